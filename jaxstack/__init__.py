@@ -1,0 +1,23 @@
+"""jaxstack: a JAX-based functional training stack.
+
+Rooms are imported when they are first used (`jaxstack.model`, `jaxstack.data`, ...), so that importing the package
+costs nothing and JAX starts only when it is needed.
+"""
+
+import importlib
+from types import ModuleType
+
+_ROOMS = (
+    "checkpoint", "cli", "config", "context", "data", "generate", "kernels", "layers", "loggers", "losses", "metrics",
+    "model", "optim", "params", "plan", "platform", "rundir", "sharding", "step", "tree",
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _ROOMS:
+        return importlib.import_module(f"jaxstack.{name}")
+    raise AttributeError(f"module 'jaxstack' has no attribute {name!r}; it has {', '.join(_ROOMS)}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_ROOMS]

@@ -1,0 +1,85 @@
+"""From YAML files and dotted flags to a checked `Config`; any mistake becomes one line and exit code 2.
+
+The parser is jsonargparse: types, help and defaults come from the dataclasses of `jaxstack/config.py`. JAX is not
+imported here.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+
+from jaxstack.config import Config, ConfigError, flat
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+class Parser(ArgumentParser):
+    """jsonargparse's parser without abbreviations (a mistyped key must never match another), raising `ConfigError`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"allow_abbrev": False, "exit_on_error": False})
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        # Nested failures come as an indented tree; the user needs its text, not its shape.
+        text = " ".join(line.strip(" -") for line in message.splitlines() if line.strip())
+        for pattern in _UNKNOWN_KEY:
+            if found := re.search(pattern, text):
+                key = ".".join(found.groups())
+                close = difflib.get_close_matches(key, flat(Config()), n=1)
+                raise ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else _HELP))
+        text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).replace("typing.", "").replace("Parser key ", "")
+        raise ConfigError(f"{text}; {_HELP}")
+
+
+_HELP = "`python train.py --help` lists every key and its type"
+_UNKNOWN_KEY = (  # the parser's words for a key it does not have: on the command line, and in a file
+    r"unrecognized arguments: (?:--)?([\w.]+)",
+    r"Group '([\w.]+)' does not accept option '(\w+)'",
+    r"Option '([\w.]+)' is not accepted",
+)
+
+
+def parse_config(argv: Sequence[str], default_config: Path) -> Config:
+    """Parses `train.py`'s command line: `--config FILE` and dotted flags, which override it wherever they stand.
+
+    Args:
+      argv: the words after the program's name.
+      default_config: the YAML file that is read when `argv` names none.
+
+    Raises:
+      ConfigError: an unknown key, a wrong type, an impossible value or a missing file.
+    """
+    parser = Parser(prog="train.py", description="Trains a decoder language model; writes everything to run.dir.")
+    parser.add_argument("--config", action=ActionConfigFile, help=f"YAML file of values (default: {default_config})")
+    parser.add_class_arguments(Config, as_group=True)
+    files, flags, words = [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--config":
+            files += [word, *words[:1]]
+            del words[:1]
+        else:
+            (files if word.startswith("--config=") else flags).append(word)
+    values = parser.parse_args([*(files or [f"--config={default_config}"]), *flags])
+    for f in dataclasses.fields(Config):
+        if not isinstance(values[f.name], Namespace):
+            raise ConfigError(f"{f.name}={values[f.name]} must be a group of keys, such as {f.name}: {{...}} in YAML")
+    groups = parser.instantiate(values)
+    return Config(**{f.name: groups[f.name] for f in dataclasses.fields(Config)})
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that `--config` reads back to the same values."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return list(value) if isinstance(value, tuple) else value
+
+    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)

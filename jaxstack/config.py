@@ -1,0 +1,395 @@
+"""The run's configuration: frozen dataclasses, their defaults and their checks. Nothing else lives here.
+
+YAML files in `configs/` and dotted flags (`--model.num_layers=4`) fill these classes; `jaxstack/cli.py` does the
+parsing. Every default stands here and only here. JAX is not imported, so that `train.py --help` answers at once.
+
+A check raises `ConfigError` with one line that names the key, the value and the fix.
+"""
+
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A user's mistake in a configuration: one line that names the key, the value and the fix."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _at_least(group: str, config: object, minimum: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None:
+            _require(value >= minimum, f"{group}.{name}={value} is too small; use {minimum} or more")
+
+
+def _fraction(group: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(0 <= value < 1, f"{group}.{name}={value} must lie in [0, 1)")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives and how it reports."""
+
+    dir: str = "runs/default"
+    """Run directory: config, metrics, checkpoints, picture and samples are written here and nowhere else."""
+    seed: int = 0
+    """Decides the initial values, the order of the data and dropout."""
+    resume: bool = True
+    """Continue from the newest checkpoint in `run.dir`; false refuses a directory that holds one."""
+    log_every: int = 10
+    """Optimizer steps between lines of metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.dir), "run.dir is empty; name a directory, for example run.dir=runs/first")
+        _at_least("run", self, 0, "seed")
+        _at_least("run", self, 1, "log_every")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3's stretching of RoPE's low frequencies (Hugging Face's `rope_type: llama3`)."""
+
+    factor: float = 8.0
+    """How many times the low frequencies are slowed."""
+    low_freq_factor: float = 1.0
+    """Wavelengths above `original_max_position / low_freq_factor` are slowed in full."""
+    high_freq_factor: float = 4.0
+    """Wavelengths below `original_max_position / high_freq_factor` are left alone."""
+    original_max_position: int = 8192
+    """Context length, in tokens, of the model before it was stretched."""
+
+    def __post_init__(self) -> None:
+        _at_least("model.rope_scaling", self, 1.0, "factor")
+        _at_least("model.rope_scaling", self, 1, "original_max_position")
+        _require(
+            0 < self.low_freq_factor < self.high_freq_factor,
+            f"model.rope_scaling.low_freq_factor={self.low_freq_factor} must be positive and below "
+            f"high_freq_factor={self.high_freq_factor}",
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder family; its switches give GPT-2, Llama 3, Qwen3 and Gemma 2 (see the files in `configs/`)."""
+
+    num_layers: int = 6
+    """Transformer blocks."""
+    d_model: int = 256
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads (GQA); null: as many as query heads."""
+    head_dim: int | None = None
+    """Width of one head; null: d_model / num_heads."""
+    d_ff: int | None = None
+    """Hidden width of the MLP; null: 4 * d_model."""
+    vocab_size: int | None = None
+    """Rows of the embedding; null: as many as the tokenizer has."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm or LayerNorm."""
+    norm_eps: float = 1e-6
+    """Added to the variance."""
+    norm_unit_offset: bool = False
+    """Gemma: multiply by 1 + weight, weights start at zero."""
+    post_norm: bool = False
+    """Gemma 2: normalise the output of attention and MLP too, before the residual sum."""
+    qk_norm: bool = False
+    """Qwen3: RMSNorm over head_dim on queries and keys."""
+    positions: Literal["rope", "learned", "none"] = "rope"
+    """Rotary positions, a learned table (GPT-2), or none."""
+    max_positions: int | None = None
+    """Rows of the learned table; null: data.seq_len."""
+    rope_theta: float = 10000.0
+    """Base of RoPE's frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Llama-3 frequency scaling; null: none."""
+    windows: tuple[int, ...] = (0,)
+    """Sliding window of each layer in tokens, repeated over the layers; 0: full attention. Gemma 2: [4096, 0]."""
+    attention_scale: float | None = None
+    """Factor on the scores; null: head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    """Gemma 2: scores pass through cap * tanh(scores / cap); null: none."""
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    """Non-linearity of the MLP; `gelu` is the exact one, `gelu_tanh` GPT-2's approximation."""
+    gated: bool = True
+    """SwiGLU / GeGLU: the activation gates a second up-projection."""
+    bias: bool = False
+    """GPT-2: biases in every linear layer."""
+    tied_embeddings: bool = False
+    """The output head is the transposed embedding."""
+    embedding_scale: bool = False
+    """Gemma: multiply embeddings by sqrt(d_model)."""
+    logit_softcap: float | None = None
+    """Gemma 2: cap on the output logits; null: none."""
+    dropout: float = 0.0
+    """Probability of dropping an element of the embedding and of each block's two outputs; training only."""
+    init_std: float = 0.02
+    """Standard deviation of initial matrices; output projections are divided by sqrt(2 * num_layers) (GPT-2)."""
+
+    def __post_init__(self) -> None:
+        _at_least("model", self, 1, "num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff",
+                  "vocab_size", "max_positions")  # fmt: skip
+        _at_least("model", self, 0, "norm_eps", "init_std")
+        _fraction("model", self, "dropout")
+        _require(self.rope_theta > 1, f"model.rope_theta={self.rope_theta} must be above 1; Llama 2 uses 10000")
+        if self.head_dim is None:
+            _require(
+                self.d_model % self.num_heads == 0,
+                f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}; change one of them "
+                f"or set model.head_dim",
+            )
+        if self.positions == "rope":
+            _require(
+                self.head_width % 2 == 0,
+                f"model.head_dim={self.head_width} is odd, but RoPE rotates pairs; use an even head_dim "
+                f"or model.positions=learned",
+            )
+        _require(
+            self.num_heads % self.kv_heads == 0,
+            f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; every key head "
+            f"must serve the same number of query heads",
+        )
+        _require(
+            len(self.windows) >= 1 and min(self.windows) >= 0,
+            f"model.windows={list(self.windows)} must list one window or more, each 0 (full attention) or positive",
+        )
+        _require(
+            self.num_layers % len(self.windows) == 0,
+            f"model.windows={list(self.windows)} has {len(self.windows)} entries, which do not divide "
+            f"model.num_layers={self.num_layers}; change one of them",
+        )
+        for name in ("attention_softcap", "logit_softcap", "attention_scale"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"model.{name}={value} must be positive, or null for none")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def ff_width(self) -> int:
+        return self.d_ff or 4 * self.d_model
+
+    @property
+    def vocab(self) -> int:
+        """`vocab_size`, once it is known (`jaxstack.data` fills it from the tokenizer)."""
+        assert self.vocab_size is not None, "vocab_size is filled from the tokenizer before the model is built"
+        return self.vocab_size
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, how it is cut into tokens and windows."""
+
+    source: Literal["stdlib", "path", "tokens", "hf"] = "stdlib"
+    """`stdlib`: the source text of Python's standard library; `path`: a text file or a folder of them; `tokens`: a
+    token file made by `python -m jaxstack.data`; `hf`: a Hugging Face dataset (extra `[hf]`)."""
+    path: str | None = None
+    """Text file or folder (`path`), token file (`tokens`), or dataset name (`hf`)."""
+    tokenizer: str = "bytes"
+    """`bytes`, `chars`, or the path of a tokenizer.json (extra `[hf]`)."""
+    seq_len: int = 256
+    """Tokens a sequence; one more is read, since targets are shifted by one."""
+    batch_size: int = 16
+    """Sequences per optimizer step, over all devices and accumulation steps."""
+    packing: bool = False
+    """Attend within documents only: windows carry segment ids and positions that restart at each document."""
+    eval_fraction: float = 0.1
+    """Part held out: whole documents where there are many, else the end of the text."""
+    hf_split: str = "train"
+    """Split of the Hugging Face dataset."""
+    hf_column: str = "text"
+    """Column of the Hugging Face dataset that holds the text."""
+
+    def __post_init__(self) -> None:
+        _at_least("data", self, 1, "seq_len", "batch_size")
+        _require(
+            0 < self.eval_fraction < 1,
+            f"data.eval_fraction={self.eval_fraction} must lie strictly between 0 and 1; 0.1 holds out a tenth",
+        )
+        _require(bool(self.tokenizer), "data.tokenizer is empty; use bytes, chars, or the path of a tokenizer.json")
+        if self.source != "stdlib":
+            _require(
+                bool(self.path), f"data.path is missing; data.source={self.source} reads from it: set --data.path=..."
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    grad_accum: int = 1
+    """Microbatches whose gradients are summed before an optimizer step."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the forward and backward pass; master weights and the optimizer stay float32."""
+    remat: Literal["none", "full", "dots"] = "none"
+    """What the backward pass recomputes: nothing, every layer, or all but the matmul outputs."""
+    eval_every: int = 250
+    """Steps between evaluations; there is always one at the end."""
+    eval_steps: int = 20
+    """Held-out batches per evaluation, the same ones each time."""
+    ngram_baseline: bool = False
+    """At the end, fit a byte n-gram on the bytes that were trained on and print its held-out loss beside the model's."""
+    max_bad_steps: int = 10
+    """Stop after so many steps in a row whose loss or gradient norm is not finite (each changes nothing)."""
+
+    def __post_init__(self) -> None:
+        _at_least("train", self, 1, "steps", "grad_accum", "eval_every", "eval_steps", "max_bad_steps")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule, all from optax."""
+
+    name: Literal["adamw", "muon", "adafactor", "lion", "sgd"] = "adamw"
+    """`muon` moves the hidden matrices, scaled so that AdamW's learning rates serve it; the rest follows AdamW."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up from zero."""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """What follows the warm-up; `wsd` is warm-up, stable, decay."""
+    final_lr_fraction: float = 0.1
+    """Learning rate of the last step, as a part of the peak."""
+    decay_fraction: float = 0.2
+    """`wsd` only: part of the steps that the final linear decay takes."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only."""
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm; null: never."""
+    b1: float = 0.9
+    """First-moment decay (AdamW, Lion); momentum of Muon and SGD."""
+    b2: float = 0.95
+    """Second-moment decay."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    def __post_init__(self) -> None:
+        _at_least("optim", self, 0, "lr", "warmup_steps", "weight_decay", "eps")
+        _fraction("optim", self, "b1", "b2")
+        _require(
+            0 <= self.final_lr_fraction <= 1, f"optim.final_lr_fraction={self.final_lr_fraction} must lie in [0, 1]"
+        )
+        _require(0 < self.decay_fraction <= 1, f"optim.decay_fraction={self.decay_fraction} must lie in (0, 1]")
+        if self.clip_norm is not None:
+            _require(self.clip_norm > 0, f"optim.clip_norm={self.clip_norm} must be positive; null switches clipping off")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the device mesh."""
+
+    data: int = -1
+    """Replicas that share the batch; -1: as many as there are devices and the batch can be divided among."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.data == -1 or self.data >= 1, f"mesh.data={self.data} must be positive, or -1 for every device"
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When state is saved."""
+
+    every: int = 500
+    """Optimizer steps between checkpoints; there is always one at the end."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint", self, 1, "every", "keep")
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Text written at the end of the run."""
+
+    prompts: tuple[str, ...] = ()
+    """Beginnings to continue; empty: no samples."""
+    tokens: int = 200
+    """Tokens to add to each prompt."""
+    temperature: float = 0.8
+    """Divides the logits before sampling; 0 takes the likeliest token."""
+
+    def __post_init__(self) -> None:
+        _at_least("sample", self, 0, "tokens", "temperature")
+        _require(all(self.prompts), "sample.prompts holds an empty string; give each sample a beginning")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run depends on."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+
+    def __post_init__(self) -> None:
+        data, train = self.data, self.train
+        _require(
+            data.batch_size % train.grad_accum == 0,
+            f"train.grad_accum={train.grad_accum} does not divide data.batch_size={data.batch_size}",
+        )
+        _require(
+            self.mesh.data == -1 or data.batch_size // train.grad_accum % self.mesh.data == 0,
+            f"mesh.data={self.mesh.data} does not divide the {data.batch_size // train.grad_accum} sequences of a "
+            f"microbatch (data.batch_size={data.batch_size} / train.grad_accum={train.grad_accum})",
+        )
+        _require(
+            not train.ngram_baseline or data.tokenizer == "bytes",
+            f"train.ngram_baseline=true counts bytes, but data.tokenizer={data.tokenizer}; switch one of them",
+        )
+        if self.model.positions == "learned" and self.model.max_positions is not None:
+            _require(
+                self.model.max_positions >= data.seq_len,
+                f"model.max_positions={self.model.max_positions} is less than data.seq_len={data.seq_len}; "
+                f"raise it, or leave it null",
+            )
+
+
+def resolve(config: Config, vocab_size: int) -> Config:
+    """Fills what only the data knows: the vocabulary (tokens) and the rows of a learned position table.
+
+    Raises:
+      ConfigError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    model = config.model
+    _require(
+        model.vocab_size is None or model.vocab_size >= vocab_size,
+        f"model.vocab_size={model.vocab_size} is less than the tokenizer's {vocab_size}; raise it, or leave it null",
+    )
+    positions = model.max_positions
+    if model.positions == "learned" and positions is None:
+        positions = config.data.seq_len
+    return replace(config, model=replace(model, vocab_size=model.vocab_size or vocab_size, max_positions=positions))
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value of a configuration under its dotted key: `{"model.num_layers": 6, ...}`."""
+    values: dict[str, Any] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value):
+            values |= flat(value, f"{prefix}{f.name}.")
+        else:
+            values[f"{prefix}{f.name}"] = value
+    return values

@@ -1,0 +1,296 @@
+"""Token ids of many documents, their split into training and held-out text, and the token file.
+
+A token file is three files: `NAME.bin` (raw little-endian ids), `NAME.starts.npy` (where each document begins) and
+`NAME.json` (what they are, and their hashes). It is memory-mapped: training reads the pages that its windows touch.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import tempfile
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxstack.config import ConfigError
+from jaxstack.data.sources import Document
+from jaxstack.data.tokenizers import Tokenizer, tokenizer_from_json
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Documents as ranges of one array of ids, which they share: a split copies no ids and keeps a memory map."""
+
+    ids: np.ndarray
+    """Token ids, any unsigned dtype; the documents of a split lie scattered in it."""
+    starts: np.ndarray
+    """[documents] int64, ascending: where each document begins in `ids`."""
+    ends: np.ndarray
+    """[documents] int64: where each ends; its separator, if it has one, belongs to it."""
+    vocab_size: int
+    """Every id must be below this; checked as windows are read."""
+    names: tuple[str, ...] | None = None
+    """[documents] names for error messages; a token file has none."""
+
+    def __len__(self) -> int:
+        return int((self.ends - self.starts).sum())
+
+    def documents(self, which: np.ndarray) -> "Tokens":
+        """Some of the documents, in the order of `which` ([n] indices, or a mask over all)."""
+        names = None if self.names is None else tuple(np.array(self.names, object)[which])
+        return replace(self, starts=self.starts[which], ends=self.ends[which], names=names)
+
+    def clip(self, start: int, end: int) -> "Tokens":
+        """What lies at `start <= offset < end` in `ids`; documents are cut at both ends."""
+        starts, ends = np.maximum(self.starts, start), np.minimum(self.ends, end)
+        return replace(self, starts=starts, ends=ends).documents(starts < ends)
+
+
+def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
+    """All documents in memory, each followed by the separator where the tokenizer has one."""
+    pieces, names = [], []
+    for document in documents:
+        names.append(document.name)
+        pieces.append(_with_separator(document, tokenizer))
+    ends = np.cumsum([p.size for p in pieces], dtype=np.int64)
+    starts = np.append(np.int64(0), ends[:-1])
+    return Tokens(np.concatenate(pieces), starts, ends, tokenizer.vocab_size, tuple(names))
+
+
+def _with_separator(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+    ids = tokenizer.encode(document.text)
+    return ids if tokenizer.separator is None else np.append(ids, ids.dtype.type(tokenizer.separator))
+
+
+def split(tokens: Tokens, eval_fraction: float) -> tuple[Tokens, Tokens]:
+    """Training text and held-out text: the same two for every seed and on every machine.
+
+    With ten documents or more, whole documents are held out: they are taken in the order of a hash of their index
+    until about `eval_fraction` of the tokens is reached. A document longer than that always trains. With fewer, or
+    when the shorter ones do not suffice, the end of the text is held out, as in nanoGPT: the first 90% train.
+    """
+    lengths = tokens.ends - tokens.starts
+    budget = len(tokens) * eval_fraction
+    eligible = np.flatnonzero(lengths <= budget)
+    if lengths.size >= 10 and lengths[eligible].sum() >= budget:
+        shuffled = eligible[np.argsort(_hash(eligible), kind="stable")]
+        held_out_tokens = np.cumsum(lengths[shuffled])
+        count = int(np.argmin(np.abs(held_out_tokens - budget))) + 1
+        held_out = np.zeros(lengths.size, bool)
+        held_out[shuffled[:count]] = True
+        return tokens.documents(~held_out), tokens.documents(held_out)
+    bounds = np.cumsum(lengths)
+    kept = min(int(len(tokens) * (1 - eval_fraction)), len(tokens) - 1)
+    document = int(np.searchsorted(bounds, kept, side="right"))
+    cut = int(tokens.ends[document] - (bounds[document] - kept))
+    return tokens.clip(0, cut), tokens.clip(cut, tokens.ids.size)
+
+
+def _hash(index: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser (Steele et al. 2014): scatters [n] indices over 64 bits."""
+    x = index.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+# --- the token file ---------------------------------------------------------------------------------------------------
+
+_VERSION = 1
+_SUFFIXES = (".bin", ".starts.npy", ".json")  # in the order of writing: the header comes last and makes it whole
+_FULL_CHECK_BYTES = 1 << 30
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Header:
+    """`NAME.json`: what a token file holds."""
+
+    version: int
+    dtype: Literal["uint16", "uint32"]
+    count: int
+    """Tokens."""
+    documents: int
+    vocab_size: int
+    bytes: int
+    """UTF-8 bytes of the text, separators not counted."""
+    tokenizer: dict[str, Any]
+    """`to_json()` of the tokenizer."""
+    sha256: dict[str, str]
+    """Of `.bin` and of `.starts.npy`."""
+
+
+def _part(path: str | Path, suffix: str) -> Path:
+    name = str(path)
+    for known in _SUFFIXES:
+        name = name.removesuffix(known)
+    return Path(name + suffix)
+
+
+def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer) -> Header:
+    """Streams documents into a token file and returns its header; one document at a time is held in memory.
+
+    Everything is written in a temporary folder beside it and moved at the end, the header last: an interrupted build
+    leaves nothing that `read_token_file` would take for whole.
+
+    Args:
+      path: `NAME`, or any of the three file names.
+
+    Raises:
+      ConfigError: one of the files exists (nothing is overwritten), or the folder does not.
+    """
+    targets = [_part(path, suffix) for suffix in _SUFFIXES]
+    _refuse_existing(targets)
+    folder = targets[0].parent
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; create it before building {targets[0].name} there")
+    dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    starts = array("q")
+    count = size = 0
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory(prefix=f".{targets[0].stem}-", dir=folder) as scratch:
+        parts = [Path(scratch, target.name) for target in targets]
+        with open(parts[0], "wb") as file:
+            for document in documents:
+                ids = _with_separator(document, tokenizer).astype(np.dtype(dtype).newbyteorder("<"))
+                starts.append(count)
+                count += ids.size
+                size += len(document.text.encode())
+                digest.update(ids.data)
+                file.write(ids.data)
+        np.save(parts[1], np.frombuffer(starts, np.int64), allow_pickle=False)
+        hashes = {"bin": digest.hexdigest(), "starts": _sha256(parts[1])}
+        header = Header(_VERSION, dtype, count, len(starts), tokenizer.vocab_size, size, tokenizer.to_json(), hashes)
+        parts[2].write_text(json.dumps(vars(header)))
+        _refuse_existing(targets)
+        for part, target in zip(parts, targets, strict=True):
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())  # the header must not reach the disk before what it vouches for
+            part.rename(target)
+    return header
+
+
+def _refuse_existing(targets: list[Path]) -> None:
+    for target in targets:
+        if target.exists():
+            raise ConfigError(f"{target} exists and is never overwritten; remove it or choose another name")
+
+
+def read_header(path: str | Path) -> Header:
+    """The header of a token file.
+
+    Raises:
+      ConfigError: it is missing or not one of ours.
+    """
+    file = _part(path, ".json")
+    try:
+        header = Header(**json.loads(file.read_text()))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file} does not exist; make a token file with `python -m jaxstack.data build` (an interrupted build "
+            f"leaves none: remove its other files and build again)"
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is no header of a token file ({error}); build the file again") from None
+    if header.version != _VERSION or header.dtype not in ("uint16", "uint32"):
+        raise ConfigError(
+            f"{file} has format version {header.version} and dtype {header.dtype}; this code reads version {_VERSION} "
+            f"with uint16 or uint32: build the file again"
+        )
+    numbers = (header.count, header.documents, header.vocab_size)
+    if not all(isinstance(n, int) and n > 0 for n in numbers):
+        raise ConfigError(f"{file} declares count, documents, vocab_size = {numbers}; build the file again")
+    return header
+
+
+def read_token_file(path: str | Path) -> tuple[Tokens, Tokenizer]:
+    """Memory-maps a token file and rebuilds its tokenizer.
+
+    The ids of a file below 1 GiB are compared with the vocabulary here, which takes a second at most; those of a
+    larger one as windows are read, so that nothing is read twice and nothing wrong is trained on.
+
+    Raises:
+      ConfigError: a missing, truncated or impossible file; the message names the file and what to do.
+    """
+    header = read_header(path)
+    tokens = _map(path, header)
+    if tokens.ids.nbytes < _FULL_CHECK_BYTES:
+        _check_vocabulary(path, header)
+    tokenizer = tokenizer_from_json(header.tokenizer)
+    if tokenizer.vocab_size != header.vocab_size:
+        raise ConfigError(
+            f"{_part(path, '.json')} declares vocab_size={header.vocab_size}, but its tokenizer has "
+            f"{tokenizer.vocab_size}; build the file again"
+        )
+    return tokens, tokenizer
+
+
+def verify_token_file(path: str | Path) -> Header:
+    """Reads a whole token file and compares its hashes and its ids with the header.
+
+    Raises:
+      ConfigError: at the first thing that is wrong.
+    """
+    header = read_header(path)
+    _map(path, header)
+    for suffix, key in ((".bin", "bin"), (".starts.npy", "starts")):
+        file = _part(path, suffix)
+        if (found := _sha256(file)) != header.sha256.get(key):
+            raise ConfigError(
+                f"{file} has sha256 {found[:12]}..., but its header says {str(header.sha256.get(key))[:12]}...; it was "
+                f"changed after it was built: build it again"
+            )
+    _check_vocabulary(path, header)
+    return header
+
+
+def _map(path: str | Path, header: Header) -> Tokens:
+    file, starts_file = _part(path, ".bin"), _part(path, ".starts.npy")
+    for needed in (file, starts_file):
+        if not needed.is_file():
+            raise ConfigError(f"{needed} is missing; it belongs beside {_part(path, '.json').name}: build it again")
+    dtype = np.dtype(header.dtype).newbyteorder("<")
+    expected, found = header.count * dtype.itemsize, file.stat().st_size
+    if expected != found:
+        raise ConfigError(
+            f"{file} is truncated or not its header's: expected {expected:,} bytes ({header.count:,} tokens of "
+            f"{dtype.itemsize}), found {found:,}; copy or build it again"
+        )
+    try:
+        starts = np.load(starts_file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{starts_file} cannot be read ({error}); build the file again") from None
+    ends = np.append(starts[1:], header.count)
+    if starts.shape != (header.documents,) or starts.dtype != np.int64 or starts[0] != 0 or (starts > ends).any():
+        raise ConfigError(
+            f"{starts_file} does not hold {header.documents:,} ascending document starts within {header.count:,} "
+            f"tokens; build the file again"
+        )
+    with open(file, "rb") as opened:
+        pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
+        pages.madvise(mmap.MADV_RANDOM)  # windows are read in random order: what lies behind one is not wanted
+    return Tokens(np.frombuffer(pages, dtype), np.asarray(starts), ends, header.vocab_size)
+
+
+def _check_vocabulary(path: str | Path, header: Header) -> None:
+    """Reads the file from end to end, not through the map, whose pages come one at a time."""
+    file, dtype = _part(path, ".bin"), np.dtype(header.dtype).newbyteorder("<")
+    for start in range(0, header.count, _CHUNK):
+        chunk = np.fromfile(file, dtype, _CHUNK, offset=start * dtype.itemsize)
+        if chunk.max() >= header.vocab_size:
+            at = int(np.argmax(chunk >= header.vocab_size))
+            raise ConfigError(
+                f"{file} holds id {chunk[at]:,} at token {start + at:,}, past the vocabulary of "
+                f"{header.vocab_size:,}; build the file again"
+            )
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

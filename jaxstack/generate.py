@@ -1,0 +1,78 @@
+"""Sampling text from a model, by running the whole window for every new token: the plain reference."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack import model
+from jaxstack.config import Config, ModelConfig
+from jaxstack.context import Context
+from jaxstack.data import Tokenizer
+
+
+def generate(
+    cfg: ModelConfig,
+    params: Any,
+    prompts: list[list[int]],
+    *,
+    tokens: int,
+    temperature: float,
+    key: jax.Array,
+    window: int,
+    ctx: Context | None = None,
+) -> list[list[int]]:
+    """Continues each prompt by `tokens` tokens.
+
+    Args:
+      prompts: token ids, one list or more, each with one id or more.
+      tokens: how many to add.
+      temperature: divides the logits; 0 takes the likeliest token.
+      key: randomness.
+      window: the model sees at most so many last tokens, its training length.
+
+    Returns:
+      Prompts with their continuations.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    size = max(max(lengths) + tokens, window)
+    buffer = jnp.asarray([prompt + [0] * (size - len(prompt)) for prompt in prompts], jnp.int32)
+
+    @jax.jit
+    def run(params: Any, buffer: jax.Array, ends: jax.Array) -> jax.Array:
+        rows = jnp.arange(buffer.shape[0])
+
+        def add_one(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            buffer, ends = carry
+            starts = jnp.maximum(ends - window, 0)
+            seen = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (window,)))(buffer, starts)
+            x, _ = model.hidden(cfg, params, seen, ctx)  # causal: what lies behind the end is not seen
+            last = x[rows, ends - starts - 1][:, None]
+            logits = model.logits(cfg, params, last, ctx)[:, 0]
+            if temperature == 0:
+                new = logits.argmax(-1)
+            else:
+                new = jax.random.categorical(jax.random.fold_in(key, i), logits / temperature)
+            return buffer.at[rows, ends].set(new.astype(buffer.dtype)), ends + 1
+
+        return jax.lax.fori_loop(0, tokens, add_one, (buffer, ends))[0]
+
+    filled = jax.device_get(run(params, buffer, jnp.asarray(lengths)))
+    return [row[: length + tokens].tolist() for row, length in zip(filled, lengths, strict=True)]
+
+
+def texts(cfg: Config, params: Any, tokenizer: Tokenizer, ctx: Context) -> list[str]:
+    """The prompts of `cfg.sample` and what the model adds to them, up to the end of the document."""
+    prompts = [tokenizer.encode(prompt).tolist() for prompt in cfg.sample.prompts]
+    rows = generate(
+        cfg.model,
+        params,
+        prompts,
+        tokens=cfg.sample.tokens,
+        temperature=cfg.sample.temperature,
+        key=jax.random.key(cfg.run.seed),
+        window=cfg.data.seq_len,
+        ctx=ctx,
+    )
+    ends = [row.index(tokenizer.separator) if tokenizer.separator in row else len(row) for row in rows]
+    return [tokenizer.decode(row[:end]) for row, end in zip(rows, ends, strict=True)]

@@ -1,0 +1,8 @@
+"""Hot operations: one file an op, each with its reference, its faster forms and the one public function that chooses."""
+
+from jaxstack.kernels.attention import attention
+from jaxstack.kernels.cross_entropy import cross_entropy
+from jaxstack.kernels.linear import linear
+from jaxstack.kernels.norm import layer_norm, rms_norm
+
+__all__ = ["attention", "cross_entropy", "layer_norm", "linear", "rms_norm"]

@@ -1,0 +1,55 @@
+"""Linear layers: one contraction of activations with a weight, and a bias."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+IMPLEMENTATIONS = ("xla", "barrier")
+
+
+def linear(
+    x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, in_axes: int = 1, implementation: str = "xla"
+) -> jax.Array:
+    """Contracts the last `in_axes` axes of x with the first `in_axes` axes of w: [..., *in] x [*in, *out] -> [..., *out].
+
+    w [D, H, K] makes heads, w [H, K, D] with in_axes=2 joins them again. b [*out] is added where given.
+
+    "barrier" computes the same values, but puts an optimization barrier between the matmuls of the backward pass and
+    what produces their operands: XLA:CPU otherwise fuses elementwise producers into a matmul, which takes it off the
+    fast matmul library, or computes them once for each of the two matmuls.
+
+    Raises ValueError for an unknown implementation.
+    """
+    match implementation:
+        case "xla":
+            y = jnp.tensordot(x, w, in_axes)
+        case "barrier":
+            y = _barrier_matmul(in_axes, x, w)
+        case _:
+            raise ValueError(
+                f"linear has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}"
+            )
+    return y if b is None else y + b
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _barrier_matmul(in_axes, x, w):
+    return jnp.tensordot(x, w, in_axes)
+
+
+def _forward(in_axes, x, w):
+    return jnp.tensordot(x, w, in_axes), (x, w)
+
+
+def _backward(in_axes, residuals, dy):
+    x, w = residuals
+    x, dy = lax.optimization_barrier((x, dy))
+    batch = tuple(range(x.ndim - in_axes))
+    dx = jnp.tensordot(dy, w, (tuple(range(len(batch), dy.ndim)), tuple(range(in_axes, w.ndim))))
+    dw = jnp.tensordot(x, dy, (batch, batch))
+    return dx, dw
+
+
+_barrier_matmul.defvjp(_forward, _backward)

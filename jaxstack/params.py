@@ -1,0 +1,100 @@
+"""One declaration per parameter, and everything that derives from it: values, abstract trees, shardings, matrices."""
+
+import zlib
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxstack.sharding import Rules
+from jaxstack.tree import path_of
+
+
+@dataclass(frozen=True)
+class Param:
+    """Declares one array.
+
+    Attributes:
+      shape: dimensions, inputs before outputs.
+      axes: the logical name of each dimension.
+      kind: `matrix` is contracted with its input, `table` is looked up by row (embeddings), `vector` acts
+        elementwise (norms, biases). Vectors are neither decayed nor cast to the compute dtype.
+      in_axes: leading dimensions (after `layers`) that a matrix contracts.
+      init: how it starts; `normal` has mean 0 and standard deviation `std`.
+      std: of `normal`.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    kind: Literal["matrix", "table", "vector"] = "matrix"
+    in_axes: int = 1
+    init: Literal["normal", "zeros", "ones"] = "normal"
+    std: float = 0.02
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), f"{self.shape} and {self.axes} differ in length"
+
+    @property
+    def stacked(self) -> int:
+        """1 where the leading dimension runs over layers, else 0."""
+        return int(self.axes[:1] == ("layers",))
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """A matrix between two hidden widths: what Muon orthogonalises. The head is none."""
+        return self.kind == "matrix" and "vocab" not in self.axes
+
+
+Spec = Any  # a nested dict whose leaves are `Param`
+
+
+def map_spec(f: Any, spec: Spec, *rest: Any) -> Any:
+    """`jax.tree.map` with the declarations as leaves."""
+    return jax.tree.map(f, spec, *rest, is_leaf=lambda x: isinstance(x, Param))
+
+
+def stack(spec: Spec, layers: int) -> Spec:
+    """The declarations of `layers` equal blocks, stacked on a new leading axis."""
+    return map_spec(lambda p: replace(p, shape=(layers, *p.shape), axes=("layers", *p.axes)), spec)
+
+
+def count(spec: Spec) -> int:
+    """Number of parameters."""
+    return sum(prod(p.shape) for p in jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, Param)))
+
+
+def abstract(spec: Spec, dtype: Any = jnp.float32) -> Any:
+    """Shapes without values."""
+    return map_spec(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), spec)
+
+
+def shardings(spec: Spec, rules: Rules, mesh: Mesh) -> Any:
+    """The sharding of every parameter."""
+    return map_spec(lambda p: NamedSharding(mesh, rules.parameter(p.axes)), spec)
+
+
+def init(key: jax.Array, spec: Spec) -> Any:
+    """Initial values, float32.
+
+    Each array's key is folded from its path and, where layers are stacked, from the layer's index, so that values do
+    not depend on the mesh, on how layers are grouped, or on which other parameters exist.
+    """
+
+    def one(keys: tuple[Any, ...], p: Param) -> jax.Array:
+        if p.init != "normal":
+            return jnp.full(p.shape, float(p.init == "ones"), jnp.float32)
+        own = jax.random.fold_in(key, zlib.crc32(path_of(keys).encode()))
+        if not p.stacked:
+            return p.std * jax.random.normal(own, p.shape, jnp.float32)
+        layer_keys = jax.vmap(lambda i: jax.random.fold_in(own, i))(jnp.arange(p.shape[0]))
+        return p.std * jax.vmap(lambda k: jax.random.normal(k, p.shape[1:], jnp.float32))(layer_keys)
+
+    return jax.tree_util.tree_map_with_path(one, spec, is_leaf=lambda x: isinstance(x, Param))
+
+
+def cast_matrices(spec: Spec, params: Any, dtype: Any) -> Any:
+    """The parameters as a forward pass in `dtype` takes them: matrices and tables cast, vectors as they are."""
+    return map_spec(lambda p, value: value if p.kind == "vector" else value.astype(dtype), spec, params)

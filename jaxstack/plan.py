@@ -1,0 +1,80 @@
+"""What a model costs, by formula: FLOPs per token, and the share of a chip's peak that a run reaches (MFU)."""
+
+from math import prod
+from typing import NamedTuple
+
+import jax
+
+from jaxstack import model
+from jaxstack.config import ModelConfig
+from jaxstack.params import Param
+
+
+class Flops(NamedTuple):
+    """FLOPs of training on one token (forward and backward: three times the forward pass), by both conventions.
+
+    Attributes:
+      full: attention counted as if every token saw the whole sequence (PaLM, arXiv:2204.02311, appendix B).
+      causal: only the scores that the causal mask and sliding windows leave.
+    """
+
+    full: float
+    causal: float
+
+
+def matmul_params(cfg: ModelConfig) -> int:
+    """Weights that a token is multiplied with: matrices and the head, tied or not; embedding look-ups are none."""
+    leaves = jax.tree.leaves(model.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
+    return sum(prod(p.shape) for p in leaves if p.kind == "matrix") + (cfg.d_model * cfg.vocab if cfg.tied_embeddings else 0)
+
+
+def flops_per_token(cfg: ModelConfig, seq_len: int) -> Flops:
+    """FLOPs of one training token; a multiply-add is two. Recomputation (remat) is not counted, as is usual.
+
+    Per layer, the two attention matmuls of the forward pass cost 4 * H * K FLOPs for each (query, key) pair.
+
+    Args:
+      cfg: the model.
+      seq_len: tokens a sequence, S.
+    """
+    S = seq_len
+    per_pair = 4 * cfg.num_heads * cfg.head_width
+    seen = 0.0  # keys that a token sees on average, summed over layers
+    for i in range(cfg.num_layers):
+        window = cfg.windows[i % len(cfg.windows)] or S
+        w = min(window, S)
+        seen += (w * (w + 1) / 2 + (S - w) * w) / S
+    dense = 6.0 * matmul_params(cfg)
+    return Flops(dense + 3.0 * per_pair * S * cfg.num_layers, dense + 3.0 * per_pair * seen)
+
+
+PEAK_BF16_FLOPS: dict[str, float] = {
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+"""Dense bf16 FLOP/s of one device, from the makers' data sheets, by `jax.Device.device_kind`."""
+
+
+def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float | None:
+    """Model FLOPs utilisation as a fraction, or None where the peak is not known: never a guess.
+
+    Args:
+      flops_per_s: model FLOPs done in a second by all devices together.
+      device_kind: as JAX names it.
+      devices: how many.
+      dtype: of the matmuls; only bfloat16 has peaks here.
+    """
+    peak = PEAK_BF16_FLOPS.get(device_kind)
+    return None if peak is None or dtype != "bfloat16" else flops_per_s / (peak * devices)

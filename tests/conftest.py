@@ -1,0 +1,17 @@
+"""Every test runs on eight simulated CPU devices, whatever the machine has."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Fresh random inputs in every run; the seed is shown when the test fails."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    request.node.add_report_section("setup", "random seed", str(seed))
+    return np.random.default_rng(seed)

@@ -1,0 +1,74 @@
+"""A file imports only from lower floors (or within its own room): the table of docs and CONTRIBUTING, held."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "jaxstack"
+
+FLOORS = {
+    "config": 0,
+    "tree": 0,
+    "platform": 0,
+    "cli": 1,
+    "sharding": 1,
+    "kernels": 1,
+    "rundir": 2,
+    "context": 2,
+    "params": 2,
+    "layers": 3,
+    "model": 4,
+    "data": 5,
+    "optim": 5,
+    "losses": 5,
+    "plan": 5,
+    "checkpoint": 5,
+    "loggers": 5,
+    "generate": 6,
+    "metrics": 6,
+    "step": 6,
+}
+
+JAX_FREE = {"config", "cli", "platform", "rundir", "data"}
+"""What runs before JAX starts, for quick help and quick errors."""
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, wherever the statement stands, as written."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def test_every_room_has_a_floor():
+    assert {room(path) for path in FILES} == set(FLOORS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down(path):
+    own = room(path)
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "jaxstack" and len(parts) > 1 and parts[1] != own:
+            assert FLOORS[parts[1]] < FLOORS[own], f"{own} (floor {FLOORS[own]}) imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_heavy_and_foreign_packages_stay_out(path):
+    roots = {name.split(".")[0] for name in imports(path)}
+    assert not roots & {"tensorflow", "torch", "transformers", "wandb"}
+    if room(path) in JAX_FREE:
+        assert not roots & {"jax", "jaxlib", "flax", "optax", "orbax"}

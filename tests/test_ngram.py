@@ -1,0 +1,88 @@
+"""The byte n-gram against a dictionary that counts one byte at a time."""
+
+import math
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+
+from jaxstack.data.ngram import best_order, bits_per_byte, probabilities
+
+
+def slow_probabilities(train, held_out, order):
+    """Witten-Bell by its definition: for each text of lists of ints, p of every byte."""
+    followers = defaultdict(Counter)
+    for text in train:
+        for i, byte in enumerate(text):
+            for n in range(order):
+                if n <= i:
+                    followers[tuple(text[i - n : i])][byte] += 1
+
+    def p(context, byte):
+        lower = p(context[1:], byte) if context else 1 / 256
+        seen = followers.get(context)
+        if seen is None:
+            return lower
+        return (seen[byte] + len(seen) * lower) / (seen.total() + len(seen))
+
+    return [[p(tuple(text[max(0, i - order + 1) : i]), byte) for i, byte in enumerate(text)] for text in held_out]
+
+
+@pytest.fixture
+def texts():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.choice(np.array([0, 7, 255], np.uint8), size=shape, p=[0.6, 0.3, 0.1])  # noqa: E731
+    train = [draw(30, 9), draw(50).tobytes(), draw(3), b"\x07"]
+    return train, [draw(10, 9), draw(40), np.array([0, 1, 7, 2], np.uint8)]
+
+
+def as_lists(rows):
+    arrays = [np.frombuffer(r, np.uint8) if isinstance(r, bytes) else r for r in rows]
+    return [text.tolist() for a in arrays for text in (a if a.ndim == 2 else [a])]
+
+
+@pytest.mark.parametrize("order", range(1, 9))
+def test_equals_dictionary(texts, order):
+    train, held_out = texts
+    want = np.concatenate(slow_probabilities(as_lists(train), as_lists(held_out), order))
+    *_, got = probabilities(train, held_out, order)
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+    assert bits_per_byte(train, held_out, order) == pytest.approx(-np.log2(want).mean(), rel=1e-12)
+
+
+def test_given_bytes_are_context_only(texts):
+    train, held_out = texts
+    rows = slow_probabilities(as_lists(train), as_lists(held_out), 3)
+    want = -np.mean([math.log2(p) for row in rows for p in row[2:]])
+    assert bits_per_byte(train, held_out, 3, given=2) == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize("context", [b"", b"\x00", b"\x00\x07", b"\xff\xff\x00", b"\x09\x00\x07", b"\x09"])
+def test_sums_to_one(texts, context):
+    rows = np.array([[*context, byte] for byte in range(256)], np.uint8)
+    for p in probabilities(texts[0], [rows], 5):
+        assert p.reshape(rows.shape)[:, -1].sum() == pytest.approx(1, abs=1e-12)
+
+
+def test_rows_are_independent(texts):
+    train, held_out = texts
+    rows = held_out[0]
+    together = bits_per_byte(train, [rows], 4)
+    apart = np.mean([bits_per_byte(train, [row], 4) for row in rows])
+    assert together == pytest.approx(apart, rel=1e-12)
+    assert bits_per_byte([rows.ravel()], [rows], 4) != bits_per_byte([rows], [rows], 4)
+
+
+def test_texts_shorter_than_the_order():
+    assert bits_per_byte([b"a"], [b"b"], 6) == pytest.approx(-math.log2(1 / 2 / 256))
+
+
+def test_best_order(texts):
+    train, held_out = texts
+    bits = {order: bits_per_byte(train, held_out, order) for order in range(2, 7)}
+    assert best_order(train, held_out) == (min(bits, key=bits.get), min(bits.values()))
+
+
+def test_learns_english():
+    text = b"the quick brown fox jumps over the lazy dog and runs away from the other dogs. " * 20
+    assert bits_per_byte([text], [text[:200]], 6) < 0.5 < 3 < bits_per_byte([text], [text[:200]], 1)

@@ -1,0 +1,152 @@
+"""Trains a decoder language model: `python train.py --config configs/NAME.yaml --model.num_layers=4 ...`
+
+The whole loop, top to bottom. `python train.py --help` lists every key; CONTRIBUTING.md says where everything else is.
+"""
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxstack import cli, data, platform, rundir
+from jaxstack.config import Config, ConfigError, resolve
+
+QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
+
+
+def main(argv: list[str]) -> None:
+    cfg = cli.parse_config(argv, QUICKSTART)
+    dataset = data.load(cfg.data)
+    cfg = resolve(cfg, dataset.tokenizer.vocab_size)
+    changes = rundir.prepare(cfg, dataset.tokenizer.to_json())
+    platform.configure(cfg.data.batch_size // cfg.train.grad_accum)  # before JAX is imported, which reads it
+    train(cfg, dataset, changes)
+
+
+def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
+    import jax
+
+    from jaxstack import checkpoint, generate, loggers, metrics, model, params, sharding, step
+    from jaxstack.context import Context
+    from jaxstack.data import ngram
+
+    run = Path(cfg.run.dir)
+    mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
+    devices = list(mesh.devices.flat)
+    ctx = Context.create(cfg.train, mesh)
+    batch_sharding = jax.NamedSharding(mesh, ctx.rules.activation(("batch", "sequence")))
+
+    reading = {"seq_len": cfg.data.seq_len, "batch_size": cfg.data.batch_size, "packing": cfg.data.packing}
+    batches = data.batches(dataset.train, seed=cfg.run.seed, **reading)
+    held_out = [*data.eval_batches(dataset.eval, steps=cfg.train.eval_steps, **reading)]
+    held_out_bytes = sum(dataset.tokenizer.num_bytes(b["targets"][b["weights"] > 0]) for b in held_out)
+
+    train_step = jax.jit(step.make_train_step(cfg, ctx), donate_argnums=0)
+    eval_step = jax.jit(step.make_eval_step(cfg, ctx))
+    abstract = step.abstract_state(cfg, ctx)
+
+    with loggers.Screen(cfg.train.steps) as screen, checkpoint.Checkpoints(cfg.checkpoint, rundir.checkpoints(run)) as checkpoints:
+        screen.say(f"device   {len(devices)} x {devices[0].device_kind}")
+        screen.say(f"model    {params.count(model.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
+        screen.say(f"data     {dataset.description}")
+        screen.say(f"run      {run}/")
+        for change in changes:
+            screen.say(f"changed  {change}", style="yellow")
+
+        start = checkpoints.latest or 0
+        if start:
+            state = checkpoints.restore(start, abstract)
+            screen.say(f"resumed from step {start}")
+        else:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+            state = jax.jit(lambda: step.init_state(cfg), out_shardings=shardings)()
+
+        log = loggers.JsonLines(run / "metrics.jsonl", after=start)
+        meter = metrics.Meter(cfg, devices)
+
+        def report(number: int, device_values: dict[str, jax.Array], waited: float) -> None:
+            """Handles the metrics of one finished step; fetching them waits for it."""
+            values = {name: value.item() for name, value in jax.device_get(device_values).items()}
+            meter.finished(waited)
+            timed = meter.take() if number % cfg.run.log_every == 0 or number == cfg.train.steps else {}
+            if timed:
+                log.write({"step": number, **values, **timed})
+            if number == start + 1:
+                screen.say(f"first step done {platform.seconds_since_start():.1f} s after the command")
+                meter.restart()  # compilation is not training time
+            screen.step(number, values["loss"], timed.get("tokens_per_s"))
+            if values["skipped_in_a_row"]:
+                read = data.batch_identity(dataset.train, number - 1, seed=cfg.run.seed, **reading)
+                what = f"loss {values['loss']}, gradient norm {values['grad_norm']}; batch of {read}"
+                screen.say(f"step {number} skipped: {what}", style="yellow")
+                if values["skipped_in_a_row"] >= cfg.train.max_bad_steps:
+                    count = values["skipped_in_a_row"]
+                    raise SystemExit(f"train.py: stopped at step {number}, the {count}th in a row skipped: {what}")
+
+        def evaluate(number: int) -> dict[str, Any]:
+            """Held-out loss, unless the log has it from before an interruption."""
+            for record in log.records:
+                if record["step"] == number and "eval_loss" in record:
+                    return record
+            sums = [eval_step(state.params, jax.device_put(batch, batch_sharding)) for batch in held_out]
+            nats, tokens = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
+            bits = nats / math.log(2) / held_out_bytes
+            record = {"step": number, "eval_loss": nats / tokens, "eval_bits_per_byte": bits}
+            log.write(record)
+            screen.say(f"step {number:>6}  held-out loss {nats / tokens:.4f} nats per token, {bits:.3f} bits per byte")
+            return record
+
+        # Metrics are read one step late: while the host waits for step n, the device already runs step n + 1.
+        screen.start(start)
+        unread: tuple[Any, ...] = ()
+        asked = time.perf_counter()
+        for index, batch in data.prefetch(batches.slice(slice(cfg.train.steps)), start):
+            waited = time.perf_counter() - asked
+            state, device_values = train_step(state, jax.device_put(batch, batch_sharding))
+            if unread:
+                report(*unread)
+            number = index + 1
+            unread = (number, device_values, waited)
+            evaluating = number == cfg.train.steps or number % cfg.train.eval_every == 0
+            saving = number == cfg.train.steps or number % cfg.checkpoint.every == 0
+            if evaluating or saving:
+                report(*unread)
+                unread = ()
+                if evaluating:
+                    evaluate(number)
+                if saving:
+                    checkpoints.save(number, state)
+                meter.restart()
+            asked = time.perf_counter()
+        screen.stop()
+
+        final = evaluate(cfg.train.steps)
+        baseline = None
+        if cfg.train.ngram_baseline:
+            order, bits = ngram.baseline((batches[i] for i in range(cfg.train.steps)), held_out)
+            baseline = (f"byte {order}-gram", bits * math.log(2))
+            screen.say(
+                f"held out: {final['eval_bits_per_byte']:.3f} bits per byte; the best byte n-gram model (order {order}, "
+                f"fitted on the same {cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len:,} bytes): {bits:.3f}"
+            )
+        if cfg.sample.prompts:
+            texts = generate.texts(cfg, state.params, dataset.tokenizer, ctx)
+            (run / "samples.txt").write_text("\n\n".join(texts) + "\n")
+            for prompt, text in zip(cfg.sample.prompts, texts, strict=True):
+                screen.say(f"--- {prompt.strip()}", style="bold")
+                screen.say(text)
+        loggers.plot(log.records, run / "loss.png", baseline)
+        screen.say(f"{run}/ holds loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To go on, raise "
+                   f"--train.steps; to start anew, name another --run.dir.")  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("train.py: interrupted; the same command continues from the newest checkpoint", file=sys.stderr)
+        sys.exit(130)
