@@ -46,7 +46,10 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     eval_step = jax.jit(step.make_eval_step(cfg, ctx))
     abstract = step.abstract_state(cfg, ctx)
 
-    with loggers.Screen(cfg.train.steps) as screen, checkpoint.Checkpoints(cfg.checkpoint, rundir.checkpoints(run)) as checkpoints:
+    with (
+        loggers.Screen(cfg.train.steps) as screen,
+        checkpoint.Checkpoints(cfg.checkpoint, rundir.checkpoints(run)) as checkpoints,
+    ):
         screen.say(f"device   {len(devices)} x {devices[0].device_kind}")
         screen.say(f"model    {params.count(model.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
         screen.say(f"data     {dataset.description}")

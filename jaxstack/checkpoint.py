@@ -54,7 +54,10 @@ class Checkpoints:
           ConfigError: the checkpoint holds other arrays than this configuration makes; names the first that differ.
         """
         # The shapes are compared here since orbax would cast a wrong dtype in silence.
-        saved = {path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in flatten(self._orbax.metadata(step).metadata).items()}
+        saved = {
+            path: (tuple(leaf.shape), str(leaf.dtype))
+            for path, leaf in flatten(self._orbax.metadata(step).metadata).items()
+        }
         wanted = {path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in flatten(abstract_state).items()}
         differ = [path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)]
         differ.sort(key=lambda path: not path.startswith("params/"))

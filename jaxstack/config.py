@@ -55,8 +55,8 @@ class RunConfig:
 class RopeScaling:
     """Llama-3's stretching of RoPE's low frequencies (Hugging Face's `rope_type: llama3`)."""
 
-    factor: float = 8.0
-    """How many times the low frequencies are slowed."""
+    factor: float = 1.0
+    """How many times the low frequencies are slowed; 1: no scaling, whatever stands below."""
     low_freq_factor: float = 1.0
     """Wavelengths above `original_max_position / low_freq_factor` are slowed in full."""
     high_freq_factor: float = 4.0
@@ -108,8 +108,8 @@ class ModelConfig:
     """Rows of the learned table; null: data.seq_len."""
     rope_theta: float = 10000.0
     """Base of RoPE's frequencies."""
-    rope_scaling: RopeScaling | None = None
-    """Llama-3 frequency scaling; null: none."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    """Llama-3 frequency scaling."""
     windows: tuple[int, ...] = (0,)
     """Sliding window of each layer in tokens, repeated over the layers; 0: full attention. Gemma 2: [4096, 0]."""
     attention_scale: float | None = None
@@ -285,7 +285,9 @@ class OptimConfig:
         )
         _require(0 < self.decay_fraction <= 1, f"optim.decay_fraction={self.decay_fraction} must lie in (0, 1]")
         if self.clip_norm is not None:
-            _require(self.clip_norm > 0, f"optim.clip_norm={self.clip_norm} must be positive; null switches clipping off")
+            _require(
+                self.clip_norm > 0, f"optim.clip_norm={self.clip_norm} must be positive; null switches clipping off"
+            )
 
 
 @dataclass(frozen=True)
@@ -296,9 +298,7 @@ class MeshConfig:
     """Replicas that share the batch; -1: as many as there are devices and the batch can be divided among."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.data == -1 or self.data >= 1, f"mesh.data={self.data} must be positive, or -1 for every device"
-        )
+        _require(self.data == -1 or self.data >= 1, f"mesh.data={self.data} must be positive, or -1 for every device")
 
 
 @dataclass(frozen=True)

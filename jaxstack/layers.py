@@ -37,7 +37,7 @@ def norm(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array
 def rope_tables(cfg: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of RoPE (Su et al. 2021, arXiv:2104.09864, section 3.4.2), float32.
 
-    With `cfg.rope_scaling`, frequencies are stretched as Llama 3.1 does (Hugging Face's `rope_type: llama3`).
+    With `cfg.rope_scaling.factor` above 1, frequencies are stretched as Llama 3.1 does (Hugging Face's `rope_type: llama3`).
 
     Args:
       positions: integer positions in tokens, [..., S].
@@ -47,8 +47,8 @@ def rope_tables(cfg: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.
     """
     half = cfg.head_width // 2
     frequencies = cfg.rope_theta ** -(jnp.arange(half, dtype=jnp.float32) / half)  # radians per token
-    if cfg.rope_scaling is not None:
-        scaling = cfg.rope_scaling
+    scaling = cfg.rope_scaling
+    if scaling.factor != 1:
         turns = scaling.original_max_position * frequencies / (2 * jnp.pi)  # within the original context
         # 0 where a full turn takes too long (slow down in full), 1 where many turns fit (leave alone).
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -70,21 +70,28 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+def linear(params: Any, name: str, x: jax.Array, ctx: Context, in_axes: int = 1) -> jax.Array:
+    """The projection `w_<name>`, with the bias `b_<name>` where one is declared."""
+    b = params.get(f"b_{name}")
+    b = None if b is None else b.astype(x.dtype)
+    return kernels.linear(x, params[f"w_{name}"], b, in_axes=in_axes, implementation=ctx.linear)
+
+
 def attention_spec(cfg: ModelConfig) -> Spec:
     D, H, G, K = cfg.d_model, cfg.num_heads, cfg.kv_heads, cfg.head_width
     std = cfg.init_std
     spec: dict[str, Any] = {
-        "wq": Param((D, H, K), ("embed", "heads", "head_dim"), std=std),
-        "wk": Param((D, G, K), ("embed", "kv_heads", "head_dim"), std=std),
-        "wv": Param((D, G, K), ("embed", "kv_heads", "head_dim"), std=std),
-        "wo": Param((H, K, D), ("heads", "head_dim", "embed"), in_axes=2, std=std / (2 * cfg.num_layers) ** 0.5),
+        "w_q": Param((D, H, K), ("embed", "heads", "head_dim"), std=std),
+        "w_k": Param((D, G, K), ("embed", "kv_heads", "head_dim"), std=std),
+        "w_v": Param((D, G, K), ("embed", "kv_heads", "head_dim"), std=std),
+        "w_o": Param((H, K, D), ("heads", "head_dim", "embed"), in_axes=2, std=std / (2 * cfg.num_layers) ** 0.5),
     }
     if cfg.bias:
         spec |= {
-            "bq": Param((H, K), ("heads", "head_dim"), "vector", init="zeros"),
-            "bk": Param((G, K), ("kv_heads", "head_dim"), "vector", init="zeros"),
-            "bv": Param((G, K), ("kv_heads", "head_dim"), "vector", init="zeros"),
-            "bo": Param((D,), ("embed",), "vector", init="zeros"),
+            "b_q": Param((H, K), ("heads", "head_dim"), "vector", init="zeros"),
+            "b_k": Param((G, K), ("kv_heads", "head_dim"), "vector", init="zeros"),
+            "b_v": Param((G, K), ("kv_heads", "head_dim"), "vector", init="zeros"),
+            "b_o": Param((D,), ("embed",), "vector", init="zeros"),
         }
     if cfg.qk_norm:
         spec |= {"q_norm": norm_spec(cfg, K, "head_dim", "rms"), "k_norm": norm_spec(cfg, K, "head_dim", "rms")}
@@ -112,9 +119,7 @@ def attention(
     Returns:
       [B, S, D].
     """
-    q, k, v = (
-        kernels.linear(x, params[f"w{n}"], params.get(f"b{n}"), implementation=ctx.linear) for n in ("q", "k", "v")
-    )
+    q, k, v = (linear(params, name, x, ctx) for name in ("q", "k", "v"))
     if cfg.qk_norm:
         q, k = norm(cfg, params["q_norm"], q, ctx), norm(cfg, params["k_norm"], k, ctx)
     if rope is not None:
@@ -131,7 +136,7 @@ def attention(
         implementation=ctx.attention,
     )
     mixed = checkpoint_name(mixed, "attention")
-    return kernels.linear(mixed, params["wo"], params.get("bo"), in_axes=2, implementation=ctx.linear)
+    return linear(params, "o", mixed, ctx, in_axes=2)
 
 
 def mlp_spec(cfg: ModelConfig) -> Spec:
@@ -161,14 +166,12 @@ _ACTIVATIONS = {
 def mlp(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
     """Two layers with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202). [B, S, D] to same."""
     activation = _ACTIVATIONS[cfg.activation]
-    up = kernels.linear(x, params["w_up"], params.get("b_up"), implementation=ctx.linear)
-    up = checkpoint_name(up, "mlp_up")
+    up = checkpoint_name(linear(params, "up", x, ctx), "mlp_up")
     if cfg.gated:
-        gate = kernels.linear(x, params["w_gate"], params.get("b_gate"), implementation=ctx.linear)
-        hidden = activation(checkpoint_name(gate, "mlp_gate")) * up
+        hidden = activation(checkpoint_name(linear(params, "gate", x, ctx), "mlp_gate")) * up
     else:
         hidden = activation(up)
-    return kernels.linear(hidden, params["w_down"], params.get("b_down"), implementation=ctx.linear)
+    return linear(params, "down", hidden, ctx)
 
 
 def dropout(key: jax.Array | None, rate: float, x: jax.Array) -> jax.Array:

@@ -25,7 +25,9 @@ class Flops(NamedTuple):
 def matmul_params(cfg: ModelConfig) -> int:
     """Weights that a token is multiplied with: matrices and the head, tied or not; embedding look-ups are none."""
     leaves = jax.tree.leaves(model.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
-    return sum(prod(p.shape) for p in leaves if p.kind == "matrix") + (cfg.d_model * cfg.vocab if cfg.tied_embeddings else 0)
+    return sum(prod(p.shape) for p in leaves if p.kind == "matrix") + (
+        cfg.d_model * cfg.vocab if cfg.tied_embeddings else 0
+    )
 
 
 def flops_per_token(cfg: ModelConfig, seq_len: int) -> Flops:

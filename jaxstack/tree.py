@@ -7,7 +7,7 @@ import numpy as np
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """A tree path as text: `layers/attention/wq`."""
+    """A tree path as text: `layers/attention/w_q`."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 

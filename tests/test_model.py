@@ -45,7 +45,7 @@ def test_every_parameter_of_every_layer_is_read(family, rng):
             moved = jnp.abs(grad).reshape(cfg.num_layers, -1).max(axis=1)
         else:
             moved = jnp.abs(grad).max()
-        assert (moved > 0).all() or path.endswith("/bk"), f"{path} does not reach the logits"
+        assert (moved > 0).all() or path.endswith("/b_k"), f"{path} does not reach the logits"
 
 
 def test_key_bias_cannot_matter_without_positions_in_the_scores(rng):
@@ -53,7 +53,7 @@ def test_key_bias_cannot_matter_without_positions_in_the_scores(rng):
     cfg = FAMILIES["gpt2"]
     values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
     shifted = jax.tree.map(lambda leaf: leaf, values)
-    shifted["layers"]["attention"]["bk"] = values["layers"]["attention"]["bk"] + 1.0
+    shifted["layers"]["attention"]["b_k"] = values["layers"]["attention"]["b_k"] + 1.0
     a, b = (model.forward(cfg, v, tokens)[0] for v in (values, shifted))
     np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(a).max()))
 
@@ -149,7 +149,7 @@ def test_remat_policies_recompute_what_they_say():
     assert saved["full"] < saved["dots"] < saved["none"]
 
 
-@pytest.mark.parametrize("scaling", [None, RopeScaling(factor=8.0, original_max_position=64)])
+@pytest.mark.parametrize("scaling", [RopeScaling(), RopeScaling(factor=8.0, original_max_position=64)])
 def test_rope_against_complex_numbers_in_float64(scaling, rng):
     """RoPE is the product with exp(i * position * frequency), pairs (i, i + K/2): written as that, in float64."""
     cfg = ModelConfig(**SMALL | {"d_model": 64}, rope_theta=10000.0, rope_scaling=scaling)
@@ -157,7 +157,7 @@ def test_rope_against_complex_numbers_in_float64(scaling, rng):
     x = rng.normal(size=(2, 40, 4, K))
     positions = rng.integers(0, 200, (2, 40))
     frequencies = np.array([10000.0 ** (-2 * i / K) for i in range(K // 2)])
-    if scaling:
+    if scaling.factor > 1:
         for i, f in enumerate(frequencies):  # Hugging Face's three cases, one by one
             wavelength = 2 * np.pi / f
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -181,7 +181,7 @@ def test_initial_values_follow_from_seed_and_path_alone():
     other = dataclasses.replace(small, tied_embeddings=True, qk_norm=True)
     key = jax.random.key(7)
     a, b, c = (flatten(params.init(key, model.spec(cfg))) for cfg in (small, deep, other))
-    for path in ("layers/attention/wq", "layers/mlp/w_up"):
+    for path in ("layers/attention/w_q", "layers/mlp/w_up"):
         assert (a[path] == b[path][:2]).all(), path
         assert (a[path] == c[path]).all(), path
     values = [np.asarray(v).ravel()[:50] for v in a.values() if v.std() > 0]
@@ -192,7 +192,11 @@ def test_initial_spread_is_what_is_declared():
     cfg = ModelConfig(num_layers=3, d_model=128, num_heads=4, vocab_size=256)
     spec = model.spec(cfg)
     values = flatten(params.init(jax.random.key(0), spec))
-    for path, p in [("embedding/tokens", 0.02), ("layers/attention/wq", 0.02), ("layers/attention/wo", 0.02 / 6**0.5)]:
+    for path, p in [
+        ("embedding/tokens", 0.02),
+        ("layers/attention/w_q", 0.02),
+        ("layers/attention/w_o", 0.02 / 6**0.5),
+    ]:
         # The spread of n normal numbers is known to 1/sqrt(2n): 0.5% for the smallest here; four times that.
         assert abs(float(values[path].std()) / p - 1) < 0.02, path
 

@@ -265,8 +265,9 @@ def _map(path: str | Path, header: Header) -> Tokens:
         starts = np.load(starts_file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{starts_file} cannot be read ({error}); build the file again") from None
-    ends = np.append(starts[1:], header.count)
-    if starts.shape != (header.documents,) or starts.dtype != np.int64 or starts[0] != 0 or (starts > ends).any():
+    fits = starts.shape == (header.documents,) and starts.dtype == np.int64
+    ends = np.append(starts[1:], header.count) if fits else starts
+    if not fits or starts[0] != 0 or (starts > ends).any():
         raise ConfigError(
             f"{starts_file} does not hold {header.documents:,} ascending document starts within {header.count:,} "
             f"tokens; build the file again"

@@ -42,9 +42,7 @@ def cross_entropy(
             return (weights * _nll(softcap, x, head, targets)[0]).sum()
         case "chunked":
             return _chunked((softcap, shards), x, head, targets, weights)
-    raise ValueError(
-        f"cross_entropy has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}"
-    )
+    raise ValueError(f"cross_entropy has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}")
 
 
 def _nll(softcap, x, head, targets):

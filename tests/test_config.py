@@ -1,0 +1,143 @@
+"""Configurations: every file builds, every mistake is one line that names the key and the fix."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxstack import cli, model, params, step
+from jaxstack.config import Config, ConfigError, resolve
+from jaxstack.context import Context
+from jaxstack.sharding import make_mesh
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+PARAMETERS = {  # published counts, embeddings counted once
+    "gpt2": 124_475_904,  # 124,439,808 with 50,257 rows of vocabulary, 47 fewer
+    "llama3_8b": 8_030_261_248,
+    "qwen3_0.6b": 596_049_920,
+    "gemma2_2b": 2_614_341_888,
+}
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *argv], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_builds_abstractly(path):
+    cfg = resolve(cli.parse_config([f"--config={path}"], QUICKSTART), 256)
+    mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:1])
+    ctx = Context.create(cfg.train, mesh)
+    state = step.abstract_state(cfg, ctx)
+    shape = (cfg.data.batch_size, cfg.data.seq_len)
+    batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
+    batch["weights"] = jax.ShapeDtypeStruct(shape, "float32")
+    if cfg.data.packing:
+        batch |= {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("segment_ids", "positions")}
+    new, metrics = jax.eval_shape(step.make_train_step(cfg, ctx), state, batch)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert metrics["loss"].shape == ()
+    if path.stem in PARAMETERS:
+        assert params.count(model.spec(cfg.model)) == PARAMETERS[path.stem]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_resolved_config_reads_back_unchanged(path, tmp_path):
+    cfg = resolve(cli.parse_config([f"--config={path}", "--optim.lr=1e-5"], QUICKSTART), 256)
+    (tmp_path / "config.yaml").write_text(cli.to_yaml(cfg))
+    assert cli.parse_config([f"--config={tmp_path / 'config.yaml'}"], QUICKSTART) == cfg
+    assert cfg.optim.lr == 1e-5
+
+
+def test_flags_override_files_wherever_they_stand():
+    before = cli.parse_config(["--model.num_layers=3", "--config", str(QUICKSTART)], QUICKSTART)
+    after = cli.parse_config(["--config", str(QUICKSTART), "--model.num_layers=3"], QUICKSTART)
+    assert before == after
+    assert before.model.num_layers == 3
+
+
+def test_help_is_quick_and_leaves_jax_alone():
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = run("--help")
+        times.append(time.perf_counter() - begin)
+        assert done.returncode == 0
+        assert "--model.num_layers" in done.stdout
+        assert "Transformer blocks." in done.stdout
+    assert min(times) < 1.5
+    code = "import sys, train; assert 'jax' not in sys.modules, 'jax was imported'"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+MISTAKES = {
+    "unknown key": (["--model.num_layer=3"], ["model.num_layer", "did you mean model.num_layers?"]),
+    "unknown group": (["--modl.num_layers=3"], ["modl.num_layers", "did you mean"]),
+    "wrong type": (["--model.num_layers=three"], ["model.num_layers", "int", "three"]),
+    "abbreviation": (["--model.num_l=3"], ["model.num_l"]),
+    "wrong choice": (["--optim.name=adam"], ["optim.name", "adamw", "adam"]),
+    "heads": (["--model.num_heads=7"], ["model.num_heads=7", "model.d_model=256"]),
+    "kv heads": (["--model.num_kv_heads=3"], ["model.num_kv_heads=3", "model.num_heads=4"]),
+    "odd head": (["--model.head_dim=63"], ["model.head_dim=63", "even"]),
+    "windows": (["--model.windows=[8,8,8]"], ["model.windows=[8, 8, 8]", "model.num_layers=4"]),
+    "negative steps": (["--train.steps=-1"], ["train.steps=-1", "1 or more"]),
+    "accumulation": (["--train.grad_accum=3"], ["train.grad_accum=3", "data.batch_size=16"]),
+    "mesh and batch": (["--mesh.data=3"], ["mesh.data=3", "16"]),
+    "dropout": (["--model.dropout=1.0"], ["model.dropout=1.0", "[0, 1)"]),
+    "no such config": (["--config=nowhere.yaml"], ["nowhere.yaml"]),
+    "no path": (["--data.source=path"], ["data.path", "--data.path="]),
+    "no such text": (["--data.source=path", "--data.path=nowhere.txt"], ["nowhere.txt"]),
+    "small vocabulary": (["--model.vocab_size=100"], ["model.vocab_size=100", "256"]),
+    "scaling": (["--model.rope_scaling.factor=0.5"], ["factor", "0.5"]),
+    "baseline": (["--data.tokenizer=chars"], ["train.ngram_baseline", "data.tokenizer=chars"]),
+    "group as value": (["--model=3"], ["model"]),
+    "stray word": (["quickstart"], ["quickstart"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path):
+    argv, words = MISTAKES[name]
+    done = run(*argv, f"--run.dir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("train.py: error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model:\n  num_layer: 4\n", ["model.num_layer", "did you mean model.num_layers?"]),
+        ("modl:\n  num_layers: 4\n", ["modl.num_layers"]),
+        ("model: 3\n", ["model"]),
+        ("model:\n  d_model: [\n", ["line 3"]),
+        ("optim:\n  lr: !!python/object/apply:os.getcwd []\n", ["python/object"]),
+    ],
+)
+def test_a_mistake_in_a_file_too(text, words, tmp_path):
+    (tmp_path / "wrong.yaml").write_text(text)
+    done = run(f"--config={tmp_path / 'wrong.yaml'}")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_mesh_errors_before_compilation():
+    cfg = Config()
+    with pytest.raises(ConfigError, match="needs 9 devices, but there are 8"):
+        make_mesh(type(cfg.mesh)(data=9), 18)
+    with pytest.raises(ConfigError, match=r"mesh.data=8 does not divide the 12 sequences .* use mesh.data=6"):
+        make_mesh(type(cfg.mesh)(data=-1), 12)

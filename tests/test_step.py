@@ -1,0 +1,195 @@
+"""The train step: accumulation, bad steps, meshes, and learning to a known optimum."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack import losses, model, params, step
+from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxstack.context import Context
+from jaxstack.sharding import make_mesh
+from jaxstack.tree import flatten
+
+TINY = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=19, max_positions=16)
+
+
+def config(**groups) -> Config:
+    base = {
+        "model": TINY,
+        "data": DataConfig(seq_len=16, batch_size=8),
+        "optim": OptimConfig(warmup_steps=0, lr=1e-2),
+        "train": TrainConfig(steps=10),
+    }
+    return Config(**base | groups)
+
+
+def build(cfg: Config, devices: int = 1, **how):
+    """A state on a mesh, the jitted step, and its context."""
+    mesh = make_mesh(MeshConfig(devices), cfg.data.batch_size // cfg.train.grad_accum)
+    ctx = dataclasses.replace(Context.create(cfg.train, mesh), **how)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, step.abstract_state(cfg, ctx))
+    state = jax.jit(lambda: step.init_state(cfg), out_shardings=shardings)()
+    return state, jax.jit(step.make_train_step(cfg, ctx)), ctx
+
+
+def random_batch(cfg: Config, rng: np.random.Generator, weights: bool = True) -> dict[str, np.ndarray]:
+    shape = (cfg.data.batch_size, cfg.data.seq_len)
+    ids = rng.integers(0, cfg.model.vocab, (shape[0], shape[1] + 1)).astype(np.int32)
+    keep = rng.random(shape) < rng.random((shape[0], 1)) if weights else np.ones(shape)
+    keep[0, 0] = 1
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": keep.astype(np.float32)}
+
+
+def relative(a, b) -> float:
+    return float(jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-12))
+
+
+SGD = OptimConfig(name="sgd", lr=1.0, b1=0.0, warmup_steps=0, schedule="constant", weight_decay=0.0, clip_norm=None)
+
+
+@pytest.mark.parametrize("accum", [2, 4, 8])
+def test_accumulation_gives_the_gradient_of_the_whole_batch(accum, rng):
+    """Rows differ widely in how many tokens count; one step of SGD at rate 1 moves by exactly the gradient."""
+    whole = config(optim=SGD)
+    batch = random_batch(whole, rng)
+    state, one_step, _ = build(whole)
+    _, many_steps, _ = build(config(optim=SGD, train=TrainConfig(steps=10, grad_accum=accum)))
+    a, a_metrics = one_step(state, batch)
+    b, b_metrics = many_steps(state, batch)
+    np.testing.assert_allclose(a_metrics["loss"], b_metrics["loss"], rtol=1e-6)
+    np.testing.assert_allclose(a_metrics["grad_norm"], b_metrics["grad_norm"], rtol=1e-5)
+    before, a, b = flatten(state.params), flatten(a.params), flatten(b.params)
+    for path in before:
+        # float32 sums over 128 tokens in another order
+        assert relative(b[path] - before[path], a[path] - before[path]) < 1e-5, path
+
+
+def test_the_loss_is_the_mean_over_weighted_tokens(rng):
+    cfg = config()
+    batch = random_batch(cfg, rng)
+    state, train_step, _ = build(cfg)
+    logits, _ = model.forward(cfg.model, state.params, batch["tokens"])
+    nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch["targets"][..., None], -1)[..., 0]
+    expected = (nll * batch["weights"]).sum() / batch["weights"].sum()
+    np.testing.assert_allclose(train_step(state, batch)[1]["loss"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_the_data_mesh_changes_nothing(devices, rng):
+    """Initial values are bit-equal; loss and every gradient agree to float32's order of summation."""
+    cfg = config(optim=SGD)
+    batch = random_batch(cfg, rng)
+    one, one_step, _ = build(cfg)
+    many, many_step, ctx = build(cfg, devices)
+    for path, value in flatten(one.params).items():
+        assert (np.asarray(value) == np.asarray(flatten(many.params)[path])).all(), path
+    placed = jax.device_put(batch, jax.NamedSharding(ctx.mesh, jax.P("data")))
+    a, a_metrics = one_step(one, batch)
+    b, b_metrics = many_step(many, placed)
+    np.testing.assert_allclose(a_metrics["loss"], b_metrics["loss"], rtol=1e-6)
+    before, a, b = (jax.tree.map(np.asarray, flatten(s.params)) for s in (one, a, b))
+    for path in before:
+        assert relative(b[path] - before[path], a[path] - before[path]) < 1e-5, path
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(poison, rng):
+    cfg = config()
+    state, train_step, _ = build(cfg)
+    good, bad = random_batch(cfg, rng), random_batch(cfg, rng)
+    bad["weights"][0, 0] = poison
+    state, _ = train_step(state, good)
+    after, metrics = train_step(state, bad)
+    assert not np.isfinite(metrics["loss"])
+    for path, value in flatten((after.params, after.opt_state)).items():
+        assert (np.asarray(value) == np.asarray(flatten((state.params, state.opt_state))[path])).all(), path
+    assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (2, 1, 1)
+    twice, _ = train_step(after, bad)
+    assert (int(twice.skipped), int(twice.skipped_in_a_row)) == (2, 2)
+    healed, metrics = train_step(twice, good)
+    assert (int(healed.step), int(healed.skipped), int(healed.skipped_in_a_row)) == (4, 2, 0)
+    # The optimizer has made one update so far, and the learning rate reported is that of the second.
+    assert float(metrics["lr"]) == float(train_step(state, good)[1]["lr"])
+
+
+def test_it_learns_a_markov_chain_down_to_its_entropy():
+    """Tokens of a random first-order chain: no model can go below the chain's entropy, and this one comes near it."""
+    rng = np.random.default_rng(5)
+    V = 8
+    transition = rng.dirichlet(np.full(V, 0.3), V)
+    stationary = np.linalg.matrix_power(transition, 200)[0]
+    entropy = -(stationary[:, None] * transition * np.log(transition)).sum()
+    cfg = config(
+        model=dataclasses.replace(TINY, num_layers=1, vocab_size=V),
+        data=DataConfig(seq_len=32, batch_size=32),
+        optim=OptimConfig(lr=1e-2, warmup_steps=10, weight_decay=0.0),
+        train=TrainConfig(steps=150),
+    )
+    state, train_step, _ = build(cfg)
+    cumulative = transition.cumsum(1)
+
+    def sample():
+        ids = np.empty((32, 33), np.int32)
+        ids[:, 0] = rng.choice(V, 32, p=stationary)
+        for t in range(1, 33):
+            ids[:, t] = (rng.random((32, 1)) > cumulative[ids[:, t - 1]]).sum(1)
+        return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((32, 32), np.float32)}
+
+    tail = []
+    for i in range(150):
+        state, metrics = train_step(state, sample())
+        if i >= 130:
+            tail.append(float(metrics["loss"]))
+    excess = np.mean(tail) - entropy
+    # 20 batches of 1,024 tokens, whose loss varies by about 1 nat a token: the mean is known to 0.007.
+    assert -0.03 < excess < 0.05, (np.mean(tail), entropy)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "lion", "sgd"])
+def test_every_optimizer_learns_one_batch_by_heart(name, rng):
+    lr = {"adamw": 1e-2, "muon": 1e-2, "adafactor": 1e-2, "lion": 2e-3, "sgd": 0.3}[name]
+    cfg = config(optim=OptimConfig(name=name, lr=lr, warmup_steps=2, weight_decay=0.0), train=TrainConfig(steps=60))
+    batch = random_batch(cfg, rng, weights=False)
+    state, train_step, _ = build(cfg)
+    first = None
+    for _ in range(60):
+        state, metrics = train_step(state, batch)
+        first = first or float(metrics["loss"])
+    assert float(metrics["loss"]) < 0.7 * first
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_master_weights_and_optimizer_stay_float32(dtype, rng):
+    cfg = config(train=TrainConfig(steps=10, dtype=dtype))
+    state, train_step, _ = build(cfg)
+    state, metrics = train_step(state, random_batch(cfg, rng))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
+    assert metrics["loss"].dtype == jnp.float32
+
+
+def test_dropout_follows_from_seed_and_step_alone(rng):
+    cfg = config(model=dataclasses.replace(TINY, dropout=0.5), optim=SGD)
+    batch = random_batch(cfg, rng)
+    state, train_step, _ = build(cfg)
+    same, _ = train_step(state, batch)
+    again, metrics = train_step(state, batch)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), same, again))
+    later = dataclasses.replace(state, step=state.step + 1)
+    assert float(train_step(later, batch)[1]["loss"]) != float(metrics["loss"])
+    sharded, sharded_step, _ = build(cfg, 4)
+    np.testing.assert_allclose(sharded_step(sharded, batch)[1]["loss"], metrics["loss"], rtol=1e-6)
+
+
+def test_the_chunked_loss_is_the_loss(rng):
+    cfg = config(model=dataclasses.replace(TINY, logit_softcap=3.0))
+    values = params.init(jax.random.key(0), model.spec(cfg.model))
+    batch = random_batch(cfg, rng)
+    loss = functools.partial(losses.next_token, cfg.model)
+    (a, _), (b, _) = (
+        loss(values, batch, Context(cross_entropy=implementation)) for implementation in ("xla", "chunked")
+    )
+    np.testing.assert_allclose(a, b, rtol=1e-6)

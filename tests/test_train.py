@@ -1,0 +1,215 @@
+"""`train.py` as its users run it: whole processes, on a small text."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from jaxstack.tree import flatten
+
+ROOT = Path(__file__).parent.parent
+
+SMALL = [
+    f"--config={ROOT / 'configs' / 'quickstart.yaml'}",
+    "--model.num_layers=2",
+    "--model.d_model=32",
+    "--model.d_ff=64",
+    "--data.source=path",
+    "--data.seq_len=32",
+    "--data.batch_size=4",
+    "--train.steps=12",
+    "--train.eval_every=4",
+    "--train.eval_steps=2",
+    "--train.ngram_baseline=false",
+    "--run.log_every=1",
+    "--checkpoint.every=4",
+    "--sample.tokens=8",
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(p.read_text() for p in sorted((ROOT / "jaxstack").glob("*.py"))))
+    return path
+
+
+def environment() -> dict[str, str]:
+    """The machine's own, without what conftest.py sets for the tests' process."""
+    return {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+
+
+def start(*argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+
+
+def run(*argv: str, code: int = 0) -> tuple[str, str]:
+    process = start(*argv)
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == code, out + err
+    return out, err
+
+
+def lines(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def values(run_dir: Path) -> list[dict]:
+    """What must repeat exactly: everything but the clock."""
+    timed = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s")
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    out, _ = run(*SMALL, f"--data.path={text}", f"--run.dir={run_dir}")
+    return run_dir, out
+
+
+def test_a_run_directory_holds_what_it_should(straight):
+    run_dir, out = straight
+    names = {path.name for path in run_dir.iterdir()}
+    assert names == {"config.yaml", "tokenizer.json", "metrics.jsonl", "checkpoints", "loss.png", "samples.txt"}
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["12", "8"]
+    steps = [line for line in lines(run_dir) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    contract = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "step_time_s", "data_wait_s"}
+    assert all(contract <= set(line) for line in steps)
+    assert all(line["mfu"] is None for line in steps), "no peak is known for a CPU"
+    assert [line["step"] for line in lines(run_dir) if "eval_loss" in line] == [4, 8, 12]
+    assert abs(steps[0]["loss"] - math.log(256)) < 0.1, "an untrained model knows nothing"
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run_dir / "samples.txt").read_text().startswith("import os\n\ndef ")
+    for word in ("device", "parameters", "first step done", "held-out loss", "12 of 12"):
+        assert word in out
+
+
+def test_interrupted_equals_straight_bit_for_bit(straight, text, tmp_path):
+    """Killed after a checkpoint and started again: equal loss lines, equal parameters and optimizer state."""
+    run_dir = tmp_path / "run"
+    argv = [*SMALL, f"--data.path={text}", f"--run.dir={run_dir}"]
+    process = start(*argv)
+    deadline = time.monotonic() + 120
+    while not (run_dir / "checkpoints" / "4").is_dir() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    out, _ = run(*argv)
+    assert "resumed from step " in out
+    # What differs between the two runs is named, here the directory alone, which is no difference.
+    assert "changed" not in out
+    assert values(run_dir) == values(straight[0])
+    for a, b in zip(*(arrays(d / "checkpoints" / "12") for d in (run_dir, straight[0])), strict=True):
+        assert a[0] == b[0]
+        assert np.array_equal(a[1], b[1]), a[0]
+
+
+def arrays(checkpoint: Path) -> list[tuple[str, np.ndarray]]:
+    with ocp.training.Checkpointer(checkpoint.parent) as checkpoints:
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        saved = checkpoints.metadata(int(checkpoint.name)).metadata
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), saved)
+        state = checkpoints.load(int(checkpoint.name), abstract)
+    return [(path, np.asarray(leaf)) for path, leaf in flatten(state).items()]
+
+
+def test_a_finished_run_is_not_trained_again(straight, text):
+    run_dir, _ = straight
+    before = values(run_dir)
+    out, _ = run(*SMALL, f"--data.path={text}", f"--run.dir={run_dir}")
+    assert "resumed from step 12" in out
+    assert values(run_dir) == before
+
+
+def test_a_run_can_be_prolonged_and_says_what_changed(straight, text, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight[0], run_dir)
+    out, _ = run(*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", "--train.steps=14", "--optim.lr=1e-4")
+    assert "changed  train.steps was 12, is now 14" in out
+    assert "changed  optim.lr was 0.005, is now 0.0001" in out
+    assert [line["step"] for line in lines(run_dir) if "loss" in line] == list(range(1, 15))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model.d_model=64"], ["model.d_model=64", "model.d_model=32"]),
+        (["--model.num_heads=8"], ["model.num_heads=8"]),
+        (["--model.qk_norm=true"], ["model.qk_norm=True"]),
+        (["--optim.name=lion"], ["optim.name=lion", "optim.name=muon"]),
+        (["--run.resume=false"], ["run.resume=false", "checkpoints"]),
+    ],
+)
+def test_what_does_not_fit_the_checkpoint_is_refused_and_nothing_is_written(flags, words, straight, text):
+    run_dir, _ = straight
+    before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
+    _, err = run(*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", *flags, code=2)
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+    assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == before
+
+
+def test_a_checkpoint_of_another_shape_is_refused_by_its_arrays(straight, text, tmp_path):
+    """Even where config.yaml was tampered with: the arrays themselves are compared."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight[0], run_dir)
+    saved = run_dir / "config.yaml"
+    saved.write_text(saved.read_text().replace("d_ff: 64", "d_ff: 96"))
+    flags = ["--model.d_ff=96"]
+    _, err = run(*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", *flags, code=2)
+    assert "params/layers/mlp/w_down" in err
+    assert "config.yaml" in err
+
+
+def test_steps_that_are_not_finite_stop_the_run_and_name_the_batch(text, tmp_path):
+    """A learning rate that breaks the model at once: every later step is skipped, the third in a row ends the run."""
+    flags = ["--optim.name=sgd", "--optim.lr=1e30", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
+    _, err = run(
+        *SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", *flags, "--train.max_bad_steps=3", code=1
+    )
+    last = err.strip().splitlines()[-1]
+    assert "stopped at step 4" in last
+    assert "text.txt tokens" in last
+    recorded = lines(tmp_path / "run")
+    assert recorded[-1]["skipped"] >= 1
+    assert None in (recorded[-1]["loss"], recorded[-1]["grad_norm"])
+
+
+def test_accumulation_on_the_command_line(text, straight, tmp_path):
+    """The same batches in two microbatches: the same losses, up to float32's order of summation."""
+    run_dir = tmp_path / "run"
+    run(*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", "--train.grad_accum=2")
+    a, b = ([line["loss"] for line in lines(d) if "loss" in line] for d in (run_dir, straight[0]))
+    # Differences of 1e-7 grow over 12 steps of Muon; the first steps show the equality.
+    np.testing.assert_allclose(a[:4], b[:4], rtol=1e-5)
+    np.testing.assert_allclose(a, b, rtol=5e-3)
+
+
+def test_the_environment_of_the_user_wins(text, tmp_path):
+    """One device asked for, one device used, where `train.py` would have made one of each core."""
+    process = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}",
+         "--train.steps=1"],
+        capture_output=True, text=True, env=environment() | {"JAX_NUM_CPU_DEVICES": "1"}, check=True,
+    )  # fmt: skip
+    assert "device   1 x" in process.stdout
