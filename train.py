@@ -19,7 +19,7 @@ def main(argv: list[str]) -> None:
     cfg = cli.parse_config(argv, QUICKSTART)
     dataset = data.load(cfg.data)
     cfg = resolve(cfg, dataset.tokenizer.vocab_size)
-    changes = rundir.prepare(cfg, dataset.tokenizer.to_json())
+    changes = rundir.check(cfg, dataset.tokenizer.to_json())
     platform.configure(cfg.data.batch_size // cfg.train.grad_accum)  # before JAX is imported, which reads it
     train(cfg, dataset, changes)
 
@@ -65,6 +65,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
             state = jax.jit(lambda: step.init_state(cfg), out_shardings=shardings)()
 
+        rundir.write(cfg, dataset.tokenizer.to_json())  # only now: nothing is overwritten by what does not fit
         log = loggers.JsonLines(run / "metrics.jsonl", after=start)
         meter = metrics.Meter(cfg, devices)
 
@@ -129,9 +130,10 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         if cfg.train.ngram_baseline:
             order, bits = ngram.baseline((batches[i] for i in range(cfg.train.steps)), held_out)
             baseline = (f"byte {order}-gram", bits * math.log(2))
+            read = cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len
+            screen.say(f"held out, the model          {final['eval_bits_per_byte']:.3f} bits per byte", style="bold")
             screen.say(
-                f"held out: {final['eval_bits_per_byte']:.3f} bits per byte; the best byte n-gram model (order {order}, "
-                f"fitted on the same {cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len:,} bytes): {bits:.3f}"
+                f"held out, a byte {order}-gram      {bits:.3f} bits per byte, fitted on the same {read:,} bytes"
             )
         if cfg.sample.prompts:
             texts = generate.texts(cfg, state.params, dataset.tokenizer, ctx)

@@ -54,11 +54,7 @@ class Checkpoints:
           ConfigError: the checkpoint holds other arrays than this configuration makes; names the first that differ.
         """
         # The shapes are compared here since orbax would cast a wrong dtype in silence.
-        saved = {
-            path: (tuple(leaf.shape), str(leaf.dtype))
-            for path, leaf in flatten(self._orbax.metadata(step).metadata).items()
-        }
-        wanted = {path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in flatten(abstract_state).items()}
+        saved, wanted = _kinds(self._orbax.metadata(step).metadata), _kinds(abstract_state)
         differ = [path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)]
         differ.sort(key=lambda path: not path.startswith("params/"))
         if differ:
@@ -70,3 +66,8 @@ class Checkpoints:
                 f"arrays ({shown}); restore the settings in config.yaml beside it, or name another run.dir"
             )
         return self._orbax.load(step, abstract_state)
+
+
+def _kinds(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every leaf, by path."""
+    return {path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in flatten(tree).items()}

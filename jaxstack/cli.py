@@ -58,7 +58,9 @@ def parse_config(argv: Sequence[str], default_config: Path) -> Config:
     parser = Parser(prog="train.py", description="Trains a decoder language model; writes everything to run.dir.")
     parser.add_argument("--config", action=ActionConfigFile, help=f"YAML file of values (default: {default_config})")
     parser.add_class_arguments(Config, as_group=True)
-    files, flags, words = [], [], list(argv)
+    files: list[str] = []
+    flags: list[str] = []
+    words = list(argv)
     while words:
         word = words.pop(0)
         if word == "--config":

@@ -242,7 +242,7 @@ class TrainConfig:
     eval_steps: int = 20
     """Held-out batches per evaluation, the same ones each time."""
     ngram_baseline: bool = False
-    """At the end, fit a byte n-gram on the bytes that were trained on and print its held-out loss beside the model's."""
+    """At the end, fit a byte n-gram model on the bytes that were trained on and print its held-out loss too."""
     max_bad_steps: int = 10
     """Stop after so many steps in a row whose loss or gradient norm is not finite (each changes nothing)."""
 

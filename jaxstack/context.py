@@ -1,6 +1,6 @@
 """How to compute, never what: the rules and mesh, the kernels, the compute dtype and what is recomputed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -35,8 +35,8 @@ class Context:
     @classmethod
     def create(cls, cfg: TrainConfig, mesh: Mesh) -> "Context":
         """The context of a run: kernels by the mesh's platform."""
-        kernels = KERNELS.get(mesh.devices.flat[0].platform, {})
-        return cls(mesh=mesh, dtype=jnp.dtype(cfg.dtype), remat=cfg.remat, **kernels)
+        context = cls(mesh=mesh, dtype=jnp.dtype(cfg.dtype), remat=cfg.remat)
+        return replace(context, **KERNELS.get(mesh.devices.flat[0].platform, {}))
 
     @property
     def batch_shards(self) -> int:
@@ -50,7 +50,7 @@ class Context:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.rules.activation(axes)))
 
 
-KERNELS: dict[str, dict[str, str]] = {
+KERNELS: dict[str, dict[str, Any]] = {
     "cpu": {"attention": "chunked", "cross_entropy": "chunked"},
 }
 """What runs where, by platform; an op that is not named takes its XLA reference."""

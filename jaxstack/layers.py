@@ -37,7 +37,7 @@ def norm(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array
 def rope_tables(cfg: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of RoPE (Su et al. 2021, arXiv:2104.09864, section 3.4.2), float32.
 
-    With `cfg.rope_scaling.factor` above 1, frequencies are stretched as Llama 3.1 does (Hugging Face's `rope_type: llama3`).
+    With `cfg.rope_scaling.factor` above 1, low frequencies are slowed as in Llama 3.1 (Hugging Face's `llama3` type).
 
     Args:
       positions: integer positions in tokens, [..., S].
@@ -164,7 +164,7 @@ _ACTIVATIONS = {
 
 
 def mlp(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
-    """Two layers with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202). [B, S, D] to same."""
+    """Two layers with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202); [B, S, D]."""
     activation = _ACTIVATIONS[cfg.activation]
     up = checkpoint_name(linear(params, "up", x, ctx), "mlp_up")
     if cfg.gated:

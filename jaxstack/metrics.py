@@ -40,7 +40,11 @@ class Meter:
             return dict.fromkeys(names)
         seconds = (time.perf_counter() - self._since) / self._steps
         speed = self._tokens / seconds
-        values = {"tokens_per_s": speed, "step_time_s": seconds, "data_wait_s": self._waited / self._steps}
+        values: dict[str, float | None] = {
+            "tokens_per_s": speed,
+            "step_time_s": seconds,
+            "data_wait_s": self._waited / self._steps,
+        }
         for name, flops in self._conventions.items():
             values[name] = plan.mfu(speed * flops, self._kind, self._devices, self._dtype)
         self.restart()

@@ -1,6 +1,7 @@
 """A run's directory: who may write into it, and its configuration. JAX is not imported here."""
 
 import json
+import os
 from pathlib import Path
 
 from jaxstack.cli import parse_config, to_yaml
@@ -15,12 +16,8 @@ def checkpoints(run: Path) -> Path:
     return run / "checkpoints"
 
 
-def has_checkpoint(run: Path) -> bool:
-    return checkpoints(run).is_dir() and any(entry.name.isdigit() for entry in checkpoints(run).iterdir())
-
-
-def prepare(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
-    """Makes `run.dir` ready: refuses what does not fit, then writes `config.yaml` and `tokenizer.json`.
+def check(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
+    """Makes sure that `run.dir` can hold this run, and makes the directory; writes nothing into it.
 
     Args:
       cfg: the resolved configuration.
@@ -30,25 +27,42 @@ def prepare(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
       One line for each value that differs from the run's earlier part.
 
     Raises:
-      ConfigError: the directory holds a checkpoint of another model, or one although `run.resume` is false.
+      ConfigError: the directory holds a checkpoint that this run cannot or, with `run.resume=false`, must not continue.
     """
     run = Path(cfg.run.dir)
-    saved = run / "config.yaml"
+    saved_steps = [int(p.name) for p in checkpoints(run).glob("*") if p.name.isdigit()]
     changes = []
-    if has_checkpoint(run):
+    if saved_steps:
         if not cfg.run.resume:
             raise ConfigError(
                 f"{checkpoints(run)} holds checkpoints and run.resume=false; name another run.dir, or let it resume"
             )
-        if saved.is_file():
-            changes = _changes(saved, cfg)
+        if cfg.train.steps < max(saved_steps):
+            raise ConfigError(
+                f"train.steps={cfg.train.steps}, but {run} has trained {max(saved_steps)} steps already; raise "
+                f"train.steps, or name another run.dir"
+            )
+        if (run / "config.yaml").is_file():
+            changes = _changes(run / "config.yaml", cfg)
+        if (run / "tokenizer.json").is_file() and json.loads((run / "tokenizer.json").read_text()) != tokenizer:
+            raise ConfigError(
+                f"the tokenizer of this data is not that of {run / 'tokenizer.json'}, so the checkpoints would read "
+                f"other text than they learned; use the run's own data, or name another run.dir"
+            )
     try:
         run.mkdir(parents=True, exist_ok=True)
-        saved.write_text(to_yaml(cfg))
-        (run / "tokenizer.json").write_text(json.dumps(tokenizer))
+        if not os.access(run, os.W_OK):
+            raise PermissionError("it is read-only")
     except OSError as error:
         raise ConfigError(f"run.dir={cfg.run.dir} cannot be written: {error}; name another run.dir") from error
     return changes
+
+
+def write(cfg: Config, tokenizer: dict[str, object]) -> None:
+    """Writes `config.yaml` and `tokenizer.json`."""
+    run = Path(cfg.run.dir)
+    (run / "config.yaml").write_text(to_yaml(cfg))
+    (run / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def _changes(saved: Path, cfg: Config) -> list[str]:

@@ -50,7 +50,7 @@ def init_state(cfg: Config) -> TrainState:
 
 
 def abstract_state(cfg: Config, ctx: Context) -> TrainState:
-    """Shapes, dtypes and shardings of the state. What the optimizer keeps for a parameter lies as the parameter does."""
+    """Shapes, dtypes and shardings of the state; what the optimizer keeps for a parameter lies as it does."""
     assert ctx.mesh is not None
     placed = {
         path_of(keys): (p.shape, NamedSharding(ctx.mesh, ctx.rules.parameter(p.axes)))

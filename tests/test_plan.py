@@ -13,9 +13,15 @@ from jaxstack.config import ModelConfig
 
 def test_gpt2_by_hand():
     cfg = ModelConfig(
-        num_layers=12, d_model=768, num_heads=12, vocab_size=50257, positions="learned", max_positions=1024, gated=False,
+        num_layers=12,
+        d_model=768,
+        num_heads=12,
+        vocab_size=50257,
+        positions="learned",
+        max_positions=1024,
+        gated=False,
         tied_embeddings=True,
-    )  # fmt: skip
+    )
     flops = plan.flops_per_token(cfg, 1024)
     weights = 12 * 12 * 768**2 + 50257 * 768  # 12 D^2 a layer, and the head; no look-ups
     assert plan.matmul_params(cfg) == weights

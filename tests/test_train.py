@@ -156,6 +156,7 @@ def test_a_run_can_be_prolonged_and_says_what_changed(straight, text, tmp_path):
         (["--model.num_heads=8"], ["model.num_heads=8"]),
         (["--model.qk_norm=true"], ["model.qk_norm=True"]),
         (["--optim.name=lion"], ["optim.name=lion", "optim.name=muon"]),
+        (["--train.steps=10"], ["train.steps=10", "12 steps already"]),
         (["--run.resume=false"], ["run.resume=false", "checkpoints"]),
     ],
 )
@@ -175,10 +176,22 @@ def test_a_checkpoint_of_another_shape_is_refused_by_its_arrays(straight, text, 
     shutil.copytree(straight[0], run_dir)
     saved = run_dir / "config.yaml"
     saved.write_text(saved.read_text().replace("d_ff: 64", "d_ff: 96"))
-    flags = ["--model.d_ff=96"]
-    _, err = run(*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", *flags, code=2)
+    before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
+    _, err = run(*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", "--model.d_ff=96", code=2)
     assert "params/layers/mlp/w_down" in err
     assert "config.yaml" in err
+    assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == before
+
+
+def test_a_tokenizer_of_other_text_is_refused(tmp_path):
+    """As many characters, but others: shapes fit, meanings do not."""
+    small = [flag for flag in SMALL if not flag.startswith("--train.steps")]
+    argv = [*small, "--data.tokenizer=chars", f"--run.dir={tmp_path / 'run'}", "--train.steps=1", "--sample.prompts=[]"]
+    for name, letters in (("a", "abc\n"), ("b", "xyz\n")):
+        (tmp_path / name).write_text(letters * 400)
+    run(*argv, f"--data.path={tmp_path / 'a'}")
+    _, err = run(*argv, f"--data.path={tmp_path / 'b'}", code=2)
+    assert "tokenizer.json" in err
 
 
 def test_steps_that_are_not_finite_stop_the_run_and_name_the_batch(text, tmp_path):

@@ -1,4 +1,4 @@
-"""Hot operations: one file an op, each with its reference, its faster forms and the one public function that chooses."""
+"""Hot operations: a file an op, with its reference, its faster forms and the one public function that chooses."""
 
 from jaxstack.kernels.attention import attention
 from jaxstack.kernels.cross_entropy import cross_entropy
