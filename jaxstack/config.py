@@ -121,7 +121,7 @@ class ModelConfig:
     gated: bool = True
     """SwiGLU / GeGLU: the activation gates a second up-projection."""
     bias: bool = False
-    """GPT-2: biases in every linear layer."""
+    """GPT-2: biases in every linear layer and LayerNorm."""
     tied_embeddings: bool = False
     """The output head is the transposed embedding."""
     embedding_scale: bool = False

@@ -17,18 +17,18 @@ from jaxstack.params import Param, Spec
 
 def norm_spec(cfg: ModelConfig, width: int, axis: str, kind: str | None = None) -> Spec:
     """RMSNorm or LayerNorm (`kind`, by default `cfg.norm`) over an axis of `width`."""
-    layer_norm = (kind or cfg.norm) == "layer"
-    unit_offset = cfg.norm_unit_offset and not layer_norm
+    kind = kind or cfg.norm
+    unit_offset = cfg.norm_unit_offset and kind == "rms"
     spec = {"scale": Param((width,), (axis,), "vector", init="zeros" if unit_offset else "ones")}
-    if layer_norm:
+    if kind == "layer" and cfg.bias:
         spec["bias"] = Param((width,), (axis,), "vector", init="zeros")
     return spec
 
 
-def norm(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
-    """Normalises the last axis, in float32: LayerNorm where a bias is declared, else RMSNorm."""
-    if "bias" in params:
-        return kernels.layer_norm(x, params["scale"], params["bias"], eps=cfg.norm_eps, implementation=ctx.norm)
+def norm(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context, kind: str | None = None) -> jax.Array:
+    """Normalises the last axis, in float32."""
+    if (kind or cfg.norm) == "layer":
+        return kernels.layer_norm(x, params["scale"], params.get("bias"), eps=cfg.norm_eps, implementation=ctx.norm)
     return kernels.rms_norm(
         x, params["scale"], eps=cfg.norm_eps, unit_offset=cfg.norm_unit_offset, implementation=ctx.norm
     )
@@ -121,7 +121,7 @@ def attention(
     """
     q, k, v = (linear(params, name, x, ctx) for name in ("q", "k", "v"))
     if cfg.qk_norm:
-        q, k = norm(cfg, params["q_norm"], q, ctx), norm(cfg, params["k_norm"], k, ctx)
+        q, k = norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
     q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")

@@ -3,9 +3,9 @@
 A table per family says where each of our parameters lies among theirs. Logits, loss, every gradient and five steps of
 AdamW then have to agree in float32. Needs the extra `[parity]`.
 
-Tolerances are two to four times the worst of a hundred seeds: a float32 is known to 6e-8, and sums in another order,
-through layers of sharp softmaxes and of norms, make up to a few hundred of that. They may not be looser: GPT-2 with the
-exact GELU in place of its approximation is off by no more than 1e-4 in logits and 4e-4 in gradients.
+Tolerances of one pass are two to four times the worst seen over many seeds: a float32 is known to 6e-8, and sums in
+another order, through layers of sharp softmaxes and of norms, make up to a few hundred of that. They may not be looser:
+GPT-2 with the exact GELU in place of its approximation is off by just 1e-4 in logits and 4e-4 in gradients.
 
 Suffixes: D width, H heads, K head width.
 """
@@ -65,13 +65,9 @@ def their_config(family: str, cfg: ModelConfig):
         "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
     }
     if family == "llama3":
-        common["rope_parameters"] |= {
-            "rope_type": "llama3",
-            "factor": cfg.rope_scaling.factor,
-            "low_freq_factor": cfg.rope_scaling.low_freq_factor,
-            "high_freq_factor": cfg.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": cfg.rope_scaling.original_max_position,
-        }
+        scaling = dataclasses.asdict(cfg.rope_scaling)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
+        common["rope_parameters"] |= {"rope_type": "llama3"} | scaling
         return transformers.LlamaConfig(**common)
     if family == "qwen3":
         return transformers.Qwen3Config(**common)
@@ -84,44 +80,21 @@ def their_config(family: str, cfg: ModelConfig):
     )
 
 
-# How one of their weights becomes one of ours. `nn.Linear` keeps [out, in]; GPT-2's Conv1D keeps [in, out], as we do.
-
-
-def same(cfg, w):
-    return w
-
-
-def transposed(cfg, w):
-    return w.T
-
-
-def to_heads(cfg, w):
-    """[H * K, D] to [D, H, K]."""
-    return w.T.reshape(cfg.d_model, -1, cfg.head_width)
-
-
-def from_heads(cfg, w):
-    """[D, H * K] to [H, K, D]."""
-    return w.T.reshape(-1, cfg.head_width, cfg.d_model)
-
-
-def from_heads_conv(cfg, w):
-    """[H * K, D] to [H, K, D]."""
-    return w.reshape(-1, cfg.head_width, cfg.d_model)
-
-
 def third(i):
-    """Queries, keys or values of [..., 3 * H * K] as [..., H, K]."""
-    return lambda cfg, w: np.split(w, 3, axis=-1)[i].reshape(*w.shape[:-1], -1, cfg.head_width)
+    """Queries, keys or values of [..., 3 * H * K]."""
+    return lambda w: np.split(w, 3, axis=-1)[i]
 
 
+# Our path: their name, and what to do before it is reshaped to our shape (H * K to H, K).
+# `nn.Linear` keeps [out, in]; GPT-2's Conv1D keeps [in, out], as we do.
+same, transposed = np.asarray, np.transpose
 LLAMA_TIED = {
     "embedding/tokens": ("model.embed_tokens.weight", same),
     "layers/attention_norm/scale": ("model.layers.{}.input_layernorm.weight", same),
-    "layers/attention/w_q": ("model.layers.{}.self_attn.q_proj.weight", to_heads),
-    "layers/attention/w_k": ("model.layers.{}.self_attn.k_proj.weight", to_heads),
-    "layers/attention/w_v": ("model.layers.{}.self_attn.v_proj.weight", to_heads),
-    "layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", from_heads),
+    "layers/attention/w_q": ("model.layers.{}.self_attn.q_proj.weight", transposed),
+    "layers/attention/w_k": ("model.layers.{}.self_attn.k_proj.weight", transposed),
+    "layers/attention/w_v": ("model.layers.{}.self_attn.v_proj.weight", transposed),
+    "layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", transposed),
     # After attention, but before the MLP; in Gemma 2 the same name is a norm of attention's output.
     "layers/mlp_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", same),
     "layers/mlp/w_gate": ("model.layers.{}.mlp.gate_proj.weight", transposed),
@@ -138,7 +111,7 @@ TABLES = {
         "layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", third(0)),
         "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", third(1)),
         "layers/attention/w_v": ("transformer.h.{}.attn.c_attn.weight", third(2)),
-        "layers/attention/w_o": ("transformer.h.{}.attn.c_proj.weight", from_heads_conv),
+        "layers/attention/w_o": ("transformer.h.{}.attn.c_proj.weight", same),
         "layers/attention/b_q": ("transformer.h.{}.attn.c_attn.bias", third(0)),
         "layers/attention/b_k": ("transformer.h.{}.attn.c_attn.bias", third(1)),
         "layers/attention/b_v": ("transformer.h.{}.attn.c_attn.bias", third(2)),
@@ -178,16 +151,15 @@ def build(family: str, rng: np.random.Generator):
 
 def to_ours(family: str, named):
     """Pairs of name and tensor (weights, or gradients: the map is linear) as our tree; a tied weight comes once."""
-    cfg = CONFIGS[family]
     # Copies: JAX may read NumPy's memory in place, and torch's optimizer writes there.
     theirs = {name: tensor.numpy(force=True).copy() for name, tensor in named}
 
-    def one(path: str) -> np.ndarray:
-        name, transform = TABLES[family][path]
-        layers = [name.format(i) for i in range(cfg.num_layers)]
-        return np.stack([transform(cfg, theirs[n]) for n in layers]) if "{}" in name else transform(cfg, theirs[name])
+    def one(keys, declared) -> np.ndarray:
+        name, transform = TABLES[family][path_of(keys)]
+        names = [name.format(i) for i in range(declared.shape[0])] if "{}" in name else [name]
+        return np.stack([transform(theirs[n]) for n in names]).reshape(declared.shape)
 
-    return jax.tree_util.tree_map_with_path(lambda keys, _: one(path_of(keys)), params.abstract(model.spec(cfg)))
+    return jax.tree_util.tree_map_with_path(one, params.abstract(model.spec(CONFIGS[family])))
 
 
 def random_batch(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -221,13 +193,11 @@ def assert_near(got, expected, tolerance: float) -> None:
 def test_the_tables_use_every_weight_once(family, rng):
     """Every element of their weights gets a number of its own; ours hold each number once."""
     theirs = dict(build(family, rng).named_parameters())
-    ends = np.cumsum([w.numel() for w in theirs.values()])
-    numbers = [torch.arange(end - w.numel(), end).reshape(w.shape) for w, end in zip(theirs.values(), ends, strict=True)]
-    ours = to_ours(family, zip(theirs, numbers, strict=True))
-    declared = params.abstract(model.spec(CONFIGS[family]))
-    assert TABLES[family].keys() == flatten(declared).keys()
-    assert jax.tree.map(np.shape, ours) == jax.tree.map(np.shape, declared)
-    assert sorted(np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(ours)])) == list(range(ends[-1]))
+    count = sum(w.numel() for w in theirs.values())
+    numbers = torch.arange(count).split([w.numel() for w in theirs.values()])
+    ours = to_ours(family, ((name, n.reshape(theirs[name].shape)) for name, n in zip(theirs, numbers, strict=True)))
+    assert TABLES[family].keys() == flatten(ours).keys()
+    assert sorted(np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(ours)])) == list(range(count))
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -258,7 +228,7 @@ def test_loss_and_every_gradient(family, context, rng):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_five_steps_of_adamw(family, rng):
-    """Clipping, decay of matrices alone and AdamW's arithmetic: losses, gradient norms and where every weight went."""
+    """Clipping, decay of matrices alone and AdamW's arithmetic: the losses, and where every weight went."""
     # A large epsilon, so that where it is added shows, and so that a gradient of mere rounding moves nothing.
     optim = OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant", weight_decay=0.1, clip_norm=1.0, eps=1e-4)
     data, train = DataConfig(seq_len=LENGTH, batch_size=BATCH), TrainConfig(steps=5)
@@ -275,20 +245,21 @@ def test_five_steps_of_adamw(family, rng):
     ]
     adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.b1, optim.b2), eps=optim.eps)
 
-    got, expected = [], []
+    got, expected, norms = [], [], []
     for _ in range(train.steps):
         batch = random_batch(cfg.model, rng)
         state, metrics = train_step(state, batch)
-        got.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+        got.append(float(metrics["loss"]))
         adamw.zero_grad()
         loss = their_loss(theirs, batch)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(weights, optim.clip_norm)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(weights, optim.clip_norm)))
         adamw.step()
-        expected.append([loss.item(), norm.item()])
-    assert np.max(expected, axis=0)[1] > optim.clip_norm, "nothing was clipped"
+        expected.append(loss.item())
+    assert max(norms) > optim.clip_norm, "nothing was clipped"
+    # Where the loss bends sharply, a step can magnify rounding some 25 times. Seen: 6e-6 in losses, 1e-4 in weights;
+    # a wrong beta of 0.89 shows as 3e-4 and 9e-3, decay of vectors or none, clipping or none as more.
     np.testing.assert_allclose(got, expected, rtol=1e-4)
-
     end = to_ours(family, theirs.named_parameters())
     moved, they_moved = (jax.tree.map(np.subtract, values, start) for values in (state.params, end))
     assert_near(moved, they_moved, 1e-3)

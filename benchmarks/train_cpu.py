@@ -1,0 +1,199 @@
+"""Our training step beside PyTorch's, on the CPU: `python benchmarks/train_cpu.py [--jobs J1 J2 J3] [--rounds 7]`
+
+Needs the extra `[parity]`. Three processes a job (ours, torch eager, torch.compile) take turns of a few steps each, round
+after round, so that whatever else the machine does hits all of them alike. What counts is the ratio within a round: time of
+the better torch mode over ours. Medians over rounds are printed and kept in `benchmarks/results/train_cpu.json`.
+
+Ours is exactly what `train.py` runs: its device count and flags, `step.make_train_step`, metrics read one step late.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import record
+
+ROOT = Path(__file__).parent.parent
+STEPS = {"J1": 30, "J2": 2, "J3": 2}  # steps of a turn: about a second or two
+
+
+def ours(name: str) -> None:
+    """The worker: trains one job of `peers_torch.JOBS`, whenever a line with a number of steps comes in."""
+    sys.path.insert(0, str(ROOT))
+    from jaxstack import platform
+    from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+
+    job = json.loads(sys.stdin.readline())
+    platform.configure(job["batch"])
+
+    import jax
+    import numpy as np
+
+    from jaxstack import sharding, step
+    from jaxstack.context import Context
+
+    family: dict[str, Any] = {
+        "gpt": {
+            "norm": "layer",
+            "norm_eps": 1e-5,
+            "positions": "learned",
+            "max_positions": job["seq_len"],
+            "activation": "gelu",
+            "gated": False,
+            "tied_embeddings": True,
+        },
+        "llama": {"norm_eps": 1e-6},
+    }[job["family"]]
+    cfg = Config(
+        model=ModelConfig(
+            num_layers=job["layers"],
+            d_model=job["width"],
+            num_heads=job["heads"],
+            num_kv_heads=job["kv_heads"],
+            d_ff=job["hidden"],
+            vocab_size=job["vocab"],
+            **family,
+        ),
+        data=DataConfig(seq_len=job["seq_len"], batch_size=job["batch"]),
+        optim=OptimConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
+        train=TrainConfig(steps=10**6),
+    )
+    mesh = sharding.make_mesh(cfg.mesh, job["batch"])
+    ctx = Context.create(cfg.train, mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, step.abstract_state(cfg, ctx))
+    state = jax.jit(lambda: step.init_state(cfg), out_shardings=shardings)()
+    train_step = jax.jit(step.make_train_step(cfg, ctx), donate_argnums=0)
+    ids = np.random.default_rng(0).integers(0, job["vocab"], (job["batch"], job["seq_len"] + 1)).astype(np.int32)
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones(ids[:, 1:].shape, np.float32)}
+    placed = jax.NamedSharding(mesh, ctx.rules.activation(("batch", "sequence")))
+
+    def run(steps: int) -> float:
+        nonlocal state
+        unread = None
+        for _ in range(steps):
+            state, metrics = train_step(state, jax.device_put(batch, placed))
+            if unread is not None:
+                unread = float(unread["loss"])
+            unread = metrics
+        return float(unread["loss"])
+
+    serve(run)
+
+
+def torch_peer(name: str, mode: str) -> None:
+    sys.stdin.readline()
+    import os
+
+    import peers_torch
+
+    peer = peers_torch.Peer(name, mode, threads=len(os.sched_getaffinity(0)))
+
+    def run(steps: int) -> float:
+        for _ in range(steps):
+            loss = peer.step()
+        return loss
+
+    serve(run)
+
+
+def serve(run: Any) -> None:
+    """Answers each line `n` with the seconds a step took, over n steps, and the last loss."""
+    begin = time.perf_counter()
+    run(1)
+    print(json.dumps({"first_step_s": time.perf_counter() - begin}), flush=True)
+    for line in sys.stdin:
+        begin = time.perf_counter()
+        loss = run(int(line))
+        print(json.dumps({"step_s": (time.perf_counter() - begin) / int(line), "loss": loss}), flush=True)
+
+
+class Worker:
+    def __init__(self, *words: str, job: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._say(json.dumps(job))
+        self.first_step_s = self._hear()["first_step_s"]
+
+    def turn(self, steps: int) -> dict[str, float]:
+        self._say(str(steps))
+        return self._hear()
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def _hear(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit("a worker ended early; its error stands above")
+        return json.loads(line)
+
+
+def compare(name: str, rounds: int) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    import peers_torch
+
+    job = asdict(peers_torch.JOBS[name])
+    workers = {
+        "jaxstack": Worker("--worker", "ours", name, job=job),
+        "torch eager": Worker("--worker", "eager", name, job=job),
+        "torch compile": Worker("--worker", "compile", name, job=job),
+    }
+    for worker in workers.values():
+        worker.turn(2)
+    steps, losses = {key: [] for key in workers}, {}
+    for turn in range(rounds):
+        # Each round in another order: nobody always follows the same neighbour.
+        names = list(workers)
+        for key in names[turn % 3 :] + names[: turn % 3]:
+            answer = workers[key].turn(STEPS[name])
+            steps[key].append(answer["step_s"])
+            losses[key] = answer["loss"]
+    for worker in workers.values():
+        worker.close()
+    ratios = [min(e, c) / o for o, e, c in zip(*steps.values(), strict=True)]
+    return {
+        "job": job,
+        "rounds": rounds,
+        "step_ms": {key: round(1e3 * median(values), 2) for key, values in steps.items()},
+        "first_step_s": {key: round(worker.first_step_s, 1) for key, worker in workers.items()},
+        "last_loss": losses,
+        "ratios": [round(r, 3) for r in ratios],
+        "speed_against_better_torch": round(median(ratios), 3),
+    }
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--jobs", nargs="+", default=["J1", "J2", "J3"])
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--name", default="train_cpu", help="of the result file")
+    arguments.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.worker:
+        kind, name = given.worker
+        return ours(name) if kind == "ours" else torch_peer(name, kind)
+    results = {}
+    for name in given.jobs:
+        results[name] = compare(name, given.rounds)
+        times = ", ".join(f"{key} {value:.1f} ms" for key, value in results[name]["step_ms"].items())
+        print(
+            f"{name}: {results[name]['speed_against_better_torch']:.2f} x the better torch mode ({times})", flush=True
+        )
+    print(record.record(given.name, {"jobs": results}))
+
+
+if __name__ == "__main__":
+    main()
