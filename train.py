@@ -62,8 +62,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             state = checkpoints.restore(start, abstract)
             screen.say(f"resumed from step {start}")
         else:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-            state = jax.jit(lambda: step.init_state(cfg), out_shardings=shardings)()
+            state = step.make_state(cfg, abstract)
 
         rundir.write(cfg, dataset.tokenizer.to_json())  # only now: nothing is overwritten by what does not fit
         log = loggers.JsonLines(run / "metrics.jsonl", after=start)

@@ -20,7 +20,7 @@ class Context:
       rules: logical axes to mesh axes.
       dtype: of activations and of the matrices as they enter matmuls.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
-      attention, linear, norm, cross_entropy: implementation of each op in `jaxstack.kernels`.
+      attention, linear, norm, gelu, cross_entropy: implementation of each op in `jaxstack.kernels`.
     """
 
     mesh: Mesh | None = None
@@ -30,6 +30,7 @@ class Context:
     attention: str = "xla"
     linear: str = "xla"
     norm: str = "xla"
+    gelu: str = "xla"
     cross_entropy: str = "xla"
 
     @classmethod
@@ -51,6 +52,12 @@ class Context:
 
 
 KERNELS: dict[str, dict[str, Any]] = {
-    "cpu": {"attention": "chunked", "cross_entropy": "chunked"},
+    "cpu": {
+        "attention": "chunked",
+        "linear": "barrier",
+        "norm": "explicit_vjp",
+        "gelu": "saved",
+        "cross_entropy": "chunked",
+    },
 }
 """What runs where, by platform; an op that is not named takes its XLA reference."""

@@ -156,21 +156,26 @@ def mlp_spec(cfg: ModelConfig) -> Spec:
     return spec
 
 
-_ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
+def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
+    """The non-linearity `ModelConfig.activation`, elementwise."""
+    match name:
+        case "silu":
+            return jax.nn.silu(x)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
+        case "gelu":
+            return kernels.gelu(x, implementation=ctx.gelu)
+    raise ValueError(f"no activation {name!r}")
 
 
 def mlp(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
     """Two layers with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202); [B, S, D]."""
-    activation = _ACTIVATIONS[cfg.activation]
     up = checkpoint_name(linear(params, "up", x, ctx), "mlp_up")
     if cfg.gated:
-        hidden = activation(checkpoint_name(linear(params, "gate", x, ctx), "mlp_gate")) * up
+        gate = checkpoint_name(linear(params, "gate", x, ctx), "mlp_gate")
+        hidden = activate(cfg.activation, gate, ctx) * up
     else:
-        hidden = activation(up)
+        hidden = activate(cfg.activation, up, ctx)
     return linear(params, "down", hidden, ctx)
 
 

@@ -49,6 +49,15 @@ def init_state(cfg: Config) -> TrainState:
     return TrainState(zero, zero, zero, values, make_optimizer(cfg).init(values))
 
 
+def make_state(cfg: Config, abstract: TrainState) -> TrainState:
+    """`init_state`, made where it belongs: every device computes its own shards."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    on_cpu = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform == "cpu"
+    # It runs once, and LLVM would spend longer on making it fast than it takes.
+    options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    return jax.jit(lambda: init_state(cfg), out_shardings=shardings, compiler_options=options)()
+
+
 def abstract_state(cfg: Config, ctx: Context) -> TrainState:
     """Shapes, dtypes and shardings of the state; what the optimizer keeps for a parameter lies as it does."""
     assert ctx.mesh is not None

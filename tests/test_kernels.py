@@ -15,10 +15,10 @@ import pytest
 
 from jaxstack import kernels
 
-attention_module, cross_entropy_module, linear_module, norm_module = (
+activation_module, attention_module, cross_entropy_module, linear_module, norm_module = (
     # `from jaxstack.kernels import attention` would give the function
     importlib.import_module(f"jaxstack.kernels.{name}")
-    for name in ("attention", "cross_entropy", "linear", "norm")
+    for name in ("activation", "attention", "cross_entropy", "linear", "norm")
 )
 
 SEED = int(os.environ.get("JAXSTACK_TEST_SEED", np.random.SeedSequence().entropy % 2**32))
@@ -36,7 +36,7 @@ def rng(request):
 
 
 def assert_close(actual, truth, dtype=jnp.float32):
-    """Relative to the truth, but no stricter than for a root mean square of 1, the size of the terms that cancel in it."""
+    """Relative to the truth, or to a root mean square of 1 where it is smaller: terms of that size cancel in it."""
     actual, truth = np.asarray(actual, np.float64), np.asarray(truth, np.float64)
     assert actual.shape == truth.shape
     error = np.linalg.norm(actual - truth)
@@ -110,8 +110,11 @@ ATTENTION_CASES = {  # batch, length, heads, kv heads, head width, options, segm
 
 
 @pytest.mark.parametrize("implementation", attention_module.IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("case", ATTENTION_CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, jnp.float32) for case in ATTENTION_CASES]
+    + [(case, jnp.bfloat16) for case in ("one_token", "grouped", "everything")],
+)
 def test_attention(rng, case, dtype, implementation):
     b, s, h, g, width, options, segments = ATTENTION_CASES[case]
     q, q64 = draw(rng, (b, s, h, width), dtype, scale=2.0)
@@ -132,11 +135,11 @@ def test_attention(rng, case, dtype, implementation):
 
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"causal": False}], ids=["causal", "window", "full"])
 def test_attention_chunks_that_are_scanned(rng, monkeypatch, options):
-    """Chunks in groups, as in a long sequence: 25 chunks in 7 groups, and a shorter last one."""
+    """Chunks in groups, as in a long sequence: 11 chunks in 3 groups (4, 4, 3), and a shorter last one."""
     monkeypatch.setattr(attention_module, "_CHUNK", 4)
-    monkeypatch.setattr(attention_module, "_MAX_GROUPS", 8)
-    (q, q64), (k, k64), (v, v64), (d_out, d_out64) = (draw(rng, (1, 103, n, 4)) for n in (2, 1, 1, 2))
-    ids = np.sort(rng.integers(0, 4, (1, 103))).astype(np.int32)
+    monkeypatch.setattr(attention_module, "_MAX_GROUPS", 3)
+    (q, q64), (k, k64), (v, v64), (d_out, d_out64) = (draw(rng, (1, 47, n, 4)) for n in (2, 1, 1, 2))
+    ids = np.sort(rng.integers(0, 4, (1, 47))).astype(np.int32)
 
     def f(q, k, v):
         return kernels.attention(q, k, v, scale=0.5, segment_ids=ids, implementation="chunked", **options)
@@ -274,6 +277,21 @@ def test_norms(rng, shape, dtype, implementation):
     assert_close(y, numpy_norm(x64, dy64, scale64, 0, eps, centre=True)[0], dtype)
 
 
+# GELU
+
+
+@pytest.mark.parametrize("implementation", activation_module.IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_gelu(rng, dtype, implementation):
+    (x, x64), (dy, dy64) = (draw(rng, (3, 41), dtype, scale=3.0) for _ in range(2))
+    y, (dx,) = value_and_vjp(lambda x: kernels.gelu(x, implementation=implementation), dy, x)
+    assert y.dtype == dtype
+    below = np.vectorize(lambda t: 0.5 * math.erfc(-t / math.sqrt(2)))(x64)
+    density = np.exp(-(x64**2) / 2) / math.sqrt(2 * math.pi)
+    assert_close(y, x64 * below, dtype)
+    assert_close(dx, dy64 * (below + x64 * density), dtype)
+
+
 # Cross-entropy
 
 
@@ -297,9 +315,16 @@ def numpy_cross_entropy(x, head, targets, weights, softcap):
 
 
 @pytest.mark.parametrize("implementation", cross_entropy_module.IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize(("batch", "length", "shards"), [(4, 13, 1), (4, 13, 2), (1, 1, 1), (2, 8, 2)])
+@pytest.mark.parametrize(
+    ("batch", "length", "shards", "softcap", "dtype"),
+    [
+        (4, 13, 1, None, jnp.float32),
+        (4, 13, 2, 1.5, jnp.float32),
+        (1, 1, 1, None, jnp.float32),
+        (2, 8, 2, None, jnp.float32),
+        (4, 13, 2, 1.5, jnp.bfloat16),
+    ],
+)
 def test_cross_entropy(rng, monkeypatch, batch, length, shards, softcap, dtype, implementation):
     monkeypatch.setattr(cross_entropy_module, "_CHUNK_TOKENS", 8)  # some cases divide into chunks, some do not
     (x, x64), (head, head64) = draw(rng, (batch, length, 6), dtype), draw(rng, (6, 11), dtype)
@@ -312,7 +337,8 @@ def test_cross_entropy(rng, monkeypatch, batch, length, shards, softcap, dtype, 
         )
 
     total, (dx, d_head) = value_and_vjp(f, jnp.float32(3.0), x, head)  # the cotangent must reach both gradients
-    assert total.dtype == jnp.float32 and total.shape == ()
+    assert total.dtype == jnp.float32
+    assert total.shape == ()
     truth, dx_truth, d_head_truth = numpy_cross_entropy(x64, head64, targets, weights, softcap)
     assert_close(total, truth, dtype)
     assert_close(dx, 3 * dx_truth, dtype)
@@ -333,6 +359,8 @@ def test_mistakes_are_named():
         kernels.attention(x, x, x, scale=1.0, causal=False, window=3)
     with pytest.raises(ValueError, match="xla, barrier"):
         kernels.linear(x, jnp.zeros((8, 2)), implementation="fast")
+    with pytest.raises(ValueError, match="xla, saved"):
+        kernels.gelu(x, implementation="fast")
     with pytest.raises(ValueError, match="xla, explicit_vjp"):
         kernels.rms_norm(x, jnp.ones(8), eps=1e-6, implementation="fast")
     with pytest.raises(ValueError, match="xla, explicit_vjp"):

@@ -19,7 +19,7 @@ from models import FAMILIES
 
 from jaxstack import losses, model, params, step
 from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig, RopeScaling, TrainConfig
-from jaxstack.context import Context
+from jaxstack.context import KERNELS, Context
 from jaxstack.tree import flatten, path_of
 
 torch = pytest.importorskip("torch", reason="needs the extra [parity]")
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 # More than one chunk of the chunked kernels (64 rows of attention, 512 tokens of cross-entropy), and no multiple of it.
 BATCH, LENGTH = 8, 72
 
-CONTEXTS = {"xla": Context(), "cpu": Context(attention="chunked", cross_entropy="chunked")}
+CONTEXTS = {"xla": Context(), "cpu": Context(**KERNELS["cpu"])}
 
 CHANGES: dict[str, dict] = {
     "gpt2": {"max_positions": 80},

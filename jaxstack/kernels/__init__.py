@@ -1,8 +1,9 @@
 """Hot operations: a file an op, with its reference, its faster forms and the one public function that chooses."""
 
+from jaxstack.kernels.activation import gelu
 from jaxstack.kernels.attention import attention
 from jaxstack.kernels.cross_entropy import cross_entropy
 from jaxstack.kernels.linear import linear
 from jaxstack.kernels.norm import layer_norm, rms_norm
 
-__all__ = ["attention", "cross_entropy", "layer_norm", "linear", "rms_norm"]
+__all__ = ["attention", "cross_entropy", "gelu", "layer_norm", "linear", "rms_norm"]

@@ -56,7 +56,7 @@ def _nll(softcap, x, head, targets):
 
 
 def _scan_chunks(chunk, total, *tokens):
-    """Sums `summand` and joins `rows` of `chunk(*tokens) -> summand, rows` over chunks of axis 2 of [P, B/P, S, ...]."""
+    """Sums `summand`, joins `rows` of `chunk(*tokens) -> summand, rows` over chunks of axis 2 of [P, B/P, S, ...]."""
     _, b, s = tokens[0].shape[:3]
     size = min(s, max(1, _CHUNK_TOKENS // b))
 

@@ -12,13 +12,14 @@ IMPLEMENTATIONS = ("xla", "barrier")
 def linear(
     x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, in_axes: int = 1, implementation: str = "xla"
 ) -> jax.Array:
-    """Contracts the last `in_axes` axes of x with the first `in_axes` axes of w: [..., *in] x [*in, *out] -> [..., *out].
+    """Contracts the last `in_axes` axes of x with the first `in_axes` of w: [..., *in] x [*in, *out] -> [..., *out].
 
     w [D, H, K] makes heads, w [H, K, D] with in_axes=2 joins them again. b [*out] is added where given.
 
     "barrier" computes the same values, but puts an optimization barrier between the matmuls of the backward pass and
     what produces their operands: XLA:CPU otherwise fuses elementwise producers into a matmul, which takes it off the
-    fast matmul library, or computes them once for each of the two matmuls.
+    fast matmul library, or computes them once for each of the two matmuls. Of the two operands of w's gradient it has
+    XLA:CPU transpose the smaller one, which is a slow copy.
 
     Raises ValueError for an unknown implementation.
     """
@@ -48,7 +49,11 @@ def _backward(in_axes, residuals, dy):
     x, dy = lax.optimization_barrier((x, dy))
     batch = tuple(range(x.ndim - in_axes))
     dx = jnp.tensordot(dy, w, (tuple(range(len(batch), dy.ndim)), tuple(range(in_axes, w.ndim))))
-    dw = jnp.tensordot(x, dy, (batch, batch))
+    if x.size <= dy.size:
+        dw = jnp.tensordot(x, dy, (batch, batch))
+    else:  # the first operand is transposed in memory: let it be the smaller one
+        dw = jnp.tensordot(dy, x, (batch, batch))
+        dw = jnp.moveaxis(dw, range(-in_axes, 0), range(in_axes))
     return dx, dw
 
 
