@@ -42,9 +42,9 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     held_out = [*data.eval_batches(dataset.eval, steps=cfg.train.eval_steps, **reading)]
     held_out_bytes = sum(dataset.tokenizer.num_bytes(b["targets"][b["weights"] > 0]) for b in held_out)
 
-    train_step = jax.jit(step.make_train_step(cfg, ctx), donate_argnums=0)
-    eval_step = jax.jit(step.make_eval_step(cfg, ctx))
     abstract = step.abstract_state(cfg, ctx)
+    train_step = step.jit_train_step(cfg, ctx, abstract)
+    eval_step = jax.jit(step.make_eval_step(cfg, ctx))
 
     with (
         loggers.Screen(cfg.train.steps) as screen,

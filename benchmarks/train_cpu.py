@@ -65,8 +65,9 @@ def ours(name: str) -> None:
     )
     mesh = sharding.make_mesh(cfg.mesh, job["batch"])
     ctx = Context.create(cfg.train, mesh)
-    state = step.make_state(cfg, step.abstract_state(cfg, ctx))
-    train_step = jax.jit(step.make_train_step(cfg, ctx), donate_argnums=0)
+    abstract = step.abstract_state(cfg, ctx)
+    state = step.make_state(cfg, abstract)
+    train_step = step.jit_train_step(cfg, ctx, abstract)
     ids = np.random.default_rng(0).integers(0, job["vocab"], (job["batch"], job["seq_len"] + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones(ids[:, 1:].shape, np.float32)}
     placed = jax.NamedSharding(mesh, ctx.rules.activation(("batch", "sequence")))

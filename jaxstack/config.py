@@ -235,8 +235,9 @@ class TrainConfig:
     """Microbatches whose gradients are summed before an optimizer step."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the forward and backward pass; master weights and the optimizer stay float32."""
-    remat: Literal["none", "full", "dots"] = "none"
-    """What the backward pass recomputes: nothing, every layer, or all but the matmul outputs."""
+    remat: Literal["none", "selective", "dots", "full"] = "selective"
+    """What the backward pass recomputes: nothing; norms, activations and the inside of attention; all but the outputs
+    of unbatched matmuls; every layer."""
     eval_every: int = 250
     """Steps between evaluations; there is always one at the end."""
     eval_steps: int = 20

@@ -26,7 +26,7 @@ class Context:
     mesh: Mesh | None = None
     rules: Rules = field(default_factory=Rules)
     dtype: Any = jnp.float32
-    remat: Literal["none", "full", "dots"] = "none"
+    remat: Literal["none", "selective", "dots", "full"] = "none"
     attention: str = "xla"
     linear: str = "xla"
     norm: str = "xla"

@@ -85,6 +85,10 @@ def block(
 
 
 REMAT_POLICIES = {
+    # Korthikanti et al. 2022 (arXiv:2205.05198), section 5: keep what is dear to compute, not what is large.
+    "selective": jax.checkpoint_policies.save_only_these_names(
+        "query", "key", "value", "attention", "attention_lse", "mlp_up", "mlp_gate", "residual"
+    ),
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }

@@ -1,12 +1,10 @@
-"""What must be decided before JAX starts: how many devices the CPU is, and the flags and allocator of that choice.
+"""What must be decided before JAX starts: how many devices the CPU is, and the flags of that choice.
 
 JAX is not imported here. Whatever the user's environment says (`JAX_PLATFORMS`, `JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`)
 stands; nothing here changes it.
 """
 
-import ctypes
 import os
-import platform
 import time
 
 import psutil
@@ -34,25 +32,11 @@ def configure(batch: int) -> None:
     Args:
       batch: sequences of one microbatch.
     """
-    _keep_freed_memory()
     devices = cpu_devices(batch)
     if devices > 1 and not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
         # Each device has its core: a thread pool shared by them would only make them wait for each other.
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-
-
-def _keep_freed_memory() -> None:
-    """Tells glibc to keep what a step frees: XLA's temporaries would otherwise be returned to the kernel after every
-    step and fault in again page by page in the next. Other C libraries have no such setting and are left alone.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return
-    mallopt = ctypes.CDLL("libc.so.6").mallopt
-    trim_threshold, mmap_max, arena_max = -1, -4, -8  # malloc.h
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(mmap_max, 0)
-    mallopt(arena_max, 1)
 
 
 def seconds_since_start() -> float:

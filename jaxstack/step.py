@@ -120,12 +120,13 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
 
         grad_norm = optax.global_norm(grads)
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        values = optax.apply_updates(state.params, updates)
-        # The choice fuses into the update's own loops, which read the old values anyway.
-        values, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old), (values, opt_state), (state.params, state.opt_state)
-        )
+
+        def update(values: Any, opt_state: Any) -> tuple[Any, Any]:
+            updates, opt_state = optimizer.update(grads, opt_state, values)
+            return optax.apply_updates(values, updates), opt_state
+
+        # A branch and not a `where`: that would copy the old state so as to choose from it after the update.
+        values, opt_state = jax.lax.cond(good, update, lambda *old: old, state.params, state.opt_state)
         bad = 1 - good.astype(jnp.int32)
         new = TrainState(
             step=state.step + 1,
@@ -145,6 +146,12 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
         return new, metrics
 
     return train_step
+
+
+def jit_train_step(cfg: Config, ctx: Context, abstract: TrainState) -> Callable[[TrainState, Batch], Any]:
+    """The train step, compiled at its first call; the state is donated and comes back laid out as it went in."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(make_train_step(cfg, ctx), donate_argnums=0, out_shardings=(shardings, None))
 
 
 def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:

@@ -114,7 +114,7 @@ def test_packed_documents_equal_separate_ones(family, context, rng):
     np.testing.assert_allclose(packed, alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["selective", "dots", "full"])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_remat_changes_no_gradient(family, context, remat, rng):
@@ -138,7 +138,7 @@ def test_remat_policies_recompute_what_they_say():
     values = params.abstract(model.spec(cfg))
     tokens = jax.ShapeDtypeStruct((2, 24), jnp.int32)
     saved = {}
-    for remat in ("none", "dots", "full"):
+    for remat in ("none", "selective", "dots", "full"):
         ctx = Context(remat=remat)
 
         def pullback(values, tokens, ctx=ctx):
@@ -147,6 +147,7 @@ def test_remat_policies_recompute_what_they_say():
         shapes = jax.eval_shape(pullback, values, tokens)
         saved[remat] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert saved["full"] < saved["dots"] < saved["none"]
+    assert saved["full"] < saved["selective"] < saved["none"]
 
 
 @pytest.mark.parametrize("scaling", [RopeScaling(), RopeScaling(factor=8.0, original_max_position=64)])

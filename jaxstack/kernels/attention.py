@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 IMPLEMENTATIONS = ("xla", "chunked")
 
@@ -163,7 +164,8 @@ def _chunked_forward(o: _Options, q, k, v, segment_ids):
         out, lse = _over_chunks(group, chunk)
         outs.append(out)
         lses.append(lse)
-    out, lse = _heads_last(jnp.concatenate(outs, axis=2)), jnp.concatenate(lses, axis=2)
+    out = checkpoint_name(_heads_last(jnp.concatenate(outs, axis=2)), "attention")
+    lse = checkpoint_name(jnp.concatenate(lses, axis=2), "attention_lse")
     return out, (q, k, v, segment_ids, out, lse)
 
 
