@@ -1,10 +1,10 @@
 """Our training step beside PyTorch's, on the CPU: `python benchmarks/train_cpu.py [--jobs J1 J2 J3] [--rounds 7]`
 
-Needs the extra `[parity]`. Three processes a job (ours, torch eager, torch.compile) take turns of a few steps each, round
-after round, so that whatever else the machine does hits all of them alike. What counts is the ratio within a round: time of
-the better torch mode over ours. Medians over rounds are printed and kept in `benchmarks/results/train_cpu.json`.
+Needs the extra `[parity]`. Three processes a job (ours, torch eager, torch.compile) take turns of a few steps each,
+round after round, so that whatever else the machine does hits all of them alike. What counts is the ratio within a
+round: time of the better torch mode over ours. Medians are printed and kept in `benchmarks/results/train_cpu.json`.
 
-Ours is exactly what `train.py` runs: its device count and flags, `step.make_train_step`, metrics read one step late.
+Ours is what `train.py` runs: its device count and flags, `step.jit_train_step`, metrics read one step late.
 """
 
 import argparse

@@ -218,6 +218,13 @@ def test_accumulation_on_the_command_line(text, straight, tmp_path):
     np.testing.assert_allclose(a, b, rtol=5e-3)
 
 
+def test_hundreds_of_held_out_batches(text, tmp_path):
+    """Evaluations in flight at once would wait for each other's collectives for ever on two CPU devices."""
+    flags = ["--train.eval_steps=400", "--train.steps=2", "--data.eval_fraction=0.5", "--data.seq_len=16"]
+    run(*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", *flags)
+    assert [line["step"] for line in lines(tmp_path / "run") if "eval_loss" in line] == [2]
+
+
 def test_the_environment_of_the_user_wins(text, tmp_path):
     """One device asked for, one device used, where `train.py` would have made one of each core."""
     process = subprocess.run(

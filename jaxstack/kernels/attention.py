@@ -106,11 +106,11 @@ def _scores(o: _Options, q, k, rows, keys, row_segments, key_segments):
 
 
 class _Group(NamedTuple):
-    """`count` chunks of `size` positions from `start` on, and the range of positions that any of them meets."""
+    """`chunks` chunks of `size` positions from `start` on, and the range of positions that any of them meets."""
 
     start: int
     size: int
-    count: int
+    chunks: int
     low: int
     high: int
 
@@ -171,9 +171,9 @@ def _chunked_forward(o: _Options, q, k, v, segment_ids):
 
 def _over_chunks(group: _Group, chunk):
     """Results of `chunk(start)` for each chunk of the group, joined along axis 2."""
-    if group.count == 1:
+    if group.chunks == 1:
         return chunk(group.start)
-    stacked = lax.map(chunk, group.start + group.size * jnp.arange(group.count))
+    stacked = lax.map(chunk, group.start + group.size * jnp.arange(group.chunks))
     return jax.tree.map(lambda x: jnp.concatenate(jnp.unstack(x), axis=2), stacked)
 
 
@@ -207,7 +207,7 @@ def _chunked_backward(o: _Options, residuals, d_out):
             return dq_rows, dk, dv
 
         low, high = group.low, group.high
-        if group.count == 1:
+        if group.chunks == 1:
             dq_rows, dk, dv = chunk(group.start)
             dq = dq.at[:, :, low:high].add(dq_rows)
         else:
@@ -216,7 +216,7 @@ def _chunked_backward(o: _Options, residuals, d_out):
                 more, dk, dv = chunk(start)
                 return dq_rows + more, (dk, dv)
 
-            starts = group.start + group.size * jnp.arange(group.count)
+            starts = group.start + group.size * jnp.arange(group.chunks)
             dq_rows, stacked = lax.scan(add_chunk, dq[:, :, low:high], starts)
             dq = dq.at[:, :, low:high].set(dq_rows)
             dk, dv = (jnp.concatenate(jnp.unstack(x), axis=2) for x in stacked)
