@@ -1,4 +1,4 @@
-"""Keeps the curve of a run: `python benchmarks/curve.py RUN NAME` writes `benchmarks/results/NAME.json`.
+"""Keeps the curve of a run: `python benchmarks/curve.py RUN NAME` of `configs/NAME.yaml`, to `benchmarks/results/`.
 
 Held: every evaluation, every 50th training line, the resolved configuration, and the seconds that training steps took.
 """
@@ -25,9 +25,11 @@ def main(run: Path, name: str) -> None:
     path = record.record(
         name,
         {
+            "command": f"python train.py --config configs/{name}.yaml",
             "config": config,
             "steps": steps[-1]["step"],
             "training_s": round(sum(timed) * interval, 1),
+            "ngram": next((line for line in lines if "ngram_order" in line), None),
             "best_eval_loss": min(line["eval_loss"] for line in held_out),
             "held_out": held_out,
             "training": [[line["step"], round(line["loss"], 4)] for line in steps if line["step"] % 50 == 0],

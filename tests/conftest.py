@@ -4,6 +4,8 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+# Most of a test's time is compilation. Whole runs (tests/test_train.py) take XLA as users do, fully optimised.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
 import numpy as np
 import pytest

@@ -145,7 +145,7 @@ def test_a_run_can_be_prolonged_and_says_what_changed(straight, text, tmp_path):
     shutil.copytree(straight[0], run_dir)
     out, _ = run(*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", "--train.steps=14", "--optim.lr=1e-4")
     assert "changed  train.steps was 12, is now 14" in out
-    assert "changed  optim.lr was 0.005, is now 0.0001" in out
+    assert "changed  optim.lr was 0.007, is now 0.0001" in out
     assert [line["step"] for line in lines(run_dir) if "loss" in line] == list(range(1, 15))
 
 
