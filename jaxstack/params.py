@@ -1,4 +1,4 @@
-"""One declaration per parameter, and everything that derives from it: values, abstract trees, shardings, matrices."""
+"""One declaration per parameter, and everything that derives from it: values, abstract trees, counts, casts."""
 
 import zlib
 from dataclasses import dataclass, replace
@@ -7,9 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
 
-from jaxstack.sharding import Rules
 from jaxstack.tree import path_of
 
 
@@ -69,11 +67,6 @@ def count(spec: Spec) -> int:
 def abstract(spec: Spec, dtype: Any = jnp.float32) -> Any:
     """Shapes without values."""
     return map_spec(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), spec)
-
-
-def shardings(spec: Spec, rules: Rules, mesh: Mesh) -> Any:
-    """The sharding of every parameter."""
-    return map_spec(lambda p: NamedSharding(mesh, rules.parameter(p.axes)), spec)
 
 
 def init(key: jax.Array, spec: Spec) -> Any:
