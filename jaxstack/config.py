@@ -6,6 +6,7 @@ parsing. Every default stands here and only here. JAX is not imported, so that `
 A check raises `ConfigError` with one line that names the key, the value and the fix.
 """
 
+import math
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
@@ -75,8 +76,82 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts: in every block, several MLPs of which each token passes a few."""
+
+    num_experts: int = 0
+    """Experts of a layer; 0: a dense MLP."""
+    top_k: int = 2
+    """Experts that a token passes; the hard gates have one."""
+    d_ff: int | None = None
+    """Hidden width of an expert; null: model.d_ff."""
+    router: Literal["softmax", "sigmoid", "domain", "timestep"] = "softmax"
+    """`softmax`: the likeliest top_k (Mixtral, Qwen3); `sigmoid`: DeepSeek-V3's, balanced by a bias and no loss;
+    `domain`: expert i for domain i of the data; `timestep`: equal stretches of a diffusion's time."""
+    normalize: bool = True
+    """`softmax`: divide a token's weights by their sum."""
+    groups: int = 1
+    """`sigmoid`: equal groups of neighbouring experts."""
+    top_groups: int = 1
+    """`sigmoid`: groups that a token may choose from."""
+    scale: float = 1.0
+    """`sigmoid`: factor on the weights."""
+    bias_rate: float = 1e-3
+    """`sigmoid`: how far each step moves the bias of an expert against its load."""
+    max_timestep: int = 1000
+    """`timestep`: the end of the diffusion's time."""
+    shared_experts: int = 0
+    """Experts that every token passes beside the chosen ones."""
+    capacity_factor: float | None = None
+    """An expert takes so many times its even share of a sequence, what exceeds it is dropped, least weight first;
+    null: dropless."""
+    balance_weight: float = 0.01
+    """`softmax`: weight of the sequence-wise balance loss in the objective."""
+    z_weight: float = 0.0
+    """`softmax`, `sigmoid`: weight of the router's z-loss in the objective."""
+
+    def __post_init__(self) -> None:
+        _at_least("model.moe", self, 0, "num_experts", "shared_experts", "bias_rate", "balance_weight", "z_weight")
+        _at_least("model.moe", self, 1, "top_k", "d_ff", "groups", "top_groups", "max_timestep")
+        if not self.num_experts:
+            return
+        learned = self.router in ("softmax", "sigmoid")
+        _require(
+            not learned or self.top_k <= self.num_experts,
+            f"model.moe.top_k={self.top_k} is more than model.moe.num_experts={self.num_experts}; lower it",
+        )
+        _require(
+            not (self.router == "softmax" and self.normalize and self.top_k == 1),
+            "model.moe.top_k=1 with normalize=true makes every weight 1, and the router would not learn; "
+            "use normalize=false, or top_k=2",
+        )
+        _require(
+            self.num_experts % self.groups == 0,
+            f"model.moe.groups={self.groups} does not divide model.moe.num_experts={self.num_experts}",
+        )
+        _require(
+            self.top_groups <= self.groups,
+            f"model.moe.top_groups={self.top_groups} is more than model.moe.groups={self.groups}; lower it",
+        )
+        _require(
+            self.router != "sigmoid" or self.top_groups * (self.num_experts // self.groups) >= self.top_k,
+            f"model.moe.top_groups={self.top_groups} groups of {self.num_experts // self.groups} experts hold fewer "
+            f"than model.moe.top_k={self.top_k}; raise top_groups or lower top_k",
+        )
+        _require(
+            self.capacity_factor is None or self.capacity_factor > 0,
+            f"model.moe.capacity_factor={self.capacity_factor} must be positive, or null for dropless",
+        )
+
+    @property
+    def choices(self) -> int:
+        """Experts that a token passes, shared ones aside."""
+        return self.top_k if self.router in ("softmax", "sigmoid") else 1
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """One decoder family; its switches give GPT-2, Llama 3, Qwen3 and Gemma 2 (see the files in `configs/`)."""
+    """One decoder family; its switches give GPT-2, Llama 3, Qwen3, Gemma 2, Mixtral and more (see `configs/`)."""
 
     num_layers: int = 6
     """Transformer blocks."""
@@ -120,6 +195,8 @@ class ModelConfig:
     """Non-linearity of the MLP; `gelu` is the exact one, `gelu_tanh` GPT-2's approximation."""
     gated: bool = True
     """SwiGLU / GeGLU: the activation gates a second up-projection."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Mixture of experts in place of the MLP."""
     bias: bool = False
     """GPT-2: biases in every linear layer and LayerNorm."""
     tied_embeddings: bool = False
@@ -165,6 +242,10 @@ class ModelConfig:
             f"model.windows={list(self.windows)} has {len(self.windows)} entries, which do not divide "
             f"model.num_layers={self.num_layers}; change one of them",
         )
+        _require(
+            not (self.bias and self.moe.num_experts),
+            "model.bias=true, but experts have no biases; switch it off, or set model.moe.num_experts=0",
+        )
         for name in ("attention_softcap", "logit_softcap", "attention_scale"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"model.{name}={value} must be positive, or null for none")
@@ -180,6 +261,10 @@ class ModelConfig:
     @property
     def ff_width(self) -> int:
         return self.d_ff or 4 * self.d_model
+
+    @property
+    def expert_width(self) -> int:
+        return self.moe.d_ff or self.ff_width
 
     @property
     def vocab(self) -> int:
@@ -293,13 +378,35 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the device mesh."""
+    """Sizes of the device mesh; their product is the number of devices. One may be -1: whatever is left."""
 
     data: int = -1
     """Replicas that share the batch; -1: as many as there are devices and the batch can be divided among."""
+    fsdp: int = 1
+    """Parts of parameters, gradients and optimizer state (ZeRO-3); the batch is shared too."""
+    pipe: int = 1
+    """Pipeline stages."""
+    tensor: int = 1
+    """Parts of heads, MLP width and vocabulary (Megatron)."""
+    context: int = 1
+    """Parts of the sequence."""
+    expert: int = 1
+    """Parts of the experts; for everything else the axis is one more that shares the batch."""
+    sequence_parallel: bool = True
+    """With `tensor`: norms and residuals are split over the sequence between the split matmuls."""
+    context_method: Literal["ring", "all_gather"] = "ring"
+    """With `context`: keys and values travel round a ring, or are gathered."""
 
     def __post_init__(self) -> None:
-        _require(self.data == -1 or self.data >= 1, f"mesh.data={self.data} must be positive, or -1 for every device")
+        for axis, size in self.sizes.items():
+            _require(size == -1 or size >= 1, f"mesh.{axis}={size} must be positive, or -1 for what is left")
+        free = [f"mesh.{axis}=-1" for axis, size in self.sizes.items() if size == -1]
+        _require(len(free) <= 1, f"{' and '.join(free)}: only one axis can take what is left; give the others a size")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axes, outermost (slowest links) first; all always exist, and size 1 costs nothing."""
+        return {name: getattr(self, name) for name in ("pipe", "data", "fsdp", "expert", "context", "tensor")}
 
 
 @dataclass(frozen=True)
@@ -350,11 +457,7 @@ class Config:
             data.batch_size % train.grad_accum == 0,
             f"train.grad_accum={train.grad_accum} does not divide data.batch_size={data.batch_size}",
         )
-        _require(
-            self.mesh.data == -1 or data.batch_size // train.grad_accum % self.mesh.data == 0,
-            f"mesh.data={self.mesh.data} does not divide the {data.batch_size // train.grad_accum} sequences of a "
-            f"microbatch (data.batch_size={data.batch_size} / train.grad_accum={train.grad_accum})",
-        )
+        self._check_mesh()
         _require(
             not train.ngram_baseline or data.tokenizer == "bytes",
             f"train.ngram_baseline=true counts bytes, but data.tokenizer={data.tokenizer}; switch one of them",
@@ -365,6 +468,44 @@ class Config:
                 f"model.max_positions={self.model.max_positions} is less than data.seq_len={data.seq_len}; "
                 f"raise it, or leave it null",
             )
+
+    def _check_mesh(self) -> None:
+        """What can be said of the mesh before the devices are known."""
+        mesh, model, batch = self.mesh, self.model, self.data.batch_size // self.train.grad_accum
+        for axis in ("data", "fsdp", "expert"):
+            size = mesh.sizes[axis]
+            _require(
+                size == -1 or batch % size == 0,
+                f"mesh.{axis}={size} does not divide the {batch} sequences of a microbatch "
+                f"(data.batch_size={self.data.batch_size} / train.grad_accum={self.train.grad_accum})",
+            )
+        width = ("moe.d_ff", model.expert_width) if model.moe.num_experts else ("d_ff", model.ff_width)
+        for key, size in (("num_heads", model.num_heads), ("num_kv_heads", model.kv_heads), width):
+            _require(
+                mesh.tensor == -1 or size % mesh.tensor == 0,
+                f"mesh.tensor={mesh.tensor} does not divide model.{key}={size}; use a divisor of it",
+            )
+        _require(
+            mesh.expert == -1 or model.moe.num_experts % mesh.expert == 0,
+            f"mesh.expert={mesh.expert} does not divide model.moe.num_experts={model.moe.num_experts}; "
+            f"use a divisor of it",
+        )
+        _require(
+            mesh.context == 1 or model.moe.num_experts == 0 or model.moe.capacity_factor is None,
+            f"model.moe.capacity_factor={model.moe.capacity_factor} counts whole sequences, but "
+            f"mesh.context={mesh.context} splits them; use capacity_factor=null (dropless), or mesh.context=1",
+        )
+        if min(mesh.context, mesh.tensor) < 1:
+            return
+        split = mesh.tensor if mesh.sequence_parallel else 1
+        # Two chunks a context shard: an early and a late one, so that the causal mask gives all the same work.
+        parts = split if mesh.context == 1 else mesh.context * math.lcm(split, 2)
+        _require(
+            self.data.seq_len % parts == 0,
+            f"data.seq_len={self.data.seq_len} cannot be cut into the {parts} parts of mesh.context={mesh.context} "
+            f"and mesh.tensor={mesh.tensor} with mesh.sequence_parallel={str(mesh.sequence_parallel).lower()}; "
+            f"use a multiple of {parts}",
+        )
 
 
 def resolve(config: Config, vocab_size: int) -> Config:

@@ -1,6 +1,21 @@
-"""Meshes and the rules that map logical axes to them."""
+"""Meshes, the rules that map arrays to them, and any Flax model placed by those rules."""
 
-from jaxstack.sharding.mesh import AXES, make_mesh
-from jaxstack.sharding.rules import Rules
+from jaxstack.sharding.flax import placed, shard
+from jaxstack.sharding.mesh import AXES, BATCH_AXES, make_mesh
+from jaxstack.sharding.rules import Leaf, Rules, ShardingError, transformer
+from jaxstack.sharding.table import guard, replicated_fraction, table
 
-__all__ = ["AXES", "Rules", "make_mesh"]
+__all__ = [
+    "AXES",
+    "BATCH_AXES",
+    "Leaf",
+    "Rules",
+    "ShardingError",
+    "guard",
+    "make_mesh",
+    "placed",
+    "replicated_fraction",
+    "shard",
+    "table",
+    "transformer",
+]

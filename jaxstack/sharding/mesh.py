@@ -1,38 +1,94 @@
-"""The device mesh."""
+"""The device mesh: sizes to a grid of devices, fast links inside and slow ones outside."""
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxstack.config import ConfigError, MeshConfig
 
-AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+AXES = tuple(MeshConfig().sizes)
 """Mesh axes, outermost (slowest links) first. All always exist: size 1 costs nothing, and rules need no branches."""
+
+BATCH_AXES = ("data", "fsdp", "expert")
+"""Axes that the batch is split over."""
 
 
 def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over `devices` (all of them by default), with automatic axes.
 
+    Several slices (TPU) or hosts (GPU) lie along the outermost axes that they divide.
+
     Args:
       cfg: sizes.
-      batch: sequences of one microbatch; the data axis must divide it.
+      batch: sequences of one microbatch; the axes that share it must divide it.
       devices: what to build on.
 
     Raises:
-      ConfigError: more devices are asked for than there are, or they do not divide the batch.
+      ConfigError: the sizes do not make the number of devices, or do not divide the batch.
     """
     devices = list(jax.devices() if devices is None else devices)
-    data = cfg.data if cfg.data != -1 else len(devices)
-    if data > len(devices):
-        raise ConfigError(f"mesh.data={data} needs {data} devices, but there are {len(devices)}; lower it or use -1")
-    if batch % data:
-        fits = max(n for n in range(1, data + 1) if batch % n == 0)
+    sizes = _sizes(cfg, len(devices))
+    replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
+    if batch % replicas:
+        axis = next((axis for axis, size in cfg.sizes.items() if size == -1), "data")
+        rest = replicas // sizes[axis]
+        fits = [n for n in range(1, sizes[axis] + 1) if batch % (n * rest) == 0]
+        advice = f"use mesh.{axis}={max(fits)}, or " if fits and axis in BATCH_AXES else "use "
         raise ConfigError(
-            f"mesh.data={data} does not divide the {batch} sequences of a microbatch; use mesh.data={fits}, "
-            f"or a data.batch_size that is a multiple of {data}"
+            f"{_product({a: sizes[a] for a in BATCH_AXES})} does not divide the {batch} sequences of a microbatch; "
+            f"{advice}a data.batch_size that is a multiple of {replicas} (and of train.grad_accum)"
         )
-    shape = tuple(data if axis == "data" else 1 for axis in AXES)
-    # Auto is said aloud: `jax.make_mesh` would default to explicit axes. A prefix of the devices may be used.
-    return Mesh(np.asarray(devices[:data]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    # Auto is said aloud: `jax.make_mesh` would default to explicit axes.
+    return Mesh(_grid(tuple(sizes.values()), devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _sizes(cfg: MeshConfig, devices: int) -> dict[str, int]:
+    """The sizes with -1 filled in."""
+    sizes = dict(cfg.sizes)
+    known = math.prod(size for size in sizes.values() if size != -1)
+    for axis, size in sizes.items():
+        if size == -1:
+            sizes[axis] = max(devices // known, 1)
+    if math.prod(sizes.values()) != devices:
+        nearest = _product(_nearest(sizes, devices), "--mesh.{}={}", " ")
+        raise ConfigError(
+            f"{_product(sizes)} needs {math.prod(sizes.values())} devices, but there are {devices}; "
+            f"the nearest mesh that fits is {nearest}"
+        )
+    return sizes
+
+
+def _nearest(sizes: dict[str, int], devices: int) -> dict[str, int]:
+    """The factorisation of `devices` over the same axes that changes the sizes least, in ratio."""
+    axes = [axis for axis, size in sizes.items() if size > 1] or ["data"]
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    choices = [
+        dict(zip(axes, c, strict=True))
+        for c in itertools.product(divisors, repeat=len(axes))
+        if math.prod(c) == devices
+    ]
+    return min(choices, key=lambda choice: sum(abs(math.log(n / sizes[axis])) for axis, n in choice.items()))
+
+
+def _product(sizes: dict[str, int], form: str = "mesh.{}={}", joint: str = " x ") -> str:
+    large = {axis: size for axis, size in sizes.items() if size > 1} or {"data": sizes.get("data", 1)}
+    return joint.join(form.format(axis, size) for axis, size in large.items())
+
+
+def _grid(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+    """Devices in the mesh's shape, so that neighbours along inner axes are neighbours in the machine."""
+    by_slice = getattr(devices[0], "slice_index", None) is not None
+    islands = {d.slice_index if by_slice else d.process_index for d in devices}
+    outer, left = [], len(islands)
+    for size in shape:
+        outer.append(math.gcd(size, left))
+        left //= outer[-1]
+    if len(islands) == 1 or left != 1 or devices[0].platform == "cpu":
+        return mesh_utils.create_device_mesh(shape, devices)
+    inner = tuple(size // o for size, o in zip(shape, outer, strict=True))
+    return mesh_utils.create_hybrid_device_mesh(inner, tuple(outer), devices, process_is_granule=not by_slice)

@@ -1,0 +1,83 @@
+"""Collectives of local functions, by the names of mesh axes; each does nothing where there is nothing to do.
+
+A function inside `jax.shard_map` sees its device's part of every array. These are the ways in which parts meet. Axis
+names come as tuples, the slowest axis first as in a PartitionSpec; the empty tuple is one part.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Axes = tuple[str, ...]
+
+
+def gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Every part, joined along `dim`. Its gradient is `reduce_scatter`."""
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """The sum over `axes`, of which each device keeps its part along `dim`. Its gradient is `gather`."""
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+
+
+def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
+    """The sum over `axes`, on every device."""
+    return lax.psum(x, axes) if axes else x
+
+
+def index(axes: Axes) -> jax.Array | int:
+    """Which part this device holds."""
+    return lax.axis_index(axes) if axes else 0
+
+
+def count(axes: Axes) -> int:
+    """How many parts there are."""
+    return lax.axis_size(axes) if axes else 1
+
+
+def part(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """This device's part along `dim` of an array that all devices hold in full."""
+    if not axes:
+        return x
+    size = x.shape[dim] // count(axes)
+    return lax.dynamic_slice_in_dim(x, index(axes) * size, size, dim)
+
+
+def gather_equal(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """`gather`, typed as equal on all devices. It is a sum of parts among zeros: for small arrays."""
+    if not axes:
+        return x
+    shape = (*x.shape[:dim], x.shape[dim] * count(axes), *x.shape[dim + 1 :])
+    whole = varying(jnp.zeros(shape, x.dtype), varies_along(x))
+    return all_reduce(lax.dynamic_update_slice_in_dim(whole, x, index(axes) * x.shape[dim], dim), axes)
+
+
+def varies_along(x: jax.Array | jax.ShapeDtypeStruct) -> Axes:
+    """The axes along which an array may differ from device to device, by its type."""
+    kind = x.manual_axis_type if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).mat
+    return tuple(sorted(kind.varying)) if kind else ()
+
+
+def varying(x: jax.Array, axes: Axes) -> jax.Array:
+    """The same value, typed as one that may differ along `axes`.
+
+    Gradients with respect to it stay apart, one a device, and can be summed once and late; those with respect to an
+    array that is equal on all devices are summed wherever it meets one that is not.
+    """
+    missing = tuple(axis for axis in axes if axis not in varies_along(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, each typed as differing along every axis that any of them does.
+
+    A hand-written gradient needs it: it sums over its own elements, and knows nothing of sums over devices.
+    """
+    axes = tuple(sorted({axis for x in arrays for axis in varies_along(x)}))
+    return tuple(varying(x, axes) for x in arrays)
+
+
+def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros, typed as differing along the axes that `like` does: where a loop's sums begin."""
+    return varying(jnp.zeros(shape, dtype), varies_along(like))
