@@ -1,0 +1,39 @@
+"""Mixture of experts: who goes where (`routers`), the way there and back (`dispatch`, `matmul`), and sums (`stats`).
+
+All are local functions over plain arrays. They run as they are on one device; inside a fully manual
+`jax.shard_map(check_vma=True)` they take the names of the mesh axes that they speak over. None of them sums over data.
+
+Suffixes: T tokens of this shard, k choices of a token, N rows of (token, choice) pairs, E experts, D width, F hidden
+width of an expert.
+"""
+
+from jaxstack.moe.dispatch import moe_mlp, upcycle
+from jaxstack.moe.matmul import grouped_matmul
+from jaxstack.moe.routers import (
+    Routing,
+    by_domain,
+    by_timestep,
+    check_domains,
+    sigmoid_groups,
+    top_k_softmax,
+    update_bias,
+)
+from jaxstack.moe.stats import balance_loss, entropy_sum, load, summary, z_loss
+
+__all__ = [
+    "Routing",
+    "balance_loss",
+    "by_domain",
+    "by_timestep",
+    "check_domains",
+    "entropy_sum",
+    "grouped_matmul",
+    "load",
+    "moe_mlp",
+    "sigmoid_groups",
+    "summary",
+    "top_k_softmax",
+    "upcycle",
+    "update_bias",
+    "z_loss",
+]

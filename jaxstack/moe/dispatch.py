@@ -1,0 +1,287 @@
+"""The way of tokens to their experts and back: sorted (dropless) or by capacity, on one device or over a mesh axis.
+
+What goes to an expert is a *pair* (token, choice). Pairs move by `_move`, a gather whose gradient is a gather too (the
+gradient JAX would give it is a scatter, on CPU a loop over rows).
+
+Suffixes: T tokens of this shard, k choices of a token, N = T * k pairs, E experts (`E_local` on this shard), D width,
+F hidden width of an expert, n shards of the expert axis, C slots.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import ceil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxstack.moe.matmul import grouped_matmul, ragged_matmul, same_axes
+from jaxstack.moe.routers import Routing
+
+IMPLEMENTATIONS = ("grouped", "ragged", "reference")
+
+
+def moe_mlp(
+    x: jax.Array,
+    routing: Routing,
+    weights: Any,
+    *,
+    num_experts: int,
+    activation: Callable[[jax.Array], jax.Array],
+    expert_axis: str | None = None,
+    capacity_factor: float | None = None,
+    rows: int | None = None,
+    buffer_factor: float | None = None,
+    implementation: str = "grouped",
+) -> tuple[jax.Array, jax.Array]:
+    """Sum over a token's choices of weight * MLP of the chosen expert.
+
+    Without a capacity no pair is ever dropped. With one, an expert takes at most
+    C = ceil(capacity_factor * s * k / E) pairs *of each sequence* (of s tokens), so that what is dropped depends
+    neither on microbatches nor on how sequences are spread over devices; sequences must be whole here. The pairs with
+    the highest weights are kept (GShard and Switch keep the first ones), the earlier token wins a tie. A dropped pair
+    adds nothing.
+
+    Over an expert axis each pair travels to the shard of its expert and back by `lax.all_to_all`
+    (`lax.ragged_all_to_all`, which would send no more than there is, does not run on CPU in jax 0.10.2). Its buffers
+    have one static size per pair of shards. Without a capacity the worst case is that all T * k pairs of a shard go to
+    one other, and that is the size by default: exact, but n times the traffic and memory of even routing,
+    n * T * k * D elements for each of the four buffers (there and back, sent and received); the experts compute on
+    real pairs only. `buffer_factor` makes it ceil(buffer_factor * T * k / n): what overflows is dropped, lowest weights
+    first, and counted, but that depends on the layout. With a capacity the buffers are [E, rows * C, D], exact.
+
+    Results and gradients are those of one device. The weights' gradients are of the tokens that came to this shard:
+    nothing is summed over any axis here. Nothing non-linear follows `w_down`, so F may be a slice of the hidden width
+    (tensor parallelism); the result is then a partial sum that the caller adds up.
+
+    For a remat policy the tokens as they reach the experts are named "moe_tokens" (recomputing them repeats the
+    exchange), the projections "mlp_up" and "mlp_gate".
+
+    Args:
+      x: [T, D], this shard's tokens.
+      routing: where they go.
+      weights: `w_up` [E_local, D, F], `w_down` [E_local, F, D] and, for a gated MLP, `w_gate` [E_local, D, F].
+      num_experts: E, over all shards.
+      activation: elementwise; hidden = activation(gate) * up, or activation(up).
+      expert_axis: mesh axis that the experts are spread over; the tokens are spread over it, too.
+      capacity_factor: None: no limit.
+      rows: sequences in x, which lie as [rows, T / rows], flattened; needed with a capacity.
+      buffer_factor: see above; without an expert axis there is no buffer and it does nothing.
+      implementation: of the matmuls without a capacity. "grouped": a loop that runs over rows of pairs, not over
+        experts times rows; every platform. "ragged": `lax.ragged_dot`, a kernel on TPU; on CPU it computes all rows
+        with all experts (8 experts: 8 times slower than "grouped", 64: 60 times). "reference": every expert on every
+        token, the definition; one device only.
+
+    Returns:
+      [T, D] in x's dtype, and the number of pairs of this shard that were dropped, float32.
+
+    Raises:
+      ValueError: sizes that do not fit together, or an unknown implementation.
+    """
+    T, D = x.shape
+    k = routing.experts.shape[1]
+    n = _check(T, k, weights, num_experts, expert_axis, capacity_factor, rows, buffer_factor, implementation)
+    experts = routing.experts.reshape(-1)  # [N]
+    gates = routing.weights.reshape(-1)
+
+    if capacity_factor is not None:
+        rows = rows or 1  # never None: checked
+        capacity = min(ceil(capacity_factor * (T // rows) * k / num_experts), T // rows)
+        slots = num_experts * rows * capacity
+        row = jnp.arange(T * k) // (T * k // rows)
+        # A slot is (expert, row, c): the slots of an expert are neighbours, as batched matmul and exchange want them.
+        source, slot = _slots(experts * rows + row, num_experts * rows, capacity, gates)
+        dropped = jnp.sum(slot == slots)
+    elif expert_axis is not None:
+        capacity = T * k if buffer_factor is None else min(ceil(buffer_factor * T * k / n), T * k)
+        local = num_experts // n
+        source, slot = _slots(experts // local, n, capacity, None if buffer_factor is None else gates)
+        dropped = jnp.sum(slot == n * capacity)
+    else:
+        dropped = jnp.sum(jnp.zeros_like(experts))
+
+    if implementation == "reference":
+        if capacity_factor is not None:
+            gates = jnp.where(slot < slots, gates, 0.0)
+        chosen = routing.experts[..., None] == jnp.arange(num_experts)  # [T, k, E]
+        dense = jnp.where(chosen, gates.reshape(T, k, 1), 0.0).sum(1)
+        everywhere = _mlp(jnp.broadcast_to(x, (num_experts, T, D)), weights, activation, jnp.matmul)
+        y = jnp.einsum("etd,te->td", everywhere.astype(jnp.float32), dense)
+        return y.astype(x.dtype), dropped.astype(jnp.float32)
+
+    pairs = jnp.repeat(x, k, axis=0)  # [N, D]
+    if capacity_factor is not None:
+        buffer = _move(pairs, source, slot).reshape(num_experts, -1, D)  # [E, rows * C, D]
+        if expert_axis is not None:
+            buffer = lax.all_to_all(buffer, expert_axis, 0, 1, tiled=True)  # [E_local, n * rows * C, D]
+        buffer = _mlp(checkpoint_name(buffer, "moe_tokens"), weights, activation, jnp.matmul)
+        if expert_axis is not None:
+            buffer = lax.all_to_all(buffer, expert_axis, 1, 0, tiled=True)
+        out = _move(buffer.reshape(-1, D), slot, source)
+    elif expert_axis is not None:
+        exchange = partial(lax.all_to_all, axis_name=expert_axis, split_axis=0, concat_axis=0, tiled=True)
+        # Each row carries its expert's number on arrival; an empty slot carries one that does not exist.
+        numbers = exchange(jnp.take(experts % local, source, mode="fill", fill_value=local))
+        received = checkpoint_name(exchange(_move(pairs, source, slot)), "moe_tokens")  # [n * C, D]
+        out = _move(exchange(_by_expert(received, numbers, weights, activation, implementation)), slot, source)
+    else:
+        out = _by_expert(pairs, experts, weights, activation, implementation)
+    y = jnp.sum(out.reshape(T, k, D) * gates.reshape(T, k, 1), axis=1)  # float32: the gates are
+    return y.astype(x.dtype), dropped.astype(jnp.float32)
+
+
+def upcycle(dense: dict[str, jax.Array], num_experts: int) -> dict[str, jax.Array]:
+    """A dense MLP copied to every expert (Komatsuzaki et al. 2022, arXiv:2212.05055, section 3).
+
+    With weights that sum to 1 the layer starts as the dense one.
+
+    Args:
+      dense: `w_up` [..., D, F], `w_down` [..., F, D], perhaps `w_gate`; a leading axis may run over layers.
+
+    Returns:
+      The same names, [..., E, D, F] and [..., E, F, D].
+
+    Raises:
+      ValueError: the MLP has biases, which experts do not have.
+    """
+    biases = sorted(name for name in dense if not name.startswith("w_"))
+    if biases:
+        raise ValueError(f"experts have no biases, but the dense MLP has {', '.join(biases)}; use model.bias=false")
+    return {
+        name: jnp.broadcast_to(w[..., None, :, :], (*w.shape[:-2], num_experts, *w.shape[-2:]))
+        for name, w in dense.items()
+    }
+
+
+def _check(
+    tokens: int,
+    k: int,
+    weights: Any,
+    num_experts: int,
+    expert_axis: str | None,
+    capacity_factor: float | None,
+    rows: int | None,
+    buffer_factor: float | None,
+    implementation: str,
+) -> int:
+    """Raises for what does not fit together; returns the number of shards of the expert axis."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"moe has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}")
+    if k > num_experts:
+        raise ValueError(f"k={k} choices need as many experts, but num_experts={num_experts}; lower k")
+    n = 1 if expert_axis is None else lax.axis_size(expert_axis)
+    if num_experts % n:
+        raise ValueError(
+            f"mesh.expert={n} does not divide moe.num_experts={num_experts}; each shard must hold as many experts"
+        )
+    for name, w in weights.items():
+        if w.shape[0] != num_experts // n:
+            raise ValueError(
+                f"{name} has {w.shape[0]} experts, but num_experts={num_experts} over {n} shards leaves "
+                f"{num_experts // n} to each; shard its first axis over the expert axis"
+            )
+    if implementation == "reference" and expert_axis is not None:
+        raise ValueError("implementation='reference' runs on one device; use expert_axis=None, or 'grouped'")
+    if capacity_factor is not None:
+        if capacity_factor <= 0:
+            raise ValueError(f"capacity_factor={capacity_factor} must be positive, or None for no limit")
+        if rows is None or tokens % rows:
+            raise ValueError(f"rows={rows} must divide the {tokens} tokens: a capacity holds for each sequence")
+        if buffer_factor is not None:
+            raise ValueError("buffer_factor sizes the buffers without a capacity; set one of the two to None")
+    if buffer_factor is not None and buffer_factor <= 0:
+        raise ValueError(f"buffer_factor={buffer_factor} must be positive, or None for the worst case")
+    return n
+
+
+def _mlp(x: jax.Array, weights: Any, activation: Callable[[jax.Array], jax.Array], matmul: Any) -> jax.Array:
+    up = checkpoint_name(matmul(x, weights["w_up"]), "mlp_up")
+    if "w_gate" in weights:
+        hidden = activation(checkpoint_name(matmul(x, weights["w_gate"]), "mlp_gate")) * up
+    else:
+        hidden = activation(up)
+    return matmul(hidden, weights["w_down"])
+
+
+def _by_expert(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: Any,
+    activation: Callable[[jax.Array], jax.Array],
+    implementation: str,
+) -> jax.Array:
+    """Each row through its own expert: sort, multiply, unsort.
+
+    Args:
+      x: [N, D].
+      experts: of each row, [N]; E_local marks an empty row.
+
+    Returns:
+      [N, D]; empty rows hold anything.
+    """
+    E = weights["w_up"].shape[0]
+    order, back = _sort(experts)
+    starts = jnp.searchsorted(experts[order], jnp.arange(E + 1))
+    sizes = jnp.diff(starts).astype(jnp.int32)
+    matmul = ragged_matmul if implementation == "ragged" else grouped_matmul
+    y = _mlp(_move(x, order, back), weights, activation, lambda a, w: matmul(a, w, sizes))
+    return _move(y, back, order)
+
+
+def _sort(*keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The stable order of N items by keys (the first decides first), int32 [N], and its inverse."""
+    operands = same_axes(*keys, jnp.arange(keys[0].size, dtype=jnp.int32))
+    order = lax.sort(operands, num_keys=len(keys))[-1]
+    # Sorting again is quicker than scattering: no scatter loop on CPU, no atomics on GPU.
+    return order, lax.sort((order, operands[-1]), num_keys=1)[1]
+
+
+def _slots(
+    groups: jax.Array, num_groups: int, capacity: int, priority: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Gives each of N items a slot in its group, the highest priority first and then the earliest.
+
+    Args:
+      groups: of each item, [N].
+      capacity: slots of a group, C.
+      priority: [N]; None: the earliest first.
+
+    Returns:
+      The item in each slot, [num_groups * C], N where it is empty; and the slot of each item, [N], num_groups * C where
+      the group was full.
+    """
+    N = groups.size
+    order, back = _sort(groups) if priority is None else _sort(groups, -lax.stop_gradient(priority))
+    starts = jnp.searchsorted(groups[order], jnp.arange(num_groups + 1))
+    rank = back - starts[groups]
+    slot = jnp.where(rank < capacity, groups * capacity + rank, num_groups * capacity)
+    place = starts[:-1, None] + jnp.arange(capacity)
+    source = jnp.where(place < starts[1:, None], order[jnp.minimum(place, N - 1)], N)
+    return source.reshape(-1), slot
+
+
+def _move(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """Moves rows: y[i] = x[source[i]], and 0 where source[i] lies beyond x.
+
+    Args:
+      x: [N, D].
+      source: [M], no row of x twice.
+      target: [N], the inverse: where each row of x went, M or more if nowhere.
+
+    Returns:
+      [M, D].
+    """
+    return _move_same_axes(*same_axes(x, source, target))
+
+
+@jax.custom_vjp
+def _move_same_axes(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
+
+
+_move_same_axes.defvjp(
+    lambda x, source, target: (_move_same_axes(x, source, target), (source, target)),
+    lambda indices, dy: (_move_same_axes(dy, *reversed(indices)), None, None),
+)

@@ -1,0 +1,99 @@
+"""What a router's choices cost and looked like, as sums over tokens or rows.
+
+Sums are additive: over microbatches, gradient accumulation and every mesh axis that tokens are split over, the parts
+add up to the number that one device gets from the whole batch. Nobody takes a mean before everything is added, so no
+split (and no pipeline bubble) changes the loss. The caller divides once, at the end, by what each docstring names.
+
+Suffixes: T tokens of this shard, k choices, E experts.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstack.moe.routers import Routing
+
+
+def balance_loss(
+    routing: Routing, batch_rows: int, sequence_axes: tuple[str, ...] = (), mask: jax.Array | None = None
+) -> jax.Array:
+    """Sequence-wise balance loss (DeepSeek-V3, arXiv:2412.19437, equations 17-20), summed over sequences.
+
+    A sequence of s tokens has sum_e f_e * P_e, with f_e = E / (k s) * (its pairs that chose expert e) and P_e its mean
+    score of e; 1 for even routing. The loss of Switch (arXiv:2101.03961, equation 4) is this over a whole batch, which
+    would depend on how the batch is split; over a sequence it does not. Divide by (sequences in the step x layers).
+
+    Where sequences are split over `sequence_axes`, the counts are added over those axes first. They are constants to
+    the gradient and the loss is linear in P: so each shard keeps its own tokens' share of P, shares add up over those
+    axes as over any other, and nothing is counted twice.
+
+    Args:
+      routing: of T tokens, which lie as [batch_rows, T / batch_rows], flattened.
+      batch_rows: sequences, or parts of sequences, on this shard.
+      sequence_axes: mesh axes that a sequence is split over.
+      mask: tokens that count, [T]; None: all. A sequence without any adds 0.
+
+    Returns:
+      This shard's share of the sum over its sequences, float32.
+    """
+    experts, scores = routing.experts, routing.scores
+    if experts.shape[0] % batch_rows:
+        raise ValueError(f"batch_rows={batch_rows} does not divide the {experts.shape[0]} tokens")
+    k, E = experts.shape[1], scores.shape[1]
+    counted = jnp.ones_like(scores[:, 0]) if mask is None else mask.astype(jnp.float32)
+    chosen = _chosen(routing) * counted[:, None]
+    count = chosen.reshape(batch_rows, -1, E).sum(1)
+    tokens = counted.reshape(batch_rows, -1).sum(1)
+    if sequence_axes:
+        count, tokens = lax.psum((count, tokens), sequence_axes)
+    tokens = jnp.maximum(tokens, 1.0)[:, None]
+    share = (scores * counted[:, None]).reshape(batch_rows, -1, E).sum(1) / tokens
+    return jnp.sum(lax.stop_gradient(E / k * count / tokens) * share)
+
+
+def z_loss(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
+    """ST-MoE's router z-loss (arXiv:2202.08906, equation 5): logsumexp(logits)^2, summed over tokens.
+
+    Divide by (tokens in the step x layers).
+    """
+    z = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
+    return jnp.sum(z if mask is None else z * mask)
+
+
+def load(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
+    """Pairs (token, choice) that chose each expert, dropped ones included; float32 [E], exact up to 2^24 an expert."""
+    chosen = lax.stop_gradient(_chosen(routing))
+    return jnp.sum(chosen if mask is None else chosen * mask[:, None], axis=0)
+
+
+def entropy_sum(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
+    """Entropy of the scores in nats, summed over tokens; log(E) a token where the router has no opinion."""
+    entropy = jax.scipy.special.entr(lax.stop_gradient(routing.scores)).sum(-1)
+    return jnp.sum(entropy if mask is None else entropy * mask)
+
+
+def summary(counts: jax.Array, dropped: jax.Array, entropy: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+    """Figures for the log from sums over a step; leading axes (layers) are kept.
+
+    Args:
+      counts: `load`, [..., E].
+      dropped: pairs that found no place (`moe_mlp`), [...].
+      entropy: `entropy_sum`, [...].
+      tokens: tokens in the step, [].
+
+    Returns:
+      `max_over_mean`: load of the busiest expert over the mean load, 1 to E. `dropped_fraction`: of all pairs.
+      `entropy`: nats a token.
+    """
+    pairs = jnp.maximum(counts.sum(-1), 1.0)
+    return {
+        "max_over_mean": counts.max(-1) * counts.shape[-1] / pairs,
+        "dropped_fraction": dropped / pairs,
+        "entropy": entropy / jnp.maximum(tokens, 1),
+    }
+
+
+def _chosen(routing: Routing) -> jax.Array:
+    """1 where a token chose an expert, float32 [T, E]."""
+    E = routing.scores.shape[1]
+    return (routing.experts[..., None] == jnp.arange(E)).any(1).astype(jnp.float32)
