@@ -16,12 +16,32 @@ QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 
 def main(argv: list[str]) -> None:
-    cfg = cli.parse_config(argv, QUICKSTART)
+    cfg, print_shardings = cli.parse(argv, QUICKSTART)
+    if print_shardings:
+        return show(cfg)
     dataset = data.load(cfg.data)
     cfg = resolve(cfg, dataset.tokenizer.vocab_size)
     changes = rundir.check(cfg, dataset.tokenizer.to_json())
-    platform.configure(cfg.data.batch_size // cfg.train.grad_accum)  # before JAX is imported, which reads it
+    platform.configure(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)  # before JAX is imported, which reads it
     train(cfg, dataset, changes)
+
+
+def show(cfg: Config) -> None:
+    """Prints how every parameter lies on the mesh, and what the state takes of a device; nothing is computed."""
+    vocabulary = cfg.model.vocab_size or data.load(cfg.data).tokenizer.vocab_size
+    cfg = resolve(cfg, vocabulary)
+    platform.configure(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
+
+    from jaxstack import model, params, sharding, step
+    from jaxstack.context import Context
+
+    mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
+    state = step.abstract_state(cfg, Context.create(cfg, mesh))
+    declared = params.flat_spec(model.spec(cfg.model))
+    leaves, specs = sharding.placed(state.params)
+    print(sharding.table({path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}, specs, mesh))
+    optimizer = sharding.table(*sharding.placed(state.opt_state), mesh).splitlines()[-1]
+    print(f"optimizer state: {optimizer}")
 
 
 def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
@@ -34,8 +54,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     run = Path(cfg.run.dir)
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
     devices = list(mesh.devices.flat)
-    ctx = Context.create(cfg.train, mesh)
-    batch_sharding = jax.NamedSharding(mesh, ctx.rules.activation(("batch", "sequence")))
+    ctx = Context.create(cfg, mesh)
+    batch_sharding = ctx.sharding(ctx.batch)
 
     reading = {"seq_len": cfg.data.seq_len, "batch_size": cfg.data.batch_size, "packing": cfg.data.packing}
     batches = data.batches(dataset.train, seed=cfg.run.seed, **reading)
@@ -63,6 +83,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             screen.say(f"resumed from step {start}")
         else:
             state = step.make_state(cfg, abstract)
+
+        sharding.guard(*sharding.placed(state.params), mesh, axes=("fsdp", "tensor"), limit=0.1)
 
         rundir.write(cfg, dataset.tokenizer.to_json())  # only now: nothing is overwritten by what does not fit
         log = loggers.JsonLines(run / "metrics.jsonl", after=start)

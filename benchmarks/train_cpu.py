@@ -26,10 +26,10 @@ def ours(name: str) -> None:
     """The worker: trains one job of `peers_torch.JOBS`, whenever a line with a number of steps comes in."""
     sys.path.insert(0, str(ROOT))
     from jaxstack import platform
-    from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+    from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 
     job = json.loads(sys.stdin.readline())
-    platform.configure(job["batch"])
+    platform.configure(MeshConfig(), job["batch"])
 
     import jax
     import numpy as np
@@ -64,13 +64,13 @@ def ours(name: str) -> None:
         train=TrainConfig(steps=10**6),
     )
     mesh = sharding.make_mesh(cfg.mesh, job["batch"])
-    ctx = Context.create(cfg.train, mesh)
+    ctx = Context.create(cfg, mesh)
     abstract = step.abstract_state(cfg, ctx)
     state = step.make_state(cfg, abstract)
     train_step = step.jit_train_step(cfg, ctx, abstract)
     ids = np.random.default_rng(0).integers(0, job["vocab"], (job["batch"], job["seq_len"] + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones(ids[:, 1:].shape, np.float32)}
-    placed = jax.NamedSharding(mesh, ctx.rules.activation(("batch", "sequence")))
+    placed = ctx.sharding(ctx.batch)
 
     def run(steps: int) -> float:
         nonlocal state

@@ -46,17 +46,28 @@ _UNKNOWN_KEY = (  # the parser's words for a key it does not have: on the comman
 
 
 def parse_config(argv: Sequence[str], default_config: Path) -> Config:
+    """The configuration that a command line means, see `parse`."""
+    return parse(argv, default_config)[0]
+
+
+def parse(argv: Sequence[str], default_config: Path) -> tuple[Config, bool]:
     """Parses `train.py`'s command line: `--config FILE` and dotted flags, which override it wherever they stand.
 
     Args:
       argv: the words after the program's name.
       default_config: the YAML file that is read when `argv` names none.
 
+    Returns:
+      The configuration, and whether it is only to be shown how it lies on the mesh (`--print_shardings`).
+
     Raises:
       ConfigError: an unknown key, a wrong type, an impossible value or a missing file.
     """
     parser = Parser(prog="train.py", description="Trains a decoder language model; writes everything to run.dir.")
     parser.add_argument("--config", action=ActionConfigFile, help=f"YAML file of values (default: {default_config})")
+    parser.add_argument(
+        "--print_shardings", action="store_true", help="print how every parameter lies on the mesh, and stop"
+    )
     parser.add_class_arguments(Config, as_group=True)
     files: list[str] = []
     flags: list[str] = []
@@ -73,7 +84,7 @@ def parse_config(argv: Sequence[str], default_config: Path) -> Config:
         if not isinstance(values[f.name], Namespace):
             raise ConfigError(f"{f.name}={values[f.name]} must be a group of keys, such as {f.name}: {{...}} in YAML")
     groups = parser.instantiate(values)
-    return Config(**{f.name: groups[f.name] for f in dataclasses.fields(Config)})
+    return Config(**{f.name: groups[f.name] for f in dataclasses.fields(Config)}), values.print_shardings
 
 
 def to_yaml(config: Config) -> str:

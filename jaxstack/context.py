@@ -1,14 +1,27 @@
-"""How to compute, never what: the rules and mesh, the kernels, the compute dtype and what is recomputed."""
+"""How to compute, never what: mesh and rules, kernels, compute dtype, what is recomputed; and how parts meet.
 
+A model is written as the work of one device, on its parts of the arrays. `Context.local` wraps such a function in
+`jax.shard_map`, once, at the outermost place; within it the model says where parts must meet, by the names of logical
+axes (`enter`, `leave`, `gather`), and the rules say which mesh axes that means. Of one part they make nothing.
+"""
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxstack.config import TrainConfig
-from jaxstack.sharding import Rules
+from jaxstack import collectives
+from jaxstack.collectives import Axes
+from jaxstack.config import Config, MeshConfig
+from jaxstack.kernels import context_order
+from jaxstack.params import Param, Spec, flat_spec, map_spec
+from jaxstack.sharding import Leaf, Rules, transformer
+from jaxstack.sharding.rules import names_of
 
 
 @dataclass(frozen=True)
@@ -16,39 +29,190 @@ class Context:
     """Carried through the model beside the parameters. The default computes plainly, in float32, on one device.
 
     Attributes:
-      mesh: devices, or None for no constraints at all.
+      mesh: devices, or None for one.
       rules: logical axes to mesh axes.
+      context_method: how keys and values reach the queries of other sequence shards: `ring` or `all_gather`.
       dtype: of activations and of the matrices as they enter matmuls.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
       attention, linear, norm, gelu, cross_entropy: implementation of each op in `jaxstack.kernels`.
+      moe: of the experts' matmuls, see `jaxstack.moe.moe_mlp`.
     """
 
     mesh: Mesh | None = None
-    rules: Rules = field(default_factory=Rules)
+    rules: Rules = field(default_factory=lambda: transformer(MeshConfig()))
+    context_method: Literal["ring", "all_gather"] = "ring"
     dtype: Any = jnp.float32
     remat: Literal["none", "selective", "dots", "full"] = "none"
     attention: str = "xla"
     linear: str = "xla"
     norm: str = "xla"
+    moe: str = "ragged"
     gelu: str = "xla"
     cross_entropy: str = "xla"
 
     @classmethod
-    def create(cls, cfg: TrainConfig, mesh: Mesh) -> "Context":
+    def create(cls, cfg: Config, mesh: Mesh) -> "Context":
         """The context of a run: kernels by the mesh's platform."""
-        context = cls(mesh=mesh, dtype=jnp.dtype(cfg.dtype), remat=cfg.remat)
+        context = cls(
+            mesh=mesh,
+            rules=transformer(cfg.mesh),
+            context_method=cfg.mesh.context_method,
+            dtype=jnp.dtype(cfg.train.dtype),
+            remat=cfg.train.remat,
+        )
         return replace(context, **KERNELS.get(mesh.devices.flat[0].platform, {}))
 
-    @property
-    def batch_shards(self) -> int:
-        """Parts that the batch is split into."""
-        return 1 if self.mesh is None else self.mesh.shape["data"]
+    # From outside: how arrays lie on the mesh, and the way in.
 
-    def constrain(self, x: jax.Array, *axes: str) -> jax.Array:
-        """Fixes the layout of an activation, whose dimensions are the logical `axes`."""
+    def narrow(self, spec: PartitionSpec) -> PartitionSpec:
+        """The spec without mesh axes of size one, which split nothing."""
+        assert self.mesh is not None
+        sizes = self.mesh.shape
+        kept = (tuple(name for name in names_of(entry) if sizes[name] > 1) for entry in spec)
+        return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))
+
+    @property
+    def batch(self) -> PartitionSpec:
+        """How the arrays of a batch [B, S] lie: rows are split; each device takes its tokens of a row itself."""
+        return self.narrow(self.rules.activation(("batch",)))
+
+    def parameters(self, spec: Spec) -> Any:
+        """How parameters lie, as a tree of PartitionSpecs.
+
+        Raises:
+          ShardingError: a parameter that the mesh does not divide, see `Rules.resolve`.
+        """
+        assert self.mesh is not None
+        leaves = {path: Leaf(p.shape, p.axes) for path, p in flat_spec(spec).items()}
+        named = {axis for leaf in leaves.values() for axis in leaf.axes or ()}
+        # The family's rules name the axes of all its members; this one has some of them.
+        rules = replace(self.rules, parameters={k: v for k, v in self.rules.parameters.items() if k in named})
+        specs = [self.narrow(s) for s in rules.resolve(leaves, self.mesh).values()]
+        return jax.tree.unflatten(jax.tree.structure(map_spec(lambda p: 0, spec)), specs)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        assert self.mesh is not None
+        return NamedSharding(self.mesh, spec)
+
+    def local(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`f`, the work of one device on its parts, as a function of whole arrays."""
+        if self.mesh is None or self.mesh.size == 1:
+            return f
+        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def whole_sequences(self) -> "Context":
+        """This context for short work on whole rows: the sequence stays in one piece on every device."""
+        rules = replace(self.rules, activations={**self.rules.activations, "sequence": None, "residual": None})
+        return replace(self, rules=rules)
+
+    # From inside: how parts meet. Mesh axes of size one are never named.
+
+    def axes(self, *names: str) -> Axes:
+        """Mesh axes that these dimensions of activations are split over."""
         if self.mesh is None:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.rules.activation(axes)))
+            return ()
+        split = (axis for name in names for axis in names_of(self.rules.activations[name]))
+        return tuple(axis for axis in dict.fromkeys(split) if self.mesh.shape[axis] > 1)
+
+    @property
+    def token_axes(self) -> Axes:
+        """Mesh axes over which tokens are split; sums over tokens are sums over them."""
+        return self.axes("batch", "sequence")
+
+    @property
+    def between(self) -> Axes:
+        """Mesh axes that split the residual stream's sequence further than the sequence within attention and MLP."""
+        return tuple(axis for axis in self.axes("residual") if axis not in self.axes("sequence"))
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """From the residual stream's layout [B, S/n, ...] into a tensor-parallel region [B, S, ...]: g-bar of Megatron
+        (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2); nothing without sequence parallelism."""
+        return collectives.gather(x, self.between, 1)
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """This device's part of what it holds for a whole tensor-parallel region: [..., S] to [..., S/n]."""
+        return collectives.part(x, self.between, x.ndim - 1)
+
+    def leave(self, y: jax.Array, over: str) -> jax.Array:
+        """Back, from partial sums over the axis that the region contracted: a reduce-scatter over the sequence, or
+        without sequence parallelism an all-reduce."""
+        summed, between = self.axes(over), self.between
+        y = collectives.reduce_scatter(y, tuple(axis for axis in between if axis in summed), 1)
+        y = collectives.all_reduce(y, tuple(axis for axis in summed if axis not in between))
+        return collectives.part(y, tuple(axis for axis in between if axis not in summed), 1)
+
+    def gather(self, spec: Spec, params: Any) -> Any:
+        """Parameters as a layer uses them: what is only stored in parts (FSDP) is gathered; the gradient of that is a
+        reduce-scatter."""
+        stored = self.axes("batch")
+        if not self.gathers:
+            return params
+
+        def whole(p: Param, value: jax.Array) -> jax.Array:
+            for dim, axis in enumerate(p.axes):
+                if axis not in ("layers", "experts"):
+                    over = tuple(a for a in names_of(self.rules.parameters[axis]) if a in stored)
+                    value = collectives.gather(value, over, dim)
+            return checkpoint_name(value, "weight")
+
+        return map_spec(whole, spec, params)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are stored in parts that share the batch, and so must be gathered to be used."""
+        stored = self.axes("batch")
+        rules = ((axis, entry) for axis, entry in self.rules.parameters.items() if axis not in ("layers", "experts"))
+        return any(name in stored for _, entry in rules for name in names_of(entry))
+
+    def _unsummed(self, p: Param) -> Axes:
+        """Mesh axes along which the gradient of a parameter comes apart: each device has seen other tokens."""
+        held = {name for axis in p.axes for name in names_of(self.rules.parameters[axis])}
+        return tuple(a for a in self.axes("batch", "sequence", "residual") if a not in held)
+
+    def apart(self, spec: Spec, params: Any) -> Any:
+        """The parameters, such that their gradients stay apart; `together` sums them, once."""
+        return map_spec(lambda p, value: collectives.varying(value, self._unsummed(p)), spec, params)
+
+    def together(self, spec: Spec, grads: Any) -> Any:
+        """The sums of gradients that were kept apart."""
+        return map_spec(lambda p, value: collectives.all_reduce(value, self._unsummed(p)), spec, grads)
+
+    def token_index(self, length: int) -> jax.Array:
+        """Positions within a row of this device's `length` tokens, int32 [S].
+
+        Where a row is split, each device has an early and a late chunk of it, see `kernels.context_order`.
+        """
+        axes = self.axes("sequence")
+        shards = collectives.count(axes)
+        whole = jnp.asarray(context_order(shards, length * shards))
+        return collectives.part(whole, axes, 0)
+
+    def take_tokens(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """This device's tokens of each row [B, S]."""
+        shards = collectives.count(self.axes("sequence"))
+        if shards == 1:
+            return batch
+        return {name: x[:, self.token_index(x.shape[1] // shards)] for name, x in batch.items()}
+
+    def token_ids(self, rows: jax.Array, length: int) -> jax.Array:
+        """A number for each token of the residual stream, the same under every layout: uint32 [B, S/n].
+
+        Args:
+          rows: indices of this device's rows in the whole batch [B].
+          length: tokens of a row within a tensor-parallel region on this device.
+        """
+        index = collectives.part(self.token_index(length), self.between, 0)
+        whole = length * collectives.count(self.axes("sequence"))
+        return rows[:, None].astype(jnp.uint32) * whole + index.astype(jnp.uint32)
+
+    def rows(self, local_rows: int) -> jax.Array:
+        """Indices of this device's rows in the whole batch, int32."""
+        return collectives.index(self.axes("batch")) * local_rows + jnp.arange(local_rows, dtype=jnp.int32)
+
+    @property
+    def replicas(self) -> int:
+        """Parts that the rows of a batch are split into; known outside too."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes("batch")) if self.mesh else 1
 
 
 KERNELS: dict[str, dict[str, Any]] = {
@@ -56,6 +220,7 @@ KERNELS: dict[str, dict[str, Any]] = {
         "attention": "chunked",
         "linear": "barrier",
         "norm": "explicit_vjp",
+        "moe": "grouped",
         "gelu": "saved",
         "cross_entropy": "chunked",
     },

@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxstack import model
+from jaxstack import collectives, model
 from jaxstack.config import Config, ModelConfig
 from jaxstack.context import Context
 from jaxstack.data import Tokenizer
@@ -34,31 +35,41 @@ def generate(
     Returns:
       Prompts with their continuations.
     """
+    ctx = (ctx or Context()).whole_sequences()
+    spec = model.spec(cfg)
+    rows = -(-len(prompts) // ctx.replicas) * ctx.replicas  # devices share the prompts; the last one fills up
     lengths = [len(prompt) for prompt in prompts]
     size = max(max(lengths) + tokens, window)
-    buffer = jnp.asarray([prompt + [0] * (size - len(prompt)) for prompt in prompts], jnp.int32)
+    filled = np.zeros((rows, size), np.int32)
+    for i, prompt in enumerate(prompts):
+        filled[i, : len(prompt)] = prompt
+    ends = np.asarray(lengths + [1] * (rows - len(prompts)), np.int32)
 
-    @jax.jit
-    def run(params: Any, buffer: jax.Array, ends: jax.Array) -> jax.Array:
-        rows = jnp.arange(buffer.shape[0])
+    def work(params: Any, buffer: jax.Array, ends: jax.Array) -> jax.Array:
+        own = jnp.arange(buffer.shape[0])
+        row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(ctx.rows(buffer.shape[0]))
 
         def add_one(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             buffer, ends = carry
             starts = jnp.maximum(ends - window, 0)
             seen = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (window,)))(buffer, starts)
             x, _ = model.hidden(cfg, params, seen, ctx)  # causal: what lies behind the end is not seen
-            last = x[rows, ends - starts - 1][:, None]
-            logits = model.logits(cfg, params, last, ctx)[:, 0]
+            last = x[own, ends - starts - 1][:, None]
+            logits = collectives.gather_equal(model.logits(cfg, params, last, ctx)[:, 0], ctx.axes("vocab"), 1)
             if temperature == 0:
                 new = logits.argmax(-1)
             else:
-                new = jax.random.categorical(jax.random.fold_in(key, i), logits / temperature)
-            return buffer.at[rows, ends].set(new.astype(buffer.dtype)), ends + 1
+                keys = jax.vmap(lambda k: jax.random.fold_in(k, i))(row_keys)
+                new = jax.vmap(jax.random.categorical)(keys, logits / temperature)
+            return buffer.at[own, ends].set(new.astype(buffer.dtype)), ends + 1
 
         return jax.lax.fori_loop(0, tokens, add_one, (buffer, ends))[0]
 
-    filled = jax.device_get(run(params, buffer, jnp.asarray(lengths)))
-    return [row[: length + tokens].tolist() for row, length in zip(filled, lengths, strict=True)]
+    run = work
+    if ctx.mesh is not None:
+        run = ctx.local(work, (ctx.parameters(spec), ctx.batch, ctx.batch), ctx.batch)
+    filled = jax.device_get(jax.jit(run)(params, filled, ends))
+    return [row[: length + tokens].tolist() for row, length in zip(filled, lengths, strict=False)]
 
 
 def texts(cfg: Config, params: Any, tokenizer: Tokenizer, ctx: Context) -> list[str]:

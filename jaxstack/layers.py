@@ -3,15 +3,18 @@
 Suffixes: B batch, S sequence, D width, H query heads, G key/value heads, K head width, F hidden width of the MLP.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack import kernels
+from jaxstack import collectives, kernels
+from jaxstack import moe as experts
 from jaxstack.config import ModelConfig
 from jaxstack.context import Context
+from jaxstack.moe import Routing
 from jaxstack.params import Param, Spec
 
 
@@ -70,11 +73,12 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def linear(params: Any, name: str, x: jax.Array, ctx: Context, in_axes: int = 1) -> jax.Array:
-    """The projection `w_<name>`, with the bias `b_<name>` where one is declared."""
+def linear(params: Any, name: str, x: jax.Array, ctx: Context) -> jax.Array:
+    """The projection `w_<name>`, with the bias `b_<name>` where one is declared: into a tensor-parallel region, whose
+    devices hold its columns."""
     b = params.get(f"b_{name}")
     b = None if b is None else b.astype(x.dtype)
-    return kernels.linear(x, params[f"w_{name}"], b, in_axes=in_axes, implementation=ctx.linear)
+    return kernels.linear(x, params[f"w_{name}"], b, implementation=ctx.linear)
 
 
 def attention_spec(cfg: ModelConfig) -> Spec:
@@ -91,7 +95,7 @@ def attention_spec(cfg: ModelConfig) -> Spec:
             "b_q": Param((H, K), ("heads", "head_dim"), "vector", init="zeros"),
             "b_k": Param((G, K), ("kv_heads", "head_dim"), "vector", init="zeros"),
             "b_v": Param((G, K), ("kv_heads", "head_dim"), "vector", init="zeros"),
-            "b_o": Param((D,), ("embed",), "vector", init="zeros"),
+            "b_o": Param((D,), ("norm",), "vector", init="zeros"),
         }
     if cfg.qk_norm:
         spec |= {"q_norm": norm_spec(cfg, K, "head_dim", "rms"), "k_norm": norm_spec(cfg, K, "head_dim", "rms")}
@@ -111,32 +115,37 @@ def attention(
     """Causal multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
 
     Args:
-      x: [B, S, D].
+      x: [B, S/n, D], a device's part of the residual stream (the whole where n is 1).
       window: tokens that each token sees, itself included; 0: all before it.
       rope: cosine and sine of the positions, or None.
       segment_ids: document of each token [B, S]; tokens see their own document only.
 
     Returns:
-      [B, S, D].
+      [B, S/n, D].
     """
+    x = ctx.enter(x)
     q, k, v = (linear(params, name, x, ctx) for name in ("q", "k", "v"))
     if cfg.qk_norm:
         q, k = norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
     q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-    mixed = kernels.attention(
-        q,
-        k,
-        v,
-        scale=cfg.head_width**-0.5 if cfg.attention_scale is None else cfg.attention_scale,
-        window=window,
-        softcap=cfg.attention_softcap,
-        segment_ids=segment_ids,
-        implementation=ctx.attention,
-    )
+    options: dict[str, Any] = {
+        "scale": cfg.head_width**-0.5 if cfg.attention_scale is None else cfg.attention_scale,
+        "window": window,
+        "softcap": cfg.attention_softcap,
+        "segment_ids": segment_ids,
+        "implementation": ctx.attention,
+    }
+    if ctx.axes("sequence"):
+        (axis,) = ctx.axes("sequence")
+        mixed = kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **options)
+    else:
+        mixed = kernels.attention(q, k, v, **options)
     mixed = checkpoint_name(mixed, "attention")
-    return linear(params, "o", mixed, ctx, in_axes=2)
+    # Devices hold rows of the matrix: partial products are summed, and then the bias is added once.
+    y = ctx.leave(kernels.linear(mixed, params["w_o"], in_axes=2, implementation=ctx.linear), "heads")
+    return y + params["b_o"].astype(y.dtype) if cfg.bias else y
 
 
 def mlp_spec(cfg: ModelConfig) -> Spec:
@@ -150,10 +159,93 @@ def mlp_spec(cfg: ModelConfig) -> Spec:
         spec["w_gate"] = Param((D, F), ("embed", "mlp"), std=std)
     if cfg.bias:
         spec["b_up"] = Param((F,), ("mlp",), "vector", init="zeros")
-        spec["b_down"] = Param((D,), ("embed",), "vector", init="zeros")
+        spec["b_down"] = Param((D,), ("norm",), "vector", init="zeros")
         if cfg.gated:
             spec["b_gate"] = Param((F,), ("mlp",), "vector", init="zeros")
     return spec
+
+
+def moe_spec(cfg: ModelConfig) -> Spec:
+    """A router, `num_experts` MLPs, and one MLP as wide as the shared experts together."""
+    D, E, F = cfg.d_model, cfg.moe.num_experts, cfg.expert_width
+    down = cfg.init_std / (2 * cfg.num_layers) ** 0.5
+    spec: dict[str, Any] = {
+        "w_up": Param((E, D, F), ("experts", "embed", "mlp"), std=cfg.init_std),
+        "w_down": Param((E, F, D), ("experts", "mlp", "embed"), std=down),
+    }
+    if cfg.gated:
+        spec["w_gate"] = Param((E, D, F), ("experts", "embed", "mlp"), std=cfg.init_std)
+    if cfg.moe.router in ("softmax", "sigmoid"):
+        spec["router"] = Param((D, E), ("embed", "router"), "router", std=cfg.init_std)
+    if cfg.moe.router == "sigmoid":
+        spec["balance"] = Param((E,), ("router",), "vector", init="zeros")
+    if cfg.moe.shared_experts:
+        spec["shared"] = mlp_spec(replace(cfg, d_ff=F * cfg.moe.shared_experts))
+    return spec
+
+
+def route(cfg: ModelConfig, params: Any, x: jax.Array, gate: jax.Array | None) -> Routing:
+    """Who goes where, for tokens [T, D]; `gate` [T] is the domain or timestep of each, for the hard gates."""
+    moe = cfg.moe
+    if moe.router in ("domain", "timestep"):
+        if gate is None:
+            raise ValueError(f"model.moe.router={moe.router} decides by `gate`: give each token's {moe.router}")
+        if moe.router == "domain":
+            return experts.by_domain(gate, moe.num_experts)
+        return experts.by_timestep(gate, moe.num_experts, moe.max_timestep)
+    logits = x.astype(jnp.float32) @ params["router"]
+    if moe.router == "softmax":
+        return experts.top_k_softmax(logits, moe.top_k, normalize=moe.normalize)
+    return experts.sigmoid_groups(
+        logits, params["balance"], moe.top_k, groups=moe.groups, top_groups=moe.top_groups, scale=moe.scale
+    )
+
+
+def moe(
+    cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context, gate: jax.Array | None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), with shared experts (DeepSeekMoE, arXiv:2401.06066).
+
+    The router works on the residual stream's layout, where each token is on one device of a tensor group; its choices
+    then enter the tensor-parallel region beside the tokens.
+
+    Args:
+      x: [B, S/n, D].
+      gate: domain or timestep of each token, for the hard gates: [B, S/n].
+
+    Returns:
+      [B, S/n, D], and sums over this device's rows and tokens, which add up over devices and microbatches:
+      `balance_loss`, `z_loss`, `dropped`, `entropy` and `load` [E], see `jaxstack.moe.stats`.
+    """
+    rows, (between, experts_axis) = x.shape[0], (ctx.between, ctx.axes("experts"))
+    routing = route(cfg, params, x.reshape(-1, x.shape[-1]), None if gate is None else gate.reshape(-1))
+    aux = {
+        "balance_loss": experts.balance_loss(routing, rows, ctx.axes("residual")),
+        "z_loss": experts.z_loss(routing),
+        "entropy": experts.entropy_sum(routing),
+        "load": experts.load(routing),
+    }
+    aux = {name: collectives.all_reduce(value, between) for name, value in aux.items()}
+    h = ctx.enter(x)
+    tokens = h.shape[0] * h.shape[1]
+    entered = Routing(*(ctx.enter(a.reshape(*x.shape[:2], -1)).reshape(tokens, -1) for a in routing))
+    y, dropped = experts.moe_mlp(
+        h.reshape(tokens, -1),
+        entered,
+        {name: params[name] for name in ("w_up", "w_gate", "w_down") if name in params},
+        num_experts=cfg.moe.num_experts,
+        activation=lambda a: activate(cfg.activation, a, ctx),
+        expert_axis=experts_axis[0] if experts_axis else None,
+        capacity_factor=cfg.moe.capacity_factor,
+        rows=rows,
+        implementation=ctx.moe,
+    )
+    y = y.reshape(h.shape)
+    # Each device of a tensor group has entered the same tokens and dropped the same.
+    aux["dropped"] = collectives.all_reduce(dropped, between) / collectives.count(between)
+    if cfg.moe.shared_experts:
+        y = y + mlp_products(cfg, params["shared"], h, ctx)
+    return ctx.leave(y, "mlp"), aux
 
 
 def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
@@ -169,19 +261,60 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
 
 
 def mlp(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
-    """Two layers with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202); [B, S, D]."""
+    """Two layers with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202); [B, S/n, D]."""
+    y = ctx.leave(mlp_products(cfg, params, ctx.enter(x), ctx), "mlp")
+    return y + params["b_down"].astype(y.dtype) if cfg.bias else y
+
+
+def mlp_products(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
+    """The MLP within a tensor-parallel region, [B, S, D]: this device's share of the sum over the hidden width."""
     up = checkpoint_name(linear(params, "up", x, ctx), "mlp_up")
     if cfg.gated:
         gate = checkpoint_name(linear(params, "gate", x, ctx), "mlp_gate")
         hidden = activate(cfg.activation, gate, ctx) * up
     else:
         hidden = activate(cfg.activation, up, ctx)
-    return linear(params, "down", hidden, ctx)
+    return kernels.linear(hidden, params["w_down"], implementation=ctx.linear)
 
 
-def dropout(key: jax.Array | None, rate: float, x: jax.Array) -> jax.Array:
-    """Zeroes elements with probability `rate` and scales up the rest; without a key, or at rate 0, returns `x`."""
+def embed(cfg: ModelConfig, params: Any, tokens: jax.Array, positions: jax.Array, ctx: Context) -> jax.Array:
+    """Rows of the token table and, where there is one, of the position table; [B, S/n, D].
+
+    A device holds a part of the vocabulary: it looks up the tokens that it has and the sum over devices is the rest
+    (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+    Args:
+      params: the `embedding` group.
+      tokens: ids [B, S].
+      positions: of each token of the residual stream, [S/n] or [B, S/n].
+    """
+    table, axes = params["tokens"], ctx.axes("vocab")
+    if axes:
+        own = tokens - collectives.index(axes) * table.shape[0]
+        held = (own >= 0) & (own < table.shape[0])
+        x = jnp.where(held[..., None], table[jnp.where(held, own, 0)], 0)
+    else:
+        x = table[tokens]
+    x = ctx.leave(x, "vocab")
+    if cfg.embedding_scale:
+        x = x * jnp.asarray(cfg.d_model**0.5, x.dtype)
+    if cfg.positions == "learned":
+        x = x + params["positions"][positions]
+    return x
+
+
+def dropout(key: jax.Array | None, rate: float, x: jax.Array, token_ids: jax.Array | None) -> jax.Array:
+    """Zeroes elements with probability `rate` and scales up the rest; without a key, or at rate 0, returns `x`.
+
+    What is dropped follows from the key and each token's number, so that it is the same under every layout.
+
+    Args:
+      x: [B, S, D].
+      token_ids: a number for each token of the batch [B, S].
+    """
     if key is None or rate == 0.0:
         return x
-    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    assert token_ids is not None
+    keys = jax.vmap(jax.vmap(lambda i: jax.random.fold_in(key, i)))(token_ids)
+    kept = jax.vmap(jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - rate, x.shape[2:])))(keys)
     return jnp.where(kept, x / (1.0 - rate), 0.0).astype(x.dtype)

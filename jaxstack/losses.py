@@ -3,8 +3,9 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxstack import kernels, model
+from jaxstack import kernels, model, moe
 from jaxstack.config import ModelConfig
 from jaxstack.context import Context
 
@@ -17,10 +18,11 @@ def next_token(
     A sum and not a mean: only who knows all microbatches can divide by the right number of tokens.
 
     Args:
-      batch: `tokens`, `targets` [B, S] ids and `weights` [B, S]; with packing `positions` and `segment_ids` too.
+      batch: `tokens`, `targets` [B, S] ids and `weights` [B, S]; with packing `positions` and `segment_ids` too, with a
+        hard gate `gate`: the domain or timestep of each token.
 
     Returns:
-      The sum, a float32 scalar, and the model's auxiliary values.
+      The sum, a float32 scalar, and the model's auxiliary values: sums too.
     """
     x, aux = model.hidden(
         cfg,
@@ -29,6 +31,8 @@ def next_token(
         ctx,
         positions=batch.get("positions"),
         segment_ids=batch.get("segment_ids"),
+        gate=batch.get("gate"),
+        rows=batch.get("rows"),
         dropout_key=dropout_key,
     )
     total = kernels.cross_entropy(
@@ -37,7 +41,39 @@ def next_token(
         batch["targets"],
         batch["weights"],
         softcap=cfg.logit_softcap,
-        shards=ctx.batch_shards,
+        vocab_axes=ctx.axes("vocab"),
         implementation=ctx.cross_entropy,
     )
     return total, aux
+
+
+def auxiliary(cfg: ModelConfig, aux: model.Aux, sequences: int, length: int) -> jax.Array | float:
+    """What a mixture of experts adds to the objective, from this device's sums of one microbatch.
+
+    Shares add up over devices and microbatches to the number that one device gets from the whole batch.
+
+    Args:
+      aux: of `next_token`.
+      sequences: of the whole batch.
+      length: tokens of a sequence.
+    """
+    if not aux:
+        return 0.0
+    learned = cfg.moe.router in ("softmax", "sigmoid")
+    balance = cfg.moe.balance_weight * aux["balance_loss"].sum() if cfg.moe.router == "softmax" else 0.0
+    z = cfg.moe.z_weight / length * aux["z_loss"].sum() if learned else 0.0
+    return (balance + z) / (sequences * cfg.num_layers)
+
+
+def routing_metrics(aux: model.Aux, sequences: int, length: int) -> dict[str, jax.Array]:
+    """Figures for the log from a whole step's sums: the worst layer's load, the rest as means over layers."""
+    if not aux:
+        return {}
+    figures = moe.summary(aux["load"], aux["dropped"], aux["entropy"], jnp.asarray(sequences * length))
+    return {
+        "moe_load_max_over_mean": figures["max_over_mean"].max(),
+        "moe_dropped_fraction": figures["dropped_fraction"].mean(),
+        "moe_entropy": figures["entropy"].mean(),
+        "moe_balance_loss": aux["balance_loss"].mean() / sequences,
+        "moe_z_loss": aux["z_loss"].mean() / (sequences * length),
+    }

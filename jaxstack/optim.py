@@ -45,15 +45,15 @@ def _muon(cfg: OptimConfig, spec: Spec) -> optax.GradientTransformation:
         return map_spec(lambda p: f(p) if p.is_hidden_matrix else optax.MaskedNode(), spec)
 
     def first_output(p: Param) -> int:
-        return p.stacked + p.in_axes
+        return p.batch_axes + p.in_axes
 
     def dimensions(p: Param) -> MuonDimensionNumbers:
         first = first_output(p)
-        return MuonDimensionNumbers(tuple(range(p.stacked, first)), tuple(range(first, len(p.shape))))
+        return MuonDimensionNumbers(tuple(range(p.batch_axes, first)), tuple(range(first, len(p.shape))))
 
     def scale(p: Param) -> float:
         first = first_output(p)
-        return 0.2 * max(prod(p.shape[p.stacked : first]), prod(p.shape[first:])) ** 0.5
+        return 0.2 * max(prod(p.shape[p.batch_axes : first]), prod(p.shape[first:])) ** 0.5
 
     scales = of_hidden_matrices(scale)
     muon = optax.chain(

@@ -19,15 +19,16 @@ class Param:
       shape: dimensions, inputs before outputs.
       axes: the logical name of each dimension.
       kind: `matrix` is contracted with its input, `table` is looked up by row (embeddings), `vector` acts
-        elementwise (norms, biases). Vectors are neither decayed nor cast to the compute dtype.
-      in_axes: leading dimensions (after `layers`) that a matrix contracts.
+        elementwise (norms, biases). Vectors are neither decayed nor cast to the compute dtype. A `router` is a matrix
+        that is not cast.
+      in_axes: leading dimensions (after `layers` and `experts`) that a matrix contracts.
       init: how it starts; `normal` has mean 0 and standard deviation `std`.
       std: of `normal`.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    kind: Literal["matrix", "table", "vector"] = "matrix"
+    kind: Literal["matrix", "table", "vector", "router"] = "matrix"
     in_axes: int = 1
     init: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.02
@@ -41,12 +42,23 @@ class Param:
         return int(self.axes[:1] == ("layers",))
 
     @property
+    def batch_axes(self) -> int:
+        """Leading dimensions that count matrices: layers, experts."""
+        return self.stacked + int("experts" in self.axes)
+
+    @property
     def is_hidden_matrix(self) -> bool:
         """A matrix between two hidden widths: what Muon orthogonalises. The head is none."""
         return self.kind == "matrix" and "vocab" not in self.axes
 
 
 Spec = Any  # a nested dict whose leaves are `Param`
+
+
+def flat_spec(spec: Spec) -> dict[str, Param]:
+    """Every declaration under its path, in the tree's own order."""
+    leaves = jax.tree_util.tree_leaves_with_path(spec, is_leaf=lambda x: isinstance(x, Param))
+    return {path_of(keys): p for keys, p in leaves}
 
 
 def map_spec(f: Any, spec: Spec, *rest: Any) -> Any:
@@ -90,4 +102,4 @@ def init(key: jax.Array, spec: Spec) -> Any:
 
 def cast_matrices(spec: Spec, params: Any, dtype: Any) -> Any:
     """The parameters as a forward pass in `dtype` takes them: matrices and tables cast, vectors as they are."""
-    return map_spec(lambda p, value: value if p.kind == "vector" else value.astype(dtype), spec, params)
+    return map_spec(lambda p, v: v.astype(dtype) if p.kind in ("matrix", "table") else v, spec, params)

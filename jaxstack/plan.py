@@ -25,8 +25,11 @@ class Flops(NamedTuple):
 def matmul_params(cfg: ModelConfig) -> int:
     """Weights that a token is multiplied with: matrices and the head, tied or not; embedding look-ups are none."""
     leaves = jax.tree.leaves(model.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
-    return sum(prod(p.shape) for p in leaves if p.kind == "matrix") + (
-        cfg.d_model * cfg.vocab if cfg.tied_embeddings else 0
+    head = cfg.d_model * cfg.vocab if cfg.tied_embeddings else 0
+    return head + sum(
+        prod(p.shape) * cfg.moe.choices // cfg.moe.num_experts if "experts" in p.axes else prod(p.shape)
+        for p in leaves
+        if p.kind in ("matrix", "router")
     )
 
 

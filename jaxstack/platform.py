@@ -4,35 +4,45 @@ JAX is not imported here. Whatever the user's environment says (`JAX_PLATFORMS`,
 stands; nothing here changes it.
 """
 
+import math
 import os
 import time
 
 import psutil
 
+from jaxstack.config import MeshConfig
+
 MAX_CPU_DEVICES = 8  # every device holds its own copy of the state
 
 
-def cpu_devices(batch: int) -> int:
-    """Devices to make of the CPU: the physical cores, or fewer where they do not divide the batch.
+def cpu_devices(mesh: MeshConfig, batch: int) -> int:
+    """Devices to make of the CPU: as many as the mesh asks for, simulated where there are fewer cores.
 
-    XLA runs a batched matmul, and many an elementwise loop, on one core of a device; with a device per core and the
-    batch split among them everything is parallel (`benchmarks/train_cpu.py` has the figures).
+    Where `mesh` leaves an axis open (-1) that is the physical cores, or fewer if they do not divide the batch: XLA runs
+    a batched matmul, and many an elementwise loop, on one core of a device; with a device per core and the batch split
+    among them everything is parallel (`benchmarks/train_cpu.py` has the figures).
 
     Args:
+      mesh: sizes.
       batch: sequences of one microbatch.
     """
+    fixed = math.prod(size for size in mesh.sizes.values() if size != -1)
+    if -1 not in mesh.sizes.values():
+        return fixed
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min(psutil.cpu_count(logical=False) or allowed, allowed, MAX_CPU_DEVICES)
-    return max(n for n in range(1, cores + 1) if batch % n == 0)
+    shared = math.prod(max(mesh.sizes[axis], 1) for axis in ("data", "fsdp", "expert"))
+    return fixed * max([n for n in range(1, cores // fixed + 1) if batch % (n * shared) == 0], default=1)
 
 
-def configure(batch: int) -> None:
+def configure(mesh: MeshConfig, batch: int) -> None:
     """Sets the environment that JAX reads when it is imported. Changes nothing on an accelerator's side.
 
     Args:
+      mesh: sizes.
       batch: sequences of one microbatch.
     """
-    devices = cpu_devices(batch)
+    devices = cpu_devices(mesh, batch)
     if devices > 1 and not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
         # Each device has its core: a thread pool shared by them would only make them wait for each other.

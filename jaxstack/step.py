@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 
-from jaxstack import losses, model, optim, params
+from jaxstack import collectives, losses, model, optim, params
 from jaxstack.config import Config
 from jaxstack.context import Context
 from jaxstack.tree import path_of
@@ -60,14 +60,12 @@ def make_state(cfg: Config, abstract: TrainState) -> TrainState:
 
 def abstract_state(cfg: Config, ctx: Context) -> TrainState:
     """Shapes, dtypes and shardings of the state; what the optimizer keeps for a parameter lies as it does."""
-    assert ctx.mesh is not None
+    spec = model.spec(cfg.model)
     placed = {
-        path_of(keys): (p.shape, NamedSharding(ctx.mesh, ctx.rules.parameter(p.axes)))
-        for keys, p in jax.tree_util.tree_leaves_with_path(
-            model.spec(cfg.model), is_leaf=lambda x: isinstance(x, params.Param)
-        )
+        path: (p.shape, ctx.sharding(where))
+        for (path, p), where in zip(params.flat_spec(spec).items(), jax.tree.leaves(ctx.parameters(spec)), strict=True)
     }
-    replicated = NamedSharding(ctx.mesh, jax.sharding.PartitionSpec())
+    replicated = ctx.sharding(PartitionSpec())
 
     def place(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         path = path_of(keys)
@@ -79,51 +77,82 @@ def abstract_state(cfg: Config, ctx: Context) -> TrainState:
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(lambda: init_state(cfg)))
 
 
+def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, Any, Metrics]]:
+    """Builds `gradients(params, batch, key) -> (loss, gradients, sums)`: of the mean over the weighted tokens.
+
+    Gradients are the same whatever `train.grad_accum` is and however the mesh splits the work: every microbatch on
+    every device divides its sum by the tokens of the whole batch, and with accumulation gradients are summed over
+    devices once. `loss` is the likelihood's alone; the gradients are of all the objective. `sums` holds the weighted
+    `tokens` and the model's auxiliary values, summed over the step.
+
+    `key` is for dropout, or None.
+    """
+    spec = model.spec(cfg.model)
+    accum = cfg.train.grad_accum
+
+    def work(values: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Any, Metrics]:
+        sequences, length = batch["tokens"].shape[0] * ctx.replicas, batch["tokens"].shape[1]
+        batch = ctx.take_tokens(batch)
+        tokens = collectives.all_reduce(batch["weights"].sum(), ctx.token_axes)
+        if key is not None:
+            batch["rows"] = ctx.rows(batch["tokens"].shape[0])
+
+        def objective(values: Any, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, model.Aux]]:
+            total, aux = losses.next_token(cfg.model, values, micro, ctx, key)
+            loss = total / tokens
+            return loss + losses.auxiliary(cfg.model, aux, sequences, length), (loss, aux)
+
+        def share(values: Any, micro: Batch) -> Any:
+            (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(values, micro)
+            return reported, grads
+
+        if accum == 1:  # every layer's gradients are summed over devices as they come
+            (loss, aux), grads = share(values, batch)
+        else:
+            values = ctx.apart(spec, values)
+            # Microbatch i takes rows i, i + accum, ...: each device's rows stay on it.
+            micros = jax.tree.map(lambda x: x.reshape(-1, accum, *x.shape[1:]).swapaxes(0, 1), batch)
+            shapes = jax.eval_shape(share, values, jax.tree.map(lambda x: x[0], micros))
+            zeros = jax.tree.map(lambda s: collectives.zeros(s.shape, s.dtype, s), shapes)
+            add = lambda carry, micro: (jax.tree.map(jnp.add, carry, share(values, micro)), None)  # noqa: E731
+            ((loss, aux), grads), _ = jax.lax.scan(add, zeros, micros)
+            grads = ctx.together(spec, grads)
+        loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
+        return loss, grads, {"tokens": tokens, **aux}
+
+    def gradients(values: Any, batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Any, Metrics]:
+        if ctx.mesh is None:
+            return work(values, batch, key)
+        where, whole = ctx.parameters(spec), PartitionSpec()
+        return ctx.local(work, (where, ctx.batch, whole), (whole, where, whole))(values, batch, key)
+
+    return gradients
+
+
 def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the pure `train_step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
-    Gradients are those of the mean over the batch's weighted tokens, whatever `train.grad_accum` is: every microbatch
-    divides its sum by the tokens of the whole batch. A step whose loss or gradient norm is not finite leaves
-    parameters and optimizer as they were.
+    A step whose loss or gradient norm is not finite leaves parameters and optimizer as they were.
 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
-    `skipped_in_a_row`.
+    `skipped_in_a_row`, and of a mixture of experts those of `losses.routing_metrics`.
     """
     optimizer = make_optimizer(cfg)
     schedule = optim.schedule(cfg.optim, cfg.train.steps)
-    accum = cfg.train.grad_accum
+    gradients = make_gradients(cfg, ctx)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        tokens = batch["weights"].sum()
         key = None
         if cfg.model.dropout:
             key = jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)
-
-        def loss_fn(values: Any, micro: Batch, key: jax.Array | None) -> jax.Array:
-            total, _ = losses.next_token(cfg.model, values, micro, ctx, key)
-            return total / tokens
-
-        value_and_grad = jax.value_and_grad(loss_fn)
-        if accum == 1:
-            loss, grads = value_and_grad(state.params, batch, key)
-        else:
-            # Microbatch i takes rows i, i + accum, ...: each device's rows stay on it.
-            micros = jax.tree.map(lambda x: x.reshape(-1, accum, *x.shape[1:]).swapaxes(0, 1), batch)
-
-            def add(carry: Any, scanned: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-                micro, index = scanned
-                micro_key = None if key is None else jax.random.fold_in(key, index)
-                return jax.tree.map(jnp.add, carry, value_and_grad(state.params, micro, micro_key)), None
-
-            zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-            (loss, grads), _ = jax.lax.scan(add, zero, (micros, jnp.arange(accum)))
-
+        loss, grads, sums = gradients(state.params, batch, key)
         grad_norm = optax.global_norm(grads)
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         def update(values: Any, opt_state: Any) -> tuple[Any, Any]:
             updates, opt_state = optimizer.update(grads, opt_state, values)
-            return optax.apply_updates(values, updates), opt_state
+            values = optax.apply_updates(values, updates)
+            return model.balance(cfg.model, values, sums), opt_state
 
         # A branch and not a `where`: that would copy the old state so as to choose from it after the update.
         values, opt_state = jax.lax.cond(good, update, lambda *old: old, state.params, state.opt_state)
@@ -139,7 +168,8 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": schedule(state.step - state.skipped),  # the optimizer counts updates, and a skipped step is none
-            "tokens": tokens,
+            "tokens": sums.pop("tokens"),
+            **losses.routing_metrics(sums, *batch["tokens"].shape),
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
         }
@@ -157,8 +187,13 @@ def jit_train_step(cfg: Config, ctx: Context, abstract: TrainState) -> Callable[
 def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
     """Builds `eval_step(params, batch) -> (sum of nats, weighted tokens)`, without dropout."""
 
-    def eval_step(values: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def work(values: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        batch = ctx.take_tokens(batch)
         total, _ = losses.next_token(cfg.model, values, batch, ctx)
-        return total, batch["weights"].sum()
+        return collectives.all_reduce(total, ctx.token_axes), collectives.all_reduce(
+            batch["weights"].sum(), ctx.token_axes
+        )
 
-    return eval_step
+    if ctx.mesh is None:
+        return work
+    return ctx.local(work, (ctx.parameters(model.spec(cfg.model)), ctx.batch), PartitionSpec())

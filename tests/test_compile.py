@@ -22,8 +22,8 @@ def test_48_layers_compile_as_fast_as_4():
             model=ModelConfig(num_layers=num_layers, d_model=128, num_heads=4, vocab_size=256),
             data=DataConfig(seq_len=128, batch_size=8),
         )
-        mesh = make_mesh(MeshConfig(2), 8)
-        ctx = Context.create(cfg.train, mesh)
+        mesh = make_mesh(MeshConfig(2), 8, jax.devices()[:2])
+        ctx = Context.create(cfg, mesh)
         state = step.abstract_state(cfg, ctx)
         placed = jax.NamedSharding(mesh, jax.P("data"))
         batch = {

@@ -35,7 +35,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 def test_every_config_builds_abstractly(path):
     cfg = resolve(cli.parse_config([f"--config={path}"], QUICKSTART), 256)
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:1])
-    ctx = Context.create(cfg.train, mesh)
+    ctx = Context.create(cfg, mesh)
     state = step.abstract_state(cfg, ctx)
     shape = (cfg.data.batch_size, cfg.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
@@ -91,6 +91,10 @@ MISTAKES = {
     "negative steps": (["--train.steps=-1"], ["train.steps=-1", "1 or more"]),
     "accumulation": (["--train.grad_accum=3"], ["train.grad_accum=3", "data.batch_size=8"]),
     "mesh and batch": (["--mesh.data=3"], ["mesh.data=3", "8"]),
+    "two open axes": (["--mesh.fsdp=-1"], ["mesh.data=-1 and mesh.fsdp=-1", "only one"]),
+    "mesh and heads": (["--mesh.tensor=3"], ["mesh.tensor=3", "model.num_heads=4"]),
+    "mesh and sequence": (["--mesh.context=5"], ["data.seq_len=", "5", "multiple of 10"]),
+    "no mesh at all": (["--mesh.tensor=0"], ["mesh.tensor=0", "positive"]),
     "dropout": (["--model.dropout=1.0"], ["model.dropout=1.0", "[0, 1)"]),
     "no such config": (["--config=nowhere.yaml"], ["nowhere.yaml"]),
     "no path": (["--data.source=path"], ["data.path", "--data.path="]),
@@ -137,7 +141,12 @@ def test_a_mistake_in_a_file_too(text, words, tmp_path):
 
 def test_mesh_errors_before_compilation():
     cfg = Config()
-    with pytest.raises(ConfigError, match="needs 9 devices, but there are 8"):
+    with pytest.raises(ConfigError, match=r"mesh.data=9 needs 9 devices, but there are 8; .* is --mesh.data=8"):
         make_mesh(type(cfg.mesh)(data=9), 18)
+    with pytest.raises(ConfigError, match=r"mesh.data=3 x mesh.tensor=4 needs 12 .* is --mesh.data=2 --mesh.tensor=4"):
+        make_mesh(type(cfg.mesh)(data=3, tensor=4), 18)
     with pytest.raises(ConfigError, match=r"mesh.data=8 does not divide the 12 sequences .* use mesh.data=6"):
         make_mesh(type(cfg.mesh)(data=-1), 12)
+    with pytest.raises(ConfigError, match=r"mesh.fsdp=2 x mesh.expert=4 does not divide the 12 .* multiple of 8"):
+        make_mesh(type(cfg.mesh)(data=1, fsdp=2, expert=4), 12)
+    assert make_mesh(type(cfg.mesh)(data=-1, tensor=4), 12).shape["data"] == 2

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxstack import kernels
 
@@ -316,25 +318,33 @@ def numpy_cross_entropy(x, head, targets, weights, softcap):
 
 @pytest.mark.parametrize("implementation", cross_entropy_module.IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    ("batch", "length", "shards", "softcap", "dtype"),
+    ("batch", "length", "parts", "softcap", "dtype"),
     [
         (4, 13, 1, None, jnp.float32),
         (4, 13, 2, 1.5, jnp.float32),
         (1, 1, 1, None, jnp.float32),
-        (2, 8, 2, None, jnp.float32),
+        (2, 8, 4, None, jnp.float32),
         (4, 13, 2, 1.5, jnp.bfloat16),
     ],
 )
-def test_cross_entropy(rng, monkeypatch, batch, length, shards, softcap, dtype, implementation):
+def test_cross_entropy(rng, monkeypatch, batch, length, parts, softcap, dtype, implementation):
+    """On one device, and with the vocabulary in `parts` parts on as many."""
     monkeypatch.setattr(cross_entropy_module, "_CHUNK_TOKENS", 8)  # some cases divide into chunks, some do not
-    (x, x64), (head, head64) = draw(rng, (batch, length, 6), dtype), draw(rng, (6, 11), dtype)
-    targets = rng.integers(0, 11, (batch, length)).astype(np.int32)
+    (x, x64), (head, head64) = draw(rng, (batch, length, 6), dtype), draw(rng, (6, 12), dtype)
+    targets = rng.integers(0, 12, (batch, length)).astype(np.int32)
     weights = (rng.random((batch, length)) * (rng.random((batch, length)) < 0.8) + 1e-3).astype(np.float32)
 
     def f(x, head):
-        return kernels.cross_entropy(
-            x, head, targets, weights, softcap=softcap, shards=shards, implementation=implementation
-        )
+        options = {"softcap": softcap, "implementation": implementation}
+        if parts == 1:
+            return kernels.cross_entropy(x, head, targets, weights, **options)
+        mesh = jax.make_mesh((parts,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:parts])
+        return jax.shard_map(
+            lambda x, head: kernels.cross_entropy(x, head, targets, weights, vocab_axes=("tensor",), **options),
+            mesh=mesh,
+            in_specs=(P(), P(None, "tensor")),
+            out_specs=P(),
+        )(x, head)
 
     total, (dx, d_head) = value_and_vjp(f, jnp.float32(3.0), x, head)  # the cotangent must reach both gradients
     assert total.dtype == jnp.float32
@@ -368,5 +378,3 @@ def test_mistakes_are_named():
     y, i = jnp.zeros((3, 4, 8)), jnp.zeros((3, 4), jnp.int32)
     with pytest.raises(ValueError, match="xla, chunked"):
         kernels.cross_entropy(y, jnp.zeros((8, 5)), i, jnp.ones((3, 4)), implementation="fast")
-    with pytest.raises(ValueError, match="divide"):
-        kernels.cross_entropy(y, jnp.zeros((8, 5)), i, jnp.ones((3, 4)), shards=2)

@@ -233,9 +233,10 @@ def test_bfloat16_is_near_float32(rng):
 
 
 def test_dropout_is_off_without_a_key_and_unbiased_with_one(rng):
-    x = jnp.ones((200, 500))
-    assert layers.dropout(None, 0.5, x) is x
-    y = layers.dropout(jax.random.key(1), 0.3, x)
+    x, ids = jnp.ones((2, 100, 500)), jnp.arange(200, dtype=jnp.uint32).reshape(2, 100)
+    assert layers.dropout(None, 0.5, x, None) is x
+    y = layers.dropout(jax.random.key(1), 0.3, x, ids)
+    assert (y[:, ::-1] == layers.dropout(jax.random.key(1), 0.3, x, ids[:, ::-1])).all()  # a token's own, wherever
     assert set(np.unique(y)) == {0.0, np.float32(1 / 0.7)}
     assert abs(float(y.mean()) - 1) < 4 * (0.3 / 0.7 / x.size) ** 0.5  # four standard deviations
     cfg = dataclasses.replace(FAMILIES["gpt2"], dropout=0.5)

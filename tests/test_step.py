@@ -29,8 +29,8 @@ def config(**groups) -> Config:
 
 def build(cfg: Config, devices: int = 1, **how):
     """A state on a mesh, the jitted step, and its context."""
-    mesh = make_mesh(MeshConfig(devices), cfg.data.batch_size // cfg.train.grad_accum)
-    ctx = dataclasses.replace(Context.create(cfg.train, mesh), **how)
+    mesh = make_mesh(MeshConfig(devices), cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:devices])
+    ctx = dataclasses.replace(Context.create(cfg, mesh), **how)
     return step.make_state(cfg, step.abstract_state(cfg, ctx)), jax.jit(step.make_train_step(cfg, ctx)), ctx
 
 
@@ -181,6 +181,8 @@ def test_dropout_follows_from_seed_and_step_alone(rng):
     assert float(train_step(later, batch)[1]["loss"]) != float(metrics["loss"])
     sharded, sharded_step, _ = build(cfg, 4)
     np.testing.assert_allclose(sharded_step(sharded, batch)[1]["loss"], metrics["loss"], rtol=1e-6)
+    _, accumulated, _ = build(dataclasses.replace(cfg, train=TrainConfig(steps=10, grad_accum=4)))
+    np.testing.assert_allclose(accumulated(state, batch)[1]["loss"], metrics["loss"], rtol=1e-6)
 
 
 def test_the_chunked_loss_is_the_loss(rng):

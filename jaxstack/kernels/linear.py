@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxstack import collectives
+
 IMPLEMENTATIONS = ("xla", "barrier")
 
 
@@ -27,7 +29,7 @@ def linear(
         case "xla":
             y = jnp.tensordot(x, w, in_axes)
         case "barrier":
-            y = _barrier_matmul(in_axes, x, w)
+            y = _barrier_matmul(in_axes, *collectives.alike(x, w))
         case _:
             raise ValueError(
                 f"linear has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}"

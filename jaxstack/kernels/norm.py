@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxstack import collectives
+
 IMPLEMENTATIONS = ("xla", "explicit_vjp")
 
 
@@ -24,7 +26,7 @@ def rms_norm(
         case "xla":
             return _rms(eps, x, gain)[0]
         case "explicit_vjp":
-            return _rms_explicit(eps, x, gain)
+            return _rms_explicit(eps, *collectives.alike(x, gain))
     raise ValueError(f"rms_norm has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}")
 
 
@@ -41,7 +43,7 @@ def layer_norm(
         case "xla":
             return _layer(eps, x, gain, shift)[0]
         case "explicit_vjp":
-            return _layer_explicit(eps, x, gain, shift)
+            return _layer_explicit(eps, *collectives.alike(x, gain, shift))
     raise ValueError(f"layer_norm has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}")
 
 

@@ -1,0 +1,288 @@
+"""Attention over a sequence split among devices equals attention on one: values and gradients, on fresh random inputs.
+
+The truth is `attention(..., implementation="xla")` on the whole sequence in its own order (itself held to float64 numpy
+in test_kernels.py).
+"""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxstack.kernels.attention import attention
+from jaxstack.kernels.context_attention import context_attention, order
+
+attention_module = importlib.import_module("jaxstack.kernels.attention")  # its name in the package is the function's
+
+# Norm of the difference over norm of the truth. Both sides compute in float32, which rounds at 6e-8; sums of a few
+# hundred terms and the merges of a few partial results lose some 10 times that. bfloat16 rounds at 2^-9 = 2e-3, at each
+# of the few places where either side returns to it.
+TOLERANCE = {jnp.float32: 5e-6, jnp.bfloat16: 1.5e-2}
+SCALE = 0.7  # of scores whose standard deviation is then 2: far from uniform, far from one-hot
+
+
+def mesh_of(**sizes):
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def draw(rng, batch, length, heads, kv_heads, width, dtype=jnp.float32):
+    """q, k, v and a cotangent of the output."""
+    return tuple(
+        jnp.asarray(rng.standard_normal((batch, length, h, width)), dtype) for h in (heads, kv_heads, kv_heads, heads)
+    )
+
+
+def draw_segments(rng, batch, length, segments):
+    """Segments of random lengths; ids rise, and none is like a position."""
+    return jnp.asarray(1000 + np.sort(rng.integers(0, segments, (batch, length)), axis=1), jnp.int32)
+
+
+def whole(q, k, v, d_out, segment_ids=None, **options):
+    """Output and gradients of one device, in the dtype of the inputs."""
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        f = lambda q, k, v: attention(q, k, v, scale=SCALE, segment_ids=segment_ids, **options)  # noqa: E731
+        out, vjp = jax.vjp(f, q, k, v)
+        return out, *vjp(d_out)
+
+    return run(q, k, v, d_out)
+
+
+def sharded(mesh, spec=None, kv_spec=None, **options):
+    """context_attention on arrays in the sequence's balanced order. `spec` and `kv_spec` place [B, S, H]."""
+    spec = spec or PartitionSpec(None, "context")
+    kv_spec = kv_spec or spec
+
+    def f(q, k, v, segment_ids):
+        segment_spec = None if segment_ids is None else PartitionSpec(*spec[:2])
+        return jax.shard_map(
+            lambda q, k, v, ids: context_attention(q, k, v, axis="context", scale=SCALE, segment_ids=ids, **options),
+            mesh=mesh,
+            in_specs=(spec, kv_spec, kv_spec, segment_spec),
+            out_specs=spec,
+        )(q, k, v, segment_ids)
+
+    return f
+
+
+def value_and_gradients(f, mesh, q, k, v, d_out, segment_ids=None):
+    """Output and gradients in the sequence's own order, of a function that takes the balanced one."""
+    balanced = order(mesh.shape["context"], q.shape[1])
+
+    @jax.jit
+    def run(q, k, v, d_out, segment_ids):
+        out, vjp = jax.vjp(lambda q, k, v: f(q, k, v, segment_ids), q, k, v)
+        return out, *vjp(d_out)
+
+    results = run(*(None if x is None else x[:, balanced] for x in (q, k, v, d_out, segment_ids)))
+    return tuple(x[:, np.argsort(balanced)] for x in results)
+
+
+def assert_close(actual, truth, dtype=jnp.float32):
+    for name, a, t in zip(("out", "dq", "dk", "dv"), actual, truth, strict=True):
+        assert a.dtype == dtype, name
+        a, t = np.asarray(a, np.float64), np.asarray(t, np.float64)
+        error = np.linalg.norm(a - t) / np.linalg.norm(t)
+        assert error <= TOLERANCE[dtype], (name, error)
+
+
+def test_order():
+    np.testing.assert_array_equal(order(4, 16), [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9])
+    np.testing.assert_array_equal(order(1, 5), np.arange(5))
+    for shards in (1, 2, 3, 8):  # as many pairs of a query and an earlier key on every shard
+        positions = order(shards, 48).reshape(shards, -1)
+        assert len(set((positions + 1).sum(axis=1))) == 1
+        np.testing.assert_array_equal(np.sort(positions, axis=None), np.arange(48))
+
+
+CASES = {  # shards, length, heads, kv heads, options, segments, methods and implementations
+    "one_shard": (1, 12, 2, 2, {}, 0, "ring chunked", "all_gather xla"),
+    "two_shards": (2, 24, 4, 2, {}, 0, "ring xla", "all_gather chunked"),
+    "two_tokens_a_shard": (4, 8, 2, 1, {}, 0, "ring chunked"),
+    "window_in_a_half": (4, 64, 2, 1, {"window": 5}, 0, "ring chunked"),
+    "window_over_shards": (4, 64, 2, 1, {"window": 29}, 0, "ring xla", "all_gather xla"),
+    "segments": (8, 64, 2, 1, {}, 7, "ring chunked", "all_gather xla"),
+    "capped": (4, 64, 6, 2, {"window": 23, "softcap": 1.5}, 4, "ring xla", "ring chunked", "all_gather chunked"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "method", "implementation"), [(name, *way.split()) for name, case in CASES.items() for way in case[6:]]
+)
+def test_equals_one_device(rng, monkeypatch, case, method, implementation):
+    monkeypatch.setattr(attention_module, "_CHUNK", 3)  # several chunks, scanned, and a shorter last one
+    monkeypatch.setattr(attention_module, "_MAX_GROUPS", 1)
+    shards, length, heads, kv_heads, options, segments = CASES[case][:6]
+    arrays = draw(rng, 2, length, heads, kv_heads, 8)
+    ids = draw_segments(rng, 2, length, segments) if segments else None
+    mesh = mesh_of(context=shards)
+    f = sharded(mesh, method=method, implementation=implementation, **options)
+    assert_close(value_and_gradients(f, mesh, *arrays, ids), whole(*arrays, ids, **options))
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_bfloat16(rng, method):
+    """The truth is float32's, of the same numbers."""
+    arrays = draw(rng, 1, 64, 4, 2, 8, jnp.bfloat16)
+    mesh = mesh_of(context=4)
+    f = sharded(mesh, method=method, implementation="chunked")
+    truth = whole(*(x.astype(jnp.float32) for x in arrays))
+    assert_close(value_and_gradients(f, mesh, *arrays), truth, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_beside_a_data_axis(rng, method):
+    arrays, ids = draw(rng, 4, 32, 2, 1, 8), draw_segments(rng, 4, 32, 3)
+    mesh = mesh_of(data=2, context=4)
+    f = sharded(mesh, PartitionSpec("data", "context"), method=method, implementation="chunked")
+    assert_close(value_and_gradients(f, mesh, *arrays, ids), whole(*arrays, ids))
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_beside_a_tensor_axis(rng, monkeypatch, method):
+    """Query heads over `tensor` share one kv head: every device holds it, and its gradients add up."""
+    monkeypatch.setattr(attention_module, "_CHUNK", 3)
+    monkeypatch.setattr(attention_module, "_MAX_GROUPS", 1)
+    arrays, ids = draw(rng, 2, 32, 4, 1, 8), draw_segments(rng, 2, 32, 3)
+    mesh = mesh_of(data=2, context=2, tensor=2)
+    spec, kv_spec = PartitionSpec("data", "context", "tensor"), PartitionSpec("data", "context")
+    f = sharded(mesh, spec, kv_spec, method=method, implementation="chunked", window=11)
+    assert_close(value_and_gradients(f, mesh, *arrays, ids), whole(*arrays, ids, window=11))
+
+
+def shapes(shards, tokens, kv_heads=2, segments=False):
+    """A mesh, and abstract q, k, v (and segment ids) of `tokens` tokens a shard."""
+    q, k = (jax.ShapeDtypeStruct((1, shards * tokens, h, 8), jnp.float32) for h in (4, kv_heads))
+    ids = jax.ShapeDtypeStruct((1, shards * tokens), jnp.int32) if segments else None
+    return mesh_of(context=shards), q, k, k, ids
+
+
+def gradients(f):
+    return jax.grad(lambda q, k, v, ids: jnp.square(f(q, k, v, ids)).sum(), (0, 1, 2))
+
+
+def test_ring_sends_and_gathers_nothing():
+    """And only a few times: the steps are a loop, whose length is the number of shards."""
+
+    def collectives(shards, method):
+        mesh, *arrays = shapes(shards, 16)
+        f = sharded(mesh, method=method, implementation="chunked")
+        text = jax.jit(gradients(f)).lower(*arrays).compile().as_text()
+        return {name: text.count(f" {name}(") for name in ("collective-permute", "all-gather", "reduce-scatter")}
+
+    ring = collectives(4, "ring")
+    assert ring["collective-permute"] > 0
+    assert ring["all-gather"] == ring["reduce-scatter"] == 0
+    assert collectives(8, "ring") == ring
+    gather = collectives(4, "all_gather")
+    assert gather["all-gather"] > 0
+    assert gather["reduce-scatter"] > 0
+    assert gather["collective-permute"] == 0
+
+
+def test_ring_saves_its_shard_only():
+    """Between the passes: q, k, v, segment ids, output and log-sum-exp, each of this shard."""
+
+    def saved(method):
+        mesh, q, k, v, ids = shapes(4, 16, segments=True)
+        f = sharded(mesh, method=method, implementation="chunked")
+        residuals = jax.eval_shape(lambda q, k, v, ids: jax.vjp(lambda *a: f(*a, ids), q, k, v)[1], q, k, v, ids)
+        return sum(x.size for x in jax.tree.leaves(residuals)), 2 * q.size + k.size + v.size + ids.size + q.size // 8
+
+    actual, expected = saved("ring")
+    assert actual == expected
+    actual, expected = saved("all_gather")
+    assert actual > 2 * expected  # the check can tell
+
+
+def array_sizes(jaxpr, on_device=False):
+    """Elements of every array that an equation inside `shard_map` makes, within loops and calls too."""
+    for eqn in jaxpr.eqns:
+        if on_device:
+            yield from (x.aval.size for x in eqn.outvars if hasattr(x.aval, "size"))
+        for parameter in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from array_sizes(inner, on_device or eqn.primitive.name == "shard_map")
+
+
+def test_memory(monkeypatch):
+    """The largest array of output and gradients: with "ring" it does not know the number of shards; with "chunked" it
+    is linear in the tokens of a shard."""
+    monkeypatch.setattr(attention_module, "_MAX_GROUPS", 2)  # to trace less
+
+    def largest(shards, length, method, implementation):
+        mesh, *arrays = shapes(shards, length)
+        f = gradients(sharded(mesh, method=method, implementation=implementation))
+        return max(array_sizes(jax.make_jaxpr(f)(*arrays).jaxpr))
+
+    for method in ("ring", "all_gather"):
+        usual = largest(2, 512, method, "chunked")
+        assert largest(2, 2048, method, "chunked") <= 4.1 * usual
+        assert largest(2, 2048, method, "xla") == 16 * largest(2, 512, method, "xla")  # the check can tell
+        more_shards = largest(8, 512, method, "chunked")
+        assert more_shards == usual if method == "ring" else more_shards > 3 * usual
+
+
+def test_selective_recomputation_keeps_the_ring_out_of_the_backward_pass():
+    """A policy that saves the names which `attention` gives its residuals needs no second forward pass."""
+
+    mesh, *arrays, _ = shapes(2, 8)
+
+    def ring(q, k, v):
+        return sharded(mesh, method="ring", implementation="xla")(q, k, v, None)
+
+    def hops(f):
+        gradients = jax.jit(jax.grad(lambda *arrays: jnp.square(f(*arrays)).sum(), (0, 1, 2)))
+        return gradients.lower(*arrays).as_text().count("stablehlo.collective_permute")
+
+    def saving(*names):
+        return jax.checkpoint(ring, policy=jax.checkpoint_policies.save_only_these_names(*names))
+
+    assert hops(saving("attention", "attention_lse")) == hops(ring)
+    assert hops(saving("attention")) > hops(ring)  # the check can tell
+
+
+def test_attention_in_a_manual_region(rng):
+    """The whole sequence on every device, query heads over `tensor`: its chunked form takes the types as well."""
+    arrays = draw(rng, 1, 150, 4, 1, 8)
+    heads, shared = PartitionSpec(None, None, "tensor"), PartitionSpec()
+    f = jax.shard_map(
+        lambda q, k, v: attention(q, k, v, scale=SCALE, implementation="chunked"),
+        mesh=mesh_of(tensor=2),
+        in_specs=(heads, shared, shared),
+        out_specs=heads,
+    )
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        out, vjp = jax.vjp(f, q, k, v)
+        return out, *vjp(d_out)
+
+    assert_close(run(*arrays), whole(*arrays))
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="multiple of 8"):
+        order(4, 20)
+
+    def call(mesh=None, tokens=4, kv_heads=2, **options):
+        mesh, *arrays = shapes(2, tokens, kv_heads)
+        jax.eval_shape(sharded(mesh, **options), *arrays)
+
+    call()
+    with pytest.raises(ValueError, match="a multiple of 4 for mesh axis 'context' of size 2"):
+        call(tokens=5)
+    with pytest.raises(ValueError, match="ring, all_gather"):
+        call(method="star")
+    with pytest.raises(ValueError, match="xla, chunked"):
+        call(implementation="fast")
+    with pytest.raises(ValueError, match="evenly"):
+        call(kv_heads=3)
+    with pytest.raises(ValueError, match="window=-1"):
+        call(window=-1)

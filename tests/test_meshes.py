@@ -1,0 +1,197 @@
+"""Layout never changes values: on every mesh, loss and every gradient are those of one device.
+
+`python tests/test_meshes.py` prints the table of docs/meshes.md.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from models import FAMILIES
+
+from jaxstack import model, params, step
+from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from jaxstack.context import Context
+from jaxstack.sharding import make_mesh
+from jaxstack.tree import flatten
+
+BATCH, SEQ = 8, 32
+WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_dim": 8, "d_ff": 96, "vocab_size": 64}
+MODELS: dict[str, ModelConfig] = {
+    **{name: dataclasses.replace(cfg, **WIDE) for name, cfg in FAMILIES.items()},
+    "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}),
+}
+EXPERTS = {
+    "softmax": MoEConfig(num_experts=8, d_ff=32, z_weight=0.1, balance_weight=0.5),
+    "capacity": MoEConfig(num_experts=8, d_ff=32, capacity_factor=0.75, balance_weight=0.5),
+    "sigmoid": MoEConfig(num_experts=8, top_k=3, d_ff=32, router="sigmoid", groups=4, top_groups=2, shared_experts=1),
+    "domain": MoEConfig(num_experts=8, d_ff=32, router="domain"),
+}
+MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in EXPERTS.items()}
+PLAIN = {"sequence_parallel": False}
+Arrays = dict[str, np.ndarray]
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+# Every axis and every family of models, in few cases.
+QUICK: list[Case] = [
+    ("llama3", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
+    ("gpt2", {"tensor": 2, **PLAIN}, {}),
+    ("gemma2", {"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
+    ("llama3", {"fsdp": 2, "context": 4}, {"packing": True}),
+    ("softmax", {"expert": 2, "tensor": 2}, {"accum": 2}),
+    ("sigmoid", {"data": 2, "expert": 4}, {"remat": "selective"}),
+]
+# Every axis alone at 2, 4 and 8, pairs, triples; accumulation, packing, dropout, remat.
+CASES: list[Case] = [
+    *QUICK,
+    *(("llama3", {axis: size}, {}) for axis in ("data", "fsdp", "tensor", "context") for size in (2, 4, 8)),
+    *(("llama3", {"tensor": size, **PLAIN}, {}) for size in (2, 8)),
+    *(("llama3", {"context": size, "context_method": "all_gather"}, {"packing": True}) for size in (2, 4)),
+    ("gpt2", {"tensor": 4}, {"dropout": 0.3}),
+    ("gpt2", {"fsdp": 4, "tensor": 2, **PLAIN}, {"dropout": 0.3, "accum": 2}),
+    ("gemma2", {"context": 2, "tensor": 2}, {"packing": True, "remat": "full"}),
+    ("qwen3", {"data": 2, "tensor": 4}, {"accum": 2, "packing": True}),
+    ("grouped", {"data": 4, "tensor": 2}, {"accum": 2, "remat": "selective"}),
+    ("llama3", {"data": 2, "fsdp": 4}, {"accum": 1, "remat": "selective"}),
+    ("llama3", {"context": 4, "tensor": 2}, {"dropout": 0.3, "packing": True}),
+    ("llama3", {"data": 2, "fsdp": 2, "context": 2}, {"accum": 2}),
+    ("llama3", {"data": 2, "context": 2, "tensor": 2}, {"packing": True}),
+    ("llama3", {"fsdp": 2, "expert": 2, "tensor": 2}, {"accum": 2}),
+    *(("softmax", {"expert": size}, {}) for size in (2, 4, 8)),
+    ("softmax", {"tensor": 4, **PLAIN}, {"accum": 2}),
+    ("softmax", {"expert": 4, "context": 2}, {"accum": 2, "packing": True}),
+    ("softmax", {"fsdp": 2, "expert": 2, "tensor": 2}, {"accum": 2, "remat": "full"}),
+    ("capacity", {"expert": 8}, {}),
+    ("capacity", {"data": 2, "expert": 2, "tensor": 2}, {"accum": 2}),
+    ("capacity", {"expert": 4, "tensor": 2, **PLAIN}, {}),
+    ("sigmoid", {"fsdp": 4, "expert": 2}, {"accum": 1}),
+    ("sigmoid", {"expert": 2, "context": 2, "tensor": 2}, {"accum": 2}),
+    ("domain", {"expert": 2, "fsdp": 2, "tensor": 2}, {"accum": 2}),
+    ("grouped", {"fsdp": 2, "context": 2, "tensor": 2}, {"packing": True, "accum": 2, "remat": "full"}),
+]
+
+
+def name_of(case: Case) -> str:
+    family, mesh, how = case
+    words = [family, *(f"{k}={v}" for k, v in (mesh | how).items())]
+    return " ".join(words).replace("=True", "").replace("context_method=", "").replace("sequence_parallel=False", "-sp")
+
+
+def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool = False, remat: str = "none",
+           dropout: float = 0.0) -> Config:  # fmt: skip
+    return Config(
+        model=dataclasses.replace(MODELS[family], dropout=dropout),
+        data=DataConfig(seq_len=SEQ, batch_size=BATCH, packing=packing),
+        train=TrainConfig(grad_accum=accum, remat=remat),
+        mesh=MeshConfig(**{"data": 1} | mesh),
+    )
+
+
+def random_batch(seed: int, packing: bool, cfg: ModelConfig) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, cfg.vocab, (BATCH, SEQ + 1)).astype(np.int32)
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+    batch["weights"] = (rng.random((BATCH, SEQ)) < rng.uniform(0.3, 1.0, (BATCH, 1))).astype(np.float32)
+    if packing:
+        starts = rng.random((BATCH, SEQ)) < 0.15
+        starts[:, 0] = True
+        batch["segment_ids"] = np.cumsum(starts, axis=1).astype(np.int32)
+        first = np.maximum.accumulate(np.where(starts, np.arange(SEQ), 0), axis=1)
+        batch["positions"] = (np.arange(SEQ) - first).astype(np.int32)
+    if cfg.moe.router == "domain":
+        batch["gate"] = rng.integers(0, cfg.moe.num_experts, (BATCH, SEQ)).astype(np.int32)
+    return batch
+
+
+def gradients(cfg: Config, seed: int) -> tuple[Arrays, Arrays, Arrays]:
+    """Loss and routing's sums, gradients and initial values on the mesh of `cfg`.
+
+    Gradients are taken away from the initial values, where norms and biases are not all alike and hide nothing.
+    """
+    devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
+    mesh = make_mesh(cfg.mesh, BATCH // cfg.train.grad_accum, devices)
+    ctx = Context.create(cfg, mesh)
+    spec = model.spec(cfg.model)
+    abstract = step.abstract_state(cfg, ctx)
+    initial = step.make_state(cfg, abstract).params
+    rng = np.random.default_rng(seed)
+    moved = jax.tree.map(
+        lambda v: jax.device_put(np.asarray(v) + rng.normal(0, 0.1, v.shape).astype(np.float32), v.sharding), initial
+    )
+    batch = jax.device_put(random_batch(seed, cfg.data.packing, cfg.model), ctx.sharding(ctx.batch))
+    key = jax.random.key(seed) if cfg.model.dropout else None
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
+    loss, grads, sums = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, shardings, None))(moved, batch, key)
+    assert params.count(spec) == sum(x.size for x in jax.tree.leaves(grads))
+    return jax.tree.map(np.asarray, ({"loss": loss, **sums}, flatten(grads), flatten(initial)))
+
+
+@functools.cache
+def on_one_device(family: str, how: tuple[tuple[str, Any], ...], seed: int) -> Any:
+    return gradients(config(family, {}, **dict(how)), seed)
+
+
+def compare(case: Case, seed: int) -> tuple[float, float]:
+    """Relative errors of the loss (or of routing's worst sum) and of the worst gradient, against one device.
+
+    That one neither accumulates nor recomputes.
+    """
+    family, mesh, how = case
+    plain = tuple((k, v) for k, v in how.items() if k in ("packing", "dropout"))
+    sums, grads, initial = on_one_device(family, plain, seed)
+    other_sums, other_grads, other_initial = gradients(config(family, mesh, **how), seed)
+    for path, value in initial.items():
+        assert (value == other_initial[path]).all(), f"initial values of {path} differ"
+    # A key's bias moves all scores of a query alike: without RoPE its true gradient is zero, and what is left is noise.
+    zero = {path for path in grads if path.endswith("attention/b_k") and MODELS[family].positions != "rope"}
+    errors = {
+        path: float(np.linalg.norm(other_grads[path] - g) / np.linalg.norm(g))
+        for path, g in grads.items()
+        if path not in zero and g.any()  # a balancing bias has no gradient
+    }
+    total = math.sqrt(sum(float(np.square(g).sum()) for g in grads.values()))
+    assert all(np.linalg.norm(other_grads[path]) < 1e-5 * total for path in zero)
+    apart = [np.linalg.norm(other_sums[name] - s) / max(np.linalg.norm(s), 1e-9) for name, s in sums.items()]
+    return float(max(apart)), max(errors.values())
+
+
+@pytest.fixture(scope="module")
+def seed() -> int:
+    return int.from_bytes(os.urandom(4), "little")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=name_of(c), marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+)
+def test_every_mesh_gives_the_loss_and_gradients_of_one_device(case, seed):
+    loss, gradient = compare(case, seed)
+    # float32 sums in another order; sharding mistakes are of the order of one.
+    assert loss < 1e-5, seed
+    assert gradient < 1e-5, seed
+
+
+def table(seed: int) -> str:
+    """The matrix as Markdown."""
+    lines = ["| model | mesh | devices | loss | worst gradient |", "|---|---|---|---|---|"]
+    for case in CASES:
+        family, mesh, how = case
+        loss, gradient = compare(case, seed)
+        devices = math.prod(config(family, mesh, **how).mesh.sizes.values())
+        label = ", ".join([family, *(f"{k} {v}".replace(" True", "") for k, v in how.items())])
+        split = name_of(("", mesh, {})).strip()
+        lines.append(f"| {label} | {split} | {devices} | {loss:.0e} | {gradient:.0e} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(seed=0))
