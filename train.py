@@ -47,7 +47,7 @@ def show(cfg: Config) -> None:
 def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     import jax
 
-    from jaxstack import checkpoint, generate, loggers, metrics, model, params, sharding, step
+    from jaxstack import checkpoint, convert, generate, loggers, metrics, model, params, sharding, step
     from jaxstack.context import Context
     from jaxstack.data import ngram
 
@@ -81,6 +81,9 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         if start:
             state = checkpoints.restore(start, abstract)
             screen.say(f"resumed from step {start}")
+        elif cfg.run.init_from:
+            state = convert.start_from(cfg, ctx, abstract)
+            screen.say(f"starts with the parameters of {cfg.run.init_from}")
         else:
             state = step.make_state(cfg, abstract)
 

@@ -39,6 +39,9 @@ class RunConfig:
 
     dir: str = "runs/default"
     """Run directory: config, metrics, checkpoints, picture and samples are written here and nowhere else."""
+    init_from: str | None = None
+    """Run directory whose newest parameters this run starts with; a dense model is up-cycled where this one has
+    experts."""
     seed: int = 0
     """Decides the initial values, the order of the data and dropout."""
     resume: bool = True
@@ -292,6 +295,9 @@ class DataConfig:
     """Attend within documents only: windows carry segment ids and positions that restart at each document."""
     eval_fraction: float = 0.1
     """Part held out: whole documents where there are many, else the end of the text."""
+    domains: tuple[str, ...] = ()
+    """For `model.moe.router=domain`: regular expressions on the whole name of a document (its path within data.path),
+    one an expert; a document belongs to the first that matches."""
     hf_split: str = "train"
     """Split of the Hugging Face dataset."""
     hf_column: str = "text"
@@ -430,11 +436,13 @@ class SampleConfig:
     """Beginnings to continue; empty: no samples."""
     tokens: int = 200
     """Tokens to add to each prompt."""
+    domain: int = 0
+    """Domain of the prompts, with `model.moe.router=domain`."""
     temperature: float = 0.8
     """Divides the logits before sampling; 0 takes the likeliest token."""
 
     def __post_init__(self) -> None:
-        _at_least("sample", self, 0, "tokens", "temperature")
+        _at_least("sample", self, 0, "tokens", "temperature", "domain")
         _require(all(self.prompts), "sample.prompts holds an empty string; give each sample a beginning")
 
 
@@ -461,6 +469,28 @@ class Config:
         _require(
             not train.ngram_baseline or data.tokenizer == "bytes",
             f"train.ngram_baseline=true counts bytes, but data.tokenizer={data.tokenizer}; switch one of them",
+        )
+        gated = self.model.moe.num_experts if self.model.moe.router == "domain" else 0
+        _require(
+            len(data.domains) == gated,
+            f"data.domains={list(data.domains)} must name one domain for each of the {gated} experts of "
+            f"model.moe.router=domain; give as many patterns"
+            if gated
+            else f"data.domains={list(data.domains)} is read by model.moe.router=domain alone; leave it empty",
+        )
+        _require(
+            not gated or data.source in ("stdlib", "path"),
+            f"data.domains goes by the names of files, which data.source={data.source} does not have; "
+            f"use data.source=path",
+        )
+        _require(
+            self.model.moe.num_experts == 0 or self.model.moe.router != "timestep",
+            "model.moe.router=timestep goes by a diffusion's time, which text does not have; use it from a loop of "
+            "your own, with `gate` in its batches",
+        )
+        _require(
+            self.sample.domain < max(gated, 1),
+            f"sample.domain={self.sample.domain} is no domain of data.domains, which has {gated}; 0 is the first",
         )
         if self.model.positions == "learned" and self.model.max_positions is not None:
             _require(

@@ -21,6 +21,7 @@ def generate(
     temperature: float,
     key: jax.Array,
     window: int,
+    gate: int | None = None,
     ctx: Context | None = None,
 ) -> list[list[int]]:
     """Continues each prompt by `tokens` tokens.
@@ -30,6 +31,7 @@ def generate(
       tokens: how many to add.
       temperature: divides the logits; 0 takes the likeliest token.
       key: randomness.
+      gate: domain of the prompts, for a model with a hard gate.
       window: the model sees at most so many last tokens, its training length.
 
     Returns:
@@ -53,7 +55,8 @@ def generate(
             buffer, ends = carry
             starts = jnp.maximum(ends - window, 0)
             seen = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (window,)))(buffer, starts)
-            x, _ = model.hidden(cfg, params, seen, ctx)  # causal: what lies behind the end is not seen
+            gates = None if gate is None else jnp.full_like(seen, gate)
+            x, _ = model.hidden(cfg, params, seen, ctx, gate=gates)  # causal: what lies behind the end is not seen
             last = x[own, ends - starts - 1][:, None]
             logits = collectives.gather_equal(model.logits(cfg, params, last, ctx)[:, 0], ctx.axes("vocab"), 1)
             if temperature == 0:
@@ -83,6 +86,7 @@ def texts(cfg: Config, params: Any, tokenizer: Tokenizer, ctx: Context) -> list[
         temperature=cfg.sample.temperature,
         key=jax.random.key(cfg.run.seed),
         window=cfg.data.seq_len,
+        gate=cfg.sample.domain if cfg.model.moe.router == "domain" else None,
         ctx=ctx,
     )
     ends = [row.index(tokenizer.separator) if tokenizer.separator in row else len(row) for row in rows]

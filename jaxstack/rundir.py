@@ -9,7 +9,14 @@ from jaxstack.config import Config, ConfigError, flat
 
 # A checkpoint holds the arrays of one model and one optimizer. These keys shape or mean them; the rest may change.
 _FIXED = ("model.", "optim.name")
-_FREE = ("model.dropout", "model.init_std")
+_FREE = (
+    "model.dropout",
+    "model.init_std",
+    "model.moe.balance_weight",
+    "model.moe.bias_rate",
+    "model.moe.capacity_factor",
+    "model.moe.z_weight",
+)
 
 
 def checkpoints(run: Path) -> Path:

@@ -1,6 +1,6 @@
 """Small models of every family, for tests."""
 
-from jaxstack.config import ModelConfig, RopeScaling
+from jaxstack.config import ModelConfig, MoEConfig, RopeScaling
 
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4, "vocab_size": 61}
 
@@ -41,3 +41,19 @@ FAMILIES = {
         embedding_scale=True,
     ),
 }
+
+_LLAMA = {**SMALL, "num_kv_heads": 2, "d_ff": 96}
+
+EXPERTS = {
+    "mixtral": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=4, top_k=2, z_weight=1e-3)),
+    "capacity": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=4, top_k=2, capacity_factor=0.75)),
+    "deepseek": ModelConfig(
+        **_LLAMA,
+        moe=MoEConfig(
+            num_experts=8, top_k=3, d_ff=32, router="sigmoid", groups=4, top_groups=2, scale=2.5, shared_experts=1
+        ),
+    ),
+    "domain": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=3, router="domain")),
+    "timestep": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=4, router="timestep", max_timestep=100)),
+}
+"""Models with experts, one of every router."""

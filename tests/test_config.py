@@ -22,6 +22,8 @@ PARAMETERS = {  # published counts, embeddings counted once
     "llama3_8b": 8_030_261_248,
     "qwen3_0.6b": 596_049_920,
     "gemma2_2b": 2_614_341_888,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
 }
 
 
@@ -91,6 +93,17 @@ MISTAKES = {
     "negative steps": (["--train.steps=-1"], ["train.steps=-1", "1 or more"]),
     "accumulation": (["--train.grad_accum=3"], ["train.grad_accum=3", "data.batch_size=8"]),
     "mesh and batch": (["--mesh.data=3"], ["mesh.data=3", "8"]),
+    "top k": (["--model.moe.num_experts=4", "--model.moe.top_k=5"], ["model.moe.top_k=5", "num_experts=4"]),
+    "groups": (["--model.moe={num_experts: 8, router: sigmoid, groups: 3}"], ["model.moe.groups=3", "num_experts=8"]),
+    "mesh and experts": (
+        ["--model.moe.num_experts=6", "--mesh.expert=4", "--mesh.data=1"],
+        ["mesh.expert=4", "model.moe.num_experts=6"],
+    ),
+    "capacity and context": (
+        ["--model.moe={num_experts: 8, capacity_factor: 1.0}", "--mesh.context=2"],
+        ["model.moe.capacity_factor=1.0", "mesh.context=2"],
+    ),
+    "domains": (["--model.moe={num_experts: 2, router: domain}"], ["data.domains", "2 experts"]),
     "two open axes": (["--mesh.fsdp=-1"], ["mesh.data=-1 and mesh.fsdp=-1", "only one"]),
     "mesh and heads": (["--mesh.tensor=3"], ["mesh.tensor=3", "model.num_heads=4"]),
     "mesh and sequence": (["--mesh.context=5"], ["data.seq_len=", "5", "multiple of 10"]),

@@ -30,6 +30,7 @@ FLOORS = {
     "generate": 6,
     "metrics": 6,
     "step": 6,
+    "convert": 7,
 }
 
 JAX_FREE = {"config", "cli", "platform", "rundir", "data"}

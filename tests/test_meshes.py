@@ -90,7 +90,12 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
            dropout: float = 0.0) -> Config:  # fmt: skip
     return Config(
         model=dataclasses.replace(MODELS[family], dropout=dropout),
-        data=DataConfig(seq_len=SEQ, batch_size=BATCH, packing=packing),
+        data=DataConfig(
+            seq_len=SEQ,
+            batch_size=BATCH,
+            packing=packing,
+            domains=tuple("abcdefgh") if MODELS[family].moe.router == "domain" else (),
+        ),
         train=TrainConfig(grad_accum=accum, remat=remat),
         mesh=MeshConfig(**{"data": 1} | mesh),
     )

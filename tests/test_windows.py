@@ -270,3 +270,30 @@ def test_batch_identity_without_names(tokens):
     assert int(end) - int(start) == S
     assert line.endswith("; and 7 more rows")
     assert make(bare, batch_size=9)[0]["tokens"][0, 0] == tokens.ids[int(start)]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_every_token_carries_its_documents_domain(packing):
+    plain = make_tokens(np.random.default_rng(2).integers(1, 30, size=25))
+    tokens = data.in_domains(plain, (r"doc.", r"doc1\d", ".*"))
+    document_of = np.repeat(np.arange(25), plain.ends - plain.starts)
+    place = {int(i): at for at, i in enumerate(plain.ids)}
+    seen = set()
+    for step in range(12):
+        batch = make(tokens, packing)[step]
+        for token, domain in zip(batch["tokens"].ravel(), batch["gate"].ravel(), strict=True):
+            assert domain == min(document_of[place[int(token)]] // 10, 2)
+            seen.add(int(domain))
+        without = make(plain, packing)[step]
+        assert_equal({k: v for k, v in batch.items() if k != "gate"}, without)
+    assert seen == {0, 1, 2}
+
+
+def test_domains_that_do_not_fit_are_refused():
+    tokens = make_tokens([3, 4])
+    with pytest.raises(ConfigError, match="no pattern matches the document doc1"):
+        data.in_domains(tokens, ("doc0",))
+    with pytest.raises(ConfigError, match="no document belongs to the domain 'x'"):
+        data.in_domains(tokens, (".*", "x"))
+    with pytest.raises(ConfigError, match="is no regular expression"):
+        data.in_domains(tokens, ("(",))

@@ -9,7 +9,7 @@ from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data import sources
 from jaxstack.data.sources import Document, documents
 from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, tokenizer_from_json
-from jaxstack.data.tokens import Tokens, encode, read_token_file, split, write_token_file
+from jaxstack.data.tokens import Tokens, encode, in_domains, read_token_file, split, write_token_file
 from jaxstack.data.windows import Batch, batch_identity, batches, eval_batches, prefetch
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "documents",
     "encode",
     "eval_batches",
+    "in_domains",
     "load",
     "make_tokenizer",
     "prefetch",
@@ -62,6 +63,8 @@ def load(cfg: DataConfig) -> Dataset:
     else:
         tokenizer = make_tokenizer(cfg.tokenizer, (d.text for d in documents(cfg)))
         tokens = encode(documents(cfg), tokenizer)
+        if cfg.domains:
+            tokens = in_domains(tokens, cfg.domains)
     train, held_out = split(tokens, cfg.eval_fraction)
     kind = "file" if cfg.source in ("stdlib", "path") else "document"
     count = f"{tokens.starts.size:,} {kind}{'s' * (tokens.starts.size != 1)}"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import tempfile
 from array import array
 from collections.abc import Iterable
@@ -36,6 +37,8 @@ class Tokens:
     """Every id must be below this; checked as windows are read."""
     names: tuple[str, ...] | None = None
     """[documents] names for error messages; a token file has none."""
+    domains: np.ndarray | None = None
+    """[documents] int32 domain of each, where `data.domains` names some."""
 
     def __len__(self) -> int:
         return int((self.ends - self.starts).sum())
@@ -43,7 +46,8 @@ class Tokens:
     def documents(self, which: np.ndarray) -> "Tokens":
         """Some of the documents, in the order of `which` ([n] indices, or a mask over all)."""
         names = None if self.names is None else tuple(np.array(self.names, object)[which])
-        return replace(self, starts=self.starts[which], ends=self.ends[which], names=names)
+        domains = None if self.domains is None else self.domains[which]
+        return replace(self, starts=self.starts[which], ends=self.ends[which], names=names, domains=domains)
 
     def clip(self, start: int, end: int) -> "Tokens":
         """What lies at `start <= offset < end` in `ids`; documents are cut at both ends."""
@@ -60,6 +64,29 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
     ends = np.cumsum([p.size for p in pieces], dtype=np.int64)
     starts = np.append(np.int64(0), ends[:-1])
     return Tokens(np.concatenate(pieces), starts, ends, tokenizer.vocab_size, tuple(names))
+
+
+def in_domains(tokens: Tokens, patterns: tuple[str, ...]) -> Tokens:
+    """The tokens, each document in the domain of the first pattern that matches its whole name.
+
+    Raises:
+      ConfigError: a document that no pattern matches, a pattern that no document has first, or no regular expression.
+    """
+    assert tokens.names is not None
+    try:
+        compiled = [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise ConfigError(f"data.domains: {error.pattern!r} is no regular expression ({error}); correct it") from None
+    domains = np.empty(len(tokens.names), np.int32)
+    for i, name in enumerate(tokens.names):
+        domain = next((d for d, pattern in enumerate(compiled) if pattern.fullmatch(name)), None)
+        if domain is None:
+            raise ConfigError(f"data.domains: no pattern matches the document {name}; add one, for example .*")
+        domains[i] = domain
+    for d, pattern in enumerate(patterns):
+        if not (domains == d).any():
+            raise ConfigError(f"data.domains: no document belongs to the domain {pattern!r}; correct the pattern")
+    return replace(tokens, domains=domains)
 
 
 def _with_separator(document: Document, tokenizer: Tokenizer) -> np.ndarray:

@@ -6,7 +6,7 @@ Arrays carry their axes as a suffix: B batch, S sequence, T = S + 1 tokens read,
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +30,26 @@ class Stream:
     """int64: where each piece begins in `ids`."""
     bounds_P: np.ndarray
     """int64, one more than pieces: where each begins in the stream, then the stream's length."""
+    domains_P: np.ndarray | None = None
+    """int32 domain of each piece, where documents have one."""
 
     @classmethod
     def of(cls, tokens: Tokens, order: np.ndarray | None = None) -> "Stream":
         """The documents in the given order ([documents] indices; none: as they are)."""
-        starts, ends = tokens.starts, tokens.ends
+        tokens = replace(tokens, names=None)  # may be millions, and nobody asks a stream for them
         if order is not None:
-            starts, ends = starts[order], ends[order]
-        starts, ends = starts[ends > starts], ends[ends > starts]
-        return cls(tokens.ids, starts, np.append(np.int64(0), np.cumsum(ends - starts)))
+            tokens = tokens.documents(order)
+        tokens = tokens.documents(tokens.ends > tokens.starts)
+        bounds = np.append(np.int64(0), np.cumsum(tokens.ends - tokens.starts))
+        return cls(tokens.ids, tokens.starts, bounds, tokens.domains)
 
     def merged(self) -> "Stream":
-        """The same stream, with pieces that touch in `ids` made one: an uncut text becomes a single piece."""
+        """The same stream, with pieces that touch in `ids` made one: an uncut text becomes a single piece.
+
+        Pieces of domains stay apart.
+        """
+        if self.domains_P is not None:
+            return self
         lengths = np.diff(self.bounds_P)
         first = np.append(True, self.starts_P[1:] != (self.starts_P + lengths)[:-1])
         return Stream(self.ids, self.starts_P[first], np.append(self.bounds_P[:-1][first], self.bounds_P[-1]))
@@ -115,6 +123,8 @@ def _batch(stream: Stream, first_B: np.ndarray, seq_len: int, packing: bool, voc
         "targets": np.ascontiguousarray(ids_BT[:, 1:]),
         "weights": np.ones((first_B.size, seq_len), np.float32),
     }
+    if stream.domains_P is not None:
+        batch["gate"] = np.ascontiguousarray(stream.domains_P[piece_BT[:, :-1]])
     if packing:
         piece_BS = piece_BT[:, :-1]
         batch["weights"] = (piece_BS == piece_BT[:, 1:]).astype(np.float32)
@@ -141,7 +151,7 @@ def batches(tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, packing
       Batches of [B, S] arrays: `tokens` and `targets` (int32; targets are the tokens one place later), `weights`
       (float32; 1, or 0 where a target belongs to another document than its token and must not count), and with packing
       `segment_ids` (int32; 1, 2, ... along the row) and `positions` (int32; from 0 at each document's first token in
-      the row).
+      the row). With domains also `gate` (int32), the domain of each token.
 
     Raises:
       ConfigError: the text is shorter than one window; when read, an id past the vocabulary.

@@ -1,0 +1,195 @@
+"""Models with experts: the whole step, its sums, and the ways from and to dense models. `test_moe.py` has the parts."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import EXPERTS, FAMILIES
+
+from jaxstack import convert, losses, model, params, plan, step
+from jaxstack.config import Config, ConfigError, DataConfig, MoEConfig, OptimConfig, TrainConfig
+from jaxstack.context import KERNELS, Context
+from jaxstack.tree import flatten
+
+CONTEXTS = {
+    "xla": Context(moe="reference"),
+    "ragged": Context(moe="ragged"),
+    "cpu": Context(**KERNELS["cpu"]),
+}
+
+
+def randomised(cfg, rng):
+    values = params.init(jax.random.key(0), model.spec(cfg))
+    return jax.tree.map(lambda v: v + 0.1 * jnp.asarray(rng.normal(size=v.shape), jnp.float32), values)
+
+
+def random_batch(cfg, rng, rows=4, length=16):
+    ids = rng.integers(0, cfg.vocab, (rows, length + 1)).astype(np.int32)
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((rows, length), np.float32)}
+    gates = {"domain": cfg.moe.num_experts, "timestep": cfg.moe.max_timestep}
+    if cfg.moe.router in gates:
+        batch["gate"] = rng.integers(0, gates[cfg.moe.router], (rows, length)).astype(np.int32)
+    return batch
+
+
+def run_config(name, **train) -> Config:
+    domains = tuple("abc") if name == "domain" else ()
+    return Config(
+        model=EXPERTS[name],
+        data=DataConfig(seq_len=16, batch_size=4, domains=domains),
+        optim=OptimConfig(warmup_steps=0, lr=1e-2),
+        train=TrainConfig(steps=10, **train),
+    )
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_every_implementation_is_the_reference(name, rng):
+    cfg = EXPERTS[name]
+    values, batch = randomised(cfg, rng), random_batch(cfg, rng)
+
+    def objective(values, ctx):
+        total, aux = losses.next_token(cfg, values, batch, ctx)
+        return total / 64 + losses.auxiliary(cfg, aux, 4, 16), aux
+
+    ways = {n: c for n, c in CONTEXTS.items() if not (n == "ragged" and cfg.moe.capacity_factor)}
+    results = {
+        n: jax.jit(jax.value_and_grad(lambda v, c=c: objective(v, c), has_aux=True))(values) for n, c in ways.items()
+    }
+    (loss, aux), grads = results.pop("xla")
+    for way, ((other, other_aux), other_grads) in results.items():
+        np.testing.assert_allclose(other, loss, rtol=1e-6, err_msg=way)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), other_aux, aux)
+        for path, g in flatten(grads).items():
+            difference = jnp.linalg.norm(flatten(other_grads)[path] - g)
+            assert difference <= 1e-5 * jnp.linalg.norm(g), (way, path)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_every_parameter_is_read(name, rng):
+    """By a finite difference, since the balancing bias is read though it has no gradient."""
+    cfg = EXPERTS[name]
+    values, batch = randomised(cfg, rng), random_batch(cfg, rng)
+    loss = jax.jit(lambda v: losses.next_token(cfg, v, batch, Context())[0])
+    for path in flatten(values):
+        # A row of one entry moves, so that a bias which moves all experts alike is seen, too.
+        moved = jax.tree_util.tree_map_with_path(
+            lambda keys, v, path=path: (
+                v.at[..., :1].add(3.0) if jax.tree_util.keystr(keys, simple=True, separator="/") == path else v
+            ),
+            values,
+        )
+        assert float(loss(moved)) != float(loss(values)), path
+
+
+@pytest.mark.parametrize("name", ["mixtral", "capacity", "deepseek"])
+def test_sums_do_not_depend_on_accumulation(name, rng):
+    """The neighbours' auxiliary losses do (MaxText's fell from 457 to 2.0 with two microbatches)."""
+    batch = random_batch(EXPERTS[name], rng)
+    values = randomised(EXPERTS[name], rng)
+    _, whole, sums = jax.jit(step.make_gradients(run_config(name), Context()))(values, batch)
+    _, parts, parts_sums = jax.jit(step.make_gradients(run_config(name, grad_accum=4), Context()))(values, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), parts_sums, sums)
+    assert float(sums["balance_loss"].sum()) > 0
+    for path, g in flatten(whole).items():
+        assert jnp.linalg.norm(flatten(parts)[path] - g) <= 1e-5 * jnp.linalg.norm(g), path
+
+
+def test_the_balance_loss_is_in_the_gradient_by_its_weight(rng):
+    """The router's gradient is that of likelihood plus weight x loss, to first order in the weight: it is linear."""
+    batch, values = random_batch(EXPERTS["mixtral"], rng), randomised(EXPERTS["mixtral"], rng)
+
+    def router(balance: float, z: float):
+        cfg = run_config("mixtral")
+        moe = dataclasses.replace(cfg.model.moe, balance_weight=balance, z_weight=z)
+        cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, moe=moe))
+        return flatten(jax.jit(step.make_gradients(cfg, Context()))(values, batch)[1])["layers/moe/router"]
+
+    none, balance, z = router(0, 0), router(1, 0), router(0, 1)
+    assert jnp.linalg.norm(balance - none) > 1e-3 * jnp.linalg.norm(none)
+    assert jnp.linalg.norm(z - none) > 1e-3 * jnp.linalg.norm(none)
+    np.testing.assert_allclose(router(2, 3) - none, 2 * (balance - none) + 3 * (z - none), atol=1e-5)
+
+
+def test_a_step_reports_the_load_and_moves_the_bias_against_it(rng):
+    cfg = run_config("deepseek")
+    tx = step.make_optimizer(cfg)
+    values = params.init(jax.random.key(0), model.spec(cfg.model))
+    # One expert that everybody wants.
+    values["layers"]["moe"]["balance"] = values["layers"]["moe"]["balance"].at[:, 3].set(10.0)
+    zero = jnp.zeros((), jnp.int32)
+    state = step.TrainState(zero, zero, zero, values, tx.init(values))
+    after, metrics = jax.jit(step.make_train_step(cfg, Context()))(state, random_batch(cfg.model, rng))
+    assert (
+        8 / 3 - 1e-4 < float(metrics["moe_load_max_over_mean"]) <= 8 / 3 + 1e-4
+    )  # every token has it among its 3 of 8
+    assert float(metrics["moe_dropped_fraction"]) == 0
+    assert 0 < float(metrics["moe_entropy"]) <= math.log(8) + 1e-5
+    moved = after.params["layers"]["moe"]["balance"] - values["layers"]["moe"]["balance"]
+    np.testing.assert_allclose(moved[:, 3], -cfg.model.moe.bias_rate, rtol=1e-3)
+    assert (moved > 0).any()
+
+
+def test_dropped_pairs_are_reported(rng):
+    cfg = run_config("capacity")
+    values = randomised(cfg.model, rng)
+    values["layers"]["moe"]["router"] *= 0  # all scores alike: the first experts take everything
+    _, _, sums = jax.jit(step.make_gradients(cfg, Context()))(values, random_batch(cfg.model, rng))
+    # Room for ceil(0.75 x 16 x 2 / 4) = 6 of the 16 pairs of a sequence at each of two experts.
+    np.testing.assert_array_equal(sums["dropped"], [4 * 20] * 2)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_hard_gates_expert_is_a_dense_model_bit_for_bit(context, rng):
+    cfg = EXPERTS["domain"]
+    values, batch = randomised(cfg, rng), random_batch(cfg, rng)
+    tokens, ctx = batch["tokens"], CONTEXTS[context]
+    for expert in range(cfg.moe.num_experts):
+        gate = jnp.full(tokens.shape, expert)
+        whole, _ = jax.jit(lambda v, g: model.forward(cfg, v, tokens, ctx, gate=g))(values, gate)
+        dense, dense_values = convert.extract_expert(cfg, values, expert)
+        alone, aux = jax.jit(lambda v, d=dense: model.forward(d, v, tokens, ctx))(dense_values)
+        assert aux == {}
+        assert (whole == alone).all()
+
+
+def test_an_up_cycled_model_starts_as_the_dense_one(rng):
+    cfg = dataclasses.replace(FAMILIES["qwen3"])
+    values, tokens = randomised(cfg, rng), rng.integers(0, 61, (2, 9))
+    grown, grown_values = convert.upcycle(cfg, values, MoEConfig(num_experts=4, top_k=2), jax.random.key(1))
+    assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(lambda p: p.shape, params.abstract(model.spec(grown)))
+    dense, _ = model.forward(cfg, values, tokens)
+    sparse, _ = model.forward(grown, grown_values, tokens)
+    np.testing.assert_allclose(sparse, dense, atol=1e-5 * float(jnp.abs(dense).max()))
+
+
+def test_active_parameters_are_what_is_counted():
+    cfg = EXPERTS["mixtral"]
+    dense = dataclasses.replace(cfg, moe=MoEConfig(), d_ff=2 * 96)
+    router = cfg.num_layers * cfg.d_model * cfg.moe.num_experts
+    assert plan.matmul_params(cfg) == plan.matmul_params(dense) + router
+
+
+def test_mistakes_are_named(rng):
+    with pytest.raises(ConfigError, match=r"top_k=5 is more than model.moe.num_experts=4"):
+        MoEConfig(num_experts=4, top_k=5)
+    with pytest.raises(ConfigError, match="top_k=1 with normalize"):
+        MoEConfig(num_experts=4, top_k=1)
+    with pytest.raises(ConfigError, match="experts have no biases"):
+        dataclasses.replace(FAMILIES["gpt2"], moe=MoEConfig(num_experts=4))
+    with pytest.raises(ConfigError, match=r"data.domains=\[\] must name one domain for each of the 3 experts"):
+        Config(model=EXPERTS["domain"])
+    with pytest.raises(ConfigError, match=r"read by model.moe.router=domain alone"):
+        Config(data=DataConfig(domains=("a",)))
+    with pytest.raises(ConfigError, match="a diffusion's time"):
+        Config(model=EXPERTS["timestep"])
+    with pytest.raises(ValueError, match=r"decides by `gate`"):
+        model.forward(EXPERTS["domain"], randomised(EXPERTS["domain"], rng), np.zeros((1, 4), np.int32))
+    with pytest.raises(ConfigError, match="no hard gate"):
+        convert.extract_expert(EXPERTS["mixtral"], {}, 0)
+    with pytest.raises(ConfigError, match=r"there is no expert 3"):
+        convert.extract_expert(EXPERTS["domain"], {}, 3)
+    with pytest.raises(ConfigError, match="d_ff=7 differs"):
+        convert.upcycle(FAMILIES["llama3"], {}, MoEConfig(num_experts=2, d_ff=7), jax.random.key(0))
