@@ -233,3 +233,34 @@ def test_the_environment_of_the_user_wins(text, tmp_path):
         capture_output=True, text=True, env=environment() | {"JAX_NUM_CPU_DEVICES": "1"}, check=True,
     )  # fmt: skip
     assert "device   1 x" in process.stdout
+
+
+def test_a_dense_run_is_up_cycled_on_another_mesh(straight, text, tmp_path):
+    """At a learning rate of zero the experts' held-out loss is the dense run's: every expert is its MLP."""
+    run_dir, argv = tmp_path / "run", [*SMALL, f"--data.path={text}", f"--run.init_from={straight[0]}"]
+    experts = ["--model.moe={num_experts: 4}", "--mesh.expert=2", "--mesh.tensor=2", "--mesh.data=1"]
+    out, _ = run(*argv, *experts, f"--run.dir={run_dir}", "--optim.lr=0", "--train.steps=4")
+    assert f"starts with the parameters of {straight[0]}" in out
+    assert "4 x cpu" in out
+    dense, grown = (
+        [line["eval_loss"] for line in lines(run) if "eval_loss" in line][-1] for run in (straight[0], run_dir)
+    )
+    assert abs(grown - dense) < 1e-5 * dense
+    routed = [line for line in lines(run_dir) if "loss" in line]
+    assert all(1 <= line["moe_load_max_over_mean"] <= 4 and line["moe_dropped_fraction"] == 0 for line in routed)
+    _, err = run(*argv, "--model.d_ff=128", f"--run.dir={tmp_path / 'other'}", code=2)
+    assert "holds another model" in err
+    _, err = run(*SMALL, f"--data.path={text}", "--run.init_from=nowhere", f"--run.dir={tmp_path / 'other'}", code=2)
+    assert "run.init_from=nowhere is no run directory" in err
+
+
+def test_shardings_are_printed_and_nothing_is_written(text, tmp_path):
+    argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--print_shardings", "--mesh.data=1"]
+    out, _ = run(*argv, "--mesh.fsdp=2", "--mesh.tensor=2")
+    row = next(line for line in out.splitlines() if line.startswith("layers/mlp/w_down"))
+    # Two layers of 64 x 32 numbers of four bytes, in four parts.
+    assert row.split() == ["layers/mlp/w_down", "2", "x", "64", "x", "32", "layers,", "mlp,", "embed",
+                           "-,", "tensor,", "fsdp", "4,096"]  # fmt: skip
+    assert "replicated" in out.splitlines()[-2]
+    assert out.splitlines()[-1].startswith("optimizer state: total")
+    assert not (tmp_path / "run").exists()
