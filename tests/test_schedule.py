@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxstack.pipeline import schedule
+from jaxstack.config import ConfigError
+from jaxstack.pipeline import drawing, schedule
 from jaxstack.pipeline.schedule import IDLE, Schedule, ScheduleError
 
 SIZES = [
@@ -114,3 +115,13 @@ def test_the_drawing_shows_every_unit():
         "stage 1 F  . 0 1 2 .",
         "        B  . 0 1 2 .",
     ]
+
+
+def test_a_chart_is_drawn_and_mistakes_are_one_line(tmp_path, capsys):
+    drawing.main(["interleaved_1f1b", "--stages=2", "--microbatches=4", "--chunks=2", f"--out={tmp_path / 'a.png'}"])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "bubble 12.5% in lockstep" in capsys.readouterr().out
+    with pytest.raises(ScheduleError, match="groups of 3 stages"):
+        drawing.main(["interleaved_1f1b", "--stages=3", "--microbatches=4", "--chunks=2"])
+    with pytest.raises(ConfigError, match="one chunk a stage"):
+        drawing.main(["gpipe", "--chunks=2"])

@@ -227,7 +227,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def interleaved_one_f_one_b(stages: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B over several chunks a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
-    The bubble is (P - 1) / (V M) for V chunks, for V times the traffic. Microbatches go in groups of P, so that what leaves the last stage finds the first one free.
+    The bubble is (P - 1) / (V M) for V chunks, for V times the traffic. Microbatches go in groups of P, so that what
+    leaves the last stage finds the first one free.
 
     Raises:
       ScheduleError: microbatches that the stages do not divide.

@@ -1,0 +1,85 @@
+"""Schedules as Gantt charts: `python -m jaxstack.pipeline.drawing 1f1b --stages 4 --microbatches 8 --out chart.png`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxstack.config import ConfigError
+from jaxstack.pipeline.schedule import IDLE, Schedule, gpipe, interleaved_one_f_one_b, one_f_one_b
+
+
+def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float = 2.0) -> None:
+    """Writes a picture of a schedule in lockstep; a tick is as long as the units that any stage runs in it.
+
+    Args:
+      schedule: the table.
+      path: of the picture; its suffix is the format.
+      forward, backward: time of one unit.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    kinds = ((schedule.forward_TP, forward, "Blues"), (schedule.backward_TP, backward, "Oranges"))
+    figure, axes = plt.subplots(figsize=(12, 0.5 * schedule.stages + 1.2), layout="constrained")
+    now = 0.0
+    for tick in range(schedule.ticks):
+        for table, length, colours in kinds:
+            if (table[tick] == IDLE).all():
+                continue
+            for stage, unit in enumerate(table[tick].tolist()):
+                if unit != IDLE:
+                    microbatch, chunk = divmod(unit, schedule.chunks)
+                    shade = plt.get_cmap(colours)(0.3 + 0.5 * chunk / schedule.chunks)
+                    axes.barh(stage, length, 0.9, left=now, color=shade, edgecolor="white", linewidth=0.5)
+                    if schedule.ticks <= 80:
+                        axes.text(now + length / 2, stage, microbatch, ha="center", va="center", fontsize=7)
+            now += length
+    figures = schedule.simulate(forward, backward)
+    axes.set(
+        yticks=range(schedule.stages),
+        yticklabels=[f"stage {s}" for s in range(schedule.stages)],
+        xlabel="time",
+        xlim=(0, now),
+        title=f"{schedule.name}: {schedule.stages} stages, {schedule.chunks} chunks, {schedule.microbatches} "
+        f"microbatches; bubble {figures.bubble:.1%}, room for {schedule.slots} units a stage",
+    )
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: list[str]) -> None:
+    arguments = argparse.ArgumentParser(prog="python -m jaxstack.pipeline.drawing", allow_abbrev=False)
+    arguments.add_argument("schedule", choices=("gpipe", "1f1b", "interleaved_1f1b"))
+    arguments.add_argument("--stages", type=int, default=4)
+    arguments.add_argument("--microbatches", type=int, default=8)
+    arguments.add_argument("--chunks", type=int, default=1, help="stretches of layers a stage, interleaved_1f1b only")
+    arguments.add_argument("--forward", type=float, default=1.0, help="time of a forward unit")
+    arguments.add_argument("--backward", type=float, default=2.0, help="time of a backward unit")
+    arguments.add_argument("--out", type=Path, help="picture to write, such as chart.png; without it, text alone")
+    given = arguments.parse_args(argv)
+    if given.chunks != 1 and given.schedule != "interleaved_1f1b":
+        raise ConfigError(f"--chunks={given.chunks} is for interleaved_1f1b; {given.schedule} has one chunk a stage")
+    if given.schedule == "interleaved_1f1b":
+        schedule = interleaved_one_f_one_b(given.stages, given.microbatches, given.chunks)
+    else:
+        schedule = {"gpipe": gpipe, "1f1b": one_f_one_b}[given.schedule](given.stages, given.microbatches)
+    figures = schedule.simulate(given.forward, given.backward)
+    print(schedule.text())
+    print(
+        f"{schedule.ticks} ticks, bubble {figures.bubble:.1%} in lockstep, {figures.free_bubble:.1%} running freely, "
+        f"room for {schedule.slots} units a stage"
+    )
+    if given.out:
+        draw(schedule, given.out, given.forward, given.backward)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
