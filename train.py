@@ -6,11 +6,12 @@ The whole loop, top to bottom. `python train.py --help` lists every key; CONTRIB
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxstack import cli, data, platform, rundir
-from jaxstack.config import Config, ConfigError, resolve
+from jaxstack import cli, data, distributed, platform, rundir
+from jaxstack.config import Config, ConfigError, DistributedConfig, resolve
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
@@ -21,8 +22,12 @@ def main(argv: list[str]) -> None:
         return show(cfg)
     dataset = data.load(cfg.data)
     cfg = resolve(cfg, dataset.tokenizer.vocab_size)
-    changes = rundir.check(cfg, dataset.tokenizer.to_json())
-    platform.configure(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)  # before JAX is imported, which reads it
+    changes = rundir.check(cfg, dataset.tokenizer.to_json())  # in every process before any writes: they have not joined
+    processes = distributed.detect(cfg.distributed)
+    count = (processes and processes.count) or 1
+    # Before JAX is imported, which reads it.
+    platform.configure(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, count)
+    distributed.join(processes, cfg.distributed.timeout_s)
     train(cfg, dataset, changes)
 
 
@@ -56,21 +61,30 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     devices = list(mesh.devices.flat)
     ctx = Context.create(cfg, mesh)
     batch_sharding = ctx.sharding(ctx.batch)
+    first = jax.process_index() == 0  # it alone prints, and writes what is not a checkpoint
 
     reading = {"seq_len": cfg.data.seq_len, "batch_size": cfg.data.batch_size, "packing": cfg.data.packing}
-    batches = data.batches(dataset.train, seed=cfg.run.seed, **reading)
-    held_out = [*data.eval_batches(dataset.eval, steps=cfg.train.eval_steps, **reading)]
-    held_out_bytes = sum(dataset.tokenizer.num_bytes(b["targets"][b["weights"] > 0]) for b in held_out)
+    here = distributed.rows_here(batch_sharding, cfg.data.batch_size)  # of each batch, every process reads its share
+    batches = data.batches(dataset.train, seed=cfg.run.seed, rows=here, **reading)
+    held_out = [*data.eval_batches(dataset.eval, steps=cfg.train.eval_steps, rows=here, **reading)]
+    all_held_out = data.eval_batches(dataset.eval, steps=cfg.train.eval_steps, **reading)  # read when asked for
+    held_out_bytes = math.nan
+    if first:
+        held_out_bytes = sum(dataset.tokenizer.num_bytes(b["targets"][b["weights"] > 0]) for b in all_held_out)
+
+    def to_devices(batch: data.Batch) -> Any:
+        return distributed.whole(batch, batch_sharding, here, cfg.data.batch_size)
 
     abstract = step.abstract_state(cfg, ctx)
     train_step = step.jit_train_step(cfg, ctx, abstract)
     eval_step = jax.jit(step.make_eval_step(cfg, ctx))
 
     with (
-        loggers.Screen(cfg.train.steps) as screen,
+        loggers.Screen(cfg.train.steps, shown=first) as screen,
         checkpoint.Checkpoints(cfg.checkpoint, rundir.checkpoints(run)) as checkpoints,
     ):
-        screen.say(f"device   {len(devices)} x {devices[0].device_kind}")
+        processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        screen.say(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
         screen.say(f"model    {params.count(model.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
         screen.say(f"data     {dataset.description}")
         screen.say(f"run      {run}/")
@@ -78,6 +92,11 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             screen.say(f"changed  {change}", style="yellow")
 
         start = checkpoints.latest or 0
+        distributed.agree({
+            "configuration": replace(cfg, distributed=DistributedConfig()),
+            "data": (dataset.description, len(dataset.train), len(dataset.eval), dataset.tokenizer.to_json()),
+            "newest checkpoint of run.dir": start,
+        })  # fmt: skip
         if start:
             state = checkpoints.restore(start, abstract)
             screen.say(f"resumed from step {start}")
@@ -89,8 +108,9 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
         sharding.guard(*sharding.placed(state.params), mesh, axes=("fsdp", "tensor"), limit=0.1)
 
-        rundir.write(cfg, dataset.tokenizer.to_json())  # only now: nothing is overwritten by what does not fit
-        log = loggers.JsonLines(run / "metrics.jsonl", after=start)
+        if first:  # only now: nothing is overwritten by what does not fit
+            rundir.write(cfg, dataset.tokenizer.to_json())
+        log = loggers.JsonLines(run / "metrics.jsonl" if first else None, after=start)
         meter = metrics.Meter(cfg, devices)
 
         def report(number: int, device_values: dict[str, jax.Array], waited: float) -> None:
@@ -112,21 +132,18 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
                     count = values["skipped_in_a_row"]
                     raise SystemExit(f"train.py: stopped at step {number}, the {count}th in a row skipped: {what}")
 
-        def evaluate(number: int) -> dict[str, Any]:
+        def evaluate(number: int) -> None:
             """Held-out loss, unless the log has it from before an interruption."""
-            for record in log.records:
-                if record["step"] == number and "eval_loss" in record:
-                    return record
+            if distributed.from_first(any(r["step"] == number and "eval_loss" in r for r in log.records)):
+                return
             nats = tokens = 0.0
             for batch in held_out:
                 # One at a time: programs in flight that do not depend on each other can block each other's collectives.
-                sums = jax.device_get(eval_step(state.params, jax.device_put(batch, batch_sharding)))
+                sums = jax.device_get(eval_step(state.params, to_devices(batch)))
                 nats, tokens = nats + float(sums[0]), tokens + float(sums[1])
             bits = nats / math.log(2) / held_out_bytes
-            record = {"step": number, "eval_loss": nats / tokens, "eval_bits_per_byte": bits}
-            log.write(record)
+            log.write({"step": number, "eval_loss": nats / tokens, "eval_bits_per_byte": bits})
             screen.say(f"step {number:>6}  held-out loss {nats / tokens:.4f} nats per token, {bits:.3f} bits per byte")
-            return record
 
         # Metrics are read one step late: while the host waits for step n, the device already runs step n + 1.
         screen.start(start)
@@ -134,7 +151,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         asked = time.perf_counter()
         for index, batch in data.prefetch(batches.slice(slice(cfg.train.steps)), start):
             waited = time.perf_counter() - asked
-            state, device_values = train_step(state, jax.device_put(batch, batch_sharding))
+            state, device_values = train_step(state, to_devices(batch))
             if unread:
                 report(*unread)
             number = index + 1
@@ -152,27 +169,34 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             asked = time.perf_counter()
         screen.stop()
 
-        final = evaluate(cfg.train.steps)
+        evaluate(cfg.train.steps)
+        texts = generate.texts(cfg, state.params, dataset.tokenizer, ctx) if cfg.sample.prompts else []
+        checkpoints.wait()
+        if not first:
+            return distributed.wait_for_all()  # what is left is done by one
+
+        final = next(r for r in log.records if r["step"] == cfg.train.steps and "eval_loss" in r)
         baseline = None
         if cfg.train.ngram_baseline:
             known = [r for r in log.records if r["step"] == cfg.train.steps and "ngram_order" in r]
             if not known:
-                order, bits = ngram.baseline((batches[i] for i in range(cfg.train.steps)), held_out)
+                whole = data.batches(dataset.train, seed=cfg.run.seed, **reading)
+                order, bits = ngram.baseline((whole[i] for i in range(cfg.train.steps)), all_held_out)
                 log.write({"step": cfg.train.steps, "ngram_order": order, "ngram_bits_per_byte": bits})
             order, bits = log.records[-1]["ngram_order"], log.records[-1]["ngram_bits_per_byte"]
             baseline = (f"byte {order}-gram", bits * math.log(2))
             read = cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len
             screen.say(f"held out, this model      {final['eval_bits_per_byte']:.3f} bits per byte", style="bold")
             screen.say(f"held out, byte {order}-grams    {bits:.3f} bits per byte, fitted on the same {read:,} bytes")
-        if cfg.sample.prompts:
-            texts = generate.texts(cfg, state.params, dataset.tokenizer, ctx)
+        if texts:
             (run / "samples.txt").write_text("\n\n".join(texts) + "\n")
-            for prompt, text in zip(cfg.sample.prompts, texts, strict=True):
-                screen.say(f"--- {prompt.strip()}", style="bold")
-                screen.say(text)
+        for prompt, text in zip(cfg.sample.prompts, texts, strict=True):
+            screen.say(f"--- {prompt.strip()}", style="bold")
+            screen.say(text)
         loggers.plot(log.records, run / "loss.png", baseline)
         screen.say(f"{run}/ holds loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To go on, raise "
                    f"--train.steps; to start anew, name another --run.dir.")  # fmt: skip
+        distributed.wait_for_all()
 
 
 if __name__ == "__main__":

@@ -391,7 +391,7 @@ class MeshConfig:
     fsdp: int = 1
     """Parts of parameters, gradients and optimizer state (ZeRO-3); the batch is shared too."""
     pipe: int = 1
-    """Pipeline stages."""
+    """Pipeline stages; only 1 so far."""
     tensor: int = 1
     """Parts of heads, MLP width and vocabulary (Megatron)."""
     context: int = 1
@@ -406,6 +406,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         for axis, size in self.sizes.items():
             _require(size == -1 or size >= 1, f"mesh.{axis}={size} must be positive, or -1 for what is left")
+        _require(self.pipe == 1, f"mesh.pipe={self.pipe}: there are no pipelines yet; use mesh.pipe=1 and mesh.fsdp")
         free = [f"mesh.{axis}=-1" for axis, size in self.sizes.items() if size == -1]
         _require(len(free) <= 1, f"{' and '.join(free)}: only one axis can take what is left; give the others a size")
 
@@ -413,6 +414,44 @@ class MeshConfig:
     def sizes(self) -> dict[str, int]:
         """Mesh axes, outermost (slowest links) first; all always exist, and size 1 costs nothing."""
         return {name: getattr(self, name) for name in ("pipe", "data", "fsdp", "expert", "context", "tensor")}
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Processes of the run, where the launcher's environment does not say; all three, or none. See docs/clusters.md."""
+
+    coordinator: str | None = None
+    """`host:port` of process 0, which listens there; null: what the environment says."""
+    num_processes: int | None = None
+    """Processes of the run; 1 alone: one process, whatever the environment says."""
+    process_id: int | None = None
+    """Which process this is, from 0."""
+    timeout_s: int = 300
+    """Seconds to wait for the others at the start."""
+
+    def __post_init__(self) -> None:
+        _at_least("distributed", self, 1, "num_processes", "timeout_s")
+        _at_least("distributed", self, 0, "process_id")
+        three = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
+        given = [f"distributed.{name}={value}" for name, value in three.items() if value is not None]
+        missing = [f"distributed.{name}" for name, value in three.items() if value is None]
+        _require(
+            not (given and missing) or given == ["distributed.num_processes=1"],
+            f"{' and '.join(given)} without {' and '.join(missing)}; give all three, or none to take what the "
+            f"launcher's environment says",
+        )
+        if self.coordinator is None or self.num_processes is None or self.process_id is None:
+            return
+        host, _, port = self.coordinator.rpartition(":")
+        _require(
+            bool(host) and port.isdecimal() and 0 < int(port) < 65536,
+            f"distributed.coordinator={self.coordinator} must be host:port, for example 10.0.0.1:8476",
+        )
+        _require(
+            self.process_id < self.num_processes,
+            f"distributed.process_id={self.process_id} must be below "
+            f"distributed.num_processes={self.num_processes}; processes count from 0",
+        )
 
 
 @dataclass(frozen=True)
@@ -456,6 +495,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
 
@@ -548,6 +588,12 @@ def resolve(config: Config, vocab_size: int) -> Config:
     _require(
         model.vocab_size is None or model.vocab_size >= vocab_size,
         f"model.vocab_size={model.vocab_size} is less than the tokenizer's {vocab_size}; raise it, or leave it null",
+    )
+    vocabulary, tensor = model.vocab_size or vocab_size, config.mesh.tensor
+    _require(
+        tensor < 1 or vocabulary % tensor == 0,
+        f"mesh.tensor={tensor} does not divide the vocabulary of {vocabulary}; pad it with "
+        f"--model.vocab_size={-(-vocabulary // max(tensor, 1)) * tensor}",
     )
     positions = model.max_positions
     if model.positions == "learned" and positions is None:

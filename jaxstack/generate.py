@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxstack import collectives, model
 from jaxstack.config import Config, ModelConfig
@@ -68,10 +69,11 @@ def generate(
 
         return jax.lax.fori_loop(0, tokens, add_one, (buffer, ends))[0]
 
-    run = work
+    run = jax.jit(work)
     if ctx.mesh is not None:
-        run = ctx.local(work, (ctx.parameters(spec), ctx.batch, ctx.batch), ctx.batch)
-    filled = jax.device_get(jax.jit(run)(params, filled, ends))
+        local = ctx.local(work, (ctx.parameters(spec), ctx.batch, ctx.batch), ctx.batch)
+        run = jax.jit(local, out_shardings=ctx.sharding(PartitionSpec()))  # whole in every process
+    filled = jax.device_get(run(params, filled, ends))
     return [row[: length + tokens].tolist() for row, length in zip(filled, lengths, strict=False)]
 
 

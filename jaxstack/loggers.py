@@ -14,19 +14,23 @@ Record = dict[str, Any]
 class JsonLines:
     """`metrics.jsonl`: one object a line, flushed at once. JSON has no NaN or infinity: such a value becomes null."""
 
-    def __init__(self, path: Path, after: int) -> None:
-        """Opens for appending; lines of steps beyond `after`, which are going to be run again, are dropped."""
-        kept = [record for record in read_lines(path) if record["step"] <= after]
+    def __init__(self, path: Path | None, after: int) -> None:
+        """Opens for appending; lines of steps beyond `after`, which are going to be run again, are dropped.
+
+        Without a path, as in every process but the first, records are kept and not written.
+        """
+        kept = [record for record in read_lines(path) if record["step"] <= after] if path else []
         self.records: list[Record] = []
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("w", encoding="utf-8") if path else None
         for record in kept:
             self.write(record)
 
     def write(self, record: Record) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(finite)
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        if self._file:
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
 
 
 def read_lines(path: Path) -> list[Record]:
@@ -43,9 +47,9 @@ def read_lines(path: Path) -> list[Record]:
 class Screen:
     """A live progress bar on a terminal; elsewhere (a pipe, a log file) a plain line now and then."""
 
-    def __init__(self, steps: int) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
-        self._live = self._console.is_terminal
+    def __init__(self, steps: int, shown: bool = True) -> None:
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not shown)
+        self._live = self._console.is_terminal and shown
         self._steps, self._every = steps, max(steps // 10, 1)
         self._speed = ""
         self._bar = Progress(

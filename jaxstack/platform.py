@@ -15,8 +15,8 @@ from jaxstack.config import MeshConfig
 MAX_CPU_DEVICES = 8  # every device holds its own copy of the state
 
 
-def cpu_devices(mesh: MeshConfig, batch: int) -> int:
-    """Devices to make of the CPU: as many as the mesh asks for, simulated where there are fewer cores.
+def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
+    """Devices to make of this process's CPU: its part of what the mesh asks for, simulated where there are fewer cores.
 
     Where `mesh` leaves an axis open (-1) that is the physical cores, or fewer if they do not divide the batch: XLA runs
     a batched matmul, and many an elementwise loop, on one core of a device; with a device per core and the batch split
@@ -25,24 +25,28 @@ def cpu_devices(mesh: MeshConfig, batch: int) -> int:
     Args:
       mesh: sizes.
       batch: sequences of one microbatch.
+      processes: that make up the mesh.
     """
     fixed = math.prod(size for size in mesh.sizes.values() if size != -1)
+    share = max(fixed // processes, 1)
     if -1 not in mesh.sizes.values():
-        return fixed
+        return share
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min(psutil.cpu_count(logical=False) or allowed, allowed, MAX_CPU_DEVICES)
     shared = math.prod(max(mesh.sizes[axis], 1) for axis in ("data", "fsdp", "expert"))
-    return fixed * max([n for n in range(1, cores // fixed + 1) if batch % (n * shared) == 0], default=1)
+    open_sizes = {n: n * processes // fixed for n in range(1, cores + 1) if n * processes % fixed == 0}
+    return max([n for n, size in open_sizes.items() if batch % (size * shared) == 0], default=share)
 
 
-def configure(mesh: MeshConfig, batch: int) -> None:
+def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
     """Sets the environment that JAX reads when it is imported. Changes nothing on an accelerator's side.
 
     Args:
       mesh: sizes.
       batch: sequences of one microbatch.
+      processes: that make up the mesh.
     """
-    devices = cpu_devices(mesh, batch)
+    devices = cpu_devices(mesh, batch, processes)
     if devices > 1 and not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
         # Each device has its core: a thread pool shared by them would only make them wait for each other.

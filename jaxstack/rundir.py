@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from jaxstack.cli import parse_config, to_yaml
@@ -17,6 +18,8 @@ _FREE = (
     "model.moe.capacity_factor",
     "model.moe.z_weight",
 )
+
+_LAUNCH = ("run.dir", "distributed.")  # where the run stands and how it was started: no part of what it is
 
 
 def checkpoints(run: Path) -> Path:
@@ -66,15 +69,16 @@ def check(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
 
 
 def write(cfg: Config, tokenizer: dict[str, object]) -> None:
-    """Writes `config.yaml` and `tokenizer.json`."""
+    """Writes `config.yaml` and `tokenizer.json`; which of its processes wrote them is not part of a run."""
     run = Path(cfg.run.dir)
-    (run / "config.yaml").write_text(to_yaml(cfg))
+    processes = replace(cfg.distributed, coordinator=None, num_processes=None, process_id=None)
+    (run / "config.yaml").write_text(to_yaml(replace(cfg, distributed=processes)))
     (run / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def _changes(saved: Path, cfg: Config) -> list[str]:
     before, now = flat(parse_config([f"--config={saved}"], saved)), flat(cfg)
-    differ = [key for key in now if before.get(key) != now[key] and key != "run.dir"]
+    differ = [key for key in now if before.get(key) != now[key] and not key.startswith(_LAUNCH)]
     for key in differ:
         if key.startswith(_FIXED) and key not in _FREE:
             raise ConfigError(

@@ -104,6 +104,11 @@ MISTAKES = {
         ["model.moe.capacity_factor=1.0", "mesh.context=2"],
     ),
     "domains": (["--model.moe={num_experts: 2, router: domain}"], ["data.domains", "2 experts"]),
+    "mesh and vocabulary": (
+        ["--mesh.tensor=4", "--model.vocab_size=257"],
+        ["mesh.tensor=4", "257", "--model.vocab_size=260"],
+    ),
+    "pipelines": (["--mesh.pipe=2"], ["mesh.pipe=2", "mesh.fsdp"]),
     "two open axes": (["--mesh.fsdp=-1"], ["mesh.data=-1 and mesh.fsdp=-1", "only one"]),
     "mesh and heads": (["--mesh.tensor=3"], ["mesh.tensor=3", "model.num_heads=4"]),
     "mesh and sequence": (["--mesh.context=5"], ["data.seq_len=", "5", "multiple of 10"]),

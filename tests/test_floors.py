@@ -13,12 +13,14 @@ FLOORS = {
     "platform": 1,
     "cli": 1,
     "collectives": 0,
+    "distributed": 1,
     "sharding": 1,
     "kernels": 1,
     "rundir": 2,
     "context": 2,
     "params": 1,
     "moe": 2,
+    "pipeline": 3,
     "layers": 3,
     "model": 4,
     "data": 5,
@@ -30,6 +32,7 @@ FLOORS = {
     "generate": 6,
     "metrics": 6,
     "step": 6,
+    "aot": 7,
     "convert": 7,
 }
 

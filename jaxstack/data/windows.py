@@ -133,7 +133,9 @@ def _batch(stream: Stream, first_B: np.ndarray, seq_len: int, packing: bool, voc
     return batch
 
 
-def batches(tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, packing: bool) -> "grain.MapDataset[Batch]":
+def batches(
+    tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, packing: bool, rows: np.ndarray | None = None
+) -> "grain.MapDataset[Batch]":
     """Training batches without end: `ds[step]` is the batch of optimizer step `step`, whatever was read before.
 
     Sample `i` is window `i % windows` of epoch `i // windows`; a batch may span two epochs. An epoch's order is that
@@ -146,6 +148,7 @@ def batches(tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, packing
       seed: 0 or more.
       packing: each epoch permutes the documents, lays them end to end and cuts them (no padding); rows carry what
         attention within documents needs.
+      rows: the rows of each batch to read, as indices; none: all.
 
     Returns:
       Batches of [B, S] arrays: `tokens` and `targets` (int32; targets are the tokens one place later), `weights`
@@ -161,7 +164,8 @@ def batches(tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, packing
     windows, epoch = _epochs(tokens, seq_len, seed, packing)
 
     def read(samples: Any) -> Batch:
-        index_B, window_B = np.divmod(np.asarray(samples), windows)
+        own = slice(None) if rows is None else rows
+        index_B, window_B = np.divmod(np.asarray(samples)[own], windows)
         parts = []
         for index in np.unique(index_B).tolist():
             now = epoch(index)
@@ -173,12 +177,13 @@ def batches(tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, packing
 
 
 def eval_batches(
-    tokens: Tokens, *, seq_len: int, batch_size: int, steps: int, packing: bool
+    tokens: Tokens, *, seq_len: int, batch_size: int, steps: int, packing: bool, rows: np.ndarray | None = None
 ) -> "grain.MapDataset[Batch]":
     """Held-out batches, the same ones each time: windows that do not overlap, spread evenly over the whole text.
 
     There are `steps` of them, or as many as the text fills. The last one is then padded with copies of its last
-    window whose `weights` are 0, so that every batch has one shape. Batches are read when they are asked for.
+    window whose `weights` are 0, so that every batch has one shape. Batches are read when they are asked for, and of
+    each the `rows` ([n] indices; none: all).
 
     Raises:
       ConfigError: the held-out text is shorter than one window.
@@ -196,9 +201,10 @@ def eval_batches(
     first_W = np.arange(count) * windows // count * seq_len
 
     def read(samples: Any) -> Batch:
-        row_B = np.minimum(samples[0] + np.arange(batch_size), count - 1)
-        batch = _batch(stream, first_W[row_B], seq_len, packing, tokens.vocab_size)
-        batch["weights"][len(samples) :] = 0
+        row_B = np.arange(batch_size) if rows is None else rows
+        window_B = np.minimum(samples[0] + row_B, count - 1)
+        batch = _batch(stream, first_W[window_B], seq_len, packing, tokens.vocab_size)
+        batch["weights"][row_B >= len(samples)] = 0
         return batch
 
     return grain.MapDataset.range(count).batch(batch_size, batch_fn=read)
