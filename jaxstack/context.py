@@ -124,10 +124,13 @@ class Context:
         """Mesh axes that split the residual stream's sequence further than the sequence within attention and MLP."""
         return tuple(axis for axis in self.axes("residual") if axis not in self.axes("sequence"))
 
-    def enter(self, x: jax.Array) -> jax.Array:
-        """From the residual stream's layout [B, S/n, ...] into a tensor-parallel region [B, S, ...]: g-bar of Megatron
-        (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2); nothing without sequence parallelism."""
-        return collectives.gather(x, self.between, 1)
+    def enter(self, x: jax.Array, over: str) -> jax.Array:
+        """From the residual stream's layout [B, S/n, ...] into a tensor-parallel region [B, S, ...] that splits the
+        axis `over`: g of Megatron with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+
+        Without it the value stays, and f of Megatron (Shoeybi et al. 2019, arXiv:1909.08053, section 3) is in the type:
+        the gradients of all that the region makes of x are added up on each device, and summed over devices once."""
+        return collectives.varying(collectives.gather(x, self.between, 1), self.axes(over))
 
     def split(self, x: jax.Array) -> jax.Array:
         """This device's part of what it holds for a whole tensor-parallel region: [..., S] to [..., S/n]."""
@@ -152,6 +155,8 @@ class Context:
             for dim, axis in enumerate(p.axes):
                 if axis not in ("layers", "experts"):
                     over = tuple(a for a in names_of(self.rules.parameters[axis]) if a in stored)
+                    if over:  # so that replicas sum what the reduce-scatter has left to each, and not whole gradients
+                        value = collectives.varying(value, self._unsummed(p))
                     value = collectives.gather(value, over, dim)
             return checkpoint_name(value, "weight")
 

@@ -123,7 +123,7 @@ def attention(
     Returns:
       [B, S/n, D].
     """
-    x = ctx.enter(x)
+    x = ctx.enter(x, "heads")
     q, k, v = (linear(params, name, x, ctx) for name in ("q", "k", "v"))
     if cfg.qk_norm:
         q, k = norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
@@ -226,9 +226,11 @@ def moe(
         "load": experts.load(routing),
     }
     aux = {name: collectives.all_reduce(value, between) for name, value in aux.items()}
-    h = ctx.enter(x)
+    h = ctx.enter(x, "mlp")
     tokens = h.shape[0] * h.shape[1]
-    entered = Routing(*(ctx.enter(a.reshape(*x.shape[:2], -1)).reshape(tokens, -1) for a in routing))
+    entered = Routing(
+        *(collectives.gather(a.reshape(*x.shape[:2], -1), between, 1).reshape(tokens, -1) for a in routing)
+    )
     y, dropped = experts.moe_mlp(
         h.reshape(tokens, -1),
         entered,
@@ -262,7 +264,7 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
 
 def mlp(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
     """Two layers with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202); [B, S/n, D]."""
-    y = ctx.leave(mlp_products(cfg, params, ctx.enter(x), ctx), "mlp")
+    y = ctx.leave(mlp_products(cfg, params, ctx.enter(x, "mlp"), ctx), "mlp")
     return y + params["b_down"].astype(y.dtype) if cfg.bias else y
 
 

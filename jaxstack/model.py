@@ -21,6 +21,7 @@ from jaxstack.config import ModelConfig
 from jaxstack.context import Context
 from jaxstack.moe import update_bias
 from jaxstack.params import Param, Spec, cast_matrices, map_spec, stack
+from jaxstack.sharding import BATCH_AXES
 
 Aux = dict[str, jax.Array]
 
@@ -94,9 +95,19 @@ def block(
     return x + layers.dropout(keys[1], cfg.dropout, h, token_ids), aux
 
 
+def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Gathered weights are no one's to keep: with FSDP a device holds one layer's at a time.
+
+    Only they are gathered over axes of the batch. A policy by name alone would save the gather's result, of which the
+    value that has the name is a copy.
+    """
+    return params.get("name") != "weight" and not (
+        primitive.name == "all_gather" and set(BATCH_AXES) & set(params["axis_name"])
+    )
+
+
 REMAT_POLICIES = {
-    # Gathered weights are no one's to keep: with FSDP a device holds one layer's at a time.
-    "none": jax.checkpoint_policies.save_anything_except_these_names("weight"),
+    "none": _all_but_weights,
     # Korthikanti et al. 2022 (arXiv:2205.05198), section 5: keep what is dear to compute, not what is large.
     "selective": jax.checkpoint_policies.save_only_these_names(
         "query", "key", "value", "attention", "attention_lse", "mlp_up", "mlp_gate", "moe_tokens", "residual"
@@ -178,7 +189,7 @@ def hidden(
     groups = cfg.num_layers // period
     stacked = jax.tree.map(lambda leaf: leaf.reshape(groups, period, *leaf.shape[1:]), params["layers"])
     x, aux = jax.lax.scan(one_period, x, (stacked, jnp.arange(groups)))
-    return ctx.enter(layers.norm(cfg, params["final_norm"], x, ctx)), jax.tree.map(
+    return ctx.enter(layers.norm(cfg, params["final_norm"], x, ctx), "vocab"), jax.tree.map(
         lambda leaf: leaf.reshape(cfg.num_layers, *leaf.shape[2:]), aux
     )
 

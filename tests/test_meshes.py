@@ -184,6 +184,20 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_device(case, seed):
     assert gradient < 1e-5, seed
 
 
+def test_a_mesh_of_ones_is_no_mesh_at_all():
+    """Not only as fast: the same program, operation for operation."""
+    cfg = config("softmax", {}, accum=2, remat="selective", dropout=0.1)
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, BATCH, jax.devices()[:1]))
+    values = params.abstract(model.spec(cfg.model))
+    batch, key = random_batch(0, False, cfg.model), jax.random.key(0)
+    with_mesh, without = (
+        str(jax.make_jaxpr(step.make_gradients(cfg, c))(values, batch, key))
+        for c in (ctx, dataclasses.replace(ctx, mesh=None))
+    )
+    assert "psum" not in with_mesh
+    assert with_mesh == without
+
+
 def table(seed: int) -> str:
     """The matrix as Markdown."""
     lines = ["| model | mesh | devices | loss | worst gradient |", "|---|---|---|---|---|"]

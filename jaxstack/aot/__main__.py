@@ -1,0 +1,51 @@
+"""`python -m jaxstack.aot --target v5e:4x4 --config configs/NAME.yaml --mesh.tensor=4 ...`
+
+Compiles the training step for chips that are not here and prints whether it fits, and what it moves along each axis of
+the mesh, both beside the formula. Configuration and flags are those of `train.py`.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from jaxstack import cli
+from jaxstack.config import ConfigError, resolve
+
+
+def main(argv: list[str]) -> None:
+    words, target = list(argv), None
+    for i, word in enumerate(words):
+        if word == "--target" and words[i + 1 :]:
+            target = words[i + 1]
+            del words[i : i + 2]
+            break
+        if word.startswith("--target="):
+            target = word.removeprefix("--target=")
+            del words[i]
+            break
+    if not target:
+        raise ConfigError("--target is missing; name a chip and a topology, such as --target v5e:4x4 or h100:1x8x8")
+    cfg = cli.parse_config(words, Path("configs/quickstart.yaml"))
+    if cfg.model.vocab_size is None:
+        raise ConfigError("model.vocab_size is missing; no data is read here: set --model.vocab_size=...")
+    cfg = resolve(cfg, cfg.model.vocab_size)
+
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: the target's chips are not here
+    from jaxstack import aot
+
+    begin = time.perf_counter()
+    try:
+        report = aot.compile(cfg, target)
+    except aot.Unavailable as error:
+        raise ConfigError(str(error)) from error
+    print(f"compiled for {target} in {time.perf_counter() - begin:.0f} s")
+    print(report)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"jaxstack.aot: {error}", file=sys.stderr)
+        sys.exit(2)

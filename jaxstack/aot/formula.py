@@ -1,0 +1,227 @@
+"""What a configuration moves between devices in a step, and what it holds on each, by formula.
+
+Modelled is what the arrays of a step amount to. Not modelled: scalars and what is as small (sums of losses, routing's
+statistics), XLA's own copies and paddings, and what Muon's orthogonalisation moves, which XLA lays out by itself.
+
+Suffixes: B rows of one microbatch on one device, S tokens of a row on one context shard, D width, L layers.
+"""
+
+import math
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+import jax
+
+from jaxstack import model
+from jaxstack.aot.hlo import Collective
+from jaxstack.config import Config
+from jaxstack.context import Context
+from jaxstack.params import Param, flat_spec
+from jaxstack.sharding.rules import names_of
+
+SHORT = {"float32": "f32", "bfloat16": "bf16"}
+
+
+def traffic(cfg: Config, ctx: Context) -> list[Collective]:
+    """Every collective of one training step on one device.
+
+    Per layer and microbatch, tensor parallelism all-reduces twice in each pass (Shoeybi et al. 2019, section 3); with
+    sequence parallelism each all-reduce is a reduce-scatter and an all-gather (Korthikanti et al. 2022, section 4.2.2).
+    FSDP gathers weights in both passes and scatters gradients in one (Rajbhandari et al. 2020, arXiv:1910.02054,
+    section 7). A ring passes keys and values on once a shard in each pass, and their gradients in float32 in the
+    second. Experts' tokens travel there and back in each pass. What `train.remat` recomputes travels again.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context; the mesh may be abstract.
+    """
+    assert ctx.mesh is not None
+    sizes = ctx.mesh.shape
+    m, t = cfg.model, cfg.train
+    short, accum, remat = SHORT[t.dtype], t.grad_accum, t.remat
+    itemsize = 2 if short == "bf16" else 4
+    rows = cfg.data.batch_size // accum // ctx.replicas
+    length = cfg.data.seq_len // sizes["context"]
+    L, D, T = m.num_layers, m.d_model, sizes["tensor"]
+    found: list[Collective] = []
+
+    def add(
+        kind: str, axes: tuple[str, ...], shape: tuple[int, ...], times: int, where: str, dtype: str = short
+    ) -> None:
+        axes = tuple(a for a in sizes if a in axes and sizes[a] > 1)
+        if axes and times:
+            size = math.prod(shape) * (itemsize if dtype == short else 4)
+            devices = math.prod(sizes[a] for a in axes)
+            found.append(Collective(kind, axes, devices, dtype, shape, size, times, where))
+
+    again = {  # how often the backward pass repeats a part of the forward pass
+        "enter": int(remat != "none"),
+        "leave": int(remat in ("full", "dots")),  # of attention: the residual stream between it and the MLP
+        "attention": int(remat in ("full", "dots")),
+        "post_norm": int(remat != "none" and m.post_norm),
+        "dispatch": int(remat in ("full", "dots")),
+    }
+
+    # Tensor parallelism: activations.
+    stream, tensor = (rows, length, D), ("tensor",)
+    attention_leave = max(again["leave"], again["post_norm"])
+    mlp_enter = again["enter"] if not m.moe.num_experts or m.moe.shared_experts else again["dispatch"]
+    if ctx.between:
+        add("all-gather", tensor, stream, accum * L * (2 + again["enter"] + mlp_enter), "layers enter")
+        add("all-gather", tensor, stream, accum * L * 2, "gradient of leaving")
+        add("reduce-scatter", tensor, stream, accum * L * (4 + attention_leave + again["post_norm"]), "layers leave")
+        add("all-gather", tensor, stream, accum * 2, "head; gradient of the embedding")
+        add("reduce-scatter", tensor, stream, accum * 2, "embedding; gradient of the head")
+    else:
+        add("all-reduce", tensor, stream, accum * L * (4 + attention_leave + again["post_norm"]), "layers")
+        add("all-reduce", tensor, stream, accum * 2, "embedding; gradient of the head")
+    add("all-reduce", tensor, (rows, length), accum * 3, "cross-entropy", "f32")
+
+    # Context parallelism: keys and values.
+    shards = sizes["context"]
+    keys = (rows, length, m.kv_heads // T, m.head_width)
+    if ctx.context_method == "ring":
+        # The last hop of keys and values leads nowhere; where two shards leave no loop, XLA drops it, and what is
+        # recomputed then makes the same hop as the backward pass.
+        hops = accum * L * (shards * (2 + again["attention"]) if shards > 2 else 2)
+        add("collective-permute", ("context",), keys, 2 * hops, "keys and values")
+        add("collective-permute", ("context",), keys, 2 * accum * L * shards, "gradients of keys and values", "f32")
+        if cfg.data.packing:
+            segments = hops
+            add("collective-permute", ("context",), (rows, length), segments, "segments", "s32")
+    else:
+        sequence = (rows, length * shards, *keys[2:])
+        add("all-gather", ("context",), sequence, accum * L * 2 * (1 + int(remat != "none")), "keys and values")
+        add("reduce-scatter", ("context",), sequence, accum * L * 2, "gradients of keys and values")
+
+    # Experts: pairs of token and choice.
+    if m.moe.num_experts:
+        n, k, tokens = sizes["expert"], m.moe.choices, rows * length
+        if m.moe.capacity_factor is None:
+            pairs = n * tokens * k
+            add("all-to-all", ("expert",), (pairs,), accum * L * (1 + int(remat != "none")), "experts' numbers", "s32")
+        else:
+            pairs = m.moe.num_experts * rows * min(ceil(m.moe.capacity_factor * length * k / m.moe.num_experts), length)
+        # The way back is repeated for the gradient of the routing weights.
+        trips = 4 + int(remat != "none") + again["dispatch"]
+        add("all-to-all", ("expert",), (pairs, D), accum * L * trips, "tokens to experts and back")
+        if ctx.between:
+            passes = 1 + int(remat != "none")
+            add("all-gather", tensor, (rows, length, k), accum * L * passes, "routing weights", "f32")
+            add("all-gather", tensor, (rows, length, k), accum * L * passes, "routing choices", "s32")
+            add("reduce-scatter", tensor, (rows, length, k), accum * L, "gradient of routing weights", "f32")
+
+    # Parameters and their gradients.
+    spec = model.spec(m)
+    for path, p in flat_spec(spec).items():
+        if path.endswith("moe/balance"):
+            continue  # moved by the load, not by a gradient
+        held = [names_of(ctx.rules.parameters[axis]) for axis in p.axes]
+        held_axes = {a for names in held for a in names}
+        stored = ("fsdp",) if "fsdp" in held_axes else ()
+        part: tuple[int, ...] = _part(p, held, sizes)
+        whole: tuple[int, ...] = _part(p, [tuple(a for a in names if a not in stored) for names in held], sizes)
+        if p.stacked:
+            part, whole, layers = part[1:], whole[1:], L
+        else:
+            layers = 1
+        dtype = short if p.kind in ("matrix", "table") else "f32"
+        gathers = 1 + p.stacked
+        used = 2 if m.tied_embeddings and path == "embedding/tokens" else 1
+        # What is the same in every microbatch XLA takes out of the loop over them; not out of the loop over layers.
+        gathers *= accum * L if p.stacked else used
+        add("all-gather", stored, whole, gathers, f"{path}, whole", dtype)
+        add("reduce-scatter", stored, whole, accum * layers * used, f"gradient of {path}", dtype)
+        unsummed = ctx.axes("batch", "sequence", "residual")
+        apart = tuple(a for a in unsummed if a not in held_axes)
+        if p.axes[-1] == "head_dim" and len(p.axes) == 1 + p.stacked and "tensor" not in apart:
+            apart = (*apart, "tensor")  # norms of queries and keys work on some heads
+        if accum == 1:
+            add("all-reduce", apart, part, layers, f"gradient of {path}", dtype)
+        else:
+            add("all-reduce", apart, (L, *part) if p.stacked else part, 1, f"gradient of {path}", "f32")
+    return found
+
+
+def _part(p: Param, held: list[tuple[str, ...]], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of a device's part."""
+    return tuple(size // math.prod(sizes[a] for a in names) for size, names in zip(p.shape, held, strict=True))
+
+
+def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float]:
+    """Bytes on one device, by what they are for: all that is alive where a step needs most.
+
+    What lies on a device is exact: parameters, optimizer state, batch. The rest is what must be alive in the backward
+    pass: gradients, what every layer has saved for it, and the larger of what the head and what one layer works on.
+
+    What a layer saves follows `model.REMAT_POLICIES`; `none` and `dots` leave it to XLA what of attention and norms is
+    an array of its own, and are estimates. Attention is the XLA reference, which holds scores of all pairs of tokens:
+    of one layer, three times in float32 and once in the compute dtype, while its gradient is computed (fitted to the
+    programs that XLA makes for H100 of 8 variants of tests/aot's dense model, each within 7%).
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context; the mesh may be abstract.
+      state: abstract, `step.abstract_state`.
+      batch: abstract.
+    """
+    assert ctx.mesh is not None
+    sizes, m, t = ctx.mesh.shape, cfg.model, cfg.train
+    e = 2 if t.dtype == "bfloat16" else 4
+    T = sizes["tensor"]
+    n = T if ctx.between else 1
+    rows = cfg.data.batch_size // t.grad_accum // ctx.replicas
+    tokens = rows * (cfg.data.seq_len // sizes["context"])
+
+    spec = flat_spec(model.spec(m))
+    held = {path: [names_of(ctx.rules.parameters[axis]) for axis in p.axes] for path, p in spec.items()}
+    part = {path: math.prod(_part(p, held[path], sizes)) for path, p in spec.items()}
+    whole = {  # as a layer uses it, gathered
+        path: math.prod(_part(p, [tuple(a for a in names if a != "fsdp") for names in held[path]], sizes))
+        for path, p in spec.items()
+    }
+    cast = sum(size for path, size in part.items() if spec[path].kind in ("matrix", "table"))
+    gathered = sum(size for path, size in whole.items() if path.startswith("layers/")) // m.num_layers
+    head = whole["embedding/tokens" if m.tied_embeddings else "head/w"]
+
+    # Of one layer, in elements.
+    stream = tokens * m.d_model
+    heads = tokens * m.head_width * (2 * m.num_heads + 2 * m.kv_heads) // T  # q, k, v and what attention gives
+    ups = 2 if m.gated else 1
+    if m.moe.num_experts:
+        pairs = tokens * m.moe.choices * sizes["expert"]  # the buffers' worst case
+        hidden = pairs * m.expert_width // T + tokens * m.moe.shared_experts * m.expert_width // T
+        travelled = pairs * m.d_model
+    else:
+        hidden, travelled = tokens * m.ff_width // T, 0
+    seen = cfg.data.seq_len if sizes["context"] == 1 else cfg.data.seq_len // sizes["context"] // 2
+    scores = tokens * seen * m.num_heads // T
+    selective = e * (2 * stream // n + heads + ups * hidden + travelled)
+    saved = {
+        "full": e * stream // n,
+        "selective": selective,
+        "dots": e * (stream // n + heads + ups * hidden + travelled + stream),
+        # And weights of attention, inputs of matmuls, and three arrays of each norm in float32.
+        "none": selective + (4 + e) * scores + e * (2 * stream + 2 * hidden) + 4 * 6 * stream // n,
+    }[t.remat]
+    stored = e * gathered if sizes["fsdp"] > 1 else 0
+    in_layer = (12 + e) * scores + 2 * stored + e * (2 * stream + 3 * hidden + 2 * travelled)
+    in_layer += selective if t.remat == "full" else 0
+    gradients = (e if t.grad_accum == 1 else 8) * sum(part.values())  # or sums and a microbatch's, in float32
+    logits = tokens * m.vocab // T
+    in_head = (4 + e) * logits + 2 * e * (stream + head) - (gradients if t.grad_accum == 1 else 0)
+    return {
+        "parameters, float32": _bytes(state.params),
+        "optimizer state": _bytes((state.opt_state, state.step, state.skipped, state.skipped_in_a_row)),
+        "batch": _bytes(batch),
+        f"parameters in {t.dtype}": e * cast if e != 4 else 0,
+        "gradients": gradients,
+        f"saved by {m.num_layers} layers, remat {t.remat}": m.num_layers * saved,
+        "work of one layer or the head": max(in_layer, in_head),
+    }
+
+
+def _bytes(tree: Any) -> float:
+    """Bytes of an abstract tree on one device."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,53 @@
+"""What is compiled for chips that are not here, by tests and by benchmarks/aot.py."""
+
+import functools
+from typing import Any
+
+from jaxstack import aot
+from jaxstack.aot import hlo
+from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+
+SMALL: dict[str, Any] = {"num_layers": 8, "d_model": 1024, "num_heads": 8, "vocab_size": 16384}
+DENSE = ModelConfig(**SMALL, d_ff=2816)
+MOE = ModelConfig(**{**SMALL, "num_layers": 4}, moe=MoEConfig(num_experts=8, top_k=2, d_ff=1408))
+LARGE = ModelConfig(num_layers=24, d_model=2048, num_heads=16, d_ff=5632, vocab_size=32768)  # 1.37e9 parameters
+
+
+def config(model: ModelConfig, batch: int, seq: int, remat: str = "selective", **mesh: Any) -> Config:
+    return Config(
+        model=model,
+        data=DataConfig(seq_len=seq, batch_size=batch),
+        train=TrainConfig(dtype="bfloat16", remat=remat),
+        mesh=MeshConfig(**{"data": 1} | mesh),
+    )
+
+
+CASES = {
+    "v5e_dense": ("v5e:4x4", config(DENSE, 16, 1024, fsdp=4, tensor=4)),
+    "v5p_moe": ("v5p:2x2x2", config(MOE, 16, 1024, expert=4, tensor=2)),
+    "v5p_plain_1.4b": ("v5p:2x2x2", config(LARGE, 8, 2048, "none", tensor=8, sequence_parallel=False)),
+    "v5p_selective_1.4b": ("v5p:2x2x2", config(LARGE, 8, 2048, tensor=8)),
+    "h100_8": ("h100:1x1x8", config(DENSE, 8, 1024, fsdp=4, tensor=2)),
+    "h100_64": ("h100:1x8x8", config(DENSE, 64, 1024, data=8, fsdp=4, tensor=2)),
+}
+
+
+@functools.cache
+def report(name: str) -> aot.Report:
+    target, cfg = CASES[name]
+    return aot.compile(cfg, target)
+
+
+def check(name: str) -> dict[tuple[str, str], float]:
+    """Compiles a case, prints what it needs and moves, holds that it fits and that memory is as the formula says.
+
+    Returns:
+      Bytes sent by axes and kind, of all that is more than a thousandth of the whole.
+    """
+    found = report(name)
+    print(found)
+    assert found.total < found.hbm
+    # What the formula counts is exact but for the work of a layer, where XLA is free; 10% is the promise to users.
+    assert abs(sum(found.memory.values()) / found.total - 1) < 0.1
+    sent = hlo.sent(found.collectives)
+    return {kind: value for kind, value in sent.items() if value > 0.001 * sum(sent.values())}

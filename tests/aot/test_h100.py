@@ -1,0 +1,35 @@
+"""The training step, compiled for 8 and 64 H100 by the CUDA plugin on a machine that has none."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed: pip install -e '.[test,cuda13]'")
+
+from cases import check, report
+
+from jaxstack.aot import hlo
+
+
+@pytest.mark.parametrize("name", ["h100_8", "h100_64"])
+def test_dense(name):
+    """FSDP over 4, tensor with sequence parallelism over 2, and on 8 hosts 8 replicas that sum their parts."""
+    sent = check(name)
+    within = {(axes, kind) for axes in ("fsdp", "tensor") for kind in ("all-gather", "reduce-scatter")}
+    assert set(sent) == within | ({("data", "all-reduce")} if name == "h100_64" else set())
+    predicted = hlo.sent(report(name).expected)
+    for kind, value in sent.items():
+        # Scalars and gradients of norms apart, XLA moves what the model says.
+        np.testing.assert_allclose(value, predicted[kind], rtol=0.01, err_msg=str(kind))
+
+
+def test_hosts_hold_whole_groups_of_the_inner_axes():
+    """Only replicas talk across hosts: each group of fsdp and tensor lies within one."""
+    from cases import CASES
+
+    from jaxstack import aot
+
+    target, cfg = CASES["h100_64"]
+    mesh = aot.placed(cfg, target)[0].mesh
+    hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    assert (hosts == hosts[:, :, :1, :1, :1, :1]).all()
+    assert len(set(hosts.ravel())) == 8
