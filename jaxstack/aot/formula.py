@@ -15,7 +15,7 @@ import jax
 
 from jaxstack import model
 from jaxstack.aot.hlo import Collective
-from jaxstack.config import Config
+from jaxstack.config import Config, MoEConfig
 from jaxstack.context import Context
 from jaxstack.params import Param, flat_spec
 from jaxstack.sharding.rules import names_of
@@ -97,12 +97,9 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
 
     # Experts: pairs of token and choice.
     if m.moe.num_experts:
-        n, k, tokens = sizes["expert"], m.moe.choices, rows * length
+        k, pairs = m.moe.choices, _pairs(m.moe, rows, length, sizes["expert"])
         if m.moe.capacity_factor is None:
-            pairs = n * tokens * k
             add("all-to-all", ("expert",), (pairs,), accum * L * (1 + int(remat != "none")), "experts' numbers", "s32")
-        else:
-            pairs = m.moe.num_experts * rows * min(ceil(m.moe.capacity_factor * length * k / m.moe.num_experts), length)
         # The way back is repeated for the gradient of the routing weights.
         trips = 4 + int(remat != "none") + again["dispatch"]
         add("all-to-all", ("expert",), (pairs, D), accum * L * trips, "tokens to experts and back")
@@ -142,6 +139,13 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
         else:
             add("all-reduce", apart, (L, *part) if p.stacked else part, 1, f"gradient of {path}", "f32")
     return found
+
+
+def _pairs(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
+    """Room for pairs of token and choice in the buffers of a device: the worst case, or what the capacity leaves."""
+    if moe.capacity_factor is None:
+        return shards * rows * length * moe.choices
+    return moe.num_experts * rows * min(ceil(moe.capacity_factor * length * moe.choices / moe.num_experts), length)
 
 
 def _part(p: Param, held: list[tuple[str, ...]], sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -190,7 +194,7 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     heads = tokens * m.head_width * (2 * m.num_heads + 2 * m.kv_heads) // T  # q, k, v and what attention gives
     ups = 2 if m.gated else 1
     if m.moe.num_experts:
-        pairs = tokens * m.moe.choices * sizes["expert"]  # the buffers' worst case
+        pairs = _pairs(m.moe, rows, tokens // rows, sizes["expert"])
         hidden = pairs * m.expert_width // T + tokens * m.moe.shared_experts * m.expert_width // T
         travelled = pairs * m.d_model
     else:
@@ -206,7 +210,8 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
         "none": selective + (4 + e) * scores + e * (2 * stream + 2 * hidden) + 4 * 6 * stream // n,
     }[t.remat]
     stored = e * gathered if sizes["fsdp"] > 1 else 0
-    in_layer = (12 + e) * scores + 2 * stored + e * (2 * stream + 3 * hidden + 2 * travelled)
+    # Of the experts' pairs: as sent, as received, as sorted by expert; and the gradient of each.
+    in_layer = (12 + e) * scores + 2 * stored + e * (2 * stream + 3 * hidden + 6 * travelled)
     in_layer += selective if t.remat == "full" else 0
     gradients = (e if t.grad_accum == 1 else 8) * sum(part.values())  # or sums and a microbatch's, in float32
     logits = tokens * m.vocab // T

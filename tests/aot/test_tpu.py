@@ -38,8 +38,8 @@ def test_sequence_parallelism_and_selective_recomputation_need_a_quarter_of_the_
     """
     activations = {}
     for name in ("v5p_plain_1.4b", "v5p_selective_1.4b"):
+        check(name)
         r = report(name)
-        print(r)
         activations[name] = r.temporary - r.memory["parameters in bfloat16"] - r.memory["gradients"]
     _, cfg = CASES["v5p_plain_1.4b"]
     s, b, h, a, t = cfg.data.seq_len, cfg.data.batch_size, LARGE.d_model, LARGE.num_heads, cfg.mesh.tensor
