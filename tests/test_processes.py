@@ -102,6 +102,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(text, tmp_path):
     """The same lines and samples from 2 x 4 devices as from 1 x 8, and each goes on from the other's checkpoint."""
     one, two = tmp_path / "one", tmp_path / "two"
