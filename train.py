@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxstack import cli, data, distributed, platform, rundir
-from jaxstack.config import Config, ConfigError, DistributedConfig, resolve
+from jaxstack.config import Config, DistributedConfig, resolve
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
@@ -201,10 +201,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        cli.run("train.py", main)
     except KeyboardInterrupt:
         print("train.py: interrupted; the same command continues from the newest checkpoint", file=sys.stderr)
         sys.exit(130)

@@ -7,7 +7,8 @@ imported here.
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +36,15 @@ class Parser(ArgumentParser):
                 raise ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else _HELP))
         text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).replace("typing.", "").replace("Parser key ", "")
         raise ConfigError(f"{text}; {_HELP}")
+
+
+def run(program: str, main: Callable[[list[str]], None]) -> None:
+    """Runs a command on the words of its command line; a user's mistake is one line and exit code 2."""
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 _HELP = "`python train.py --help` lists every key and its type"

@@ -147,9 +147,9 @@ class Context:
     def gather(self, spec: Spec, params: Any) -> Any:
         """Parameters as a layer uses them: what is only stored in parts (FSDP) is gathered; the gradient of that is a
         reduce-scatter."""
-        stored = self.axes("batch")
         if not self.gathers:
             return params
+        stored = self.axes("batch")
 
         def whole(p: Param, value: jax.Array) -> jax.Array:
             for dim, axis in enumerate(p.axes):

@@ -20,7 +20,7 @@ def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
 
     Where `mesh` leaves an axis open (-1) that is the physical cores, or fewer if they do not divide the batch: XLA runs
     a batched matmul, and many an elementwise loop, on one core of a device; with a device per core and the batch split
-    among them everything is parallel (`benchmarks/train_cpu.py` has the figures).
+    among them everything is parallel.
 
     Args:
       mesh: sizes.

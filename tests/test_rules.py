@@ -188,8 +188,8 @@ def test_activations(mesh):
     assert rules.activation(("batch", "embed")) == P(("data", "fsdp"), None)
     with pytest.raises(ShardingError, match=r"logical axis 'heads' in Rules.activations, which has batch, embed"):
         rules.activation(("batch", "heads"))
-    with pytest.raises(ShardingError, match=r"Rules.parameters, which is empty"):
-        rules.parameter(("heads",))
+    with pytest.raises(ShardingError, match=r"Rules.activations, which is empty"):
+        Rules().activation(("heads",))
 
 
 # The table and the guard, by figures worked out by hand.

@@ -5,7 +5,6 @@ the mesh, both beside the formula. Configuration and flags are those of `train.p
 """
 
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -44,8 +43,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"jaxstack.aot: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli.run("python -m jaxstack.aot", main)

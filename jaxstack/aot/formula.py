@@ -161,8 +161,8 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
 
     What a layer saves follows `model.REMAT_POLICIES`; `none` and `dots` leave it to XLA what of attention and norms is
     an array of its own, and are estimates. Attention is the XLA reference, which holds scores of all pairs of tokens:
-    of one layer, three times in float32 and once in the compute dtype, while its gradient is computed (fitted to the
-    programs that XLA makes for H100 of 8 variants of tests/aot's dense model, each within 7%).
+    of one layer, three times in float32 and once in the compute dtype, while its gradient is computed (fitted to
+    what XLA makes of tests/aot's models).
 
     Args:
       cfg: the run, resolved.

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack.moe.matmul import grouped_matmul, ragged_matmul, same_axes
+from jaxstack import collectives
+from jaxstack.moe.matmul import grouped_matmul, ragged_matmul
 from jaxstack.moe.routers import Routing
 
 IMPLEMENTATIONS = ("grouped", "ragged", "reference")
@@ -33,7 +34,6 @@ def moe_mlp(
     expert_axis: str | None = None,
     capacity_factor: float | None = None,
     rows: int | None = None,
-    buffer_factor: float | None = None,
     implementation: str = "grouped",
 ) -> tuple[jax.Array, jax.Array]:
     """Sum over a token's choices of weight * MLP of the chosen expert.
@@ -47,10 +47,9 @@ def moe_mlp(
     Over an expert axis each pair travels to the shard of its expert and back by `lax.all_to_all`
     (`lax.ragged_all_to_all`, which would send no more than there is, does not run on CPU in jax 0.10.2). Its buffers
     have one static size per pair of shards. Without a capacity the worst case is that all T * k pairs of a shard go to
-    one other, and that is the size by default: exact, but n times the traffic and memory of even routing,
-    n * T * k * D elements for each of the four buffers (there and back, sent and received); the experts compute on
-    real pairs only. `buffer_factor` makes it ceil(buffer_factor * T * k / n): what overflows is dropped, lowest weights
-    first, and counted, but that depends on the layout. With a capacity the buffers are [E, rows * C, D], exact.
+    one other, and that is the size: exact, but n times the traffic and memory of even routing, n * T * k * D elements
+    for each of the four buffers (there and back, sent and received); the experts compute on real pairs only. With a
+    capacity the buffers are [E, rows * C, D], exact.
 
     Results and gradients are those of one device. The weights' gradients are of the tokens that came to this shard:
     nothing is summed over any axis here. Nothing non-linear follows `w_down`, so F may be a slice of the hidden width
@@ -68,10 +67,9 @@ def moe_mlp(
       expert_axis: mesh axis that the experts are spread over; the tokens are spread over it, too.
       capacity_factor: None: no limit.
       rows: sequences in x, which lie as [rows, T / rows], flattened; needed with a capacity.
-      buffer_factor: see above; without an expert axis there is no buffer and it does nothing.
       implementation: of the matmuls without a capacity. "grouped": a loop that runs over rows of pairs, not over
         experts times rows; every platform. "ragged": `lax.ragged_dot`, a kernel on TPU; on CPU it computes all rows
-        with all experts (8 experts: 8 times slower than "grouped", 64: 60 times). "reference": every expert on every
+        with all experts. "reference": every expert on every
         token, the definition; one device only.
 
     Returns:
@@ -82,7 +80,7 @@ def moe_mlp(
     """
     T, D = x.shape
     k = routing.experts.shape[1]
-    n = _check(T, k, weights, num_experts, expert_axis, capacity_factor, rows, buffer_factor, implementation)
+    n = _check(T, k, weights, num_experts, expert_axis, capacity_factor, rows, implementation)
     experts = routing.experts.reshape(-1)  # [N]
     gates = routing.weights.reshape(-1)
 
@@ -95,9 +93,9 @@ def moe_mlp(
         source, slot = _slots(experts * rows + row, num_experts * rows, capacity, gates)
         dropped = jnp.sum(slot == slots)
     elif expert_axis is not None:
-        capacity = T * k if buffer_factor is None else min(ceil(buffer_factor * T * k / n), T * k)
+        capacity = T * k
         local = num_experts // n
-        source, slot = _slots(experts // local, n, capacity, None if buffer_factor is None else gates)
+        source, slot = _slots(experts // local, n, capacity, None)
         dropped = jnp.sum(slot == n * capacity)
     else:
         dropped = jnp.sum(jnp.zeros_like(experts))
@@ -163,7 +161,6 @@ def _check(
     expert_axis: str | None,
     capacity_factor: float | None,
     rows: int | None,
-    buffer_factor: float | None,
     implementation: str,
 ) -> int:
     """Raises for what does not fit together; returns the number of shards of the expert axis."""
@@ -189,10 +186,6 @@ def _check(
             raise ValueError(f"capacity_factor={capacity_factor} must be positive, or None for no limit")
         if rows is None or tokens % rows:
             raise ValueError(f"rows={rows} must divide the {tokens} tokens: a capacity holds for each sequence")
-        if buffer_factor is not None:
-            raise ValueError("buffer_factor sizes the buffers without a capacity; set one of the two to None")
-    if buffer_factor is not None and buffer_factor <= 0:
-        raise ValueError(f"buffer_factor={buffer_factor} must be positive, or None for the worst case")
     return n
 
 
@@ -232,7 +225,7 @@ def _by_expert(
 
 def _sort(*keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The stable order of N items by keys (the first decides first), int32 [N], and its inverse."""
-    operands = same_axes(*keys, jnp.arange(keys[0].size, dtype=jnp.int32))
+    operands = collectives.alike(*keys, jnp.arange(keys[0].size, dtype=jnp.int32))
     order = lax.sort(operands, num_keys=len(keys))[-1]
     # Sorting again is quicker than scattering: no scatter loop on CPU, no atomics on GPU.
     return order, lax.sort((order, operands[-1]), num_keys=1)[1]
@@ -273,15 +266,15 @@ def _move(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     Returns:
       [M, D].
     """
-    return _move_same_axes(*same_axes(x, source, target))
+    return _move_alike(*collectives.alike(x, source, target))
 
 
 @jax.custom_vjp
-def _move_same_axes(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+def _move_alike(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
 
 
-_move_same_axes.defvjp(
-    lambda x, source, target: (_move_same_axes(x, source, target), (source, target)),
-    lambda indices, dy: (_move_same_axes(dy, *reversed(indices)), None, None),
+_move_alike.defvjp(
+    lambda x, source, target: (_move_alike(x, source, target), (source, target)),
+    lambda indices, dy: (_move_alike(dy, *reversed(indices)), None, None),
 )

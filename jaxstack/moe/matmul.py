@@ -4,13 +4,13 @@ Suffixes: N rows, E experts, I and O the widths that go in and come out.
 """
 
 from collections.abc import Callable
-from functools import reduce
-from operator import add
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxstack import collectives
 
 State = tuple[jax.Array, jax.Array]  # the next row, and what is carried
 Body = Callable[[jax.Array, int, jax.Array], jax.Array]
@@ -18,9 +18,7 @@ Body = Callable[[jax.Array, int, jax.Array], jax.Array]
 TILES = (256, 32)
 """Rows of a tile: large ones while an expert has that many left, then small ones.
 
-Small tiles waste little on experts with few rows; large ones spread the cost of adding up a weight's gradient. On 2 CPU
-cores (N=4096, 128 x 256 weights, 8 and 64 experts, forward and backward, ms): 256 then 32 takes 32 and 39; 32 alone 31
-and 40 (but 655 in place of 507 with 512 x 1024 weights); 64 alone 36 and 53; 128 alone 59 and 97.
+Small tiles waste little on experts with few rows; large ones spread the cost of adding up a weight's gradient.
 """
 
 
@@ -29,8 +27,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 
     The work is proportional to the rows, plus at most a small tile for each expert: a loop over tiles with as many
     turns as there are rows. XLA:CPU computes `lax.ragged_dot` as a matmul of all rows with every expert. A batched
-    matmul over tiles of 32 rows with each tile's weights gathered is no loop, but copies a weight for each tile (95 and
-    152 ms where this takes 32 and 39, see `TILES`) and needs memory for it.
+    matmul over tiles with each tile's weights gathered is no loop, but copies a weight for each tile.
 
     Args:
       x: [N, I].
@@ -40,12 +37,12 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     Returns:
       [N, O] in x's dtype; rows beyond the sum of sizes hold anything finite.
     """
-    return _grouped_matmul(*same_axes(x, w, sizes))
+    return _grouped_matmul(*collectives.alike(x, w, sizes))
 
 
 def ragged_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     """The same by `lax.ragged_dot`."""
-    x, w, sizes = same_axes(x, w, sizes)
+    x, w, sizes = collectives.alike(x, w, sizes)
     return lax.ragged_dot(x, w, sizes)
 
 
@@ -118,13 +115,3 @@ def _grouped_backward(residuals: Any, dy: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 _grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
-
-
-def same_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, each typed as varying over every mesh axis that one of them varies over.
-
-    A custom gradient must give cotangents of its arguments' types (check_vma), and loops and sorts want one type. JAX
-    casts where arrays meet in arithmetic: so each meets a zero made of all of them, which XLA folds away.
-    """
-    zero = reduce(add, [jnp.where(lax.stop_gradient(a).ravel()[0] == 0, 0, 0) for a in arrays])
-    return tuple(a + zero.astype(a.dtype) for a in arrays)

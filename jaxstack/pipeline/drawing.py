@@ -1,9 +1,9 @@
 """Schedules as Gantt charts: `python -m jaxstack.pipeline.drawing 1f1b --stages 4 --microbatches 8 --out chart.png`."""
 
 import argparse
-import sys
 from pathlib import Path
 
+from jaxstack import cli
 from jaxstack.config import ConfigError
 from jaxstack.pipeline.schedule import IDLE, Schedule, gpipe, interleaved_one_f_one_b, one_f_one_b
 
@@ -78,8 +78,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli.run("python -m jaxstack.pipeline.drawing", main)

@@ -88,7 +88,7 @@ def _grid(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
     for size in shape:
         outer.append(math.gcd(size, left))
         left //= outer[-1]
-    if len(islands) == 1 or left != 1 or devices[0].platform == "cpu":
+    if len(islands) == 1 or devices[0].platform == "cpu":
         return mesh_utils.create_device_mesh(shape, devices)
     inner = tuple(size // o for size, o in zip(shape, outer, strict=True))
     return mesh_utils.create_hybrid_device_mesh(inner, tuple(outer), devices, process_is_granule=not by_slice)

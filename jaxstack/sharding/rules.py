@@ -53,10 +53,6 @@ class Rules:
         """How an activation with these logical axes is split."""
         return PartitionSpec(*(self._named(self.activations, axis, "activations") for axis in axes))
 
-    def parameter(self, axes: Sequence[str]) -> PartitionSpec:
-        """How a parameter with these logical axes is split."""
-        return PartitionSpec(*(self._named(self.parameters, axis, "parameters") for axis in axes))
-
     def resolve(self, leaves: Mapping[str, Leaf], mesh: Mesh) -> dict[str, PartitionSpec]:
         """How every array of a model is split.
 
@@ -222,7 +218,6 @@ def transformer(cfg: MeshConfig) -> Rules:
             "batch": BATCH_AXES,
             "sequence": "context",
             "residual": ("context", "tensor") if cfg.sequence_parallel else "context",
-            "embed": None,
             "heads": "tensor",
             "mlp": "tensor",
             "vocab": "tensor",
