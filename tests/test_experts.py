@@ -142,7 +142,10 @@ def test_dropped_pairs_are_reported(rng):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_a_hard_gates_expert_is_a_dense_model_bit_for_bit(context, rng):
+def test_a_hard_gates_expert_is_a_dense_model(context, rng):
+    """Bit for bit in the reference, whose matmuls have the dense model's shapes. In tiles of rows the same products may
+    be summed in another order, as the processor has it; that the products are the same is shown with integers in
+    `test_moe`."""
     cfg = EXPERTS["domain"]
     values, batch = randomised(cfg, rng), random_batch(cfg, rng)
     tokens, ctx = batch["tokens"], CONTEXTS[context]
@@ -152,7 +155,9 @@ def test_a_hard_gates_expert_is_a_dense_model_bit_for_bit(context, rng):
         dense, dense_values = convert.extract_expert(cfg, values, expert)
         alone, aux = jax.jit(lambda v, d=dense: model.forward(d, v, tokens, ctx))(dense_values)
         assert aux == {}
-        assert (whole == alone).all()
+        if ctx.moe == "ragged":
+            assert (whole == alone).all()
+        np.testing.assert_allclose(whole, alone, atol=1e-5 * float(jnp.abs(alone).max()))
 
 
 def test_an_up_cycled_model_starts_as_the_dense_one(rng):
