@@ -76,6 +76,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         return distributed.whole(batch, batch_sharding, here, cfg.data.batch_size)
 
     abstract = step.abstract_state(cfg, ctx)
+    layout = step.checkpoint_layout(cfg, ctx, abstract)
     train_step = step.jit_train_step(cfg, ctx, abstract)
     eval_step = jax.jit(step.make_eval_step(cfg, ctx))
 
@@ -86,6 +87,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         screen.say(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
         screen.say(f"model    {params.count(model.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
+        if ctx.pipeline is not None:
+            screen.say(f"pipeline {ctx.pipeline}")
         screen.say(f"data     {dataset.description}")
         screen.say(f"run      {run}/")
         for change in changes:
@@ -98,15 +101,15 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             "newest checkpoint of run.dir": start,
         })  # fmt: skip
         if start:
-            state = checkpoints.restore(start, abstract)
+            state = layout.unpack(checkpoints.restore(start, layout.abstract))
             screen.say(f"resumed from step {start}")
         elif cfg.run.init_from:
             state = convert.start_from(cfg, ctx, abstract)
             screen.say(f"starts with the parameters of {cfg.run.init_from}")
         else:
-            state = step.make_state(cfg, abstract)
+            state = step.make_state(cfg, ctx, abstract)
 
-        sharding.guard(*sharding.placed(state.params), mesh, axes=("fsdp", "tensor"), limit=0.1)
+        sharding.guard(*sharding.placed(state.params), mesh, axes=("pipe", "fsdp", "tensor"), limit=0.1)
 
         if first:  # only now: nothing is overwritten by what does not fit
             rundir.write(cfg, dataset.tokenizer.to_json())
@@ -164,7 +167,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
                 if evaluating:
                     evaluate(number)
                 if saving:
-                    checkpoints.save(number, state)
+                    checkpoints.save(number, layout.pack(state))
                 meter.restart()
             asked = time.perf_counter()
         screen.stop()

@@ -55,7 +55,7 @@ def main() -> None:
         ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, given.batch))
         abstract = step.abstract_state(cfg, ctx)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
-        state = step.make_state(cfg, abstract)
+        state = step.make_state(cfg, ctx, abstract)
         gradients = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, shardings, None))
         runs[experts] = [state, step.jit_train_step(cfg, ctx, abstract), gradients, ctx.sharding(ctx.batch)]
 

@@ -66,7 +66,7 @@ def ours(name: str) -> None:
     mesh = sharding.make_mesh(cfg.mesh, job["batch"])
     ctx = Context.create(cfg, mesh)
     abstract = step.abstract_state(cfg, ctx)
-    state = step.make_state(cfg, abstract)
+    state = step.make_state(cfg, ctx, abstract)
     train_step = step.jit_train_step(cfg, ctx, abstract)
     ids = np.random.default_rng(0).integers(0, job["vocab"], (job["batch"], job["seq_len"] + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones(ids[:, 1:].shape, np.float32)}

@@ -9,7 +9,7 @@ from types import ModuleType
 
 _ROOMS = (
     "checkpoint", "cli", "config", "context", "data", "generate", "kernels", "layers", "loggers", "losses", "metrics",
-    "model", "optim", "params", "plan", "platform", "rundir", "sharding", "step", "tree",
+    "model", "optim", "params", "pipeline", "plan", "platform", "rundir", "sharding", "step", "tree",
 )  # fmt: skip
 
 

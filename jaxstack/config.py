@@ -391,7 +391,7 @@ class MeshConfig:
     fsdp: int = 1
     """Parts of parameters, gradients and optimizer state (ZeRO-3); the batch is shared too."""
     pipe: int = 1
-    """Pipeline stages; only 1 so far."""
+    """Pipeline stages, see the group `pipeline`."""
     tensor: int = 1
     """Parts of heads, MLP width and vocabulary (Megatron)."""
     context: int = 1
@@ -406,7 +406,6 @@ class MeshConfig:
     def __post_init__(self) -> None:
         for axis, size in self.sizes.items():
             _require(size == -1 or size >= 1, f"mesh.{axis}={size} must be positive, or -1 for what is left")
-        _require(self.pipe == 1, f"mesh.pipe={self.pipe}: there are no pipelines yet; use mesh.pipe=1 and mesh.fsdp")
         free = [f"mesh.{axis}=-1" for axis, size in self.sizes.items() if size == -1]
         _require(len(free) <= 1, f"{' and '.join(free)}: only one axis can take what is left; give the others a size")
 
@@ -414,6 +413,25 @@ class MeshConfig:
     def sizes(self) -> dict[str, int]:
         """Mesh axes, outermost (slowest links) first; all always exist, and size 1 costs nothing."""
         return {name: getattr(self, name) for name in ("pipe", "data", "fsdp", "expert", "context", "tensor")}
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How a mesh with `mesh.pipe` above 1 runs its stages. See docs/pipelines.md."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    """In which order; it changes time and memory, never values."""
+    microbatches: int | None = None
+    """Parts that a stage takes its sequences in; null: as many as the batch allows, at most four a stage."""
+    chunks: int = 1
+    """Stretches of layers a stage, for `interleaved_1f1b`: that many times less idle time and more traffic."""
+
+    def __post_init__(self) -> None:
+        _at_least("pipeline", self, 1, "microbatches", "chunks")
+        _require(
+            self.chunks == 1 or self.schedule == "interleaved_1f1b",
+            f"pipeline.chunks={self.chunks} needs pipeline.schedule=interleaved_1f1b; {self.schedule} has one a stage",
+        )
 
 
 @dataclass(frozen=True)
@@ -495,6 +513,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -589,11 +608,13 @@ def resolve(config: Config, vocab_size: int) -> Config:
         model.vocab_size is None or model.vocab_size >= vocab_size,
         f"model.vocab_size={model.vocab_size} is less than the tokenizer's {vocab_size}; raise it, or leave it null",
     )
-    vocabulary, tensor = model.vocab_size or vocab_size, config.mesh.tensor
+    vocabulary, mesh = model.vocab_size or vocab_size, config.mesh
+    parts = max(mesh.pipe, 1) * max(mesh.tensor, 1)
+    sizes = " x ".join(f"mesh.{axis}={mesh.sizes[axis]}" for axis in ("pipe", "tensor") if mesh.sizes[axis] > 1)
     _require(
-        tensor < 1 or vocabulary % tensor == 0,
-        f"mesh.tensor={tensor} does not divide the vocabulary of {vocabulary}; pad it with "
-        f"--model.vocab_size={-(-vocabulary // max(tensor, 1)) * tensor}",
+        vocabulary % parts == 0,
+        f"{sizes} does not divide the vocabulary of {vocabulary}; pad it with "
+        f"--model.vocab_size={-(-vocabulary // parts) * parts}",
     )
     positions = model.max_positions
     if model.positions == "learned" and positions is None:

@@ -20,7 +20,8 @@ from jaxstack.collectives import Axes
 from jaxstack.config import Config, MeshConfig
 from jaxstack.kernels import context_order
 from jaxstack.params import Param, Spec, flat_spec, map_spec
-from jaxstack.sharding import Leaf, Rules, transformer
+from jaxstack.pipeline import Program, resolve
+from jaxstack.sharding import BATCH_AXES, Leaf, Rules, transformer
 from jaxstack.sharding.rules import names_of
 
 
@@ -31,6 +32,7 @@ class Context:
     Attributes:
       mesh: devices, or None for one.
       rules: logical axes to mesh axes.
+      pipeline: what every stage does when, or None for one stage.
       context_method: how keys and values reach the queries of other sequence shards: `ring` or `all_gather`.
       dtype: of activations and of the matrices as they enter matmuls.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
@@ -40,6 +42,7 @@ class Context:
 
     mesh: Mesh | None = None
     rules: Rules = field(default_factory=lambda: transformer(MeshConfig()))
+    pipeline: Program | None = None
     context_method: Literal["ring", "all_gather"] = "ring"
     dtype: Any = jnp.float32
     remat: Literal["none", "selective", "dots", "full"] = "none"
@@ -52,9 +55,16 @@ class Context:
 
     @classmethod
     def create(cls, cfg: Config, mesh: Mesh) -> "Context":
-        """The context of a run: kernels by the mesh's platform."""
+        """The context of a run: kernels by the mesh's platform, its pipeline by the mesh's stages.
+
+        Raises:
+          ConfigError: a pipeline that does not fit the model or the batch.
+        """
+        stages, replicas = mesh.shape["pipe"], math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+        sequences = cfg.data.batch_size // cfg.train.grad_accum // replicas
         context = cls(
             mesh=mesh,
+            pipeline=resolve(cfg, stages, sequences) if stages > 1 else None,
             rules=transformer(cfg.mesh),
             context_method=cfg.mesh.context_method,
             dtype=jnp.dtype(cfg.train.dtype),
@@ -76,6 +86,13 @@ class Context:
         """How the arrays of a batch [B, S] lie: rows are split; each device takes its tokens of a row itself."""
         return self.narrow(self.rules.activation(("batch",)))
 
+    def stored(self, spec: Spec) -> Spec:
+        """The declarations with as many rows of layers as the stages of a pipeline store."""
+        if self.pipeline is None:
+            return spec
+        rows = len(self.pipeline.stages.numbers)
+        return map_spec(lambda p: replace(p, shape=(rows, *p.shape[1:])) if p.stacked else p, spec)
+
     def parameters(self, spec: Spec) -> Any:
         """How parameters lie, as a tree of PartitionSpecs.
 
@@ -83,7 +100,7 @@ class Context:
           ShardingError: a parameter that the mesh does not divide, see `Rules.resolve`.
         """
         assert self.mesh is not None
-        leaves = {path: Leaf(p.shape, p.axes) for path, p in flat_spec(spec).items()}
+        leaves = {path: Leaf(p.shape, p.axes) for path, p in flat_spec(self.stored(spec)).items()}
         named = {axis for leaf in leaves.values() for axis in leaf.axes or ()}
         # The family's rules name the axes of all its members; this one has some of them.
         rules = replace(self.rules, parameters={k: v for k, v in self.rules.parameters.items() if k in named})
@@ -130,7 +147,9 @@ class Context:
 
         Without it the value stays, and f of Megatron (Shoeybi et al. 2019, arXiv:1909.08053, section 3) is in the type:
         the gradients of all that the region makes of x are added up on each device, and summed over devices once."""
-        return collectives.varying(collectives.gather(x, self.between, 1), self.axes(over))
+        # Axes that are not gathered over come first: then their sum is of what the reduce-scatter has left.
+        outer = tuple(axis for axis in self.axes(over) if axis not in self.between)
+        return collectives.varying(collectives.gather(collectives.varying(x, outer), self.between, 1), self.axes(over))
 
     def split(self, x: jax.Array) -> jax.Array:
         """This device's part of what it holds for a whole tensor-parallel region: [..., S] to [..., S/n]."""
@@ -163,6 +182,16 @@ class Context:
         return map_spec(whole, spec, params)
 
     @property
+    def gathered(self) -> "Context":
+        """This context for parameters that have been through `gather`."""
+        stored = self.axes("batch")
+        left = {
+            axis: tuple(name for name in names_of(entry) if axis in ("layers", "experts") or name not in stored)
+            for axis, entry in self.rules.parameters.items()
+        }
+        return replace(self, rules=replace(self.rules, parameters=left))
+
+    @property
     def gathers(self) -> bool:
         """Whether parameters are stored in parts that share the batch, and so must be gathered to be used."""
         stored = self.axes("batch")
@@ -181,6 +210,22 @@ class Context:
     def together(self, spec: Spec, grads: Any) -> Any:
         """The sums of gradients that were kept apart."""
         return map_spec(lambda p, value: collectives.all_reduce(value, self._unsummed(p)), spec, grads)
+
+    def in_order(self, rows: Any) -> Any:
+        """Arrays over the layers of this device's stage [R/P, ...], as arrays over all layers in their order [L, ...],
+        equal on all stages: for small arrays."""
+        if self.pipeline is None:
+            return rows
+        places = self.pipeline.stages.rows
+        return jax.tree.map(lambda a: collectives.gather_equal(a, ("pipe",), 0)[places], rows)
+
+    def in_rows(self, values: jax.Array) -> jax.Array:
+        """An array over all layers in their order [L, ...] as it is stored [R, ...]."""
+        if self.pipeline is None:
+            return values
+        numbers = self.pipeline.stages.numbers
+        held = (numbers >= 0).reshape(-1, *(1,) * (values.ndim - 1))
+        return jnp.where(held, values[numbers], jnp.zeros((), values.dtype))
 
     def token_index(self, length: int) -> jax.Array:
         """Positions within a row of this device's `length` tokens, int32 [S].

@@ -71,7 +71,8 @@ def start_from(cfg: Config, ctx: Context, abstract: step.TrainState) -> step.Tra
     with Checkpoints(other.checkpoint, rundir.checkpoints(run)) as checkpoints:
         if checkpoints.latest is None:
             raise ConfigError(f"run.init_from={run} holds no checkpoint; let that run reach one")
-        values = checkpoints.restore(checkpoints.latest, step.abstract_state(other, ctx)).params
+        layout = step.checkpoint_layout(other, ctx, step.abstract_state(other, ctx))
+        values = layout.unpack(checkpoints.restore(checkpoints.latest, layout.abstract)).params
     there = other.model
     if cfg.model.moe.num_experts and not there.moe.num_experts:
         key = jax.random.key(cfg.run.seed)
@@ -80,4 +81,4 @@ def start_from(cfg: Config, ctx: Context, abstract: step.TrainState) -> step.Tra
         there, values = replace(there, moe=cfg.model.moe), grow(values)
     if there != cfg.model:
         raise ConfigError(f"run.init_from={run} holds another model; give this run the model keys of its config.yaml")
-    return replace(step.make_state(cfg, abstract), params=values)
+    return replace(step.make_state(cfg, ctx, abstract), params=values)

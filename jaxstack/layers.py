@@ -142,7 +142,6 @@ def attention(
         mixed = kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **options)
     else:
         mixed = kernels.attention(q, k, v, **options)
-    mixed = checkpoint_name(mixed, "attention")
     # Devices hold rows of the matrix: partial products are summed, and then the bias is added once.
     y = ctx.leave(kernels.linear(mixed, params["w_o"], in_axes=2, implementation=ctx.linear), "heads")
     return y + params["b_o"].astype(y.dtype) if cfg.bias else y

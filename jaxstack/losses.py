@@ -35,7 +35,12 @@ def next_token(
         rows=batch.get("rows"),
         dropout_key=dropout_key,
     )
-    total = kernels.cross_entropy(
+    return likelihood(cfg, params, x, batch, ctx), aux
+
+
+def likelihood(cfg: ModelConfig, params: Any, x: jax.Array, batch: dict[str, jax.Array], ctx: Context) -> jax.Array:
+    """Sum of weight * negative log-likelihood of `targets` after the hidden states x [B, S, D], in nats."""
+    return kernels.cross_entropy(
         x,
         model.head(cfg, params, ctx),
         batch["targets"],
@@ -44,7 +49,6 @@ def next_token(
         vocab_axes=ctx.axes("vocab"),
         implementation=ctx.cross_entropy,
     )
-    return total, aux
 
 
 def auxiliary(cfg: ModelConfig, aux: model.Aux, sequences: int, length: int) -> jax.Array | float:

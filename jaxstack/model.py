@@ -9,6 +9,7 @@ of this device, S tokens of a row that it attends from, S/n its tokens of the re
 parallelism), D width, V vocabulary, L layers.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack import layers
+from jaxstack import layers, pipeline
 from jaxstack.config import ModelConfig
 from jaxstack.context import Context
 from jaxstack.moe import update_bias
 from jaxstack.params import Param, Spec, cast_matrices, map_spec, stack
+from jaxstack.pipeline import Work
 from jaxstack.sharding import BATCH_AXES
 
 Aux = dict[str, jax.Array]
@@ -117,17 +119,103 @@ REMAT_POLICIES = {
 }
 
 
+def inputs(cfg: ModelConfig, batch: dict[str, jax.Array], ctx: Context) -> dict[str, Any]:
+    """What the layers read beside the residual stream, made once for all of them.
+
+    Args:
+      batch: `tokens` [B, S]; optional `positions` (of each token within its document; else its place in the row),
+        `segment_ids` (its document; else one a row) and `gate` (its domain or timestep, for hard gates), each [B, S];
+        for dropout `key` (a PRNG key's data) and `rows` (of these rows in the whole batch [B]; else as if this were
+        the whole).
+    """
+    tokens = batch["tokens"]
+    length = tokens.shape[1]
+    positions = batch.get("positions", ctx.token_index(length))
+    given: dict[str, Any] = {"tokens": tokens, "positions": ctx.split(positions)}
+    if cfg.positions == "rope":
+        given["rope"] = layers.rope_tables(cfg, positions)
+    if "segment_ids" in batch:
+        given["segment_ids"] = batch["segment_ids"]
+    if "gate" in batch:
+        given["gate"] = ctx.split(batch["gate"])
+    if "key" in batch:
+        rows = batch.get("rows")
+        given["key"] = batch["key"]
+        given["token_ids"] = ctx.token_ids(ctx.rows(tokens.shape[0]) if rows is None else rows, length)
+    return given
+
+
+def _dropout_keys(given: dict[str, Any]) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """Of the layers, and of the embedding."""
+    if "key" not in given:
+        return None, None
+    keys = jax.random.split(jax.random.wrap_key_data(given["key"]))
+    return keys[0], keys[1]
+
+
+def embed(cfg: ModelConfig, params: Any, given: dict[str, Any], ctx: Context) -> jax.Array:
+    """The residual stream before the first layer [B, S/n, D]; `given` is of `inputs`."""
+    table = ctx.gather(spec(cfg)["embedding"], params["embedding"])
+    x = layers.embed(cfg, table, given["tokens"], given["positions"], ctx)
+    return layers.dropout(_dropout_keys(given)[1], cfg.dropout, x, given.get("token_ids"))
+
+
+def step(
+    cfg: ModelConfig, ctx: Context, params: list[Any], x: jax.Array, index: jax.Array, given: dict[str, Any]
+) -> tuple[jax.Array, Aux]:
+    """One step of the scan over layers: one period of attention windows, a block each; mostly that is one block.
+
+    Args:
+      params: of each block of the step.
+      x: residual stream [B, S/n, D].
+      index: of the step.
+      given: of `inputs`.
+
+    Returns:
+      The residual stream and auxiliary values, each [period, ...].
+    """
+    one_layer = map_spec(lambda p: replace(p, shape=p.shape[1:], axes=p.axes[1:]), spec(cfg)["layers"])
+    every: list[Aux] = []
+    for i, (window, one) in enumerate(zip(cfg.windows, params, strict=True)):
+        key = _dropout_keys(given)[0]
+        x, aux = block(
+            cfg,
+            ctx.gather(one_layer, one),
+            x,
+            ctx,
+            window=window,
+            rope=given.get("rope"),
+            segment_ids=given.get("segment_ids"),
+            dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
+            token_ids=given.get("token_ids"),
+            gate=given.get("gate"),
+        )
+        every.append(aux)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
+
+
+def remat(ctx: Context, f: Any) -> Any:
+    """`f`, recomputed in the backward pass as `ctx.remat` says; always within a loop over layers."""
+    if ctx.remat == "none" and not ctx.gathers:
+        return f
+    # The loop itself keeps XLA from merging the recomputation with the first pass.
+    return jax.checkpoint(f, policy=REMAT_POLICIES[ctx.remat], prevent_cse=False)
+
+
+def by_step(cfg: ModelConfig, stacked: Any) -> list[Any]:
+    """The stacked layers as one tree for each block of a step, [L, ...] to period x [L/period, ...]."""
+    period = len(cfg.windows)
+    return [jax.tree.map(lambda a, i=i: a.reshape(-1, period, *a.shape[1:])[:, i], stacked) for i in range(period)]
+
+
 def hidden(
     cfg: ModelConfig,
     params: Any,
     tokens: jax.Array,
     ctx: Context | None = None,
     *,
-    positions: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    gate: jax.Array | None = None,
-    rows: jax.Array | None = None,
     dropout_key: jax.Array | None = None,
+    **rest: jax.Array | None,
 ) -> tuple[jax.Array, Aux]:
     """Everything before the head.
 
@@ -135,71 +223,78 @@ def hidden(
       params: as `spec` declares them, float32.
       tokens: ids [B, S].
       ctx: how to compute.
-      positions: of each token within its document [B, S]; None: its place in the row.
-      segment_ids: document of each token [B, S]; None: one document a row.
-      gate: what a hard gate decides by: the domain, or the diffusion's timestep, of each token [B, S].
-      rows: indices of these rows in the whole batch [B], for dropout; None: as if this were the whole microbatch.
       dropout_key: None in evaluation.
+      rest: `positions`, `segment_ids`, `gate`, `rows` of `inputs`; None: not given.
 
     Returns:
       Normalised hidden states [B, S, D] in `ctx.dtype`, and auxiliary values, each [L, ...] (none of a dense model).
     """
     ctx = ctx or Context()
-    declared = spec(cfg)
-    params = cast_matrices(declared, params, ctx.dtype)
-    length = tokens.shape[1]
-    positions = ctx.token_index(length) if positions is None else positions
-    table = ctx.gather(declared["embedding"], params["embedding"])
-    x = layers.embed(cfg, table, tokens, ctx.split(positions), ctx)
-    rope = layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None
-    token_ids = None
+    params = cast_matrices(spec(cfg), params, ctx.dtype)
+    batch = {"tokens": tokens, **{name: value for name, value in rest.items() if value is not None}}
     if dropout_key is not None:
-        token_ids = ctx.token_ids(ctx.rows(tokens.shape[0]) if rows is None else rows, length)
-        dropout_key, key = jax.random.split(dropout_key)
-        x = layers.dropout(key, cfg.dropout, x, token_ids)
-
-    gate = None if gate is None else ctx.split(gate)
+        batch["key"] = jax.random.key_data(dropout_key)
+    if ctx.pipeline is not None:
+        return _hidden_through_stages(cfg, params, batch, ctx)
+    given = inputs(cfg, batch, ctx)
     period = len(cfg.windows)
-    one_layer = map_spec(lambda p: replace(p, shape=p.shape[1:], axes=p.axes[1:]), declared["layers"])
 
-    def one_period(x: jax.Array, scanned: tuple[Any, jax.Array]) -> tuple[jax.Array, Aux]:
+    def one_step(x: jax.Array, scanned: tuple[Any, jax.Array]) -> tuple[jax.Array, Aux]:
         stacked, index = scanned
-        every: list[Aux] = []
-        for i, window in enumerate(cfg.windows):
-            key = None if dropout_key is None else jax.random.fold_in(dropout_key, index * period + i)
-            one = ctx.gather(one_layer, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
-            x, aux = block(
-                cfg,
-                one,
-                x,
-                ctx,
-                window=window,
-                rope=rope,
-                segment_ids=segment_ids,
-                dropout_key=key,
-                token_ids=token_ids,
-                gate=gate,
-            )
-            every.append(aux)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
+        return step(cfg, ctx, [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(period)], x, index, given)
 
-    if ctx.remat != "none" or ctx.gathers:
-        # Within a scan the loop itself keeps XLA from merging the recomputation with the first pass.
-        one_period = jax.checkpoint(one_period, policy=REMAT_POLICIES[ctx.remat], prevent_cse=False)
-    groups = cfg.num_layers // period
-    stacked = jax.tree.map(lambda leaf: leaf.reshape(groups, period, *leaf.shape[1:]), params["layers"])
-    x, aux = jax.lax.scan(one_period, x, (stacked, jnp.arange(groups)))
-    return ctx.enter(layers.norm(cfg, params["final_norm"], x, ctx), "vocab"), jax.tree.map(
-        lambda leaf: leaf.reshape(cfg.num_layers, *leaf.shape[2:]), aux
+    steps = cfg.num_layers // period
+    stacked = jax.tree.map(lambda a: a.reshape(steps, period, *a.shape[1:]), params["layers"])
+    x, aux = jax.lax.scan(remat(ctx, one_step), embed(cfg, params, given, ctx), (stacked, jnp.arange(steps)))
+    return final(cfg, params, x, ctx), jax.tree.map(lambda a: a.reshape(cfg.num_layers, *a.shape[2:]), aux)
+
+
+def _hidden_through_stages(
+    cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], ctx: Context
+) -> tuple[jax.Array, Aux]:
+    """`hidden` where layers lie on the stages of a pipeline; its gradient by autodiff is GPipe's."""
+    assert ctx.pipeline is not None
+    rows = batch["tokens"].shape[0]
+    microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches)
+    stacked = by_step(cfg, ctx.gather(spec(cfg)["layers"], params["layers"]))
+    inner = ctx.gathered
+
+    def one_step(weights: Any, x: jax.Array, index: jax.Array, given: Any) -> tuple[jax.Array, jax.Array, Aux]:
+        x, aux = step(cfg, inner, weights, x, index, given)
+        return x, jnp.zeros(()), aux
+
+    work = Work(
+        inputs=lambda micro: inputs(cfg, micro, ctx),
+        first=lambda shared, given: embed(cfg, shared, given, ctx),
+        layer=remat(inner, one_step),
     )
+    micros = microbatched(batch, microbatches)
+    x, _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, stacked, micros)
+    x = x.swapaxes(0, 1).reshape(rows, *x.shape[2:])
+    return final(cfg, params, x, ctx), ctx.in_order(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux))
 
 
-def balance(cfg: ModelConfig, params: Any, aux: Aux) -> Any:
+def microbatched(batch: dict[str, jax.Array], microbatches: int) -> dict[str, jax.Array]:
+    """Arrays of a batch [B, ...] cut into [M, B/M, ...]: microbatch i takes rows i, i + M, ... A key goes to each."""
+    return {
+        name: jnp.broadcast_to(a, (microbatches, *a.shape))
+        if name == "key"
+        else a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)
+        for name, a in batch.items()
+    }
+
+
+def final(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
+    """From the residual stream [B, S/n, D] to what the head reads [B, S, D]."""
+    return ctx.enter(layers.norm(cfg, params["final_norm"], x, ctx), "vocab")
+
+
+def balance(cfg: ModelConfig, params: Any, aux: Aux, ctx: Context) -> Any:
     """The parameters with every router's bias moved against the `load` of a whole step, [L, E]; no loss has a part in
     it (Wang et al. 2024, arXiv:2408.15664). Without such a bias, the parameters."""
     if not cfg.moe.num_experts or cfg.moe.router != "sigmoid":
         return params
-    moved = update_bias(params["layers"]["moe"]["balance"], aux["load"], cfg.moe.bias_rate)
+    moved = update_bias(params["layers"]["moe"]["balance"], ctx.in_rows(aux["load"]), cfg.moe.bias_rate)
     return {**params, "layers": {**params["layers"], "moe": {**params["layers"]["moe"], "balance": moved}}}
 
 

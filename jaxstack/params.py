@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxstack.tree import path_of
 
@@ -81,21 +82,34 @@ def abstract(spec: Spec, dtype: Any = jnp.float32) -> Any:
     return map_spec(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), spec)
 
 
-def init(key: jax.Array, spec: Spec) -> Any:
+def init(key: jax.Array, spec: Spec, layers: np.ndarray | None = None) -> Any:
     """Initial values, float32.
 
     Each array's key is folded from its path and, where layers are stacked, from the layer's index, so that values do
     not depend on the mesh, on how layers are grouped, or on which other parameters exist.
+
+    Args:
+      key: of all randomness.
+      spec: declarations.
+      layers: which layer each row of the stacked arrays holds, -1: none, which is zeros; by default their order.
     """
 
     def one(keys: tuple[Any, ...], p: Param) -> jax.Array:
-        if p.init != "normal":
-            return jnp.full(p.shape, float(p.init == "ones"), jnp.float32)
         own = jax.random.fold_in(key, zlib.crc32(path_of(keys).encode()))
+        shape = p.shape[p.stacked :]
+
+        def draw(key: jax.Array) -> jax.Array:
+            if p.init == "normal":
+                return p.std * jax.random.normal(key, shape, jnp.float32)
+            return jnp.full(shape, float(p.init == "ones"), jnp.float32)
+
         if not p.stacked:
-            return p.std * jax.random.normal(own, p.shape, jnp.float32)
-        layer_keys = jax.vmap(lambda i: jax.random.fold_in(own, i))(jnp.arange(p.shape[0]))
-        return p.std * jax.vmap(lambda k: jax.random.normal(k, p.shape[1:], jnp.float32))(layer_keys)
+            return draw(own)
+        numbers = jnp.arange(p.shape[0]) if layers is None else jnp.asarray(layers)
+        values = jax.vmap(lambda i: draw(jax.random.fold_in(own, i)))(numbers)
+        if layers is None or (layers >= 0).all():
+            return values
+        return jnp.where((numbers >= 0).reshape(-1, *(1,) * len(shape)), values, 0.0)
 
     return jax.tree_util.tree_map_with_path(one, spec, is_leaf=lambda x: isinstance(x, Param))
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxstack import collectives, losses, model, optim, params
+from jaxstack import collectives, losses, model, optim, params, pipeline
 from jaxstack.config import Config
 from jaxstack.context import Context
+from jaxstack.pipeline import Work
 from jaxstack.tree import path_of
 
 Batch = dict[str, jax.Array]
@@ -42,25 +43,28 @@ def make_optimizer(cfg: Config) -> optax.GradientTransformation:
     return optim.optimizer(cfg.optim, cfg.train.steps, model.spec(cfg.model))
 
 
-def init_state(cfg: Config) -> TrainState:
-    """The state before the first step: a function of the configuration and `run.seed` alone."""
-    values = params.init(jax.random.key(cfg.run.seed), model.spec(cfg.model))
+def init_state(cfg: Config, ctx: Context | None = None) -> TrainState:
+    """The state before the first step: a function of the configuration and `run.seed` alone. Of the context only where
+    the stages of a pipeline store their layers is read."""
+    ctx = ctx or Context()
+    layers = None if ctx.pipeline is None else ctx.pipeline.stages.numbers
+    values = params.init(jax.random.key(cfg.run.seed), ctx.stored(model.spec(cfg.model)), layers)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, zero, zero, values, make_optimizer(cfg).init(values))
 
 
-def make_state(cfg: Config, abstract: TrainState) -> TrainState:
+def make_state(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
     """`init_state`, made where it belongs: every device computes its own shards."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     on_cpu = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform == "cpu"
     # It runs once, and LLVM would spend longer on making it fast than it takes.
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
-    return jax.jit(lambda: init_state(cfg), out_shardings=shardings, compiler_options=options)()
+    return jax.jit(lambda: init_state(cfg, ctx), out_shardings=shardings, compiler_options=options)()
 
 
 def abstract_state(cfg: Config, ctx: Context) -> TrainState:
     """Shapes, dtypes and shardings of the state; what the optimizer keeps for a parameter lies as it does."""
-    spec = model.spec(cfg.model)
+    spec = ctx.stored(model.spec(cfg.model))
     placed = {
         path: (p.shape, ctx.sharding(where))
         for (path, p), where in zip(params.flat_spec(spec).items(), jax.tree.leaves(ctx.parameters(spec)), strict=True)
@@ -74,7 +78,50 @@ def abstract_state(cfg: Config, ctx: Context) -> TrainState:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
-    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(lambda: init_state(cfg)))
+    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(lambda: init_state(cfg, ctx)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a state lies in a checkpoint: layers in the model's order, whatever pipeline it was trained in.
+
+    Attributes:
+      abstract: shapes, dtypes and shardings there.
+      pack, unpack: from the state of a run to that of a checkpoint, and back. Both are one copy of the layers, or none
+        where the stages' rows are the layers in their order.
+    """
+
+    abstract: TrainState
+    pack: Callable[[TrainState], TrainState]
+    unpack: Callable[[TrainState], TrainState]
+
+
+def checkpoint_layout(cfg: Config, ctx: Context, abstract: TrainState) -> Layout:
+    """The layout of a run's checkpoints; `abstract` is of `abstract_state`."""
+    if ctx.pipeline is None or ctx.pipeline.stages.in_order:
+        return Layout(abstract, lambda state: state, lambda state: state)
+    stages = ctx.pipeline.stages
+    stacked = tuple("/" + path for path, p in params.flat_spec(model.spec(cfg.model)).items() if p.stacked)
+
+    def layers(f: Any, tree: Any) -> Any:
+        """`f` of every leaf over layers: a parameter, or what the optimizer keeps for it."""
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, leaf: f(leaf) if path_of(keys).endswith(stacked) else leaf, tree
+        )
+
+    def packed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape, (_, *rest) = (len(stages.rows), *leaf.shape[1:]), leaf.sharding.spec
+        # Layers that the stages do not divide are whole on each of them while they are saved or restored.
+        first = "pipe" if shape[0] % stages.stages == 0 else None
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=ctx.sharding(PartitionSpec(first, *rest)))
+
+    saved = layers(packed, abstract)
+
+    def jitted(f: Any, to: TrainState) -> Callable[[TrainState], TrainState]:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, to)
+        return jax.jit(lambda state: layers(f, state), out_shardings=shardings)
+
+    return Layout(saved, jitted(lambda a: a[stages.rows], saved), jitted(ctx.in_rows, abstract))
 
 
 def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, Any, Metrics]]:
@@ -103,10 +150,12 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
             return loss + losses.auxiliary(cfg.model, aux, sequences, length), (loss, aux)
 
         def share(values: Any, micro: Batch) -> Any:
+            if ctx.pipeline is not None:
+                return pipelined(cfg, ctx, values, micro, key, tokens, sequences, length)
             (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(values, micro)
             return reported, grads
 
-        if accum == 1:  # every layer's gradients are summed over devices as they come
+        if accum == 1 and ctx.pipeline is None:  # every layer's gradients are summed over devices as they come
             (loss, aux), grads = share(values, batch)
         else:
             values = ctx.apart(spec, values)
@@ -127,6 +176,56 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
         return ctx.local(work, (where, ctx.batch, whole), (whole, where, whole))(values, batch, key)
 
     return gradients
+
+
+def pipelined(
+    cfg: Config,
+    ctx: Context,
+    values: Any,
+    batch: Batch,
+    key: jax.Array | None,
+    tokens: jax.Array,
+    sequences: int,
+    length: int,
+) -> tuple[tuple[jax.Array, model.Aux], Any]:
+    """This device's share of loss, auxiliary values and gradients, by the pipeline's table.
+
+    What is stored in parts (FSDP) is gathered before the pipeline runs, and its gradients are scattered after it.
+
+    Args:
+      values: parameters, such that their gradients stay apart.
+      batch: this device's rows.
+      tokens, sequences, length: weighted tokens and sequences of the whole batch, tokens of a sequence.
+    """
+    assert ctx.pipeline is not None
+    spec, inner = model.spec(cfg.model), ctx.gathered
+
+    def whole(values: Any) -> tuple[Any, list[Any]]:
+        values = ctx.gather(spec, values)
+        shared = {name: group for name, group in values.items() if name != "layers"}
+        return shared, model.by_step(cfg.model, values["layers"])
+
+    def one_step(weights: Any, x: jax.Array, index: jax.Array, given: Any) -> tuple[jax.Array, jax.Array, model.Aux]:
+        x, aux = model.step(cfg.model, inner, weights, x, index, given)
+        return x, jnp.asarray(losses.auxiliary(cfg.model, aux, sequences, length)), aux
+
+    def finish(shared: Any, x: jax.Array, given: Any) -> jax.Array:
+        return losses.likelihood(cfg.model, shared, model.final(cfg.model, shared, x, inner), given, inner) / tokens
+
+    work = Work(
+        inputs=lambda m: model.inputs(cfg.model, m, inner) | {name: m[name] for name in ("targets", "weights")},
+        first=lambda shared, given: model.embed(cfg.model, shared, given, inner),
+        layer=model.remat(inner, one_step),
+        last=finish,
+    )
+    if key is not None:
+        batch = {**batch, "key": jax.random.key_data(key)}
+    shared, stacked = whole(params.cast_matrices(spec, values, ctx.dtype))
+    micros = model.microbatched(batch, ctx.pipeline.schedule.microbatches)
+    sums = pipeline.execute(ctx.pipeline, work, "pipe", shared, stacked, micros)
+    _, scatter = jax.vjp(whole, values)  # linear: its forward half is not run
+    (grads,) = scatter((sums.shared, sums.stacked))
+    return (sums.loss, ctx.in_order(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.aux))), grads
 
 
 def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -152,7 +251,7 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
         def update(values: Any, opt_state: Any) -> tuple[Any, Any]:
             updates, opt_state = optimizer.update(grads, opt_state, values)
             values = optax.apply_updates(values, updates)
-            return model.balance(cfg.model, values, sums), opt_state
+            return model.balance(cfg.model, values, sums, ctx), opt_state
 
         # A branch and not a `where`: that would copy the old state so as to choose from it after the update.
         values, opt_state = jax.lax.cond(good, update, lambda *old: old, state.params, state.opt_state)

@@ -40,7 +40,7 @@ def test_memory_of_the_state_is_what_lies_on_a_device(accum):
     )
     ctx = Context.create(cfg, make_mesh(cfg.mesh, 8 // accum, jax.devices()[:8]))
     abstract = step.abstract_state(cfg, ctx)
-    state = step.make_state(cfg, abstract)
+    state = step.make_state(cfg, ctx, abstract)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=ctx.sharding(ctx.batch))}
     memory = formula.memory(cfg, ctx, abstract, batch)
     lies = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))

@@ -108,7 +108,11 @@ MISTAKES = {
         ["--mesh.tensor=4", "--model.vocab_size=257"],
         ["mesh.tensor=4", "257", "--model.vocab_size=260"],
     ),
-    "pipelines": (["--mesh.pipe=2"], ["mesh.pipe=2", "mesh.fsdp"]),
+    "chunks": (["--pipeline.chunks=2"], ["pipeline.chunks=2", "pipeline.schedule=interleaved_1f1b"]),
+    "stages and vocabulary": (
+        ["--mesh.pipe=4", "--mesh.tensor=2", "--model.vocab_size=257"],
+        ["mesh.pipe=4 x mesh.tensor=2", "257", "--model.vocab_size=264"],
+    ),
     "two open axes": (["--mesh.fsdp=-1"], ["mesh.data=-1 and mesh.fsdp=-1", "only one"]),
     "mesh and heads": (["--mesh.tensor=3"], ["mesh.tensor=3", "model.num_heads=4"]),
     "mesh and sequence": (["--mesh.context=5"], ["data.seq_len=", "5", "multiple of 10"]),

@@ -101,43 +101,62 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
     )
 
 
-def random_batch(seed: int, packing: bool, cfg: ModelConfig) -> dict[str, np.ndarray]:
+def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    ids = rng.integers(0, cfg.vocab, (BATCH, SEQ + 1)).astype(np.int32)
+    ids = rng.integers(0, cfg.vocab, (rows, SEQ + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
-    batch["weights"] = (rng.random((BATCH, SEQ)) < rng.uniform(0.3, 1.0, (BATCH, 1))).astype(np.float32)
+    batch["weights"] = (rng.random((rows, SEQ)) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32)
     if packing:
-        starts = rng.random((BATCH, SEQ)) < 0.15
+        starts = rng.random((rows, SEQ)) < 0.15
         starts[:, 0] = True
         batch["segment_ids"] = np.cumsum(starts, axis=1).astype(np.int32)
         first = np.maximum.accumulate(np.where(starts, np.arange(SEQ), 0), axis=1)
         batch["positions"] = (np.arange(SEQ) - first).astype(np.int32)
     if cfg.moe.router == "domain":
-        batch["gate"] = rng.integers(0, cfg.moe.num_experts, (BATCH, SEQ)).astype(np.int32)
+        batch["gate"] = rng.integers(0, cfg.moe.num_experts, (rows, SEQ)).astype(np.int32)
     return batch
 
 
-def gradients(cfg: Config, seed: int) -> tuple[Arrays, Arrays, Arrays]:
-    """Loss and routing's sums, gradients and initial values on the mesh of `cfg`.
+def gradients(cfg: Config, seed: int, make: Any = step.make_gradients) -> tuple[Arrays, Arrays, Arrays]:
+    """Loss and routing's sums, gradients and initial values on the mesh of `cfg`, layers in the model's order.
 
     Gradients are taken away from the initial values, where norms and biases are not all alike and hide nothing.
     """
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
-    mesh = make_mesh(cfg.mesh, BATCH // cfg.train.grad_accum, devices)
+    mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices)
     ctx = Context.create(cfg, mesh)
     spec = model.spec(cfg.model)
     abstract = step.abstract_state(cfg, ctx)
-    initial = step.make_state(cfg, abstract).params
+    initial = step.make_state(cfg, ctx, abstract).params
+    stages = ctx.pipeline.stages if ctx.pipeline else None
     rng = np.random.default_rng(seed)
-    moved = jax.tree.map(
-        lambda v: jax.device_put(np.asarray(v) + rng.normal(0, 0.1, v.shape).astype(np.float32), v.sharding), initial
+
+    def in_order(path: str, value: jax.Array) -> np.ndarray:
+        whole = np.asarray(value)
+        if stages is None or not path.startswith("layers/"):
+            return whole
+        assert not whole[stages.numbers < 0].any(), f"{path}: rows without a layer must stay zero"
+        return whole[stages.rows]
+
+    def move(path: str, value: jax.Array) -> jax.Array:
+        whole = in_order(path, value)
+        whole = whole + rng.normal(0, 0.1, whole.shape).astype(np.float32)
+        if stages is not None and path.startswith("layers/"):
+            rows = np.zeros(value.shape, np.float32)
+            rows[stages.rows] = whole
+            whole = rows
+        return jax.device_put(whole, value.sharding)
+
+    moved = jax.tree.unflatten(jax.tree.structure(initial), [move(*item) for item in flatten(initial).items()])
+    batch = jax.device_put(
+        random_batch(seed, cfg.data.packing, cfg.model, cfg.data.batch_size), ctx.sharding(ctx.batch)
     )
-    batch = jax.device_put(random_batch(seed, cfg.data.packing, cfg.model), ctx.sharding(ctx.batch))
     key = jax.random.key(seed) if cfg.model.dropout else None
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
-    loss, grads, sums = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, shardings, None))(moved, batch, key)
-    assert params.count(spec) == sum(x.size for x in jax.tree.leaves(grads))
-    return jax.tree.map(np.asarray, ({"loss": loss, **sums}, flatten(grads), flatten(initial)))
+    loss, grads, sums = jax.jit(make(cfg, ctx), out_shardings=(None, shardings, None))(moved, batch, key)
+    ordered = [{path: in_order(path, v) for path, v in flatten(tree).items()} for tree in (grads, initial)]
+    assert params.count(spec) == sum(x.size for x in ordered[0].values())
+    return jax.tree.map(np.asarray, {"loss": loss, **sums}), *ordered
 
 
 @functools.cache
@@ -152,21 +171,25 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
     """
     family, mesh, how = case
     plain = tuple((k, v) for k, v in how.items() if k in ("packing", "dropout"))
-    sums, grads, initial = on_one_device(family, plain, seed)
-    other_sums, other_grads, other_initial = gradients(config(family, mesh, **how), seed)
+    return errors(family, on_one_device(family, plain, seed), gradients(config(family, mesh, **how), seed))
+
+
+def errors(family: str, one: Any, other: Any) -> tuple[float, float]:
+    """Relative errors of the sums and of the gradients of `other` against `one`, the worst of each."""
+    (sums, grads, initial), (other_sums, other_grads, other_initial) = one, other
     for path, value in initial.items():
         assert (value == other_initial[path]).all(), f"initial values of {path} differ"
     # A key's bias moves all scores of a query alike: without RoPE its true gradient is zero, and what is left is noise.
     zero = {path for path in grads if path.endswith("attention/b_k") and MODELS[family].positions != "rope"}
-    errors = {
+    apart = {
         path: float(np.linalg.norm(other_grads[path] - g) / np.linalg.norm(g))
         for path, g in grads.items()
         if path not in zero and g.any()  # a balancing bias has no gradient
     }
     total = math.sqrt(sum(float(np.square(g).sum()) for g in grads.values()))
     assert all(np.linalg.norm(other_grads[path]) < 1e-5 * total for path in zero)
-    apart = [np.linalg.norm(other_sums[name] - s) / max(np.linalg.norm(s), 1e-9) for name, s in sums.items()]
-    return float(max(apart)), max(errors.values())
+    of_sums = [np.linalg.norm(other_sums[name] - s) / max(np.linalg.norm(s), 1e-9) for name, s in sums.items()]
+    return float(max(of_sums)), max(apart.values())
 
 
 @pytest.fixture(scope="module")

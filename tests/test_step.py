@@ -31,7 +31,7 @@ def build(cfg: Config, devices: int = 1, **how):
     """A state on a mesh, the jitted step, and its context."""
     mesh = make_mesh(MeshConfig(devices), cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:devices])
     ctx = dataclasses.replace(Context.create(cfg, mesh), **how)
-    return step.make_state(cfg, step.abstract_state(cfg, ctx)), jax.jit(step.make_train_step(cfg, ctx)), ctx
+    return step.make_state(cfg, ctx, step.abstract_state(cfg, ctx)), jax.jit(step.make_train_step(cfg, ctx)), ctx
 
 
 def random_batch(cfg: Config, rng: np.random.Generator, weights: bool = True) -> dict[str, np.ndarray]:

@@ -64,7 +64,7 @@ _CALLED = re.compile(
 )
 
 
-def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
+def collectives(text: str, mesh: Mapping[str, int], turns: Mapping[str, float] | None = None) -> list[Collective]:
     """Every collective of a module, in the order of its computations.
 
     Where XLA has combined several arrays into one operation, each array is one entry.
@@ -72,12 +72,14 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     Args:
       text: `jax.stages.Compiled.as_text()`.
       mesh: axes and sizes, the slowest axis first: devices are numbered in this order, as `jax.sharding.Mesh` has them.
+      turns: of loops whose number of turns XLA cannot know, on average over their runs, by JAX's name of the scope
+        that the loop stands in, such as `Program.turns` of a pipeline.
 
     Raises:
       ValueError: a collective in a loop whose number of turns is not known, or along no axes of the mesh.
     """
     computations, entry = _computations(text)
-    times = _times(computations, entry)
+    times = _times(computations, entry, turns or {})
     found = []
     for name, instructions in computations.items():
         if not times.get(name):
@@ -97,7 +99,7 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
             for dtype, shape in arrays:
                 size = math.prod(shape) * _BYTES[dtype]
                 found.append(
-                    Collective(kind, axes, devices, dtype, shape, size, int(count), where.group(1) if where else "")
+                    Collective(kind, axes, devices, dtype, shape, size, round(count), where.group(1) if where else "")
                 )
     return [c for c in found if c.devices > 1]
 
@@ -142,14 +144,14 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
     return computations, entry
 
 
-def _times(computations: dict[str, list[_Instruction]], entry: str) -> dict[str, float]:
+def _times(computations: dict[str, list[_Instruction]], entry: str, known: Mapping[str, float]) -> dict[str, float]:
     """How often each computation runs; infinity in loops whose number of turns is not known."""
     calls: dict[str, list[tuple[str, float]]] = {name: [] for name in computations}
     for name, instructions in computations.items():
         for i in instructions:
             if i.op.endswith(("-done", "-update")):
                 continue  # they name the computation that their start has run
-            turns = _turns(i, computations) if i.op == "while" else 1
+            turns = _turns(i, computations, known) if i.op == "while" else 1
             for group in _CALLED.findall(i.rest):
                 for called in re.findall(r"[\w.-]+", group):
                     if called in calls:
@@ -165,10 +167,13 @@ def _times(computations: dict[str, list[_Instruction]], entry: str) -> dict[str,
     return times
 
 
-def _turns(loop: _Instruction, computations: dict[str, list[_Instruction]]) -> float:
-    """Turns of a while loop: as XLA notes it, or from a condition `i < constant` (a scan counts up from 0 by 1)."""
+def _turns(loop: _Instruction, computations: dict[str, list[_Instruction]], known: Mapping[str, float]) -> float:
+    """Turns of a while loop: as XLA notes it, as is known of its scope, or from a condition `i < constant` (a scan
+    counts up from 0 by 1)."""
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(noted.group(1))
+    if (scope := re.search(r'op_name="[^"]*?([^"/]+)/while"', loop.rest)) and scope.group(1) in known:
+        return known[scope.group(1)]
     condition = re.search(r"condition=%?([\w.-]+)", loop.rest)
     assert condition, loop
     inside = computations[condition.group(1)]

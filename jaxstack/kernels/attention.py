@@ -95,7 +95,7 @@ def _attend_xla(o: Options, q, k, v, mask: Mask):
     rows, keys = _moved(jnp.arange(q.shape[1]), mask.offset), jnp.arange(k.shape[1])
     scores = _scores(o, q_BGSRK, k_BGTK, rows, keys, mask.row_segments, mask.key_segments)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bgsrt,bgtk->bsgrk", weights, v_BGTK).reshape(q.shape)
+    return checkpoint_name(jnp.einsum("bgsrt,bgtk->bsgrk", weights, v_BGTK).reshape(q.shape), "attention")
 
 
 def _moved(rows, offset):

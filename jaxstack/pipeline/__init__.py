@@ -1,5 +1,22 @@
-"""Pipeline parallelism: schedules as tables (`schedule`)."""
+"""Pipeline parallelism: schedules as tables (`schedule`), ready to run (`program`), and what runs them (`execute`)."""
 
-from jaxstack.pipeline.schedule import Schedule, gpipe, interleaved_one_f_one_b, one_f_one_b
+from jaxstack.pipeline.execute import Sums, Work, execute, forward
+from jaxstack.pipeline.program import Program, Stages, resolve
+from jaxstack.pipeline.schedule import Schedule, ScheduleError, gpipe, interleaved_one_f_one_b, one_f_one_b
+from jaxstack.pipeline.transform import value_and_grad
 
-__all__ = ["Schedule", "gpipe", "interleaved_one_f_one_b", "one_f_one_b"]
+__all__ = [
+    "Program",
+    "Schedule",
+    "ScheduleError",
+    "Stages",
+    "Sums",
+    "Work",
+    "execute",
+    "forward",
+    "gpipe",
+    "interleaved_one_f_one_b",
+    "one_f_one_b",
+    "resolve",
+    "value_and_grad",
+]

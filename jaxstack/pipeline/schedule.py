@@ -121,11 +121,15 @@ class Schedule:
         """Blocks' residuals that a stage must have room for."""
         return int(self.slots_MG.max()) + 1
 
+    @cached_property
+    def waiting_TG(self) -> np.ndarray:
+        """Units of each block that have gone forward and not yet back, at each tick."""
+        ticks = np.arange(self.ticks)[:, None, None]
+        return ((self.forward_MG <= ticks) & (ticks <= self.backward_MG)).sum(1)
+
     def in_flight(self) -> np.ndarray:
         """Most units of each stage that have gone forward and not yet back, [P]."""
-        ticks = np.arange(self.ticks)[:, None, None]
-        waiting = ((self.forward_MG <= ticks) & (ticks <= self.backward_MG)).sum(1)  # [T, G]
-        return waiting.reshape(self.ticks, self.chunks, self.stages).sum(1).max(0)
+        return self.waiting_TG.reshape(self.ticks, self.chunks, self.stages).sum(1).max(0)
 
     def simulate(self, forward: float = 1.0, backward: float = 2.0) -> "Simulation":
         """What a step takes.
@@ -137,10 +141,20 @@ class Schedule:
         lockstep = float(
             forward * (self.forward_TP != IDLE).any(1).sum() + backward * (self.backward_TP != IDLE).any(1).sum()
         )
-        # Freely running stages: each does its units in the table's order, as soon as what they need has come.
+        free = self.makespan(np.full(self.blocks, forward), np.full(self.blocks, backward))
+        return Simulation(work, lockstep, free)
+
+    def makespan(self, forward_G: np.ndarray, backward_G: np.ndarray) -> float:
+        """When the last of freely running stages is done.
+
+        Each stage does its units in the table's order, as soon as what they need has come.
+
+        Args:
+          forward_G, backward_G: time of a unit of each block, in any unit of time.
+        """
         units = sorted(
-            [(self.forward_MG[m, g], 0, m, g) for m in range(self.microbatches) for g in range(self.blocks)]
-            + [(self.backward_MG[m, g], 1, m, g) for m in range(self.microbatches) for g in range(self.blocks)]
+            [(tick, 0, m, g) for (m, g), tick in np.ndenumerate(self.forward_MG)]
+            + [(tick, 1, m, g) for (m, g), tick in np.ndenumerate(self.backward_MG)]
         )
         ready = np.zeros(self.stages)
         done = np.zeros((2, self.microbatches, self.blocks))
@@ -150,8 +164,8 @@ class Schedule:
             else:
                 needed = done[0, m, g - 1] if g else 0.0
             stage = g % self.stages
-            done[back, m, g] = ready[stage] = max(ready[stage], needed) + (backward if back else forward)
-        return Simulation(work, lockstep, float(ready.max()))
+            done[back, m, g] = ready[stage] = max(ready[stage], needed) + (backward_G if back else forward_G)[g]
+        return float(ready.max())
 
     def text(self) -> str:
         """The table, a line a stage: microbatches forward (upper line) and backward (lower line) at every tick."""

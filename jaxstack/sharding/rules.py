@@ -203,7 +203,7 @@ def transformer(cfg: MeshConfig) -> Rules:
     return Rules(
         parameters={
             "layers": "pipe",
-            "vocab": "tensor",
+            "vocab": ("pipe", "tensor"),
             "embed": "fsdp",
             "norm": None,
             "heads": "tensor",
@@ -220,7 +220,7 @@ def transformer(cfg: MeshConfig) -> Rules:
             "residual": ("context", "tensor") if cfg.sequence_parallel else "context",
             "heads": "tensor",
             "mlp": "tensor",
-            "vocab": "tensor",
+            "vocab": ("pipe", "tensor"),
             "experts": "expert",
         },
     )

@@ -1,0 +1,305 @@
+"""Cuts of the layers into stages: the best of all cuts, better than even ones, true to the simulation. No JAX."""
+
+import itertools
+import json
+import time
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from jaxstack.config import ConfigError
+from jaxstack.pipeline import partition
+from jaxstack.pipeline.partition import GIB, Costs, Partition, cut, even, simulate
+from jaxstack.pipeline.schedule import Schedule, gpipe, interleaved_one_f_one_b, one_f_one_b
+
+PLAIN = Costs((1.0,) * 8, (2.0,) * 8, (10.0,) * 8, (1.0,) * 8, 0.0, (0.0, 0.0), (0.0, 0.0), False, 1.0, 0.0, "paper")
+
+
+def random_costs(rng: np.random.Generator, layers: int) -> Costs:
+    def numbers(high: float, count: int = layers) -> np.ndarray:
+        return rng.uniform(0, high, count) * rng.choice([1, 3], count)
+
+    boundary = numbers(1) if rng.random() < 0.7 else 0.4
+    return Costs(
+        forward=numbers(1),
+        backward=numbers(2),
+        state_bytes=numbers(20),
+        stash_bytes=numbers(3),
+        boundary_bytes=boundary,
+        first=numbers(1, 2),
+        last=numbers(3, 2),
+        spread=bool(rng.random() < 0.3),
+        bandwidth=2.0,
+        latency=0.05,
+        measured_on="dice",
+    )
+
+
+def by_hand(costs: Costs, schedule: Schedule, layers: tuple[int, ...]) -> tuple[float, float]:
+    """Step by the formula and the fullest stage's bytes, layer by layer."""
+    P, V, M, G = schedule.stages, schedule.chunks, schedule.microbatches, schedule.blocks
+    boundary = np.broadcast_to(costs.boundary_bytes, costs.layers)
+    seconds, stage_bytes, start = [], [0.0] * P, 0
+    for g, count in enumerate(layers):
+        end = start + count
+        t = sum(costs.forward[start:end]) + sum(costs.backward[start:end])
+        if g + 1 < G:
+            t += costs.latency + boundary[end - 1] / costs.bandwidth
+        if g > 0:
+            t += costs.latency + boundary[start - 1] / costs.bandwidth
+        if costs.spread:
+            t += (sum(costs.first) + sum(costs.last)) / G
+        else:
+            t += sum(costs.first) * (g == 0) + sum(costs.last) * (g == G - 1)
+        seconds.append(t)
+        intervals = list(zip(schedule.forward_MG[:, g], schedule.backward_MG[:, g], strict=True))
+        waiting = max(sum(f <= tick <= b for f, b in intervals) for tick, _ in intervals)
+        stage_bytes[g % P] += sum(costs.state_bytes[start:end]) + waiting * sum(costs.stash_bytes[start:end])
+        start = end
+    return (M * V - 1) * max(seconds) + sum(seconds) / V, max(stage_bytes)
+
+
+def every_cut(layers: int, blocks: int) -> list[tuple[int, ...]]:
+    edges = itertools.combinations(range(1, layers), blocks - 1)
+    return [tuple(np.diff([0, *inner, layers]).tolist()) for inner in edges]
+
+
+def compare_with_every_cut(rng: np.random.Generator, costs: Costs, schedule: Schedule, limited: bool) -> None:
+    all_cuts = [by_hand(costs, schedule, layers) for layers in every_cut(costs.layers, schedule.blocks)]
+    memory = None
+    if limited:
+        leanest = min(needed for _, needed in all_cuts)
+        fastest_needs = min(all_cuts)[1]
+        memory = leanest + rng.uniform(1e-6, 1) * (fastest_needs - leanest) + 1e-9
+    found = cut(costs, schedule, memory)
+    step, needed = by_hand(costs, schedule, found.layers)
+    assert found.step_seconds == pytest.approx(step)
+    assert found.stage_bytes.max() == pytest.approx(needed)
+    assert memory is None or needed <= memory
+    assert step == pytest.approx(min(s for s, n in all_cuts if memory is None or n <= memory))
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("case", range(100))
+def test_the_cut_is_the_best_of_all(rng, case, limited):
+    layers = int(rng.integers(1, 12))
+    stages, microbatches = int(rng.integers(1, min(layers, 6) + 1)), int(rng.integers(1, 10))
+    make = gpipe if case % 4 == 0 else one_f_one_b
+    compare_with_every_cut(rng, random_costs(rng, layers), make(stages, microbatches), limited)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("case", range(15))
+def test_with_chunks_it_is_the_best_of_all_too(rng, case, chunks, limited):
+    stages = int(rng.integers(1, 4 if chunks == 2 else 3))
+    layers = int(rng.integers(stages * chunks, 10))
+    schedule = interleaved_one_f_one_b(stages, stages * int(rng.integers(1, 5)), chunks)
+    compare_with_every_cut(rng, random_costs(rng, layers), schedule, limited)
+
+
+def transformer() -> Costs:
+    """From FLOPs: 4 dense layers, then 28 with a mixture of experts that is cheaper, and a 128k vocabulary, D=4096.
+
+    A microbatch is a sequence of S=4096; a stage has 8 chips that reach 400 TFLOP/s each in dense matmuls, half of it
+    in the experts', and links of 50 GB/s. Backward takes twice the FLOPs of forward.
+    """
+    D, S, V, F, experts, top_k, expert_F = 4096, 4096, 128 * 1024, 16384, 32, 2, 2048
+    speed = 8 * 400e12
+    attention = 2 * 4 * D * D * S + 4 * S * S * D / 2  # projections; scores and sums of the causal half
+    dense = (attention + 2 * 3 * D * F * S) / speed
+    moe = (attention + 2 * 2 * 3 * D * expert_F * top_k * S) / speed
+    head = 2 * D * V * S / speed
+    forward = np.array([dense] * 4 + [moe] * 28)
+    weights = np.array([4 * D * D + 3 * D * F] * 4 + [4 * D * D + experts * 3 * D * expert_F] * 28, float)
+    weights[-1] += D * V
+    stash = np.array([S * (6 * D + 3 * F)] * 4 + [S * (6 * D + 3 * top_k * expert_F)] * 28, float) * 2
+    return Costs(
+        forward=forward,
+        backward=2 * forward,
+        state_bytes=16 * weights / 8,
+        stash_bytes=stash / 8,
+        boundary_bytes=S * D * 2 / 8,
+        first=(0, 0),
+        last=(head, 2 * head),
+        spread=False,
+        bandwidth=50e9,
+        latency=1e-5,
+        measured_on="formulae",
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ratio"),
+    [(one_f_one_b(8, 32), 1.2), (interleaved_one_f_one_b(4, 16, 2), 1.1)],
+    ids=("1f1b", "interleaved"),
+)
+def test_unequal_layers_gain_on_the_even_cut_and_the_prediction_is_true(schedule, ratio):
+    costs = transformer()
+    found = cut(costs, schedule)
+    equal = Partition(costs, schedule, even(costs.layers, schedule.blocks))
+    simulated, simulated_equal = (simulate(costs, p.layers, schedule) for p in (found, equal))
+    assert found.step_seconds == pytest.approx(simulated, rel=0.1)  # the promise to users; 2% and 1% when written
+    assert equal.step_seconds >= ratio * found.step_seconds
+    assert simulated_equal >= ratio * simulated
+    assert found.balance > equal.balance
+    assert found.bubble < equal.bubble
+
+
+def test_memory_moves_layers_and_costs_time():
+    costs, schedule = transformer(), one_f_one_b(8, 32)
+    free = cut(costs, schedule)
+    tight = cut(costs, schedule, 0.85 * free.stage_bytes.max())
+    assert tight.stage_bytes.max() <= 0.85 * free.stage_bytes.max()
+    assert tight.step_seconds > 1.01 * free.step_seconds
+
+
+def test_a_head_on_the_last_stage_moves_the_cut_and_one_spread_over_all_does_not():
+    schedule = one_f_one_b(4, 16)
+    head = replace(PLAIN, last=(2.0, 4.0))  # as two layers
+    assert cut(head, schedule).layers[-1] == 1
+    spread = cut(replace(head, spread=True), schedule)
+    assert spread.layers == (2, 2, 2, 2)
+    np.testing.assert_allclose(spread.stage_seconds, 2 * 3 + 6 / 4)
+
+
+@pytest.mark.parametrize("size", [(4, 8, 1), (4, 8, 2), (2, 6, 4), (8, 3, 1)], ids=str)
+def test_equal_blocks_take_the_closed_form(size):
+    stages, microbatches, chunks = size
+    schedule = interleaved_one_f_one_b(*size)
+    found = Partition(PLAIN, schedule, even(8, schedule.blocks))
+    assert found.bubble == pytest.approx((stages - 1) / (chunks * microbatches))
+    assert found.step_seconds == pytest.approx(simulate(PLAIN, found.layers, schedule))
+    assert found.balance == pytest.approx(1)
+
+
+def test_the_simulation_by_hand():
+    """Two stages, two microbatches, forward 1 and 2 s, backward 2 and 3 s, then with half a second for each transfer.
+
+    The second stage runs F0 1-3, B0 3-6, F1 6-8, B1 8-11, and the first goes back 11-13. With transfers: the second
+    begins at 1.5 and is busy for 2 + 3.5 s twice, the first ends 2 s later.
+    """
+    costs = Costs((1, 2), (2, 3), (0, 0), (0, 0), 10.0, (0, 0), (0, 0), False, 25.0, 0.1, "paper")
+    assert simulate(replace(costs, boundary_bytes=0, latency=0), (1, 1), one_f_one_b(2, 2)) == pytest.approx(13)
+    assert simulate(costs, (1, 1), one_f_one_b(2, 2)) == pytest.approx(1.5 + 2 * 5.5 + 2)
+
+
+def test_a_hundred_layers_on_sixteen_stages_are_cut_at_once(rng):
+    costs = random_costs(rng, 128)
+    start = time.perf_counter()
+    cut(costs, one_f_one_b(16, 64))
+    assert time.perf_counter() - start < 2  # a few hundredths when written
+
+
+def test_layers_are_spread_evenly():
+    assert even(8, 4) == (2, 2, 2, 2)
+    assert even(11, 4) == (3, 3, 3, 2)
+    assert even(3, 3) == (1, 1, 1)
+    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 8 blocks .*; use 6 blocks$"):
+        even(6, 8)
+    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 0 blocks .*; use 1 blocks$"):
+        even(6, 0)
+    with pytest.raises(ConfigError, match="layers=0 must be 1 or more"):
+        even(0, 1)
+    with pytest.raises(ConfigError, match="8 layers cannot fill 16 blocks"):
+        cut(PLAIN, interleaved_one_f_one_b(4, 8, 4))
+
+
+def test_a_partition_holds_every_layer_once():
+    for layers in ((2, 2, 2), (2, 2, 2, 1), (8, 0, 0, 0)):
+        with pytest.raises(ConfigError, match=r"must be 4 counts of 1 or more with the sum 8, such as \(2, 2, 2, 2\)"):
+            Partition(PLAIN, one_f_one_b(4, 8), layers)
+
+
+def test_memory_that_holds_no_cut_is_refused_with_what_it_needs():
+    """A layer needs 10, and 1 for each of 7, 5, 3, 1 microbatches in flight: at best 1, 2, 2, 3 layers, the last 33."""
+    schedule, leanest = one_f_one_b(4, 8), 33
+    assert cut(PLAIN, schedule, leanest).layers == (1, 2, 2, 3)
+    with pytest.raises(ConfigError, match=r"^memory_bytes=32 .* needs 33 .*, stage 3\); use more stages") as error:
+        cut(PLAIN, schedule, leanest - 1)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"memory_bytes=20 .* for interleaved_1f1b on 4 stages needs"):
+        cut(PLAIN, interleaved_one_f_one_b(4, 8, 2), 20)
+
+
+def test_where_the_search_gives_up_the_cut_still_fits(rng, monkeypatch):
+    schedule = interleaved_one_f_one_b(2, 8, 2)
+    costs = replace(random_costs(rng, 9), state_bytes=[30, 1, 1, 1, 1, 1, 1, 1, 30], stash_bytes=[1] * 9)
+    memory = 0.5 * sum(Partition(costs, schedule, (2, 2, 2, 3)).stage_bytes) + 10
+    exact = cut(costs, schedule, memory)
+    monkeypatch.setattr(partition, "TRIES", 1)
+    found = cut(costs, schedule, memory)
+    assert found.stage_bytes.max() <= memory
+    assert found.step_seconds >= exact.step_seconds * (1 - 1e-12)  # the order of sums
+
+
+def test_the_table_shows_both_cuts():
+    costs = replace(PLAIN, last=(1.0, 2.0), state_bytes=(GIB / 4,) * 8, stash_bytes=(0.0,) * 8)
+    assert cut(costs, gpipe(2, 4)).explain().splitlines() == [
+        "8 layers by gpipe: 2 stages, 1 chunks, 4 microbatches; costs of paper",
+        "stage       layers        even        ms      even     GiB    even",
+        "0                4           4  12000.00  12000.00    1.00    1.00",
+        "1                4           4  15000.00  15000.00    1.00    1.00",
+        "cut   step 72000.00 ms (72000.00 simulated), bubble 33.3%, balance 0.90",
+        "even  step 72000.00 ms (72000.00 simulated), bubble 33.3%, balance 0.90",
+        "1.00 times as fast as even (1.00 simulated)",
+    ]
+    schedule = interleaved_one_f_one_b(3, 3, 2)
+    assert "\n2              1+2         1+1 " in Partition(PLAIN, schedule, (2, 1, 1, 1, 1, 2)).explain()
+
+
+def test_costs_survive_a_file(rng, tmp_path):
+    path = tmp_path / "costs.json"
+    for layers in (1, 7):
+        costs = random_costs(rng, layers)
+        costs.save(path)
+        assert Costs.load(path) == costs
+
+
+WRONG = [
+    ({"forward": []}, "forward must hold 1 numbers, not 0"),
+    ({"forward": "fast"}, "forward must hold 1 numbers, not 'fast'"),
+    ({"backward": [1.0] * 7}, "backward must hold 8 numbers, not 7"),
+    ({"state_bytes": 5}, "state_bytes must hold 8 numbers, not 5"),
+    ({"stash_bytes": [1.0] * 7 + [-1.0]}, "stash_bytes holds -1.0; it takes finite numbers of 0 or more"),
+    ({"backward": [1.0] * 7 + ["2"]}, "backward holds '2'"),
+    ({"backward": [1.0] * 7 + [float("nan")]}, "backward holds nan"),
+    ({"boundary_bytes": [1.0] * 3}, "boundary_bytes must hold 8 numbers, not 3"),
+    ({"boundary_bytes": None}, "boundary_bytes must hold 8 numbers, not None"),
+    ({"first": [1.0]}, "first must hold 2 numbers, not 1"),
+    ({"last": 1.0}, "last must hold 2 numbers, not 1.0"),
+    ({"spread": 1}, "spread=1 must be true or false"),
+    ({"bandwidth": 0}, "bandwidth=0 sends nothing"),
+    ({"bandwidth": [1.0]}, r"bandwidth holds \[1.0\]"),
+    ({"latency": True}, "latency holds True"),
+    ({"latency": float("inf")}, "latency holds inf"),
+    ({"measured_on": 4}, "measured_on=4 must be text"),
+    ({"speed": 4}, "speed is no cost; drop it"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), WRONG, ids=lambda value: str(value)[:40])
+def test_a_file_with_a_wrong_value_is_refused(tmp_path, change, says):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(asdict(PLAIN) | change))
+    with pytest.raises(ConfigError, match=says) as error:
+        Costs.load(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_holds_no_costs_is_refused(tmp_path):
+    path = tmp_path / "costs.json"
+    with pytest.raises(ConfigError, match=r"costs\.json cannot be read: .*; name a file of Costs\.save"):
+        Costs.load(path)
+    for text, says in (
+        ("{", "is no JSON: .*; write it with Costs.save"),
+        ("[1]", "must be an object with the keys forward, backward"),
+        (json.dumps({k: v for k, v in asdict(PLAIN).items() if k != "latency"}), "latency is missing; measure again"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=says) as error:
+            Costs.load(path)
+        assert str(error.value).startswith(str(path))
+        assert "\n" not in str(error.value)
