@@ -23,7 +23,7 @@ import test_meshes as meshes
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxstack import collectives, losses, model, pipeline, step
-from jaxstack.aot import hlo
+from jaxstack.aot import formula, hlo
 from jaxstack.config import Config, OptimConfig, PipelineConfig
 from jaxstack.context import Context
 from jaxstack.pipeline import Program, ScheduleError, Stages, gpipe, interleaved_one_f_one_b, one_f_one_b
@@ -192,18 +192,22 @@ def test_auxiliary_loss_and_gradient_norm_know_no_microbatches(split, seed):
     np.testing.assert_allclose(objective_of(*split, seed), objective_of(1, 1, 1, seed), rtol=1e-6)
 
 
-def test_a_pipeline_moves_two_permutes_a_tick_and_sums_over_data_once():
-    cfg = config("llama3", {"pipe": 2, "data": 2, "fsdp": 2}, microbatches=2, remat="selective")
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size))
+def moved(cfg: Config) -> tuple[Context, list[hlo.Collective]]:
+    """What loss and gradients move between devices."""
+    devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices))
     values = step.abstract_state(cfg, ctx).params
     shape, where = (cfg.data.batch_size, cfg.data.seq_len), ctx.sharding(ctx.batch)
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=where) for name, kind in kinds.items()}
     placed = jax.tree.map(lambda leaf: leaf.sharding, values)
     run = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, placed, None))
-    text = run.lower(values, batch).compile().as_text()
-    assert ctx.pipeline is not None
-    found = hlo.collectives(text, ctx.mesh.shape, ctx.pipeline.turns)
+    return ctx, hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.mesh.shape, ctx.pipeline.turns)
+
+
+def test_a_pipeline_moves_two_permutes_a_tick_and_sums_over_data_once():
+    cfg = config("llama3", {"pipe": 2, "data": 2, "fsdp": 2}, microbatches=2, remat="selective")
+    ctx, found = moved(cfg)
     ticks, microbatches = ctx.pipeline.schedule.ticks, ctx.pipeline.schedule.microbatches
     stream = (1, cfg.data.seq_len, cfg.model.d_model)
     permutes = [c for c in found if c.kind == "collective-permute"]
@@ -213,6 +217,29 @@ def test_a_pipeline_moves_two_permutes_a_tick_and_sums_over_data_once():
     assert [c.times for c in streams] == [microbatches] * 4
     assert all(c.times == 1 for c in found if {"data", "fsdp"} & set(c.axes))
     assert {c.kind for c in found if "fsdp" in c.axes} == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case("llama3", ONE, 2, 4, layers=5, fsdp=2, tensor=2, remat="selective"),
+        case("llama3", TWO, 2, 4, 2, data=2, tensor=2, sequence_parallel=False),
+        case("gpt2", ALL, 2, 2, fsdp=2, data=2, accum=2),
+        case("softmax", ONE, 2, 4, expert=2, tensor=2, remat="selective"),
+    ],
+    ids=name_of,
+)
+def test_bytes_along_each_axis_are_what_the_formula_says(case):
+    family, mesh, how = case
+    cfg = config(family, mesh, **how)
+    ctx, found = moved(cfg)
+    measured, predicted = hlo.sent(found), hlo.sent(formula.traffic(cfg, ctx))
+    print(hlo.table(found, formula.traffic(cfg, ctx)))
+    whole = sum(measured.values())
+    assert {kind for kind, sent in measured.items() if sent > 0.01 * whole} <= set(predicted)
+    for kind, sent in predicted.items():
+        # What the formula leaves out are scalars, and statistics of routing.
+        np.testing.assert_allclose(measured[kind], sent, rtol=0.02, atol=0.002 * whole, err_msg=str(kind))
 
 
 # Where layers lie.

@@ -32,6 +32,10 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     section 7). A ring passes keys and values on once a shard in each pass, and their gradients in float32 in the
     second. Experts' tokens travel there and back in each pass. What `train.remat` recomputes travels again.
 
+    In a pipeline what layers move, they move on every stage at every tick, its bubble included; the stages' neighbours
+    exchange activations and cotangents at each tick; embedding, head and their gradients are summed over stages once
+    a microbatch. Weights are gathered, and gradients scattered and summed, once.
+
     Args:
       cfg: the run, resolved.
       ctx: its context; the mesh may be abstract.
@@ -41,9 +45,13 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     m, t = cfg.model, cfg.train
     short, accum, remat = SHORT[t.dtype], t.grad_accum, t.remat
     itemsize = 2 if short == "bf16" else 4
-    rows = cfg.data.batch_size // accum // ctx.replicas
+    rows = cfg.data.batch_size // accum // ctx.replicas // _microbatches(ctx)
     length = cfg.data.seq_len // sizes["context"]
     L, D, T = m.num_layers, m.d_model, sizes["tensor"]
+    runs, ends = accum * L, accum * _microbatches(ctx)  # of a layer, of embedding and head
+    if ctx.pipeline is not None:
+        units = ctx.pipeline.forward, ctx.pipeline.backward
+        runs = accum * ctx.pipeline.stages.period * sum(int(u.steps_T.sum()) for u in units) // 2
     found: list[Collective] = []
 
     def add(
@@ -68,15 +76,21 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     attention_leave = max(again["leave"], again["post_norm"])
     mlp_enter = again["enter"] if not m.moe.num_experts or m.moe.shared_experts else again["dispatch"]
     if ctx.between:
-        add("all-gather", tensor, stream, accum * L * (2 + again["enter"] + mlp_enter), "layers enter")
-        add("all-gather", tensor, stream, accum * L * 2, "gradient of leaving")
-        add("reduce-scatter", tensor, stream, accum * L * (4 + attention_leave + again["post_norm"]), "layers leave")
-        add("all-gather", tensor, stream, accum * 2, "head; gradient of the embedding")
-        add("reduce-scatter", tensor, stream, accum * 2, "embedding; gradient of the head")
+        add("all-gather", tensor, stream, runs * (2 + again["enter"] + mlp_enter), "layers enter")
+        add("all-gather", tensor, stream, runs * 2, "gradient of leaving")
+        add("reduce-scatter", tensor, stream, runs * (4 + attention_leave + again["post_norm"]), "layers leave")
+        add("all-gather", tensor, stream, ends * 2, "head; gradient of the embedding")
+        add("reduce-scatter", tensor, stream, ends * 2, "embedding; gradient of the head")
     else:
-        add("all-reduce", tensor, stream, accum * L * (4 + attention_leave + again["post_norm"]), "layers")
-        add("all-reduce", tensor, stream, accum * 2, "embedding; gradient of the head")
-    add("all-reduce", tensor, (rows, length), accum * 3, "cross-entropy", "f32")
+        add("all-reduce", tensor, stream, runs * (4 + attention_leave + again["post_norm"]), "layers")
+        add("all-reduce", ("pipe", *tensor), stream, ends * 2, "embedding; gradient of the head")
+    add("all-reduce", ("pipe", *tensor), (rows, length), ends * 3, "cross-entropy", "f32")
+
+    # Stages.
+    if ctx.pipeline is not None:
+        held = (rows, length // (T if ctx.between else 1), D)
+        add("collective-permute", ("pipe",), held, 2 * accum * ctx.pipeline.schedule.ticks, "to neighbours")
+        add("all-reduce", ("pipe",), held, ends * (4 if ctx.between else 2), "to and from embedding and head")
 
     # Context parallelism: keys and values.
     shards = sizes["context"]
@@ -84,33 +98,33 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     if ctx.context_method == "ring":
         # The last hop of keys and values leads nowhere; where two shards leave no loop, XLA drops it, and what is
         # recomputed then makes the same hop as the backward pass.
-        hops = accum * L * (shards * (2 + again["attention"]) if shards > 2 else 2)
+        hops = runs * (shards * (2 + again["attention"]) if shards > 2 else 2)
         add("collective-permute", ("context",), keys, 2 * hops, "keys and values")
-        add("collective-permute", ("context",), keys, 2 * accum * L * shards, "gradients of keys and values", "f32")
+        add("collective-permute", ("context",), keys, 2 * runs * shards, "gradients of keys and values", "f32")
         if cfg.data.packing:
             segments = hops
             add("collective-permute", ("context",), (rows, length), segments, "segments", "s32")
     else:
         sequence = (rows, length * shards, *keys[2:])
-        add("all-gather", ("context",), sequence, accum * L * 2 * (1 + int(remat != "none")), "keys and values")
-        add("reduce-scatter", ("context",), sequence, accum * L * 2, "gradients of keys and values")
+        add("all-gather", ("context",), sequence, runs * 2 * (1 + int(remat != "none")), "keys and values")
+        add("reduce-scatter", ("context",), sequence, runs * 2, "gradients of keys and values")
 
     # Experts: pairs of token and choice.
     if m.moe.num_experts:
         k, pairs = m.moe.choices, _pairs(m.moe, rows, length, sizes["expert"])
         if m.moe.capacity_factor is None:
-            add("all-to-all", ("expert",), (pairs,), accum * L * (1 + int(remat != "none")), "experts' numbers", "s32")
+            add("all-to-all", ("expert",), (pairs,), runs * (1 + int(remat != "none")), "experts' numbers", "s32")
         # The way back is repeated for the gradient of the routing weights.
         trips = 4 + int(remat != "none") + again["dispatch"]
-        add("all-to-all", ("expert",), (pairs, D), accum * L * trips, "tokens to experts and back")
+        add("all-to-all", ("expert",), (pairs, D), runs * trips, "tokens to experts and back")
         if ctx.between:
             passes = 1 + int(remat != "none")
-            add("all-gather", tensor, (rows, length, k), accum * L * passes, "routing weights", "f32")
-            add("all-gather", tensor, (rows, length, k), accum * L * passes, "routing choices", "s32")
-            add("reduce-scatter", tensor, (rows, length, k), accum * L, "gradient of routing weights", "f32")
+            add("all-gather", tensor, (rows, length, k), runs * passes, "routing weights", "f32")
+            add("all-gather", tensor, (rows, length, k), runs * passes, "routing choices", "s32")
+            add("reduce-scatter", tensor, (rows, length, k), runs, "gradient of routing weights", "f32")
 
     # Parameters and their gradients.
-    spec = model.spec(m)
+    spec = ctx.stored(model.spec(m))
     for path, p in flat_spec(spec).items():
         if path.endswith("moe/balance"):
             continue  # moved by the load, not by a gradient
@@ -119,26 +133,34 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
         stored = ("fsdp",) if "fsdp" in held_axes else ()
         part: tuple[int, ...] = _part(p, held, sizes)
         whole: tuple[int, ...] = _part(p, [tuple(a for a in names if a not in stored) for names in held], sizes)
-        if p.stacked:
+        layers = 1
+        if p.stacked and ctx.pipeline is None:
             part, whole, layers = part[1:], whole[1:], L
-        else:
-            layers = 1
         dtype = short if p.kind in ("matrix", "table") else "f32"
         gathers = 1 + p.stacked
         used = 2 if m.tied_embeddings and path == "embedding/tokens" else 1
         # What is the same in every microbatch XLA takes out of the loop over them; not out of the loop over layers.
         gathers *= accum * L if p.stacked else used
+        if ctx.pipeline is not None:
+            gathers = used = 1
+        scattered = dtype if ctx.pipeline is None else "f32"
         add("all-gather", stored, whole, gathers, f"{path}, whole", dtype)
-        add("reduce-scatter", stored, whole, accum * layers * used, f"gradient of {path}", dtype)
+        add("reduce-scatter", stored, whole, accum * layers * used, f"gradient of {path}", scattered)
         unsummed = ctx.axes("batch", "sequence", "residual")
         apart = tuple(a for a in unsummed if a not in held_axes)
         if p.axes[-1] == "head_dim" and len(p.axes) == 1 + p.stacked and "tensor" not in apart:
             apart = (*apart, "tensor")  # norms of queries and keys work on some heads
-        if accum == 1:
+        if accum == 1 and ctx.pipeline is None:
             add("all-reduce", apart, part, layers, f"gradient of {path}", dtype)
         else:
-            add("all-reduce", apart, (L, *part) if p.stacked else part, 1, f"gradient of {path}", "f32")
+            summed = (L, *part) if layers > 1 else part
+            add("all-reduce", apart, summed, 1, f"gradient of {path}", "f32")
     return found
+
+
+def _microbatches(ctx: Context) -> int:
+    """Of the pipeline; gradient accumulation's are another loop."""
+    return 1 if ctx.pipeline is None else ctx.pipeline.schedule.microbatches
 
 
 def _pairs(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
@@ -164,6 +186,10 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     of one layer, three times in float32 and once in the compute dtype, while its gradient is computed (fitted to
     what XLA makes of tests/aot's models).
 
+    A pipeline holds its stage's weights whole, in the compute dtype, float32 sums of all their gradients, and in each
+    slot what the layers of a block have saved for one microbatch. A layer's gradient is then by itself in its loop, and
+    holds scores twice in float32 and once in the compute dtype (fitted likewise).
+
     Args:
       cfg: the run, resolved.
       ctx: its context; the mesh may be abstract.
@@ -175,10 +201,10 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     e = 2 if t.dtype == "bfloat16" else 4
     T = sizes["tensor"]
     n = T if ctx.between else 1
-    rows = cfg.data.batch_size // t.grad_accum // ctx.replicas
+    rows = cfg.data.batch_size // t.grad_accum // ctx.replicas // _microbatches(ctx)
     tokens = rows * (cfg.data.seq_len // sizes["context"])
 
-    spec = flat_spec(model.spec(m))
+    spec = flat_spec(ctx.stored(model.spec(m)))
     held = {path: [names_of(ctx.rules.parameters[axis]) for axis in p.axes] for path, p in spec.items()}
     part = {path: math.prod(_part(p, held[path], sizes)) for path, p in spec.items()}
     whole = {  # as a layer uses it, gathered
@@ -214,15 +240,24 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     in_layer = (12 + e) * scores + 2 * stored + e * (2 * stream + 3 * hidden + 6 * travelled)
     in_layer += selective if t.remat == "full" else 0
     gradients = (e if t.grad_accum == 1 else 8) * sum(part.values())  # or sums and a microbatch's, in float32
-    logits = tokens * m.vocab // T
+    logits = tokens * m.vocab // (T * sizes["pipe"])
     in_head = (4 + e) * logits + 2 * e * (stream + head) - (gradients if t.grad_accum == 1 else 0)
+    layers = m.num_layers
+    if ctx.pipeline is not None:
+        cast = sum(size for path, size in whole.items() if spec[path].kind in ("matrix", "table"))
+        gradients = 4 * sum(whole.values()) + (4 * sum(part.values()) if t.grad_accum > 1 else 0)
+        in_layer += -4 * scores - 2 * stored
+        in_head = (4 + e) * logits + 2 * e * (stream + head)
+        layers = ctx.pipeline.slots * ctx.pipeline.stages.longest
+        waiting = 0 if ctx.pipeline.turns_at_once else ctx.pipeline.slots
+        saved += e * (4 + waiting) * stream // n / layers  # what is sent and has come, and outputs that wait to turn
     return {
         "parameters, float32": _bytes(state.params),
         "optimizer state": _bytes((state.opt_state, state.step, state.skipped, state.skipped_in_a_row)),
         "batch": _bytes(batch),
         f"parameters in {t.dtype}": e * cast if e != 4 else 0,
         "gradients": gradients,
-        f"saved by {m.num_layers} layers, remat {t.remat}": m.num_layers * saved,
+        f"saved by {layers} layers, remat {t.remat}": layers * saved,
         "work of one layer or the head": max(in_layer, in_head),
     }
 

@@ -1,11 +1,12 @@
 """What is compiled for chips that are not here, by tests and by benchmarks/aot.py."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from jaxstack import aot
 from jaxstack.aot import hlo
-from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, PipelineConfig, TrainConfig
 
 SMALL: dict[str, Any] = {"num_layers": 8, "d_model": 1024, "num_heads": 8, "vocab_size": 16384}
 DENSE = ModelConfig(**SMALL, d_ff=2816)
@@ -22,6 +23,15 @@ def config(model: ModelConfig, batch: int, seq: int, remat: str = "selective", *
     )
 
 
+def pipelined(schedule: str, microbatches: int, chunks: int = 1, seq: int = 2048, **how: Any) -> Config:
+    """Stages of a dense model, a sequence a device and microbatch."""
+    mesh = {k: v for k, v in how.items() if k in ("pipe", "data", "fsdp", "tensor")}
+    sequences = microbatches * mesh.get("data", 1) * mesh.get("fsdp", 1)
+    cfg = config(how.get("model", DENSE), sequences, seq, how.get("remat", "full"), **mesh)
+    return replace(cfg, pipeline=PipelineConfig(schedule=schedule, microbatches=microbatches, chunks=chunks))
+
+
+STAGES = {"pipe": 4, "data": 4}
 CASES = {
     "v5e_dense": ("v5e:4x4", config(DENSE, 16, 1024, fsdp=4, tensor=4)),
     "v5p_moe": ("v5p:2x2x2", config(MOE, 16, 1024, expert=4, tensor=2)),
@@ -29,6 +39,15 @@ CASES = {
     "v5p_selective_1.4b": ("v5p:2x2x2", config(LARGE, 8, 2048, tensor=8)),
     "h100_8": ("h100:1x1x8", config(DENSE, 8, 1024, fsdp=4, tensor=2)),
     "h100_64": ("h100:1x8x8", config(DENSE, 64, 1024, data=8, fsdp=4, tensor=2)),
+    "v5e_gpipe_8": ("v5e:4x4", pipelined("gpipe", 8, **STAGES)),
+    "v5e_gpipe_32": ("v5e:4x4", pipelined("gpipe", 32, **STAGES)),
+    "v5e_1f1b_8": ("v5e:4x4", pipelined("1f1b", 8, **STAGES)),
+    "v5e_1f1b_32": ("v5e:4x4", pipelined("1f1b", 32, **STAGES)),
+    "v5e_interleaved_8": ("v5e:4x4", pipelined("interleaved_1f1b", 8, 2, **STAGES)),
+    "v5e_interleaved_32": ("v5e:4x4", pipelined("interleaved_1f1b", 32, 2, **STAGES)),
+    "v5p_stages": ("v5p:2x2x2", pipelined("1f1b", 8, seq=1024, pipe=2, fsdp=2, tensor=2, remat="selective")),
+    "h100_stages_8": ("h100:1x1x8", pipelined("1f1b", 8, seq=1024, pipe=2, fsdp=2, tensor=2, remat="selective")),
+    "h100_stages_64": ("h100:1x8x8", pipelined("interleaved_1f1b", 8, 2, pipe=4, data=4, fsdp=2, tensor=2)),
 }
 
 

@@ -22,6 +22,17 @@ def test_dense(name):
         np.testing.assert_allclose(value, predicted[kind], rtol=0.01, err_msg=str(kind))
 
 
+@pytest.mark.parametrize("name", ["h100_stages_8", "h100_stages_64"])
+def test_stages(name):
+    """A pipeline beside FSDP and tensor parallelism: two permutes a tick; weights gathered and scattered once."""
+    sent = check(name)
+    assert ("pipe", "collective-permute") in sent
+    found, predicted = report(name).collectives, hlo.sent(report(name).expected)
+    assert all(c.times == 1 for c in found if {"data", "fsdp"} & set(c.axes))
+    for kind, value in sent.items():
+        np.testing.assert_allclose(value, predicted[kind], rtol=0.02, err_msg=str(kind))
+
+
 def test_hosts_hold_whole_groups_of_the_inner_axes():
     """Only replicas talk across hosts: each group of fsdp and tensor lies within one."""
     from cases import CASES

@@ -61,6 +61,27 @@ def test_selective_recomputation_costs_at_most_a_twentieth_more_flops():
     assert 1 < ratio <= 1.05
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_memory_of_a_pipeline_does_not_grow_with_its_microbatches(schedule):
+    """4 stages, 4 replicas: 32 microbatches in the room of 8. GPipe's, beside it, grows by the residuals of 24."""
+    totals = {}
+    for name in (f"v5e_{schedule}_8", f"v5e_{schedule}_32", "v5e_gpipe_8", "v5e_gpipe_32"):
+        check(name)
+        totals[name] = report(name).total
+    ratios = [totals[f"v5e_{which}_32"] / totals[f"v5e_{which}_8"] for which in (schedule, "gpipe")]
+    print("memory at 32 microbatches over that at 8:", *(f"{ratio:.3f}" for ratio in ratios))
+    assert ratios[0] <= 1.05 < ratios[1]
+
+
+def test_stages_beside_other_axes_on_8_v5p():
+    sent = check("v5p_stages")
+    assert {kind for axes, kind in sent if axes == "pipe"} == {"collective-permute", "all-reduce"}
+    found = report("v5p_stages").collectives
+    permutes = [c.times for c in found if c.kind == "collective-permute" and c.axes == ("pipe",)]
+    assert permutes == [8 + 2] * 2  # ticks of 1F1B: M + 2 (P - 1)
+    assert all(c.times == 1 for c in found if "fsdp" in c.axes)
+
+
 def test_a_target_that_is_none_is_named():
     with pytest.raises(aot.ConfigError, match="v5e:4x4 is 16 TPUs"):
         aot.devices("v5e")

@@ -1,0 +1,91 @@
+"""What a pipeline costs beside the same work without: `python benchmarks/pipeline_cpu.py [--rounds 9]`, on the CPU.
+
+The training step of a small model on two devices, as two stages by each schedule and as two replicas; what is
+recomputed is the same. Interleaved; the median of the ratios is kept in `benchmarks/results/pipeline_cpu.json`, beside
+what the bubble alone would cost.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import record
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from jaxstack import platform
+from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+
+STAGES = MeshConfig(data=1, pipe=2)
+CASES = {
+    "replicas": (MeshConfig(data=2), PipelineConfig()),
+    "gpipe": (STAGES, PipelineConfig("gpipe", 16)),
+    "1f1b": (STAGES, PipelineConfig("1f1b", 16)),
+    "interleaved_1f1b": (STAGES, PipelineConfig("interleaved_1f1b", 16, 2)),
+}
+
+
+def config(mesh: MeshConfig, pipeline: PipelineConfig, batch: int) -> Config:
+    return Config(
+        model=ModelConfig(num_layers=8, d_model=256, num_heads=4, vocab_size=256),
+        data=DataConfig(seq_len=256, batch_size=batch),
+        optim=OptimConfig(warmup_steps=0, schedule="constant"),
+        train=TrainConfig(steps=10**6),
+        mesh=mesh,
+        pipeline=pipeline,
+    )
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--batch", type=int, default=32)
+    given = arguments.parse_args()
+    platform.configure(STAGES, given.batch)
+
+    import jax
+    import numpy as np
+
+    from jaxstack import sharding, step
+    from jaxstack.context import Context
+
+    ids = np.random.default_rng(0).integers(0, 256, (given.batch, 257)).astype(np.int32)
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((given.batch, 256), np.float32)}
+    runs: dict[str, Any] = {}
+    bubbles: dict[str, float] = {}
+    for name, (mesh, pipeline) in CASES.items():
+        cfg = config(mesh, pipeline, given.batch)
+        ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, given.batch))
+        abstract = step.abstract_state(cfg, ctx)
+        train_step = step.jit_train_step(cfg, ctx, abstract)
+        runs[name] = [step.make_state(cfg, ctx, abstract), train_step, jax.device_put(batch, ctx.sharding(ctx.batch))]
+        if ctx.pipeline is not None:
+            bubbles[name] = ctx.pipeline.bubble
+
+    def one_step(name: str) -> float:
+        state, train_step, placed = runs[name]
+        begin = time.perf_counter()
+        runs[name][0], metrics = train_step(state, placed)
+        jax.block_until_ready(metrics)
+        return time.perf_counter() - begin
+
+    times: dict[str, list[float]] = {name: [] for name in CASES}
+    for name in CASES:
+        one_step(name)
+    for _ in range(given.rounds):
+        for name, found in times.items():
+            found.append(one_step(name))
+    results: dict[str, Any] = {"tokens": given.batch * 256, "rounds": given.rounds, "step_ms": {}, "over_replicas": {}}
+    for name, found in times.items():
+        results["step_ms"][name] = round(1e3 * median(found), 1)
+        if name in bubbles:
+            ratio = median(t / plain for t, plain in zip(found, times["replicas"], strict=True))
+            results["over_replicas"][name] = {"ratio": round(ratio, 3), "of_the_bubble": round(1 + bubbles[name], 3)}
+    print(results)
+    print(record.record("pipeline_cpu", results))
+
+
+if __name__ == "__main__":
+    main()
