@@ -130,6 +130,23 @@ def test_two_processes_equal_one(text, tmp_path):
         assert_equal_lines(losses(tmp_path / f"{path.name}_halfway"), trained)
 
 
+@pytest.mark.slow
+def test_the_stages_of_a_pipeline_lie_on_two_processes(text, tmp_path):
+    """Uneven stages, one a process; another run goes on from their checkpoint without a pipeline, on its own."""
+    two, plain = tmp_path / "two", tmp_path / "plain"
+    argv = [*SMALL, f"--data.path={text}", "--model.num_layers=3"]
+    argv += ["--sample.prompts=[]", "--train.ngram_baseline=false"]
+    stages = [*argv, "--mesh.pipe=2", "--mesh.fsdp=1", "--pipeline.microbatches=2"]
+    (out, _), _ = finish(*start_two(*stages, f"--run.dir={two}"))
+    assert "layers 0-1 | 2; bubble" in out
+    shutil.copytree(two, plain)
+    shutil.rmtree(plain / "checkpoints" / "12")
+    ((out, _),) = finish(start(*argv, f"--run.dir={plain}", devices=8))
+    assert "resumed from step 6" in out
+    assert "changed  mesh.pipe was 2, is now 1" in out
+    assert_equal_lines(losses(plain), losses(two))
+
+
 def test_processes_that_differ_are_refused(text, tmp_path):
     """One line each and exit code 2, where they would train on something that no single process would."""
     port = free_port()
