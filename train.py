@@ -55,11 +55,12 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     from jaxstack import checkpoint, convert, generate, loggers, metrics, model, params, sharding, step
     from jaxstack.context import Context
     from jaxstack.data import ngram
+    from jaxstack.profile import costs
 
     run = Path(cfg.run.dir)
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
     devices = list(mesh.devices.flat)
-    ctx = Context.create(cfg, mesh)
+    ctx = Context.create(costs.settled(cfg, mesh), mesh)
     batch_sharding = ctx.sharding(ctx.batch)
     first = jax.process_index() == 0  # it alone prints, and writes what is not a checkpoint
 
@@ -89,6 +90,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         screen.say(f"model    {params.count(model.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
         if ctx.pipeline is not None:
             screen.say(f"pipeline {ctx.pipeline}")
+            if why := ctx.pipeline.explain():
+                screen.say(why)
         screen.say(f"data     {dataset.description}")
         screen.say(f"run      {run}/")
         for change in changes:
@@ -99,6 +102,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             "configuration": replace(cfg, distributed=DistributedConfig()),
             "data": (dataset.description, len(dataset.train), len(dataset.eval), dataset.tokenizer.to_json()),
             "newest checkpoint of run.dir": start,
+            "pipeline.partition's file": str(ctx.pipeline),
         })  # fmt: skip
         if start:
             state = layout.unpack(checkpoints.restore(start, layout.abstract))

@@ -425,9 +425,13 @@ class PipelineConfig:
     """Parts that a stage takes its sequences in; null: as many as the batch allows, at most four a stage."""
     chunks: int = 1
     """Stretches of layers a stage, for `interleaved_1f1b`: that many times less idle time and more traffic."""
+    partition: str = "even"
+    """Which layers a stage has: `even`, as many as the others; `auto`, by costs measured when the run begins; or the
+    path of a file of costs, made by `python -m jaxstack.profile`."""
 
     def __post_init__(self) -> None:
         _at_least("pipeline", self, 1, "microbatches", "chunks")
+        _require(bool(self.partition), "pipeline.partition is empty; use even, auto, or the path of a file of costs")
         _require(
             self.chunks == 1 or self.schedule == "interleaved_1f1b",
             f"pipeline.chunks={self.chunks} needs pipeline.schedule=interleaved_1f1b; {self.schedule} has one a stage",

@@ -178,6 +178,29 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     return gradients
 
 
+def pipeline_work(cfg: Config, ctx: Context, tokens: Any, sequences: int, length: int) -> Work:
+    """What the stages of a pipeline run, on parameters that have been gathered.
+
+    Args:
+      tokens, sequences, length: weighted tokens and sequences of the whole batch, tokens of a sequence.
+    """
+    ctx = ctx.gathered
+
+    def one_step(weights: Any, x: jax.Array, index: jax.Array, given: Any) -> tuple[jax.Array, jax.Array, model.Aux]:
+        x, aux = model.step(cfg.model, ctx, weights, x, index, given)
+        return x, jnp.asarray(losses.auxiliary(cfg.model, aux, sequences, length)), aux
+
+    def finish(shared: Any, x: jax.Array, given: Any) -> jax.Array:
+        return losses.likelihood(cfg.model, shared, model.final(cfg.model, shared, x, ctx), given, ctx) / tokens
+
+    return Work(
+        inputs=lambda m: model.inputs(cfg.model, m, ctx) | {name: m[name] for name in ("targets", "weights")},
+        first=lambda shared, given: model.embed(cfg.model, shared, given, ctx),
+        layer=model.remat(ctx, one_step),
+        last=finish,
+    )
+
+
 def pipelined(
     cfg: Config,
     ctx: Context,
@@ -195,33 +218,21 @@ def pipelined(
     Args:
       values: parameters, such that their gradients stay apart.
       batch: this device's rows.
-      tokens, sequences, length: weighted tokens and sequences of the whole batch, tokens of a sequence.
+      tokens, sequences, length: of `pipeline_work`.
     """
     assert ctx.pipeline is not None
-    spec, inner = model.spec(cfg.model), ctx.gathered
+    spec = model.spec(cfg.model)
 
     def whole(values: Any) -> tuple[Any, list[Any]]:
         values = ctx.gather(spec, values)
         shared = {name: group for name, group in values.items() if name != "layers"}
         return shared, model.by_step(cfg.model, values["layers"])
 
-    def one_step(weights: Any, x: jax.Array, index: jax.Array, given: Any) -> tuple[jax.Array, jax.Array, model.Aux]:
-        x, aux = model.step(cfg.model, inner, weights, x, index, given)
-        return x, jnp.asarray(losses.auxiliary(cfg.model, aux, sequences, length)), aux
-
-    def finish(shared: Any, x: jax.Array, given: Any) -> jax.Array:
-        return losses.likelihood(cfg.model, shared, model.final(cfg.model, shared, x, inner), given, inner) / tokens
-
-    work = Work(
-        inputs=lambda m: model.inputs(cfg.model, m, inner) | {name: m[name] for name in ("targets", "weights")},
-        first=lambda shared, given: model.embed(cfg.model, shared, given, inner),
-        layer=model.remat(inner, one_step),
-        last=finish,
-    )
     if key is not None:
         batch = {**batch, "key": jax.random.key_data(key)}
     shared, stacked = whole(params.cast_matrices(spec, values, ctx.dtype))
     micros = model.microbatched(batch, ctx.pipeline.schedule.microbatches)
+    work = pipeline_work(cfg, ctx, tokens, sequences, length)
     sums = pipeline.execute(ctx.pipeline, work, "pipe", shared, stacked, micros)
     _, scatter = jax.vjp(whole, values)  # linear: its forward half is not run
     (grads,) = scatter((sums.shared, sums.stacked))

@@ -172,6 +172,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %w = (s32[], f32[8]) while(%t), condition=%condition, body=%body
   %f = f32[8]{0} fusion(%p), calls=%step
   %c = (bf16[2,3]{1,0}, bf16[2,3]{1,0}, u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
+  %h = ((f32[7]{0}, f32[9]{0}), (f32[7]{0}, f32[9]{0}), u32[]) collective-permute-start(%p), source_target_pairs={{0,2}}
   %d = (f32[5]{0:T(8,128)}, f32[6]{0}) all-reduce(%p, %q), replica_groups=mesh['a'=4,'b'=2] {'b'}, to_apply=%add
   %e = (f32[2,3]{1,0}, f32[4,3]{1,0}) all-gather-start(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}
   %g = f32[4,3]{1,0} all-gather-done(%e)
@@ -181,11 +182,13 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     assert [(c.kind, c.axes, c.shape, c.times) for c in found] == [
         ("all-gather", ("data",), (8, 4), 7),
         ("collective-permute", ("tensor",), (2, 3), 1),
+        ("collective-permute", ("fsdp",), (7,), 1),
+        ("collective-permute", ("fsdp",), (9,), 1),
         ("all-reduce", ("tensor",), (5,), 1),
         ("all-reduce", ("tensor",), (6,), 1),
         ("all-gather", ("data",), (4, 3), 1),
     ]
-    assert [c.sent for c in found] == [7 * 128 / 2, 12, 20, 24, 24]
+    assert [c.sent for c in found] == [7 * 128 / 2, 12, 28, 36, 20, 24, 24]
     with pytest.raises(ValueError, match="number of turns"):
         hlo.collectives(module.replace("direction=LT", "direction=GT"), {"data": 2, "fsdp": 2, "tensor": 2})
     with pytest.raises(ValueError, match="are not those of"):

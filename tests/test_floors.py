@@ -34,6 +34,7 @@ FLOORS = {
     "step": 7,
     "aot": 8,
     "convert": 8,
+    "profile": 8,
 }
 
 JAX_FREE = {"config", "cli", "platform", "rundir", "data"}

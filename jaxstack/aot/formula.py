@@ -88,9 +88,9 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
 
     # Stages.
     if ctx.pipeline is not None:
-        held = (rows, length // (T if ctx.between else 1), D)
-        add("collective-permute", ("pipe",), held, 2 * accum * ctx.pipeline.schedule.ticks, "to neighbours")
-        add("all-reduce", ("pipe",), held, ends * (4 if ctx.between else 2), "to and from embedding and head")
+        residual = (rows, length // (T if ctx.between else 1), D)
+        add("collective-permute", ("pipe",), residual, 2 * accum * ctx.pipeline.schedule.ticks, "to neighbours")
+        add("all-reduce", ("pipe",), residual, ends * (4 if ctx.between else 2), "to and from embedding and head")
 
     # Context parallelism: keys and values.
     shards = sizes["context"]

@@ -196,7 +196,8 @@ def _moved(kind: str, i: _Instruction, devices: int) -> list[tuple[str, tuple[in
     if i.op.endswith("-start") and kind in ("all-gather", "reduce-scatter"):
         arrays = arrays[len(arrays) // 2 :]  # operands, then results
     elif i.op == "collective-permute-start":
-        arrays = arrays[1:2]  # operand, result, and what the backend keeps
+        arrays = [array for array in arrays if array != ("u32", ())]  # what the backend keeps
+        arrays = arrays[len(arrays) // 2 :]  # operands, then results: of several permutes that XLA has combined
     if kind == "reduce-scatter":
         return [(dtype, (devices, *shape)) for dtype, shape in arrays]
     if kind == "all-to-all" and len(arrays) == devices:  # a part for each device

@@ -5,11 +5,14 @@ from pathlib import Path
 
 from jaxstack import cli
 from jaxstack.config import ConfigError
-from jaxstack.pipeline.schedule import IDLE, Schedule, gpipe, interleaved_one_f_one_b, one_f_one_b
+from jaxstack.pipeline.program import SCHEDULES
+from jaxstack.pipeline.schedule import IDLE, Schedule
 
 
 def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float = 2.0) -> None:
     """Writes a picture of a schedule in lockstep; a tick is as long as the units that any stage runs in it.
+
+    Numbers are microbatches; the further a chunk is from the first layers, the darker its units.
 
     Args:
       schedule: the table.
@@ -21,39 +24,53 @@ def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float =
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    kinds = ((schedule.forward_TP, forward, "Blues"), (schedule.backward_TP, backward, "Oranges"))
-    figure, axes = plt.subplots(figsize=(12, 0.5 * schedule.stages + 1.2), layout="constrained")
+    kinds = (
+        ("forward", schedule.forward_TP, forward, "Blues"),
+        ("backward", schedule.backward_TP, backward, "Oranges"),
+    )
+    shades = {
+        (kind, chunk): plt.get_cmap(colours)(0.3 + 0.5 * chunk / schedule.chunks)
+        for kind, _, _, colours in kinds
+        for chunk in range(schedule.chunks)
+    }
+    figure, axes = plt.subplots(figsize=(12, 0.5 * schedule.stages + 1.5), layout="constrained")
     now = 0.0
     for tick in range(schedule.ticks):
-        for table, length, colours in kinds:
+        for kind, table, length, _ in kinds:
             if (table[tick] == IDLE).all():
                 continue
             for stage, unit in enumerate(table[tick].tolist()):
                 if unit != IDLE:
                     microbatch, chunk = divmod(unit, schedule.chunks)
-                    shade = plt.get_cmap(colours)(0.3 + 0.5 * chunk / schedule.chunks)
+                    shade = shades[kind, chunk]
                     axes.barh(stage, length, 0.9, left=now, color=shade, edgecolor="white", linewidth=0.5)
                     if schedule.ticks <= 80:
-                        axes.text(now + length / 2, stage, microbatch, ha="center", va="center", fontsize=7)
+                        axes.text(now + length / 2, stage, microbatch, ha="center", va="center", fontsize=8)
             now += length
     figures = schedule.simulate(forward, backward)
+    chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     axes.set(
         yticks=range(schedule.stages),
         yticklabels=[f"stage {s}" for s in range(schedule.stages)],
-        xlabel="time",
+        xlabel=f"time (a forward unit takes {forward:g}, a backward unit {backward:g})",
         xlim=(0, now),
-        title=f"{schedule.name}: {schedule.stages} stages, {schedule.chunks} chunks, {schedule.microbatches} "
-        f"microbatches; bubble {figures.bubble:.1%}, room for {schedule.slots} units a stage",
+        title=f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.microbatches} microbatches; "
+        f"bubble {figures.bubble:.1%}, room for {schedule.slots} units a stage",
     )
     axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    for (kind, chunk), shade in shades.items():
+        of_chunk = f", chunk {chunk}" if schedule.chunks > 1 else ""
+        axes.bar(0, 0, color=shade, label=f"{kind}{of_chunk}")
+    figure.legend(loc="outside lower right", ncols=len(shades), frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def main(argv: list[str]) -> None:
     arguments = argparse.ArgumentParser(prog="python -m jaxstack.pipeline.drawing", allow_abbrev=False)
-    arguments.add_argument("schedule", choices=("gpipe", "1f1b", "interleaved_1f1b"))
+    arguments.add_argument("schedule", choices=tuple(SCHEDULES))
     arguments.add_argument("--stages", type=int, default=4)
     arguments.add_argument("--microbatches", type=int, default=8)
     arguments.add_argument("--chunks", type=int, default=1, help="stretches of layers a stage, interleaved_1f1b only")
@@ -61,12 +78,9 @@ def main(argv: list[str]) -> None:
     arguments.add_argument("--backward", type=float, default=2.0, help="time of a backward unit")
     arguments.add_argument("--out", type=Path, help="picture to write, such as chart.png; without it, text alone")
     given = arguments.parse_args(argv)
-    if given.chunks != 1 and given.schedule != "interleaved_1f1b":
+    schedule = SCHEDULES[given.schedule](given.stages, given.microbatches, given.chunks)
+    if given.chunks != schedule.chunks:
         raise ConfigError(f"--chunks={given.chunks} is for interleaved_1f1b; {given.schedule} has one chunk a stage")
-    if given.schedule == "interleaved_1f1b":
-        schedule = interleaved_one_f_one_b(given.stages, given.microbatches, given.chunks)
-    else:
-        schedule = {"gpipe": gpipe, "1f1b": one_f_one_b}[given.schedule](given.stages, given.microbatches)
     figures = schedule.simulate(given.forward, given.backward)
     print(schedule.text())
     print(

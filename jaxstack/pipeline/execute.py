@@ -92,11 +92,11 @@ def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree
 
     # Types and shapes, from a trace that leaves nothing in the program.
     m0 = varying(jnp.int32(0), (axis,))
-    side0, weights0, number0 = inputs_of(m0), _row(stacked, m0), numbers[0]
+    side0, weights0, number0 = inputs_of(m0), take(stacked, m0), numbers[0]
     x0 = _zeros(jax.eval_shape(lambda: work.first(shared, inputs_of(jnp.int32(0)))), (axis,))
     y0 = jax.eval_shape(lambda: work.layer(weights0, x0, number0, side0)[0])
     x0 = varying(x0, varies_along(y0))
-    saved = _Saved(work.layer)
+    saved = Saved(work.layer)
     layer0 = jax.eval_shape(lambda: saved.forward(weights0, x0, number0, side0))
     loss0 = jax.eval_shape(lambda: finish(shared, _from_stage(x0, stage, last_stage, axis), inputs_of(jnp.int32(0))))
     _, penalty0, aux0, kept0 = layer0
@@ -116,10 +116,10 @@ def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree
             x, stash, penalty, aux = carry
             at = forward["chunk"] * longest + i
             held = numbers[at] >= 0
-            y, share, extra, kept = saved.forward(_row(stacked, at), x, numbers[at], side)
-            stash = [_put(s, k, forward["slot"], i) for s, k in zip(stash, kept, strict=True)]
+            y, share, extra, kept = saved.forward(take(stacked, at), x, numbers[at], side)
+            stash = [put(s, k, forward["slot"], i) for s, k in zip(stash, kept, strict=True)]
             counts = held & forward["active"]
-            aux = jax.tree.map(lambda a, e: _add(a, jnp.where(counts, e, 0), at), aux, extra)
+            aux = jax.tree.map(lambda a, e: add_at(a, jnp.where(counts, e, 0), at), aux, extra)
             return jnp.where(held, y, x), stash, penalty + jnp.where(counts, share, 0), aux
 
         start = (x, stash, sums.penalty, sums.aux)
@@ -128,7 +128,7 @@ def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree
         # The turn: all stages share in the head's work on what the last one has made.
         output = x
         if not program.turns_at_once:
-            outputs = _put(outputs, x, forward["slot"])
+            outputs = put(outputs, x, forward["slot"])
             output = lax.dynamic_index_in_dim(outputs, backward["slot"], keepdims=False)
 
         def turn(carry: Tree, given: Tree) -> Tree:
@@ -136,7 +136,7 @@ def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree
             y, side = _from_stage(output, stage, last_stage, axis), inputs_of(m)
             share, pull = jax.vjp(lambda shared, y: finish(shared, y, side), shared, y)
             dshared, dy = pull(varying(jnp.ones((), share.dtype), varies_along(share)))
-            return jnp.where(stage == last_stage, dy, dx), loss + share, _sum(grads, dshared)
+            return jnp.where(stage == last_stage, dy, dx), loss + share, add_up(grads, dshared)
 
         carry = (dx, sums.loss, sums.shared)
         dx, loss, grads = _when("turn", row["turning"] >= 0, turn, carry, (output, row["turning"]))
@@ -150,10 +150,10 @@ def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree
             layer = row["backward_steps"] - 1 - i
             at = backward["chunk"] * longest + layer
             held = numbers[at] >= 0
-            kept = [_get(s, backward["slot"], layer) for s in stash]
-            dweights, dy = saved.backward(kept, _row(stacked, at), numbers[at], side, dx, one)
+            kept = [get(s, backward["slot"], layer) for s in stash]
+            dweights, dy = saved.backward(kept, take(stacked, at), numbers[at], side, dx, one)
             counts = held & backward["active"]
-            sums = jax.tree.map(lambda s, d: _add(s, jnp.where(counts, d, 0), at), sums, dweights)
+            sums = jax.tree.map(lambda s, d: add_at(s, jnp.where(counts, d, 0), at), sums, dweights)
             return jnp.where(held, dy, dx), sums
 
         dx, stacked_grads = _loop("backward", row["backward_steps"], layer_backward, (dx, sums.stacked))
@@ -163,7 +163,7 @@ def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree
             side = inputs_of(m)
             x, pull = jax.vjp(lambda shared: work.first(shared, side), shared)
             dembedded = _from_stage(dx, stage, 0, axis)
-            return _sum(grads, *pull(varying(dembedded, varies_along(x))))
+            return add_up(grads, *pull(varying(dembedded, varies_along(x))))
 
         grads = _when("leave", row["leaving"] >= 0, leave, grads, (dx, row["leaving"]))
         sums = Sums(loss, penalty, aux, grads, stacked_grads)
@@ -205,7 +205,7 @@ def forward(
     numbers = collectives.part(jnp.asarray(stages.steps), (axis,), 0)
 
     def inputs_of(m: jax.Array) -> Tree:
-        return work.inputs(_row(micros, m))
+        return work.inputs(take(micros, m))
 
     entering = lax.map(lambda m: work.first(shared, inputs_of(m)), jnp.arange(M))
 
@@ -217,15 +217,15 @@ def forward(
         chunk, m = rest // P, group * P + rest % P
         active = (since >= 0) & (m < M)
         m, chunk = jnp.where(active, m, 0), jnp.where(active, chunk, 0)
-        x = jnp.where((stage == 0) & (chunk == 0), _row(entering, m), x)
+        x = jnp.where((stage == 0) & (chunk == 0), take(entering, m), x)
         side = inputs_of(m)
 
         def one(carry: Tree, i: jax.Array) -> tuple[Tree, None]:
             x, penalty, sums = carry
             at = chunk * longest + i
             held = numbers[at] >= 0
-            y, share, extra = work.layer(_row(stacked, at), x, numbers[at], side)
-            sums = jax.tree.map(lambda s, e: _add(s, jnp.where(held & active, e, 0), at), sums, extra)
+            y, share, extra = work.layer(take(stacked, at), x, numbers[at], side)
+            sums = jax.tree.map(lambda s, e: add_at(s, jnp.where(held & active, e, 0), at), sums, extra)
             return (jnp.where(held, y, x), penalty + jnp.where(held & active, share, 0), sums), None
 
         (x, penalty, sums), _ = lax.scan(one, (x, penalty, sums), jnp.arange(longest))
@@ -233,7 +233,7 @@ def forward(
 
     m0 = varying(jnp.int32(0), (axis,))
     x0 = varying(jnp.zeros_like(entering[0]), (axis,))
-    layer0 = lambda: work.layer(_row(stacked, m0), x0, numbers[0], inputs_of(m0))  # noqa: E731
+    layer0 = lambda: work.layer(take(stacked, m0), x0, numbers[0], inputs_of(m0))  # noqa: E731
     x0 = varying(x0, varies_along(jax.eval_shape(layer0)[0]))
     _, penalty0, aux0 = jax.eval_shape(layer0)
     sums = jax.tree.map(lambda a: _zeros(a, (axis,), (len(numbers), *a.shape)), aux0)
@@ -242,7 +242,7 @@ def forward(
     return _from_stage(outputs[last], stage, P - 1, axis), penalty, sums
 
 
-class _Saved:
+class Saved:
     """A layer's VJP in two halves: what it saves is what its pullback holds, less what is at hand then anyway.
 
     At hand are the weights, the layer's number and the inputs; of a layer under `jax.checkpoint` little but `x` is
@@ -322,28 +322,28 @@ def _send(x: jax.Array, axis: str, by: int) -> jax.Array:
     return lax.ppermute(x, axis, [(s, (s + by) % size) for s in range(size)])
 
 
-def _row(tree: Tree, at: jax.Array) -> Tree:
+def take(tree: Tree, at: jax.Array) -> Tree:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), tree)
 
 
-def _get(a: jax.Array, *at: Any) -> jax.Array:
+def get(a: jax.Array, *at: Any) -> jax.Array:
     start = (*at, *(0,) * (a.ndim - len(at)))
     return lax.dynamic_slice(a, start, (*(1,) * len(at), *a.shape[len(at) :])).reshape(a.shape[len(at) :])
 
 
-def _put(a: jax.Array, value: jax.Array, *at: Any) -> jax.Array:
+def put(a: jax.Array, value: jax.Array, *at: Any) -> jax.Array:
     start = (*at, *(0,) * (a.ndim - len(at)))
     return lax.dynamic_update_slice(a, value.reshape((1,) * len(at) + value.shape), start)
 
 
-def _add(a: jax.Array, value: jax.Array, at: jax.Array) -> jax.Array:
+def add_at(a: jax.Array, value: jax.Array, at: jax.Array) -> jax.Array:
     """Adds to the rows of `a` that begin `at`: one row [...], or several [n, ...]."""
     value = value.reshape(-1, *a.shape[1:]).astype(a.dtype)
     old = lax.dynamic_slice_in_dim(a, at, value.shape[0])
     return lax.dynamic_update_slice_in_dim(a, old + value, at, 0)
 
 
-def _sum(sums: Tree, shares: Tree) -> Tree:
+def add_up(sums: Tree, shares: Tree) -> Tree:
     return jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, shares)
 
 

@@ -4,16 +4,16 @@ PipeDream's partitioning (Harlap et al. 2018, arXiv:1806.03377) for synchronous 
 head of a large vocabulary as much as several of them, and the slowest stage sets the pace.
 
 The layers are cut into *blocks* in a row, none empty, and block `g` stands on stage `g % stages`, as in `schedule`. A
-stage is busy while it sends, as in an executor whose ticks end with their transfers.
+stage is busy while it sends, as in an executor whose ticks end with their transfers. All stages have the same arrays,
+as one program on all of them must: each has room for the largest block, in every one of its chunks and slots.
 
 Suffixes: L layers, P stages, V chunks, M microbatches, G blocks; I, J: a stretch of layers from i to before j. JAX is
 not imported.
 """
 
-import heapq
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
@@ -22,21 +22,20 @@ from typing import Any
 import numpy as np
 
 from jaxstack.config import ConfigError
-from jaxstack.pipeline.schedule import Schedule
+from jaxstack.pipeline.schedule import IDLE, Schedule
 
 GIB = 2**30
-TRIES = 500
-"""Limits on blocks that `cut` tries where several chunks share a stage's memory."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the layers cost, for one microbatch on the devices of one stage.
+    """What the layers cost, for one microbatch on the devices of one stage. Bytes are those of one device.
+
+    A layer is what is not cut: where layers differ in kind by turns (Gemma 2's windows), a group of them.
 
     Attributes:
       forward, backward: seconds of each layer, [L]; recomputation counts as backward.
-      state_bytes: weights, gradients and optimizer state of each layer, [L]. Those of an embedding and a head that
-        stand on the first and last stage belong to the first and last layer.
+      state_bytes: weights, gradients and optimizer state of each layer, [L].
       stash_bytes: residuals that a microbatch leaves in each layer between forward and backward, [L].
       boundary_bytes: activations that leave each layer, [L], or one number for all; the cotangents coming back are as
         large.
@@ -46,6 +45,7 @@ class Costs:
       bandwidth: of the link between two stages, bytes/s.
       latency: of one transfer, seconds.
       measured_on: where the figures come from, for people.
+      memory_bytes: room for state and residuals of the layers; null: without limit.
 
     Raises (when it is made):
       ConfigError: a value that is no cost.
@@ -62,11 +62,12 @@ class Costs:
     bandwidth: float
     latency: float
     measured_on: str
+    memory_bytes: float | None = None
 
     def __post_init__(self) -> None:
         L = max(1, len(self.forward)) if isinstance(self.forward, _LISTS) else 1
         counts = dict.fromkeys(("forward", "backward", "state_bytes", "stash_bytes"), L) | {"first": 2, "last": 2}
-        alone = ["bandwidth", "latency"]
+        alone = ["bandwidth", "latency", *(["memory_bytes"] if self.memory_bytes is not None else [])]
         if isinstance(self.boundary_bytes, Real):
             alone.append("boundary_bytes")
         else:
@@ -104,9 +105,10 @@ class Costs:
         except ValueError as error:
             raise ConfigError(f"{path} is no JSON: {error}; write it with Costs.save") from error
         names = [field.name for field in fields(cls)]
+        needed = [field.name for field in fields(cls) if field.default is MISSING]
         if not isinstance(found, dict):
             raise ConfigError(f"{path} must be an object with the keys {', '.join(names)}")
-        if missing := [name for name in names if name not in found]:
+        if missing := [name for name in needed if name not in found]:
             raise ConfigError(f"{path}: {missing[0]} is missing; measure again, or add it")
         if unknown := [name for name in found if name not in names]:
             raise ConfigError(f"{path}: {unknown[0]} is no cost; drop it, the keys are {', '.join(names)}")
@@ -178,12 +180,6 @@ class Partition:
         forward_IJ, backward_IJ = _seconds(self.costs, self.schedule.blocks)
         return self._of_blocks(forward_IJ), self._of_blocks(backward_IJ)
 
-    @cached_property
-    def block_bytes(self) -> np.ndarray:
-        """Memory of each block: the state of its layers, and their residuals for the most units that ever wait, [G]."""
-        state_G, stash_G = (self._of_blocks(_sums(of)) for of in (self.costs.state_bytes, self.costs.stash_bytes))
-        return state_G + self.schedule.waiting_TG.max(0) * stash_G
-
     def _of_blocks(self, table_IJ: np.ndarray) -> np.ndarray:
         edges = np.cumsum([0, *self.layers])
         return table_IJ[edges[:-1], edges[1:]]
@@ -194,9 +190,10 @@ class Partition:
         return np.add(*self.block_seconds).reshape(self.schedule.chunks, -1).sum(0)
 
     @property
-    def stage_bytes(self) -> np.ndarray:
-        """Memory of each stage, [P]."""
-        return self.block_bytes.reshape(self.schedule.chunks, -1).sum(0)
+    def stage_bytes(self) -> float:
+        """Memory of a stage, of each alike: `chunks` times the state and `slots` times the residuals of the largest
+        block."""
+        return float(self._of_blocks(_bytes(self.costs, self.schedule)).max())
 
     @property
     def step_seconds(self) -> float:
@@ -211,6 +208,16 @@ class Partition:
         return float((self.schedule.microbatches * V - 1) * busy_G.max() + busy_G.sum() / V)
 
     @property
+    def lockstep_seconds(self) -> float:
+        """A step of `pipeline.execute`: every tick lasts as long as the longest unit of each kind in it."""
+        s = self.schedule
+        total = 0.0
+        for table_TP, seconds_G in zip((s.forward_TP, s.backward_TP), self.block_seconds, strict=True):
+            block_TP = table_TP % s.chunks * s.stages + np.arange(s.stages)
+            total += float(np.where(table_TP == IDLE, 0.0, seconds_G[block_TP]).max(1).sum())
+        return total
+
+    @property
     def bubble(self) -> float:
         """Idle time over work, of all stages together, by formula."""
         return self.step_seconds / (self.schedule.microbatches * float(self.stage_seconds.mean())) - 1
@@ -220,29 +227,31 @@ class Partition:
         """Mean over maximum of the stages' times; 1: all are equally fast."""
         return float(self.stage_seconds.mean() / self.stage_seconds.max())
 
-    def explain(self) -> str:
-        """A table for people, beside the even cut: a line a stage, then the step by formula and by simulation."""
+    def explain(self, unit: str = "layers") -> str:
+        """A table for people, beside the even cut: a line a stage, then the step by formula, by simulation and in
+        lockstep, and the memory of a device for the layers.
+
+        Args:
+          unit: what a layer of the costs is.
+        """
         s = self.schedule
         other = Partition(self.costs, s, even(self.costs.layers, s.blocks))
         lines = [
-            f"{self.costs.layers} layers by {s.name}: {s.stages} stages, {s.chunks} chunks, {s.microbatches} "
+            f"{self.costs.layers} {unit} by {s.name}: {s.stages} stages, {s.chunks} chunks, {s.microbatches} "
             f"microbatches; costs of {self.costs.measured_on}",
-            f"{'stage':<6}{'layers':>12}{'even':>12}{'ms':>10}{'even':>10}{'GiB':>8}{'even':>8}",
+            f"{'stage':<6}{'layers':>12}{'even':>12}{'ms':>10}{'even':>10}",
         ]
         for p in range(s.stages):
             mine, evenly = ("+".join(map(str, cut.layers[p :: s.stages])) for cut in (self, other))
             lines.append(
                 f"{p:<6}{mine:>12}{evenly:>12}{self.stage_seconds[p] * 1e3:>10.2f}{other.stage_seconds[p] * 1e3:>10.2f}"
-                f"{self.stage_bytes[p] / GIB:>8.2f}{other.stage_bytes[p] / GIB:>8.2f}"
             )
-        steps = [(cut.step_seconds, simulate(self.costs, cut.layers, s)) for cut in (self, other)]
-        for name, cut, (step, simulated) in zip(("cut", "even"), (self, other), steps, strict=True):
-            lines.append(
-                f"{name:<6}step {step * 1e3:.2f} ms ({simulated * 1e3:.2f} simulated), bubble {cut.bubble:.1%}, "
-                f"balance {cut.balance:.2f}"
-            )
-        ratio, simulated = (theirs / mine for mine, theirs in zip(*steps, strict=True))
-        return "\n".join([*lines, f"{ratio:.2f} times as fast as even ({simulated:.2f} simulated)"])
+        lines.append(f"{'step':<6}{'ms':>12}{'simulated':>12}{'lockstep':>12}{'bubble':>9}{'balance':>9}{'GiB':>8}")
+        steps = [(c.step_seconds, simulate(c.costs, c.layers, s), c.lockstep_seconds) for c in (self, other)]
+        for name, c, seconds in zip(("cut", "even"), (self, other), steps, strict=True):
+            times = "".join(f"{t * 1e3:>12.2f}" for t in seconds)
+            lines.append(f"{name:<6}{times}{c.bubble:>9.1%}{c.balance:>9.2f}{c.stage_bytes / GIB:>8.2f}")
+        return "\n".join(lines)
 
 
 def simulate(costs: Costs, layers: tuple[int, ...], schedule: Schedule) -> float:
@@ -257,17 +266,12 @@ def simulate(costs: Costs, layers: tuple[int, ...], schedule: Schedule) -> float
 
 
 def cut(costs: Costs, schedule: Schedule, memory_bytes: float | None = None) -> Partition:
-    """The cut with the least `Partition.step_seconds` within memory.
-
-    Exact. Where several chunks share a stage's memory it is branch and bound: the best cut is found with a limit on
-    every block alone, first all of the memory; where a stage's blocks are too large together, one of them must be
-    smaller than it is, and each in turn is limited so. After `TRIES` limits this gives up: it starts from the cut whose
-    largest block has the fewest bytes, shares out what that one leaves, and takes the best cut within these shares.
+    """The cut with the least `Partition.step_seconds` within memory; the even one, where it is among them.
 
     Args:
       costs: of the layers.
       schedule: that will run it.
-      memory_bytes: of a stage, for `Partition.stage_bytes`; none: without limit.
+      memory_bytes: limit on `Partition.stage_bytes`; none: without limit.
 
     Raises:
       ConfigError: fewer layers than blocks, or no cut within memory.
@@ -275,51 +279,32 @@ def cut(costs: Costs, schedule: Schedule, memory_bytes: float | None = None) -> 
     G, V = schedule.blocks, schedule.chunks
     even(costs.layers, G)
     limit = math.inf if memory_bytes is None else memory_bytes
-    weight = V * (schedule.microbatches * V - 1)
-    seconds_IJ = np.add(*_seconds(costs, G))
-    bytes_GIJ = _sums(costs.state_bytes) + schedule.waiting_TG.max(0)[:, None, None] * _sums(costs.stash_bytes)
-    tried: set[bytes] = set()
-    queue: list[tuple[float, int, Partition, np.ndarray]] = []
-
-    def within(limits_G: np.ndarray) -> Partition | None:
-        edges = _fastest(np.where(bytes_GIJ <= limits_G[:, None, None], seconds_IJ, np.inf), weight)
-        return None if edges is None else Partition(costs, schedule, tuple(np.diff(edges).tolist()))
-
-    def attempt(limits_G: np.ndarray) -> None:
-        if limits_G.tobytes() not in tried:
-            tried.add(limits_G.tobytes())
-            if found := within(limits_G):
-                heapq.heappush(queue, (found.step_seconds, len(tried), found, limits_G))
-
-    attempt(np.full(G, limit, np.float64))
-    while queue and len(tried) < TRIES:
-        *_, found, limits_G = heapq.heappop(queue)
-        stage = int(found.stage_bytes.argmax())
-        if found.stage_bytes[stage] <= limit:
-            return found
-        for g in range(stage, G, schedule.stages):
-            smaller_G = limits_G.copy()
-            smaller_G[g] = np.nextafter(found.block_bytes[g], 0)
-            attempt(smaller_G)
-    edges = _chain(bytes_GIJ, np.maximum)
-    assert edges is not None, "without limits every cut is possible"
-    leanest = Partition(costs, schedule, tuple(np.diff(edges).tolist()))
-    needed = float(leanest.stage_bytes.max())
-    if needed > limit:
+    bytes_IJ = _bytes(costs, schedule)
+    seconds_IJ = np.where(bytes_IJ <= limit, np.add(*_seconds(costs, G)), np.inf)
+    edges = _fastest(seconds_IJ, G, V * (schedule.microbatches * V - 1))
+    if edges is None:
+        leanest = _chain(bytes_IJ, G, np.maximum)
+        assert leanest is not None, "without limits every cut is possible"
+        needed = float(bytes_IJ[leanest[:-1], leanest[1:]].max())
         raise ConfigError(
-            f"memory_bytes={limit:.0f} ({limit / GIB:.2f} GiB a stage): the leanest cut of {costs.layers} layers found "
-            f"for {schedule.name} on {schedule.stages} stages needs {needed:.0f} ({needed / GIB:.2f} GiB, stage "
-            f"{leanest.stage_bytes.argmax()}); use more stages, smaller microbatches or recomputation"
+            f"memory_bytes={limit:.0f} ({limit / GIB:.2f} GiB): the leanest cut of {costs.layers} layers for "
+            f"{schedule.name} on {schedule.stages} stages needs {needed:.0f} ({needed / GIB:.2f} GiB); use more "
+            f"stages, smaller microbatches or recomputation"
         )
-    shared = within(leanest.block_bytes + np.tile((limit - leanest.stage_bytes) / V, V))
-    assert shared is not None, "the leanest cut is within its shares"
-    return shared
+    best, evenly = (Partition(costs, schedule, n) for n in (tuple(np.diff(edges).tolist()), even(costs.layers, G)))
+    as_good = evenly.step_seconds <= best.step_seconds * (1 + 1e-9)  # sums in another order
+    return evenly if as_good and evenly.stage_bytes <= limit else best
 
 
 def _sums(amount_L: tuple[float, ...]) -> np.ndarray:
     """Sum of every stretch, [L + 1, L + 1]; infinite where it holds no layer."""
     until = np.cumsum([0.0, *amount_L])
     return np.where(np.tri(len(until), dtype=bool), np.inf, until - until[:, None])
+
+
+def _bytes(costs: Costs, schedule: Schedule) -> np.ndarray:
+    """Memory of a stage whose largest block is each stretch."""
+    return schedule.chunks * _sums(costs.state_bytes) + schedule.slots * _sums(costs.stash_bytes)
 
 
 def _seconds(costs: Costs, blocks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -337,10 +322,10 @@ def _seconds(costs: Costs, blocks: int) -> tuple[np.ndarray, np.ndarray]:
     return forward_IJ, backward_IJ
 
 
-def _chain(cost_GIJ: np.ndarray, combine: np.ufunc) -> np.ndarray | None:
+def _chain(cost_IJ: np.ndarray, blocks: int, combine: np.ufunc) -> np.ndarray | None:
     """The edges of the cut whose blocks' costs, combined, are least, [G + 1]; None: every cut costs infinitely much."""
-    total_J, begins = cost_GIJ[0, 0], []
-    for cost_IJ in cost_GIJ[1:]:
+    total_J, begins = cost_IJ[0], []
+    for _ in range(blocks - 1):
         totals_IJ = combine(total_J[:, None], cost_IJ)
         begins.append(totals_IJ.argmin(0))
         total_J = totals_IJ.min(0)
@@ -352,7 +337,7 @@ def _chain(cost_GIJ: np.ndarray, combine: np.ufunc) -> np.ndarray | None:
     return np.array([0, *reversed(edges)])
 
 
-def _fastest(seconds_GIJ: np.ndarray, weight: float) -> np.ndarray | None:
+def _fastest(seconds_IJ: np.ndarray, blocks: int, weight: float) -> np.ndarray | None:
     """The edges of the cut with the least weight * max t + sum t, [G + 1]; None: every cut takes infinitely long.
 
     Limits on the slowest block go down from infinity to the least possible, each with its least sum. The next limit is
@@ -360,16 +345,16 @@ def _fastest(seconds_GIJ: np.ndarray, weight: float) -> np.ndarray | None:
     """
 
     def times(edges: np.ndarray) -> np.ndarray:
-        return seconds_GIJ[np.arange(len(seconds_GIJ)), edges[:-1], edges[1:]]
+        return seconds_IJ[edges[:-1], edges[1:]]
 
-    best = _chain(seconds_GIJ, np.maximum)
+    best = _chain(seconds_IJ, blocks, np.maximum)
     if best is None:
         return None
     lowest = times(best).max()
     least = weight * lowest + times(best).sum()
     limit, total = np.inf, 0.0
     while lowest <= limit and weight * lowest + total < least:
-        edges = _chain(np.where(seconds_GIJ <= limit, seconds_GIJ, np.inf), np.add)
+        edges = _chain(np.where(seconds_IJ <= limit, seconds_IJ, np.inf), blocks, np.add)
         assert edges is not None, "the cut with the lowest maximum is within every limit"
         slowest, total = times(edges).max(), times(edges).sum()
         if weight * slowest + total < least:

@@ -12,11 +12,12 @@ Suffixes: T ticks, P stages, M microbatches, G blocks, R rows. JAX is not import
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
-from jaxstack.config import Config
-from jaxstack.pipeline.partition import even
+from jaxstack.config import Config, ConfigError
+from jaxstack.pipeline.partition import Costs, Partition, cut, even
 from jaxstack.pipeline.schedule import (
     IDLE,
     Schedule,
@@ -127,12 +128,18 @@ class Units:
 class Program:
     """A schedule over stages with their layers, as the arrays that the executor reads.
 
+    Attributes:
+      schedule: the order of the units.
+      stages: where the layers lie.
+      partition: how their steps were cut by costs, and why; None: evenly.
+
     Raises (when it is made):
       ScheduleError: a schedule of other stages or chunks than the layers lie on.
     """
 
     schedule: Schedule
     stages: Stages
+    partition: Partition | None = None
 
     def __post_init__(self) -> None:
         a, b = (self.schedule.stages, self.schedule.chunks), (self.stages.stages, self.stages.chunks)
@@ -216,6 +223,13 @@ class Program:
         share = 3 * self.schedule.microbatches * (self.stages.steps >= 0).sum() / self.schedule.stages
         return float(runs / share) - 1
 
+    def explain(self) -> str:
+        """Why the layers lie as they do, for people; empty where no costs were asked."""
+        if self.partition is None:
+            return ""
+        period = self.stages.period
+        return self.partition.explain("layers" if period == 1 else f"groups of {period} layers")
+
     def __str__(self) -> str:
         s = self.schedule
         chunks = f" x {s.chunks} chunks" if s.chunks > 1 else ""
@@ -234,6 +248,7 @@ def resolve(cfg: Config, stages: int, sequences: int) -> Program:
 
     Raises:
       ScheduleError: sizes that do not fit each other; says which work.
+      ConfigError: `pipeline.partition` with costs of another model, or with too little memory.
     """
     pipeline, period = cfg.pipeline, len(cfg.model.windows)
     steps, blocks = cfg.model.num_layers // period, stages * pipeline.chunks
@@ -246,13 +261,41 @@ def resolve(cfg: Config, stages: int, sequences: int) -> Program:
             + (f", or pipeline.chunks={steps // stages}" if steps >= stages else "")
         )
     schedule = SCHEDULES[pipeline.schedule](stages, _microbatches(cfg, stages, sequences), pipeline.chunks)
-    lie = Stages(stages, tuple(period * n for n in even(steps, blocks)), period)
+    partition = _cut(cfg, schedule, steps, unit)
+    lie = Stages(stages, tuple(period * n for n in (partition.layers if partition else even(steps, blocks))), period)
     if cfg.optim.name == "adafactor" and not lie.in_order:
         raise ScheduleError(
             f"optim.name=adafactor takes means over a parameter of all layers, but these stages store them as {lie}; "
             f"use pipeline.chunks=1 and a mesh.pipe that divides model.num_layers={cfg.model.num_layers}, or adamw"
         )
-    return Program(schedule, lie)
+    return Program(schedule, lie, partition)
+
+
+def _cut(cfg: Config, schedule: Schedule, steps: int, unit: str) -> Partition | None:
+    """The cut by a file of costs; None: even."""
+    name = cfg.pipeline.partition
+    if name == "even":
+        return None
+    if name == "auto":
+        raise ConfigError(
+            "pipeline.partition=auto is measured by train.py when it trains; elsewhere use even, or name a file made "
+            "by python -m jaxstack.profile"
+        )
+    costs = Costs.load(Path(name))
+    if costs.layers != steps:
+        raise ConfigError(
+            f"pipeline.partition={name} holds costs of {costs.layers} layers, but "
+            f"model.num_layers={cfg.model.num_layers} has {steps} {unit}; measure this model by "
+            f"python -m jaxstack.profile, or use pipeline.partition=even"
+        )
+    try:
+        best = cut(costs, schedule, costs.memory_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"pipeline.partition={name}: {error}") from error
+    evenly = Partition(costs, schedule, even(steps, schedule.blocks))
+    fits = costs.memory_bytes is None or evenly.stage_bytes <= costs.memory_bytes
+    # The cut is best where stages run freely; the executor's ticks are as long as their longest unit.
+    return evenly if fits and evenly.lockstep_seconds <= best.lockstep_seconds else best
 
 
 def _microbatches(cfg: Config, stages: int, sequences: int) -> int:

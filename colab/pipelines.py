@@ -1,0 +1,311 @@
+# %% [markdown]
+# # Pipelines, seen from their tables
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/pipelines.ipynb)
+#
+# A pipeline puts the layers of a model on several devices, its *stages*, and sends the batch through them in
+# *microbatches*. Which stage does what at which moment is the *schedule*. Here a schedule is a table of integers: this
+# notebook draws some, counts what they cost, runs them, and writes a new one.
+#
+# No accelerator is needed. With fewer than four, the CPU plays the devices.
+
+# %%
+import importlib.util
+import os
+
+if importlib.util.find_spec("jaxstack") is None:
+    print("installing jaxstack, about a minute")
+    # %pip install -q git+https://github.com/jaxstack/jaxstack
+
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # JAX reads this when it is imported
+
+# %%
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from IPython.display import Image, display
+
+from jaxstack.config import MeshConfig
+from jaxstack.pipeline import Schedule, ScheduleError, gpipe, interleaved_one_f_one_b, one_f_one_b, value_and_grad
+from jaxstack.pipeline.drawing import draw
+from jaxstack.sharding import make_mesh
+
+jax.config.update("jax_default_matmul_precision", "float32")  # GPUs and TPUs would round more, and differ more
+STAGES = 4
+devices = (jax.devices() if jax.device_count() >= STAGES else jax.devices("cpu"))[:STAGES]
+print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
+
+# %% [markdown]
+# ## Three schedules
+#
+# Time runs in *ticks*. In each, a stage has room for one forward unit (one microbatch through its layers) and then one
+# backward unit; what they make is at the neighbour in the next tick. `text` prints the table: two lines a stage, the
+# microbatch at every tick.
+
+# %%
+print(one_f_one_b(STAGES, 8).text())
+
+# %% [markdown]
+# As a chart, where a backward unit takes twice as long as a forward unit. All stages keep step, so a tick is as long as the
+# units that any of them runs in it.
+
+
+# %%
+def show(schedule: Schedule) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        picture = Path(directory) / "schedule.png"
+        draw(schedule, picture)
+        display(Image(picture.read_bytes()))
+
+
+show(gpipe(STAGES, 8))
+
+# %% [markdown]
+# *GPipe* sends everything forward, then everything back. What the last microbatch needs for its way back waits beside
+# that of all others.
+
+# %%
+show(one_f_one_b(STAGES, 8))
+
+# %% [markdown]
+# *1F1B* (one forward, one backward) sends a microbatch back as soon as it has arrived. Idle time is the same, but what
+# waits is bounded by the number of stages. At the end of a row, stages that have nothing left wait for the others.
+
+# %%
+show(interleaved_one_f_one_b(STAGES, 8, chunks=2))
+
+# %% [markdown]
+# *Interleaved 1F1B* gives each stage two stretches of layers, *chunks*: light and dark. The gaps at both ends are
+# half as long, for twice the traffic.
+#
+# ## Bubble and slots
+#
+# Two numbers describe a schedule. The *bubble* is idle time over work. *Slots* are the units whose residuals (what the
+# backward pass needs) a stage keeps room for. With P stages, M microbatches and V chunks a stage:
+#
+# | | bubble | slots |
+# |---|---|---|
+# | GPipe | (P - 1) / M | M |
+# | 1F1B | (P - 1) / M | min(2P - 1, M) |
+# | interleaved, M at least 2P | (P - 1) / (V M) | P(V + 1) - 1, each 1/V as large |
+#
+# Not to be believed without counting in the tables.
+
+
+# %%
+def counted(schedule: Schedule) -> tuple[float, int]:
+    """Bubble and slots, from the table alone; -1 is an empty place."""
+    forward_ticks = (schedule.forward_TP != -1).any(axis=1).sum()  # in which some stage goes forward
+    backward_ticks = (schedule.backward_TP != -1).any(axis=1).sum()
+    work = 3 * schedule.microbatches * schedule.chunks  # of each stage: forward units take 1, backward units 2
+    most = 0
+    for tick in range(schedule.ticks):
+        waits = (schedule.forward_MG <= tick) & (tick <= schedule.backward_MG)  # [microbatch, block]
+        most = max(most, *(waits[:, stage :: schedule.stages].sum() for stage in range(schedule.stages)))
+    return (forward_ticks + 2 * backward_ticks) / work - 1, int(most)
+
+
+P = STAGES
+print("                       bubble          slots")
+for M in (8, 16, 32, 64):
+    for schedule, bubble, slots in (
+        (gpipe(P, M), (P - 1) / M, M),
+        (one_f_one_b(P, M), (P - 1) / M, 2 * P - 1),
+        (interleaved_one_f_one_b(P, M, 2), (P - 1) / (2 * M), P * (2 + 1) - 1),
+    ):
+        found = counted(schedule)
+        print(f"{schedule.name:17} M={M:<3} {found[0]:6.1%} {found[1]:10}")
+        assert np.isclose(found[0], bubble)
+        assert found[1] == slots == schedule.slots
+
+# %% [markdown]
+# ## Running them
+#
+# A model of nobody in particular: 8 equal layers, something before them and something after. `value_and_grad` takes the
+# three as functions, and a table.
+
+# %%
+WIDTH, LAYERS, ROWS = 128, 8, 64  # rows of a microbatch
+
+keys = iter(jax.random.split(jax.random.key(0), 6))
+stacked = {
+    "up": jax.random.normal(next(keys), (LAYERS, WIDTH, 4 * WIDTH)) / WIDTH**0.5,
+    "down": jax.random.normal(next(keys), (LAYERS, 4 * WIDTH, WIDTH)) / (4 * WIDTH) ** 0.5,
+}
+shared = {"in": jax.random.normal(next(keys), (8, WIDTH)), "out": jax.random.normal(next(keys), (WIDTH,)) / WIDTH**0.5}
+
+
+def layer(weights, x):
+    return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+
+def first(shared, batch):
+    return batch["x"] @ shared["in"]
+
+
+def last(shared, x, batch):
+    return jnp.square(x @ shared["out"] - batch["y"]).mean()
+
+
+def batch_of(microbatches: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(microbatches * ROWS, 8)).astype(np.float32)
+    return {"x": x, "y": np.tanh(x[:, 0] * x[:, 1])}
+
+
+mesh = make_mesh(MeshConfig(pipe=STAGES, data=1), ROWS, devices)
+
+
+def pipelined(schedule: Schedule):
+    return value_and_grad(layer, first, last, schedule=schedule, mesh=mesh)
+
+
+# %% [markdown]
+# Loss and gradients must be those of plain JAX on one device. Not bit for bit: sums are taken in another order, and float32
+# rounds each at the seventh digit.
+
+
+# %%
+def plain(shared, stacked, batch):
+    x, _ = jax.lax.scan(lambda x, weights: (layer(weights, x), None), first(shared, batch), stacked)
+    return last(shared, x, batch)
+
+
+def largest_difference(schedule: Schedule) -> float:
+    """Over the loss and all gradients, as relative norms."""
+    batch = batch_of(schedule.microbatches)
+    ours = jax.jit(pipelined(schedule))(shared, stacked, batch)
+    theirs = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(shared, stacked, batch)
+    return max(
+        float(np.linalg.norm(np.ravel(a - b)) / np.linalg.norm(np.ravel(b)))
+        for a, b in zip(jax.tree.leaves(jax.device_get(ours)), jax.tree.leaves(jax.device_get(theirs)), strict=True)
+    )
+
+
+difference = largest_difference(interleaved_one_f_one_b(STAGES, 8, chunks=2))
+print(f"interleaved 1F1B against plain JAX: {difference:.1e}")
+assert difference < 1e-5
+
+# %% [markdown]
+# ## Memory
+#
+# More microbatches of the same size make the bubble smaller. What do they cost? The compiler says how much memory a
+# program needs beside its arguments and results.
+
+# %%
+compiled = {}
+for make in (gpipe, one_f_one_b):
+    for M in (8, 16, 32):
+        schedule = make(STAGES, M)
+        compiled[schedule.name, M] = jax.jit(pipelined(schedule)).lower(shared, stacked, batch_of(M)).compile()
+
+needs = {key: program.memory_analysis().temp_size_in_bytes for key, program in compiled.items()}
+print("MB            M=8    M=16    M=32")
+for name in ("gpipe", "1f1b"):
+    print(f"{name:8}" + "".join(f"{needs[name, M] / 1e6:8.1f}" for M in (8, 16, 32)))
+
+# %% [markdown]
+# GPipe grows with every microbatch, and 1F1B does not. (It keeps its 7 units; the percent is for the batch itself, which
+# is longer.)
+
+# %%
+assert needs["1f1b", 32] < 1.01 * needs["1f1b", 8]
+assert needs["gpipe", 16] > 1.5 * needs["gpipe", 8]
+assert needs["gpipe", 32] > 1.5 * needs["gpipe", 16]
+
+# %% [markdown]
+# ## Time
+#
+# Devices that share a CPU cannot show how fast a pipeline is. They do show the bubble: in a tick in which a stage has
+# nothing to do it computes along, for nothing, and here that takes time from the others. So a microbatch should take
+# 1 + (P - 1) / M times what it takes in a batch without end. These are measurements, on a machine that may be doing other
+# things: look, do not expect digits.
+
+# %%
+took = {}
+for M in (8, 16, 32):
+    arguments = jax.device_put((shared, stacked, batch_of(M)), jax.NamedSharding(mesh, jax.P()))
+    program = jax.jit(pipelined(one_f_one_b(STAGES, M)))
+    jax.block_until_ready(program(*arguments))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(program(*arguments))
+        times.append(time.perf_counter() - start)
+    took[M] = min(times) / M
+for M, seconds in took.items():
+    expected = (1 + (STAGES - 1) / M) / (1 + (STAGES - 1) / 32)
+    ratio = seconds / took[32]
+    print(f"M={M:<3}{seconds * 1e3:6.2f} ms a microbatch, {ratio:.2f} of M=32; the bubble says {expected:.2f}")
+
+# %% [markdown]
+# ## A schedule of your own
+#
+# Pipelines in which every stage runs a program of its own hold the residuals of P microbatches under 1F1B. Ours holds
+# 2P - 1. Can a table do with P? Let a microbatch enter at every second tick, and go back one tick after it has arrived:
+# in each tick half of the stages go forward and the other half backward.
+
+
+# %%
+def every_second_tick(stages: int, microbatches: int) -> Schedule:
+    """1F1B with at most P units waiting on a stage."""
+    m, s = np.arange(microbatches)[:, None], np.arange(stages)
+    forward_MG = 2 * m + s
+    backward_MG = 2 * m + 2 * (stages - 1) - s + 1
+    return Schedule("every second tick", stages, 1, microbatches, forward_MG, backward_MG)
+
+
+mine = every_second_tick(STAGES, 8)
+show(mine)
+print(mine.text())
+
+# %% [markdown]
+# It runs, with the right gradients, and keeps 4 slots. But it pays in time: every tick is still as long as a forward and a
+# backward unit, and each stage is idle for one of them. Stages that ran freely, without a common beat, would have the
+# bubble of 1F1B. This is why the tables here keep 2P - 1.
+
+# %%
+figures = mine.simulate()
+print(f"{mine.slots} slots; bubble {figures.bubble:.1%} in step, {figures.free_bubble:.1%} if stages ran freely")
+difference = largest_difference(mine)
+print(f"against plain JAX: {difference:.1e}")
+assert mine.slots == STAGES
+assert np.isclose(figures.free_bubble, (STAGES - 1) / 8)
+assert figures.bubble > 1
+assert difference < 1e-5
+
+# %% [markdown]
+# ## Tables that cannot run
+#
+# A table is checked when it is made, before JAX sees it. Nobody has to find a wrong gradient later.
+
+# %%
+forward, backward = mine.forward_MG, mine.backward_MG
+late = forward.copy()
+late[2, 3] += 1
+mistakes = {
+    "a unit runs a tick late, and its input is overwritten": (late, backward),
+    "microbatches go back before they have arrived": (forward, backward - 2),
+    "all microbatches at once": (0 * forward + forward[0], backward),
+    "a stage is missing": (forward[:, :3], backward[:, :3]),
+}
+for what, (forward_MG, backward_MG) in mistakes.items():
+    try:
+        Schedule("mine", STAGES, 1, 8, forward_MG, backward_MG)
+    except ScheduleError as error:
+        print(f"{what}\n    {error}\n")
+    else:
+        raise AssertionError(f"{what}: not caught")
+
+# %% [markdown]
+# ## Where to go next
+#
+# - [docs/pipelines.md](https://github.com/jaxstack/jaxstack/blob/main/docs/pipelines.md): how the executor works, which
+#   schedule to choose, and two examples with Flax models.
+# - `python train.py --mesh.pipe=2` trains the quickstart in a pipeline.
+# - [flax_sharding.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb):
+#   splitting the arrays of a Flax model instead of its depth.

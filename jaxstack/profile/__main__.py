@@ -1,0 +1,50 @@
+"""`python -m jaxstack.profile --config configs/NAME.yaml --mesh.pipe=4 ... --out costs.json`
+
+Measures what one microbatch of a run costs on the devices here, and writes it for `--pipeline.partition=costs.json`.
+Configuration and flags are those of `train.py`. The run may have more devices than there are here; then give the sizes
+of all axes of its mesh.
+"""
+
+from pathlib import Path
+
+from jaxstack import cli, data, platform
+from jaxstack.config import ConfigError, resolve
+
+
+def main(argv: list[str]) -> None:
+    words, name = list(argv), None
+    for i, word in enumerate(words):
+        if word == "--out" and words[i + 1 :]:
+            name = words[i + 1]
+            del words[i : i + 2]
+            break
+        if word.startswith("--out="):
+            name = word.removeprefix("--out=")
+            del words[i]
+            break
+    if not name:
+        raise ConfigError("--out is missing; name the file to write, such as --out costs.json")
+    out = Path(name)
+    if out.exists():
+        raise ConfigError(f"--out={out} exists; remove it, or name another file")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out={out} lies in no directory; make {out.parent}, or name another file")
+    cfg = cli.parse_config(words, Path("configs/quickstart.yaml"))
+    if cfg.mesh.pipe == 1:
+        raise ConfigError("mesh.pipe=1 has no stages to cut; give the mesh of the run, such as --mesh.pipe=4")
+    cfg = resolve(cfg, cfg.model.vocab_size or data.load(cfg.data).tokenizer.vocab_size)
+    platform.configure(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
+
+    import jax
+
+    from jaxstack.profile import costs
+
+    devices = jax.devices()
+    measured = costs.measure(cfg, costs.sizes(cfg.mesh, len(devices)), devices)
+    print(costs.table(measured))
+    measured.save(out)
+    print(f"wrote {out}: use it with --pipeline.partition={out}")
+
+
+if __name__ == "__main__":
+    cli.run("python -m jaxstack.profile", main)
