@@ -223,9 +223,9 @@ def test_a_pipeline_moves_two_permutes_a_tick_and_sums_over_data_once():
     "case",
     [
         case("llama3", ONE, 2, 4, layers=5, fsdp=2, tensor=2, remat="selective"),
-        case("llama3", TWO, 2, 4, 2, data=2, tensor=2, sequence_parallel=False),
-        case("gpt2", ALL, 2, 2, fsdp=2, data=2, accum=2),
-        case("softmax", ONE, 2, 4, expert=2, tensor=2, remat="selective"),
+        pytest.param(case("llama3", TWO, 2, 4, 2, data=2, tensor=2, sequence_parallel=False), marks=pytest.mark.slow),
+        pytest.param(case("gpt2", ALL, 2, 2, fsdp=2, data=2, accum=2), marks=pytest.mark.slow),
+        pytest.param(case("softmax", ONE, 2, 4, expert=2, tensor=2, remat="selective"), marks=pytest.mark.slow),
     ],
     ids=name_of,
 )
@@ -334,8 +334,16 @@ def test_without_a_number_microbatches_are_four_a_stage_at_most():
     assert numbers == {(2, 32): 8, (4, 8): 8, (2, 6): 6}
 
 
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
-@pytest.mark.parametrize("how", [{"schedule": TWO, "chunks": 2}, {"schedule": ONE}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "optim"),
+    [
+        ({"schedule": TWO, "chunks": 2}, "muon"),
+        pytest.param({"schedule": TWO, "chunks": 2}, "adamw", marks=pytest.mark.slow),
+        pytest.param({"schedule": ONE}, "muon", marks=pytest.mark.slow),
+        ({"schedule": ONE}, "adamw"),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_has_the_layers_in_their_order(how, optim):
     """A state goes through steps, into the layout of checkpoints, and back; rows without a layer stay zero."""
     cfg = dataclasses.replace(config("llama3", {"pipe": 2}, layers=5, **how), optim=OptimConfig(name=optim))
