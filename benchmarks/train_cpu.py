@@ -29,7 +29,7 @@ def ours(name: str) -> None:
     from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 
     job = json.loads(sys.stdin.readline())
-    platform.configure(MeshConfig(), job["batch"])
+    platform.configure(MeshConfig(), job["batch"] // job["accum"])
 
     import jax
     import numpy as np
@@ -61,9 +61,9 @@ def ours(name: str) -> None:
         ),
         data=DataConfig(seq_len=job["seq_len"], batch_size=job["batch"]),
         optim=OptimConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
-        train=TrainConfig(steps=10**6),
+        train=TrainConfig(steps=10**6, grad_accum=job["accum"]),
     )
-    mesh = sharding.make_mesh(cfg.mesh, job["batch"])
+    mesh = sharding.make_mesh(cfg.mesh, job["batch"] // job["accum"])
     ctx = Context.create(cfg, mesh)
     abstract = step.abstract_state(cfg, ctx)
     state = step.make_state(cfg, ctx, abstract)
@@ -140,12 +140,12 @@ class Worker:
         return json.loads(line)
 
 
-def compare(name: str, rounds: int) -> dict[str, Any]:
+def compare(name: str, rounds: int, accum: int) -> dict[str, Any]:
     from dataclasses import asdict
 
     import peers_torch
 
-    job = asdict(peers_torch.JOBS[name])
+    job = asdict(peers_torch.JOBS[name]) | {"accum": accum}
     workers = {
         "jaxstack": Worker("--worker", "ours", name, job=job),
         "torch eager": Worker("--worker", "eager", name, job=job),
@@ -179,6 +179,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--jobs", nargs="+", default=["J1", "J2", "J3"])
     arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--accum", type=int, default=1, help="microbatches that ours takes a batch in")
     arguments.add_argument("--name", default="train_cpu", help="of the result file")
     arguments.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     given = arguments.parse_args()
@@ -187,7 +188,7 @@ def main() -> None:
         return ours(name) if kind == "ours" else torch_peer(name, kind)
     results = {}
     for name in given.jobs:
-        results[name] = compare(name, given.rounds)
+        results[name] = compare(name, given.rounds, given.accum)
         times = ", ".join(f"{key} {value:.1f} ms" for key, value in results[name]["step_ms"].items())
         print(
             f"{name}: {results[name]['speed_against_better_torch']:.2f} x the better torch mode ({times})", flush=True

@@ -188,7 +188,8 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
 
     A pipeline holds its stage's weights whole, in the compute dtype, float32 sums of all their gradients, and in each
     slot what the layers of a block have saved for one microbatch. A layer's gradient is then by itself in its loop, and
-    holds scores twice in float32 and once in the compute dtype (fitted likewise).
+    holds scores one and a half times in float32 and once in the compute dtype (fitted likewise: less where TPUs keep a
+    small layer's scores on the chip, twice that in large ones).
 
     Args:
       cfg: the run, resolved.
@@ -246,7 +247,7 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     if ctx.pipeline is not None:
         cast = sum(size for path, size in whole.items() if spec[path].kind in ("matrix", "table"))
         gradients = 4 * sum(whole.values()) + (4 * sum(part.values()) if t.grad_accum > 1 else 0)
-        in_layer += -4 * scores - 2 * stored
+        in_layer -= 6 * scores + 2 * stored
         in_head = (4 + e) * logits + 2 * e * (stream + head)
         layers = ctx.pipeline.slots * ctx.pipeline.stages.longest
         waiting = 0 if ctx.pipeline.turns_at_once else ctx.pipeline.slots
