@@ -47,6 +47,17 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
         sys.exit(2)
 
 
+def take(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
+    """The value of a flag that is no part of the configuration, or None, and the other words."""
+    words = list(argv)
+    for i, word in enumerate(words):
+        if word == flag and words[i + 1 :]:
+            return words[i + 1], words[:i] + words[i + 2 :]
+        if word.startswith(f"{flag}="):
+            return word.removeprefix(f"{flag}="), words[:i] + words[i + 1 :]
+    return None, words
+
+
 _HELP = "`python train.py --help` lists every key and its type"
 _UNKNOWN_KEY = (  # the parser's words for a key it does not have: on the command line, and in a file
     r"unrecognized arguments: (?:--)?([\w.]+)",

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxstack import collectives, losses, model, pipeline, step
 from jaxstack.aot import formula, hlo
-from jaxstack.config import Config, OptimConfig, PipelineConfig
+from jaxstack.config import Config, ConfigError, OptimConfig, PipelineConfig
 from jaxstack.context import Context
 from jaxstack.pipeline import Program, ScheduleError, Stages, gpipe, interleaved_one_f_one_b, one_f_one_b
 from jaxstack.sharding import BATCH_AXES, make_mesh
@@ -455,7 +455,7 @@ def test_mistakes_of_anyones_are_named(rng):
         pipeline.value_and_grad(*functions, schedule=gpipe(2, 2), **how)
     with pytest.raises(ScheduleError, match=r"24 rows .* 5 microbatches on 2 replicas; use a multiple of 10"):
         pipeline.value_and_grad(*functions, schedule=gpipe(4, 5), **how)(shared, stacked, batch)
-    with pytest.raises(ScheduleError, match="need 8 layers or more, but `stacked` has 7"):
+    with pytest.raises(ConfigError, match="7 layers cannot fill 8 blocks"):
         pipeline.value_and_grad(*functions, schedule=interleaved_one_f_one_b(4, 4, 2), **how)(shared, stacked, batch)
     with pytest.raises(ScheduleError, match=r"layers=\[2, 2, 2, 2\] make 8, but `stacked` has 7"):
         pipeline.value_and_grad(*functions, schedule=gpipe(4, 2), layers=(2, 2, 2, 2), **how)(shared, stacked, batch)

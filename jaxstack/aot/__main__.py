@@ -13,16 +13,7 @@ from jaxstack.config import ConfigError, resolve
 
 
 def main(argv: list[str]) -> None:
-    words, target = list(argv), None
-    for i, word in enumerate(words):
-        if word == "--target" and words[i + 1 :]:
-            target = words[i + 1]
-            del words[i : i + 2]
-            break
-        if word.startswith("--target="):
-            target = word.removeprefix("--target=")
-            del words[i]
-            break
+    target, words = cli.take(argv, "--target")
     if not target:
         raise ConfigError("--target is missing; name a chip and a topology, such as --target v5e:4x4 or h100:1x8x8")
     cfg = cli.parse_config(words, Path("configs/quickstart.yaml"))

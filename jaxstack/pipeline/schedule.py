@@ -121,15 +121,11 @@ class Schedule:
         """Blocks' residuals that a stage must have room for."""
         return int(self.slots_MG.max()) + 1
 
-    @cached_property
-    def waiting_TG(self) -> np.ndarray:
-        """Units of each block that have gone forward and not yet back, at each tick."""
-        ticks = np.arange(self.ticks)[:, None, None]
-        return ((self.forward_MG <= ticks) & (ticks <= self.backward_MG)).sum(1)
-
     def in_flight(self) -> np.ndarray:
         """Most units of each stage that have gone forward and not yet back, [P]."""
-        return self.waiting_TG.reshape(self.ticks, self.chunks, self.stages).sum(1).max(0)
+        ticks = np.arange(self.ticks)[:, None, None]
+        waiting = ((self.forward_MG <= ticks) & (ticks <= self.backward_MG)).sum(1)  # [T, G]
+        return waiting.reshape(self.ticks, self.chunks, self.stages).sum(1).max(0)
 
     def simulate(self, forward: float = 1.0, backward: float = 2.0) -> "Simulation":
         """What a step takes.

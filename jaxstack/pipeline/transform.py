@@ -54,7 +54,7 @@ def value_and_grad(
       are moved to their stages and back in every step: keep these for models whose step is long beside that.
 
     Raises:
-      ScheduleError: stages that are not the mesh's, layers that the blocks do not take up, rows that microbatches and
+      ConfigError: stages that are not the mesh's, layers that the blocks do not take up, rows that microbatches and
         `batch_axes` do not divide.
     """
     known = {name: mesh.shape[name] for name in (axis, *batch_axes) if name in mesh.shape}
@@ -75,7 +75,7 @@ def value_and_grad(
         if len(depths) != 1:
             raise ScheduleError(f"the leaves of `stacked` must have one leading dimension, not {sorted(depths)}")
         (depth,) = depths
-        stages = Stages(schedule.stages, tuple(layers) if layers else _even(depth, schedule))
+        stages = Stages(schedule.stages, tuple(layers) if layers else even(depth, schedule.blocks))
         if sum(stages.layers) != depth:
             raise ScheduleError(f"layers={list(stages.layers)} make {sum(stages.layers)}, but `stacked` has {depth}")
         sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
@@ -110,12 +110,3 @@ def value_and_grad(
         return loss, (of_shared, of_stacked)
 
     return run
-
-
-def _even(depth: int, schedule: Schedule) -> tuple[int, ...]:
-    if depth < schedule.blocks:
-        raise ScheduleError(
-            f"{schedule.stages} stages x {schedule.chunks} chunks need {schedule.blocks} layers or more, but `stacked` "
-            f"has {depth}"
-        )
-    return even(depth, schedule.blocks)

@@ -12,16 +12,7 @@ from jaxstack.config import ConfigError, resolve
 
 
 def main(argv: list[str]) -> None:
-    words, name = list(argv), None
-    for i, word in enumerate(words):
-        if word == "--out" and words[i + 1 :]:
-            name = words[i + 1]
-            del words[i : i + 2]
-            break
-        if word.startswith("--out="):
-            name = word.removeprefix("--out=")
-            del words[i]
-            break
+    name, words = cli.take(argv, "--out")
     if not name:
         raise ConfigError("--out is missing; name the file to write, such as --out costs.json")
     out = Path(name)
