@@ -4,14 +4,17 @@ The whole loop, top to bottom. `python train.py --help` lists every key; CONTRIB
 """
 
 import math
-import sys
+import os
+import signal
 import time
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from jaxstack import cli, data, distributed, platform, rundir
-from jaxstack.config import Config, DistributedConfig, resolve
+from jaxstack import cli, data, distributed, platform, rundir, seal, signals
+from jaxstack.config import Config, ConfigError, DistributedConfig, resolve
+from jaxstack.exits import Exit, RunError
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
@@ -27,7 +30,7 @@ def main(argv: list[str]) -> None:
     count = (processes and processes.count) or 1
     # Before JAX is imported, which reads it.
     platform.configure(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, count)
-    distributed.join(processes, cfg.distributed.timeout_s)
+    distributed.join(processes, cfg.distributed)
     train(cfg, dataset, changes)
 
 
@@ -52,17 +55,20 @@ def show(cfg: Config) -> None:
 def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     import jax
 
-    from jaxstack import checkpoint, convert, generate, loggers, metrics, model, params, sharding, step
+    from jaxstack import checkpoint, convert, generate, loggers, metrics, model, params, sharding, step, watch
     from jaxstack.context import Context
     from jaxstack.data import ngram
     from jaxstack.profile import costs
 
     run = Path(cfg.run.dir)
+    saved = rundir.checkpoints(run)
+    account = metrics.Account()
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
     devices = list(mesh.devices.flat)
     ctx = Context.create(costs.settled(cfg, mesh), mesh)
     batch_sharding = ctx.sharding(ctx.batch)
     first = jax.process_index() == 0  # it alone prints, and writes what is not a checkpoint
+    several = jax.process_count() > 1
 
     reading = {"seq_len": cfg.data.seq_len, "batch_size": cfg.data.batch_size, "packing": cfg.data.packing}
     here = distributed.rows_here(batch_sharding, cfg.data.batch_size)  # of each batch, every process reads its share
@@ -82,10 +88,13 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     eval_step = jax.jit(step.make_eval_step(cfg, ctx))
 
     with (
+        watch.Watch(cfg.distributed.lost_s, cfg.train.stalled_s) as watching,
+        rundir.lock(run) if first else nullcontext() as left_behind,
+        signals.caught((lambda: os.kill(os.getpid(), signal.SIGTERM)) if several else None) as request,
         loggers.Screen(cfg.train.steps, shown=first) as screen,
-        checkpoint.Checkpoints(cfg.checkpoint, rundir.checkpoints(run)) as checkpoints,
+        checkpoint.Checkpoints(cfg.checkpoint, saved, first) as checkpoints,
     ):
-        processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        processes = f" in {jax.process_count()} processes" if several else ""
         screen.say(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
         screen.say(f"model    {params.count(model.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
         if ctx.pipeline is not None:
@@ -96,86 +105,158 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         screen.say(f"run      {run}/")
         for change in changes:
             screen.say(f"changed  {change}", style="yellow")
+        if left_behind:
+            screen.say(left_behind, style="yellow")
 
-        start = checkpoints.latest or 0
+        # The newest checkpoint that is whole; process 0 looks, since it reads every byte.
+        found = checkpoint.find(saved) if first else checkpoint.Found(None, {})
+        for number, why in found.passed_over.items():
+            screen.say(f"passed over step {number}: {why}", style="yellow")
+        start = distributed.from_first(-1 if found.lost else found.step or 0)
+        if start < 0:
+            raise ConfigError(
+                f"{saved} holds no whole checkpoint ({'; '.join(found.passed_over.values())}); put back a copy, or "
+                f"name another run.dir"
+            )
         distributed.agree({
             "configuration": replace(cfg, distributed=DistributedConfig()),
-            "data": (dataset.description, len(dataset.train), len(dataset.eval), dataset.tokenizer.to_json()),
-            "newest checkpoint of run.dir": start,
+            "data": (dataset.fingerprint, len(dataset.train), len(dataset.eval), dataset.tokenizer.to_json()),
+            "newest checkpoint of run.dir": not start or (saved / str(start)).is_dir(),
             "pipeline.partition's file": str(ctx.pipeline),
         })  # fmt: skip
+
+        def state_of(number: int) -> tuple[step.TrainState, int]:
+            """The state after a step, and the index of the batch that comes next."""
+            if number:
+                state = layout.unpack(checkpoint.restore(saved, number, layout.abstract))
+                return state, checkpoint.facts(saved, number)["next_batch"]
+            if cfg.run.init_from:
+                return convert.start_from(cfg, ctx, abstract), 0
+            return step.make_state(cfg, ctx, abstract), 0
+
         if start:
-            state = layout.unpack(checkpoints.restore(start, layout.abstract))
-            screen.say(f"resumed from step {start}")
+            rundir.same_data(checkpoint.facts(saved, start), cfg, dataset.fingerprint)
         elif cfg.run.init_from:
-            state = convert.start_from(cfg, ctx, abstract)
             screen.say(f"starts with the parameters of {cfg.run.init_from}")
-        else:
-            state = step.make_state(cfg, ctx, abstract)
+        state, next_batch = state_of(start)
+        if start:
+            screen.say(f"resumed from step {start}")
 
         sharding.guard(*sharding.placed(state.params), mesh, axes=("pipe", "fsdp", "tensor"), limit=0.1)
 
+        log = loggers.JsonLines(run / "metrics.jsonl" if first else None)
         if first:  # only now: nothing is overwritten by what does not fit
             rundir.write(cfg, dataset.tokenizer.to_json())
-        log = loggers.JsonLines(run / "metrics.jsonl" if first else None, after=start)
+            seal.tidy(saved)
+            for number in found.passed_over:
+                screen.say(f"step {number} was moved to {seal.set_aside(saved / str(number), run / 'passed_over')}/")
+            if event := metrics.resumed(start, log.records, log.rewind(start)):
+                log.write(event)
+        checkpoints.scores |= {r["step"]: r["eval_loss"] for r in log.records if "eval_loss" in r}
+        facts = {"config": asdict(cfg), "versions": checkpoint.versions(), "data": dataset.fingerprint}
         meter = metrics.Meter(cfg, devices)
 
-        def report(number: int, device_values: dict[str, jax.Array], waited: float) -> None:
-            """Handles the metrics of one finished step; fetching them waits for it."""
+        def report(number: int, batch: int, device_values: dict[str, jax.Array], waited: float) -> bool:
+            """Handles the metrics of one finished step, for which fetching them waits; whether to go back before it."""
             values = {name: value.item() for name, value in jax.device_get(device_values).items()}
             meter.finished(waited)
+            watching.moved()
             timed = meter.take() if number % cfg.run.log_every == 0 or number == cfg.train.steps else {}
-            if timed:
-                log.write({"step": number, **values, **timed})
-            if number == start + 1:
+            if not meter.started:
                 screen.say(f"first step done {platform.seconds_since_start():.1f} s after the command")
                 meter.restart()  # compilation is not training time
+                account.enter("step")
+            if timed:
+                log.write({"step": number, **values, **timed, "time": time.time(), "seconds": account.take()})
             screen.step(number, values["loss"], timed.get("tokens_per_s"))
-            if values["skipped_in_a_row"]:
-                read = data.batch_identity(dataset.train, number - 1, seed=cfg.run.seed, **reading)
-                what = f"loss {values['loss']}, gradient norm {values['grad_norm']}; batch of {read}"
-                screen.say(f"step {number} skipped: {what}", style="yellow")
-                if values["skipped_in_a_row"] >= cfg.train.max_bad_steps:
-                    count = values["skipped_in_a_row"]
-                    raise SystemExit(f"train.py: stopped at step {number}, the {count}th in a row skipped: {what}")
+            if not values["spike"] and not values["skipped_in_a_row"]:
+                return False
+            read = data.batch_identity(dataset.train, batch, seed=cfg.run.seed, **reading)
+            what = f"loss {values['loss']}, gradient norm {values['grad_norm']}; batch of {read}"
+            name = f"a spike{'' if values['skipped_in_a_row'] else ', not'} skipped" if values["spike"] else "skipped"
+            screen.say(f"step {number} {name}: {what}", style="yellow")
+            if values["skipped_in_a_row"] >= cfg.train.max_bad_steps:
+                count = values["skipped_in_a_row"]
+                raise RunError(Exit.BAD_STEPS, f"stopped at step {number}, the {count}th in a row skipped: {what}")
+            return bool(values["spike"]) and cfg.train.spike.action == "rollback"
 
         def evaluate(number: int) -> None:
             """Held-out loss, unless the log has it from before an interruption."""
             if distributed.from_first(any(r["step"] == number and "eval_loss" in r for r in log.records)):
                 return
+            account.enter("evaluation")
             nats = tokens = 0.0
             for batch in held_out:
                 # One at a time: programs in flight that do not depend on each other can block each other's collectives.
                 sums = jax.device_get(eval_step(state.params, to_devices(batch)))
                 nats, tokens = nats + float(sums[0]), tokens + float(sums[1])
+                watching.moved()
             bits = nats / math.log(2) / held_out_bytes
             log.write({"step": number, "eval_loss": nats / tokens, "eval_bits_per_byte": bits})
+            checkpoints.scores[number] = nats / tokens
             screen.say(f"step {number:>6}  held-out loss {nats / tokens:.4f} nats per token, {bits:.3f} bits per byte")
 
         # Metrics are read one step late: while the host waits for step n, the device already runs step n + 1.
         screen.start(start)
-        unread: tuple[Any, ...] = ()
-        asked = time.perf_counter()
-        for index, batch in data.prefetch(batches.slice(slice(cfg.train.steps)), start):
-            waited = time.perf_counter() - asked
-            state, device_values = train_step(state, to_devices(batch))
-            if unread:
-                report(*unread)
-            number = index + 1
-            unread = (number, device_values, waited)
-            evaluating = number == cfg.train.steps or number % cfg.train.eval_every == 0
-            saving = number == cfg.train.steps or number % cfg.checkpoint.every == 0
-            if evaluating or saving:
-                report(*unread)
-                unread = ()
-                if evaluating:
-                    evaluate(number)
-                if saving:
-                    checkpoints.save(number, layout.pack(state))
-                meter.restart()
+        done, newest = start, start  # steps that `state` has done, and that the newest checkpoint has
+        offset = next_batch - start  # of the batches that were stepped over
+        returns = 0  # to that checkpoint
+        if start and start % cfg.train.eval_every == 0:
+            evaluate(start)
+        while done < cfg.train.steps:
+            unread: tuple[Any, ...] = ()
+            go_back = False
+            account.enter("data")
             asked = time.perf_counter()
+            for index, batch in data.prefetch(batches.slice(slice(cfg.train.steps + offset)), done + offset):
+                waited = time.perf_counter() - asked
+                account.enter("step" if meter.started else "compile")
+                state, device_values = train_step(state, to_devices(batch))
+                go_back = bool(unread) and report(*unread)
+                done += 1
+                unread = (done, index, device_values, waited)
+                stopping = distributed.stop_here(done, request.by is not None)
+                evaluating = done == cfg.train.steps or done % cfg.train.eval_every == 0
+                saving = done == cfg.train.steps or done % cfg.checkpoint.every == 0 or stopping
+                if not go_back and (evaluating or saving):
+                    go_back = report(*unread)
+                    unread = ()
+                if go_back:
+                    break
+                if saving:
+                    account.enter("checkpoint")
+                    checkpoints.save(done, layout.pack(state), facts | {"next_batch": index + 1})
+                    newest, returns = done, 0
+                if stopping:
+                    checkpoints.wait()
+                    distributed.wait_for_all()
+                    log.write({"step": done, "event": "stopped", "time": time.time(), "seconds": account.take()})
+                    raise RunError(Exit.STOPPED, f"stopped as asked after step {done}, which is saved; the same "
+                                                 f"command goes on from there")  # fmt: skip
+                if evaluating:
+                    evaluate(done)
+                if evaluating or saving:
+                    meter.restart()
+                account.enter("data")
+                asked = time.perf_counter()
+            if go_back:
+                returns += 1
+                if returns > cfg.train.max_bad_steps:
+                    raise RunError(Exit.BAD_STEPS, f"stopped at step {done}: {returns} spikes after step {newest}, to "
+                                                   f"which the run went back each time")  # fmt: skip
+                spike = unread[0] - 1 if unread else done  # a step behind, where the next one was on its way already
+                account.enter("checkpoint")
+                checkpoints.wait()
+                del state, device_values  # two states may not fit
+                state, _ = state_of(newest)
+                done, offset = newest, spike + offset - newest
+                lost = metrics.total(log.rewind(newest))
+                log.write({"step": newest, "event": "rolled back", "spike": spike, "lost_s": lost})
+                screen.say(f"went back from step {spike} to {newest}, and steps over the batches between", "yellow")
+                meter.restart()
         screen.stop()
 
+        account.enter("end")
         evaluate(cfg.train.steps)
         texts = generate.texts(cfg, state.params, dataset.tokenizer, ctx) if cfg.sample.prompts else []
         checkpoints.wait()
@@ -189,8 +270,9 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             if not known:
                 whole = data.batches(dataset.train, seed=cfg.run.seed, **reading)
                 order, bits = ngram.baseline((whole[i] for i in range(cfg.train.steps)), all_held_out)
-                log.write({"step": cfg.train.steps, "ngram_order": order, "ngram_bits_per_byte": bits})
-            order, bits = log.records[-1]["ngram_order"], log.records[-1]["ngram_bits_per_byte"]
+                known = [{"step": cfg.train.steps, "ngram_order": order, "ngram_bits_per_byte": bits}]
+                log.write(known[0])
+            order, bits = known[0]["ngram_order"], known[0]["ngram_bits_per_byte"]
             baseline = (f"byte {order}-gram", bits * math.log(2))
             read = cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len
             screen.say(f"held out, this model      {final['eval_bits_per_byte']:.3f} bits per byte", style="bold")
@@ -201,14 +283,11 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             screen.say(f"--- {prompt.strip()}", style="bold")
             screen.say(text)
         loggers.plot(log.records, run / "loss.png", baseline)
+        log.write({"step": cfg.train.steps, "event": "finished", "time": time.time(), "seconds": account.take()})
         screen.say(f"{run}/ holds loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To go on, raise "
                    f"--train.steps; to start anew, name another --run.dir.")  # fmt: skip
         distributed.wait_for_all()
 
 
 if __name__ == "__main__":
-    try:
-        cli.run("train.py", main)
-    except KeyboardInterrupt:
-        print("train.py: interrupted; the same command continues from the newest checkpoint", file=sys.stderr)
-        sys.exit(130)
+    cli.run("train.py", main)

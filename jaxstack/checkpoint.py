@@ -1,71 +1,194 @@
-"""Checkpoints of the train state, by orbax: asynchronous, committed by rename, the newest few kept."""
+"""Checkpoints of the train state, by orbax: written beside the training, committed by rename, sealed, kept by policy.
 
+A step counts once its seal is written (`jaxstack/seal.py`); before that nothing older is deleted.
+"""
+
+import importlib.metadata
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
+from jaxstack import seal
 from jaxstack.config import CheckpointConfig, ConfigError
+from jaxstack.exits import Exit, RunError
 from jaxstack.tree import flatten
 
 
-class Checkpoints:
-    """The checkpoints of one run, `DIR/<step>/`. Use as a context manager: leaving it waits for the last save."""
+@dataclass(frozen=True)
+class Found:
+    """What a run's checkpoints hold.
 
-    def __init__(self, cfg: CheckpointConfig, directory: Path) -> None:
-        self._orbax = ocp.training.Checkpointer(
-            directory.absolute(),
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),  # the loop decides when
-            preservation_policy=ocp.training.preservation_policies.LatestN(cfg.keep),
-            cleanup_tmp_directories=True,
+    Attributes:
+      step: the newest whose seal holds; None where there is none.
+      passed_over: newer steps, and why each must not be used.
+      lost: nothing can be used of what was there: more than a first checkpoint that a crash kept from being finished.
+    """
+
+    step: int | None
+    passed_over: Mapping[int, str]
+    lost: bool = False
+
+
+def find(directory: Path) -> Found:
+    """Reads the checkpoints of `directory`, newest first, until the seal of one holds."""
+    passed_over: dict[int, str] = {}
+    for step in seal.steps(directory):
+        why = seal.broken(directory / str(step))
+        if why is None:
+            return Found(step, passed_over)
+        passed_over[step] = why
+    begun = [step for step in passed_over if any((directory / str(step)).iterdir())]
+    return Found(None, passed_over, lost=bool(seal.sealed(directory)) or len(begun) > 1)
+
+
+def newest(directory: Path) -> int:
+    """The step of `find`, for those who only read.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    found = find(directory)
+    if found.step is None:
+        why = "; ".join(f"step {step}: {reason}" for step, reason in found.passed_over.items())
+        raise ConfigError(f"{directory} holds no whole checkpoint{f' ({why})' * bool(why)}; let that run reach one")
+    return found.step
+
+
+def facts(directory: Path, step: int) -> dict[str, Any]:
+    """What `Checkpoints.save` was given beside the state."""
+    return dict(ocp.metadata(directory.absolute() / str(step)).custom_metadata)
+
+
+def restore(directory: Path, step: int, abstract_state: Any) -> Any:
+    """The state of `step`, laid out as `abstract_state` says.
+
+    Raises:
+      ConfigError: the checkpoint holds other arrays than this configuration makes; names all that differ.
+    """
+    path = directory.absolute() / str(step)
+    # The shapes are compared here since orbax would cast a wrong dtype in silence.
+    saved, wanted = _kinds(ocp.metadata(path).metadata), _kinds(abstract_state)
+    differ = [path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)]
+    differ.sort(key=lambda path: not path.startswith("params/"))
+    if differ:
+        shown = "; ".join(f"{path} is {saved.get(path, 'absent')}, not {wanted.get(path, 'absent')}" for path in differ)
+        raise ConfigError(
+            f"the checkpoint {directory / str(step)} does not fit this configuration in {len(differ)} arrays; restore "
+            f"the settings in config.yaml beside it, or name another run.dir ({shown})"
         )
-        self._directory = directory
-        self._pending: Any = None
+    return ocp.load(path, abstract_state)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the libraries that decide what a state means."""
+    names = ("jaxstack", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    return {"python": sys.version.split()[0], **{name: importlib.metadata.version(name) for name in names}}
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run, `DIR/<step>/`. As a context manager: leaving it waits for the last save.
+
+    All processes of a run make one and call it alike; the `first` alone seals and deletes.
+    """
+
+    def __init__(self, cfg: CheckpointConfig, directory: Path, first: bool = True) -> None:
+        self._cfg, self._directory, self._first = cfg, directory, first
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="jaxstack-checkpoint")
+        self._pending: Future[None] | None = None
+        self._step: int | None = None
+        self.scores: dict[int, float] = {}
+        """Held-out loss after a step, for `checkpoint.keep_best`."""
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.wait()
-        self._orbax.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            self.wait()
+        except RunError as error:
+            if kind is None:
+                raise
+            print(f"beside the error that follows: {error}", file=sys.stderr)  # neither may hide the other
+        finally:
+            self._background.shutdown()
 
-    @property
-    def latest(self) -> int | None:
-        """Step of the newest committed checkpoint."""
-        newest = self._orbax.latest
-        return None if newest is None else newest.step
+    def save(self, step: int, state: Any, facts: Mapping[str, Any]) -> None:
+        """Starts writing the state; returns once it is copied, so that the next step may reuse its buffers.
 
-    def save(self, step: int, state: Any) -> None:
-        """Starts writing the state; returns once it is copied, so that the next step may reuse its buffers."""
-        self.wait()
-        if step != self.latest:
-            self._pending = self._orbax.save_async(step, state)
-
-    def wait(self) -> None:
-        """Until the save under way is committed; raises what made it fail."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
-
-    def restore(self, step: int, abstract_state: Any) -> Any:
-        """The state of `step`, laid out as `abstract_state` says.
+        Args:
+          facts: what belongs to the state and is no array, as JSON.
 
         Raises:
-          ConfigError: the checkpoint holds other arrays than this configuration makes; names the first that differ.
+          RunError: an earlier save failed, or the state holds numbers that are not finite, which is never saved.
         """
-        # The shapes are compared here since orbax would cast a wrong dtype in silence.
-        saved, wanted = _kinds(self._orbax.metadata(step).metadata), _kinds(abstract_state)
-        differ = [path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)]
-        differ.sort(key=lambda path: not path.startswith("params/"))
-        if differ:
-            shown = "; ".join(
-                f"{path} is {saved.get(path, 'absent')}, not {wanted.get(path, 'absent')}" for path in differ[:3]
+        self.wait()
+        if not _finite(state):
+            raise RunError(
+                Exit.BAD_STEPS,
+                f"the state after step {step} holds numbers that are not finite, so it was not saved; {self._stands()}"
+                f": lower optim.lr, or look at the data of the last steps",
             )
-            raise ConfigError(
-                f"the checkpoint {self._directory / str(step)} does not fit this configuration in {len(differ)} "
-                f"arrays ({shown}); restore the settings in config.yaml beside it, or name another run.dir"
-            )
-        return self._orbax.load(step, abstract_state)
+        self._step = step
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            response = ocp.save_async(self._directory.absolute() / str(step), state, custom_metadata=dict(facts))
+        except Exception as error:
+            raise self._failed(error) from error
+        self._pending = self._background.submit(self._finish, step, response)
+
+    def wait(self) -> None:
+        """Until the save under way is committed and sealed.
+
+        Raises:
+          RunError: it failed.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            try:
+                pending.result()
+            except Exception as error:
+                raise self._failed(error) from error
+
+    def _finish(self, step: int, response: Any) -> None:
+        response.result()
+        if self._first:
+            seal.write(self._directory / str(step))
+            for old in self._superfluous(seal.sealed(self._directory)):
+                seal.remove(self._directory / str(old))
+
+    def _superfluous(self, steps: list[int]) -> list[int]:
+        """Of the sealed steps, newest first, those that no policy keeps."""
+        kept = set(steps[: self._cfg.keep])
+        if self._cfg.keep_every:
+            kept |= {step for step in steps if step % self._cfg.keep_every == 0}
+        scored = sorted((self.scores[step], step) for step in steps if step in self.scores)
+        kept |= {step for _, step in scored[: self._cfg.keep_best]}
+        return [step for step in steps if step not in kept]
+
+    def _failed(self, error: Exception) -> RunError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return RunError(
+            Exit.NOT_SAVED,
+            f"the checkpoint of step {self._step} could not be written: {reason}; {self._stands()}: make room or mend "
+            f"the disk, and the same command goes on from there",
+        )
+
+    def _stands(self) -> str:
+        steps = seal.sealed(self._directory)
+        return f"step {steps[0]} in {self._directory} stands" if steps else "no earlier step was saved"
+
+
+@jax.jit
+def _finite(state: Any) -> jax.Array:
+    leaves = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
 
 def _kinds(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -6,6 +6,7 @@ imported here.
 
 import dataclasses
 import difflib
+import errno
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
 from jaxstack.config import Config, ConfigError, flat
+from jaxstack.exits import Exit, RunError
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -39,12 +41,28 @@ class Parser(ArgumentParser):
 
 
 def run(program: str, main: Callable[[list[str]], None]) -> None:
-    """Runs a command on the words of its command line; a user's mistake is one line and exit code 2."""
+    """Runs a command on the words of its command line; what stops it is one line and an exit code of `Exit`."""
     try:
         main(sys.argv[1:])
     except ConfigError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(Exit.MISTAKE)
+    except RunError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(error.code)
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        print(f"{program}: error: {error.strerror}{where}; make room or mend the disk, and the same command goes on",
+              file=sys.stderr)  # fmt: skip
+        sys.exit(Exit.NOT_SAVED)
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
+        sys.exit(Exit.LEFT)
+
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def take(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:

@@ -317,6 +317,24 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class SpikeConfig:
+    """A spike: a loss far above those of the last good steps."""
+
+    action: Literal["report", "skip", "rollback"] = "report"
+    """`report` goes on; `skip` leaves parameters and optimizer as they were; `rollback` goes back to the newest
+    checkpoint and steps over the batches since, the spike's among them (PaLM, arXiv:2204.02311, section 5.1)."""
+    window: int = 64
+    """Good steps that a loss is compared with; there is no verdict before so many."""
+    threshold: float = 10.0
+    """A spike is so many deviations above the window's median. The deviation is 1.4826 times the median distance from
+    the median, the standard deviation of normal noise, and a hundredth of the median at least."""
+
+    def __post_init__(self) -> None:
+        _at_least("train.spike", self, 2, "window")
+        _require(self.threshold > 0, f"train.spike.threshold={self.threshold} must be positive; 10 is rarely wrong")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The loop."""
 
@@ -336,10 +354,15 @@ class TrainConfig:
     ngram_baseline: bool = False
     """At the end, fit a byte n-gram model on the bytes that were trained on and print its held-out loss too."""
     max_bad_steps: int = 10
-    """Stop after so many steps in a row whose loss or gradient norm is not finite (each changes nothing)."""
+    """Stop after so many steps in a row that changed nothing (loss or gradient norm not finite, or a spike that was
+    skipped), or so many returns to one checkpoint."""
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
+    """What happens when the loss leaps up."""
+    stalled_s: int = 3600
+    """Stop when for so many seconds no step, evaluation or save was finished; compiling counts."""
 
     def __post_init__(self) -> None:
-        _at_least("train", self, 1, "steps", "grad_accum", "eval_every", "eval_steps", "max_bad_steps")
+        _at_least("train", self, 1, "steps", "grad_accum", "eval_every", "eval_steps", "max_bad_steps", "stalled_s")
 
 
 @dataclass(frozen=True)
@@ -450,9 +473,12 @@ class DistributedConfig:
     """Which process this is, from 0."""
     timeout_s: int = 300
     """Seconds to wait for the others at the start."""
+    lost_s: int = 60
+    """Seconds of another process's silence after which it counts as lost, and this one ends."""
 
     def __post_init__(self) -> None:
         _at_least("distributed", self, 1, "num_processes", "timeout_s")
+        _at_least("distributed", self, 2, "lost_s")
         _at_least("distributed", self, 0, "process_id")
         three = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
         given = [f"distributed.{name}={value}" for name, value in three.items() if value is not None]
@@ -484,9 +510,14 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; there is always one at the end."""
     keep: int = 2
     """Newest checkpoints that are kept."""
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of this are kept too; null: none."""
+    keep_best: int = 0
+    """So many checkpoints of the lowest held-out loss are kept too."""
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint", self, 1, "every", "keep")
+        _at_least("checkpoint", self, 1, "every", "keep", "keep_every")
+        _at_least("checkpoint", self, 0, "keep_best")
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxstack import cli, model, params, rundir, step
-from jaxstack.checkpoint import Checkpoints
+from jaxstack import checkpoint, cli, model, params, rundir, step
 from jaxstack.config import Config, ConfigError, ModelConfig, MoEConfig
 from jaxstack.context import Context
 from jaxstack.moe import upcycle as copy_experts
@@ -68,11 +67,9 @@ def start_from(cfg: Config, ctx: Context, abstract: step.TrainState) -> step.Tra
     if not (run / "config.yaml").exists():
         raise ConfigError(f"run.init_from={run} is no run directory: it holds no config.yaml")
     other = cli.parse_config([f"--config={run / 'config.yaml'}"], run)
-    with Checkpoints(other.checkpoint, rundir.checkpoints(run)) as checkpoints:
-        if checkpoints.latest is None:
-            raise ConfigError(f"run.init_from={run} holds no checkpoint; let that run reach one")
-        layout = step.checkpoint_layout(other, ctx, step.abstract_state(other, ctx))
-        values = layout.unpack(checkpoints.restore(checkpoints.latest, layout.abstract)).params
+    layout = step.checkpoint_layout(other, ctx, step.abstract_state(other, ctx))
+    saved = rundir.checkpoints(run)
+    values = layout.unpack(checkpoint.restore(saved, checkpoint.newest(saved), layout.abstract)).params
     there = other.model
     if cfg.model.moe.num_experts and not there.moe.num_experts:
         key = jax.random.key(cfg.run.seed)

@@ -4,8 +4,7 @@
 processes, such as a laptop, stays alone and starts nothing. JAX is imported by the functions that run after
 `jaxstack.platform.configure`, never before.
 
-After `join` a failure ends every process: one that raises waits `SHUTDOWN_S` for the others at its end and then takes
-them down; one that is killed is missed after `HEARTBEAT_S`, and the others are ended by JAX.
+After `join` a failure ends every process: `jaxstack.watch` sees it, and JAX's own heartbeat stands behind that.
 """
 
 import importlib.util
@@ -23,15 +22,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from jaxstack.config import ConfigError, DistributedConfig
+from jaxstack.exits import Exit
 
 if TYPE_CHECKING:
     import jax
 
-EXIT_NOT_JOINED = 3
-"""Exit code of a process that could not join the others; a mistake of the user's is 2."""
-
-HEARTBEAT_S = 100
-"""Silence, in seconds, after which a process counts as dead and all others end."""
+HEARTBEAT_S = 40
+"""Silence, in seconds beyond `distributed.lost_s`, after which JAX itself ends the processes, without a clear word."""
 
 SHUTDOWN_S = 30
 """How long a process that ends, by an error too, waits for the others before all end."""
@@ -178,16 +175,17 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(value)
 
 
-def join(processes: Processes | None, timeout_s: int) -> None:
+def join(processes: Processes | None, cfg: DistributedConfig) -> None:
     """Starts `jax.distributed`; returns when every process has joined, so what they did before is done by all.
 
-    A process that cannot join within `timeout_s` says so and exits with `EXIT_NOT_JOINED`. JAX would abort it with a
-    stack trace of C++, which cannot be caught, so a timer runs out before JAX's own.
+    A process that cannot join within `cfg.timeout_s` says so and exits with `Exit.NOT_JOINED`. JAX would abort it with
+    a stack trace of C++, which cannot be caught, so a timer runs out before JAX's own.
     """
     if processes is None:
         return
     import jax
 
+    timeout_s = cfg.timeout_s
     watch = threading.Timer(timeout_s, lambda: _give_up(processes, f"waited {timeout_s} s"))
     watch.daemon = True
     watch.start()
@@ -200,7 +198,7 @@ def join(processes: Processes | None, timeout_s: int) -> None:
             # All is known, or JAX finds it out; it must not add to what is known.
             cluster_detection_method="deactivate" if processes.coordinator else None,
             initialization_timeout=timeout_s + 60,
-            heartbeat_timeout_seconds=HEARTBEAT_S,
+            heartbeat_timeout_seconds=cfg.lost_s + HEARTBEAT_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
         )
     except (RuntimeError, ValueError, OSError) as error:
@@ -227,7 +225,7 @@ def _give_up(processes: Processes, what: str) -> NoReturn:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(EXIT_NOT_JOINED)
+    os._exit(Exit.NOT_JOINED)
 
 
 def _answers(address: str) -> bool:
@@ -264,11 +262,22 @@ def agree(facts: Mapping[str, object]) -> None:
         )
 
 
-def from_first(fact: bool) -> bool:
+def from_first(fact: int) -> int:
     """What process 0 says; it alone knows the files of the run."""
     from jax.experimental import multihost_utils
 
-    return bool(multihost_utils.broadcast_one_to_all(np.asarray(fact)))
+    return int(multihost_utils.broadcast_one_to_all(np.asarray(fact)))
+
+
+def stop_here(step: int, asked: bool) -> bool:
+    """Whether all processes stop after this step, since one was asked to.
+
+    Of several, JAX catches SIGTERM and agrees on the step; every process calls this at every one.
+    """
+    import jax
+    from jax.experimental import multihost_utils
+
+    return asked if jax.process_count() == 1 else multihost_utils.reached_preemption_sync_point(step)
 
 
 def wait_for_all() -> None:

@@ -8,29 +8,33 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxstack import files
+
 Record = dict[str, Any]
 
 
 class JsonLines:
     """`metrics.jsonl`: one object a line, flushed at once. JSON has no NaN or infinity: such a value becomes null."""
 
-    def __init__(self, path: Path | None, after: int) -> None:
-        """Opens for appending; lines of steps beyond `after`, which are going to be run again, are dropped.
+    def __init__(self, path: Path | None) -> None:
+        """Opens for appending. Without a path, as in every process but the first, records are kept and not written."""
+        self.records: list[Record] = read_lines(path) if path else []
+        self._path = path
 
-        Without a path, as in every process but the first, records are kept and not written.
-        """
-        kept = [record for record in read_lines(path) if record["step"] <= after] if path else []
-        self.records: list[Record] = []
-        self._file = path.open("w", encoding="utf-8") if path else None
-        for record in kept:
-            self.write(record)
+    def rewind(self, after: int) -> list[Record]:
+        """Takes out the lines of steps beyond `after`, which are going to be run again, and returns them."""
+        dropped = [record for record in self.records if record["step"] > after]
+        self.records = [record for record in self.records if record["step"] <= after]
+        if self._path:
+            files.replace(self._path, "".join(json.dumps(record) + "\n" for record in self.records))
+        return dropped
 
     def write(self, record: Record) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(finite)
-        if self._file:
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
+        if self._path:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(finite) + "\n")
 
 
 def read_lines(path: Path) -> list[Record]:

@@ -2,9 +2,14 @@
 
 import json
 import os
-from dataclasses import replace
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, TextIO
 
+from jaxstack import files, seal
 from jaxstack.cli import parse_config, to_yaml
 from jaxstack.config import Config, ConfigError, flat
 
@@ -19,6 +24,7 @@ _FREE = (
     "model.moe.z_weight",
 )
 
+_LOCK = ".lock"
 _LAUNCH = ("run.dir", "distributed.")  # where the run stands and how it was started: no part of what it is
 
 
@@ -40,7 +46,7 @@ def check(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
       ConfigError: the directory holds a checkpoint that this run cannot or, with `run.resume=false`, must not continue.
     """
     run = Path(cfg.run.dir)
-    saved_steps = [int(p.name) for p in checkpoints(run).glob("*") if p.name.isdigit()]
+    saved_steps = seal.sealed(checkpoints(run))
     changes = []
     if saved_steps:
         if not cfg.run.resume:
@@ -61,8 +67,7 @@ def check(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
             )
     try:
         run.mkdir(parents=True, exist_ok=True)
-        if not os.access(run, os.W_OK):
-            raise PermissionError("it is read-only")
+        (run / _LOCK).touch()  # permissions alone do not tell: a file system may be read-only, and root may do anything
     except OSError as error:
         raise ConfigError(f"run.dir={cfg.run.dir} cannot be written: {error}; name another run.dir") from error
     return changes
@@ -72,8 +77,67 @@ def write(cfg: Config, tokenizer: dict[str, object]) -> None:
     """Writes `config.yaml` and `tokenizer.json`; which of its processes wrote them is not part of a run."""
     run = Path(cfg.run.dir)
     processes = replace(cfg.distributed, coordinator=None, num_processes=None, process_id=None)
-    (run / "config.yaml").write_text(to_yaml(replace(cfg, distributed=processes)))
-    (run / "tokenizer.json").write_text(json.dumps(tokenizer))
+    files.replace(run / "config.yaml", to_yaml(replace(cfg, distributed=processes)))
+    files.replace(run / "tokenizer.json", json.dumps(tokenizer))
+
+
+def same_data(facts: Mapping[str, Any], cfg: Config, fingerprint: str) -> None:
+    """Makes sure that the data is still what a checkpoint was trained on, unless the configuration names other data.
+
+    Args:
+      facts: of the checkpoint: its `config`, and the fingerprint of its `data`.
+
+    Raises:
+      ConfigError: the files have changed under their name.
+    """
+    if facts["data"] != fingerprint and facts["config"]["data"] == json.loads(json.dumps(asdict(cfg.data))):
+        raise ConfigError(
+            f"the text of data.source={cfg.data.source}, data.path={cfg.data.path} has changed since the checkpoints "
+            f"of {cfg.run.dir} were made, so the same batches cannot be read; put the old files back, give the new "
+            f"ones another name, or name another run.dir"
+        )
+
+
+@contextmanager
+def lock(run: Path) -> Iterator[str | None]:
+    """Keeps every other trainer out of a run's directory for as long as this process lives.
+
+    The system holds the lock and drops it when the process ends, however it ends; the file says whose it is.
+
+    Yields:
+      What there is to say of the last holder, if it ended without giving the lock back.
+
+    Raises:
+      ConfigError: another process holds it.
+    """
+    import fcntl  # not on Windows, where all but training works
+
+    with (run / _LOCK).open("r+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.dir={run} is in use by {file.read() or 'another process'}; wait for it or stop it, or name "
+                f"another run.dir"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={run} cannot be locked ({error.strerror}), and without a lock two trainers would destroy "
+                f"each other's checkpoints; use a file system with locks (on Lustre: the mount option flock)"
+            ) from error
+        last = file.read()
+        _say(file, f"process {os.getpid()} on {socket.gethostname()}")
+        try:
+            yield f"{last} trained here and did not end in order" if last else None
+        finally:
+            _say(file, "")
+
+
+def _say(file: TextIO, text: str) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(text)
+    file.flush()
 
 
 def _changes(saved: Path, cfg: Config) -> list[str]:

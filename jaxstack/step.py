@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxstack import collectives, losses, model, optim, params, pipeline
-from jaxstack.config import Config
+from jaxstack.config import Config, SpikeConfig
 from jaxstack.context import Context
 from jaxstack.pipeline import Work
 from jaxstack.tree import path_of
@@ -26,8 +26,10 @@ class TrainState:
 
     Attributes:
       step: optimizer steps done, skipped ones included.
-      skipped: steps that changed nothing because loss or gradient norm was not finite.
+      skipped: steps that changed nothing, because loss or gradient norm was not finite or the loss was a spike.
       skipped_in_a_row: the same, since the last good step.
+      recent: [train.spike.window] losses of the last steps that were not skipped, oldest first; zeros before there
+        were so many.
       params: float32 master weights.
       opt_state: optax's.
     """
@@ -35,6 +37,7 @@ class TrainState:
     step: jax.Array
     skipped: jax.Array
     skipped_in_a_row: jax.Array
+    recent: jax.Array
     params: Any
     opt_state: Any
 
@@ -50,7 +53,8 @@ def init_state(cfg: Config, ctx: Context | None = None) -> TrainState:
     layers = None if ctx.pipeline is None else ctx.pipeline.stages.numbers
     values = params.init(jax.random.key(cfg.run.seed), ctx.stored(model.spec(cfg.model)), layers)
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, zero, zero, values, make_optimizer(cfg).init(values))
+    recent = jnp.zeros(cfg.train.spike.window)
+    return TrainState(zero, zero, zero, recent, values, make_optimizer(cfg).init(values))
 
 
 def make_state(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
@@ -239,13 +243,27 @@ def pipelined(
     return (sums.loss, ctx.in_order(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.aux))), grads
 
 
+def is_spike(cfg: SpikeConfig, recent: jax.Array, updates: jax.Array, loss: jax.Array) -> jax.Array:
+    """Whether a loss leaps out of those of the last good steps, see `SpikeConfig`.
+
+    Args:
+      recent: [window] losses.
+      updates: good steps so far; before a whole window of them there is no verdict.
+    """
+    middle = jnp.median(recent)
+    deviation = 1.4826 * jnp.median(jnp.abs(recent - middle))
+    limit = middle + cfg.threshold * jnp.maximum(deviation, 0.01 * jnp.abs(middle))
+    return (updates >= cfg.window) & (loss > limit)
+
+
 def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the pure `train_step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
-    A step whose loss or gradient norm is not finite leaves parameters and optimizer as they were.
+    A step whose loss or gradient norm is not finite leaves parameters and optimizer as they were; so does a spike of
+    the loss, unless `train.spike.action` is to report it alone.
 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
-    `skipped_in_a_row`, and of a mixture of experts those of `losses.routing_metrics`.
+    `skipped_in_a_row`, `spike` (0 or 1), and of a mixture of experts those of `losses.routing_metrics`.
     """
     optimizer = make_optimizer(cfg)
     schedule = optim.schedule(cfg.optim, cfg.train.steps)
@@ -257,11 +275,15 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
             key = jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)
         loss, grads, sums = gradients(state.params, batch, key)
         grad_norm = optax.global_norm(grads)
+        updates = state.step - state.skipped
+        spike = is_spike(cfg.train.spike, state.recent, updates, loss)
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        if cfg.train.spike.action != "report":
+            good &= ~spike
 
         def update(values: Any, opt_state: Any) -> tuple[Any, Any]:
-            updates, opt_state = optimizer.update(grads, opt_state, values)
-            values = optax.apply_updates(values, updates)
+            changes, opt_state = optimizer.update(grads, opt_state, values)
+            values = optax.apply_updates(values, changes)
             return model.balance(cfg.model, values, sums, ctx), opt_state
 
         # A branch and not a `where`: that would copy the old state so as to choose from it after the update.
@@ -271,17 +293,19 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
             step=state.step + 1,
             skipped=state.skipped + bad,
             skipped_in_a_row=(state.skipped_in_a_row + 1) * bad,
+            recent=jnp.where(good, jnp.append(state.recent[1:], loss), state.recent),
             params=values,
             opt_state=opt_state,
         )
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": schedule(state.step - state.skipped),  # the optimizer counts updates, and a skipped step is none
+            "lr": schedule(updates),  # the optimizer counts updates, and a skipped step is none
             "tokens": sums.pop("tokens"),
             **losses.routing_metrics(sums, *batch["tokens"].shape),
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
+            "spike": spike.astype(jnp.int32),
         }
         return new, metrics
 

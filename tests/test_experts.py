@@ -120,7 +120,7 @@ def test_a_step_reports_the_load_and_moves_the_bias_against_it(rng):
     # One expert that everybody wants.
     values["layers"]["moe"]["balance"] = values["layers"]["moe"]["balance"].at[:, 3].set(10.0)
     zero = jnp.zeros((), jnp.int32)
-    state = step.TrainState(zero, zero, zero, values, tx.init(values))
+    state = step.TrainState(zero, zero, zero, jnp.zeros(cfg.train.spike.window), values, tx.init(values))
     after, metrics = jax.jit(step.make_train_step(cfg, Context()))(state, random_batch(cfg.model, rng))
     assert (
         8 / 3 - 1e-4 < float(metrics["moe_load_max_over_mean"]) <= 8 / 3 + 1e-4

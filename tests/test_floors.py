@@ -11,9 +11,14 @@ FLOORS = {
     "config": 0,
     "tree": 0,
     "collectives": 0,
+    "exits": 0,
+    "files": 0,
     "platform": 1,
     "cli": 1,
     "distributed": 1,
+    "seal": 1,
+    "signals": 1,
+    "watch": 1,
     "sharding": 1,
     "kernels": 1,
     "params": 1,
@@ -37,7 +42,7 @@ FLOORS = {
     "profile": 8,
 }
 
-JAX_FREE = {"config", "cli", "platform", "rundir", "data"}
+JAX_FREE = {"config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals"}
 """What runs before JAX starts, for quick help and quick errors."""
 
 

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxstack import cli, data, distributed, platform, rundir
 from jaxstack.config import Config, ConfigError, DistributedConfig, MeshConfig, flat
 from jaxstack.data.tokens import Tokens
+from jaxstack.exits import Exit
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
@@ -163,7 +164,7 @@ def test_a_process_that_never_joins(index, text, tmp_path):
     port = free_port()
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--distributed.timeout_s=3"]
     began = time.monotonic()
-    ((_, err),) = finish(start(*argv, *flags_of(index, 2, port), devices=4), code=distributed.EXIT_NOT_JOINED)
+    ((_, err),) = finish(start(*argv, *flags_of(index, 2, port), devices=4), code=Exit.NOT_JOINED)
     assert time.monotonic() - began < 60
     assert err.count("\n") == 1, err
     who = "not all of the others came" if index == 0 else "nothing answers there"

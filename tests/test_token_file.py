@@ -130,13 +130,15 @@ def test_ids_past_the_vocabulary(file, monkeypatch):
         data.read_token_file(file)
 
 
-def test_changed_after_it_was_built(file):
+def test_changed_after_it_was_built(file, monkeypatch):
     ids = np.fromfile(f"{file}.bin", "<u2")
-    ids[5] ^= 1
+    ids[5] ^= 1  # a flipped bit is still a token: only the hash tells
     ids.tofile(f"{file}.bin")
-    data.read_token_file(file)  # a flipped bit is still a token: only the hash tells
-    with pytest.raises(ConfigError, match=r"t\.bin has sha256 .* changed after it was built"):
-        verify_token_file(file)
+    for read in (data.read_token_file, verify_token_file):
+        with pytest.raises(ConfigError, match=r"t\.bin has sha256 .* changed after it was built"):
+            read(file)
+    monkeypatch.setattr("jaxstack.data.tokens._FULL_CHECK_BYTES", 0)
+    data.read_token_file(file)  # a large file is not read from end to end at every start
 
 
 @pytest.mark.parametrize(

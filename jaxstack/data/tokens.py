@@ -24,6 +24,37 @@ from jaxstack.data.tokenizers import Tokenizer, tokenizer_from_json
 
 
 @dataclass(frozen=True)
+class Stamp:
+    """A file as it was when it was opened: reading a map of one that is cut since would kill the process."""
+
+    path: Path
+    state: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> "Stamp":
+        found = path.stat()
+        return cls(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+    def check(self) -> None:
+        """
+        Raises:
+          ConfigError: the file is gone, or is another.
+        """
+        try:
+            now = Stamp.of(self.path)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} vanished under the run ({error.strerror}); put it back, and the same command goes on "
+                f"from the newest checkpoint"
+            ) from None
+        if now != self:
+            raise ConfigError(
+                f"{self.path} was changed under the run; put the old file back, and the same command goes on from the "
+                f"newest checkpoint"
+            )
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Documents as ranges of one array of ids, which they share: a split copies no ids and keeps a memory map."""
 
@@ -39,6 +70,8 @@ class Tokens:
     """[documents] names for error messages; a token file has none."""
     domains: np.ndarray | None = None
     """[documents] int32 domain of each, where `data.domains` names some."""
+    stamp: "Stamp | None" = None
+    """Of the file that `ids` is mapped from."""
 
     def __len__(self) -> int:
         return int((self.ends - self.starts).sum())
@@ -238,8 +271,8 @@ def read_header(path: str | Path) -> Header:
 def read_token_file(path: str | Path) -> tuple[Tokens, Tokenizer]:
     """Memory-maps a token file and rebuilds its tokenizer.
 
-    The ids of a file below 1 GiB are compared with the vocabulary here, which takes a second at most; those of a
-    larger one as windows are read, so that nothing is read twice and nothing wrong is trained on.
+    A file below 1 GiB is read here, a second or two: its hash must be its header's, its ids in the vocabulary. Of a
+    larger one the ids are compared as windows are read, and `python -m jaxstack.data verify` does the rest.
 
     Raises:
       ConfigError: a missing, truncated or impossible file; the message names the file and what to do.
@@ -247,7 +280,7 @@ def read_token_file(path: str | Path) -> tuple[Tokens, Tokenizer]:
     header = read_header(path)
     tokens = _map(path, header)
     if tokens.ids.nbytes < _FULL_CHECK_BYTES:
-        _check_vocabulary(path, header)
+        _check_ids(path, header)
     tokenizer = tokenizer_from_json(header.tokenizer)
     if tokenizer.vocab_size != header.vocab_size:
         raise ConfigError(
@@ -265,14 +298,7 @@ def verify_token_file(path: str | Path) -> Header:
     """
     header = read_header(path)
     _map(path, header)
-    for suffix, key in ((".bin", "bin"), (".starts.npy", "starts")):
-        file = _part(path, suffix)
-        if (found := _sha256(file)) != header.sha256.get(key):
-            raise ConfigError(
-                f"{file} has sha256 {found[:12]}..., but its header says {str(header.sha256.get(key))[:12]}...; it was "
-                f"changed after it was built: build it again"
-            )
-    _check_vocabulary(path, header)
+    _check_ids(path, header)
     return header
 
 
@@ -303,19 +329,29 @@ def _map(path: str | Path, header: Header) -> Tokens:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
         pages.madvise(mmap.MADV_RANDOM)  # windows are read in random order: what lies behind one is not wanted
-    return Tokens(np.frombuffer(pages, dtype), np.asarray(starts), ends, header.vocab_size)
+    ids = np.frombuffer(pages, dtype)
+    return Tokens(ids, np.asarray(starts), ends, header.vocab_size, stamp=Stamp.of(file))
 
 
-def _check_vocabulary(path: str | Path, header: Header) -> None:
+def _check_ids(path: str | Path, header: Header) -> None:
     """Reads the file from end to end, not through the map, whose pages come one at a time."""
     file, dtype = _part(path, ".bin"), np.dtype(header.dtype).newbyteorder("<")
+    digest = hashlib.sha256()
     for start in range(0, header.count, _CHUNK):
         chunk = np.fromfile(file, dtype, _CHUNK, offset=start * dtype.itemsize)
+        digest.update(chunk.data)
         if chunk.max() >= header.vocab_size:
             at = int(np.argmax(chunk >= header.vocab_size))
             raise ConfigError(
                 f"{file} holds id {chunk[at]:,} at token {start + at:,}, past the vocabulary of "
                 f"{header.vocab_size:,}; build the file again"
+            )
+    starts = _part(path, ".starts.npy")
+    for part, found, key in ((file, digest.hexdigest(), "bin"), (starts, _sha256(starts), "starts")):
+        if found != header.sha256.get(key):
+            raise ConfigError(
+                f"{part} has sha256 {found[:12]}..., but its header says {str(header.sha256.get(key))[:12]}...; it was "
+                f"changed after it was built: build it again"
             )
 
 

@@ -157,13 +157,15 @@ def batches(
       the row). With domains also `gate` (int32), the domain of each token.
 
     Raises:
-      ConfigError: the text is shorter than one window; when read, an id past the vocabulary.
+      ConfigError: the text is shorter than one window; when read, an id past the vocabulary or a file that changed.
     """
     import grain
 
     windows, epoch = _epochs(tokens, seq_len, seed, packing)
 
     def read(samples: Any) -> Batch:
+        if tokens.stamp:
+            tokens.stamp.check()
         own = slice(None) if rows is None else rows
         index_B, window_B = np.divmod(np.asarray(samples)[own], windows)
         parts = []
@@ -201,6 +203,8 @@ def eval_batches(
     first_W = np.arange(count) * windows // count * seq_len
 
     def read(samples: Any) -> Batch:
+        if tokens.stamp:
+            tokens.stamp.check()
         row_B = np.arange(batch_size) if rows is None else rows
         window_B = np.minimum(samples[0] + row_B, count - 1)
         batch = _batch(stream, first_W[window_B], seq_len, packing, tokens.vocab_size)
