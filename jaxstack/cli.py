@@ -118,12 +118,50 @@ def parse(argv: Sequence[str], default_config: Path) -> tuple[Config, bool]:
             del words[:1]
         else:
             (files if word.startswith("--config=") else flags).append(word)
+    for name in (word.removeprefix("--config=") for word in files if word != "--config"):
+        _check_keys(Path(name))
     values = parser.parse_args([*(files or [f"--config={default_config}"]), *flags])
     for f in dataclasses.fields(Config):
         if not isinstance(values[f.name], Namespace):
             raise ConfigError(f"{f.name}={values[f.name]} must be a group of keys, such as {f.name}: {{...}} in YAML")
     groups = parser.instantiate(values)
-    return Config(**{f.name: groups[f.name] for f in dataclasses.fields(Config)}), values.print_shardings
+    config = Config(**{f.name: groups[f.name] for f in dataclasses.fields(Config)})
+    for key, value in flat(config).items():
+        if _SECRET.search(str(value)):
+            raise ConfigError(
+                f"{key} holds a password or an access token, which would stand in config.yaml, on the screen and in "
+                f"every checkpoint; give it through the environment (HF_TOKEN, ...) or by the service's own login"
+            )
+    return config, values.print_shardings
+
+
+_SECRET = re.compile(
+    r"://[^/\s:@]+:[^/\s@]+@"  # a URL with a password
+    r"|\bhf_[A-Za-z]{30,}|\bsk-[\w-]{20,}|\bgh[pousr]_\w{36,}|\bgithub_pat_\w{20,}|\bAKIA[0-9A-Z]{16}\b|\bya29\.[\w-]{20,}"
+)
+
+
+def _check_keys(path: Path) -> None:
+    """YAML itself would quietly take the last of two equal keys.
+
+    Raises:
+      ConfigError: a key stands twice in one group.
+    """
+    try:
+        nodes = [yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)]
+    except (OSError, ValueError, yaml.YAMLError):
+        return  # the parser will say what is wrong
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            for i, (key, value) in enumerate(node.value):
+                if key.value in keys[:i]:
+                    line = key.start_mark.line + 1
+                    raise ConfigError(f"{path}, line {line}: the key {key.value} stands there twice; leave one of them")
+                nodes.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
 
 
 def to_yaml(config: Config) -> str:

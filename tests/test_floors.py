@@ -23,6 +23,7 @@ FLOORS = {
     "kernels": 1,
     "params": 1,
     "rundir": 2,
+    "supervise": 3,
     "moe": 2,
     "pipeline": 2,
     "context": 3,
@@ -42,7 +43,7 @@ FLOORS = {
     "profile": 8,
 }
 
-JAX_FREE = {"config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals"}
+JAX_FREE = {"config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals", "supervise"}
 """What runs before JAX starts, for quick help and quick errors."""
 
 

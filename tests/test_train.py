@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from jaxstack import seal
 from jaxstack.exits import Exit
 from jaxstack.tree import flatten
 
@@ -117,7 +118,7 @@ def test_interrupted_equals_straight_bit_for_bit(straight, text, tmp_path):
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={run_dir}"]
     process = start(*argv)
     deadline = time.monotonic() + 120
-    while not (run_dir / "checkpoints" / "4").is_dir() and process.poll() is None:
+    while not (run_dir / "checkpoints" / "4" / seal.NAME).is_file() and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)

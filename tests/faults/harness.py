@@ -1,0 +1,114 @@
+"""Real runs of `train.py` on a small text, to be killed, starved and misled."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxstack import seal
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS = 24
+
+SMALL = [
+    f"--config={ROOT / 'configs' / 'quickstart.yaml'}",
+    "--model.num_layers=2",
+    "--model.d_model=32",
+    "--model.d_ff=64",
+    "--data.source=path",
+    "--data.seq_len=16",
+    "--data.batch_size=8",
+    f"--train.steps={STEPS}",
+    "--train.eval_every=8",
+    "--train.eval_steps=2",
+    "--train.ngram_baseline=false",
+    "--run.log_every=1",
+    "--checkpoint.every=4",
+    "--sample.prompts=[]",
+]
+
+
+def start(*argv: str, patch: str = "", devices: int = 1) -> subprocess.Popen[str]:
+    """A process of its own. It would compile most of its time, so XLA does not optimise.
+
+    Args:
+      patch: Python that runs before `train.main`; a fault that cannot be had from outside.
+    """
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+    env["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
+    code = [str(ROOT / "train.py")]
+    if patch:
+        code = ["-c", f"{patch}\nfrom jaxstack import cli\nimport train\ncli.run('train.py', train.main)"]
+    return subprocess.Popen(
+        [sys.executable, *code, *SMALL, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+
+
+def finish(*processes: subprocess.Popen[str], code: int = 0, timeout: float = 240) -> list[tuple[str, str]]:
+    """What they printed, once all have ended, each with `code`."""
+    printed = [process.communicate(timeout=timeout) for process in processes]
+    for process, (out, err) in zip(processes, printed, strict=True):
+        assert process.returncode == code, f"exit code {process.returncode}, not {code}\n{out}\n{err}"
+    return printed
+
+
+def run(*argv: str, code: int = 0, patch: str = "", devices: int = 1) -> tuple[str, str]:
+    return finish(start(*argv, patch=patch, devices=devices), code=code)[0]
+
+
+def wait_until(ready: Callable[[], object], process: subprocess.Popen[str], timeout: float = 120) -> None:
+    """Until something is so, or the process has ended."""
+    deadline = time.monotonic() + timeout
+    while not ready() and process.poll() is None:
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)
+
+
+def is_sealed(run_dir: Path, step: int) -> bool:
+    return (run_dir / "checkpoints" / str(step) / seal.NAME).is_file()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def lines(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def values(run_dir: Path) -> list[dict]:
+    """What must repeat bit for bit: training and evaluation, without clocks."""
+    timed = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s", "time", "seconds")
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines(run_dir) if "event" not in line]
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in lines(run_dir) if "loss" in line}
+
+
+def files(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def two(*argv: str, patches: tuple[str, str] = ("", "")) -> list[subprocess.Popen[str]]:
+    """Two processes of one run, of two devices each."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    return [
+        start(
+            *argv,
+            f"--distributed.coordinator=127.0.0.1:{port}",
+            "--distributed.num_processes=2",
+            f"--distributed.process_id={i}",
+            devices=2,
+            patch=patches[i],
+        )
+        for i in range(2)
+    ]

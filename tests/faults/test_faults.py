@@ -1,0 +1,681 @@
+"""The faults of docs/reliability.md, by their numbers there: real processes, real signals, real full disks."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import harness
+import jax
+import numpy as np
+import pytest
+from harness import STEPS, finish, is_sealed, kill, losses, run, start, two, values, wait_until
+from orbax.checkpoint import v1 as ocp
+
+from jaxstack import checkpoint, seal
+from jaxstack.exits import Exit
+from jaxstack.tree import flatten
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lines that are easy to learn, so that a loss falls quickly and a spike stands out."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i % 10} is {'even' if i % 2 == 0 else 'odd'};\n" for i in range(2000)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to; all of its checkpoints are kept."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    run(f"--data.path={text}", f"--run.dir={run_dir}", "--checkpoint.keep=100")
+    return run_dir
+
+
+@pytest.fixture
+def argv(text: Path, tmp_path: Path) -> list[str]:
+    return [f"--data.path={text}", f"--run.dir={tmp_path / 'run'}"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A disk of 4 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", disk], check=False).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint as the library reads it, whatever the run's mesh was."""
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    saved = ocp.metadata(path).metadata
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), saved)
+    return {name: np.asarray(leaf) for name, leaf in flatten(ocp.load(path, abstract)).items()}
+
+
+def assert_equal(run_dir: Path, other: Path, step: int = STEPS) -> None:
+    """Bit for bit: every line, and every array of a step."""
+    assert values(run_dir) == values(other)
+    a, b = (arrays(d / "checkpoints" / str(step)) for d in (run_dir, other))
+    assert a.keys() == b.keys()
+    for name in a:
+        assert np.array_equal(a[name], b[name]), name
+
+
+# 1, 2: killed.
+
+
+def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
+    """Every other time in the middle of a save. No committed step is lost, and the end is the straight one."""
+    run_dir, newest, moments = tmp_path / "run", 0, []
+    saved = run_dir / "checkpoints"
+    # Slowed down, so that a life is longer than two saves and not all of the run.
+    slow = "import time, jaxstack.distributed as d\nw = d.whole\nd.whole = lambda *a: (time.sleep(0.02), w(*a))[1]"
+    for i in range(20):
+        process = start(*argv, "--train.steps=400", "--train.eval_every=400", patch=slow)
+        if i % 2:
+            wait_until(lambda: list(saved.glob("*tmp*")), process)
+        else:
+            wait_until(lambda known=newest: next(iter(seal.sealed(saved)), 0) > known, process)
+            time.sleep(rng.uniform(0, 0.3))
+        kill(process)
+        now = next(iter(seal.sealed(saved)), 0)
+        assert now >= newest, "a committed step was lost"
+        assert now == 0 or seal.broken(saved / str(now)) is None
+        newest = now
+        moments.append(now)
+    assert len(set(moments)) > 5
+    finish(start(*argv, "--train.steps=400", "--train.eval_every=400"))
+    run(
+        f"--data.path={argv[0].split('=')[1]}",
+        f"--run.dir={tmp_path / 'other'}",
+        "--train.steps=400",
+        "--train.eval_every=400",
+    )
+    assert_equal(run_dir, tmp_path / "other", 400)
+
+
+@pytest.mark.parametrize("step", [4, 12])
+def test_killed_between_commit_and_seal(step, argv, straight, tmp_path):
+    """The step was not finished: the one before it is taken, or at the first the run begins again."""
+    patch = (
+        "import os, signal, jaxstack.seal as s\nwrite = s.write\n"
+        f"s.write = lambda p: os.kill(os.getpid(), signal.SIGKILL) if p.name == '{step}' else write(p)"
+    )
+    run(*argv, patch=patch, code=-signal.SIGKILL)
+    run_dir = tmp_path / "run"
+    assert (run_dir / "checkpoints" / str(step)).is_dir()
+    assert not is_sealed(run_dir, step)
+    out, _ = run(*argv)
+    assert f"passed over step {step}: it was not finished" in out
+    assert (f"resumed from step {step - 4}" in out) == (step > 4)
+    assert (run_dir / "passed_over" / str(step)).is_dir()
+    assert_equal(run_dir, straight)
+
+
+# 3, 22, 23: what cannot be written.
+
+
+def test_a_full_disk(text, straight, small_disk):
+    run_dir = small_disk / "run"
+    argv = [f"--data.path={text}", f"--run.dir={run_dir}", "--checkpoint.keep=100"]
+    _, err = run(*argv, code=Exit.NOT_SAVED)
+    assert "No space left" in err.splitlines()[-1]
+    kept = seal.sealed(run_dir / "checkpoints")
+    assert kept
+    assert all(seal.broken(run_dir / "checkpoints" / str(step)) is None for step in kept)
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    out, _ = run(*argv)
+    assert f"resumed from step {kept[0]}" in out
+    assert_equal(run_dir, straight)
+
+
+def test_a_read_only_disk(text, small_disk):
+    """At the start it is the user's mistake; under a run the step stands that was saved before."""
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    run_dir = small_disk / "run"
+    argv = [f"--data.path={text}", f"--run.dir={run_dir}", "--train.steps=4000", "--checkpoint.keep=100"]
+    process = start(*argv)
+    wait_until(lambda: is_sealed(run_dir, 4), process)
+    while subprocess.run(["mount", "-o", "remount,ro", small_disk], check=False, capture_output=True).returncode:
+        time.sleep(0.001)  # refused while a file is being written
+    ((_, err),) = finish(process, code=Exit.NOT_SAVED)
+    assert "Read-only file system" in err.splitlines()[-1]
+    newest = seal.sealed(run_dir / "checkpoints")[0]
+    assert seal.broken(run_dir / "checkpoints" / str(newest)) is None
+    _, err = run(*argv, code=Exit.MISTAKE)
+    assert err.count("\n") == 1
+    assert "cannot be written" in err
+
+
+def test_the_error_of_the_last_save_is_not_swallowed(argv, tmp_path):
+    """It comes when training is over, from a thread that nobody waits for but us."""
+    patch = (
+        "import jaxstack.checkpoint as c\nsave = c.ocp.save_async\n"
+        "class Fails:\n"
+        "    def result(self): raise OSError(28, 'No space left on device')\n"
+        f"c.ocp.save_async = lambda p, *a, **k: Fails() if p.name == '{STEPS}' else save(p, *a, **k)"
+    )
+    _, err = run(*argv, patch=patch, code=Exit.NOT_SAVED)
+    assert f"the checkpoint of step {STEPS} could not be written" in err
+    assert f"step {STEPS - 4} in" in err
+
+
+# 4 to 7: damaged, cut, lost, unfinished, left behind.
+
+
+def flip(path: Path) -> None:
+    """One bit of the largest file, where the arrays are."""
+    file = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    file = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def lose(path: Path) -> None:
+    max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size).unlink()
+
+
+def empty(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def halve(path: Path) -> None:
+    """As a copy that was interrupted."""
+    for file in [p for p in path.rglob("*") if p.is_file()][::2]:
+        file.unlink()
+    (path / seal.NAME).unlink(missing_ok=True)
+
+
+def spoil_the_seal(path: Path) -> None:
+    (path / seal.NAME).write_text('{"files": 3}')
+
+
+DAMAGE = {
+    flip: "has changed since it was written",
+    cut: "bytes, not",
+    lose: "is missing",
+    empty: "it is an empty directory",
+    halve: "it was not finished",
+    spoil_the_seal: "its seal cannot be read",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
+def test_a_damaged_checkpoint_is_passed_over(damage, argv, straight, tmp_path):
+    """What is taken is the newest that is whole; from there the run is the straight one."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    for step in (16, 20, 24):
+        damage(run_dir / "checkpoints" / str(step))
+    (run_dir / "checkpoints" / "28.orbax-checkpoint-tmp-17").mkdir()  # of a save that died: number 7
+    (run_dir / "checkpoints" / ".removed-3").mkdir()
+    out, _ = run(*argv)
+    for step in (16, 20, 24):
+        assert f"passed over step {step}: " in out
+        assert (run_dir / "passed_over" / str(step)).is_dir()
+    assert out.count(DAMAGE[damage]) == 3, out
+    assert "resumed from step 12" in out
+    assert not list((run_dir / "checkpoints").glob("*tmp*"))
+    assert not (run_dir / "checkpoints" / ".removed-3").exists()
+    assert_equal(run_dir, straight)
+
+
+def test_nothing_whole_is_an_error_and_no_new_beginning(argv, straight, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    for path in (run_dir / "checkpoints").iterdir():
+        flip(path)
+    before = harness.files(run_dir)
+    _, err = run(*argv, code=Exit.MISTAKE)
+    assert "holds no whole checkpoint" in err
+    after = harness.files(run_dir)
+    assert {k: v for k, v in after.items() if k.name != ".lock"} == {
+        k: v for k, v in before.items() if k.name != ".lock"
+    }
+
+
+# 8 to 11: others, signals.
+
+
+def test_two_trainers(argv, tmp_path):
+    """The second is refused and changes nothing; a dead one's lock is free."""
+    first = start(*argv, "--train.steps=4000", "--train.eval_every=4000")
+    wait_until(lambda: is_sealed(tmp_path / "run", 4), first)
+    _, err = run(*argv, code=Exit.MISTAKE)
+    assert f"in use by process {first.pid} on " in err
+    assert err.count("\n") == 1
+    kill(first)
+    out, _ = run(*argv, "--train.steps=4000", "--train.eval_every=4000", patch=stop_after(3))
+    assert f"process {first.pid} on " in out
+    assert "did not end in order" in out
+
+
+def stop_after(steps: int) -> str:
+    """Ends a run in order after some steps."""
+    return (
+        "import jaxstack.distributed as d, jaxstack.cli as c, sys\nstop, calls = d.stop_here, []\n"
+        f"d.stop_here = lambda *a: (calls.append(1), len(calls) == {steps} or stop(*a))[1]\n"
+        "run_ = c.run\n"
+        "def quiet(*a):\n"
+        "    try: run_(*a)\n"
+        f"    except SystemExit as e: sys.exit(0 if e.code == {int(Exit.STOPPED)} else e.code)\n"
+        "c.run = quiet"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop(number, argv, straight, tmp_path):
+    """The step is finished and saved, wherever it was; the exit code says so, and the same command goes on."""
+    slow = "import time, jaxstack.distributed as d\nw = d.whole\nd.whole = lambda *a: (time.sleep(0.2), w(*a))[1]"
+    process = start(*argv, patch=slow)
+    wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(losses(tmp_path / "run")) >= 5, process)
+    process.send_signal(number)
+    ((out, err),) = finish(process, code=Exit.STOPPED)
+    (step,) = {line["step"] for line in harness.lines(tmp_path / "run") if line.get("event") == "stopped"}
+    assert is_sealed(tmp_path / "run", step)
+    assert f"stopped as asked after step {step}, which is saved" in err
+    out, _ = run(*argv)
+    assert f"resumed from step {step}" in out
+    assert_equal(tmp_path / "run", straight)
+
+
+def test_a_second_interrupt_leaves_at_once(argv, straight, tmp_path):
+    """In a step that takes for ever."""
+    slow = (
+        "import time, jaxstack.distributed as d\nw, calls = d.whole, []\n"
+        "d.whole = lambda *a: (calls.append(1), len(calls) == 15 and time.sleep(1000), w(*a))[2]"
+    )
+    process = start(*argv, patch=slow)
+    wait_until(lambda: is_sealed(tmp_path / "run", 8), process)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    finish(process, code=Exit.LEFT)
+    assert time.monotonic() - began < 5
+    out, _ = run(*argv)
+    assert "resumed from step 8" in out or "resumed from step 12" in out
+    assert_equal(tmp_path / "run", straight)
+
+
+def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
+    slow = "import time, jaxstack.distributed as d\nw = d.whole\nd.whole = lambda *a: (time.sleep(0.3), w(*a))[1]"
+    processes = two(*argv, "--mesh.data=4", patches=(slow, slow))
+    wait_until(lambda: is_sealed(tmp_path / "run", 4), processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    finish(*processes, code=Exit.STOPPED)
+    step = seal.sealed(tmp_path / "run" / "checkpoints")[0]
+    assert 4 < step < STEPS
+    # Number 13: one process goes on with what two began, on a mesh of its own.
+    out, _ = run(*argv, "--mesh.data=1")
+    assert f"resumed from step {step}" in out
+    for number, loss in losses(tmp_path / "run").items():
+        assert loss == pytest.approx(losses(straight)[number], rel=1e-4)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_of_two_dies_or_hangs(number, index, argv, tmp_path):
+    """The other says which within a bounded time; a start of both goes on."""
+    lost_s = 6
+    processes = two(
+        *argv, "--mesh.data=4", f"--distributed.lost_s={lost_s}", "--train.steps=4000", "--train.eval_every=4000"
+    )
+    wait_until(lambda: is_sealed(tmp_path / "run", 8), processes[0])
+    began = time.monotonic()
+    processes[index].send_signal(number)
+    ((_, err),) = finish(processes[1 - index], code=Exit.PEER_LOST)
+    assert time.monotonic() - began < 3 * lost_s + 10
+    assert f"process {index} of 2 was not heard of for {lost_s} s" in err.splitlines()[-1]
+    kill(processes[index])
+    step = seal.sealed(tmp_path / "run" / "checkpoints")[0]
+    assert step >= 8
+    again = two(*argv, "--mesh.data=4", f"--train.steps={step + 2}")
+    assert f"resumed from step {step}" in finish(*again)[0][0]
+
+
+# 12, 13, 24: another mesh.
+
+
+@pytest.mark.parametrize(
+    "flags", [["--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2"], ["--mesh.pipe=2", "--mesh.data=4"]]
+)
+def test_another_mesh(flags, text, tmp_path):
+    """Values are exact, the next loss agrees to 1e-6. Three layers do not divide by two stages: number 24."""
+    argv = [f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--model.num_layers=3", "--checkpoint.keep=100"]
+    run(*argv)
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "run", other)
+    for step in (16, 20, 24):
+        shutil.rmtree(other / "checkpoints" / str(step))
+    out, _ = run(*argv, f"--run.dir={other}", *flags, devices=8)
+    assert "resumed from step 12" in out
+    a, b = losses(tmp_path / "run"), losses(other)
+    assert b[13] == pytest.approx(a[13], rel=1e-6)
+    assert b == pytest.approx(a, rel=1e-3)
+    # There and back without a step: what is saved on eight devices is what one device had.
+    one_more = tmp_path / "one_more"
+    shutil.copytree(tmp_path / "run", one_more)
+    for step in (16, 20, 24):
+        shutil.rmtree(one_more / "checkpoints" / str(step))
+    run(*argv, f"--run.dir={one_more}", *flags, "--optim.lr=0", "--optim.weight_decay=0", "--train.steps=13", devices=8)
+    before, after = (arrays(one_more / "checkpoints" / step) for step in ("12", "13"))
+    for name in (name for name in before if name.startswith("params/")):
+        assert np.array_equal(before[name], after[name]), name
+
+
+def test_a_mesh_that_does_not_divide_is_refused(argv, straight, tmp_path):
+    shutil.copytree(straight, tmp_path / "run")
+    before = harness.files(tmp_path / "run")
+    _, err = run(*argv, "--mesh.tensor=3", devices=3, code=Exit.MISTAKE)
+    assert err.count("\n") == 1
+    assert harness.files(tmp_path / "run") == before
+
+
+# 15, 16: what the batches do.
+
+
+def poisoned(*indices: int, how: str) -> str:
+    """Spoils the batches of these indices, wherever they come up."""
+    return (
+        "import numpy as np, jaxstack.data.windows as w, jaxstack.data as d\nread = w.prefetch\n"
+        "def prefetch(*a, **k):\n"
+        "    for index, batch in read(*a, **k):\n"
+        f"        if index in {indices}: batch = {{**batch, {how}}}\n"
+        "        yield index, batch\n"
+        "d.prefetch = prefetch"
+    )
+
+
+NAN = "'weights': batch['weights'] * np.nan"
+NOISE = "'targets': np.random.default_rng(0).integers(128, 256, batch['targets'].shape).astype('int32')"
+
+
+def test_a_batch_that_is_not_finite_changes_nothing(argv, tmp_path):
+    out, _ = run(*argv, patch=poisoned(9, how=NAN))
+    assert "step 10 skipped: loss nan" in out
+    assert "batch of step 9: text.txt tokens" in out
+    recorded = {line["step"]: line for line in harness.lines(tmp_path / "run") if "loss" in line}
+    assert recorded[10]["skipped"] == recorded[STEPS]["skipped"] == 1
+    assert recorded[11]["skipped_in_a_row"] == 0
+    assert recorded[10]["lr"] == recorded[11]["lr"], "an update that did not happen moves no schedule"
+    assert all(np.isfinite(a).all() for a in arrays(tmp_path / "run" / "checkpoints" / str(STEPS)).values())
+
+
+def test_batches_that_are_not_finite_in_a_row_stop_the_run(argv, tmp_path):
+    _, err = run(*argv, "--train.max_bad_steps=3", patch=poisoned(9, 10, 11, how=NAN), code=Exit.BAD_STEPS)
+    assert "stopped at step 12, the 3th in a row skipped: loss nan" in err
+    assert seal.sealed(tmp_path / "run" / "checkpoints")[0] == 8
+
+
+def test_a_state_that_is_not_finite_is_never_saved(argv, tmp_path):
+    """A finite gradient, and an update that overflows."""
+    flags = ["--optim.name=sgd", "--optim.lr=1e38", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
+    _, err = run(*argv, *flags, "--checkpoint.every=1", code=Exit.BAD_STEPS)
+    assert "not finite, so it was not saved" in err or "in a row skipped" in err
+    for step in seal.sealed(tmp_path / "run" / "checkpoints"):
+        assert all(np.isfinite(a).all() for a in arrays(tmp_path / "run" / "checkpoints" / str(step)).values())
+
+
+@pytest.mark.parametrize("action", ["report", "skip", "rollback"])
+def test_a_spike_of_the_loss(action, argv, tmp_path):
+    flags = [*argv, "--train.steps=40", f"--train.spike.action={action}", "--train.spike.window=8", "--optim.lr=0.02"]
+    patch = poisoned(29, how=NOISE)
+    out, _ = run(*flags, patch=patch)
+    run_dir = tmp_path / "run"
+    recorded = {line["step"]: line for line in harness.lines(run_dir) if "loss" in line}
+    events = [line for line in harness.lines(run_dir) if line.get("event") == "rolled back"]
+    assert "step 30 a spike" in out
+    assert "batch of step 29: text.txt tokens" in out
+    assert recorded[40]["skipped"] == (action == "skip")
+    assert sorted(recorded) == list(range(1, 41))
+    if action == "rollback":
+        assert [(event["step"], event["spike"]) for event in events] == [(28, 30)]
+        assert "went back from step 30 to 28" in out
+        # Steps 29, 30, ... have the batches after the spike's: no spike comes again, here or after a new start.
+        assert not any(line["spike"] for line in recorded.values())
+        again = tmp_path / "again"
+        shutil.copytree(run_dir, again)
+        shutil.rmtree(again / "checkpoints" / "40")
+        out, _ = run(*flags, f"--run.dir={again}", patch=patch)
+        assert "resumed from step 36" in out
+        assert_equal(again, run_dir, 40)
+    else:
+        assert not events
+        assert recorded[30]["spike"] == 1
+
+
+# 17, 18: what does not fit (also tests/test_train.py, tests/test_config.py).
+
+
+def test_every_array_that_differs_is_named(argv, straight, tmp_path):
+    """The seal holds and config.yaml was tampered with: only the arrays can tell."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    saved = run_dir / "config.yaml"
+    saved.write_text(saved.read_text().replace("d_ff: 64", "d_ff: 96").replace("qk_norm: false", "qk_norm: true"))
+    _, err = run(*argv, "--model.d_ff=96", "--model.qk_norm=true", code=Exit.MISTAKE)
+    for name in ("mlp/w_up", "mlp/w_gate", "mlp/w_down", "attention/q_norm/scale", "attention/k_norm/scale"):
+        assert f"params/layers/{name}" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ("modle:\n  num_layers: 2\n", "modle"),
+        ("model:\n  num_layers: two\n", "num_layers"),
+        ("model:\n  num_layers: 2\n  num_layers: 3\n", "line 3: the key num_layers stands there twice"),
+        ("model: !!python/object/apply:os.mkdir [PWNED]\n", "tag"),
+        ("data:\n  path: https://me:secret@example.org/x\n", "data.path holds a password"),
+        ("model: [\n", "c.yaml"),
+    ],
+)
+def test_bad_configurations(content, word, argv, tmp_path):
+    (tmp_path / "c.yaml").write_text(content.replace("PWNED", str(tmp_path / "pwned")))
+    _, err = run(f"--config={tmp_path / 'c.yaml'}", *argv, code=Exit.MISTAKE)
+    assert word in err
+    assert "secret" not in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "pwned").exists()
+    assert not (tmp_path / "run").exists()
+
+
+# 19: data that is damaged, lost, or changes under the run.
+
+
+@pytest.fixture
+def tokens(text: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "t.bin"
+    words = ["build", f"--data.path={text}", "--data.source=path", "--data.tokenizer=bytes", str(file)]
+    subprocess.run([sys.executable, "-m", "jaxstack.data", *words], check=True, capture_output=True, cwd=harness.ROOT)
+    return file
+
+
+def flip_file(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "word"),
+    [
+        (flip_file, "sha256"),
+        (lambda f: os.truncate(f, 1001), "truncated"),
+        (lambda f: os.truncate(f, 0), "truncated"),
+        (Path.unlink, "missing"),
+    ],
+)
+def test_a_damaged_token_file(harm, word, tokens, tmp_path):
+    harm(tokens)
+    flags = ["--data.source=tokens", f"--data.path={tokens}", f"--run.dir={tmp_path / 'run'}"]
+    _, err = run(*flags, code=Exit.MISTAKE)
+    assert word in err
+    assert str(tokens) in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("harm", [flip_file, lambda f: os.truncate(f, 1000), Path.unlink])
+def test_a_token_file_that_changes_under_the_run(harm, tokens, tmp_path):
+    """Named and refused; put back, it goes on from the newest checkpoint."""
+    kept = tmp_path / "kept"
+    shutil.copy2(tokens, kept)
+    slow = "import time, jaxstack.distributed as d\nw = d.whole\nd.whole = lambda *a: (time.sleep(0.1), w(*a))[1]"
+    argv = ["--data.source=tokens", f"--data.path={tokens}", f"--run.dir={tmp_path / 'run'}"]
+    process = start(*argv, patch=slow)
+    wait_until(lambda: is_sealed(tmp_path / "run", 4), process)
+    harm(tokens)
+    ((_, err),) = finish(process, code=Exit.MISTAKE)
+    assert f"{tokens} " in err.splitlines()[-1]
+    assert "under the run" in err
+    shutil.copy2(kept, tokens)
+    out, _ = run(*argv)
+    assert "resumed from step" in out
+
+
+def test_text_that_changed_between_two_starts(text, straight, tmp_path):
+    """The batches would be others. Under another name it is other data, which is said."""
+    shutil.copytree(straight, tmp_path / "run")
+    shutil.copy(text, tmp_path / "text.txt")
+    flags = [f"--run.dir={tmp_path / 'run'}", "--train.steps=26"]
+    out, _ = run(*flags, f"--data.path={tmp_path / 'text.txt'}", patch=stop_after(1))  # moved, the same text
+    assert "changed  data.path was" in out
+    with (tmp_path / "text.txt").open("a") as file:
+        file.write("one more line\n")
+    _, err = run(*flags, f"--data.path={tmp_path / 'text.txt'}", code=Exit.MISTAKE)
+    assert "has changed since the checkpoints" in err
+
+
+# 21: clocks.
+
+
+def test_clock_jumps(argv, straight, tmp_path):
+    """Back a day and forward a year, again and again: no duration is wrong, and nothing else either."""
+    patch = (
+        "import time, itertools\nreal, jumps = time.time, itertools.cycle([0, -86400, 3e7, -3e7])\n"
+        "time.time = lambda: real() + next(jumps)"
+    )
+    began = time.monotonic()
+    run(*argv, patch=patch)
+    taken = time.monotonic() - began
+    assert values(tmp_path / "run") == values(straight)
+    spent = [line["seconds"] for line in harness.lines(tmp_path / "run") if "seconds" in line]
+    after_start = sum(s for line in spent for kind, s in line.items() if kind != "start")
+    assert all(s >= 0 for line in spent for s in line.values())
+    assert after_start <= taken
+    run(*argv, "--train.steps=26", patch=patch)
+    (event,) = [line for line in harness.lines(tmp_path / "run") if line.get("event") == "resumed"]
+    assert event["lost_s"] >= 0
+    assert event["down_s"] >= 0
+
+
+# The account, and the supervisor.
+
+
+def test_every_second_is_accounted_for(straight):
+    """The kinds add up to the life of the process; saves stall training for a moment only."""
+    recorded = harness.lines(straight)
+    spent = sum(sum(line["seconds"].values()) for line in recorded if "seconds" in line)
+    ended = next(line["time"] for line in recorded if line.get("event") == "finished")
+    first = next(line["time"] for line in recorded if "time" in line)
+    before = sum(next(line["seconds"] for line in recorded if "seconds" in line).values())
+    assert spent == pytest.approx(ended - first + before, abs=0.2)
+
+
+def supervised(*words: str, argv: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, str(harness.ROOT / "train.py"), *harness.SMALL, *argv]
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxstack.supervise", *words, "--", *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=harness.ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"} | (env or {}),
+    )  # fmt: skip
+
+
+def child_of(process: subprocess.Popen[str]) -> int | None:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(children[0]) if children else None
+
+
+def test_the_supervisor_starts_a_killed_run_again(argv, straight, tmp_path):
+    process = supervised("--wait_s=0.1", argv=argv)
+    for step in (4, 12):
+        wait_until(lambda step=step: is_sealed(tmp_path / "run", step), process)
+        os.kill(child_of(process), signal.SIGKILL)
+    ((_, err),) = finish(process)
+    assert err.count("the run ended with SIGKILL") == 2
+    assert losses(tmp_path / "run").keys() == losses(straight).keys()
+
+
+def test_the_supervisor_gives_up_with_the_reason(argv, tmp_path):
+    """After tries that commit nothing new; at once on a mistake, and when it is itself asked to stop."""
+    process = supervised("--wait_s=0.1", "--tries=2", argv=[*argv, "--optim.lr=1e38", "--optim.name=sgd",
+                         "--optim.clip_norm=null", "--optim.warmup_steps=0", "--checkpoint.every=1"])  # fmt: skip
+    ((_, err),) = finish(process, code=Exit.BAD_STEPS)
+    assert "exit code 4 (bad steps)" in err
+    assert "Gave up after 2 tries without a new one" in err
+    ((_, err),) = finish(supervised(argv=[*argv, "--model.heads=3"]), code=Exit.MISTAKE)
+    assert "unknown key model.heads" in err
+    process = supervised(
+        argv=[*argv, f"--run.dir={tmp_path / 'other'}", "--train.steps=4000", "--train.eval_every=4000"]
+    )
+    wait_until(lambda: is_sealed(tmp_path / "other", 4), process)
+    process.send_signal(signal.SIGTERM)
+    finish(process, code=Exit.STOPPED)
+
+
+def test_the_supervisor_goes_on_with_the_devices_that_are_left(argv, tmp_path):
+    mesh = [*argv, "--mesh.data=2", "--mesh.fsdp=4"]
+    finish(supervised("--shrink", argv=[*mesh, "--train.steps=8"], env={"JAX_NUM_CPU_DEVICES": "8"}))
+    ((out, err),) = finish(supervised("--shrink", argv=mesh, env={"JAX_NUM_CPU_DEVICES": "7"}))
+    assert "7 devices are left; 4 of them train, with mesh.data=1 and mesh.fsdp=4" in err
+    assert "resumed from step 8" in out
+    assert "device   4 x cpu" in out
+
+
+def test_nothing_is_written_outside_the_run(argv, tmp_path):
+    """Not in the folder it is started in, nor beside the run or the text."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    code = f"import os; os.chdir({str(folder)!r})"
+    run(*argv, patch=code)
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "folder"}
+    assert not list(folder.iterdir())
+
+
+def test_no_file_unpickles():
+    """Neither the package nor what it calls by name."""
+    for path in (harness.ROOT / "jaxstack").rglob("*.py"):
+        source = path.read_text()
+        assert "pickle" not in source.replace("allow_pickle=False", ""), path
+        assert "yaml.load(" not in source, path
+
+
+def test_policies_keep_the_best_and_every_so_many(argv, tmp_path):
+    run(*argv, "--checkpoint.keep=1", "--checkpoint.keep_every=12", "--checkpoint.keep_best=1", "--train.eval_every=4")
+    recorded = {line["step"]: line["eval_loss"] for line in harness.lines(tmp_path / "run") if "eval_loss" in line}
+    best = min(recorded, key=recorded.__getitem__)
+    assert set(seal.sealed(tmp_path / "run" / "checkpoints")) == {12, 24, best}
+    facts = checkpoint.facts(tmp_path / "run" / "checkpoints", 24)
+    assert facts["next_batch"] == 24
+    assert facts["versions"]["jax"] == jax.__version__
+    assert json.loads(json.dumps(facts["config"]))["model"]["d_model"] == 32
