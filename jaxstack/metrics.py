@@ -1,12 +1,14 @@
-"""Throughput and MFU of the training loop, and where its seconds go."""
+"""Throughput and MFU of the training loop; `jaxstack.goodput` says where its seconds go."""
 
 import time
-from typing import Any
 
 import jax
 
-from jaxstack import plan, platform
+from jaxstack import plan
 from jaxstack.config import Config
+from jaxstack.goodput import Account, resumed, total
+
+__all__ = ["Account", "Meter", "resumed", "total"]
 
 
 class Meter:
@@ -55,49 +57,3 @@ class Meter:
             values[name] = plan.mfu(speed * flops, self._kind, self._devices, self._dtype)
         self.restart()
         return {name: values[name] for name in names}
-
-
-class Account:
-    """Where the seconds of this process go. Every moment belongs to one kind of `KINDS`, so nothing is left out."""
-
-    KINDS = ("start", "compile", "step", "data", "evaluation", "checkpoint", "end")
-    """`start`: until the first step is asked for; `compile`: until it is done; `data`: waiting for batches;
-    `checkpoint`: what training waited for saves; `end`: samples, pictures, leaving."""
-
-    def __init__(self) -> None:
-        self._spent = dict.fromkeys(self.KINDS, 0.0)
-        # Age by the wall clock, which may have been set since; all else by a clock that only goes forward.
-        self._spent["start"] = max(platform.seconds_since_start(), 0.0)
-        self._kind, self._since = "start", time.perf_counter()
-
-    def enter(self, kind: str) -> None:
-        """From now on time is spent on `kind`."""
-        now = time.perf_counter()
-        self._spent[self._kind] += now - self._since
-        self._kind, self._since = kind, now
-
-    def take(self) -> dict[str, float]:
-        """Seconds by kind since this was last asked; kinds without any are left out."""
-        self.enter(self._kind)
-        spent = {kind: round(seconds, 4) for kind, seconds in self._spent.items() if seconds >= 5e-5}
-        self._spent = dict.fromkeys(self.KINDS, 0.0)
-        return spent
-
-
-def total(records: list[dict[str, Any]]) -> float:
-    """Seconds that lines of metrics.jsonl account for."""
-    return round(sum(sum(record.get("seconds", {}).values()) for record in records), 4)
-
-
-def resumed(step: int, kept: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The line that a run writes when it goes on from `step`; None for a new one.
-
-    `lost_s`: work that has to be done again; `down_s`: from the last line until this process began, by wall clocks,
-    which may have been set in between (then 0), and 0 after a finished run.
-    """
-    before = [record for record in [*kept, *dropped] if "time" in record]
-    if not before:
-        return None
-    began = time.time() - platform.seconds_since_start()
-    down = 0.0 if before[-1].get("event") == "finished" else max(began - before[-1]["time"], 0.0)
-    return {"step": step, "event": "resumed", "lost_s": total(dropped), "down_s": round(down, 4)}

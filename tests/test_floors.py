@@ -23,6 +23,7 @@ FLOORS = {
     "kernels": 1,
     "params": 1,
     "rundir": 2,
+    "goodput": 2,
     "supervise": 3,
     "moe": 2,
     "pipeline": 2,
@@ -43,7 +44,9 @@ FLOORS = {
     "profile": 8,
 }
 
-JAX_FREE = {"config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals", "supervise"}
+JAX_FREE = {
+    "config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals", "supervise", "goodput",
+}  # fmt: skip
 """What runs before JAX starts, for quick help and quick errors."""
 
 
