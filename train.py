@@ -285,7 +285,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         loggers.plot(log.records, run / "loss.png", baseline)
         log.write({"step": cfg.train.steps, "event": "finished", "time": time.time(), "seconds": account.take()})
         screen.say(f"{run}/ holds loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To go on, raise "
-                   f"--train.steps; to start anew, name another --run.dir.")  # fmt: skip
+                   f"--train.steps; to start anew, name another --run.dir; to look at it: "
+                   f"python -m jaxstack.report {run}")  # fmt: skip
         distributed.wait_for_all()
 
 

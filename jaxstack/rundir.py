@@ -25,7 +25,7 @@ _FREE = (
 )
 
 _LOCK = ".lock"
-_LAUNCH = ("run.dir", "distributed.")  # where the run stands and how it was started: no part of what it is
+LAUNCH = ("run.dir", "distributed.")  # where the run stands and how it was started: no part of what it is
 
 
 def checkpoints(run: Path) -> Path:
@@ -142,7 +142,7 @@ def _say(file: TextIO, text: str) -> None:
 
 def _changes(saved: Path, cfg: Config) -> list[str]:
     before, now = flat(parse_config([f"--config={saved}"], saved)), flat(cfg)
-    differ = [key for key in now if before.get(key) != now[key] and not key.startswith(_LAUNCH)]
+    differ = [key for key in now if before.get(key) != now[key] and not key.startswith(LAUNCH)]
     for key in differ:
         if key.startswith(_FIXED) and key not in _FREE:
             raise ConfigError(

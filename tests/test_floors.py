@@ -42,10 +42,12 @@ FLOORS = {
     "aot": 8,
     "convert": 8,
     "profile": 8,
+    "report": 8,
 }
 
 JAX_FREE = {
     "config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals", "supervise", "goodput",
+    "loggers", "report",
 }  # fmt: skip
 """What runs before JAX starts, for quick help and quick errors."""
 
