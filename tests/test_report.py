@@ -292,7 +292,7 @@ def test_a_browser_shows_the_page(tmp_path):
     picture = tmp_path / "page.png"
     done = subprocess.run(
         [BROWSER, *argv, "--window-size=1200,2000", f"--screenshot={picture}", (run / "report.html").as_uri()],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr, "nothing that the page's own policy forbids"
 
@@ -301,4 +301,4 @@ def test_a_browser_shows_the_page(tmp_path):
     pixels = imread(picture)[..., :3]
     assert pixels.shape[:2] == (2000, 1200)
     blue = (pixels[..., 2] > 0.8) & (pixels[..., 0] < 0.3)  # the first run's colour
-    assert blue[900:1300].sum() > 300, "the curve of the loss"
+    assert blue.sum() > 1000, "curves"
