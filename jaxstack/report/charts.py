@@ -226,7 +226,7 @@ def bar(run: Run) -> str:
         tip = html.escape(" ".join([kind, *share(run, kind)]))
         parts.append(f'<rect class="{style.tone(kind)}" x="{at:.3f}%" width="{part:.3f}%" height="100%">'
                      f"<title>{tip}</title></rect>")  # fmt: skip
-        if part >= 2 * len(kind) + 5:  # there is room for it
+        if part >= 2 * len(kind) + 8:  # there is room for it
             parts.append(f'<text x="{at + part / 2:.3f}%" y="50%">{html.escape(kind)} {part:.0f}%</text>')
         at += part
     label = html.escape(f"Seconds of {run.name} by kind")
