@@ -48,14 +48,14 @@ class Checkpoints:
             pending.result()
 
     def restore(self, step: int, abstract_state: Any) -> Any:
-        """The state of `step`, laid out as `abstract_state` says.
+        """The state of `step`, laid out as `abstract_state` says; a leaf that is `...` there is not read.
 
         Raises:
           ConfigError: the checkpoint holds other arrays than this configuration makes; names the first that differ.
         """
         # The shapes are compared here since orbax would cast a wrong dtype in silence.
         saved, wanted = _kinds(self._orbax.metadata(step).metadata), _kinds(abstract_state)
-        differ = [path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)]
+        differ = [p for p in sorted(saved.keys() | wanted.keys()) if wanted.get(p) not in (..., saved.get(p))]
         differ.sort(key=lambda path: not path.startswith("params/"))
         if differ:
             shown = "; ".join(
@@ -68,6 +68,6 @@ class Checkpoints:
         return self._orbax.load(step, abstract_state)
 
 
-def _kinds(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+def _kinds(tree: Any) -> dict[str, Any]:
     """Shape and dtype of every leaf, by path."""
-    return {path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in flatten(tree).items()}
+    return {p: leaf if leaf is ... else (tuple(leaf.shape), str(leaf.dtype)) for p, leaf in flatten(tree).items()}

@@ -33,8 +33,9 @@ FLOORS = {
     "metrics": 7,
     "step": 7,
     "aot": 8,
-    "convert": 8,
+    "hf": 8,
     "profile": 8,
+    "convert": 9,
 }
 
 JAX_FREE = {"config", "cli", "platform", "rundir", "data"}
