@@ -508,7 +508,7 @@ def parity():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3", "gemma2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "mistral", "qwen3", "gemma2", "mixtral", "qwen3_moe"])
 def test_what_transformers_saves_is_the_same_model_here_and_back(name, parity, tmp_path, rng):
     """Equal parameters as in tests/test_parity.py, and with them its losses, gradients and first training steps."""
     torch, cfg = parity.torch, parity.CONFIGS[name]

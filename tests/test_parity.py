@@ -1,5 +1,5 @@
-"""The model's switches against Hugging Face's code, with the same random weights: GPT-2, Llama 3, Qwen3, Gemma 2,
-Mixtral and Qwen3-MoE.
+"""The model's switches against Hugging Face's code, with the same random weights: GPT-2, Llama 3, Mistral, Qwen3,
+Gemma 2, Mixtral and Qwen3-MoE.
 
 The tables of `jaxstack.hf` say where each of our parameters lies among theirs. Logits, loss, every gradient and five
 steps of AdamW then have to agree in float32. Needs the extra `[parity]`.
@@ -36,13 +36,15 @@ CHANGES: dict[str, dict] = {
     "gpt2": {"max_positions": 80},
     # Wavelengths of 6, 20, 63 and 199 tokens: one is left alone, one lies between, two are slowed in full.
     "llama3": {"rope_theta": 100.0, "rope_scaling": RopeScaling(factor=4.0, original_max_position=32)},
+    "mistral": {"rope_scaling": RopeScaling(), "windows": (6,)},
     "qwen3": {"tied_embeddings": True},
     "gemma2": {"num_layers": 4},  # two periods of a window of 6 tokens and full attention
     # Their loss has no part for balance here; weights that sum to 1, and such that do not.
     "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, balance_weight=0.0)},
     "qwen3_moe": {"moe": MoEConfig(num_experts=5, top_k=3, d_ff=24, normalize=False, balance_weight=0.0)},
 }
-ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"], "qwen3_moe": FAMILIES["qwen3"]}
+LIKE = {"mistral": "llama3", "qwen3_moe": "qwen3"}
+ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for name, like in LIKE.items()}
 # A large epsilon, so that where it is added shows.
 CONFIGS = {name: dataclasses.replace(ALL[name], norm_eps=0.01, **changes) for name, changes in CHANGES.items()}
 THEIRS = {"llama3": "llama"}  # by their `model_type`, where it is not our name
@@ -74,6 +76,8 @@ def their_config(family: str, cfg: ModelConfig):
         scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
         common["rope_parameters"] |= {"rope_type": "llama3"} | scaling
         return transformers.LlamaConfig(**common)
+    if family == "mistral":
+        return transformers.MistralConfig(**common, sliding_window=cfg.windows[0])
     if family == "qwen3":
         return transformers.Qwen3Config(**common)
     if cfg.moe.num_experts:
