@@ -8,8 +8,8 @@ import importlib
 from types import ModuleType
 
 _ROOMS = (
-    "checkpoint", "cli", "config", "context", "data", "generate", "kernels", "layers", "loggers", "losses", "metrics",
-    "model", "optim", "params", "pipeline", "plan", "platform", "rundir", "sharding", "step", "tree",
+    "checkpoint", "cli", "config", "context", "data", "generate", "hf", "kernels", "layers", "loggers", "losses",
+    "metrics", "model", "optim", "params", "pipeline", "plan", "platform", "rundir", "sharding", "step", "tree",
 )  # fmt: skip
 
 

@@ -3,7 +3,9 @@
 A step counts once its seal is written (`jaxstack/seal.py`); before that nothing older is deleted.
 """
 
+import contextlib
 import importlib.metadata
+import logging
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,7 +69,7 @@ def facts(directory: Path, step: int) -> dict[str, Any]:
 
 
 def restore(directory: Path, step: int, abstract_state: Any) -> Any:
-    """The state of `step`, laid out as `abstract_state` says.
+    """The state of `step`, laid out as `abstract_state` says; a leaf that is `...` there is not read.
 
     Raises:
       ConfigError: the checkpoint holds other arrays than this configuration makes; names all that differ.
@@ -75,10 +77,10 @@ def restore(directory: Path, step: int, abstract_state: Any) -> Any:
     path = directory.absolute() / str(step)
     # The shapes are compared here since orbax would cast a wrong dtype in silence.
     saved, wanted = _kinds(ocp.metadata(path).metadata), _kinds(abstract_state)
-    differ = [path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)]
-    differ.sort(key=lambda path: not path.startswith("params/"))
+    differ = [name for name in sorted(saved.keys() | wanted.keys()) if wanted.get(name) not in (..., saved.get(name))]
+    differ.sort(key=lambda name: not name.startswith("params/"))
     if differ:
-        shown = "; ".join(f"{path} is {saved.get(path, 'absent')}, not {wanted.get(path, 'absent')}" for path in differ)
+        shown = "; ".join(f"{n} is {saved.get(n, 'absent')}, not {wanted.get(n, 'absent')}" for n in differ)
         raise ConfigError(
             f"the checkpoint {directory / str(step)} does not fit this configuration in {len(differ)} arrays; restore "
             f"the settings in config.yaml beside it, or name another run.dir ({shown})"
@@ -103,6 +105,8 @@ class Checkpoints:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="jaxstack-checkpoint")
         self._pending: Future[None] | None = None
         self._step: int | None = None
+        # A save that fails says so in `wait`, in one line; orbax's threads would each print a traceback beside it.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.scores: dict[int, float] = {}
         """Held-out loss after a step, for `checkpoint.keep_best`."""
 
@@ -174,6 +178,13 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> RunError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        try:  # what the store says is often the echo of the disk's own word
+            (self._directory / ".probe").write_bytes(bytes(1 << 20))
+        except OSError as disk:
+            reason = str(disk.strerror)
+        finally:
+            with contextlib.suppress(OSError):
+                (self._directory / ".probe").unlink(missing_ok=True)
         return RunError(
             Exit.NOT_SAVED,
             f"the checkpoint of step {self._step} could not be written: {reason}; {self._stands()}: make room or mend "
@@ -191,6 +202,6 @@ def _finite(state: Any) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
 
-def _kinds(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+def _kinds(tree: Any) -> dict[str, Any]:
     """Shape and dtype of every leaf, by path."""
-    return {path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in flatten(tree).items()}
+    return {p: leaf if leaf is ... else (tuple(leaf.shape), str(leaf.dtype)) for p, leaf in flatten(tree).items()}

@@ -40,8 +40,8 @@ class RunConfig:
     dir: str = "runs/default"
     """Run directory: config, metrics, checkpoints, picture and samples are written here and nowhere else."""
     init_from: str | None = None
-    """Run directory whose newest parameters this run starts with; a dense model is up-cycled where this one has
-    experts."""
+    """Run directory whose newest parameters this run starts with, or a Hugging Face folder; a dense model is up-cycled
+    where this one has experts."""
     seed: int = 0
     """Decides the initial values, the order of the data and dropout."""
     resume: bool = True
@@ -183,7 +183,7 @@ class ModelConfig:
     positions: Literal["rope", "learned", "none"] = "rope"
     """Rotary positions, a learned table (GPT-2), or none."""
     max_positions: int | None = None
-    """Rows of the learned table; null: data.seq_len."""
+    """Rows of the learned table; null: data.seq_len. Without a table: what `python -m jaxstack.hf` passes on."""
     rope_theta: float = 10000.0
     """Base of RoPE's frequencies."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)

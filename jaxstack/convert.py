@@ -1,12 +1,11 @@
 """From one model to another: a dense one up-cycled to experts, one expert taken out, a run begun with another."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxstack import checkpoint, cli, model, params, rundir, step
+from jaxstack import hf, model, params, step
 from jaxstack.config import Config, ConfigError, ModelConfig, MoEConfig
 from jaxstack.context import Context
 from jaxstack.moe import upcycle as copy_experts
@@ -56,26 +55,31 @@ def extract_expert(cfg: ModelConfig, values: Any, expert: int) -> tuple[ModelCon
 
 
 def start_from(cfg: Config, ctx: Context, abstract: step.TrainState) -> step.TrainState:
-    """The first state of a run that begins with the parameters of another run, `run.init_from`.
+    """The first state of a run that begins with the parameters of another run or a Hugging Face folder,
+    `run.init_from`.
 
     Where this run has experts and the other has none, the other is up-cycled.
 
     Raises:
-      ConfigError: no run there, no checkpoint in it, or another model.
+      ConfigError: neither is there, no checkpoint in the run, or another model.
     """
-    run = Path(str(cfg.run.init_from))
-    if not (run / "config.yaml").exists():
-        raise ConfigError(f"run.init_from={run} is no run directory: it holds no config.yaml")
-    other = cli.parse_config([f"--config={run / 'config.yaml'}"], run)
-    layout = step.checkpoint_layout(other, ctx, step.abstract_state(other, ctx))
-    saved = rundir.checkpoints(run)
-    values = layout.unpack(checkpoint.restore(saved, checkpoint.newest(saved), layout.abstract)).params
-    there = other.model
-    if cfg.model.moe.num_experts and not there.moe.num_experts:
+    name = cfg.run.init_from
+    source = hf.find(str(name), "run.init_from")
+    there = source.model
+    grows = bool(cfg.model.moe.num_experts and not there.moe.num_experts)
+    if different := hf.differ(replace(there, moe=cfg.model.moe) if grows else there, cfg.model):
+        raise ConfigError(
+            f"run.init_from={name} holds another model ({'; '.join(different[:3])}); give this run the model keys of "
+            f"its config.yaml, which `python -m jaxstack.hf import` writes for a Hugging Face folder"
+        )
+    if isinstance(source, hf.Pretrained):
+        with source:
+            values = source.read(ctx)
+    else:
+        values = hf.restore(source, ctx)
+    if grows:
         key = jax.random.key(cfg.run.seed)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
         grow = jax.jit(lambda values: upcycle(there, values, cfg.model.moe, key)[1], out_shardings=shardings)
-        there, values = replace(there, moe=cfg.model.moe), grow(values)
-    if there != cfg.model:
-        raise ConfigError(f"run.init_from={run} holds another model; give this run the model keys of its config.yaml")
+        values = grow(values)
     return replace(step.make_state(cfg, ctx, abstract), params=values)

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from jaxstack import files, seal
 from jaxstack.cli import parse_config, to_yaml
-from jaxstack.config import Config, ConfigError, flat
+from jaxstack.config import Config, ConfigError, ModelConfig, flat
 
 # A checkpoint holds the arrays of one model and one optimizer. These keys shape or mean them; the rest may change.
 _FIXED = ("model.", "optim.name")
@@ -150,3 +150,8 @@ def _changes(saved: Path, cfg: Config) -> list[str]:
                 f"use that value, or name another run.dir"
             )
     return [f"{key} was {before.get(key)}, is now {now[key]}" for key in differ]
+
+
+def shaping(model: ModelConfig) -> dict[str, object]:
+    """The keys of a model that shape or mean its parameters, and their values."""
+    return {key: value for key, value in flat(model, "model.").items() if key not in _FREE}

@@ -40,9 +40,10 @@ FLOORS = {
     "metrics": 7,
     "step": 7,
     "aot": 8,
-    "convert": 8,
+    "hf": 8,
     "profile": 8,
     "report": 8,
+    "convert": 9,
 }
 
 JAX_FREE = {

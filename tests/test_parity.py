@@ -1,13 +1,12 @@
-"""The model's switches against Hugging Face's code: GPT-2, Llama 3, Qwen3 and Gemma 2 with the same random weights.
+"""The model's switches against Hugging Face's code, with the same random weights: GPT-2, Llama 3, Mistral, Qwen3,
+Gemma 2, Mixtral and Qwen3-MoE.
 
-A table per family says where each of our parameters lies among theirs. Logits, loss, every gradient and five steps of
-AdamW then have to agree in float32. Needs the extra `[parity]`.
+The tables of `jaxstack.hf` say where each of our parameters lies among theirs. Logits, loss, every gradient and five
+steps of AdamW then have to agree in float32. Needs the extra `[parity]`.
 
 Tolerances of one pass are two to four times the worst seen over many seeds: a float32 is known to 6e-8, and sums in
 another order, through layers of sharp softmaxes and of norms, make up to a few hundred of that. They may not be looser:
 GPT-2 with the exact GELU in place of its approximation is off by just 1e-4 in logits and 4e-4 in gradients.
-
-Suffixes: D width, H heads, K head width.
 """
 
 import dataclasses
@@ -15,11 +14,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from models import FAMILIES
+from models import EXPERTS, FAMILIES
 
-from jaxstack import losses, model, params, step
-from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig, RopeScaling, TrainConfig
+from jaxstack import hf, losses, model, step
+from jaxstack.config import Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, RopeScaling, TrainConfig
 from jaxstack.context import KERNELS, Context
+from jaxstack.params import Param
 from jaxstack.tree import flatten, path_of
 
 torch = pytest.importorskip("torch", reason="needs the extra [parity]")
@@ -36,11 +36,18 @@ CHANGES: dict[str, dict] = {
     "gpt2": {"max_positions": 80},
     # Wavelengths of 6, 20, 63 and 199 tokens: one is left alone, one lies between, two are slowed in full.
     "llama3": {"rope_theta": 100.0, "rope_scaling": RopeScaling(factor=4.0, original_max_position=32)},
+    "mistral": {"rope_scaling": RopeScaling(), "windows": (6,)},
     "qwen3": {"tied_embeddings": True},
     "gemma2": {"num_layers": 4},  # two periods of a window of 6 tokens and full attention
+    # Their loss has no part for balance here; weights that sum to 1, and such that do not.
+    "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, balance_weight=0.0)},
+    "qwen3_moe": {"moe": MoEConfig(num_experts=5, top_k=3, d_ff=24, normalize=False, balance_weight=0.0)},
 }
+LIKE = {"mistral": "llama3", "qwen3_moe": "qwen3"}
+ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for name, like in LIKE.items()}
 # A large epsilon, so that where it is added shows.
-CONFIGS = {name: dataclasses.replace(FAMILIES[name], norm_eps=0.01, **changes) for name, changes in CHANGES.items()}
+CONFIGS = {name: dataclasses.replace(ALL[name], norm_eps=0.01, **changes) for name, changes in CHANGES.items()}
+THEIRS = {"llama3": "llama"}  # by their `model_type`, where it is not our name
 
 
 def their_config(family: str, cfg: ModelConfig):
@@ -69,8 +76,21 @@ def their_config(family: str, cfg: ModelConfig):
         scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
         common["rope_parameters"] |= {"rope_type": "llama3"} | scaling
         return transformers.LlamaConfig(**common)
+    if family == "mistral":
+        return transformers.MistralConfig(**common, sliding_window=cfg.windows[0])
     if family == "qwen3":
         return transformers.Qwen3Config(**common)
+    if cfg.moe.num_experts:
+        common["num_experts_per_tok"] = cfg.moe.top_k
+    if family == "mixtral":
+        return transformers.MixtralConfig(**common, num_local_experts=cfg.moe.num_experts)
+    if family == "qwen3_moe":
+        return transformers.Qwen3MoeConfig(
+            **common,
+            num_experts=cfg.moe.num_experts,
+            moe_intermediate_size=cfg.expert_width,
+            norm_topk_prob=cfg.moe.normalize,
+        )
     return transformers.Gemma2Config(
         **common,
         query_pre_attn_scalar=round(cfg.attention_scale**-2),  # scores are divided by its root
@@ -78,66 +98,6 @@ def their_config(family: str, cfg: ModelConfig):
         final_logit_softcapping=cfg.logit_softcap,
         sliding_window=cfg.windows[0],  # of layers 0, 2, ...; counts the token itself, as ours does
     )
-
-
-def third(i):
-    """Queries, keys or values of [..., 3 * H * K]."""
-    return lambda w: np.split(w, 3, axis=-1)[i]
-
-
-# Our path: their name, and what to do before it is reshaped to our shape (H * K to H, K).
-# `nn.Linear` keeps [out, in]; GPT-2's Conv1D keeps [in, out], as we do.
-same, transposed = np.asarray, np.transpose
-LLAMA_TIED = {
-    "embedding/tokens": ("model.embed_tokens.weight", same),
-    "layers/attention_norm/scale": ("model.layers.{}.input_layernorm.weight", same),
-    "layers/attention/w_q": ("model.layers.{}.self_attn.q_proj.weight", transposed),
-    "layers/attention/w_k": ("model.layers.{}.self_attn.k_proj.weight", transposed),
-    "layers/attention/w_v": ("model.layers.{}.self_attn.v_proj.weight", transposed),
-    "layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", transposed),
-    # After attention, but before the MLP; in Gemma 2 the same name is a norm of attention's output.
-    "layers/mlp_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", same),
-    "layers/mlp/w_gate": ("model.layers.{}.mlp.gate_proj.weight", transposed),
-    "layers/mlp/w_up": ("model.layers.{}.mlp.up_proj.weight", transposed),
-    "layers/mlp/w_down": ("model.layers.{}.mlp.down_proj.weight", transposed),
-    "final_norm/scale": ("model.norm.weight", same),
-}
-TABLES = {
-    "gpt2": {
-        "embedding/tokens": ("transformer.wte.weight", same),
-        "embedding/positions": ("transformer.wpe.weight", same),
-        "layers/attention_norm/scale": ("transformer.h.{}.ln_1.weight", same),
-        "layers/attention_norm/bias": ("transformer.h.{}.ln_1.bias", same),
-        "layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", third(0)),
-        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", third(1)),
-        "layers/attention/w_v": ("transformer.h.{}.attn.c_attn.weight", third(2)),
-        "layers/attention/w_o": ("transformer.h.{}.attn.c_proj.weight", same),
-        "layers/attention/b_q": ("transformer.h.{}.attn.c_attn.bias", third(0)),
-        "layers/attention/b_k": ("transformer.h.{}.attn.c_attn.bias", third(1)),
-        "layers/attention/b_v": ("transformer.h.{}.attn.c_attn.bias", third(2)),
-        "layers/attention/b_o": ("transformer.h.{}.attn.c_proj.bias", same),
-        "layers/mlp_norm/scale": ("transformer.h.{}.ln_2.weight", same),
-        "layers/mlp_norm/bias": ("transformer.h.{}.ln_2.bias", same),
-        "layers/mlp/w_up": ("transformer.h.{}.mlp.c_fc.weight", same),
-        "layers/mlp/b_up": ("transformer.h.{}.mlp.c_fc.bias", same),
-        "layers/mlp/w_down": ("transformer.h.{}.mlp.c_proj.weight", same),
-        "layers/mlp/b_down": ("transformer.h.{}.mlp.c_proj.bias", same),
-        "final_norm/scale": ("transformer.ln_f.weight", same),
-        "final_norm/bias": ("transformer.ln_f.bias", same),
-    },
-    "llama3": LLAMA_TIED | {"head/w": ("lm_head.weight", transposed)},
-    "qwen3": LLAMA_TIED
-    | {
-        "layers/attention/q_norm/scale": ("model.layers.{}.self_attn.q_norm.weight", same),
-        "layers/attention/k_norm/scale": ("model.layers.{}.self_attn.k_norm.weight", same),
-    },
-    "gemma2": LLAMA_TIED
-    | {
-        "layers/attention_post_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", same),
-        "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", same),
-        "layers/mlp_post_norm/scale": ("model.layers.{}.post_feedforward_layernorm.weight", same),
-    },
-}
 
 
 def build(family: str, rng: np.random.Generator):
@@ -149,17 +109,31 @@ def build(family: str, rng: np.random.Generator):
     return theirs
 
 
+def as_saved(family: str, named):
+    """Pairs of name and array as their files have them: in the module the experts of a layer are one tensor."""
+    names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    for name, tensor in named:
+        whole = tensor.numpy(force=True)
+        if family == "mixtral":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        room, experts, last = name.partition(".experts.")
+        for i, one in enumerate(whole if experts else ()):
+            parts = np.split(one, 2) if last == "gate_up_proj" else [one]
+            for part, piece in zip(names[:2] if len(parts) == 2 else names[2:], parts, strict=True):
+                yield f"{room}.experts.{i}.{part}.weight", piece
+        if not experts:
+            yield name, whole
+
+
 def to_ours(family: str, named):
     """Pairs of name and tensor (weights, or gradients: the map is linear) as our tree; a tied weight comes once."""
-    # Copies: JAX may read NumPy's memory in place, and torch's optimizer writes there.
-    theirs = {name: tensor.numpy(force=True).copy() for name, tensor in named}
+    theirs, spec = dict(as_saved(family, named)), model.spec(CONFIGS[family])
+    rows = hf.table(THEIRS.get(family, family), spec)
 
-    def one(keys, declared) -> np.ndarray:
-        name, transform = TABLES[family][path_of(keys)]
-        names = [name.format(i) for i in range(declared.shape[0])] if "{}" in name else [name]
-        return np.stack([transform(theirs[n]) for n in names]).reshape(declared.shape)
+    def one(keys, declared: Param) -> np.ndarray:
+        return hf.assemble(declared, rows[path_of(keys)], lambda name, index: theirs[name][index])
 
-    return jax.tree_util.tree_map_with_path(one, params.abstract(model.spec(CONFIGS[family])))
+    return jax.tree_util.tree_map_with_path(one, spec, is_leaf=lambda x: isinstance(x, Param))
 
 
 def random_batch(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -196,7 +170,6 @@ def test_the_tables_use_every_weight_once(family, rng):
     count = sum(w.numel() for w in theirs.values())
     numbers = torch.arange(count).split([w.numel() for w in theirs.values()])
     ours = to_ours(family, ((name, n.reshape(theirs[name].shape)) for name, n in zip(theirs, numbers, strict=True)))
-    assert TABLES[family].keys() == flatten(ours).keys()
     assert sorted(np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(ours)])) == list(range(count))
 
 

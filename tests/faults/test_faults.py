@@ -47,10 +47,10 @@ def argv(text: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A disk of 4 MB."""
+    """A disk that holds three checkpoints."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", disk], check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "none", disk], check=False).returncode:
         pytest.skip("only root may mount a small disk")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
@@ -148,12 +148,14 @@ def test_a_read_only_disk(text, small_disk):
     argv = [f"--data.path={text}", f"--run.dir={run_dir}", "--train.steps=4000", "--checkpoint.keep=100"]
     process = start(*argv)
     wait_until(lambda: is_sealed(run_dir, 4), process)
-    while subprocess.run(["mount", "-o", "remount,ro", small_disk], check=False, capture_output=True).returncode:
-        time.sleep(0.001)  # refused while a file is being written
+    # A disk in use cannot be made read-only from here; another one over it can be.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", run_dir / "checkpoints"], check=True)
     ((_, err),) = finish(process, code=Exit.NOT_SAVED)
+    subprocess.run(["umount", run_dir / "checkpoints"], check=True)
     assert "Read-only file system" in err.splitlines()[-1]
     newest = seal.sealed(run_dir / "checkpoints")[0]
     assert seal.broken(run_dir / "checkpoints" / str(newest)) is None
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     _, err = run(*argv, code=Exit.MISTAKE)
     assert err.count("\n") == 1
     assert "cannot be written" in err

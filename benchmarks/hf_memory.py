@@ -1,0 +1,115 @@
+"""Host memory of Hugging Face weights in and out: `python benchmarks/hf_memory.py [--layers 16]` (extra `[hf]`)
+
+Makes a Llama of random values in a temporary folder, in bfloat16, reads it in a process of its own and writes it in
+another. What counts is the peak of resident memory beyond the arrays themselves, which lie in host memory on a CPU,
+over the bytes of the largest tensor in float32. `--layers` gives the size. Writes results/hf_memory.json.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from record import record
+
+SHAPES = {"d_model": 2048, "num_heads": 16, "num_kv_heads": 4, "d_ff": 8192, "vocab_size": 64000}
+
+
+def config(layers: int) -> Any:
+    from jaxstack.config import ModelConfig
+
+    return ModelConfig(num_layers=layers, **SHAPES, max_positions=4096)
+
+
+def make(folder: Path, layers: int) -> int:
+    """Saves a model of random values; returns the bytes of its files."""
+    import ml_dtypes
+    import numpy as np
+
+    from jaxstack import model
+    from jaxstack.hf import configs, files, weights
+
+    cfg, rng = config(layers), np.random.default_rng(0)
+    tensors = weights.tensors("llama", model.spec(cfg))
+
+    def draw(shape: tuple[int, ...]) -> np.ndarray:
+        return (0.02 * rng.standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
+
+    sizes = {name: 2 * int(np.prod(tensor.shape)) for name, tensor in tensors.items()}
+    files.write(folder, sizes, ((name, draw(tensor.shape)) for name, tensor in tensors.items()))
+    (folder / "config.json").write_text(json.dumps(configs.to_json("llama", cfg, 4096, None)))
+    return sum(sizes.values())
+
+
+def work(what: str, folder: Path, devices: int) -> None:
+    """The worker: reads the model, writes it where that is asked, and prints the peak of memory beyond its arrays."""
+    import jax
+
+    from jaxstack import hf, model, sharding
+    from jaxstack.config import Config, DataConfig, MeshConfig
+    from jaxstack.context import Context
+    from jaxstack.hf import weights
+
+    with hf.Pretrained(folder / "model") as source:
+        mesh = MeshConfig(data=1, fsdp=devices)
+        cfg = Config(model=source.model, mesh=mesh, data=DataConfig(batch_size=devices))
+        ctx = Context.create(cfg, sharding.make_mesh(mesh, devices))
+        jax.block_until_ready(jax.device_put(0.0))
+        before, begin = psutil.Process().memory_info().rss, time.perf_counter()
+        values = jax.block_until_ready(source.read(ctx))
+        if what == "write":
+            begin = time.perf_counter()
+            (folder / "out").mkdir()
+            hf.write(folder / "out", source.model, values, "float32", 4096, None)
+        seconds = time.perf_counter() - begin
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    arrays = sum(x.nbytes for x in jax.tree.leaves(values))
+    tensors = weights.tensors(source.family, model.spec(source.model)).values()
+    largest = 4 * max(prod(tensor.shape) for tensor in tensors)
+    row = {
+        "what": what,
+        "devices": devices,
+        "arrays_bytes": arrays,
+        "largest_tensor_bytes": largest,
+        "peak_beyond_arrays_bytes": peak - before - arrays,
+        "over_largest_tensor": round((peak - before - arrays) / largest, 2),
+        "seconds": round(seconds, 1),
+    }
+    print(json.dumps(row))
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--layers", type=int, default=16)
+    arguments.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.worker:
+        what, folder, devices = given.worker
+        return work(what, Path(folder), int(devices))
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "model").mkdir()
+        size = make(Path(directory) / "model", given.layers)
+        for what, devices in (("read", 1), ("read", 8), ("write", 1)):
+            words = [sys.executable, __file__, "--worker", what, directory, str(devices)]
+            environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+            out = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+            rows.append(json.loads(out))
+            print(out, end="", flush=True)
+    print(record("hf_memory", {"layers": given.layers, "model": SHAPES, "files_bytes": size, "cases": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What holds parameters by its name: a run with a checkpoint, or a Hugging Face folder."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxstack import checkpoint, cli, rundir, seal, step
+from jaxstack.config import Config, ConfigError
+from jaxstack.context import Context
+from jaxstack.hf.pretrained import Pretrained
+
+
+def find(name: str, key: str) -> Config | Pretrained:
+    """The run, as its configuration with `run.dir` where it lies, or the folder. A run that has not reached a
+    checkpoint holds what it begins with, its own `run.init_from`.
+
+    Args:
+      name: of the directory.
+      key: what names it, for errors.
+
+    Raises:
+      ConfigError: it is neither, or holds no parameters.
+    """
+    seen: list[Path] = []
+    while True:
+        path = Path(name)
+        if path in seen:
+            raise ConfigError(f"{key}={seen[0]} begins with itself; name what holds parameters")
+        seen.append(path)
+        if not (path / "config.yaml").exists():
+            if (path / "config.json").exists():
+                return Pretrained(path)
+            raise ConfigError(
+                f"{key}={path} is no run directory: it holds no config.yaml; nor a Hugging Face folder: no config.json"
+            )
+        run = cli.parse_config([f"--config={path / 'config.yaml'}"], path)
+        if seal.steps(rundir.checkpoints(path)):
+            return replace(run, run=replace(run.run, dir=str(path)))
+        if run.run.init_from is None:
+            raise ConfigError(f"{key}={path} holds no checkpoint; let that run reach one")
+        name = run.run.init_from
+
+
+def restore(run: Config, ctx: Context) -> Any:
+    """The newest parameters of a run, as its model lies on this mesh; the optimizer's state is not read unless a
+    pipeline stores its layers in another order, which moves all of the state at once."""
+    saved = rundir.checkpoints(Path(run.run.dir))
+    layout = step.checkpoint_layout(run, ctx, step.abstract_state(run, ctx))
+    wanted = layout.abstract
+    if ctx.pipeline is None or ctx.pipeline.stages.in_order:
+        wanted = replace(wanted, opt_state=jax.tree.map(lambda _: ..., wanted.opt_state))
+    return layout.unpack(checkpoint.restore(saved, checkpoint.newest(saved), wanted)).params

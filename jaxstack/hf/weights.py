@@ -1,0 +1,271 @@
+"""Where each of our parameters lies among the tensors of a Hugging Face model: one table a family.
+
+A table says `our path: (their name, how it lies there)`; `{}` in a name is the number of the layer, a second one that
+of the expert. It must be complete: a parameter without a name, or a name without a parameter, is an error.
+
+Suffixes: D width, H heads, K head width, F hidden width of the MLP, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from jaxstack.config import ConfigError
+from jaxstack.params import Param, Spec, flat_spec
+
+PIECE_BYTES = 32e6  # of a tensor that are read at a time
+
+Index = tuple[slice, ...]  # of each dimension, with start and stop
+
+
+@dataclass(frozen=True)
+class Place:
+    """How an array of ours, one layer and one expert of it, lies in a tensor of theirs, which has one or two axes.
+
+    Inputs are joined there to one axis (H * K), and so are outputs; a vector is one axis.
+
+    Attributes:
+      transposed: [outputs, inputs], as in `nn.Linear`; else [inputs, outputs], as we and GPT-2's `Conv1D` keep it.
+      part, parts: which of so many equal parts of their last axis.
+    """
+
+    transposed: bool = False
+    part: int = 0
+    parts: int = 1
+
+    def _axes(self, p: Param) -> tuple[tuple[int, ...], ...]:
+        """For each of their axes, which of our dimensions are joined in it."""
+        own = tuple(range(len(p.shape) - p.batch_axes))
+        if p.kind == "vector":
+            return (own,)
+        inputs, outputs = own[: p.in_axes], own[p.in_axes :]
+        return (outputs, inputs) if self.transposed else (inputs, outputs)
+
+    def shape(self, p: Param) -> tuple[int, ...]:
+        """Of their whole tensor."""
+        own = p.shape[p.batch_axes :]
+        *first, last = (prod(own[d] for d in axis) for axis in self._axes(p))
+        return (*first, last * self.parts)
+
+    def read(self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]) -> Iterator[tuple[Index, np.ndarray]]:
+        """A part of our array in pieces, each with where it belongs within the part.
+
+        Args:
+          p: the declaration.
+          index: the part, of the dimensions after layers and experts.
+          fetch: reads a part of their tensor.
+        """
+        rows = self._axes(p)[0][0]  # pieces are cut along their first axis, which lies in one stretch of the file
+        row_bytes = 4 * prod(s.stop - s.start for s in index) / (index[rows].stop - index[rows].start)
+        step = max(int(PIECE_BYTES / row_bytes), 1)
+        for start in range(index[rows].start, index[rows].stop, step):
+            cut = slice(start, min(start + step, index[rows].stop))
+            to = slice(cut.start - index[rows].start, cut.stop - index[rows].start)
+            whole = (slice(None),) * len(index)
+            piece = self._piece(p, (*index[:rows], cut, *index[rows + 1 :]), fetch)
+            yield (*whole[:rows], to, *whole[rows + 1 :]), piece
+
+    def _piece(self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]) -> np.ndarray:
+        own, axes = p.shape[p.batch_axes :], self._axes(p)
+        where: list[slice] = []
+        shape: list[int] = []
+        inner: list[slice] = []
+        for axis in axes:
+            first, rest = index[axis[0]], axis[1:]
+            size = prod(own[d] for d in rest)
+            where.append(slice(first.start * size, first.stop * size))
+            shape += [first.stop - first.start, *(own[d] for d in rest)]
+            inner += [slice(None), *(index[d] for d in rest)]
+        skipped = self.part * prod(own[d] for d in axes[-1])
+        where[-1] = slice(where[-1].start + skipped, where[-1].stop + skipped)
+        order = [d for axis in axes for d in axis]
+        return fetch(tuple(where)).reshape(shape)[tuple(inner)].transpose(np.argsort(order))
+
+    def write(self, p: Param, values: np.ndarray) -> np.ndarray:
+        """Our array of one layer and one expert as it lies there: their tensor, or its part."""
+        axes = self._axes(p)
+        sizes = [prod(values.shape[d] for d in axis) for axis in axes]
+        return values.transpose([d for axis in axes for d in axis]).reshape(sizes)
+
+
+Table = dict[str, tuple[str, Place]]
+
+SAME, TRANSPOSED = Place(), Place(transposed=True)
+THIRDS = tuple(Place(part=i, parts=3) for i in range(3))
+
+LLAMA: Table = {
+    "embedding/tokens": ("model.embed_tokens.weight", SAME),
+    "layers/attention_norm/scale": ("model.layers.{}.input_layernorm.weight", SAME),
+    "layers/attention/w_q": ("model.layers.{}.self_attn.q_proj.weight", TRANSPOSED),
+    "layers/attention/w_k": ("model.layers.{}.self_attn.k_proj.weight", TRANSPOSED),
+    "layers/attention/w_v": ("model.layers.{}.self_attn.v_proj.weight", TRANSPOSED),
+    "layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", TRANSPOSED),
+    # After attention, but before the MLP; in Gemma 2 the same name is a norm of attention's output.
+    "layers/mlp_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", SAME),
+    "layers/mlp/w_gate": ("model.layers.{}.mlp.gate_proj.weight", TRANSPOSED),
+    "layers/mlp/w_up": ("model.layers.{}.mlp.up_proj.weight", TRANSPOSED),
+    "layers/mlp/w_down": ("model.layers.{}.mlp.down_proj.weight", TRANSPOSED),
+    "final_norm/scale": ("model.norm.weight", SAME),
+    "head/w": ("lm_head.weight", TRANSPOSED),
+}
+QWEN3: Table = LLAMA | {
+    "layers/attention/q_norm/scale": ("model.layers.{}.self_attn.q_norm.weight", SAME),
+    "layers/attention/k_norm/scale": ("model.layers.{}.self_attn.k_norm.weight", SAME),
+}
+
+
+def _experts(dense: Table, room: str, **names: str) -> Table:
+    """The table of a model whose MLPs are experts, in the module `room` of a layer."""
+    table = {path: row for path, row in dense.items() if not path.startswith("layers/mlp/")}
+    table["layers/moe/router"] = (f"model.layers.{{}}.{room}.gate.weight", TRANSPOSED)
+    for ours, theirs in names.items():
+        table[f"layers/moe/{ours}"] = (f"model.layers.{{}}.{room}.experts.{{}}.{theirs}.weight", TRANSPOSED)
+    return table
+
+
+TABLES: dict[str, Table] = {
+    "gpt2": {
+        "embedding/tokens": ("transformer.wte.weight", SAME),
+        "embedding/positions": ("transformer.wpe.weight", SAME),
+        "layers/attention_norm/scale": ("transformer.h.{}.ln_1.weight", SAME),
+        "layers/attention_norm/bias": ("transformer.h.{}.ln_1.bias", SAME),
+        "layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", THIRDS[0]),
+        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", THIRDS[1]),
+        "layers/attention/w_v": ("transformer.h.{}.attn.c_attn.weight", THIRDS[2]),
+        "layers/attention/w_o": ("transformer.h.{}.attn.c_proj.weight", SAME),
+        "layers/attention/b_q": ("transformer.h.{}.attn.c_attn.bias", THIRDS[0]),
+        "layers/attention/b_k": ("transformer.h.{}.attn.c_attn.bias", THIRDS[1]),
+        "layers/attention/b_v": ("transformer.h.{}.attn.c_attn.bias", THIRDS[2]),
+        "layers/attention/b_o": ("transformer.h.{}.attn.c_proj.bias", SAME),
+        "layers/mlp_norm/scale": ("transformer.h.{}.ln_2.weight", SAME),
+        "layers/mlp_norm/bias": ("transformer.h.{}.ln_2.bias", SAME),
+        "layers/mlp/w_up": ("transformer.h.{}.mlp.c_fc.weight", SAME),
+        "layers/mlp/b_up": ("transformer.h.{}.mlp.c_fc.bias", SAME),
+        "layers/mlp/w_down": ("transformer.h.{}.mlp.c_proj.weight", SAME),
+        "layers/mlp/b_down": ("transformer.h.{}.mlp.c_proj.bias", SAME),
+        "final_norm/scale": ("transformer.ln_f.weight", SAME),
+        "final_norm/bias": ("transformer.ln_f.bias", SAME),
+        "head/w": ("lm_head.weight", TRANSPOSED),
+    },
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen3": QWEN3,
+    "gemma2": LLAMA
+    | {
+        "layers/attention_post_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", SAME),
+        "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", SAME),
+        "layers/mlp_post_norm/scale": ("model.layers.{}.post_feedforward_layernorm.weight", SAME),
+    },
+    "mixtral": _experts(LLAMA, "block_sparse_moe", w_gate="w1", w_up="w3", w_down="w2"),
+    "qwen3_moe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
+}
+"""By their `model_type`."""
+
+# Constants that older files hold beside the weights: causal masks, and the frequencies of RoPE.
+BUFFERS = r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq"
+
+
+def table(family: str, spec: Spec) -> Table:
+    """The family's table, held against the parameters of a model.
+
+    Raises:
+      ConfigError: a parameter that the family has no name for, or a name of the family that has no parameter.
+    """
+    declared, rows = flat_spec(spec), dict(TABLES[family])
+    if "head/w" not in declared:  # tied to the embedding
+        del rows["head/w"]
+    unnamed = sorted(declared.keys() - rows.keys())
+    if unnamed:
+        raise ConfigError(f"the family {family} has no names for {listed(unnamed)}; export a model of its kind")
+    missing = sorted(rows.keys() - declared.keys())
+    if missing:
+        raise ConfigError(
+            f"the family {family} has {listed(missing)}, which this model has not; export one of its kind"
+        )
+    return rows
+
+
+def listed(names: list[str]) -> str:
+    """The first few of them."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One of their tensors.
+
+    Attributes:
+      shape: its own.
+      sources: for each of its parts the path of ours, its place, and the numbers of layer and expert.
+    """
+
+    shape: tuple[int, ...]
+    sources: list[tuple[str, Place, tuple[int, ...]]]
+
+
+def tensors(family: str, spec: Spec) -> dict[str, Tensor]:
+    """Every tensor that a model has there, by name, in our order."""
+    found: dict[str, Tensor] = {}
+    declared = flat_spec(spec)
+    for path, (name, place) in table(family, spec).items():
+        p = declared[path]
+        for at in np.ndindex(*p.shape[: p.batch_axes]):
+            tensor = found.setdefault(name.format(*at), Tensor(place.shape(p), []))
+            tensor.sources.append((path, place, at))
+    for tensor in found.values():
+        tensor.sources.sort(key=lambda source: source[1].part)
+    return found
+
+
+def assemble(
+    p: Param,
+    row: tuple[str, Place],
+    fetch: Callable[[str, Index], np.ndarray],
+    index: tuple[slice, ...] | None = None,
+    layers: np.ndarray | None = None,
+) -> np.ndarray:
+    """A part of one parameter, float32, from their tensors.
+
+    Args:
+      p: the declaration.
+      row: of the table.
+      fetch: reads a part of a tensor.
+      index: the part of our array; by default all.
+      layers: which layer each row of a stacked array holds, -1: none, which is zeros; by default their order.
+    """
+    name, place = row
+    where = tuple(
+        slice(*s.indices(n)[:2]) for s, n in zip(index or (slice(None),) * len(p.shape), p.shape, strict=True)
+    )
+    values = _aligned(tuple(s.stop - s.start for s in where))
+    lead = p.batch_axes
+    for at in np.ndindex(*values.shape[:lead]):
+        numbers = [s.start + i for s, i in zip(where, at, strict=False)]
+        if p.stacked and layers is not None:
+            numbers[0] = int(layers[numbers[0]])
+        if p.stacked and numbers[0] < 0:
+            values[at] = 0
+            continue
+        tensor = name.format(*numbers)
+        for to, piece in place.read(p, where[lead:], lambda part: fetch(tensor, part)):
+            values[at][to] = piece
+    return values
+
+
+def _aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """An empty float32 array such that JAX on a CPU takes it as it is, without a copy (64 bytes)."""
+    size = 4 * prod(shape)
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(np.float32).reshape(shape)
+
+
+def to_theirs(tensor: Tensor, declared: dict[str, Param], values: dict[str, Any], dtype: Any) -> np.ndarray:
+    """One of their tensors from our parameters, in one piece of memory."""
+    parts = [place.write(declared[path], np.asarray(values[path])[at]) for path, place, at in tensor.sources]
+    if len(parts) == 1:
+        return np.ascontiguousarray(parts[0].astype(dtype, copy=False))
+    return np.concatenate([part.astype(dtype, copy=False) for part in parts], axis=-1)
