@@ -8,7 +8,7 @@ import importlib.metadata
 import logging
 import sys
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from jaxstack import seal
 from jaxstack.config import CheckpointConfig, ConfigError
 from jaxstack.exits import Exit, RunError
 from jaxstack.tree import flatten
+
+_PROBE_S = 10
+"""Seconds between looks at the disk while a save is waited for."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Checkpoints:
                 raise
             print(f"beside the error that follows: {error}", file=sys.stderr)  # neither may hide the other
         finally:
-            self._background.shutdown()
+            self._background.shutdown(wait=False)
 
     def save(self, step: int, state: Any, facts: Mapping[str, Any]) -> None:
         """Starts writing the state; returns once it is copied, so that the next step may reuse its buffers.
@@ -156,6 +159,8 @@ class Checkpoints:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             try:
+                while not wait([pending], timeout=_PROBE_S).done:
+                    self._probe()  # orbax's threads may wait for each other long after the disk has failed
                 pending.result()
             except Exception as error:
                 raise self._failed(error) from error
@@ -178,18 +183,24 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> RunError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        try:  # what the store says is often the echo of the disk's own word
-            (self._directory / ".probe").write_bytes(bytes(1 << 20))
-        except OSError as disk:
+        try:
+            self._probe()
+        except OSError as disk:  # its own word; the store's may be an echo
             reason = str(disk.strerror)
-        finally:
-            with contextlib.suppress(OSError):
-                (self._directory / ".probe").unlink(missing_ok=True)
         return RunError(
             Exit.NOT_SAVED,
             f"the checkpoint of step {self._step} could not be written: {reason}; {self._stands()}: make room or mend "
             f"the disk, and the same command goes on from there",
         )
+
+    def _probe(self) -> None:
+        """Writes a little where checkpoints go, and raises what is wrong with the disk."""
+        probe = self._directory / ".probe"
+        try:
+            probe.write_bytes(bytes(1 << 20))
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
 
     def _stands(self) -> str:
         steps = seal.sealed(self._directory)

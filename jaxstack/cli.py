@@ -7,6 +7,7 @@ imported here.
 import dataclasses
 import difflib
 import errno
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -48,7 +49,10 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
         print(f"{program}: error: {error}", file=sys.stderr)
         sys.exit(Exit.MISTAKE)
     except RunError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr, flush=True)
+        if error.code is Exit.NOT_SAVED:  # the threads of a save that failed may wait for each other for ever
+            sys.stdout.flush()
+            os._exit(error.code)
         sys.exit(error.code)
     except OSError as error:
         if error.errno not in _DISK:
