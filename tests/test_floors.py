@@ -29,7 +29,7 @@ FLOORS = {
     "plan": 6,
     "checkpoint": 6,
     "loggers": 6,
-    "generate": 7,
+    "generate": 8,
     "metrics": 7,
     "step": 7,
     "aot": 8,
