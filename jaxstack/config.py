@@ -579,6 +579,12 @@ class Config:
             self.sample.domain < max(gated, 1),
             f"sample.domain={self.sample.domain} is no domain of data.domains, which has {gated}; 0 is the first",
         )
+        longest = max((len(prompt.encode()) for prompt in self.sample.prompts), default=0)
+        _require(
+            self.sample.beams == 1 or not longest or longest + self.sample.tokens <= data.seq_len,
+            f"sample.tokens={self.sample.tokens} after a prompt of {longest} bytes is more than "
+            f"data.seq_len={data.seq_len}, where beams end; lower it, or use sample.beams=1",
+        )
         if self.model.positions == "learned" and self.model.max_positions is not None:
             _require(
                 self.model.max_positions >= data.seq_len,

@@ -227,6 +227,20 @@ def test_a_text_ends_with_its_first_stop_token_and_the_loop_with_the_last_text(m
     assert len(turns) == max(lengths) <= 4
 
 
+@pytest.mark.slow
+def test_samples_of_a_run_never_see_more_than_it_was_trained_on():
+    shape = replace(FAMILIES["gpt2"], vocab_size=256)  # a table of 64 positions
+    cfg = Config(model=shape, data=DataConfig(seq_len=48), sample=replace(SAMPLED, prompts=("ab", "c"), tokens=30))
+    prompts = [list(b"ab"), list(b"c")]
+    short = decode.generate(shape, values_of(shape), prompts, cfg.sample, stop=(0,))
+    assert decode.texts(cfg, values_of(shape), Bytes(), Context()) == [decode.text(Bytes(), row) for row in short]
+    longer = replace(cfg, sample=replace(cfg.sample, tokens=80))
+    for text, beginning in zip(decode.texts(longer, values_of(shape), Bytes(), Context()), short, strict=True):
+        assert text.startswith(decode.text(Bytes(), beginning)[:20])
+    with pytest.raises(ConfigError, match="where beams end"):
+        replace(longer, sample=replace(longer.sample, temperature=0, repetition_penalty=1, beams=2))
+
+
 def test_ids_that_the_tokenizer_does_not_have_are_never_written():
     cfg = FAMILIES["llama3"]
     rows = decode.generate(cfg, values_of(cfg), [[1], [2]], replace(SAMPLED, tokens=30, temperature=5.0), vocabulary=7)
