@@ -55,9 +55,10 @@ def show(cfg: Config) -> None:
 def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     import jax
 
-    from jaxstack import checkpoint, convert, generate, loggers, metrics, model, params, sharding, step, watch
+    from jaxstack import checkpoint, convert, loggers, metrics, model, params, sharding, step, watch
     from jaxstack.context import Context
     from jaxstack.data import ngram
+    from jaxstack.generate import decode
     from jaxstack.profile import costs
 
     run = Path(cfg.run.dir)
@@ -258,7 +259,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
         account.enter("end")
         evaluate(cfg.train.steps)
-        texts = generate.texts(cfg, state.params, dataset.tokenizer, ctx) if cfg.sample.prompts else []
+        texts = decode.texts(cfg, state.params, dataset.tokenizer, ctx) if cfg.sample.prompts else []
         checkpoints.wait()
         if not first:
             return distributed.wait_for_all()  # what is left is done by one

@@ -113,9 +113,11 @@ def serve(run: Any) -> None:
 
 
 class Worker:
+    script = __file__
+
     def __init__(self, *words: str, job: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, self.script, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._say(json.dumps(job))
         self.first_step_s = self._hear()["first_step_s"]

@@ -22,7 +22,7 @@ if importlib.util.find_spec("jaxstack") is None:
 from dataclasses import replace
 
 from jaxstack import data, platform
-from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig, resolve
+from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig, SampleConfig, TrainConfig, resolve
 
 cfg = Config(
     model=ModelConfig(num_layers=2, d_model=128, num_heads=4, d_ff=344),
@@ -65,8 +65,9 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxstack import generate, model, params, sharding, step
+from jaxstack import model, params, sharding, step
 from jaxstack.context import Context
+from jaxstack.generate import decode
 
 spec = model.spec(cfg.model)
 for path, param in params.flat_spec(spec).items():
@@ -128,14 +129,11 @@ assert bits < 3.2
 # minutes, gives most of the words.
 
 # %%
-sample = generate.generate(
+sample = decode.generate(
     cfg.model,
     state.params,
     [dataset.tokenizer.encode("import os\n\ndef ").tolist()],
-    tokens=200,
-    temperature=0.7,
-    key=jax.random.key(0),
-    window=cfg.data.seq_len,
+    SampleConfig(tokens=100, temperature=0.7),
     ctx=Context.create(cfg, mesh),
 )
 print(dataset.tokenizer.decode(sample[0]))

@@ -26,6 +26,8 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 class Parser(ArgumentParser):
     """jsonargparse's parser without abbreviations (a mistyped key must never match another), raising `ConfigError`."""
 
+    command = "python train.py"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"allow_abbrev": False, "exit_on_error": False})
 
@@ -36,9 +38,13 @@ class Parser(ArgumentParser):
             if found := re.search(pattern, text):
                 key = ".".join(found.groups())
                 close = difflib.get_close_matches(key, flat(Config()), n=1)
-                raise ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else _HELP))
+                raise ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else self._help))
         text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).replace("typing.", "").replace("Parser key ", "")
-        raise ConfigError(f"{text}; {_HELP}")
+        raise ConfigError(f"{text}; {self._help}")
+
+    @property
+    def _help(self) -> str:
+        return f"`{self.command} --help` lists every key and its type"
 
 
 def run(program: str, main: Callable[[list[str]], None]) -> None:
@@ -80,7 +86,6 @@ def take(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
     return None, words
 
 
-_HELP = "`python train.py --help` lists every key and its type"
 _UNKNOWN_KEY = (  # the parser's words for a key it does not have: on the command line, and in a file
     r"unrecognized arguments: (?:--)?([\w.]+)",
     r"Group '([\w.]+)' does not accept option '(\w+)'",

@@ -4,6 +4,8 @@ A function inside `jax.shard_map` sees its device's part of every array. These a
 names come as tuples, the slowest axis first as in a PartitionSpec; the empty tuple is one part.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -81,3 +83,8 @@ def alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """Zeros, typed as differing along the axes that `like` does: where a loop's sums begin."""
     return varying(jnp.zeros(shape, dtype), varies_along(like))
+
+
+def typed_as(new: Any, old: Any) -> Any:
+    """A tree, typed as differing along the axes that another one does: what a loop's body returns for its carry."""
+    return jax.tree.map(lambda a, b: varying(a, varies_along(b)), new, old)

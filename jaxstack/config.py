@@ -522,19 +522,43 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Text written at the end of the run."""
+    """How text is written, at the end of the run and by `python -m jaxstack.generate`. See docs/generation.md."""
 
     prompts: tuple[str, ...] = ()
-    """Beginnings to continue; empty: no samples."""
+    """Beginnings to continue at the end of the run; empty: no samples."""
     tokens: int = 200
-    """Tokens to add to each prompt."""
+    """Tokens to add to each prompt, at most."""
     domain: int = 0
     """Domain of the prompts, with `model.moe.router=domain`."""
     temperature: float = 0.8
     """Divides the logits before sampling; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Sample among so many likeliest tokens; 0: among all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability; 1: among all."""
+    min_p: float = 0.0
+    """Sample among the tokens that have this part of the likeliest one's probability; 0: among all."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that stand in the text already are divided by it, negative ones multiplied; 1: none."""
+    beams: int = 1
+    """Above 1: beam search, the likeliest text found with so many beams; needs temperature=0."""
+    length_penalty: float = 1.0
+    """Beam search compares log-likelihoods divided by length ** length_penalty; 0: the likelihoods."""
 
     def __post_init__(self) -> None:
-        _at_least("sample", self, 0, "tokens", "temperature", "domain")
+        _at_least("sample", self, 0, "tokens", "temperature", "top_k", "domain")
+        _at_least("sample", self, 1, "beams")
+        _require(0 < self.top_p <= 1, f"sample.top_p={self.top_p} must lie in (0, 1]; 1 samples among all tokens")
+        _require(0 <= self.min_p <= 1, f"sample.min_p={self.min_p} must lie in [0, 1]; 0 samples among all tokens")
+        _require(
+            self.repetition_penalty > 0,
+            f"sample.repetition_penalty={self.repetition_penalty} must be positive; 1 is none",
+        )
+        _require(
+            self.beams == 1 or (self.temperature == 0 and self.repetition_penalty == 1),
+            f"sample.beams={self.beams} looks for the likeliest text; it needs sample.temperature=0 and "
+            f"sample.repetition_penalty=1",
+        )
         _require(all(self.prompts), "sample.prompts holds an empty string; give each sample a beginning")
 
 
@@ -585,6 +609,12 @@ class Config:
         _require(
             self.sample.domain < max(gated, 1),
             f"sample.domain={self.sample.domain} is no domain of data.domains, which has {gated}; 0 is the first",
+        )
+        longest = max((len(prompt.encode()) for prompt in self.sample.prompts), default=0)
+        _require(
+            self.sample.beams == 1 or not longest or longest + self.sample.tokens <= data.seq_len,
+            f"sample.tokens={self.sample.tokens} after a prompt of {longest} bytes is more than "
+            f"data.seq_len={data.seq_len}, where beams end; lower it, or use sample.beams=1",
         )
         if self.model.positions == "learned" and self.model.max_positions is not None:
             _require(

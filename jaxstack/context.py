@@ -38,6 +38,7 @@ class Context:
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
       attention, linear, norm, gelu, cross_entropy: implementation of each op in `jaxstack.kernels`.
       moe: of the experts' matmuls, see `jaxstack.moe.moe_mlp`.
+      decode: how a new token passes the layers: `scan`, or `unrolled` with a copy of each layer's weights.
     """
 
     mesh: Mesh | None = None
@@ -50,6 +51,7 @@ class Context:
     linear: str = "xla"
     norm: str = "xla"
     moe: str = "ragged"
+    decode: Literal["scan", "unrolled"] = "scan"
     gelu: str = "xla"
     cross_entropy: str = "xla"
 
@@ -271,6 +273,7 @@ KERNELS: dict[str, dict[str, Any]] = {
         "linear": "barrier",
         "norm": "explicit_vjp",
         "moe": "grouped",
+        "decode": "unrolled",
         "gelu": "saved",
         "cross_entropy": "chunked",
     },

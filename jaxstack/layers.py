@@ -111,7 +111,9 @@ def attention(
     window: int,
     rope: tuple[jax.Array, jax.Array] | None,
     segment_ids: jax.Array | None,
-) -> jax.Array:
+    cache: Any = None,
+    distance: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Causal multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
 
     Args:
@@ -119,9 +121,11 @@ def attention(
       window: tokens that each token sees, itself included; 0: all before it.
       rope: cosine and sine of the positions, or None.
       segment_ids: document of each token [B, S]; tokens see their own document only.
+      cache: `keys` and `values` of tokens before this one [B, G, T, K], S being 1; nothing in it: rows begin here.
+      distance: tokens from each of them to this one [B, T], see `kernels.cached_attention`.
 
     Returns:
-      [B, S/n, D].
+      [B, S/n, D]; and with a cache `keys` and `values` of these tokens [B, G, S, K], else nothing.
     """
     x = ctx.enter(x, "heads")
     q, k, v = (linear(params, name, x, ctx) for name in ("q", "k", "v"))
@@ -134,17 +138,20 @@ def attention(
         "scale": cfg.head_width**-0.5 if cfg.attention_scale is None else cfg.attention_scale,
         "window": window,
         "softcap": cfg.attention_softcap,
-        "segment_ids": segment_ids,
-        "implementation": ctx.attention,
     }
-    if ctx.axes("sequence"):
+    whole: dict[str, Any] = {"segment_ids": segment_ids, "implementation": ctx.attention}
+    if cache:
+        assert distance is not None
+        mixed = kernels.cached_attention(q, k, v, cache["keys"], cache["values"], distance, **options)
+    elif ctx.axes("sequence"):
         (axis,) = ctx.axes("sequence")
-        mixed = kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **options)
+        mixed = kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **options, **whole)
     else:
-        mixed = kernels.attention(q, k, v, **options)
+        mixed = kernels.attention(q, k, v, **options, **whole)
     # Devices hold rows of the matrix: partial products are summed, and then the bias is added once.
     y = ctx.leave(kernels.linear(mixed, params["w_o"], in_axes=2, implementation=ctx.linear), "heads")
-    return y + params["b_o"].astype(y.dtype) if cfg.bias else y
+    y = y + params["b_o"].astype(y.dtype) if cfg.bias else y
+    return y, {} if cache is None else {"keys": k.swapaxes(1, 2), "values": v.swapaxes(1, 2)}
 
 
 def mlp_spec(cfg: ModelConfig) -> Spec:

@@ -66,6 +66,8 @@ def block(
     dropout_key: jax.Array | None,
     token_ids: jax.Array | None = None,
     gate: jax.Array | None = None,
+    cache: Any = None,
+    distance: jax.Array | None = None,
 ) -> tuple[jax.Array, Aux]:
     """One block: attention and MLP, each normalised before (and with `post_norm` after) and added to the residual.
 
@@ -74,22 +76,31 @@ def block(
       x: residual stream [B, S/n, D].
       token_ids: numbers of the residual stream's tokens [B, S/n], for dropout.
       gate: domains or timesteps of the residual stream's tokens [B, S/n], for hard gates.
+      cache, distance: see `layers.attention`.
 
     Returns:
-      The residual stream and auxiliary values: none in a dense block, else those of `layers.moe`.
+      The residual stream and auxiliary values: of experts those of `layers.moe`, with a cache those of
+      `layers.attention`.
     """
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
 
     h = layers.norm(cfg, params["attention_norm"], x, ctx)
-    h = layers.attention(cfg, params["attention"], h, ctx, window=window, rope=rope, segment_ids=segment_ids)
+    where: dict[str, Any] = {
+        "window": window,
+        "rope": rope,
+        "segment_ids": segment_ids,
+        "cache": cache,
+        "distance": distance,
+    }
+    h, aux = layers.attention(cfg, params["attention"], h, ctx, **where)
     if cfg.post_norm:
         h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
     x = checkpoint_name(x + layers.dropout(keys[0], cfg.dropout, h, token_ids), "residual")
 
     h = layers.norm(cfg, params["mlp_norm"], x, ctx)
-    aux: Aux = {}
     if cfg.moe.num_experts:
-        h, aux = layers.moe(cfg, params["moe"], h, ctx, gate)
+        h, routed = layers.moe(cfg, params["moe"], h, ctx, gate)
+        aux = aux | routed
     else:
         h = layers.mlp(cfg, params["mlp"], h, ctx)
     if cfg.post_norm:
@@ -125,6 +136,7 @@ def inputs(cfg: ModelConfig, batch: dict[str, jax.Array], ctx: Context) -> dict[
     Args:
       batch: `tokens` [B, S]; optional `positions` (of each token within its document; else its place in the row),
         `segment_ids` (its document; else one a row) and `gate` (its domain or timestep, for hard gates), each [B, S];
+        with a cache `distance` (of its tokens [B, T]);
         for dropout `key` (a PRNG key's data) and `rows` (of these rows in the whole batch [B]; else as if this were
         the whole).
     """
@@ -134,8 +146,7 @@ def inputs(cfg: ModelConfig, batch: dict[str, jax.Array], ctx: Context) -> dict[
     given: dict[str, Any] = {"tokens": tokens, "positions": ctx.split(positions)}
     if cfg.positions == "rope":
         given["rope"] = layers.rope_tables(cfg, positions)
-    if "segment_ids" in batch:
-        given["segment_ids"] = batch["segment_ids"]
+    given |= {name: batch[name] for name in ("segment_ids", "distance") if name in batch}
     if "gate" in batch:
         given["gate"] = ctx.split(batch["gate"])
     if "key" in batch:
@@ -161,7 +172,13 @@ def embed(cfg: ModelConfig, params: Any, given: dict[str, Any], ctx: Context) ->
 
 
 def step(
-    cfg: ModelConfig, ctx: Context, params: list[Any], x: jax.Array, index: jax.Array, given: dict[str, Any]
+    cfg: ModelConfig,
+    ctx: Context,
+    params: list[Any],
+    x: jax.Array,
+    index: jax.Array | int,
+    given: dict[str, Any],
+    cache: Any = None,
 ) -> tuple[jax.Array, Aux]:
     """One step of the scan over layers: one period of attention windows, a block each; mostly that is one block.
 
@@ -170,6 +187,7 @@ def step(
       x: residual stream [B, S/n, D].
       index: of the step.
       given: of `inputs`.
+      cache: of each block of the step, arrays [period, ...].
 
     Returns:
       The residual stream and auxiliary values, each [period, ...].
@@ -189,6 +207,8 @@ def step(
             dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
             token_ids=given.get("token_ids"),
             gate=given.get("gate"),
+            cache=jax.tree.map(lambda a, i=i: a[i], cache),
+            distance=given.get("distance"),
         )
         every.append(aux)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
@@ -215,6 +235,7 @@ def hidden(
     ctx: Context | None = None,
     *,
     dropout_key: jax.Array | None = None,
+    cache: Any = None,
     **rest: jax.Array | None,
 ) -> tuple[jax.Array, Aux]:
     """Everything before the head.
@@ -224,10 +245,12 @@ def hidden(
       tokens: ids [B, S].
       ctx: how to compute.
       dropout_key: None in evaluation.
-      rest: `positions`, `segment_ids`, `gate`, `rows` of `inputs`; None: not given.
+      cache: of `layers.attention`, arrays [L, ...] (of a pipeline's stage [R/P, ...]).
+      rest: `positions`, `segment_ids`, `gate`, `rows`, `distance` of `inputs`; None: not given.
 
     Returns:
-      Normalised hidden states [B, S, D] in `ctx.dtype`, and auxiliary values, each [L, ...] (none of a dense model).
+      Normalised hidden states [B, S, D] in `ctx.dtype`, and auxiliary values, each [L, ...]: of experts those of
+      `layers.moe`, with a cache the `keys` and `values` of these tokens, laid out as it is.
     """
     ctx = ctx or Context()
     params = cast_matrices(spec(cfg), params, ctx.dtype)
@@ -235,32 +258,60 @@ def hidden(
     if dropout_key is not None:
         batch["key"] = jax.random.key_data(dropout_key)
     if ctx.pipeline is not None:
-        return _hidden_through_stages(cfg, params, batch, ctx)
+        return _hidden_through_stages(cfg, params, batch, ctx, cache)
     given = inputs(cfg, batch, ctx)
     period = len(cfg.windows)
 
-    def one_step(x: jax.Array, scanned: tuple[Any, jax.Array]) -> tuple[jax.Array, Aux]:
-        stacked, index = scanned
-        return step(cfg, ctx, [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(period)], x, index, given)
+    def one_step(x: jax.Array, scanned: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, Aux]:
+        stacked, cache, index = scanned
+        weights = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(period)]
+        return step(cfg, ctx, weights, x, index, given, cache)
 
     steps = cfg.num_layers // period
-    stacked = jax.tree.map(lambda a: a.reshape(steps, period, *a.shape[1:]), params["layers"])
-    x, aux = jax.lax.scan(remat(ctx, one_step), embed(cfg, params, given, ctx), (stacked, jnp.arange(steps)))
+    stacked, cache = jax.tree.map(lambda a: a.reshape(steps, period, *a.shape[1:]), (params["layers"], cache))
+    start = embed(cfg, params, given, ctx)
+    x, aux = jax.lax.scan(remat(ctx, one_step), start, (stacked, cache, jnp.arange(steps)))
     return final(cfg, params, x, ctx), jax.tree.map(lambda a: a.reshape(cfg.num_layers, *a.shape[2:]), aux)
 
 
+def hidden_unrolled(
+    cfg: ModelConfig, params: Any, steps: list[Any], batch: dict[str, jax.Array], cache: list[Any], ctx: Context
+) -> tuple[jax.Array, list[Any]]:
+    """`hidden` of one token after a cache, without a loop over layers: each is an array of its own, which XLA:CPU reads
+    where it lies and would else copy for every token.
+
+    Args:
+      params: in the compute dtype; its layers are not read.
+      steps: `by_step` of the layers, one entry for each step.
+      batch: of `inputs`.
+      cache: of each step, arrays [period, ...].
+
+    Returns:
+      Normalised hidden states, and `keys` and `values` of this token for each step.
+    """
+    given = inputs(cfg, batch, ctx)
+    x, made = embed(cfg, params, given, ctx), []
+    for index, (weights, one) in enumerate(zip(steps, cache, strict=True)):
+        x, aux = step(cfg, ctx, weights, x, index, given, one)
+        made.append({name: aux[name] for name in one})
+    return final(cfg, params, x, ctx), made
+
+
 def _hidden_through_stages(
-    cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], ctx: Context
+    cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], ctx: Context, cache: Any
 ) -> tuple[jax.Array, Aux]:
     """`hidden` where layers lie on the stages of a pipeline; its gradient by autodiff is GPipe's."""
     assert ctx.pipeline is not None
-    rows = batch["tokens"].shape[0]
-    microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches)
+    rows, period = batch["tokens"].shape[0], len(cfg.windows)
+    # Auxiliary values are summed over microbatches; keys and values are not to be.
+    microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches) if cache is None else 1
     stacked = by_step(cfg, ctx.gather(spec(cfg)["layers"], params["layers"]))
+    held = jax.tree.map(lambda a: a.reshape(-1, period, *a.shape[1:]), cache)
     inner = ctx.gathered
 
-    def one_step(weights: Any, x: jax.Array, index: jax.Array, given: Any) -> tuple[jax.Array, jax.Array, Aux]:
-        x, aux = step(cfg, inner, weights, x, index, given)
+    def one_step(layer: Any, x: jax.Array, index: jax.Array, given: Any) -> tuple[jax.Array, jax.Array, Aux]:
+        weights, cache = layer
+        x, aux = step(cfg, inner, weights, x, index, given, cache)
         return x, jnp.zeros(()), aux
 
     work = Work(
@@ -269,9 +320,11 @@ def _hidden_through_stages(
         layer=remat(inner, one_step),
     )
     micros = microbatched(batch, microbatches)
-    x, _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, stacked, micros)
+    x, _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, (stacked, held), micros)
     x = x.swapaxes(0, 1).reshape(rows, *x.shape[2:])
-    return final(cfg, params, x, ctx), ctx.in_order(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux))
+    aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+    own = {name: aux.pop(name) for name in ("keys", "values") if name in aux}
+    return final(cfg, params, x, ctx), ctx.in_order(aux) | own
 
 
 def microbatched(batch: dict[str, jax.Array], microbatches: int) -> dict[str, jax.Array]:

@@ -36,7 +36,7 @@ FLOORS = {
     "plan": 6,
     "checkpoint": 6,
     "loggers": 6,
-    "generate": 7,
+    "generate": 9,
     "metrics": 7,
     "step": 7,
     "aot": 8,

@@ -43,12 +43,23 @@ def find(name: str, key: str) -> Config | Pretrained:
         name = run.run.init_from
 
 
-def restore(run: Config, ctx: Context) -> Any:
-    """The newest parameters of a run, as its model lies on this mesh; the optimizer's state is not read unless a
-    pipeline stores its layers in another order, which moves all of the state at once."""
+def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
+    """The parameters of a run after a step, by default of its newest whole checkpoint, as its model lies on this mesh.
+
+    The optimizer's state is not read, unless a pipeline stores its layers in another order, which moves all at once.
+
+    Raises:
+      ConfigError: no such checkpoint, or one that is damaged.
+    """
     saved = rundir.checkpoints(Path(run.run.dir))
     layout = step.checkpoint_layout(run, ctx, step.abstract_state(run, ctx))
     wanted = layout.abstract
     if ctx.pipeline is None or ctx.pipeline.stages.in_order:
         wanted = replace(wanted, opt_state=jax.tree.map(lambda _: ..., wanted.opt_state))
-    return layout.unpack(checkpoint.restore(saved, checkpoint.newest(saved), wanted)).params
+    if number is None:
+        number = checkpoint.newest(saved)
+    elif number not in seal.steps(saved):
+        raise ConfigError(f"{saved} holds no step {number}; its steps are {sorted(seal.steps(saved))}")
+    elif why := seal.broken(saved / str(number)):
+        raise ConfigError(f"step {number} in {saved} must not be used: {why}")
+    return layout.unpack(checkpoint.restore(saved, number, wanted)).params

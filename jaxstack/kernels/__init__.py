@@ -1,7 +1,7 @@
 """Hot operations: a file an op, with its reference, its faster forms and the one public function that chooses."""
 
 from jaxstack.kernels.activation import gelu
-from jaxstack.kernels.attention import attention
+from jaxstack.kernels.attention import attention, cached_attention
 from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
 from jaxstack.kernels.cross_entropy import cross_entropy
@@ -10,6 +10,7 @@ from jaxstack.kernels.norm import layer_norm, rms_norm
 
 __all__ = [
     "attention",
+    "cached_attention",
     "context_attention",
     "context_order",
     "cross_entropy",

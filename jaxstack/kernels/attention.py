@@ -73,6 +73,40 @@ def attention(
     return attend(o, q, k, v, Mask(segment_ids, segment_ids, None))
 
 
+def cached_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    distance: jax.Array,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float | None = None,
+) -> jax.Array:
+    """What `attention` gives the last token of each row, by held keys and values of those before it: [B, 1, H, K].
+
+    The held ones are read where they lie; the token's own are scored apart, so that nothing is joined or copied.
+
+    q [B, 1, H, K], k and v [B, 1, G, K]: of the token.
+    keys, values: [B, G, T, K], held in T slots.
+    distance: tokens from each slot's token to this one [B, T]; 0 or less: not of this row, and not seen.
+    """
+    g, slots = keys.shape[1], keys.shape[2]
+    o = Options(scale, False, 0, softcap, chunked=False)
+    q_BG1RK, none = heads_first(q, g), jnp.zeros((0,))
+    seen = distance > 0
+    if window:
+        seen &= distance < window
+    held = jnp.where(seen[:, None, None, None], _scores(o, q_BG1RK, keys, none, none, None, None), _MASKED)
+    own = _scores(o, q_BG1RK, k.swapaxes(1, 2), none, none, None, None)
+    weights = jax.nn.softmax(jnp.concatenate([held, own], axis=-1), axis=-1).astype(v.dtype)
+    mixed = jnp.einsum("bgcrt,bgtk->bgcrk", weights[..., :slots], values, preferred_element_type=jnp.float32)
+    mixed += weights[..., slots:] * v.swapaxes(1, 2)[:, :, :, None]
+    return heads_last(mixed.astype(q.dtype))
+
+
 def options(q, k, scale, causal, window, softcap, implementation) -> Options:
     """The options in one, or what is wrong with them."""
     if q.shape[2] % k.shape[2]:

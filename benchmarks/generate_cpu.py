@@ -1,0 +1,139 @@
+"""Our greedy decoding beside `transformers`' on the CPU: `python benchmarks/generate_cpu.py [--batches 1 8]`
+
+Needs the extra `[parity]`. One shape of model (llama2.c's 42M: 8 layers of width 512, 32,000 tokens, tied), random
+weights, float32, prompts of 64 tokens, 128 new ones. Three processes (ours; theirs with a thread a core, and with
+one, which a busy machine slows less) take turns, round after round, so that whatever else the machine does hits all
+alike; what counts is the ratio within a round: time of their better one over ours. Ours is timed for 256 new tokens
+too: a token must cost the same late as early, but for attention's own share. Medians are printed and kept in
+`benchmarks/results/generate_cpu.json`.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from statistics import median
+from typing import Any
+
+import record
+import train_cpu
+
+SHAPE = {"layers": 8, "width": 512, "heads": 8, "hidden": 1376, "vocab": 32000}
+PROMPT, NEW, LONG = 64, 128, 256
+
+
+def ours(batch: int) -> Any:
+    sys.path.insert(0, str(train_cpu.ROOT))
+    import jax
+    import numpy as np
+
+    from jaxstack import model, params
+    from jaxstack.config import ModelConfig, SampleConfig
+    from jaxstack.context import KERNELS, Context
+    from jaxstack.generate import decode
+
+    cfg = ModelConfig(
+        num_layers=SHAPE["layers"],
+        d_model=SHAPE["width"],
+        num_heads=SHAPE["heads"],
+        d_ff=SHAPE["hidden"],
+        vocab_size=SHAPE["vocab"],
+        tied_embeddings=True,
+    )
+    values = jax.jit(lambda: params.init(jax.random.key(0), model.spec(cfg)))()
+    prompts = np.random.default_rng(0).integers(0, SHAPE["vocab"], (batch, PROMPT)).tolist()
+    ctx = Context(**KERNELS["cpu"])
+    runs = {n: decode.make_generate(cfg, SampleConfig(tokens=n, temperature=0), ctx=ctx) for n in (1, NEW, LONG)}
+    return lambda new: runs[new](values, prompts, 0)
+
+
+def theirs(batch: int, threads: int) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=SHAPE["layers"],
+        hidden_size=SHAPE["width"],
+        num_attention_heads=SHAPE["heads"],
+        intermediate_size=SHAPE["hidden"],
+        vocab_size=SHAPE["vocab"],
+        tie_word_embeddings=True,
+    )
+    peer = LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, SHAPE["vocab"], (batch, PROMPT))
+    how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True, "eos_token_id": None}
+
+    def run(new: int) -> None:
+        with torch.inference_mode():
+            texts = peer.generate(ids, min_new_tokens=new, max_new_tokens=new, pad_token_id=0, **how)
+        assert texts.shape == (batch, PROMPT + new)
+
+    return run
+
+
+def serve(run: Any) -> None:
+    """Answers each line `n` with the seconds that n new tokens took, their prompt's among them."""
+    begin = time.perf_counter()
+    run(NEW)
+    print(json.dumps({"first_step_s": time.perf_counter() - begin}), flush=True)
+    for line in sys.stdin:
+        begin = time.perf_counter()
+        run(int(line))
+        print(json.dumps({"s": time.perf_counter() - begin}), flush=True)
+
+
+def compare(batch: int, rounds: int) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0))
+    names = {"jaxstack": "0", f"transformers, {cores} threads": str(cores), "transformers, 1 thread": "1"}
+    workers = {key: Worker("--worker", kind, str(batch), job={}) for key, kind in names.items()}
+    workers["jaxstack"].turn(1), workers["jaxstack"].turn(LONG)  # compile
+    seconds: dict[str, list[float]] = {key: [] for key in workers}
+    early, late = [], []
+    for turn in range(rounds):
+        order = list(names)
+        for key in order[turn % 3 :] + order[: turn % 3]:  # nobody always follows the same neighbour
+            seconds[key].append(workers[key].turn(NEW)["s"])
+        first, long = (workers["jaxstack"].turn(n)["s"] for n in (1, LONG))
+        early.append((seconds["jaxstack"][-1] - first) / (NEW - 1))
+        late.append((long - first) / (LONG - 1))
+    for worker in workers.values():
+        worker.close()
+    ratios = [min(theirs) / ours for ours, *theirs in zip(*seconds.values(), strict=True)]
+    return {
+        "batch": batch,
+        "rounds": rounds,
+        "tokens_per_s": {key: round(batch * NEW / median(values), 1) for key, values in seconds.items()},
+        "ratios": [round(r, 3) for r in ratios],
+        "speed_against_better_transformers": round(median(ratios), 3),
+        "ms_per_step": {f"of {NEW}": round(1e3 * median(early), 2), f"of {LONG}": round(1e3 * median(late), 2)},
+        "late_against_early": round(median(b / a for a, b in zip(early, late, strict=True)), 3),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+class Worker(train_cpu.Worker):
+    script = __file__
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.worker:
+        threads, batch = map(int, given.worker)
+        sys.stdin.readline()
+        return serve(theirs(batch, threads) if threads else ours(batch))
+    results = []
+    for batch in given.batches:
+        results.append(compare(batch, given.rounds))
+        print(json.dumps(results[-1]), flush=True)
+    print(record.record("generate_cpu", {"shape": SHAPE, "prompt": PROMPT, "new": NEW, "batches": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""`python -m jaxstack.generate RUN "prompt" ["prompt" ...] [--sample.tokens=200 --sample.temperature=0.8 ...]`
+
+Continues prompts with the model of a run directory. What no flag says is the run's own: its group `sample`, its seed.
+"""
+
+import json
+import math
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from jaxstack import cli, platform
+from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig, SampleConfig
+from jaxstack.data import Tokenizer
+from jaxstack.data.tokenizers import tokenizer_from_json
+
+
+class Parser(cli.Parser):
+    command = "python -m jaxstack.generate"
+
+
+def main(argv: list[str]) -> None:
+    run = Path(parse(argv, SampleConfig()).run)
+    for name in ("config.yaml", "tokenizer.json"):
+        if not (run / name).is_file():
+            raise ConfigError(f"{run} is no run directory: it holds no {name}; name the run.dir of a training run")
+    cfg = cli.parse_config([f"--config={run / 'config.yaml'}"], run)
+    tokenizer = tokenizer_from_json(json.loads((run / "tokenizer.json").read_text()))
+    given = parse(argv, replace(cfg.sample, prompts=()))  # again: the defaults are the run's
+    prompts = [line for word in given.prompts for line in (sys.stdin.read().splitlines() if word == "-" else [word])]
+    if not prompts:
+        raise ConfigError("there are no prompts on standard input; give one a line")
+    cfg = placed(replace(cfg, sample=given.sample), given.mesh, len(prompts))
+    platform.configure(cfg.mesh, cfg.data.batch_size)  # before JAX is imported, which reads it
+    seed = cfg.run.seed if given.seed is None else given.seed
+    texts = continued(run, cfg, tokenizer, prompts, given.step, seed, stop_tokens(tokenizer, given.stop))
+    print("\n---\n".join(texts))
+
+
+def parse(argv: list[str], defaults: SampleConfig) -> Namespace:
+    """The command line, with `sample` and `mesh` as the dataclasses that they are."""
+    parser = Parser(prog="python -m jaxstack.generate", description="Continues prompts with the model of a run.")
+    parser.add_argument("run", type=str, help="run directory")
+    parser.add_argument("prompts", type=str, nargs="+", help="beginnings of texts; -: from standard input, one a line")
+    parser.add_argument("--step", type=int, help="checkpoint to take (default: the newest)")
+    parser.add_argument("--seed", type=int, help="decides what is sampled (default: run.seed of the run)")
+    parser.add_argument("--stop", action="append", default=[], help="one token that ends a text; may be given again")
+    parser.add_class_arguments(SampleConfig, "sample", skip={"prompts"})
+    parser.add_class_arguments(MeshConfig, "mesh")
+    own = asdict(defaults)
+    parser.set_defaults({"mesh.data": 1})  # one device; more share the prompts
+    parser.set_defaults({f"sample.{f.name}": own[f.name] for f in fields(SampleConfig) if f.name != "prompts"})
+    return parser.instantiate(parser.parse_args(argv))
+
+
+def placed(cfg: Config, mesh: MeshConfig, prompts: int) -> Config:
+    """The run's configuration for so many prompts on another mesh."""
+    shared = max(mesh.data, 1) * max(mesh.fsdp, 1) * max(mesh.expert, 1)
+    rows = -(-prompts // shared) * shared
+    data, train = replace(cfg.data, batch_size=rows), replace(cfg.train, grad_accum=1)
+    return replace(cfg, mesh=mesh, data=data, train=train, pipeline=PipelineConfig())
+
+
+def stop_tokens(tokenizer: Tokenizer, stop: list[str]) -> tuple[int, ...]:
+    """Ids of tokens that end a text: those given, and the end of a document.
+
+    Raises:
+      ConfigError: a text that is not one token.
+    """
+    ids = [tokenizer.encode(word).tolist() for word in stop]
+    for word, tokens in zip(stop, ids, strict=True):
+        if len(tokens) != 1:
+            raise ConfigError(f"--stop={word!r} is {len(tokens)} tokens of the run's tokenizer; give one that is one")
+    end = () if tokenizer.separator is None else (tokenizer.separator,)
+    return (*(tokens[0] for tokens in ids), *end)
+
+
+def continued(
+    run: Path, cfg: Config, tokenizer: Tokenizer, prompts: list[str], step: int | None, seed: int, stop: Any
+) -> list[str]:
+    """The texts, as the checkpoint of `step` (None: the newest) continues them."""
+    import jax
+
+    from jaxstack import sharding
+    from jaxstack.context import Context
+    from jaxstack.generate import decode
+
+    encoded = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    decode.check(cfg.model, encoded, cfg.sample.tokens, tokenizer.vocab_size)
+    longest = max(len(prompt) for prompt in encoded) + cfg.sample.tokens
+    if longest > cfg.data.seq_len:
+        print(f"note: texts of up to {longest} tokens; the model was trained on {cfg.data.seq_len}", file=sys.stderr)
+    devices = jax.devices()
+    if -1 not in cfg.mesh.sizes.values():  # the rest of the machine is not needed
+        devices = devices[: math.prod(cfg.mesh.sizes.values())]
+    ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size, devices))
+    how = decode.settings(cfg, tokenizer, ctx) | {"seed": seed, "stop": stop}
+    rows = decode.generate(cfg.model, parameters(run, cfg, ctx, step), encoded, cfg.sample, **how)
+    return [decode.text(tokenizer, row) for row in rows]
+
+
+def parameters(run: Path, cfg: Config, ctx: Any, number: int | None) -> Any:
+    """The parameters of a checkpoint, or of what a run that has none begins with, laid out for `ctx`."""
+    from jaxstack import hf
+
+    source = hf.find(str(run), "RUN")
+    if isinstance(source, hf.Pretrained):
+        with source:
+            return source.read(ctx)
+    return hf.restore(replace(cfg, run=replace(cfg.run, dir=source.run.dir)), ctx, number)
+
+
+if __name__ == "__main__":
+    cli.run(Parser.command, main)

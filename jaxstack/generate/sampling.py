@@ -1,0 +1,54 @@
+"""From logits to the next token of each row. Shapes: B rows, V vocabulary."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.config import SampleConfig
+
+
+def choose(logits: jax.Array, used: jax.Array, keys: jax.Array, sample: SampleConfig) -> jax.Array:
+    """The next token of each row, int32 [B].
+
+    The repetition penalty comes first, then temperature, top-k, top-p of what is left, and min-p.
+
+    Args:
+      logits: [B, V], float32.
+      used: tokens that stand in the row already, bool [B, V].
+      keys: a PRNG key for each row [B].
+      sample: how; its beams are not read.
+    """
+    if sample.repetition_penalty != 1:
+        logits = jnp.where(used, penalized(logits, sample.repetition_penalty), logits)
+    if sample.temperature == 0:
+        return logits.argmax(-1).astype(jnp.int32)
+    logits = keep_likeliest(logits / sample.temperature, sample)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def penalized(logits: jax.Array, penalty: float) -> jax.Array:
+    """Made less likely by a penalty above 1 (CTRL, Keskar et al. 2019, arXiv:1909.05858, section 4.1)."""
+    return jnp.where(logits > 0, logits / penalty, logits * penalty)
+
+
+def keep_likeliest(logits: jax.Array, sample: SampleConfig) -> jax.Array:
+    """The logits [B, V], minus infinity where top-k, top-p or min-p leave a token out; tokens that tie with the last
+    one kept are kept too."""
+    V = logits.shape[-1]
+    if 0 < sample.top_k < V:
+        least = jax.lax.top_k(logits, sample.top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sample.top_p < 1:  # Holtzman et al. 2019, arXiv:1904.09751, section 3.1
+        descending = -jnp.sort(-logits, axis=-1)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        least = jnp.where(before < sample.top_p, descending, jnp.inf).min(-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sample.min_p > 0:  # Nguyen et al. 2024, arXiv:2407.01082, section 3
+        least = logits.max(-1, keepdims=True) + jnp.log(sample.min_p)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits
+
+
+def marked(used: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`used` [B, V] with one more token of each row [B] in it."""
+    return used | (tokens[:, None] == jnp.arange(used.shape[1]))
