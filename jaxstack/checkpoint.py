@@ -25,6 +25,10 @@ from jaxstack.tree import flatten
 _PROBE_S = 10
 """Seconds between looks at the disk while a save is waited for."""
 
+_PATIENCE_S = 10**7
+"""What orbax waits for a save. It counts by the wall clock, and a clock that is set must not fail a save; that something
+is wrong is told by the disk, and by `train.stalled_s`."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -145,7 +149,9 @@ class Checkpoints:
         self._step = step
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            response = ocp.save_async(self._directory.absolute() / str(step), state, custom_metadata=dict(facts))
+            path = self._directory.absolute() / str(step)
+            with ocp.Context(async_options=ocp.options.AsyncOptions(timeout_secs=_PATIENCE_S)):
+                response = ocp.save_async(path, state, custom_metadata=dict(facts))
         except Exception as error:
             raise self._failed(error) from error
         self._pending = self._background.submit(self._finish, step, response)

@@ -154,11 +154,13 @@ def _check_keys(path: Path) -> None:
     """YAML itself would quietly take the last of two equal keys.
 
     Raises:
-      ConfigError: a key stands twice in one group.
+      ConfigError: a key stands twice in one group, or the file is not YAML.
     """
     try:
         nodes = [yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)]
-    except (OSError, ValueError, yaml.YAMLError):
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except (OSError, ValueError):
         return  # the parser will say what is wrong
     while nodes:
         node = nodes.pop()
