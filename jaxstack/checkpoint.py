@@ -26,8 +26,8 @@ _PROBE_S = 10
 """Seconds between looks at the disk while a save is waited for."""
 
 _PATIENCE_S = 10**7
-"""What orbax waits for a save. It counts by the wall clock, and a clock that is set must not fail a save; that something
-is wrong is told by the disk, and by `train.stalled_s`."""
+"""What orbax waits for a save, by the wall clock: large models are slow, and clocks are set. That something is wrong is
+told by the disk, and by `train.stalled_s`."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,8 @@ class Checkpoints:
             path = self._directory.absolute() / str(step)
             with ocp.Context(async_options=ocp.options.AsyncOptions(timeout_secs=_PATIENCE_S)):
                 response = ocp.save_async(path, state, custom_metadata=dict(facts))
+        except jax.errors.JaxRuntimeError:
+            raise  # devices and other processes are not the disk
         except Exception as error:
             raise self._failed(error) from error
         self._pending = self._background.submit(self._finish, step, response)
@@ -168,6 +170,8 @@ class Checkpoints:
                 while not wait([pending], timeout=_PROBE_S).done:
                     self._probe()  # orbax's threads may wait for each other long after the disk has failed
                 pending.result()
+            except jax.errors.JaxRuntimeError:
+                raise
             except Exception as error:
                 raise self._failed(error) from error
 

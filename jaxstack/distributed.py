@@ -214,7 +214,7 @@ def _give_up(processes: Processes, what: str) -> NoReturn:
     advice = "check that all were started, with the same coordinator and number, and look at their logs"
     if processes.index == 0 or processes.coordinator is None:
         state = "not all of the others came"
-    elif _answers(processes.coordinator):
+    elif answers(processes.coordinator):
         state = "process 0 answers, but not all of the others came"
     else:
         state = "nothing answers there, or no longer"
@@ -228,7 +228,8 @@ def _give_up(processes: Processes, what: str) -> NoReturn:
     os._exit(Exit.NOT_JOINED)
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Whether somebody listens at `host:port`."""
     host, port = address.rsplit(":", 1)
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()

@@ -5,17 +5,23 @@ others, through the coordinator that JAX has, that this process lives, and reads
 has heard, since the first may itself be waiting for a coordinator that does not answer.
 """
 
+import ctypes
 import os
+import signal
 import sys
 import threading
 import time
 from types import TracebackType
 from typing import Any
 
+from jaxstack import distributed
 from jaxstack.config import ConfigError
 from jaxstack.exits import Exit, RunError
 
 _ALIVE, _ENDED = "jaxstack/alive/", "jaxstack/ended/"
+
+
+_GONE = "is gone: killed, stopped, or cut off. What was committed stands: start all processes again"
 
 
 class Watch:
@@ -28,10 +34,11 @@ class Watch:
           stalled_s: seconds without `moved` after which this process gives up.
         """
         import jax
-        from jax._src import distributed  # its key-value store has no public name; orbax takes it from here too
+        from jax._src.distributed import global_state  # the key-value store has no public name; orbax takes it so too
 
         self._me, self._count = jax.process_index(), jax.process_count()
-        self._client: Any = distributed.global_state.client if self._count > 1 else None
+        self._client: Any = global_state.client if self._count > 1 else None
+        self._coordinator = str(global_state.coordinator_address)
         self._lost_s, self._stalled_s = lost_s, stalled_s
         self._over, self._failed = threading.Event(), threading.Event()
         self._moved = time.monotonic()
@@ -44,6 +51,8 @@ class Watch:
         self._moved = time.monotonic()
 
     def __enter__(self) -> "Watch":
+        if self._client:
+            self._catch_abort()
         for work in (self._judge, self._talk) if self._client else (self._judge,):
             threading.Thread(target=work, daemon=True, name=f"jaxstack-watch{work.__name__}").start()
         return self
@@ -59,6 +68,21 @@ class Watch:
         elif isinstance(error, RunError | ConfigError) and self._client:
             self._say_end(str(error))
         self._over.set()
+
+    def _catch_abort(self) -> None:
+        """JAX aborts, with a stack trace of C++, the moment that the connection to the coordinator breaks.
+
+        What it has to say is said here, with our exit code, if that is why. Only a handler of C is called at all then.
+        """
+        libc = ctypes.CDLL(None)
+
+        def aborted(_: int) -> None:
+            if self._me and not distributed.answers(self._coordinator):
+                self._end(Exit.PEER_LOST, f"process 0 of {self._count} {_GONE}")
+            libc.signal(signal.SIGABRT, 0)  # something else: the default, which follows
+
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)  # kept, for C does not count references
+        libc.signal(signal.SIGABRT, self._handler)
 
     @property
     def _beat_s(self) -> float:
@@ -102,9 +126,7 @@ class Watch:
                 who = " and ".join(f"process {i}" for i in sorted(lost))
                 self._end(
                     Exit.PEER_LOST,
-                    f"{who} of {self._count} {'was' if len(lost) == 1 else 'were'} not heard of for {self._lost_s:.0f} "
-                    f"s (distributed.lost_s): killed, stopped, or cut off. What was committed stands: start all "
-                    f"processes again",
+                    f"{who} of {self._count} {_GONE} (nothing heard for distributed.lost_s={self._lost_s:g} s)",
                 )
             if self._ends and not self._failed.is_set():
                 ended_at = ended_at or now

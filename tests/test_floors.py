@@ -18,7 +18,7 @@ FLOORS = {
     "distributed": 1,
     "seal": 1,
     "signals": 1,
-    "watch": 1,
+    "watch": 2,
     "sharding": 1,
     "kernels": 1,
     "params": 1,

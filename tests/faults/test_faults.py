@@ -349,7 +349,8 @@ def test_one_of_two_dies_or_hangs(number, index, argv, tmp_path):
     processes[index].send_signal(number)
     ((_, err),) = finish(processes[1 - index], code=Exit.PEER_LOST)
     assert time.monotonic() - began < 3 * lost_s + 10
-    assert f"process {index} of 2 was not heard of for {lost_s} s" in err.splitlines()[-1]
+    assert f"process {index} of 2 " in err.splitlines()[-1]
+    assert "is gone: killed, stopped, or cut off" in err.splitlines()[-1]
     kill(processes[index])
     step = seal.sealed(tmp_path / "run" / "checkpoints")[0]
     assert step >= 8
@@ -573,10 +574,18 @@ def test_text_that_changed_between_two_starts(text, straight, tmp_path):
 
 
 def test_clock_jumps(argv, straight, tmp_path):
-    """Back a day and forward a month, again and again: no duration is wrong, and nothing else either."""
+    """Back a day and forward a month between saves: no duration is wrong, and nothing else either."""
     patch = (
-        "import time, itertools\nreal, jumps = time.time, itertools.cycle([0, -86400, 86400 * 30, 3600])\n"
-        "time.time = lambda: real() + next(jumps)"
+        "import time, itertools, jaxstack.distributed as d\nreal, whole, calls = time.time, d.whole, []\n"
+        "jumps, offset = itertools.cycle([-86400, 86400 * 30, 3600]), [0]\n"
+        "time.time = lambda: real() + offset[0]\n"
+        "def jump(*args):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) % 4 == 3:\n"
+        "        time.sleep(1)\n"
+        "        offset[0] = next(jumps)\n"
+        "    return whole(*args)\n"
+        "d.whole = jump"
     )
     began = time.monotonic()
     run(*argv, patch=patch)
