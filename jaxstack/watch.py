@@ -15,8 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxstack import distributed
-from jaxstack.config import ConfigError
-from jaxstack.exits import Exit, RunError
+from jaxstack.exits import Exit
 
 _ALIVE, _ENDED = "jaxstack/alive/", "jaxstack/ended/"
 
@@ -58,15 +57,16 @@ class Watch:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None and self._client and not isinstance(error, RunError | ConfigError | SystemExit):
-            # What broke here may be the echo of another's death, which then is the thing to say.
+        if error is not None and self._client:
+            import jax
+
             self._failed.set()
-            self._say_end(f"{kind and kind.__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
-            print(f"process {self._me} of {self._count} failed; looking for {self._lost_s:.0f} s whether another was "
-                  f"the cause", file=sys.stderr, flush=True)  # fmt: skip
-            time.sleep(self._lost_s + 2 * self._beat_s)
-        elif isinstance(error, RunError | ConfigError) and self._client:
-            self._say_end(str(error))
+            self._say_end(str(error).strip().splitlines()[0] if str(error) else type(error).__name__)
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                # A collective that broke may be the echo of another's death, which then is the thing to say.
+                print(f"process {self._me} of {self._count} failed; looking for {self._lost_s:.0f} s whether another "
+                      f"was the cause", file=sys.stderr, flush=True)  # fmt: skip
+                time.sleep(self._lost_s + 2 * self._beat_s)
         self._over.set()
 
     def _catch_abort(self) -> None:
@@ -77,6 +77,8 @@ class Watch:
         libc = ctypes.CDLL(None)
 
         def aborted(_: int) -> None:
+            if self._over.is_set():
+                os._exit(1)  # this process has said why it ends
             if self._me and not distributed.answers(self._coordinator):
                 self._end(Exit.PEER_LOST, f"process 0 of {self._count} {_GONE}")
             libc.signal(signal.SIGABRT, 0)  # something else: the default, which follows

@@ -1,0 +1,165 @@
+"""The parts that `tests/faults` puts together, each by itself: seals, policies, spikes, meshes of what is left."""
+
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack import checkpoint, files, goodput, rundir, seal, step, supervise
+from jaxstack.config import CheckpointConfig, ConfigError, MeshConfig, SpikeConfig
+
+
+def make(directory: Path, number: int) -> Path:
+    """Something like a checkpoint, sealed."""
+    path = directory / str(number)
+    (path / "state" / "d").mkdir(parents=True)
+    (path / "state" / "d" / "array").write_bytes(bytes(range(200)))
+    (path / "_METADATA").write_text("{}")
+    (path / "empty").touch()
+    seal.write(path)
+    return path
+
+
+HARM = {
+    "has changed since it was written": lambda p: (p / "state/d/array").write_bytes(bytes([1, *range(1, 200)])),
+    "has 100 bytes, not 200": lambda p: (p / "state/d/array").write_bytes(bytes(100)),
+    "state/d/array is missing": lambda p: (p / "state/d/array").unlink(),
+    "more does not belong to it": lambda p: (p / "more").touch(),
+    "it has no seal": lambda p: (p / seal.NAME).unlink(),
+    "its seal cannot be read": lambda p: (p / seal.NAME).write_text('{"files": [1]}'),
+    "empty directory": lambda p: (shutil.rmtree(p), p.mkdir()),
+}
+
+
+@pytest.mark.parametrize("why", HARM)
+def test_a_seal_breaks(why, tmp_path):
+    path = make(tmp_path, 7)
+    assert seal.broken(path) is None
+    HARM[why](path)
+    assert why in seal.broken(path)
+
+
+def test_the_newest_whole_step_is_found(tmp_path):
+    for number in (4, 8, 12, 16):
+        make(tmp_path, number)
+    (tmp_path / "20.orbax-checkpoint-tmp-3").mkdir()
+    (tmp_path / "notes").mkdir()
+    HARM["state/d/array is missing"](tmp_path / "16")
+    HARM["it has no seal"](tmp_path / "12")
+    found = checkpoint.find(tmp_path)
+    assert (found.step, list(found.passed_over), found.lost) == (8, [16, 12], False)
+    assert seal.sealed(tmp_path) == [16, 8, 4]
+    for number in (4, 8):
+        HARM["empty directory"](tmp_path / str(number))
+    assert checkpoint.find(tmp_path).lost, "one was sealed once"
+    with pytest.raises(ConfigError, match=r"no whole checkpoint .*step 16: state/d/array is missing; step 12: it was"):
+        checkpoint.newest(tmp_path)
+
+
+def test_a_first_checkpoint_that_was_not_finished_is_no_loss(tmp_path):
+    (tmp_path / "4").mkdir()
+    (tmp_path / "4" / "half").touch()
+    (tmp_path / "8").mkdir()
+    assert not checkpoint.find(tmp_path).lost
+    (tmp_path / "8" / "half").touch()
+    assert checkpoint.find(tmp_path).lost, "two are more than one crash leaves"
+
+
+def test_set_aside_tidied_and_removed(tmp_path):
+    saved, aside = tmp_path / "checkpoints", tmp_path / "passed_over"
+    for _ in range(3):  # the same step may come again
+        seal.set_aside(make(saved, 4), aside)
+    assert sorted(p.name for p in aside.iterdir()) == ["4", "4.1", "4.2"]
+    make(saved, 8)
+    (saved / "9.orbax-checkpoint-tmp-3").mkdir()
+    make(saved, 12).rename(saved / ".removed-12")
+    seal.tidy(saved)
+    assert [p.name for p in saved.iterdir()] == ["8"]
+    seal.remove(saved / "8")
+    assert not list(saved.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        ({"keep": 1}, {60}),
+        ({"keep": 2}, {50, 60}),
+        ({"keep": 1, "keep_every": 20}, {20, 40, 60}),
+        ({"keep": 1, "keep_best": 2}, {10, 30, 60}),
+        ({"keep": 2, "keep_best": 1, "keep_every": 40}, {30, 40, 50, 60}),
+    ],
+)
+def test_what_the_policies_keep(policy, kept, tmp_path):
+    checkpoints = checkpoint.Checkpoints(CheckpointConfig(**policy), tmp_path)
+    checkpoints.scores = {10: 1.5, 20: 2.0, 30: 1.0, 40: 3.0, 70: 0.1}
+    steps = [60, 50, 40, 30, 20, 10]
+    assert {*steps} - {*checkpoints._superfluous(steps)} == kept
+
+
+def test_a_spike_is_what_its_definition_says(rng):
+    """Against NumPy, on both sides of the limit; before the window is full there is no verdict."""
+    cfg = SpikeConfig(window=16, threshold=4.0)
+    for scale in (1e-4, 0.3):  # a deviation below the floor of a hundredth, and above
+        recent = (2 + scale * rng.standard_normal(16)).astype(np.float32)
+        middle = np.median(recent.astype(np.float64))
+        deviation = 1.4826 * np.median(np.abs(recent - middle))
+        limit = middle + 4 * max(deviation, 0.01 * abs(middle))
+        for loss, spike in ((limit * 1.0001, True), (limit * 0.9999, False), (np.nan, False), (np.inf, True)):
+            assert bool(step.is_spike(cfg, jnp.asarray(recent), jnp.int32(16), jnp.float32(loss))) == spike
+            assert not step.is_spike(cfg, jnp.asarray(recent), jnp.int32(15), jnp.float32(loss))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "devices", "fits"),
+    [
+        ({"data": 4, "fsdp": 2}, 16, 8, (4, 2)),
+        ({"data": 4, "fsdp": 2}, 16, 7, (2, 2)),  # three replicas would not divide the batch
+        ({"data": 4, "fsdp": 2}, 12, 7, (3, 2)),
+        ({"data": 1, "fsdp": 8}, 16, 7, (1, 4)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 8, 6, (1, 2)),
+        ({"data": 2, "tensor": 4}, 8, 3, None),
+    ],
+)
+def test_the_mesh_of_the_devices_that_are_left(sizes, batch, devices, fits):
+    mesh = MeshConfig(**sizes)
+    if fits is None:
+        with pytest.raises(ConfigError, match=r"3 devices are left, but .* need 4"):
+            supervise.fitted(mesh, batch, devices)
+    else:
+        found = supervise.fitted(mesh, batch, devices)
+        assert (found.data, found.fsdp) == fits
+        assert found.tensor == mesh.tensor
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    files.replace(path, "old")
+
+    def fails(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fails)
+    with pytest.raises(OSError, match="No space"):
+        files.replace(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_a_lock_is_exclusive_and_says_who(tmp_path):
+    (tmp_path / ".lock").touch()
+    with rundir.lock(tmp_path) as left:
+        assert left is None
+        with pytest.raises(ConfigError, match=r"in use by process \d+ on "), rundir.lock(tmp_path):
+            pass
+    (tmp_path / ".lock").write_text("process 9 on a")
+    with rundir.lock(tmp_path) as left:
+        assert left == "process 9 on a trained here and did not end in order"
+
+
+def test_time_that_is_lost_is_counted_once():
+    lines = [{"step": n, "time": 100.0 + n, "seconds": {"step": 1.0}} for n in range(1, 7)]
+    event = goodput.resumed(4, lines[:4], lines[4:])
+    assert event["lost_s"] == 2.0
+    assert event["down_s"] >= 0
+    assert goodput.resumed(0, [], []) is None
