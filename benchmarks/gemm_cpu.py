@@ -1,0 +1,64 @@
+"""Plain matrix products on one core, XLA beside torch: `python benchmarks/gemm_cpu.py [--rounds 9]`
+
+Needs the extra `[parity]`. The shapes are those of the training step of `train_cpu.py`'s J2, and bound what that step
+can reach. Rounds alternate; the ratio (torch's time over XLA's) is the median over them, and goes to
+`benchmarks/results/gemm_cpu.json`.
+"""
+
+import argparse
+import os
+import time
+from statistics import median
+from typing import Any
+
+import record
+
+# [M, K] x [K, N] as in a forward pass, and with the left or right one transposed as in a backward pass.
+SHAPES = [(2048, 384, 1536, "nn"), (2048, 1536, 384, "nn"), (2048, 1536, 384, "nt"), (384, 2048, 1536, "tn")]
+
+
+def seconds(call: Any) -> float:
+    begin = time.perf_counter()
+    for _ in range(10):
+        call()
+    return (time.perf_counter() - begin) / 10
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--rounds", type=int, default=9)
+    rounds = arguments.parse_args().rounds
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+
+    import jax
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(1)
+    rng, results = np.random.default_rng(0), []
+    for m, k, n, form in SHAPES:
+        a = rng.standard_normal((k, m) if form == "tn" else (m, k), np.float32)
+        b = rng.standard_normal((n, k) if form == "nt" else (k, n), np.float32)
+
+        def product(x: Any, y: Any, form: str = form) -> Any:
+            return x.T @ y if form == "tn" else x @ y.T if form == "nt" else x @ y
+
+        ours, theirs = jax.jit(product), (torch.from_numpy(a), torch.from_numpy(b))
+        own = (jax.numpy.asarray(a), jax.numpy.asarray(b))
+        calls = {"xla": lambda f=ours, x=own: f(*x).block_until_ready(), "torch": lambda f=product, x=theirs: f(*x)}
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for call in calls.values():
+            seconds(call)  # compiles, and warms up
+        for _ in range(rounds):
+            for name, call in calls.items():
+                taken[name].append(seconds(call))
+        ratio = median(t / x for x, t in zip(taken["xla"], taken["torch"], strict=True))
+        rates = {name: round(2e-9 * m * k * n / median(values), 1) for name, values in taken.items()}
+        results.append({"shape": [m, k, n], "form": form, "gflops": rates, "speed_against_torch": round(ratio, 3)})
+        print(results[-1], flush=True)
+    print(record.record("gemm_cpu", {"rounds": rounds, "products": results}))
+
+
+if __name__ == "__main__":
+    main()
