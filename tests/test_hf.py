@@ -467,6 +467,7 @@ def test_mistakes_on_the_command_line(argv, words, folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "llama"], "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_a_folder_and_is_exported(tmp_path, rng):
     """By their commands: the first loss is the folder's model's, at a learning rate of zero it comes back bit for bit,
     and a run begins with a run that has not begun. Mistakes end with code 2 and one line."""

@@ -222,6 +222,7 @@ def test_steps_that_are_not_finite_stop_the_run_and_name_the_batch(text, tmp_pat
     assert None in (recorded[-1]["loss"], recorded[-1]["grad_norm"])
 
 
+@pytest.mark.slow
 def test_accumulation_on_the_command_line(text, straight, tmp_path):
     """The same batches in two microbatches: the same losses, up to float32's order of summation."""
     run_dir = tmp_path / "run"
@@ -249,6 +250,7 @@ def test_the_environment_of_the_user_wins(text, tmp_path):
     assert "device   1 x" in process.stdout
 
 
+@pytest.mark.slow
 def test_a_dense_run_is_up_cycled_on_another_mesh(straight, text, tmp_path):
     """At a learning rate of zero the experts' held-out loss is the dense run's: every expert is its MLP."""
     run_dir, argv = tmp_path / "run", [*SMALL, f"--data.path={text}", f"--run.init_from={straight[0]}"]

@@ -8,6 +8,7 @@ Suffixes: B rows of one microbatch on one device, S tokens of a row on one conte
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -254,7 +255,7 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
         saved += e * (4 + waiting) * stream // n / layers  # what is sent and has come, and outputs that wait to turn
     return {
         "parameters, float32": _bytes(state.params),
-        "optimizer state": _bytes((state.opt_state, state.step, state.skipped, state.skipped_in_a_row)),
+        "optimizer state": _bytes(replace(state, params=())),
         "batch": _bytes(batch),
         f"parameters in {t.dtype}": e * cast if e != 4 else 0,
         "gradients": gradients,
