@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from jaxstack import cli, data, distributed, platform, rundir, seal, signals
+from jaxstack import cli, data, distributed, goodput, platform, rundir, seal, signals
 from jaxstack.config import Config, ConfigError, DistributedConfig, resolve
 from jaxstack.exits import Exit, RunError
 
@@ -63,7 +63,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
     run = Path(cfg.run.dir)
     saved = rundir.checkpoints(run)
-    account = metrics.Account()
+    account = goodput.Account()
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
     devices = list(mesh.devices.flat)
     ctx = Context.create(costs.settled(cfg, mesh), mesh)
@@ -151,7 +151,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             seal.tidy(saved)
             for number in found.passed_over:
                 screen.say(f"step {number} was moved to {seal.set_aside(saved / str(number), run / 'passed_over')}/")
-            if event := metrics.resumed(start, log.records, log.rewind(start)):
+            if event := goodput.resumed(start, log.records, log.rewind(start)):
                 log.write(event)
         checkpoints.scores |= {r["step"]: r["eval_loss"] for r in log.records if "eval_loss" in r}
         facts = {"config": asdict(cfg), "versions": checkpoint.versions(), "data": dataset.fingerprint}
@@ -251,7 +251,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
                 del state, device_values  # two states may not fit
                 state, _ = state_of(newest)
                 done, offset = newest, spike + offset - newest
-                lost = metrics.total(log.rewind(newest))
+                lost = goodput.total(log.rewind(newest))
                 log.write({"step": newest, "event": "rolled back", "spike": spike, "lost_s": lost})
                 screen.say(f"went back from step {spike} to {newest}, and steps over the batches between", "yellow")
                 meter.restart()

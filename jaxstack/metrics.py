@@ -1,4 +1,4 @@
-"""Throughput and MFU of the training loop; `jaxstack.goodput` says where its seconds go."""
+"""Throughput, MFU and memory of the training loop; `jaxstack.goodput` says where its seconds go."""
 
 import time
 
@@ -6,9 +6,6 @@ import jax
 
 from jaxstack import plan
 from jaxstack.config import Config
-from jaxstack.goodput import Account, resumed, total
-
-__all__ = ["Account", "Meter", "resumed", "total"]
 
 
 class Meter:
@@ -41,7 +38,8 @@ class Meter:
         """Means since the clock was started or last read; None where no step was timed.
 
         `tokens_per_s` over all devices, `step_time_s` and `data_wait_s` in seconds a step, `mfu` by the
-        full-attention convention and `mfu_causal` by the causal one.
+        full-attention convention and `mfu_causal` by the causal one. `peak_bytes_in_use` is the most that one of this
+        process's devices has held since the beginning; left out where the device does not tell, as a CPU.
         """
         names = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s")
         if self._since is None or not self._steps:
@@ -55,5 +53,7 @@ class Meter:
         }
         for name, flops in self._conventions.items():
             values[name] = plan.mfu(speed * flops, self._kind, self._devices, self._dtype)
+        stats = [device.memory_stats() for device in jax.local_devices()]
         self.restart()
-        return {name: values[name] for name in names}
+        peaks = [float(s["peak_bytes_in_use"]) for s in stats if s and "peak_bytes_in_use" in s]
+        return {name: values[name] for name in names} | ({"peak_bytes_in_use": max(peaks)} if peaks else {})
