@@ -82,9 +82,9 @@ def finish(*processes: subprocess.Popen[str], code: int = 0) -> list[tuple[str, 
 
 def losses(run_dir: Path) -> list[dict]:
     """The lines of metrics.jsonl without the clock."""
-    timed = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s")
+    timed = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s", "time", "seconds")
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k not in timed} for line in lines]
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines if "event" not in line]
 
 
 def assert_equal_lines(a: list[dict], b: list[dict]) -> None:
@@ -110,7 +110,8 @@ def test_two_processes_equal_one(text, tmp_path):
     (out, _), (quiet, _) = finish(*start_two(*argv, f"--run.dir={two}"))
     finish(start(*argv, f"--run.dir={one}", devices=8))
     assert "device   8 x cpu in 2 processes" in out
-    assert all(line.startswith("[Gloo]") for line in quiet.splitlines()), "process 0 alone prints"
+    # Gloo's threads write as they please, at times two into one line.
+    assert all("[Gloo]" in line for line in quiet.splitlines() if line), f"process 0 alone prints, not:\n{quiet}"
     assert [line["step"] for line in losses(one) if "loss" in line] == list(range(1, 13))
     assert_equal_lines(losses(two), losses(one))
     assert (two / "samples.txt").read_text() == (one / "samples.txt").read_text()
