@@ -178,7 +178,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             screen.say(f"step {number} {name}: {what}", style="yellow")
             if values["skipped_in_a_row"] >= cfg.train.max_bad_steps:
                 count = values["skipped_in_a_row"]
-                raise RunError(Exit.BAD_STEPS, f"stopped at step {number}, the {count}th in a row skipped: {what}")
+                raise RunError(Exit.BAD_STEPS, f"stopped at step {number}, {count} in a row skipped: {what}")
             return bool(values["spike"]) and cfg.train.spike.action == "rollback"
 
         def evaluate(number: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from jaxstack import checkpoint, files, goodput, rundir, seal, step, supervise
 from jaxstack.config import CheckpointConfig, ConfigError, MeshConfig, SpikeConfig
+from jaxstack.exits import Exit, RunError
 
 
 def make(directory: Path, number: int) -> Path:
@@ -96,6 +97,20 @@ def test_what_the_policies_keep(policy, kept, tmp_path):
     checkpoints.scores = {10: 1.5, 20: 2.0, 30: 1.0, 40: 3.0, 70: 0.1}
     steps = [60, 50, 40, 30, 20, 10]
     assert {*steps} - {*checkpoints._superfluous(steps)} == kept
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_state_that_is_not_finite_is_refused(bad, tmp_path):
+    """Whatever the leaf; integers cannot be it, and what is finite is saved and sealed."""
+    state = {"step": jnp.int32(3), "params": {"w": jnp.ones((3, 2))}, "opt_state": jnp.zeros(4)}
+    with checkpoint.Checkpoints(CheckpointConfig(), tmp_path) as checkpoints:
+        with pytest.raises(RunError, match="after step 3 holds numbers that are not finite") as raised:
+            checkpoints.save(3, state | {"opt_state": jnp.zeros(4).at[2].set(bad)}, {})
+        assert raised.value.code is Exit.BAD_STEPS
+        assert not seal.steps(tmp_path)
+        checkpoints.save(3, state, {"next_batch": 5})
+    assert checkpoint.find(tmp_path).step == 3
+    assert checkpoint.facts(tmp_path, 3) == {"next_batch": 5}
 
 
 def test_a_spike_is_what_its_definition_says(rng):

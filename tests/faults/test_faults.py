@@ -428,17 +428,16 @@ def test_a_batch_that_is_not_finite_changes_nothing(argv, tmp_path):
 
 def test_batches_that_are_not_finite_in_a_row_stop_the_run(argv, tmp_path):
     _, err = run(*argv, "--train.max_bad_steps=3", patch=poisoned(9, 10, 11, how=NAN), code=Exit.BAD_STEPS)
-    assert "stopped at step 12, the 3th in a row skipped: loss nan" in err
+    assert "stopped at step 12, 3 in a row skipped: loss nan" in err
     assert seal.sealed(tmp_path / "run" / "checkpoints")[0] == 8
 
 
 def test_a_state_that_is_not_finite_is_never_saved(argv, tmp_path):
-    """A finite gradient, and an update that overflows."""
-    flags = ["--optim.name=sgd", "--optim.lr=1e38", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
+    """A finite gradient, and an update that overflows: the step itself cannot tell."""
+    flags = ["--optim.name=sgd", "--optim.lr=1e39", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
     _, err = run(*argv, *flags, "--checkpoint.every=1", code=Exit.BAD_STEPS)
-    assert "not finite, so it was not saved" in err or "in a row skipped" in err
-    for step in seal.sealed(tmp_path / "run" / "checkpoints"):
-        assert all(np.isfinite(a).all() for a in arrays(tmp_path / "run" / "checkpoints" / str(step)).values())
+    assert "the state after step 1 holds numbers that are not finite, so it was not saved" in err
+    assert not seal.steps(tmp_path / "run" / "checkpoints")
 
 
 @pytest.mark.parametrize("action", ["report", "skip", "rollback"])
