@@ -1,7 +1,6 @@
 """Several processes as one run: real ones, two of four CPU devices each, against one of eight; and who is detected."""
 
 import dataclasses
-import json
 import os
 import shutil
 import socket
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from jax.sharding import NamedSharding, PartitionSpec
+from lines import values
 
 from jaxstack import cli, data, distributed, platform, rundir
 from jaxstack.config import Config, ConfigError, DistributedConfig, MeshConfig, flat
@@ -80,13 +80,6 @@ def finish(*processes: subprocess.Popen[str], code: int = 0) -> list[tuple[str, 
     return outputs
 
 
-def losses(run_dir: Path) -> list[dict]:
-    """The lines of metrics.jsonl without the clock."""
-    timed = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s", "time", "seconds")
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k not in timed} for line in lines if "event" not in line]
-
-
 def assert_equal_lines(a: list[dict], b: list[dict]) -> None:
     """Equal but for the order of summation: between processes gloo adds eight float32 parts in another order than XLA
     does within one. A unit in the last place, 1e-7, is what one step shows; twelve are given ten of them."""
@@ -112,8 +105,8 @@ def test_two_processes_equal_one(text, tmp_path):
     assert "device   8 x cpu in 2 processes" in out
     # Gloo's threads write as they please, at times two into one line.
     assert all("[Gloo]" in line for line in quiet.splitlines() if line), f"process 0 alone prints, not:\n{quiet}"
-    assert [line["step"] for line in losses(one) if "loss" in line] == list(range(1, 13))
-    assert_equal_lines(losses(two), losses(one))
+    assert [line["step"] for line in values(one) if "loss" in line] == list(range(1, 13))
+    assert_equal_lines(values(two), values(one))
     assert (two / "samples.txt").read_text() == (one / "samples.txt").read_text()
     assert (two / "config.yaml").read_text().replace(str(two), str(one)) == (one / "config.yaml").read_text()
     assert {p.name for p in two.iterdir()} == {p.name for p in one.iterdir()}
@@ -126,9 +119,9 @@ def test_two_processes_equal_one(text, tmp_path):
     ((other, _),) = finish(start(*argv, f"--run.dir={tmp_path / 'two_halfway'}", devices=8))
     assert "resumed from step 6" in out
     assert "resumed from step 6" in other
-    trained = [line for line in losses(one) if "loss" in line or "eval_loss" in line]
+    trained = [line for line in values(one) if "loss" in line or "eval_loss" in line]
     for path in (one, two):
-        assert_equal_lines(losses(tmp_path / f"{path.name}_halfway"), trained)
+        assert_equal_lines(values(tmp_path / f"{path.name}_halfway"), trained)
 
 
 @pytest.mark.slow
@@ -145,7 +138,7 @@ def test_the_stages_of_a_pipeline_lie_on_two_processes(text, tmp_path):
     ((out, _),) = finish(start(*argv, f"--run.dir={plain}", devices=8))
     assert "resumed from step 6" in out
     assert "changed  mesh.pipe was 2, is now 1" in out
-    assert_equal_lines(losses(plain), losses(two))
+    assert_equal_lines(values(plain), values(two))
 
 
 def test_processes_that_differ_are_refused(text, tmp_path):

@@ -1,6 +1,5 @@
 """`train.py` as its users run it: whole processes, on a small text."""
 
-import json
 import math
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from lines import lines, values
 from orbax.checkpoint import v1 as ocp
 
 from jaxstack import seal
@@ -66,16 +66,6 @@ def run(*argv: str, code: int = 0) -> tuple[str, str]:
     out, err = process.communicate(timeout=180)
     assert process.returncode == code, out + err
     return out, err
-
-
-def lines(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def values(run_dir: Path) -> list[dict]:
-    """What must repeat exactly: everything but the clock."""
-    timed = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s", "time", "seconds")
-    return [{k: v for k, v in line.items() if k not in timed} for line in lines(run_dir) if "event" not in line]
 
 
 @pytest.fixture(scope="module")

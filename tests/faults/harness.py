@@ -1,6 +1,5 @@
 """Real runs of `train.py` on a small text, to be killed, starved and misled."""
 
-import json
 import os
 import signal
 import socket
@@ -9,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from lines import lines
 
 from jaxstack import seal
 
@@ -76,16 +77,6 @@ def is_sealed(run_dir: Path, step: int) -> bool:
 def kill(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate()
-
-
-def lines(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def values(run_dir: Path) -> list[dict]:
-    """What must repeat bit for bit: training and evaluation, without clocks."""
-    timed = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s", "time", "seconds")
-    return [{k: v for k, v in line.items() if k not in timed} for line in lines(run_dir) if "event" not in line]
 
 
 def losses(run_dir: Path) -> dict[int, float]:

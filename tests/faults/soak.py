@@ -15,10 +15,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent.parent / "benchmarks"))
+sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent / "benchmarks")]
 
 import harness
 import record
+from lines import lines, values
 
 from jaxstack import seal
 from jaxstack.exits import Exit
@@ -81,8 +82,8 @@ def main() -> None:
         argv[-2] = f"--train.steps={steps}"
         harness.run(*argv, f"--run.dir={run_dir}")
         harness.run(*argv, f"--run.dir={folder / 'straight'}")
-        equal = harness.values(run_dir) == harness.values(folder / "straight")
-        ended = [line["loss"] for line in harness.lines(run_dir) if "loss" in line][-1]
+        equal = values(run_dir) == values(folder / "straight")
+        ended = [line["loss"] for line in lines(run_dir) if "loss" in line][-1]
     result = {"minutes": given.minutes, "steps": steps, "faults": dict(happened), "last_loss": ended, "equal": equal}
     print(record.record("soak", result), result)
     sys.exit(not equal)

@@ -15,7 +15,8 @@ import harness
 import jax
 import numpy as np
 import pytest
-from harness import STEPS, finish, is_sealed, kill, losses, run, start, two, values, wait_until
+from harness import STEPS, finish, is_sealed, kill, losses, run, start, two, wait_until
+from lines import lines, values
 from orbax.checkpoint import v1 as ocp
 
 from jaxstack import checkpoint, seal
@@ -292,7 +293,7 @@ def test_asked_to_stop(number, argv, straight, tmp_path):
     wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(losses(tmp_path / "run")) >= 5, process)
     process.send_signal(number)
     ((out, err),) = finish(process, code=Exit.STOPPED)
-    (step,) = {line["step"] for line in harness.lines(tmp_path / "run") if line.get("event") == "stopped"}
+    (step,) = {line["step"] for line in lines(tmp_path / "run") if line.get("event") == "stopped"}
     assert is_sealed(tmp_path / "run", step)
     assert f"stopped as asked after step {step}, which is saved" in err
     out, _ = run(*argv)
@@ -419,7 +420,7 @@ def test_a_batch_that_is_not_finite_changes_nothing(argv, tmp_path):
     out, _ = run(*argv, patch=poisoned(9, how=NAN))
     assert "step 10 skipped: loss nan" in out
     assert "batch of step 9: text.txt tokens" in out
-    recorded = {line["step"]: line for line in harness.lines(tmp_path / "run") if "loss" in line}
+    recorded = {line["step"]: line for line in lines(tmp_path / "run") if "loss" in line}
     assert recorded[10]["skipped"] == recorded[STEPS]["skipped"] == 1
     assert recorded[11]["skipped_in_a_row"] == 0
     assert recorded[10]["lr"] == recorded[11]["lr"], "an update that did not happen moves no schedule"
@@ -446,8 +447,8 @@ def test_a_spike_of_the_loss(action, argv, tmp_path):
     patch = poisoned(29, how=NOISE)
     out, _ = run(*flags, patch=patch)
     run_dir = tmp_path / "run"
-    recorded = {line["step"]: line for line in harness.lines(run_dir) if "loss" in line}
-    events = [line for line in harness.lines(run_dir) if line.get("event") == "rolled back"]
+    recorded = {line["step"]: line for line in lines(run_dir) if "loss" in line}
+    events = [line for line in lines(run_dir) if line.get("event") == "rolled back"]
     assert "step 30 a spike" in out
     assert "batch of step 29: text.txt tokens" in out
     assert recorded[40]["skipped"] == (action == "skip")
@@ -590,12 +591,12 @@ def test_clock_jumps(argv, straight, tmp_path):
     run(*argv, patch=patch)
     taken = time.monotonic() - began
     assert values(tmp_path / "run") == values(straight)
-    spent = [line["seconds"] for line in harness.lines(tmp_path / "run") if "seconds" in line]
+    spent = [line["seconds"] for line in lines(tmp_path / "run") if "seconds" in line]
     after_start = sum(s for line in spent for kind, s in line.items() if kind != "start")
     assert all(s >= 0 for line in spent for s in line.values())
     assert after_start <= taken
     run(*argv, "--train.steps=26", patch=patch)
-    (event,) = [line for line in harness.lines(tmp_path / "run") if line.get("event") == "resumed"]
+    (event,) = [line for line in lines(tmp_path / "run") if line.get("event") == "resumed"]
     assert event["lost_s"] >= 0
     assert event["down_s"] >= 0
 
@@ -605,7 +606,7 @@ def test_clock_jumps(argv, straight, tmp_path):
 
 def test_every_second_is_accounted_for(straight):
     """The kinds add up to the life of the process; saves stall training for a moment only."""
-    recorded = harness.lines(straight)
+    recorded = lines(straight)
     spent = sum(sum(line["seconds"].values()) for line in recorded if "seconds" in line)
     ended = next(line["time"] for line in recorded if line.get("event") == "finished")
     first = next(line["time"] for line in recorded if "time" in line)
@@ -689,7 +690,7 @@ def test_no_file_unpickles():
 
 def test_policies_keep_the_best_and_every_so_many(argv, tmp_path):
     run(*argv, "--checkpoint.keep=1", "--checkpoint.keep_every=12", "--checkpoint.keep_best=1", "--train.eval_every=4")
-    recorded = {line["step"]: line["eval_loss"] for line in harness.lines(tmp_path / "run") if "eval_loss" in line}
+    recorded = {line["step"]: line["eval_loss"] for line in lines(tmp_path / "run") if "eval_loss" in line}
     best = min(recorded, key=recorded.__getitem__)
     assert set(seal.sealed(tmp_path / "run" / "checkpoints")) == {12, 24, best}
     facts = checkpoint.facts(tmp_path / "run" / "checkpoints", 24)
