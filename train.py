@@ -102,6 +102,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             screen.say(f"pipeline {ctx.pipeline}")
             if why := ctx.pipeline.explain():
                 screen.say(why)
+        screen.say(f"kernels  {', '.join(f'{op} {name}' for op, name in ctx.kernels.items())}")
         screen.say(f"data     {dataset.description}")
         screen.say(f"run      {run}/")
         for change in changes:

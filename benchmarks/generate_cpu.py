@@ -30,7 +30,7 @@ def ours(batch: int) -> Any:
 
     from jaxstack import model, params
     from jaxstack.config import ModelConfig, SampleConfig
-    from jaxstack.context import KERNELS, Context
+    from jaxstack.context import Context, implementations
     from jaxstack.generate import decode
 
     cfg = ModelConfig(
@@ -43,7 +43,7 @@ def ours(batch: int) -> Any:
     )
     values = jax.jit(lambda: params.init(jax.random.key(0), model.spec(cfg)))()
     prompts = np.random.default_rng(0).integers(0, SHAPE["vocab"], (batch, PROMPT)).tolist()
-    ctx = Context(**KERNELS["cpu"])
+    ctx = Context(**implementations("cpu"))
     runs = {n: decode.make_generate(cfg, SampleConfig(tokens=n, temperature=0), ctx=ctx) for n in (1, NEW, LONG)}
     return lambda new: runs[new](values, prompts, 0)
 

@@ -366,6 +366,30 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class KernelsConfig:
+    """How the hot operations are computed; `auto` goes by the platform and the shapes, and says what it took.
+
+    `pallas` is this project's kernel for the platform. What is named and cannot run is an error.
+    """
+
+    attention: Literal["auto", "xla", "chunked"] = "auto"
+    """`xla`: all scores at once; `chunked`: memory linear in the sequence."""
+    norm: Literal["auto", "xla", "explicit_vjp"] = "auto"
+    """RMSNorm and LayerNorm; `explicit_vjp`: with a gradient written by hand."""
+    linear: Literal["auto", "xla", "barrier"] = "auto"
+    """`barrier`: keeps XLA from fusing into the matmuls of the backward pass, which pays on CPU."""
+    gelu: Literal["auto", "xla", "saved"] = "auto"
+    """`saved`: keeps the derivative from the forward pass."""
+    cross_entropy: Literal["auto", "xla", "chunked"] = "auto"
+    """`xla`: all logits at once; `chunked`: those of a few tokens at a time, memory independent of the vocabulary."""
+    moe: Literal["auto", "ragged", "grouped", "reference"] = "auto"
+    """The experts' matmuls; `ragged`: lax.ragged_dot; `grouped`: a loop over tiles; `reference`: every expert on every
+    token."""
+    decode: Literal["auto", "scan", "unrolled"] = "auto"
+    """How a new token passes the layers: `unrolled` with a copy of each layer's weights."""
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule, all from optax."""
 
@@ -571,6 +595,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

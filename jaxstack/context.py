@@ -6,7 +6,7 @@ axes (`enter`, `leave`, `gather`), and the rules say which mesh axes that means.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,12 +17,41 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxstack import collectives
 from jaxstack.collectives import Axes
-from jaxstack.config import Config, MeshConfig
-from jaxstack.kernels import context_order
+from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig
+from jaxstack.kernels import TABLES, choice, context_order
+from jaxstack.moe import dispatch
 from jaxstack.params import Param, Spec, flat_spec, map_spec
 from jaxstack.pipeline import Program, resolve
 from jaxstack.sharding import BATCH_AXES, Leaf, Rules, transformer
 from jaxstack.sharding.rules import names_of
+
+OPS = TABLES | {
+    "moe": dispatch.IMPLEMENTATIONS,
+    "decode": {"scan": choice.Implementation(), "unrolled": choice.Implementation()},
+}
+"""The implementations of all that `KernelsConfig` names."""
+
+
+def implementations(
+    platform: str, wanted: KernelsConfig | None = None, cases: Mapping[str, choice.Case] | None = None
+) -> dict[str, str]:
+    """What computes each op on a platform.
+
+    Args:
+      platform: `cpu`, `gpu` or `tpu`.
+      wanted: None: `auto` for all.
+      cases: the shapes that each op meets, as far as they are known; see `jaxstack.kernels.choice`.
+
+    Raises:
+      ConfigError: what is wanted does not run there.
+    """
+    wanted, cases = wanted or KernelsConfig(), cases or {}
+    try:
+        return {
+            op: choice.choose(op, table, getattr(wanted, op), platform, cases.get(op, {})) for op, table in OPS.items()
+        }
+    except ValueError as error:
+        raise ConfigError(f"kernels.{error}") from error
 
 
 @dataclass(frozen=True)
@@ -57,10 +86,10 @@ class Context:
 
     @classmethod
     def create(cls, cfg: Config, mesh: Mesh) -> "Context":
-        """The context of a run: kernels by the mesh's platform, its pipeline by the mesh's stages.
+        """The context of a run: kernels as asked for, or by the mesh's platform; its pipeline by the mesh's stages.
 
         Raises:
-          ConfigError: a pipeline that does not fit the model or the batch.
+          ConfigError: a pipeline that does not fit the model or the batch, or a kernel that cannot run.
         """
         stages, replicas = mesh.shape["pipe"], math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         sequences = cfg.data.batch_size // cfg.train.grad_accum // replicas
@@ -72,7 +101,20 @@ class Context:
             dtype=jnp.dtype(cfg.train.dtype),
             remat=cfg.train.remat,
         )
-        return replace(context, **KERNELS.get(mesh.devices.flat[0].platform, {}))
+        model = cfg.model
+        width, vocabulary = {"d_model": model.d_model}, {"vocab_size": model.vocab_size}
+        cases: dict[str, choice.Case] = {
+            "attention": {"head_dim": model.head_width, "softcap": model.attention_softcap},
+            "norm": width,
+            "cross_entropy": width | vocabulary | {"softcap": model.logit_softcap},
+        }
+        cases = {op: {"dtype": context.dtype} | dict(cases.get(op, {})) for op in OPS}
+        return replace(context, **implementations(choice.platform_of(mesh.devices.flat[0]), cfg.kernels, cases))
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What computes each op."""
+        return {op: getattr(self, op) for op in OPS}
 
     # From outside: how arrays lie on the mesh, and the way in.
 
@@ -265,17 +307,3 @@ class Context:
     def replicas(self) -> int:
         """Parts that the rows of a batch are split into; known outside too."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes("batch")) if self.mesh else 1
-
-
-KERNELS: dict[str, dict[str, Any]] = {
-    "cpu": {
-        "attention": "chunked",
-        "linear": "barrier",
-        "norm": "explicit_vjp",
-        "moe": "grouped",
-        "decode": "unrolled",
-        "gelu": "saved",
-        "cross_entropy": "chunked",
-    },
-}
-"""What runs where, by platform; an op that is not named takes its XLA reference."""

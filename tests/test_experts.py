@@ -11,13 +11,13 @@ from models import EXPERTS, FAMILIES
 
 from jaxstack import convert, losses, model, params, plan, step
 from jaxstack.config import Config, ConfigError, DataConfig, MoEConfig, OptimConfig, TrainConfig
-from jaxstack.context import KERNELS, Context
+from jaxstack.context import Context, implementations
 from jaxstack.tree import flatten
 
 CONTEXTS = {
     "xla": Context(moe="reference"),
     "ragged": Context(moe="ragged"),
-    "cpu": Context(**KERNELS["cpu"]),
+    "cpu": Context(**implementations("cpu")),
 }
 
 

@@ -4,9 +4,12 @@ The numpy side shares nothing with the kernels: attention visits queries one at 
 hand. Set JAXSTACK_TEST_SEED to the printed seed to repeat a run.
 """
 
+import functools
 import importlib
 import math
 import os
+import re
+from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxstack import kernels
+from jaxstack import context, kernels
+from jaxstack.config import KernelsConfig
+from jaxstack.kernels import choice
 
 activation_module, attention_module, cross_entropy_module, linear_module, norm_module = (
     # `from jaxstack.kernels import attention` would give the function
@@ -378,3 +383,47 @@ def test_mistakes_are_named():
     y, i = jnp.zeros((3, 4, 8)), jnp.zeros((3, 4), jnp.int32)
     with pytest.raises(ValueError, match="xla, chunked"):
         kernels.cross_entropy(y, jnp.zeros((8, 5)), i, jnp.ones((3, 4)), implementation="fast")
+
+
+# Choice
+
+
+def test_the_configuration_names_what_there_is():
+    for op, table in context.OPS.items():
+        named = set(get_args(get_type_hints(KernelsConfig)[op])) - {"auto", "pallas"}
+        assert named == {name for name in table if not name.startswith("pallas_")}, op
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_auto_always_finds_something_that_runs(platform):
+    for op, name in context.implementations(platform).items():
+        assert platform in context.OPS[op][name].platforms
+
+
+def test_what_is_named_and_cannot_run_is_an_error(monkeypatch):
+    table = {
+        "xla": choice.Implementation(),
+        "vendor": choice.Implementation(("gpu",), lambda case: "takes no float32" if case["dtype"] == "f4" else ""),
+        "pallas_gpu": choice.Implementation(("gpu",)),
+    }
+    monkeypatch.setitem(choice.AUTO["gpu"], "op", ("vendor",))
+    choose = functools.partial(choice.choose, "op", table)
+    assert choose("auto", "gpu", {"dtype": "f2"}) == "vendor"
+    assert choose("auto", "gpu", {"dtype": "f4"}) == "xla"
+    assert choose("auto", "cpu", {"dtype": "f2"}) == "xla"
+    assert choose("pallas", "gpu", {"dtype": "f4"}) == "pallas_gpu"
+    for wanted, platform, words in [
+        ("vendor", "cpu", "op=vendor runs on gpu, not on cpu; use one of xla, or auto"),
+        ("vendor", "gpu", "op=vendor takes no float32; use one of xla, pallas_gpu, or auto"),
+        ("pallas", "tpu", "op has no implementation 'pallas' on tpu; use one of xla, or auto"),
+        ("fast", "cpu", "op has no implementation 'fast' on cpu; use one of xla, or auto"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            choose(wanted, platform, {"dtype": "f4"})
+
+
+def test_auto_is_what_runs_here():
+    x = jnp.ones((2, 8))
+    assert jnp.array_equal(
+        kernels.rms_norm(x, jnp.ones(8), eps=0.0, implementation="auto"), kernels.rms_norm(x, jnp.ones(8), eps=0.0)
+    )

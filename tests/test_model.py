@@ -11,12 +11,12 @@ from models import FAMILIES, SMALL
 
 from jaxstack import layers, model, params
 from jaxstack.config import ModelConfig, RopeScaling
-from jaxstack.context import KERNELS, Context
+from jaxstack.context import Context, implementations
 from jaxstack.tree import flatten
 
 CONTEXTS = {
     "xla": Context(),
-    "cpu": Context(**KERNELS["cpu"]),
+    "cpu": Context(**implementations("cpu")),
 }
 
 

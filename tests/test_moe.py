@@ -552,7 +552,7 @@ def call_on_mesh(**options):
         (lambda: moe.balance_loss(moe.by_domain(jnp.zeros(6, int), 2), 4), r"batch_rows=4 does not divide the 6"),
         (lambda: call(num_experts=1), r"k=2 choices need as many experts, but num_experts=1"),
         (lambda: call(num_experts=8), r"w_up has 4 experts, but num_experts=8 over 1 shards leaves 8"),
-        (lambda: call(implementation="fast"), r"no implementation 'fast'; use one of grouped, ragged, reference"),
+        (lambda: call(implementation="fast"), r"no implementation 'fast'; use one of ragged, grouped, reference"),
         (lambda: call(capacity_factor=1.0), r"rows=None must divide the 12 tokens"),
         (lambda: call(capacity_factor=1.0, rows=5), r"rows=5 must divide"),
         (lambda: call(capacity_factor=0.0, rows=4), r"capacity_factor=0.0 must be positive"),

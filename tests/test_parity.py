@@ -18,7 +18,7 @@ from models import EXPERTS, FAMILIES
 
 from jaxstack import hf, losses, model, step
 from jaxstack.config import Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, RopeScaling, TrainConfig
-from jaxstack.context import KERNELS, Context
+from jaxstack.context import Context, implementations
 from jaxstack.params import Param
 from jaxstack.tree import flatten, path_of
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 # More than one chunk of the chunked kernels (64 rows of attention, 512 tokens of cross-entropy), and no multiple of it.
 BATCH, LENGTH = 8, 72
 
-CONTEXTS = {"xla": Context(), "cpu": Context(**KERNELS["cpu"])}
+CONTEXTS = {"xla": Context(), "cpu": Context(**implementations("cpu"))}
 
 CHANGES: dict[str, dict] = {
     "gpt2": {"max_positions": 80},

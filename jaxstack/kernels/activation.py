@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-IMPLEMENTATIONS = ("xla", "saved")
+from jaxstack.kernels.choice import Implementation, here
+
+IMPLEMENTATIONS = {"xla": Implementation(), "saved": Implementation()}
 
 
 def gelu(x: jax.Array, *, implementation: str = "xla") -> jax.Array:
@@ -13,12 +15,9 @@ def gelu(x: jax.Array, *, implementation: str = "xla") -> jax.Array:
     "saved" keeps the derivative, which shares its `erf` with the value, from the forward pass.
     Raises ValueError for an unknown implementation.
     """
-    match implementation:
-        case "xla":
-            return jax.nn.gelu(x, approximate=False)
-        case "saved":
-            return _gelu_saved(x)
-    raise ValueError(f"gelu has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}")
+    if here("gelu", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "saved":
+        return _gelu_saved(x)
+    return jax.nn.gelu(x, approximate=False)
 
 
 def _forward(x):

@@ -15,8 +15,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import collectives
+from jaxstack.kernels.choice import Implementation, here
 
-IMPLEMENTATIONS = ("xla", "chunked")
+IMPLEMENTATIONS = {"xla": Implementation(), "chunked": Implementation()}
 
 _CHUNK = 64  # rows (forward) or keys (backward) worked on at a time
 _MAX_GROUPS = 16  # chunks traced one by one; a longer sequence scans over the chunks of each group
@@ -113,9 +114,9 @@ def options(q, k, scale, causal, window, softcap, implementation) -> Options:
         raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} kv heads evenly; use a divisor")
     if window < 0 or (window and not causal):
         raise ValueError(f"window={window} needs causal=True and a positive size (0: all keys)")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"attention has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}")
-    return Options(scale, causal, window, softcap, chunked=implementation == "chunked")
+    case = {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap}
+    name = here("attention", IMPLEMENTATIONS, implementation, case)
+    return Options(scale, causal, window, softcap, chunked=name == "chunked")
 
 
 def attend(o: Options, q, k, v, mask: Mask):

@@ -8,8 +8,9 @@ from jax import lax
 
 from jaxstack import collectives
 from jaxstack.collectives import Axes
+from jaxstack.kernels.choice import Implementation, here
 
-IMPLEMENTATIONS = ("xla", "chunked")
+IMPLEMENTATIONS = {"xla": Implementation(), "chunked": Implementation()}
 
 _CHUNK_TOKENS = 512  # tokens whose logits are held at a time
 
@@ -39,12 +40,10 @@ def cross_entropy(
     Raises ValueError for an unknown implementation.
     """
     weights = lax.stop_gradient(weights.astype(jnp.float32))
-    match implementation:
-        case "xla":
-            return (weights * _nll((softcap, vocab_axes), x, head, targets)[0]).sum()
-        case "chunked":
-            return _chunked((softcap, vocab_axes), *collectives.alike(x, head), targets, weights)
-    raise ValueError(f"cross_entropy has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}")
+    case = {"dtype": x.dtype, "d_model": x.shape[-1], "vocab_size": head.shape[1], "softcap": softcap}
+    if here("cross_entropy", IMPLEMENTATIONS, implementation, case) == "chunked":
+        return _chunked((softcap, vocab_axes), *collectives.alike(x, head), targets, weights)
+    return (weights * _nll((softcap, vocab_axes), x, head, targets)[0]).sum()
 
 
 def _nll(options, x, head, targets):

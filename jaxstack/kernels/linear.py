@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack import collectives
+from jaxstack.kernels.choice import Implementation, here
 
-IMPLEMENTATIONS = ("xla", "barrier")
+IMPLEMENTATIONS = {"xla": Implementation(), "barrier": Implementation()}
 
 
 def linear(
@@ -25,15 +26,10 @@ def linear(
 
     Raises ValueError for an unknown implementation.
     """
-    match implementation:
-        case "xla":
-            y = jnp.tensordot(x, w, in_axes)
-        case "barrier":
-            y = _barrier_matmul(in_axes, *collectives.alike(x, w))
-        case _:
-            raise ValueError(
-                f"linear has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}"
-            )
+    if here("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "barrier":
+        y = _barrier_matmul(in_axes, *collectives.alike(x, w))
+    else:
+        y = jnp.tensordot(x, w, in_axes)
     return y if b is None else y + b
 
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack import collectives
+from jaxstack.kernels.choice import Implementation, here
 
-IMPLEMENTATIONS = ("xla", "explicit_vjp")
+IMPLEMENTATIONS = {"xla": Implementation(), "explicit_vjp": Implementation()}
 
 
 def rms_norm(
@@ -22,12 +23,9 @@ def rms_norm(
     Raises ValueError for an unknown implementation.
     """
     gain = scale.astype(jnp.float32) + 1 if unit_offset else scale.astype(jnp.float32)
-    match implementation:
-        case "xla":
-            return _rms(eps, x, gain)[0]
-        case "explicit_vjp":
-            return _rms_explicit(eps, *collectives.alike(x, gain))
-    raise ValueError(f"rms_norm has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}")
+    if here("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]}) == "explicit_vjp":
+        return _rms_explicit(eps, *collectives.alike(x, gain))
+    return _rms(eps, x, gain)[0]
 
 
 def layer_norm(
@@ -39,12 +37,9 @@ def layer_norm(
     """
     gain = scale.astype(jnp.float32)
     shift = jnp.zeros_like(gain) if bias is None else bias.astype(jnp.float32)
-    match implementation:
-        case "xla":
-            return _layer(eps, x, gain, shift)[0]
-        case "explicit_vjp":
-            return _layer_explicit(eps, *collectives.alike(x, gain, shift))
-    raise ValueError(f"layer_norm has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}")
+    if here("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]}) == "explicit_vjp":
+        return _layer_explicit(eps, *collectives.alike(x, gain, shift))
+    return _layer(eps, x, gain, shift)[0]
 
 
 def _rms(eps, x, gain):

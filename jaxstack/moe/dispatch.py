@@ -18,10 +18,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import collectives
+from jaxstack.kernels.choice import Implementation
 from jaxstack.moe.matmul import grouped_matmul, ragged_matmul
 from jaxstack.moe.routers import Routing
 
-IMPLEMENTATIONS = ("grouped", "ragged", "reference")
+IMPLEMENTATIONS = {"ragged": Implementation(), "grouped": Implementation(), "reference": Implementation()}
 
 
 def moe_mlp(

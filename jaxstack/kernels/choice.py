@@ -1,0 +1,98 @@
+"""Which implementation of an op runs where: what can run at all, and which of those `auto` takes.
+
+An op's file has a table `IMPLEMENTATIONS` of its names. `pallas` stands for the Pallas kernel of the platform at hand,
+`pallas_gpu` or `pallas_tpu`. A name that cannot run is an error; only `auto` goes on to the next one.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+Case = Mapping[str, Any]
+"""What an implementation may depend on beside the platform: `dtype`, and what the op's own file names."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    Attributes:
+      platforms: `cpu`, `gpu`, `tpu`; where it runs.
+      unfit: what of a case it cannot do, in words that end a sentence; empty where it can. It is asked with as much of
+        a case as is known, and says nothing of what is not.
+    """
+
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    unfit: Callable[[Case], str] = lambda case: ""
+
+
+Table = Mapping[str, Implementation]
+
+AUTO: dict[str, dict[str, tuple[str, ...]]] = {
+    "cpu": {  # benchmarks/results/train_cpu.json, generate_cpu.json
+        "attention": ("chunked",),
+        "linear": ("barrier",),
+        "norm": ("explicit_vjp",),
+        "moe": ("grouped",),
+        "decode": ("unrolled",),
+        "gelu": ("saved",),
+        "cross_entropy": ("chunked",),
+    },
+    "gpu": {},
+    "tpu": {},
+}
+"""What `auto` tries on a platform, in this order, and why; an op that is not named takes the first of its table."""
+
+
+def platform_of(device: Any) -> str:
+    """`cpu`, `gpu` or `tpu`; a plugin of CUDA or ROCm may give its own name."""
+    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+
+
+def choose(op: str, table: Table, wanted: str, platform: str, case: Case) -> str:
+    """The implementation of an op that runs: a name of its table other than `auto` and `pallas`.
+
+    Raises:
+      ValueError: no such implementation, or it cannot run there or do this.
+    """
+    if wanted == "auto":
+        names = [*AUTO.get(platform, {}).get(op, ()), *table]
+        return next(name for name in names if not _obstacle(table[name], platform, case))
+    name = f"pallas_{platform}" if wanted == "pallas" else wanted
+    able = [other for other in table if not _obstacle(table[other], platform, case)]
+    if name not in table:
+        raise ValueError(f"{op} has no implementation {wanted!r} on {platform}; use one of {', '.join(able)}, or auto")
+    if why := _obstacle(table[name], platform, case):
+        raise ValueError(f"{op}={wanted} {why}; use one of {', '.join(able)}, or auto")
+    return name
+
+
+def here(op: str, table: Table, wanted: str, case: Case) -> str:
+    """`choose` for a function that is called by itself, on JAX's default platform; a definite name is taken as it is.
+
+    Raises:
+      ValueError: see `choose`.
+    """
+    if wanted in table:
+        if why := table[wanted].unfit(case):
+            raise ValueError(f"{op}={wanted} {why}")
+        return wanted
+    import jax
+
+    name = choose(op, table, wanted, platform_of(jax.devices()[0]), case)
+    if wanted == "auto":
+        _say_once(op, name)
+    return name
+
+
+@cache
+def _say_once(op: str, name: str) -> None:
+    logging.getLogger("jaxstack.kernels").info("%s runs as %s", op, name)
+
+
+def _obstacle(implementation: Implementation, platform: str, case: Case) -> str:
+    if platform not in implementation.platforms:
+        return f"runs on {' and '.join(implementation.platforms)}, not on {platform}"
+    return implementation.unfit(case)
