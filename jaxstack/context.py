@@ -34,8 +34,8 @@ OPS = TABLES | {
 
 def implementations(
     platform: str, wanted: KernelsConfig | None = None, cases: Mapping[str, choice.Case] | None = None
-) -> dict[str, str]:
-    """What computes each op on a platform.
+) -> dict[str, Any]:
+    """What computes each op on a platform, by name.
 
     Args:
       platform: `cpu`, `gpu` or `tpu`.

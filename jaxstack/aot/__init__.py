@@ -4,7 +4,7 @@ XLA's compilers for TPU and CUDA run on any machine; only the description of the
 `v5e:4x4` (a TPU and its topology) or `h100:1x8x8` (slices x hosts x GPUs of a host). `python -m jaxstack.aot` is this
 as a command.
 
-Attention and norms take their XLA references there (`jaxstack.kernels.choice.AUTO`), whose memory is not a fused kernel's.
+Kernels are those that `auto` takes on the target, or those that `kernels.*` names.
 """
 
 import os
