@@ -1,0 +1,324 @@
+# %% [markdown]
+# # A kernel, from its reference to Pallas
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/kernels.ipynb)
+#
+# XLA fuses well, and most of a model needs no kernel. Where one pays, it is because XLA writes something large to memory
+# that a kernel need not: the scores of attention, the logits of a vocabulary. This notebook goes the whole way for two
+# operations: a definition, a truth to hold it against, a kernel, its gradient, what it must not read, what it may skip.
+#
+# No accelerator is needed: Pallas has an interpreter, which runs a kernel block by block on any machine.
+
+# %%
+import importlib.util
+
+if importlib.util.find_spec("jaxstack") is None:
+    print("installing jaxstack, about a minute")
+    # %pip install -q git+https://github.com/jaxstack/jaxstack
+
+# %%
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+rng = np.random.default_rng()
+device = jax.devices()[0]
+print(f"jax {jax.__version__}, {device.device_kind}")
+
+# %% [markdown]
+# ## 1. The definition, and the truth
+#
+# RMSNorm divides a row by its root mean square and multiplies by a gain. The definition is three lines of `jax.numpy`;
+# the truth is the same in float64, by NumPy, which shares no code with it.
+
+
+# %%
+def rms_norm(x, gain, eps=1e-6):
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps) * gain).astype(x.dtype)
+
+
+def truth(x, gain, eps=1e-6):
+    x, gain = np.float64(x), np.float64(gain)
+    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + eps) * gain
+
+
+def error(got, want):
+    """Norm of the difference over norm of the truth."""
+    return np.linalg.norm(np.float64(got) - want) / np.linalg.norm(want)
+
+
+ROWS, WIDTH = 100, 256
+x = jnp.asarray(rng.standard_normal((ROWS, WIDTH)), jnp.float32)
+gain = jnp.asarray(rng.standard_normal(WIDTH), jnp.float32)
+print(f"the definition is off by {error(rms_norm(x, gain), truth(x, gain)):.1e}; float32 rounds at 6e-8")
+assert error(rms_norm(x, gain), truth(x, gain)) < 1e-6
+
+# %% [markdown]
+# ## 2. A first kernel
+#
+# A kernel is a function of *references* to blocks that lie in fast memory. `grid` says how often it runs; a `BlockSpec`
+# says which block of an array run `i` sees: its shape, and a function from `i` to the block's number. Reading a reference
+# loads it, writing stores it. Everything else is ordinary JAX.
+#
+# Here each run takes 32 rows. The gain is the same block for every run, so it is fetched once.
+
+# %%
+BLOCK = 32
+
+
+def run(kernel, **options):
+    """A kernel for the device at hand; elsewhere through the interpreter. The lowering is named, never left to chance."""
+    if device.platform == "tpu":
+        return pl.pallas_call(kernel, compiler_params=pltpu.CompilerParams(), **options)
+    return pl.pallas_call(kernel, interpret=True, **options)
+
+
+def rms_kernel(x_ref, gain_ref, y_ref, *, eps):
+    x = x_ref[...].astype(jnp.float32)
+    inverse = lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+    y_ref[...] = (x * inverse * gain_ref[...]).astype(y_ref.dtype)
+
+
+def rms_norm_pallas(x, gain, eps=1e-6):
+    rows, width = x.shape
+    block = pl.BlockSpec((BLOCK, width), lambda i: (i, 0))
+    return run(
+        partial(rms_kernel, eps=eps),
+        grid=(pl.cdiv(rows, BLOCK),),
+        in_specs=[block, pl.BlockSpec((1, width), lambda i: (0, 0))],
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+    )(x, gain[None])
+
+
+print(f"the kernel is off by {error(rms_norm_pallas(x, gain), truth(x, gain)):.1e}")
+assert error(rms_norm_pallas(x, gain), truth(x, gain)) < 1e-6
+
+# %% [markdown]
+# 100 rows are three blocks of 32 and one of 4. The last block reaches 28 rows beyond the array. What stands there is
+# anything at all, and what is written there is thrown away. That is safe here, because no row looks at another.
+
+# %% [markdown]
+# ## 3. What it must not read
+#
+# A sum over *rows* does look at them. The gradient by the gain is one: `sum over rows of dy * normalised x`. Each run can
+# add up its own block, and the sums of the runs are added outside. The interpreter fills what lies beyond an array with
+# NaN, so that a kernel that uses it says so.
+
+
+# %%
+def rms_backward_kernel(x_ref, gain_ref, dy_ref, dx_ref, d_gain_ref, *, eps, rows):
+    x, dy = x_ref[...].astype(jnp.float32), dy_ref[...].astype(jnp.float32)
+    inverse = lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+    normal, d_normal = x * inverse, dy * gain_ref[...]
+    dx_ref[...] = (inverse * (d_normal - normal * (d_normal * normal).mean(-1, keepdims=True))).astype(dx_ref.dtype)
+    summands = dy * normal
+    if rows is not None:
+        row = pl.program_id(0) * BLOCK + lax.broadcasted_iota(jnp.int32, summands.shape, 0)
+        summands = jnp.where(row < rows, summands, 0)
+    d_gain_ref[...] = summands.sum(0, keepdims=True)[None]
+
+
+def rms_backward(x, gain, dy, eps=1e-6, careful=True):
+    rows, width = x.shape
+    blocks = pl.cdiv(rows, BLOCK)
+    block = pl.BlockSpec((BLOCK, width), lambda i: (i, 0))
+    dx, d_gain = run(
+        partial(rms_backward_kernel, eps=eps, rows=rows if careful else None),
+        grid=(blocks,),
+        in_specs=[block, pl.BlockSpec((1, width), lambda i: (0, 0)), block],
+        out_specs=[block, pl.BlockSpec((1, 1, width), lambda i: (i, 0, 0))],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((blocks, 1, width), jnp.float32)],
+    )(x, gain[None], dy)
+    return dx, d_gain.sum((0, 1))
+
+
+dy = jnp.asarray(rng.standard_normal(x.shape), jnp.float32)
+careless = rms_backward(x, gain, dy, careful=False)[1]
+print(f"without the mask, {int(jnp.isnan(careless).sum())} of {WIDTH} gradients of the gain are NaN")
+if device.platform != "tpu":  # a chip leaves there whatever was there before, which is worse
+    assert jnp.isnan(careless).all()
+assert jnp.isfinite(rms_backward(x, gain, dy)[1]).all()
+
+# %% [markdown]
+# ## 4. Its gradient
+#
+# `jax.custom_vjp` joins the two: the forward pass keeps `x` and the gain and nothing else, where plain autodiff would
+# keep the normalised rows too. The truth is NumPy's again, written out by hand.
+
+
+# %%
+@jax.custom_vjp
+def fast_rms_norm(x, gain):
+    return rms_norm_pallas(x, gain)
+
+
+fast_rms_norm.defvjp(lambda x, gain: (rms_norm_pallas(x, gain), (x, gain)), lambda saved, dy: rms_backward(*saved, dy))
+
+
+def true_gradients(x, gain, dy, eps=1e-6):
+    x, gain, dy = np.float64(x), np.float64(gain), np.float64(dy)
+    inverse = 1 / np.sqrt(np.square(x).mean(-1, keepdims=True) + eps)
+    normal, d_normal = x * inverse, dy * gain
+    return inverse * (d_normal - normal * (d_normal * normal).mean(-1, keepdims=True)), (dy * normal).sum(0)
+
+
+_, vjp = jax.vjp(fast_rms_norm, x, gain)
+for name, got, want in zip(("x", "gain"), vjp(dy), true_gradients(x, gain, dy), strict=True):
+    print(f"gradient by {name:<4} is off by {error(got, want):.1e}")
+    assert error(got, want) < 1e-5  # sums of a hundred terms
+
+# %% [markdown]
+# ## 5. Is it worth it?
+#
+# A kernel cannot beat memory. RMSNorm reads a row and writes a row: 4 bytes an element in bfloat16, for about 4 FLOPs.
+# The chip could do hundreds of FLOPs in the time that those bytes take, so all that counts is that nothing is moved
+# twice. XLA fuses the three lines of the definition into one pass of the same bytes: here a kernel can win little.
+#
+# Attention is another matter. Scores of `S x S` a head, written and read again, are what a kernel avoids.
+
+# %%
+CHIPS = {"H100": (989e12, 3.35e12), "TPU v5p": (459e12, 2.77e12), "A100": (312e12, 2.04e12)}  # bf16 FLOP/s, bytes/s
+S, HEADS, WIDTH_OF_HEAD = 4096, 16, 128
+
+
+def work(scores_in_memory):
+    """FLOPs and bytes of one causal head's forward pass, bfloat16; scores are float32 and pass memory four times."""
+    pairs = S * S / 2
+    flops = 4 * pairs * WIDTH_OF_HEAD
+    in_and_out = 4 * 2 * S * WIDTH_OF_HEAD
+    return flops, in_and_out + (4 * 4 * S * S if scores_in_memory else 0)
+
+
+for chip, (peak, bandwidth) in CHIPS.items():
+    (flops, large), (_, small) = work(True), work(False)
+    print(
+        f"{chip:<8} least time a head: {1e6 * max(flops / peak, large / bandwidth):6.1f} us with scores in memory, "
+        f"{1e6 * max(flops / peak, small / bandwidth):5.1f} us without (compute alone {1e6 * flops / peak:.1f})"
+    )
+    assert flops / peak > small / bandwidth  # the kernel is bound by compute: the reason to write it
+
+# %% [markdown]
+# ## 6. Attention in blocks
+#
+# A softmax needs the largest score of a row before it can sum, which seems to need the whole row. It does not: when a
+# larger score comes, what was summed so far is scaled down (*online softmax*, Milakov and Gimelshein 2018; in attention:
+# FlashAttention, Dao et al. 2022). So a kernel takes a block of queries, passes over the blocks of keys, and holds one
+# block of scores at a time.
+#
+# Under a causal mask, blocks above the diagonal are never visited: the loop ends at the diagonal. With a window it also
+# begins later. Skipping halves the work; masking alone would not.
+
+# %%
+TILE = 64
+
+
+def visited(i, window):
+    """The blocks of keys that block `i` of queries meets: the first, and one beyond the last."""
+    return 0 if window is None else jnp.maximum((i * TILE - window + 1) // TILE, 0), i + 1
+
+
+def attention_kernel(q_ref, k_ref, v_ref, o_ref, *, scale, window):
+    i = pl.program_id(1)
+    q = q_ref[0].astype(jnp.float32)
+    rows = i * TILE + lax.broadcasted_iota(jnp.int32, (TILE, TILE), 0)
+
+    def block(j, carry):
+        top, total, mixed = carry
+        keys = j * TILE + lax.broadcasted_iota(jnp.int32, (TILE, TILE), 1)
+        scores = scale * (q @ k_ref[0, pl.ds(j * TILE, TILE)].astype(jnp.float32).T)
+        seen = rows >= keys
+        if window is not None:
+            seen &= rows - keys < window
+        scores = jnp.where(seen, scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(-1))
+        shrink = jnp.exp(top - new_top)  # what was summed under a smaller maximum
+        weights = jnp.exp(scores - new_top[:, None])
+        mixed = mixed * shrink[:, None] + weights @ v_ref[0, pl.ds(j * TILE, TILE)].astype(jnp.float32)
+        return new_top, total * shrink + weights.sum(-1), mixed
+
+    begin = jnp.full(TILE, -1e30), jnp.zeros(TILE), jnp.zeros(q.shape)
+    _, total, mixed = lax.fori_loop(*visited(i, window), block, begin)
+    o_ref[0] = (mixed / total[:, None]).astype(o_ref.dtype)
+
+
+def attention_pallas(q, k, v, window=None):
+    """[heads, S, K] each, S a multiple of the tile; causal."""
+    heads, length, width = q.shape
+    rows = pl.BlockSpec((1, TILE, width), lambda h, i: (h, i, 0))
+    whole = pl.BlockSpec((1, length, width), lambda h, i: (h, 0, 0))
+    return run(
+        partial(attention_kernel, scale=width**-0.5, window=window),
+        grid=(heads, length // TILE),
+        in_specs=[rows, whole, whole],
+        out_specs=rows,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+    )(q, k, v)
+
+
+def true_attention(q, k, v, window=None):
+    q, k, v = (np.float64(a) for a in (q, k, v))
+    scores = np.einsum("hsk,htk->hst", q, k) * q.shape[-1] ** -0.5
+    i, j = np.indices(scores.shape[1:])
+    scores[:, (j > i) | (False if window is None else i - j >= window)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v
+
+
+q, k, v = (jnp.asarray(rng.standard_normal((2, 512, 64)), jnp.float32) for _ in range(3))
+for window in (None, 100):
+    off = error(attention_pallas(q, k, v, window), true_attention(q, k, v, window))
+    print(f"window {window}: off by {off:.1e}")
+    assert off < (1e-5 if device.platform != "tpu" else 1e-2)  # a TPU's matmuls round to bfloat16
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(7, 3.2))
+for axis, window in zip(axes, (None, 100), strict=True):
+    blocks = 512 // TILE
+    picture = np.zeros((blocks, blocks))
+    for i in range(blocks):
+        low, high = (int(n) for n in visited(i, window))
+        picture[i, low:high] = 1
+    axis.imshow(picture, cmap="Blues", vmin=0, vmax=1.6)
+    axis.set(title=f"causal, window {window}", xlabel="block of keys", ylabel="block of queries")
+    print(f"window {window}: {int(picture.sum())} of {blocks * blocks} blocks are visited")
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# ## 7. In the library
+#
+# `jaxstack.kernels` has these operations in forms for each platform. Every form runs the same cases against float64, and
+# its gradients too. `auto` takes what suits the platform and the shapes; what is asked for by name and cannot run is an
+# error that names what can.
+
+# %%
+from jaxstack import kernels
+
+for op, table in kernels.TABLES.items():
+    print(f"{op:<16}", ", ".join(f"{name} ({'/'.join(entry.platforms)})" for name, entry in table.items()))
+
+# %%
+batch = [a.swapaxes(0, 1)[None] for a in (q, k, v)]  # [1, S, heads, K]
+ours = kernels.attention(*batch, scale=64**-0.5, window=100, implementation="chunked")
+off = error(ours[0].swapaxes(0, 1), true_attention(q, k, v, 100))
+print(f"chunked attention is off by {off:.1e}")
+assert off < 1e-2
+
+try:
+    kernels.attention(*batch, scale=1.0, implementation="fastest")
+except ValueError as mistake:
+    print(mistake)
+else:
+    raise AssertionError("it took a name that does not exist")
+
+# %% [markdown]
+# In a run it is a key: `python train.py --kernels.attention=pallas`. To add a form of your own: its function, its name in
+# the op's table, and the cases of `tests/test_kernels.py` run it as they run all others.
