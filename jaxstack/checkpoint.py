@@ -44,6 +44,11 @@ class Found:
     passed_over: Mapping[int, str]
     lost: bool = False
 
+    def nothing_whole(self, directory: Path, fix: str) -> ConfigError:
+        """The error of who needs a step, and there is none."""
+        why = "; ".join(f"step {step}: {reason}" for step, reason in self.passed_over.items())
+        return ConfigError(f"{directory} holds no whole checkpoint{f' ({why})' * bool(why)}; {fix}")
+
 
 def find(directory: Path) -> Found:
     """Reads the checkpoints of `directory`, newest first, until the seal of one holds."""
@@ -65,8 +70,7 @@ def newest(directory: Path) -> int:
     """
     found = find(directory)
     if found.step is None:
-        why = "; ".join(f"step {step}: {reason}" for step, reason in found.passed_over.items())
-        raise ConfigError(f"{directory} holds no whole checkpoint{f' ({why})' * bool(why)}; let that run reach one")
+        raise found.nothing_whole(directory, "let that run reach one")
     return found.step
 
 

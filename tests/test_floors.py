@@ -38,12 +38,15 @@ FLOORS = {
     "loggers": 6,
     "generate": 9,
     "metrics": 7,
+    "feed": 7,
     "step": 7,
     "aot": 8,
     "hf": 8,
     "profile": 8,
     "report": 8,
     "convert": 9,
+    "progress": 8,
+    "train": 10,
 }
 
 JAX_FREE = {
