@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
+import jaxstack
 from jaxstack import seal
 from jaxstack.config import CheckpointConfig, ConfigError
 from jaxstack.exits import Exit, RunError
@@ -101,8 +102,9 @@ def restore(directory: Path, step: int, abstract_state: Any) -> Any:
 
 def versions() -> dict[str, str]:
     """Of Python and of the libraries that decide what a state means."""
-    names = ("jaxstack", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-    return {"python": sys.version.split()[0], **{name: importlib.metadata.version(name) for name in names}}
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    theirs = {name: importlib.metadata.version(name) for name in names}
+    return {"python": sys.version.split()[0], "jaxstack": jaxstack.__version__, **theirs}
 
 
 class Checkpoints:

@@ -1,4 +1,5 @@
-"""Trains a decoder language model: `main` is what `python train.py` runs, and `train` the loop, top to bottom.
+"""Trains a decoder language model: `main` is what `jaxstack train` and `python train.py` run,
+and `train` the loop, top to bottom.
 
 JAX is imported within functions, after help, mistakes and `platform.configure`.
 """
@@ -24,11 +25,9 @@ if TYPE_CHECKING:  # JAX must start after `platform.configure`
     from jaxstack.feed import Feed
     from jaxstack.loggers import JsonLines, Screen
 
-QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
-
 
 def main(argv: list[str]) -> None:
-    cfg, print_shardings = cli.parse(argv, QUICKSTART)
+    cfg, print_shardings = cli.parse(argv)
     if print_shardings:
         return show(cfg)
     dataset = data.load(cfg.data)
@@ -286,4 +285,4 @@ def sum_up(
     log.write({"step": steps, "event": "finished", "time": time.time(), "seconds": account.take()})
     screen.say(f"{run}/ holds loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To go on, raise "
                f"--train.steps; to start anew, name another --run.dir; to look at it: "
-               f"python -m jaxstack.report {run}")  # fmt: skip
+               f"jaxstack report {run}")  # fmt: skip

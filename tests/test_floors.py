@@ -47,11 +47,12 @@ FLOORS = {
     "convert": 9,
     "progress": 8,
     "train": 10,
+    "__main__": 11,
 }
 
 JAX_FREE = {
     "config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals", "supervise", "goodput",
-    "loggers", "report",
+    "loggers", "report", "__main__",
 }  # fmt: skip
 """What runs before JAX starts, for quick help and quick errors."""
 
