@@ -7,6 +7,8 @@ costs nothing and JAX starts only when it is needed.
 import importlib
 from types import ModuleType
 
+__version__ = "0.1.0"
+
 _ROOMS = (
     "checkpoint", "cli", "config", "context", "data", "generate", "hf", "kernels", "layers", "loggers", "losses",
     "metrics", "model", "optim", "params", "pipeline", "plan", "platform", "rundir", "sharding", "step", "tree",

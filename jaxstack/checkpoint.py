@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
+import jaxstack
 from jaxstack import seal
 from jaxstack.config import CheckpointConfig, ConfigError
 from jaxstack.exits import Exit, RunError
@@ -44,6 +45,11 @@ class Found:
     passed_over: Mapping[int, str]
     lost: bool = False
 
+    def nothing_whole(self, directory: Path, fix: str) -> ConfigError:
+        """The error of who needs a step, and there is none."""
+        why = "; ".join(f"step {step}: {reason}" for step, reason in self.passed_over.items())
+        return ConfigError(f"{directory} holds no whole checkpoint{f' ({why})' * bool(why)}; {fix}")
+
 
 def find(directory: Path) -> Found:
     """Reads the checkpoints of `directory`, newest first, until the seal of one holds."""
@@ -65,8 +71,7 @@ def newest(directory: Path) -> int:
     """
     found = find(directory)
     if found.step is None:
-        why = "; ".join(f"step {step}: {reason}" for step, reason in found.passed_over.items())
-        raise ConfigError(f"{directory} holds no whole checkpoint{f' ({why})' * bool(why)}; let that run reach one")
+        raise found.nothing_whole(directory, "let that run reach one")
     return found.step
 
 
@@ -97,8 +102,9 @@ def restore(directory: Path, step: int, abstract_state: Any) -> Any:
 
 def versions() -> dict[str, str]:
     """Of Python and of the libraries that decide what a state means."""
-    names = ("jaxstack", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-    return {"python": sys.version.split()[0], **{name: importlib.metadata.version(name) for name in names}}
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    theirs = {name: importlib.metadata.version(name) for name in names}
+    return {"python": sys.version.split()[0], "jaxstack": jaxstack.__version__, **theirs}
 
 
 class Checkpoints:

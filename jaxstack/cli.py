@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
+from jaxstack import exits
 from jaxstack.config import Config, ConfigError, flat
 from jaxstack.exits import Exit, RunError
 
@@ -25,8 +26,6 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 class Parser(ArgumentParser):
     """jsonargparse's parser without abbreviations (a mistyped key must never match another), raising `ConfigError`."""
-
-    command = "python train.py"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"allow_abbrev": False, "exit_on_error": False})
@@ -44,13 +43,18 @@ class Parser(ArgumentParser):
 
     @property
     def _help(self) -> str:
-        return f"`{self.command} --help` lists every key and its type"
+        return f"`{'python ' * self.prog.endswith('.py')}{self.prog} --help` lists every key and its type"
 
 
-def run(program: str, main: Callable[[list[str]], None]) -> None:
-    """Runs a command on the words of its command line; what stops it is one line and an exit code of `Exit`."""
+def run(program: str, main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
+    """Runs a command on its words (none: those of the process); what stops it is one line and an exit code of `Exit`.
+
+    Args:
+      program: what the user called; the line begins with it.
+    """
+    exits.program = program
     try:
-        main(sys.argv[1:])
+        main(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         sys.exit(Exit.MISTAKE)
@@ -93,17 +97,40 @@ _UNKNOWN_KEY = (  # the parser's words for a key it does not have: on the comman
 )
 
 
-def parse_config(argv: Sequence[str], default_config: Path) -> Config:
+def shipped() -> dict[str, Path]:
+    """The configurations that come with the package, by name: within it where it is installed, else beside it."""
+    inside, beside = (folder / "configs" for folder in (Path(__file__).parent, Path(__file__).parents[1]))
+    return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.yaml"))}
+
+
+def config_file(name: str) -> Path:
+    """The file that `--config=NAME` means: a path, or the name of a shipped one.
+
+    Raises:
+      ConfigError: there is neither.
+    """
+    if (path := Path(name)).is_file():
+        return path
+    known = shipped()
+    if name not in known:
+        raise ConfigError(f"--config={name} is no file; what comes with jaxstack goes by name: {', '.join(known)}")
+    return known[name]
+
+
+def parse_config(argv: Sequence[str], default_config: str | Path = "quickstart") -> Config:
     """The configuration that a command line means, see `parse`."""
     return parse(argv, default_config)[0]
 
 
-def parse(argv: Sequence[str], default_config: Path) -> tuple[Config, bool]:
-    """Parses `train.py`'s command line: `--config FILE` and dotted flags, which override it wherever they stand.
+def parse(argv: Sequence[str], default_config: str | Path = "quickstart") -> tuple[Config, bool]:
+    """Parses the command line of `train.py`, which is that of `jaxstack train`.
+
+    It has `--config FILE`, where FILE may be the name of a shipped one, and dotted flags, which override it wherever
+    they stand.
 
     Args:
       argv: the words after the program's name.
-      default_config: the YAML file that is read when `argv` names none.
+      default_config: what is read when `argv` names none.
 
     Returns:
       The configuration, and whether it is only to be shown how it lies on the mesh (`--print_shardings`).
@@ -111,25 +138,31 @@ def parse(argv: Sequence[str], default_config: Path) -> tuple[Config, bool]:
     Raises:
       ConfigError: an unknown key, a wrong type, an impossible value or a missing file.
     """
-    parser = Parser(prog="train.py", description="Trains a decoder language model; writes everything to run.dir.")
-    parser.add_argument("--config", action=ActionConfigFile, help=f"YAML file of values (default: {default_config})")
+    program = exits.program if exits.program in ("train.py", "jaxstack train") else "jaxstack train"
+    parser = Parser(prog=program, description="Trains a decoder language model; writes everything to run.dir.")
+    parser.add_argument(
+        "--config", action=ActionConfigFile, help=f"YAML file of values, or the name of one of configs/ (default: "
+                                                  f"{default_config})"
+    )  # fmt: skip
     parser.add_argument(
         "--print_shardings", action="store_true", help="print how every parameter lies on the mesh, and stop"
     )
     parser.add_class_arguments(Config, as_group=True)
-    files: list[str] = []
+    named: list[str] = []
     flags: list[str] = []
     words = list(argv)
     while words:
         word = words.pop(0)
-        if word == "--config":
-            files += [word, *words[:1]]
-            del words[:1]
+        if word == "--config" and words:
+            named.append(words.pop(0))
+        elif word.startswith("--config="):
+            named.append(word.removeprefix("--config="))
         else:
-            (files if word.startswith("--config=") else flags).append(word)
-    for name in (word.removeprefix("--config=") for word in files if word != "--config"):
-        _check_keys(Path(name))
-    values = parser.parse_args([*(files or [f"--config={default_config}"]), *flags])
+            flags.append(word)
+    files = [config_file(name) for name in named or [str(default_config)]]
+    for path in files:
+        _check_keys(path)
+    values = parser.parse_args([*(f"--config={path}" for path in files), *flags])
     for f in dataclasses.fields(Config):
         if not isinstance(values[f.name], Namespace):
             raise ConfigError(f"{f.name}={values[f.name]} must be a group of keys, such as {f.name}: {{...}} in YAML")

@@ -282,7 +282,7 @@ class DataConfig:
 
     source: Literal["stdlib", "path", "tokens", "hf"] = "stdlib"
     """`stdlib`: the source text of Python's standard library; `path`: a text file or a folder of them; `tokens`: a
-    token file made by `python -m jaxstack.data`; `hf`: a Hugging Face dataset (extra `[hf]`)."""
+    token file made by `jaxstack data`; `hf`: a Hugging Face dataset (extra `[hf]`)."""
     path: str | None = None
     """Text file or folder (`path`), token file (`tokens`), or dataset name (`hf`)."""
     tokenizer: str = "bytes"
@@ -474,7 +474,7 @@ class PipelineConfig:
     """Stretches of layers a stage, for `interleaved_1f1b`: that many times less idle time and more traffic."""
     partition: str = "even"
     """Which layers a stage has: `even`, as many as the others; `auto`, by costs measured when the run begins; or the
-    path of a file of costs, made by `python -m jaxstack.profile`."""
+    path of a file of costs, made by `jaxstack profile`."""
 
     def __post_init__(self) -> None:
         _at_least("pipeline", self, 1, "microbatches", "chunks")
@@ -546,7 +546,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """How text is written, at the end of the run and by `python -m jaxstack.generate`. See docs/generation.md."""
+    """How text is written, at the end of the run and by `jaxstack generate`. See docs/generation.md."""
 
     prompts: tuple[str, ...] = ()
     """Beginnings to continue at the end of the run; empty: no samples."""

@@ -70,7 +70,7 @@ def start_from(cfg: Config, ctx: Context, abstract: step.TrainState) -> step.Tra
     if different := hf.differ(replace(there, moe=cfg.model.moe) if grows else there, cfg.model):
         raise ConfigError(
             f"run.init_from={name} holds another model ({'; '.join(different[:3])}); give this run the model keys of "
-            f"its config.yaml, which `python -m jaxstack.hf import` writes for a Hugging Face folder"
+            f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder"
         )
     if isinstance(source, hf.Pretrained):
         with source:

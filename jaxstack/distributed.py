@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from jaxstack import exits
 from jaxstack.config import ConfigError, DistributedConfig
 from jaxstack.exits import Exit
 
@@ -220,8 +221,8 @@ def _give_up(processes: Processes, what: str) -> NoReturn:
         state = "nothing answers there, or no longer"
         advice = "check that process 0 was started on that host, that its port is open to this one, and look at its log"
     print(
-        f"train.py: error: {me} {what} to join the run at {where} (found by {processes.found}): {state}; {advice}; "
-        f"raise --distributed.timeout_s to wait longer, or give --distributed.num_processes=1 to run alone",
+        f"{exits.program}: error: {me} {what} to join the run at {where} (found by {processes.found}): {state}; "
+        f"{advice}; raise --distributed.timeout_s to wait longer, or give --distributed.num_processes=1 to run alone",
         file=sys.stderr,
         flush=True,
     )

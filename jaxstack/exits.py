@@ -24,6 +24,10 @@ class Exit(IntEnum):
     """A second SIGINT: left at once."""
 
 
+program = "train.py"
+"""What the user called, with which error lines begin; `cli.run` sets it."""
+
+
 class RunError(Exception):
     """The run cannot go on: one line for people, and an exit code."""
 

@@ -1,4 +1,4 @@
-"""Starts a run again when it dies: `python -m jaxstack.supervise [--tries 5] -- python train.py ...`
+"""Starts a run again when it dies: `jaxstack supervise [--tries 5] -- jaxstack train ...`
 
 What a run ends with says what to do (`jaxstack.exits`): done, or a mistake of the user's, ends the supervisor too;
 everything else is started again, later and later, until so many tries in a row committed nothing new. JAX is not
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from jaxstack import cli, rundir, seal
+from jaxstack import cli, exits, rundir, seal
 from jaxstack.config import Config, ConfigError, MeshConfig
 from jaxstack.exits import Exit
 
@@ -23,15 +23,15 @@ MAX_WAIT_S = 300
 
 
 def main(argv: list[str]) -> None:
-    parser = cli.Parser(prog="python -m jaxstack.supervise", description="Starts a run again when it dies.",
-                        usage="python -m jaxstack.supervise [options] -- python train.py ...")  # fmt: skip
+    parser = cli.Parser(prog=exits.program, description="Starts a run again when it dies.",
+                        usage=f"{exits.program} [options] -- jaxstack train ...")  # fmt: skip
     parser.add_argument("--tries", type=int, default=5, help="give up after so many in a row without a new checkpoint")
     parser.add_argument("--wait_s", type=float, default=2.0, help="seconds before the second try; doubled at each")
     parser.add_argument("--shrink", action="store_true", help="start on the devices that are left, by smaller mesh.data"
                         " and mesh.fsdp")  # fmt: skip
     if "--" not in argv:
         parser.parse_args(argv)  # --help, or a mistake
-        raise ConfigError("no command; write it after --, for example -- python train.py --run.dir=runs/first")
+        raise ConfigError("no command; write it after --, for example -- jaxstack train --run.dir=runs/first")
     options, command = parser.parse_args(argv[: argv.index("--")]), argv[argv.index("--") + 1 :]
     cfg = configuration(command)
     saved = rundir.checkpoints(Path(cfg.run.dir))
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
         if mesh == cfg.mesh:
             return subprocess.Popen(command)
         used = math.prod(mesh.sizes.values())
-        print(f"supervise: {devices} devices are left; {used} of them train, with mesh.data={mesh.data} and "
+        print(f"{exits.program}: {devices} devices are left; {used} of them train, with mesh.data={mesh.data} and "
               f"mesh.fsdp={mesh.fsdp}", file=sys.stderr, flush=True)  # fmt: skip
         flags = [f"--mesh.data={mesh.data}", f"--mesh.fsdp={mesh.fsdp}"]
         return subprocess.Popen([*command, *flags], env=os.environ | _leave_idle(platform, devices, used))
@@ -59,12 +59,12 @@ def configuration(command: list[str]) -> Config:
     """The configuration that a command trains.
 
     Raises:
-      ConfigError: it does not run train.py, or train.py would refuse it.
+      ConfigError: it does not train, or training would refuse it.
     """
     for i, word in enumerate(command):
-        if Path(word).name == "train.py":
-            return cli.parse_config(command[i + 1 :], Path(word).parent / "configs" / "quickstart.yaml")
-    raise ConfigError(f"the command `{' '.join(command)}` has no word train.py; supervise a run of train.py")
+        if Path(word).name == "train.py" or (word == "train" and Path(command[i - 1]).name == "jaxstack"):
+            return cli.parse_config(command[i + 1 :])
+    raise ConfigError(f"the command `{' '.join(command)}` is neither `jaxstack train` nor `python train.py`")
 
 
 def fitted(mesh: MeshConfig, batch: int, devices: int) -> MeshConfig:
@@ -93,11 +93,12 @@ def fitted(mesh: MeshConfig, batch: int, devices: int) -> MeshConfig:
 
 
 def _devices(command: list[str]) -> tuple[str, int]:
-    """Platform and number of the devices that a process of this interpreter and environment finds."""
-    words = [command[0], "-c", "import jax; print(jax.default_backend(), jax.device_count())"]
+    """Platform and number of the devices that a process of the command's interpreter and environment finds."""
+    python = sys.executable if Path(command[0]).name == "jaxstack" else command[0]
+    words = [python, "-c", "import jax; print(jax.default_backend(), jax.device_count())"]
     asked = subprocess.run(words, capture_output=True, text=True, check=False)
     if asked.returncode:
-        raise ConfigError(f"--shrink: `{command[0]}` cannot count devices: {asked.stderr.strip().splitlines()[-1:]}")
+        raise ConfigError(f"--shrink: `{python}` cannot count devices: {asked.stderr.strip().splitlines()[-1:]}")
     platform, count = asked.stdout.split()[-2:]
     return platform, int(count)
 
@@ -148,11 +149,11 @@ class Supervisor:
             reached = max(step, reached)
             ended = f"the run ended with {_name(code)}; its newest checkpoint is of step {reached}"
             if failed >= self._tries:
-                print(f"supervise: error: {ended}. Gave up after {failed} tries without a new one: look at its last "
-                      f"lines above", file=sys.stderr)  # fmt: skip
+                print(f"{exits.program}: error: {ended}. Gave up after {failed} tries without a new one: look at "
+                      f"its last lines above", file=sys.stderr)  # fmt: skip
                 return code if code > 0 else 128 - code
             wait = min(self._wait_s * 2 ** (failed - 1), MAX_WAIT_S)
-            print(f"supervise: {ended}. Starting it again in {wait:g} s", file=sys.stderr, flush=True)
+            print(f"{exits.program}: {ended}. Starting it again in {wait:g} s", file=sys.stderr, flush=True)
             if self._asked.wait(wait):
                 return Exit.STOPPED
 

@@ -14,7 +14,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from jaxstack import distributed
+from jaxstack import distributed, exits
 from jaxstack.exits import Exit
 
 _ALIVE, _ENDED = "jaxstack/alive/", "jaxstack/ended/"
@@ -139,5 +139,5 @@ class Watch:
     def _end(self, code: Exit, message: str) -> None:
         if not self._over.is_set():
             where = f" [process {self._me} of {self._count}]" if self._client else ""
-            print(f"train.py: error: {message}{where}", file=sys.stderr, flush=True)
+            print(f"{exits.program}: error: {message}{where}", file=sys.stderr, flush=True)
             os._exit(code)

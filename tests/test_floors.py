@@ -38,17 +38,21 @@ FLOORS = {
     "loggers": 6,
     "generate": 9,
     "metrics": 7,
+    "feed": 7,
     "step": 7,
     "aot": 8,
     "hf": 8,
     "profile": 8,
     "report": 8,
     "convert": 9,
+    "progress": 8,
+    "train": 10,
+    "__main__": 11,
 }
 
 JAX_FREE = {
     "config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals", "supervise", "goodput",
-    "loggers", "report",
+    "loggers", "report", "__main__",
 }  # fmt: skip
 """What runs before JAX starts, for quick help and quick errors."""
 

@@ -208,7 +208,7 @@ def test_several_processes_are_sent_to_the_command(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     cfg = pipelines.config("llama3", {"pipe": 2}, layers=4)
     cfg = replace(cfg, pipeline=replace(cfg.pipeline, partition="auto"))
-    with pytest.raises(ConfigError, match=r"this run has 2; run `python -m jaxstack.profile --out") as error:
+    with pytest.raises(ConfigError, match=r"this run has 2; run `jaxstack profile --out") as error:
         profile.settled(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
     assert "\n" not in str(error.value)
 

@@ -197,7 +197,7 @@ def test_build_verify_show(text, tmp_path, capsys, tokenizer):
     out = str(tmp_path / "out")
     main(["build", "--data.source=path", f"--data.path={text}", f"--data.tokenizer={tokenizer}", out])
     printed = capsys.readouterr().out
-    assert f"python train.py --data.source=tokens --data.path={out}" in printed
+    assert f"jaxstack train --data.source=tokens --data.path={out}" in printed
     assert "3 documents" in printed
     assert "bytes per token" in printed
     main(["verify", out])
@@ -216,7 +216,7 @@ def test_mistakes_are_one_line_and_exit_code_2(text, tmp_path):
 
     missing = run("verify", str(tmp_path / "none"))
     assert missing.returncode == 2
-    assert missing.stderr.startswith("error: ")
+    assert missing.stderr.startswith("python -m jaxstack.data: error: ")
     assert missing.stderr.count("\n") == 1
     (text / "image").write_bytes(b"\0")
     binary = run("build", "--data.source=path", f"--data.path={text}", str(tmp_path / "out"))

@@ -1,7 +1,7 @@
 """Ahead of time: compiles the training step for chips that are not here, and reads what it needs and what it moves.
 
 XLA's compilers for TPU and CUDA run on any machine; only the description of the target is needed. A target is
-`v5e:4x4` (a TPU and its topology) or `h100:1x8x8` (slices x hosts x GPUs of a host). `python -m jaxstack.aot` is this
+`v5e:4x4` (a TPU and its topology) or `h100:1x8x8` (slices x hosts x GPUs of a host). `jaxstack plan` is this
 as a command.
 
 Kernels are those that `auto` takes on the target, or those that `kernels.*` names.

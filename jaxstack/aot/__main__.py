@@ -1,12 +1,12 @@
-"""`python -m jaxstack.aot --target v5e:4x4 --config configs/NAME.yaml --mesh.tensor=4 ...`
+"""`jaxstack plan --target v5e:4x4 --config NAME --mesh.tensor=4 ...`
 
 Compiles the training step for chips that are not here and prints whether it fits, and what it moves along each axis of
-the mesh, both beside the formula. Configuration and flags are those of `train.py`.
+the mesh, both beside the formula. Configuration and flags are those of
+`jaxstack train`.
 """
 
 import os
 import time
-from pathlib import Path
 
 from jaxstack import cli
 from jaxstack.config import ConfigError, resolve
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> None:
     target, words = cli.take(argv, "--target")
     if not target:
         raise ConfigError("--target is missing; name a chip and a topology, such as --target v5e:4x4 or h100:1x8x8")
-    cfg = cli.parse_config(words, Path("configs/quickstart.yaml"))
+    cfg = cli.parse_config(words)
     if cfg.model.vocab_size is None:
         raise ConfigError("model.vocab_size is missing; no data is read here: set --model.vocab_size=...")
     cfg = resolve(cfg, cfg.model.vocab_size)

@@ -1,19 +1,19 @@
 """Token files on the command line.
 
-    python -m jaxstack.data build --data.source=path --data.path=TEXT --data.tokenizer=gpt2/tokenizer.json OUT
-    python -m jaxstack.data verify OUT
-    python -m jaxstack.data show OUT
+    jaxstack data build --data.source=path --data.path=TEXT --data.tokenizer=gpt2/tokenizer.json OUT
+    jaxstack data verify OUT
+    jaxstack data show OUT
 
 A user's mistake is one line on stderr and exit code 2.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from jaxstack import cli, exits
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.sources import Document, describe, documents
 from jaxstack.data.tokenizers import make_tokenizer
@@ -25,7 +25,7 @@ _NOT_IN_THE_FILE = {"seq_len", "batch_size", "packing", "eval_fraction"}  # chos
 class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         text = " ".join(line.strip(" -") for line in message.splitlines() if line.strip())
-        raise ConfigError(f"{text}; `python -m jaxstack.data --help` lists the commands")
+        raise ConfigError(f"{text}; `{exits.program} --help` lists the commands")
 
 
 def build(out: str, cfg: DataConfig) -> None:
@@ -37,7 +37,7 @@ def build(out: str, cfg: DataConfig) -> None:
         tokenizer = make_tokenizer(cfg.tokenizer, (d.text for d in alphabet))
         header = write_token_file(out, _counted(documents(cfg), progress, "writing tokens"), tokenizer)
     print(f"{describe(cfg)} -> {out}: {_summary(header)}")
-    print(f"python train.py --data.source=tokens --data.path={out}")
+    print(f"jaxstack train --data.source=tokens --data.path={out}")
 
 
 def _counted(source: Iterable[Document], progress: Progress, verb: str) -> Iterator[Document]:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       ConfigError: the user's mistake, in one line.
     """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = _Parser(prog="python -m jaxstack.data", description="Makes and checks token files.", allow_abbrev=False)
+    parser = _Parser(prog=exits.program, description="Makes and checks token files.", allow_abbrev=False)
     commands = parser.add_subcommands(dest="command")
     builder = _Parser(description=build.__doc__, allow_abbrev=False)
     builder.add_class_arguments(DataConfig, "data", skip=_NOT_IN_THE_FILE)
@@ -99,8 +99,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli.run("python -m jaxstack.data", main)

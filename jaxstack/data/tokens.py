@@ -252,7 +252,7 @@ def read_header(path: str | Path) -> Header:
         header = Header(**json.loads(file.read_text()))
     except FileNotFoundError:
         raise ConfigError(
-            f"{file} does not exist; make a token file with `python -m jaxstack.data build` (an interrupted build "
+            f"{file} does not exist; make a token file with `jaxstack data build` (an interrupted build "
             f"leaves none: remove its other files and build again)"
         ) from None
     except (OSError, ValueError, TypeError) as error:
@@ -272,7 +272,7 @@ def read_token_file(path: str | Path) -> tuple[Tokens, Tokenizer]:
     """Memory-maps a token file and rebuilds its tokenizer.
 
     A file below 1 GiB is read here, a second or two: its hash must be its header's, its ids in the vocabulary. Of a
-    larger one the ids are compared as windows are read, and `python -m jaxstack.data verify` does the rest.
+    larger one the ids are compared as windows are read, and `jaxstack data verify` does the rest.
 
     Raises:
       ConfigError: a missing, truncated or impossible file; the message names the file and what to do.

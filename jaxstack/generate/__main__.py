@@ -1,4 +1,4 @@
-"""`python -m jaxstack.generate RUN "prompt" ["prompt" ...] [--sample.tokens=200 --sample.temperature=0.8 ...]`
+"""`jaxstack generate RUN "prompt" ["prompt" ...] [--sample.tokens=200 --sample.temperature=0.8 ...]`
 
 Continues prompts with the model of a run directory. What no flag says is the run's own: its group `sample`, its seed.
 """
@@ -12,14 +12,10 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from jaxstack import cli, platform
+from jaxstack import cli, exits, platform
 from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig, SampleConfig
 from jaxstack.data import Tokenizer
 from jaxstack.data.tokenizers import tokenizer_from_json
-
-
-class Parser(cli.Parser):
-    command = "python -m jaxstack.generate"
 
 
 def main(argv: list[str]) -> None:
@@ -42,7 +38,7 @@ def main(argv: list[str]) -> None:
 
 def parse(argv: list[str], defaults: SampleConfig) -> Namespace:
     """The command line, with `sample` and `mesh` as the dataclasses that they are."""
-    parser = Parser(prog="python -m jaxstack.generate", description="Continues prompts with the model of a run.")
+    parser = cli.Parser(prog=exits.program, description="Continues prompts with the model of a run.")
     parser.add_argument("run", type=str, help="run directory")
     parser.add_argument("prompts", type=str, nargs="+", help="beginnings of texts; -: from standard input, one a line")
     parser.add_argument("--step", type=int, help="checkpoint to take (default: the newest)")
@@ -114,4 +110,4 @@ def parameters(run: Path, cfg: Config, ctx: Any, number: int | None) -> Any:
 
 
 if __name__ == "__main__":
-    cli.run(Parser.command, main)
+    cli.run("python -m jaxstack.generate", main)

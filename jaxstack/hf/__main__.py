@@ -1,8 +1,8 @@
-"""`python -m jaxstack.hf import DIR RUN [flags]` and `python -m jaxstack.hf export RUN DIR [--dtype bfloat16]`
+"""`jaxstack import DIR RUN [flags]` and `jaxstack export RUN DIR [--dtype bfloat16]`
 
 `import` makes RUN, a run that has not begun: its `config.yaml` has the model and the tokenizer of the Hugging Face
-folder DIR, begins with its weights, and has every flag of `train.py` that is given. `export` writes a run's newest
-parameters as a folder that `transformers` loads.
+folder DIR, begins with its weights, and has every flag of `jaxstack train` that is given. `export` writes a run's
+newest parameters as a folder that `transformers` loads.
 """
 
 import json
@@ -20,7 +20,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, Pipelin
 from jaxstack.context import Context
 from jaxstack.hf import files
 
-USAGE = "use `import DIR RUN [flags of train.py]` or `export RUN DIR [--dtype float32|bfloat16]`"
+USAGE = "use `import DIR RUN [flags of jaxstack train]` or `export RUN DIR [--dtype float32|bfloat16]`"
 
 
 def main(argv: list[str]) -> None:
@@ -51,7 +51,7 @@ def import_run(folder: Path, run: Path, flags: list[str]) -> None:
         print(
             f"data.tokenizer={name}, for {folder} has no tokenizer.json; name the model's own with --data.tokenizer=..."
         )
-    print(f"wrote {run}; train it with `python train.py --config={run / 'config.yaml'}` and flags for the data")
+    print(f"wrote {run}; train it with `jaxstack train --config={run / 'config.yaml'}` and flags for the data")
 
 
 def configuration(found: hf.Pretrained, run: Path, flags: list[str]) -> Config:

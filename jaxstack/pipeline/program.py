@@ -279,14 +279,14 @@ def _cut(cfg: Config, schedule: Schedule, steps: int, unit: str) -> Partition | 
     if name == "auto":
         raise ConfigError(
             "pipeline.partition=auto is measured by train.py when it trains; elsewhere use even, or name a file made "
-            "by python -m jaxstack.profile"
+            "by jaxstack profile"
         )
     costs = Costs.load(Path(name))
     if costs.layers != steps:
         raise ConfigError(
             f"pipeline.partition={name} holds costs of {costs.layers} layers, but "
             f"model.num_layers={cfg.model.num_layers} has {steps} {unit}; measure this model by "
-            f"python -m jaxstack.profile, or use pipeline.partition=even"
+            f"jaxstack profile, or use pipeline.partition=even"
         )
     try:
         best = cut(costs, schedule, costs.memory_bytes)

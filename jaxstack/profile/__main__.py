@@ -1,8 +1,8 @@
-"""`python -m jaxstack.profile --config configs/NAME.yaml --mesh.pipe=4 ... --out costs.json`
+"""`jaxstack profile --config NAME --mesh.pipe=4 ... --out costs.json`
 
 Measures what one microbatch of a run costs on the devices here, and writes it for `--pipeline.partition=costs.json`.
-Configuration and flags are those of `train.py`. The run may have more devices than there are here; then give the sizes
-of all axes of its mesh.
+Configuration and flags are those of `jaxstack train`. The run may have more devices than there are here; then give the
+sizes of all axes of its mesh.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"--out={out} exists; remove it, or name another file")
     if not out.parent.is_dir():
         raise ConfigError(f"--out={out} lies in no directory; make {out.parent}, or name another file")
-    cfg = cli.parse_config(words, Path("configs/quickstart.yaml"))
+    cfg = cli.parse_config(words)
     if cfg.mesh.pipe == 1:
         raise ConfigError("mesh.pipe=1 has no stages to cut; give the mesh of the run, such as --mesh.pipe=4")
     cfg = resolve(cfg, cfg.model.vocab_size or data.load(cfg.data).tokenizer.vocab_size)

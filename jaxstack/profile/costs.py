@@ -1,6 +1,6 @@
 """What the layers of a run cost on the devices at hand: the figures by which `pipeline.partition` cuts stages.
 
-`python -m jaxstack.profile` is this as a command. All steps of layers are one program, so that one of them is measured
+`jaxstack profile` is this as a command. All steps of layers are one program, so that one of them is measured
 for all. It runs as the pipeline's executor runs it: weights come from a row, residuals go to a slot and come back from
 it, gradients are added to float32 sums. Embedding and head are measured with the whole vocabulary, of which every stage
 has its part. Parameters are initial ones and tokens are random, which a router of experts spreads more evenly than it
@@ -56,7 +56,7 @@ def settled(cfg: Config, mesh: Mesh) -> Config:
     if jax.process_count() > 1:
         raise ConfigError(
             f"pipeline.partition=auto measures in one process, but this run has {jax.process_count()}; run "
-            f"`python -m jaxstack.profile --out costs.json` and these flags on one machine, and give all processes "
+            f"`jaxstack profile --out costs.json` and these flags on one machine, and give all processes "
             f"--pipeline.partition=costs.json"
         )
     run = Path(cfg.run.dir)

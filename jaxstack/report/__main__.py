@@ -1,4 +1,4 @@
-"""`python -m jaxstack.report RUN [RUN ...] [--out FILE.html]`
+"""`jaxstack report RUN [RUN ...] [--out FILE.html]`
 
 Sums up training runs: a table here, and one page with pictures that any browser opens without a network. The page is
 RUN/report.html of the first run, or FILE.html.
@@ -15,7 +15,7 @@ from jaxstack import cli, files
 from jaxstack.config import ConfigError
 from jaxstack.report import page, runs, style
 
-USAGE = "usage: python -m jaxstack.report RUN [RUN ...] [--out FILE.html]"
+USAGE = "usage: jaxstack report RUN [RUN ...] [--out FILE.html]"
 
 
 def main(argv: list[str]) -> None:

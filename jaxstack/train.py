@@ -1,0 +1,288 @@
+"""Trains a decoder language model: `main` is what `jaxstack train` and `python train.py` run,
+and `train` the loop, top to bottom.
+
+JAX is imported within functions, after help, mistakes and `platform.configure`.
+"""
+
+import math
+import os
+import signal
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from jaxstack import cli, data, distributed, goodput, platform, rundir, seal, signals
+from jaxstack.config import Config, DistributedConfig, resolve
+from jaxstack.exits import Exit, RunError
+
+if TYPE_CHECKING:  # JAX must start after `platform.configure`
+    import jax
+
+    from jaxstack.checkpoint import Checkpoints, Found
+    from jaxstack.context import Context
+    from jaxstack.feed import Feed
+    from jaxstack.loggers import JsonLines, Screen
+
+
+def main(argv: list[str]) -> None:
+    cfg, print_shardings = cli.parse(argv)
+    if print_shardings:
+        return show(cfg)
+    dataset = data.load(cfg.data)
+    cfg = resolve(cfg, dataset.tokenizer.vocab_size)
+    changes = rundir.check(cfg, dataset.tokenizer.to_json())  # in every process before any writes: they have not joined
+    processes = distributed.detect(cfg.distributed)
+    count = (processes and processes.count) or 1
+    # Before JAX is imported, which reads it.
+    platform.configure(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, count)
+    distributed.join(processes, cfg.distributed)
+    train(cfg, dataset, changes)
+
+
+def show(cfg: Config) -> None:
+    """Prints how every parameter lies on the mesh, and what the state takes of a device; nothing is computed."""
+    vocabulary = cfg.model.vocab_size or data.load(cfg.data).tokenizer.vocab_size
+    cfg = resolve(cfg, vocabulary)
+    platform.configure(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
+
+    from jaxstack import model, params, sharding, step
+    from jaxstack.context import Context
+
+    mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
+    state = step.abstract_state(cfg, Context.create(cfg, mesh))
+    declared = params.flat_spec(model.spec(cfg.model))
+    leaves, specs = sharding.placed(state.params)
+    print(sharding.table({path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}, specs, mesh))
+    optimizer = sharding.table(*sharding.placed(state.opt_state), mesh).splitlines()[-1]
+    print(f"optimizer state: {optimizer}")
+
+
+def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
+    """Takes steps until `train.steps` are done; evaluates, saves, and goes back where it must."""
+    import jax
+
+    from jaxstack import checkpoint, convert, loggers, metrics, sharding, step, watch
+    from jaxstack.context import Context
+    from jaxstack.feed import Feed
+    from jaxstack.generate import decode
+    from jaxstack.profile import costs
+    from jaxstack.progress import Course, Progress
+
+    run = Path(cfg.run.dir)
+    saved = rundir.checkpoints(run)
+    account = goodput.Account()
+    mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
+    devices = list(mesh.devices.flat)
+    ctx = Context.create(costs.settled(cfg, mesh), mesh)
+    first = jax.process_index() == 0  # it alone prints, and writes what is not a checkpoint
+    several = jax.process_count() > 1
+    feed = Feed(cfg, dataset, ctx.sharding(ctx.batch))
+
+    abstract = step.abstract_state(cfg, ctx)
+    layout = step.checkpoint_layout(cfg, ctx, abstract)
+    train_step = step.jit_train_step(cfg, ctx, abstract)
+    eval_step = jax.jit(step.make_eval_step(cfg, ctx))
+
+    with (
+        watch.Watch(cfg.distributed.lost_s, cfg.train.stalled_s) as watching,
+        rundir.lock(run) if first else nullcontext() as left_behind,
+        signals.caught((lambda: os.kill(os.getpid(), signal.SIGTERM)) if several else None) as request,
+        loggers.Screen(cfg.train.steps, shown=first) as screen,
+        checkpoint.Checkpoints(cfg.checkpoint, saved, first) as checkpoints,
+    ):
+        greet(screen, cfg, ctx, devices, dataset, changes, left_behind)
+        found = checkpoint.find(saved) if first else checkpoint.Found(None, {})  # every byte is read, so by one
+        start = agree_on_start(screen, cfg, ctx, dataset, found)
+
+        def state_of(number: int) -> tuple[step.TrainState, int]:
+            """The state after a step, and the index of the batch that comes next."""
+            if number:
+                state = layout.unpack(checkpoint.restore(saved, number, layout.abstract))
+                return state, checkpoint.facts(saved, number)["next_batch"]
+            if cfg.run.init_from:
+                return convert.start_from(cfg, ctx, abstract), 0
+            return step.make_state(cfg, ctx, abstract), 0
+
+        if start:
+            rundir.same_data(checkpoint.facts(saved, start), cfg, dataset.fingerprint)
+        elif cfg.run.init_from:
+            screen.say(f"starts with the parameters of {cfg.run.init_from}")
+        state, next_batch = state_of(start)
+        if start:
+            screen.say(f"resumed from step {start}")
+        sharding.guard(*sharding.placed(state.params), mesh, axes=("pipe", "fsdp", "tensor"), limit=0.1)
+
+        # Only now: nothing is overwritten by what does not fit.
+        log = open_log(screen, cfg, dataset, found, start) if first else loggers.JsonLines(None)
+        checkpoints.scores |= {r["step"]: r["eval_loss"] for r in log.records if "eval_loss" in r}
+        facts = {"config": asdict(cfg), "versions": checkpoint.versions(), "data": dataset.fingerprint}
+        meter = metrics.Meter(cfg, devices)
+        progress = Progress(cfg, feed, log, screen, meter, watching, account)
+
+        def evaluate(number: int) -> None:
+            """Held-out loss, unless the log has it from before an interruption."""
+            if not distributed.from_first(progress.evaluated(number)):
+                account.enter("evaluation")
+                sums = (eval_step(state.params, feed.to_devices(batch)) for batch in feed.held_out)
+                checkpoints.scores[number] = progress.evaluation(number, sums)
+
+        course = Course(done=start, batch=next_batch, newest=start)
+        screen.start(start)
+        if start and start % cfg.train.eval_every == 0:
+            evaluate(start)
+        while course.done < cfg.train.steps:
+            spike = None
+            for index, batch, waited in feed.training(course.batch, cfg.train.steps - course.done, account):
+                account.enter("step" if meter.started else "compile")
+                state, device_values = train_step(state, feed.to_devices(batch))
+                course = course.stepped()
+                spike = progress.step(course.done, index, device_values, waited)  # of the step before this one
+                stopping = distributed.stop_here(course.done, request.by is not None)
+                last = course.done == cfg.train.steps
+                evaluating = last or course.done % cfg.train.eval_every == 0
+                saving = last or course.done % cfg.checkpoint.every == 0 or stopping
+                if evaluating or saving:
+                    spike = spike or progress.flush()
+                if spike:
+                    break
+                if saving:
+                    account.enter("checkpoint")
+                    checkpoints.save(course.done, layout.pack(state), facts | {"next_batch": course.batch})
+                    course = course.saved()
+                if stopping:
+                    stop(course.done, checkpoints, log, account)
+                if evaluating:
+                    evaluate(course.done)
+                if evaluating or saving:
+                    meter.restart()
+            if spike:
+                course = course.back(spike, most=cfg.train.max_bad_steps)
+                account.enter("checkpoint")
+                checkpoints.wait()
+                del state, device_values  # two states may not fit
+                state, _ = state_of(course.done)
+                progress.went_back(course, spike)
+        screen.stop()
+
+        account.enter("end")
+        evaluate(cfg.train.steps)
+        texts = decode.texts(cfg, state.params, dataset.tokenizer, ctx) if cfg.sample.prompts else []
+        checkpoints.wait()
+        if first:  # what is left is done by one
+            sum_up(cfg, feed, texts, log, screen, account)
+        distributed.wait_for_all()
+
+
+def greet(
+    screen: "Screen",
+    cfg: Config,
+    ctx: "Context",
+    devices: "list[jax.Device]",
+    dataset: data.Dataset,
+    changes: list[str],
+    left_behind: str | None,
+) -> None:
+    """Says what is going to be trained, on what, and what is unlike the run's earlier part."""
+    import jax
+
+    from jaxstack import model, params
+
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    screen.say(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
+    screen.say(f"model    {params.count(model.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
+    if ctx.pipeline is not None:
+        screen.say(f"pipeline {ctx.pipeline}")
+        if why := ctx.pipeline.explain():
+            screen.say(why)
+    screen.say(f"kernels  {', '.join(f'{op} {name}' for op, name in ctx.kernels.items())}")
+    screen.say(f"data     {dataset.description}")
+    screen.say(f"run      {Path(cfg.run.dir)}/")
+    for change in changes:
+        screen.say(f"changed  {change}", style="yellow")
+    if left_behind:
+        screen.say(left_behind, style="yellow")
+
+
+def agree_on_start(screen: "Screen", cfg: Config, ctx: "Context", dataset: data.Dataset, found: "Found") -> int:
+    """The step of the newest checkpoint that is whole, or 0, once all processes are of one mind about the run.
+
+    Args:
+      found: by process 0.
+
+    Raises:
+      ConfigError: they are not, or there were checkpoints and none is whole.
+    """
+    saved = rundir.checkpoints(Path(cfg.run.dir))
+    for number, why in found.passed_over.items():
+        screen.say(f"passed over step {number}: {why}", style="yellow")
+    start = distributed.from_first(-1 if found.lost else found.step or 0)
+    if start < 0:
+        raise found.nothing_whole(saved, "put back a copy, or name another run.dir")
+    distributed.agree({
+        "configuration": replace(cfg, distributed=DistributedConfig()),
+        "data": (dataset.fingerprint, len(dataset.train), len(dataset.eval), dataset.tokenizer.to_json()),
+        "newest checkpoint of run.dir": not start or (saved / str(start)).is_dir(),
+        "pipeline.partition's file": str(ctx.pipeline),
+    })  # fmt: skip
+    return start
+
+
+def open_log(screen: "Screen", cfg: Config, dataset: data.Dataset, found: "Found", start: int) -> "JsonLines":
+    """metrics.jsonl as it was after step `start`, in a directory that is tidied up; by process 0."""
+    from jaxstack.loggers import JsonLines
+
+    run = Path(cfg.run.dir)
+    saved = rundir.checkpoints(run)
+    log = JsonLines(run / "metrics.jsonl")
+    rundir.write(cfg, dataset.tokenizer.to_json())
+    seal.tidy(saved)
+    for number in found.passed_over:
+        screen.say(f"step {number} was moved to {seal.set_aside(saved / str(number), run / 'passed_over')}/")
+    if event := goodput.resumed(start, log.records, log.rewind(start)):
+        log.write(event)
+    return log
+
+
+def stop(done: int, checkpoints: "Checkpoints", log: "JsonLines", account: goodput.Account) -> NoReturn:
+    """Ends a run that was asked to stop, once the step that it has done is saved everywhere."""
+    checkpoints.wait()
+    distributed.wait_for_all()
+    log.write({"step": done, "event": "stopped", "time": time.time(), "seconds": account.take()})
+    raise RunError(
+        Exit.STOPPED, f"stopped as asked after step {done}, which is saved; the same command goes on from there"
+    )
+
+
+def sum_up(
+    cfg: Config, feed: "Feed", texts: list[str], log: "JsonLines", screen: "Screen", account: goodput.Account
+) -> None:
+    """Writes what is made at the end of a run: the comparison with n-grams, samples and the picture; by process 0."""
+    from jaxstack import loggers
+    from jaxstack.data import ngram
+
+    run, steps = Path(cfg.run.dir), cfg.train.steps
+    final = next(r for r in log.records if r["step"] == steps and "eval_loss" in r)
+    baseline = None
+    if cfg.train.ngram_baseline:
+        known = [r for r in log.records if r["step"] == steps and "ngram_order" in r]
+        if not known:
+            order, bits = ngram.baseline(feed.trained(steps), feed.all_held_out)
+            known = [{"step": steps, "ngram_order": order, "ngram_bits_per_byte": bits}]
+            log.write(known[0])
+        order, bits = known[0]["ngram_order"], known[0]["ngram_bits_per_byte"]
+        baseline = (f"byte {order}-gram", bits * math.log(2))
+        read = steps * cfg.data.batch_size * cfg.data.seq_len
+        screen.say(f"held out, this model      {final['eval_bits_per_byte']:.3f} bits per byte", style="bold")
+        screen.say(f"held out, byte {order}-grams    {bits:.3f} bits per byte, fitted on the same {read:,} bytes")
+    if texts:
+        (run / "samples.txt").write_text("\n\n".join(texts) + "\n")
+    for prompt, text in zip(cfg.sample.prompts, texts, strict=True):
+        screen.say(f"--- {prompt.strip()}", style="bold")
+        screen.say(text)
+    loggers.plot(log.records, run / "loss.png", baseline)
+    log.write({"step": steps, "event": "finished", "time": time.time(), "seconds": account.take()})
+    screen.say(f"{run}/ holds loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To go on, raise "
+               f"--train.steps; to start anew, name another --run.dir; to look at it: "
+               f"jaxstack report {run}")  # fmt: skip
