@@ -1,6 +1,6 @@
-"""Our greedy decoding beside `transformers`' on the CPU: `python benchmarks/generate_cpu.py [--batches 1 8]`
+"""Our greedy decoding beside `transformers`' on the CPU: `python benchmarks/generate_cpu.py [--models 15M] [--batches 1 8]`
 
-Needs the extra `[parity]`. One shape of model (llama2.c's 42M: 8 layers of width 512, 32,000 tokens, tied), random
+Needs the extra `[parity]`. Three shapes of model (the quickstart's, llama2.c's 15M and 42M), tied embeddings, random
 weights, float32, prompts of 64 tokens, 128 new ones. Three processes (ours; theirs with a thread a core, and with
 one, which a busy machine slows less) take turns, round after round, so that whatever else the machine does hits all
 alike; what counts is the ratio within a round: time of their better one over ours. Ours is timed for 256 new tokens
@@ -9,6 +9,7 @@ too: a token must cost the same late as early, but for attention's own share. Me
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -19,11 +20,15 @@ from typing import Any
 import record
 import train_cpu
 
-SHAPE = {"layers": 8, "width": 512, "heads": 8, "hidden": 1376, "vocab": 32000}
+SHAPES = {
+    "1M": {"layers": 4, "width": 128, "heads": 4, "hidden": 384, "vocab": 256},
+    "15M": {"layers": 6, "width": 288, "heads": 6, "hidden": 768, "vocab": 32000},
+    "42M": {"layers": 8, "width": 512, "heads": 8, "hidden": 1376, "vocab": 32000},
+}
 PROMPT, NEW, LONG = 64, 128, 256
 
 
-def ours(batch: int) -> Any:
+def ours(batch: int, shape: dict[str, int]) -> Any:
     sys.path.insert(0, str(train_cpu.ROOT))
     import jax
     import numpy as np
@@ -34,36 +39,36 @@ def ours(batch: int) -> Any:
     from jaxstack.generate import decode
 
     cfg = ModelConfig(
-        num_layers=SHAPE["layers"],
-        d_model=SHAPE["width"],
-        num_heads=SHAPE["heads"],
-        d_ff=SHAPE["hidden"],
-        vocab_size=SHAPE["vocab"],
+        num_layers=shape["layers"],
+        d_model=shape["width"],
+        num_heads=shape["heads"],
+        d_ff=shape["hidden"],
+        vocab_size=shape["vocab"],
         tied_embeddings=True,
     )
     values = jax.jit(lambda: params.init(jax.random.key(0), model.spec(cfg)))()
-    prompts = np.random.default_rng(0).integers(0, SHAPE["vocab"], (batch, PROMPT)).tolist()
+    prompts = np.random.default_rng(0).integers(0, shape["vocab"], (batch, PROMPT)).tolist()
     ctx = Context(**implementations("cpu"))
     runs = {n: decode.make_generate(cfg, SampleConfig(tokens=n, temperature=0), ctx=ctx) for n in (1, NEW, LONG)}
     return lambda new: runs[new](values, prompts, 0)
 
 
-def theirs(batch: int, threads: int) -> Any:
+def theirs(batch: int, shape: dict[str, int], threads: int) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     config = LlamaConfig(
-        num_hidden_layers=SHAPE["layers"],
-        hidden_size=SHAPE["width"],
-        num_attention_heads=SHAPE["heads"],
-        intermediate_size=SHAPE["hidden"],
-        vocab_size=SHAPE["vocab"],
+        num_hidden_layers=shape["layers"],
+        hidden_size=shape["width"],
+        num_attention_heads=shape["heads"],
+        intermediate_size=shape["hidden"],
+        vocab_size=shape["vocab"],
         tie_word_embeddings=True,
     )
     peer = LlamaForCausalLM(config).eval()
-    ids = torch.randint(0, SHAPE["vocab"], (batch, PROMPT))
+    ids = torch.randint(0, shape["vocab"], (batch, PROMPT))
     how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True, "eos_token_id": None}
 
     def run(new: int) -> None:
@@ -85,10 +90,10 @@ def serve(run: Any) -> None:
         print(json.dumps({"s": time.perf_counter() - begin}), flush=True)
 
 
-def compare(batch: int, rounds: int) -> dict[str, Any]:
+def compare(name: str, batch: int, rounds: int) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     names = {"jaxstack": "0", f"transformers, {cores} threads": str(cores), "transformers, 1 thread": "1"}
-    workers = {key: Worker("--worker", kind, str(batch), job={}) for key, kind in names.items()}
+    workers = {key: Worker("--worker", kind, str(batch), name, job={}) for key, kind in names.items()}
     workers["jaxstack"].turn(1), workers["jaxstack"].turn(LONG)  # compile
     seconds: dict[str, list[float]] = {key: [] for key in workers}
     early, late = [], []
@@ -103,6 +108,7 @@ def compare(batch: int, rounds: int) -> dict[str, Any]:
         worker.close()
     ratios = [min(theirs) / ours for ours, *theirs in zip(*seconds.values(), strict=True)]
     return {
+        "model": name,
         "batch": batch,
         "rounds": rounds,
         "tokens_per_s": {key: round(batch * NEW / median(values), 1) for key, values in seconds.items()},
@@ -120,19 +126,21 @@ class Worker(train_cpu.Worker):
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--models", nargs="+", choices=SHAPES, default=[*SHAPES])
     arguments.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    arguments.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.worker:
-        threads, batch = map(int, given.worker)
+        threads, batch = map(int, given.worker[:2])
+        shape = SHAPES[given.worker[2]]
         sys.stdin.readline()
-        return serve(theirs(batch, threads) if threads else ours(batch))
+        return serve(theirs(batch, shape, threads) if threads else ours(batch, shape))
     results = []
-    for batch in given.batches:
-        results.append(compare(batch, given.rounds))
+    for name, batch in itertools.product(given.models, given.batches):
+        results.append(compare(name, batch, given.rounds))
         print(json.dumps(results[-1]), flush=True)
-    print(record.record("generate_cpu", {"shape": SHAPE, "prompt": PROMPT, "new": NEW, "batches": results}))
+    print(record.record("generate_cpu", {"shapes": SHAPES, "prompt": PROMPT, "new": NEW, "cases": results}))
 
 
 if __name__ == "__main__":
