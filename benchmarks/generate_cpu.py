@@ -1,4 +1,4 @@
-"""Our greedy decoding beside `transformers`' on the CPU: `python benchmarks/generate_cpu.py [--models 15M] [--batches 1 8]`
+"""Our greedy decoding beside `transformers`' on the CPU: `python benchmarks/generate_cpu.py [--models 15M]`
 
 Needs the extra `[parity]`. Three shapes of model (the quickstart's, llama2.c's 15M and 42M), tied embeddings, random
 weights, float32, prompts of 64 tokens, 128 new ones. Three processes (ours; theirs with a thread a core, and with
