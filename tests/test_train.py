@@ -270,3 +270,11 @@ def test_shardings_are_printed_and_nothing_is_written(text, tmp_path):
     assert "replicated" in out.splitlines()[-2]
     assert out.splitlines()[-1].startswith("optimizer state: total")
     assert not (tmp_path / "run").exists()
+
+
+def test_batches_of_one(tmp_path):
+    """A tiny text in the smallest batches."""
+    (tmp_path / "text").write_text("abc def ghi\n" * 40)
+    one = ["--data.batch_size=1", "--train.steps=2", "--train.eval_every=2", "--mesh.data=1", "--sample.prompts=[]"]
+    run(*SMALL, f"--data.path={tmp_path / 'text'}", f"--run.dir={tmp_path / 'run'}", *one)
+    assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 2]

@@ -175,7 +175,8 @@ def batches(
             parts.append(_batch(now.stream, first_B, seq_len, packing, tokens.vocab_size))
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts[1:] else parts[0]
 
-    return grain.MapDataset.range(np.iinfo(np.int64).max).batch(batch_size, batch_fn=read)
+    # Without end: not all of int64, where grain's length of a dataset in batches of one would leave it by rounding.
+    return grain.MapDataset.range(2**62).batch(batch_size, batch_fn=read)
 
 
 def eval_batches(
