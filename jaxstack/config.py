@@ -587,6 +587,28 @@ class SampleConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Traces by JAX's profiler."""
+
+    steps: str = ""
+    """`first:last`: these steps are traced into profile/ of the run directory; empty: none. In YAML in quotes."""
+
+    def __post_init__(self) -> None:
+        _require(
+            not self.steps or self.span is not None,
+            f"profile.steps={self.steps} must be first:last, numbers of steps from 1 on, such as 10:15; or empty",
+        )
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The first and the last step to trace."""
+        first, _, last = self.steps.partition(":")
+        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            return None
+        return int(first), int(last)
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything a run depends on."""
 
@@ -601,6 +623,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         data, train = self.data, self.train
@@ -609,6 +632,10 @@ class Config:
             f"train.grad_accum={train.grad_accum} does not divide data.batch_size={data.batch_size}",
         )
         self._check_mesh()
+        _require(
+            not self.profile.span or self.profile.span[1] <= train.steps,
+            f"profile.steps={self.profile.steps} ends after train.steps={train.steps}; name steps that are done",
+        )
         _require(
             not train.ngram_baseline or data.tokenizer == "bytes",
             f"train.ngram_baseline=true counts bytes, but data.tokenizer={data.tokenizer}; switch one of them",

@@ -1,7 +1,8 @@
 """Where the seconds of a run go: the account that a process keeps, and sums over metrics.jsonl. No JAX here."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from jaxstack import platform
@@ -10,9 +11,10 @@ from jaxstack import platform
 class Account:
     """Where the seconds of this process go. Every moment belongs to one kind of `KINDS`, so nothing is left out."""
 
-    KINDS = ("start", "compile", "step", "data", "evaluation", "checkpoint", "end")
+    KINDS = ("start", "compile", "step", "data", "evaluation", "checkpoint", "profile", "end")
     """`start`: until the first step is asked for; `compile`: until it is done; `data`: waiting for batches;
-    `checkpoint`: what training waited for saves; `end`: samples, pictures, leaving."""
+    `checkpoint`: what training waited for saves; `profile`: what the profiler took beside the steps that it traced;
+    `end`: samples, pictures, leaving."""
 
     def __init__(self) -> None:
         self._spent = dict.fromkeys(self.KINDS, 0.0)
@@ -25,6 +27,16 @@ class Account:
         now = time.perf_counter()
         self._spent[self._kind] += now - self._since
         self._kind, self._since = kind, now
+
+    @contextmanager
+    def during(self, kind: str) -> Iterator[None]:
+        """Time is spent on `kind` while the context lasts, then again on what it was before."""
+        before = self._kind
+        self.enter(kind)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
     def take(self) -> dict[str, float]:
         """Seconds by kind since this was last asked; kinds without any are left out."""

@@ -1,6 +1,8 @@
 """Throughput, MFU and memory of the training loop; `jaxstack.goodput` says where its seconds go."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 
@@ -28,6 +30,14 @@ class Meter:
     def restart(self) -> None:
         """Starts the clock, and forgets what was timed before."""
         self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The clock stands still while the context lasts."""
+        began = time.perf_counter()
+        yield
+        if self._since is not None:
+            self._since += time.perf_counter() - began
 
     def finished(self, waited: float) -> None:
         """One more step is done; the loop had waited so many seconds for its batch."""

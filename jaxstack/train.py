@@ -63,7 +63,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     """Takes steps until `train.steps` are done; evaluates, saves, and goes back where it must."""
     import jax
 
-    from jaxstack import checkpoint, convert, loggers, metrics, sharding, step, watch
+    from jaxstack import checkpoint, convert, loggers, metrics, sharding, step, tracing, watch
     from jaxstack.context import Context
     from jaxstack.feed import Feed
     from jaxstack.generate import decode
@@ -78,6 +78,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     ctx = Context.create(costs.settled(cfg, mesh), mesh)
     first = jax.process_index() == 0  # it alone prints, and writes what is not a checkpoint
     several = jax.process_count() > 1
+    meter = metrics.Meter(cfg, devices)
     feed = Feed(cfg, dataset, ctx.sharding(ctx.batch))
 
     abstract = step.abstract_state(cfg, ctx)
@@ -91,6 +92,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         signals.caught((lambda: os.kill(os.getpid(), signal.SIGTERM)) if several else None) as request,
         loggers.Screen(cfg.train.steps, shown=first) as screen,
         checkpoint.Checkpoints(cfg.checkpoint, saved, first) as checkpoints,
+        tracing.Tracer(cfg.profile, run, screen.say, account, meter) as tracer,
     ):
         greet(screen, cfg, ctx, devices, dataset, changes, left_behind)
         found = checkpoint.find(saved) if first else checkpoint.Found(None, {})  # every byte is read, so by one
@@ -118,7 +120,6 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         log = open_log(screen, cfg, dataset, found, start) if first else loggers.JsonLines(None)
         checkpoints.scores |= {r["step"]: r["eval_loss"] for r in log.records if "eval_loss" in r}
         facts = {"config": asdict(cfg), "versions": checkpoint.versions(), "data": dataset.fingerprint}
-        meter = metrics.Meter(cfg, devices)
         progress = Progress(cfg, feed, log, screen, meter, watching, account)
 
         def evaluate(number: int) -> None:
@@ -136,8 +137,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             spike = None
             for index, batch, waited in feed.training(course.batch, cfg.train.steps - course.done, account):
                 account.enter("step" if meter.started else "compile")
-                state, device_values = train_step(state, feed.to_devices(batch))
                 course = course.stepped()
+                state, device_values = tracer.step(course.done, train_step, state, feed.to_devices(batch))
                 spike = progress.step(course.done, index, device_values, waited)  # of the step before this one
                 stopping = distributed.stop_here(course.done, request.by is not None)
                 last = course.done == cfg.train.steps

@@ -125,6 +125,9 @@ MISTAKES = {
     "scaling": (["--model.rope_scaling.factor=0.5"], ["factor", "0.5"]),
     "baseline": (["--data.tokenizer=chars"], ["train.ngram_baseline", "data.tokenizer=chars"]),
     "group as value": (["--model=3"], ["model"]),
+    "profile": (["--profile.steps=5"], ["profile.steps=5", "10:15"]),
+    "profile backwards": (["--profile.steps=5:3"], ["profile.steps=5:3", "10:15"]),
+    "profile past the end": (["--profile.steps=5:9999"], ["profile.steps=5:9999", "train.steps"]),
     "stray word": (["quickstart"], ["quickstart"]),
 }
 

@@ -46,6 +46,7 @@ FLOORS = {
     "report": 8,
     "convert": 9,
     "progress": 8,
+    "tracing": 8,
     "train": 10,
     "__main__": 11,
 }

@@ -1,5 +1,7 @@
 """`train.py` as its users run it: whole processes, on a small text."""
 
+import gzip
+import json
 import math
 import os
 import shutil
@@ -270,6 +272,30 @@ def test_shardings_are_printed_and_nothing_is_written(text, tmp_path):
     assert "replicated" in out.splitlines()[-2]
     assert out.splitlines()[-1].startswith("optimizer state: total")
     assert not (tmp_path / "run").exists()
+
+
+def test_some_steps_are_traced(text, tmp_path):
+    """Into the run's directory, with a line that says where; the profiler's own seconds are no part of any step's."""
+    run_dir = tmp_path / "run"
+    argv = [*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", "--train.steps=6", "--profile.steps=3:4"]
+    out, _ = run(*argv)
+    (line,) = [line for line in out.splitlines() if line.startswith("profile")]
+    assert f"steps 3 to 4 are in {run_dir}/profile/" in line
+    for kind in ("xplane.pb", "trace.json.gz"):
+        (trace,) = (run_dir / "profile").rglob(f"*.{kind}")
+        assert trace.stat().st_size > 1000
+    # Python's and XLA's events are there, and of steps those that were named.
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert {e["args"]["step_num"] for e in events if e.get("name") == "train"} == {"3", "4"}
+    spent = [line["seconds"] for line in lines(run_dir) if "seconds" in line]
+    timed = {line["step"]: line for line in lines(run_dir) if "loss" in line}
+    own = sum(seconds.get("profile", 0) for seconds in spent)
+    assert own > 0
+    assert sum(line["step_time_s"] or 0 for line in timed.values()) < sum(sum(s.values()) for s in spent) - own
+    # What a resumed run has done before cannot be traced, which is said.
+    shutil.rmtree(run_dir / "checkpoints" / "6")
+    out, _ = run(*argv, "--profile.steps=1:2")
+    assert "profile  steps 1 to 2 were done before" in out
 
 
 def test_batches_of_one(tmp_path):

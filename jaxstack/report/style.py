@@ -21,6 +21,7 @@ _KINDS = {
     "data": "#c2410c",
     "evaluation": "#0369a1",
     "checkpoint": "#a16207",
+    "profile": "#be185d",
     "end": "#475569",
     "lost": "#dc2626",
     "down": "#7f1d1d",
