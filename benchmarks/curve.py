@@ -15,7 +15,7 @@ from jaxstack.loggers import read_lines
 
 def main(run: Path, name: str) -> None:
     lines = read_lines(run / "metrics.jsonl")
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in lines if "loss" in line and "event" not in line]
     interval = steps[1]["step"] - steps[0]["step"]
     timed = [line["step_time_s"] for line in steps if line["step_time_s"] is not None]
     config = yaml.safe_load((run / "config.yaml").read_text())

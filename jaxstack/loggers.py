@@ -48,6 +48,11 @@ def read_lines(path: Path) -> list[Record]:
     return records
 
 
+def is_step(record: Record) -> bool:
+    """Whether a line of metrics.jsonl tells of a training step: an event may carry a loss too."""
+    return "loss" in record and "event" not in record
+
+
 class Screen:
     """A live progress bar on a terminal; elsewhere (a pipe, a log file) a plain line now and then."""
 
@@ -108,7 +113,7 @@ def plot(records: list[Record], path: Path, baseline: tuple[str, float] | None =
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
-    train = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
+    train = [(r["step"], r["loss"]) for r in records if is_step(r) and r["loss"] is not None]
     held_out = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
     if train:
         axes.plot(*zip(*train, strict=True), label="training", linewidth=1)

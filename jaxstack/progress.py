@@ -69,6 +69,7 @@ class Progress:
     ) -> None:
         self._cfg, self._feed, self._log, self._screen = cfg, feed, log, screen
         self._meter, self._watching, self._account = meter, watching, account
+        self._bad: loggers.Record = {}
         self._unread: tuple[int, int, dict[str, jax.Array], float] | None = None
 
     def step(self, number: int, batch: int, device_values: dict[str, jax.Array], waited: float) -> int | None:
@@ -102,12 +103,20 @@ class Progress:
             self._screen.say(f"first step done {platform.seconds_since_start():.1f} s after the command")
             self._meter.restart()  # compilation is not training time
             self._account.enter("step")
+        bad = values["spike"] or values["skipped_in_a_row"]
+        event = {name: values[name] for name in ("loss", "grad_norm", "skipped")}
+        if (
+            bad
+        ):  # a line of its own, for that of the step may not be written; before it, so that it is the last of its step
+            event |= {"batch": self._feed.identity(batch)}
+            self._log.write({"step": number, "event": "spike" if values["spike"] else "skipped", **event})
         if timed:
             self._log.write({"step": number, **values, **timed, "time": time.time(), "seconds": self._account.take()})
         self._screen.step(number, values["loss"], timed.get("tokens_per_s"))
-        if not values["spike"] and not values["skipped_in_a_row"]:
+        if not bad:
             return None
-        what = f"loss {values['loss']}, gradient norm {values['grad_norm']}; batch of {self._feed.identity(batch)}"
+        self._bad = event
+        what = f"loss {values['loss']}, gradient norm {values['grad_norm']}; batch of {event['batch']}"
         name = f"a spike{'' if values['skipped_in_a_row'] else ', not'} skipped" if values["spike"] else "skipped"
         self._screen.say(f"step {number} {name}: {what}", style="yellow")
         if values["skipped_in_a_row"] >= self._cfg.train.max_bad_steps:
@@ -119,7 +128,8 @@ class Progress:
         """Tells of a return to a checkpoint; what was logged since then is taken out, and what is unread is dropped."""
         self._unread = None
         lost = goodput.total(self._log.rewind(course.done))
-        self._log.write({"step": course.done, "event": "rolled back", "spike": spike, "lost_s": lost})
+        was = {"spike": spike, "spike_loss": self._bad["loss"], "batch": self._bad["batch"]}  # its own line is out too
+        self._log.write({"step": course.done, "event": "rolled back", **was, "lost_s": lost})
         self._screen.say(f"went back from step {spike} to {course.done}, and steps over the batches between", "yellow")
         self._meter.restart()
 

@@ -92,8 +92,8 @@ def checked(text: str) -> Page:
 def test_seconds_add_up_and_goodput_is_the_part_of_steps():
     sums = goodput.spent(LINES)
     assert sums == {
-        "start": 6.0, "compile": 9.0, "step": 4.0, "data": 0.5, "evaluation": 0.5, "checkpoint": 0.25, "end": 0.25,
-        "lost": 4.0, "down": 60.5,
+        "start": 6.0, "compile": 9.0, "step": 4.0, "data": 0.5, "evaluation": 0.5, "checkpoint": 0.25,
+        "profile": 0.0, "end": 0.25, "lost": 4.0, "down": 60.5,
     }  # fmt: skip
     assert goodput.fraction(sums) == 4.0 / 85.0
     assert goodput.total(LINES) == 24.5  # without `down`
@@ -108,6 +108,24 @@ def test_what_dropped_lines_say_of_earlier_losses_is_kept():
     assert event["down_s"] >= goodput.spent(LINES)["down"]
 
 
+def test_bad_steps_with_lines_of_their_own_are_told_once(tmp_path):
+    """Between two training lines, or beside one; the losses that they name are no points of the curve."""
+    own = [
+        {"step": 12, "event": "skipped", "loss": None, "grad_norm": None, "skipped": 1, "batch": "step 11: a"},
+        {"step": 20, "event": "spike", "loss": 9.0, "grad_norm": 1.0, "skipped": 2, "batch": "step 19: b"},
+    ]
+    lines = [training(10), *own, training(20, spike=1, skipped=2), training(30, skipped=3)]
+    (run,) = runs.read([write(tmp_path / "run", lines)])
+    assert runs.events(run) == [
+        (12, "skipped", "loss -; batch of step 11: a"),
+        (20, "spike", "loss 9.0000; batch of step 19: b"),
+        (30, "skipped", "1 of the steps since the line before"),  # as lines of earlier versions say it
+    ]
+    assert run.series("loss")[0].tolist() == [10, 20, 30]
+    assert goodput.spent(lines)["step"] == 4.5
+    checked(page.page([run]))
+
+
 def test_a_clock_that_was_set_back_takes_nothing_away():
     ahead = [training(10, time=time.time() + 1e6)]
     event = goodput.resumed(10, ahead, [])
@@ -118,7 +136,7 @@ def test_a_clock_that_was_set_back_takes_nothing_away():
 def test_the_kinds_on_the_page_are_those_of_the_sums(tmp_path):
     (run,) = runs.read([write(tmp_path / "run", LINES)])
     assert runs.kinds([run])[0] == "step"
-    assert set(runs.kinds([run])) == set(run.spent)
+    assert set(runs.kinds([run])) == {kind for kind, seconds in run.spent.items() if seconds}
     assert runs.share(run, "down") == ("60.5 s", "71.2%")
     widths = [float(part) for part in re.findall(r' width="([\d.]+)%"', charts.bar(run))]
     assert abs(sum(widths) - 100) < 0.01 * len(widths)

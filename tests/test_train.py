@@ -204,14 +204,17 @@ def test_steps_that_are_not_finite_stop_the_run_and_name_the_batch(text, tmp_pat
         f"--run.dir={tmp_path / 'run'}",
         *flags,
         "--train.max_bad_steps=3",
+        "--run.log_every=10",
         code=Exit.BAD_STEPS,
     )
     last = err.strip().splitlines()[-1]
     assert "stopped at step 4" in last
     assert "text.txt tokens" in last
-    recorded = lines(tmp_path / "run")
-    assert recorded[-1]["skipped"] >= 1
-    assert None in (recorded[-1]["loss"], recorded[-1]["grad_norm"])
+    recorded = lines(tmp_path / "run")  # none of these steps is a tenth
+    assert [(line["step"], line["event"], line["skipped"]) for line in recorded] == [
+        (step, "skipped", step - 1) for step in (2, 3, 4)
+    ]
+    assert all(None in (line["loss"], line["grad_norm"]) and "text.txt tokens" in line["batch"] for line in recorded)
 
 
 @pytest.mark.slow

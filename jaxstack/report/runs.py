@@ -15,7 +15,7 @@ import yaml
 
 from jaxstack import goodput
 from jaxstack.config import ConfigError
-from jaxstack.loggers import Record, read_lines
+from jaxstack.loggers import Record, is_step, read_lines
 from jaxstack.rundir import LAUNCH
 
 DASH = "-"  # in a table: not known
@@ -41,7 +41,7 @@ class Run:
 
     @cached_property
     def training(self) -> list[Record]:
-        return [record for record in self.records if "loss" in record]
+        return [record for record in self.records if is_step(record)]
 
     @cached_property
     def spent(self) -> dict[str, float]:
@@ -57,7 +57,7 @@ class Run:
         found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         for record in self.records:
             for key, value in record.items():
-                if _finite(value):
+                if "event" not in record and _finite(value):
                     found[key].append((record["step"], value))
         arrays = {key: np.array(pairs, float) for key, pairs in found.items()}
         return {key: (array[:, 0], array[:, 1]) for key, array in arrays.items()}
@@ -84,11 +84,11 @@ def _read(path: Path, name: str) -> Run:
     if not log.is_file():
         raise ConfigError(f"{path} holds no metrics.jsonl; name the directory of a run that has begun to train")
     records, gaps = _records(log)
-    if not any("loss" in record for record in records):
+    if not any(map(is_step, records)):
         raise ConfigError(f"{log} has no training line yet; a run writes one every run.log_every steps")
     if not saved.is_file():
         gaps.append("There is no config.yaml.")
-    untimed = sum("loss" in record and "seconds" not in record for record in records)
+    untimed = sum(is_step(record) and "seconds" not in record for record in records)
     if untimed:
         gaps.append(f"{untimed:,} training lines do not say where their seconds went, so goodput leaves them out.")
     return Run(name, path, records, _config(saved) if saved.is_file() else {}, tuple(gaps))
@@ -160,6 +160,7 @@ def events(run: Run) -> list[tuple[int, str, str]]:
     """What happened to a run besides training: the step, the kind of event, and what there is to say of it."""
     found: list[tuple[int, str, str]] = []
     skipped = 0
+    told = {record["step"] for record in run.records if record.get("event") == "spike"}
     for record in run.records:
         step, kind = int(record["step"]), record.get("event")
         if kind == "rolled back":
@@ -167,11 +168,16 @@ def events(run: Run) -> list[tuple[int, str, str]]:
             skipped = 0  # the state is that of a checkpoint again; the next line says how many that had skipped
         elif kind == "resumed":
             found.append((step, kind, f"{_lost(record)}, {duration(record.get('down_s', 0.0))} down"))
+        elif kind in ("spike", "skipped"):
+            found.append(
+                (step, kind, f"loss {number(record.get('loss'), '.4f')}; batch of {record.get('batch', DASH)}")
+            )
+            skipped = max(skipped, record.get("skipped", 0))  # among those of the next line
         elif kind:
             found.append((step, kind, ""))
-        if record.get("spike") and not kind:
+        if record.get("spike") and not kind and step not in told:
             found.append((step, "spike", f"loss {number(record['loss'], '.4f')}"))
-        if more := max((record.get("skipped") or skipped) - skipped, 0):
+        if not kind and (more := max((record.get("skipped") or skipped) - skipped, 0)):
             found.append((step, "skipped", f"{more:,} of the steps since the line before"))
             skipped += more
     return found

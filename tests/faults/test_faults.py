@@ -455,6 +455,7 @@ def test_a_spike_of_the_loss(action, argv, tmp_path):
     assert sorted(recorded) == list(range(1, 41))
     if action == "rollback":
         assert [(event["step"], event["spike"]) for event in events] == [(28, 30)]
+        assert "step 29: text.txt tokens" in events[0]["batch"]
         assert "went back from step 30 to 28" in out
         # Steps 29, 30, ... have the batches after the spike's: no spike comes again, here or after a new start.
         assert not any(line["spike"] for line in recorded.values())
@@ -467,6 +468,9 @@ def test_a_spike_of_the_loss(action, argv, tmp_path):
     else:
         assert not events
         assert recorded[30]["spike"] == 1
+        (event,) = [line for line in lines(run_dir) if line.get("event") == "spike"]
+        assert event["loss"] == recorded[30]["loss"]
+        assert "step 29: text.txt tokens" in event["batch"]
 
 
 # 17, 18: what does not fit (also tests/test_train.py, tests/test_config.py).
