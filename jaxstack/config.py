@@ -48,6 +48,8 @@ class RunConfig:
     """Continue from the newest checkpoint in `run.dir`; false refuses a directory that holds one."""
     log_every: int = 10
     """Optimizer steps between lines of metrics.jsonl."""
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where those lines go too: TensorBoard files in the run directory, Weights & Biases (extras of these names)."""
 
     def __post_init__(self) -> None:
         _require(bool(self.dir), "run.dir is empty; name a directory, for example run.dir=runs/first")

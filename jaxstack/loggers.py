@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxstack import files
+from jaxstack.sinks import Sinks
 
 Record = dict[str, Any]
 
@@ -16,10 +17,14 @@ Record = dict[str, Any]
 class JsonLines:
     """`metrics.jsonl`: one object a line, flushed at once. JSON has no NaN or infinity: such a value becomes null."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Opens for appending. Without a path, as in every process but the first, records are kept and not written."""
+    def __init__(self, path: Path | None, others: Sinks | None = None) -> None:
+        """Opens for appending. Without a path, as in every process but the first, records are kept and not written.
+
+        Args:
+          others: who gets the same lines.
+        """
         self.records: list[Record] = read_lines(path) if path else []
-        self._path = path
+        self._path, self._others = path, others or Sinks()
 
     def rewind(self, after: int) -> list[Record]:
         """Takes out the lines of steps beyond `after`, which are going to be run again, and returns them."""
@@ -27,6 +32,7 @@ class JsonLines:
         self.records = [record for record in self.records if record["step"] <= after]
         if self._path:
             files.replace(self._path, "".join(json.dumps(record) + "\n" for record in self.records))
+        self._others.rewind(after)
         return dropped
 
     def write(self, record: Record) -> None:
@@ -35,6 +41,7 @@ class JsonLines:
         if self._path:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(finite) + "\n")
+        self._others.write(finite)
 
 
 def read_lines(path: Path) -> list[Record]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from jaxstack import cli, data, distributed, goodput, platform, rundir, seal, signals
+from jaxstack import cli, data, distributed, goodput, platform, rundir, seal, signals, sinks
 from jaxstack.config import Config, DistributedConfig, resolve
 from jaxstack.exits import Exit, RunError
 
@@ -30,6 +30,7 @@ def main(argv: list[str]) -> None:
     cfg, print_shardings = cli.parse(argv)
     if print_shardings:
         return show(cfg)
+    sinks.check(cfg.run.sinks)
     dataset = data.load(cfg.data)
     cfg = resolve(cfg, dataset.tokenizer.vocab_size)
     changes = rundir.check(cfg, dataset.tokenizer.to_json())  # in every process before any writes: they have not joined
@@ -93,6 +94,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         loggers.Screen(cfg.train.steps, shown=first) as screen,
         checkpoint.Checkpoints(cfg.checkpoint, saved, first) as checkpoints,
         tracing.Tracer(cfg.profile, run, screen.say, account, meter) as tracer,
+        sinks.Sinks() as others,
     ):
         greet(screen, cfg, ctx, devices, dataset, changes, left_behind)
         found = checkpoint.find(saved) if first else checkpoint.Found(None, {})  # every byte is read, so by one
@@ -117,7 +119,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         sharding.guard(*sharding.placed(state.params), mesh, axes=("pipe", "fsdp", "tensor"), limit=0.1)
 
         # Only now: nothing is overwritten by what does not fit.
-        log = open_log(screen, cfg, dataset, found, start) if first else loggers.JsonLines(None)
+        log = open_log(screen, cfg, dataset, found, start, others) if first else loggers.JsonLines(None)
         checkpoints.scores |= {r["step"]: r["eval_loss"] for r in log.records if "eval_loss" in r}
         facts = {"config": asdict(cfg), "versions": checkpoint.versions(), "data": dataset.fingerprint}
         progress = Progress(cfg, feed, log, screen, meter, watching, account)
@@ -230,18 +232,26 @@ def agree_on_start(screen: "Screen", cfg: Config, ctx: "Context", dataset: data.
     return start
 
 
-def open_log(screen: "Screen", cfg: Config, dataset: data.Dataset, found: "Found", start: int) -> "JsonLines":
-    """metrics.jsonl as it was after step `start`, in a directory that is tidied up; by process 0."""
+def open_log(
+    screen: "Screen", cfg: Config, dataset: data.Dataset, found: "Found", start: int, others: sinks.Sinks
+) -> "JsonLines":
+    """metrics.jsonl as it was after step `start`, in a directory that is tidied up; by process 0.
+
+    Args:
+      others: begin there, and get the lines that are written from now on.
+    """
     from jaxstack.loggers import JsonLines
 
     run = Path(cfg.run.dir)
     saved = rundir.checkpoints(run)
-    log = JsonLines(run / "metrics.jsonl")
+    log = JsonLines(run / "metrics.jsonl", others)
     rundir.write(cfg, dataset.tokenizer.to_json())
     seal.tidy(saved)
     for number in found.passed_over:
         screen.say(f"step {number} was moved to {seal.set_aside(saved / str(number), run / 'passed_over')}/")
-    if event := goodput.resumed(start, log.records, log.rewind(start)):
+    dropped = log.rewind(start)
+    others.begin(cfg, start)
+    if event := goodput.resumed(start, log.records, dropped):
         log.write(event)
     return log
 

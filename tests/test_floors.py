@@ -17,6 +17,7 @@ FLOORS = {
     "cli": 1,
     "distributed": 1,
     "seal": 1,
+    "sinks": 1,
     "signals": 1,
     "watch": 2,
     "sharding": 1,
@@ -53,7 +54,7 @@ FLOORS = {
 
 JAX_FREE = {
     "config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals", "supervise", "goodput",
-    "loggers", "report", "__main__",
+    "loggers", "report", "__main__", "sinks",
 }  # fmt: skip
 """What runs before JAX starts, for quick help and quick errors."""
 
