@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import os
 import time
-import uuid
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -96,7 +95,7 @@ class WeightsAndBiases:
         wandb = importlib.import_module(PACKAGES["wandb"])
         known = Path(cfg.run.dir, "wandb_id")
         if not known.is_file():
-            files.replace(known, uuid.uuid4().hex[:8])
+            files.replace(known, os.urandom(4).hex())
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "jaxstack"),

@@ -131,8 +131,11 @@ def test_the_stages_of_a_pipeline_lie_on_two_processes(text, tmp_path):
     argv = [*SMALL, f"--data.path={text}", "--model.num_layers=3"]
     argv += ["--sample.prompts=[]", "--train.ngram_baseline=false"]
     stages = [*argv, "--mesh.pipe=2", "--mesh.fsdp=1", "--pipeline.microbatches=2"]
-    (out, _), _ = finish(*start_two(*stages, f"--run.dir={two}"))
+    (out, _), _ = finish(*start_two(*stages, f"--run.dir={two}", "--profile.steps=4:5"))
     assert "layers 0-1 | 2; bubble" in out
+    for index in range(2):  # each traces what it does itself
+        (trace,) = (two / "profile" / f"process_{index}").rglob("*.xplane.pb")
+        assert trace.stat().st_size > 1000
     shutil.copytree(two, plain)
     shutil.rmtree(plain / "checkpoints" / "12")
     ((out, _),) = finish(start(*argv, f"--run.dir={plain}", devices=8))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack import checkpoint, files, goodput, rundir, seal, step, supervise
+from jaxstack import checkpoint, files, goodput, progress, rundir, seal, step, supervise
 from jaxstack.config import CheckpointConfig, ConfigError, MeshConfig, SpikeConfig
 from jaxstack.exits import Exit, RunError
 
@@ -170,6 +170,20 @@ def test_a_lock_is_exclusive_and_says_who(tmp_path):
     (tmp_path / ".lock").write_text("process 9 on a")
     with rundir.lock(tmp_path) as left:
         assert left == "process 9 on a trained here and did not end in order"
+
+
+def test_a_course_steps_over_what_a_spike_was_read_from():
+    course = progress.Course(done=4, batch=4, newest=4)
+    for _ in range(3):
+        course = course.stepped()
+    late = course.back(spike=6, most=2)  # told when the step after it was on its way
+    assert (late.done, late.batch, late.newest) == (4, 6, 4)
+    again = late.stepped().back(spike=5, most=2)
+    assert (again.done, again.batch) == (4, 7), "the batches of three steps are behind it"
+    with pytest.raises(RunError, match="3 spikes after step 4") as error:
+        again.stepped().back(spike=5, most=2)
+    assert error.value.code == Exit.BAD_STEPS
+    assert again.stepped().saved() == progress.Course(done=5, batch=8, newest=5), "a new checkpoint, a new count"
 
 
 def test_time_that_is_lost_is_counted_once():
