@@ -10,8 +10,8 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _ROOMS = (
-    "checkpoint", "cli", "config", "context", "data", "generate", "hf", "kernels", "layers", "loggers", "losses",
-    "metrics", "model", "optim", "params", "pipeline", "plan", "platform", "rundir", "sharding", "step", "tree",
+    "aot", "checkpoint", "cli", "config", "context", "data", "generate", "hf", "kernels", "layers", "loggers", "losses",
+    "metrics", "model", "moe", "optim", "params", "pipeline", "plan", "platform", "rundir", "sharding", "step", "tree",
 )  # fmt: skip
 
 

@@ -1,0 +1,305 @@
+# %% [markdown]
+# # Experts: who does the work, and on what
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/experts.ipynb)
+#
+# In a *mixture of experts* each block has several MLPs, and a *router* sends every token through a few of them. The model
+# has more weights than it multiplies. But a router left to itself sends nearly everything to its favourites: they get
+# better, are chosen more often, and the rest learn nothing. This notebook watches that happen, and two cures beside it.
+#
+# A small model on bytes of Python's standard library, in about two minutes. No download, no accelerator.
+
+# %%
+import importlib.util
+
+if importlib.util.find_spec("jaxstack") is None:
+    print("installing jaxstack, about a minute")
+    # %pip install -q git+https://github.com/jaxstack/jaxstack
+
+# %% [markdown]
+# ## The model
+#
+# Two blocks with eight experts each; a token, here a byte, passes two of the eight. An expert takes at most 1.25 times its
+# even share of a sequence (`capacity_factor`). Pairs of token and expert beyond that are *dropped*: they add nothing, and
+# the token goes on by the residual stream alone.
+
+# %%
+import html
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from jaxstack import data, platform
+from jaxstack.config import Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig, resolve
+
+LAYERS, EXPERTS, CHOICES = 2, 8, 2
+
+cfg = Config(
+    model=ModelConfig(
+        num_layers=LAYERS,
+        d_model=96,
+        num_heads=4,
+        moe=MoEConfig(num_experts=EXPERTS, top_k=CHOICES, d_ff=128, capacity_factor=1.25),
+    ),
+    data=DataConfig(source="stdlib", tokenizer="bytes", seq_len=128, batch_size=16),
+    train=TrainConfig(steps=100),
+    optim=OptimConfig(name="muon", lr=7e-3, warmup_steps=20, schedule="wsd", decay_fraction=0.6, final_lr_fraction=0.0),
+)
+dataset = data.load(cfg.data)
+cfg = resolve(cfg, dataset.tokenizer.vocab_size)
+platform.configure(cfg.mesh, cfg.data.batch_size)  # a device per core of the CPU; JAX reads this when it is imported
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from IPython.display import HTML, display
+
+from jaxstack import layers, model, params, plan, sharding, step
+from jaxstack.context import Context
+
+print(dataset.description)
+print(f"{params.count(model.spec(cfg.model)):,} parameters, of which a byte meets {plan.matmul_params(cfg.model):,}")
+
+# %% [markdown]
+# ## Three routers
+#
+# - **nothing**: a softmax, the two likeliest experts, and no word about balance;
+# - **a loss**: the same, and a term in the objective that grows where the load is uneven (`balance_weight`);
+# - **a bias**: DeepSeek-V3's sigmoid router. Each expert has a bias that counts when experts are *chosen*, not when they
+#   are weighted; after every step the bias of busy experts goes down a little and that of idle ones up (`bias_rate`).
+#   Nothing is added to the objective.
+#
+# The papers move the bias by 0.001, over very many steps. Here there are 100, so it moves faster.
+
+# %%
+routers = {
+    "nothing": replace(cfg.model.moe, balance_weight=0.0),
+    "a loss": replace(cfg.model.moe, balance_weight=0.01),
+    "a bias": replace(cfg.model.moe, router="sigmoid", bias_rate=0.02),
+}
+
+# %% [markdown]
+# `step.make_train_step` reports sums over experts. Here we want to see each, so the step is written out: gradients, an
+# update, and the bias (`model.balance` does nothing for the other two). `sums` has, for every layer, how many pairs chose
+# each expert (`load`), the pairs that were dropped, and the router's entropy, summed over the batch.
+
+# %%
+batches = data.batches(dataset.train, seed=0, seq_len=cfg.data.seq_len, batch_size=cfg.data.batch_size, packing=False)
+mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size)
+TOKENS = cfg.data.batch_size * cfg.data.seq_len  # of a step
+
+
+class History(NamedTuple):
+    loss: np.ndarray  # [steps], nats per byte
+    load: np.ndarray  # [steps, layers, experts], 1 is the even share
+    dropped: np.ndarray  # [steps, layers], part of all pairs
+    entropy: np.ndarray  # [steps, layers], nats per byte
+
+
+def train(cfg: Config) -> tuple[Any, History]:
+    """The parameters after `train.steps` steps, and what the routers did in each."""
+    ctx = Context.create(cfg, mesh)
+    gradients, optimizer = step.make_gradients(cfg, ctx), step.make_optimizer(cfg)
+
+    def one_step(values, opt_state, batch):
+        loss, grads, sums = gradients(values, batch)
+        changes, opt_state = optimizer.update(grads, opt_state, values)
+        values = model.balance(cfg.model, optax.apply_updates(values, changes), sums, ctx)
+        return values, opt_state, (loss, sums["load"], sums["dropped"], sums["entropy"])
+
+    abstract = step.abstract_state(cfg, ctx)
+    state = step.make_state(cfg, ctx, abstract)
+    where = jax.tree.map(lambda leaf: leaf.sharding, (abstract.params, abstract.opt_state))
+    one_step = jax.jit(one_step, donate_argnums=(0, 1), out_shardings=(*where, None))
+
+    values, opt_state, seen = state.params, state.opt_state, []
+    for i in range(cfg.train.steps):
+        batch = jax.device_put(batches[i], ctx.sharding(ctx.batch))
+        values, opt_state, figures = one_step(values, opt_state, batch)
+        seen.append(jax.device_get(figures))
+    loss, load, dropped, entropy = map(np.stack, zip(*seen, strict=True))
+    pairs = TOKENS * CHOICES
+    return values, History(loss, load * EXPERTS / pairs, dropped / pairs, entropy / TOKENS)
+
+
+# %% [markdown]
+# Three runs, with equal batches and equal initial values of all that they share.
+
+# %%
+configs = {name: replace(cfg, model=replace(cfg.model, moe=router)) for name, router in routers.items()}
+trained, histories = {}, {}
+for name, one in configs.items():
+    trained[name], histories[name] = train(one)
+    h = histories[name]
+    print(
+        f"{name:8} loss {h.loss[-20:].mean():.3f}   busiest expert {h.load[-20:].max(-1).mean():.2f} x its share"
+        f"   dropped {h.dropped[-20:].mean():.1%}"
+    )
+
+for h in histories.values():  # every pair is counted once, in every layer and step
+    np.testing.assert_allclose(h.load.mean(-1), 1, rtol=1e-5)
+
+# %% [markdown]
+# ## The load of every expert, over time
+#
+# A row is an expert; white has its even share, blue more of it (up to 4: every byte), red less.
+
+# %%
+figure, grid = plt.subplots(LAYERS, len(routers), figsize=(11, 4), sharex=True, sharey=True, layout="constrained")
+for column, (name, h) in enumerate(histories.items()):
+    for layer in range(LAYERS):
+        axes = grid[layer, column]
+        image = axes.imshow(
+            np.log2(np.maximum(h.load[:, layer].T, 1 / 8)), aspect="auto", cmap="RdBu", vmin=-2, vmax=2,
+            interpolation="nearest",
+        )  # fmt: skip
+        axes.set(yticks=range(EXPERTS))
+        if layer == 0:
+            axes.set_title(f"balanced by {name}")
+        if column == 0:
+            axes.set_ylabel(f"layer {layer}, expert")
+for axes in grid[-1]:
+    axes.set_xlabel("step")
+bar = figure.colorbar(image, ax=grid, ticks=[-2, -1, 0, 1, 2])
+bar.set_ticklabels(["1/4 or less", "1/2", "even", "2", "4"])
+plt.show()
+
+# %% [markdown]
+# Left to themselves the routers settle on a few experts and leave most of their weights unused: two or three take nearly
+# everything. All three start like that, within the first steps; loss and bias undo it.
+
+# %%
+busiest = {name: h.load[-20:].max(-1).mean() for name, h in histories.items()}
+idlest = {name: h.load[-20:].min(-1).mean() for name, h in histories.items()}
+assert busiest["nothing"] > 2.5
+assert max(busiest["a loss"], busiest["a bias"]) < 2
+assert idlest["nothing"] < 0.1
+assert min(idlest["a loss"], idlest["a bias"]) > 0.25
+
+# %% [markdown]
+# ## What it costs
+#
+# With a capacity, imbalance is work that is not done. Without one (`capacity_factor=None`, the default) nothing is dropped;
+# then the device that has the busiest expert keeps all others waiting.
+#
+# The entropy says how decided the routers are: ln 8 = 2.08 nats is no opinion. It is of the scores, before the choice.
+
+# %%
+figure, grid = plt.subplots(1, 3, figsize=(11, 3), layout="constrained")
+for name, h in histories.items():
+    grid[0].plot(h.loss, label=name)
+    grid[1].plot(100 * h.dropped.mean(-1), label=name)
+    grid[2].plot(h.entropy.mean(-1), label=name)
+for axes, title in zip(grid, ("loss (nats per byte)", "dropped pairs (%)", "router entropy (nats)"), strict=True):
+    axes.set(title=title, xlabel="step")
+    axes.grid(alpha=0.3)
+grid[2].axhline(np.log(EXPERTS), color="gray", linestyle="--", linewidth=1)
+grid[0].legend()
+plt.show()
+
+dropped = {name: h.dropped[-20:].mean() for name, h in histories.items()}
+assert dropped["nothing"] > 2 * max(dropped["a loss"], dropped["a bias"])
+
+# %% [markdown]
+# The losses are as good as equal after so few steps of so small a model: which router is best cannot be told here. What
+# can be told is who works. And neither cure brings drops to nothing: the capacity holds for every *sequence*, and 128 bytes
+# of Python are not like 128 others, while both work on averages.
+#
+# ## Who does what?
+#
+# Which bytes go to which expert? The model's functions are there to be called in another order: this one walks through
+# the blocks and asks each router on the way.
+
+
+# %%
+def choices(cfg: Config, values: Any, tokens: np.ndarray) -> np.ndarray:
+    """The experts of every token in every layer, [L, B, S, k]."""
+    ctx, m = Context(), cfg.model
+    given = model.inputs(m, {"tokens": tokens}, ctx)
+    plainly = {"window": 0, "rope": given["rope"], "segment_ids": None}
+    x, found = model.embed(m, values, given, ctx), []
+    for i in range(m.num_layers):
+        weights = jax.tree.map(lambda leaf, i=i: leaf[i], values["layers"])
+        h = layers.norm(m, weights["attention_norm"], x, ctx)
+        h, _ = layers.attention(m, weights["attention"], h, ctx, **plainly)
+        h = layers.norm(m, weights["mlp_norm"], x + h, ctx)
+        found.append(layers.route(m, weights["moe"], h.reshape(-1, m.d_model), None).experts)
+        x, _ = model.block(m, weights, x, ctx, **plainly, dropout_key=None)
+    return np.stack(jax.device_get(found)).reshape(m.num_layers, *tokens.shape, CHOICES)
+
+
+held_out = data.eval_batches(dataset.eval, steps=4, seq_len=128, batch_size=32, packing=False)
+tokens = np.concatenate([batch["tokens"] for batch in held_out])
+values = jax.device_put(trained["a loss"], jax.devices()[0])
+experts = choices(configs["a loss"], values, tokens)
+
+# The model's own count, as a check: the same pairs, expert by expert.
+_, aux = model.forward(configs["a loss"].model, values, tokens)
+for layer in range(LAYERS):
+    assert (np.bincount(experts[layer].ravel(), minlength=EXPERTS) == aux["load"][layer]).all()
+
+# %% [markdown]
+# Each column is a byte, frequent ones only; its colours say to which experts it goes.
+
+# %%
+frequent = np.argsort(-np.bincount(tokens.ravel(), minlength=256))[:40]
+frequent = np.sort(frequent)
+figure, grid = plt.subplots(LAYERS, 1, figsize=(11, 5), sharex=True, layout="constrained")
+for layer, axes in enumerate(grid):
+    share = np.zeros((EXPERTS, len(frequent)))
+    for column, byte in enumerate(frequent):
+        share[:, column] = np.bincount(experts[layer][tokens == byte].ravel(), minlength=EXPERTS)
+    image = axes.imshow(share / share.sum(0), aspect="auto", cmap="Blues", vmin=0, vmax=0.5)
+    axes.set(yticks=range(EXPERTS), ylabel=f"layer {layer}, expert")
+names = {10: "\\n", 32: "sp"}
+grid[-1].set_xticks(range(len(frequent)), [names.get(byte, chr(byte)) for byte in frequent.tolist()])
+figure.colorbar(image, ax=grid, label="part of the byte's pairs")
+plt.show()
+
+# %% [markdown]
+# How much of a router's choice does the byte decide? The mutual information of byte and expert, as a part of the expert's
+# entropy: 1 if the byte decides all, 0 if nothing. What is left over is context. Beside it the same for the byte *before*.
+
+
+# %%
+def decided(byte: np.ndarray, expert: np.ndarray) -> float:
+    """Mutual information over the entropy of `expert`."""
+    joint = np.zeros((256, EXPERTS))
+    np.add.at(joint, (byte.ravel(), expert.ravel()), 1 / byte.size)
+    apart = joint.sum(1, keepdims=True) * joint.sum(0)
+    shared = np.sum(joint[joint > 0] * np.log(joint[joint > 0] / apart[joint > 0]))
+    part = joint.sum(0)
+    return float(shared / -np.sum(part[part > 0] * np.log(part[part > 0])))
+
+
+print("layer  the byte  the byte before")
+for layer in range(LAYERS):
+    first = experts[layer, :, 1:, 0]  # the likeliest of the two
+    print(f"{layer:5}  {decided(tokens[:, 1:], first):8.0%}  {decided(tokens[:, :-1], first):15.0%}")
+shuffled = np.random.default_rng(0).permutation(experts[0, :, 1:, 0].ravel())
+assert decided(tokens[:, 1:], experts[0, :, 1:, 0]) > 0.3 > 10 * decided(tokens[:, 1:], shuffled)
+
+# %% [markdown]
+# "Experts" are not experts in a subject. In a model as small as this they share out the alphabet: the table of bytes
+# decides most of the choice. Here is held-out text, each byte in the colour of its likeliest expert in the last layer.
+
+# %%
+colours = [f"hsl({360 * i // EXPERTS}, 70%, 80%)" for i in range(EXPERTS)]
+spans = [
+    f'<span style="background: {colours[expert]}">{html.escape(chr(byte)) if byte != 10 else "&#8629;<br>"}</span>'
+    for row in range(3)
+    for byte, expert in zip(tokens[row].tolist(), experts[-1, row, :, 0].tolist(), strict=True)
+]
+display(HTML(f'<pre style="line-height: 1.5; color: black">{"".join(spans)}</pre>'))
+
+# %% [markdown]
+# ## Where to go next
+#
+# - Make the bias slower, `bias_rate=0.001`, or the loss heavier, `balance_weight=0.1`, and look at load and loss again.
+# - Other gates: `router="domain"` gives each expert a kind of text, `shared_experts=1` one that every token passes.
+#   `help(MoEConfig)` lists them all.
+# - The same from a shell, with the figures in `metrics.jsonl`: `python train.py --config configs/moe_quickstart.yaml`
+#   ([README](https://github.com/jaxstack/jaxstack#experts)).
+# - Experts on several devices:
+#   [expert.md](https://github.com/jaxstack/jaxstack/blob/main/docs/parallelism/expert.md).
+# - The routers: [routers.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/moe/routers.py).
