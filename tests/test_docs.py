@@ -1,0 +1,278 @@
+"""What the documents say: every command of README.md and docs/ parses, and is run or has a reason; tables, links.
+
+A command that is new is found by itself. It fails here until it resolves, and until `RUN` or `NOT_RUN` knows it.
+"""
+
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from jaxstack import cli
+from jaxstack.config import Config, ConfigError, DistributedConfig, SampleConfig, resolve
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+QUICKSTART = Path("configs/quickstart.yaml")
+
+PROGRAMS = ("$", "gcloud", "jaxstack", "kubectl", "mkdocs", "pip", "pytest", "python", "sbatch")
+OUTPUT = ("device ", "pipeline ", "x = first(")  # how blocks begin that are no commands
+
+
+class Command(NamedTuple):
+    """A line of a block, by page; `output` is what the page shows below it."""
+
+    page: str
+    line: str
+    output: str = ""
+
+    @property
+    def words(self) -> list[str]:
+        """`train ...`, `MODULE ...` for a command of ours, else as it stands."""
+        words = shlex.split(self.line, comments=True)
+        if words[:2] == ["python", "train.py"]:
+            return ["train", *words[2:]]
+        if words[:2] == ["python", "-m"] and words[2].startswith("jaxstack."):
+            return [words[2].removeprefix("jaxstack."), *words[3:]]
+        return words[1:] if words[0] == "jaxstack" else words
+
+
+def commands() -> list[Command]:
+    """Of every block without a language, or of a shell's."""
+    found: dict[str, Command] = {}
+    for page in PAGES:
+        name = page.relative_to(ROOT).as_posix()
+        for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            if language not in ("", "sh", "bash", "shell", "console") or text.startswith(OUTPUT):
+                continue
+            lines = text.replace("\\\n", " ").splitlines()
+            assert lines[0].startswith(PROGRAMS), f"{name}: is this a command? {lines[0]}"
+            shown = lines[0].startswith("$ ")
+            for i, line in enumerate(lines):
+                if shown and not line.startswith("$ "):
+                    continue
+                below = lines[i + 1] if shown and i + 1 < len(lines) else ""
+                for part in re.split(r" && (?=(?:[^']*'[^']*')*[^']*$)", line.removeprefix("$ ")):
+                    found.setdefault(part, Command(name, " ".join(part.split()), below))
+    return list(found.values())
+
+
+COMMANDS = commands()
+each = pytest.mark.parametrize("command", COMMANDS, ids=[c.line[:70] for c in COMMANDS])
+
+NOT_RUN = {  # why not here; what parses is still parsed
+    r"pip install": "what .ci/run begins with",
+    r"pytest": "this",
+    r"mkdocs": "test_the_site_builds_and_asks_no_network_for_anything",
+    r"sbatch|kubectl|gcloud": "a cluster; tests/test_processes.py reads docs/examples and starts processes",
+    r"--distributed\.coordinator=10\.": "two machines; tests/test_processes.py",
+    r"python -m jaxstack\.aot": "a compiler of an extra; tests/aot",
+    r"configs/(llama3_8b|gpt2)\.yaml": "accelerators; tests/test_config.py builds it abstractly",
+    r"configs/shakespeare\.yaml": "an hour; configs/shakespeare_cpu.yaml is run",
+    r"runs/gpt2": "what an accelerator has trained; run with runs/quickstart",
+    r"gpt2/tokenizer\.json": "a download; tests/test_data.py",
+    r"--mesh\.(data|fsdp)=8|--mesh\.(tensor|context|expert)=4|--mesh\.fsdp=4": "tests/test_meshes.py",
+    r"--pipeline\.schedule=interleaved_1f1b": "tests/test_pipeline.py",
+    r"--model\.num_layers=8 --run": "the quickstart, deeper",
+}
+STEPS = ["--train.steps=2", "--train.eval_every=2", "--train.eval_steps=1", "--checkpoint.every=2"]
+ALONE = ["--train.ngram_baseline=false", "--sample.prompts=[]"]
+SHORT = [*STEPS, *ALONE, "--data.seq_len=32", "--data.batch_size=8"]
+RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that matches
+    (r"--print_shardings", []),
+    (r"--pipeline\.partition=", [*STEPS, *ALONE]),
+    (r"^python train\.py|^jaxstack train", SHORT),
+    (r"jaxstack\.supervise|^jaxstack supervise", [*SHORT, "--train.steps=4"]),
+    (r"jaxstack\.generate|^jaxstack generate", ["--sample.tokens=8"]),
+    (r"jaxstack\.(report|data|hf|pipeline\.drawing|profile)|^jaxstack (report|data|hf|profile)", []),
+]
+
+
+def in_sandbox(path: Path) -> Path:
+    """A directory with what the documents' commands read."""
+    for name in ("configs", "docs"):
+        shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("site", "__pycache__"))
+    shutil.copy(ROOT / "train.py", path)
+    (path / "my_texts").mkdir()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for i in range(4):
+        (path / "my_texts" / f"{i}.txt").write_text(text[i * 500 :])
+    (path / "tinyshakespeare.txt").write_text(4 * text)
+    return path
+
+
+def reason(command: Command) -> str | None:
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command.line)), None)
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory) -> tuple[Path, Config]:
+    """What the commands read, also what others of them write; and the quickstart."""
+    path = in_sandbox(tmp_path_factory.mktemp("docs"))
+    quickstart = cli.parse_config([], ROOT / QUICKSTART)
+    for made in ("RUN", "runs/mine"):  # by `hf import`
+        (path / made).mkdir(parents=True)
+        own = replace(quickstart, run=replace(quickstart.run, dir=made))
+        (path / made / "config.yaml").write_text(cli.to_yaml(own))
+    return path, quickstart
+
+
+@each
+def test_a_command_resolves(command, sandbox, monkeypatch):
+    """Its flags are known, and what they say fits together; nothing is run."""
+    path, quickstart = sandbox
+    monkeypatch.chdir(path)
+    program, *rest = command.words
+    if program == "gcloud":  # what it starts
+        (inner,) = (word.partition("&& ")[2] for word in rest if word.startswith("--command="))
+        program, *rest = Command(command.page, inner).words
+    if program == "supervise":
+        assert rest[0] == "--"
+        program, *rest = Command(command.page, shlex.join(rest[1:])).words
+        assert program == "train"
+    if program == "train":
+        if command.output:
+            with pytest.raises(ConfigError) as mistake:
+                cli.parse_config(rest, QUICKSTART)
+            assert command.output == f"train.py: error: {mistake.value}"
+            return
+        cfg = checked(rest)
+        names_its_directory(cfg, quickstart, rest)
+    elif program in ("aot", "profile"):
+        for flag in ("--target", "--out"):
+            _, rest = cli.take(rest, flag)
+        checked(rest)
+    elif program == "generate":
+        runpy.run_module("jaxstack.generate.__main__")["parse"](rest, SampleConfig())
+    elif program in ("sbatch", "kubectl"):
+        assert all((path / word).is_file() for word in rest if word.startswith("docs/"))
+    elif program == "mkdocs":
+        assert (ROOT / rest[-1]).is_file()
+    elif program == "python":
+        assert (ROOT / rest[0]).is_file()
+    elif program not in ("pip", "pytest"):  # of ours: it parses as it runs
+        assert reason(command) or any(re.search(pattern, command.line) for pattern, _ in RUN), command
+
+
+def checked(flags: list[str]) -> Config:
+    """A configuration that the model can have, whatever data it reads."""
+    cfg = cli.parse_config(flags, QUICKSTART)
+    return resolve(cfg, cfg.model.vocab_size or 256)
+
+
+def names_its_directory(cfg: Config, quickstart: Config, flags: list[str]) -> None:
+    """Who follows a page has run the quickstart: another run in its directory would end at once, or be refused."""
+    same = replace(quickstart, run=cfg.run, distributed=DistributedConfig())
+    other = replace(cfg, distributed=DistributedConfig()) != resolve(same, 256)
+    if other and "--print_shardings" not in flags:
+        assert cfg.run.dir != quickstart.run.dir, "add --run.dir=..."
+
+
+def test_every_command_is_run_or_has_a_reason():
+    for command in COMMANDS:
+        ran = any(re.search(pattern, command.line) for pattern, _ in RUN)
+        assert command.output or reason(command) or ran, f"{command}: add it to RUN or NOT_RUN"
+    for pattern in [*NOT_RUN, *(pattern for pattern, _ in RUN)]:
+        assert any(re.search(pattern, command.line) for command in COMMANDS), f"nothing uses {pattern}"
+
+
+def start(line: str, path: Path, flags: list[str]) -> str:
+    """Runs a command as a user would, in a sandbox; returns what it prints."""
+    words = [sys.executable if word == "python" else word for word in shlex.split(line, comments=True)]
+    ours = {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}
+    env = {name: value for name, value in os.environ.items() if name not in ours} | {"PYTHONPATH": str(ROOT)}
+    env |= {"JAX_PLATFORMS": "cpu", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run([*words, *flags], cwd=path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_commands_run(tmp_path):
+    """One after the other; each sees what those before it have made, as a reader's would."""
+    path = in_sandbox(tmp_path)
+    start("python train.py", path, SHORT)
+    start("python -m jaxstack.hf export runs/quickstart DIR", path, [])
+    shutil.copytree(path / "runs" / "quickstart", path / "runs" / "deeper")
+    done = {"python train.py"}
+    for command in COMMANDS:
+        if command.output or reason(command) or command.line in done:
+            continue
+        if command.words[:2] == ["hf", "import"]:
+            shutil.rmtree(path / command.words[3], ignore_errors=True)
+        if command.words[:2] == ["hf", "export"]:
+            shutil.rmtree(path / command.words[3], ignore_errors=True)
+        flags = next(flags for pattern, flags in RUN if re.search(pattern, command.line))
+        start(command.line, path, flags)
+        done.add(command.line)
+    for made in ("runs/quickstart/report.html", "both.html", "my_texts.bin", "OUT/config.json", "costs.json"):
+        assert (path / made).is_file(), made
+
+
+def test_commands_within_sentences_exist():
+    for page in PAGES:
+        for code in re.findall(r"`(python [^`\n]+)`", page.read_text(encoding="utf-8")):
+            words = code.split()
+            if words[1] == "-m":
+                assert find_spec(words[2]) is not None, f"{page.name}: {code}"
+            else:
+                assert (ROOT / words[1]).is_file() or not words[1].endswith(".py"), f"{page.name}: {code}"
+
+
+def test_tables_of_traffic_are_those_of_the_result(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    traffic = runpy.run_path(str(ROOT / "benchmarks" / "traffic.py"))
+    cases = json.loads((ROOT / "benchmarks" / "results" / "traffic.json").read_text(encoding="utf-8"))["cases"]
+    for page, names in traffic["SHOWN"].items():
+        assert traffic["rows"](cases, names) in (ROOT / "docs" / "parallelism" / f"{page}.md").read_text(
+            encoding="utf-8"
+        )
+
+
+def test_keys_in_the_tables_of_other_vocabularies_exist():
+    from jaxstack.config import flat
+
+    known = {*flat(Config()), *(f"{key}.*" for key in ("model", "data"))}
+    page = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    groups = {key.split(".")[0] for key in known}
+    ours = [cell for row in page.splitlines() if row.startswith("| ") for cell in row.split(" | ")[1:]]
+    for key in re.findall(r"`(\w+\.[\w.]+)(?:=\w+)?`", " ".join(ours)):
+        assert key in known or key.split(".")[0] not in groups, key
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_asks_no_network_for_anything(tmp_path):
+    """In strict mode: no dead link, no page without a place. Extra `[docs]`; without it this fails."""
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "-f",
+        str(ROOT / "docs" / "site" / "mkdocs.yml"),
+        "-d",
+        str(tmp_path),
+    ]
+    made = subprocess.run(build, capture_output=True, text=True, timeout=300, check=False)
+    assert made.returncode == 0, made.stderr
+    pages = {
+        page.relative_to(tmp_path).as_posix(): page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")
+    }
+    assert len(pages) > 30
+    for name, text in pages.items():
+        fetched = re.findall(r'<(?:script|img|iframe|link)\b[^>]*?(?:src|href)="?(https?:[^" >]+)', text)
+        assert not fetched, f"{name}: {fetched}"
+    for sheet in tmp_path.rglob("*.css"):
+        assert not re.findall(r"(?:url|@import)\W*https?:", sheet.read_text(encoding="utf-8")), sheet
+    assert 'id="jaxstack.kernels.attention.attention"' in pages["api/kernels/index.html"]
+    assert 'id="jaxstack.sharding.flax.shard"' in pages["api/sharding/index.html"]
