@@ -40,6 +40,7 @@ SHOWN = {
     "tensor": ["tensor=8", "tensor=8 -sp", "fsdp=2 tensor=4", "fsdp=8"],
     "context": ["context=8", "context=8 all_gather", "fsdp=2 context=4", "fsdp=8"],
     "expert": ["expert=8", "expert=8, capacity 1.25", "fsdp=2 expert=4", "fsdp=8, experts"],
+    "../pipelines": ["pipe=8", "pipe=2 fsdp=4", "fsdp=8"],
 }
 """Which cases each page's table has."""
 

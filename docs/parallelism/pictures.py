@@ -32,6 +32,7 @@ PICTURES = {
     "tensor": MeshConfig(data=2, tensor=4),
     "context": MeshConfig(data=2, context=4),
     "expert": MeshConfig(data=2, expert=4),
+    "pipe": MeshConfig(data=2, pipe=4),
 }
 ROWS = LENGTH = 16  # cells of a picture each way
 MINE, OTHERS = "#7fb3e6", "#ededed"
@@ -47,6 +48,12 @@ SPARSE = [
     *DENSE[:3],
     ("layers/moe/w_up", (1, 2), "experts, up\nexperts x width"),
     ("layers/moe/w_down", (1, 3), "experts, down\nexperts x width"),
+]
+STAGES = [
+    DENSE[0],
+    ("head/w", (0, 1), "head\nwidth x vocabulary"),
+    ("layers/attention/w_q", (0, 2), "queries\nlayers x heads"),
+    ("layers/mlp/w_up", (0, 2), "MLP, up\nlayers x hidden"),
 ]
 ACTIVATIONS = [
     (("batch", "residual"), "residual stream\nsequences x tokens"),
@@ -115,7 +122,7 @@ def scores(axes: Any, shards: int) -> None:
 def picture(name: str, mesh_config: MeshConfig) -> None:
     moe = MoEConfig(num_experts=16) if name == "expert" else MoEConfig()
     # The least that every axis divides.
-    sizes = {"num_layers": 2, "d_model": 64, "num_heads": 16, "head_dim": 4, "d_ff": 64, "vocab_size": 64}
+    sizes = {"num_layers": 4, "d_model": 64, "num_heads": 16, "head_dim": 4, "d_ff": 64, "vocab_size": 64}
     cfg = Config(
         model=ModelConfig(**sizes, moe=moe), data=DataConfig(batch_size=ROWS, seq_len=LENGTH), mesh=mesh_config
     )
@@ -123,9 +130,10 @@ def picture(name: str, mesh_config: MeshConfig) -> None:
     declared = model.spec(cfg.model)
     where = dict(zip(flat_spec(declared), jax.tree.leaves(ctx.parameters(declared)), strict=True))
 
-    drawn = SPARSE if name == "expert" else DENSE
-    shown = [*ACTIVATIONS[:2]] if name == "context" else ACTIVATIONS
-    figure, rows = plt.subplots(2, 4, figsize=(7.2, 4.6), layout="constrained")
+    drawn = {"expert": SPARSE, "pipe": STAGES}.get(name, DENSE)
+    shown = ACTIVATIONS[: {"context": 2, "pipe": 0}.get(name, 3)]  # a stage works on what comes by
+    lines = 1 if name == "pipe" else 2
+    figure, rows = plt.subplots(lines, 4, figsize=(7.2, 2.3 * lines), layout="constrained")
     grid = rows.ravel()
     for axes, (path, dims, title) in zip(grid, drawn, strict=False):
         entries = (*where[path], *(None,) * 4)

@@ -20,6 +20,7 @@ MADE = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 
 STYLE = """\
 .md-typeset table:not([class]) { font-size: 0.7rem; }
+.md-typeset td:first-child code { white-space: nowrap; }
 .md-typeset img { background: #fff; }
 .md-typeset h1, .md-typeset .doc-heading { overflow-wrap: anywhere; }
 """
