@@ -282,11 +282,13 @@ class ModelConfig:
 class DataConfig:
     """What is read, how it is cut into tokens and windows."""
 
-    source: Literal["stdlib", "path", "tokens", "hf"] = "stdlib"
+    source: Literal["stdlib", "path", "tokens", "hf", "chat"] = "stdlib"
     """`stdlib`: the source text of Python's standard library; `path`: a text file or a folder of them; `tokens`: a
-    token file made by `jaxstack data`; `hf`: a Hugging Face dataset (extra `[hf]`)."""
+    token file made by `jaxstack data`; `hf`: a Hugging Face dataset (extra `[hf]`); `chat`: conversations, of which
+    the answers alone are learned, see docs/finetuning.md."""
     path: str | None = None
-    """Text file or folder (`path`), token file (`tokens`), or dataset name (`hf`)."""
+    """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), or a file of conversations in JSON, one
+    a line (`chat`)."""
     tokenizer: str = "bytes"
     """`bytes`, `chars`, or the path of a tokenizer.json (extra `[hf]`)."""
     seq_len: int = 256
@@ -294,9 +296,10 @@ class DataConfig:
     batch_size: int = 16
     """Sequences per optimizer step, over all devices and accumulation steps."""
     packing: bool = False
-    """Attend within documents only: windows carry segment ids and positions that restart at each document."""
+    """Attend within documents only: windows carry segment ids and positions that restart at each document. Of `chat`:
+    several whole conversations a row; without it one a row."""
     eval_fraction: float = 0.1
-    """Part held out: whole documents where there are many, else the end of the text."""
+    """Part held out: whole documents where there are many, else the end of the text; always whole conversations."""
     domains: tuple[str, ...] = ()
     """For `model.moe.router=domain`: regular expressions on the whole name of a document (its path within data.path),
     one an expert; a document belongs to the first that matches."""
@@ -641,6 +644,11 @@ class Config:
         _require(
             not train.ngram_baseline or data.tokenizer == "bytes",
             f"train.ngram_baseline=true counts bytes, but data.tokenizer={data.tokenizer}; switch one of them",
+        )
+        _require(
+            not train.ngram_baseline or data.source != "chat",
+            "train.ngram_baseline=true counts all that is read, of which data.source=chat learns the answers alone; "
+            "use train.ngram_baseline=false",
         )
         gated = self.model.moe.num_experts if self.model.moe.router == "domain" else 0
         _require(

@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass
 
 from jaxstack.config import ConfigError, DataConfig
-from jaxstack.data import sources
+from jaxstack.data import chat, sources
 from jaxstack.data.sources import Document, documents
 from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, tokenizer_from_json
 from jaxstack.data.tokens import Tokens, encode, in_domains, read_header, read_token_file, split, write_token_file
@@ -64,6 +64,8 @@ def load(cfg: DataConfig) -> Dataset:
                 f"data.tokenizer={cfg.tokenizer}, but data.path={cfg.path} was made with {tokenizer.name}; leave "
                 f"data.tokenizer out"
             )
+    elif cfg.source == "chat":
+        return _load_chat(cfg)
     else:
         tokenizer = make_tokenizer(cfg.tokenizer, (d.text for d in documents(cfg)))
         tokens = encode(documents(cfg), tokenizer)
@@ -76,6 +78,25 @@ def load(cfg: DataConfig) -> Dataset:
     sizes = f"{_size(train, tokenizer)} train, {_size(held_out, tokenizer)} held out"
     name = str(cfg.path) if cfg.source == "tokens" else sources.describe(cfg)
     return Dataset(tokenizer, train, held_out, f"{name}: {count}, {sizes}", fingerprint)
+
+
+def _load_chat(cfg: DataConfig) -> Dataset:
+    """Conversations, of which the answers are learned."""
+    saved = chat.find(cfg.tokenizer)
+    template = chat.Plain() if saved is None else chat.Jinja(f"the chat template of {cfg.tokenizer}", saved)
+    rendered = [*chat.render(chat.read(str(cfg.path)), template)]
+    tokenizer = make_tokenizer(cfg.tokenizer, (one.text for one in rendered), saved)
+    tokens, left_out = chat.encode(rendered, tokenizer, cfg.seq_len)
+    assert tokens.answers is not None
+    fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.answers.tobytes()).hexdigest()
+    train, held_out = split(tokens, cfg.eval_fraction)
+    words = [
+        f"{tokens.starts.size:,} conversations",
+        *([left_out] if left_out else []),
+        f"{_size(train, tokenizer)} train, {_size(held_out, tokenizer)} held out",
+        f"{tokens.answers.mean():.0%} of it answers",
+    ]
+    return Dataset(tokenizer, train, held_out, f"{cfg.path}: {', '.join(words)}", fingerprint)
 
 
 def _size(tokens: Tokens, tokenizer: Tokenizer) -> str:

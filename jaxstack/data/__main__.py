@@ -32,6 +32,8 @@ def build(out: str, cfg: DataConfig) -> None:
     """Streams a source into the token file OUT.bin, OUT.starts.npy and OUT.json."""
     if cfg.source == "tokens":
         raise ConfigError("data.source=tokens is a token file already; build from stdlib, path or hf")
+    if cfg.source == "chat":
+        raise ConfigError("data.source=chat needs no token file, which could not say what is an answer; train from it")
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
         alphabet = _counted(documents(cfg), progress, "reading the alphabet")
         tokenizer = make_tokenizer(cfg.tokenizer, (d.text for d in alphabet))

@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
         """Ids of a text, [tokens], in the smallest unsigned dtype that holds the vocabulary; no separator is added."""
         ...
 
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`encode`, and the characters that each id stands for: their start and end [tokens]."""
+        ...
+
     def decode(self, ids: ArrayLike) -> str:
         """The text that ids stand for; what is not valid UTF-8 becomes U+FFFD."""
         ...
@@ -56,6 +60,11 @@ class Bytes:
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids = self.encode(text)
+        starts = np.cumsum(ids & 0xC0 != 0x80) - 1  # all but UTF-8's continuation bytes begin a character
+        return ids, starts, starts + 1
 
     def decode(self, ids: ArrayLike) -> str:
         return bytes(np.asarray(ids).tolist()).decode(errors="replace")
@@ -92,6 +101,10 @@ class Chars:
             )
         return ids.astype(id_dtype(self.vocab_size))
 
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids = self.encode(text)
+        return ids, np.arange(ids.size), np.arange(ids.size) + 1
+
     def decode(self, ids: ArrayLike) -> str:
         return self._points[np.asarray(ids, np.int64)].tobytes().decode("utf-32-le")
 
@@ -114,10 +127,10 @@ class HFTokenizer:
 
     The separator is the first of the usual end-of-text tokens that the file declares as special; no other special
     token is added. `num_bytes` is exact for byte-level BPE (GPT-2, Llama 3, Qwen); a SentencePiece model counts the
-    space that it puts before a text.
+    space that it puts before a text. `chat` is the model's chat template, of runs that need it (`jaxstack.data.chat`).
     """
 
-    def __init__(self, name: str, tokenizer: dict[str, Any]) -> None:
+    def __init__(self, name: str, tokenizer: dict[str, Any], chat: dict[str, Any] | None = None) -> None:
         try:
             import tokenizers
         except ImportError:
@@ -125,6 +138,7 @@ class HFTokenizer:
                 f"data.tokenizer={name} needs the tokenizers library; install jaxstack[hf], or use bytes or chars"
             ) from None
         self.name = name
+        self.chat = chat
         self._json = tokenizer
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
@@ -151,6 +165,11 @@ class HFTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, id_dtype(self.vocab_size))
 
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
+        return np.array(found.ids, id_dtype(self.vocab_size)), starts, ends
+
     def decode(self, ids: ArrayLike) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
@@ -158,15 +177,17 @@ class HFTokenizer:
         return int(self._bytes[np.asarray(ids, np.int64)].sum())
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "hf", "name": self.name, "tokenizer": self._json}
+        chat = {} if self.chat is None else {"chat": self.chat}
+        return {"kind": "hf", "name": self.name, "tokenizer": self._json, **chat}
 
 
-def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
+def make_tokenizer(name: str, texts: Iterable[str], chat: dict[str, Any] | None = None) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names.
 
     Args:
       name: `bytes`, `chars`, or the path of a tokenizer.json.
       texts: the training text; read for `chars` only, which takes its alphabet from it.
+      chat: template of a tokenizer.json that is to be kept with it.
     """
     if name == "bytes":
         return Bytes()
@@ -182,7 +203,7 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
         content = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ConfigError(f"data.tokenizer={name} is not JSON ({error}); give the path of a tokenizer.json") from None
-    return HFTokenizer(name, content)
+    return HFTokenizer(name, content, chat)
 
 
 def tokenizer_from_json(saved: dict[str, Any]) -> Tokenizer:
@@ -197,5 +218,5 @@ def tokenizer_from_json(saved: dict[str, Any]) -> Tokenizer:
         case {"kind": "chars", "alphabet": str(alphabet)} if alphabet:
             return Chars(alphabet)
         case {"kind": "hf", "name": str(name), "tokenizer": dict(tokenizer)}:
-            return HFTokenizer(name, tokenizer)
+            return HFTokenizer(name, tokenizer, saved.get("chat"))
     raise ConfigError(f"tokenizer {str(saved)[:60]!r} is of no known kind; it must come from jaxstack's to_json")

@@ -72,6 +72,8 @@ class Tokens:
     """[documents] int32 domain of each, where `data.domains` names some."""
     stamp: "Stamp | None" = None
     """Of the file that `ids` is mapped from."""
+    answers: np.ndarray | None = None
+    """As long as `ids`, bool: what is learned, of conversations. They are never cut."""
 
     def __len__(self) -> int:
         return int((self.ends - self.starts).sum())
@@ -132,15 +134,22 @@ def split(tokens: Tokens, eval_fraction: float) -> tuple[Tokens, Tokens]:
 
     With ten documents or more, whole documents are held out: they are taken in the order of a hash of their index
     until about `eval_fraction` of the tokens is reached. A document longer than that always trains. With fewer, or
-    when the shorter ones do not suffice, the end of the text is held out, as in nanoGPT: the first 90% train.
+    when the shorter ones do not suffice, the end of the text is held out, as in nanoGPT: the first 90% train. Of
+    conversations whole ones are held out however few or long they are, one at least.
+
+    Raises:
+      ConfigError: a single conversation.
     """
     lengths = tokens.ends - tokens.starts
     budget = len(tokens) * eval_fraction
-    eligible = np.flatnonzero(lengths <= budget)
-    if lengths.size >= 10 and lengths[eligible].sum() >= budget:
+    uncut = tokens.answers is not None
+    if uncut and lengths.size < 2:
+        raise ConfigError("there is one conversation alone, and one has to be held out; add some")
+    eligible = np.arange(lengths.size) if uncut else np.flatnonzero(lengths <= budget)
+    if uncut or (lengths.size >= 10 and lengths[eligible].sum() >= budget):
         shuffled = eligible[np.argsort(_hash(eligible), kind="stable")]
         held_out_tokens = np.cumsum(lengths[shuffled])
-        count = int(np.argmin(np.abs(held_out_tokens - budget))) + 1
+        count = min(int(np.argmin(np.abs(held_out_tokens - budget))) + 1, lengths.size - 1)
         held_out = np.zeros(lengths.size, bool)
         held_out[shuffled[:count]] = True
         return tokens.documents(~held_out), tokens.documents(held_out)

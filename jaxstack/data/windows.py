@@ -1,6 +1,7 @@
 """Windows of a text as batches: batch = f(seed, step), so a run resumes at any step without any saved reader state.
 
-Arrays carry their axes as a suffix: B batch, S sequence, T = S + 1 tokens read, P pieces of a stream, W windows.
+Arrays carry their axes as a suffix: B batch, S sequence, T = S + 1 tokens read, P pieces of a stream, W windows, D
+documents.
 """
 
 from collections import deque
@@ -32,6 +33,8 @@ class Stream:
     """int64, one more than pieces: where each begins in the stream, then the stream's length."""
     domains_P: np.ndarray | None = None
     """int32 domain of each piece, where documents have one."""
+    answers: np.ndarray | None = None
+    """As long as `ids`: what is learned, where not all is."""
 
     @classmethod
     def of(cls, tokens: Tokens, order: np.ndarray | None = None) -> "Stream":
@@ -41,7 +44,7 @@ class Stream:
             tokens = tokens.documents(order)
         tokens = tokens.documents(tokens.ends > tokens.starts)
         bounds = np.append(np.int64(0), np.cumsum(tokens.ends - tokens.starts))
-        return cls(tokens.ids, tokens.starts, bounds, tokens.domains)
+        return cls(tokens.ids, tokens.starts, bounds, tokens.domains, tokens.answers)
 
     def merged(self) -> "Stream":
         """The same stream, with pieces that touch in `ids` made one: an uncut text becomes a single piece.
@@ -58,24 +61,68 @@ class Stream:
         return int(self.bounds_P[-1])
 
     def read(self, first_B: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Reads `length` tokens from each place of the stream.
+        """Reads `length` tokens from each place of the stream; beyond its end, the last one.
 
         Returns:
-          ids, the piece each token lies in, and its place within the part of that piece that the row holds; [B, T].
+          where each token lies in `ids`, the piece it lies in, and its place within the part of that piece that the
+          row holds; [B, T].
         """
-        at_BT = first_B[:, None] + np.arange(length)
+        at_BT = np.minimum(first_B[:, None] + np.arange(length), len(self) - 1)
         piece_BT = np.searchsorted(self.bounds_P, at_BT, side="right") - 1
         begins_BT = self.bounds_P[piece_BT]
-        ids_BT = self.ids[self.starts_P[piece_BT] + at_BT - begins_BT]
-        return ids_BT, piece_BT, at_BT - np.maximum(begins_BT, first_B[:, None])
+        return self.starts_P[piece_BT] + at_BT - begins_BT, piece_BT, at_BT - np.maximum(begins_BT, first_B[:, None])
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """One pass over the text: a stream, and where in it the windows begin, in the order of training."""
+    """One pass over the text: a stream, where in it the windows begin, in the order of training, and how many tokens
+    of it belong to each; a row is filled up behind them."""
 
     stream: Stream
     first_W: np.ndarray
+    length_W: np.ndarray
+
+    @classmethod
+    def cut(cls, stream: Stream, first_W: np.ndarray, seq_len: int) -> "_Epoch":
+        """Windows that are full."""
+        return cls(stream, first_W, np.full(first_W.size, seq_len + 1))
+
+    def batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
+        return _batch(self.stream, self.first_W[window_B], self.length_W[window_B], seq_len, packing, vocab_size)
+
+
+def whole(tokens: Tokens, seq_len: int, packing: bool) -> _Epoch:
+    """Windows of whole documents, of one each, or with packing of as many as fit; none is cut.
+
+    Packing is best-fit decreasing (Ding et al. 2024, arXiv:2404.10830, section 3.1): the longest document first, each
+    into the fullest window that has room. It follows from the lengths alone, so that epochs have equally many windows.
+    """
+    room, length_D = seq_len + 1, tokens.ends - tokens.starts
+    assert tokens.starts.size
+    assert length_D.max() <= room, "what does not fit has been left out"
+    if not packing:
+        stream = Stream.of(tokens)
+        return _Epoch(stream, stream.bounds_P[:-1], length_D)
+    windows: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # windows, by the tokens that fit
+    some = 0  # bit i: there is one with room for exactly i
+    for document in np.argsort(-length_D, kind="stable").tolist():
+        size = int(length_D[document])
+        if fitting := some >> size:
+            left = size + (fitting & -fitting).bit_length() - 1
+            window = with_room[left].pop()
+            if not with_room[left]:
+                some &= ~(1 << left)
+        else:
+            left, window = room, len(windows)
+            windows.append([])
+        windows[window].append(document)
+        with_room[left - size].append(window)
+        some |= 1 << (left - size)
+    stream = Stream.of(tokens, np.concatenate(windows))
+    last_W = np.cumsum([len(window) for window in windows])
+    first_W = stream.bounds_P[np.append(0, last_W[:-1])]
+    return _Epoch(stream, first_W, stream.bounds_P[last_W] - first_W)
 
 
 def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int, Callable[[int], _Epoch]]:
@@ -85,12 +132,21 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
     epoch: a text that is read many times would otherwise be cut at the same places each time, and a token that
     falls just behind a cut would never be predicted from more than a few tokens. With packing each epoch permutes the
     documents, which moves the cuts too. The windows are permuted in both cases, so that a batch is not one document.
-    What is left over at the ends, less than two windows, is dropped; another epoch reads it.
+    What is left over at the ends, less than two windows, is dropped; another epoch reads it. Conversations are never
+    cut, see `whole`; their windows are permuted.
 
     NumPy permutes, not grain's shuffle: that one takes milliseconds an index when there are few windows, and makes
     epoch `e` of seed `s` epoch `e - 1` of seed `s + 1`. It costs 8 bytes a window: 0.2 GB for 100 GB of uint16 tokens
     in windows of 2048.
     """
+    if tokens.answers is not None:
+        once = whole(tokens, seq_len, packing)
+
+        def shuffled(index: int) -> _Epoch:
+            order_W = np.random.default_rng([seed, index]).permutation(once.first_W.size)
+            return _Epoch(once.stream, once.first_W[order_W], once.length_W[order_W])
+
+        return once.first_W.size, lru_cache(maxsize=2)(shuffled)
     total = len(tokens)
     if total < seq_len + 1:
         raise ConfigError(
@@ -106,13 +162,16 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
         rng = np.random.default_rng([seed, index])
         offset = 0 if packing else rng.integers(slack + 1)
         stream = plain or Stream.of(tokens, rng.permutation(tokens.starts.size))
-        return _Epoch(stream, offset + rng.permutation(windows) * seq_len)
+        return _Epoch.cut(stream, offset + rng.permutation(windows) * seq_len, seq_len)
 
     return windows, epoch
 
 
-def _batch(stream: Stream, first_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
-    ids_BT, piece_BT, position_BT = stream.read(first_B, seq_len + 1)
+def _batch(
+    stream: Stream, first_B: np.ndarray, length_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int
+) -> Batch:
+    index_BT, piece_BT, position_BT = stream.read(first_B, seq_len + 1)
+    ids_BT = stream.ids[index_BT]
     if (largest := int(ids_BT.max())) >= vocab_size:
         raise ConfigError(
             f"the text holds id {largest:,}, past the vocabulary of {vocab_size:,}; build the token file again"
@@ -130,6 +189,10 @@ def _batch(stream: Stream, first_B: np.ndarray, seq_len: int, packing: bool, voc
         batch["weights"] = (piece_BS == piece_BT[:, 1:]).astype(np.float32)
         batch["segment_ids"] = (piece_BS - piece_BT[:, :1] + 1).astype(np.int32)
         batch["positions"] = np.ascontiguousarray(position_BT[:, :-1], dtype=np.int32)
+    if stream.answers is not None:
+        # Behind its last token a row goes on with what follows in the stream. Nothing sees that, and it weighs nothing.
+        inside_BS = np.arange(1, seq_len + 1) < length_B[:, None]
+        batch["weights"] *= stream.answers[index_BT[:, 1:]] & inside_BS
     return batch
 
 
@@ -152,7 +215,8 @@ def batches(
 
     Returns:
       Batches of [B, S] arrays: `tokens` and `targets` (int32; targets are the tokens one place later), `weights`
-      (float32; 1, or 0 where a target belongs to another document than its token and must not count), and with packing
+      (float32; 1, or 0 where a target belongs to another document than its token, or to no answer of a conversation,
+      and must not count), and with packing
       `segment_ids` (int32; 1, 2, ... along the row) and `positions` (int32; from 0 at each document's first token in
       the row). With domains also `gate` (int32), the domain of each token.
 
@@ -171,8 +235,7 @@ def batches(
         parts = []
         for index in np.unique(index_B).tolist():
             now = epoch(index)
-            first_B = now.first_W[window_B[index_B == index]]
-            parts.append(_batch(now.stream, first_B, seq_len, packing, tokens.vocab_size))
+            parts.append(now.batch(window_B[index_B == index], seq_len, packing, tokens.vocab_size))
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts[1:] else parts[0]
 
     # Without end: not all of int64, where grain's length of a dataset in batches of one would leave it by rounding.
@@ -193,22 +256,26 @@ def eval_batches(
     """
     import grain
 
-    stream = Stream.of(tokens) if packing else Stream.of(tokens).merged()
-    windows = (len(stream) - 1) // seq_len
-    if windows < 1:
-        raise ConfigError(
-            f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of held-out text for one window, but there are "
-            f"{len(stream):,}; raise data.eval_fraction, lower data.seq_len or use more text"
-        )
+    if tokens.answers is not None:
+        once = whole(tokens, seq_len, packing)
+    else:
+        stream = Stream.of(tokens) if packing else Stream.of(tokens).merged()
+        if len(stream) - 1 < seq_len:
+            raise ConfigError(
+                f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of held-out text for one window, but there are "
+                f"{len(stream):,}; raise data.eval_fraction, lower data.seq_len or use more text"
+            )
+        once = _Epoch.cut(stream, np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len)
+    windows = once.first_W.size
     count = min(windows, steps * batch_size)
-    first_W = np.arange(count) * windows // count * seq_len
+    spread_W = np.arange(count) * windows // count
 
     def read(samples: Any) -> Batch:
         if tokens.stamp:
             tokens.stamp.check()
         row_B = np.arange(batch_size) if rows is None else rows
         window_B = np.minimum(samples[0] + row_B, count - 1)
-        batch = _batch(stream, first_W[window_B], seq_len, packing, tokens.vocab_size)
+        batch = once.batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
         batch["weights"][row_B >= len(samples)] = 0
         return batch
 
@@ -245,7 +312,7 @@ def batch_identity(
     for sample in range(step * batch_size, step * batch_size + min(rows, batch_size)):
         index, window = divmod(sample, windows)
         now = epoch(index)
-        texts.append(" + ".join(_ranges(tokens, now.stream, int(now.first_W[window]), seq_len + 1)))
+        texts.append(" + ".join(_ranges(tokens, now.stream, int(now.first_W[window]), int(now.length_W[window]))))
     more = f"; and {batch_size - rows} more rows" if batch_size > rows else ""
     return f"step {step}: {'; '.join(texts)}{more}"
 
