@@ -7,6 +7,7 @@ A check raises `ConfigError` with one line that names the key, the value and the
 """
 
 import math
+import re
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
@@ -155,6 +156,31 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on matrices of a frozen model (Hu et al. 2021, arXiv:2106.09685)."""
+
+    rank: int = 0
+    """Width between the two matrices of an adapter; 0: no adapters, everything is trained."""
+    alpha: float = 16.0
+    """What adapters add is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = (".*",)
+    """Matrices of a block that have adapters, as regular expressions on their whole names: `attention/w_[qkvo]`,
+    `mlp/w_(up|gate|down)`, `moe/w_...` (of every expert), `moe/shared/w_...`; `.*`: all of them."""
+
+    def __post_init__(self) -> None:
+        _at_least("model.lora", self, 0, "rank")
+        _require(self.alpha > 0, f"model.lora.alpha={self.alpha} must be positive; 16 is usual")
+        _require(bool(self.targets), "model.lora.targets is empty; use ['.*'] for all matrices of a block")
+        for pattern in self.targets:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"model.lora.targets: {pattern!r} is no regular expression ({error}); correct it"
+                ) from None
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder family; its switches give GPT-2, Llama 3, Qwen3, Gemma 2, Mixtral and more (see `configs/`)."""
 
@@ -202,6 +228,8 @@ class ModelConfig:
     """SwiGLU / GeGLU: the activation gates a second up-projection."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """Mixture of experts in place of the MLP."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters that are trained in place of the model."""
     bias: bool = False
     """GPT-2: biases in every linear layer and LayerNorm."""
     tied_embeddings: bool = False
@@ -254,6 +282,11 @@ class ModelConfig:
         for name in ("attention_softcap", "logit_softcap", "attention_scale"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"model.{name}={value} must be positive, or null for none")
+
+    @property
+    def base(self) -> "ModelConfig":
+        """The model without adapters."""
+        return replace(self, lora=LoraConfig())
 
     @property
     def kv_heads(self) -> int:
@@ -671,6 +704,11 @@ class Config:
         _require(
             self.sample.domain < max(gated, 1),
             f"sample.domain={self.sample.domain} is no domain of data.domains, which has {gated}; 0 is the first",
+        )
+        _require(
+            not self.model.lora.rank or self.run.init_from is not None,
+            f"model.lora.rank={self.model.lora.rank} trains adapters of a model that exists, but run.init_from is not "
+            f"set; name a run or a Hugging Face folder, or use model.lora.rank=0 to train everything",
         )
         longest = max((len(prompt.encode()) for prompt in self.sample.prompts), default=0)
         _require(

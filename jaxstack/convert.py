@@ -58,16 +58,17 @@ def start_from(cfg: Config, ctx: Context, abstract: step.TrainState) -> step.Tra
     """The first state of a run that begins with the parameters of another run or a Hugging Face folder,
     `run.init_from`.
 
-    Where this run has experts and the other has none, the other is up-cycled.
+    Where this run has experts and the other has none, the other is up-cycled. Adapters of the other are merged, and
+    those of this run begin anew.
 
     Raises:
       ConfigError: neither is there, no checkpoint in the run, or another model.
     """
     name = cfg.run.init_from
     source = hf.find(str(name), "run.init_from")
-    there = source.model
+    there, here = source.model.base, cfg.model.base
     grows = bool(cfg.model.moe.num_experts and not there.moe.num_experts)
-    if different := hf.differ(replace(there, moe=cfg.model.moe) if grows else there, cfg.model):
+    if different := hf.differ(replace(there, moe=here.moe) if grows else there, here):
         raise ConfigError(
             f"run.init_from={name} holds another model ({'; '.join(different[:3])}); give this run the model keys of "
             f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder"
@@ -79,7 +80,9 @@ def start_from(cfg: Config, ctx: Context, abstract: step.TrainState) -> step.Tra
         values = hf.restore(source, ctx)
     if grows:
         key = jax.random.key(cfg.run.seed)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
+        shardings = jax.tree.map(ctx.sharding, ctx.parameters(model.spec(here)))
         grow = jax.jit(lambda values: upcycle(there, values, cfg.model.moe, key)[1], out_shardings=shardings)
         values = grow(values)
-    return replace(step.make_state(cfg, ctx, abstract), params=values)
+    state = step.make_state(cfg, ctx, abstract)
+    adapters = params.split(model.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
+    return replace(state, params=params.join(adapters, values))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack import collectives, kernels
+from jaxstack import collectives, kernels, lora
 from jaxstack import moe as experts
 from jaxstack.config import ModelConfig
 from jaxstack.context import Context
@@ -73,12 +73,22 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def linear(params: Any, name: str, x: jax.Array, ctx: Context) -> jax.Array:
-    """The projection `w_<name>`, with the bias `b_<name>` where one is declared: into a tensor-parallel region, whose
-    devices hold its columns."""
-    b = params.get(f"b_{name}")
+def linear(
+    cfg: ModelConfig, params: Any, name: str, x: jax.Array, ctx: Context, *, in_axes: int = 1, bias: bool = True
+) -> jax.Array:
+    """The projection `w_<name>` with its adapter, and with the bias `b_<name>` where one is declared: into a
+    tensor-parallel region, whose devices hold its columns.
+
+    Out of such a region devices hold its rows. Partial products are summed then, and the bias is added once, after
+    that (`bias=False`).
+    """
+    b = params.get(f"b_{name}") if bias else None
     b = None if b is None else b.astype(x.dtype)
-    return kernels.linear(x, params[f"w_{name}"], b, implementation=ctx.linear)
+    y = kernels.linear(x, params[f"w_{name}"], b, in_axes=in_axes, implementation=ctx.linear)
+    if adapter := lora.of(cfg.lora, params, name):
+        inner = kernels.linear(x, adapter[0], in_axes=in_axes, implementation=ctx.linear)
+        y = y + kernels.linear(inner, adapter[1], implementation=ctx.linear)
+    return y
 
 
 def attention_spec(cfg: ModelConfig) -> Spec:
@@ -128,7 +138,7 @@ def attention(
       [B, S/n, D]; and with a cache `keys` and `values` of these tokens [B, G, S, K], else nothing.
     """
     x = ctx.enter(x, "heads")
-    q, k, v = (linear(params, name, x, ctx) for name in ("q", "k", "v"))
+    q, k, v = (linear(cfg, params, name, x, ctx) for name in ("q", "k", "v"))
     if cfg.qk_norm:
         q, k = norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
     if rope is not None:
@@ -148,8 +158,7 @@ def attention(
         mixed = kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **options, **whole)
     else:
         mixed = kernels.attention(q, k, v, **options, **whole)
-    # Devices hold rows of the matrix: partial products are summed, and then the bias is added once.
-    y = ctx.leave(kernels.linear(mixed, params["w_o"], in_axes=2, implementation=ctx.linear), "heads")
+    y = ctx.leave(linear(cfg, params, "o", mixed, ctx, in_axes=2, bias=False), "heads")
     y = y + params["b_o"].astype(y.dtype) if cfg.bias else y
     return y, {} if cache is None else {"keys": k.swapaxes(1, 2), "values": v.swapaxes(1, 2)}
 
@@ -247,6 +256,7 @@ def moe(
         capacity_factor=cfg.moe.capacity_factor,
         rows=rows,
         implementation=ctx.moe,
+        adapters={f"w_{name}": found for name in ("up", "gate", "down") if (found := lora.of(cfg.lora, params, name))},
     )
     y = y.reshape(h.shape)
     # Each device of a tensor group has entered the same tokens and dropped the same.
@@ -276,13 +286,13 @@ def mlp(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
 
 def mlp_products(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
     """The MLP within a tensor-parallel region, [B, S, D]: this device's share of the sum over the hidden width."""
-    up = checkpoint_name(linear(params, "up", x, ctx), "mlp_up")
+    up = checkpoint_name(linear(cfg, params, "up", x, ctx), "mlp_up")
     if cfg.gated:
-        gate = checkpoint_name(linear(params, "gate", x, ctx), "mlp_gate")
+        gate = checkpoint_name(linear(cfg, params, "gate", x, ctx), "mlp_gate")
         hidden = activate(cfg.activation, gate, ctx) * up
     else:
         hidden = activate(cfg.activation, up, ctx)
-    return kernels.linear(hidden, params["w_down"], implementation=ctx.linear)
+    return linear(cfg, params, "down", hidden, ctx, bias=False)
 
 
 def embed(cfg: ModelConfig, params: Any, tokens: jax.Array, positions: jax.Array, ctx: Context) -> jax.Array:

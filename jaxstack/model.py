@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack import layers, pipeline
+from jaxstack import layers, lora, pipeline
 from jaxstack.config import ModelConfig
 from jaxstack.context import Context
 from jaxstack.moe import update_bias
@@ -51,7 +51,7 @@ def spec(cfg: ModelConfig) -> Spec:
     }
     if not cfg.tied_embeddings:
         tree["head"] = {"w": Param((D, V), ("embed", "vocab"), std=cfg.init_std)}
-    return tree
+    return lora.adapted(tree, cfg.lora) if cfg.lora.rank else tree
 
 
 def block(
@@ -344,8 +344,8 @@ def final(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Arra
 
 def balance(cfg: ModelConfig, params: Any, aux: Aux, ctx: Context) -> Any:
     """The parameters with every router's bias moved against the `load` of a whole step, [L, E]; no loss has a part in
-    it (Wang et al. 2024, arXiv:2408.15664). Without such a bias, the parameters."""
-    if not cfg.moe.num_experts or cfg.moe.router != "sigmoid":
+    it (Wang et al. 2024, arXiv:2408.15664). Without such a bias, or where it is frozen, the parameters."""
+    if not cfg.moe.num_experts or cfg.moe.router != "sigmoid" or cfg.lora.rank:
         return params
     moved = update_bias(params["layers"]["moe"]["balance"], ctx.in_rows(aux["load"]), cfg.moe.bias_rate)
     return {**params, "layers": {**params["layers"], "moe": {**params["layers"]["moe"], "balance": moved}}}

@@ -25,6 +25,7 @@ class Param:
       in_axes: leading dimensions (after `layers` and `experts`) that a matrix contracts.
       init: how it starts; `normal` has mean 0 and standard deviation `std`.
       std: of `normal`.
+      frozen: never changes; neither gradients nor optimizer have a part of it.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +34,7 @@ class Param:
     in_axes: int = 1
     init: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.02
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), f"{self.shape} and {self.axes} differ in length"
@@ -70,6 +72,25 @@ def map_spec(f: Any, spec: Spec, *rest: Any) -> Any:
 def stack(spec: Spec, layers: int) -> Spec:
     """The declarations of `layers` equal blocks, stacked on a new leading axis."""
     return map_spec(lambda p: replace(p, shape=(layers, *p.shape), axes=("layers", *p.axes)), spec)
+
+
+def split(spec: Spec, values: Any) -> tuple[Any, Any]:
+    """What is trained and what is frozen of a tree that is laid out as the declarations are (they themselves, for
+    example), each without the groups that have nothing of it. Where nothing is frozen: the tree, and nothing."""
+    if isinstance(spec, Param):
+        return (None, values) if spec.frozen else (values, None)
+    parts = {name: split(below, values[name]) for name, below in spec.items()}
+    there = lambda part: part is not None and not (isinstance(part, dict) and not part)  # noqa: E731
+    trained, frozen = ({name: part[i] for name, part in parts.items() if there(part[i])} for i in (0, 1))
+    return trained, frozen
+
+
+def join(trained: Any, frozen: Any) -> Any:
+    """The whole of what `split` has parted."""
+    if not (isinstance(trained, dict) and isinstance(frozen, dict)):
+        return frozen if trained is None else trained
+    names = [*trained, *(name for name in frozen if name not in trained)]
+    return {name: join(trained.get(name), frozen.get(name)) for name in names}
 
 
 def count(spec: Spec) -> int:

@@ -22,10 +22,12 @@ class Flops(NamedTuple):
     causal: float
 
 
-def matmul_params(cfg: ModelConfig) -> int:
-    """Weights that a token is multiplied with: matrices and the head, tied or not; embedding look-ups are none."""
+def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
+    """Weights that a token is multiplied with: matrices and the head, tied or not; embedding look-ups are none. Of all,
+    or of those that are frozen or not."""
     leaves = jax.tree.leaves(model.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
-    head = cfg.d_model * cfg.vocab if cfg.tied_embeddings else 0
+    leaves = [p for p in leaves if frozen in (None, p.frozen)]
+    head = cfg.d_model * cfg.vocab if cfg.tied_embeddings and frozen in (None, bool(cfg.lora.rank)) else 0
     return head + sum(
         prod(p.shape) * cfg.moe.choices // cfg.moe.num_experts if "experts" in p.axes else prod(p.shape)
         for p in leaves
@@ -49,7 +51,8 @@ def flops_per_token(cfg: ModelConfig, seq_len: int) -> Flops:
         window = cfg.windows[i % len(cfg.windows)] or S
         w = min(window, S)
         seen += (w * (w + 1) / 2 + (S - w) * w) / S
-    dense = 6.0 * matmul_params(cfg)
+    # What is frozen is multiplied forward and for the gradient of its input, and has none of its own.
+    dense = 6.0 * matmul_params(cfg) - 2.0 * matmul_params(cfg, frozen=True)
     return Flops(dense + 3.0 * per_pair * S * cfg.num_layers, dense + 3.0 * per_pair * seen)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,7 +44,9 @@ class TrainState:
 
 
 def make_optimizer(cfg: Config) -> optax.GradientTransformation:
-    return optim.optimizer(cfg.optim, cfg.train.steps, model.spec(cfg.model))
+    """Of what is trained; it keeps nothing for what is frozen."""
+    spec = model.spec(cfg.model)
+    return optim.optimizer(cfg.optim, cfg.train.steps, params.split(spec, spec)[0])
 
 
 def init_state(cfg: Config, ctx: Context | None = None) -> TrainState:
@@ -51,10 +54,11 @@ def init_state(cfg: Config, ctx: Context | None = None) -> TrainState:
     the stages of a pipeline store their layers is read."""
     ctx = ctx or Context()
     layers = None if ctx.pipeline is None else ctx.pipeline.stages.numbers
-    values = params.init(jax.random.key(cfg.run.seed), ctx.stored(model.spec(cfg.model)), layers)
+    spec = ctx.stored(model.spec(cfg.model))
+    values = params.init(jax.random.key(cfg.run.seed), spec, layers)
     zero = jnp.zeros((), jnp.int32)
     recent = jnp.zeros(cfg.train.spike.window)
-    return TrainState(zero, zero, zero, recent, values, make_optimizer(cfg).init(values))
+    return TrainState(zero, zero, zero, recent, values, make_optimizer(cfg).init(params.split(spec, values)[0]))
 
 
 def make_state(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
@@ -134,11 +138,13 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     Gradients are the same whatever `train.grad_accum` is and however the mesh splits the work: every microbatch on
     every device divides its sum by the tokens of the whole batch, and with accumulation gradients are summed over
     devices once. `loss` is the likelihood's alone; the gradients are of all the objective. `sums` holds the weighted
-    `tokens` and the model's auxiliary values, summed over the step.
+    `tokens` and the model's auxiliary values, summed over the step. Of what is frozen there are no gradients, and
+    nothing is computed for them.
 
     `key` is for dropout, or None.
     """
     spec = model.spec(cfg.model)
+    trained_spec, _ = params.split(spec, spec)
     accum = cfg.train.grad_accum
 
     def work(values: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Any, Metrics]:
@@ -148,15 +154,15 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
         if key is not None:
             batch["rows"] = ctx.rows(batch["tokens"].shape[0])
 
-        def objective(values: Any, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, model.Aux]]:
-            total, aux = losses.next_token(cfg.model, values, micro, ctx, key)
+        def objective(trained: Any, frozen: Any, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, model.Aux]]:
+            total, aux = losses.next_token(cfg.model, params.join(trained, frozen), micro, ctx, key)
             loss = total / tokens
             return loss + losses.auxiliary(cfg.model, aux, sequences, length), (loss, aux)
 
         def share(values: Any, micro: Batch) -> Any:
             if ctx.pipeline is not None:
                 return pipelined(cfg, ctx, values, micro, key, tokens, sequences, length)
-            (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(values, micro)
+            (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(*params.split(spec, values), micro)
             return reported, grads
 
         if accum == 1 and ctx.pipeline is None:  # every layer's gradients are summed over devices as they come
@@ -169,7 +175,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
             zeros = jax.tree.map(lambda s: collectives.zeros(s.shape, s.dtype, s), shapes)
             add = lambda carry, micro: (jax.tree.map(jnp.add, carry, share(values, micro)), None)  # noqa: E731
             ((loss, aux), grads), _ = jax.lax.scan(add, zeros, micros)
-            grads = ctx.together(spec, grads)
+            grads = ctx.together(trained_spec, grads)
         loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
         return loss, grads, {"tokens": tokens, **aux}
 
@@ -177,7 +183,8 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
         if ctx.mesh is None:
             return work(values, batch, key)
         where, whole = ctx.parameters(spec), PartitionSpec()
-        return ctx.local(work, (where, ctx.batch, whole), (whole, where, whole))(values, batch, key)
+        trained = params.split(spec, where)[0]
+        return ctx.local(work, (where, ctx.batch, whole), (whole, trained, whole))(values, batch, key)
 
     return gradients
 
@@ -205,6 +212,19 @@ def pipeline_work(cfg: Config, ctx: Context, tokens: Any, sequences: int, length
     )
 
 
+def with_frozen(work: Work, held: Any) -> Work:
+    """Work on all parameters as work on those that are trained: `held` beside the shared ones, and as a layer's
+    parameters, of each block of the step, the pair (trained, frozen)."""
+    first, layer, last = work.first, work.layer, work.last
+    assert last is not None
+    return Work(
+        inputs=work.inputs,
+        first=lambda shared, given: first(params.join(shared, held), given),
+        layer=lambda pair, *rest: layer([params.join(*one) for one in zip(*pair, strict=True)], *rest),
+        last=lambda shared, x, given: last(params.join(shared, held), x, given),
+    )
+
+
 def pipelined(
     cfg: Config,
     ctx: Context,
@@ -226,19 +246,24 @@ def pipelined(
     """
     assert ctx.pipeline is not None
     spec = model.spec(cfg.model)
+    (trained_spec, frozen_spec), (trained, frozen) = params.split(spec, spec), params.split(spec, values)
 
-    def whole(values: Any) -> tuple[Any, list[Any]]:
+    def whole(spec: Any, values: Any) -> tuple[Any, list[Any]]:
         values = ctx.gather(spec, values)
         shared = {name: group for name, group in values.items() if name != "layers"}
-        return shared, model.by_step(cfg.model, values["layers"])
+        return shared, model.by_step(cfg.model, values.get("layers", {}))
 
     if key is not None:
         batch = {**batch, "key": jax.random.key_data(key)}
-    shared, stacked = whole(params.cast_matrices(spec, values, ctx.dtype))
+    shared, stacked = whole(trained_spec, params.cast_matrices(trained_spec, trained, ctx.dtype))
     micros = model.microbatched(batch, ctx.pipeline.schedule.microbatches)
     work = pipeline_work(cfg, ctx, tokens, sequences, length)
-    sums = pipeline.execute(ctx.pipeline, work, "pipe", shared, stacked, micros)
-    _, scatter = jax.vjp(whole, values)  # linear: its forward half is not run
+    constants = None
+    if frozen:
+        held, constants = whole(frozen_spec, params.cast_matrices(frozen_spec, frozen, ctx.dtype))
+        work = with_frozen(work, held)
+    sums = pipeline.execute(ctx.pipeline, work, "pipe", shared, stacked, micros, constants)
+    _, scatter = jax.vjp(partial(whole, trained_spec), trained)  # linear: its forward half is not run
     (grads,) = scatter((sums.shared, sums.stacked))
     return (sums.loss, ctx.in_order(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.aux))), grads
 
@@ -265,7 +290,7 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
     `skipped_in_a_row`, `spike` (0 or 1), and of a mixture of experts those of `losses.routing_metrics`.
     """
-    optimizer = make_optimizer(cfg)
+    optimizer, spec = make_optimizer(cfg), model.spec(cfg.model)
     schedule = optim.schedule(cfg.optim, cfg.train.steps)
     gradients = make_gradients(cfg, ctx)
 
@@ -287,14 +312,15 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
             return model.balance(cfg.model, values, sums, ctx), opt_state
 
         # A branch and not a `where`: that would copy the old state so as to choose from it after the update.
-        values, opt_state = jax.lax.cond(good, update, lambda *old: old, state.params, state.opt_state)
+        trained, frozen = params.split(spec, state.params)
+        trained, opt_state = jax.lax.cond(good, update, lambda *old: old, trained, state.opt_state)
         bad = 1 - good.astype(jnp.int32)
         new = TrainState(
             step=state.step + 1,
             skipped=state.skipped + bad,
             skipped_in_a_row=(state.skipped_in_a_row + 1) * bad,
             recent=jnp.where(good, jnp.append(state.recent[1:], loss), state.recent),
-            params=values,
+            params=params.join(trained, frozen),
             opt_state=opt_state,
         )
         metrics = {

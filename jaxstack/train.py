@@ -195,6 +195,9 @@ def greet(
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     screen.say(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
     screen.say(f"model    {params.count(model.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
+    if cfg.model.lora.rank:
+        trained = params.count(params.split(spec := model.spec(cfg.model), spec)[0])
+        screen.say(f"adapters {trained:,} of them are trained, rank {cfg.model.lora.rank}; the rest is frozen")
     if ctx.pipeline is not None:
         screen.say(f"pipeline {ctx.pipeline}")
         if why := ctx.pipeline.explain():

@@ -333,3 +333,14 @@ def test_masks_are_those_of_transformers(tmp_path):
         assert one.text == theirs.apply_chat_template(messages, tokenize=False)
         assert tokens.ids.tolist() == expected["input_ids"]
         assert tokens.answers.astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_the_token_that_ends_an_answer(tmp_path):
+    assert chat.end_of_turn(chat.Plain(), Bytes()) == 0
+    name = make_tokenizer_folder(tmp_path, CHATML)
+    pytest.importorskip("jinja2")
+    tokenizer = data.make_tokenizer(name, (), chat.find(name))
+    end = chat.end_of_turn(chat.template_of(tokenizer), tokenizer)
+    assert tokenizer.decode([end]) == "<|im_end|>"
+    words = data.make_tokenizer(name, (), {"source": LLAMA2.replace("</s>", "the end"), "tokens": {}})
+    assert chat.end_of_turn(chat.template_of(words), words) is None

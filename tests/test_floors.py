@@ -23,6 +23,7 @@ FLOORS = {
     "sharding": 1,
     "kernels": 1,
     "params": 1,
+    "lora": 2,
     "rundir": 2,
     "goodput": 2,
     "supervise": 3,

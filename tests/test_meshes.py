@@ -20,7 +20,7 @@ import pytest
 from models import FAMILIES
 
 from jaxstack import model, params, step
-from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from jaxstack.config import Config, DataConfig, LoraConfig, MeshConfig, ModelConfig, MoEConfig, RunConfig, TrainConfig
 from jaxstack.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.tree import flatten
@@ -38,6 +38,8 @@ EXPERTS = {
     "domain": MoEConfig(num_experts=8, d_ff=32, router="domain"),
 }
 MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in EXPERTS.items()}
+ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
+MODELS |= {name: dataclasses.replace(MODELS[of], lora=LoraConfig(rank=4, alpha=8)) for name, of in ADAPTED.items()}
 PLAIN = {"sequence_parallel": False}
 Arrays = dict[str, np.ndarray]
 Case = tuple[str, dict[str, Any], dict[str, Any]]
@@ -48,6 +50,7 @@ QUICK: list[Case] = [
     ("gemma2", {"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
     ("llama3", {"fsdp": 2, "context": 4}, {"packing": True}),
     ("sigmoid", {"data": 2, "expert": 4}, {"remat": "selective"}),
+    ("lora", {"fsdp": 2, "tensor": 2}, {}),
 ]
 # Every axis alone at 2, 4 and 8, pairs, triples; accumulation, packing, dropout, remat.
 CASES: list[Case] = [
@@ -77,6 +80,13 @@ CASES: list[Case] = [
     ("sigmoid", {"expert": 2, "context": 2, "tensor": 2}, {"accum": 2}),
     ("domain", {"expert": 2, "fsdp": 2, "tensor": 2}, {"accum": 2}),
     ("grouped", {"fsdp": 2, "context": 2, "tensor": 2}, {"packing": True, "accum": 2, "remat": "full"}),
+    *(("lora", {axis: 4}, {}) for axis in ("data", "fsdp", "tensor", "context")),
+    ("lora", {"tensor": 4, "fsdp": 2, **PLAIN}, {"dropout": 0.3}),
+    ("lora", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "packing": True, "remat": "selective"}),
+    ("lora_gpt2", {"fsdp": 2, "tensor": 2}, {"remat": "full"}),
+    ("lora_moe", {"expert": 4}, {"remat": "selective"}),
+    ("lora_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, {"accum": 2}),
+    ("lora_sigmoid", {"expert": 2, "context": 2, "tensor": 2}, {"accum": 2}),
 ]
 
 
@@ -89,6 +99,7 @@ def name_of(case: Case) -> str:
 def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool = False, remat: str = "none",
            dropout: float = 0.0) -> Config:  # fmt: skip
     return Config(
+        run=RunConfig(init_from="base" if MODELS[family].lora.rank else None),
         model=dataclasses.replace(MODELS[family], dropout=dropout),
         data=DataConfig(
             seq_len=SEQ,
@@ -152,10 +163,10 @@ def gradients(cfg: Config, seed: int, make: Any = step.make_gradients) -> tuple[
         random_batch(seed, cfg.data.packing, cfg.model, cfg.data.batch_size), ctx.sharding(ctx.batch)
     )
     key = jax.random.key(seed) if cfg.model.dropout else None
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params.split(spec, abstract.params)[0])
     loss, grads, sums = jax.jit(make(cfg, ctx), out_shardings=(None, shardings, None))(moved, batch, key)
     ordered = [{path: in_order(path, v) for path, v in flatten(tree).items()} for tree in (grads, initial)]
-    assert params.count(spec) == sum(x.size for x in ordered[0].values())
+    assert params.count(params.split(spec, spec)[0]) == sum(x.size for x in ordered[0].values())
     return jax.tree.map(np.asarray, {"loss": loss, **sums}), *ordered
 
 

@@ -82,6 +82,11 @@ CASES: list[Case] = [
     case("sigmoid", ONE, 2, 4, expert=2, tensor=2, remat="selective"),
     case("sigmoid", ALL, 4, 4, layers=5),
     case("domain", TWO, 2, 4, 2, fsdp=2, accum=2),
+    # Adapters, where most of a stage's weights have no gradient.
+    case("lora", ONE, 4, 4, layers=6, fsdp=2, remat="selective"),
+    case("lora", TWO, 2, 4, 2, layers=7, tensor=2, accum=2, dropout=0.2),
+    case("lora_gpt2", ALL, 2, 4, data=2, tensor=2),
+    case("lora_moe", ONE, 2, 4, expert=2, tensor=2, remat="full"),
 ]
 
 

@@ -146,6 +146,8 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
             gathers = used = 1
         scattered = dtype if ctx.pipeline is None else "f32"
         add("all-gather", stored, whole, gathers, f"{path}, whole", dtype)
+        if p.frozen:
+            continue
         add("reduce-scatter", stored, whole, accum * layers * used, f"gradient of {path}", scattered)
         unsummed = ctx.axes("batch", "sequence", "residual")
         apart = tuple(a for a in unsummed if a not in held_axes)
@@ -241,13 +243,15 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     # Of the experts' pairs: as sent, as received, as sorted by expert; and the gradient of each.
     in_layer = (12 + e) * scores + 2 * stored + e * (2 * stream + 3 * hidden + 6 * travelled)
     in_layer += selective if t.remat == "full" else 0
-    gradients = (e if t.grad_accum == 1 else 8) * sum(part.values())  # or sums and a microbatch's, in float32
+    trained = [path for path, p in spec.items() if not p.frozen]
+    some, all_of = sum(part[path] for path in trained), sum(whole[path] for path in trained)
+    gradients = (e if t.grad_accum == 1 else 8) * some  # or sums and a microbatch's, in float32
     logits = tokens * m.vocab // (T * sizes["pipe"])
     in_head = (4 + e) * logits + 2 * e * (stream + head) - (gradients if t.grad_accum == 1 else 0)
     layers = m.num_layers
     if ctx.pipeline is not None:
         cast = sum(size for path, size in whole.items() if spec[path].kind in ("matrix", "table"))
-        gradients = 4 * sum(whole.values()) + (4 * sum(part.values()) if t.grad_accum > 1 else 0)
+        gradients = 4 * all_of + (4 * some if t.grad_accum > 1 else 0)
         in_layer -= 6 * scores + 2 * stored
         in_head = (4 + e) * logits + 2 * e * (stream + head)
         layers = ctx.pipeline.slots * ctx.pipeline.stages.longest

@@ -239,6 +239,15 @@ def template_of(tokenizer: Tokenizer) -> Template:
     return Jinja(f"the chat template of {tokenizer.name}", tokenizer.chat)
 
 
+def end_of_turn(template: Template, tokenizer: Tokenizer) -> int | None:
+    """The token that ends an answer; None: the template has none that is one token alone."""
+    said = "Yes."
+    text, spans = template.render([{"role": "user", "content": said}, {"role": "assistant", "content": said}])
+    end = text[spans[-1][0] : spans[-1][1]].rpartition(said)[2].strip(" \n") if spans else ""
+    ids = tokenizer.encode(end).tolist() if end else []
+    return ids[0] if len(ids) == 1 else None
+
+
 def read(path: str) -> Iterator[Conversation]:
     """The conversations of a file, one JSON object a line: `{"messages": [{"role": ..., "content": ...}, ...]}`, or
     `{"prompt": ..., "completion": ...}`, which is what a user says and an assistant answers. Empty lines are passed

@@ -1,4 +1,4 @@
-"""`jaxstack generate RUN "prompt" ["prompt" ...] [--sample.tokens=200 --sample.temperature=0.8 ...]`
+"""`jaxstack generate RUN "prompt" ["prompt" ...] [--chat] [--sample.tokens=200 --sample.temperature=0.8 ...]`
 
 Continues prompts with the model of a run directory. What no flag says is the run's own: its group `sample`, its seed.
 """
@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from dataclasses import asdict, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jsonargparse import Namespace
 
 from jaxstack import cli, exits, platform
 from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig, SampleConfig
-from jaxstack.data import Tokenizer
+from jaxstack.data import Tokenizer, chat
 from jaxstack.data.tokenizers import tokenizer_from_json
 
 
@@ -29,10 +30,16 @@ def main(argv: list[str]) -> None:
     prompts = [line for word in given.prompts for line in (sys.stdin.read().splitlines() if word == "-" else [word])]
     if not prompts:
         raise ConfigError("there are no prompts on standard input; give one a line")
+    stop = stop_tokens(tokenizer, given.stop)
+    if given.chat:
+        template = chat.template_of(tokenizer)
+        prompts = [template.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+        end = chat.end_of_turn(template, tokenizer)
+        stop += () if end is None else (end,)
     cfg = placed(replace(cfg, sample=given.sample), given.mesh, len(prompts))
     platform.configure(cfg.mesh, cfg.data.batch_size)  # before JAX is imported, which reads it
     seed = cfg.run.seed if given.seed is None else given.seed
-    texts = continued(run, cfg, tokenizer, prompts, given.step, seed, stop_tokens(tokenizer, given.stop))
+    texts = continued(run, cfg, tokenizer, prompts, given.step, seed, stop, given.chat)
     print("\n---\n".join(texts))
 
 
@@ -41,6 +48,7 @@ def parse(argv: list[str], defaults: SampleConfig) -> Namespace:
     parser = cli.Parser(prog=exits.program, description="Continues prompts with the model of a run.")
     parser.add_argument("run", type=str, help="run directory")
     parser.add_argument("prompts", type=str, nargs="+", help="beginnings of texts; -: from standard input, one a line")
+    parser.add_argument("--chat", action="store_true", help="prompts are what a user says; print the answers")
     parser.add_argument("--step", type=int, help="checkpoint to take (default: the newest)")
     parser.add_argument("--seed", type=int, help="decides what is sampled (default: run.seed of the run)")
     parser.add_argument("--stop", action="append", default=[], help="one token that ends a text; may be given again")
@@ -75,9 +83,9 @@ def stop_tokens(tokenizer: Tokenizer, stop: list[str]) -> tuple[int, ...]:
 
 
 def continued(
-    run: Path, cfg: Config, tokenizer: Tokenizer, prompts: list[str], step: int | None, seed: int, stop: Any
+    run: Path, cfg: Config, tokenizer: Tokenizer, prompts: list[str], step: int | None, seed: int, stop: Any, only: bool
 ) -> list[str]:
-    """The texts, as the checkpoint of `step` (None: the newest) continues them."""
+    """The texts, as the checkpoint of `step` (None: the newest) continues them, or `only` what it adds."""
     import jax
 
     from jaxstack import sharding
@@ -94,12 +102,16 @@ def continued(
         devices = devices[: math.prod(cfg.mesh.sizes.values())]
     ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size, devices))
     how = decode.settings(cfg, tokenizer, ctx) | {"seed": seed, "stop": stop}
-    rows = decode.generate(cfg.model, parameters(run, cfg, ctx, step), encoded, cfg.sample, **how)
-    return [decode.text(tokenizer, row) for row in rows]
+    rows = decode.generate(cfg.model.base, parameters(run, cfg, ctx, step), encoded, cfg.sample, **how)
+    if not only:
+        return [decode.text(tokenizer, row) for row in rows]
+    ends = [*zip(rows, encoded, strict=True)]
+    return [tokenizer.decode([*takewhile(lambda i: i not in stop, row[len(start) :])]) for row, start in ends]
 
 
 def parameters(run: Path, cfg: Config, ctx: Any, number: int | None) -> Any:
-    """The parameters of a checkpoint, or of what a run that has none begins with, laid out for `ctx`."""
+    """The parameters of a checkpoint, or of what a run that has none begins with, laid out for `ctx`; adapters are
+    merged."""
     from jaxstack import hf
 
     source = hf.find(str(run), "RUN")

@@ -42,7 +42,7 @@ def import_run(folder: Path, run: Path, flags: list[str]) -> None:
             cfg = resolve(cfg, tokenizer.vocab_size)
             (made / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
         (made / "config.yaml").write_text(cli.to_yaml(cfg))
-    size = params.count(model.spec(cfg.model))
+    size = params.count(model.spec(cfg.model.base))
     print(f"{folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
     if found.left_out:
         shown = ", ".join(f"{key}={value}" for key, value in found.left_out.items())
@@ -67,7 +67,8 @@ def configuration(found: hf.Pretrained, run: Path, flags: list[str]) -> Config:
     whole = yaml.safe_load(cli.to_yaml(Config(run=begin, model=replace(found.model, max_positions=None))))
     decided: dict[str, Any] = {
         "run": {"dir": begin.dir, "init_from": begin.init_from},
-        "model": whole["model"] | {"max_positions": found.model.max_positions},
+        "model": {key: value for key, value in whole["model"].items() if key != "lora"}
+        | {"max_positions": found.model.max_positions},
     }
     if (folder / "tokenizer.json").is_file():
         decided["data"] = {"tokenizer": str(folder / "tokenizer.json")}
@@ -101,6 +102,8 @@ def export_run(run: Path, folder: Path, words: list[str]) -> None:
             end = data.tokenizer_from_json(saved).separator
             if saved["kind"] == "hf":
                 (made / "tokenizer.json").write_text(json.dumps(saved["tokenizer"], ensure_ascii=False))
+                if "chat" in saved:
+                    (made / "chat_template.jinja").write_text(saved["chat"]["source"])
         source = hf.find(str(run), "RUN")
         if isinstance(source, hf.Pretrained):
             with source:
@@ -109,7 +112,7 @@ def export_run(run: Path, folder: Path, words: list[str]) -> None:
             alone = replace(source, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
             mesh = sharding.make_mesh(alone.mesh, 1, jax.devices()[:1])
             values = hf.restore(alone, Context.create(alone, mesh))
-        family = hf.write(made, cfg.model, values, dtype, cfg.data.seq_len, end)
+        family = hf.write(made, cfg.model.base, values, dtype, cfg.data.seq_len, end)
     print(f"wrote {folder}: a {family} model in {dtype}")
     if not (folder / "tokenizer.json").is_file():
         print("without a tokenizer.json, for this run has none of that kind")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jaxstack import rundir
-from jaxstack.config import ConfigError, ModelConfig, MoEConfig, RopeScaling, flat
+from jaxstack.config import ConfigError, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -405,6 +405,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
         rope_theta=model.rope_theta if rope else ModelConfig.rope_theta,
         rope_scaling=model.rope_scaling if rope and model.rope_scaling.factor != 1 else RopeScaling(),
         max_positions=model.max_positions,
+        lora=LoraConfig(),  # of a model that exists without it
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxstack import checkpoint, cli, rundir, seal, step
+from jaxstack import checkpoint, cli, lora, model, rundir, seal, step
 from jaxstack.config import Config, ConfigError
 from jaxstack.context import Context
 from jaxstack.hf.pretrained import Pretrained
@@ -44,7 +44,8 @@ def find(name: str, key: str) -> Config | Pretrained:
 
 
 def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
-    """The parameters of a run after a step, by default of its newest whole checkpoint, as its model lies on this mesh.
+    """The parameters of a run after a step, by default of its newest whole checkpoint, as its model lies on this mesh;
+    adapters are merged, so that they are those of `run.model.base`.
 
     The optimizer's state is not read, unless a pipeline stores its layers in another order, which moves all at once.
 
@@ -62,4 +63,9 @@ def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
         raise ConfigError(f"{saved} holds no step {number}; its steps are {sorted(seal.steps(saved))}")
     elif why := seal.broken(saved / str(number)):
         raise ConfigError(f"step {number} in {saved} must not be used: {why}")
-    return layout.unpack(checkpoint.restore(saved, number, wanted)).params
+    values = layout.unpack(checkpoint.restore(saved, number, wanted)).params
+    if not run.model.lora.rank:
+        return values
+    shardings = jax.tree.map(ctx.sharding, ctx.parameters(model.spec(run.model.base)))
+    merge = jax.jit(lambda values: lora.merged(run.model.lora, values), out_shardings=shardings, donate_argnums=0)
+    return merge(values)

@@ -22,6 +22,8 @@ from jaxstack.kernels.choice import Implementation
 from jaxstack.moe.matmul import grouped_matmul, ragged_matmul
 from jaxstack.moe.routers import Routing
 
+Adapters = dict[str, tuple[jax.Array, jax.Array]]
+
 IMPLEMENTATIONS = {"ragged": Implementation(), "grouped": Implementation(), "reference": Implementation()}
 
 
@@ -36,6 +38,7 @@ def moe_mlp(
     capacity_factor: float | None = None,
     rows: int | None = None,
     implementation: str = "grouped",
+    adapters: Adapters | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum over a token's choices of weight * MLP of the chosen expert.
 
@@ -72,6 +75,7 @@ def moe_mlp(
         experts times rows; every platform. "ragged": `lax.ragged_dot`, a kernel on TPU; on CPU it computes all rows
         with all experts. "reference": every expert on every
         token, the definition; one device only.
+      adapters: by the name of a weight, a pair a [E_local, I, r] and b [E_local, r, O]: x w + (x a) b.
 
     Returns:
       [T, D] in x's dtype, and the number of pairs of this shard that were dropped, float32.
@@ -101,12 +105,13 @@ def moe_mlp(
     else:
         dropped = jnp.sum(jnp.zeros_like(experts))
 
+    mlp = partial(_mlp, weights=weights, adapters=adapters or {}, activation=activation)
     if implementation == "reference":
         if capacity_factor is not None:
             gates = jnp.where(slot < slots, gates, 0.0)
         chosen = routing.experts[..., None] == jnp.arange(num_experts)  # [T, k, E]
         dense = jnp.where(chosen, gates.reshape(T, k, 1), 0.0).sum(1)
-        everywhere = _mlp(jnp.broadcast_to(x, (num_experts, T, D)), weights, activation, jnp.matmul)
+        everywhere = mlp(jnp.broadcast_to(x, (num_experts, T, D)), matmul=jnp.matmul)
         y = jnp.einsum("etd,te->td", everywhere.astype(jnp.float32), dense)
         return y.astype(x.dtype), dropped.astype(jnp.float32)
 
@@ -115,7 +120,7 @@ def moe_mlp(
         buffer = _move(pairs, source, slot).reshape(num_experts, -1, D)  # [E, rows * C, D]
         if expert_axis is not None:
             buffer = lax.all_to_all(buffer, expert_axis, 0, 1, tiled=True)  # [E_local, n * rows * C, D]
-        buffer = _mlp(checkpoint_name(buffer, "moe_tokens"), weights, activation, jnp.matmul)
+        buffer = mlp(checkpoint_name(buffer, "moe_tokens"), matmul=jnp.matmul)
         if expert_axis is not None:
             buffer = lax.all_to_all(buffer, expert_axis, 1, 0, tiled=True)
         out = _move(buffer.reshape(-1, D), slot, source)
@@ -124,9 +129,9 @@ def moe_mlp(
         # Each row carries its expert's number on arrival; an empty slot carries one that does not exist.
         numbers = exchange(jnp.take(experts % local, source, mode="fill", fill_value=local))
         received = checkpoint_name(exchange(_move(pairs, source, slot)), "moe_tokens")  # [n * C, D]
-        out = _move(exchange(_by_expert(received, numbers, weights, activation, implementation)), slot, source)
+        out = _move(exchange(_by_expert(received, numbers, local, mlp, implementation)), slot, source)
     else:
-        out = _by_expert(pairs, experts, weights, activation, implementation)
+        out = _by_expert(pairs, experts, num_experts, mlp, implementation)
     y = jnp.sum(out.reshape(T, k, D) * gates.reshape(T, k, 1), axis=1)  # float32: the gates are
     return y.astype(x.dtype), dropped.astype(jnp.float32)
 
@@ -190,20 +195,29 @@ def _check(
     return n
 
 
-def _mlp(x: jax.Array, weights: Any, activation: Callable[[jax.Array], jax.Array], matmul: Any) -> jax.Array:
-    up = checkpoint_name(matmul(x, weights["w_up"]), "mlp_up")
+def _mlp(
+    x: jax.Array, weights: Any, adapters: Adapters, activation: Callable[[jax.Array], jax.Array], matmul: Any
+) -> jax.Array:
+    def product(x: jax.Array, name: str) -> jax.Array:
+        y = matmul(x, weights[name])
+        if name in adapters:
+            a, b = adapters[name]
+            y = y + matmul(matmul(x, a), b)
+        return y
+
+    up = checkpoint_name(product(x, "w_up"), "mlp_up")
     if "w_gate" in weights:
-        hidden = activation(checkpoint_name(matmul(x, weights["w_gate"]), "mlp_gate")) * up
+        hidden = activation(checkpoint_name(product(x, "w_gate"), "mlp_gate")) * up
     else:
         hidden = activation(up)
-    return matmul(hidden, weights["w_down"])
+    return product(hidden, "w_down")
 
 
 def _by_expert(
     x: jax.Array,
     experts: jax.Array,
-    weights: Any,
-    activation: Callable[[jax.Array], jax.Array],
+    E: int,
+    mlp: Callable[..., jax.Array],
     implementation: str,
 ) -> jax.Array:
     """Each row through its own expert: sort, multiply, unsort.
@@ -211,16 +225,17 @@ def _by_expert(
     Args:
       x: [N, D].
       experts: of each row, [N]; E_local marks an empty row.
+      E: E_local.
+      mlp: of sorted rows, by a given `matmul`.
 
     Returns:
       [N, D]; empty rows hold anything.
     """
-    E = weights["w_up"].shape[0]
     order, back = _sort(experts)
     starts = jnp.searchsorted(experts[order], jnp.arange(E + 1))
     sizes = jnp.diff(starts).astype(jnp.int32)
     matmul = ragged_matmul if implementation == "ragged" else grouped_matmul
-    y = _mlp(_move(x, order, back), weights, activation, lambda a, w: matmul(a, w, sizes))
+    y = mlp(_move(x, order, back), matmul=lambda a, w: matmul(a, w, sizes))
     return _move(y, back, order)
 
 

@@ -68,7 +68,9 @@ class Sums:
     stacked: Tree
 
 
-def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree, micros: Tree) -> Sums:
+def execute(
+    program: Program, work: Work, axis: str, shared: Tree, stacked: Tree, micros: Tree, constants: Tree = None
+) -> Sums:
     """Loss and gradients of all microbatches, by the program's table.
 
     Args:
@@ -78,6 +80,8 @@ def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree
       shared: parameters that `first` and `last` read, in the dtype they compute in.
       stacked: parameters of this stage's rows [R/P, ...].
       micros: arrays [M, ...], equal on all stages.
+      constants: of this stage's rows too, but without a gradient, and so without sums of one; where there are some,
+        `work.layer` takes the pair (a layer's parameters, its constants) in place of the parameters.
 
     Returns:
       Sums over microbatches. Those over other mesh axes are the caller's: give it parameters that vary along them.
@@ -90,13 +94,17 @@ def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree
     def inputs_of(m: jax.Array) -> Tree:
         return work.inputs(jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, m, keepdims=False), micros))
 
+    def layer(weights: Tree, x: jax.Array, number: jax.Array, beside: Tree) -> tuple[jax.Array, jax.Array, Tree]:
+        side, held = beside
+        return work.layer(weights if constants is None else (weights, held), x, number, side)
+
     # Types and shapes, from a trace that leaves nothing in the program.
     m0 = varying(jnp.int32(0), (axis,))
-    side0, weights0, number0 = inputs_of(m0), take(stacked, m0), numbers[0]
+    side0, weights0, number0 = (inputs_of(m0), take(constants, m0)), take(stacked, m0), numbers[0]
     x0 = _zeros(jax.eval_shape(lambda: work.first(shared, inputs_of(jnp.int32(0)))), (axis,))
-    y0 = jax.eval_shape(lambda: work.layer(weights0, x0, number0, side0)[0])
+    y0 = jax.eval_shape(lambda: layer(weights0, x0, number0, side0)[0])
     x0 = varying(x0, varies_along(y0))
-    saved = Saved(work.layer)
+    saved = Saved(layer)
     layer0 = jax.eval_shape(lambda: saved.forward(weights0, x0, number0, side0))
     loss0 = jax.eval_shape(lambda: finish(shared, _from_stage(x0, stage, last_stage, axis), inputs_of(jnp.int32(0))))
     _, penalty0, aux0, kept0 = layer0
@@ -116,7 +124,7 @@ def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree
             x, stash, penalty, aux = carry
             at = forward["chunk"] * longest + i
             held = numbers[at] >= 0
-            y, share, extra, kept = saved.forward(take(stacked, at), x, numbers[at], side)
+            y, share, extra, kept = saved.forward(take(stacked, at), x, numbers[at], (side, take(constants, at)))
             stash = [put(s, k, forward["slot"], i) for s, k in zip(stash, kept, strict=True)]
             counts = held & forward["active"]
             aux = jax.tree.map(lambda a, e: add_at(a, jnp.where(counts, e, 0), at), aux, extra)
@@ -151,7 +159,8 @@ def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree
             at = backward["chunk"] * longest + layer
             held = numbers[at] >= 0
             kept = [get(s, backward["slot"], layer) for s in stash]
-            dweights, dy = saved.backward(kept, take(stacked, at), numbers[at], side, dx, one)
+            beside = side, take(constants, at)
+            dweights, dy = saved.backward(kept, take(stacked, at), numbers[at], beside, dx, one)
             counts = held & backward["active"]
             sums = jax.tree.map(lambda s, d: add_at(s, jnp.where(counts, d, 0), at), sums, dweights)
             return jnp.where(held, dy, dx), sums
@@ -165,7 +174,8 @@ def execute(program: Program, work: Work, axis: str, shared: Tree, stacked: Tree
             dembedded = _from_stage(dx, stage, 0, axis)
             return add_up(grads, *pull(varying(dembedded, varies_along(x))))
 
-        grads = _when("leave", row["leaving"] >= 0, leave, grads, (dx, row["leaving"]))
+        if jax.tree.leaves(shared):
+            grads = _when("leave", row["leaving"] >= 0, leave, grads, (dx, row["leaving"]))
         sums = Sums(loss, penalty, aux, grads, stacked_grads)
         return (_send(x, axis, 1), _send(dx, axis, -1), stash, outputs, sums), None
 

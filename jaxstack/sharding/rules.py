@@ -213,6 +213,7 @@ def transformer(cfg: MeshConfig) -> Rules:
             "position": None,
             "experts": "expert",
             "router": None,
+            "lora": None,
         },
         activations={
             "batch": BATCH_AXES,
