@@ -412,13 +412,13 @@ class KernelsConfig:
 
     attention: Literal["auto", "xla", "chunked"] = "auto"
     """`xla`: all scores at once; `chunked`: memory linear in the sequence."""
-    norm: Literal["auto", "xla", "explicit_vjp"] = "auto"
+    norm: Literal["auto", "xla", "explicit_vjp", "pallas"] = "auto"
     """RMSNorm and LayerNorm; `explicit_vjp`: with a gradient written by hand."""
     linear: Literal["auto", "xla", "barrier"] = "auto"
     """`barrier`: keeps XLA from fusing into the matmuls of the backward pass, which pays on CPU."""
     gelu: Literal["auto", "xla", "saved"] = "auto"
     """`saved`: keeps the derivative from the forward pass."""
-    cross_entropy: Literal["auto", "xla", "chunked"] = "auto"
+    cross_entropy: Literal["auto", "xla", "chunked", "pallas"] = "auto"
     """`xla`: all logits at once; `chunked`: those of a few tokens at a time, memory independent of the vocabulary."""
     moe: Literal["auto", "ragged", "grouped", "reference"] = "auto"
     """The experts' matmuls; `ragged`: lax.ragged_dot; `grouped`: a loop over tiles; `reference`: every expert on every

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxstack import context, kernels
 from jaxstack.config import KernelsConfig
-from jaxstack.kernels import choice
+from jaxstack.kernels import choice, cross_entropy_pallas, norm_pallas
 
 activation_module, attention_module, cross_entropy_module, linear_module, norm_module = (
     # `from jaxstack.kernels import attention` would give the function
@@ -34,6 +35,33 @@ SEED = int(os.environ.get("JAXSTACK_TEST_SEED", np.random.SeedSequence().entropy
 # terms loses about sqrt(n) of that: 1e-5 leaves room for n in the thousands. bfloat16 rounds at 2^-9 = 2e-3, at each of
 # the few places where a kernel returns to it (inputs are exact: the truth is computed from the rounded ones).
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1.5e-2}
+
+
+CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+
+
+def ways(module):
+    """What is run of an op, by the test's name: an implementation, and how its kernel is interpreted."""
+    found = {}
+    for name in module.IMPLEMENTATIONS:
+        found[name] = (name, name.startswith("pallas_"))
+        if name == "pallas_tpu":  # again, with an eye on races, and NaN for what was never written
+            found["pallas_tpu_checked"] = (name, CHECKED)
+    return found
+
+
+def tested(module, cases, quick):
+    """Each case with each way; those that are interpreted are slow, and of them `quick` cases alone run every time."""
+    return [
+        pytest.param(
+            *case,
+            way,
+            id=f"{name}-{way}",
+            marks=[pytest.mark.slow] if way.startswith("pallas_") and (name not in quick or "_checked" in way) else [],
+        )
+        for way in ways(module)
+        for name, case in cases.items()
+    ]
 
 
 @pytest.fixture
@@ -236,6 +264,16 @@ def test_linear(rng, x_shape, w_shape, in_axes, dtype, implementation):
 # Norms
 
 
+NORM_CASES = {
+    "rows": ((2, 5, 16), jnp.float32),
+    "one_row": ((1, 3), jnp.float32),
+    "heads": ((3, 2, 4, 8), jnp.float32),
+    "two_blocks": ((5, 4, 130), jnp.float32),  # on GPU, and the second is not full
+    "bfloat16": ((2, 5, 16), jnp.bfloat16),
+    "bfloat16_two_blocks": ((5, 4, 130), jnp.bfloat16),
+}
+
+
 def numpy_norm(x, dy, gain, shift, eps, centre):
     """Values and gradients by x, gain and shift, with the Jacobian of each row written out."""
     width = x.shape[-1]
@@ -253,9 +291,7 @@ def numpy_norm(x, dy, gain, shift, eps, centre):
     return y, dx, d_gain, d_shift
 
 
-@pytest.mark.parametrize("implementation", norm_module.IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [(2, 5, 16), (1, 3), (3, 2, 4, 8)])
+@pytest.mark.parametrize(("shape", "dtype", "implementation"), tested(norm_module, NORM_CASES, quick=("two_blocks",)))
 def test_norms(rng, shape, dtype, implementation):
     (x, x64), (scale, scale64), (bias, bias64), (dy, dy64) = (
         draw(rng, s, d)
@@ -263,25 +299,52 @@ def test_norms(rng, shape, dtype, implementation):
     )
     x, x64 = (x * 3 + 1).astype(dtype), np.asarray((x * 3 + 1).astype(dtype), np.float64)
     eps = 1e-2  # large enough to be seen
+    name, how = ways(norm_module)[implementation]
 
-    for unit_offset in (False, True):
-        y, (dx, d_scale) = value_and_vjp(
-            lambda x, s, u=unit_offset: kernels.rms_norm(x, s, eps=eps, unit_offset=u, implementation=implementation),
-            dy, x, scale,
-        )  # fmt: skip
+    with choice.interpreted(how):
+        for unit_offset in (False, True):
+            y, (dx, d_scale) = value_and_vjp(
+                lambda x, s, u=unit_offset: kernels.rms_norm(x, s, eps=eps, unit_offset=u, implementation=name),
+                dy, x, scale,
+            )  # fmt: skip
+            assert y.dtype == dtype
+            truth = numpy_norm(x64, dy64, scale64 + unit_offset, 0, eps, centre=False)
+            for actual, expected in zip((y, dx, d_scale), truth[:3], strict=True):
+                assert_close(actual, expected, dtype)
+
+        y, gradients = value_and_vjp(
+            lambda x, s, b: kernels.layer_norm(x, s, b, eps=eps, implementation=name), dy, x, scale, bias
+        )
         assert y.dtype == dtype
-        truth = numpy_norm(x64, dy64, scale64 + unit_offset, 0, eps, centre=False)
-        for actual, expected in zip((y, dx, d_scale), truth[:3], strict=True):
+        truth = numpy_norm(x64, dy64, scale64, bias64, eps, centre=True)
+        for actual, expected in zip((y, *gradients), truth, strict=True):
             assert_close(actual, expected, dtype)
+        y = kernels.layer_norm(x, scale, None, eps=eps, implementation=name)
+        assert_close(y, numpy_norm(x64, dy64, scale64, 0, eps, centre=True)[0], dtype)
 
-    y, gradients = value_and_vjp(
-        lambda x, s, b: kernels.layer_norm(x, s, b, eps=eps, implementation=implementation), dy, x, scale, bias
-    )
-    assert y.dtype == dtype
-    for actual, expected in zip((y, *gradients), numpy_norm(x64, dy64, scale64, bias64, eps, centre=True), strict=True):
-        assert_close(actual, expected, dtype)
-    y = kernels.layer_norm(x, scale, None, eps=eps, implementation=implementation)
-    assert_close(y, numpy_norm(x64, dy64, scale64, 0, eps, centre=True)[0], dtype)
+
+@pytest.mark.parametrize("implementation", [w for w in ways(norm_module) if "_checked" not in w])
+def test_norm_of_a_sum(rng, monkeypatch, implementation):
+    """Both results have a cotangent; on GPU each program goes over several blocks, the last of them not full."""
+    monkeypatch.setattr(norm_pallas, "_PROGRAMS", 2)
+    shape, eps = (3, 33, 40), 1e-2
+    (x, x64), (residual, residual64), (dy, dy64), (d_total, d_total64) = (draw(rng, shape) for _ in range(4))
+    scale, scale64 = draw(rng, shape[-1:])
+    name, how = ways(norm_module)[implementation]
+    with choice.interpreted(how):
+        (y, total), vjp = jax.vjp(
+            jax.jit(lambda x, r, s: kernels.rms_norm(x, s, r, eps=eps, implementation=name)), x, residual, scale
+        )
+        dx, d_residual, d_scale = jax.jit(vjp)((dy, d_total))
+    truth, dx_truth, d_scale_truth, _ = numpy_norm(x64 + residual64, dy64, scale64, 0, eps, centre=False)
+    for actual, expected in (
+        (y, truth),
+        (total, x64 + residual64),
+        (dx, dx_truth + d_total64),
+        (d_residual, dx_truth + d_total64),
+        (d_scale, d_scale_truth),
+    ):
+        assert_close(actual, expected)
 
 
 # GELU
@@ -321,44 +384,63 @@ def numpy_cross_entropy(x, head, targets, weights, softcap):
     return total, dx, d_head
 
 
-@pytest.mark.parametrize("implementation", cross_entropy_module.IMPLEMENTATIONS)
+CROSS_ENTROPY_CASES = {  # batch, length, width, vocabulary, parts, softcap, dtype
+    "plain": (4, 13, 6, 12, 1, None, jnp.float32),
+    "parts": (4, 13, 6, 12, 2, 1.5, jnp.float32),
+    "one_token": (1, 1, 6, 12, 1, None, jnp.float32),
+    "four_parts": (2, 8, 6, 12, 4, None, jnp.float32),
+    "odd": (3, 11, 37, 101, 1, 2.0, jnp.float32),  # several blocks of a kernel along each axis, none of which is full
+    "bfloat16": (4, 13, 6, 12, 2, 1.5, jnp.bfloat16),
+}
+
+
 @pytest.mark.parametrize(
-    ("batch", "length", "parts", "softcap", "dtype"),
-    [
-        (4, 13, 1, None, jnp.float32),
-        (4, 13, 2, 1.5, jnp.float32),
-        (1, 1, 1, None, jnp.float32),
-        (2, 8, 4, None, jnp.float32),
-        (4, 13, 2, 1.5, jnp.bfloat16),
-    ],
+    ("batch", "length", "width", "vocab", "parts", "softcap", "dtype", "implementation"),
+    tested(cross_entropy_module, CROSS_ENTROPY_CASES, quick=("parts", "odd")),
 )
-def test_cross_entropy(rng, monkeypatch, batch, length, parts, softcap, dtype, implementation):
+def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, softcap, dtype, implementation):
     """On one device, and with the vocabulary in `parts` parts on as many."""
     monkeypatch.setattr(cross_entropy_module, "_CHUNK_TOKENS", 8)  # some cases divide into chunks, some do not
-    (x, x64), (head, head64) = draw(rng, (batch, length, 6), dtype), draw(rng, (6, 12), dtype)
-    targets = rng.integers(0, 12, (batch, length)).astype(np.int32)
+    small = {"GPU": (16, 32, 16), "TPU": (16, 32, 16)}
+    for platform, tiles in small.items():
+        monkeypatch.setattr(cross_entropy_pallas, platform, cross_entropy_pallas.Tiles(*tiles))
+    monkeypatch.setattr(cross_entropy_pallas, "_STRIPE", 48)
+    name, how = ways(cross_entropy_module)[implementation]
+    (x, x64), (head, head64) = draw(rng, (batch, length, width), dtype), draw(rng, (width, vocab), dtype)
+    targets = rng.integers(0, vocab, (batch, length)).astype(np.int32)
     weights = (rng.random((batch, length)) * (rng.random((batch, length)) < 0.8) + 1e-3).astype(np.float32)
 
     def f(x, head):
-        options = {"softcap": softcap, "implementation": implementation}
+        options = {"softcap": softcap, "implementation": name}
         if parts == 1:
             return kernels.cross_entropy(x, head, targets, weights, **options)
         mesh = jax.make_mesh((parts,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:parts])
-        return jax.shard_map(
-            lambda x, head: kernels.cross_entropy(x, head, targets, weights, vocab_axes=("tensor",), **options),
-            mesh=mesh,
-            in_specs=(P(), P(None, "tensor")),
-            out_specs=P(),
-        )(x, head)
 
-    total, (dx, d_head) = value_and_vjp(f, jnp.float32(3.0), x, head)  # the cotangent must reach both gradients
+        def part(x, head):
+            return kernels.cross_entropy(x, head, targets, weights, vocab_axes=("tensor",), **options)
+
+        if not how:
+            return jax.shard_map(part, mesh=mesh, in_specs=(P(), P(None, "tensor")), out_specs=P())(x, head)
+        # What interprets a kernel does not know types that differ by device: one copy of x a device, and none of them.
+        totals = jax.shard_map(
+            lambda xs, head: part(xs[0], head)[None],
+            mesh=mesh,
+            in_specs=(P("tensor"), P(None, "tensor")),
+            out_specs=P("tensor"),
+            check_vma=False,
+        )(jnp.broadcast_to(x, (parts, *x.shape)), head)
+        return jax.lax.stop_gradient(totals[0] - totals.sum()) + totals.sum()
+
+    with choice.interpreted(how):
+        total, (dx, d_head) = value_and_vjp(f, jnp.float32(3.0), x, head)  # the cotangent must reach both gradients
+        value = f(x, head)  # without gradients
     assert total.dtype == jnp.float32
     assert total.shape == ()
     truth, dx_truth, d_head_truth = numpy_cross_entropy(x64, head64, targets, weights, softcap)
     assert_close(total, truth, dtype)
     assert_close(dx, 3 * dx_truth, dtype)
     assert_close(d_head, 3 * d_head_truth, dtype)
-    assert_close(f(x, head), truth, dtype)  # without gradients
+    assert_close(value, truth, dtype)
 
 
 # Mistakes

@@ -5,7 +5,9 @@ An op's file has a table `IMPLEMENTATIONS` of its names. `pallas` stands for the
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,8 +42,10 @@ AUTO: dict[str, dict[str, tuple[str, ...]]] = {
         "gelu": ("saved",),
         "cross_entropy": ("chunked",),
     },
-    "gpu": {},
-    "tpu": {},
+    # Chosen by what the compilers say (docs/kernels.md), and not measured on a device; so no kernel of ours is here yet.
+    # Norms stay with XLA, which fuses them with what lies around them.
+    "gpu": {"cross_entropy": ("chunked",)},
+    "tpu": {"cross_entropy": ("chunked",)},
 }
 """What `auto` tries on a platform, in this order, and why; an op that is not named takes the first of its table."""
 
@@ -85,6 +89,24 @@ def here(op: str, table: Table, wanted: str, case: Case) -> str:
     if wanted == "auto":
         _say_once(op, name)
     return name
+
+
+_INTERPRET: ContextVar[Any] = ContextVar("interpret", default=False)
+
+
+@contextmanager
+def interpreted(how: Any = True) -> Iterator[None]:
+    """Within it Pallas kernels are traced to be interpreted, on any platform: `how` is True, or for TPU kernels
+    `pltpu.InterpretParams(...)`."""
+    token = _INTERPRET.set(how)
+    try:
+        yield
+    finally:
+        _INTERPRET.reset(token)
+
+
+def interpret() -> Any:
+    return _INTERPRET.get()
 
 
 @cache

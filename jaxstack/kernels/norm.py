@@ -1,31 +1,77 @@
 """RMSNorm and LayerNorm over the last axis, computed in float32 and returned in x's dtype."""
 
 from functools import partial
+from typing import overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxstack import collectives
-from jaxstack.kernels.choice import Implementation, here
+from jaxstack.kernels import norm_pallas
+from jaxstack.kernels.choice import Case, Implementation, here
 
-IMPLEMENTATIONS = {"xla": Implementation(), "explicit_vjp": Implementation()}
+
+def _unfit(case: Case) -> str:
+    if case.get("d_model", 1) > 16384:
+        return f"takes rows of up to 16384 numbers, and these have {case['d_model']}"
+    if case.get("dtype") is not None and jnp.dtype(case["dtype"]).itemsize > 4:
+        return f"computes in float32, which is less than {jnp.dtype(case['dtype']).name}"
+    return ""
+
+
+IMPLEMENTATIONS = {
+    "xla": Implementation(),
+    "explicit_vjp": Implementation(),
+    "pallas_gpu": Implementation(("gpu",), _unfit),
+    "pallas_tpu": Implementation(("tpu",), _unfit),
+}
+
+
+@overload
+def rms_norm(
+    x: jax.Array, scale: jax.Array, *, eps: float, unit_offset: bool = False, implementation: str = "xla"
+) -> jax.Array: ...
+
+
+@overload
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    residual: jax.Array,
+    *,
+    eps: float,
+    unit_offset: bool = False,
+    implementation: str = "xla",
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def rms_norm(
-    x: jax.Array, scale: jax.Array, *, eps: float, unit_offset: bool = False, implementation: str = "xla"
-) -> jax.Array:
+    x: jax.Array,
+    scale: jax.Array,
+    residual: jax.Array | None = None,
+    *,
+    eps: float,
+    unit_offset: bool = False,
+    implementation: str = "xla",
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich 2019); x [..., D], scale [D].
 
+    residual [..., D]: the norm is of x + residual, and the sum is returned after it.
     unit_offset multiplies by 1 + scale (Gemma). "explicit_vjp" writes the gradient out by hand: it saves x and one
-    number a row, where autodiff makes XLA:CPU materialise the broadcast scale and the normalised x.
+    number a row, where autodiff makes XLA:CPU materialise the broadcast scale and the normalised x. "pallas_*" is one
+    pass over memory in either direction, the sum with the residual included.
 
     Raises ValueError for an unknown implementation.
     """
     gain = scale.astype(jnp.float32) + 1 if unit_offset else scale.astype(jnp.float32)
-    if here("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]}) == "explicit_vjp":
-        return _rms_explicit(eps, *collectives.alike(x, gain))
-    return _rms(eps, x, gain)[0]
+    name = here("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]})
+    if name.startswith("pallas_"):
+        y, total = _pallas(name, eps, False, x, residual, gain, jnp.zeros_like(gain))
+        return y if total is None else (y, total)
+    total = x if residual is None else x + residual
+    y = _rms_explicit(eps, *collectives.alike(total, gain)) if name == "explicit_vjp" else _rms(eps, total, gain)[0]
+    return y if residual is None else (y, total)
 
 
 def layer_norm(
@@ -33,13 +79,25 @@ def layer_norm(
 ) -> jax.Array:
     """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last axis (Ba et al. 2016); x [..., D], scale [D].
 
-    bias [D], or None for none. "explicit_vjp": see `rms_norm`. Raises ValueError for an unknown implementation.
+    bias [D], or None for none. Implementations: see `rms_norm`. Raises ValueError for an unknown implementation.
     """
     gain = scale.astype(jnp.float32)
     shift = jnp.zeros_like(gain) if bias is None else bias.astype(jnp.float32)
-    if here("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]}) == "explicit_vjp":
+    name = here("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]})
+    if name.startswith("pallas_"):
+        return _pallas(name, eps, True, x, None, gain, shift)[0]
+    if name == "explicit_vjp":
         return _layer_explicit(eps, *collectives.alike(x, gain, shift))
     return _layer(eps, x, gain, shift)[0]
+
+
+def _pallas(name, eps, centre, x, residual, gain, shift):
+    o = norm_pallas.Options(name.removeprefix("pallas_"), eps, centre)
+    if residual is None:
+        x, gain, shift = collectives.alike(x, gain, shift)
+    else:
+        x, residual, gain, shift = collectives.alike(x, residual, gain, shift)
+    return norm_pallas.normalise(o, x, residual, gain, shift)
 
 
 def _rms(eps, x, gain):
