@@ -420,7 +420,7 @@ class KernelsConfig:
     """`saved`: keeps the derivative from the forward pass."""
     cross_entropy: Literal["auto", "xla", "chunked", "pallas"] = "auto"
     """`xla`: all logits at once; `chunked`: those of a few tokens at a time, memory independent of the vocabulary."""
-    moe: Literal["auto", "ragged", "grouped", "reference"] = "auto"
+    moe: Literal["auto", "ragged", "grouped", "reference", "pallas"] = "auto"
     """The experts' matmuls; `ragged`: lax.ragged_dot; `grouped`: a loop over tiles; `reference`: every expert on every
     token."""
     decode: Literal["auto", "scan", "unrolled"] = "auto"

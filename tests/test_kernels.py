@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxstack import context, kernels
 from jaxstack.config import KernelsConfig
-from jaxstack.kernels import choice, cross_entropy_pallas, norm_pallas
+from jaxstack.kernels import choice, cross_entropy_pallas, grouped_matmul_pallas, norm_pallas
 
-activation_module, attention_module, cross_entropy_module, linear_module, norm_module = (
+activation_module, attention_module, cross_entropy_module, grouped_module, linear_module, norm_module = (
     # `from jaxstack.kernels import attention` would give the function
     importlib.import_module(f"jaxstack.kernels.{name}")
-    for name in ("activation", "attention", "cross_entropy", "linear", "norm")
+    for name in ("activation", "attention", "cross_entropy", "grouped_matmul", "linear", "norm")
 )
 
 SEED = int(os.environ.get("JAXSTACK_TEST_SEED", np.random.SeedSequence().entropy % 2**32))
@@ -441,6 +441,73 @@ def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, sof
     assert_close(dx, 3 * dx_truth, dtype)
     assert_close(d_head, 3 * d_head_truth, dtype)
     assert_close(value, truth, dtype)
+
+
+# Grouped matmul
+
+
+GROUPED_CASES = {  # sizes of the groups, rows in none, widths in and out, dtype
+    # Empty groups, sizes around those of the loop's tiles, rows left over.
+    "loop": ((0, 31, 32, 33, 0, 255, 256, 257, 300, 1, 0), 50, 5, 3, jnp.float32),
+    "tiles": ((5, 0, 20, 16, 0, 3), 23, 20, 36, jnp.float32),
+    "whole_tiles": ((32, 0, 16), 0, 16, 32, jnp.float32),
+    "idle": ((0, 0, 0), 17, 5, 3, jnp.float32),
+    "one_row": ((0, 1), 0, 5, 3, jnp.float32),
+    "bfloat16": ((5, 0, 20, 16, 0, 3), 23, 20, 36, jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left", "inner", "outer", "dtype", "implementation"),
+    [
+        case
+        for case in tested(grouped_module, GROUPED_CASES, quick=("tiles", "idle"))
+        if not (case.id.startswith("loop-pallas"))
+    ],
+)
+def test_grouped_matmul(rng, monkeypatch, sizes, left, inner, outer, dtype, implementation):
+    """Rows in no group are NaN where a kernel must not read them."""
+    for platform in ("GPU", "TPU"):
+        monkeypatch.setattr(grouped_matmul_pallas, platform, grouped_matmul_pallas.Tiles(16, 16, 16))
+    name, how = ways(grouped_module)[implementation]
+    sizes = np.array(sizes, np.int32)
+    N, used = sizes.sum() + left, sizes.sum()
+    (x, x64), (w, w64), (dy, dy64) = (
+        draw(rng, shape, dtype) for shape in ((N, inner), (len(sizes), inner, outer), (N, outer))
+    )
+    x, dy = (a.at[used:].set(jnp.nan if how else 0) for a in (x, dy))
+    with choice.interpreted(how):
+        y, (dx, dw) = value_and_vjp(
+            lambda x, w: kernels.grouped_matmul(x, w, jnp.asarray(sizes), implementation=name), dy, x, w
+        )
+    assert y.dtype == dx.dtype == dw.dtype == dtype
+    assert np.isfinite(np.asarray(y, np.float32)).all()
+    assert np.isfinite(np.asarray(dx, np.float32)).all()
+    starts = np.cumsum(sizes) - sizes
+    for e, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        part = slice(start, start + size)
+        assert_close(y[part], x64[part] @ w64[e], dtype)
+        assert_close(dx[part], dy64[part] @ w64[e].T, dtype)
+        assert_close(dw[e], x64[part].T @ dy64[part], dtype)
+
+
+def test_visits_of_any_sizes():
+    """Every row is in one visit of its group, tiles come in order, and each group has a visit, as the kernels need."""
+    rng = np.random.default_rng(SEED)
+    for _ in range(50):
+        E, tile = rng.integers(1, 9), int(rng.choice([1, 4, 16]))
+        sizes = rng.integers(0, 20, E) * (rng.random(E) < 0.6)
+        rows = int(max(1, sizes.sum() + rng.integers(0, 30) * (rng.random() < 0.5)))
+        plan = grouped_matmul_pallas.visits(jnp.asarray(sizes, jnp.int32), rows, tile)
+        seen, groups = np.full(rows, -1), np.append(np.repeat(np.arange(E), sizes), np.full(rows - sizes.sum(), E))
+        for t, group, start, end in zip(*map(np.asarray, plan), strict=True):
+            for row in range(max(t * tile, start), min((t + 1) * tile, end, rows)):
+                assert seen[row] == -1
+                seen[row] = group
+        assert (seen == groups).all()
+        assert (np.diff(plan.tile) >= 0).all()
+        assert (np.diff(plan.group) >= 0).all()
+        assert set(range(E)) <= set(np.asarray(plan.group))
 
 
 # Mistakes

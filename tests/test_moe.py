@@ -13,7 +13,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxstack import moe
-from jaxstack.moe import matmul
+from jaxstack.kernels import choice
+from jaxstack.kernels.grouped_matmul import TILES
 
 SEED = int(os.environ.get("JAXSTACK_TEST_SEED", np.random.SeedSequence().entropy % 2**32))
 """Of the inputs that tests share; the others take the fixture `rng`."""
@@ -302,7 +303,7 @@ def test_reference_is_the_definition(rng, gated):
     assert_close((y, dropped), (truth, 0))
 
 
-@pytest.mark.parametrize("implementation", ["grouped", "ragged"])
+@pytest.mark.parametrize("implementation", ["grouped", "ragged", "pallas_gpu", "pallas_tpu"])
 @pytest.mark.parametrize(
     ("T", "E", "k", "gated"),
     [(400, 2, 2, True), (300, 8, 1, False), (7, 16, 3, False)],
@@ -310,31 +311,9 @@ def test_reference_is_the_definition(rng, gated):
 )
 def test_dropless_equals_the_reference(rng, implementation, T, E, k, gated):
     inputs = draw(rng, T, 8, 12, E, gated)
-    assert_close(
-        grads_and_value(*inputs, k=k, implementation=implementation),
-        grads_and_value(*inputs, k=k, implementation="reference"),
-    )
-
-
-def test_grouped_matmul_of_any_sizes(rng):
-    """Empty experts, sizes around those of tiles, rows left over."""
-    sizes = np.array([0, 31, 32, 33, 0, 255, 256, 257, 300, 1, 0])
-    N = sizes.sum() + 50
-    x, w, dy = normal(rng, N, 5), normal(rng, len(sizes), 5, 3), normal(rng, N, 3)
-    x, dy = (a.at[sizes.sum() :].set(0) for a in (x, dy))
-
-    @jax.jit
-    def run(x, w, dy):
-        y, vjp = jax.vjp(lambda x, w: moe.grouped_matmul(x, w, jnp.asarray(sizes)), x, w)
-        return y, *vjp(dy)
-
-    y, dx, dw = run(x, w, dy)
-    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
-    starts = np.cumsum(sizes) - sizes
-    for e, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        part = slice(start, start + size)
-        assert_close((y[part], dx[part]), (x[part] @ w[e], dy[part] @ w[e].T))
-        assert_close(dw[e], x[part].T @ dy[part])
+    with choice.interpreted(implementation.startswith("pallas_")):
+        actual = grads_and_value(*inputs, k=k, implementation=implementation)
+    assert_close(actual, grads_and_value(*inputs, k=k, implementation="reference"))
 
 
 def test_bfloat16(rng):
@@ -376,7 +355,7 @@ def test_work_does_not_grow_with_experts_times_tokens():
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, weights).jaxpr
     largest = max(np.prod(shape) for shape in shapes(jaxpr))
-    assert largest <= max(E * D * F, (T * k + matmul.TILES[0]) * F) < T * k * E
+    assert largest <= max(E * D * F, (T * k + TILES[0]) * F) < T * k * E
 
 
 # Capacity
@@ -552,7 +531,7 @@ def call_on_mesh(**options):
         (lambda: moe.balance_loss(moe.by_domain(jnp.zeros(6, int), 2), 4), r"batch_rows=4 does not divide the 6"),
         (lambda: call(num_experts=1), r"k=2 choices need as many experts, but num_experts=1"),
         (lambda: call(num_experts=8), r"w_up has 4 experts, but num_experts=8 over 1 shards leaves 8"),
-        (lambda: call(implementation="fast"), r"no implementation 'fast'; use one of ragged, grouped, reference"),
+        (lambda: call(implementation="fast"), r"no implementation 'fast'; use one of ragged, grouped, "),
         (lambda: call(capacity_factor=1.0), r"rows=None must divide the 12 tokens"),
         (lambda: call(capacity_factor=1.0, rows=5), r"rows=5 must divide"),
         (lambda: call(capacity_factor=0.0, rows=4), r"capacity_factor=0.0 must be positive"),

@@ -9,6 +9,8 @@ from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
 from jaxstack.kernels.cross_entropy import IMPLEMENTATIONS as _CROSS_ENTROPY
 from jaxstack.kernels.cross_entropy import cross_entropy
+from jaxstack.kernels.grouped_matmul import IMPLEMENTATIONS as _GROUPED_MATMUL
+from jaxstack.kernels.grouped_matmul import grouped_matmul
 from jaxstack.kernels.linear import IMPLEMENTATIONS as _LINEAR
 from jaxstack.kernels.linear import linear
 from jaxstack.kernels.norm import IMPLEMENTATIONS as _NORM
@@ -21,6 +23,7 @@ TABLES: dict[str, Table] = {
     "gelu": _GELU,
     "cross_entropy": _CROSS_ENTROPY,
 }
+    "moe": _GROUPED_MATMUL,
 """The implementations of every op, by the op's key in the configuration."""
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "cross_entropy",
     "gelu",
     "layer_norm",
+    "grouped_matmul",
     "linear",
     "rms_norm",
 ]

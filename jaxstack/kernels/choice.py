@@ -42,9 +42,10 @@ AUTO: dict[str, dict[str, tuple[str, ...]]] = {
         "gelu": ("saved",),
         "cross_entropy": ("chunked",),
     },
-    # Chosen by what the compilers say (docs/kernels.md), and not measured on a device; so no kernel of ours is here yet.
-    # Norms stay with XLA, which fuses them with what lies around them.
-    "gpu": {"cross_entropy": ("chunked",)},
+    # Chosen by what the compilers say (docs/kernels.md) and not measured on a device, so no kernel of ours is here yet.
+    # Norms stay with XLA, which fuses them with what lies around them; ragged_dot multiplies all rows with all experts
+    # on GPU, and is a kernel of XLA's on TPU.
+    "gpu": {"cross_entropy": ("chunked",), "moe": ("grouped",)},
     "tpu": {"cross_entropy": ("chunked",)},
 }
 """What `auto` tries on a platform, in this order, and why; an op that is not named takes the first of its table."""

@@ -8,7 +8,7 @@ these.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ def _rows(body, o, arrays, outs, partials):
     across = pl.BlockSpec((R * turns, C), lambda i: (i, 0))
     vector = pl.BlockSpec((1, C), lambda i: (0, 0))
     partial_sum = pl.BlockSpec((1, 1, C), lambda i: (i, 0, 0))
-    options = {
+    options: dict[str, Any] = {
         "grid": (programs,),
         "in_specs": [across, vector, vector, *[across] * (len(arrays) - 3)],
         "out_specs": [across] * n + [partial_sum] * partials,

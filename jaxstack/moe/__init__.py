@@ -1,4 +1,4 @@
-"""Mixture of experts: who goes where (`routers`), the way there and back (`dispatch`, `matmul`), and sums (`stats`).
+"""Mixture of experts: who goes where (`routers`), the way there and back (`dispatch`), and sums (`stats`).
 
 All are local functions over plain arrays. They run as they are on one device; inside a fully manual
 `jax.shard_map(check_vma=True)` they take the names of the mesh axes that they speak over. None of them sums over data.
@@ -8,7 +8,6 @@ width of an expert.
 """
 
 from jaxstack.moe.dispatch import moe_mlp, upcycle
-from jaxstack.moe.matmul import grouped_matmul
 from jaxstack.moe.routers import (
     Routing,
     by_domain,
@@ -27,7 +26,6 @@ __all__ = [
     "by_timestep",
     "check_domains",
     "entropy_sum",
-    "grouped_matmul",
     "load",
     "moe_mlp",
     "sigmoid_groups",

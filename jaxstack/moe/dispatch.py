@@ -18,13 +18,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import collectives
+from jaxstack.kernels import TABLES, grouped_matmul
 from jaxstack.kernels.choice import Implementation
-from jaxstack.moe.matmul import grouped_matmul, ragged_matmul
 from jaxstack.moe.routers import Routing
 
 Adapters = dict[str, tuple[jax.Array, jax.Array]]
 
-IMPLEMENTATIONS = {"ragged": Implementation(), "grouped": Implementation(), "reference": Implementation()}
+IMPLEMENTATIONS = {**TABLES["moe"], "reference": Implementation()}
 
 
 def moe_mlp(
@@ -71,10 +71,8 @@ def moe_mlp(
       expert_axis: mesh axis that the experts are spread over; the tokens are spread over it, too.
       capacity_factor: None: no limit.
       rows: sequences in x, which lie as [rows, T / rows], flattened; needed with a capacity.
-      implementation: of the matmuls without a capacity. "grouped": a loop that runs over rows of pairs, not over
-        experts times rows; every platform. "ragged": `lax.ragged_dot`, a kernel on TPU; on CPU it computes all rows
-        with all experts. "reference": every expert on every
-        token, the definition; one device only.
+      implementation: of the matmuls without a capacity: one of `kernels.grouped_matmul`, or "reference": every expert
+        on every token, the definition; one device only.
       adapters: by the name of a weight, a pair a [E_local, I, r] and b [E_local, r, O]: x w + (x a) b.
 
     Returns:
@@ -234,8 +232,8 @@ def _by_expert(
     order, back = _sort(experts)
     starts = jnp.searchsorted(experts[order], jnp.arange(E + 1))
     sizes = jnp.diff(starts).astype(jnp.int32)
-    matmul = ragged_matmul if implementation == "ragged" else grouped_matmul
-    y = mlp(_move(x, order, back), matmul=lambda a, w: matmul(a, w, sizes))
+    matmul = partial(grouped_matmul, sizes=sizes, implementation=implementation)
+    y = mlp(_move(x, order, back), matmul=matmul)
     return _move(y, back, order)
 
 

@@ -11,6 +11,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack import collectives
+from jaxstack.kernels import grouped_matmul_pallas
+from jaxstack.kernels.choice import Case, Implementation, here
+
+
+def _unfit(case: Case) -> str:
+    if case.get("dtype") is not None and jnp.dtype(case["dtype"]).itemsize > 4:
+        return f"sums in float32, which is less than {jnp.dtype(case['dtype']).name}"
+    return ""
+
+
+IMPLEMENTATIONS = {
+    "ragged": Implementation(),
+    "grouped": Implementation(),
+    "pallas_gpu": Implementation(("gpu",), _unfit),
+    "pallas_tpu": Implementation(("tpu",), _unfit),
+}
 
 State = tuple[jax.Array, jax.Array]  # the next row, and what is carried
 Body = Callable[[jax.Array, int, jax.Array], jax.Array]
@@ -22,12 +38,13 @@ Small tiles waste little on experts with few rows; large ones spread the cost of
 """
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, *, implementation: str = "ragged") -> jax.Array:
     """Multiplies the first sizes[0] rows of x with w[0], the next sizes[1] with w[1], and so on.
 
-    The work is proportional to the rows, plus at most a small tile for each expert: a loop over tiles with as many
-    turns as there are rows. XLA:CPU computes `lax.ragged_dot` as a matmul of all rows with every expert. A batched
-    matmul over tiles with each tile's weights gathered is no loop, but copies a weight for each tile.
+    "ragged" is `lax.ragged_dot`: a kernel on TPU; XLA:CPU and XLA:GPU compute it as a matmul of all rows with every
+    expert (docs/kernels.md). The others do work proportional to the rows. "grouped": plus at most a small tile for each
+    expert, in a loop over tiles with as many turns as there are rows. (A batched matmul over tiles with each tile's
+    weights gathered is no loop, but copies a weight for each tile.) "pallas_*": plus at most a tile for each expert.
 
     Args:
       x: [N, I].
@@ -36,14 +53,17 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 
     Returns:
       [N, O] in x's dtype; rows beyond the sum of sizes hold anything finite.
+
+    Raises:
+      ValueError: an unknown implementation.
     """
-    return _grouped_matmul(*collectives.alike(x, w, sizes))
-
-
-def ragged_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The same by `lax.ragged_dot`."""
+    name = here("moe", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
     x, w, sizes = collectives.alike(x, w, sizes)
-    return lax.ragged_dot(x, w, sizes)
+    if name == "ragged":
+        return lax.ragged_dot(x, w, sizes)
+    if name == "grouped":
+        return _grouped_matmul(x, w, sizes)
+    return grouped_matmul_pallas.grouped_matmul(name.removeprefix("pallas_"), x, w, sizes)
 
 
 def _tiles(start: jax.Array, end: jax.Array, carry: jax.Array, body: Body) -> jax.Array:
