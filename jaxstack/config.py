@@ -382,6 +382,9 @@ class TrainConfig:
     """Microbatches whose gradients are summed before an optimizer step."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the forward and backward pass; master weights and the optimizer stay float32."""
+    quant: Literal["none", "int8", "fp8"] = "none"
+    """8 bits for the linear layers of blocks (attention, MLPs that every token passes), forward and for the gradients
+    of activations; those of weights, the head, the router and routed experts stay in `dtype`."""
     remat: Literal["none", "selective", "dots", "full"] = "selective"
     """What the backward pass recomputes: nothing; norms, activations and the inside of attention; all but the outputs
     of unbatched matmuls; every layer."""

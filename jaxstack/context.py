@@ -64,6 +64,7 @@ class Context:
       pipeline: what every stage does when, or None for one stage.
       context_method: how keys and values reach the queries of other sequence shards: `ring` or `all_gather`.
       dtype: of activations and of the matrices as they enter matmuls.
+      quant: `none`, or the 8 bits that the matmuls of linear layers are in, see `jaxstack.config.TrainConfig`.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
       attention, linear, norm, gelu, cross_entropy: implementation of each op in `jaxstack.kernels`.
       moe: of the experts' matmuls, see `jaxstack.moe.moe_mlp`.
@@ -75,6 +76,7 @@ class Context:
     pipeline: Program | None = None
     context_method: Literal["ring", "all_gather"] = "ring"
     dtype: Any = jnp.float32
+    quant: Literal["none", "int8", "fp8"] = "none"
     remat: Literal["none", "selective", "dots", "full"] = "none"
     attention: str = "xla"
     linear: str = "xla"
@@ -99,6 +101,7 @@ class Context:
             rules=transformer(cfg.mesh),
             context_method=cfg.mesh.context_method,
             dtype=jnp.dtype(cfg.train.dtype),
+            quant=cfg.train.quant,
             remat=cfg.train.remat,
         )
         model = cfg.model

@@ -74,18 +74,28 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def linear(
-    cfg: ModelConfig, params: Any, name: str, x: jax.Array, ctx: Context, *, in_axes: int = 1, bias: bool = True
+    cfg: ModelConfig,
+    params: Any,
+    name: str,
+    x: jax.Array,
+    ctx: Context,
+    over: str,
+    *,
+    back: bool = False,
+    in_axes: int = 1,
 ) -> jax.Array:
     """The projection `w_<name>` with its adapter, and with the bias `b_<name>` where one is declared: into a
-    tensor-parallel region, whose devices hold its columns.
+    tensor-parallel region, whose devices hold its columns, split along the axis `over`.
 
-    Out of such a region devices hold its rows. Partial products are summed then, and the bias is added once, after
-    that (`bias=False`).
+    back: out of such a region, whose devices hold its rows: this device's share of the sum. The bias is added once,
+    after that.
     """
-    b = params.get(f"b_{name}") if bias else None
+    b = None if back else params.get(f"b_{name}")
     b = None if b is None else b.astype(x.dtype)
-    y = kernels.linear(x, params[f"w_{name}"], b, in_axes=in_axes, implementation=ctx.linear)
-    if adapter := lora.of(cfg.lora, params, name):
+    split: dict[str, Any] = {"split_in" if back else "split_out": ctx.axes(over)}
+    w = params[f"w_{name}"]
+    y = kernels.linear(x, w, b, in_axes=in_axes, quant=ctx.quant, implementation=ctx.linear, **split)
+    if adapter := lora.of(cfg.lora, params, name):  # as small as it is, it keeps its digits under train.quant
         inner = kernels.linear(x, adapter[0], in_axes=in_axes, implementation=ctx.linear)
         y = y + kernels.linear(inner, adapter[1], implementation=ctx.linear)
     return y
@@ -138,7 +148,7 @@ def attention(
       [B, S/n, D]; and with a cache `keys` and `values` of these tokens [B, G, S, K], else nothing.
     """
     x = ctx.enter(x, "heads")
-    q, k, v = (linear(cfg, params, name, x, ctx) for name in ("q", "k", "v"))
+    q, k, v = (linear(cfg, params, name, x, ctx, "heads") for name in ("q", "k", "v"))
     if cfg.qk_norm:
         q, k = norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
     if rope is not None:
@@ -158,7 +168,7 @@ def attention(
         mixed = kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **options, **whole)
     else:
         mixed = kernels.attention(q, k, v, **options, **whole)
-    y = ctx.leave(linear(cfg, params, "o", mixed, ctx, in_axes=2, bias=False), "heads")
+    y = ctx.leave(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
     y = y + params["b_o"].astype(y.dtype) if cfg.bias else y
     return y, {} if cache is None else {"keys": k.swapaxes(1, 2), "values": v.swapaxes(1, 2)}
 
@@ -286,13 +296,13 @@ def mlp(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
 
 def mlp_products(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
     """The MLP within a tensor-parallel region, [B, S, D]: this device's share of the sum over the hidden width."""
-    up = checkpoint_name(linear(cfg, params, "up", x, ctx), "mlp_up")
+    up = checkpoint_name(linear(cfg, params, "up", x, ctx, "mlp"), "mlp_up")
     if cfg.gated:
-        gate = checkpoint_name(linear(cfg, params, "gate", x, ctx), "mlp_gate")
+        gate = checkpoint_name(linear(cfg, params, "gate", x, ctx, "mlp"), "mlp_gate")
         hidden = activate(cfg.activation, gate, ctx) * up
     else:
         hidden = activate(cfg.activation, up, ctx)
-    return linear(cfg, params, "down", hidden, ctx, bias=False)
+    return linear(cfg, params, "down", hidden, ctx, "mlp", back=True)
 
 
 def embed(cfg: ModelConfig, params: Any, tokens: jax.Array, positions: jax.Array, ctx: Context) -> jax.Array:

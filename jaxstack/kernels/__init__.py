@@ -15,6 +15,7 @@ from jaxstack.kernels.linear import IMPLEMENTATIONS as _LINEAR
 from jaxstack.kernels.linear import linear
 from jaxstack.kernels.norm import IMPLEMENTATIONS as _NORM
 from jaxstack.kernels.norm import layer_norm, rms_norm
+from jaxstack.kernels.quantized_matmul import quantized_matmul
 
 TABLES: dict[str, Table] = {
     "attention": _ATTENTION,
@@ -22,8 +23,8 @@ TABLES: dict[str, Table] = {
     "norm": _NORM,
     "gelu": _GELU,
     "cross_entropy": _CROSS_ENTROPY,
-}
     "moe": _GROUPED_MATMUL,
+}
 """The implementations of every op, by the op's key in the configuration."""
 
 __all__ = [
@@ -34,8 +35,9 @@ __all__ = [
     "context_order",
     "cross_entropy",
     "gelu",
-    "layer_norm",
     "grouped_matmul",
+    "layer_norm",
     "linear",
+    "quantized_matmul",
     "rms_norm",
 ]

@@ -7,13 +7,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack import collectives
+from jaxstack.collectives import Axes
 from jaxstack.kernels.choice import Implementation, here
+from jaxstack.kernels.quantized_matmul import quantized_matmul
 
 IMPLEMENTATIONS = {"xla": Implementation(), "barrier": Implementation()}
 
 
 def linear(
-    x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, in_axes: int = 1, implementation: str = "xla"
+    x: jax.Array,
+    w: jax.Array,
+    b: jax.Array | None = None,
+    *,
+    in_axes: int = 1,
+    quant: str = "none",
+    split_in: Axes = (),
+    split_out: Axes = (),
+    implementation: str = "xla",
 ) -> jax.Array:
     """Contracts the last `in_axes` axes of x with the first `in_axes` of w: [..., *in] x [*in, *out] -> [..., *out].
 
@@ -24,9 +34,15 @@ def linear(
     fast matmul library, or computes them once for each of the two matmuls. Of the two operands of w's gradient it has
     XLA:CPU transpose the smaller one, which is a slow copy.
 
+    quant: "none", or "int8" or "fp8": see `quantized_matmul`, which alone reads split_in and split_out.
+
     Raises ValueError for an unknown implementation.
     """
-    if here("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "barrier":
+    barrier = here("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "barrier"
+    if quant != "none":
+        split: dict[str, Axes] = {"split_in": split_in, "split_out": split_out}
+        y = quantized_matmul(x, w, kind=quant, in_axes=in_axes, barrier=barrier, **split)
+    elif barrier:
         y = _barrier_matmul(in_axes, *collectives.alike(x, w))
     else:
         y = jnp.tensordot(x, w, in_axes)
