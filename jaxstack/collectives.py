@@ -71,13 +71,13 @@ def varying(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, each typed as differing along every axis that any of them does.
+def alike(*arrays: Any) -> tuple[Any, ...]:
+    """The arrays (or None), each typed as differing along every axis that any of them does.
 
     A hand-written gradient needs it: it sums over its own elements, and knows nothing of sums over devices.
     """
-    axes = tuple(sorted({axis for x in arrays for axis in varies_along(x)}))
-    return tuple(varying(x, axes) for x in arrays)
+    axes = tuple(sorted({axis for x in jax.tree.leaves(arrays) for axis in varies_along(x)}))
+    return jax.tree.map(lambda x: varying(x, axes), arrays)
 
 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

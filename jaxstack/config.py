@@ -413,8 +413,8 @@ class KernelsConfig:
     `pallas` is this project's kernel for the platform. What is named and cannot run is an error.
     """
 
-    attention: Literal["auto", "xla", "chunked"] = "auto"
-    """`xla`: all scores at once; `chunked`: memory linear in the sequence."""
+    attention: Literal["auto", "xla", "chunked", "cudnn", "pallas"] = "auto"
+    """`xla`: all scores at once; the others: memory linear in the sequence. `cudnn`: NVIDIA's kernel."""
     norm: Literal["auto", "xla", "explicit_vjp", "pallas"] = "auto"
     """RMSNorm and LayerNorm; `explicit_vjp`: with a gradient written by hand."""
     linear: Literal["auto", "xla", "barrier"] = "auto"

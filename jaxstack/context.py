@@ -107,7 +107,12 @@ class Context:
         model = cfg.model
         width, vocabulary = {"d_model": model.d_model}, {"vocab_size": model.vocab_size}
         cases: dict[str, choice.Case] = {
-            "attention": {"head_dim": model.head_width, "softcap": model.attention_softcap},
+            "attention": {
+                "head_dim": model.head_width,
+                "softcap": model.attention_softcap,
+                "segments": cfg.data.packing,
+                "sequence_shards": mesh.shape["context"],
+            },
             "norm": width,
             "cross_entropy": width | vocabulary | {"softcap": model.logit_softcap},
         }
@@ -165,9 +170,11 @@ class Context:
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
     def whole_sequences(self) -> "Context":
-        """This context for short work on whole rows: the sequence stays in one piece on every device."""
+        """This context for short work on whole rows: the sequence stays in one piece on every device, and padding is a
+        segment of its own, whether the kernel of the training step knows segments or not."""
         rules = replace(self.rules, activations={**self.rules.activations, "sequence": None, "residual": None})
-        return replace(self, rules=rules)
+        unfit = TABLES["attention"][self.attention].unfit({"segments": True})
+        return replace(self, rules=rules, attention="chunked" if unfit else self.attention)
 
     # From inside: how parts meet. Mesh axes of size one are never named.
 

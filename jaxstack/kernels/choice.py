@@ -42,11 +42,17 @@ AUTO: dict[str, dict[str, tuple[str, ...]]] = {
         "gelu": ("saved",),
         "cross_entropy": ("chunked",),
     },
-    # Chosen by what the compilers say (docs/kernels.md) and not measured on a device, so no kernel of ours is here yet.
+    # Nothing has been measured on an accelerator: these go by what the compilers say (docs/kernels.md).
+    # Attention: all but "xla" need memory linear in the sequence, "chunked" hundreds of times as much as a kernel, and
+    # minutes to compile for a GPU. cuDNN's kernel is NVIDIA's own and comes first where it computes the definition.
     # Norms stay with XLA, which fuses them with what lies around them; ragged_dot multiplies all rows with all experts
     # on GPU, and is a kernel of XLA's on TPU.
-    "gpu": {"cross_entropy": ("chunked",), "moe": ("grouped",)},
-    "tpu": {"cross_entropy": ("chunked",)},
+    "gpu": {
+        "attention": ("cudnn", "pallas_gpu", "chunked"),
+        "cross_entropy": ("chunked",),
+        "moe": ("grouped",),
+    },
+    "tpu": {"attention": ("pallas_tpu", "chunked"), "cross_entropy": ("chunked",)},
 }
 """What `auto` tries on a platform, in this order, and why; an op that is not named takes the first of its table."""
 
@@ -82,7 +88,8 @@ def here(op: str, table: Table, wanted: str, case: Case) -> str:
     """
     if wanted in table:
         if why := table[wanted].unfit(case):
-            raise ValueError(f"{op}={wanted} {why}")
+            able = [name for name in table if not table[name].unfit(case)]
+            raise ValueError(f"{op}={wanted} {why}; use one of {', '.join(able)}, or auto")
         return wanted
     import jax
 
@@ -119,3 +126,20 @@ def _obstacle(implementation: Implementation, platform: str, case: Case) -> str:
     if platform not in implementation.platforms:
         return f"runs on {' and '.join(implementation.platforms)}, not on {platform}"
     return implementation.unfit(case)
+
+
+_INTERPRET: ContextVar[Any] = ContextVar("interpret", default=False)
+
+
+@contextmanager
+def interpreted(how: Any = True) -> Iterator[None]:
+    """Within it Pallas kernels that are traced run anywhere, interpreted: for tests. `how` is `pallas_call`'s."""
+    token = _INTERPRET.set(how)
+    try:
+        yield
+    finally:
+        _INTERPRET.reset(token)
+
+
+def interpret() -> Any:
+    return _INTERPRET.get()

@@ -19,18 +19,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import collectives
-from jaxstack.kernels.attention import (
-    Mask,
-    Options,
-    attend,
-    backward,
-    dots,
-    forward,
-    heads_first,
-    heads_last,
-    options,
-    tokens,
-)
+from jaxstack.kernels.attention import chunked, definition, options
+from jaxstack.kernels.attention.chunked import backward, forward
+from jaxstack.kernels.attention.definition import Mask, Options, dots, heads_first, heads_last, tokens
 
 METHODS = ("ring", "all_gather")
 
@@ -74,7 +65,7 @@ def context_attention(
 
     Raises ValueError for a shard that has no two equal halves, an unknown method, and what `attention` rejects.
     """
-    o = options(q, k, scale, True, window, softcap, implementation)
+    o = options(q, k, scale, True, window, softcap, implementation, sequence_shards=lax.axis_size(axis))
     if q.shape[1] % 2:
         raise ValueError(
             f"a shard of {q.shape[1]} tokens has no two equal halves; the sequence's length must be a multiple of "
@@ -102,7 +93,7 @@ def _alike(axis, *arrays):
 def _all_gather(o: Options, axis, q, k, v, segment_ids):
     shards, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
     k, v, key_segments = jax.tree.map(partial(_gather, axis), (k, v, segment_ids))
-    outs = []
+    attend, outs = chunked.attend if o.name == "chunked" else definition.attend, []
     for start, chunk, seen in ((0, me, shards), (half, 2 * shards - 1 - me, 2 * shards)):
         keys = seen * half  # that this half of the queries can see on any shard
         mask = Mask(tokens(segment_ids, start, half), tokens(key_segments, 0, keys), chunk * half)
