@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxstack.kernels.attention import attention
 from jaxstack.kernels.context_attention import context_attention, order
 
-attention_module = importlib.import_module("jaxstack.kernels.attention")  # its name in the package is the function's
+chunked_module = importlib.import_module("jaxstack.kernels.attention.chunked")  # attention is a function, too
 
 # Norm of the difference over norm of the truth. Both sides compute in float32, which rounds at 6e-8; sums of a few
 # hundred terms and the merges of a few partial results lose some 10 times that. bfloat16 rounds at 2^-9 = 2e-3, at each
@@ -115,8 +115,8 @@ CASES = {  # shards, length, heads, kv heads, options, segments, methods and imp
     ("case", "method", "implementation"), [(name, *way.split()) for name, case in CASES.items() for way in case[6:]]
 )
 def test_equals_one_device(rng, monkeypatch, case, method, implementation):
-    monkeypatch.setattr(attention_module, "_CHUNK", 3)  # several chunks, scanned, and a shorter last one
-    monkeypatch.setattr(attention_module, "_MAX_GROUPS", 1)
+    monkeypatch.setattr(chunked_module, "_CHUNK", 3)  # several chunks, scanned, and a shorter last one
+    monkeypatch.setattr(chunked_module, "_MAX_GROUPS", 1)
     shards, length, heads, kv_heads, options, segments = CASES[case][:6]
     arrays = draw(rng, 2, length, heads, kv_heads, 8)
     ids = draw_segments(rng, 2, length, segments) if segments else None
@@ -146,8 +146,8 @@ def test_beside_a_data_axis(rng, method):
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_beside_a_tensor_axis(rng, monkeypatch, method):
     """Query heads over `tensor` share one kv head: every device holds it, and its gradients add up."""
-    monkeypatch.setattr(attention_module, "_CHUNK", 3)
-    monkeypatch.setattr(attention_module, "_MAX_GROUPS", 1)
+    monkeypatch.setattr(chunked_module, "_CHUNK", 3)
+    monkeypatch.setattr(chunked_module, "_MAX_GROUPS", 1)
     arrays, ids = draw(rng, 2, 32, 4, 1, 8), draw_segments(rng, 2, 32, 3)
     mesh = mesh_of(data=2, context=2, tensor=2)
     spec, kv_spec = PartitionSpec("data", "context", "tensor"), PartitionSpec("data", "context")
@@ -214,7 +214,7 @@ def array_sizes(jaxpr, on_device=False):
 def test_memory(monkeypatch):
     """The largest array of output and gradients: with "ring" it does not know the number of shards; with "chunked" it
     is linear in the tokens of a shard."""
-    monkeypatch.setattr(attention_module, "_MAX_GROUPS", 2)  # to trace less
+    monkeypatch.setattr(chunked_module, "_MAX_GROUPS", 2)  # to trace less
 
     def largest(shards, length, method, implementation):
         mesh, *arrays = shapes(shards, length)

@@ -23,10 +23,10 @@ from jaxstack import context, kernels
 from jaxstack.config import KernelsConfig
 from jaxstack.kernels import choice, cross_entropy_pallas, grouped_matmul_pallas, norm_pallas
 
-activation_module, attention_module, cross_entropy_module, grouped_module, linear_module, norm_module = (
+activation_module, chunked_module, cross_entropy_module, grouped_module, linear_module, norm_module = (
     # `from jaxstack.kernels import attention` would give the function
     importlib.import_module(f"jaxstack.kernels.{name}")
-    for name in ("activation", "attention", "cross_entropy", "grouped_matmul", "linear", "norm")
+    for name in ("activation", "attention.chunked", "cross_entropy", "grouped_matmul", "linear", "norm")
 )
 
 SEED = int(os.environ.get("JAXSTACK_TEST_SEED", np.random.SeedSequence().entropy % 2**32))
@@ -144,7 +144,7 @@ ATTENTION_CASES = {  # batch, length, heads, kv heads, head width, options, segm
 }
 
 
-@pytest.mark.parametrize("implementation", attention_module.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["xla", "chunked"])  # kernels: tests/test_attention_kernels.py
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, jnp.float32) for case in ATTENTION_CASES]
@@ -171,8 +171,8 @@ def test_attention(rng, case, dtype, implementation):
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"causal": False}], ids=["causal", "window", "full"])
 def test_attention_chunks_that_are_scanned(rng, monkeypatch, options):
     """Chunks in groups, as in a long sequence: 11 chunks in 3 groups (4, 4, 3), and a shorter last one."""
-    monkeypatch.setattr(attention_module, "_CHUNK", 4)
-    monkeypatch.setattr(attention_module, "_MAX_GROUPS", 3)
+    monkeypatch.setattr(chunked_module, "_CHUNK", 4)
+    monkeypatch.setattr(chunked_module, "_MAX_GROUPS", 3)
     (q, q64), (k, k64), (v, v64), (d_out, d_out64) = (draw(rng, (1, 47, n, 4)) for n in (2, 1, 1, 2))
     ids = np.sort(rng.integers(0, 4, (1, 47))).astype(np.int32)
 

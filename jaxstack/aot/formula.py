@@ -185,9 +185,9 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     pass: gradients, what every layer has saved for it, and the larger of what the head and what one layer works on.
 
     What a layer saves follows `model.REMAT_POLICIES`; `none` and `dots` leave it to XLA what of attention and norms is
-    an array of its own, and are estimates. Attention is the XLA reference, which holds scores of all pairs of tokens:
-    of one layer, three times in float32 and once in the compute dtype, while its gradient is computed (fitted to
-    what XLA makes of tests/aot's models).
+    an array of its own, and are estimates. Attention by XLA's reference holds scores of all pairs of tokens: of one
+    layer, three times in float32 and once in the compute dtype, while its gradient is computed (fitted to what XLA
+    makes of tests/aot's models). Other implementations hold none.
 
     A pipeline holds its stage's weights whole, in the compute dtype, float32 sums of all their gradients, and in each
     slot what the layers of a block have saved for one microbatch. A layer's gradient is then by itself in its loop, and
@@ -230,7 +230,7 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     else:
         hidden, travelled = tokens * m.ff_width // T, 0
     seen = cfg.data.seq_len if sizes["context"] == 1 else cfg.data.seq_len // sizes["context"] // 2
-    scores = tokens * seen * m.num_heads // T
+    scores = tokens * seen * m.num_heads // T if ctx.attention == "xla" else 0
     selective = e * (2 * stream // n + heads + ups * hidden + travelled)
     saved = {
         "full": e * stream // n,

@@ -126,20 +126,3 @@ def _obstacle(implementation: Implementation, platform: str, case: Case) -> str:
     if platform not in implementation.platforms:
         return f"runs on {' and '.join(implementation.platforms)}, not on {platform}"
     return implementation.unfit(case)
-
-
-_INTERPRET: ContextVar[Any] = ContextVar("interpret", default=False)
-
-
-@contextmanager
-def interpreted(how: Any = True) -> Iterator[None]:
-    """Within it Pallas kernels that are traced run anywhere, interpreted: for tests. `how` is `pallas_call`'s."""
-    token = _INTERPRET.set(how)
-    try:
-        yield
-    finally:
-        _INTERPRET.reset(token)
-
-
-def interpret() -> Any:
-    return _INTERPRET.get()

@@ -6,7 +6,16 @@ from typing import Any
 
 from jaxstack import aot
 from jaxstack.aot import hlo
-from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, PipelineConfig, TrainConfig
+from jaxstack.config import (
+    Config,
+    DataConfig,
+    KernelsConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 
 SMALL: dict[str, Any] = {"num_layers": 8, "d_model": 1024, "num_heads": 8, "vocab_size": 16384}
 DENSE = ModelConfig(**SMALL, d_ff=2816)
@@ -15,8 +24,10 @@ LARGE = ModelConfig(num_layers=24, d_model=2048, num_heads=16, d_ff=5632, vocab_
 
 
 def config(model: ModelConfig, batch: int, seq: int, remat: str = "selective", **mesh: Any) -> Config:
+    """Attention is XLA's, whatever `auto` takes: what is held here is how memory and traffic follow from a layout."""
     return Config(
         model=model,
+        kernels=KernelsConfig(attention="xla"),
         data=DataConfig(seq_len=seq, batch_size=batch),
         train=TrainConfig(dtype="bfloat16", remat=remat),
         mesh=MeshConfig(**{"data": 1} | mesh),

@@ -266,7 +266,9 @@ def _dq_kernel(static, place, table_ref, segments_ref, q_ref, k_ref, v_ref, d_ou
     _store(static, dq_ref, start, o.scale * dq)
 
 
-def _dkv_kernel(static, place, table_ref, segments_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref):
+def _dkv_kernel(
+    static, place, table_ref, segments_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref
+):
     o, (size, block, *_) = static.o, static.tiling
     start = place(pl.program_id(0)) * block
     keys = start + jnp.arange(block)

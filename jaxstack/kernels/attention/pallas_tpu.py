@@ -15,7 +15,7 @@ Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G, K he
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,9 @@ class _Static(NamedTuple):
 
     def visit(self, table, b, i, t):
         """The block that block i visits in turn t, whether its pairs need no mask, and whether they do."""
-        low, inner_low, inner_high, high = (table[((b * self.count if self.apart else 0) + i) * 4 + n] for n in range(4))
+        low, inner_low, inner_high, high = (
+            table[((b * self.count if self.apart else 0) + i) * 4 + n] for n in range(4)
+        )
         met = low + t
         inner = (met >= inner_low) & (met < inner_high)
         return met, inner, (met < high) & ~inner
@@ -194,7 +196,7 @@ def _segment_specs(static: _Static, segments, keys: bool = False):
 
 def _call(kernel, static: _Static, grid, table, inputs, in_specs, results, out_specs, scratch):
     """Runs the kernel on a grid whose last axes, all but the first three, add up. scratch: shapes in float32."""
-    semantics = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
+    semantics: tuple[Any, ...] = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
     table, *inputs = collectives.alike(table, *inputs)
     kind = jax.typeof(table).mat
     return pl.pallas_call(
@@ -249,7 +251,7 @@ def _forward_kernel(
     j, inner, masked = static.visit(table, b, i, t)
 
     @pl.when(t == 0)
-    def _():
+    def begin():
         acc_ref[...] = jnp.zeros_like(acc_ref)
         top_ref[...] = jnp.full_like(top_ref, MASKED)
         total_ref[...] = jnp.zeros_like(total_ref)
@@ -272,7 +274,7 @@ def _forward_kernel(
     pl.when(masked)(lambda: step(_seen(static, i, j, row_segments, key_segments)))
 
     @pl.when(t == static.turns - 1)
-    def _():
+    def finish():
         total = total_ref[...]
         total = jnp.where(total == 0, 1.0, total)  # a row that sees nothing gets zeros
         out_ref[...] = (acc_ref[...] / total).astype(out_ref.dtype)
@@ -295,7 +297,7 @@ def _dq_kernel(
     j, inner, masked = static.visit(table, b, i, t)
 
     @pl.when(t == 0)
-    def _():
+    def begin():
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def step(seen):
@@ -309,7 +311,7 @@ def _dq_kernel(
     pl.when(masked)(lambda: step(_seen(static, i, j, row_segments, key_segments)))
 
     @pl.when(t == static.turns - 1)
-    def _():
+    def finish():
         dq_ref[...] = (static.o.scale * acc_ref[...]).astype(dq_ref.dtype)
 
 
@@ -321,7 +323,7 @@ def _dkv_kernel(
     i, inner, masked = static.visit(table, b, j, t)
 
     @pl.when((r == 0) & (t == 0))
-    def _():
+    def begin():
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)
 
@@ -337,6 +339,6 @@ def _dkv_kernel(
     pl.when(masked)(lambda: step(_seen(static, i, j, row_segments, key_segments)))
 
     @pl.when((r == pl.num_programs(3) - 1) & (t == static.turns - 1))
-    def _():
+    def finish():
         dk_ref[...] = (static.o.scale * dk_acc_ref[...]).astype(dk_ref.dtype)
         dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
