@@ -333,8 +333,10 @@ def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
     # Number 13: one process goes on with what two began, on a mesh of its own.
     out, _ = run(*argv, "--mesh.data=1")
     assert f"resumed from step {step}" in out
+    # Between processes gloo adds the parts in another order than XLA within one: a unit in the last place (1e-7) a step.
+    # Over 24 steps of Muon 5e-7 was measured; six times that is given.
     for number, loss in losses(tmp_path / "run").items():
-        assert loss == pytest.approx(losses(straight)[number], rel=1e-4)
+        assert loss == pytest.approx(losses(straight)[number], rel=3e-6)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -377,7 +379,9 @@ def test_another_mesh(flags, text, tmp_path):
     assert "resumed from step 12" in out
     a, b = losses(tmp_path / "run"), losses(other)
     assert b[13] == pytest.approx(a[13], rel=1e-6)
-    assert b == pytest.approx(a, rel=1e-3)
+    # Eleven steps more: other orders of summation, and what Muon lets grow of them. 3e-7 was measured on both meshes,
+    # a unit or two in the last place; ten times that is given.
+    assert b == pytest.approx(a, rel=3e-6)
     # There and back without a step: what is saved on eight devices is what one device had.
     one_more = tmp_path / "one_more"
     shutil.copytree(tmp_path / "run", one_more)
@@ -615,6 +619,9 @@ def test_every_second_is_accounted_for(straight):
     ended = next(line["time"] for line in recorded if line.get("event") == "finished")
     first = next(line["time"] for line in recorded if "time" in line)
     before = sum(next(line["seconds"] for line in recorded if "seconds" in line).values())
+    # Not exact: a line's `time` and its `seconds` are read one after the other, and rounded to 5e-5 s in each of up to
+    # four kinds on 25 lines, 5 ms in all; 0.4 ms was measured. The rest is for a machine that sets the process aside
+    # between the two reads. A kind that was forgotten would be missing by more: compiling alone takes seconds.
     assert spent == pytest.approx(ended - first + before, abs=0.2)
 
 
