@@ -97,11 +97,12 @@ ALONE = ["--train.ngram_baseline=false", "--sample.prompts=[]", "--optim.name=sg
 SHORT = [*STEPS, *ALONE, "--data.seq_len=32", "--data.batch_size=8"]
 RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that matches
     (r"--print_shardings", []),
-    (r"--pipeline\.partition=", [*STEPS, *ALONE]),
+    (r"--pipeline\.partition=", [*STEPS, *ALONE, "--data.seq_len=32"]),
+    (r"^profile ", ["--data.seq_len=32"]),
     (r"^train\b", SHORT),
     (r"^supervise", [*SHORT, "--train.steps=4"]),
     (r"^generate", ["--sample.tokens=8"]),
-    (r"^(report|data|hf|pipeline\.drawing|profile) ", []),
+    (r"^(report|data|hf|pipeline\.drawing) ", []),
 ]
 
 
