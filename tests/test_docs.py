@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 QUICKSTART = Path("configs/quickstart.yaml")
 
 PROGRAMS = ("$", "gcloud", "jaxstack", "kubectl", "mkdocs", "pip", "pytest", "python", "sbatch")
-OUTPUT = ("device ", "pipeline ", "x = first(")  # how blocks begin that are no commands
+OUTPUT = ("device ", "pipeline ", "x = first(", "{", "<|user|>")  # how blocks begin that are no commands
 
 
 class Command(NamedTuple):
@@ -88,6 +88,8 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"--config (configs/)?(llama3_8b|gpt2)\b(?!.*--print_shardings)": "accelerators; tests/test_config.py builds it",
     r"\bshakespeare(\.yaml| |$)": "an hour; configs/shakespeare_cpu.yaml is run",
     r"gpt2/tokenizer\.json": "a download; tests/test_data.py",
+    r"--run\.sinks": "packages of extras; tests/test_sinks.py",
+    r"runs/chat": "a tokenizer and its template; tests/test_chat.py",
     r"--mesh\.(data|fsdp|tensor|context|expert)=[48](?!.*--print_shardings)": "tests/test_meshes.py",
     r"--pipeline\.schedule=interleaved_1f1b": "tests/test_pipeline.py",
     r"num_layers=8 --run.dir=runs/deeper": "the quickstart, deeper",
@@ -99,7 +101,10 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"--print_shardings", []),
     (r"--pipeline\.partition=", [*STEPS, *ALONE, "--data.seq_len=32"]),
     (r"^profile ", ["--data.seq_len=32"]),
+    (r"--data\.source=chat", [*STEPS, *ALONE]),
+    (r"--profile\.steps=", [*SHORT, "--profile.steps=1:2"]),
     (r"^train\b", SHORT),
+    (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),
     (r"^generate", ["--sample.tokens=8"]),
     (r"^(report|data|hf|pipeline\.drawing) ", []),
@@ -128,7 +133,7 @@ def sandbox(tmp_path_factory) -> tuple[Path, Config]:
     """What the commands read, also what others of them write; and the quickstart."""
     path = in_sandbox(tmp_path_factory.mktemp("docs"))
     quickstart = cli.parse_config([], ROOT / QUICKSTART)
-    for made in ("RUN", "runs/imported"):  # by `hf import`
+    for made in ("RUN", "runs/imported", "runs/chat"):  # by `hf import`
         (path / made).mkdir(parents=True)
         own = replace(quickstart, run=replace(quickstart.run, dir=made))
         (path / made / "config.yaml").write_text(cli.to_yaml(own))
@@ -180,7 +185,7 @@ def checked(flags: list[str]) -> Config:
 
 def names_its_directory(cfg: Config, quickstart: Config, flags: list[str]) -> None:
     """Who follows a page has run the quickstart: another run in its directory would end at once, or be refused."""
-    same = replace(quickstart, run=cfg.run, distributed=DistributedConfig())
+    same = replace(quickstart, run=replace(quickstart.run, dir=cfg.run.dir))
     other = replace(cfg, distributed=DistributedConfig()) != resolve(same, 256)
     if other and "--print_shardings" not in flags:
         assert cfg.run.dir != quickstart.run.dir, "add --run.dir=..."
