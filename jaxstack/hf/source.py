@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxstack import checkpoint, cli, lora, model, rundir, seal, step
+from jaxstack import checkpoint, cli, lora, model, params, rundir, seal, step
 from jaxstack.config import Config, ConfigError
 from jaxstack.context import Context
 from jaxstack.hf.pretrained import Pretrained
@@ -67,5 +67,5 @@ def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
     if not run.model.lora.rank:
         return values
     shardings = jax.tree.map(ctx.sharding, ctx.parameters(model.spec(run.model.base)))
-    merge = jax.jit(lambda values: lora.merged(run.model.lora, values), out_shardings=shardings, donate_argnums=0)
-    return merge(values)
+    merge = lambda adapters, base: lora.merged(run.model.lora, params.join(adapters, base))  # noqa: E731
+    return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(*params.split(model.spec(run.model), values))
