@@ -147,7 +147,7 @@ def test_scores_that_leave_one_key_alone(rng, implementation):
 
 
 def seen_blocks(o, length, rows, keys):
-    """Pairs of blocks (row, key) in which any pair is seen, and those in which all pairs of rows of the sequence are."""
+    """Blocks (row, key) of which any pair is seen, and those of which all pairs are that have a row."""
     i, j = np.arange(length)[:, None], np.arange(-(-length // keys) * keys)
     seen = (j < length) & ((j <= i) | (not o.causal)) & ((i - j < o.window) | (o.window == 0))
     any_, all_ = set(), set()

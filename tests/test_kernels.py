@@ -208,7 +208,7 @@ def largest_intermediate(jaxpr):
             inner = getattr(parameter, "jaxpr", parameter)
             if hasattr(inner, "eqns"):
                 sizes.append(largest_intermediate(inner))
-    return max(sizes)
+    return max(sizes, default=0)
 
 
 def attention_gradient_jaxpr(length, implementation, **options):

@@ -50,7 +50,7 @@ def of_keys(o: Options, length: int, rows: int, keys: int) -> Visits:
     low = first // rows if o.causal else np.zeros_like(first)
     high = np.minimum((last + o.window - 1) // rows + 1, blocks) if o.window else np.full_like(first, blocks)
     inner_low = -(-last // rows) if o.causal else low
-    inner_high = (first + o.window) // rows if o.window else high
+    inner_high = np.where(first + o.window < length, (first + o.window) // rows, blocks) if o.window else high
     return _ordered(low, inner_low, inner_high, high)
 
 

@@ -35,21 +35,21 @@ class _Static(NamedTuple):
     """What a kernel knows while it is compiled.
 
     length, block: tokens of a sequence, and rows or keys of a block.
-    count, turns: blocks of a sequence, and the most that one of them visits.
+    blocks, turns: blocks of a sequence, and the most that one of them visits.
     apart: whether each sequence of a batch has its own visits.
     """
 
     o: Options
     length: int
     block: int
-    count: int
+    blocks: int
     turns: int
     apart: bool
 
     def visit(self, table, b, i, t):
         """The block that block i visits in turn t, whether its pairs need no mask, and whether they do."""
         low, inner_low, inner_high, high = (
-            table[((b * self.count if self.apart else 0) + i) * 4 + n] for n in range(4)
+            table[((b * self.blocks if self.apart else 0) + i) * 4 + n] for n in range(4)
         )
         met = low + t
         inner = (met >= inner_low) & (met < inner_high)
@@ -57,7 +57,7 @@ class _Static(NamedTuple):
 
     def fetched(self, table, b, i, t):
         """The same block, or in turns without a visit that of the last."""
-        low, *_, high = (table[((b * self.count if self.apart else 0) + i) * 4 + n] for n in range(4))
+        low, *_, high = (table[((b * self.blocks if self.apart else 0) + i) * 4 + n] for n in range(4))
         return jnp.maximum(jnp.minimum(low + t, high - 1), 0)
 
 
@@ -90,11 +90,11 @@ def attend(o: Options, q, k, v, segment_ids):
 def _forward(o: Options, q, k, v, segment_ids):
     (b, s, h, width), block = q.shape, _block_of(q.shape[1])
     static, table, segments = _visits(o, "rows", s, block, segment_ids)
-    length = static.count * block
+    length = static.blocks * block
     row, row_number, key, _ = _specs(static, h // k.shape[2], width)
     values = pl.BlockSpec((None, None, width, block), _swapped(key.index_map))
     out_BHKS, lse_BH1S = _call(
-        _forward_kernel, static, (b, h, static.count, static.turns), table,
+        _forward_kernel, static, (b, h, static.blocks, static.turns), table,
         (*segments, *(_heads_first(x, block) for x in (q, k)), _heads_first(v, block).swapaxes(2, 3)),
         (*_segment_specs(static, segments), row, key, values),
         (((b, h, width, length), q.dtype), ((b, h, 1, length), jnp.float32)),
@@ -113,10 +113,10 @@ def _backward(o: Options, residuals, d_out):
     numbers = [lse_BHS[:, :, None], _numbers(dots(out, d_out).swapaxes(1, 2), block)]
 
     static, table, segments = _visits(o, "rows", s, block, segment_ids)
-    length = static.count * block
+    length = static.blocks * block
     row, row_number, key, _ = _specs(static, h // g, width)
     (dq_BHKS,) = _call(
-        _dq_kernel, static, (b, h, static.count, static.turns), table, (*segments, *heads, *numbers),
+        _dq_kernel, static, (b, h, static.blocks, static.turns), table, (*segments, *heads, *numbers),
         (*_segment_specs(static, segments), row, key, key, row, row_number, row_number),
         (((b, h, width, length), q.dtype),),
         (pl.BlockSpec((None, None, width, block), _swapped(row.index_map)),),
@@ -126,7 +126,7 @@ def _backward(o: Options, residuals, d_out):
     static, table, segments = _visits(o, "keys", s, block, segment_ids)
     key, _, row, row_number = _specs(static, h // g, width, keys=True)
     dk_BGSK, dv_BGSK = _call(
-        _dkv_kernel, static, (b, g, static.count, h // g, static.turns), table, (*segments, *heads, *numbers),
+        _dkv_kernel, static, (b, g, static.blocks, h // g, static.turns), table, (*segments, *heads, *numbers),
         (*_segment_specs(static, segments, keys=True), row, key, key, row, row_number, row_number),
         (((b, g, length, width), k.dtype), ((b, g, length, width), v.dtype)), (key, key),
         [(block, width), (block, width)],
@@ -160,12 +160,15 @@ def _specs(static: _Static, shared: int, width: int, keys: bool = False):
 
     The grid is (B, H, blocks of rows, turns), or with `keys` (B, G, blocks of keys, R, turns).
     """
-    if keys:
-        own = lambda b, g, i, r, t, table: (b, g, i, 0)  # noqa: E731
-        met = lambda b, g, i, r, t, table: (b, g * shared + r, static.fetched(table, b, i, t), 0)  # noqa: E731
-    else:
-        own = lambda b, h, i, t, table: (b, h, i, 0)  # noqa: E731
-        met = lambda b, h, i, t, table: (b, lax.div(h, shared), static.fetched(table, b, i, t), 0)  # noqa: E731
+
+    def own(b, h, i, *_):
+        return b, h, i, 0
+
+    def met(b, h, i, *rest):
+        *r, t, table = rest
+        head = h * shared + r[0] if keys else lax.div(h, shared)
+        return b, head, static.fetched(table, b, i, t), 0
+
     result = []
     for where in (own, met):
         result.append(pl.BlockSpec((None, None, static.block, width), where))
