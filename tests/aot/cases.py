@@ -4,7 +4,11 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from jaxstack import aot
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jaxstack import aot, kernels
 from jaxstack.aot import hlo
 from jaxstack.config import (
     Config,
@@ -60,6 +64,39 @@ CASES = {
     "h100_stages_8": ("h100:1x1x8", pipelined("1f1b", 8, seq=1024, pipe=2, fsdp=2, tensor=2, remat="selective")),
     "h100_stages_64": ("h100:1x8x8", pipelined("interleaved_1f1b", 8, 2, pipe=4, data=4, fsdp=2, tensor=2)),
 }
+
+
+ATTENTION = {  # B, S, H, G, K and options: Llama's, and Gemma 2's of 2e9 parameters
+    "llama": ((2, 4096, 16, 4, 128), {}),
+    "gemma2": ((1, 4096, 8, 4, 256), {"window": 2048, "softcap": 50.0}),
+    "packed": ((2, 4096, 16, 4, 64), {"segments": True}),
+}
+
+
+def attention(name: str, implementation: str, target: str) -> jax.stages.Compiled:
+    """Attention and its gradients in bfloat16, compiled for one device of a target."""
+    (b, s, h, g, width), options = ATTENTION[name]
+    where = SingleDeviceSharding(aot.devices(target)[0])
+    shapes = [(b, s, n, width) for n in (h, g, g, h)]
+    q, k, v, d_out = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where) for shape in shapes)
+    ids = jax.ShapeDtypeStruct((b, s), jnp.int32, sharding=where)
+
+    @jax.jit
+    def f(q, k, v, d_out, ids):
+        how: dict[str, Any] = {**options, "scale": width**-0.5, "implementation": implementation}
+        how["segment_ids"] = ids if how.pop("segments", False) else None
+        out, vjp = jax.vjp(lambda *qkv: kernels.attention(*qkv, **how), q, k, v)
+        return out, *vjp(d_out)
+
+    return f.lower(q, k, v, d_out, ids).compile()
+
+
+def attention_step(implementation: str, target: str, **mesh: int) -> tuple[aot.Report, int]:
+    """A training step of a small model with that attention, and the bytes of one layer's scores on a device."""
+    model = ModelConfig(num_layers=2, d_model=256, num_heads=4, num_kv_heads=2, d_ff=256, vocab_size=256)
+    cfg = replace(config(model, 4, 2048, **mesh), kernels=KernelsConfig(attention=implementation))
+    device = 4 // mesh["fsdp"] * model.num_heads // mesh["tensor"]
+    return aot.compile(cfg, target), 4 * device * 2048**2
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed: pip install -e '.[test,cuda13]'")
 
-from cases import check, report
+from cases import ATTENTION, attention, attention_step, check, report
 
 from jaxstack.aot import hlo
 
@@ -44,3 +44,25 @@ def test_hosts_hold_whole_groups_of_the_inner_axes():
     hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
     assert (hosts == hosts[:, :, :1, :1, :1, :1]).all()
     assert len(set(hosts.ravel())) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "calls"),
+    [(name, "pallas_gpu", "xla.gpu.triton") for name in ATTENTION]
+    + [("llama", "cudnn", "__cudnn$fmhaSoftmaxBackward")],
+)
+def test_attention_kernels(name, implementation, calls):
+    """Beside its arrays a kernel needs a number or two a row; scores of all pairs would be 2 GiB in bfloat16."""
+    compiled = attention(name, implementation, "h100:1x1x1")
+    assert calls in compiled.as_text()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    print(f"{name}, {implementation}: {temporary / 2**20:.1f} MiB")
+    assert temporary <= 8 << 20
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "cudnn"])
+def test_a_step_with_attention_kernels(implementation):
+    """In the one manual region, whose types are checked."""
+    found, scores = attention_step(implementation, "h100:1x1x4", fsdp=2, tensor=2)
+    print(f"{implementation}: {found.temporary / 2**20:.1f} MiB, and scores would be {scores / 2**20:.1f}")
+    assert found.temporary < scores

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install -e '.[test,tpu]'")
 
-from cases import CASES, LARGE, check, report
+from cases import ATTENTION, CASES, LARGE, attention, attention_step, check, report
 
 from jaxstack import aot, step
 from jaxstack.aot import hlo
@@ -88,3 +88,23 @@ def test_a_target_that_is_none_is_named():
     with pytest.raises(aot.ConfigError, match="cannot be described"):
         aot.devices("v5e:3x5x7")
     assert len(aot.devices("v5e:4x4")) == 16
+
+
+@pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_kernels(name, target):
+    """A kernel needs copies of its arrays with heads before tokens; on v5e they are not even in the memory."""
+    compiled = attention(name, "pallas_tpu", target)
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3  # forward, by q, by k and v
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    print(f"{name}, {target}: {temporary / 2**20:.1f} MiB")
+    b, s, h, *_ = ATTENTION[name][0]
+    assert temporary < 2 * b * h * s**2 / 8  # an eighth of all scores in bfloat16
+
+
+def test_a_step_with_attention_kernels():
+    """In the one manual region, whose types are checked; and the kernel's residuals are saved, not computed again."""
+    found, scores = attention_step("pallas", "v5e:2x2", fsdp=2, tensor=2)
+    assert found.compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
+    print(f"{found.temporary / 2**20:.1f} MiB, and scores would be {scores / 2**20:.1f}")
+    assert found.temporary < scores
