@@ -271,5 +271,7 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
 def test_padding_of_prompts_is_a_segment_that_every_kernel_of_a_prompt_knows():
     from jaxstack.context import Context
 
-    assert Context(attention="cudnn").whole_sequences().attention == "chunked"
-    assert Context(attention="pallas_gpu").whole_sequences().attention == "pallas_gpu"
+    for name in TABLES["attention"]:
+        chosen = Context(attention=name).whole_sequences().attention
+        assert chosen == ("pallas_gpu" if name == "cudnn" else name)
+        assert not TABLES["attention"][chosen].unfit({"segments": True})

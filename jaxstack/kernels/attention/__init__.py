@@ -15,6 +15,7 @@ T keys held in a cache.
 sequence.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,40 +26,37 @@ from jaxstack.kernels.attention import chunked, definition
 from jaxstack.kernels.attention.definition import MASKED, Mask, Options, heads_first, heads_last, masked_scores
 from jaxstack.kernels.choice import Case, Implementation, here, interpret
 
-_WIDEST = {"pallas_gpu": 256, "pallas_tpu": 512, "cudnn": 128}
+_WIDEST = {"cudnn": 128, "pallas_gpu": 256, "pallas_tpu": 256}  # heads, in elements; cuDNN's take 256 since Hopper
+_DTYPES = {
+    "cudnn": ("bfloat16", "float16"),
+    "pallas_gpu": ("float32", "bfloat16", "float16"),
+    "pallas_tpu": ("float32", "bfloat16"),
+}
 
 
 def _limits(name: str, case: Case) -> str:
-    """What of a case a kernel does not do: whole sequences in 16 or 32 bits, of heads up to a width."""
+    """What of a case a kernel does not do, as a choice says it."""
     if case.get("sequence_shards", 1) > 1:
         return "takes whole sequences, and this one is split over mesh axis context"
     if case.get("head_dim", 0) > _WIDEST[name]:
         return f"takes heads up to {_WIDEST[name]} wide, not {case['head_dim']}"
-    if "dtype" in case and jnp.dtype(case["dtype"]).name not in ("float32", "bfloat16", "float16"):
-        return f"takes float32, bfloat16 and float16, not {jnp.dtype(case['dtype']).name}"
-    return ""
-
-
-def _cudnn_limits(case: Case) -> str:
-    if limit := _limits("cudnn", case):
-        return limit
-    if "dtype" in case and jnp.dtype(case["dtype"]).itemsize != 2:
-        return f"takes bfloat16 and float16, not {jnp.dtype(case['dtype']).name}"
+    if "dtype" in case and (dtype := jnp.dtype(case["dtype"]).name) not in _DTYPES[name]:
+        return f"takes {' and '.join(_DTYPES[name])}, not {dtype}"
+    if name != "cudnn":
+        return ""
     if case.get("head_dim", 0) % 8:
         return f"takes head widths that are multiples of 8, not {case['head_dim']}"
     if case.get("softcap") is not None:
         return "caps no scores"
-    if case.get("segments"):
-        return "knows no segments"
-    return ""
+    return "knows no segments" if case.get("segments") else ""
 
 
 IMPLEMENTATIONS = {
     "xla": Implementation(),
     "chunked": Implementation(),
-    "cudnn": Implementation(("gpu",), _cudnn_limits),
-    "pallas_gpu": Implementation(("gpu",), lambda case: _limits("pallas_gpu", case)),
-    "pallas_tpu": Implementation(("tpu",), lambda case: _limits("pallas_tpu", case)),
+    "cudnn": Implementation(("gpu",), partial(_limits, "cudnn")),
+    "pallas_gpu": Implementation(("gpu",), partial(_limits, "pallas_gpu")),
+    "pallas_tpu": Implementation(("tpu",), partial(_limits, "pallas_tpu")),
 }
 
 
