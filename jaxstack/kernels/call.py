@@ -34,7 +34,7 @@ def tpu(
     kernel: Callable[..., None],
     *args: Any,
     out: Sequence[Out],
-    semantics: tuple[str, ...],
+    semantics: tuple[Any, ...],
     vmem: int | None = None,
     **options: Any,
 ) -> Any:

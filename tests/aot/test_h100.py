@@ -1,10 +1,13 @@
 """The training step, compiled for 8 and 64 H100 by the CUDA plugin on a machine that has none."""
 
+import re
+
 import numpy as np
 import pytest
 
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed: pip install -e '.[test,cuda13]'")
 
+import programs
 from cases import ATTENTION, attention, attention_step, check, report
 
 from jaxstack.aot import hlo
@@ -66,3 +69,46 @@ def test_a_step_with_attention_kernels(implementation):
     found, scores = attention_step(implementation, "h100:1x1x4", fsdp=2, tensor=2)
     print(f"{implementation}: {found.temporary / 2**20:.1f} MiB, and scores would be {scores / 2**20:.1f}")
     assert found.temporary < scores
+
+
+ONE = "h100:1x1x1"
+
+
+def test_norms():
+    programs.norms(ONE, "gpu")
+
+
+def test_the_loss_never_holds_its_logits():
+    """At 8192 tokens, width 2048 and 131072 words: 4 GiB of logits, of which the kernel needs 15% at most."""
+    ratios = {name: programs.loss_memory(ONE, name) for name in ("xla", "chunked", "pallas_gpu")}
+    assert ratios["pallas_gpu"] <= 0.15 < ratios["chunked"] <= 0.35 < 1 <= ratios["xla"]
+    programs.odd_loss(ONE, "gpu")
+
+
+def test_experts_without_a_copy_of_the_rows_for_each():
+    """XLA's ragged_dot multiplies all rows with all experts on GPU, and holds them once for each: 128 times 16 MB."""
+    memory = {name: programs.experts_memory(ONE, name, 8190, 1000, 720, 128) for name in ("ragged", "pallas_gpu")}
+    print("MiB of temporaries:", {name: value >> 20 for name, value in memory.items()})
+    assert memory["ragged"] >= 128 * 8190 * 1000 * 2
+    assert memory["pallas_gpu"] < 1 << 20
+
+
+@pytest.mark.parametrize(("kind", "forward", "backward"), [("int8", "s8", "s8"), ("fp8", "f8e4m3fn", "f8e5m2")])
+def test_products_in_8_bits_are_matmuls_of_8_bits(kind, forward, backward):
+    """As Triton fusions, XLA's choice without a device: forward, and the gradient of x; that of w is of 16 bits."""
+    text = programs.low_precision(ONE, kind)
+    gemms = re.findall(r"^%gemm_fusion\S* \(\w[\w.]*: (\w+)\[[^:]*: (\w+)\[", text, re.MULTILINE)
+    assert sorted(gemms) == sorted([(forward, forward), (backward, forward), ("bf16", "bf16")])
+
+
+def test_products_in_int8_by_the_vendors_library():
+    """Where Triton is off. (Of fp8 this compiler makes products in float16 then.)"""
+    text = programs.low_precision(ONE, "int8", {"xla_gpu_enable_triton_gemm": False})
+    assert len(re.findall(r'= \(s32\[[^\n]*custom_call_target="__cublas\$lt\$matmul"', text)) == 2
+
+
+def test_a_step_with_every_kernel():
+    """FSDP, tensor parallelism and experts over 2 each: kernels within shard_map, in int8."""
+    text = programs.small_step("h100:1x1x8", fsdp=2, tensor=2, expert=2)
+    assert text.count("__gpu$xla.gpu.triton") >= 10
+    assert re.search(r" s32\[.*dot\(", text)

@@ -1,10 +1,13 @@
 """The training step, compiled for TPUs by libtpu on a machine that has none."""
 
+import re
+
 import numpy as np
 import pytest
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install -e '.[test,tpu]'")
 
+import programs
 from cases import ATTENTION, CASES, LARGE, attention, attention_step, check, report
 
 from jaxstack import aot, step
@@ -108,3 +111,42 @@ def test_a_step_with_attention_kernels():
     assert found.compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
     print(f"{found.temporary / 2**20:.1f} MiB, and scores would be {scores / 2**20:.1f}")
     assert found.temporary < scores
+
+
+ONE = "v5e:2x2"
+
+
+def test_norms():
+    programs.norms(ONE, "tpu")
+
+
+def test_the_loss_never_holds_its_logits():
+    """At 8192 tokens, width 2048 and 131072 words: 4 GiB of logits, of which the kernel needs 15% at most."""
+    ratios = {name: programs.loss_memory(ONE, name) for name in ("chunked", "pallas_tpu")}
+    assert ratios["pallas_tpu"] <= 0.15 < ratios["chunked"] <= 0.35
+    programs.odd_loss(ONE, "tpu")
+
+
+@pytest.mark.parametrize("shape", [(16384, 2048, 1408, 8), (8190, 1000, 720, 128)])
+def test_experts(shape):
+    print("MiB of temporaries:", programs.experts_memory(ONE, "pallas_tpu", *shape) >> 20)
+
+
+def test_products_in_int8_are_convolutions_of_int8():
+    """Forward, and the gradient of x; that of w is of 16 bits."""
+    text = programs.low_precision(ONE, "int8")
+    shapes = dict(re.findall(r"%([\w.-]+) = \(?(\w+)\[", text))
+    found = re.findall(r"= (\w+)\[\S* convolution\(%([\w.-]+), %([\w.-]+)\)", text)
+    assert sorted((out, shapes[a], shapes[b]) for out, a, b in found) == sorted(
+        [("s32", "s8", "s8"), ("s32", "s8", "s8"), ("bf16", "bf16", "bf16")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh"), [("v5e:2x4", {"fsdp": 2, "tensor": 2, "expert": 2}), ("v5p:2x2x1", {"tensor": 2, "expert": 2})]
+)
+def test_a_step_with_every_kernel(target, mesh):
+    """Kernels within shard_map, in int8."""
+    text = programs.small_step(target, **mesh)
+    assert text.count("tpu_custom_call") >= 10
+    assert re.search(r"= s32\[\S* convolution\(", text)

@@ -1,0 +1,111 @@
+"""Single ops and small steps with kernels on, compiled for a chip by both tests."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from cases import config
+from jax.sharding import SingleDeviceSharding
+
+from jaxstack import aot, kernels, step
+from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
+
+TOKENS, WIDTH, VOCAB = 8192, 2048, 131072
+HIDDEN, EXPERTS = 5632, 8
+LOGITS = TOKENS * VOCAB * 4
+"""Bytes of the logits in float32."""
+
+
+def compiled(target: str, f: Any, *shapes: tuple[tuple[int, ...], Any], options: Any = None) -> jax.stages.Compiled:
+    """A function of arrays on one device, and with (shape, dtype) each the program for it."""
+    where = SingleDeviceSharding(aot.devices(target)[0])
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in shapes]
+    return jax.jit(f).lower(*args).compile(compiler_options=options)
+
+
+def with_gradients(f: Any, count: int) -> Any:
+    """A function of f's `count` arguments and of a cotangent: f's value and gradients."""
+
+    def run(*args: jax.Array) -> Any:
+        value, vjp = jax.vjp(f, *args[:count])
+        return value, vjp(args[count])
+
+    return run
+
+
+def norms(target: str, platform: str) -> None:
+    """RMSNorm of a sum and LayerNorm, at the width of a model, of a head, and at odd ones."""
+    for rows, width in ((TOKENS, WIDTH), (TOKENS, 128), (1001, 1000)):
+        x, gain = ((rows, width), jnp.bfloat16), ((width,), jnp.float32)
+
+        def rms(x: Any, residual: Any, gain: Any) -> Any:
+            return sum(kernels.rms_norm(x, gain, residual, eps=1e-6, implementation=f"pallas_{platform}"))
+
+        def layer(x: Any, gain: Any, bias: Any) -> Any:
+            return kernels.layer_norm(x, gain, bias, eps=1e-6, implementation=f"pallas_{platform}")
+
+        compiled(target, with_gradients(rms, 3), x, x, gain, x)
+        compiled(target, with_gradients(layer, 3), x, gain, gain, x)
+
+
+def loss_memory(target: str, implementation: str) -> float:
+    """Temporaries of the loss with both gradients, as a part of the logits in float32."""
+
+    def loss(x: Any, head: Any, targets: Any, weights: Any) -> Any:
+        def total(x: Any, head: Any) -> Any:
+            return kernels.cross_entropy(x, head, targets, weights, implementation=implementation)
+
+        return jax.value_and_grad(total, (0, 1))(x, head)
+
+    ids = (4, TOKENS // 4)
+    shapes = [((*ids, WIDTH), jnp.bfloat16), ((WIDTH, VOCAB), jnp.bfloat16), (ids, jnp.int32), (ids, jnp.float32)]
+    temporary = compiled(target, loss, *shapes).memory_analysis().temp_size_in_bytes
+    print(f"{target} {implementation}: {temporary >> 20} MiB, {temporary / LOGITS:.3f} of the logits")
+    return temporary / LOGITS
+
+
+def odd_loss(target: str, platform: str) -> None:
+    """GPT-2's vocabulary, a width that no tile divides, a cap."""
+
+    def loss(x: Any, head: Any) -> Any:
+        ids = jnp.zeros((3, 67), jnp.int32)
+        how: dict[str, Any] = {"softcap": 30.0, "implementation": f"pallas_{platform}"}
+        return kernels.cross_entropy(x, head, ids, jnp.ones((3, 67)), **how)
+
+    compiled(target, jax.value_and_grad(loss, (0, 1)), ((3, 67, 600), jnp.bfloat16), ((600, 9999), jnp.bfloat16))
+
+
+def experts_memory(target: str, implementation: str, rows: int, width: int, hidden: int, experts: int) -> int:
+    """Bytes of temporaries of a grouped matmul with both gradients."""
+
+    def f(x: Any, w: Any, sizes: Any, dy: Any) -> Any:
+        y, vjp = jax.vjp(lambda x, w: kernels.grouped_matmul(x, w, sizes, implementation=implementation), x, w)
+        return y, *vjp(dy)
+
+    bf16 = jnp.bfloat16
+    shapes = [((rows, width), bf16), ((experts, width, hidden), bf16), ((experts,), jnp.int32), ((rows, hidden), bf16)]
+    return compiled(target, f, *shapes).memory_analysis().temp_size_in_bytes
+
+
+def low_precision(target: str, kind: str, options: Any = None) -> str:
+    """The program of a linear layer in 8 bits, with both gradients."""
+
+    def f(x: Any, w: Any) -> Any:
+        return kernels.quantized_matmul(x, w, kind=kind)
+
+    shapes = [((TOKENS, WIDTH), jnp.bfloat16), ((WIDTH, HIDDEN), jnp.bfloat16), ((TOKENS, HIDDEN), jnp.bfloat16)]
+    return compiled(target, with_gradients(f, 2), *shapes, options=options).as_text()
+
+
+def small_step(target: str, **mesh: int) -> str:
+    """The program of a training step of a small mixture of experts with every kernel of this project, in int8."""
+    model = ModelConfig(
+        num_layers=2, d_model=256, num_heads=4, vocab_size=4096, moe=MoEConfig(num_experts=8, top_k=2, d_ff=384)
+    )
+    cfg = config(model, 8, 256, "none", **mesh)
+    on = KernelsConfig(norm="pallas", cross_entropy="pallas", moe="pallas")
+    cfg = replace(cfg, kernels=on, train=replace(cfg.train, quant="int8"))
+    ctx, state, batch = aot.placed(cfg, target)
+    jitted: Any = step.jit_train_step(cfg, ctx, state)
+    return jitted.lower(state, batch).compile().as_text()
