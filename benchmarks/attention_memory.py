@@ -1,4 +1,4 @@
-"""Memory of attention and its gradients, compiled for chips that are not here: `python benchmarks/attention_memory.py tpu`
+"""Memory of attention with gradients, compiled for chips that are not here; `python benchmarks/attention_memory.py tpu`
 and `... cuda`.
 
 Each in the environment of its extra (`[test,tpu]`, `[test,cuda13]`); together they write results/attention_memory.json:

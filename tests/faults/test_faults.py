@@ -333,7 +333,7 @@ def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
     # Number 13: one process goes on with what two began, on a mesh of its own.
     out, _ = run(*argv, "--mesh.data=1")
     assert f"resumed from step {step}" in out
-    # Between processes gloo adds the parts in another order than XLA within one: a unit in the last place (1e-7) a step.
+    # Across processes gloo adds the parts in another order than XLA within one, a unit in the last place (1e-7) a step.
     # Over 24 steps of Muon 5e-7 was measured; six times that is given.
     for number, loss in losses(tmp_path / "run").items():
         assert loss == pytest.approx(losses(straight)[number], rel=3e-6)
