@@ -13,6 +13,7 @@ FLOORS = {
     "collectives": 0,
     "exits": 0,
     "files": 0,
+    "chips": 0,
     "platform": 1,
     "cli": 1,
     "distributed": 1,
@@ -35,11 +36,9 @@ FLOORS = {
     "data": 6,
     "optim": 6,
     "losses": 6,
-    "plan": 6,
     "checkpoint": 6,
     "loggers": 6,
     "generate": 9,
-    "metrics": 7,
     "feed": 7,
     "step": 7,
     "aot": 8,
@@ -47,14 +46,16 @@ FLOORS = {
     "profile": 8,
     "report": 8,
     "convert": 9,
-    "progress": 8,
+    "plan": 9,
     "tracing": 8,
-    "train": 10,
-    "__main__": 11,
+    "metrics": 10,
+    "progress": 11,
+    "train": 12,
+    "__main__": 13,
 }
 
 JAX_FREE = {
-    "config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals", "supervise", "goodput",
+    "chips", "config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals", "supervise", "goodput",
     "loggers", "report", "__main__", "sinks",
 }  # fmt: skip
 """What runs before JAX starts, for quick help and quick errors."""

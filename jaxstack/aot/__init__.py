@@ -16,28 +16,22 @@ import jax.numpy as jnp
 
 from jaxstack import step
 from jaxstack.aot import formula, hlo
+from jaxstack.chips import CHIPS
 from jaxstack.config import Config, ConfigError
 from jaxstack.context import Context
 from jaxstack.sharding import make_mesh
 
-HBM = {
-    "v4": 32 << 30,
-    "v5e": 16 << 30,
-    "v5p": 95 << 30,
-    "v6e": 32 << 30,
-    "h100": 80 << 30,
-}
-"""Bytes of memory of one device, from the makers' data sheets (cloud.google.com/tpu/docs/system-architecture-tpu-vm,
-NVIDIA H100 SXM5)."""
+TARGETS = ("v4", "v5e", "v5p", "v6e", "h100", "h200")
+"""Chips that can be compiled for, of `chips.CHIPS`."""
 
-_H100 = """gpu_device_info {
+_HOPPER = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  block_dim_limit_z: 65535 memory_bandwidth: %d l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: %d shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-} platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H100 80GB HBM3\""""
-"""What the CUDA compiler asks of a device, as an H100 SXM5 answers it: XLA's `GpuTargetConfigProto`."""
+} platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "%s\""""
+"""What the CUDA compiler asks of a device, as an H100 SXM5 and an H200 answer it: XLA's `GpuTargetConfigProto`."""
 
 
 class Unavailable(RuntimeError):
@@ -98,9 +92,9 @@ def devices(target: str) -> list[Any]:
       Unavailable: its compiler is not installed.
     """
     chip, _, topology = target.partition(":")
-    if chip not in HBM or not topology:
+    if chip not in TARGETS or not topology:
         raise ConfigError(
-            f"target={target} must be one of {', '.join(HBM)} with a topology: v5e:4x4 is 16 TPUs, h100:1x8x8 is 1 "
+            f"target={target} must be one of {', '.join(TARGETS)} with a topology: v5e:4x4 is 16 TPUs, h100:1x8x8 is 1 "
             f"slice of 8 hosts of 8 GPUs"
         )
     # Read when the compiler is loaded: there is no metadata server to ask, and no driver to check.
@@ -108,10 +102,12 @@ def devices(target: str) -> list[Any]:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from jax.experimental import topologies
 
-    gpu = chip == "h100"
+    gpu = CHIPS[chip].kinds[0].startswith("NVIDIA")
     arguments: dict[str, Any] = {"platform": "tpu", "topology_name": target}
     if gpu:
-        arguments = {"platform": "cuda", "topology_name": chip, "topology": topology, "target_config": _H100}
+        free = 84942979072 if chip == "h100" else CHIPS[chip].memory  # what a driver leaves of it, where it was seen
+        description = _HOPPER % (CHIPS[chip].bandwidth, free, CHIPS[chip].kinds[0])
+        arguments = {"platform": "cuda", "topology_name": chip, "topology": topology, "target_config": description}
     try:
         return list(topologies.get_topology_desc(**arguments).devices)
     except Exception as error:  # the plugins raise what they like, and JAX says no more than that there is none
@@ -160,12 +156,15 @@ def compile(cfg: Config, target: str) -> Report:
             compiled.as_text(), ctx.mesh.shape, ctx.pipeline.turns if ctx.pipeline is not None else None
         ),
         expected=formula.traffic(cfg, ctx),
-        hbm=HBM[target.partition(":")[0]],
+        hbm=CHIPS[target.partition(":")[0]].memory,
     )
 
 
 def matmul_flops(f: Any, *args: Any) -> float:
-    """FLOPs of the matmuls of one device in a function, loops counted out, by its jaxpr; a multiply-add is two."""
+    """FLOPs of the matmuls of one device in a function, loops counted out, by its jaxpr; a multiply-add is two.
+
+    What a Pallas kernel computes, and a loop whose turns are not known, is not counted.
+    """
     return _flops(jax.make_jaxpr(f)(*args).jaxpr)
 
 
@@ -179,6 +178,11 @@ def _flops(jaxpr: Any) -> float:
             for dim in contracted:
                 depth *= left[dim]
             total += 2 * depth * equation.outvars[0].aval.size
+        elif equation.primitive.name.startswith("ragged_dot"):
+            # Rows of one expert after another [N, I]: each times its own matrix [E, I, O], or with its own row [N, O].
+            left, right = (x.aval.shape for x in equation.invars[:2])
+            outputs = equation.outvars[0].aval.shape[-1]
+            total += 2 * left[0] * left[1] * outputs if len(right) == 3 else 2 * left[0] * left[1] * right[1]
         inner = sum(_flops(sub) for sub in jax.core.jaxprs_in_params(equation.params))
         total += inner * equation.params.get("length", 1) if equation.primitive.name == "scan" else inner
     return total

@@ -112,7 +112,7 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
 
     # Experts: pairs of token and choice.
     if m.moe.num_experts:
-        k, pairs = m.moe.choices, _pairs(m.moe, rows, length, sizes["expert"])
+        k, pairs = m.moe.choices, room_for_pairs(m.moe, rows, length, sizes["expert"])
         if m.moe.capacity_factor is None:
             add("all-to-all", ("expert",), (pairs,), runs * (1 + int(remat != "none")), "experts' numbers", "s32")
         # The way back is repeated for the gradient of the routing weights.
@@ -132,8 +132,8 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
         held = [names_of(ctx.rules.parameters[axis]) for axis in p.axes]
         held_axes = {a for names in held for a in names}
         stored = ("fsdp",) if "fsdp" in held_axes else ()
-        part: tuple[int, ...] = _part(p, held, sizes)
-        whole: tuple[int, ...] = _part(p, [tuple(a for a in names if a not in stored) for names in held], sizes)
+        part: tuple[int, ...] = share(p, held, sizes)
+        whole: tuple[int, ...] = share(p, [tuple(a for a in names if a not in stored) for names in held], sizes)
         layers = 1
         if p.stacked and ctx.pipeline is None:
             part, whole, layers = part[1:], whole[1:], L
@@ -166,14 +166,14 @@ def _microbatches(ctx: Context) -> int:
     return 1 if ctx.pipeline is None else ctx.pipeline.schedule.microbatches
 
 
-def _pairs(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
+def room_for_pairs(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
     """Room for pairs of token and choice in the buffers of a device: the worst case, or what the capacity leaves."""
     if moe.capacity_factor is None:
         return shards * rows * length * moe.choices
     return moe.num_experts * rows * min(ceil(moe.capacity_factor * length * moe.choices / moe.num_experts), length)
 
 
-def _part(p: Param, held: list[tuple[str, ...]], sizes: Mapping[str, int]) -> tuple[int, ...]:
+def share(p: Param, held: list[tuple[str, ...]], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Shape of a device's part."""
     return tuple(size // math.prod(sizes[a] for a in names) for size, names in zip(p.shape, held, strict=True))
 
@@ -210,9 +210,9 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
 
     spec = flat_spec(ctx.stored(model.spec(m)))
     held = {path: [names_of(ctx.rules.parameters[axis]) for axis in p.axes] for path, p in spec.items()}
-    part = {path: math.prod(_part(p, held[path], sizes)) for path, p in spec.items()}
+    part = {path: math.prod(share(p, held[path], sizes)) for path, p in spec.items()}
     whole = {  # as a layer uses it, gathered
-        path: math.prod(_part(p, [tuple(a for a in names if a != "fsdp") for names in held[path]], sizes))
+        path: math.prod(share(p, [tuple(a for a in names if a != "fsdp") for names in held[path]], sizes))
         for path, p in spec.items()
     }
     cast = sum(size for path, size in part.items() if spec[path].kind in ("matrix", "table"))
@@ -224,7 +224,7 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     heads = tokens * m.head_width * (2 * m.num_heads + 2 * m.kv_heads) // T  # q, k, v and what attention gives
     ups = 2 if m.gated else 1
     if m.moe.num_experts:
-        pairs = _pairs(m.moe, rows, tokens // rows, sizes["expert"])
+        pairs = room_for_pairs(m.moe, rows, tokens // rows, sizes["expert"])
         hidden = pairs * m.expert_width // T + tokens * m.moe.shared_experts * m.expert_width // T
         travelled = pairs * m.d_model
     else:
@@ -258,9 +258,9 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
         waiting = 0 if ctx.pipeline.turns_at_once else ctx.pipeline.slots
         saved += e * (4 + waiting) * stream // n / layers  # what is sent and has come, and outputs that wait to turn
     return {
-        "parameters, float32": _bytes(state.params),
-        "optimizer state": _bytes(replace(state, params=())),
-        "batch": _bytes(batch),
+        "parameters, float32": bytes_of(state.params),
+        "optimizer state": bytes_of(replace(state, params=())),
+        "batch": bytes_of(batch),
         f"parameters in {t.dtype}": e * cast if e != 4 else 0,
         "gradients": gradients,
         f"saved by {layers} layers, remat {t.remat}": layers * saved,
@@ -268,6 +268,6 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     }
 
 
-def _bytes(tree: Any) -> float:
+def bytes_of(tree: Any) -> float:
     """Bytes of an abstract tree on one device."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxstack import model
+from jaxstack import chips, model
 from jaxstack.config import ModelConfig
 from jaxstack.params import Param
 
@@ -56,25 +56,6 @@ def flops_per_token(cfg: ModelConfig, seq_len: int) -> Flops:
     return Flops(dense + 3.0 * per_pair * S * cfg.num_layers, dense + 3.0 * per_pair * seen)
 
 
-PEAK_BF16_FLOPS: dict[str, float] = {
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA L40S": 362e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-}
-"""Dense bf16 FLOP/s of one device, from the makers' data sheets, by `jax.Device.device_kind`."""
-
-
 def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float | None:
     """Model FLOPs utilisation as a fraction, or None where the peak is not known: never a guess.
 
@@ -82,7 +63,8 @@ def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float
       flops_per_s: model FLOPs done in a second by all devices together.
       device_kind: as JAX names it.
       devices: how many.
-      dtype: of the matmuls; only bfloat16 has peaks here.
+      dtype: of the matmuls; only of bfloat16 is it told, the one that runs are compared by.
     """
-    peak = PEAK_BF16_FLOPS.get(device_kind)
-    return None if peak is None or dtype != "bfloat16" else flops_per_s / (peak * devices)
+    name = chips.name_of(device_kind)
+    peak = chips.CHIPS[name].flops.get("bfloat16") if name and dtype == "bfloat16" else None
+    return None if peak is None else flops_per_s / (peak * devices)

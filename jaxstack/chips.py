@@ -1,0 +1,93 @@
+"""Accelerators as data: what one device computes, holds and moves at most, by its maker's data sheet."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device; of several makes of a chip, the one that `kinds` names.
+
+    Attributes:
+      kinds: `jax.Device.device_kind`.
+      flops: dense FLOP/s of its matrix units by dtype of the operands, without sparsity. `float32` is true float32
+        where the chip has it: JAX's default for float32 on a GPU is TensorFloat-32, which is `tensorfloat32`.
+      bandwidth: bytes/s of its memory.
+      memory: bytes of it.
+      link: bytes/s that it sends to devices of its host or slice, over all its links together, in one direction.
+      source: of these figures.
+    """
+
+    kinds: tuple[str, ...]
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory: int
+    link: float
+    source: str
+
+
+_TPU = "cloud.google.com/tpu/docs/{0}; link: half of the two directions together"
+_NVIDIA = "NVIDIA {0} data sheet; dense: half of the figure with sparsity; link: half of the two directions together"
+_HOPPER = {
+    "bfloat16": 989.4e12, "float16": 989.4e12, "tensorfloat32": 494.7e12, "float32": 66.9e12,
+    "float8": 1978.9e12, "int8": 1978.9e12,
+}  # fmt: skip
+_AMPERE = {
+    "bfloat16": 312e12, "float16": 312e12, "tensorfloat32": 156e12, "float32": 19.5e12, "int8": 624e12
+}  # fmt: skip
+_BLACKWELL = {
+    "bfloat16": 2250e12, "float16": 2250e12, "tensorfloat32": 1125e12, "float32": 75e12,
+    "float8": 4500e12, "int8": 4500e12,
+}  # fmt: skip
+
+CHIPS: dict[str, Chip] = {
+    "v100": Chip(
+        ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), {"float16": 125e12, "float32": 15.7e12},
+        900e9, 16 << 30, 150e9, "NVIDIA V100 data sheet (SXM2, 16 GB); link: half of the two directions together",
+    ),
+    "a100": Chip(("NVIDIA A100-SXM4-80GB",), _AMPERE, 2039e9, 80 << 30, 300e9, _NVIDIA.format("A100 80GB SXM")),
+    "a100_pcie": Chip(("NVIDIA A100 80GB PCIe",), _AMPERE, 1935e9, 80 << 30, 32e9, _NVIDIA.format("A100 80GB PCIe")),
+    "a100_40gb": Chip(
+        ("NVIDIA A100-SXM4-40GB",), _AMPERE, 1555e9, 40 << 30, 300e9, _NVIDIA.format("A100 40GB SXM")
+    ),
+    "a100_40gb_pcie": Chip(
+        ("NVIDIA A100-PCIE-40GB",), _AMPERE, 1555e9, 40 << 30, 32e9, _NVIDIA.format("A100 40GB PCIe")
+    ),
+    "h100": Chip(("NVIDIA H100 80GB HBM3",), _HOPPER, 3350e9, 80 << 30, 450e9, _NVIDIA.format("H100 SXM5")),
+    "h100_pcie": Chip(
+        ("NVIDIA H100 PCIe",),
+        {"bfloat16": 756e12, "float16": 756e12, "tensorfloat32": 378e12, "float32": 51.2e12, "float8": 1513e12,
+         "int8": 1513e12},
+        2000e9, 80 << 30, 64e9, _NVIDIA.format("H100 PCIe"),
+    ),
+    "h200": Chip(("NVIDIA H200",), _HOPPER, 4800e9, 141 * 10**9, 450e9, _NVIDIA.format("H200 SXM")),
+    "b200": Chip(("NVIDIA B200",), _BLACKWELL, 8000e9, 180 * 10**9, 900e9, _NVIDIA.format("DGX B200, an eighth of it")),
+    "l4": Chip(
+        ("NVIDIA L4",),
+        {"bfloat16": 121e12, "float16": 121e12, "tensorfloat32": 60e12, "float32": 30.3e12, "float8": 242.5e12,
+         "int8": 242.5e12},
+        300e9, 24 << 30, 32e9, _NVIDIA.format("L4"),
+    ),
+    "l40s": Chip(
+        ("NVIDIA L40S",),
+        {"bfloat16": 362e12, "float16": 362e12, "tensorfloat32": 183e12, "float32": 91.6e12, "float8": 733e12,
+         "int8": 733e12},
+        864e9, 48 << 30, 32e9, _NVIDIA.format("L40S"),
+    ),
+    "v4": Chip(("TPU v4",), {"bfloat16": 275e12, "int8": 275e12}, 1228e9, 32 << 30, 300e9, _TPU.format("v4")),
+    "v5e": Chip(
+        ("TPU v5 lite", "TPU v5e"), {"bfloat16": 197e12, "int8": 393e12}, 819e9, 16 << 30, 200e9, _TPU.format("v5e")
+    ),
+    "v5p": Chip(
+        ("TPU v5", "TPU v5p"), {"bfloat16": 459e12, "int8": 918e12}, 2765e9, 95 << 30, 600e9, _TPU.format("v5p")
+    ),
+    "v6e": Chip(
+        ("TPU v6 lite", "TPU v6e"), {"bfloat16": 918e12, "int8": 1836e12}, 1640e9, 32 << 30, 448e9, _TPU.format("v6e")
+    ),
+}  # fmt: skip
+"""By the name that commands take. Bandwidths and peaks are what no program exceeds, not what one reaches."""
+
+
+def name_of(device_kind: str) -> str | None:
+    """The name in `CHIPS` of what JAX calls so, or None: never a guess."""
+    return next((name for name, chip in CHIPS.items() if device_kind in chip.kinds), None)
