@@ -12,10 +12,11 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def record(name: str, result: dict[str, Any]) -> Path:
-    """Writes `results/<name>.json`: the result, the device, versions, command and commit."""
+def record(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
+    """Writes `results/<name>.json`, or into another folder: the result, device, versions, command and commit (null
+    outside of git). A benchmark of an accelerator gives its own `device`."""
     versions = {"python": platform.python_version()}
-    for package in ("jax", "jaxlib", "numpy", "optax", "torch", "transformers"):
+    for package in ("jax", "jaxlib", "numpy", "flax", "optax", "jax-cuda13-plugin", "torch", "triton", "transformers"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -29,16 +30,19 @@ def record(name: str, result: dict[str, Any]) -> Path:
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         **result,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder = folder or RESULTS
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(whole, indent=1) + "\n")
     return path
 
 
-def _git(*words: str) -> str:
-    return subprocess.run(
-        ["git", *words], capture_output=True, text=True, check=True, cwd=RESULTS.parent
-    ).stdout.strip()
+def _git(*words: str) -> str | None:
+    try:
+        found = subprocess.run(["git", *words], capture_output=True, text=True, check=True, cwd=RESULTS.parent)
+    except (OSError, subprocess.CalledProcessError):  # a copy of the files alone
+        return None
+    return found.stdout.strip()
 
 
 def _processor() -> str:

@@ -120,9 +120,10 @@ class Worker:
             [sys.executable, self.script, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._say(json.dumps(job))
-        self.first_step_s = self._hear()["first_step_s"]
+        self.first = self._hear()  # what the worker says of itself
+        self.first_step_s = self.first["first_step_s"]
 
-    def turn(self, steps: int) -> dict[str, float]:
+    def turn(self, steps: int) -> dict[str, Any]:
         self._say(str(steps))
         return self._hear()
 
@@ -134,7 +135,7 @@ class Worker:
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
-    def _hear(self) -> dict[str, float]:
+    def _hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

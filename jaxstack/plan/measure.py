@@ -46,7 +46,7 @@ def this_chip(device: jax.Device, dtype: str) -> Chip:
     n = 1024 if device.platform == "cpu" else 8192
     a, b = (jax.device_put(_random((n, n), dtype, i), device) for i in range(2))
     peak = 2 * n**3 / seconds(jax.jit(jnp.matmul), a, b)
-    big = jax.device_put(_random(((1 << 25) if device.platform == "cpu" else (1 << 29),), "bfloat16", 2), device)
+    big = jax.device_put(_random(((1 << 25) if device.platform == "cpu" else (1 << 29),), dtype, 2), device)
     bandwidth = 2 * big.nbytes / seconds(jax.jit(lambda x: -x), big)
     stats = device.memory_stats() or {}
     return Chip((device.device_kind,), {dtype: peak}, bandwidth, stats.get("bytes_limit", 0), 0.0, "measured here")

@@ -1,0 +1,387 @@
+"""Every implementation of every hot operation on the device at hand: `python benchmarks/kernels.py [--ops norm ...]`
+
+Needs jax, flax, optax, numpy and pyyaml, and nothing of torch. What runs is read from the tables of `jaxstack.kernels`
+and `jaxstack.moe`: an implementation that is added there is measured here. Shapes are those of models of 1 to 8e9
+parameters; arrays are random, in bfloat16. On a CPU: those of `train_cpu.py`, in float32.
+
+An operation runs in a loop on the device, so that dispatching it costs nothing; implementations take turns, round
+after round, and the median counts. Beside the time stand FLOP/s and bytes/s by what the operation *needs* (attention:
+what the causal mask leaves, and four matmuls in its backward pass for two in its forward pass; norms: each array once),
+the least time by the chip's data sheet and by what a large matmul and a large copy reach here in the same run, and the
+memory that the compiler plans beside arguments. About five minutes on a GPU; `--seconds` ends it sooner. Writes
+`results/kernels_<device>.json`. `--small` is a smoke test.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import record
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+TURN_S = 0.02  # of one turn of the loop: long beside a dispatch
+PASSES = ("forward", "forward and backward")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one operation.
+
+    Attributes:
+      op: its key in the tables.
+      name: of the shape.
+      args: arrays, made when the case begins.
+      call: from an implementation's name to a function of them.
+      flops, bytes: needed, by pass.
+      choice: what the tables ask about a case.
+      others: functions to measure beside, by name.
+      differentiated: how many of the arguments get a gradient, from the first on.
+    """
+
+    op: str
+    name: str
+    args: Callable[[], tuple[Any, ...]]
+    call: Callable[[str], Callable[..., Any]]
+    flops: tuple[float, float]
+    bytes: tuple[float, float]
+    choice: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    differentiated: int = 1
+
+
+def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxstack import kernels, moe
+
+    e = jnp.dtype(dtype).itemsize
+    key = iter(jax.random.split(jax.random.key(0), 1000))
+
+    def random(*shape: int, scale: float = 1.0) -> jax.Array:
+        return (scale * jax.random.normal(next(key), shape)).astype(dtype)
+
+    found: list[Case] = []
+
+    def attention(B: int, S: int, H: int, G: int, K: int) -> None:
+        pairs = B * H * S * (S + 1) / 2
+        q, kv = e * B * S * H * K, e * B * S * G * K
+        found.append(
+            Case(
+                "attention",
+                f"batch {B}, sequence {S}, heads {H}/{G} of {K}, causal",
+                lambda: (random(B, S, H, K), random(B, S, G, K), random(B, S, G, K)),
+                lambda name: lambda q, k, v: kernels.attention(q, k, v, scale=K**-0.5, implementation=name),
+                (4 * pairs * K, 12 * pairs * K),
+                (2 * q + 2 * kv, 6 * q + 6 * kv),
+                {"dtype": jnp.dtype(dtype), "head_dim": K, "softcap": None},
+                differentiated=3,
+            )
+        )
+
+    def norm(N: int, D: int) -> None:
+        found.append(
+            Case(
+                "norm",
+                f"RMSNorm, {N} x {D}",
+                lambda: (random(N, D), jnp.ones(D)),
+                lambda name: lambda x, g: kernels.rms_norm(x, g, eps=1e-6, implementation=name),
+                (4.0 * N * D, 14.0 * N * D),
+                (2.0 * e * N * D, 5.0 * e * N * D),
+                {"dtype": jnp.dtype(dtype), "d_model": D},
+                {"copy": lambda x, g: -x},
+                differentiated=2,
+            )
+        )
+
+    def cross_entropy(B: int, S: int, D: int, V: int) -> None:
+        product = 2.0 * B * S * D * V
+        arrays = e * (B * S * D + D * V)
+        found.append(
+            Case(
+                "cross_entropy",
+                f"{B * S} tokens, width {D}, vocabulary {V}",
+                lambda: (
+                    random(B, S, D),
+                    random(D, V, scale=D**-0.5),
+                    jax.random.randint(next(key), (B, S), 0, V),
+                    jnp.ones((B, S)),
+                ),
+                lambda name: lambda x, w, t, m: kernels.cross_entropy(x, w, t, m, implementation=name),
+                (product, 3 * product),
+                (arrays, 3 * arrays),
+                {"dtype": jnp.dtype(dtype), "d_model": D, "vocab_size": V, "softcap": None},
+                differentiated=2,
+            )
+        )
+
+    def grouped(N: int, E: int, D: int, F: int) -> None:
+        loads = np.random.default_rng(0).dirichlet(np.full(E, 2.0)) * N  # uneven: the busiest has about thrice the mean
+        sizes = loads.astype(np.int32)
+        sizes[-1] += N - sizes.sum()
+        product, arrays = 2.0 * N * D * F, e * (N * D + E * D * F + N * F)
+        found.append(
+            Case(
+                "moe",
+                f"{N} rows of {D} to {F}, {E} uneven experts, the busiest {sizes.max() * E / N:.1f} x the mean",
+                lambda: (random(N, D), random(E, D, F, scale=D**-0.5), jnp.asarray(sizes)),
+                lambda name: lambda x, w, s: _product(kernels, moe, name)(x, w, s),
+                (product, 3 * product),
+                (arrays, 3 * arrays),
+                {"dtype": jnp.dtype(dtype), "d_model": D},
+                {"one dense matmul": lambda x, w, s: x @ w[0]},
+                differentiated=2,
+            )
+        )
+
+    def linear(N: int, D: int, F: int) -> None:
+        product, arrays = 2.0 * N * D * F, e * (N * D + D * F + N * F)
+        found.append(
+            Case(
+                "linear",
+                f"{N} x {D} x {F}",
+                lambda: (random(N, D), random(D, F, scale=D**-0.5)),
+                lambda name: lambda x, w: kernels.linear(x, w, implementation=name),
+                (product, 3 * product),
+                (arrays, 3 * arrays),
+                {"dtype": jnp.dtype(dtype)},
+                differentiated=2,
+            )
+        )
+
+    def gelu(N: int, D: int) -> None:
+        found.append(
+            Case(
+                "gelu",
+                f"exact, {N} x {D}",
+                lambda: (random(N, D),),
+                lambda name: lambda x: kernels.gelu(x, implementation=name),
+                (8.0 * N * D, 16.0 * N * D),
+                (2.0 * e * N * D, 5.0 * e * N * D),
+                {"dtype": jnp.dtype(dtype)},
+            )
+        )
+
+    if small:
+        attention(1, 128, 4, 2, 16)
+        norm(64, 128)
+        cross_entropy(2, 32, 32, 64)
+        grouped(256, 8, 32, 64)
+        linear(64, 32, 64)
+        gelu(64, 64)
+        return found
+    if platform == "cpu":  # of train_cpu.py's jobs
+        attention(4, 512, 8, 4, 64)
+        attention(16, 256, 6, 6, 64)
+        norm(4096, 512)
+        cross_entropy(4, 256, 512, 8192)
+        grouped(4096, 64, 256, 512)
+        linear(2048, 512, 1408)
+        gelu(4096, 1536)
+        return found
+    attention(8, 2048, 16, 16, 128)
+    attention(4, 4096, 32, 8, 128)
+    attention(2, 8192, 16, 16, 128)
+    attention(8, 2048, 32, 32, 64)
+    attention(4, 4096, 32, 32, 64)
+    norm(8192, 4096)
+    cross_entropy(4, 2048, 2048, 128256)
+    cross_entropy(4, 2048, 4096, 128256)
+    grouped(32768, 64, 2048, 1408)
+    linear(8192, 4096, 4096)
+    gelu(8192, 16384)
+    return found
+
+
+def _product(kernels: Any, moe: Any, name: str) -> Callable[..., Any]:
+    """The grouped matmul of that name."""
+    if hasattr(kernels, "grouped_matmul"):
+        return lambda x, w, sizes: kernels.grouped_matmul(x, w, sizes, implementation=name)
+    from jaxstack.moe import matmul
+
+    return {"ragged": matmul.ragged_matmul, "grouped": matmul.grouped_matmul}[name]
+
+
+def both(f: Callable[..., Any], differentiated: int) -> Callable[..., Any]:
+    """`f` and its gradients, by an incoming gradient that is no constant: XLA would make less of it."""
+    import jax
+
+    def run(*args: Any) -> Any:
+        held = args[differentiated:]
+        y, back = jax.vjp(lambda *given: f(*given, *held), *args[:differentiated])
+        return y, back(jax.lax.optimization_barrier(jax.tree.map(lambda a: a * 0.5, y)))
+
+    return run
+
+
+class Loop:
+    """A function that runs again and again on the device. A barrier ties each turn to the one before it, so that none
+    is left out. How many turns it has is known when it is compiled: else a GPU would ask the host before each."""
+
+    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        def first_of(out: Any) -> Any:
+            return sum(leaf.ravel()[0].astype(jnp.float32) for leaf in jax.tree.leaves(out))
+
+        def turn(_: Any, state: Any) -> Any:
+            args, _ = jax.lax.optimization_barrier(state)
+            return args, f(*args)
+
+        def run(*args: Any) -> Any:
+            out = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(f, *args))
+            return first_of(jax.lax.fori_loop(0, self.turns, turn, (args, out))[1])
+
+        once = jax.jit(f).lower(*args).compile()
+        self.memory = once.memory_analysis()
+        if not math.isfinite(first_of(once(*args))):
+            raise FloatingPointError("the result is not finite")
+        self._args, self.times = args, []  # type: tuple[Any, list[float]]
+        begin = time.perf_counter()
+        jax.block_until_ready([once(*args) for _ in range(3)][-1])
+        self.turns = min(max(round(TURN_S / ((time.perf_counter() - begin) / 3)), 1), 2000)
+        self._run: Any = jax.jit(run).lower(*args).compile()
+        self.measure()
+        self.times.clear()
+
+    def measure(self) -> None:
+        begin = time.perf_counter()
+        float(self._run(*self._args))  # waits for the result
+        self.times.append((time.perf_counter() - begin) / self.turns)
+
+
+def run_case(case: Case, table: Any, platform: str, rounds: int, peaks: Any, only: list[str] | None) -> dict[str, Any]:
+    from jaxstack.kernels import choice
+
+    loops: dict[tuple[str, str], Loop] = {}
+    left_out: dict[str, str] = {}
+    args = case.args()
+    ways = {name: case.call(name) for name in table if name != "reference" and (only is None or name in only)}
+    for name, f in (ways | case.others).items():
+        if name in table:
+            try:
+                choice.choose(case.op, table, name, platform, case.choice)
+            except ValueError as error:
+                left_out[name] = str(error)
+                continue
+        for passed in PASSES:
+            if name == "copy" and passed != "forward":
+                continue
+            try:
+                loops[name, passed] = Loop(f if passed == "forward" else both(f, case.differentiated), args)
+            except Exception as error:  # of any compiler; the others go on
+                left_out[f"{name}, {passed}"] = f"{type(error).__name__}: {str(error)[:300]}"
+    for turn in range(rounds):
+        names = list(loops)
+        first = turn % max(len(names), 1)
+        for key in names[first:] + names[:first]:  # nobody always follows the same neighbour
+            loops[key].measure()
+    rows = []
+    for (name, passed), loop in loops.items():
+        which = PASSES.index(passed)
+        seconds, flops, size = median(loop.times), case.flops[which], case.bytes[which]
+        least = {key: max(flops / peak, size / bandwidth) for key, (peak, bandwidth) in peaks.items()}
+        rows.append({
+            "implementation": name,
+            "pass": passed,
+            "ms": round(1e3 * seconds, 4),
+            "flops_per_s": round(flops / seconds),
+            "bytes_per_s": round(size / seconds),
+            "least_ms": {key: round(1e3 * value, 4) for key, value in least.items()},
+            "of_roofline": {key: round(value / seconds, 3) for key, value in least.items()},
+            "temporary_bytes": loop.memory.temp_size_in_bytes,
+            "output_bytes": loop.memory.output_size_in_bytes,
+            "argument_bytes": loop.memory.argument_size_in_bytes,
+        })  # fmt: skip
+        share = next(reversed(rows[-1]["of_roofline"].values()), None)
+        note = "  (above what memory gives: held in a cache?)" if share and share > 1.1 else ""
+        print(
+            f"  {passed:<22} {name:<18} {1e3 * seconds:>10.3f} ms {flops / seconds / 1e9:>10,.1f} GFLOP/s "
+            f"{size / seconds / 1e9:>8.1f} GB/s {loop.memory.temp_size_in_bytes / 2**20:>9.0f} MiB beside{note}",
+            flush=True,
+        )
+    for name, why in left_out.items():
+        print(f"  {name}: left out: {why[:160]}", flush=True)
+    return {
+        "op": case.op,
+        "case": case.name,
+        "flops": dict(zip(PASSES, case.flops, strict=True)),
+        "bytes": dict(zip(PASSES, case.bytes, strict=True)),
+        "rows": rows,
+        "left_out": left_out,
+    }
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--ops", nargs="+", help="default: all that have cases")
+    arguments.add_argument("--implementations", nargs="+", help="default: all that run here")
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--seconds", type=float, default=280, help="begin no case after so many")
+    arguments.add_argument("--small", action="store_true", help="tiny shapes: does it run?")
+    arguments.add_argument("--out", type=Path, help="folder of the result file (default: results/; of --small: none)")
+    given = arguments.parse_args()
+    begin = time.perf_counter()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+
+    import jax
+
+    from jaxstack.chips import CHIPS, name_of
+    from jaxstack.context import OPS
+    from jaxstack.kernels import choice
+    from jaxstack.plan import measure
+
+    device = jax.devices()[0]
+    platform = choice.platform_of(device)
+    dtype = "float32" if platform == "cpu" else "bfloat16"
+    peaks: dict[str, tuple[float, float]] = {}
+    if (name := name_of(device.device_kind)) is not None:
+        peaks["data sheet"] = (CHIPS[name].flops[dtype], CHIPS[name].bandwidth)
+    if not given.small:
+        here = measure.this_chip(device, dtype)
+        peaks["measured"] = (here.flops[dtype], here.bandwidth)
+        print(f"{device.device_kind}: a matmul reaches {here.flops[dtype] / 1e12:.4g} TFLOP/s, a copy "
+              f"{here.bandwidth / 1e9:.1f} GB/s", flush=True)  # fmt: skip
+    every = cases(given.small, platform, dtype)
+    known = {case.op for case in every}
+    print(f"no cases for {', '.join(op for op in OPS if op not in known)}", flush=True)
+    found: list[dict[str, Any]] = []
+    skipped = []
+    for case in every:
+        if given.ops and case.op not in given.ops:
+            continue
+        if time.perf_counter() - begin > given.seconds:
+            skipped.append(f"{case.op}: {case.name}")
+            continue
+        print(f"{case.op}: {case.name}", flush=True)
+        found.append(run_case(case, OPS[case.op], platform, given.rounds, peaks, given.implementations))
+    for name in skipped:
+        print(f"no time left for {name}", flush=True)
+    if not any(row for case in found for row in case["rows"]):
+        sys.exit("nothing ran")
+    if given.small and given.out is None:
+        return
+    result = {
+        "device": device.device_kind,
+        "dtype": dtype,
+        "rounds": given.rounds,
+        "load_average": os.getloadavg()[0],
+        "peaks": {key: {"flops_per_s": peak, "bytes_per_s": rate} for key, (peak, rate) in peaks.items()},
+        "skipped": skipped,
+        "cases": found,
+    }
+    own = device.device_kind.lower().replace(" ", "_").removeprefix("nvidia_")
+    print(record.record(f"kernels_{own}", result, given.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The benchmarks of accelerators run, on tiny shapes: what is broken in them shows before a GPU is rented."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ALONE = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+def run(script: str, *words: str) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--small", *words]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=os.environ | ALONE)
+    assert out.returncode == 0, out.stderr[-3000:]
+    return out.stdout
+
+
+def test_kernels(tmp_path):
+    said = run("kernels.py", "--ops", "norm", "gelu", "--rounds", "1", "--out", str(tmp_path))
+    (path,) = tmp_path.glob("kernels_*.json")
+    found = json.loads(path.read_text())
+    from jaxstack.kernels import TABLES
+
+    by_op = {case["op"]: case for case in found["cases"]}
+    for op in ("norm", "gelu"):
+        ran = {row["implementation"] for row in by_op[op]["rows"]}
+        # Every name of the table has run, or it says why not.
+        assert ran | set(by_op[op]["left_out"]) >= set(TABLES[op]), said
+        assert all(row["ms"] > 0 for row in by_op[op]["rows"])
+    assert {"xla", "explicit_vjp", "copy"} <= {row["implementation"] for row in by_op["norm"]["rows"]}
+
+
+@pytest.mark.slow
+def test_every_operation_has_a_case():
+    said = run("kernels.py", "--rounds", "1")
+    assert "no cases for decode\n" in said
+
+
+@pytest.mark.slow
+def test_the_whole_step(tmp_path):
+    """Both families, our side alone; torch's where the extra `[parity]` is."""
+    words = ("--rounds", "2", "--steps", "2", "--remats", "selective", "--out", str(tmp_path))
+    said = run("train_gpu.py", *words)
+    jobs = json.loads((tmp_path / "train_gpu.json").read_text())["jobs"]
+    assert set(jobs) == {"dense_2048", "moe_2_of_8"}, said
+    for job in jobs.values():
+        ours = job["sides"]["jaxstack"]
+        assert ours["tokens_per_s"] > 0
+        assert ours["batch"] == 4  # the largest
+        assert ours["mfu"] is None  # a CPU has no peak here
+        for peer, ratio in job["speed_against"].items():
+            assert ratio > 0, peer
+            # The same model on the same tokens: at the first step ln(256), and learned by heart a little since.
+            assert abs(job["sides"][peer]["last_loss"] - ours["last_loss"]) < 1
