@@ -1,0 +1,148 @@
+"""Draws the pictures of docs/benchmarks.md from what stands in results/: `python benchmarks/plots.py`
+
+A picture whose result is not there is left out and named. The roofline is computed, not measured; no device is needed.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+OURS, THEIRS, REST = "#1b6ca8", "#d1495b", ("#8d99ae", "#edae49", "#66a182", "#7b5ea7")
+ROOFLINE = ("llama3_8b", "h100", "--mesh.fsdp=8", "--mesh.data=1", "--train.dtype=bfloat16")
+
+
+def load(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def figure(width: float, height: float, columns: int = 1) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(made)
+    axes = made.subplots(1, columns, squeeze=False)[0]
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    return made, list(axes)
+
+
+def save(made: Any, name: str) -> None:
+    made.savefig(DOCS / f"{name}.png", dpi=120, metadata={"Software": None})
+    print(f"docs/{name}.png")
+
+
+def groups(ax: Any, names: list[str], series: dict[str, list[float]], form: str) -> None:
+    """Bars side by side, with their values on them; a value of 0 is none."""
+    wide = 0.8 / len(series)
+    for i, (label, values) in enumerate(series.items()):
+        color = OURS if label == "jaxstack" else (THEIRS, *REST)[i % 5]
+        places = [at + (i - (len(series) - 1) / 2) * wide for at in range(len(names))]
+        bars = ax.bar(places, values, wide * 0.94, color=color, label=label)
+        ax.bar_label(bars, [form.format(v) if v else "" for v in values], fontsize=8)
+    ax.set_xticks(range(len(names)), names)
+    ax.legend(frameon=False, fontsize=8)
+
+
+def train_cpu(result: dict[str, Any]) -> None:
+    made, axes = figure(9, 3.2, len(result["jobs"]))
+    for ax, (name, job) in zip(axes, result["jobs"].items(), strict=True):
+        sides = job["step_ms"]
+        bars = ax.bar(list(sides), list(sides.values()), color=[OURS, THEIRS, REST[0]])
+        ax.bar_label(bars, [f"{v:,.0f}" for v in sides.values()], fontsize=8)
+        ax.set_title(f"{name}: {job['speed_against_better_torch']:.2f} x the better torch", fontsize=10)
+        ax.tick_params(axis="x", labelsize=8)
+    axes[0].set_ylabel("ms a step, less is better")
+    save(made, "benchmark_train_cpu")
+
+
+def kernels(result: dict[str, Any], name: str) -> None:
+    """Time of each implementation, forward and backward, over the fastest of its case."""
+    made, (ax,) = figure(9, 0.34 * sum(len(c["rows"]) for c in result["cases"]) / 2 + 1.6)
+    labels, values, colors = [], [], []
+    for case in result["cases"]:
+        rows = [row for row in case["rows"] if row["pass"] == "forward and backward"]
+        best = min((row["ms"] for row in rows), default=1)
+        for row in rows:
+            labels.append(f"{case['op']}, {case['case'].split(', the busiest')[0]}: {row['implementation']}")
+            values.append(row["ms"] / best)
+            colors.append(OURS if row["ms"] == best else REST[0])
+    bars = ax.barh(range(len(values)), values, color=colors)
+    ax.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=8, padding=2)
+    ax.set_yticks(range(len(labels)), labels, fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlabel(f"time over the fastest, forward and backward, {result['device']}, {result['dtype']}")
+    save(made, name)
+
+
+def train_gpu(result: dict[str, Any]) -> None:
+    made, (speed, mfu) = figure(10, 3.6, 2)
+    jobs = result["jobs"]
+    sides = list(dict.fromkeys(side for job in jobs.values() for side in job["sides"]))
+    of = lambda key, scale: {  # noqa: E731
+        side: [scale * (job["sides"].get(side, {}).get(key) or 0) for job in jobs.values()] for side in sides
+    }
+    groups(speed, list(jobs), of("tokens_per_s", 1e-3), "{:.1f}")
+    speed.set_ylabel(f"thousand tokens a second, one {result['device']}")
+    groups(mfu, list(jobs), of("mfu", 100), "{:.1f}")
+    mfu.set_ylabel("MFU, %, full attention counted")
+    save(made, "benchmark_train_gpu")
+
+
+def train_gpu_aot(result: dict[str, Any]) -> None:
+    cases = sorted(result["cases"], key=lambda c: (c["job"], c["remat"], c["batch"], c["total"]))
+    made, (ax,) = figure(9, 0.32 * len(cases) + 1.2)
+    gib = 2**30
+    for i, case in enumerate(cases):
+        ax.barh(i, case["arguments"] / gib, color=OURS, label="weights, optimizer, batch" if i == 0 else None)
+        ax.barh(i, case["temporary"] / gib, left=case["arguments"] / gib, color=REST[1],
+                label="activations, gradients, work" if i == 0 else None)  # fmt: skip
+    ax.axvline(80, color=THEIRS, linewidth=1.2, label="memory of an H100")
+    names = [
+        f"{c['job']}, {c['remat']}, batch {c['batch']} ({c['kernels']['attention']} attention"
+        + (f", {c['kernels']['moe']} experts)" if "moe" in c["job"] else ")")
+        for c in cases
+    ]
+    ax.set_yticks(range(len(cases)), names, fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlabel("GiB of one device by the compiler, ahead of time; nothing ran")
+    ax.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    save(made, "benchmark_memory")
+
+
+def roofline() -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.path.insert(0, str(ROOT))
+    from jaxstack import cli
+    from jaxstack.chips import CHIPS
+    from jaxstack.config import resolve
+    from jaxstack.plan import picture
+    from jaxstack.plan import roofline as roof
+
+    name, chip, *flags = ROOFLINE
+    path = ROOT / "configs" / f"{name}.yaml"
+    cfg = cli.parse_config([f"--config={path}", *flags], path)
+    cfg = resolve(cfg, cfg.model.vocab)
+    picture.draw(roof.report(cfg, chip, roof.Limits(CHIPS[chip])), DOCS / "roofline.png")
+    print("docs/roofline.png")
+
+
+def main() -> None:
+    drawn = {"train_cpu": train_cpu, "train_gpu": train_gpu, "train_gpu_aot": train_gpu_aot}
+    for name, draw in drawn.items():
+        if (result := load(name)) is None:
+            print(f"no results/{name}.json yet")
+        else:
+            draw(result)
+    for path in sorted(RESULTS.glob("kernels_*.json")):
+        kernels(json.loads(path.read_text()), f"benchmark_{path.stem}")
+    roofline()
+
+
+if __name__ == "__main__":
+    main()
