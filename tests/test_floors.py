@@ -47,7 +47,7 @@ FLOORS = {
     "report": 8,
     "convert": 9,
     "plan": 9,
-    "tracing": 8,
+    "tracing": 11,
     "metrics": 10,
     "progress": 11,
     "train": 12,
