@@ -2,11 +2,12 @@
 
 One job on eight devices, split along one axis of the mesh after the other. The formulas are `jaxstack.aot.formula`'s,
 which `tests/test_collectives.py` and `tests/aot` hold against compiled programs. The result is
-`benchmarks/results/traffic.json`; the tables of docs/parallelism/ are printed, and tests/test_docs.py compares them.
+`benchmarks/results/traffic.json`, and the tables of docs/parallelism/ and docs/pipelines.md are written anew;
+`tests/test_docs.py` compares them.
 """
 
-import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,14 @@ def main() -> None:
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}  # before JAX is imported
     found = {name: case(*words) for name, words in CASES.items()}
     path = record("traffic", {"cases": found})
-    for page, names in SHOWN.items():
-        print(f"\n{page}\n{rows(json.loads(path.read_text())['cases'], names)}")
     print(path)
+    for page, names in SHOWN.items():
+        file = (ROOT / "docs" / "parallelism" / f"{page}.md").resolve()
+        table = rows(found, names)
+        text, count = re.subn(r"\| mesh \| sends.*?(?=\n\n)", lambda _, t=table: t, file.read_text(), flags=re.S)
+        assert count == 1, f"{file} has {count} tables of traffic"
+        file.write_text(text)
+        print(f"\n{file}\n{table}")
 
 
 if __name__ == "__main__":
