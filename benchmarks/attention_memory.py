@@ -1,7 +1,7 @@
-"""Memory of attention with gradients, compiled for chips that are not here; `python benchmarks/attention_memory.py tpu`
-and `... cuda`.
+"""Memory of attention and its gradients, compiled for chips that are not here.
 
-Each in the environment of its extra (`[test,tpu]`, `[test,cuda13]`); together they write results/attention_memory.json:
+`python benchmarks/attention_memory.py tpu` and `... cuda`, each in the environment of its extra (`[test,tpu]`,
+`[test,cuda13]`); together they write results/attention_memory.json:
 bytes beside the arrays that go in and come out, and seconds to compile, of every implementation. Nothing is run.
 """
 
