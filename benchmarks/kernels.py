@@ -61,7 +61,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxstack import kernels, moe
+    from jaxstack import kernels
 
     e = jnp.dtype(dtype).itemsize
     key = iter(jax.random.split(jax.random.key(0), 1000))
@@ -133,7 +133,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 "moe",
                 f"{N} rows of {D} to {F}, {E} uneven experts, the busiest {sizes.max() * E / N:.1f} x the mean",
                 lambda: (random(N, D), random(E, D, F, scale=D**-0.5), jnp.asarray(sizes)),
-                lambda name: lambda x, w, s: _product(kernels, moe, name)(x, w, s),
+                lambda name: lambda x, w, s: kernels.grouped_matmul(x, w, s, implementation=name),
                 (product, 3 * product),
                 (arrays, 3 * arrays),
                 {"dtype": jnp.dtype(dtype), "d_model": D},
@@ -153,6 +153,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 (product, 3 * product),
                 (arrays, 3 * arrays),
                 {"dtype": jnp.dtype(dtype)},
+                {f"quant {kind}": lambda x, w, kind=kind: kernels.linear(x, w, quant=kind) for kind in ("int8", "fp8")},
                 differentiated=2,
             )
         )
@@ -199,15 +200,6 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
     linear(8192, 4096, 4096)
     gelu(8192, 16384)
     return found
-
-
-def _product(kernels: Any, moe: Any, name: str) -> Callable[..., Any]:
-    """The grouped matmul of that name."""
-    if hasattr(kernels, "grouped_matmul"):
-        return lambda x, w, sizes: kernels.grouped_matmul(x, w, sizes, implementation=name)
-    from jaxstack.moe import matmul
-
-    return {"ragged": matmul.ragged_matmul, "grouped": matmul.grouped_matmul}[name]
 
 
 def both(f: Callable[..., Any], differentiated: int) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ COMMANDS = {
     "import": ("hf/__main__.py", "make a run of a Hugging Face folder"),
     "export": ("hf/__main__.py", "write a run's parameters as a Hugging Face folder"),
     "data": ("data/__main__.py", "make and check token files"),
-    "plan": ("aot/__main__.py", "compile for chips that are not here: does it fit, what does it move"),
+    "plan": ("plan/__main__.py", "compile for chips that are not here: does it fit, what does it move; or `roofline`"),
     "profile": ("profile/__main__.py", "measure what the layers of a pipeline cost"),
     "supervise": ("supervise.py", "start a run again when it dies"),
 }

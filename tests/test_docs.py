@@ -19,6 +19,7 @@ import pytest
 
 from jaxstack import cli
 from jaxstack.config import Config, ConfigError, DistributedConfig, SampleConfig, resolve
+from jaxstack.plan.__main__ import FLAGS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -45,6 +46,8 @@ class Command(NamedTuple):
             return [words[2].removeprefix("jaxstack."), *words[3:]]
         if words[0] != "jaxstack":
             return words
+        if words[1:3] == ["plan", "roofline"]:
+            return words[2:]
         same = {"plan": ["aot"], "import": ["hf", "import"], "export": ["hf", "export"]}
         return [*same.get(words[1], words[1:2]), *words[2:]]
 
@@ -84,6 +87,8 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^(sbatch|kubectl|gcloud)": "a cluster; tests/test_processes.py reads docs/examples and starts processes",
     r"--distributed\.coordinator=10\.": "two machines; tests/test_processes.py",
     r"^aot": "a compiler of an extra; tests/aot",
+    r"^python benchmarks/": "measured on its own; tests/test_benchmarks.py runs the ones for accelerators, small",
+    r"^roofline": "tests/test_roofline.py",
     r"^(report|generate|hf export) runs/gpt2": "what an accelerator has trained; run with runs/quickstart",
     r"--config (configs/)?(llama3_8b|gpt2)\b(?!.*--print_shardings)": "accelerators; tests/test_config.py builds it",
     r"\bshakespeare(\.yaml| |$)": "an hour; configs/shakespeare_cpu.yaml is run",
@@ -161,8 +166,8 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
             return
         cfg = checked(rest)
         names_its_directory(cfg, quickstart, rest)
-    elif program in ("aot", "profile"):
-        for flag in ("--target", "--out"):
+    elif program in ("aot", "profile", "roofline"):
+        for flag in ("--target", "--out", *(f"--{name}" for name in FLAGS)):
             _, rest = cli.take(rest, flag)
         checked(rest)
     elif program == "generate":

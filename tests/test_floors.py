@@ -47,11 +47,11 @@ FLOORS = {
     "report": 8,
     "convert": 9,
     "plan": 9,
-    "tracing": 11,
+    "tracing": 12,
     "metrics": 10,
     "progress": 11,
-    "train": 12,
-    "__main__": 13,
+    "train": 13,
+    "__main__": 14,
 }
 
 JAX_FREE = {

@@ -15,16 +15,35 @@ from models import EXPERTS, FAMILIES
 from jaxstack import aot, plan, sharding, step
 from jaxstack.aot import formula
 from jaxstack.chips import CHIPS, name_of
-from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxstack.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
 from jaxstack.plan import roofline
 from jaxstack.plan.__main__ import main
 from jaxstack.plan.roofline import Limits, Shapes, Work
 
-MODELS = FAMILIES | {name: EXPERTS[name] for name in ("mixtral", "capacity", "deepseek")}
+LORA = LoraConfig(rank=4, targets=("attention/w_q", "attention/w_o", "mlp/w_up", "mlp/w_down"))
+MODELS = (
+    FAMILIES
+    | {
+        name: replace(FAMILIES[family], lora=LORA)
+        for name, family in (("lora", "llama3"), ("lora_qk", "qwen3"), ("lora_tied", "gemma2"))
+    }
+    | {name: EXPERTS[name] for name in ("mixtral", "capacity", "deepseek")}
+)
 
 
 def config(m: ModelConfig, remat: str = "none", accum: int = 1, dtype: str = "bfloat16", **mesh: int) -> Config:
     return Config(
+        run=RunConfig(init_from="runs/earlier" if m.lora.rank else None),
         model=m,
         data=DataConfig(seq_len=24, batch_size=16),
         train=TrainConfig(remat=remat, grad_accum=accum, dtype=dtype),
@@ -213,6 +232,19 @@ def test_a_peak_that_a_chip_does_not_have_is_an_error():
     assert Limits(CHIPS["v5e"]).peak("float32") == 197e12
 
 
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_eight_bits_take_two_of_three_products(quant):
+    cfg = config(FAMILIES["llama3"])
+    low = replace(cfg, train=replace(cfg.train, quant=quant))
+    plain, eight = (roofline.operations(c, roofline.context(c)) for c in (cfg, low))
+    assert multiplied(eight) == multiplied(plain)
+    layers = sum(op.flops * op.times for op in plain if op.part == "matmul" and op.of_layer)
+    in_eight = sum(op.flops * op.times for op in eight if op.dtype == {"int8": "int8", "fp8": "float8"}[quant])
+    assert in_eight == pytest.approx(layers * 2 / 3)
+    with pytest.raises(ConfigError, match="no peak"):
+        [Limits(CHIPS["a100" if quant == "fp8" else "v100"]).seconds(op) for op in eight]
+
+
 def test_muon_pays_for_its_iterations():
     adamw = config(FAMILIES["llama3"])
     muon = replace(adamw, optim=OptimConfig(name="muon"))
@@ -263,7 +295,7 @@ def test_the_device_at_hand_is_measured():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("draw",), "use: python -m jaxstack.plan roofline"),
+        (("draw",), "--target is missing"),
         (("roofline", *TINY), "--chip here to measure it"),
         (("roofline", *TINY, "--chip", "h1000"), "--chip=h1000 must be here or one of"),
         (("roofline", *TINY, "--chip", "v100", "--train.dtype=bfloat16"), "no peak for bfloat16"),

@@ -1,9 +1,13 @@
-"""`python -m jaxstack.plan roofline --config configs/NAME.yaml --chip h100 [--mesh.fsdp=8 ...]`
+"""`jaxstack plan --target v5e:4x4 --config NAME --mesh.tensor=4 ...`
+`jaxstack plan roofline --chip h100 --config NAME --mesh.fsdp=8 ...`
 
-Where the time of a layer and of a step must go on a chip, see `jaxstack.plan.roofline`. Configuration and flags are
-those of `train.py`; its own flags are
+The first compiles the training step for chips that are not here and prints whether it fits, and what it moves along
+each axis of the mesh, both beside the formula.
 
-    --chip NAME                 of `jaxstack.chips`; `here`: measure this device's matmuls and copies; default: the
+The second says where the time of a layer and of a step must go on a chip: FLOPs, bytes, what bounds each part and its
+least time, see `jaxstack/plan/roofline.py`. Configuration and flags are those of `jaxstack train`; its own are
+
+    --chip NAME                 of `jaxstack/chips.py`; `here`: measure this device's matmuls and copies; default: the
                                 device at hand, where its data sheet is known
     --devices N                 fills an axis of the mesh that is left open (default 1)
     --traffic fused|unfused     of memory (default fused)
@@ -22,24 +26,25 @@ from jaxstack import cli
 from jaxstack.chips import CHIPS, name_of
 from jaxstack.config import ConfigError, resolve
 
+FLAGS = ("chip", "devices", "traffic", "matmul_efficiency", "bandwidth_efficiency", "link", "measure", "json", "plot")
+"""Of `roofline`, beside the configuration's."""
+
 
 def main(argv: list[str]) -> None:
-    if argv[:1] != ["roofline"]:
-        print(__doc__)
-        if argv[:1] in (["--help"], ["-h"]):
-            return
-        raise ConfigError(
-            f"no plan {' '.join(argv[:1])!r}; use: python -m jaxstack.plan roofline --config ... --chip ..."
-        )
-    words = argv[1:]
-    if words[:1] in (["--help"], ["-h"]):
-        print(__doc__)
-        return
+    if argv[:1] == ["roofline"]:
+        return roofline(argv[1:])
+    from jaxstack.aot.__main__ import main as compile_ahead
+
+    compile_ahead(argv)
+
+
+def roofline(words: list[str]) -> None:
+    if {"-h", "--help"} & set(words):
+        return print(__doc__)
     own = {}
-    for flag in ("chip", "devices", "traffic", "matmul_efficiency", "bandwidth_efficiency", "link", "measure", "json",
-                 "plot"):  # fmt: skip
+    for flag in FLAGS:
         own[flag], words = cli.take(words, f"--{flag}")
-    cfg = cli.parse_config(words, Path("configs/quickstart.yaml"))
+    cfg = cli.parse_config(words)
     if cfg.model.vocab_size is None:
         raise ConfigError("model.vocab_size is missing; no data is read here: set --model.vocab_size=...")
     cfg = resolve(cfg, cfg.model.vocab_size)
@@ -64,7 +69,8 @@ def main(argv: list[str]) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
-    from jaxstack.plan import measure, roofline
+    from jaxstack.plan import measure
+    from jaxstack.plan import roofline as roof
 
     device = jax.devices()[0]
     at_hand = name_of(device.device_kind)
@@ -75,16 +81,16 @@ def main(argv: list[str]) -> None:
         )
     name = chip or at_hand
     assert name is not None
-    ctx = roofline.context(cfg, int(devices))
+    ctx = roof.context(cfg, int(devices))
     data = measure.this_chip(device, cfg.train.dtype) if name == "here" else CHIPS[name]
     if not (link or data.link) and ctx.mesh is not None and ctx.mesh.size > 1:
         raise ConfigError("--link is missing: a mesh of several devices needs the GB/s that one sends")
-    limits = roofline.Limits(data, matmul, bandwidth, 1e9 * link or None)
+    limits = roof.Limits(data, matmul, bandwidth, 1e9 * link or None)
     here = name in (at_hand, "here")
     if own["measure"] == "yes" and not here:
         raise ConfigError(f"--measure=yes, but the device at hand is {device.device_kind}; use --chip here")
     measured = measure.parts(cfg, ctx, device) if here and own["measure"] != "no" else {}
-    report = roofline.report(cfg, name, limits, traffic, int(devices), measured)  # type: ignore[arg-type]
+    report = roof.report(cfg, name, limits, traffic, int(devices), measured)  # type: ignore[arg-type]
     print(report)
     if own["json"]:
         Path(own["json"]).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")

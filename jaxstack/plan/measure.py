@@ -18,7 +18,6 @@ from jaxstack.chips import Chip
 from jaxstack.config import Config
 from jaxstack.context import Context, implementations
 from jaxstack.kernels import choice
-from jaxstack.moe.matmul import grouped_matmul, ragged_matmul
 from jaxstack.plan.roofline import Op, of_one_layer, operations
 from jaxstack.sharding import make_mesh
 
@@ -62,7 +61,12 @@ def parts(cfg: Config, ctx: Context, device: jax.Device) -> dict[str, float]:
       device: that does a device's share of the work.
     """
     assert ctx.mesh is not None
-    own = Context(dtype=ctx.dtype, remat=ctx.remat, **implementations(choice.platform_of(device), cfg.kernels))
+    own = Context(
+        dtype=ctx.dtype,
+        quant=cfg.train.quant,
+        remat=ctx.remat,
+        **implementations(choice.platform_of(device), cfg.kernels, _cases(cfg, ctx)),
+    )
     sizes, m, dtype = ctx.mesh.shape, cfg.model, str(ctx.dtype)
     ops = of_one_layer(operations(cfg, ctx, "fused"))
     rows = cfg.data.batch_size // cfg.train.grad_accum // ctx.replicas
@@ -107,6 +111,18 @@ def parts(cfg: Config, ctx: Context, device: jax.Device) -> dict[str, float]:
     return found
 
 
+def _cases(cfg: Config, ctx: Context) -> dict[str, choice.Case]:
+    """What the choice of kernels goes by, as for a run."""
+    m = cfg.model
+    width = {"dtype": ctx.dtype, "d_model": m.d_model}
+    return {
+        "attention": {"dtype": ctx.dtype, "head_dim": m.head_width, "softcap": m.attention_softcap},
+        "norm": width,
+        "cross_entropy": width | {"vocab_size": m.vocab, "softcap": m.logit_softcap},
+        "moe": width,
+    }
+
+
 def _hidden(cfg: Config) -> int:
     """Activations of the MLP a token."""
     m, moe = cfg.model, cfg.model.moe
@@ -133,29 +149,36 @@ def _there_and_back(f: Callable[..., Any], args: tuple[Any, ...], forward: int) 
 
 
 def _matmuls(ops: list[Op], ctx: Context) -> float:
-    total, known = 0.0, {}
+    total = 0.0
+    known: dict[Any, float] = {}
     for op in ops:
         if op.matrix is None:
             continue
         tokens, inner, outer, matrices = op.matrix
-        form = "back" if op.name.endswith("gradients") else "forward"
+        form = next((form for form in ("gradient of input", "gradient") if op.name.endswith(form)), "forward")
         key = (*op.matrix, op.dtype, form)
         if key not in known:
-            x, dy = _random((tokens, inner), op.dtype, 4), _random((tokens, outer), op.dtype, 5)
-            w = _random((matrices, inner, outer), op.dtype, 6)
-            if matrices == 1 and form == "forward":
-                known[key] = seconds(jax.jit(jnp.matmul), x, w[0])
-            elif matrices == 1:
-                known[key] = seconds(jax.jit(lambda dy, w: dy @ w.T), dy, w[0])
-                known[key] += seconds(jax.jit(lambda x, dy: x.T @ dy), x, dy)
+            # In 8 bits it is not timed by itself: the whole layer is, with what `train.quant` costs around it.
+            dtype = op.dtype if op.dtype == "float32" else str(ctx.dtype)
+            x, dy = _random((tokens, inner), dtype, 4), _random((tokens, outer), dtype, 5)
+            w = _random((matrices, inner, outer), dtype, 6)
+            if matrices == 1:
+                forms: dict[str, Any] = {
+                    "forward": (lambda x, w, dy: x @ w),
+                    "gradient of input": (lambda x, w, dy: dy @ w.T),
+                    "gradient": (lambda x, w, dy: x.T @ dy),
+                }
+                known[key] = seconds(jax.jit(forms[form]), x, w[0], dy)
             else:
                 sizes = jnp.full((matrices,), tokens // matrices, jnp.int32)
-                product = ragged_matmul if ctx.moe == "ragged" else grouped_matmul
-                forward = jax.jit(lambda x, w, sizes=sizes, product=product: product(x, w, sizes))
-                back = jax.jit(lambda x, w, dy, f=forward: jax.vjp(f, x, w)[1](dy))
-                known[key] = seconds(forward, x, w) if form == "forward" else seconds(back, x, w, dy)
-        # A matrix's two gradients were measured together.
-        total += known[key] * (1 if form == "back" else op.times)
+                product = lambda x, w, sizes=sizes: kernels.grouped_matmul(  # noqa: E731
+                    x, w, sizes, implementation=ctx.moe
+                )
+                which = {"forward": lambda x, w, dy: product(x, w),
+                         "gradient of input": lambda x, w, dy: jax.vjp(lambda x: product(x, w), x)[1](dy),
+                         "gradient": lambda x, w, dy: jax.vjp(lambda w: product(x, w), w)[1](dy)}[form]  # fmt: skip
+                known[key] = seconds(jax.jit(which), x, w, dy)
+        total += known[key] * op.times
     return total
 
 

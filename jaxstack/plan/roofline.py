@@ -159,27 +159,28 @@ def operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op
     shapes = Shapes(m, rows, length, cfg.data.seq_len, sizes["tensor"], between, sizes["expert"])
     e = ctx.dtype.itemsize
     sums = t.grad_accum > 1 or ctx.pipeline is not None
-    work = Work(traffic, t.remat, str(ctx.dtype), e)
+    work = Work(traffic, t.remat, str(ctx.dtype), e, t.quant)
     found = [
         replace(op, times=op.times * passes * layers, of_layer=1)
         for op in _layer(work, shapes, {p: v for p, v in parts.items() if p.startswith("layers/")}, spec)
     ]
-    found += [replace(op, times=op.times * passes) for op in _ends(work, shapes, parts)]
+    found += [replace(op, times=op.times * passes) for op in _ends(work, shapes, parts, spec)]
 
     stored = {path: formula.share(p, _held(p, ctx), sizes) for path, p in spec.items()}
-    count = float(sum(math.prod(shape) for shape in stored.values()))
+    trained = [path for path, p in spec.items() if not p.frozen]
+    count = float(sum(math.prod(stored[path]) for path in trained))
     cast = sum(math.prod(shape) for path, shape in stored.items() if spec[path].kind in ("matrix", "table"))
     if e != 4:
         found.append(Op(f"weights to {ctx.dtype}", "pointwise", "pointwise", 0, (4 + e) * cast))
     if sums:
-        whole = float(sum(math.prod(shape) for shape in parts.values()))
+        whole = float(sum(math.prod(parts[path]) for path in trained))
         found.append(Op("sums of gradients", "pointwise", "pointwise", whole, 8 * whole, t.grad_accum))
     state = step.abstract_state(cfg, ctx)
     gradients = (4 if sums else e) * count
     moved = 8 * count + 2 * formula.bytes_of(state.opt_state) + (2 if cfg.optim.clip_norm else 1) * gradients
     found.append(Op(cfg.optim.name, "optimizer", "pointwise", ARITHMETIC["adamw"] * count, moved))
     if cfg.optim.name == "muon":
-        found += [_orthogonalised(p, stored[path]) for path, p in spec.items() if p.is_hidden_matrix]
+        found += [_orthogonalised(p, stored[path]) for path, p in spec.items() if p.is_hidden_matrix and not p.frozen]
     for c in formula.traffic(cfg, ctx):
         found.append(
             Op(
@@ -235,22 +236,36 @@ class Work:
     remat: str
     dtype: str
     itemsize: int
+    quant: str = "none"
 
     @property
     def fused(self) -> bool:
         return self.traffic == "fused"
 
     def matmul(
-        self, name: str, tokens: float, inner: float, outer: float, matrices: int = 1, again: int = 0, dtype: str = ""
-    ) -> list[Op]:
-        """A weight's matmul, its repetitions in the backward pass, and the matmuls of both gradients."""
+        self, name: str, tokens: float, inner: float, outer: float, matrices: int = 1, again: int = 0, dtype: str = "",
+        trained: bool = True, quant: str = "none",
+    ) -> list[Op]:  # fmt: skip
+        """A weight's matmul, its repetitions in the backward pass, and the matmuls of the gradients of its input and,
+        where it is trained, its own. In 8 bits the first two: operands are read, and written as bytes, before."""
         dtype = dtype or self.dtype
         e = 4 if dtype == "float32" else self.itemsize
-        size = e * (tokens * (inner + outer) + matrices * inner * outer)
-        one = Op(name, "matmul", "contraction", 2 * tokens * inner * outer, size, dtype=dtype,
-                 matrix=(round(tokens), round(inner), round(outer), matrices))  # fmt: skip
-        back = replace(one, name=f"{name}, gradients", times=2.0)
-        return [one, back, *self.repeated([one], again)]
+        flops = 2 * tokens * inner * outer
+        x, w, y = tokens * inner, matrices * inner * outer, tokens * outer
+        matrix = (round(tokens), round(inner), round(outer), matrices)
+        low, size = ({"int8": "int8", "fp8": "float8"}[quant], 1) if quant != "none" else (dtype, e)
+
+        def one(name: str, dtype: str, read: float, written: float) -> Op:
+            return Op(name, "matmul", "contraction", flops, read + e * written, dtype=dtype, matrix=matrix)
+
+        forward = [one(name, low, size * (x + w), y)]
+        back = [one(f"{name}, gradient of input", low, size * (y + w), x)]
+        if quant != "none":
+            forward.insert(0, Op(f"{name}, to 8 bits", "pointwise", "pointwise", x + w, (e + 1) * (x + w)))
+            back.insert(0, Op(f"{name}, gradient to 8 bits", "pointwise", "pointwise", y + w, (e + 1) * (y + w)))
+        if trained:
+            back.append(one(f"{name}, gradient", dtype, e * (x + y), w))
+        return [*forward, *back, *self.repeated(forward, again)]
 
     def passing(self, name: str, elements: float, arrays: float, part: Part = "pointwise", flops: float = 1) -> Op:
         """One pass over so many arrays of the compute dtype, read or written."""
@@ -317,34 +332,38 @@ class Work:
 def _layer(work: Work, s: Shapes, parts: dict[str, tuple[int, ...]], spec: dict[str, Param]) -> list[Op]:
     """One layer, forward and backward, on one microbatch."""
     m, remat = s.model, work.remat
-    norms, all_again = int(remat != "none"), int(remat == "full")
+    norms = int(remat != "none")
     inside = int(remat in ("full", "dots"))  # of attention, and what goes to experts
     stream = s.tokens * m.d_model / s.between
     found: list[Op] = []
+    selective, full = remat == "selective", remat == "full"
     for path, shape in parts.items():
         p = spec[path]
         name = path.removeprefix("layers/")
         if p.kind not in ("matrix", "router"):
             continue
+        leaf = path.rsplit("/", 1)[1]
+        into, of = ("lora_a", leaf[7:]) if leaf.startswith("lora_a_") else ("", leaf.split("_")[-1])
         experts = int("experts" in p.axes)
         inner, outer = math.prod(shape[1 + experts :][: p.in_axes]), math.prod(shape[1 + experts :][p.in_axes :])
-        tokens: float = s.pairs if experts else s.tokens
+        trained = not p.frozen
         if p.kind == "router":
-            found += work.matmul(
-                name, s.tokens / s.between, inner, outer, 1, int(remat in ("selective", "full")), "float32"
-            )
+            tokens = s.tokens / s.between
+            found += work.matmul(name, tokens, inner, outer, 1, int(selective or full), "float32", trained)
             continue
-        again = all_again
-        if experts and remat == "dots":
-            again = 1  # they have a batch dimension: one matrix an expert
-        if path.endswith("w_down"):
+        again = full or (experts and remat == "dots")  # experts' have a batch dimension: one matrix an expert
+        if into:
+            again = again or selective  # what an adapter's second matrix is multiplied with is saved by no name
+        elif of == "down":
             # The gradient needs a last product only where a norm or the weights of routing follow it.
-            again = (all_again if m.post_norm else 0) if not experts else norms
-        if m.post_norm and (path.endswith("w_o") or (path.endswith("w_down") and not experts)):
-            again = max(again, int(remat == "selective"))
-        if m.qk_norm and path.endswith(("w_q", "w_k")):
-            again = max(again, int(remat == "selective"))
-        found += work.matmul(name, tokens, inner, outer, shape[1] if experts else 1, again)
+            again = remat != "none" if experts else full and m.post_norm
+        if selective and not experts and not into:
+            again = again or (m.post_norm and of in ("o", "down")) or (m.qk_norm and of in ("q", "k"))
+        quant = work.quant if not experts and not leaf.startswith("lora_") else "none"
+        found += work.matmul(
+            name, s.pairs if experts else s.tokens, inner, outer, shape[1] if experts else 1, int(again),
+            trained=trained, quant=quant,
+        )  # fmt: skip
 
     found += work.attention(s, inside)
     into_mlp = (2 if m.gated else 1) if not m.moe.num_experts else 2 + m.moe.shared_experts
@@ -395,24 +414,29 @@ def dropout(work: Work, name: str, elements: float) -> list[Op]:
     return [one, replace(one, name=f"{name}, gradient")]
 
 
-def _ends(work: Work, s: Shapes, parts: dict[str, tuple[int, ...]]) -> list[Op]:
+def _ends(work: Work, s: Shapes, parts: dict[str, tuple[int, ...]], spec: dict[str, Param]) -> list[Op]:
     """Embedding, last norm and head, forward and backward, on one microbatch."""
     m, e = s.model, work.itemsize
-    table = parts["embedding/tokens"]
+    table, frozen = parts["embedding/tokens"], spec["embedding/tokens"].frozen
     stream = s.tokens * m.d_model / s.between
     vocab = table[0] if m.tied_embeddings else parts["head/w"][1]
     logits = float(s.tokens * vocab)
-    head = work.matmul("head", s.tokens, m.d_model, vocab)
+    head = work.matmul(
+        "head", s.tokens, m.d_model, vocab, trained=not (frozen if m.tied_embeddings else spec["head/w"].frozen)
+    )
     # It writes logits in float32, and their gradient is read in the compute dtype.
     head[0] = replace(head[0], bytes=head[0].bytes + (4 - e) * logits)
-    return [
+    found = [
         *head,
         Op("cross-entropy", "normalisation", "normalisation", ARITHMETIC["softmax"] * logits, 4 * logits),
         Op("cross-entropy, gradient", "normalisation", "normalisation", 3 * logits, (4 + e) * logits),
         *work.norm("last norm", stream, 0),
         work.passing("embedding", stream, 2),
-        Op("embedding, gradient", "pointwise", "pointwise", stream, e * (stream + math.prod(table)), dtype=work.dtype),
     ]
+    if not frozen:
+        size = e * (stream + math.prod(table))
+        found.append(Op("embedding, gradient", "pointwise", "pointwise", stream, size, dtype=work.dtype))
+    return found
 
 
 def _seen(m: ModelConfig, seq_len: int) -> float:
