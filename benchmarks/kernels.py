@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +28,7 @@ import record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 TURN_S = 0.02  # of one turn of the loop: long beside a dispatch
+SLOW_S = 15.0  # to compile: what takes longer is measured in the first case of its operation alone
 PASSES = ("forward", "forward and backward")
 
 
@@ -64,10 +66,10 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
     from jaxstack import kernels
 
     e = jnp.dtype(dtype).itemsize
-    key = iter(jax.random.split(jax.random.key(0), 1000))
+    seeds = count()
 
     def random(*shape: int, scale: float = 1.0) -> jax.Array:
-        return (scale * jax.random.normal(next(key), shape)).astype(dtype)
+        return (scale * jax.random.normal(jax.random.key(next(seeds)), shape)).astype(dtype)
 
     found: list[Case] = []
 
@@ -112,7 +114,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 lambda: (
                     random(B, S, D),
                     random(D, V, scale=D**-0.5),
-                    jax.random.randint(next(key), (B, S), 0, V),
+                    jax.random.randint(jax.random.key(next(seeds)), (B, S), 0, V),
                     jnp.ones((B, S)),
                 ),
                 lambda name: lambda x, w, t, m: kernels.cross_entropy(x, w, t, m, implementation=name),
@@ -233,7 +235,9 @@ class Loop:
             out = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(f, *args))
             return first_of(jax.lax.fori_loop(0, self.turns, turn, (args, out))[1])
 
-        once = jax.jit(f).lower(*args).compile()
+        begin = time.perf_counter()
+        once: Any = jax.jit(f).lower(*args).compile()
+        self.compile_s = time.perf_counter() - begin
         self.memory = once.memory_analysis()
         if not math.isfinite(first_of(once(*args))):
             raise FloatingPointError("the result is not finite")
@@ -241,7 +245,10 @@ class Loop:
         begin = time.perf_counter()
         jax.block_until_ready([once(*args) for _ in range(3)][-1])
         self.turns = min(max(round(TURN_S / ((time.perf_counter() - begin) / 3)), 1), 2000)
-        self._run: Any = jax.jit(run).lower(*args).compile()
+        if self.compile_s > SLOW_S:  # once is enough: without a loop, calls that queue
+            self._run = lambda *args: first_of([once(*args) for _ in range(self.turns)][-1])
+        else:
+            self._run = jax.jit(run).lower(*args).compile()
         self.measure()
         self.times.clear()
 
@@ -251,7 +258,9 @@ class Loop:
         self.times.append((time.perf_counter() - begin) / self.turns)
 
 
-def run_case(case: Case, table: Any, platform: str, rounds: int, peaks: Any, only: list[str] | None) -> dict[str, Any]:
+def run_case(
+    case: Case, table: Any, platform: str, rounds: int, peaks: Any, only: list[str] | None, slow: dict[Any, float]
+) -> dict[str, Any]:
     from jaxstack.kernels import choice
 
     loops: dict[tuple[str, str], Loop] = {}
@@ -265,11 +274,16 @@ def run_case(case: Case, table: Any, platform: str, rounds: int, peaks: Any, onl
             except ValueError as error:
                 left_out[name] = str(error)
                 continue
+            if (case.op, name) in slow and only is None:
+                left_out[name] = f"takes {slow[case.op, name]:.0f} s to compile; --implementations {name} measures it"
+                continue
         for passed in PASSES:
             if name == "copy" and passed != "forward":
                 continue
             try:
-                loops[name, passed] = Loop(f if passed == "forward" else both(f, case.differentiated), args)
+                loops[name, passed] = loop = Loop(f if passed == "forward" else both(f, case.differentiated), args)
+                if loop.compile_s > SLOW_S:
+                    slow[case.op, name] = loop.compile_s
             except Exception as error:  # of any compiler; the others go on
                 left_out[f"{name}, {passed}"] = f"{type(error).__name__}: {str(error)[:300]}"
     for turn in range(rounds):
@@ -286,6 +300,7 @@ def run_case(case: Case, table: Any, platform: str, rounds: int, peaks: Any, onl
             "implementation": name,
             "pass": passed,
             "ms": round(1e3 * seconds, 4),
+            "compile_s": round(loop.compile_s, 1),
             "flops_per_s": round(flops / seconds),
             "bytes_per_s": round(size / seconds),
             "least_ms": {key: round(1e3 * value, 4) for key, value in least.items()},
@@ -347,7 +362,8 @@ def main() -> None:
     known = {case.op for case in every}
     print(f"no cases for {', '.join(op for op in OPS if op not in known)}", flush=True)
     found: list[dict[str, Any]] = []
-    skipped = []
+    skipped: list[str] = []
+    slow: dict[Any, float] = {}
     for case in every:
         if given.ops and case.op not in given.ops:
             continue
@@ -355,7 +371,7 @@ def main() -> None:
             skipped.append(f"{case.op}: {case.name}")
             continue
         print(f"{case.op}: {case.name}", flush=True)
-        found.append(run_case(case, OPS[case.op], platform, given.rounds, peaks, given.implementations))
+        found.append(run_case(case, OPS[case.op], platform, given.rounds, peaks, given.implementations, slow))
     for name in skipped:
         print(f"no time left for {name}", flush=True)
     if not any(row for case in found for row in case["rows"]):
