@@ -235,6 +235,19 @@ def test_on_a_mesh(rng, implementation):
         assert_close(actual, right)
 
 
+def test_lowers_for_tpus_here(monkeypatch):
+    """By Mosaic's Python half, under every version of JAX that the tests run with; tests/aot has its compiler."""
+    monkeypatch.undo()  # blocks are those of every day
+    x, ids = jax.ShapeDtypeStruct((1, 300, 2, 48), jnp.bfloat16), jax.ShapeDtypeStruct((1, 300), jnp.int32)
+
+    def total(q, k, v, ids):
+        options = {"window": 100, "softcap": 3.0, "segment_ids": ids, "implementation": "pallas_tpu"}
+        return kernels.attention(q, k, v, scale=1.0, **options).astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(total, (0, 1, 2))).trace(x, x, x, ids).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("@tpu_custom_call") == 3
+
+
 def choose(wanted, platform, **case):
     return choice.choose("attention", TABLES["attention"], wanted, platform, {"dtype": jnp.bfloat16} | case)
 
