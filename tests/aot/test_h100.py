@@ -55,7 +55,7 @@ def test_hosts_hold_whole_groups_of_the_inner_axes():
     + [("llama", "cudnn", "__cudnn$fmhaSoftmaxBackward")],
 )
 def test_attention_kernels(name, implementation, calls):
-    """Beside its arrays a kernel needs a number or two a row; scores of all pairs would be 2 GiB in bfloat16."""
+    """Beside its arrays a kernel needs a number or two a row; scores of all pairs would be 1 GiB in bfloat16."""
     compiled = attention(name, implementation, "h100:1x1x1")
     assert calls in compiled.as_text()
     temporary = compiled.memory_analysis().temp_size_in_bytes
