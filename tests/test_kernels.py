@@ -400,11 +400,11 @@ CROSS_ENTROPY_CASES = {  # batch, length, width, vocabulary, parts, softcap, dty
 )
 def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, softcap, dtype, implementation):
     """On one device, and with the vocabulary in `parts` parts on as many."""
-    monkeypatch.setattr(cross_entropy_module, "_CHUNK_TOKENS", 8)  # some cases divide into chunks, some do not
+    monkeypatch.setattr(cross_entropy_module, "CHUNK_TOKENS", 8)  # some cases divide into chunks, some do not
     small = {"GPU": (16, 32, 16), "TPU": (16, 32, 16)}
     for platform, tiles in small.items():
         monkeypatch.setattr(cross_entropy_pallas, platform, cross_entropy_pallas.Tiles(*tiles))
-    monkeypatch.setattr(cross_entropy_pallas, "_STRIPE", 48)
+    monkeypatch.setattr(cross_entropy_pallas, "STRIPE", 48)
     name, how = ways(cross_entropy_module)[implementation]
     (x, x64), (head, head64) = draw(rng, (batch, length, width), dtype), draw(rng, (width, vocab), dtype)
     targets = rng.integers(0, vocab, (batch, length)).astype(np.int32)
@@ -508,6 +508,29 @@ def test_visits_of_any_sizes():
         assert (np.diff(plan.tile) >= 0).all()
         assert (np.diff(plan.group) >= 0).all()
         assert set(range(E)) <= set(np.asarray(plan.group))
+
+
+# Kernels within shard_map
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_what_kernels_give_is_typed_by_what_differs_between_devices(platform):
+    """Traced, not run: what interprets kernels does not know these types. Compiled they are in tests/aot."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    name, ids = f"pallas_{platform}", jnp.zeros((2, 8), jnp.int32)
+
+    def part(x, scale, experts, head):
+        x = kernels.rms_norm(x, scale, eps=1e-6, implementation=name)
+        rows = kernels.grouped_matmul(x.reshape(-1, 16), experts, jnp.array([5, 11]), implementation=name)
+        loss = kernels.cross_entropy(
+            rows.reshape(x.shape), head, ids, jnp.ones((2, 8)), vocab_axes=("tensor",), implementation=name
+        )
+        return jax.lax.psum(loss, "data")
+
+    arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 8, 16), (16,), (2, 16, 16), (16, 32))]
+    whole = jax.shard_map(part, mesh=mesh, in_specs=(P("data"), P(), P(), P(None, "tensor")), out_specs=P())
+    found = jax.eval_shape(jax.grad(whole, (0, 1, 2, 3)), *arrays)
+    assert [a.shape for a in found] == [a.shape for a in arrays]
 
 
 # Mistakes

@@ -18,6 +18,8 @@ from jaxstack import model
 from jaxstack.aot.hlo import Collective
 from jaxstack.config import Config, MoEConfig
 from jaxstack.context import Context
+from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
+from jaxstack.kernels.cross_entropy_pallas import STRIPE
 from jaxstack.params import Param, flat_spec
 from jaxstack.sharding.rules import names_of
 
@@ -246,14 +248,22 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     trained = [path for path, p in spec.items() if not p.frozen]
     some, all_of = sum(part[path] for path in trained), sum(whole[path] for path in trained)
     gradients = (e if t.grad_accum == 1 else 8) * some  # or sums and a microbatch's, in float32
-    logits = tokens * m.vocab // (T * sizes["pipe"])
-    in_head = (4 + e) * logits + 2 * e * (stream + head) - (gradients if t.grad_accum == 1 else 0)
+    # Logits that are held at once, and beside them the head's gradient in float32 or that of the stream.
+    words = m.vocab // (T * sizes["pipe"])
+    if ctx.cross_entropy == "chunked":
+        logits, sums = min(tokens, rows * max(1, CHUNK_TOKENS // rows)) * words, 4 * head // sizes["pipe"]
+    elif ctx.cross_entropy.startswith("pallas_"):
+        logits, sums = tokens * min(STRIPE, words) * e // (4 + e), 4 * stream
+    else:
+        logits, sums = tokens * words, 0
+    loss = (4 + e) * logits + sums + 2 * e * (stream + head)
+    in_head = loss - (gradients if t.grad_accum == 1 else 0)
     layers = m.num_layers
     if ctx.pipeline is not None:
         cast = sum(size for path, size in whole.items() if spec[path].kind in ("matrix", "table"))
         gradients = 4 * all_of + (4 * some if t.grad_accum > 1 else 0)
         in_layer -= 6 * scores + 2 * stored
-        in_head = (4 + e) * logits + 2 * e * (stream + head)
+        in_head = loss
         layers = ctx.pipeline.slots * ctx.pipeline.stages.longest
         waiting = 0 if ctx.pipeline.turns_at_once else ctx.pipeline.slots
         saved += e * (4 + waiting) * stream // n / layers  # what is sent and has come, and outputs that wait to turn

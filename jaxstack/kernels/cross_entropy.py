@@ -25,7 +25,7 @@ IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(("tpu",), _unfit),
 }
 
-_CHUNK_TOKENS = 512  # tokens whose logits are held at a time
+CHUNK_TOKENS = 512  # tokens whose logits are held at a time
 
 
 def cross_entropy(
@@ -88,7 +88,7 @@ def _nll(options, x, head, targets):
 def _scan_chunks(chunk, total, *tokens):
     """Sums `summand`, joins `rows` of `chunk(*tokens) -> summand, rows` over chunks of axis 1 of [B, S, ...]."""
     b, s = tokens[0].shape[:2]
-    size = min(s, max(1, _CHUNK_TOKENS // b))
+    size = min(s, max(1, CHUNK_TOKENS // b))
 
     def step(total, start, size=size):
         summand, rows = chunk(*(lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in tokens))

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton
 from jaxstack import collectives
 from jaxstack.kernels import call
 
-_STRIPE = 8192  # words whose d_logits are held at a time
+STRIPE = 8192  # words whose d_logits are held at a time
 _LOW = float(jnp.finfo(jnp.float32).min)
 
 
@@ -48,7 +48,7 @@ def statistics(platform, softcap, x, head, own):
 def gradients(platform, softcap, x, head, own, lse, weights):
     """Of the sum of weights * (lse - chosen) by x [T, D] and by the head [D, V]."""
     V = head.shape[1]
-    stripe = min(V, _STRIPE)
+    stripe = min(V, STRIPE)
 
     def one(carry, start, size=stripe):
         dx, d_head = carry
