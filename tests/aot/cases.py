@@ -31,7 +31,7 @@ def config(model: ModelConfig, batch: int, seq: int, remat: str = "selective", *
     """Attention is XLA's, whatever `auto` takes: what is held here is how memory and traffic follow from a layout."""
     return Config(
         model=model,
-        kernels=KernelsConfig(attention="xla"),
+        kernels=KernelsConfig(attention="xla", cross_entropy="xla"),  # what the formula is fitted to
         data=DataConfig(seq_len=seq, batch_size=batch),
         train=TrainConfig(dtype="bfloat16", remat=remat),
         mesh=MeshConfig(**{"data": 1} | mesh),
