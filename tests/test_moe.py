@@ -6,6 +6,7 @@ from functools import partial
 from math import ceil
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -344,7 +345,7 @@ def test_work_does_not_grow_with_experts_times_tokens():
     def shapes(jaxpr):
         for eqn in jaxpr.eqns:
             yield from (v.aval.shape for v in eqn.outvars)
-            for sub in jax.core.jaxprs_in_params(eqn.params):
+            for sub in jax.extend.core.jaxprs_in_params(eqn.params):
                 yield from shapes(sub)
 
     x, weights = jnp.zeros((T, D)), {"w_up": jnp.zeros((E, D, F)), "w_down": jnp.zeros((E, F, D))}

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import pytest
 from models import FAMILIES
@@ -59,7 +60,7 @@ def _dots(jaxpr) -> float:
             for dimension in eqn.outvars[0].aval.shape:
                 size *= dimension
             total += size
-        for inner in jax.core.jaxprs_in_params(eqn.params):
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             total += _dots(inner) * eqn.params.get("length", 1)
     return total
 

@@ -1,6 +1,7 @@
 """Matmuls in 8 bits: against integer arithmetic in float64, within the bound of rounding, loud where not finite."""
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -147,7 +148,7 @@ def eight_bit_products(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             found += all(v.aval.dtype.itemsize == 1 for v in eqn.invars)
-        found += sum(eight_bit_products(sub) for sub in jax.core.jaxprs_in_params(eqn.params))
+        found += sum(eight_bit_products(sub) for sub in jax.extend.core.jaxprs_in_params(eqn.params))
     return found
 
 

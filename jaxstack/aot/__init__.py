@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 
 from jaxstack import step
@@ -183,6 +184,6 @@ def _flops(jaxpr: Any) -> float:
             left, right = (x.aval.shape for x in equation.invars[:2])
             outputs = equation.outvars[0].aval.shape[-1]
             total += 2 * left[0] * left[1] * outputs if len(right) == 3 else 2 * left[0] * left[1] * right[1]
-        inner = sum(_flops(sub) for sub in jax.core.jaxprs_in_params(equation.params))
+        inner = sum(_flops(sub) for sub in jax.extend.core.jaxprs_in_params(equation.params))
         total += inner * equation.params.get("length", 1) if equation.primitive.name == "scan" else inner
     return total
