@@ -89,6 +89,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^aot": "a compiler of an extra; tests/aot",
     r"^python benchmarks/": "measured on its own; tests/test_benchmarks.py runs the ones for accelerators, small",
     r"^roofline": "tests/test_roofline.py",
+    r"--kernels\.attention=pallas": "an error on a CPU; tests/test_attention_kernels.py",
     r"^(report|generate|hf export) runs/gpt2": "what an accelerator has trained; run with runs/quickstart",
     r"--config (configs/)?(llama3_8b|gpt2)\b(?!.*--print_shardings)": "accelerators; tests/test_config.py builds it",
     r"\bshakespeare(\.yaml| |$)": "an hour; configs/shakespeare_cpu.yaml is run",
