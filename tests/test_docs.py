@@ -3,6 +3,7 @@
 A command that is new is found by itself. It fails here until it resolves, and until `RUN` or `NOT_RUN` knows it.
 """
 
+import importlib
 import json
 import os
 import re
@@ -172,7 +173,7 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
             _, rest = cli.take(rest, flag)
         checked(rest)
     elif program == "generate":
-        runpy.run_module("jaxstack.generate.__main__")["parse"](rest, SampleConfig())
+        importlib.import_module("jaxstack.generate.__main__").parse(rest, SampleConfig())
     elif program in ("sbatch", "kubectl"):
         assert all((path / word).is_file() for word in rest if word.startswith("docs/"))
     elif program == "mkdocs":

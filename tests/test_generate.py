@@ -121,7 +121,7 @@ def test_a_mesh_writes_what_one_device_writes(name, mesh, sample):
 BEAMS = [(3, 1.0, (0,)), (4, 0.0, (2,)), (3, -1.0, (1, 3)), (4, 2.0, (4,)), (3, 1.0, ())]
 
 
-@pytest.mark.parametrize(("tokens", "penalty", "stop"), [*BEAMS[:2], *slow(BEAMS[2:])])
+@pytest.mark.parametrize(("tokens", "penalty", "stop"), [*BEAMS[:1], *slow(BEAMS[1:])])
 def test_with_beams_for_every_beginning_the_text_is_the_best_of_all(tokens, penalty, stop):
     cfg = replace(FAMILIES["llama3"], vocab_size=5)
     prompts = [[1, 2, 3], [4]]

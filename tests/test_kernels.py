@@ -50,7 +50,7 @@ def ways(module):
     return found
 
 
-def tested(module, cases, quick):
+def crossed(module, cases, quick):
     """Each case with each way; those that are interpreted are slow, and of them `quick` cases alone run every time."""
     return [
         pytest.param(
@@ -291,7 +291,7 @@ def numpy_norm(x, dy, gain, shift, eps, centre):
     return y, dx, d_gain, d_shift
 
 
-@pytest.mark.parametrize(("shape", "dtype", "implementation"), tested(norm_module, NORM_CASES, quick=("two_blocks",)))
+@pytest.mark.parametrize(("shape", "dtype", "implementation"), crossed(norm_module, NORM_CASES, quick=("two_blocks",)))
 def test_norms(rng, shape, dtype, implementation):
     (x, x64), (scale, scale64), (bias, bias64), (dy, dy64) = (
         draw(rng, s, d)
@@ -396,7 +396,7 @@ CROSS_ENTROPY_CASES = {  # batch, length, width, vocabulary, parts, softcap, dty
 
 @pytest.mark.parametrize(
     ("batch", "length", "width", "vocab", "parts", "softcap", "dtype", "implementation"),
-    tested(cross_entropy_module, CROSS_ENTROPY_CASES, quick=("parts", "odd")),
+    crossed(cross_entropy_module, CROSS_ENTROPY_CASES, quick=("parts", "odd")),
 )
 def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, softcap, dtype, implementation):
     """On one device, and with the vocabulary in `parts` parts on as many."""
@@ -461,7 +461,7 @@ GROUPED_CASES = {  # sizes of the groups, rows in none, widths in and out, dtype
     ("sizes", "left", "inner", "outer", "dtype", "implementation"),
     [
         case
-        for case in tested(grouped_module, GROUPED_CASES, quick=("tiles", "idle"))
+        for case in crossed(grouped_module, GROUPED_CASES, quick=("tiles", "idle"))
         if not (case.id.startswith("loop-pallas"))
     ],
 )
@@ -494,7 +494,7 @@ def test_grouped_matmul(rng, monkeypatch, sizes, left, inner, outer, dtype, impl
 def test_visits_of_any_sizes():
     """Every row is in one visit of its group, tiles come in order, and each group has a visit, as the kernels need."""
     rng = np.random.default_rng(SEED)
-    for _ in range(50):
+    for _ in range(12):
         E, tile = rng.integers(1, 9), int(rng.choice([1, 4, 16]))
         sizes = rng.integers(0, 20, E) * (rng.random(E) < 0.6)
         rows = int(max(1, sizes.sum() + rng.integers(0, 30) * (rng.random() < 0.5)))

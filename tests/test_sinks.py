@@ -73,6 +73,7 @@ def test_tensorboard_has_every_line_and_forgets_what_is_run_again(tmp_path):
     assert curve(events(tmp_path / "tensorboard"), "loss") == {1: 5.5, 2: 3.0}
 
 
+@pytest.mark.slow
 def test_tensorboard_of_a_run(tmp_path):
     (tmp_path / "text").write_text("abc def ghi\n" * 400)
     argv = [*SMALL, f"--data.path={tmp_path / 'text'}", f"--run.dir={tmp_path / 'run'}", "--run.sinks=[tensorboard]"]
