@@ -1,8 +1,9 @@
 """Host memory of Hugging Face weights in and out: `python benchmarks/hf_memory.py [--layers 16]` (extra `[hf]`)
 
 Makes a Llama of random values in a temporary folder, in bfloat16, reads it in a process of its own and writes it in
-another. What counts is the peak of resident memory beyond the arrays themselves, which lie in host memory on a CPU,
-over the bytes of the largest tensor in float32. `--layers` gives the size. Writes results/hf_memory.json.
+another; saves it as a checkpoint, and reads that. What counts is the peak of resident memory beyond the arrays
+themselves, which lie in host memory on a CPU, over the bytes of the largest tensor in float32. `--layers` gives the
+size. Writes results/hf_memory.json.
 """
 
 import argparse
@@ -56,8 +57,9 @@ def make(folder: Path, layers: int) -> int:
 def work(what: str, folder: Path, devices: int) -> None:
     """The worker: reads the model, writes it where that is asked, and prints the peak of memory beyond its arrays."""
     import jax
+    from orbax.checkpoint import v1 as ocp
 
-    from jaxstack import hf, model, sharding
+    from jaxstack import checkpoint, hf, model, params, sharding
     from jaxstack.config import Config, DataConfig, MeshConfig
     from jaxstack.context import Context
     from jaxstack.hf import weights
@@ -68,7 +70,18 @@ def work(what: str, folder: Path, devices: int) -> None:
         ctx = Context.create(cfg, sharding.make_mesh(mesh, devices))
         jax.block_until_ready(jax.device_put(0.0))
         before, begin = psutil.Process().memory_info().rss, time.perf_counter()
-        values = jax.block_until_ready(source.read(ctx))
+        if what == "restore":
+            spec = model.spec(cfg.model)
+            tree = jax.tree.map(
+                lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=ctx.sharding(where)),
+                params.abstract(spec),
+                ctx.parameters(spec),
+            )
+            values = jax.block_until_ready(checkpoint.restore(folder, 1, {"params": tree}))
+        else:
+            values = jax.block_until_ready(source.read(ctx))
+        if what == "save":
+            ocp.save(folder / "1", {"params": values})
         if what == "write":
             begin = time.perf_counter()
             (folder / "out").mkdir()
@@ -102,7 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "model").mkdir()
         size = make(Path(directory) / "model", given.layers)
-        for what, devices in (("read", 1), ("read", 8), ("write", 1)):
+        for what, devices in (("read", 1), ("read", 8), ("write", 1), ("save", 1), ("restore", 1)):
             words = [sys.executable, __file__, "--worker", what, directory, str(devices)]
             environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
             out = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout

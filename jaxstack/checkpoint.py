@@ -6,6 +6,7 @@ A step counts once its seal is written (`jaxstack/seal.py`); before that nothing
 import contextlib
 import importlib.metadata
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -83,6 +84,8 @@ def facts(directory: Path, step: int) -> dict[str, Any]:
 def restore(directory: Path, step: int, abstract_state: Any) -> Any:
     """The state of `step`, laid out as `abstract_state` says; a leaf that is `...` there is not read.
 
+    Beyond the arrays themselves, a host holds about twice the bytes of the largest one while it reads.
+
     Raises:
       ConfigError: the checkpoint holds other arrays than this configuration makes; names all that differ.
     """
@@ -97,7 +100,12 @@ def restore(directory: Path, step: int, abstract_state: Any) -> Any:
             f"the checkpoint {directory / str(step)} does not fit this configuration in {len(differ)} arrays; restore "
             f"the settings in config.yaml beside it, or name another run.dir ({shown})"
         )
-    return ocp.load(path, abstract_state)
+    leaves = [leaf for leaf in jax.tree.leaves(abstract_state) if leaf is not ...]
+    reading = ocp.Context()
+    # What is in flight at a time: else orbax reads all arrays at once. It takes no array as large as the limit.
+    reading.memory.read_concurrent_bytes = 1 + max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    with reading:
+        return ocp.load(path, abstract_state)
 
 
 def versions() -> dict[str, str]:
@@ -156,7 +164,9 @@ class Checkpoints:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             path = self._directory.absolute() / str(step)
-            with ocp.Context(async_options=ocp.options.AsyncOptions(timeout_secs=_PATIENCE_S)):
+            saving = ocp.Context()
+            saving.asynchronous.timeout_secs = _PATIENCE_S
+            with saving:
                 response = ocp.save_async(path, state, custom_metadata=dict(facts))
         except jax.errors.JaxRuntimeError:
             raise  # devices and other processes are not the disk
