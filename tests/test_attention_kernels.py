@@ -255,7 +255,7 @@ def choose(wanted, platform, **case):
 def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
     plain = {"head_dim": 128, "softcap": None, "segments": False, "sequence_shards": 1}
     assert choose("auto", "gpu", **plain) == choose("cudnn", "gpu", **plain) == "cudnn"
-    assert choose("auto", "tpu", **plain) == choose("pallas", "tpu", **plain) == "pallas_tpu"
+    assert (choose("auto", "tpu", **plain), choose("pallas", "tpu", **plain)) == ("chunked", "pallas_tpu")
     for change, words in [
         ({"softcap": 50.0}, "caps no scores"),
         ({"segments": True}, "knows no segments"),
@@ -264,7 +264,7 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
         ({"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
     ]:
         case = plain | change
-        assert choose("auto", "gpu", **case) == "pallas_gpu"
+        assert choose("auto", "gpu", **case) == "chunked"
         with pytest.raises(ValueError, match=f"attention=cudnn .*{words}.*; use one of .*pallas_gpu"):
             choose("cudnn", "gpu", **case)
     for change, words in [
@@ -286,5 +286,5 @@ def test_padding_of_prompts_is_a_segment_that_every_kernel_of_a_prompt_knows():
 
     for name in TABLES["attention"]:
         chosen = Context(attention=name).whole_sequences().attention
-        assert chosen == ("pallas_gpu" if name == "cudnn" else name)
+        assert chosen == ("xla" if name == "cudnn" else name)
         assert not TABLES["attention"][chosen].unfit({"segments": True})

@@ -42,17 +42,18 @@ AUTO: dict[str, dict[str, tuple[str, ...]]] = {
         "gelu": ("saved",),
         "cross_entropy": ("chunked",),
     },
-    # Nothing has been measured on an accelerator: these go by what the compilers say (docs/kernels.md).
-    # Attention: all but "xla" need memory linear in the sequence, "chunked" hundreds of times as much as a kernel, and
-    # minutes to compile for a GPU. cuDNN's kernel is NVIDIA's own and comes first where it computes the definition.
+    # Nothing has been measured on an accelerator: these go by what the compilers say (docs/kernels.md), and a Pallas
+    # kernel of ours has to be named until a device has shown its values and its speed.
+    # Attention: all but "xla" need memory linear in the sequence. cuDNN's kernel is NVIDIA's own and comes first where
+    # it computes the definition; "chunked" needs hundreds of times its memory, and minutes to compile for a GPU.
     # Norms stay with XLA, which fuses them with what lies around them; ragged_dot multiplies all rows with all experts
     # on GPU, and is a kernel of XLA's on TPU.
     "gpu": {
-        "attention": ("cudnn", "pallas_gpu", "chunked"),
+        "attention": ("cudnn", "chunked"),
         "cross_entropy": ("chunked",),
         "moe": ("grouped",),
     },
-    "tpu": {"attention": ("pallas_tpu", "chunked"), "cross_entropy": ("chunked",)},
+    "tpu": {"attention": ("chunked",), "cross_entropy": ("chunked",)},
 }
 """What `auto` tries on a platform, in this order, and why; an op that is not named takes the first of its table."""
 
