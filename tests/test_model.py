@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 
 import jax
 import jax.numpy as jnp
@@ -127,9 +128,11 @@ def test_remat_changes_no_gradient(family, context, remat, rng):
     plain = jax.grad(loss)(values, CONTEXTS[context])
     again = jax.grad(loss)(values, dataclasses.replace(CONTEXTS[context], remat=remat))
     plain, again = flatten(plain), flatten(again)
+    whole = math.sqrt(sum(float(jnp.square(g).sum()) for g in plain.values()))
     for path, expected in plain.items():
-        # The same operations on the same values; fusion may reorder float32 sums.
-        assert jnp.linalg.norm(again[path] - expected) <= 1e-5 * jnp.linalg.norm(expected) + 1e-9, path
+        # The same operations on the same values; fusion may reorder float32 sums. The gradient by a bias of keys is
+        # nothing but rounding, for a softmax does not see a shift: float32's of the whole, 1e-7.
+        assert jnp.linalg.norm(again[path] - expected) <= 1e-5 * jnp.linalg.norm(expected) + 1e-7 * whole, path
 
 
 def test_remat_policies_recompute_what_they_say():
