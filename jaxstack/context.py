@@ -105,7 +105,6 @@ class Context:
             remat=cfg.train.remat,
         )
         model = cfg.model
-        width, vocabulary = {"d_model": model.d_model}, {"vocab_size": model.vocab_size}
         cases: dict[str, choice.Case] = {
             "attention": {
                 "head_dim": model.head_width,
@@ -113,8 +112,7 @@ class Context:
                 "segments": cfg.data.packing,
                 "sequence_shards": mesh.shape["context"],
             },
-            "norm": width,
-            "cross_entropy": width | vocabulary | {"softcap": model.logit_softcap},
+            "norm": {"d_model": model.d_model},
         }
         cases = {op: {"dtype": context.dtype} | dict(cases.get(op, {})) for op in OPS}
         return replace(context, **implementations(choice.platform_of(mesh.devices.flat[0]), cfg.kernels, cases))

@@ -53,7 +53,3 @@ def tpu(
 def _struct(out: Out, like: jax.Array) -> jax.ShapeDtypeStruct:
     """Without it, a result within `shard_map` has no type: a kernel may do anything with what differs by device."""
     return jax.ShapeDtypeStruct(*out, manual_axis_type=jax.typeof(like).mat)
-
-
-def ceil_to(n: int, step: int) -> int:
-    return -(-n // step) * step

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 Case = Mapping[str, Any]
 """What an implementation may depend on beside the platform: `dtype`, and what the op's own file names."""
 
@@ -28,6 +30,13 @@ class Implementation:
 
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     unfit: Callable[[Case], str] = lambda case: ""
+
+
+def float32_at_most(case: Case) -> str:
+    """What keeps a kernel that computes in float32 from a case, see `Implementation.unfit`."""
+    if case.get("dtype") is not None and np.dtype(case["dtype"]).itemsize > 4:
+        return f"computes in float32, which is less than {np.dtype(case['dtype']).name}"
+    return ""
 
 
 Table = Mapping[str, Implementation]

@@ -9,20 +9,13 @@ from jax import lax
 from jaxstack import collectives
 from jaxstack.collectives import Axes
 from jaxstack.kernels import cross_entropy_pallas
-from jaxstack.kernels.choice import Case, Implementation, here
-
-
-def _unfit(case: Case) -> str:
-    if case.get("dtype") is not None and jnp.dtype(case["dtype"]).itemsize > 4:
-        return f"computes in float32, which is less than {jnp.dtype(case['dtype']).name}"
-    return ""
-
+from jaxstack.kernels.choice import Implementation, float32_at_most, here
 
 IMPLEMENTATIONS = {
     "xla": Implementation(),
     "chunked": Implementation(),
-    "pallas_gpu": Implementation(("gpu",), _unfit),
-    "pallas_tpu": Implementation(("tpu",), _unfit),
+    "pallas_gpu": Implementation(("gpu",), float32_at_most),
+    "pallas_tpu": Implementation(("tpu",), float32_at_most),
 }
 
 CHUNK_TOKENS = 512  # tokens whose logits are held at a time
@@ -55,8 +48,7 @@ def cross_entropy(
     Raises ValueError for an unknown implementation.
     """
     weights = lax.stop_gradient(weights.astype(jnp.float32))
-    case = {"dtype": x.dtype, "d_model": x.shape[-1], "vocab_size": head.shape[1], "softcap": softcap}
-    name = here("cross_entropy", IMPLEMENTATIONS, implementation, case)
+    name = here("cross_entropy", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
     if name == "chunked":
         return _chunked((softcap, vocab_axes), *collectives.alike(x, head), targets, weights)
     if name.startswith("pallas_"):

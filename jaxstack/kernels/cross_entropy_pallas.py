@@ -33,9 +33,7 @@ class Tiles(NamedTuple):
 
 GPU = Tiles(128, 128, 64)
 TPU = Tiles(512, 1024, 512)
-_VMEM = (
-    64 << 20
-)  # bytes: a product of two tiles in float32 is 2 MiB, and what is made of it as much again, several times
+_VMEM = 64 << 20  # bytes: a product of two tiles in float32 is 2 MiB, and what is made of it several times as much
 
 
 def statistics(platform, softcap, x, head, own):

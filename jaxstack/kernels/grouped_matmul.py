@@ -12,20 +12,13 @@ from jax import lax
 
 from jaxstack import collectives
 from jaxstack.kernels import grouped_matmul_pallas
-from jaxstack.kernels.choice import Case, Implementation, here
-
-
-def _unfit(case: Case) -> str:
-    if case.get("dtype") is not None and jnp.dtype(case["dtype"]).itemsize > 4:
-        return f"sums in float32, which is less than {jnp.dtype(case['dtype']).name}"
-    return ""
-
+from jaxstack.kernels.choice import Implementation, float32_at_most, here
 
 IMPLEMENTATIONS = {
     "ragged": Implementation(),
     "grouped": Implementation(),
-    "pallas_gpu": Implementation(("gpu",), _unfit),
-    "pallas_tpu": Implementation(("tpu",), _unfit),
+    "pallas_gpu": Implementation(("gpu",), float32_at_most),
+    "pallas_tpu": Implementation(("tpu",), float32_at_most),
 }
 
 State = tuple[jax.Array, jax.Array]  # the next row, and what is carried

@@ -9,15 +9,13 @@ from jax import lax
 
 from jaxstack import collectives
 from jaxstack.kernels import norm_pallas
-from jaxstack.kernels.choice import Case, Implementation, here
+from jaxstack.kernels.choice import Case, Implementation, float32_at_most, here
 
 
 def _unfit(case: Case) -> str:
     if case.get("d_model", 1) > 16384:
         return f"takes rows of up to 16384 numbers, and these have {case['d_model']}"
-    if case.get("dtype") is not None and jnp.dtype(case["dtype"]).itemsize > 4:
-        return f"computes in float32, which is less than {jnp.dtype(case['dtype']).name}"
-    return ""
+    return float32_at_most(case)
 
 
 IMPLEMENTATIONS = {

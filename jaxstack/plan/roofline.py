@@ -32,6 +32,7 @@ from jaxstack.chips import Chip
 from jaxstack.config import Config, ConfigError, ModelConfig
 from jaxstack.context import Context
 from jaxstack.params import Param, flat_spec
+from jaxstack.profile import costs
 from jaxstack.sharding import AXES, BATCH_AXES, transformer
 from jaxstack.sharding.rules import names_of
 
@@ -120,8 +121,7 @@ def context(cfg: Config, devices: int = 1) -> Context:
     Raises:
       ConfigError: a mesh that does not make so many devices, or does not fit the batch.
     """
-    known = math.prod(size for size in cfg.mesh.sizes.values() if size != -1)
-    sizes = {axis: max(devices // known, 1) if n == -1 else n for axis, n in cfg.mesh.sizes.items()}
+    sizes = costs.sizes(cfg.mesh, devices)
     replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
     sequences = cfg.data.batch_size // cfg.train.grad_accum
     if sequences % replicas:
@@ -133,6 +133,7 @@ def context(cfg: Config, devices: int = 1) -> Context:
         pipeline=pipeline.resolve(cfg, sizes["pipe"], sequences // replicas) if sizes["pipe"] > 1 else None,
         context_method=cfg.mesh.context_method,
         dtype=jax.numpy.dtype(cfg.train.dtype),
+        quant=cfg.train.quant,
         remat=cfg.train.remat,
     )
 

@@ -104,7 +104,7 @@ def small_step(target: str, **mesh: int) -> str:
         num_layers=2, d_model=256, num_heads=4, vocab_size=4096, moe=MoEConfig(num_experts=8, top_k=2, d_ff=384)
     )
     cfg = config(model, 8, 256, "none", **mesh)
-    on = KernelsConfig(norm="pallas", cross_entropy="pallas", moe="pallas")
+    on = KernelsConfig(attention="pallas", norm="pallas", cross_entropy="pallas", moe="pallas")
     cfg = replace(cfg, kernels=on, train=replace(cfg.train, quant="int8"))
     ctx, state, batch = aot.placed(cfg, target)
     jitted: Any = step.jit_train_step(cfg, ctx, state)
