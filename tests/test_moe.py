@@ -163,19 +163,20 @@ def test_update_bias(rng):
     expected = bias + 0.1 * np.array([[-1, 1, 0, 0], [0, 0, 0, 0]])
     assert_close(moe.update_bias(jnp.asarray(bias), jnp.asarray(counts), 0.1), expected)
 
-    # Skewed logits: the bias alone evens the load out.
-    logits = normal(rng, 512, 8) + jnp.linspace(0, 3, 8)
+    # Skewed logits: the bias alone evens the load out. The bias moves in steps, so a load
+    # swings by some hundredths about its mean: of a thousand draws the worst ended at 1.11.
+    logits = normal(rng, 4096, 8) + jnp.linspace(0, 3, 8)
 
     @jax.jit
     def turn(bias):
         counts = moe.load(moe.sigmoid_groups(logits, bias, 2))
-        return moe.update_bias(bias, counts, 0.01), counts.max() / counts.mean()
+        return moe.update_bias(bias, counts, 0.003), counts.max() / counts.mean()
 
     bias, before = turn(jnp.zeros(8))
-    for _ in range(200):
+    for _ in range(400):
         bias, after = turn(bias)
     assert before > 2
-    assert after < 1.3
+    assert after < 1.2
 
 
 # Sums
