@@ -55,7 +55,7 @@ def free_port() -> int:
 def start(*argv: str, devices: int, code: tuple[str, ...] = (str(ROOT / "train.py"),)) -> subprocess.Popen[str]:
     """A process of its own; most of its time would be compilation, so XLA does not optimise."""
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    env["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
+    env["XLA_FLAGS"] = os.environ["XLA_FLAGS"] + " --xla_cpu_multi_thread_eigen=false"
     return subprocess.Popen(
         [sys.executable, *code, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )

@@ -24,6 +24,11 @@ def compiled(target: str, f: Any, *shapes: tuple[tuple[int, ...], Any], options:
     return jax.jit(f).lower(*args).compile(compiler_options=options)
 
 
+def temporary(program: jax.stages.Compiled) -> int:
+    """Bytes that a program needs beside its arguments and results."""
+    return program.memory_analysis().temp_size_in_bytes
+
+
 def with_gradients(f: Any, count: int) -> Any:
     """A function of f's `count` arguments and of a cotangent: f's value and gradients."""
 
@@ -34,25 +39,32 @@ def with_gradients(f: Any, count: int) -> Any:
     return run
 
 
-def norms(target: str, platform: str) -> None:
+def norm(target: str, implementation: str, rows: int = TOKENS, width: int = WIDTH) -> jax.stages.Compiled:
+    """RMSNorm of a sum with all its gradients."""
+
+    def rms(x: Any, residual: Any, gain: Any) -> Any:
+        return sum(kernels.rms_norm(x, gain, residual, eps=1e-6, implementation=implementation))
+
+    x = ((rows, width), jnp.bfloat16)
+    return compiled(target, with_gradients(rms, 3), x, x, ((width,), jnp.float32), x)
+
+
+def norms(target: str, implementation: str) -> None:
     """RMSNorm of a sum and LayerNorm, at the width of a model, of a head, and at odd ones."""
     for rows, width in ((TOKENS, WIDTH), (TOKENS, 128), (1001, 1000)):
         x, gain = ((rows, width), jnp.bfloat16), ((width,), jnp.float32)
 
-        def rms(x: Any, residual: Any, gain: Any) -> Any:
-            return sum(kernels.rms_norm(x, gain, residual, eps=1e-6, implementation=f"pallas_{platform}"))
-
         def layer(x: Any, gain: Any, bias: Any) -> Any:
-            return kernels.layer_norm(x, gain, bias, eps=1e-6, implementation=f"pallas_{platform}")
+            return kernels.layer_norm(x, gain, bias, eps=1e-6, implementation=implementation)
 
-        compiled(target, with_gradients(rms, 3), x, x, gain, x)
+        norm(target, implementation, rows, width)
         compiled(target, with_gradients(layer, 3), x, gain, gain, x)
 
 
-def loss_memory(target: str, implementation: str) -> float:
-    """Temporaries of the loss with both gradients, as a part of the logits in float32."""
+def loss(target: str, implementation: str) -> jax.stages.Compiled:
+    """The loss over a large vocabulary with both gradients."""
 
-    def loss(x: Any, head: Any, targets: Any, weights: Any) -> Any:
+    def f(x: Any, head: Any, targets: Any, weights: Any) -> Any:
         def total(x: Any, head: Any) -> Any:
             return kernels.cross_entropy(x, head, targets, weights, implementation=implementation)
 
@@ -60,9 +72,14 @@ def loss_memory(target: str, implementation: str) -> float:
 
     ids = (4, TOKENS // 4)
     shapes = [((*ids, WIDTH), jnp.bfloat16), ((WIDTH, VOCAB), jnp.bfloat16), (ids, jnp.int32), (ids, jnp.float32)]
-    temporary = compiled(target, loss, *shapes).memory_analysis().temp_size_in_bytes
-    print(f"{target} {implementation}: {temporary >> 20} MiB, {temporary / LOGITS:.3f} of the logits")
-    return temporary / LOGITS
+    return compiled(target, f, *shapes)
+
+
+def loss_memory(target: str, implementation: str) -> float:
+    """Temporaries of the loss with both gradients, as a part of the logits in float32."""
+    found = temporary(loss(target, implementation))
+    print(f"{target} {implementation}: {found >> 20} MiB, {found / LOGITS:.3f} of the logits")
+    return found / LOGITS
 
 
 def odd_loss(target: str, platform: str) -> None:
@@ -76,8 +93,8 @@ def odd_loss(target: str, platform: str) -> None:
     compiled(target, jax.value_and_grad(loss, (0, 1)), ((3, 67, 600), jnp.bfloat16), ((600, 9999), jnp.bfloat16))
 
 
-def experts_memory(target: str, implementation: str, rows: int, width: int, hidden: int, experts: int) -> int:
-    """Bytes of temporaries of a grouped matmul with both gradients."""
+def experts(target: str, implementation: str, rows: int, width: int, hidden: int, experts: int) -> jax.stages.Compiled:
+    """A grouped matmul with both gradients."""
 
     def f(x: Any, w: Any, sizes: Any, dy: Any) -> Any:
         y, vjp = jax.vjp(lambda x, w: kernels.grouped_matmul(x, w, sizes, implementation=implementation), x, w)
@@ -85,7 +102,7 @@ def experts_memory(target: str, implementation: str, rows: int, width: int, hidd
 
     bf16 = jnp.bfloat16
     shapes = [((rows, width), bf16), ((experts, width, hidden), bf16), ((experts,), jnp.int32), ((rows, hidden), bf16)]
-    return compiled(target, f, *shapes).memory_analysis().temp_size_in_bytes
+    return compiled(target, f, *shapes)
 
 
 def low_precision(target: str, kind: str, options: Any = None) -> str:

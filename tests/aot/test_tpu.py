@@ -99,7 +99,7 @@ def test_attention_kernels(name, target):
     """A kernel needs copies of its arrays with heads before tokens; on v5e they are not even in the memory."""
     compiled = attention(name, "pallas_tpu", target)
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3  # forward, by q, by k and v
-    temporary = compiled.memory_analysis().temp_size_in_bytes
+    temporary = programs.temporary(compiled)
     print(f"{name}, {target}: {temporary / 2**20:.1f} MiB")
     b, s, h, *_ = ATTENTION[name][0]
     assert temporary < 2 * b * h * s**2 / 8  # an eighth of all scores in bfloat16
@@ -117,7 +117,7 @@ ONE = "v5e:2x2"
 
 
 def test_norms():
-    programs.norms(ONE, "tpu")
+    programs.norms(ONE, "pallas_tpu")
 
 
 def test_the_loss_never_holds_its_logits():
@@ -129,7 +129,7 @@ def test_the_loss_never_holds_its_logits():
 
 @pytest.mark.parametrize("shape", [(16384, 2048, 1408, 8), (8190, 1000, 720, 128)])
 def test_experts(shape):
-    print("MiB of temporaries:", programs.experts_memory(ONE, "pallas_tpu", *shape) >> 20)
+    print("MiB of temporaries:", programs.temporary(programs.experts(ONE, "pallas_tpu", *shape)) >> 20)
 
 
 def test_products_in_int8_are_convolutions_of_int8():

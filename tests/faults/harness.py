@@ -41,7 +41,8 @@ def start(*argv: str, patch: str = "", devices: int = 1) -> subprocess.Popen[str
       patch: Python that runs before `train.main`; a fault that cannot be had from outside.
     """
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
-    env["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
+    quick = os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")  # tests/conftest.py says more
+    env["XLA_FLAGS"] = f"{quick} --xla_cpu_multi_thread_eigen=false"
     code = [str(ROOT / "train.py")]
     if patch:
         code = ["-c", f"{patch}\nfrom jaxstack import cli\nimport train\ncli.run('train.py', train.main)"]
