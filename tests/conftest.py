@@ -10,7 +10,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # Most of a test's time is compilation. Whole runs (tests/test_train.py) take XLA as users do, fully optimised.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-if version("jaxlib").startswith("0.10."):  # fusions as XLA has begun to write them, and soon always does, take it longer
+if version("jaxlib").startswith("0.10."):  # fusions as newer XLA writes them compile for four times as long
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # What one process has compiled, the others read: the workers of pytest-xdist and the runs that tests start inherit it.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
