@@ -57,10 +57,9 @@ def make(folder: Path, layers: int) -> int:
 def work(what: str, folder: Path, devices: int) -> None:
     """The worker: reads the model, writes it where that is asked, and prints the peak of memory beyond its arrays."""
     import jax
-    from orbax.checkpoint import v1 as ocp
 
     from jaxstack import checkpoint, hf, model, params, sharding
-    from jaxstack.config import Config, DataConfig, MeshConfig
+    from jaxstack.config import CheckpointConfig, Config, DataConfig, MeshConfig
     from jaxstack.context import Context
     from jaxstack.hf import weights
 
@@ -77,11 +76,12 @@ def work(what: str, folder: Path, devices: int) -> None:
                 params.abstract(spec),
                 ctx.parameters(spec),
             )
-            values = jax.block_until_ready(checkpoint.restore(folder, 1, {"params": tree}))
+            values = checkpoint.restore(folder, 1, {"params": tree})
         else:
             values = jax.block_until_ready(source.read(ctx))
         if what == "save":
-            ocp.save(folder / "1", {"params": values})
+            with checkpoint.Checkpoints(CheckpointConfig(), folder) as saving:
+                saving.save(1, {"params": values}, {})
         if what == "write":
             begin = time.perf_counter()
             (folder / "out").mkdir()

@@ -8,7 +8,7 @@ import importlib.metadata
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,12 @@ _PROBE_S = 10
 _PATIENCE_S = 10**7
 """What orbax waits for a save, by the wall clock: large models are slow, and clocks are set. That something is wrong is
 told by the disk, and by `train.stalled_s`."""
+
+_CHUNK = 16 << 20
+"""Bytes of an array that are compressed as one: who reads it need not hold all of it compressed, and uses all cores."""
+
+_AT_A_TIME = 256 << 20
+"""Bytes of arrays that are read in one go, even where the largest is smaller: each go opens the checkpoint anew."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def facts(directory: Path, step: int) -> dict[str, Any]:
 def restore(directory: Path, step: int, abstract_state: Any) -> Any:
     """The state of `step`, laid out as `abstract_state` says; a leaf that is `...` there is not read.
 
-    Beyond the arrays themselves, a host holds about twice the bytes of the largest one while it reads.
+    Beyond the arrays themselves, a host holds about the bytes of the largest one while it reads, or 256 MB.
 
     Raises:
       ConfigError: the checkpoint holds other arrays than this configuration makes; names all that differ.
@@ -100,12 +106,25 @@ def restore(directory: Path, step: int, abstract_state: Any) -> Any:
             f"the checkpoint {directory / str(step)} does not fit this configuration in {len(differ)} arrays; restore "
             f"the settings in config.yaml beside it, or name another run.dir ({shown})"
         )
-    leaves = [leaf for leaf in jax.tree.leaves(abstract_state) if leaf is not ...]
-    reading = ocp.Context()
-    # What is in flight at a time: else orbax reads all arrays at once. It takes no array as large as the limit.
-    reading.memory.read_concurrent_bytes = 1 + max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    with reading:
-        return ocp.load(path, abstract_state)
+    leaves, tree = jax.tree.flatten(abstract_state)
+    for part in _parts([0 if leaf is ... else math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]):
+        wanted_now = jax.tree.unflatten(tree, [leaf if i in part else ... for i, leaf in enumerate(leaves)])
+        # Orbax does not wait for the copies to devices, and the memory it read into lives as long as these take.
+        read = jax.block_until_ready(jax.tree.leaves(ocp.load(path, wanted_now)))
+        leaves = [read[i] if i in part else leaf for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _parts(sizes: Sequence[int]) -> list[range]:
+    """Neighbours to read in one go: as much as the largest has, or `_AT_A_TIME`."""
+    limit, parts, total = max([_AT_A_TIME, *sizes]), [range(0)], 0
+    for i, size in enumerate(sizes):
+        total += size
+        if total > limit:
+            parts.append(range(i, i))
+            total = size
+        parts[-1] = range(parts[-1].start, i + 1)
+    return parts
 
 
 def versions() -> dict[str, str]:
@@ -166,6 +185,7 @@ class Checkpoints:
             path = self._directory.absolute() / str(step)
             saving = ocp.Context()
             saving.asynchronous.timeout_secs = _PATIENCE_S
+            saving.array.saving.storage_options.chunk_byte_size = _CHUNK
             with saving:
                 response = ocp.save_async(path, state, custom_metadata=dict(facts))
         except jax.errors.JaxRuntimeError:

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -111,6 +112,31 @@ def test_a_state_that_is_not_finite_is_refused(bad, tmp_path):
         checkpoints.save(3, state, {"next_batch": 5})
     assert checkpoint.find(tmp_path).step == 3
     assert checkpoint.facts(tmp_path, 3) == {"next_batch": 5}
+
+
+def test_a_checkpoint_is_read_in_parts_no_larger_than_its_largest_array(rng, tmp_path, monkeypatch):
+    """Each opens the checkpoint anew and asks for nothing that another has read, or that nobody wants."""
+    monkeypatch.setattr(checkpoint, "_AT_A_TIME", 40)
+    state = {
+        name: jnp.asarray(rng.normal(size=size), jnp.float32)
+        for name, size in zip("abcdefg", (3, 7, 5, 25, 1, 2, 20), strict=True)
+    }
+    with checkpoint.Checkpoints(CheckpointConfig(), tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+    read, load = [], checkpoint.ocp.load
+
+    def watched(path, tree):
+        read.append([name for name in tree if tree[name] is not ...])
+        return load(path, tree)
+
+    monkeypatch.setattr(checkpoint.ocp, "load", watched)
+    kinds = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in state.items()}
+    wanted = kinds | {"f": ...}
+    found = checkpoint.restore(tmp_path, 1, wanted)
+    assert read == [["a", "b", "c"], ["d"], ["e", "g"]]  # of 4 bytes each: 60, 100 and 84, and the largest has 100
+    assert found.pop("f") is ...
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, state[name])
 
 
 def test_a_spike_is_what_its_definition_says(rng):
