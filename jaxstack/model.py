@@ -130,13 +130,13 @@ REMAT_POLICIES = {
 }
 
 
-def inputs(cfg: ModelConfig, batch: dict[str, jax.Array], ctx: Context) -> dict[str, Any]:
+def inputs(cfg: ModelConfig, batch: dict[str, Any], ctx: Context) -> dict[str, Any]:
     """What the layers read beside the residual stream, made once for all of them.
 
     Args:
       batch: `tokens` [B, S]; optional `positions` (of each token within its document; else its place in the row),
         `segment_ids` (its document; else one a row) and `gate` (its domain or timestep, for hard gates), each [B, S];
-        with a cache `distance` (of its tokens [B, T]);
+        with a cache `distance` (of what each block of a step holds [B, T]);
         for dropout `key` (a PRNG key's data) and `rows` (of these rows in the whole batch [B]; else as if this were
         the whole).
     """
@@ -187,7 +187,7 @@ def step(
       x: residual stream [B, S/n, D].
       index: of the step.
       given: of `inputs`.
-      cache: of each block of the step, arrays [period, ...].
+      cache: of each block of the step; nothing in it: rows begin here.
 
     Returns:
       The residual stream and auxiliary values, each [period, ...].
@@ -207,8 +207,8 @@ def step(
             dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
             token_ids=given.get("token_ids"),
             gate=given.get("gate"),
-            cache=jax.tree.map(lambda a, i=i: a[i], cache),
-            distance=given.get("distance"),
+            cache=cache[i] if cache else cache,
+            distance=given["distance"][i] if cache else None,
         )
         every.append(aux)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
@@ -236,7 +236,7 @@ def hidden(
     *,
     dropout_key: jax.Array | None = None,
     cache: Any = None,
-    **rest: jax.Array | None,
+    **rest: Any,
 ) -> tuple[jax.Array, Aux]:
     """Everything before the head.
 
@@ -245,12 +245,13 @@ def hidden(
       tokens: ids [B, S].
       ctx: how to compute.
       dropout_key: None in evaluation.
-      cache: of `layers.attention`, arrays [L, ...] (of a pipeline's stage [R/P, ...]).
+      cache: of `layers.attention`, for each block of a step, arrays [L/period, ...] (of a pipeline's stage
+        [R/P/period, ...]); nothing in it: rows begin here.
       rest: `positions`, `segment_ids`, `gate`, `rows`, `distance` of `inputs`; None: not given.
 
     Returns:
       Normalised hidden states [B, S, D] in `ctx.dtype`, and auxiliary values, each [L, ...]: of experts those of
-      `layers.moe`, with a cache the `keys` and `values` of these tokens, laid out as it is.
+      `layers.moe`, with a cache the `keys` and `values` of these tokens.
     """
     ctx = ctx or Context()
     params = cast_matrices(spec(cfg), params, ctx.dtype)
@@ -268,14 +269,14 @@ def hidden(
         return step(cfg, ctx, weights, x, index, given, cache)
 
     steps = cfg.num_layers // period
-    stacked, cache = jax.tree.map(lambda a: a.reshape(steps, period, *a.shape[1:]), (params["layers"], cache))
+    stacked = jax.tree.map(lambda a: a.reshape(steps, period, *a.shape[1:]), params["layers"])
     start = embed(cfg, params, given, ctx)
     x, aux = jax.lax.scan(remat(ctx, one_step), start, (stacked, cache, jnp.arange(steps)))
     return final(cfg, params, x, ctx), jax.tree.map(lambda a: a.reshape(cfg.num_layers, *a.shape[2:]), aux)
 
 
 def hidden_unrolled(
-    cfg: ModelConfig, params: Any, steps: list[Any], batch: dict[str, jax.Array], cache: list[Any], ctx: Context
+    cfg: ModelConfig, params: Any, steps: list[Any], batch: dict[str, Any], cache: list[Any], ctx: Context
 ) -> tuple[jax.Array, list[Any]]:
     """`hidden` of one token after a cache, without a loop over layers: each is an array of its own, which XLA:CPU reads
     where it lies and would else copy for every token.
@@ -284,29 +285,28 @@ def hidden_unrolled(
       params: in the compute dtype; its layers are not read.
       steps: `by_step` of the layers, one entry for each step.
       batch: of `inputs`.
-      cache: of each step, arrays [period, ...].
+      cache: of each block of each step.
 
     Returns:
-      Normalised hidden states, and `keys` and `values` of this token for each step.
+      Normalised hidden states, and `keys` and `values` of this token for each block of each step.
     """
     given = inputs(cfg, batch, ctx)
     x, made = embed(cfg, params, given, ctx), []
     for index, (weights, one) in enumerate(zip(steps, cache, strict=True)):
         x, aux = step(cfg, ctx, weights, x, index, given, one)
-        made.append({name: aux[name] for name in one})
+        made.append([{name: aux[name][i] for name in block} for i, block in enumerate(one)])
     return final(cfg, params, x, ctx), made
 
 
 def _hidden_through_stages(
-    cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], ctx: Context, cache: Any
+    cfg: ModelConfig, params: Any, batch: dict[str, Any], ctx: Context, cache: Any
 ) -> tuple[jax.Array, Aux]:
     """`hidden` where layers lie on the stages of a pipeline; its gradient by autodiff is GPipe's."""
     assert ctx.pipeline is not None
-    rows, period = batch["tokens"].shape[0], len(cfg.windows)
+    rows = batch["tokens"].shape[0]
     # Auxiliary values are summed over microbatches; keys and values are not to be.
     microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches) if cache is None else 1
     stacked = by_step(cfg, ctx.gather(spec(cfg)["layers"], params["layers"]))
-    held = jax.tree.map(lambda a: a.reshape(-1, period, *a.shape[1:]), cache)
     inner = ctx.gathered
 
     def one_step(layer: Any, x: jax.Array, index: jax.Array, given: Any) -> tuple[jax.Array, jax.Array, Aux]:
@@ -320,19 +320,21 @@ def _hidden_through_stages(
         layer=remat(inner, one_step),
     )
     micros = microbatched(batch, microbatches)
-    x, _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, (stacked, held), micros)
+    x, _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, (stacked, cache), micros)
     x = x.swapaxes(0, 1).reshape(rows, *x.shape[2:])
     aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
     own = {name: aux.pop(name) for name in ("keys", "values") if name in aux}
     return final(cfg, params, x, ctx), ctx.in_order(aux) | own
 
 
-def microbatched(batch: dict[str, jax.Array], microbatches: int) -> dict[str, jax.Array]:
+def microbatched(batch: dict[str, Any], microbatches: int) -> dict[str, Any]:
     """Arrays of a batch [B, ...] cut into [M, B/M, ...]: microbatch i takes rows i, i + M, ... A key goes to each."""
+
+    def cut(a: jax.Array) -> jax.Array:
+        return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)
+
     return {
-        name: jnp.broadcast_to(a, (microbatches, *a.shape))
-        if name == "key"
-        else a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)
+        name: jnp.broadcast_to(a, (microbatches, *a.shape)) if name == "key" else jax.tree.map(cut, a)
         for name, a in batch.items()
     }
 

@@ -25,6 +25,7 @@ from jaxstack.context import Context
 from jaxstack.data.tokenizers import Bytes
 from jaxstack.generate import __main__ as command
 from jaxstack.generate import decode, sampling
+from jaxstack.generate.reader import Reader
 from jaxstack.sharding import make_mesh
 
 MODELS = FAMILIES | EXPERTS
@@ -52,20 +53,45 @@ def gate_of(cfg: ModelConfig) -> int | None:
     return 1 if cfg.moe.router in ("domain", "timestep") else None
 
 
-@pytest.mark.parametrize(("name", "form"), [*QUICK, *slow(SLOW)])
-def test_every_greedy_token_is_the_likeliest_of_the_uncached_forward(name, form):
-    cfg = MODELS[name]
+def assert_greedy(cfg: ModelConfig, prompts: list[list[int]], tokens: int, form: str) -> None:
+    """Every token is the likeliest of the uncached forward pass."""
     values, gate = values_of(cfg), gate_of(cfg)
-    rows = decode.generate(cfg, values, PROMPTS, GREEDY, gate=gate, ctx=Context(decode=form))
+    sample = replace(GREEDY, tokens=tokens)
+    rows = decode.generate(cfg, values, prompts, sample, gate=gate, ctx=Context(decode=form))
     whole = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for row, text in zip(whole, rows, strict=True):
         row[: len(text)] = text
     gates = None if gate is None else jnp.full_like(whole, gate)
     logits, _ = model.forward(decode.dropless(cfg), values, whole, gate=gates)  # each row alone, and aligned left
-    for prompt, text, scores in zip(PROMPTS, rows, np.asarray(logits), strict=True):
-        assert len(text) == len(prompt) + GREEDY.tokens
+    for prompt, text, scores in zip(prompts, rows, np.asarray(logits), strict=True):
+        assert len(text) == len(prompt) + tokens
         assert text[: len(prompt)] == prompt
         assert text[len(prompt) :] == scores[len(prompt) - 1 : len(text) - 1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(("name", "form"), [*QUICK, *slow(SLOW)])
+def test_every_greedy_token_is_the_likeliest_of_the_uncached_forward(name, form):
+    assert_greedy(MODELS[name], PROMPTS, GREEDY.tokens, form)
+
+
+@pytest.mark.parametrize("form", ["scan", "unrolled"])
+@pytest.mark.parametrize("windows", [(1, 6), (64, 130), (150, 0), (1000, 129)])
+def test_a_layer_holds_what_its_window_sees(windows, form):
+    """Windows within the prompts' 128 slots, beyond them, and beyond all 168."""
+    cfg = replace(FAMILIES["llama3"], windows=windows)
+    prompts = [[1, 2, 3], np.random.default_rng(0).integers(0, cfg.vocab, 100).tolist()]
+    assert_greedy(cfg, prompts, 40, form)
+
+    def held(tokens, first):
+        reader = Reader.create(
+            cfg, values_of(cfg), Context(decode=form), gate=None, vocabulary=61, first=first, slots=168
+        )
+        return reader.prompts(tokens)[1]
+
+    cache = jax.eval_shape(held, jax.ShapeDtypeStruct((2, 128), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32))
+    (blocks,) = cache if form == "unrolled" else [cache]
+    seen = [min(max(window - 1, 1), 168) if window else 168 for window in windows]
+    assert [block["keys"].shape[-2] for block in blocks] == seen
 
 
 @pytest.mark.parametrize("name", ["gemma2", *slow([[name] for name in MODELS if name != "gemma2"])])

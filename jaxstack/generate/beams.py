@@ -46,7 +46,7 @@ def search(reader: Reader, tokens: jax.Array, sample: SampleConfig, stop: Sequen
             "scores": live,
             "texts": texts[own, chosen],
             "last": new[own, chosen].reshape(-1),
-            "cache": jax.tree.map(lambda a: a[:, from_rows], cache),
+            "cache": jax.tree.map(lambda a: jnp.take(a, from_rows, axis=-4), cache),
             "going": collectives.all_reduce((state["worth"] < bound).sum(), reader.ctx.axes("batch")) > 0,
         }
 
@@ -68,7 +68,7 @@ def search(reader: Reader, tokens: jax.Array, sample: SampleConfig, stop: Sequen
 
     of_beams = replace(reader, first=jnp.repeat(reader.first, K))
     logits, cache = reader.prompts(tokens)
-    cache = jax.tree.map(lambda a: jnp.repeat(a, K, axis=1), cache)
+    cache = jax.tree.map(lambda a: jnp.repeat(a, K, axis=-4), cache)
     zeros = lambda *shape: collectives.zeros((B, *shape), jnp.int32, reader.first)  # noqa: E731
     state = {
         "scores": jnp.where(jnp.arange(K) == 0, 0.0, -jnp.inf) + zeros(K),  # one beam is alive: they are all the same

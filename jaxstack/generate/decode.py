@@ -3,10 +3,9 @@
 `generate` is for use, `reference` what it is held against: it reads the whole text anew for every token.
 
 Rows are aligned at their ends: the last tokens of all prompts stand in one slot, and so does every token after them.
-The tokens before a shorter prompt are seen by nobody. Layers with a sliding window hold all tokens and mask those
-outside of it.
+The tokens before a shorter prompt are seen by nobody.
 
-Suffixes: B rows of this device, S slots of the prompts, N tokens to add, T = S + N slots in all, V vocabulary.
+Suffixes: B rows of this device, S slots of the prompts, N tokens to add, V vocabulary.
 """
 
 import zlib

@@ -1,10 +1,10 @@
 """A model that reads prompts at once and then a token at a time, holding keys and values of all that it has read.
 
 Rows are aligned at their ends: the last tokens of all prompts stand in one slot, and so does every token after them.
-What stands before a shorter prompt is seen by nobody. Layers with a sliding window hold all tokens too, and mask those
-outside of it.
+What stands before a shorter prompt is seen by nobody. A layer with a sliding window holds as many tokens as it sees:
+that of slot n is in place n modulo their number, where the oldest was.
 
-Suffixes: B rows of this device, S slots of the prompts, T slots in all, V vocabulary.
+Suffixes: B rows of this device, S slots of the prompts, T tokens that a layer holds, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,15 @@ from jaxstack.params import cast_matrices
 class Reader:
     """Reads tokens with a model and tells the logits of the next ones; the work of one device.
 
-    Keys and values are arrays [L, B, G, T, K], or with `steps` a list of [period, B, G, T, K].
+    Keys and values are arrays [L/period, B, G, T, K] for each block of a step of the layers, or with `steps` arrays
+    [B, G, T, K] for each block of each step.
 
     Attributes:
       cfg, params, ctx: the model and how to compute.
       gate: domain of all tokens, for a hard gate.
       vocabulary: ids that exist.
       first: slot of each prompt's first token [B].
-      slots: in all, T.
+      slots: in all, of prompts and of what is to come.
       steps: with `ctx.decode=unrolled` the layers' weights apart, see `model.hidden_unrolled`.
     """
 
@@ -66,31 +67,42 @@ class Reader:
             segment_ids=(positions >= 0).astype(jnp.int32),
             gate=self._gates(tokens),
         )
-        room = self.slots - tokens.shape[1]
-        cache: Any = {name: jnp.pad(aux[name], ((0, 0),) * 3 + ((0, room), (0, 0))) for name in ("keys", "values")}
+        made = {name: aux[name] for name in ("keys", "values")}
+        cache: Any = [
+            jax.tree.map(lambda a, T=T: _held(a, T), block)
+            for T, block in zip(self._lengths, model.by_step(self.cfg, made), strict=True)
+        ]
         if self.steps is not None:
-            period = len(self.cfg.windows)
-            cache = [
-                jax.tree.map(lambda a, i=i: a[i * period : (i + 1) * period], cache) for i in range(len(self.steps))
-            ]
+            cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.steps))]
         return self._logits(x[:, -1:]), cache
 
     def token(self, tokens: jax.Array, slot: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         """Logits [B, V] after one more token of each row [B], in `slot`; and keys and values so far."""
-        before = jnp.arange(self.slots)
-        distance = jnp.where(before >= self.first[:, None], slot - before, 0)
-        batch: dict[str, Any] = {"positions": (slot - self.first)[:, None], "distance": distance}
+        batch: dict[str, Any] = {
+            "positions": (slot - self.first)[:, None],
+            "distance": [self._distance(slot, T) for T in self._lengths],
+        }
         if self.gate is not None:
             batch["gate"] = self._gates(tokens[:, None])
         made: Any
         if self.steps is None:
             x, aux = model.hidden(self.cfg, self.params, tokens[:, None], self.ctx, cache=cache, **batch)
-            made = {name: aux[name] for name in cache}
+            made = model.by_step(self.cfg, {name: aux[name] for name in ("keys", "values")})
         else:
             batch["tokens"] = tokens[:, None]
             x, made = model.hidden_unrolled(self.cfg, self.params, self.steps, batch, cache, self.ctx)
-        cache = jax.tree.map(lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new, slot, 3), cache, made)
-        return self._logits(x), cache
+        write = lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new, slot % a.shape[-2], a.ndim - 2)  # noqa: E731
+        return self._logits(x), jax.tree.map(write, cache, made)
+
+    @property
+    def _lengths(self) -> list[int]:
+        """How many tokens each block of a step holds: those that a window sees beside the newest."""
+        return [min(max(window - 1, 1), self.slots) if window else self.slots for window in self.cfg.windows]
+
+    def _distance(self, slot: jax.Array, T: int) -> jax.Array:
+        """From the tokens [B, T] that a layer holds to the one in `slot`; 0: there is none yet, or of no one's text."""
+        there = slot - 1 - (slot - 1 - jnp.arange(T)) % T
+        return jnp.where(there >= self.first[:, None], slot - there, 0)
 
     def _gates(self, tokens: jax.Array) -> jax.Array | None:
         return None if self.gate is None else jnp.full_like(tokens, self.gate)
@@ -98,6 +110,14 @@ class Reader:
     def _logits(self, x: jax.Array) -> jax.Array:
         own = model.logits(self.cfg, self.params, x, self.ctx)[:, 0]
         return known(collectives.gather_equal(own, self.ctx.axes("vocab"), 1), self.vocabulary)
+
+
+def _held(a: jax.Array, T: int) -> jax.Array:
+    """Of the slots [..., S, K] the last T, each in its place, with room for what is to come [..., T, K]."""
+    S = a.shape[-2]
+    if S <= T:
+        return jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, T - S), (0, 0)])
+    return jnp.roll(a[..., S - T :, :], S % T, a.ndim - 2)
 
 
 def known(logits: jax.Array, vocabulary: int) -> jax.Array:
