@@ -130,10 +130,10 @@ MORE_MESHES = [
 @pytest.mark.parametrize(("name", "mesh", "sample"), [*MESHES, *slow(MORE_MESHES)])
 def test_a_mesh_writes_what_one_device_writes(name, mesh, sample):
     def texts(mesh: dict[str, int]) -> list[list[int]]:
-        cfg = test_meshes.config("llama3" if name == "deep" else name, mesh)
-        if name == "deep":  # two chunks a stage: rows are not the layers in their order
+        cfg = test_meshes.config("gemma2" if name == "deep" else name, mesh)
+        if name == "deep":  # windows, and two chunks a stage: rows are not the layers in their order
             chunks = PipelineConfig(schedule="interleaved_1f1b", chunks=2) if "pipe" in mesh else PipelineConfig()
-            cfg = replace(cfg, model=replace(cfg.model, num_layers=4), pipeline=chunks)
+            cfg = replace(cfg, model=replace(cfg.model, num_layers=8), pipeline=chunks)
         devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
         ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
         values = step.make_state(cfg, ctx, step.abstract_state(cfg, ctx)).params
