@@ -1,8 +1,9 @@
 """Every implementation of every hot operation on the device at hand: `python benchmarks/kernels.py [--ops norm ...]`
 
 Needs jax, flax, optax, numpy and pyyaml, and nothing of torch. What runs is read from the tables of `jaxstack.kernels`
-and `jaxstack.moe`: an implementation that is added there is measured here. Shapes are those of models of 1 to 8e9
-parameters; arrays are random, in bfloat16. On a CPU: those of `train_cpu.py`, in float32.
+and `jaxstack.moe`: an implementation that is added there is measured here, and tokamax beside it where it is installed.
+Shapes are those of models of 1 to 8e9 parameters; arrays are random, in bfloat16. On a CPU: those of `train_cpu.py`, in
+float32.
 
 An operation runs in a loop on the device, so that dispatching it costs nothing; implementations take turns, round
 after round, and the median counts. Beside the time stand FLOP/s and bytes/s by what the operation *needs* (attention:
@@ -58,6 +59,25 @@ class Case:
     differentiated: int = 1
 
 
+def tokamax(op: str) -> dict[str, Callable[..., Any]]:
+    """Google's kernels for the operation, as they choose among them; nothing where they are not installed."""
+    try:
+        import tokamax as tk
+        from absl import flags
+    except ImportError:
+        return {}
+    flags.FLAGS(sys.argv[:1])  # its settings are flags of absl, which would else take our command line for theirs
+    functions: dict[str, Callable[..., Any]] = {
+        "attention": lambda q, k, v: tk.dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, is_causal=True),
+        "norm": lambda x, g: tk.layer_norm(x, g, None, epsilon=1e-6, subtract_mean=False),
+        "cross_entropy": lambda x, w, t, _: tk.linear_softmax_cross_entropy_loss(
+            x.reshape(-1, x.shape[-1]), t.ravel(), w
+        ),
+        "moe": lambda x, w, s: tk.ragged_dot(x, w, s),
+    }
+    return {"tokamax": functions[op]}
+
+
 def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
     import jax
     import jax.numpy as jnp
@@ -85,6 +105,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 (4 * pairs * K, 12 * pairs * K),
                 (2 * q + 2 * kv, 6 * q + 6 * kv),
                 {"dtype": jnp.dtype(dtype), "head_dim": K, "softcap": None},
+                tokamax("attention"),
                 differentiated=3,
             )
         )
@@ -99,7 +120,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 (4.0 * N * D, 14.0 * N * D),
                 (2.0 * e * N * D, 5.0 * e * N * D),
                 {"dtype": jnp.dtype(dtype), "d_model": D},
-                {"copy": lambda x, g: -x},
+                {"copy": lambda x, g: -x} | tokamax("norm"),
                 differentiated=2,
             )
         )
@@ -121,6 +142,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 (product, 3 * product),
                 (arrays, 3 * arrays),
                 {"dtype": jnp.dtype(dtype)},
+                tokamax("cross_entropy"),
                 differentiated=2,
             )
         )
@@ -139,7 +161,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 (product, 3 * product),
                 (arrays, 3 * arrays),
                 {"dtype": jnp.dtype(dtype)},
-                {"one dense matmul": lambda x, w, s: x @ w[0]},
+                {"one dense matmul": lambda x, w, s: x @ w[0]} | tokamax("moe"),
                 differentiated=2,
             )
         )
