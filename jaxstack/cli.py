@@ -39,7 +39,9 @@ class Parser(ArgumentParser):
                 close = difflib.get_close_matches(key, flat(Config()), n=1)
                 raise ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else self._help))
         text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).replace("typing.", "").replace("Parser key ", "")
-        raise ConfigError(f"{text}; {self._help}")
+        number = re.search(r"Expected a str\. Got value: [\d.]+$", text)
+        quotes = "put it in quotes, since YAML takes what it can for a number, and 10:15 for minutes and seconds"
+        raise ConfigError(f"{text}; {quotes if number else self._help}")
 
     @property
     def _help(self) -> str:

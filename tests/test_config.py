@@ -150,6 +150,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path):
     [
         ("model:\n  num_layer: 4\n", ["model.num_layer", "did you mean model.num_layers?"]),
         ("modl:\n  num_layers: 4\n", ["modl.num_layers"]),
+        ("profile:\n  steps: 10:15\n", ["profile.steps", "615", "quotes"]),
         ("model: 3\n", ["model"]),
         ("model:\n  d_model: [\n", ["line 3"]),
         ("optim:\n  lr: !!python/object/apply:os.getcwd []\n", ["python/object"]),
