@@ -39,14 +39,14 @@ def with_gradients(f: Any, count: int) -> Any:
     return run
 
 
-def norm(target: str, implementation: str, rows: int = TOKENS, width: int = WIDTH) -> jax.stages.Compiled:
-    """RMSNorm of a sum with all its gradients."""
+def norm(target: str, implementation: str) -> jax.stages.Compiled:
+    """RMSNorm with its gradients."""
+    x, gain = ((TOKENS, WIDTH), jnp.bfloat16), ((WIDTH,), jnp.float32)
 
-    def rms(x: Any, residual: Any, gain: Any) -> Any:
-        return sum(kernels.rms_norm(x, gain, residual, eps=1e-6, implementation=implementation))
+    def rms(x: Any, gain: Any) -> Any:
+        return kernels.rms_norm(x, gain, eps=1e-6, implementation=implementation)
 
-    x = ((rows, width), jnp.bfloat16)
-    return compiled(target, with_gradients(rms, 3), x, x, ((width,), jnp.float32), x)
+    return compiled(target, with_gradients(rms, 2), x, gain, x)
 
 
 def norms(target: str, implementation: str) -> None:
@@ -54,10 +54,13 @@ def norms(target: str, implementation: str) -> None:
     for rows, width in ((TOKENS, WIDTH), (TOKENS, 128), (1001, 1000)):
         x, gain = ((rows, width), jnp.bfloat16), ((width,), jnp.float32)
 
+        def rms(x: Any, residual: Any, gain: Any) -> Any:
+            return sum(kernels.rms_norm(x, gain, residual, eps=1e-6, implementation=implementation))
+
         def layer(x: Any, gain: Any, bias: Any) -> Any:
             return kernels.layer_norm(x, gain, bias, eps=1e-6, implementation=implementation)
 
-        norm(target, implementation, rows, width)
+        compiled(target, with_gradients(rms, 3), x, x, gain, x)
         compiled(target, with_gradients(layer, 3), x, gain, gain, x)
 
 
