@@ -2,8 +2,9 @@
 
 Makes a Llama of random values in a temporary folder, in bfloat16, reads it in a process of its own and writes it in
 another; saves it as a checkpoint, and reads that. What counts is the peak of resident memory beyond the arrays
-themselves, which lie in host memory on a CPU, over the bytes of the largest tensor in float32. `--layers` gives the
-size. Writes results/hf_memory.json.
+themselves, which lie in host memory on a CPU, over the bytes of the largest tensor in float32, and over those of the
+largest array of ours, which stacks the layers and is what a checkpoint holds. `--layers` gives the size.
+Writes results/hf_memory.json.
 """
 
 import argparse
@@ -88,7 +89,8 @@ def work(what: str, folder: Path, devices: int) -> None:
             hf.write(folder / "out", source.model, values, "float32", 4096, None)
         seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    arrays = sum(x.nbytes for x in jax.tree.leaves(values))
+    sizes = [x.nbytes for x in jax.tree.leaves(values)]
+    arrays = sum(sizes)
     tensors = weights.tensors(source.family, model.spec(source.model)).values()
     largest = 4 * max(prod(tensor.shape) for tensor in tensors)
     row = {
@@ -98,6 +100,7 @@ def work(what: str, folder: Path, devices: int) -> None:
         "largest_tensor_bytes": largest,
         "peak_beyond_arrays_bytes": peak - before - arrays,
         "over_largest_tensor": round((peak - before - arrays) / largest, 2),
+        "over_largest_array": round((peak - before - arrays) / max(sizes), 2),
         "seconds": round(seconds, 1),
     }
     print(json.dumps(row))

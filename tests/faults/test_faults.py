@@ -261,13 +261,14 @@ def test_nothing_whole_is_an_error_and_no_new_beginning(argv, straight, tmp_path
 
 def test_two_trainers(argv, tmp_path):
     """The second is refused and changes nothing; a dead one's lock is free."""
-    first = start(*argv, "--train.steps=4000", "--train.eval_every=4000")
+    argv = (*argv, "--train.steps=4000", "--train.eval_every=4000")
+    first = start(*argv)
     wait_until(lambda: is_sealed(tmp_path / "run", 4), first)
     _, err = run(*argv, code=Exit.MISTAKE)
     assert f"in use by process {first.pid} on " in err
     assert err.count("\n") == 1
     kill(first)
-    out, _ = run(*argv, "--train.steps=4000", "--train.eval_every=4000", patch=stop_after(3))
+    out, _ = run(*argv, patch=stop_after(3))
     assert f"process {first.pid} on " in out
     assert "did not end in order" in out
 
