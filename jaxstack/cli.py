@@ -36,7 +36,7 @@ class Parser(ArgumentParser):
         for pattern in _UNKNOWN_KEY:
             if found := re.search(pattern, text):
                 key = ".".join(found.groups())
-                close = difflib.get_close_matches(key, flat(Config()), n=1)
+                close = difflib.get_close_matches(key, {action.dest for action in self._actions}, n=1)
                 raise ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else self._help))
         text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).replace("typing.", "").replace("Parser key ", "")
         number = re.search(r"Expected a str\. Got value: [\d.]+$", text)

@@ -309,6 +309,13 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
     assert newest.startswith("ab")
     assert newest != older
     assert text("--step=5", "--mesh.tensor=2", "--mesh.data=1") == newest
+    generate, computed = decode.generate, []
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            decode, "generate", lambda *a, ctx, **how: computed.append(ctx.dtype) or generate(*a, ctx=ctx, **how)
+        )
+        text(), text("--dtype=bfloat16")
+    assert computed == [jnp.float32, jnp.bfloat16]
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab\ncde\n"))
     command.main([str(run_dir), "-", "--sample.temperature=0", "--sample.tokens=8"])
     first, second = capsys.readouterr().out.split("\n---\n")
@@ -324,6 +331,7 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
         (["RUN", "x" * 60], "learned positions ends at 64"),
         (["RUN", "x", "--sample.top_p=1.5"], "sample.top_p=1.5 must lie in"),
         (["RUN", "x", "--sample.topk=3"], "unknown key sample.topk; did you mean sample.top_k?"),
+        (["RUN", "x", "--train.dtype=bfloat16"], "unknown key train.dtype; did you mean dtype?"),
         (["RUN", "x", "--sample.beams=4"], "needs sample.temperature=0"),
         (["RUN", "x", "--step=4", "--sample.tokens=3"], "holds no step 4; its steps are"),
         (["RUN", "x", "--stop=ab"], "is 2 tokens"),

@@ -9,14 +9,16 @@ import sys
 from dataclasses import asdict, fields, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from jsonargparse import Namespace
 
 from jaxstack import cli, exits, platform
-from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig, SampleConfig
+from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig, SampleConfig, TrainConfig
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.tokenizers import tokenizer_from_json
+
+DTYPES = get_args(get_type_hints(TrainConfig)["dtype"])
 
 
 def main(argv: list[str]) -> None:
@@ -36,7 +38,8 @@ def main(argv: list[str]) -> None:
         prompts = [template.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         end = chat.end_of_turn(template, tokenizer)
         stop += () if end is None else (end,)
-    cfg = placed(replace(cfg, sample=given.sample), given.mesh, len(prompts))
+    train = replace(cfg.train, dtype=given.dtype or cfg.train.dtype)
+    cfg = placed(replace(cfg, sample=given.sample, train=train), given.mesh, len(prompts))
     platform.configure(cfg.mesh, cfg.data.batch_size)  # before JAX is imported, which reads it
     seed = cfg.run.seed if given.seed is None else given.seed
     texts = continued(run, cfg, tokenizer, prompts, given.step, seed, stop, given.chat)
@@ -51,6 +54,7 @@ def parse(argv: list[str], defaults: SampleConfig) -> Namespace:
     parser.add_argument("--chat", action="store_true", help="prompts are what a user says; print the answers")
     parser.add_argument("--step", type=int, help="checkpoint to take (default: the newest)")
     parser.add_argument("--seed", type=int, help="decides what is sampled (default: run.seed of the run)")
+    parser.add_argument("--dtype", choices=DTYPES, help="computes in it (default: train.dtype of the run)")
     parser.add_argument("--stop", action="append", default=[], help="one token that ends a text; may be given again")
     parser.add_class_arguments(SampleConfig, "sample", skip={"prompts"})
     parser.add_class_arguments(MeshConfig, "mesh")
