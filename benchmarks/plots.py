@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/benchmarks.md from what stands in results/: `python benchmarks/plots.py`
+"""Draws the pictures of docs/benchmarks.md and docs/kernels.md from results/: `python benchmarks/plots.py`
 
 A picture whose result is not there is left out and named. The roofline is computed, not measured; no device is needed.
 """
@@ -115,6 +115,20 @@ def train_gpu_aot(result: dict[str, Any]) -> None:
     save(made, "benchmark_memory")
 
 
+def quant(result: dict[str, Any]) -> None:
+    """Training losses thin, held-out losses as points."""
+    made, (ax,) = figure(8, 3.2)
+    for (kind, curve), color in zip(result["curves"].items(), (REST[0], OURS, THEIRS), strict=False):
+        label = "bfloat16" if kind == "none" else kind
+        ax.plot(*zip(*curve["training"], strict=True), color=color, linewidth=1, label=label)
+        ax.plot(*zip(*curve["held_out"], strict=True), "o", color=color, markersize=5)
+    ax.set_ylim(1.2, 3.2)
+    ax.set_xlabel("step")
+    ax.set_ylabel("nats per token; points: held out")
+    ax.legend(frameon=False, fontsize=8)
+    save(made, "benchmark_quant")
+
+
 def roofline() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path.insert(0, str(ROOT))
@@ -133,7 +147,7 @@ def roofline() -> None:
 
 
 def main() -> None:
-    drawn = {"train_cpu": train_cpu, "train_gpu": train_gpu, "train_gpu_aot": train_gpu_aot}
+    drawn = {"train_cpu": train_cpu, "train_gpu": train_gpu, "train_gpu_aot": train_gpu_aot, "quant": quant}
     for name, draw in drawn.items():
         if (result := load(name)) is None:
             print(f"no results/{name}.json yet")
