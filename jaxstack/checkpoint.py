@@ -90,7 +90,8 @@ def facts(directory: Path, step: int) -> dict[str, Any]:
 def restore(directory: Path, step: int, abstract_state: Any) -> Any:
     """The state of `step`, laid out as `abstract_state` says; a leaf that is `...` there is not read.
 
-    Beyond the arrays themselves, a host holds about the bytes of the largest one while it reads, or 256 MB.
+    Beyond the arrays themselves, a host holds about 1.5 times the largest one (or 256 MB) while it reads: what is read,
+    and what is still compressed of it.
 
     Raises:
       ConfigError: the checkpoint holds other arrays than this configuration makes; names all that differ.
