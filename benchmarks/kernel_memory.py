@@ -36,7 +36,7 @@ SHAPES = {
 }
 
 
-def compile(op: str, implementation: str, target: str) -> Any:
+def compiled(op: str, implementation: str, target: str) -> Any:
     """An operation in bfloat16 with its gradients."""
     if op == "attention":
         return attention("llama", implementation, target)
@@ -59,7 +59,7 @@ if __name__ == "__main__":
             if name == "cudnn" and platform == "tpu":
                 continue
             begin = time.perf_counter()
-            program = compile(op, f"pallas_{platform}" if name == "pallas" else name, target)
+            program = compiled(op, f"pallas_{platform}" if name == "pallas" else name, target)
             seconds = round(time.perf_counter() - begin, 1)
             cases[target][op][name] = {"temporary_bytes": programs.temporary(program), "compile_s": seconds}
             print(target, op, name, cases[target][op][name], flush=True)

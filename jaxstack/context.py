@@ -169,9 +169,9 @@ class Context:
 
     def whole_sequences(self) -> "Context":
         """This context for short work on whole rows: the sequence stays in one piece on every device, and padding is a
-        segment of its own, which cuDNN's kernel does not know; of a prompt all scores fit."""
+        segment of its own, which cuDNN's kernel does not know: there `chunked` computes, as `auto` has it."""
         rules = replace(self.rules, activations={**self.rules.activations, "sequence": None, "residual": None})
-        return replace(self, rules=rules, attention={"cudnn": "xla"}.get(self.attention, self.attention))
+        return replace(self, rules=rules, attention={"cudnn": "chunked"}.get(self.attention, self.attention))
 
     # From inside: how parts meet. Mesh axes of size one are never named.
 

@@ -286,5 +286,5 @@ def test_padding_of_prompts_is_a_segment_that_every_kernel_of_a_prompt_knows():
 
     for name in TABLES["attention"]:
         chosen = Context(attention=name).whole_sequences().attention
-        assert chosen == ("xla" if name == "cudnn" else name)
+        assert chosen == (choose("auto", "gpu", segments=True) if name == "cudnn" else name)
         assert not TABLES["attention"][chosen].unfit({"segments": True})
