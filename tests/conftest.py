@@ -21,10 +21,48 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 import numpy as np
 import pytest
 
+SLOW_LIMIT_S = 1200
+"""The time limit of a slow test; that of the others is `timeout` in pyproject.toml."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seed",
+        type=int,
+        default=int(os.environ.get("JAXSTACK_TEST_SEED", "0")),
+        help="the seed of all random inputs, 0 or more (default: JAXSTACK_TEST_SEED, else 0)",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random inputs: --seed={config.option.seed}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"The tests took their random inputs from --seed={config.option.seed}.")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
+        if {"rng", "seed"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("random")
+
+
+def entropy(node: pytest.Item | pytest.Collector) -> list[int]:
+    """Returns what seeds a generator: the run's seed and the node's name, so that no test depends on another."""
+    return [node.config.option.seed, *node.nodeid.encode()]
+
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Fresh random inputs in every run; the seed is shown when the test fails."""
-    seed = int.from_bytes(os.urandom(4), "little")
-    request.node.add_report_section("setup", "random seed", str(seed))
-    return np.random.default_rng(seed)
+    """Random inputs of this test, the same in every run with the same `--seed`."""
+    return np.random.default_rng(entropy(request.node))
+
+
+@pytest.fixture(scope="module")
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed for what the tests of one file share, such as the truth that they compare with."""
+    return int(np.random.SeedSequence(entropy(request.node)).generate_state(1)[0])

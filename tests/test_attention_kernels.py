@@ -15,7 +15,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_kernels import (
     ATTENTION_CASES,
-    SEED,
     assert_close,
     attention_gradient_jaxpr,
     draw,
@@ -33,12 +32,6 @@ pallas_gpu, pallas_tpu = (
     importlib.import_module(f"jaxstack.kernels.attention.{name}") for name in ("pallas_gpu", "pallas_tpu")
 )
 KERNELS = ("pallas_gpu", "pallas_tpu")
-
-
-@pytest.fixture
-def rng(request):
-    print(f"JAXSTACK_TEST_SEED={SEED}")
-    return np.random.default_rng([SEED, *request.node.name.encode()])
 
 
 @pytest.fixture(autouse=True)

@@ -24,11 +24,6 @@ ALL = FAMILIES | EXPERTS
 LORA = LoraConfig(rank=3, alpha=6)
 
 
-@pytest.fixture
-def rng():
-    return np.random.default_rng(0)
-
-
 def config(family, adapters=LORA, **optim):
     return Config(
         run=RunConfig(init_from="base"),

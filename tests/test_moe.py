@@ -1,7 +1,6 @@
 """Mixture of experts: routers and sums against numpy that visits one token at a time, every way of dispatch against the
 dense definition, and every layout of experts against one device; values and every gradient."""
 
-import os
 from functools import partial
 from math import ceil
 
@@ -16,9 +15,6 @@ from jax.sharding import PartitionSpec as P
 from jaxstack import moe
 from jaxstack.kernels import choice
 from jaxstack.kernels.grouped_matmul import TILES
-
-SEED = int(os.environ.get("JAXSTACK_TEST_SEED", np.random.SeedSequence().entropy % 2**32))
-"""Of the inputs that tests share; the others take the fixture `rng`."""
 
 # Relative error of a whole array. float32 rounds at 6e-8, a sum of n terms loses about sqrt(n) of that: 1e-5 leaves
 # room for n in the thousands; no sum here is longer than a few hundred.
@@ -438,9 +434,9 @@ MESHES = {
 
 
 @pytest.fixture(scope="module")
-def one_device():
+def one_device(seed):
     """Inputs of 8 sequences, and what the definition makes of them without and with a capacity."""
-    inputs = draw(np.random.default_rng(SEED), 64, 8, 12, 8, gated=False)
+    inputs = draw(np.random.default_rng(seed), 64, 8, 12, 8, gated=False)
     return inputs, {
         None: grads_and_value(*inputs, implementation="reference"),
         0.8: grads_and_value(*inputs, implementation="reference", capacity_factor=0.8, rows=8),
@@ -450,7 +446,6 @@ def one_device():
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("capacity_factor", [None, 0.8])
 def test_expert_axis_equals_one_device(one_device, mesh, capacity_factor):
-    print(f"JAXSTACK_TEST_SEED={SEED}")
     inputs, truth = one_device
     _, (_, dropped) = truth[capacity_factor]
     assert (dropped > 0) == (capacity_factor is not None)
@@ -458,7 +453,6 @@ def test_expert_axis_equals_one_device(one_device, mesh, capacity_factor):
 
 
 def test_expert_axis_with_ragged_dot(one_device):
-    print(f"JAXSTACK_TEST_SEED={SEED}")
     inputs, truth = one_device
     assert_close(on_mesh(*MESHES["data2_expert4"], inputs, 8, implementation="ragged"), truth[None])
 

@@ -1,0 +1,79 @@
+"""What tests/conftest.py and pyproject.toml give every test: inputs that repeat, and a limit of time."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+DRAWS = """
+import pytest
+
+def test_a(rng): print("drew a", rng.integers(2**40))
+def test_b(rng): print("drew b", rng.integers(2**40))
+@pytest.mark.parametrize("n", [1, 2])
+def test_c(rng, n): print("drew c", n, rng.integers(2**40))
+def test_shared(seed): print("drew shared", seed)
+"""
+HANGS = """
+import pytest, threading
+
+@pytest.mark.timeout(1)
+def test_hangs(): threading.Event().wait()
+def test_goes_on(): pass
+@pytest.mark.slow
+def test_slow(request): assert request.node.get_closest_marker("timeout").args[0] > 300
+"""
+DEAF = """
+import signal, threading
+
+def test_deaf():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    threading.Event().wait()
+def test_goes_on(): pass
+"""
+
+
+def outcome(folder: Path, content: str, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs pytest on a file beside a copy of conftest.py, with the project's own settings."""
+    shutil.copy(TESTS / "conftest.py", folder)
+    (folder / "test_inner.py").write_text(content)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "JAXSTACK_TEST_"))}
+    words = ["-c", str(TESTS.parent / "pyproject.toml"), f"--rootdir={folder}", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *words, *flags, str(folder / "test_inner.py")]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=plain | env)
+
+
+def draws(folder: Path, *flags: str, **env: str) -> dict[str, str]:
+    done = outcome(folder, DRAWS, "-n", "0", "-s", *flags, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(re.findall(r"drew (\w+(?: \d)?) (\d+)$", done.stdout, re.M))
+
+
+def test_inputs_depend_on_the_seed_and_on_the_name_of_the_test_alone(tmp_path):
+    every = draws(tmp_path)
+    assert len(every) == len(set(every.values())) == 5
+    other = draws(tmp_path, JAXSTACK_TEST_SEED="7")
+    assert all(other[name] != every[name] for name in every)
+    some = draws(tmp_path, "--seed=0", "-k", "test_b or shared", JAXSTACK_TEST_SEED="7")
+    assert some == {name: every[name] for name in ("b", "shared")}
+
+
+def test_a_test_that_hangs_fails_and_the_others_go_on(tmp_path):
+    done = outcome(tmp_path, HANGS, "-n", "0", "-m", "")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 2 passed" in done.stdout
+    assert "test_inner.py::test_hangs - Failed: Timeout (>1.0s)" in done.stdout
+    assert "timeout: 300.0s" in done.stdout, "pyproject.toml limits every test"
+    assert "The tests took their random inputs from --seed=0." in done.stdout
+
+
+def test_so_does_one_that_no_signal_reaches(tmp_path):
+    """As none does within XLA."""
+    done = outcome(tmp_path, DEAF, "-n", "1", "--timeout=1", "-o", "faulthandler_timeout=3")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 1 passed" in done.stdout
+    assert "crashed while running 'test_inner.py::test_deaf'" in done.stdout
+    assert "in test_deaf" in done.stderr, "the stack says where it hung"
