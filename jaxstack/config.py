@@ -109,8 +109,8 @@ class MoEConfig:
     shared_experts: int = 0
     """Experts that every token passes beside the chosen ones."""
     capacity_factor: float | None = None
-    """An expert takes so many times its even share of a sequence, what exceeds it is dropped, least weight first;
-    null: dropless."""
+    """Maximum tokens per expert, as a multiple of the even share of each sequence. Excess tokens are dropped, lowest
+    weight first. Null means dropless, which the hard gates require."""
     balance_weight: float = 0.01
     """`softmax`: weight of the sequence-wise balance loss in the objective."""
     z_weight: float = 0.0
@@ -147,6 +147,12 @@ class MoEConfig:
         _require(
             self.capacity_factor is None or self.capacity_factor > 0,
             f"model.moe.capacity_factor={self.capacity_factor} must be positive, or null for dropless",
+        )
+        _require(
+            self.capacity_factor is None or learned,
+            f"model.moe.capacity_factor={self.capacity_factor} is counted in each sequence, but "
+            f"model.moe.router={self.router} may send a whole sequence to one expert, and most of it would be dropped; "
+            f"use capacity_factor=null (dropless)",
         )
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import collectives, kernels, lora
@@ -218,7 +219,8 @@ def route(cfg: ModelConfig, params: Any, x: jax.Array, gate: jax.Array | None) -
         if moe.router == "domain":
             return experts.by_domain(gate, moe.num_experts)
         return experts.by_timestep(gate, moe.num_experts, moe.max_timestep)
-    logits = x.astype(jnp.float32) @ params["router"]
+    # A dot carries its precision to its gradients; the default would round both sides to bfloat16 on TPU, TF32 on GPU.
+    logits = jnp.dot(x.astype(jnp.float32), params["router"], precision=lax.Precision.HIGHEST)
     if moe.router == "softmax":
         return experts.top_k_softmax(logits, moe.top_k, normalize=moe.normalize)
     return experts.sigmoid_groups(
@@ -254,7 +256,9 @@ def moe(
     h = ctx.enter(x, "mlp")
     tokens = h.shape[0] * h.shape[1]
     entered = Routing(
-        *(collectives.gather(a.reshape(*x.shape[:2], -1), between, 1).reshape(tokens, -1) for a in routing)
+        *jax.tree.map(
+            lambda a: collectives.gather(a.reshape(*x.shape[:2], -1), between, 1).reshape(tokens, -1), routing
+        )
     )
     y, dropped = experts.moe_mlp(
         h.reshape(tokens, -1),

@@ -103,6 +103,10 @@ MISTAKES = {
         ["--model.moe={num_experts: 8, capacity_factor: 1.0}", "--mesh.context=2"],
         ["model.moe.capacity_factor=1.0", "mesh.context=2"],
     ),
+    "capacity and a hard gate": (
+        ["--model.moe={num_experts: 2, router: domain, capacity_factor: 1.25}", "--data.domains=[a, b]"],
+        ["model.moe.capacity_factor=1.25", "model.moe.router=domain", "capacity_factor=null"],
+    ),
     "domains": (["--model.moe={num_experts: 2, router: domain}"], ["data.domains", "2 experts"]),
     "mesh and vocabulary": (
         ["--mesh.tensor=4", "--model.vocab_size=257"],

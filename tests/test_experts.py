@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from models import EXPERTS, FAMILIES
 
-from jaxstack import convert, losses, model, params, plan, step
+from jaxstack import convert, layers, losses, model, params, plan, step
 from jaxstack.config import Config, ConfigError, DataConfig, MoEConfig, OptimConfig, TrainConfig
 from jaxstack.context import Context, implementations
 from jaxstack.tree import flatten
@@ -82,6 +83,43 @@ def test_every_parameter_is_read(name, rng):
             values,
         )
         assert float(loss(moved)) != float(loss(values)), path
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_every_product_with_the_router_has_the_highest_precision(name):
+    """Forward, recomputed and backward, as lowered: TPUs and GPUs round what has the default precision."""
+    moe = dataclasses.replace(EXPERTS[name].moe, num_experts=7, groups=1, top_groups=1)
+    cfg = dataclasses.replace(EXPERTS[name], moe=moe)
+    run = dataclasses.replace(run_config("mixtral"), model=cfg, train=TrainConfig(dtype="bfloat16", remat="full"))
+    values = params.abstract(model.spec(cfg))
+    batch = random_batch(cfg, np.random.default_rng(0))
+    context = Context(dtype=jnp.bfloat16, remat="full")
+    text = jax.jit(step.make_gradients(run, context)).lower(values, batch).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line and re.search(r"<\d+x7xf32>", line)]
+    # Forward, recomputed, the gradient of the tokens, that of the router.
+    assert len(products) == 4
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products), products
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_logits_of_tokens_in_bfloat16_are_a_product_in_float32(name, rng):
+    cfg = EXPERTS[name]
+    E = cfg.moe.num_experts
+    x = jnp.asarray(rng.standard_normal((64, 32)), jnp.bfloat16)
+    router = jnp.asarray(rng.standard_normal((32, E)), jnp.float32)
+    values = {"router": router, "balance": jnp.zeros(E)}
+
+    def logits(x, router):
+        return layers.route(cfg, values | {"router": router}, x, None).logits
+
+    made, pull = jax.vjp(logits, x, router)
+    d = jnp.asarray(rng.standard_normal(made.shape), jnp.float32)
+    dx, d_router = pull(d)
+    wide, w, dy = (np.asarray(a, np.float64) for a in (x, router, d))
+    # Sums of 32 or 64 float32 products round at 6e-8 each. A router rounded to bfloat16 would be off by 2e-3.
+    for ours, truth, tolerance in ((made, wide @ w, 1e-6), (d_router, wide.T @ dy, 1e-6), (dx, dy @ w.T, 4e-3)):
+        assert np.linalg.norm(np.asarray(ours, np.float64) - truth) <= tolerance * np.linalg.norm(truth)
+    assert (dx.dtype, d_router.dtype) == (jnp.bfloat16, jnp.float32)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "capacity", "deepseek"])
@@ -182,6 +220,9 @@ def test_mistakes_are_named(rng):
         MoEConfig(num_experts=4, top_k=5)
     with pytest.raises(ConfigError, match="top_k=1 with normalize"):
         MoEConfig(num_experts=4, top_k=1)
+    for router in ("domain", "timestep"):
+        with pytest.raises(ConfigError, match=rf"capacity_factor=1.25 .* model.moe.router={router} .*=null"):
+            MoEConfig(num_experts=8, router=router, capacity_factor=1.25)
     with pytest.raises(ConfigError, match="experts have no biases"):
         dataclasses.replace(FAMILIES["gpt2"], moe=MoEConfig(num_experts=4))
     with pytest.raises(ConfigError, match=r"data.domains=\[\] must name one domain for each of the 3 experts"):

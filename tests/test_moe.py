@@ -131,7 +131,8 @@ def test_hard_gates(rng):
     routing = by_domain(ids, 5)
     np.testing.assert_array_equal(routing.experts[:, 0], ids)
     assert (routing.weights == 1).all()
-    assert_close(routing.scores, jax.nn.softmax(routing.logits))
+    np.testing.assert_array_equal(routing.scores, np.eye(5)[ids])
+    assert routing.logits is None
     assert float(moe.z_loss(routing)) == float(moe.entropy_sum(routing)) == 0
 
     for steps, experts in [(1000, 4), (10, 3)]:
@@ -467,13 +468,12 @@ def test_everybody_to_one_expert(rng):
 # Whole uses
 
 
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 4.0, "rows": 2}], ids=["dropless", "capacity"])
-def test_a_hard_gate_is_the_expert_as_a_dense_mlp(rng, options):
+def test_a_hard_gate_is_the_expert_as_a_dense_mlp(rng):
     """Bit for bit: sums of small integers are exact in float32, in whatever order a processor takes them."""
     x, _, weights, _ = jax.tree.map(lambda a: jnp.round(a * 2) if a.ndim > 1 else a, draw(rng, 600, 32, 48, 4))
     ids = rng.integers(0, 4, 600)
     routing = by_domain(jnp.asarray(ids), 4)
-    y, _ = jit_moe_mlp(x, routing, weights, num_experts=4, activation=jax.nn.relu, **options)
+    y, _ = jit_moe_mlp(x, routing, weights, num_experts=4, activation=jax.nn.relu)
     dense_mlp = jax.jit(lambda x, w: (jax.nn.relu(x @ w["w_gate"]) * (x @ w["w_up"])) @ w["w_down"])
     for domain in range(4):
         dense = dense_mlp(x, {name: value[domain] for name, value in weights.items()})
@@ -497,7 +497,7 @@ def test_upcycled_experts_start_as_the_dense_mlp(rng):
 def call(**options):
     T, E = 12, 4
     weights = {"w_up": jnp.zeros((E, 8, 8)), "w_down": jnp.zeros((E, 8, 8))}
-    routing = moe.top_k_softmax(jnp.zeros((T, E)), 2, normalize=True)
+    routing = options.pop("routing", None) or moe.top_k_softmax(jnp.zeros((T, E)), 2, normalize=True)
     options = {"num_experts": E, "activation": jax.nn.silu} | options
     return moe.moe_mlp(jnp.zeros((T, 8)), routing, weights, **options)
 
@@ -531,6 +531,10 @@ def call_on_mesh(**options):
         (lambda: call(capacity_factor=1.0), r"rows=None must divide the 12 tokens"),
         (lambda: call(capacity_factor=1.0, rows=5), r"rows=5 must divide"),
         (lambda: call(capacity_factor=0.0, rows=4), r"capacity_factor=0.0 must be positive"),
+        (
+            lambda: call(routing=moe.by_domain(jnp.zeros(12, int), 4), capacity_factor=1.25, rows=4),
+            r"capacity_factor=1.25 is counted in each sequence, and a hard gate .* use capacity_factor=None",
+        ),
         (lambda: call_on_mesh(num_experts=5), r"mesh.expert=2 does not divide moe.num_experts=5"),
         (lambda: call_on_mesh(), r"w_up has 4 experts, but num_experts=4 over 2 shards leaves 2 to each"),
         (lambda: call_on_mesh(num_experts=8, implementation="reference"), r"runs on one device"),

@@ -46,7 +46,8 @@ def moe_mlp(
     C = ceil(capacity_factor * s * k / E) pairs *of each sequence* (of s tokens), so that what is dropped depends
     neither on microbatches nor on how sequences are spread over devices; sequences must be whole here. The pairs with
     the highest weights are kept (GShard and Switch keep the first ones), the earlier token wins a tie. A dropped pair
-    adds nothing.
+    adds nothing. A hard gate has no capacity: it may send a whole sequence to one expert, however even the experts'
+    loads are over many sequences.
 
     Over an expert axis each pair travels to the shard of its expert and back by `lax.all_to_all`
     (`lax.ragged_all_to_all`, which would send no more than there is, does not run on CPU in jax 0.10.2). Its buffers
@@ -79,8 +80,13 @@ def moe_mlp(
       [T, D] in x's dtype, and the number of pairs of this shard that were dropped, float32.
 
     Raises:
-      ValueError: sizes that do not fit together, or an unknown implementation.
+      ValueError: sizes that do not fit together, a capacity with a hard gate, or an unknown implementation.
     """
+    if capacity_factor is not None and routing.logits is None:
+        raise ValueError(
+            f"capacity_factor={capacity_factor} is counted in each sequence, and a hard gate may send a whole sequence "
+            "to one expert; use capacity_factor=None"
+        )
     T, D = x.shape
     k = routing.experts.shape[1]
     n = _check(T, k, weights, num_experts, expert_axis, capacity_factor, rows, implementation)

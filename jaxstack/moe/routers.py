@@ -18,13 +18,14 @@ class Routing(NamedTuple):
       experts: the chosen experts, distinct within a token, int32 [T, k].
       weights: the gate of each chosen expert, float32 [T, k].
       scores: affinities that sum to 1 over the experts, float32 [T, E]; the balance loss reads them.
-      logits: what the affinities were made of, float32 [T, E]; the z-loss reads them.
+      logits: the scores before their softmax or sigmoid, float32 [T, E]; the z-loss reads them. None for a hard gate,
+        which computes no logits.
     """
 
     experts: jax.Array
     weights: jax.Array
     scores: jax.Array
-    logits: jax.Array
+    logits: jax.Array | None
 
 
 def top_k_softmax(logits: jax.Array, k: int, *, normalize: bool) -> Routing:
@@ -172,7 +173,7 @@ def _pick(scores: jax.Array, experts: jax.Array) -> jax.Array:
 
 
 def _hard(expert: jax.Array, num_experts: int) -> Routing:
-    """One expert a token; softmax(logits) are the scores, so that entropy and z-loss are 0."""
+    """One expert a token, with all of the score, so that the entropy is 0."""
     valid = (expert >= 0) & (expert < num_experts)
     expert = jnp.clip(expert, 0, num_experts - 1)
     chosen = expert[:, None] == jnp.arange(num_experts)
@@ -181,5 +182,5 @@ def _hard(expert: jax.Array, num_experts: int) -> Routing:
         expert[:, None],
         weights.astype(jnp.float32),
         chosen.astype(jnp.float32),
-        jnp.where(chosen, 0.0, -jnp.inf).astype(jnp.float32),
+        None,
     )

@@ -54,8 +54,10 @@ def balance_loss(
 def z_loss(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
     """ST-MoE's router z-loss (arXiv:2202.08906, equation 5): logsumexp(logits)^2, summed over tokens.
 
-    Divide by (tokens in the step x layers).
+    Divide by (tokens in the step x layers). 0 for a hard gate, which has no logits.
     """
+    if routing.logits is None:
+        return jnp.sum(jnp.zeros_like(routing.weights))
     z = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
     return jnp.sum(z if mask is None else z * mask)
 
