@@ -190,6 +190,42 @@ def test_the_mask_is_that_of_the_answers(make):
     assert said == ""
 
 
+class Pieces:
+    """A tokenizer of given pieces; where one is empty, its token stands for no character."""
+
+    name, vocab_size, separator = "pieces", 100, None
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def encode_with_offsets(self, text):
+        assert "".join(self.pieces) == text
+        ends = np.cumsum([len(piece) for piece in self.pieces])
+        starts = np.append(0, ends[:-1])
+        return np.arange(len(self.pieces), dtype=np.uint8), starts, ends
+
+
+@pytest.mark.parametrize(
+    ("pieces", "learned"),
+    [
+        (
+            ("ab", "cd", "efg", "hi"),
+            "0110",
+        ),  # the answer is the span of d, e, f: tokens that straddle either edge count
+        (("abc", "def", "ghi"), "010"),  # tokens that end and begin at its edges
+        (("abc", "d", "ef", "g", "hi"), "01100"),
+        (("ab", "cdefgh", "i"), "010"),  # one token around all of it
+        (("abc", "", "d", "", "ef", "", "ghi"), "0011100"),  # tokens of no width within the answer, and beside it
+    ],
+)
+def test_a_token_is_learned_if_one_of_its_characters_is_an_answers(pieces, learned):
+    tokens, _ = chat.encode([chat.Rendered("x", "abcdefghi", [(3, 6)])], Pieces(*pieces), 500)
+    assert "".join("01"[int(answer)] for answer in tokens.answers) == learned
+    first = chat.Rendered("x", "abcdefghi", [(0, 2), (7, 9)])
+    tokens, _ = chat.encode([first], Pieces("ab", "cd", "ef", "gh", "i"), 500)
+    assert tokens.answers.tolist() == [True, False, False, True, True]
+
+
 def test_long_conversations_are_left_out_whole_and_counted():
     rendered = [*chat.render([chat.Conversation(f"line {n}", [*TURNS[1:3]] * n) for n in (1, 2, 3)], chat.Plain())]
     sizes = [len(one.text.encode()) for one in rendered]

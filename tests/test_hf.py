@@ -83,6 +83,72 @@ def test_out_and_in_again(name, tmp_path, rng, monkeypatch):
     assert set(index["weight_map"].values()) == {path.name for path in folder.glob("*.safetensors")}
 
 
+def in_their_words(name, cfg, values):
+    """Every tensor of the file as transformers' modules have it, and where each number of it comes from: the names and
+    layouts are written out here, family by family, and share nothing with our tables."""
+    V, L = values, values["layers"]
+    att = L["attention"]
+    D = cfg.d_model
+    linear = lambda w, inputs=1: w.reshape(int(np.prod(w.shape[:inputs])), -1).T  # noqa: E731  [outputs, inputs]
+    found = {}
+    if name == "gpt2":
+        table, last = V["embedding"], V["final_norm"]
+        found |= {"transformer.wte.weight": table["tokens"], "transformer.wpe.weight": table["positions"]}
+        found |= {"transformer.ln_f.weight": last["scale"], "transformer.ln_f.bias": last["bias"]}
+        for i in range(cfg.num_layers):
+            h = f"transformer.h.{i}."
+            q, k, v = (att[f"w_{x}"][i].reshape(D, D) for x in "qkv")  # Conv1D: [inputs, outputs]
+            found[h + "attn.c_attn.weight"] = np.hstack([q, k, v])
+            found[h + "attn.c_attn.bias"] = np.hstack([att[f"b_{x}"][i].ravel() for x in "qkv"])
+            found[h + "attn.c_proj.weight"] = att["w_o"][i].reshape(D, D)
+            found[h + "attn.c_proj.bias"] = att["b_o"][i]
+            for theirs, ours in (("ln_1", "attention_norm"), ("ln_2", "mlp_norm")):
+                found[h + theirs + ".weight"], found[h + theirs + ".bias"] = L[ours]["scale"][i], L[ours]["bias"][i]
+            for theirs, ours in (("c_fc", "up"), ("c_proj", "down")):
+                found[f"{h}mlp.{theirs}.weight"], found[f"{h}mlp.{theirs}.bias"] = (
+                    L["mlp"][f"{kind}_{ours}"][i] for kind in "wb"
+                )
+        return found
+    found |= {"model.embed_tokens.weight": V["embedding"]["tokens"], "model.norm.weight": V["final_norm"]["scale"]}
+    if not cfg.tied_embeddings:
+        found["lm_head.weight"] = linear(V["head"]["w"])
+    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+    if name == "gemma2":
+        norms |= {"post_attention_layernorm": "attention_post_norm", "pre_feedforward_layernorm": "mlp_norm"}
+        norms["post_feedforward_layernorm"] = "mlp_post_norm"
+    for i in range(cfg.num_layers):
+        h = f"model.layers.{i}."
+        found |= {f"{h}{theirs}.weight": L[ours]["scale"][i] for theirs, ours in norms.items()}
+        found |= {f"{h}self_attn.{x}_proj.weight": linear(att[f"w_{x}"][i]) for x in "qkv"}
+        found[h + "self_attn.o_proj.weight"] = linear(att["w_o"][i], inputs=2)
+        if cfg.qk_norm:
+            found |= {f"{h}self_attn.{x}_norm.weight": att[f"{x}_norm"]["scale"][i] for x in "qk"}
+        if not cfg.moe.num_experts:
+            found |= {f"{h}mlp.{x}_proj.weight": linear(L["mlp"][f"w_{x}"][i]) for x in ("gate", "up", "down")}
+            continue
+        # Mixtral: w2(silu(w1 x) * w3 x).
+        room, *theirs = {
+            "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+            "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+        }[name]
+        found[f"{h}{room}.gate.weight"] = linear(L["moe"]["router"][i])
+        for e in range(cfg.moe.num_experts):
+            for their, ours in zip(theirs, ("w_gate", "w_up", "w_down"), strict=True):
+                found[f"{h}{room}.experts.{e}.{their}.weight"] = linear(L["moe"][ours][i, e])
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_lies_as_their_modules_have_it(name, tmp_path, rng):
+    cfg = MODELS[name]
+    values = random_values(cfg, rng)
+    written = safetensors.load_file(save(tmp_path / "out", cfg, values) / files.SINGLE)
+    expected = in_their_words(name, cfg, values)
+    assert written.keys() == expected.keys()
+    for tensor, value in expected.items():
+        np.testing.assert_array_equal(written[tensor], value, err_msg=tensor)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_halves_are_read_exactly_and_bfloat16_is_written_exactly(folder, tmp_path, dtype):
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))

@@ -69,6 +69,13 @@ def assert_close(actual, truth, dtype=jnp.float32):
     assert error <= TOLERANCE[dtype] * max(np.linalg.norm(truth), math.sqrt(truth.size)), error
 
 
+def assert_rounded_once(actual, truth):
+    """bfloat16 that was computed in float32: the truth, rounded. Only where the truth is within float32's error of the
+    middle between two numbers may it be the other one: one number in 10,000; no more than one in 100 is allowed."""
+    if actual.dtype == jnp.bfloat16:
+        assert (np.asarray(actual) == np.asarray(jnp.asarray(truth, jnp.float32), jnp.bfloat16)).mean() >= 0.99
+
+
 def draw(rng, shape, dtype=jnp.float32, scale=1.0):
     """A random array of `dtype` and the same numbers in float64."""
     x = jnp.asarray(scale * rng.standard_normal(shape), dtype)
@@ -157,6 +164,10 @@ def test_attention(rng, case, dtype, implementation):
     truth = numpy_attention(q64, k64, v64, d_out64, 0.4, segment_ids=ids, **options)
     for actual, expected in zip((out, *gradients), truth, strict=True):
         assert_close(actual, expected, dtype)
+    if dtype == jnp.bfloat16:
+        # Scores and their softmax are float32: what rounds are the weights and the output, together 0.0018 to 0.0023
+        # (measured). Scores or softmax in bfloat16 make it 0.0032 and more.
+        assert np.linalg.norm(np.asarray(out, np.float64) - truth[0]) <= 2.7e-3 * np.linalg.norm(truth[0])
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"causal": False}], ids=["causal", "window", "full"])
@@ -300,6 +311,7 @@ def test_norms(rng, shape, dtype, implementation):
             )  # fmt: skip
             assert y.dtype == dtype
             truth = numpy_norm(x64, dy64, scale64 + unit_offset, 0, eps, centre=False)
+            assert_rounded_once(y, truth[0])
             for actual, expected in zip((y, dx, d_scale), truth[:3], strict=True):
                 assert_close(actual, expected, dtype)
 
@@ -308,6 +320,7 @@ def test_norms(rng, shape, dtype, implementation):
         )
         assert y.dtype == dtype
         truth = numpy_norm(x64, dy64, scale64, bias64, eps, centre=True)
+        assert_rounded_once(y, truth[0])
         for actual, expected in zip((y, *gradients), truth, strict=True):
             assert_close(actual, expected, dtype)
         y = kernels.layer_norm(x, scale, None, eps=eps, implementation=name)
@@ -428,10 +441,10 @@ def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, sof
     assert total.dtype == jnp.float32
     assert total.shape == ()
     truth, dx_truth, d_head_truth = numpy_cross_entropy(x64, head64, targets, weights, softcap)
-    assert_close(total, truth, dtype)
+    # Float32 logits, log-sum-exps and sums, whatever x is: 2e-7 (measured); with logits in bfloat16 1e-5 and more.
+    np.testing.assert_allclose([total, value], truth, rtol=2e-6)
     assert_close(dx, 3 * dx_truth, dtype)
     assert_close(d_head, 3 * d_head_truth, dtype)
-    assert_close(value, truth, dtype)
 
 
 # Grouped matmul

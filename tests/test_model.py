@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import FAMILIES, SMALL
+from models import EXPERTS, FAMILIES, SMALL
 
 from jaxstack import layers, model, params
 from jaxstack.config import ModelConfig, RopeScaling
@@ -192,17 +192,33 @@ def test_initial_values_follow_from_seed_and_path_alone():
     assert len({v.tobytes() for v in values}) == len(values), "two parameters share their random numbers"
 
 
-def test_initial_spread_is_what_is_declared():
-    cfg = ModelConfig(num_layers=3, d_model=128, num_heads=4, vocab_size=256)
-    spec = model.spec(cfg)
-    values = flatten(params.init(jax.random.key(0), spec))
-    for path, p in [
-        ("embedding/tokens", 0.02),
-        ("layers/attention/w_q", 0.02),
-        ("layers/attention/w_o", 0.02 / 6**0.5),
-    ]:
-        # The spread of n normal numbers is known to 1/sqrt(2n): 0.5% for the smallest here; four times that.
-        assert abs(float(values[path].std()) / p - 1) < 0.02, path
+def expected_start(path: str, cfg: ModelConfig) -> float:
+    """What a parameter begins with: a standard deviation; 0 or 1 for a constant."""
+    name = path.rsplit("/", 1)[-1]
+    if name == "scale":
+        return float(not cfg.norm_unit_offset)
+    if name in ("bias", "balance") or name.startswith("b_"):
+        return 0.0
+    # Two blocks a layer add to the residual stream: their outputs begin smaller, as in GPT-2.
+    return 0.3 / math.sqrt(2 * cfg.num_layers) if name in ("w_o", "w_down") else 0.3
+
+
+@pytest.mark.parametrize("family", FAMILIES | EXPERTS)
+def test_initial_spread_is_what_is_declared(family):
+    cfg = dataclasses.replace((FAMILIES | EXPERTS)[family], num_layers=4, init_std=0.3)
+    values = flatten(params.init(jax.random.key(0), model.spec(cfg)))
+    for path, value in values.items():
+        expected, value = expected_start(path, cfg), np.asarray(value)
+        if expected in (0.0, 1.0):
+            assert (value == expected).all(), path
+            continue
+        # The spread of n normal numbers is known to 1/sqrt(2n), and n is 512 at least; three times that. Outputs that
+        # were not divided are off by a factor of 2.8.
+        assert abs(value.std() / expected - 1) < 3 / math.sqrt(2 * value.size) + 1e-3, path
+        assert abs(value.mean()) < 4 * expected / math.sqrt(value.size), path
+        own = value.reshape(-1, *value.shape[-2:]) if value.ndim > 2 else value[:, None]
+        firsts = {row.ravel()[:8].tobytes() for row in own}
+        assert len(firsts) == len(own), f"{path}: two layers, experts or rows begin alike"
 
 
 def test_one_layout_however_the_windows_alternate():
@@ -248,6 +264,22 @@ def test_dropout_is_off_without_a_key_and_unbiased_with_one(rng):
     assert not jnp.allclose(a, b)
     plain, _ = model.forward(dataclasses.replace(cfg, dropout=0.0), values, tokens)
     assert (model.forward(cfg, values, tokens)[0] == plain).all()
+
+
+def test_every_mask_of_dropout_has_a_key_of_its_own(rng, monkeypatch):
+    """The embedding's, and two in each layer: two steps of the scan, of two layers each."""
+    cfg = dataclasses.replace(FAMILIES["llama3"], num_layers=4, windows=(4, 0), dropout=0.5)
+    keys = []
+
+    def dropout(key, rate, x, token_ids):
+        keys.append(bytes(np.asarray(jax.random.key_data(key))))
+        assert rate == 0.5
+        return x
+
+    monkeypatch.setattr(layers, "dropout", dropout)
+    with jax.disable_jit():
+        model.hidden(cfg, randomised(cfg, rng), tokens_for(cfg, rng, length=3), dropout_key=jax.random.key(0))
+    assert len(keys) == len(set(keys)) == 1 + 2 * cfg.num_layers
 
 
 def test_the_model_names_no_mesh_and_no_kernel():

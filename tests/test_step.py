@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxstack import losses, model, params, step
-from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, SpikeConfig, TrainConfig
 from jaxstack.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.tree import flatten
@@ -194,3 +194,94 @@ def test_the_chunked_loss_is_the_loss(rng):
         loss(values, batch, Context(cross_entropy=implementation)) for implementation in ("xla", "chunked")
     )
     np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def spiking(**spike) -> Config:
+    return config(train=TrainConfig(steps=10, spike=SpikeConfig(window=3, **spike)))
+
+
+def same(a, b) -> bool:
+    return jax.tree.all(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a, b))
+
+
+def test_recent_losses_are_those_of_the_last_good_steps_oldest_first(rng):
+    cfg = spiking()
+    state, train_step, _ = build(cfg)
+    good = []
+    for i in range(6):
+        batch, before = random_batch(cfg, rng), state.recent
+        if i == 3:
+            batch["weights"][0, 0] = np.nan
+        state, metrics = train_step(state, batch)
+        if i == 3:
+            assert same(state.recent, before)
+        else:
+            good.append(metrics["loss"])
+            assert same(state.recent, np.array([0.0] * 3 + good, np.float32)[-3:])
+
+
+@pytest.mark.parametrize("action", ["report", "skip", "rollback"])
+def test_a_spike_is_skipped_unless_it_is_only_reported(action, rng):
+    """The last losses were 1, so that a loss of about 3 is a spike, once there have been so many good steps."""
+    cfg = spiking(action=action)
+    batch = random_batch(cfg, rng)
+    state, train_step, _ = build(cfg)
+    state = dataclasses.replace(state, recent=jnp.ones(3), step=jnp.int32(3))
+    after, metrics = train_step(state, batch)
+    assert (int(metrics["spike"]), int(after.step), int(after.skipped)) == (1, 4, int(action != "report"))
+    for leaves in ("params", "opt_state", "recent"):
+        assert same(getattr(after, leaves), getattr(state, leaves)) == (action != "report"), leaves
+    early, metrics = train_step(dataclasses.replace(state, step=jnp.int32(4), skipped=jnp.int32(2)), batch)
+    assert (int(metrics["spike"]), int(early.skipped)) == (0, 2)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is_finite(rng, monkeypatch):
+    real = step.make_gradients
+
+    def poisoned(cfg, ctx):
+        def gradients(*args):
+            loss, grads, sums = real(cfg, ctx)(*args)
+            scale = grads["final_norm"]["scale"].at[0].set(np.inf)
+            return loss, grads | {"final_norm": {"scale": scale}}, sums
+
+        return gradients
+
+    monkeypatch.setattr(step, "make_gradients", poisoned)
+    cfg = config()
+    state, train_step, _ = build(cfg)
+    after, metrics = train_step(state, random_batch(cfg, rng))
+    assert np.isfinite(metrics["loss"])
+    assert same((after.params, after.opt_state, after.recent), (state.params, state.opt_state, state.recent))
+    assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (1, 1, 1)
+
+
+def test_evaluation_sums_over_weights_and_drops_nothing(rng):
+    cfg = config(model=dataclasses.replace(TINY, dropout=0.5))
+    batch = random_batch(cfg, rng)
+    batch["weights"] *= rng.random(batch["weights"].shape).astype(np.float32)
+    values = params.init(jax.random.key(0), model.spec(cfg.model))
+    total, tokens = jax.jit(step.make_eval_step(cfg, Context()))(values, batch)
+    logits, _ = model.forward(cfg.model, values, batch["tokens"])
+    nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch["targets"][..., None], -1)[..., 0]
+    np.testing.assert_allclose(total, (nll * batch["weights"]).sum(dtype=np.float64), rtol=1e-5)
+    np.testing.assert_allclose(tokens, batch["weights"].sum(dtype=np.float64), rtol=1e-6)
+
+
+def test_microbatches_are_summed_in_float32_whatever_the_dtype_of_the_pass(rng):
+    """The step's gradient is the sum of what each microbatch gives on its own, added in float64 here."""
+    cfg = config(train=TrainConfig(steps=10, grad_accum=8, dtype="bfloat16"))
+    # All tokens count: then the divisors differ by a power of two, and nothing rounds otherwise.
+    batch, ctx = random_batch(cfg, rng, weights=False), Context(dtype=jnp.bfloat16)
+    values = params.init(jax.random.key(0), model.spec(cfg.model))
+    _, got, sums = jax.jit(step.make_gradients(cfg, ctx))(values, batch)
+    one = jax.jit(step.make_gradients(dataclasses.replace(cfg, train=TrainConfig(steps=10, dtype="bfloat16")), ctx))
+    expected = dict.fromkeys(flatten(values), 0.0)
+    for i in range(8):
+        micro = {name: a[i::8] for name, a in batch.items()}
+        for path, leaf in flatten(one(values, micro)[1]).items():
+            expected[path] = expected[path] + np.asarray(leaf, np.float64) / 8
+    np.testing.assert_allclose(sums["tokens"], batch["weights"].sum())
+    for path, leaf in flatten(got).items():
+        assert leaf.dtype == jnp.float32, path
+        # Float32 sums of eight; sums rounded to bfloat16 would be off by some 0.003.
+        assert relative(leaf, expected[path]) < 1e-5, path

@@ -1,0 +1,190 @@
+"""Every check of `config.py` by values on both sides of its edge; the list of checks is read from the source."""
+
+import ast
+import dataclasses
+import inspect
+import traceback
+import typing
+
+from jaxstack import config
+from jaxstack.config import Config, ConfigError
+
+SOURCE = inspect.getsource(config)
+CHECKS = {
+    node.lineno: node
+    for function in ast.walk(ast.parse(SOURCE))
+    if isinstance(function, ast.FunctionDef) and function.name not in ("_require", "_at_least", "_fraction")
+    for node in ast.walk(function)
+    if (isinstance(node, ast.Call) and ast.unparse(node.func) in ("_require", "_at_least", "_fraction"))
+    or isinstance(node, ast.Raise)
+}
+"""By line: calls of a check and errors raised outright."""
+
+MOE, SIGMOID = {"model.moe.num_experts": 8}, {"model.moe.num_experts": 8, "model.moe.router": "sigmoid"}
+DOMAIN = {"model.moe.num_experts": 2, "model.moe.router": "domain"}
+BEAMS = {"sample.beams": 4, "sample.temperature": 0.0, "sample.prompts": ("\u00e9\u00e9\u00e9",)}  # six bytes
+THREE = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2, "distributed.process_id": 0}
+
+EDGES = [  # what is refused, and beside it the nearest that is not, or is not by this check
+    ({"run.dir": ""}, {"run.dir": "r"}),
+    ({"model.rope_scaling.low_freq_factor": 4.0}, {"model.rope_scaling.low_freq_factor": 3.9}),
+    ({"model.rope_scaling.low_freq_factor": 0.0}, {"model.rope_scaling.low_freq_factor": 0.1}),
+    (MOE | {"model.moe.top_k": 9}, MOE | {"model.moe.top_k": 8}),
+    (SIGMOID | {"model.moe.top_k": 9}, SIGMOID | {"model.moe.top_k": 8}),
+    (MOE | {"model.moe.top_k": 1}, MOE | {"model.moe.top_k": 1, "model.moe.normalize": False}),
+    (MOE | {"model.moe.top_k": 1}, SIGMOID | {"model.moe.top_k": 1}),
+    (SIGMOID | {"model.moe.groups": 3}, SIGMOID | {"model.moe.groups": 4}),
+    (SIGMOID | {"model.moe.groups": 2, "model.moe.top_groups": 3},
+     SIGMOID | {"model.moe.groups": 2, "model.moe.top_groups": 2}),
+    (SIGMOID | {"model.moe.groups": 8, "model.moe.top_groups": 2, "model.moe.top_k": 3},
+     SIGMOID | {"model.moe.groups": 8, "model.moe.top_groups": 3, "model.moe.top_k": 3}),
+    (MOE | {"model.moe.capacity_factor": 0.0}, MOE | {"model.moe.capacity_factor": 0.1}),
+    (DOMAIN | {"model.moe.capacity_factor": 1.0, "data.domains": ("a", "b")},
+     DOMAIN | {"data.domains": ("a", "b")}),
+    ({"model.lora.alpha": 0.0}, {"model.lora.alpha": 0.1}),
+    ({"model.lora.targets": ()}, {"model.lora.targets": ("x",)}),
+    ({"model.lora.targets": ("(",)}, {"model.lora.targets": ("()",)}),
+    ({"model.dropout": 1.0}, {"model.dropout": 0.99}),
+    ({"model.dropout": -0.1}, {"model.dropout": 0.0}),
+    ({"model.rope_theta": 1.0}, {"model.rope_theta": 1.1}),
+    ({"model.num_heads": 3}, {"model.num_heads": 2}),
+    ({"model.num_heads": 3}, {"model.num_heads": 3, "model.head_dim": 2}),
+    ({"model.head_dim": 3}, {"model.head_dim": 4}),
+    ({"model.head_dim": 3}, {"model.head_dim": 3, "model.positions": "none"}),
+    ({"model.num_kv_heads": 3}, {"model.num_kv_heads": 2}),
+    ({"model.windows": ()}, {"model.windows": (0,)}),
+    ({"model.windows": (-1,)}, {"model.windows": (1,)}),
+    ({"model.windows": (1, 1, 1, 1)}, {"model.windows": (1, 1, 1)}),
+    (MOE | {"model.bias": True}, {"model.bias": True}),
+    ({"model.attention_softcap": 0.0}, {"model.attention_softcap": 0.1}),
+    ({"model.logit_softcap": 0.0}, {"model.logit_softcap": 0.1}),
+    ({"model.attention_scale": 0.0}, {"model.attention_scale": 0.1}),
+    ({"data.eval_fraction": 0.0}, {"data.eval_fraction": 0.01}),
+    ({"data.eval_fraction": 1.0}, {"data.eval_fraction": 0.99}),
+    ({"data.tokenizer": ""}, {"data.tokenizer": "chars"}),
+    ({"data.source": "path"}, {"data.source": "path", "data.path": "x"}),
+    ({"train.spike.threshold": 0.0}, {"train.spike.threshold": 0.1}),
+    ({"optim.b1": 1.0}, {"optim.b1": 0.99}),
+    ({"optim.b2": -0.1}, {"optim.b2": 0.0}),
+    ({"optim.final_lr_fraction": 1.1}, {"optim.final_lr_fraction": 1.0}),
+    ({"optim.final_lr_fraction": -0.1}, {"optim.final_lr_fraction": 0.0}),
+    ({"optim.decay_fraction": 0.0}, {"optim.decay_fraction": 0.1}),
+    ({"optim.decay_fraction": 1.1}, {"optim.decay_fraction": 1.0}),
+    ({"optim.clip_norm": 0.0}, {"optim.clip_norm": None}),
+    ({"mesh.tensor": 0}, {"mesh.tensor": 1}),
+    ({"mesh.tensor": -2}, {"mesh.tensor": -1, "mesh.data": 1}),
+    ({"mesh.fsdp": -1}, {"mesh.fsdp": -1, "mesh.data": 1}),
+    ({"pipeline.partition": ""}, {"pipeline.partition": "auto"}),
+    ({"pipeline.chunks": 2}, {"pipeline.chunks": 2, "pipeline.schedule": "interleaved_1f1b"}),
+    ({"distributed.num_processes": 2}, {"distributed.num_processes": 1}),
+    ({"distributed.num_processes": 1, "distributed.process_id": 0}, THREE),
+    (THREE | {"distributed.coordinator": "host"}, THREE),
+    (THREE | {"distributed.coordinator": ":1234"}, THREE),
+    (THREE | {"distributed.coordinator": "host:x"}, THREE),
+    (THREE | {"distributed.coordinator": "host:0"}, THREE | {"distributed.coordinator": "host:1"}),
+    (THREE | {"distributed.coordinator": "host:65536"}, THREE | {"distributed.coordinator": "host:65535"}),
+    (THREE | {"distributed.process_id": 2}, THREE | {"distributed.process_id": 1}),
+    ({"sample.top_p": 0.0}, {"sample.top_p": 0.1}),
+    ({"sample.top_p": 1.1}, {"sample.top_p": 1.0}),
+    ({"sample.min_p": -0.1}, {"sample.min_p": 0.0}),
+    ({"sample.min_p": 1.1}, {"sample.min_p": 1.0}),
+    ({"sample.repetition_penalty": 0.0}, {"sample.repetition_penalty": 0.1}),
+    ({"sample.beams": 2}, {"sample.beams": 2, "sample.temperature": 0.0}),
+    (BEAMS | {"sample.repetition_penalty": 1.1}, BEAMS),
+    ({"sample.prompts": ("a", "")}, {"sample.prompts": ("a",)}),
+    ({"profile.steps": "5"}, {"profile.steps": ""}),
+    ({"profile.steps": "0:5"}, {"profile.steps": "1:5"}),
+    ({"profile.steps": "5:4"}, {"profile.steps": "5:5"}),
+    ({"profile.steps": "5:11", "train.steps": 10}, {"profile.steps": "5:10", "train.steps": 10}),
+    ({"train.grad_accum": 3}, {"train.grad_accum": 4}),
+    ({"train.ngram_baseline": True, "data.tokenizer": "chars"}, {"train.ngram_baseline": True}),
+    ({"train.ngram_baseline": True, "data.source": "chat", "data.path": "x"},
+     {"train.ngram_baseline": False, "data.source": "chat", "data.path": "x"}),
+    (DOMAIN | {"data.domains": ("a",)}, DOMAIN | {"data.domains": ("a", "b")}),
+    (MOE | {"data.domains": ("a",)}, MOE),
+    (DOMAIN | {"data.domains": ("a", "b"), "data.source": "tokens", "data.path": "x"},
+     DOMAIN | {"data.domains": ("a", "b"), "data.source": "path", "data.path": "x"}),
+    (MOE | {"model.moe.router": "timestep"}, {"model.moe.router": "timestep"}),
+    ({"sample.domain": 1}, {"sample.domain": 0}),
+    (DOMAIN | {"data.domains": ("a", "b"), "sample.domain": 2},
+     DOMAIN | {"data.domains": ("a", "b"), "sample.domain": 1}),
+    ({"model.lora.rank": 1}, {"model.lora.rank": 1, "run.init_from": "x"}),
+    (BEAMS | {"sample.tokens": 11, "data.seq_len": 16}, BEAMS | {"sample.tokens": 10, "data.seq_len": 16}),
+    (BEAMS | {"sample.tokens": 11, "data.seq_len": 16},
+     {"sample.tokens": 11, "data.seq_len": 16, "sample.prompts": ("abcdef",)}),
+    ({"model.positions": "learned", "model.max_positions": 15, "data.seq_len": 16},
+     {"model.positions": "learned", "model.max_positions": 16, "data.seq_len": 16}),
+    ({"mesh.data": 3}, {"mesh.data": 4}),
+    ({"mesh.fsdp": 16, "train.grad_accum": 2}, {"mesh.fsdp": 8, "train.grad_accum": 2}),
+    ({"mesh.expert": 3}, {"mesh.expert": 1}),
+    ({"mesh.tensor": 8}, {"mesh.tensor": 4}),
+    ({"mesh.tensor": 4, "model.num_kv_heads": 2}, {"mesh.tensor": 2, "model.num_kv_heads": 2}),
+    ({"mesh.tensor": 4, "model.d_ff": 6}, {"mesh.tensor": 2, "model.d_ff": 6}),
+    (MOE | {"mesh.tensor": 4, "model.moe.d_ff": 6}, MOE | {"mesh.tensor": 2, "model.moe.d_ff": 6}),
+    (MOE | {"mesh.expert": 16}, MOE | {"mesh.expert": 8}),
+    (MOE | {"model.moe.capacity_factor": 1.0, "mesh.context": 2}, MOE | {"model.moe.capacity_factor": 1.0}),
+    ({"mesh.context": 2, "data.seq_len": 6}, {"mesh.context": 2, "data.seq_len": 8}),
+    ({"mesh.tensor": 4, "data.seq_len": 6}, {"mesh.tensor": 4, "data.seq_len": 6, "mesh.sequence_parallel": False}),
+    ({"mesh.context": 2, "mesh.tensor": 4, "data.seq_len": 12},
+     {"mesh.context": 2, "mesh.tensor": 4, "data.seq_len": 16}),
+    ({"model.vocab_size": 255}, {"model.vocab_size": 256}),
+    ({"mesh.pipe": 2, "mesh.tensor": 4, "model.vocab_size": 260},
+     {"mesh.pipe": 2, "mesh.tensor": 4, "model.vocab_size": 264}),
+]  # fmt: skip
+
+
+def minima():
+    """An edge for every key of every `_at_least`, as the source declares them."""
+    for node in CHECKS.values():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_at_least":
+            group, _, minimum, *names = (ast.literal_eval(a) if isinstance(a, ast.Constant) else a for a in node.args)
+            for name in names:
+                kind = typing.get_type_hints(group_class(group))[name]
+                step = 1 if "int" in str(kind) else 0.5
+                yield {f"{group}.{name}": minimum - step}, {f"{group}.{name}": minimum}
+
+
+def group_class(path):
+    kind = Config
+    for name in path.split("."):
+        kind = typing.get_type_hints(kind)[name]
+    return kind
+
+
+def build(kind, values, prefix=""):
+    """A configuration of dotted keys."""
+    own = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            own[name] = build(hint, values, f"{prefix}{name}.")
+        elif f"{prefix}{name}" in values:
+            own[name] = values[f"{prefix}{name}"]
+    return kind(**own)
+
+
+def refusal(values):
+    """The check that refuses a configuration, by its line, and its message; or nothing."""
+    try:
+        config.resolve(build(Config, values), 256)
+    except ConfigError as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == config.__file__]
+        frame = [f for f in frames if f.name not in ("_require", "_at_least", "_fraction")][-1]
+        found = [line for line, node in CHECKS.items() if line <= frame.lineno <= node.end_lineno]
+        assert len(found) == 1, (values, frame)
+        return found[0], str(error)
+    return None, ""
+
+
+def test_every_check_refuses_what_is_past_its_edge_and_nothing_before_it():
+    seen = set()
+    for wrong, right in [*EDGES, *minima()]:
+        line, message = refusal(wrong)
+        assert line is not None, f"nothing refuses {wrong}"
+        named = [(key, value) for key, value in wrong.items() if key in message]
+        assert named, message
+        assert "empty" in message or any(str(value).strip("(),'").lower() in message for _, value in named), message
+        assert "\n" not in message
+        assert refusal(right)[0] != line, f"{right} is refused: {refusal(right)[1]}"
+        seen.add(line)
+    unseen = [ast.unparse(node) for line, node in CHECKS.items() if line not in seen]
+    assert not unseen, "no row of EDGES is refused by these checks; add one for each"
