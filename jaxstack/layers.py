@@ -229,7 +229,12 @@ def route(cfg: ModelConfig, params: Any, x: jax.Array, gate: jax.Array | None) -
 
 
 def moe(
-    cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context, gate: jax.Array | None
+    cfg: ModelConfig,
+    params: Any,
+    x: jax.Array,
+    ctx: Context,
+    gate: jax.Array | None = None,
+    counted: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), with shared experts (DeepSeekMoE, arXiv:2401.06066).
 
@@ -239,18 +244,20 @@ def moe(
     Args:
       x: [B, S/n, D].
       gate: domain or timestep of each token, for the hard gates: [B, S/n].
+      counted: tokens that the sums count [B, S]; None: all.
 
     Returns:
-      [B, S/n, D], and sums over this device's rows and tokens, which add up over devices and microbatches:
+      [B, S/n, D], and sums over this device's rows and counted tokens, which add up over devices and microbatches:
       `balance_loss`, `z_loss`, `dropped`, `entropy` and `load` [E], see `jaxstack.moe.stats`.
     """
     rows, (between, experts_axis) = x.shape[0], (ctx.between, ctx.axes("experts"))
     routing = route(cfg, params, x.reshape(-1, x.shape[-1]), None if gate is None else gate.reshape(-1))
+    mask = None if counted is None else ctx.split(counted).reshape(-1)
     aux = {
-        "balance_loss": experts.balance_loss(routing, rows, ctx.axes("residual")),
-        "z_loss": experts.z_loss(routing),
-        "entropy": experts.entropy_sum(routing),
-        "load": experts.load(routing),
+        "balance_loss": experts.balance_loss(routing, rows, ctx.axes("residual"), mask),
+        "z_loss": experts.z_loss(routing, mask),
+        "entropy": experts.entropy_sum(routing, mask),
+        "load": experts.load(routing, mask),
     }
     aux = {name: collectives.all_reduce(value, between) for name, value in aux.items()}
     h = ctx.enter(x, "mlp")
@@ -269,6 +276,7 @@ def moe(
         expert_axis=experts_axis[0] if experts_axis else None,
         capacity_factor=cfg.moe.capacity_factor,
         rows=rows,
+        mask=None if counted is None else counted.reshape(-1),
         implementation=ctx.moe,
         adapters={f"w_{name}": found for name in ("up", "gate", "down") if (found := lora.of(cfg.lora, params, name))},
     )

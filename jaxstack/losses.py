@@ -1,11 +1,11 @@
 """The training objective."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxstack import kernels, model, moe
+from jaxstack import collectives, kernels, model, moe
 from jaxstack.config import ModelConfig
 from jaxstack.context import Context
 
@@ -32,6 +32,7 @@ def next_token(
         positions=batch.get("positions"),
         segment_ids=batch.get("segment_ids"),
         gate=batch.get("gate"),
+        weights=batch["weights"],
         rows=batch.get("rows"),
         dropout_key=dropout_key,
     )
@@ -51,33 +52,58 @@ def likelihood(cfg: ModelConfig, params: Any, x: jax.Array, batch: dict[str, jax
     )
 
 
-def auxiliary(cfg: ModelConfig, aux: model.Aux, sequences: int, length: int) -> jax.Array | float:
+class Counted(NamedTuple):
+    """What the statistics of routing are means over, in a whole step: float32 scalars.
+
+    A token counts if its weight is not zero, however large it is: a statistic says where tokens went.
+
+    Attributes:
+      tokens: that count.
+      sequences: with at least one token that counts.
+    """
+
+    tokens: jax.Array | float
+    sequences: jax.Array | float
+
+
+def counted(weights: jax.Array, ctx: Context) -> Counted:
+    """Counts over all devices; `weights` [B, S] are those of this device's tokens."""
+    each = jnp.sum(weights != 0, axis=1, dtype=jnp.float32)
+    of_sequences = collectives.all_reduce(each, ctx.axes("sequence"))
+    return Counted(
+        collectives.all_reduce(each.sum(), ctx.token_axes),
+        collectives.all_reduce(jnp.sum(of_sequences > 0, dtype=jnp.float32), ctx.axes("batch")),
+    )
+
+
+def auxiliary(cfg: ModelConfig, aux: model.Aux, means: Counted) -> jax.Array | float:
     """What a mixture of experts adds to the objective, from this device's sums of one microbatch.
 
     Shares add up over devices and microbatches to the number that one device gets from the whole batch.
 
     Args:
       aux: of `next_token`.
-      sequences: of the whole batch.
-      length: tokens of a sequence.
+      means: of the whole batch, by `counted`.
     """
     if not aux:
         return 0.0
     learned = cfg.moe.router in ("softmax", "sigmoid")
     balance = cfg.moe.balance_weight * aux["balance_loss"].sum() if cfg.moe.router == "softmax" else 0.0
-    z = cfg.moe.z_weight / length * aux["z_loss"].sum() if learned else 0.0
-    return (balance + z) / (sequences * cfg.num_layers)
+    z = cfg.moe.z_weight * aux["z_loss"].sum() if learned else 0.0
+    tokens, sequences = (jnp.maximum(n, 1.0) for n in means)
+    return (balance / sequences + z / tokens) / cfg.num_layers
 
 
-def routing_metrics(aux: model.Aux, sequences: int, length: int) -> dict[str, jax.Array]:
+def routing_metrics(aux: model.Aux, means: Counted) -> dict[str, jax.Array]:
     """Figures for the log from a whole step's sums: the worst layer's load, the rest as means over layers."""
     if not aux:
         return {}
-    figures = moe.summary(aux["load"], aux["dropped"], aux["entropy"], jnp.asarray(sequences * length))
+    tokens, sequences = (jnp.maximum(n, 1.0) for n in means)
+    figures = moe.summary(aux["load"], aux["dropped"], aux["entropy"], tokens)
     return {
         "moe_load_max_over_mean": figures["max_over_mean"].max(),
         "moe_dropped_fraction": figures["dropped_fraction"].mean(),
         "moe_entropy": figures["entropy"].mean(),
         "moe_balance_loss": aux["balance_loss"].mean() / sequences,
-        "moe_z_loss": aux["z_loss"].mean() / (sequences * length),
+        "moe_z_loss": aux["z_loss"].mean() / tokens,
     }

@@ -66,6 +66,7 @@ def block(
     dropout_key: jax.Array | None,
     token_ids: jax.Array | None = None,
     gate: jax.Array | None = None,
+    counted: jax.Array | None = None,
     cache: Any = None,
     distance: jax.Array | None = None,
 ) -> tuple[jax.Array, Aux]:
@@ -76,6 +77,7 @@ def block(
       x: residual stream [B, S/n, D].
       token_ids: numbers of the residual stream's tokens [B, S/n], for dropout.
       gate: domains or timesteps of the residual stream's tokens [B, S/n], for hard gates.
+      counted: tokens that the statistics of routing count [B, S]; None: all.
       cache, distance: see `layers.attention`.
 
     Returns:
@@ -99,7 +101,7 @@ def block(
 
     h = layers.norm(cfg, params["mlp_norm"], x, ctx)
     if cfg.moe.num_experts:
-        h, routed = layers.moe(cfg, params["moe"], h, ctx, gate)
+        h, routed = layers.moe(cfg, params["moe"], h, ctx, gate, counted)
         aux = aux | routed
     else:
         h = layers.mlp(cfg, params["mlp"], h, ctx)
@@ -135,7 +137,8 @@ def inputs(cfg: ModelConfig, batch: dict[str, Any], ctx: Context) -> dict[str, A
 
     Args:
       batch: `tokens` [B, S]; optional `positions` (of each token within its document; else its place in the row),
-        `segment_ids` (its document; else one a row) and `gate` (its domain or timestep, for hard gates), each [B, S];
+        `segment_ids` (its document; else one a row), `gate` (its domain or timestep, for hard gates) and `weights` (of
+        its loss: the statistics of routing count the tokens whose weight is not zero; else all), each [B, S];
         with a cache `distance` (of what each block of a step holds [B, T]);
         for dropout `key` (a PRNG key's data) and `rows` (of these rows in the whole batch [B]; else as if this were
         the whole).
@@ -149,6 +152,8 @@ def inputs(cfg: ModelConfig, batch: dict[str, Any], ctx: Context) -> dict[str, A
     given |= {name: batch[name] for name in ("segment_ids", "distance") if name in batch}
     if "gate" in batch:
         given["gate"] = ctx.split(batch["gate"])
+    if "weights" in batch and cfg.moe.num_experts:
+        given["counted"] = batch["weights"] != 0
     if "key" in batch:
         rows = batch.get("rows")
         given["key"] = batch["key"]
@@ -207,6 +212,7 @@ def step(
             dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
             token_ids=given.get("token_ids"),
             gate=given.get("gate"),
+            counted=given.get("counted"),
             cache=cache[i] if cache else cache,
             distance=given["distance"][i] if cache else None,
         )
@@ -247,7 +253,7 @@ def hidden(
       dropout_key: None in evaluation.
       cache: of `layers.attention`, for each block of a step, arrays [L/period, ...] (of a pipeline's stage
         [R/P/period, ...]); nothing in it: rows begin here.
-      rest: `positions`, `segment_ids`, `gate`, `rows`, `distance` of `inputs`; None: not given.
+      rest: `positions`, `segment_ids`, `gate`, `weights`, `rows`, `distance` of `inputs`; None: not given.
 
     Returns:
       Normalised hidden states [B, S, D] in `ctx.dtype`, and auxiliary values, each [L, ...]: of experts those of

@@ -138,7 +138,8 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     Gradients are the same whatever `train.grad_accum` is and however the mesh splits the work: every microbatch on
     every device divides its sum by the tokens of the whole batch, and with accumulation gradients are summed over
     devices once. `loss` is the likelihood's alone; the gradients are of all the objective. `sums` holds the weighted
-    `tokens` and the model's auxiliary values, summed over the step. Of what is frozen there are no gradients, and
+    `tokens` and the model's auxiliary values, summed over the step, and of a mixture of experts `counted_tokens` and
+    `counted_sequences`, see `losses.Counted`. Of what is frozen there are no gradients, and
     nothing is computed for them.
 
     `key` is for dropout, or None.
@@ -148,20 +149,20 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     accum = cfg.train.grad_accum
 
     def work(values: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Any, Metrics]:
-        sequences, length = batch["tokens"].shape[0] * ctx.replicas, batch["tokens"].shape[1]
         batch = ctx.take_tokens(batch)
         tokens = collectives.all_reduce(batch["weights"].sum(), ctx.token_axes)
+        means = losses.counted(batch["weights"], ctx)
         if key is not None:
             batch["rows"] = ctx.rows(batch["tokens"].shape[0])
 
         def objective(trained: Any, frozen: Any, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, model.Aux]]:
             total, aux = losses.next_token(cfg.model, params.join(trained, frozen), micro, ctx, key)
             loss = total / tokens
-            return loss + losses.auxiliary(cfg.model, aux, sequences, length), (loss, aux)
+            return loss + losses.auxiliary(cfg.model, aux, means), (loss, aux)
 
         def share(values: Any, micro: Batch) -> Any:
             if ctx.pipeline is not None:
-                return pipelined(cfg, ctx, values, micro, key, tokens, sequences, length)
+                return pipelined(cfg, ctx, values, micro, key, tokens, means)
             (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(*params.split(spec, values), micro)
             return reported, grads
 
@@ -177,6 +178,8 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
             ((loss, aux), grads), _ = jax.lax.scan(add, zeros, micros)
             grads = ctx.together(trained_spec, grads)
         loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
+        if cfg.model.moe.num_experts:
+            aux |= {"counted_tokens": means.tokens, "counted_sequences": means.sequences}
         return loss, grads, {"tokens": tokens, **aux}
 
     def gradients(values: Any, batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Any, Metrics]:
@@ -189,17 +192,17 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     return gradients
 
 
-def pipeline_work(cfg: Config, ctx: Context, tokens: Any, sequences: int, length: int) -> Work:
+def pipeline_work(cfg: Config, ctx: Context, tokens: Any, means: losses.Counted) -> Work:
     """What the stages of a pipeline run, on parameters that have been gathered.
 
     Args:
-      tokens, sequences, length: weighted tokens and sequences of the whole batch, tokens of a sequence.
+      tokens, means: weighted tokens of the whole batch, and what its statistics of routing are means over.
     """
     ctx = ctx.gathered
 
     def one_step(weights: Any, x: jax.Array, index: jax.Array, given: Any) -> tuple[jax.Array, jax.Array, model.Aux]:
         x, aux = model.step(cfg.model, ctx, weights, x, index, given)
-        return x, jnp.asarray(losses.auxiliary(cfg.model, aux, sequences, length)), aux
+        return x, jnp.asarray(losses.auxiliary(cfg.model, aux, means)), aux
 
     def finish(shared: Any, x: jax.Array, given: Any) -> jax.Array:
         return losses.likelihood(cfg.model, shared, model.final(cfg.model, shared, x, ctx), given, ctx) / tokens
@@ -232,8 +235,7 @@ def pipelined(
     batch: Batch,
     key: jax.Array | None,
     tokens: jax.Array,
-    sequences: int,
-    length: int,
+    means: losses.Counted,
 ) -> tuple[tuple[jax.Array, model.Aux], Any]:
     """This device's share of loss, auxiliary values and gradients, by the pipeline's table.
 
@@ -242,7 +244,7 @@ def pipelined(
     Args:
       values: parameters, such that their gradients stay apart.
       batch: this device's rows.
-      tokens, sequences, length: of `pipeline_work`.
+      tokens, means: of `pipeline_work`.
     """
     assert ctx.pipeline is not None
     spec = model.spec(cfg.model)
@@ -257,7 +259,7 @@ def pipelined(
         batch = {**batch, "key": jax.random.key_data(key)}
     shared, stacked = whole(trained_spec, params.cast_matrices(trained_spec, trained, ctx.dtype))
     micros = model.microbatched(batch, ctx.pipeline.schedule.microbatches)
-    work = pipeline_work(cfg, ctx, tokens, sequences, length)
+    work = pipeline_work(cfg, ctx, tokens, means)
     constants = None
     if frozen:
         held, constants = whole(frozen_spec, params.cast_matrices(frozen_spec, frozen, ctx.dtype))
@@ -323,12 +325,16 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
             params=params.join(trained, frozen),
             opt_state=opt_state,
         )
+        routed = {}
+        if cfg.model.moe.num_experts:
+            means = losses.Counted(sums["counted_tokens"], sums["counted_sequences"])
+            routed = losses.routing_metrics(sums, means)
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": schedule(updates),  # the optimizer counts updates, and a skipped step is none
-            "tokens": sums.pop("tokens"),
-            **losses.routing_metrics(sums, *batch["tokens"].shape),
+            "tokens": sums["tokens"],
+            **routed,
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
             "spike": spike.astype(jnp.int32),

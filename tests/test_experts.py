@@ -53,7 +53,7 @@ def test_every_implementation_is_the_reference(name, rng):
 
     def objective(values, ctx):
         total, aux = losses.next_token(cfg, values, batch, ctx)
-        return total / 64 + losses.auxiliary(cfg, aux, 4, 16), aux
+        return total / 64 + losses.auxiliary(cfg, aux, losses.Counted(64.0, 4.0)), aux
 
     ways = {n: c for n, c in CONTEXTS.items() if n != "ragged" or name == "mixtral"}
     results = {
@@ -126,6 +126,8 @@ def test_logits_of_tokens_in_bfloat16_are_a_product_in_float32(name, rng):
 def test_sums_do_not_depend_on_accumulation(name, rng):
     """The neighbours' auxiliary losses do (MaxText's fell from 457 to 2.0 with two microbatches)."""
     batch = random_batch(EXPERTS[name], rng)
+    batch["weights"] *= rng.random(batch["weights"].shape) < 0.7
+    batch["weights"][2] = 0
     values = randomised(EXPERTS[name], rng)
     _, whole, sums = jax.jit(step.make_gradients(run_config(name), Context()))(values, batch)
     _, parts, parts_sums = jax.jit(step.make_gradients(run_config(name, grad_accum=4), Context()))(values, batch)
@@ -133,6 +135,56 @@ def test_sums_do_not_depend_on_accumulation(name, rng):
     assert float(sums["balance_loss"].sum()) > 0
     for path, g in flatten(whole).items():
         assert jnp.linalg.norm(flatten(parts)[path] - g) <= 1e-5 * jnp.linalg.norm(g), path
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("mixtral", "float32"), ("mixtral", "bfloat16"), ("capacity", "float32"), ("deepseek", "bfloat16")],
+)
+def test_padding_changes_no_statistic_no_loss_and_no_gradient(name, dtype, rng):
+    """Rows of padding, and padding behind the tokens of each row; not the latter with a capacity, which counts it."""
+    run = run_config(name, dtype=dtype)
+    moe = dataclasses.replace(run.model.moe, balance_weight=1.0, z_weight=0.1)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, moe=moe))
+    values, padded = randomised(run.model, rng), random_batch(run.model, rng)
+    rows, length = 3, 16 if name == "capacity" else 11
+    batch = {key: value[:rows, :length] for key, value in padded.items()}
+    # What counts may weigh anything; sums, and the loss alone, follow the weights.
+    batch["weights"] = rng.choice(np.float32([0, 0.5, 1, 2]), (rows, length))
+    padded["weights"] = np.zeros_like(padded["weights"])
+    padded["weights"][:rows, :length] = batch["weights"]
+
+    @jax.jit
+    def gradients(batch):
+        loss, grads, sums = step.make_gradients(run, Context(dtype=jnp.dtype(dtype)))(values, batch)
+        means = losses.Counted(sums["counted_tokens"], sums["counted_sequences"])
+        return sums, losses.routing_metrics(sums, means), {"loss": loss, **grads}
+
+    sums, _, _ = alone = gradients(batch)
+    assert sums["counted_tokens"] == (batch["weights"] != 0).sum() < batch["weights"].size
+    # In bfloat16 other shapes may round otherwise (2^-9 a value), and a token between two experts changes sides.
+    tolerance = 1e-5 if dtype == "float32" else 5e-2
+    for (path, a), b in zip(flatten(gradients(padded)).items(), jax.tree.leaves(alone), strict=True):
+        assert jnp.linalg.norm(a - b) <= tolerance * jnp.linalg.norm(b), path
+
+
+def test_means_of_what_counts_are_those_of_even_scores(rng):
+    """A router of zeros: every statistic of every token is known, and what does not count changes no mean."""
+    cfg = run_config("mixtral")
+    values, batch = randomised(cfg.model, rng), random_batch(cfg.model, rng)
+    values["layers"]["moe"]["router"] *= 0
+    batch["weights"] *= rng.random(batch["weights"].shape) < 0.5
+    batch["weights"][1] = 0
+    _, _, sums = jax.jit(step.make_gradients(cfg, Context()))(values, batch)
+    means = losses.Counted(sums["counted_tokens"], sums["counted_sequences"])
+    assert (means.tokens, means.sequences) == (batch["weights"].sum(), 3)
+    figures = losses.routing_metrics(sums, means)
+    truth = {"load_max_over_mean": 2, "entropy": math.log(4), "balance_loss": 1, "z_loss": math.log(4) ** 2}
+    for name, value in truth.items():
+        np.testing.assert_allclose(figures[f"moe_{name}"], value, rtol=1e-6, err_msg=name)
+    # By the objective's weights, too: 0.01 for the balance loss, 1e-3 for the z-loss.
+    objective = losses.auxiliary(cfg.model, sums, means)
+    np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
 
 
 def test_the_balance_loss_is_in_the_gradient_by_its_weight(rng):

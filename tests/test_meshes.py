@@ -117,6 +117,7 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
     ids = rng.integers(0, cfg.vocab, (rows, SEQ + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
     batch["weights"] = (rng.random((rows, SEQ)) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32)
+    batch["weights"][rows // 2] = 0  # a sequence that is padding alone
     if packing:
         starts = rng.random((rows, SEQ)) < 0.15
         starts[:, 0] = True

@@ -135,16 +135,17 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
     """`step.make_gradients` by autodiff through the forward pipeline: GPipe without a table."""
 
     def work(values: Any, batch: Any) -> Any:
-        sequences, length = batch["tokens"].shape[0] * ctx.replicas, batch["tokens"].shape[1]
         tokens = collectives.all_reduce(batch["weights"].sum(), ctx.token_axes)
+        means = losses.counted(batch["weights"], ctx)
 
         def objective(values: Any) -> Any:
             total, aux = losses.next_token(cfg.model, values, batch, ctx)
-            return total / tokens + losses.auxiliary(cfg.model, aux, sequences, length), (total / tokens, aux)
+            return total / tokens + losses.auxiliary(cfg.model, aux, means), (total / tokens, aux)
 
         (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(values)
         loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
-        return loss, grads, {"tokens": tokens, **aux}
+        counted = {f"counted_{name}": value for name, value in means._asdict().items()} if aux else {}
+        return loss, grads, {"tokens": tokens, **aux, **counted}
 
     where, whole = ctx.parameters(model.spec(cfg.model)), PartitionSpec()
     mapped = ctx.local(work, (where, ctx.batch), (whole, where, whole))

@@ -37,6 +37,7 @@ def moe_mlp(
     expert_axis: str | None = None,
     capacity_factor: float | None = None,
     rows: int | None = None,
+    mask: jax.Array | None = None,
     implementation: str = "grouped",
     adapters: Adapters | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -72,6 +73,8 @@ def moe_mlp(
       expert_axis: mesh axis that the experts are spread over; the tokens are spread over it, too.
       capacity_factor: None: no limit.
       rows: sequences in x, which lie as [rows, T / rows], flattened; needed with a capacity.
+      mask: tokens whose dropped pairs are counted, [T]; None: all. It changes no value: with a capacity, padding has
+        room like any other token.
       implementation: of the matmuls without a capacity: one of `kernels.grouped_matmul`, or "reference": every expert
         on every token, the definition; one device only.
       adapters: by the name of a weight, a pair a [E_local, I, r] and b [E_local, r, O]: x w + (x a) b.
@@ -100,7 +103,7 @@ def moe_mlp(
         row = jnp.arange(T * k) // (T * k // rows)
         # A slot is (expert, row, c): the slots of an expert are neighbours, as batched matmul and exchange want them.
         source, slot = _slots(experts * rows + row, num_experts * rows, capacity, gates)
-        dropped = jnp.sum(slot == slots)
+        dropped = jnp.sum((slot == slots) & (True if mask is None else jnp.repeat(mask, k)))
     elif expert_axis is not None:
         capacity = T * k
         local = num_experts // n

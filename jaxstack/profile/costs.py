@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxstack import collectives, model, params, pipeline, rundir, step
+from jaxstack import collectives, losses, model, params, pipeline, rundir, step
 from jaxstack.collectives import varies_along, varying
 from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig
 from jaxstack.context import Context
@@ -191,7 +191,7 @@ def _work(cfg: Config, ctx: Context, values: Any, batch: Any) -> tuple[pipeline.
     if cfg.model.dropout:
         batch |= {"rows": ctx.rows(rows), "key": jax.random.key_data(jax.random.key(0))}
 
-    work = step.pipeline_work(cfg, ctx, 1.0, rows, length)
+    work = step.pipeline_work(cfg, ctx, 1.0, losses.Counted(float(rows * length), float(rows)))
     shared = {name: group for name, group in values.items() if name != "layers"}
     return work, shared, model.by_step(cfg.model, values["layers"]), model.microbatched(batch, 2)
 
