@@ -491,7 +491,7 @@ class MeshConfig:
     context: int = 1
     """Parts of the sequence."""
     expert: int = 1
-    """Parts of the experts; for everything else the axis is one more that shares the batch."""
+    """Parts of the experts; the batch, and all other parameters with their state, are split over it as over `fsdp`."""
     sequence_parallel: bool = True
     """With `tensor`: norms and residuals are split over the sequence between the split matmuls."""
     context_method: Literal["ring", "all_gather"] = "ring"
@@ -752,6 +752,12 @@ class Config:
             mesh.expert == -1 or model.moe.num_experts % mesh.expert == 0,
             f"mesh.expert={mesh.expert} does not divide model.moe.num_experts={model.moe.num_experts}; "
             f"use a divisor of it",
+        )
+        parts = max(mesh.fsdp, 1) * max(mesh.expert, 1)
+        _require(
+            model.d_model % parts == 0,
+            f"mesh.fsdp={mesh.fsdp} x mesh.expert={mesh.expert} does not divide model.d_model={model.d_model}, which "
+            f"both split; make the product {math.gcd(parts, model.d_model)}, or model.d_model a multiple of {parts}",
         )
         _require(
             mesh.context == 1 or model.moe.num_experts == 0 or model.moe.capacity_factor is None,

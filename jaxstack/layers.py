@@ -196,11 +196,11 @@ def moe_spec(cfg: ModelConfig) -> Spec:
     D, E, F = cfg.d_model, cfg.moe.num_experts, cfg.expert_width
     down = cfg.init_std / (2 * cfg.num_layers) ** 0.5
     spec: dict[str, Any] = {
-        "w_up": Param((E, D, F), ("experts", "embed", "mlp"), std=cfg.init_std),
-        "w_down": Param((E, F, D), ("experts", "mlp", "embed"), std=down),
+        "w_up": Param((E, D, F), ("experts", "expert_embed", "mlp"), std=cfg.init_std),
+        "w_down": Param((E, F, D), ("experts", "mlp", "expert_embed"), std=down),
     }
     if cfg.gated:
-        spec["w_gate"] = Param((E, D, F), ("experts", "embed", "mlp"), std=cfg.init_std)
+        spec["w_gate"] = Param((E, D, F), ("experts", "expert_embed", "mlp"), std=cfg.init_std)
     if cfg.moe.router in ("softmax", "sigmoid"):
         spec["router"] = Param((D, E), ("embed", "router"), "router", std=cfg.init_std)
     if cfg.moe.router == "sigmoid":

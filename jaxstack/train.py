@@ -116,7 +116,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         state, next_batch = state_of(start)
         if start:
             screen.say(f"resumed from step {start}")
-        sharding.guard(*sharding.placed(state.params), mesh, axes=("pipe", "fsdp", "tensor"), limit=0.1)
+        sharding.guard(*sharding.placed(state.params), mesh, axes=("pipe", "fsdp", "expert", "tensor"), limit=0.1)
 
         # Only now: nothing is overwritten by what does not fit.
         log = open_log(screen, cfg, dataset, found, start, others) if first else loggers.JsonLines(None)

@@ -119,7 +119,11 @@ def test_experts_exchange_tokens_and_never_weights():
     assert trips == {(4, pairs, D): 4, (4, pairs): 1}
     # A device holds 2 of the 8 experts, and their gradients are summed with no one's.
     assert not any(F in c.shape for c in found)
-    assert {c.kind for c in found} == {"all-to-all", "all-reduce"}
+    # All other weights are stored in parts: attention's matrices and the router are gathered in each pass.
+    width = D // H
+    dense = {(D, H, width): 3, (H, width, D): 1, (D, 8): 1}
+    assert per_layer(found, "all-gather", "expert") == {shape: 2 * n for shape, n in dense.items()}
+    assert sum(per_layer(found, "reduce-scatter", "expert").values()) == sum(dense.values())
 
 
 def test_the_ring_passes_keys_and_values_on_and_gathers_nothing():
@@ -139,6 +143,7 @@ def test_the_ring_passes_keys_and_values_on_and_gathers_nothing():
         {"context": 4},
         {"fsdp": 2, "context": 2, "tensor": 2, "remat": "full", "accum": 2},
         {"moe": True, "expert": 4},
+        {"moe": True, "fsdp": 2, "expert": 4, "remat": "full"},
         {"moe": True, "data": 2, "expert": 2, "tensor": 2, "remat": "selective"},
     ],
     ids=str,

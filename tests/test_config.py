@@ -117,6 +117,17 @@ MISTAKES = {
         ["--mesh.pipe=4", "--mesh.tensor=2", "--model.vocab_size=257"],
         ["mesh.pipe=4 x mesh.tensor=2", "257", "--model.vocab_size=264"],
     ),
+    "mesh and width": (
+        [
+            "--mesh.fsdp=4",
+            "--mesh.expert=2",
+            "--mesh.data=1",
+            "--model.d_model=36",
+            "--model.num_heads=3",
+            "--model.moe.num_experts=4",
+        ],
+        ["mesh.fsdp=4 x mesh.expert=2", "model.d_model=36", "make the product 4", "a multiple of 8"],
+    ),
     "two open axes": (["--mesh.fsdp=-1"], ["mesh.data=-1 and mesh.fsdp=-1", "only one"]),
     "mesh and heads": (["--mesh.tensor=3"], ["mesh.tensor=3", "model.num_heads=4"]),
     "mesh and sequence": (["--mesh.context=5"], ["data.seq_len=", "5", "multiple of 10"]),

@@ -122,6 +122,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"mesh.tensor": 4, "model.d_ff": 6}, {"mesh.tensor": 2, "model.d_ff": 6}),
     (MOE | {"mesh.tensor": 4, "model.moe.d_ff": 6}, MOE | {"mesh.tensor": 2, "model.moe.d_ff": 6}),
     (MOE | {"mesh.expert": 16}, MOE | {"mesh.expert": 8}),
+    (MOE | {"mesh.fsdp": 2, "mesh.expert": 8, "model.d_model": 72}, MOE | {"mesh.expert": 8, "model.d_model": 72}),
     (MOE | {"model.moe.capacity_factor": 1.0, "mesh.context": 2}, MOE | {"model.moe.capacity_factor": 1.0}),
     ({"mesh.context": 2, "data.seq_len": 6}, {"mesh.context": 2, "data.seq_len": 8}),
     ({"mesh.tensor": 4, "data.seq_len": 6}, {"mesh.tensor": 4, "data.seq_len": 6, "mesh.sequence_parallel": False}),

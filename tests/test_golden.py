@@ -3,15 +3,18 @@
 After a change that is meant: `JAXSTACK_UPDATE_GOLDEN=1 pytest tests/test_golden.py`, and read the difference.
 """
 
+import math
 import os
 from pathlib import Path
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxstack import cli, model, params, sharding, step
 from jaxstack.config import resolve
 from jaxstack.context import Context
+from jaxstack.sharding import AXES, ShardingError
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -38,3 +41,37 @@ def test_shardings_are_those_on_file(name):
     if os.environ.get("JAXSTACK_UPDATE_GOLDEN"):
         path.write_text(text)
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("deepseek_v3", {"expert": 64}),
+        ("mixtral_8x7b", {"expert": 8, "fsdp": 8}),  # it has eight experts
+        ("deepseek_v3", {"expert": 8, "fsdp": 8}),
+        ("mixtral_8x7b", {"fsdp": 64}),
+        ("deepseek_v3", {"fsdp": 64}),
+    ],
+    ids=str,
+)
+def test_a_device_holds_its_even_share_of_the_state(name, mesh):
+    """Parameters and optimizer of models with experts, on 64 devices that are not here."""
+    flags = [f"--config={ROOT / 'configs' / name}.yaml", "--mesh.data=1", "--data.batch_size=64"]
+    cfg = resolve(cli.parse_config([*flags, *(f"--mesh.{axis}={size}" for axis, size in mesh.items())], ROOT), 256)
+    sizes = tuple(cfg.mesh.sizes.values())
+    ctx = Context(mesh=AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES)))  # type: ignore[arg-type]
+    leaves = jax.tree.leaves(step.abstract_state(cfg, ctx))
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    # Norms and the routers' biases are whole everywhere; before `expert` split the dense parameters, it was 3.9.
+    assert held <= 1.1 * whole / 64, f"{held / 2**30:.1f} GiB, {held * 64 / whole:.2f} times the even share"
+
+    # And the guard of a run would have refused the rules that left the dense parameters to `fsdp` alone.
+    declared = {path: sharding.Leaf(p.shape, p.axes) for path, p in params.flat_spec(model.spec(cfg.model)).items()}
+    named = {axis for leaf in declared.values() for axis in leaf.axes}
+    rules = {axis: names for axis, names in ctx.rules.parameters.items() if axis in named}
+    sharding.guard(declared, sharding.Rules(rules).resolve(declared, ctx.mesh), ctx.mesh)
+    if mesh == {"expert": 64}:
+        old = sharding.Rules(rules | {"embed": "fsdp"}).resolve(declared, ctx.mesh)
+        with pytest.raises(ShardingError, match=r"3\.\d times its even share on expert=64: not all"):
+            sharding.guard(declared, old, ctx.mesh)

@@ -68,7 +68,7 @@ def test_adapters_stand_beside_their_matrices():
         "attention/lora_b_q": ((L, r, H, K), ("layers", "lora", "heads", "head_dim")),
         "attention/lora_a_o": ((L, H, K, r), ("layers", "heads", "head_dim", "lora")),
         "attention/lora_b_o": ((L, r, D), ("layers", "lora", "embed")),
-        "moe/lora_a_up": ((L, 4, D, r), ("layers", "experts", "embed", "lora")),
+        "moe/lora_a_up": ((L, 4, D, r), ("layers", "experts", "expert_embed", "lora")),
         "moe/lora_b_up": ((L, 4, r, 96), ("layers", "experts", "lora", "mlp")),
     }
     assert spec["layers/attention/lora_a_o"].in_axes == 2

@@ -7,7 +7,16 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxstack.config import MeshConfig
-from jaxstack.sharding import Leaf, Rules, ShardingError, guard, make_mesh, replicated_fraction, table
+from jaxstack.sharding import (
+    Leaf,
+    Rules,
+    ShardingError,
+    guard,
+    make_mesh,
+    over_even_split,
+    replicated_fraction,
+    table,
+)
 
 KERNEL, BIAS = Leaf((8, 16), ("embed", "mlp")), Leaf((16,), ("mlp",))
 NAMES = {"embed": "fsdp", "mlp": "tensor"}
@@ -244,6 +253,23 @@ def test_the_guard_names_the_largest_first(mesh):
     with pytest.raises(ShardingError) as error:
         guard(leaves, specs, mesh)  # data=2 splits all of them, but its purpose is another
     says(str(error.value), "60.0%", "fsdp=2, tensor=2", "w5 (5, 2), w4 (4, 2), w3 (3, 2) and 2 more", "raise the limit")
+
+
+def test_the_guard_refuses_what_only_one_of_two_axes_splits():
+    """Most of the state is split 8 times as evenly as can be; what is split twice fills the device all the same."""
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=4, data=1), 2)
+    leaves = {"many": Leaf((8 * 2**28,)), "few": Leaf((2, 2**28))}  # 8 GiB and 2 GiB; 1.25 GiB would be even
+    specs = {"many": P(("fsdp", "tensor")), "few": P(None, "fsdp")}
+    assert over_even_split(leaves, specs, mesh) == 2 / 1.25
+    guard(leaves, specs, mesh)
+    leaves["few"] = Leaf((4, 2**28))  # 1 GiB of each on a device, and even 1.5
+    guard(leaves, specs | {"few": P("tensor")}, mesh)
+    specs["few"] = P()
+    with pytest.raises(ShardingError, match=r"33.3% of the state is split over none of fsdp=2, tensor=4"):
+        guard(leaves, specs, mesh)
+    with pytest.raises(ShardingError, match=r"holds 5\.0 GiB of the state, 3\.3 times .*: .* split few \(4, "):
+        guard(leaves, specs, mesh, limit=0.5)
+    guard(leaves, specs, mesh, limit=0.5, slack=4 * 2**30)
 
 
 def test_the_guard_has_nothing_to_say_of_data_alone():

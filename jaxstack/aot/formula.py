@@ -131,11 +131,11 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     for path, p in flat_spec(spec).items():
         if path.endswith("moe/balance"):
             continue  # moved by the load, not by a gradient
-        held = [names_of(ctx.rules.parameters[axis]) for axis in p.axes]
+        held, used_by = split(p, ctx), split(p, ctx.gathered)
         held_axes = {a for names in held for a in names}
-        stored = ("fsdp",) if "fsdp" in held_axes else ()
+        stored = tuple(held_axes - {a for names in used_by for a in names})
         part: tuple[int, ...] = share(p, held, sizes)
-        whole: tuple[int, ...] = share(p, [tuple(a for a in names if a not in stored) for names in held], sizes)
+        whole: tuple[int, ...] = share(p, used_by, sizes)
         layers = 1
         if p.stacked and ctx.pipeline is None:
             part, whole, layers = part[1:], whole[1:], L
@@ -175,6 +175,11 @@ def room_for_pairs(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
     return moe.num_experts * rows * min(ceil(moe.capacity_factor * length * moe.choices / moe.num_experts), length)
 
 
+def split(p: Param, ctx: Context) -> list[tuple[str, ...]]:
+    """Mesh axes that split each dimension, by the rules of a context; by `ctx.gathered`, as a layer uses it."""
+    return [names_of(ctx.rules.parameters[axis]) for axis in p.axes]
+
+
 def share(p: Param, held: list[tuple[str, ...]], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Shape of a device's part."""
     return tuple(size // math.prod(sizes[a] for a in names) for size, names in zip(p.shape, held, strict=True))
@@ -211,14 +216,11 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     tokens = rows * (cfg.data.seq_len // sizes["context"])
 
     spec = flat_spec(ctx.stored(model.spec(m)))
-    held = {path: [names_of(ctx.rules.parameters[axis]) for axis in p.axes] for path, p in spec.items()}
-    part = {path: math.prod(share(p, held[path], sizes)) for path, p in spec.items()}
-    whole = {  # as a layer uses it, gathered
-        path: math.prod(share(p, [tuple(a for a in names if a != "fsdp") for names in held[path]], sizes))
-        for path, p in spec.items()
-    }
+    part = {path: math.prod(share(p, split(p, ctx), sizes)) for path, p in spec.items()}
+    whole = {path: math.prod(share(p, split(p, ctx.gathered), sizes)) for path, p in spec.items()}
     cast = sum(size for path, size in part.items() if spec[path].kind in ("matrix", "table"))
-    gathered = sum(size for path, size in whole.items() if path.startswith("layers/")) // m.num_layers
+    in_layers = [path for path in spec if path.startswith("layers/")]
+    gathered = sum(whole[path] for path in in_layers if whole[path] > part[path]) // m.num_layers
     head = whole["embedding/tokens" if m.tied_embeddings else "head/w"]
 
     # Of one layer, in elements.
@@ -241,7 +243,7 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
         # And weights of attention, inputs of matmuls, and three arrays of each norm in float32.
         "none": selective + (4 + e) * scores + e * (2 * stream + 2 * hidden) + 4 * 6 * stream // n,
     }[t.remat]
-    stored = e * gathered if sizes["fsdp"] > 1 else 0
+    stored = e * gathered
     # Of the experts' pairs: as sent, as received, as sorted by expert; and the gradient of each.
     in_layer = (12 + e) * scores + 2 * stored + e * (2 * stream + 3 * hidden + 6 * travelled)
     in_layer += selective if t.remat == "full" else 0

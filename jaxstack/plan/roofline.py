@@ -34,7 +34,6 @@ from jaxstack.context import Context
 from jaxstack.params import Param, flat_spec
 from jaxstack.profile import costs
 from jaxstack.sharding import AXES, BATCH_AXES, transformer
-from jaxstack.sharding.rules import names_of
 
 Traffic = Literal["fused", "unfused"]
 Part = Literal["matmul", "attention", "normalisation", "pointwise", "optimizer", "communication"]
@@ -167,7 +166,7 @@ def operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op
     ]
     found += [replace(op, times=op.times * passes) for op in _ends(work, shapes, parts, spec)]
 
-    stored = {path: formula.share(p, _held(p, ctx), sizes) for path, p in spec.items()}
+    stored = {path: formula.share(p, formula.split(p, ctx), sizes) for path, p in spec.items()}
     trained = [path for path, p in spec.items() if not p.frozen]
     count = float(sum(math.prod(stored[path]) for path in trained))
     cast = sum(math.prod(shape) for path, shape in stored.items() if spec[path].kind in ("matrix", "table"))
@@ -449,14 +448,10 @@ def _seen(m: ModelConfig, seq_len: int) -> float:
     return total / len(m.windows)
 
 
-def _held(p: Param, ctx: Context) -> list[tuple[str, ...]]:
-    return [names_of(ctx.rules.parameters[axis]) for axis in p.axes]
-
-
 def _used(p: Param, ctx: Context) -> tuple[int, ...]:
     """A device's part of a parameter as a layer uses it: gathered where it is only stored in parts."""
     assert ctx.mesh is not None
-    return formula.share(p, [tuple(a for a in names if a != "fsdp") for names in _held(p, ctx)], ctx.mesh.shape)
+    return formula.share(p, formula.split(p, ctx.gathered), ctx.mesh.shape)
 
 
 def _orthogonalised(p: Param, shape: tuple[int, ...]) -> Op:

@@ -107,7 +107,8 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
         ),
         pipeline=PipelineConfig(),
     )
-    ctx = Context.create(two, make_mesh(two.mesh, batch, devices[:replica]))
+    # A pipeline gathers before it starts: what `expert` stores in parts is whole here, too.
+    ctx = Context.create(two, make_mesh(two.mesh, batch, devices[:replica])).gathered
     values, given = _values(two, ctx), _batch(two, ctx)
     boundary_bytes, stash_bytes = _stored(two, ctx, values, given)
     seconds = {}

@@ -3,7 +3,7 @@
 from jaxstack.sharding.flax import placed, shard
 from jaxstack.sharding.mesh import AXES, BATCH_AXES, make_mesh
 from jaxstack.sharding.rules import Leaf, Rules, ShardingError, transformer
-from jaxstack.sharding.table import guard, replicated_fraction, table
+from jaxstack.sharding.table import guard, over_even_split, replicated_fraction, table
 
 __all__ = [
     "AXES",
@@ -13,6 +13,7 @@ __all__ = [
     "ShardingError",
     "guard",
     "make_mesh",
+    "over_even_split",
     "placed",
     "replicated_fraction",
     "shard",

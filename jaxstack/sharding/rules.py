@@ -198,13 +198,17 @@ def names_of(entry: MeshAxes) -> tuple[str, ...]:
 def transformer(cfg: MeshConfig) -> Rules:
     """The rules of our own models: FSDP, Megatron's tensor and sequence parallelism, context, expert, stages.
 
+    `embed` is the width in dense parameters, which the axis `expert` stores in parts as `fsdp` does. `expert_embed` is
+    the width in the experts' own weights, whose axis `experts` takes the mesh axis `expert`.
+
     `residual` is the sequence between the tensor-parallel matmuls, `sequence` the sequence within them.
     """
     return Rules(
         parameters={
             "layers": "pipe",
             "vocab": ("pipe", "tensor"),
-            "embed": "fsdp",
+            "embed": ("fsdp", "expert"),
+            "expert_embed": "fsdp",
             "norm": None,
             "heads": "tensor",
             "kv_heads": "tensor",

@@ -43,6 +43,17 @@ def table(leaves: Mapping[str, Leaf], specs: Mapping[str, PartitionSpec], mesh: 
     return "\n".join(lines)
 
 
+def over_even_split(
+    leaves: Mapping[str, Leaf],
+    specs: Mapping[str, PartitionSpec],
+    mesh: Mesh,
+    axes: Sequence[str] = STATE_AXES,
+) -> float:
+    """How many times its even share of the state a device holds: 1 where every array is split over all of `axes`."""
+    parts = math.prod(mesh.shape[axis] for axis in axes if axis in mesh.shape)
+    return _held(leaves, specs, mesh, axes) / (sum(_bytes(leaf) for leaf in leaves.values()) / parts)
+
+
 def replicated_fraction(
     leaves: Mapping[str, Leaf],
     specs: Mapping[str, PartitionSpec],
@@ -66,8 +77,12 @@ def guard(
     mesh: Mesh,
     axes: Sequence[str] = STATE_AXES,
     limit: float = 0.05,
+    slack: int = 2**30,
 ) -> None:
     """Refuses a state that is replicated though the mesh has axes to split it over.
+
+    Two things are refused: arrays that none of the axes splits, and a device that holds more than twice its even share
+    because what one axis splits the others do not.
 
     Args:
       leaves: the arrays, by path.
@@ -75,9 +90,10 @@ def guard(
       mesh: the devices. Without an axis of `axes` of size two or more there is nothing to refuse.
       axes: mesh axes of which one at least should split an array.
       limit: the fraction of all bytes that may be split over none of them (norms, biases).
+      slack: bytes that a device may hold beyond its even share, however small that share is.
 
     Raises:
-      ShardingError: more than `limit` is; or the mesh has none of `axes`, so that nothing could ever be refused.
+      ShardingError: more is; or the mesh has none of `axes`, so that nothing could ever be refused.
     """
     known = [axis for axis in axes if axis in mesh.shape]
     if not known:
@@ -86,18 +102,42 @@ def guard(
             f"split the state (axes=...)"
         )
     large = [axis for axis in known if mesh.shape[axis] > 1]
-    fraction = replicated_fraction(leaves, specs, mesh, large)
-    if not large or fraction <= limit:
+    if not large:
         return
-    alone = [path for path in leaves if not _split_over(specs[path], mesh, large)]
-    alone.sort(key=lambda path: -_bytes(leaves[path]))
-    named = ", ".join(f"{path} {leaves[path].shape}" for path in alone[:3])
-    more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
     sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in large)
-    raise ShardingError(
-        f"guard: {fraction:.1%} of the state is split over none of {sizes}, where {limit:.1%} is the limit: "
-        f"{named}{more}. Give these a rule that splits them, take the axes out of the mesh, or raise the limit"
-    )
+    fraction = replicated_fraction(leaves, specs, mesh, large)
+    if fraction > limit:
+        alone = [path for path in leaves if not _split_over(specs[path], mesh, large)]
+        alone.sort(key=lambda path: -_bytes(leaves[path]))
+        raise ShardingError(
+            f"guard: {fraction:.1%} of the state is split over none of {sizes}, where {limit:.1%} is the limit: "
+            f"{_named(leaves, alone)}. Give these a rule that splits them, take the axes out of the mesh, or raise "
+            f"the limit"
+        )
+    held, times = _held(leaves, specs, mesh, large), over_even_split(leaves, specs, mesh, large)
+    if times > 2 and held * (1 - 1 / times) > slack:
+        partly = [path for path in leaves if _split_over(specs[path], mesh, large) != set(large)]
+        partly.sort(key=lambda path: -_part(leaves[path], specs[path], mesh, large))
+        raise ShardingError(
+            f"guard: a device holds {held / 2**30:.1f} GiB of the state, {times:.1f} times its even share on {sizes}: "
+            f"not all of these axes split {_named(leaves, partly)}. Give these a rule that does, or "
+            f"take axes out of the mesh"
+        )
+
+
+def _named(leaves: Mapping[str, Leaf], paths: Sequence[str]) -> str:
+    """The first three of some arrays, and how many more there are."""
+    named = ", ".join(f"{path} {leaves[path].shape}" for path in paths[:3])
+    return named + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+def _part(leaf: Leaf, spec: PartitionSpec, mesh: Mesh, axes: Sequence[str]) -> float:
+    """Bytes of an array on a device of a mesh that has only these axes."""
+    return _bytes(leaf) / math.prod(mesh.shape[axis] for axis in _split_over(spec, mesh, axes))
+
+
+def _held(leaves: Mapping[str, Leaf], specs: Mapping[str, PartitionSpec], mesh: Mesh, axes: Sequence[str]) -> float:
+    return sum(_part(leaf, specs[path], mesh, axes) for path, leaf in leaves.items())
 
 
 def _bytes(leaf: Leaf) -> int:
