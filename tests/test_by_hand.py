@@ -198,6 +198,47 @@ def drawn(cfg, rng):
     return values, batch
 
 
+def shapes_of(cfg):
+    """Every parameter's shape, by its path."""
+    V, D, L, H = cfg.vocab_size, cfg.d_model, cfg.num_layers, cfg.num_heads
+    G, K, F = cfg.num_kv_heads or H, cfg.head_dim or D // H, cfg.d_ff or 4 * D
+    norm = lambda path, width: {f"{path}/{n}": width for n in ("scale", *["bias"] * (cfg.norm == "layer" and cfg.bias))}  # noqa: E731
+    block = {"w_q": (D, H, K), "w_k": (D, G, K), "w_v": (D, G, K), "w_o": (H, K, D)}
+    block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if cfg.bias else {}
+    block |= {"q_norm/scale": (K,), "k_norm/scale": (K,)} if cfg.qk_norm else {}
+    block = {f"attention/{name}": shape for name, shape in block.items()}
+    for name in ("attention", "mlp"):
+        block |= norm(f"{name}_norm", (D,)) | (norm(f"{name}_post_norm", (D,)) if cfg.post_norm else {})
+
+    def weights(path, F, *lead):
+        names = {"up": ((D, F), (F,)), "down": ((F, D), (D,))} | ({"gate": ((D, F), (F,))} if cfg.gated else {})
+        found = {f"{path}/w_{name}": (*lead, *w) for name, (w, _) in names.items()}
+        return found | ({f"{path}/b_{name}": b for name, (_, b) in names.items()} if cfg.bias else {})
+
+    moe, E = cfg.moe, cfg.moe.num_experts
+    if E:
+        width = moe.d_ff or F
+        block |= weights("moe", width, E)
+        block |= weights("moe/shared", width * moe.shared_experts) if moe.shared_experts else {}
+        block |= {"moe/router": (D, E)} if moe.router in ("softmax", "sigmoid") else {}
+        block |= {"moe/balance": (E,)} if moe.router == "sigmoid" else {}
+    else:
+        block |= weights("mlp", F)
+    return (
+        {f"layers/{path}": (L, *shape) for path, shape in block.items()}
+        | {"embedding/tokens": (V, D)}
+        | ({"embedding/positions": (cfg.max_positions, D)} if cfg.positions == "learned" else {})
+        | norm("final_norm", (D,))
+        | ({} if cfg.tied_embeddings else {"head/w": (D, V)})
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_definition(name):
+    found = {path: p.shape for path, p in params.flat_spec(model.spec(MODELS[name])).items()}
+    assert found == shapes_of(MODELS[name])
+
+
 def expected_of(cfg, values, batch):
     wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), values)
     return decoder(cfg, wide, *(batch[name] for name in ("tokens", "segment_ids", "positions", "gate", "weights")))

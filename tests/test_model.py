@@ -206,7 +206,7 @@ def expected_start(path: str, cfg: ModelConfig) -> float:
 @pytest.mark.parametrize("family", FAMILIES | EXPERTS)
 def test_initial_spread_is_what_is_declared(family):
     cfg = dataclasses.replace((FAMILIES | EXPERTS)[family], num_layers=4, init_std=0.3)
-    values = flatten(params.init(jax.random.key(0), model.spec(cfg)))
+    values, begins = flatten(params.init(jax.random.key(0), model.spec(cfg))), set()
     for path, value in values.items():
         expected, value = expected_start(path, cfg), np.asarray(value)
         if expected in (0.0, 1.0):
@@ -216,9 +216,11 @@ def test_initial_spread_is_what_is_declared(family):
         # were not divided are off by a factor of 2.8.
         assert abs(value.std() / expected - 1) < 3 / math.sqrt(2 * value.size) + 1e-3, path
         assert abs(value.mean()) < 4 * expected / math.sqrt(value.size), path
-        own = value.reshape(-1, *value.shape[-2:]) if value.ndim > 2 else value[:, None]
-        firsts = {row.ravel()[:8].tobytes() for row in own}
-        assert len(firsts) == len(own), f"{path}: two layers, experts or rows begin alike"
+        own = value.reshape(-1, *value.shape[-2:]) if value.ndim > 2 else value[None]
+        firsts = {(row / expected).ravel()[:8].round(5).tobytes() for row in own}
+        assert len(firsts) == len(own), f"{path}: two layers or experts begin alike"
+        assert not firsts & begins, f"{path} begins like another parameter"
+        begins |= firsts
 
 
 def test_one_layout_however_the_windows_alternate():
@@ -246,6 +248,8 @@ def test_bfloat16_is_near_float32(rng):
     exact, _ = model.forward(cfg, values, tokens)
     rough, _ = model.forward(cfg, values, tokens, Context(dtype=jnp.bfloat16))
     assert rough.dtype == jnp.float32
+    ctx = Context(dtype=jnp.bfloat16)
+    assert jax.eval_shape(lambda v: model.hidden(cfg, v, tokens, ctx)[0], values).dtype == jnp.bfloat16
     # bfloat16 has 8 bits: 0.4% an operation, a few dozen of them in a row.
     assert jnp.linalg.norm(rough - exact) < 0.03 * jnp.linalg.norm(exact)
     assert not (rough == exact).all()

@@ -1,0 +1,677 @@
+"""The mistakes that tests/mutations.py makes, room by room: a file, tests, and pairs of old and new text.
+
+Each is of the kind that a human makes: a swapped argument, an off-by-one, a wrong axis, sign, dtype or constant, a
+missing sum or check, a stale value. The old text must occur exactly once; tests/test_mutants.py checks that.
+"""
+
+from typing import Any
+
+from mutations import Mutant
+
+MUTANTS: list[Mutant] = []
+
+
+def mistakes(room: str, file: str, tests: str, *pairs: tuple[Any, ...]) -> None:
+    """Adds mutants of one file. A pair may be followed by other tests, and by what explains that a mutant passes."""
+    for old, new, *rest in pairs:
+        own = next((r for r in rest if isinstance(r, str)), tests)
+        why = next((r for r in rest if isinstance(r, dict)), {})
+        MUTANTS.append(Mutant(room, f"jaxstack/{file}", old, new, own, **why))
+
+
+BY_HAND = "test_by_hand.py"
+STEP = "test_step.py"
+MOE = "test_moe.py"
+EXPERTS = "test_experts.py"
+KERNELS = "test_kernels.py"
+MESHES = "test_meshes.py"
+PIPELINE = "test_pipeline.py"
+CHECKS = "test_config_checks.py"
+DATA = "test_data.py test_windows.py"
+HF = "test_hf.py"
+GENERATE = "test_generate.py"
+
+mistakes(
+    "layers", "layers.py", BY_HAND,
+    ('params.get("bias"), eps=cfg.norm_eps', 'params.get("bias"), eps=1e-6'),
+    ('x, params["scale"], eps=cfg.norm_eps, unit_offset', 'x, params["scale"], eps=1e-6, unit_offset'),
+    ("unit_offset=cfg.norm_unit_offset, implementation", "unit_offset=False, implementation"),
+    ("-(jnp.arange(half, dtype=jnp.float32) / half)", "-(jnp.arange(half, dtype=jnp.float32) / cfg.head_width)"),
+    ("frequencies * (keep + (1 - keep) / scaling.factor)", "frequencies * (keep / scaling.factor + (1 - keep))"),
+    ("turns = scaling.original_max_position * frequencies / (2 * jnp.pi)",
+     "turns = scaling.original_max_position * frequencies"),
+    ("[a * cos - b * sin, b * cos + a * sin]", "[a * cos + b * sin, b * cos - a * sin]"),
+    ("a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)",
+     "a, b = x.astype(jnp.float32)[..., ::2], x.astype(jnp.float32)[..., 1::2]"),
+    ("cfg.head_width**-0.5 if cfg.attention_scale is None", "cfg.d_model**-0.5 if cfg.attention_scale is None"),
+    ('"softcap": cfg.attention_softcap', '"softcap": cfg.logit_softcap'),
+    ('norm(cfg, params["k_norm"], k, ctx, "rms")', 'norm(cfg, params["q_norm"], k, ctx, "rms")'),
+    ("activate(cfg.activation, gate, ctx) * up", "activate(cfg.activation, up, ctx) * gate"),
+    ("jax.nn.gelu(x, approximate=True)", "jax.nn.gelu(x, approximate=False)"),
+    ("cfg.d_model**0.5, x.dtype", "cfg.vocab**0.5, x.dtype"),
+    ("d_ff=F * cfg.moe.shared_experts", "d_ff=F"),
+    ('cfg.moe.router == "sigmoid":\n        spec["balance"]', 'cfg.moe.router == "softmax":\n        spec["balance"]'),
+    ("x / (1.0 - rate), 0.0", "x / rate, 0.0", "test_model.py -k dropout"),
+    ("jax.random.bernoulli(k, 1.0 - rate,", "jax.random.bernoulli(k, rate,", "test_model.py -k dropout"),
+    ("lambda i: jax.random.fold_in(key, i)", "lambda i: jax.random.fold_in(key, 0 * i)", "test_model.py -k dropout"),
+    ('in_axes=2, std=std / (2 * cfg.num_layers) ** 0.5)', "in_axes=2, std=std)", "test_model.py -k spread"),
+    ('"w_down": Param((F, D), ("mlp", "embed"), std=std / (2 * cfg.num_layers) ** 0.5)',
+     '"w_down": Param((F, D), ("mlp", "embed"), std=std)', "test_model.py -k spread"),
+    ("down = cfg.init_std / (2 * cfg.num_layers) ** 0.5", "down = cfg.init_std / cfg.num_layers**0.5",
+     "test_model.py -k spread"),
+    ('init="zeros" if unit_offset else "ones"', 'init="ones" if unit_offset else "zeros"', "test_model.py -k spread"),
+    ('Param((D, E), ("embed", "router"), "router", std=cfg.init_std)',
+     'Param((D, E), ("embed", "router"), "matrix", std=cfg.init_std)',
+     "test_experts.py -k 'router or precision'"),
+    ("gate.reshape(-1))", "gate.T.reshape(-1))", EXPERTS + " " + BY_HAND),
+)  # fmt: skip
+
+mistakes(
+    "model", "model.py", BY_HAND,
+    ('h = layers.norm(cfg, params["attention_post_norm"], h, ctx)', 'h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)'),
+    ('h = layers.norm(cfg, params["mlp_norm"], x, ctx)', 'h = layers.norm(cfg, params["attention_norm"], x, ctx)'),
+    ("cap * jnp.tanh(scores / cap)", "jnp.tanh(scores / cap)"),
+    ("layers.dropout(keys[1], cfg.dropout, h", "layers.dropout(keys[0], cfg.dropout, h", "test_model.py -k mask"),
+    ("index * len(cfg.windows) + i", "index + i", "test_model.py -k mask"),
+    ('given["rope"] = layers.rope_tables(cfg, positions)',
+     'given["rope"] = layers.rope_tables(cfg, ctx.token_index(length))', GENERATE + " -k greedy"),
+    ("a.reshape(-1, period, *a.shape[1:])[:, i]", "a.reshape(period, -1, *a.shape[1:])[i]", GENERATE + " -k greedy"),
+    ('cfg.moe.router != "sigmoid" or cfg.lora.rank:', 'cfg.moe.router != "sigmoid":', "test_lora.py test_experts.py"),
+    ('ctx.in_rows(aux["load"]), cfg.moe.bias_rate', 'ctx.in_rows(aux["load"]), -cfg.moe.bias_rate', EXPERTS),
+    ("return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)",
+     "return a.reshape(microbatches, -1, *a.shape[1:])", PIPELINE),
+    ("given[\"gate\"] = ctx.split(batch[\"gate\"])", "given[\"gate\"] = batch[\"gate\"]", MESHES),
+    ("prevent_cse=False", "prevent_cse=True", "test_model.py -k remat",
+     {"equivalent": "inside a scan it changes what XLA may merge, never a value"}),
+    ('ctx.remat == "none" and not ctx.gathers', 'ctx.remat == "none"', "test_collectives.py"),
+)  # fmt: skip
+
+mistakes(
+    "losses", "losses.py", BY_HAND,
+    ("(balance / sequences + z / tokens) / cfg.num_layers", "balance / sequences + z / tokens"),
+    ('aux["balance_loss"].sum() if', 'aux["balance_loss"].mean() if'),
+    ("(balance / sequences + z / tokens)", "(balance + z) / tokens"),
+    ("each = jnp.sum(weights != 0, axis=1", "each = jnp.sum(weights == weights, axis=1"),
+    ('figures["max_over_mean"].max()', 'figures["max_over_mean"].mean()'),
+    ('segment_ids=batch.get("segment_ids"),', "segment_ids=None,"),
+    ('positions=batch.get("positions"),', "positions=None,"),
+    ("softcap=cfg.logit_softcap", "softcap=cfg.attention_softcap"),
+    ('rows=batch.get("rows"),', "rows=None,", STEP + " -k dropout"),
+)  # fmt: skip
+
+mistakes(
+    "params", "params.py", "test_model.py -k 'spread or initial'",
+    ("draw(jax.random.fold_in(own, i))", "draw(own)"),
+    ("zlib.crc32(path_of(keys).encode())", 'zlib.crc32(path_of(keys).split("/")[-1].encode())'),
+    ("p.std * jax.random.normal", "p.std**2 * jax.random.normal"),
+    ('if p.kind in ("matrix", "table") else v', 'if p.kind == "matrix" else v',
+     "test_model.py -k bfloat16"),
+    ('self.stacked + int("experts" in self.axes)', "self.stacked", "test_optim.py test_hf.py -k 'muon or lies or Muon'"),
+    ('self.kind == "matrix" and "vocab" not in self.axes', 'self.kind == "matrix"', "test_optim.py"),
+    ("return frozen if trained is None else trained", "return trained if frozen is None else frozen", "test_lora.py -k split"),
+)  # fmt: skip
+
+mistakes(
+    "step", "step.py", STEP,
+    ('tokens = collectives.all_reduce(batch["weights"].sum(), ctx.token_axes)',
+     'tokens = collectives.all_reduce((batch["weights"] >= 0).sum(), ctx.token_axes)', STEP + " -k mean_over"),
+    ("jnp.append(state.recent[1:], loss)", "jnp.append(state.recent[:-1], loss)", STEP + " -k recent"),
+    ("jnp.where(good, jnp.append(state.recent[1:], loss), state.recent)", "jnp.append(state.recent[1:], loss)",
+     STEP + " -k 'recent or spike'"),
+    ("jnp.isfinite(loss) & jnp.isfinite(grad_norm)", "jnp.isfinite(loss)", STEP + " -k finite"),
+    ("jnp.isfinite(loss) & jnp.isfinite(grad_norm)", "~jnp.isnan(loss) & ~jnp.isnan(grad_norm)", STEP + " -k finite"),
+    ('cfg.train.spike.action != "report"', 'cfg.train.spike.action == "rollback"', STEP + " -k spike"),
+    ("(state.skipped_in_a_row + 1) * bad", "state.skipped_in_a_row + bad", STEP + " -k finite"),
+    ("skipped=state.skipped + bad,", "skipped=state.skipped_in_a_row + bad,", STEP + " -k finite"),
+    ('"lr": schedule(updates)', '"lr": schedule(state.step)', STEP + " -k finite"),
+    ("updates = state.step - state.skipped", "updates = state.step", STEP + " -k 'finite or spike'"),
+    ("jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)", "jax.random.key(cfg.run.seed)", STEP + " -k dropout"),
+    ('batch["weights"].sum(), ctx.token_axes\n        )', 'jnp.ones_like(batch["weights"]).sum(), ctx.token_axes\n        )',
+     STEP + " -k evaluation"),
+    ("middle + cfg.threshold * jnp.maximum", "cfg.threshold * jnp.maximum", "test_reliability.py -k spike"),
+    ("1.4826 * jnp.median", "jnp.median", "test_reliability.py -k spike"),
+    ("(updates >= cfg.window)", "(updates > cfg.window)", "test_reliability.py -k spike"),
+    ("return loss + losses.auxiliary(cfg.model, aux, means), (loss, aux)", "return loss, (loss, aux)",
+     EXPERTS + " -k balance"),
+    ('params.init(jax.random.key(cfg.run.seed), spec, layers)', "params.init(jax.random.key(0), spec, layers)",
+     STEP + " -k initial or seed or follows"),
+    ("_, scatter = jax.vjp(partial(whole, trained_spec), trained)", "_, scatter = jax.vjp(partial(whole, spec), trained)",
+     PIPELINE, {"equivalent": "the tests of pipelines freeze nothing, and then both specs are one"}),
+)  # fmt: skip
+
+mistakes(
+    "kernels", "kernels/norm.py", KERNELS + " -k norms",
+    ("wide = x.astype(jnp.float32)\n    inverse = lax.rsqrt(jnp.square(wide)", "wide = x\n    inverse = lax.rsqrt(jnp.square(wide)"),
+    ("wide = x.astype(jnp.float32)\n    mean = wide", "wide = x\n    mean = wide"),
+    ("d_normal - normal * (d_normal * normal).mean(-1, keepdims=True))\n    return dx.astype(x.dtype), (dy * normal).sum(range",
+     "d_normal - (d_normal * normal).mean(-1, keepdims=True))\n    return dx.astype(x.dtype), (dy * normal).sum(range"),
+    ("centred = d_normal - d_normal.mean(-1, keepdims=True)", "centred = d_normal"),
+    ("scale.astype(jnp.float32) + 1 if unit_offset", "scale.astype(jnp.float32) if unit_offset"),
+)  # fmt: skip
+mistakes(
+    "kernels",
+    "kernels/activation.py",
+    KERNELS + " -k gelu",
+    ("(below + wide * density)", "below"),
+    ("lax.erf(wide * 0.5**0.5)", "lax.erf(wide)"),
+)
+mistakes(
+    "kernels", "kernels/cross_entropy.py", KERNELS + " -k 'cross_entropy and not pallas'",
+    ("logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)", "logits = jnp.matmul(x, head)"),
+    ("d_logits *= 1 - jnp.square(logits / softcap)", "d_logits *= 1 - jnp.abs(logits / softcap)"),
+    ("top = lax.pmax(lax.stop_gradient(logits).max(-1), vocab_axes)", "top = lax.stop_gradient(logits).max(-1)"),
+    ("held = (own >= 0) & (own < head.shape[1])", "held = (own >= 0) & (own <= head.shape[1])"),
+    ("return d_total.astype(dx.dtype) * dx, d_total", "return dx, d_total"),
+    ("whole = s - s % size\n", "whole = s - size\n"),
+    ("weights[..., None] * (jnp.exp(logits - lse[..., None]) - at_target)", "jnp.exp(logits - lse[..., None]) - at_target"),
+)  # fmt: skip
+mistakes(
+    "kernels", "kernels/grouped_matmul.py", KERNELS + " -k 'grouped and not pallas'",
+    ("a = jnp.where((row + jnp.arange(rows) < ends[e])[:, None], a, 0)", "a = jnp.where((row + jnp.arange(rows) <= ends[e])[:, None], a, 0)"),
+    ("return state[0] + rows <= end + beyond", "return state[0] + rows < end + beyond"),
+    ("return _rows_times_experts(dy, w, sizes, 1), dw, None", "return _rows_times_experts(dy, w.swapaxes(1, 2), sizes, 1), dw, None"),
+)  # fmt: skip
+mistakes(
+    "kernels", "kernels/quantized_matmul.py", "test_quantized.py",
+    ('{"int8": 127.0', '{"int8": 128.0'),
+    ("jnp.round(values) if dtype", "jnp.floor(values) if dtype"),
+    ("top = lax.pmax(collectives.varying(top, axes), axes)", "top = top"),
+    ("FORMATS[kind].gradients, split_out, x.dtype", "FORMATS[kind].values, split_out, x.dtype"),
+    ("(sums.astype(jnp.float32) * a_scale * b_scale)", "(sums.astype(jnp.float32) * a_scale / b_scale)"),
+)  # fmt: skip
+mistakes(
+    "kernels", "kernels/choice.py", "test_kernels.py test_attention_kernels.py -k 'mistakes or auto or cannot or choose or default'",
+    ("names = [*AUTO.get(platform, {}).get(op, ()), *table]", "names = [*table]"),
+    ('{"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)', "device.platform",
+     "test_kernels.py test_attention_kernels.py test_aot.py",
+     {"survives": "no device of CUDA is at hand in the quick tests; tests/aot compiles for one"}),
+)  # fmt: skip
+
+mistakes(
+    "attention", "kernels/attention/definition.py", KERNELS + " -k 'test_attention and not mistakes'",
+    ("rows[:, None] - keys < o.window", "rows[:, None] - keys <= o.window"),
+    ("seen = rows[:, None] >= keys", "seen = rows[:, None] > keys"),
+    ("jax.nn.softmax(scores, axis=-1).astype(v.dtype)", "jax.nn.softmax(scores.astype(v.dtype), axis=-1)"),
+    ("return x.reshape(b, s, g, h // g, width).transpose(0, 2, 1, 3, 4)",
+     "return x.reshape(b, s, h // g, g, width).transpose(0, 3, 1, 2, 4)"),
+    ("o.softcap * jnp.tanh(scores / o.softcap)", "jnp.tanh(scores / o.softcap)"),
+    ('"bgcrk,bgtk->bgcrt", q, k, preferred_element_type=jnp.float32)', '"bgcrk,bgtk->bgcrt", q, k)'),
+)  # fmt: skip
+mistakes(
+    "attention", "kernels/attention/chunked.py", KERNELS + " -k 'test_attention and not mistakes'",
+    ("o.scale * weights * (d_weights - delta[..., None])", "o.scale * weights * d_weights"),
+    ("d_scores *= 1 - jnp.square(jnp.clip(scores / o.softcap, -1, 1))", "d_scores *= 1 - jnp.abs(jnp.clip(scores / o.softcap, -1, 1))"),
+    ("max(0, start - o.window + 1) if o.window", "max(0, start - o.window + 2) if o.window"),
+    ("min(met, end + o.window - 1) if o.window", "min(met, end + o.window - 2) if o.window"),
+    ("(top + jnp.log(total))[..., 0]", "jnp.log(total)[..., 0]"),
+    ("return dq_rows + more, (dk, dv)", "return more, (dk, dv)"),
+)  # fmt: skip
+mistakes(
+    "attention",
+    "kernels/attention/__init__.py",
+    GENERATE + " -k 'greedy or window'",
+    ("seen &= distance < window", "seen &= distance <= window"),
+    ("seen = distance > 0", "seen = distance >= 0"),
+    ("mixed += weights[..., slots:] *", "mixed = weights[..., slots:] *"),
+)
+mistakes(
+    "attention",
+    "kernels/context_attention.py",
+    "test_context_attention.py",
+    ("np.stack([low, high[::-1]], axis=1)", "np.stack([low, high], axis=1)"),
+    ("start = jnp.where(source < me, 0, half)", "start = jnp.where(source > me, 0, half)"),
+    ("out * jnp.exp(lse - total)[..., None]", "out * jnp.exp(total - lse)[..., None]"),
+    ("for x in _next(axis, d_block))  #", "for x in d_block)  #"),
+    ("causal=o.window > 0", "causal=False"),
+    ("jnp.abs(me - source) * half", "(source - me) * half"),
+    ("source = (me - t) % shards\n        result", "source = (me + t) % shards\n        result"),
+)
+mistakes(
+    "attention",
+    "kernels/attention/blocks.py",
+    "test_attention_kernels.py -k 'visit'",
+    ("(first + 1) // keys if o.causal", "(last + 1) // keys if o.causal"),
+    ("np.minimum((last + o.window - 1) // rows + 1, blocks)", "np.minimum((last + o.window - 1) // rows, blocks)"),
+    ("(least[:, None, :] <= own_most[:, :, None])", "(least[:, None, :] < own_most[:, :, None])"),
+    ("np.maximum(first - o.window + 1, 0) // keys", "np.maximum(first - o.window, 0) // keys"),
+)
+mistakes(
+    "pallas",
+    "kernels/attention/pallas_gpu.py",
+    "test_attention_kernels.py -k 'gpu and values'",
+    ("shrink = jnp.exp2(top - higher)", "shrink = jnp.exp2(higher - top)"),
+    ("return o.softcap * _LOG2E * share, 1 - share * share", "return o.softcap * _LOG2E * share, 1 - share"),
+    ("top + jnp.log2(total), mask=rows < static.length", "top + jnp.log(total), mask=rows < static.length"),
+    ("_store(static, dq_ref, start, o.scale * dq)", "_store(static, dq_ref, start, dq)"),
+    ("seen &= rows - keys < o.window", "seen &= rows - keys <= o.window"),
+)
+mistakes(
+    "pallas", "kernels/cross_entropy_pallas.py", KERNELS + " -k 'cross_entropy and pallas'",
+    ("d = weights * (jnp.exp(capped - lse)", "d = (jnp.exp(capped - lse)"),
+    ("[own - start, lse, weights]", "[own, lse, weights]"),
+    ("return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.sum(0)", "return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.max(0)"),
+    ("whole = V - V % stripe", "whole = V - stripe"),
+    ("(jnp.logaddexp, jnp.add)", "(jnp.logaddexp, jnp.maximum)"),
+)  # fmt: skip
+mistakes(
+    "pallas",
+    "kernels/norm_pallas.py",
+    KERNELS + " -k 'norm and pallas'",
+    ("wide - wide.sum(-1, keepdims=True) / width", "wide - wide.mean(-1, keepdims=True)"),
+    ("dx += d_total.astype(jnp.float32)", "dx = d_total.astype(jnp.float32)"),
+    ("inside = start + j * R +", "inside = j * R +"),
+    ("(d_normal * normal).sum(-1, keepdims=True) / width", "(d_normal * normal).sum(-1, keepdims=True)"),
+)
+mistakes(
+    "pallas",
+    "kernels/grouped_matmul_pallas.py",
+    KERNELS + " -k 'visits or (grouped and pallas)'",
+    ("(ends - 1) // tile_rows, first)", "ends // tile_rows, first)"),
+    ('jnp.searchsorted(through, visit, side="right")', 'jnp.searchsorted(through, visit, side="left")'),
+    ("mask=(row < end)[:, None] & (into < A)[None, :]", "mask=(row <= end)[:, None] & (into < A)[None, :]"),
+    ("first = jnp.minimum(starts // tile_rows, tiles - 1)", "first = starts // tile_rows"),
+)
+
+mistakes(
+    "moe", "moe/routers.py", BY_HAND,
+    ("weights = weights / weights.sum(-1, keepdims=True)\n", "weights = weights\n"),
+    ("weights = _pick(affinity, experts)", "weights = _pick(affinity + bias, experts)"),
+    ("lax.top_k(grouped, min(2, E // groups))[0].sum(-1)", "lax.top_k(grouped, 1)[0].sum(-1)"),
+    ("Routing(experts, weights * scale, affinity", "Routing(experts, weights, affinity"),
+    ("biased = lax.stop_gradient(affinity + bias)", "biased = lax.stop_gradient(affinity)"),
+    ("jnp.sign(counts.mean(-1, keepdims=True) - counts)", "jnp.sign(counts - counts.mean(-1, keepdims=True))", MOE + " -k bias"),
+    ("timesteps == max_timestep, num_experts - 1", "timesteps >= max_timestep, num_experts - 1", MOE + " -k 'gate or loud or id'"),
+    ("weights = jnp.where(valid, 1.0, jnp.nan)[:, None]", "weights = jnp.where(valid, 1.0, 0.0)[:, None]", MOE + " -k 'gate or loud or id'"),
+)  # fmt: skip
+mistakes(
+    "moe", "moe/stats.py", BY_HAND,
+    ("E / k * count / tokens", "E * count / tokens"),
+    ("share = (scores * counted[:, None])", "share = scores"),
+    ("z = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))", "z = jax.nn.logsumexp(routing.logits, axis=-1)"),
+    ("count, tokens = lax.psum((count, tokens), sequence_axes)", "tokens = lax.psum(tokens, sequence_axes)", MOE + " -k split"),
+    ("chosen if mask is None else chosen * mask[:, None], axis=0)", "chosen, axis=0)"),
+    ('"dropped_fraction": dropped / pairs', '"dropped_fraction": dropped / jnp.maximum(tokens, 1)'),
+    ("counts.max(-1) * counts.shape[-1] / pairs", "counts.max(-1) / pairs"),
+    ("lax.stop_gradient(E / k * count / tokens) * share", "E / k * count / tokens * share", MOE,
+     {"equivalent": "counts are comparisons of integers, which have no gradient anyway"}),
+)  # fmt: skip
+mistakes(
+    "moe", "moe/dispatch.py", MOE,
+    ("ceil(capacity_factor * (T // rows) * k / num_experts)", "ceil(capacity_factor * T * k / num_experts)", BY_HAND),
+    ("rank < capacity, groups * capacity + rank", "rank <= capacity, groups * capacity + rank", BY_HAND + " " + MOE),
+    ("gates.reshape(T, k, 1), axis=1)", "1.0, axis=1)", BY_HAND),
+    ("y = y + matmul(matmul(x, a), b)", "y = matmul(matmul(x, a), b)", "test_lora.py"),
+    ('w[..., None, :, :], (*w.shape[:-2], num_experts, *w.shape[-2:])', 'w[..., None, :, :] / num_experts, (*w.shape[:-2], num_experts, *w.shape[-2:])',
+     MOE + " test_experts.py -k 'upcycled or up_cycled'"),
+)  # fmt: skip
+
+mistakes(
+    "collectives", "collectives.py", MESHES + " -k every",
+    ("lax.dynamic_slice_in_dim(x, index(axes) * size, size, dim)", "lax.dynamic_slice_in_dim(x, index(axes), size, dim)"),
+    ("lax.dynamic_update_slice_in_dim(whole, x, index(axes) * x.shape[dim], dim)",
+     "lax.dynamic_update_slice_in_dim(whole, x, index(axes), dim)", GENERATE + " -k mesh"),
+    ("return lax.psum(x, axes) if axes else x", "return lax.pmean(x, axes) if axes else x"),
+)  # fmt: skip
+
+mistakes(
+    "context", "context.py", MESHES + " -k every",
+    ("y = collectives.all_reduce(y, tuple(axis for axis in summed if axis not in between))",
+     "y = collectives.all_reduce(y, summed)"),
+    ('collectives.index(self.axes("batch")) * local_rows + jnp', 'collectives.index(self.axes("batch")) + jnp',
+     STEP + " -k dropout"),
+    ("rows[:, None].astype(jnp.uint32) * whole", "rows[:, None].astype(jnp.uint32) * length", MESHES + " -k 'every'"),
+    ('"sequence": None, "residual": None}', '"sequence": None}', GENERATE + " -k mesh"),
+    ('self.axes("batch", "sequence", "residual") if a not in held', 'self.axes("batch", "sequence") if a not in held',
+     MESHES + " -k every"),
+    ("jnp.where(held, values[numbers], jnp.zeros((), values.dtype))", "values[numbers]", PIPELINE + " test_experts.py -k 'gives or rows'"),
+    ('axis not in self.axes("sequence"))', 'axis in self.axes("residual"))', MESHES + " -k every"),
+    ("index = collectives.part(self.token_index(length), self.between, 0)", "index = self.token_index(length)", MESHES),
+)  # fmt: skip
+
+mistakes(
+    "sharding", "sharding/rules.py", "test_rules.py test_flax.py",
+    ("if pattern.fullmatch(path)), None)\n            if first", "if pattern.match(path)), None)\n            if first"),
+    ("if name in claimed:", "if name in claimed and dim == 0:"),
+    ("if shape[dim] % parts:", "if parts % shape[dim]:"),
+    ("if math.prod(leaf.shape) <= 1:", "if math.prod(leaf.shape) <= 2:"),
+    ('"residual": ("context", "tensor") if cfg.sequence_parallel', '"residual": ("tensor", "context") if cfg.sequence_parallel', MESHES),
+)  # fmt: skip
+mistakes(
+    "sharding",
+    "sharding/table.py",
+    "test_rules.py",
+    ("part = size // _parts(specs[path], mesh)", "part = size"),
+    ("if fraction > limit:", "if fraction < limit:"),
+    (
+        "math.prod(mesh.shape[axis] for axis in _split_over(spec, mesh, axes))",
+        "math.prod(mesh.shape[axis] for axis in axes)",
+    ),
+    ("for name in names_of(entry) if mesh.shape[name] > 1}", "for name in names_of(entry)}"),
+)
+mistakes(
+    "sharding",
+    "sharding/mesh.py",
+    "test_config.py test_rules.py -k 'mesh or nearest'",
+    ("if batch % (n * rest) == 0]", "if batch % n == 0]"),
+    ("sum(abs(math.log(n / sizes[axis]))", "sum(math.log(n / sizes[axis])"),
+    ("sizes[axis] = max(devices // known, 1)", "sizes[axis] = devices"),
+)
+
+mistakes(
+    "pipeline", "pipeline/schedule.py", "test_schedule.py",
+    ("[int(self.backward_MG[unit]) + 1]", "[int(self.backward_MG[unit])]"),
+    ("max(ready[stage], needed) + (", "needed + (", "test_schedule.py test_partition.py"),
+    ("ticks_MG[m, g], g % self.stages, m * self.chunks + g // self.stages",
+     "ticks_MG[m, g], g % self.stages, m * self.chunks + g % self.chunks", "test_schedule.py test_pipeline.py"),
+    ("lambda m, s: 2 * (P - 1) - s + m)", "lambda m, s: 2 * P - s + m)"),
+    ("(self.forward_MG <= ticks) & (ticks <= self.backward_MG)", "(self.forward_MG <= ticks) & (ticks < self.backward_MG)"),
+)  # fmt: skip
+mistakes(
+    "pipeline", "pipeline/program.py", PIPELINE + " -k 'not gives and not autodiff and not table and not knows'",
+    ("share = 3 * self.schedule.microbatches", "share = 2 * self.schedule.microbatches"),
+    ("(s.forward_MG <= tick) & (tick <= s.backward_MG)", "(s.forward_MG < tick) & (tick <= s.backward_MG)"),
+    ("return self._at_T(self.schedule.backward_MG[:, 0])", "return self._at_T(self.schedule.backward_MG[:, -1])",
+     PIPELINE + " -k 'gives'"),
+    ("if m <= 4 * stages]", "if m <= 2 * stages]"),
+    ("evenly.lockstep_seconds <= best.lockstep_seconds", "evenly.lockstep_seconds >= best.lockstep_seconds", "test_profile.py -k 'cut'"),
+)  # fmt: skip
+mistakes(
+    "pipeline", "pipeline/execute.py", PIPELINE + " -k gives",
+    ('counts = held & forward["active"]', "counts = held", PIPELINE + " -k 'knows or gives'"),
+    ('counts = held & backward["active"]', "counts = held"),
+    ('layer = row["backward_steps"] - 1 - i', "layer = i"),
+    ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", PIPELINE + " -k 'knows or gives'"),
+    ("_send(dx, axis, -1)", "_send(dx, axis, 1)"),
+    ("stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), stacked),",
+     "stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), stacked),", PIPELINE + " -k 'gives or bfloat16'"),
+    ("group * P + rest % P", "group + rest % P", PIPELINE + " -k 'autodiff'"),
+)  # fmt: skip
+mistakes(
+    "pipeline",
+    "pipeline/partition.py",
+    "test_partition.py",
+    ("send[1:L] = costs.latency + np", "send[1:L] = np"),
+    ("max(1).sum())", "max(1).max())"),
+    ("(first + last) / blocks", "first + last"),
+    ("layers // blocks + (g < layers % blocks)", "layers // blocks + (g >= blocks - layers % blocks)"),
+    ("schedule.slots * _sums(costs.stash_bytes)", "schedule.microbatches * _sums(costs.stash_bytes)"),
+    ("limit = np.nextafter(slowest, 0)", "limit = slowest / 2"),
+)
+mistakes(
+    "pipeline", "pipeline/transform.py", PIPELINE + " test_pipeline_examples.py -k anyone or plain",
+    ("last(shared, x, micro) / parts", "last(shared, x, micro) / schedule.microbatches"),
+    ("return together(sums.loss), together(sums.shared), together(sums.stacked)", "return together(sums.loss), together(sums.shared), sums.stacked"),
+)  # fmt: skip
+
+mistakes(
+    "data",
+    "data/windows.py",
+    "test_windows.py",
+    ("np.arange(1, seq_len + 1) < length_B[:, None]", "np.arange(1, seq_len + 1) <= length_B[:, None]", "test_chat.py"),
+    ("(piece_BS == piece_BT[:, 1:])", "(piece_BS == piece_BT[:, :-1])"),
+    ("at_BT - np.maximum(begins_BT, first_B[:, None])", "at_BT - begins_BT"),
+    ("rng.integers(slack + 1)", "rng.integers(slack)"),
+    ("        rng = np.random.default_rng([seed, index])", "        rng = np.random.default_rng(seed + index)"),
+    ('batch["weights"][row_B >= len(samples)] = 0', 'batch["weights"][row_B > len(samples)] = 0'),
+    ("ds.__getitem__, step + depth))", "ds.__getitem__, step + 1))"),
+    ('"targets": np.ascontiguousarray(ids_BT[:, 1:])', '"targets": np.ascontiguousarray(ids_BT[:, :-1])'),
+    ("stream.answers[index_BT[:, 1:]]", "stream.answers[index_BT[:, :-1]]", "test_chat.py"),
+    ("np.argsort(-length_D, kind", "np.argsort(length_D, kind", "test_chat.py"),
+)
+mistakes(
+    "data", "data/tokens.py", DATA,
+    ("kept = min(int(len(tokens) * (1 - eval_fraction))", "kept = min(int(len(tokens) * eval_fraction)"),
+    ("if pattern.fullmatch(name)", "if pattern.match(name)"),
+    ("return tokens.documents(~held_out), tokens.documents(held_out)", "return tokens.documents(held_out), tokens.documents(~held_out)"),
+    ("chunk.max() >= header.vocab_size", "chunk.max() > header.vocab_size", "test_token_file.py"),
+    ("found != header.sha256.get(key)", "key not in header.sha256", "test_token_file.py"),
+    ("(starts > ends).any()", "(starts > ends).all()", "test_token_file.py"),
+)  # fmt: skip
+mistakes(
+    "data",
+    "data/sources.py",
+    "test_data.py",
+    ("if f not in _TEST_FOLDERS | _OTHER_PACKAGES", "if f not in _TEST_FOLDERS"),
+    ('if not f.startswith(".")]\n    if not names', "if f]\n    if not names"),
+)
+mistakes(
+    "data",
+    "data/ngram.py",
+    "test_ngram.py",
+    ("total[context] + followers[context], 1)", "total[context], 1)"),
+    (
+        "whole, other_whole = place >= n - 1, other_place >= n - 1",
+        "whole, other_whole = place >= n - 1, other_place >= 0",
+    ),
+    ('[batch["weights"].any(axis=1)]', '[batch["weights"].all(axis=1)]'),
+)
+mistakes(
+    "tokenizers",
+    "data/tokenizers.py",
+    "test_data.py test_chat.py",
+    ("np.cumsum(ids & 0xC0 != 0x80) - 1", "np.cumsum(ids & 0xC0 != 0x80)"),
+    ("np.array([len(c.encode()) for c in self.alphabet])", "np.array([len(c) for c in self.alphabet])"),
+    ("return np.min_scalar_type(vocab_size - 1)", "return np.min_scalar_type(vocab_size)"),
+    ("add_special_tokens=False).ids", "add_special_tokens=True).ids"),
+    ("self.vocab_size = max(vocab.values()) + 1", "self.vocab_size = len(vocab)"),
+)
+mistakes(
+    "chat",
+    "data/chat.py",
+    "test_chat.py",
+    ("(ends > start) & (starts < end)", "(starts >= start) & (ends <= end)"),
+    ("if ids.size > seq_len + 1:", "if ids.size > seq_len:"),
+    ("if not answers[1:].any()", "if not answers.any()"),
+    ("len(before) + _length(after[len(before) :], message", "len(before) + _length(after, message"),
+    ('said = message["content"] + "\\0" * (message["role"] == "assistant")', 'said = message["content"]'),
+    ("return ids[0] if len(ids) == 1 else None", "return ids[0] if ids else None"),
+)
+
+mistakes(
+    "hf", "hf/weights.py", HF + " -k lies",
+    ('"layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", TRANSPOSED)',
+     '"layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", SAME)'),
+    ('"layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", THIRDS[0]),\n'
+     '        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", THIRDS[1])',
+     '"layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", THIRDS[1]),\n'
+     '        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", THIRDS[0])'),
+    ('w_gate="w1", w_up="w3", w_down="w2"', 'w_gate="w3", w_up="w1", w_down="w2"'),
+    ('"layers/mlp/w_gate": ("model.layers.{}.mlp.gate_proj.weight", TRANSPOSED),\n    "layers/mlp/w_up": ("model.layers.{}.mlp.up_proj.weight"',
+     '"layers/mlp/w_gate": ("model.layers.{}.mlp.up_proj.weight", TRANSPOSED),\n    "layers/mlp/w_up": ("model.layers.{}.mlp.gate_proj.weight"'),
+    ('post_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", SAME),\n'
+     '        "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight"',
+     'post_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", SAME),\n'
+     '        "layers/mlp_norm/scale": ("model.layers.{}.post_attention_layernorm.weight"'),
+    ("skipped = self.part * prod(own[d] for d in axes[-1])", "skipped = self.part * own[-1]", HF + " -k 'out_and_in or lies'"),
+    ("numbers = [s.start + i for s, i in zip(where, at, strict=False)]", "numbers = list(at)", HF + " -k 'mesh'"),
+)  # fmt: skip
+mistakes(
+    "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
+    ('_number(keys, "query_pre_attn_scalar") ** -0.5', '1 / _number(keys, "query_pre_attn_scalar")'),
+    ('"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"',
+     '"attn_logit_softcapping": "logit_softcap", "final_logit_softcapping": "attention_softcap"'),
+    ("theta = _number(rope, \"rope_theta\", *([] if usual is None else [usual]))", "theta = _number(rope, \"rope_theta\", 10000.0)"),
+    ("self._left.pop(key, *default)", "self._left.get(key, *default)"),
+    ('ours={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True}', 'ours={"norm_unit_offset": True, "post_norm": True}'),
+    ("scaling[\"original_max_position\"] = int(_number(rope, \"original_max_position_embeddings\"))",
+     "scaling[\"original_max_position\"] = 8192", HF),
+    ("if n % p == 0 and windows == windows[:p] * (n // p))", "if windows == windows[:p] * (n // p))", HF),
+)  # fmt: skip
+
+mistakes(
+    "metrics", "metrics.py", "test_metrics.py",
+    ("seconds = (time.perf_counter() - self._since) / self._steps", "seconds = time.perf_counter() - self._since"),
+    ("self._kind, self._devices, self._dtype)", "self._kind, 1, self._dtype)"),
+    ('"data_wait_s": self._waited / self._steps', '"data_wait_s": self._waited'),
+    ("self._since += time.perf_counter() - began", "self._since = time.perf_counter()"),
+    ("self._tokens = cfg.data.batch_size * cfg.data.seq_len", "self._tokens = cfg.data.batch_size * (cfg.data.seq_len + 1)"),
+    ('"mfu": flops.full, "mfu_causal": flops.causal', '"mfu": flops.causal, "mfu_causal": flops.full'),
+)  # fmt: skip
+mistakes(
+    "goodput",
+    "goodput.py",
+    "test_metrics.py test_report.py test_reliability.py -k 'second or time or clock or figures or dropped'",
+    ("self._kind, self._since = kind, now", "self._kind = kind"),
+    ("            self.enter(before)", "            self.enter(kind)"),
+    ('round(sum(sums.values()) - sums["down"], 4)', "round(sum(sums.values()), 4)"),
+    ('began - before[-1]["time"]', 'began - before[0]["time"]'),
+    ('down += spent(dropped)["down"]', "down += 0.0"),
+)
+mistakes(
+    "progress",
+    "progress.py",
+    "test_reliability.py -k course",
+    ("if self.returns == most:", "if self.returns > most:"),
+    ("Course(self.newest, spike + self.batch - self.done, self.newest", "Course(self.newest, self.batch, self.newest"),
+    ("replace(self, newest=self.done, returns=0)", "replace(self, newest=self.done)"),
+)
+mistakes(
+    "report",
+    "report/runs.py",
+    "test_report.py",
+    ("eval_losses.argmin()", "eval_losses.argmax()"),
+    ('max((record.get("skipped") or skipped) - skipped, 0)', '(record.get("skipped") or 0)'),
+    ("names.count(path.name) == 1", "names.count(path.name) >= 1"),
+    ("if len(set(row)) > 1}", "if len(row) > 1}"),
+    ("whole // size:,} {unit} {whole % size // part}", "whole // size:,} {unit} {whole // part}"),
+)
+mistakes(
+    "report", "loggers.py", "test_report.py test_sinks.py test_train.py -k 'line or interrupted or directory'",
+    ('[record for record in self.records if record["step"] <= after]', '[record for record in self.records if record["step"] < after]'),
+    ("isinstance(v, float) and not math.isfinite(v)", "isinstance(v, float) and math.isnan(v)"),
+)  # fmt: skip
+
+mistakes(
+    "config", "config.py", CHECKS,
+    ("_require(value >= minimum,", "_require(value > minimum,"),
+    ("_require(0 <= value < 1,", "_require(0 <= value <= 1,"),
+    ("longest + self.sample.tokens <= data.seq_len", "self.sample.tokens <= data.seq_len"),
+    ("max((len(prompt.encode()) for prompt", "max((len(prompt) for prompt"),
+    ("self.temperature == 0 and self.repetition_penalty == 1", "self.temperature == 0"),
+    ("parts = max(mesh.pipe, 1) * max(mesh.tensor, 1)", "parts = max(mesh.tensor, 1)"),
+    ("mesh.context * math.lcm(split, 2)", "mesh.context * split"),
+    ("0 < self.low_freq_factor < self.high_freq_factor", "0 < self.low_freq_factor <= self.high_freq_factor"),
+    ("not learned or self.top_k <= self.num_experts", "not learned or self.top_k < self.num_experts"),
+    ("self.num_layers % len(self.windows) == 0", "len(self.windows) % self.num_layers == 0"),
+    ("self.process_id < self.num_processes", "self.process_id <= self.num_processes"),
+    ("self.profile.span[1] <= train.steps", "self.profile.span[0] <= train.steps"),
+    ("self.model.max_positions >= data.seq_len", "self.model.max_positions > data.seq_len"),
+    ("return self.head_dim or self.d_model // self.num_heads", "return self.head_dim or self.d_model // self.kv_heads", CHECKS + " " + BY_HAND),
+    ("return self.moe.d_ff or self.ff_width", "return self.ff_width", BY_HAND + " test_config.py"),
+    ("positions = config.data.seq_len\n", "positions = config.data.seq_len - 1\n", "test_config.py test_config_checks.py"),
+)  # fmt: skip
+mistakes(
+    "cli", "cli.py", "test_config.py test_package.py -k 'flag or help or config or mistake or resolved'",
+    ('"allow_abbrev": False', '"allow_abbrev": True'),
+    ('[*(f"--config={path}" for path in files), *flags]', '[*flags, *(f"--config={path}" for path in files)]'),
+    ("sys.exit(Exit.MISTAKE)", "sys.exit(1)"),
+    ("return word.removeprefix(f\"{flag}=\"), words[:i] + words[i + 1 :]", "return word.removeprefix(f\"{flag}=\"), words",
+     "test_generate.py test_hf.py test_aot.py -k 'command or mistake or answered'"),
+)  # fmt: skip
+
+mistakes(
+    "generate", "generate/sampling.py", GENERATE + " -k 'samples or distribution'",
+    ("jnp.where(logits > 0, logits / penalty, logits * penalty)", "jnp.where(logits > 0, logits * penalty, logits / penalty)"),
+    ("jnp.where(before < sample.top_p", "jnp.where(before + probabilities < sample.top_p"),
+    ("jnp.log(sample.min_p)", "sample.min_p"),
+    ("keep_likeliest(logits / sample.temperature, sample)", "keep_likeliest(logits * sample.temperature, sample)"),
+    ("jax.lax.top_k(logits, sample.top_k)[0][:, -1:]", "jax.lax.top_k(logits, sample.top_k)[0][:, :1]"),
+)  # fmt: skip
+mistakes(
+    "generate",
+    "generate/beams.py",
+    GENERATE + " -k beam",
+    ("min(K * (1 + len(stop)), K * V)", "min(K, K * V)"),
+    ("/ (i + 1.0) ** penalty", "/ (i + 2.0) ** penalty"),
+    ("from_rows = (own * K + parents[own, chosen])", "from_rows = (own * K + chosen)"),
+    ("if penalty >= 0 else i + 2.0", "if penalty < 0 else i + 2.0"),
+)
+mistakes(
+    "generate",
+    "generate/decode.py",
+    GENERATE + " -k 'sampled or stop or greedy or reference'",
+    ("jax.vmap(lambda key: jax.random.fold_in(key, i))(keys), sample)", "keys, sample)"),
+    ('state["lengths"] + going', 'state["lengths"] + ~done'),
+    ("marks.append((mark, seen[mark]))", "marks.append((mark, 0))"),
+    ("there = jnp.arange(slots) >= first[:, None]", "there = jnp.arange(slots) > first[:, None]", GENERATE),
+)
+mistakes(
+    "generate",
+    "generate/reader.py",
+    GENERATE + " -k 'window or greedy'",
+    ("min(max(window - 1, 1), self.slots)", "min(max(window, 1), self.slots)"),
+    ("there = slot - 1 - (slot - 1 - jnp.arange(T)) % T", "there = slot - (slot - jnp.arange(T)) % T"),
+    ("jnp.roll(a[..., S - T :, :], S % T, a.ndim - 2)", "a[..., S - T :, :]"),
+    ("slot % a.shape[-2]", "slot"),
+)
+
+mistakes(
+    "lora", "lora.py", "test_lora.py",
+    ("(cfg.alpha / cfg.rank)", "(cfg.rank / cfg.alpha)"),
+    ("std=prod(p.shape[lead:inputs]) ** -0.5", "std=prod(p.shape[lead:inputs]) ** 0.5"),
+    ('a, b, precision=jax.lax.Precision.HIGHEST)', "a, b) * 2"),
+    ("any(re.fullmatch(pattern, path) for pattern in cfg.targets)}", "any(re.match(pattern, path) for pattern in cfg.targets)}"),
+)  # fmt: skip
+mistakes(
+    "convert",
+    "convert.py",
+    EXPERTS + " test_moe.py -k 'up_cycled or upcycled or dense'",
+    ("d_ff=cfg.expert_width), {**values", "d_ff=cfg.ff_width), {**values"),
+    ("w[:, expert] for name", "w[:, 0] for name"),
+    ('not in ("domain", "timestep") or cfg.moe.shared_experts', 'not in ("domain", "timestep")', EXPERTS),
+    ("moe.d_ff not in (None, cfg.ff_width)", "moe.d_ff is None", EXPERTS),
+)
+
+mistakes(
+    "plan",
+    "plan/__init__.py",
+    "test_plan.py test_metrics.py",
+    ("(w * (w + 1) / 2 + (S - w) * w) / S", "(w * (w + 1) / 2 + (S - w)) / S"),
+    (
+        "* cfg.moe.choices // cfg.moe.num_experts",
+        "* cfg.moe.top_k // cfg.moe.num_experts",
+        "test_plan.py test_experts.py",
+    ),
+    ("flops_per_s / (peak * devices)", "flops_per_s / peak"),
+    (
+        "- 2.0 * matmul_params(cfg, frozen=True)",
+        "- 4.0 * matmul_params(cfg, frozen=True)",
+        "test_plan.py test_roofline.py -k flops",
+    ),
+)
+mistakes(
+    "aot",
+    "aot/formula.py",
+    "test_collectives.py test_pipeline.py test_aot.py -k 'formula or memory or falls'",
+    ("gathers = 1 + p.stacked", "gathers = 1"),
+    ('"leave": int(remat in ("full", "dots"))', '"leave": int(remat == "full")'),
+    ("gradients = (e if t.grad_accum == 1 else 8) * some", "gradients = e * some"),
+    ('runs * (2 + again["enter"] + mlp_enter)', "runs * (2 + mlp_enter)"),
+    ("2 * accum * ctx.pipeline.schedule.ticks", "accum * ctx.pipeline.schedule.ticks"),
+    ("layers * saved", "saved", "test_aot.py"),
+)
+mistakes(
+    "plan", "plan/roofline.py", "test_roofline.py",
+    ("return max((computing, \"compute\"), (moving, \"memory\"))", "return min((computing, \"compute\"), (moving, \"memory\"))"),
+    ("flops = 2 * tokens * inner * outer", "flops = tokens * inner * outer"),
+    ("product = 2 * s.tokens * _seen(m, s.seq_len) * width", "product = 2 * s.tokens * s.seq_len * width"),
+    ("return total / len(m.windows)", "return total"),
+    ("8 * count + 2 * formula.bytes_of(state.opt_state)", "8 * count + formula.bytes_of(state.opt_state)"),
+    ("bytes=head[0].bytes + (4 - e) * logits", "bytes=head[0].bytes + 4 * logits"),
+)  # fmt: skip
+
+mistakes(
+    "supervise", "supervise.py", "test_reliability.py test_package.py -k 'left or supervisor or mesh'",
+    ("mesh.fsdp % fsdp == 0 and batch %", "batch %"),
+    ("_, fsdp, data = max(choices)", "_, data, fsdp = max(choices)"),
+    ("data * fsdp * others <= devices", "data * fsdp <= devices"),
+    ("failed = 1 if step > reached else failed + 1", "failed = failed + 1", "test_reliability.py test_package.py",
+     {"survives": "the supervisor's loop runs real processes, which tests/faults does in the slow stage"}),
+)  # fmt: skip
+mistakes(
+    "watch", "watch.py", "test_reliability.py test_processes.py",
+    ("now - heard > self._lost_s and i not in self._ends", "now - heard > self._lost_s",
+     {"survives": "two processes that die or hang are tests/faults, in the slow stage"}),
+    ("now - self._moved > self._stalled_s", "now - self._moved > 1000 * self._stalled_s",
+     {"survives": "a run that stalls is tests/faults, in the slow stage"}),
+)  # fmt: skip
