@@ -7,6 +7,7 @@ imported here.
 import dataclasses
 import difflib
 import errno
+import functools
 import os
 import re
 import sys
@@ -141,15 +142,7 @@ def parse(argv: Sequence[str], default_config: str | Path = "quickstart") -> tup
       ConfigError: an unknown key, a wrong type, an impossible value or a missing file.
     """
     program = exits.program if exits.program in ("train.py", "jaxstack train") else "jaxstack train"
-    parser = Parser(prog=program, description="Trains a decoder language model; writes everything to run.dir.")
-    parser.add_argument(
-        "--config", action=ActionConfigFile, help=f"YAML file of values, or the name of one of configs/ (default: "
-                                                  f"{default_config})"
-    )  # fmt: skip
-    parser.add_argument(
-        "--print_shardings", action="store_true", help="print how every parameter lies on the mesh, and stop"
-    )
-    parser.add_class_arguments(Config, as_group=True)
+    parser = _parser(program, str(default_config))
     named: list[str] = []
     flags: list[str] = []
     words = list(argv)
@@ -177,6 +170,21 @@ def parse(argv: Sequence[str], default_config: str | Path = "quickstart") -> tup
                 f"every checkpoint; give it through the environment (HF_TOKEN, ...) or by the service's own login"
             )
     return config, values.print_shardings
+
+
+@functools.cache
+def _parser(program: str, default_config: str) -> Parser:
+    """Returns the parser of `parse`. Making it takes longer than parsing, since it reads every key's docstring."""
+    parser = Parser(prog=program, description="Trains a decoder language model; writes everything to run.dir.")
+    parser.add_argument(
+        "--config", action=ActionConfigFile, help=f"YAML file of values, or the name of one of configs/ (default: "
+                                                  f"{default_config})"
+    )  # fmt: skip
+    parser.add_argument(
+        "--print_shardings", action="store_true", help="print how every parameter lies on the mesh, and stop"
+    )
+    parser.add_class_arguments(Config, as_group=True)
+    return parser
 
 
 _SECRET = re.compile(

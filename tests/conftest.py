@@ -21,7 +21,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 import numpy as np
 import pytest
 
-SLOW_LIMIT_S = 1200
+SLOW_LIMIT_S = 1800
 """The time limit of a slow test; that of the others is `timeout` in pyproject.toml."""
 
 

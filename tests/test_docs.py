@@ -212,7 +212,7 @@ def start(line: str, path: Path, flags: list[str]) -> str:
     ours = {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}
     env = {name: value for name, value in os.environ.items() if name not in ours} | {"PYTHONPATH": str(ROOT)}
     env |= {"JAX_PLATFORMS": "cpu", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run([*words, *flags], cwd=path, env=env, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run([*words, *flags], cwd=path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -285,7 +285,7 @@ def test_the_site_builds_and_asks_no_network_for_anything(tmp_path):
         "-d",
         str(tmp_path),
     ]
-    made = subprocess.run(build, capture_output=True, text=True, timeout=300, check=False)
+    made = subprocess.run(build, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     pages = {
         page.relative_to(tmp_path).as_posix(): page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")

@@ -42,6 +42,6 @@ def test_runs_from_start_to_end(path, tmp_path):
     # The machine's own environment, without what conftest.py sets for the tests' process.
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
     client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook, timeout=None, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute(env=environment)  # raises at the first cell that does

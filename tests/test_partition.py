@@ -2,13 +2,13 @@
 
 import itertools
 import json
-import time
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from jaxstack.config import ConfigError
+from jaxstack.pipeline import partition
 from jaxstack.pipeline.partition import GIB, Costs, Partition, cut, even, simulate
 from jaxstack.pipeline.program import Program, Stages
 from jaxstack.pipeline.schedule import Schedule, gpipe, interleaved_one_f_one_b, one_f_one_b
@@ -191,11 +191,12 @@ def test_the_simulation_by_hand():
     assert simulate(costs, (1, 1), one_f_one_b(2, 2)) == pytest.approx(1.5 + 2 * 5.5 + 2)
 
 
-def test_a_hundred_layers_on_sixteen_stages_are_cut_at_once(rng):
-    costs = random_costs(rng, 128)
-    start = time.perf_counter()
-    cut(costs, one_f_one_b(16, 64))
-    assert time.perf_counter() - start < 2  # a few hundredths when written
+def test_a_hundred_layers_on_sixteen_stages_take_few_searches(rng, monkeypatch):
+    """One search a limit, and there are 8,256 stretches whose cost could be one."""
+    searches, chain = [], partition._chain
+    monkeypatch.setattr(partition, "_chain", lambda *args: (searches.append(1), chain(*args))[1])
+    cut(random_costs(rng, 128), one_f_one_b(16, 64))
+    assert len(searches) < 20  # 2 to 5 in 100 draws
 
 
 def test_layers_are_spread_evenly():

@@ -310,7 +310,7 @@ def test_a_browser_shows_the_page(tmp_path):
     picture = tmp_path / "page.png"
     done = subprocess.run(
         [BROWSER, *argv, "--window-size=1200,2000", f"--screenshot={picture}", (run / "report.html").as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr, "nothing that the page's own policy forbids"
 

@@ -256,9 +256,7 @@ def test_muon_pays_for_its_iterations():
 
 
 def command(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "jaxstack.plan", *words], capture_output=True, text=True, timeout=300, check=False
-    )
+    return subprocess.run([sys.executable, "-m", "jaxstack.plan", *words], capture_output=True, text=True, check=False)
 
 
 TINY = ("--config", "configs/qwen3_0.6b.yaml", "--model.num_layers=2", "--model.vocab_size=512", "--model.d_model=64",

@@ -65,7 +65,10 @@ def start(*argv: str) -> subprocess.Popen[str]:
 
 def run(*argv: str, code: int = 0) -> tuple[str, str]:
     process = start(*argv)
-    out, err = process.communicate(timeout=180)
+    try:
+        out, err = process.communicate()
+    finally:
+        process.kill()  # where the test's time limit ended the wait
     assert process.returncode == code, out + err
     return out, err
 
@@ -109,9 +112,7 @@ def test_interrupted_equals_straight_bit_for_bit(straight, text, tmp_path):
     run_dir = tmp_path / "run"
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={run_dir}"]
     process = start(*argv)
-    deadline = time.monotonic() + 120
     while not (run_dir / "checkpoints" / "4" / seal.NAME).is_file() and process.poll() is None:
-        assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()

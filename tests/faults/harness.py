@@ -51,7 +51,7 @@ def start(*argv: str, patch: str = "", devices: int = 1) -> subprocess.Popen[str
     )
 
 
-def finish(*processes: subprocess.Popen[str], code: int = 0, timeout: float = 240) -> list[tuple[str, str]]:
+def finish(*processes: subprocess.Popen[str], code: int = 0, timeout: float = 600) -> list[tuple[str, str]]:
     """What they printed, once all have ended, each with `code`."""
     printed = [process.communicate(timeout=timeout) for process in processes]
     for process, (out, err) in zip(processes, printed, strict=True):
@@ -63,12 +63,31 @@ def run(*argv: str, code: int = 0, patch: str = "", devices: int = 1) -> tuple[s
     return finish(start(*argv, patch=patch, devices=devices), code=code)[0]
 
 
-def wait_until(ready: Callable[[], object], process: subprocess.Popen[str], timeout: float = 120) -> None:
+def wait_until(ready: Callable[[], object], process: subprocess.Popen[str], timeout: float = 600) -> None:
     """Until something is so, or the process has ended."""
     deadline = time.monotonic() + timeout
     while not ready() and process.poll() is None:
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.002)
+
+
+def wait_for_line(process: subprocess.Popen[str], words: str) -> None:
+    """Until a line on stderr has these words. What comes after it is left to `finish`."""
+    assert process.stderr is not None
+    assert any(words in line for line in process.stderr), f"it ended without: {words}"
+
+
+def held_at(batch: int, go: Path) -> str:
+    """A patch: the batch of this number comes once the file `go` is there, however slow the machine is."""
+    return (
+        "import pathlib, sys, time, jaxstack.distributed as d\nw, calls = d.whole, []\n"
+        "def held(*args):\n"
+        "    calls.append(1)\n"
+        f"    if len(calls) == {batch}: print('held', file=sys.stderr, flush=True)\n"
+        f"    while len(calls) == {batch} and not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n"
+        "    return w(*args)\n"
+        "d.whole = held"
+    )
 
 
 def is_sealed(run_dir: Path, step: int) -> bool:

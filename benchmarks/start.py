@@ -1,0 +1,72 @@
+"""What a user waits for before the first step: `python benchmarks/start.py [--rounds 5]`
+
+The seconds of `train.py --help`, and those that a training step takes to compile with 4 and with 48 layers, on two
+simulated CPU devices. Depths alternate; the ratio of their medians goes to `benchmarks/results/start.json`. Run it on a
+machine that does nothing else.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import record
+
+ROOT = Path(__file__).parent.parent
+
+
+def help_seconds() -> float:
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, str(ROOT / "train.py"), "--help"], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begin
+
+
+def compile_seconds(num_layers: int) -> float:
+    """Traces, lowers and compiles; caches are emptied before."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxstack import step
+    from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig
+    from jaxstack.context import Context
+    from jaxstack.sharding import make_mesh
+
+    cfg = Config(
+        model=ModelConfig(num_layers=num_layers, d_model=128, num_heads=4, vocab_size=256),
+        data=DataConfig(seq_len=128, batch_size=8),
+    )
+    mesh = make_mesh(MeshConfig(2), 8, jax.devices()[:2])
+    ctx = Context.create(cfg, mesh)
+    state = step.abstract_state(cfg, ctx)
+    placed = jax.NamedSharding(mesh, jax.P("data"))
+    batch = {
+        name: jax.ShapeDtypeStruct((8, 128), dtype, sharding=placed)
+        for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32)]
+    }
+    jax.clear_caches()
+    begin = time.perf_counter()
+    jax.jit(step.make_train_step(cfg, ctx), donate_argnums=0).lower(state, batch).compile()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--rounds", type=int, default=5)
+    rounds = arguments.parse_args().rounds
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    taken: dict[str, list[float]] = {"help": [], "compile_4_layers": [], "compile_48_layers": []}
+    for _ in range(rounds):
+        taken["help"].append(help_seconds())
+        for layers in (4, 48):
+            taken[f"compile_{layers}_layers"].append(compile_seconds(layers))
+    medians = {name: round(median(values), 3) for name, values in taken.items()}
+    ratio = round(medians["compile_48_layers"] / medians["compile_4_layers"], 3)
+    print(medians, f"48 layers take {ratio} times as long as 4")
+    print(record.record("start", {"rounds": rounds, "seconds": medians, "compile_48_over_4": ratio}))
+
+
+if __name__ == "__main__":
+    main()
