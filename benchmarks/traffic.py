@@ -1,7 +1,8 @@
 """What a device sends in a step, and what it holds, by formula: `python benchmarks/traffic.py`, nothing is compiled.
 
 One job on eight devices, split along one axis of the mesh after the other. The formulas are `jaxstack.aot.formula`'s,
-which `tests/test_collectives.py` and `tests/aot` hold against compiled programs. The result is
+which `tests/test_collectives.py` and `tests/aot` hold against compiled programs. A second part is one model on 16
+stages: what they exchange for each microbatch, beside the time that a chip computes for it. The result is
 `benchmarks/results/traffic.json`, and the tables of docs/parallelism/ and docs/pipelines.md are written anew;
 `tests/test_docs.py` compares them.
 """
@@ -45,6 +46,18 @@ SHOWN = {
 }
 """Which cases each page's table has."""
 
+DEEP = [  # Llama 3 70B
+    *("--model.num_layers=80", "--model.d_model=8192", "--model.num_heads=64", "--model.d_ff=28672"),
+    *("--mesh.pipe=16", "--mesh.tensor=8", "--data.batch_size=64", "--pipeline.microbatches=64", "--train.remat=full"),
+]
+LINKS = [  # a chip, and bytes/s that a device sends to the stages beside its own
+    ("v5p", "one of three axes", 600e9 / 3),
+    ("h100", "InfiniBand", 400e9 / 8),  # NVIDIA DGX H100 data sheet: a port of 400 Gb/s for each GPU
+]
+STAGES_HEAD = (
+    "| tokens | chip, link | computes, ms | neighbours, ms | head, ms | embedding, ms | tied, ms | head + embedding |"
+)
+
 
 def case(config: str, flags: list[str]) -> dict[str, Any]:
     from jaxstack import aot, cli, sharding, step
@@ -70,6 +83,66 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
     }
 
 
+def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
+    """A model on 16 stages: its operations, and the bytes that a device sends along `pipe` for each microbatch."""
+    from jaxstack import cli
+    from jaxstack.aot import formula
+    from jaxstack.config import resolve
+    from jaxstack.plan import roofline
+
+    file = ROOT / "configs" / f"{DENSE}.yaml"
+    flags = [f"--config={file}", *DEEP, "--mesh.data=1", "--data.packing=false", f"--data.seq_len={length}"]
+    cfg = cli.parse_config([*flags, f"--model.tied_embeddings={str(tied).lower()}"], file)
+    assert cfg.model.vocab_size is not None
+    assert cfg.pipeline.microbatches is not None
+    cfg = resolve(cfg, cfg.model.vocab_size)
+    ctx = roofline.context(cfg, 16 * 8)
+    sent = {"neighbours": 0.0, "head": 0.0, "embedding": 0.0}
+    for c in formula.traffic(cfg, ctx):
+        if "pipe" in c.axes:
+            what = next((name for name in sent if name in c.where), "head")  # the other one is cross-entropy's
+            sent[what] += c.sent / cfg.pipeline.microbatches
+    return roofline.operations(cfg, ctx), sent
+
+
+def stages(length: int) -> list[dict[str, Any]]:
+    """What 16 stages exchange for each microbatch of one sequence, beside their computing."""
+    from jaxstack.chips import CHIPS
+    from jaxstack.plan import roofline
+
+    operations, sent = deep(length, tied=False)
+    _, sent_if_tied = deep(length, tied=True)
+    microbatches = next(int(flag.split("=")[1]) for flag in DEEP if "microbatches" in flag)
+    found = []
+    for chip, link, bandwidth in LINKS:
+        limits = roofline.Limits(CHIPS[chip])
+        work = [op for op in operations if op.of_layer or op.name.startswith(("head", "cross-entropy"))]
+        found.append(
+            {
+                "tokens": length,
+                "chip": chip,
+                "link": link,
+                "link_bytes_per_s": bandwidth,
+                "computing_s": sum(op.times * limits.seconds(op)[0] for op in work) / microbatches,
+                "sent_bytes": sent | {"embedding, tied": sent_if_tied["embedding"]},
+            }
+        )
+    return found
+
+
+def stages_rows(found: list[dict[str, Any]]) -> str:
+    """The table of docs/pipelines.md."""
+    lines = [STAGES_HEAD, "|---|---|---|---|---|---|---|---|"]
+    for row in found:
+        ms = {name: 1e3 * size / row["link_bytes_per_s"] for name, size in row["sent_bytes"].items()}
+        computing = 1e3 * row["computing_s"]
+        columns = [computing, ms["neighbours"], ms["head"], ms["embedding"], ms["embedding, tied"]]
+        share = (ms["head"] + ms["embedding"]) / computing
+        link = f"{row['chip']}, {row['link']}, {row['link_bytes_per_s'] / 1e9:.0f} GB/s"
+        lines.append(f"| {row['tokens']:,} | {link} | {' | '.join(f'{n:.2f}' for n in columns)} | {share:.1%} |")
+    return "\n".join(lines)
+
+
 def rows(cases: dict[str, Any], names: list[str]) -> str:
     """A table of a page."""
     lines = ["| mesh | sends, GB a step | state, GB | in all, GB |", "|---|---|---|---|"]
@@ -86,8 +159,15 @@ def rows(cases: dict[str, Any], names: list[str]) -> str:
 def main() -> None:
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}  # before JAX is imported
     found = {name: case(*words) for name, words in CASES.items()}
-    path = record("traffic", {"cases": found})
+    sixteen = [row for length in (4096, 8192) for row in stages(length)]
+    path = record("traffic", {"cases": found, "stages": {"config": DENSE, "flags": DEEP, "cases": sixteen}})
     print(path)
+    file = ROOT / "docs" / "pipelines.md"
+    head = re.escape(STAGES_HEAD)
+    text, count = re.subn(rf"{head}.*?(?=\n\n)", lambda _: stages_rows(sixteen), file.read_text(), flags=re.S)
+    assert count == 1, f"{file} has {count} tables of 16 stages"
+    file.write_text(text)
+    print(f"\n{file}\n{stages_rows(sixteen)}")
     for page, names in SHOWN.items():
         file = (ROOT / "docs" / "parallelism" / f"{page}.md").resolve()
         table = rows(found, names)

@@ -317,30 +317,37 @@ def mlp_products(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> j
     return linear(cfg, params, "down", hidden, ctx, "mlp", back=True)
 
 
+def table_axes(cfg: ModelConfig) -> tuple[str, str]:
+    """Returns the logical axes of the token table: a table that is also the head is split as the head is."""
+    return ("vocab", "embed") if cfg.tied_embeddings else ("input_vocab", "input_embed")
+
+
 def embed(cfg: ModelConfig, params: Any, tokens: jax.Array, positions: jax.Array, ctx: Context) -> jax.Array:
     """Rows of the token table and, where there is one, of the position table; [B, S/n, D].
 
     A device holds a part of the vocabulary: it looks up the tokens that it has and the sum over devices is the rest
-    (Megatron-LM, Shoeybi et al. 2019, section 3).
+    (Megatron-LM, Shoeybi et al. 2019, section 3). The stages of a pipeline hold parts of each row, which are gathered;
+    tied embeddings are split over them by vocabulary as well.
 
     Args:
       params: the `embedding` group.
       tokens: ids [B, S].
       positions: of each token of the residual stream, [S/n] or [B, S/n].
     """
-    table, axes = params["tokens"], ctx.axes("vocab")
+    rows, width = table_axes(cfg)
+    table, axes = params["tokens"], ctx.axes(rows)
     if axes:
         own = tokens - collectives.index(axes) * table.shape[0]
         held = (own >= 0) & (own < table.shape[0])
         x = jnp.where(held[..., None], table[jnp.where(held, own, 0)], 0)
     else:
         x = table[tokens]
-    x = ctx.leave(x, "vocab")
+    x = ctx.leave(x, rows)
     if cfg.embedding_scale:
         x = x * jnp.asarray(cfg.d_model**0.5, x.dtype)
     if cfg.positions == "learned":
         x = x + params["positions"][positions]
-    return x
+    return x if cfg.tied_embeddings else collectives.gather(x, ctx.axes(width), 2)
 
 
 def dropout(key: jax.Array | None, rate: float, x: jax.Array, token_ids: jax.Array | None) -> jax.Array:

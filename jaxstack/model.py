@@ -31,10 +31,11 @@ Aux = dict[str, jax.Array]
 def spec(cfg: ModelConfig) -> Spec:
     """Declares every parameter of the model as a nested dict of `Param`."""
     D, V = cfg.d_model, cfg.vocab
-    embedding = {"tokens": Param((V, D), ("vocab", "embed"), "table", std=cfg.init_std)}
+    rows, width = layers.table_axes(cfg)
+    embedding = {"tokens": Param((V, D), (rows, width), "table", std=cfg.init_std)}
     if cfg.positions == "learned":
         assert cfg.max_positions is not None, "max_positions is filled from data.seq_len before the model is built"
-        embedding["positions"] = Param((cfg.max_positions, D), ("position", "embed"), "table", std=cfg.init_std)
+        embedding["positions"] = Param((cfg.max_positions, D), ("position", width), "table", std=cfg.init_std)
     block = {
         "attention_norm": layers.norm_spec(cfg, D, "norm"),
         "attention": layers.attention_spec(cfg),

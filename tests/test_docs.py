@@ -254,9 +254,11 @@ def test_commands_within_sentences_exist():
 def test_tables_of_traffic_are_those_of_the_result(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     traffic = runpy.run_path(str(ROOT / "benchmarks" / "traffic.py"))
-    cases = json.loads((ROOT / "benchmarks" / "results" / "traffic.json").read_text(encoding="utf-8"))["cases"]
+    result = json.loads((ROOT / "benchmarks" / "results" / "traffic.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "pipelines.md").read_text(encoding="utf-8")
+    assert traffic["stages_rows"](result["stages"]["cases"]) in page
     for page, names in traffic["SHOWN"].items():
-        assert traffic["rows"](cases, names) in (ROOT / "docs" / "parallelism" / f"{page}.md").read_text(
+        assert traffic["rows"](result["cases"], names) in (ROOT / "docs" / "parallelism" / f"{page}.md").read_text(
             encoding="utf-8"
         )
 

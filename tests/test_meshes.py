@@ -37,6 +37,7 @@ EXPERTS = {
     "sigmoid": MoEConfig(num_experts=8, top_k=3, d_ff=32, router="sigmoid", groups=4, top_groups=2, shared_experts=1),
     "domain": MoEConfig(num_experts=8, d_ff=32, router="domain"),
 }
+MODELS["untied"] = dataclasses.replace(MODELS["gpt2"], tied_embeddings=False)
 MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in EXPERTS.items()}
 ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
 MODELS |= {name: dataclasses.replace(MODELS[of], lora=LoraConfig(rank=4, alpha=8)) for name, of in ADAPTED.items()}

@@ -70,6 +70,8 @@ CASES: list[Case] = [
     case("grouped", ALL, 2, 4, tensor=2, context=2, dropout=0.3),
     # Families: tied heads, alternating windows (uneven stages of their groups too), packing.
     case("gpt2", ONE, 4, 4, tensor=2),
+    case("untied", ONE, 2, 4, layers=5, fsdp=2, tensor=2, accum=2),
+    case("untied", TWO, 4, 4, 2, data=2, packing=True),
     case("gpt2", ALL, 2, 4, layers=5, data=2, packing=True, dropout=0.2),
     case("gemma2", ONE, 4, 8, remat="selective", packing=True),
     case("gemma2", TWO, 2, 4, 2, layers=10, tensor=2),
@@ -193,8 +195,28 @@ def test_auxiliary_loss_and_gradient_norm_know_no_microbatches(split, seed):
     np.testing.assert_allclose(objective_of(*split, seed), objective_of(1, 1, 1, seed), rtol=1e-6)
 
 
-def moved(cfg: Config) -> tuple[Context, list[hlo.Collective]]:
-    """What loss and gradients move between devices."""
+TRAFFIC: list[Case] = [
+    case("llama3", ONE, 2, 4, layers=5, fsdp=2, tensor=2, remat="selective"),
+    case("llama3", TWO, 2, 4, 2, data=2, tensor=2, sequence_parallel=False),
+    case("gpt2", ALL, 2, 2, layers=2, data=2, fsdp=2),
+    case("gpt2", ALL, 4, 4, tensor=2, accum=2),
+    case("softmax", ONE, 2, 4, expert=2, tensor=2, remat="selective"),
+]
+"""Pipelines whose compiled programs are read."""
+
+
+def traffic_cases(*quick: int) -> Any:
+    marks = [() if i in quick else pytest.mark.slow for i in range(len(TRAFFIC))]
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, id=name_of(c), marks=m) for c, m in zip(TRAFFIC, marks, strict=True)]
+    )
+
+
+@functools.cache
+def moved(name: str) -> tuple[Config, Context, list[hlo.Collective]]:
+    """What loss and gradients of a case in `TRAFFIC` move between devices."""
+    family, mesh, how = next(c for c in TRAFFIC if name_of(c) == name)
+    cfg = config(family, mesh, **how)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices))
     values = step.abstract_state(cfg, ctx).params
@@ -203,37 +225,45 @@ def moved(cfg: Config) -> tuple[Context, list[hlo.Collective]]:
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=where) for name, kind in kinds.items()}
     placed = jax.tree.map(lambda leaf: leaf.sharding, values)
     run = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, placed, None))
-    return ctx, hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.mesh.shape, ctx.pipeline.turns)
+    return cfg, ctx, hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.mesh.shape, ctx.pipeline.turns)
 
 
-def test_a_pipeline_moves_two_permutes_a_tick_and_sums_over_data_once():
-    cfg = config("llama3", {"pipe": 2, "data": 2, "fsdp": 2}, microbatches=2, remat="selective")
-    ctx, found = moved(cfg)
-    ticks, microbatches = ctx.pipeline.schedule.ticks, ctx.pipeline.schedule.microbatches
-    stream = (1, cfg.data.seq_len, cfg.model.d_model)
-    permutes = [c for c in found if c.kind == "collective-permute"]
-    assert [(c.axes, c.shape, c.times) for c in permutes] == [(("pipe",), stream, ticks)] * 2
-    # Embedding, head, and the gradients of both: once a microbatch, and not at the ticks of the bubble.
-    streams = [c for c in found if c.axes == ("pipe",) and c.shape == stream and c.kind == "all-reduce"]
-    assert [c.times for c in streams] == [microbatches] * 4
-    assert all(c.times == 1 for c in found if {"data", "fsdp"} & set(c.axes))
-    assert {c.kind for c in found if "fsdp" in c.axes} == {"all-gather", "reduce-scatter", "all-reduce"}
+@traffic_cases(0, 1, 2)
+def test_everything_that_stages_exchange_in_the_loop(case):
+    """Each tick makes two permutes. For each microbatch the head's input and its gradient are all-reduced, the
+    embedding is gathered and its gradient is scattered; tied embeddings are all-reduced in both passes. The list is
+    complete, and it has no entry for the ticks of the bubble."""
+    cfg, ctx, found = moved(name_of(case))
+    plan, tensor, between = ctx.pipeline.schedule, cfg.mesh.tensor, cfg.mesh.tensor > 1 and cfg.mesh.sequence_parallel
+    rows = cfg.data.batch_size // cfg.train.grad_accum // ctx.replicas // plan.microbatches
+    length, width = cfg.data.seq_len, cfg.model.d_model
+    stream, numbers = (rows, length // tensor if between else length, width), (rows, length)
+    summed = ("pipe", "tensor") if tensor > 1 and not between else ("pipe",)  # with the sum over `tensor`, where one is
+    each = [  # microbatch
+        ("all-reduce", ("pipe",), stream),  # the head's input
+        ("all-reduce", summed, stream),  # its gradient
+        *[("all-reduce", ("pipe", "tensor") if tensor > 1 else ("pipe",), numbers)] * 3,  # maxima, sums, targets
+    ]
+    if cfg.model.tied_embeddings:
+        each += [("all-reduce", summed, stream), ("all-reduce", ("pipe",), stream)]
+    else:
+        scattered = (cfg.mesh.pipe, *stream[:2], width // cfg.mesh.pipe)
+        each += [("all-gather", ("pipe",), stream), ("reduce-scatter", ("pipe",), scattered)]
+    accum = cfg.train.grad_accum
+    expected = [(*one, "f32", accum * plan.microbatches) for one in each]
+    expected += [("collective-permute", ("pipe",), stream, "f32", accum * plan.ticks)] * 2
+    along = [c for c in found if "pipe" in c.axes]
+    assert sorted((c.kind, c.axes, c.shape, c.dtype, c.times) for c in along if c.times > accum) == sorted(expected)
+    # After the loop the stages exchange routing's statistics, and nothing as large as an activation.
+    assert all(math.prod(c.shape) < math.prod(stream) / 4 for c in along if c.times == accum)
+    # Weights are gathered before the loop, gradients are scattered and summed after it.
+    assert all(c.times == accum for c in found if {"data", "fsdp"} & set(c.axes))
+    assert {c.kind for c in found if "fsdp" in c.axes} <= {"all-gather", "reduce-scatter", "all-reduce"}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        case("llama3", ONE, 2, 4, layers=5, fsdp=2, tensor=2, remat="selective"),
-        pytest.param(case("llama3", TWO, 2, 4, 2, data=2, tensor=2, sequence_parallel=False), marks=pytest.mark.slow),
-        pytest.param(case("gpt2", ALL, 2, 2, fsdp=2, data=2, accum=2), marks=pytest.mark.slow),
-        pytest.param(case("softmax", ONE, 2, 4, expert=2, tensor=2, remat="selective"), marks=pytest.mark.slow),
-    ],
-    ids=name_of,
-)
+@traffic_cases(0)
 def test_bytes_along_each_axis_are_what_the_formula_says(case):
-    family, mesh, how = case
-    cfg = config(family, mesh, **how)
-    ctx, found = moved(cfg)
+    cfg, ctx, found = moved(name_of(case))
     measured, predicted = hlo.sent(found), hlo.sent(formula.traffic(cfg, ctx))
     print(hlo.table(found, formula.traffic(cfg, ctx)))
     whole = sum(measured.values())

@@ -36,8 +36,9 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     second. Experts' tokens travel there and back in each pass. What `train.remat` recomputes travels again.
 
     In a pipeline what layers move, they move on every stage at every tick, its bubble included; the stages' neighbours
-    exchange activations and cotangents at each tick; embedding, head and their gradients are summed over stages once
-    a microbatch. Weights are gathered, and gradients scattered and summed, once.
+    exchange activations and cotangents at each tick. Once a microbatch the last stage's output goes to all and its
+    gradient is summed over them, parts of the embedding are gathered and its cotangent is scattered; tied embeddings
+    are summed, and their cotangent goes to all. Weights are gathered, and gradients scattered and summed, once.
 
     Args:
       cfg: the run, resolved.
@@ -78,22 +79,36 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     stream, tensor = (rows, length, D), ("tensor",)
     attention_leave = max(again["leave"], again["post_norm"])
     mlp_enter = again["enter"] if not m.moe.num_experts or m.moe.shared_experts else again["dispatch"]
+    tied = m.tied_embeddings
+    embedded = stream if tied else (rows, length, D // sizes["pipe"])  # what a stage looks up
     if ctx.between:
         add("all-gather", tensor, stream, runs * (2 + again["enter"] + mlp_enter), "layers enter")
         add("all-gather", tensor, stream, runs * 2, "gradient of leaving")
         add("reduce-scatter", tensor, stream, runs * (4 + attention_leave + again["post_norm"]), "layers leave")
-        add("all-gather", tensor, stream, ends * 2, "head; gradient of the embedding")
-        add("reduce-scatter", tensor, stream, ends * 2, "embedding; gradient of the head")
+        add("all-gather", tensor, stream, ends, "head")
+        add("all-gather", tensor, embedded, ends, "gradient of the embedding")
+        add("reduce-scatter", tensor, embedded, ends, "embedding")
+        add("reduce-scatter", tensor, stream, ends, "gradient of the head")
     else:
         add("all-reduce", tensor, stream, runs * (4 + attention_leave + again["post_norm"]), "layers")
-        add("all-reduce", ("pipe", *tensor), stream, ends * 2, "embedding; gradient of the head")
+        add("all-reduce", ("pipe", *tensor) if tied else tensor, embedded, ends, "embedding")
+        add("all-reduce", ("pipe", *tensor), stream, ends, "gradient of the head")
     add("all-reduce", ("pipe", *tensor), (rows, length), ends * 3, "cross-entropy", "f32")
 
     # Stages.
     if ctx.pipeline is not None:
         residual = (rows, length // (T if ctx.between else 1), D)
         add("collective-permute", ("pipe",), residual, 2 * accum * ctx.pipeline.schedule.ticks, "to neighbours")
-        add("all-reduce", ("pipe",), residual, ends * (4 if ctx.between else 2), "to and from embedding and head")
+        add("all-reduce", ("pipe",), residual, ends, "the last stage's output to the head")
+        if ctx.between:  # else they are summed over `tensor` and `pipe` at once, above
+            add("all-reduce", ("pipe",), residual, ends, "gradient of the head")
+        if tied:
+            add("all-reduce", ("pipe",), residual, ends, "the first stage's cotangent to the embedding")
+            if ctx.between:
+                add("all-reduce", ("pipe",), residual, ends, "embedding")
+        else:
+            add("all-gather", ("pipe",), residual, ends, "embedding")
+            add("reduce-scatter", ("pipe",), residual, ends, "the first stage's cotangent to the embedding")
 
     # Context parallelism: keys and values.
     shards = sizes["context"]

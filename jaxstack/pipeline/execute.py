@@ -32,7 +32,8 @@ class Work:
     """What a pipeline runs, as functions of one device's parts.
 
     `first` and `last` are called on all stages at once, with equal arguments, and must return what is equal on all:
-    they may share their work out over the stages (a vocabulary in parts). Both losses and penalties are shares of one
+    they may share their work out over the stages (a vocabulary in parts). What `first` returns may be of a type that
+    varies along the stages, as a gather's result is: stage 0's is read. Both losses and penalties are shares of one
     sum over microbatches and layers, which is what the gradients are of.
 
     Attributes:
@@ -170,9 +171,10 @@ def execute(
         def leave(grads: Tree, given: Tree) -> Tree:
             dx, m = given
             side = inputs_of(m)
-            x, pull = jax.vjp(lambda shared: work.first(shared, side), shared)
-            dembedded = _from_stage(dx, stage, 0, axis)
-            return add_up(grads, *pull(varying(dembedded, varies_along(x))))
+            # Of the embeddings that all stages have made, those of stage 0 are read: the others' have no cotangent.
+            # What makes them equal turns round by itself: a sum into a broadcast, a gather into a scatter.
+            x, pull = jax.vjp(lambda shared: varying(work.first(shared, side), (axis,)), shared)
+            return add_up(grads, *pull(varying(jnp.where(stage == 0, dx, 0), varies_along(x))))
 
         if jax.tree.leaves(shared):
             grads = _when("leave", row["leaving"] >= 0, leave, grads, (dx, row["leaving"]))

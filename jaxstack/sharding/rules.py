@@ -201,7 +201,9 @@ def transformer(cfg: MeshConfig) -> Rules:
     `embed` is the width in dense parameters, which the axis `expert` stores in parts as `fsdp` does. `expert_embed` is
     the width in the experts' own weights, whose axis `experts` takes the mesh axis `expert`.
 
-    `residual` is the sequence between the tensor-parallel matmuls, `sequence` the sequence within them.
+    `residual` is the sequence between the tensor-parallel matmuls, `sequence` the sequence within them. The stages of a
+    pipeline split the head by its vocabulary. A table that is not the head too they split by its width (`input_embed`):
+    the parts of each looked-up row are gathered. Rows of a split vocabulary must be summed, which sends twice as much.
     """
     return Rules(
         parameters={
@@ -209,6 +211,8 @@ def transformer(cfg: MeshConfig) -> Rules:
             "vocab": ("pipe", "tensor"),
             "embed": ("fsdp", "expert"),
             "expert_embed": "fsdp",
+            "input_vocab": "tensor",
+            "input_embed": ("pipe", "fsdp", "expert"),
             "norm": None,
             "heads": "tensor",
             "kv_heads": "tensor",
@@ -226,6 +230,8 @@ def transformer(cfg: MeshConfig) -> Rules:
             "heads": "tensor",
             "mlp": "tensor",
             "vocab": ("pipe", "tensor"),
+            "input_vocab": "tensor",
+            "input_embed": "pipe",
             "experts": "expert",
         },
     )
