@@ -1,5 +1,6 @@
 """Single ops and small steps with kernels on, compiled for a chip by both tests."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from cases import config
 from jax.sharding import SingleDeviceSharding
 
 from jaxstack import aot, kernels, step
+from jaxstack.aot import hlo
 from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
 
 TOKENS, WIDTH, VOCAB = 8192, 2048, 131072
@@ -27,6 +29,17 @@ def compiled(target: str, f: Any, *shapes: tuple[tuple[int, ...], Any], options:
 def temporary(program: jax.stages.Compiled) -> int:
     """Bytes that a program needs beside its arguments and results."""
     return program.memory_analysis().temp_size_in_bytes
+
+
+def stages_exchange(found: list[hlo.Collective], ticks: int, microbatches: int) -> None:
+    """Holds that the stages exchange these activations in bfloat16, and no others; embeddings are not tied."""
+    counts = Counter((c.kind, c.times) for c in found if c.axes == ("pipe",) and c.dtype == "bf16")
+    assert counts == {
+        ("collective-permute", ticks): 2,  # to the neighbours
+        ("all-reduce", microbatches): 2,  # the head's input and its gradient
+        ("all-gather", microbatches): 1,  # the embedding
+        ("reduce-scatter", microbatches): 1,  # and its gradient
+    }
 
 
 def with_gradients(f: Any, count: int) -> Any:

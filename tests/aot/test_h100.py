@@ -25,12 +25,13 @@ def test_dense(name):
         np.testing.assert_allclose(value, predicted[kind], rtol=0.01, err_msg=str(kind))
 
 
-@pytest.mark.parametrize("name", ["h100_stages_8", "h100_stages_64"])
-def test_stages(name):
+@pytest.mark.parametrize(("name", "ticks"), [("h100_stages_8", 8 + 2), ("h100_stages_64", 2 * 8 + 4 * 2 + 4 - 2)])
+def test_stages(name, ticks):
     """A pipeline beside FSDP and tensor parallelism: two permutes a tick; weights gathered and scattered once."""
     sent = check(name)
     assert ("pipe", "collective-permute") in sent
     found, predicted = report(name).collectives, hlo.sent(report(name).expected)
+    programs.stages_exchange(found, ticks, microbatches=8)
     assert all(c.times == 1 for c in found if {"data", "fsdp"} & set(c.axes))
     for kind, value in sent.items():
         np.testing.assert_allclose(value, predicted[kind], rtol=0.02, err_msg=str(kind))
