@@ -314,5 +314,5 @@ for what, paths in mistakes.items():
 #   works inside `jax.jit` and on shapes without values), every error, and the traps.
 # - [first_model.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/first_model.ipynb): train
 #   a language model of our own, in five minutes.
-# - [docs/meshes.md](https://github.com/jaxstack/jaxstack/blob/main/docs/meshes.md): our own models on more than 40 meshes,
+# - [docs/meshes.md](https://github.com/jaxstack/jaxstack/blob/main/docs/meshes.md): our own models on every mesh of a long table,
 #   each equal to one device.

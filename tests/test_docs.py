@@ -263,6 +263,30 @@ def test_tables_of_traffic_are_those_of_the_result(monkeypatch):
         )
 
 
+def test_tables_and_counts_of_what_is_tested_are_those_of_the_tests():
+    """A new case changes the number wherever a page names it. `python tests/test_meshes.py` prints its page's table."""
+    import test_meshes
+    import test_pipeline
+
+    for page, module in (("meshes", test_meshes), ("pipelines", test_pipeline)):
+        shown = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert module.table() in shown, (
+            f"docs/{page}.md: run python tests/{module.__name__}.py and paste what it prints"
+        )
+    faults = re.findall(r"^\| ([\d, ]+) \|.*\|.*\|$", (ROOT / "docs/reliability.md").read_text(encoding="utf-8"), re.M)
+    numbers = [int(number) for row in faults for number in row.split(",")]
+    numbers = numbers[numbers.index(1) :]  # exit codes are in a table before
+    assert numbers == [*range(1, len(numbers) + 1)]
+    counts = {"meshes": len(test_meshes.CASES), "pipelines": len(test_pipeline.CASES), "faults": len(numbers)}
+    named = set()
+    for page in [*PAGES, *sorted((ROOT / "colab").glob("*.py"))]:
+        text = page.read_text(encoding="utf-8")
+        for number, what in re.findall(r"\b(\d+)\s(meshes|pipelines|faults)\b(?!, equal)", text):  # but of a soak
+            assert int(number) == counts[what], f"{page.name}: {number} {what}, but there are {counts[what]}"
+            named.add(what)
+    assert named == set(counts)
+
+
 def test_keys_in_the_tables_of_other_vocabularies_exist():
     from jaxstack.config import flat
 

@@ -1,6 +1,6 @@
 """A pipeline never changes values: every schedule gives the loss and every gradient of one device.
 
-`python tests/test_pipeline.py` prints the table of docs/pipelines.md.
+`python tests/test_pipeline.py` prints the table of docs/pipelines.md, and with `--measure` what each case shows.
 """
 
 import os
@@ -495,26 +495,22 @@ def test_mistakes_of_anyones_are_named(rng):
         pipeline.value_and_grad(*functions, schedule=gpipe(4, 2), **how)(shared, wrong, batch)
 
 
-def table(seed: int) -> str:
-    """The matrix as Markdown."""
-    lines = [
-        "| model | layers | schedule | stages | chunks | microbatches | beside, and how | loss | worst gradient |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def table(seed: int | None = None) -> str:
+    """As `meshes.table`."""
+    columns = ["model", "layers", "schedule", "stages", "chunks", "microbatches", "beside, and how"]
+    columns += [] if seed is None else ["loss", "worst gradient"]
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for row in CASES:
         family, mesh, how = row
-        loss, gradient = compare(row, seed)
-        rest = {
-            k: v
-            for k, v in (mesh | how).items()
-            if k not in ("pipe", "schedule", "chunks", "microbatches", "layers", "batch")
-        }
-        beside = name_of(("", rest, {})).strip()
-        columns = [family, how["layers"], how["schedule"], mesh["pipe"], how["chunks"], how["microbatches"], beside]
-        lines.append(f"| {' | '.join(map(str, columns))} | {loss:.0e} | {gradient:.0e} |")
-        print(lines[-1], file=sys.stderr, flush=True)
+        apart = ("pipe", "schedule", "chunks", "microbatches", "layers", "batch")
+        beside = name_of(("", {k: v for k, v in (mesh | how).items() if k not in apart}, {})).strip()
+        cells = [family, how["layers"], how["schedule"], mesh["pipe"], how["chunks"], how["microbatches"], beside]
+        cells += [] if seed is None else [f"{error:.0e}" for error in compare(row, seed)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+        if seed is not None:
+            print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table(seed=0))
+    print(table(0 if "--measure" in sys.argv else None))
