@@ -1,10 +1,13 @@
 """Checkpoints of the train state, by orbax: written beside the training, committed by rename, sealed, kept by policy.
 
-A step counts once its seal is written (`jaxstack/seal.py`); before that nothing older is deleted.
+A step counts once its seal is written (`jaxstack/seal.py`); before that nothing older is deleted. All processes of a
+run share the hashing: each sums the files that it wrote, and before a load each verifies its share of what is loaded.
 """
 
 import contextlib
 import importlib.metadata
+import itertools
+import json
 import logging
 import math
 import sys
@@ -16,10 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 import jaxstack
-from jaxstack import seal
+from jaxstack import distributed, seal
 from jaxstack.config import CheckpointConfig, ConfigError
 from jaxstack.exits import Exit, RunError
 from jaxstack.tree import flatten
@@ -33,6 +37,10 @@ told by the disk, and by `train.stalled_s`."""
 
 _CHUNK = 16 << 20
 """Bytes of an array that are compressed as one: who reads it need not hold all of it compressed, and uses all cores."""
+
+_FILE = 256 << 20
+"""Bytes of a file of arrays, about: files are what threads and processes share when they hash, and what a load of some
+arrays need not verify. Orbax would write one of 2 GB."""
 
 _AT_A_TIME = 256 << 20
 """Bytes of arrays that are read in one go, even where the largest is smaller: each go opens the checkpoint anew."""
@@ -58,25 +66,121 @@ class Found:
         return ConfigError(f"{directory} holds no whole checkpoint{f' ({why})' * bool(why)}; {fix}")
 
 
-def find(directory: Path) -> Found:
-    """Reads the checkpoints of `directory`, newest first, until the seal of one holds."""
+def find(directory: Path, abstract_state: Any = None) -> Found:
+    """Looks for the newest step that may be loaded. All processes of a run call it alike.
+
+    Process 0 goes by seals, lists of files and their sizes; of the step that it names all verify the bytes together. If
+    they have changed, the next older step is tried.
+
+    Args:
+      abstract_state: what is going to be loaded, as for `restore`; by default everything.
+
+    Returns:
+      The same step on all processes. What was passed over by its looks is known to process 0 alone.
+
+    Raises:
+      ConfigError: the processes do not see the same directory.
+    """
     passed_over: dict[int, str] = {}
-    for step in seal.steps(directory):
-        why = seal.broken(directory / str(step))
+    while True:
+        step = distributed.from_first(_likely(directory, passed_over) if jax.process_index() == 0 else 0)
+        if step < 0:
+            return Found(None, passed_over, lost=step == _LOST)
+        distributed.agree({f"checkpoint {directory / str(step)}": (directory / str(step)).is_dir()})
+        why = _changed(directory / str(step), abstract_state)
         if why is None:
             return Found(step, passed_over)
         passed_over[step] = why
+
+
+_NONE, _LOST = -1, -2
+
+
+def _likely(directory: Path, passed_over: dict[int, str]) -> int:
+    """The newest step but those passed over that looks whole; notes why newer ones do not. `_NONE` or `_LOST` if none
+    does."""
+    for step in seal.steps(directory):
+        if step not in passed_over:
+            why = seal.misfit(directory / str(step))
+            if why is None:
+                return step
+            passed_over[step] = why
     begun = [step for step in passed_over if any((directory / str(step)).iterdir())]
-    return Found(None, passed_over, lost=bool(seal.sealed(directory)) or len(begun) > 1)
+    return _LOST if seal.sealed(directory) or len(begun) > 1 else _NONE
 
 
-def newest(directory: Path) -> int:
+def broken(directory: Path, step: int, abstract_state: Any = None) -> str | None:
+    """Returns why a step must not be loaded, None if it may be. All processes call it alike, and each hashes its share.
+
+    Args:
+      abstract_state: what is going to be loaded, as for `restore`; by default everything. Files that hold only arrays
+        which are not read are not hashed.
+    """
+    path = directory / str(step)
+    # One looks at the list of files: thousands of processes that do would keep a file system busy.
+    why = seal.misfit(path) if jax.process_index() == 0 else None
+    return distributed.objection(why) or _changed(path, abstract_state)
+
+
+def _changed(checkpoint: Path, abstract_state: Any) -> str | None:
+    """Why the bytes of what is going to be loaded are not those that were sealed, agreed on by all processes."""
+    try:
+        wanted, unread = seal.read(checkpoint), _unread(checkpoint, abstract_state)
+        wanted = {name: sums for name, sums in wanted.items() if name not in unread}
+        why = seal.changed(checkpoint, seal.share(wanted, jax.process_index(), jax.process_count()))
+    except (OSError, ValueError) as error:
+        why = f"its seal cannot be read ({error})"
+    return distributed.objection(why)
+
+
+def _unread(checkpoint: Path, abstract_state: Any) -> set[str]:
+    """The files of a checkpoint that hold nothing but arrays which are `...` in the abstract state."""
+    skipped = {name.replace("/", ".") for name, leaf in flatten(abstract_state).items() if leaf is ...}
+    if not skipped:
+        return set()
+    try:
+        stored = _stored(checkpoint / _STATE)
+    except ValueError:  # the index is damaged, so it cannot say; all files are verified then, and the index is one
+        return set()
+    read = {file for array, file in stored if array not in skipped}
+    return {f"{_STATE}/{file}" for _, file in stored if file not in read}
+
+
+_STATE = "state"
+"""Orbax's name for the one tree that a checkpoint of ours holds."""
+
+
+def _stored(store: Path) -> set[tuple[str, str]]:
+    """Which arrays have bytes in which files, by the index of the store (OCDBT). The index's own files count as an
+    array without a name."""
+    base = tensorstore.KvStore.open({"driver": "file", "path": f"{store.absolute()}/"}).result()
+    manifest = tensorstore.ocdbt.dump(base).result()
+    nodes, stored = [(manifest["versions"][-1]["root"]["location"], b"")], set()
+    while nodes:
+        location, prefix = nodes.pop()
+        stored.add(("", _file(location)))
+        node = tensorstore.ocdbt.dump(base, node=location).result()
+        for entry in node["entries"]:
+            if node["height"]:
+                nodes.append((entry["location"], prefix + entry["subtree_common_prefix"]))
+            elif "indirect_value" in entry:
+                stored.add(((prefix + entry["key"]).decode().split("/")[0], _file(entry["indirect_value"])))
+    return stored
+
+
+def _file(location: str) -> str:
+    """Of `value:ocdbt.process_0/:d/42a2c9b5:0:1938302`, which is kind, folder, file, offset and length."""
+    _, folder, file, _, _ = location.split(":")
+    return folder + file
+
+
+def newest(directory: Path, abstract_state: Any = None) -> int:
     """The step of `find`, for those who only read.
 
     Raises:
       ConfigError: there is none.
     """
-    found = find(directory)
+    found = find(directory, abstract_state)
     if found.step is None:
         raise found.nothing_whole(directory, "let that run reach one")
     return found.step
@@ -138,11 +242,11 @@ def versions() -> dict[str, str]:
 class Checkpoints:
     """Writes the checkpoints of one run, `DIR/<step>/`. As a context manager: leaving it waits for the last save.
 
-    All processes of a run make one and call it alike; the `first` alone seals and deletes.
+    All processes of a run make one and call it alike; process 0 alone seals and deletes.
     """
 
-    def __init__(self, cfg: CheckpointConfig, directory: Path, first: bool = True) -> None:
-        self._cfg, self._directory, self._first = cfg, directory, first
+    def __init__(self, cfg: CheckpointConfig, directory: Path) -> None:
+        self._cfg, self._directory = cfg, directory
         self._background = ThreadPoolExecutor(1, thread_name_prefix="jaxstack-checkpoint")
         self._pending: Future[None] | None = None
         self._step: int | None = None
@@ -187,13 +291,14 @@ class Checkpoints:
             saving = ocp.Context()
             saving.asynchronous.timeout_secs = _PATIENCE_S
             saving.array.saving.storage_options.chunk_byte_size = _CHUNK
+            saving.array.saving.ocdbt_target_data_file_size = _FILE
             with saving:
                 response = ocp.save_async(path, state, custom_metadata=dict(facts))
         except jax.errors.JaxRuntimeError:
             raise  # devices and other processes are not the disk
         except Exception as error:
             raise self._failed(error) from error
-        self._pending = self._background.submit(self._finish, step, response)
+        self._pending = self._background.submit(self._finish, step, next(_saves), response)
 
     def wait(self) -> None:
         """Until the save under way is committed and sealed.
@@ -212,10 +317,17 @@ class Checkpoints:
             except Exception as error:
                 raise self._failed(error) from error
 
-    def _finish(self, step: int, response: Any) -> None:
-        response.result()
-        if self._first:
-            seal.write(self._directory / str(step))
+    def _finish(self, step: int, save: int, response: Any) -> None:
+        response.result()  # every process has written, and process 0 has committed
+        path, me = self._directory / str(step), jax.process_index()
+        mine = seal.sums_of(path, seal.written_by(path, me))
+        everyones = distributed.to_first(f"sums/{save}", json.dumps(mine), _PATIENCE_S)
+        if me == 0:
+            seal.write(
+                path, {name: (size, sum) for said in everyones for name, (size, sum) in json.loads(said).items()}
+            )
+        distributed.meet(f"sealed/{save}", _PATIENCE_S)
+        if me == 0:
             for old in self._superfluous(seal.sealed(self._directory)):
                 seal.remove(self._directory / str(old))
 
@@ -252,6 +364,10 @@ class Checkpoints:
     def _stands(self) -> str:
         steps = seal.sealed(self._directory)
         return f"step {steps[0]} in {self._directory} stands" if steps else "no earlier step was saved"
+
+
+_saves = itertools.count()
+"""Numbers the saves of this process, which all processes do alike: a step may be saved twice, after going back."""
 
 
 @jax.jit

@@ -271,6 +271,53 @@ def from_first(fact: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.asarray(fact)))
 
 
+def objection(why: str | None) -> str | None:
+    """Returns what the first process that objects to something says; None on all if none does."""
+    from jax.experimental import multihost_utils
+
+    said = np.zeros(400, np.uint8)
+    text = np.frombuffer((why or "").encode()[: said.size], np.uint8)
+    said[: text.size] = text
+    everyones = np.reshape(multihost_utils.process_allgather(said), (-1, said.size))
+    words = (row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in everyones)
+    return next((word for word in words if word), None)
+
+
+def to_first(key: str, text: str, timeout_s: float) -> list[str]:
+    """Returns the texts of all processes on process 0, and nothing on the others.
+
+    They go through the coordinator and no device takes part, so threads may call it beside the training.
+
+    Args:
+      key: the same on all processes, and another one for each call.
+    """
+    import jax
+
+    me, count = jax.process_index(), jax.process_count()
+    if me:
+        _coordinator().key_value_set(f"jaxstack/{key}/{me}", text)
+        return []
+    names = [f"jaxstack/{key}/{i}" for i in range(1, count)]
+    others = [_coordinator().blocking_key_value_get(name, int(timeout_s * 1000)) for name in names]
+    for name in names:
+        _coordinator().key_value_delete(name)
+    return [text, *others]
+
+
+def meet(key: str, timeout_s: float) -> None:
+    """Returns when every process is here, as `wait_for_all`; through the coordinator, as `to_first`."""
+    import jax
+
+    if jax.process_count() > 1:
+        _coordinator().wait_at_barrier(f"jaxstack/{key}", int(timeout_s * 1000))
+
+
+def _coordinator() -> Any:
+    from jax._src.distributed import global_state  # it has no public name; orbax takes it so too
+
+    return global_state.client
+
+
 def stop_here(step: int, asked: bool) -> bool:
     """Whether all processes stop after this step, since one was asked to.
 

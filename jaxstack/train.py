@@ -92,13 +92,13 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         rundir.lock(run) if first else nullcontext() as left_behind,
         signals.caught((lambda: os.kill(os.getpid(), signal.SIGTERM)) if several else None) as request,
         loggers.Screen(cfg.train.steps, shown=first) as screen,
-        checkpoint.Checkpoints(cfg.checkpoint, saved, first) as checkpoints,
+        checkpoint.Checkpoints(cfg.checkpoint, saved) as checkpoints,
         tracing.Tracer(cfg.profile, run, screen.say, account, meter) as tracer,
         sinks.Sinks() as others,
     ):
         greet(screen, cfg, ctx, devices, dataset, changes, left_behind)
-        found = checkpoint.find(saved) if first else checkpoint.Found(None, {})  # every byte is read, so by one
-        start = agree_on_start(screen, cfg, ctx, dataset, found)
+        found = agree_on_start(screen, cfg, ctx, dataset)
+        start = found.step or 0
 
         def state_of(number: int) -> tuple[step.TrainState, int]:
             """The state after a step, and the index of the batch that comes next."""
@@ -165,6 +165,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
                 account.enter("checkpoint")
                 checkpoints.wait()
                 del state, device_values  # two states may not fit
+                if course.done and (why := checkpoint.broken(saved, course.done)):
+                    raise damaged(course.done, why)
                 state, _ = state_of(course.done)
                 progress.went_back(course, spike)
         screen.stop()
@@ -211,28 +213,26 @@ def greet(
         screen.say(left_behind, style="yellow")
 
 
-def agree_on_start(screen: "Screen", cfg: Config, ctx: "Context", dataset: data.Dataset, found: "Found") -> int:
-    """The step of the newest checkpoint that is whole, or 0, once all processes are of one mind about the run.
-
-    Args:
-      found: by process 0.
+def agree_on_start(screen: "Screen", cfg: Config, ctx: "Context", dataset: data.Dataset) -> "Found":
+    """The newest checkpoint that is whole, verified by all processes together, once they are of one mind about the run.
 
     Raises:
       ConfigError: they are not, or there were checkpoints and none is whole.
     """
-    saved = rundir.checkpoints(Path(cfg.run.dir))
-    for number, why in found.passed_over.items():
-        screen.say(f"passed over step {number}: {why}", style="yellow")
-    start = distributed.from_first(-1 if found.lost else found.step or 0)
-    if start < 0:
-        raise found.nothing_whole(saved, "put back a copy, or name another run.dir")
+    from jaxstack import checkpoint
+
     distributed.agree({
         "configuration": replace(cfg, distributed=DistributedConfig()),
         "data": (dataset.fingerprint, len(dataset.train), len(dataset.eval), dataset.tokenizer.to_json()),
-        "newest checkpoint of run.dir": not start or (saved / str(start)).is_dir(),
         "pipeline.partition's file": str(ctx.pipeline),
     })  # fmt: skip
-    return start
+    saved = rundir.checkpoints(Path(cfg.run.dir))
+    found = checkpoint.find(saved)
+    for number, why in found.passed_over.items():
+        screen.say(f"passed over step {number}: {why}", style="yellow")
+    if found.lost:
+        raise found.nothing_whole(saved, "put back a copy, or name another run.dir")
+    return found
 
 
 def open_log(
@@ -266,6 +266,15 @@ def stop(done: int, checkpoints: "Checkpoints", log: "JsonLines", account: goodp
     log.write({"step": done, "event": "stopped", "time": time.time(), "seconds": account.take()})
     raise RunError(
         Exit.STOPPED, f"stopped as asked after step {done}, which is saved; the same command goes on from there"
+    )
+
+
+def damaged(number: int, why: str) -> RunError:
+    """What a run ends with that must go back to a checkpoint which was damaged after it was written."""
+    return RunError(
+        Exit.NOT_SAVED,
+        f"the run must go back to step {number}, which must not be used: {why}; mend the disk and give the same "
+        f"command, which goes on from the newest whole checkpoint",
     )
 
 

@@ -18,7 +18,7 @@ import scipy.stats
 import test_meshes
 from models import EXPERTS, FAMILIES
 
-from jaxstack import model, params, rundir, step
+from jaxstack import checkpoint, hf, model, params, rundir, step
 from jaxstack.checkpoint import Checkpoints
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig, RunConfig, SampleConfig
 from jaxstack.context import Context
@@ -300,6 +300,20 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             state = step.make_state(replace(cfg, run=replace(cfg.run, seed=number)), ctx, step.abstract_state(cfg, ctx))
             checkpoints.save(number, replace(state, params=jax.tree.map(lambda a: 4 * a, state.params)), {})
     return path
+
+
+def test_only_parameters_are_verified_and_read(run_dir, monkeypatch):
+    """Of the newest step and of one that is named: AdamW's state is two thirds of a checkpoint."""
+    asked, changed = [], checkpoint._changed
+    monkeypatch.setattr(checkpoint, "_changed", lambda path, tree: asked.append((path, tree)) or changed(path, tree))
+    cfg = hf.find(str(run_dir), "run")
+    ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
+    for number in (None, 3):
+        hf.restore(cfg, ctx, number)
+    assert [path.name for path, _ in asked] == ["5", "3"]
+    for _, tree in asked:
+        assert {*jax.tree.leaves(tree.opt_state)} == {...}
+        assert ... not in jax.tree.leaves(tree.params)
 
 
 def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypatch):

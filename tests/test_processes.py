@@ -1,6 +1,7 @@
 """Several processes as one run: real ones, two of four CPU devices each, against one of eight; and who is detected."""
 
 import dataclasses
+import json
 import os
 import shutil
 import socket
@@ -15,7 +16,7 @@ import yaml
 from jax.sharding import NamedSharding, PartitionSpec
 from lines import values
 
-from jaxstack import cli, data, distributed, platform, rundir
+from jaxstack import checkpoint, cli, data, distributed, platform, rundir, seal
 from jaxstack.config import Config, ConfigError, DistributedConfig, MeshConfig, flat
 from jaxstack.data.tokens import Tokens
 from jaxstack.exits import Exit
@@ -195,6 +196,74 @@ def test_the_failure_of_one_process_ends_the_others(how, text, tmp_path):
     assert good.returncode == Exit.PEER_LOST
     last = said.splitlines()[-1]
     assert ("process 1 of 2 ended: OSError" if how == "raises" else "process 1 of 2 is gone") in last
+
+
+SAVES = """
+import json, sys
+from pathlib import Path
+import jax
+index, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+import numpy as np
+from jaxstack import checkpoint, distributed, seal
+from jaxstack.config import CheckpointConfig, MeshConfig
+from jaxstack.sharding import make_mesh
+
+hashed, sha256 = {}, seal._sha256
+def counted(path):
+    hashed[path.relative_to(directory).as_posix()] = path.stat().st_size
+    return sha256(path)
+seal._sha256 = counted
+split = jax.sharding.NamedSharding(make_mesh(MeshConfig(data=1, fsdp=4), 4), jax.sharding.PartitionSpec("fsdp"))
+state = {}
+for name in ("a", "b"):
+    values = np.random.default_rng(ord(name)).normal(size=(1024, 512)).astype(np.float32)
+    state[name] = jax.make_array_from_callback(values.shape, split, lambda i, values=values: values[i])
+with checkpoint.Checkpoints(CheckpointConfig(keep=2), directory) as checkpoints:
+    checkpoints.save(1, state, {})
+    checkpoints.save(2, state, {})
+saved = dict(hashed)
+assert seal.sealed(directory) == [2, 1], "a save is over on every process once the seal is written"
+hashed.clear()
+assert checkpoint.find(directory).step == 2
+started = dict(hashed)
+distributed.wait_for_all()
+if index == 0:
+    file = max((directory / "2/state/ocdbt.process_1/d").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 4
+    file.write_bytes(content)
+distributed.wait_for_all()
+found = checkpoint.find(directory)
+print(json.dumps({"saved": saved, "started": started, "step": found.step, "passed over": found.passed_over}))
+"""
+
+
+def test_two_processes_share_the_hashing(tmp_path):
+    """Each hashes what it wrote, and half of what is loaded; a changed byte is seen by one and acted upon by both."""
+    port, env = free_port(), os.environ | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", SAVES]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+    workers = [subprocess.Popen([*words, str(i), str(port), str(tmp_path)], **pipes) for i in range(2)]
+    said = [json.loads(out.splitlines()[-1]) for out, _ in finish(*workers)]
+    wrote = [{name: size for name, size in one["saved"].items() if name.startswith("1/")} for one in said]
+    sealed = {f"1/{name}": size for name, (size, _) in seal.read(tmp_path / "1").items()}
+    assert wrote[0] | wrote[1] == sealed, "every file is hashed after a save"
+    assert not wrote[0].keys() & wrote[1].keys(), "and none twice"
+    assert all("process_1" in name for name in wrote[1])
+    assert not any("process_1" in name for name in wrote[0])
+    read = [one["started"] for one in said]
+    assert {*read[0], *read[1]} == {f"2/{name}" for name in seal.read(tmp_path / "2")}
+    assert not read[0].keys() & read[1].keys()
+    for shares in (wrote, read):
+        for share in shares:  # a few kB of index and metadata beside 4 MB of arrays, all of them one process's
+            assert sum(share.values()) == pytest.approx(sum(sealed.values()) / 2, rel=0.01)
+    (why,) = {one["passed over"]["2"] for one in said}
+    assert "ocdbt.process_1/d/" in why
+    assert "has changed since it was written" in why
+    assert {one["step"] for one in said} == {1}
+    # Whoever starts next, in whatever number, sees the same.
+    assert checkpoint.find(tmp_path).passed_over == {2: why}
 
 
 # Rows.

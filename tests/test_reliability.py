@@ -1,5 +1,6 @@
 """The parts that `tests/faults` puts together, each by itself: seals, policies, spikes, meshes of what is left."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 
 from jaxstack import checkpoint, files, goodput, progress, rundir, seal, step, supervise
 from jaxstack.config import CheckpointConfig, ConfigError, MeshConfig, SpikeConfig
@@ -20,7 +22,7 @@ def make(directory: Path, number: int) -> Path:
     (path / "state" / "d" / "array").write_bytes(bytes(range(200)))
     (path / "_METADATA").write_text("{}")
     (path / "empty").touch()
-    seal.write(path)
+    seal.write(path, seal.sums_of(path, seal.written_by(path, 0)))
     return path
 
 
@@ -41,6 +43,75 @@ def test_a_seal_breaks(why, tmp_path):
     assert seal.broken(path) is None
     HARM[why](path)
     assert why in seal.broken(path)
+
+
+def test_the_files_of_a_checkpoint_are_shared_out(tmp_path, monkeypatch):
+    """By who wrote them after a save, who also sees to it that they reach the disk; by their sizes before a load,
+    whatever the number of processes."""
+    path, synced, fsync = tmp_path / "7", [], os.fsync
+    monkeypatch.setattr(seal.os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or fsync(file))
+    wrote = {
+        0: ["_METADATA", "state/d/index", "state/ocdbt.process_0/d/x", "state/array_metadatas/process_0"],
+        1: ["state/ocdbt.process_1/d/y", "state/ocdbt.process_1/manifest.ocdbt", "state/array_metadatas/process_1"],
+        12: ["state/ocdbt.process_12/d/z"],
+    }
+    for size, name in enumerate(name for names in wrote.values() for name in names):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(bytes(100 + size))
+    for process in (0, 1, 2, 12):
+        assert seal.written_by(path, process) == sorted(wrote.get(process, []))
+    sums = {name: sum for process in wrote for name, sum in seal.sums_of(path, wrote[process]).items()}
+    assert sorted(synced) == sorted((path / name).stat().st_ino for name in sums)
+    seal.write(path, sums)
+    assert seal.broken(path) is None
+    assert seal.read(path) == sums
+    for count in (1, 2, 3, 20):
+        shares = [seal.share(sums, process, count) for process in range(count)]
+        assert sorted(name for share in shares for name in share) == sorted(sums)
+        sizes = [sum(size for size, _ in share.values()) for share in shares]
+        assert max(sizes) - min(sizes) <= 107, "by no more than the largest file"
+    uneven = {name: (size, "") for name, size in zip("abcdefg", (600, 100, 100, 100, 100, 100, 100), strict=True)}
+    assert [sum(size for size, _ in seal.share(uneven, i, 2).values()) for i in range(2)] == [600, 600]
+
+
+def test_a_seal_waits_for_what_every_process_wrote(tmp_path, monkeypatch):
+    """A file that nobody vouches for, or that is not seen here, is no part of a whole checkpoint."""
+    path = make(tmp_path, 7)
+    sums = seal.read(path)
+    (path / seal.NAME).unlink()
+    with pytest.raises(OSError, match="no process has written _METADATA"):
+        seal.write(path, {name: sum for name, sum in sums.items() if name != "_METADATA"})
+    (path / "empty").rename(tmp_path / "late")
+    monkeypatch.setattr(seal.time, "sleep", lambda _: (tmp_path / "late").rename(path / "empty"))
+    seal.write(path, sums)
+    assert seal.broken(path) is None
+    (path / seal.NAME).unlink()
+    monkeypatch.setattr(seal, "_VISIBLE_S", 0)
+    with pytest.raises(OSError, match="absent was written by another process and is not seen here"):
+        seal.write(path, sums | {"absent": (3, "")})
+    assert "no seal" in seal.broken(path)
+
+
+def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
+    """Whatever happens between commit and seal: with `keep=1` the older one is all there is."""
+    state, write, older = {"w": jnp.ones(3)}, seal.write, []
+
+    def fail(path, sums):
+        older.append(checkpoint.find(tmp_path).step)
+        raise OSError(28, "No space left on device")
+
+    with checkpoint.Checkpoints(CheckpointConfig(keep=1), tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        monkeypatch.setattr(seal, "write", fail)
+        checkpoints.save(2, state, {})
+        with pytest.raises(RunError, match="step 2 could not be written"):
+            checkpoints.wait()
+        assert (older, checkpoint.find(tmp_path).step) == ([1], 1)
+        assert "it has no seal" in seal.broken(tmp_path / "2")
+        monkeypatch.setattr(seal, "write", write)
+        checkpoints.save(3, state, {})
+    assert seal.steps(tmp_path) == [3, 2], "what was never sealed is for the next start"
 
 
 def test_the_newest_whole_step_is_found(tmp_path):
@@ -218,3 +289,50 @@ def test_time_that_is_lost_is_counted_once():
     assert event["lost_s"] == 2.0
     assert event["down_s"] >= 0
     assert goodput.resumed(0, [], []) is None
+
+
+def test_what_is_not_loaded_is_not_verified(rng, tmp_path, monkeypatch):
+    """An optimizer's damaged state is no reason not to read parameters; it is one to go on from an older step."""
+    monkeypatch.setattr(checkpoint, "_FILE", 1 << 16)
+    draw = lambda: jnp.asarray(rng.normal(size=(64, 512)), jnp.float32)  # noqa: E731  128 kB: no file holds two
+    state = {"params": {"w": draw(), "v": draw()}, "opt_state": {"w": draw(), "v": draw()}, "step": jnp.int32(1)}
+    with checkpoint.Checkpoints(CheckpointConfig(keep=2), tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.save(2, state, {})
+    wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+    wanted |= {"opt_state": {"w": ..., "v": ...}}
+    path = tmp_path / "2"
+    unread = checkpoint._unread(path, wanted)
+    everything = seal.read(path)
+    assert sum(everything[name][0] for name in unread) > 0.45 * sum(size for size, _ in everything.values())
+    for name in unread:
+        (path / name).write_bytes(rng.bytes(everything[name][0]))
+    assert "has changed" in checkpoint.broken(tmp_path, 2)
+    assert checkpoint.newest(tmp_path) == 1
+    assert checkpoint.newest(tmp_path, wanted) == 2
+    found = checkpoint.restore(tmp_path, 2, wanted)
+    jax.tree.map(np.testing.assert_array_equal, found["params"], state["params"])
+    for name in everything.keys() - unread:  # every other file counts, the index that names them among these
+        if everything[name][0]:
+            content = (path / name).read_bytes()
+            (path / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
+            assert f"{name} has changed" in checkpoint.broken(tmp_path, 2, wanted)
+            (path / name).write_bytes(content)
+    assert checkpoint.broken(tmp_path, 2, wanted) is None
+
+
+def test_the_index_of_a_store_is_read_to_its_leaves(tmp_path):
+    """An index of a large checkpoint is a tree of nodes, whose keys leave out what those below have in common."""
+    config = {"max_decoded_node_bytes": 200, "max_inline_value_bytes": 10}
+    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/"}, "config": config}
+    store = tensorstore.KvStore.open(spec).result()
+    for array in ("params.layers.w", "params.layers.v", "step"):
+        with tensorstore.Transaction() as transaction:
+            for i in range(20):
+                store.with_transaction(transaction)[f"{array}/c/{i}"] = bytes([i]) * 100
+    stored = checkpoint._stored(tmp_path)
+    assert {array for array, _ in stored} == {"", "params.layers.w", "params.layers.v", "step"}
+    newest = {f"d/{path.name}" for path in (tmp_path / "d").iterdir()}
+    assert {file for _, file in stored} <= newest
+    by = {array: {file for name, file in stored if name == array} for array, _ in stored}
+    assert not by["params.layers.w"] & by["step"], "each was written by itself"

@@ -58,10 +58,10 @@ def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
     if ctx.pipeline is None or ctx.pipeline.stages.in_order:
         wanted = replace(wanted, opt_state=jax.tree.map(lambda _: ..., wanted.opt_state))
     if number is None:
-        number = checkpoint.newest(saved)
+        number = checkpoint.newest(saved, wanted)
     elif number not in seal.steps(saved):
         raise ConfigError(f"{saved} holds no step {number}; its steps are {sorted(seal.steps(saved))}")
-    elif why := seal.broken(saved / str(number)):
+    elif why := checkpoint.broken(saved, number, wanted):
         raise ConfigError(f"step {number} in {saved} must not be used: {why}")
     values = layout.unpack(checkpoint.restore(saved, number, wanted)).params
     if not run.model.lora.rank:

@@ -112,7 +112,7 @@ def test_killed_between_commit_and_seal(step, argv, straight, tmp_path):
     """The step was not finished: the one before it is taken, or at the first the run begins again."""
     patch = (
         "import os, signal, jaxstack.seal as s\nwrite = s.write\n"
-        f"s.write = lambda p: os.kill(os.getpid(), signal.SIGKILL) if p.name == '{step}' else write(p)"
+        f"s.write = lambda p, sums: os.kill(os.getpid(), signal.SIGKILL) if p.name == '{step}' else write(p, sums)"
     )
     run(*argv, patch=patch, code=-signal.SIGKILL)
     run_dir = tmp_path / "run"
@@ -355,6 +355,29 @@ def test_one_of_two_dies_or_hangs(number, index, argv, tmp_path):
     assert f"resumed from step {step}" in finish(*again)[0][0]
 
 
+def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
+    """What it wrote is vouched for by nobody, so there is no seal; the step before it is taken, unless it is damaged,
+    which both see though one of them reads the file."""
+    dies = (
+        "import os, signal, jaxstack.seal as s\nsums_of = s.sums_of\n"
+        "s.sums_of = lambda p, n: os.kill(os.getpid(), signal.SIGKILL) if p.name == '12' else sums_of(p, n)"
+    )
+    flags = [*argv, "--mesh.data=4", "--distributed.lost_s=6"]
+    first, second = two(*flags, patches=("", dies))
+    finish(second, code=-signal.SIGKILL)
+    finish(first, code=Exit.PEER_LOST)
+    saved = tmp_path / "run" / "checkpoints"
+    assert (saved / "12").is_dir()
+    assert seal.sealed(saved) == [8, 4]
+    flip(saved / "8")
+    (out, _), _ = finish(*two(*flags, "--train.steps=10"))
+    assert "passed over step 12: it was not finished: it has no seal" in out
+    assert "passed over step 8: " in out
+    assert "has changed since it was written" in out
+    assert "resumed from step 4" in out
+    assert seal.sealed(saved) == [10, 8]
+
+
 # 12, 13, 24: another mesh.
 
 
@@ -469,6 +492,28 @@ def test_a_spike_of_the_loss(action, argv, tmp_path):
         (event,) = [line for line in lines(run_dir) if line.get("event") == "spike"]
         assert event["loss"] == recorded[30]["loss"]
         assert "step 29: text.txt tokens" in event["batch"]
+
+
+def test_going_back_to_a_damaged_checkpoint(argv, tmp_path):
+    """It is not loaded: the run ends, and the next start takes an older one."""
+    flags = [*argv, "--train.steps=40", "--train.spike.action=rollback", "--train.spike.window=8", "--optim.lr=0.02"]
+    damage = (
+        "import jaxstack.checkpoint as c, jaxstack.distributed as d\nmeet, saves = d.meet, []\n"
+        "def damaged(key, *a):\n"
+        "    meet(key, *a)\n"
+        "    saves.append(key)\n"
+        "    if len(saves) == 7:\n"
+        f"        path = max(__import__('pathlib').Path({str(tmp_path / 'run/checkpoints/28/state')!r}).rglob('d/*'),"
+        " key=lambda p: p.stat().st_size)\n"
+        "        path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])\n"
+        "d.meet = damaged\n"
+    )
+    _, err = run(*flags, patch=damage + poisoned(29, how=NOISE), code=Exit.NOT_SAVED)
+    assert "the run must go back to step 28, which must not be used: state/ocdbt.process_0/d/" in err.splitlines()[-1]
+    assert "has changed since it was written" in err
+    out, _ = run(*flags, "--train.steps=29")
+    assert "passed over step 28" in out
+    assert "resumed from step 24" in out
 
 
 # 17, 18: what does not fit (also tests/test_train.py, tests/test_config.py).
