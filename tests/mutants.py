@@ -24,8 +24,8 @@ STEP = "test_step.py"
 MOE = "test_moe.py"
 EXPERTS = "test_experts.py"
 KERNELS = "test_kernels.py"
-MESHES = "test_meshes.py"
-PIPELINE = "test_pipeline.py"
+MESHES = "test_meshes.py -k 'llama3 and dropout'"
+PIPELINE = "test_pipeline.py -k 'gives and llama3'"
 CHECKS = "test_config_checks.py"
 DATA = "test_data.py test_windows.py"
 HF = "test_hf.py"
@@ -62,7 +62,7 @@ mistakes(
     ('init="zeros" if unit_offset else "ones"', 'init="ones" if unit_offset else "zeros"', "test_model.py -k spread"),
     ('Param((D, E), ("embed", "router"), "router", std=cfg.init_std)',
      'Param((D, E), ("embed", "router"), "matrix", std=cfg.init_std)',
-     "test_experts.py -k 'router or precision'"),
+     "test_model.py -k cast"),
     ("gate.reshape(-1))", "gate.T.reshape(-1))", EXPERTS + " " + BY_HAND),
 )  # fmt: skip
 
@@ -74,15 +74,12 @@ mistakes(
     ("layers.dropout(keys[1], cfg.dropout, h", "layers.dropout(keys[0], cfg.dropout, h", "test_model.py -k mask"),
     ("index * len(cfg.windows) + i", "index + i", "test_model.py -k mask"),
     ('given["rope"] = layers.rope_tables(cfg, positions)',
-     'given["rope"] = layers.rope_tables(cfg, ctx.token_index(length))', GENERATE + " -k greedy"),
-    ("a.reshape(-1, period, *a.shape[1:])[:, i]", "a.reshape(period, -1, *a.shape[1:])[i]", GENERATE + " -k greedy"),
+     'given["rope"] = layers.rope_tables(cfg, ctx.token_index(length))', GENERATE + " -k 'greedy and gemma2'"),
+    ("a.reshape(-1, period, *a.shape[1:])[:, i]", "a.reshape(period, -1, *a.shape[1:])[i]", "test_model.py -k dealt"),
     ('cfg.moe.router != "sigmoid" or cfg.lora.rank:', 'cfg.moe.router != "sigmoid":', "test_lora.py test_experts.py"),
     ('ctx.in_rows(aux["load"]), cfg.moe.bias_rate', 'ctx.in_rows(aux["load"]), -cfg.moe.bias_rate', EXPERTS),
     ("return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)",
-     "return a.reshape(microbatches, -1, *a.shape[1:])", PIPELINE),
-    ("given[\"gate\"] = ctx.split(batch[\"gate\"])", "given[\"gate\"] = batch[\"gate\"]", MESHES),
-    ("prevent_cse=False", "prevent_cse=True", "test_model.py -k remat",
-     {"equivalent": "inside a scan it changes what XLA may merge, never a value"}),
+     "return a.reshape(microbatches, -1, *a.shape[1:])", "test_model.py -k dealt"),
     ('ctx.remat == "none" and not ctx.gathers', 'ctx.remat == "none"', "test_collectives.py"),
 )  # fmt: skip
 
@@ -105,7 +102,7 @@ mistakes(
     ("zlib.crc32(path_of(keys).encode())", 'zlib.crc32(path_of(keys).split("/")[-1].encode())'),
     ("p.std * jax.random.normal", "p.std**2 * jax.random.normal"),
     ('if p.kind in ("matrix", "table") else v', 'if p.kind == "matrix" else v',
-     "test_model.py -k bfloat16"),
+     "test_model.py -k cast"),
     ('self.stacked + int("experts" in self.axes)', "self.stacked", "test_optim.py test_hf.py -k 'muon or lies or Muon'"),
     ('self.kind == "matrix" and "vocab" not in self.axes', 'self.kind == "matrix"', "test_optim.py"),
     ("return frozen if trained is None else trained", "return trained if frozen is None else frozen", "test_lora.py -k split"),
@@ -182,9 +179,6 @@ mistakes(
 mistakes(
     "kernels", "kernels/choice.py", "test_kernels.py test_attention_kernels.py -k 'mistakes or auto or cannot or choose or default'",
     ("names = [*AUTO.get(platform, {}).get(op, ()), *table]", "names = [*table]"),
-    ('{"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)', "device.platform",
-     "test_kernels.py test_attention_kernels.py test_aot.py",
-     {"survives": "no device of CUDA is at hand in the quick tests; tests/aot compiles for one"}),
 )  # fmt: skip
 
 mistakes(
@@ -209,7 +203,7 @@ mistakes(
 mistakes(
     "attention",
     "kernels/attention/__init__.py",
-    GENERATE + " -k 'greedy or window'",
+    GENERATE + " -k 'greedy and gemma2'",
     ("seen &= distance < window", "seen &= distance <= window"),
     ("seen = distance > 0", "seen = distance >= 0"),
     ("mixed += weights[..., slots:] *", "mixed = weights[..., slots:] *"),
@@ -306,7 +300,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "collectives", "collectives.py", MESHES + " -k every",
+    "collectives", "collectives.py", MESHES,
     ("lax.dynamic_slice_in_dim(x, index(axes) * size, size, dim)", "lax.dynamic_slice_in_dim(x, index(axes), size, dim)"),
     ("lax.dynamic_update_slice_in_dim(whole, x, index(axes) * x.shape[dim], dim)",
      "lax.dynamic_update_slice_in_dim(whole, x, index(axes), dim)", GENERATE + " -k mesh"),
@@ -314,18 +308,18 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "context", "context.py", MESHES + " -k every",
+    "context", "context.py", MESHES,
     ("y = collectives.all_reduce(y, tuple(axis for axis in summed if axis not in between))",
      "y = collectives.all_reduce(y, summed)"),
     ('collectives.index(self.axes("batch")) * local_rows + jnp', 'collectives.index(self.axes("batch")) + jnp',
-     STEP + " -k dropout"),
-    ("rows[:, None].astype(jnp.uint32) * whole", "rows[:, None].astype(jnp.uint32) * length", MESHES + " -k 'every'"),
+     "test_meshes.py -k numbered"),
+    ("rows[:, None].astype(jnp.uint32) * whole", "rows[:, None].astype(jnp.uint32) * length", "test_meshes.py -k numbered"),
     ('"sequence": None, "residual": None}', '"sequence": None}', GENERATE + " -k mesh"),
     ('self.axes("batch", "sequence", "residual") if a not in held', 'self.axes("batch", "sequence") if a not in held',
-     MESHES + " -k every"),
-    ("jnp.where(held, values[numbers], jnp.zeros((), values.dtype))", "values[numbers]", PIPELINE + " test_experts.py -k 'gives or rows'"),
-    ('axis not in self.axes("sequence"))', 'axis in self.axes("residual"))', MESHES + " -k every"),
-    ("index = collectives.part(self.token_index(length), self.between, 0)", "index = self.token_index(length)", MESHES),
+     MESHES),
+    ("jnp.where(held, values[numbers], jnp.zeros((), values.dtype))", "values[numbers]", "test_pipeline.py test_experts.py -k 'gives or rows'"),
+    ('axis not in self.axes("sequence"))', 'axis in self.axes("residual"))', MESHES),
+    ("index = collectives.part(self.token_index(length), self.between, 0)", "index = self.token_index(length)", "test_meshes.py -k numbered"),
 )  # fmt: skip
 
 mistakes(
@@ -334,7 +328,6 @@ mistakes(
     ("if name in claimed:", "if name in claimed and dim == 0:"),
     ("if shape[dim] % parts:", "if parts % shape[dim]:"),
     ("if math.prod(leaf.shape) <= 1:", "if math.prod(leaf.shape) <= 2:"),
-    ('"residual": ("context", "tensor") if cfg.sequence_parallel', '"residual": ("tensor", "context") if cfg.sequence_parallel', MESHES),
 )  # fmt: skip
 mistakes(
     "sharding",
@@ -367,24 +360,24 @@ mistakes(
     ("(self.forward_MG <= ticks) & (ticks <= self.backward_MG)", "(self.forward_MG <= ticks) & (ticks < self.backward_MG)"),
 )  # fmt: skip
 mistakes(
-    "pipeline", "pipeline/program.py", PIPELINE + " -k 'not gives and not autodiff and not table and not knows'",
+    "pipeline", "pipeline/program.py", "test_pipeline.py -k 'rows or idle or bubble or number or fit'",
     ("share = 3 * self.schedule.microbatches", "share = 2 * self.schedule.microbatches"),
     ("(s.forward_MG <= tick) & (tick <= s.backward_MG)", "(s.forward_MG < tick) & (tick <= s.backward_MG)"),
     ("return self._at_T(self.schedule.backward_MG[:, 0])", "return self._at_T(self.schedule.backward_MG[:, -1])",
-     PIPELINE + " -k 'gives'"),
+     PIPELINE),
     ("if m <= 4 * stages]", "if m <= 2 * stages]"),
     ("evenly.lockstep_seconds <= best.lockstep_seconds", "evenly.lockstep_seconds >= best.lockstep_seconds", "test_profile.py -k 'cut'"),
 )  # fmt: skip
 mistakes(
-    "pipeline", "pipeline/execute.py", PIPELINE + " -k gives",
-    ('counts = held & forward["active"]', "counts = held", PIPELINE + " -k 'knows or gives'"),
+    "pipeline", "pipeline/execute.py", PIPELINE,
+    ('counts = held & forward["active"]', "counts = held", "test_pipeline.py -k 'knows'"),
     ('counts = held & backward["active"]', "counts = held"),
     ('layer = row["backward_steps"] - 1 - i', "layer = i"),
-    ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", PIPELINE + " -k 'knows or gives'"),
+    ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", "test_pipeline.py -k 'knows'"),
     ("_send(dx, axis, -1)", "_send(dx, axis, 1)"),
     ("stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), stacked),",
-     "stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), stacked),", PIPELINE + " -k 'gives or bfloat16'"),
-    ("group * P + rest % P", "group + rest % P", PIPELINE + " -k 'autodiff'"),
+     "stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), stacked),", PIPELINE),
+    ("group * P + rest % P", "group + rest % P", "test_pipeline.py -k autodiff"),
 )  # fmt: skip
 mistakes(
     "pipeline",
@@ -398,7 +391,7 @@ mistakes(
     ("limit = np.nextafter(slowest, 0)", "limit = slowest / 2"),
 )
 mistakes(
-    "pipeline", "pipeline/transform.py", PIPELINE + " test_pipeline_examples.py -k anyone or plain",
+    "pipeline", "pipeline/transform.py", "test_pipeline.py test_pipeline_examples.py -k 'anyone or plain'",
     ("last(shared, x, micro) / parts", "last(shared, x, micro) / schedule.microbatches"),
     ("return together(sums.loss), together(sums.shared), together(sums.stacked)", "return together(sums.loss), together(sums.shared), sums.stacked"),
 )  # fmt: skip
@@ -598,7 +591,7 @@ mistakes(
 mistakes(
     "generate",
     "generate/reader.py",
-    GENERATE + " -k 'window or greedy'",
+    GENERATE + " -k '(greedy and gemma2) or window'",
     ("min(max(window - 1, 1), self.slots)", "min(max(window, 1), self.slots)"),
     ("there = slot - 1 - (slot - 1 - jnp.arange(T)) % T", "there = slot - (slot - jnp.arange(T)) % T"),
     ("jnp.roll(a[..., S - T :, :], S % T, a.ndim - 2)", "a[..., S - T :, :]"),
@@ -661,17 +654,16 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "supervise", "supervise.py", "test_reliability.py test_package.py -k 'left or supervisor or mesh'",
+    "supervise", "supervise.py", "test_reliability.py -k 'left or supervisor or waits'",
     ("mesh.fsdp % fsdp == 0 and batch %", "batch %"),
     ("_, fsdp, data = max(choices)", "_, data, fsdp = max(choices)"),
     ("data * fsdp * others <= devices", "data * fsdp <= devices"),
-    ("failed = 1 if step > reached else failed + 1", "failed = failed + 1", "test_reliability.py test_package.py",
-     {"survives": "the supervisor's loop runs real processes, which tests/faults does in the slow stage"}),
+    ("failed = 1 if step > reached else failed + 1", "failed = failed + 1"),
+    ("self._wait_s * 2 ** (failed - 1)", "self._wait_s * 2**failed"),
+    ("if failed >= self._tries:", "if failed > self._tries:"),
 )  # fmt: skip
 mistakes(
-    "watch", "watch.py", "test_reliability.py test_processes.py",
-    ("now - heard > self._lost_s and i not in self._ends", "now - heard > self._lost_s",
-     {"survives": "two processes that die or hang are tests/faults, in the slow stage"}),
-    ("now - self._moved > self._stalled_s", "now - self._moved > 1000 * self._stalled_s",
-     {"survives": "a run that stalls is tests/faults, in the slow stage"}),
+    "watch", "watch.py", "test_reliability.py -k watch",
+    ("now - heard > self._lost_s and i not in self._ends", "now - heard > self._lost_s"),
+    ("now - self._moved > self._stalled_s", "now - self._moved > 1000 * self._stalled_s"),
 )  # fmt: skip

@@ -229,6 +229,21 @@ def test_a_mesh_of_ones_is_no_mesh_at_all():
     assert with_mesh == without
 
 
+def test_tokens_are_numbered_alike_on_every_mesh():
+    """Rows over data; of a row each context shard has an early and a late chunk, which tensor shards part further."""
+    cfg = config("llama3", {"data": 2, "context": 2, "tensor": 2})
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, BATCH, jax.devices()))
+    P = jax.sharding.PartitionSpec
+    number = np.arange(BATCH)[:, None] * SEQ + np.arange(SEQ)
+    split = jax.shard_map(
+        lambda x: ctx.token_ids(ctx.rows(x.shape[0]), SEQ // 2),
+        mesh=ctx.mesh, in_specs=P("data"), out_specs=P("data", ("context", "tensor")),
+    )  # fmt: skip
+    ids = np.asarray(split(number))
+    chunks = [0, 3, 1, 2]  # of eight tokens each: the first context shard has the ends, the second the middle
+    assert ids.tolist() == np.concatenate([number[:, 8 * c : 8 * c + 8] for c in chunks], axis=1).tolist()
+
+
 def table(seed: int | None = None) -> str:
     """The cases as Markdown; with a seed they are run, and the table shows what was measured too."""
     lines = ["| model | mesh | devices |", "|---|---|---|"]

@@ -230,6 +230,16 @@ def test_one_layout_however_the_windows_alternate():
     assert params.abstract(a) == params.abstract(b)
 
 
+def test_layers_and_rows_are_dealt_out_in_turns():
+    """Block i of step n is layer n * period + i; microbatch i has rows i, i + M, ...; a key goes to each."""
+    cfg = ModelConfig(**SMALL | {"num_layers": 6}, windows=(8, 0))
+    even, odd = model.by_step(cfg, {"x": jnp.arange(6)})
+    assert (even["x"].tolist(), odd["x"].tolist()) == ([0, 2, 4], [1, 3, 5])
+    cut = model.microbatched({"x": jnp.arange(6), "key": jnp.arange(3)}, 2)
+    assert cut["x"].tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert cut["key"].tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
 def test_the_program_does_not_grow_with_depth():
     def equations(num_layers):
         cfg = ModelConfig(**SMALL | {"num_layers": num_layers}, windows=(8, 0))
@@ -248,11 +258,20 @@ def test_bfloat16_is_near_float32(rng):
     exact, _ = model.forward(cfg, values, tokens)
     rough, _ = model.forward(cfg, values, tokens, Context(dtype=jnp.bfloat16))
     assert rough.dtype == jnp.float32
-    ctx = Context(dtype=jnp.bfloat16)
-    assert jax.eval_shape(lambda v: model.hidden(cfg, v, tokens, ctx)[0], values).dtype == jnp.bfloat16
     # bfloat16 has 8 bits: 0.4% an operation, a few dozen of them in a row.
     assert jnp.linalg.norm(rough - exact) < 0.03 * jnp.linalg.norm(exact)
     assert not (rough == exact).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES | EXPERTS)
+def test_matrices_and_tables_are_cast_and_nothing_else(family):
+    """Norms, biases and all of a router keep their digits: a rounded logit sends a token elsewhere."""
+    spec = model.spec((FAMILIES | EXPERTS)[family])
+    cast = jax.eval_shape(lambda v: params.cast_matrices(spec, v, jnp.bfloat16), params.abstract(spec))
+    for path, leaf in flatten(cast).items():
+        name = path.rsplit("/", 1)[-1]
+        low = name.startswith("w") or path in ("embedding/tokens", "embedding/positions")
+        assert leaf.dtype == (jnp.bfloat16 if low else jnp.float32), path
 
 
 def test_dropout_is_off_without_a_key_and_unbiased_with_one(rng):

@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxstack import checkpoint, files, goodput, progress, rundir, seal, step, supervise
+from jaxstack import checkpoint, files, goodput, progress, rundir, seal, step, supervise, watch
 from jaxstack.config import CheckpointConfig, ConfigError, MeshConfig, SpikeConfig
 from jaxstack.exits import Exit, RunError
 
@@ -336,3 +337,65 @@ def test_the_index_of_a_store_is_read_to_its_leaves(tmp_path):
     assert {file for _, file in stored} <= newest
     by = {array: {file for name, file in stored if name == array} for array, _ in stored}
     assert not by["params.layers.w"] & by["step"], "each was written by itself"
+
+
+def supervised(codes, newest, monkeypatch, tries=3):
+    """The exit code of a supervised run, and the seconds before each new start. `codes`: what each try ends with;
+    `newest`: the newest checkpoint before the first try and after each."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    steps, ends, waits = iter(newest), iter(codes), []
+    supervisor = supervise.Supervisor(lambda: next(steps), tries, wait_s=2.0)
+    monkeypatch.setattr(supervisor._asked, "wait", lambda seconds: waits.append(seconds))
+    return supervisor.run(lambda: SimpleNamespace(wait=lambda: next(ends))), waits
+
+
+@pytest.mark.parametrize(
+    ("codes", "newest", "code", "waits"),
+    [
+        ([0], [0], 0, []),
+        ([Exit.MISTAKE], [0], Exit.MISTAKE, []),
+        ([7, 0], [0, 0], 0, [2]),
+        ([1, 1, 1], [5, 5, 5, 5], 1, [2, 4]),  # nothing new in three tries
+        ([-9, -9, -9], [0, 0, 0, 0], 128 + 9, [2, 4]),
+        ([1, 1, 1, 1, 1], [0, 0, 10, 10, 10], 1, [2, 2, 4]),  # a checkpoint starts the count anew
+        ([1, 1, 1, 0], [0, 10, 20, 30], 0, [2, 2, 2]),
+        ([1, 1, 1], [9, 3, 3, 3], 1, [2, 4]),  # an older one is none
+    ],
+)
+def test_a_supervisor_tries_as_long_as_tries_commit_something(codes, newest, code, waits, monkeypatch):
+    assert supervised(codes, newest, monkeypatch) == (code, waits)
+
+
+def test_waits_between_tries_have_an_end(monkeypatch):
+    _, waits = supervised([1] * 12, [0] * 13, monkeypatch, tries=12)
+    assert waits == [2 * 2**i for i in range(8)] + [300] * 3
+
+
+@pytest.mark.parametrize(
+    ("moved", "heard", "ends", "said"),
+    [
+        (0, {1: 0}, {}, None),
+        (99, {1: 59}, {}, None),
+        (101, {1: 0}, {}, "nothing was finished for 100 s"),
+        (0, {1: 61, 2: 0}, {}, "process 1 of 3 is gone"),
+        (0, {1: 61, 2: 61}, {}, "process 1 and process 2 of 3 is gone"),
+        (0, {1: 61, 2: 0}, {1: "done"}, None),  # it said that it ends, and nobody waits long for that yet
+    ],
+)
+def test_a_watch_judges_by_what_it_heard(moved, heard, ends, said, monkeypatch):
+    """Once, at the time 1000: seconds since something was finished here, and since each other process was heard."""
+    now, found = 1000.0, []
+    watching = watch.Watch(lost_s=60, stalled_s=100)
+    watching._moved, watching._count = now - moved, len(heard) + 1
+    watching._heard, watching._ends = {i: now - seconds for i, seconds in heard.items()}, ends
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    looks = iter([False, True])
+    monkeypatch.setattr(watching, "_over", SimpleNamespace(wait=lambda _: next(looks)))
+    monkeypatch.setattr(watching, "_end", lambda code, message: found.append((code, message)))
+    watching._judge()
+    if said is None:
+        assert not found
+    else:
+        assert len(found) == 1
+        assert said in found[0][1]
+        assert found[0][0] == (Exit.STALLED if moved else Exit.PEER_LOST)
