@@ -4,7 +4,8 @@ A function inside `jax.shard_map` sees its device's part of every array. These a
 names come as tuples, the slowest axis first as in a PartitionSpec; the empty tuple is one part.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,52 @@ def alike(*arrays: Any) -> tuple[Any, ...]:
     """
     axes = tuple(sorted({axis for x in jax.tree.leaves(arrays) for axis in varies_along(x)}))
     return jax.tree.map(lambda x: varying(x, axes), arrays)
+
+
+class Use(NamedTuple):
+    """How a stored parameter becomes one that a device computes with, and how its gradient goes back.
+
+    Attributes:
+      gathered: the dimensions that are gathered, and the mesh axes that each is split over.
+      summed: mesh axes over which the gradient is summed beside those, since each device has seen other tokens.
+      dtype: in which gradients are reduced over devices.
+    """
+
+    gathered: tuple[tuple[int, Axes], ...]
+    summed: Axes
+    dtype: Any
+
+
+def use_parameter(use: Use, x: jax.Array) -> jax.Array:
+    """Returns the whole parameter in x's dtype, typed as varying along all axes of `use`.
+
+    The gradient that comes back is converted to `use.dtype`, scattered and summed over devices, and rounded to x's
+    dtype once. Autodiff would reduce it in x's dtype, rounding at every hop from device to device.
+    """
+    summed = tuple(axis for axis in use.summed if axis not in varies_along(x))
+    if not summed and not use.gathered:
+        return x
+    return _use_parameter(use._replace(summed=summed, dtype=jnp.dtype(use.dtype)), x)
+
+
+def _gather_all(use: Use, x: jax.Array) -> jax.Array:
+    x = varying(x, use.summed)
+    for dim, axes in use.gathered:
+        x = gather(x, axes, dim)
+    return x
+
+
+def _scatter_all(use: Use, _: None, dy: jax.Array) -> tuple[jax.Array]:
+    dx = dy.astype(use.dtype)
+    # Scattered first, so that only what a device keeps is summed over the other axes.
+    for dim, axes in reversed(use.gathered):
+        dx = reduce_scatter(dx, axes, dim)
+    return (all_reduce(dx, use.summed).astype(dy.dtype),)
+
+
+_use_parameter = partial(jax.custom_vjp, nondiff_argnums=(0,))(_gather_all)
+# The plain function runs forward, so that policies of recomputation see its gathers.
+_use_parameter.defvjp(lambda use, x: (_gather_all(use, x), None), _scatter_all)
 
 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

@@ -388,6 +388,9 @@ class TrainConfig:
     """Microbatches whose gradients are summed before an optimizer step."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the forward and backward pass; master weights and the optimizer stay float32."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which gradients of matrices and tables are summed over devices. `bfloat16` halves the bytes that `data`
+    and `fsdp` send for gradients, and its rounding error grows with the number of devices."""
     quant: Literal["none", "int8", "fp8"] = "none"
     """8 bits for the linear layers of blocks (attention, MLPs that every token passes), forward and for the gradients
     of activations; those of weights, the head, the router and routed experts stay in `dtype`."""

@@ -31,6 +31,9 @@ OPS = TABLES | {
 }
 """The implementations of all that `KernelsConfig` names."""
 
+OWN_AXES = ("layers", "experts")
+"""Dimensions of parameters whose parts a device keeps for itself: it computes with its own layers and experts."""
+
 
 def implementations(
     platform: str, wanted: KernelsConfig | None = None, cases: Mapping[str, choice.Case] | None = None
@@ -64,6 +67,7 @@ class Context:
       pipeline: what every stage does when, or None for one stage.
       context_method: how keys and values reach the queries of other sequence shards: `ring` or `all_gather`.
       dtype: of activations and of the matrices as they enter matmuls.
+      reduce_dtype: in which gradients of matrices and tables are summed over devices.
       quant: `none`, or the 8 bits that the matmuls of linear layers are in, see `jaxstack.config.TrainConfig`.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
       attention, linear, norm, gelu, cross_entropy: implementation of each op in `jaxstack.kernels`.
@@ -76,6 +80,7 @@ class Context:
     pipeline: Program | None = None
     context_method: Literal["ring", "all_gather"] = "ring"
     dtype: Any = jnp.float32
+    reduce_dtype: Any = jnp.float32
     quant: Literal["none", "int8", "fp8"] = "none"
     remat: Literal["none", "selective", "dots", "full"] = "none"
     attention: str = "xla"
@@ -101,6 +106,7 @@ class Context:
             rules=transformer(cfg.mesh),
             context_method=cfg.mesh.context_method,
             dtype=jnp.dtype(cfg.train.dtype),
+            reduce_dtype=jnp.dtype(cfg.train.reduce_dtype),
             quant=cfg.train.quant,
             remat=cfg.train.remat,
         )
@@ -215,20 +221,22 @@ class Context:
         return collectives.part(y, tuple(axis for axis in between if axis not in summed), 1)
 
     def gather(self, spec: Spec, params: Any) -> Any:
-        """Parameters as a layer uses them: what is only stored in parts (FSDP) is gathered; the gradient of that is a
-        reduce-scatter."""
-        if not self.gathers:
-            return params
-        stored = self.axes("batch")
+        """Returns the parameters as a layer uses them: what is only stored in parts (FSDP) is gathered.
+
+        The gradient of a gathered parameter is reduce-scattered. Where devices have seen different tokens, gradients
+        are summed over them; those of matrices and tables in `reduce_dtype`, whatever dtype they are computed in.
+        """
+        stored, gathers = self.axes("batch"), self.gathers
 
         def whole(p: Param, value: jax.Array) -> jax.Array:
-            for dim, axis in enumerate(p.axes):
-                if axis not in ("layers", "experts"):
-                    over = tuple(a for a in names_of(self.rules.parameters[axis]) if a in stored)
-                    if over:  # so that replicas sum what the reduce-scatter has left to each, and not whole gradients
-                        value = collectives.varying(value, self._unsummed(p))
-                    value = collectives.gather(value, over, dim)
-            return checkpoint_name(value, "weight")
+            held = ((i, names_of(self.rules.parameters[a])) for i, a in enumerate(p.axes) if a not in OWN_AXES)
+            split = ((dim, tuple(axis for axis in axes if axis in stored)) for dim, axes in held)
+            gathered = tuple((dim, axes) for dim, axes in split if axes)
+            # A vector is used in float32, and so its gradient is summed in float32 where it meets activations.
+            summed = self._unsummed(p) if p.is_cast or gathered else ()
+            dtype = self.reduce_dtype if p.is_cast else jnp.float32
+            value = collectives.use_parameter(collectives.Use(gathered, summed, dtype), value)
+            return checkpoint_name(value, "weight") if gathers else value
 
         return map_spec(whole, spec, params)
 
@@ -237,7 +245,7 @@ class Context:
         """This context for parameters that have been through `gather`."""
         stored = self.axes("batch")
         left = {
-            axis: tuple(name for name in names_of(entry) if axis in ("layers", "experts") or name not in stored)
+            axis: tuple(name for name in names_of(entry) if axis in OWN_AXES or name not in stored)
             for axis, entry in self.rules.parameters.items()
         }
         return replace(self, rules=replace(self.rules, parameters=left))
@@ -246,7 +254,7 @@ class Context:
     def gathers(self) -> bool:
         """Whether parameters are stored in parts that share the batch, and so must be gathered to be used."""
         stored = self.axes("batch")
-        rules = ((axis, entry) for axis, entry in self.rules.parameters.items() if axis not in ("layers", "experts"))
+        rules = ((axis, entry) for axis, entry in self.rules.parameters.items() if axis not in OWN_AXES)
         return any(name in stored for _, entry in rules for name in names_of(entry))
 
     def _unsummed(self, p: Param) -> Axes:
@@ -259,8 +267,14 @@ class Context:
         return map_spec(lambda p, value: collectives.varying(value, self._unsummed(p)), spec, params)
 
     def together(self, spec: Spec, grads: Any) -> Any:
-        """The sums of gradients that were kept apart."""
-        return map_spec(lambda p, value: collectives.all_reduce(value, self._unsummed(p)), spec, grads)
+        """Returns the sums of gradients that were kept apart; those of matrices and tables are taken in
+        `reduce_dtype`."""
+
+        def total(p: Param, value: jax.Array) -> jax.Array:
+            dtype = self.reduce_dtype if p.is_cast else value.dtype
+            return collectives.all_reduce(value.astype(dtype), self._unsummed(p)).astype(value.dtype)
+
+        return map_spec(total, spec, grads)
 
     def in_order(self, rows: Any) -> Any:
         """Arrays over the layers of this device's stage [R/P, ...], as arrays over all layers in their order [L, ...],

@@ -92,7 +92,6 @@ def linear(
     after that.
     """
     b = None if back else params.get(f"b_{name}")
-    b = None if b is None else b.astype(x.dtype)
     split: dict[str, Any] = {"split_in" if back else "split_out": ctx.axes(over)}
     w = params[f"w_{name}"]
     y = kernels.linear(x, w, b, in_axes=in_axes, quant=ctx.quant, implementation=ctx.linear, **split)
@@ -170,7 +169,7 @@ def attention(
     else:
         mixed = kernels.attention(q, k, v, **options, **whole)
     y = ctx.leave(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
-    y = y + params["b_o"].astype(y.dtype) if cfg.bias else y
+    y = kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
     return y, {} if cache is None else {"keys": k.swapaxes(1, 2), "values": v.swapaxes(1, 2)}
 
 
@@ -303,7 +302,7 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
 def mlp(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
     """Two layers with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202); [B, S/n, D]."""
     y = ctx.leave(mlp_products(cfg, params, ctx.enter(x, "mlp"), ctx), "mlp")
-    return y + params["b_down"].astype(y.dtype) if cfg.bias else y
+    return kernels.add_in_float32(y, params["b_down"]) if cfg.bias else y
 
 
 def mlp_products(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
@@ -339,14 +338,14 @@ def embed(cfg: ModelConfig, params: Any, tokens: jax.Array, positions: jax.Array
     if axes:
         own = tokens - collectives.index(axes) * table.shape[0]
         held = (own >= 0) & (own < table.shape[0])
-        x = jnp.where(held[..., None], table[jnp.where(held, own, 0)], 0)
+        x = jnp.where(held[..., None], kernels.embedding_lookup(table, jnp.where(held, own, 0)), 0)
     else:
-        x = table[tokens]
+        x = kernels.embedding_lookup(table, tokens)
     x = ctx.leave(x, rows)
     if cfg.embedding_scale:
         x = x * jnp.asarray(cfg.d_model**0.5, x.dtype)
     if cfg.positions == "learned":
-        x = x + params["positions"][positions]
+        x = kernels.add_in_float32(x, kernels.embedding_lookup(params["positions"], positions))
     return x if cfg.tied_embeddings else collectives.gather(x, ctx.axes(width), 2)
 
 

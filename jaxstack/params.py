@@ -40,6 +40,11 @@ class Param:
         assert len(self.shape) == len(self.axes), f"{self.shape} and {self.axes} differ in length"
 
     @property
+    def is_cast(self) -> bool:
+        """Whether a forward pass takes it in the compute dtype; vectors and routers stay in float32."""
+        return self.kind in ("matrix", "table")
+
+    @property
     def stacked(self) -> int:
         """1 where the leading dimension runs over layers, else 0."""
         return int(self.axes[:1] == ("layers",))
@@ -137,4 +142,4 @@ def init(key: jax.Array, spec: Spec, layers: np.ndarray | None = None) -> Any:
 
 def cast_matrices(spec: Spec, params: Any, dtype: Any) -> Any:
     """The parameters as a forward pass in `dtype` takes them: matrices and tables cast, vectors as they are."""
-    return map_spec(lambda p, v: v.astype(dtype) if p.kind in ("matrix", "table") else v, spec, params)
+    return map_spec(lambda p, v: v.astype(dtype) if p.is_cast else v, spec, params)

@@ -130,10 +130,13 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
     return batch
 
 
-def gradients(cfg: Config, seed: int, make: Any = step.make_gradients) -> tuple[Arrays, Arrays, Arrays]:
+def gradients(
+    cfg: Config, seed: int, make: Any = step.make_gradients, batch: Arrays | None = None
+) -> tuple[Arrays, Arrays, Arrays]:
     """Loss and routing's sums, gradients and initial values on the mesh of `cfg`, layers in the model's order.
 
-    Gradients are taken away from the initial values, where norms and biases are not all alike and hide nothing.
+    Gradients are taken away from the initial values, where norms and biases are not all alike and hide nothing. The
+    batch is random unless it is given.
     """
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices)
@@ -161,12 +164,12 @@ def gradients(cfg: Config, seed: int, make: Any = step.make_gradients) -> tuple[
         return jax.device_put(whole, value.sharding)
 
     moved = jax.tree.unflatten(jax.tree.structure(initial), [move(*item) for item in flatten(initial).items()])
-    batch = jax.device_put(
-        random_batch(seed, cfg.data.packing, cfg.model, cfg.data.batch_size), ctx.sharding(ctx.batch)
-    )
+    if batch is None:
+        batch = random_batch(seed, cfg.data.packing, cfg.model, cfg.data.batch_size)
+    placed = jax.device_put(batch, ctx.sharding(ctx.batch))
     key = jax.random.key(seed) if cfg.model.dropout else None
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params.split(spec, abstract.params)[0])
-    loss, grads, sums = jax.jit(make(cfg, ctx), out_shardings=(None, shardings, None))(moved, batch, key)
+    loss, grads, sums = jax.jit(make(cfg, ctx), out_shardings=(None, shardings, None))(moved, placed, key)
     ordered = [{path: in_order(path, v) for path, v in flatten(tree).items()} for tree in (grads, initial)]
     assert params.count(params.split(spec, spec)[0]) == sum(x.size for x in ordered[0].values())
     return jax.tree.map(np.asarray, {"loss": loss, **sums}), *ordered

@@ -48,7 +48,6 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     sizes = ctx.mesh.shape
     m, t = cfg.model, cfg.train
     short, accum, remat = SHORT[t.dtype], t.grad_accum, t.remat
-    itemsize = 2 if short == "bf16" else 4
     rows = cfg.data.batch_size // accum // ctx.replicas // _microbatches(ctx)
     length = cfg.data.seq_len // sizes["context"]
     L, D, T = m.num_layers, m.d_model, sizes["tensor"]
@@ -63,7 +62,7 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     ) -> None:
         axes = tuple(a for a in sizes if a in axes and sizes[a] > 1)
         if axes and times:
-            size = math.prod(shape) * (itemsize if dtype == short else 4)
+            size = math.prod(shape) * (2 if dtype == "bf16" else 4)
             devices = math.prod(sizes[a] for a in axes)
             found.append(Collective(kind, axes, devices, dtype, shape, size, times, where))
 
@@ -154,27 +153,26 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
         layers = 1
         if p.stacked and ctx.pipeline is None:
             part, whole, layers = part[1:], whole[1:], L
-        dtype = short if p.kind in ("matrix", "table") else "f32"
+        dtype, reduced = (short, SHORT[t.reduce_dtype]) if p.is_cast else ("f32", "f32")
         gathers = 1 + p.stacked
         used = 2 if m.tied_embeddings and path == "embedding/tokens" else 1
         # What is the same in every microbatch XLA takes out of the loop over them; not out of the loop over layers.
         gathers *= accum * L if p.stacked else used
         if ctx.pipeline is not None:
             gathers = used = 1
-        scattered = dtype if ctx.pipeline is None else "f32"
         add("all-gather", stored, whole, gathers, f"{path}, whole", dtype)
         if p.frozen:
             continue
-        add("reduce-scatter", stored, whole, accum * layers * used, f"gradient of {path}", scattered)
+        add("reduce-scatter", stored, whole, accum * layers * used, f"gradient of {path}", reduced)
         unsummed = ctx.axes("batch", "sequence", "residual")
         apart = tuple(a for a in unsummed if a not in held_axes)
         if p.axes[-1] == "head_dim" and len(p.axes) == 1 + p.stacked and "tensor" not in apart:
             apart = (*apart, "tensor")  # norms of queries and keys work on some heads
         if accum == 1 and ctx.pipeline is None:
-            add("all-reduce", apart, part, layers, f"gradient of {path}", dtype)
+            add("all-reduce", apart, part, layers, f"gradient of {path}", reduced)
         else:
             summed = (L, *part) if layers > 1 else part
-            add("all-reduce", apart, summed, 1, f"gradient of {path}", "f32")
+            add("all-reduce", apart, summed, 1, f"gradient of {path}", reduced)
     return found
 
 

@@ -27,7 +27,7 @@ def linear(
 ) -> jax.Array:
     """Contracts the last `in_axes` axes of x with the first `in_axes` of w: [..., *in] x [*in, *out] -> [..., *out].
 
-    w [D, H, K] makes heads, w [H, K, D] with in_axes=2 joins them again. b [*out] is added where given.
+    w [D, H, K] makes heads, w [H, K, D] with in_axes=2 joins them again. b [*out] is added where given, in float32.
 
     "barrier" computes the same values, but puts an optimization barrier between the matmuls of the backward pass and
     what produces their operands: XLA:CPU otherwise fuses elementwise producers into a matmul, which takes it off the
@@ -46,7 +46,16 @@ def linear(
         y = _barrier_matmul(in_axes, *collectives.alike(x, w))
     else:
         y = jnp.tensordot(x, w, in_axes)
-    return y if b is None else y + b
+    return y if b is None else add_in_float32(y, b)
+
+
+def add_in_float32(x: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns x + b in x's dtype: x [..., *rest], b [*rest] of any float dtype.
+
+    The sum is taken in float32 and rounded once. So is the gradient of b, which is a sum over all tokens: in bfloat16
+    it would lose up to half of its digits or more, depending on how XLA orders the sum.
+    """
+    return (x.astype(jnp.float32) + b.astype(jnp.float32)).astype(x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
