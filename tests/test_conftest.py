@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from other_seeds import findings
+
 TESTS = Path(__file__).parent
 DRAWS = """
 import pytest
@@ -68,6 +70,8 @@ def test_a_test_that_hangs_fails_and_the_others_go_on(tmp_path):
     assert "test_inner.py::test_hangs - Failed: Timeout (>1.0s)" in done.stdout
     assert "timeout: 600.0s" in done.stdout, "pyproject.toml limits every test"
     assert "The tests took their random inputs from --seed=0." in done.stdout
+    (line,) = findings(done.stdout, seed=0)
+    assert line.endswith("test_hangs failed; reproduce with: pytest -n 0 --seed=0 'test_inner.py::test_hangs'")
 
 
 def test_so_does_one_that_no_signal_reaches(tmp_path):
