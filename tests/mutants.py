@@ -22,7 +22,6 @@ def mistakes(room: str, file: str, tests: str, *pairs: tuple[Any, ...]) -> None:
 BY_HAND = "test_by_hand.py"
 STEP = "test_step.py"
 MOE = "test_moe.py"
-EXPERTS = "test_experts.py"
 KERNELS = "test_kernels.py"
 MESHES = "test_meshes.py -k 'llama3 and dropout'"
 PIPELINE = "test_pipeline.py -k 'gives and llama3'"
@@ -63,7 +62,7 @@ mistakes(
     ('Param((D, E), ("embed", "router"), "router", std=cfg.init_std)',
      'Param((D, E), ("embed", "router"), "matrix", std=cfg.init_std)',
      "test_model.py -k cast"),
-    ("gate.reshape(-1))", "gate.T.reshape(-1))", EXPERTS + " " + BY_HAND),
+    ("gate.reshape(-1))", "gate.T.reshape(-1))", BY_HAND + " -k 'domain or timestep'"),
 )  # fmt: skip
 
 mistakes(
@@ -76,8 +75,8 @@ mistakes(
     ('given["rope"] = layers.rope_tables(cfg, positions)',
      'given["rope"] = layers.rope_tables(cfg, ctx.token_index(length))', GENERATE + " -k 'greedy and gemma2'"),
     ("a.reshape(-1, period, *a.shape[1:])[:, i]", "a.reshape(period, -1, *a.shape[1:])[i]", "test_model.py -k dealt"),
-    ('cfg.moe.router != "sigmoid" or cfg.lora.rank:', 'cfg.moe.router != "sigmoid":', "test_lora.py test_experts.py"),
-    ('ctx.in_rows(aux["load"]), cfg.moe.bias_rate', 'ctx.in_rows(aux["load"]), -cfg.moe.bias_rate', EXPERTS),
+    ('cfg.moe.router != "sigmoid" or cfg.lora.rank:', 'cfg.moe.router != "sigmoid":', "test_experts.py -k frozen"),
+    ('ctx.in_rows(aux["load"]), cfg.moe.bias_rate', 'ctx.in_rows(aux["load"]), -cfg.moe.bias_rate', "test_experts.py -k frozen"),
     ("return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)",
      "return a.reshape(microbatches, -1, *a.shape[1:])", "test_model.py -k dealt"),
     ('ctx.remat == "none" and not ctx.gathers', 'ctx.remat == "none"', "test_collectives.py"),
@@ -129,7 +128,7 @@ mistakes(
     ("1.4826 * jnp.median", "jnp.median", "test_reliability.py -k spike"),
     ("(updates >= cfg.window)", "(updates > cfg.window)", "test_reliability.py -k spike"),
     ("return loss + losses.auxiliary(cfg.model, aux, means), (loss, aux)", "return loss, (loss, aux)",
-     EXPERTS + " -k balance"),
+     "test_experts.py -k balance"),
     ('params.init(jax.random.key(cfg.run.seed), spec, layers)', "params.init(jax.random.key(0), spec, layers)",
      STEP + " -k initial or seed or follows"),
     ("_, scatter = jax.vjp(partial(whole, trained_spec), trained)", "_, scatter = jax.vjp(partial(whole, spec), trained)",
@@ -608,11 +607,15 @@ mistakes(
 mistakes(
     "convert",
     "convert.py",
-    EXPERTS + " test_moe.py -k 'up_cycled or upcycled or dense'",
+    "test_experts.py test_moe.py -k 'up_cycled or upcycled or dense'",
     ("d_ff=cfg.expert_width), {**values", "d_ff=cfg.ff_width), {**values"),
     ("w[:, expert] for name", "w[:, 0] for name"),
-    ('not in ("domain", "timestep") or cfg.moe.shared_experts', 'not in ("domain", "timestep")', EXPERTS),
-    ("moe.d_ff not in (None, cfg.ff_width)", "moe.d_ff is None", EXPERTS),
+    (
+        'not in ("domain", "timestep") or cfg.moe.shared_experts',
+        'not in ("domain", "timestep")',
+        "test_experts.py -k mistakes",
+    ),
+    ("moe.d_ff not in (None, cfg.ff_width)", "moe.d_ff is None", "test_experts.py -k mistakes"),
 )
 
 mistakes(
@@ -667,3 +670,61 @@ mistakes(
     ("now - heard > self._lost_s and i not in self._ends", "now - heard > self._lost_s"),
     ("now - self._moved > self._stalled_s", "now - self._moved > 1000 * self._stalled_s"),
 )  # fmt: skip
+
+mistakes(
+    "checkpoint",
+    "seal.py",
+    "test_reliability.py -k 'seal or whole or aside or share or written'",
+    ("if writer == process and name != NAME)", "if writer == process)"),
+    ("sorted(found - wanted.keys())", "sorted(found - found)"),
+    ("_size(checkpoint / name) or 0) != size", "_size(checkpoint / name) or 0) < size"),
+    ("_sha256(checkpoint / name) == wanted[name]", "_sha256(checkpoint / name)[0] == wanted[name][0]"),
+    (
+        "if unknown := sorted(_files(checkpoint) - sums.keys())",
+        "if unknown := sorted(sums.keys() - _files(checkpoint))",
+    ),
+    ("if (directory / str(step) / NAME).is_file()]", "if (directory / str(step)).is_dir()]"),
+    ("bytes_of[least] += wanted[name][0]", "bytes_of[least] += 1"),
+    ("return sorted(found, reverse=True)", "return sorted(found)"),
+)
+mistakes(
+    "checkpoint",
+    "checkpoint.py",
+    "test_reliability.py",
+    ("kept = set(steps[: self._cfg.keep])", "kept = set(steps[-self._cfg.keep :])", "test_reliability.py -k policies"),
+    ("step % self._cfg.keep_every == 0", "step // self._cfg.keep_every == 0", "test_reliability.py -k policies"),
+    (
+        "kept |= {step for _, step in scored[: self._cfg.keep_best]}",
+        "kept |= {step for _, step in scored[-self._cfg.keep_best :]}",
+        "test_reliability.py -k policies",
+    ),
+    ("jnp.isfinite(leaf).all() for leaf", "jnp.isfinite(leaf).any() for leaf", "test_reliability.py -k finite"),
+    ("if total > limit:", "if total > 2 * limit:", "test_reliability.py -k parts"),
+    ("for _, file in stored if file not in read}", "for _, file in stored}", "test_reliability.py -k loaded"),
+    (
+        "wanted = {name: sums for name, sums in wanted.items() if name not in unread}",
+        "wanted = {name: sums for name, sums in wanted.items() if name in unread}",
+        "test_reliability.py -k 'loaded or whole'",
+    ),
+)
+mistakes(
+    "checkpoint",
+    "files.py",
+    "test_reliability.py -k whole",
+    ("        os.fsync(file.fileno())\n", "        pass\n"),
+    ('path.with_name(f".{path.name}.new")', "path"),
+)
+mistakes(
+    "checkpoint", "rundir.py", "test_train.py -k 'fit or prolonged or finished or tokenizer_of'",
+    ("if cfg.train.steps < max(saved_steps):", "if cfg.train.steps <= max(saved_steps):"),
+    ("if key.startswith(_FIXED) and key not in _FREE:", "if key.startswith(_FIXED):"),
+    ('_FIXED = ("model.", "optim.name")', '_FIXED = ("model.",)'),
+    ("before.get(key) != now[key] and not key.startswith(LAUNCH)]", "before.get(key) != now[key]]", "test_processes.py -k started"),
+)  # fmt: skip
+mistakes(
+    "distributed",
+    "distributed.py",
+    "test_processes.py -k rows",
+    ("row_of[here] = np.arange(len(here))", "row_of[: len(here)] = np.arange(len(here))"),
+    ("np.unique(np.concatenate([np.arange(rows)[index]", "np.sort(np.concatenate([np.arange(rows)[index]"),
+)

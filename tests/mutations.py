@@ -131,7 +131,7 @@ def judge(mutant: Mutant, tree: Path, limit_s: float) -> dict[str, Any]:
     record: dict[str, Any] = {"name": mutant.name, "room": mutant.room, "file": mutant.file, "tests": mutant.tests}
     record |= {"line": before[: before.index(mutant.old)].count("\n") + 1, "old": mutant.old, "new": mutant.new}
     record["seconds"] = round(time.monotonic() - began, 1)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     if code is None:
         record |= {"result": "killed", "by": f"the time limit of {limit_s:.0f} s"}
     elif code == 0:
@@ -150,7 +150,7 @@ def clean(tree: Path, records: list[dict[str, Any]], limit_s: float) -> None:
     Raises:
       RuntimeError: one of them fails, so that what it killed says nothing.
     """
-    nodes = {record["by"].split("[")[0] for record in records if "::" in record.get("by", "")}
+    nodes = {record["by"] for record in records if "::" in record.get("by", "")}
     if nodes:
         code, output = run_tests(tree, sorted(nodes), limit_s)
         if code:

@@ -11,7 +11,7 @@ import pytest
 from models import EXPERTS, FAMILIES
 
 from jaxstack import convert, layers, losses, model, params, plan, step
-from jaxstack.config import Config, ConfigError, DataConfig, MoEConfig, OptimConfig, TrainConfig
+from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
 from jaxstack.context import Context, implementations
 from jaxstack.tree import flatten
 
@@ -220,6 +220,17 @@ def test_a_step_reports_the_load_and_moves_the_bias_against_it(rng):
     moved = after.params["layers"]["moe"]["balance"] - values["layers"]["moe"]["balance"]
     np.testing.assert_allclose(moved[:, 3], -cfg.model.moe.bias_rate, rtol=1e-3)
     assert (moved > 0).any()
+
+
+def test_the_bias_moves_by_its_rate_unless_it_is_frozen():
+    cfg = dataclasses.replace(EXPERTS["deepseek"], moe=dataclasses.replace(EXPERTS["deepseek"].moe, bias_rate=0.25))
+    values = {"layers": {"moe": {"balance": jnp.full((2, 8), 0.5), "w": jnp.ones(2)}}, "head": 1}
+    load = np.array([[9, 0, 4, 4, 4, 4, 4, 3], [5, 5, 5, 5, 5, 5, 5, 5]], np.float32)  # means of 4 and 5
+    moved = model.balance(cfg, values, {"load": jnp.asarray(load)}, Context())
+    assert moved["layers"]["moe"]["balance"].tolist() == [[0.25, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5, 0.75], [0.5] * 8]
+    assert (moved["head"], moved["layers"]["moe"]["w"].tolist()) == (1, [1, 1])
+    for other in (dataclasses.replace(cfg, lora=LoraConfig(rank=2)), EXPERTS["mixtral"], FAMILIES["llama3"]):
+        assert model.balance(other, values, {"load": jnp.asarray(load)}, Context()) is values
 
 
 def test_dropped_pairs_are_reported(rng):
