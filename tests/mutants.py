@@ -100,7 +100,7 @@ mistakes(
     ("draw(jax.random.fold_in(own, i))", "draw(own)"),
     ("zlib.crc32(path_of(keys).encode())", 'zlib.crc32(path_of(keys).split("/")[-1].encode())'),
     ("p.std * jax.random.normal", "p.std**2 * jax.random.normal"),
-    ('if p.kind in ("matrix", "table") else v', 'if p.kind == "matrix" else v',
+    ('return self.kind in ("matrix", "table")', 'return self.kind == "matrix"',
      "test_model.py -k cast"),
     ('self.stacked + int("experts" in self.axes)', "self.stacked", "test_optim.py test_hf.py -k 'muon or lies or Muon'"),
     ('self.kind == "matrix" and "vocab" not in self.axes', 'self.kind == "matrix"', "test_optim.py"),

@@ -126,6 +126,20 @@ def test_hf_sentencepiece_bytes_fall_back(tmp_path):
     assert ours.num_bytes([1, 2, 3, 4, 5]) == len(" the ü".encode())
 
 
+def test_hf_tokenizer_with_gaps_and_a_template(tmp_path):
+    """Ids that leave some out, and a template that would put a token before every text."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra [hf]")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 7, "?": 3, "<s>": 9}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 9)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = data.make_tokenizer(str(tmp_path / "tokenizer.json"), [])
+    assert tokenizer.vocab_size == 10
+    assert tokenizer.encode("a b a").tolist() == [0, 7, 0]
+    ids, starts, ends = tokenizer.encode_with_offsets("a b a")
+    assert (ids.tolist(), starts.tolist(), ends.tolist()) == ([0, 7, 0], [0, 2, 4], [1, 3, 5])
+
+
 def test_hf_malformed_file(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "t.json").write_text('{"a": 1}')
