@@ -292,6 +292,19 @@ def test_every_answer_is_learned_once_an_epoch_in_sight_of_its_question(tmp_path
     )
 
 
+def test_what_follows_a_conversation_in_its_row_weighs_nothing():
+    """Two conversations of three tokens, all answers: of the second in the first's row nothing counts; packed behind
+    it, all but its first token, which would be a target of the other's last."""
+    both = data.Tokens(np.arange(6, dtype=np.uint8), np.array([0, 3]), np.array([3, 6]), 9, answers=np.ones(6, bool))
+    alone = whole(both, 5, packing=False).batch(np.array([0, 1]), 5, False, 9)
+    assert alone["tokens"][0].tolist() == [0, 1, 2, 3, 4]
+    assert alone["weights"].tolist() == [[1, 1, 0, 0, 0]] * 2
+    packed = whole(both, 5, packing=True).batch(np.array([0]), 5, True, 9)
+    assert packed["weights"].tolist() == [[1, 1, 0, 1, 1]]
+    assert packed["segment_ids"].tolist() == [[1, 1, 1, 2, 2]]
+    assert packed["positions"].tolist() == [[0, 1, 2, 0, 1]]
+
+
 def test_packing_is_tight():
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, 60, 500)

@@ -1,11 +1,12 @@
 """Throughput by a clock and chips that the test holds in its hand, every figure worked out beside it."""
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
 
-from jaxstack import goodput, metrics
+from jaxstack import goodput, loggers, metrics
 from jaxstack.config import Config, DataConfig, ModelConfig, TrainConfig
 
 # One layer: 4 x 8 x 8 for q, k, v, o; 3 x 8 x 16 for the MLP; a head of 8 x 10. Multiply-adds of one token: 720.
@@ -88,3 +89,33 @@ def test_every_second_belongs_to_one_kind(clock):
     }  # fmt: skip
     clock.t += 0.5
     assert account.take() == {"step": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kept", "dropped", "lost", "down"),
+    [
+        ([(100, {}), (950, {})], [], 0.0, 47.5),  # this process began 2.5 s before 1000, which is now
+        ([(100, {})], [(960, {"seconds": {"step": 3.0, "data": 1.0}})], 4.0, 37.5),
+        ([(100, {})], [(960, {"seconds": {"step": 3.0}, "down_s": 7.0, "lost_s": 2.0})], 5.0, 44.5),
+        ([(100, {}), (950, {"event": "finished"})], [], 0.0, 0.0),
+        ([(999, {})], [], 0.0, 0.0),  # a clock that was set back
+    ],
+)
+def test_time_that_is_lost_when_a_run_goes_on(clock, monkeypatch, kept, dropped, lost, down):
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    before, after = ([{"step": 1, "time": time, **more} for time, more in lines] for lines in (kept, dropped))
+    assert goodput.resumed(4, before, after) == {"step": 4, "event": "resumed", "lost_s": lost, "down_s": down}
+
+
+def test_lines_are_finite_json_and_steps_that_come_again_are_taken_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = loggers.JsonLines(path)
+    for step, loss in ((1, 0.5), (2, math.nan), (3, math.inf), (3, -math.inf), (4, 2)):
+        log.write({"step": step, "loss": loss})
+    lines = [(1, 0.5), (2, None), (3, None), (3, None), (4, 2)]
+    assert [(line["step"], line["loss"]) for line in log.records] == lines
+    assert [(line["step"], line["loss"]) for line in loggers.read_lines(path)] == lines
+    assert [line["step"] for line in log.rewind(2)] == [3, 3, 4]
+    log.write({"step": 3, "loss": 0.25})
+    path.write_text(path.read_text() + '{"step": 4, "lo')  # a crash
+    assert [line["step"] for line in loggers.JsonLines(path).records] == [1, 2, 3]

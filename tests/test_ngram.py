@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from jaxstack.data.ngram import best_order, bits_per_byte, probabilities
+from jaxstack.data.ngram import baseline, best_order, bits_per_byte, probabilities
 
 
 def slow_probabilities(train, held_out, order):
@@ -81,6 +81,16 @@ def test_best_order(texts):
     train, held_out = texts
     bits = {order: bits_per_byte(train, held_out, order) for order in range(2, 7)}
     assert best_order(train, held_out) == (min(bits, key=bits.get), min(bits.values()))
+
+
+def test_the_baseline_reads_what_the_model_read_and_is_scored_where_it_was(rng):
+    """A row is left out if none of its targets counts, as in a padded batch; the last target is read too."""
+    rows = rng.integers(97, 101, (6, 30))
+    weights = np.ones((6, 29), np.float32)
+    weights[1, 3:], weights[4] = 0, 0
+    batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": weights}
+    kept = rows[[0, 1, 2, 3, 5]].astype(np.uint8)
+    assert baseline([batch], [batch]) == best_order([rows.astype(np.uint8)], [kept], given=1)
 
 
 def test_learns_english():

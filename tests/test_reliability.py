@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxstack import checkpoint, files, goodput, progress, rundir, seal, step, supervise, watch
+from jaxstack import checkpoint, files, progress, rundir, seal, step, supervise, watch
 from jaxstack.config import CheckpointConfig, ConfigError, MeshConfig, SpikeConfig
 from jaxstack.exits import Exit, RunError
 
@@ -282,14 +282,6 @@ def test_a_course_steps_over_what_a_spike_was_read_from():
         again.stepped().back(spike=5, most=2)
     assert error.value.code == Exit.BAD_STEPS
     assert again.stepped().saved() == progress.Course(done=5, batch=8, newest=5), "a new checkpoint, a new count"
-
-
-def test_time_that_is_lost_is_counted_once():
-    lines = [{"step": n, "time": 100.0 + n, "seconds": {"step": 1.0}} for n in range(1, 7)]
-    event = goodput.resumed(4, lines[:4], lines[4:])
-    assert event["lost_s"] == 2.0
-    assert event["down_s"] >= 0
-    assert goodput.resumed(0, [], []) is None
 
 
 def test_what_is_not_loaded_is_not_verified(rng, tmp_path, monkeypatch):

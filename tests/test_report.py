@@ -159,6 +159,30 @@ def test_events_are_named_with_what_they_cost(tmp_path):
         assert word in words
 
 
+def test_the_figures_of_a_run_by_hand(tmp_path):
+    lines = [*LINES, {"step": 30, "eval_loss": 0.9}, {"step": 30, "eval_loss": None}, training(40, mfu=0.25)]
+    end = {"step": 40, "event": "finished", "time": 150.0}
+    (run,) = runs.read([write(tmp_path / "run", [*lines, end])])
+    assert runs.summary(run) == {
+        "last step": "40 of 40",
+        "ended": "finished",
+        "last loss (nats per token)": "0.1500",
+        "best held-out loss (nats per token)": "0.7000 at step 10",
+        "tokens per second, median": "25,000",  # of 10, 20, 30 and 40 thousand
+        "MFU, median": "25.0%",
+        "wall clock": "1 min 27 s",  # 85 s, and two more
+        "goodput": "6.3%",  # 5.5 of 87
+    }
+    (again,) = runs.read([write(tmp_path / "again", [*lines, end, training(50)])])
+    assert runs.summary(again)["ended"] == "no end in the log"
+    assert runs.summary(again)["last step"] == "50 of 40"
+
+
+def test_runs_of_one_name_go_by_their_paths(tmp_path):
+    paths = [write(tmp_path / folder, LINES) for folder in ("a/run", "b/run", "b/other")]
+    assert [run.name for run in runs.read(paths)] == [str(paths[0]), str(paths[1]), "other"]
+
+
 def test_differences_leave_out_where_a_run_stands(tmp_path):
     others = CONFIG.replace("0.001", "3e-4").replace("somewhere", "elsewhere") + "data:\n  packing: true\n"
     found = runs.read([write(tmp_path / "a", LINES), write(tmp_path / "b", LINES, others)])

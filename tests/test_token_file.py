@@ -124,9 +124,9 @@ def test_truncated(file):
 def test_ids_past_the_vocabulary(file, monkeypatch):
     monkeypatch.setattr("jaxstack.data.tokens._CHUNK", 3)
     ids = np.fromfile(f"{file}.bin", "<u2")
-    ids[5] = 300
+    ids[5] = 256
     ids.tofile(f"{file}.bin")
-    with pytest.raises(ConfigError, match=r"t\.bin holds id 300 at token 5, past the vocabulary of 256"):
+    with pytest.raises(ConfigError, match=r"t\.bin holds id 256 at token 5, past the vocabulary of 256"):
         data.read_token_file(file)
 
 
