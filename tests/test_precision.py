@@ -30,6 +30,7 @@ QUICK: list[Case] = [
     ("gpt2", {}, {"accum": 4}),  # biases, learned positions, a tied head
     ("llama3", {"fsdp": 2, "tensor": 2}, {"packing": True, "tokens": 8192}),
     ("softmax", {}, {}),
+    ("untied", {"pipe": 2, "tensor": 2}, {"tokens": 2048}),
 ]
 CASES: list[Case] = [
     *QUICK,
