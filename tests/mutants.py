@@ -322,7 +322,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "sharding", "sharding/rules.py", "test_rules.py test_flax.py",
+    "sharding", "sharding/rules.py", "test_rules.py",
     ("if pattern.fullmatch(path)), None)\n            if first", "if pattern.match(path)), None)\n            if first"),
     ("if name in claimed:", "if name in claimed and dim == 0:"),
     ("if shape[dim] % parts:", "if parts % shape[dim]:"),

@@ -157,8 +157,10 @@ def clean(tree: Path, records: list[dict[str, Any]], limit_s: float) -> None:
             raise RuntimeError(f"tests fail without a mutant, so that nothing is known:\n{output[-3000:]}")
 
 
-def run(mutants: list[Mutant], limit_s: float, save: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """Judges the mutants, two at a time, and calls `save` with the record of each."""
+def run(
+    mutants: list[Mutant], limit_s: float, save: Callable[[dict[str, Any]], None], check: bool = True
+) -> list[dict[str, Any]]:
+    """Judges the mutants, two at a time, and calls `save` with the record of each. `check`: see `clean`."""
     for mutant in mutants:
         mutant.applied(ROOT)
     trees: queue.Queue[Path] = queue.Queue()
@@ -181,7 +183,8 @@ def run(mutants: list[Mutant], limit_s: float, save: Callable[[dict[str, Any]], 
 
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             records = list(pool.map(one, mutants))
-        clean(trees.get(), records, 20 * limit_s)
+        if check:
+            clean(trees.get(), records, 20 * limit_s)
     return records
 
 
@@ -248,7 +251,8 @@ def main() -> int:
         for m in mutants:
             print(f"{m.name:22} {m.file}: {m.old!r} -> {m.new!r}  [{m.tests}]")
         return 0
-    records = run(mutants, options.limit_s, (lambda _: None) if options.sample else results.save)
+    save = (lambda _: None) if options.sample else results.save
+    records = run(mutants, options.limit_s, save, check=options.only is None)
     totals = summed_up(records)
     print("\n" + "\n".join(f"{room:14} {counts}" for room, counts in totals["rooms"].items()))
     print(f"{totals['mutants']} mutants, {totals['killed_fraction']:.1%} of those that are not equivalent were killed")

@@ -231,6 +231,7 @@ def test_a_spike_is_what_its_definition_says(rng):
         ({"data": 4, "fsdp": 2}, 16, 7, (2, 2)),  # three replicas would not divide the batch
         ({"data": 4, "fsdp": 2}, 12, 7, (3, 2)),
         ({"data": 1, "fsdp": 8}, 16, 7, (1, 4)),
+        ({"data": 1, "fsdp": 6}, 30, 5, (1, 3)),  # what was stored in six parts is stored in a divisor of six
         ({"data": 2, "fsdp": 2, "tensor": 2}, 8, 6, (1, 2)),
         ({"data": 2, "tensor": 4}, 8, 3, None),
     ],
