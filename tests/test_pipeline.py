@@ -172,6 +172,7 @@ def test_the_table_gives_what_autodiff_does(case, seed):
     assert gradient < 1e-5
 
 
+@functools.cache  # the reference is the same for all
 def objective_of(accum: int, stages: int, microbatches: int, seed: int) -> tuple[float, float, float]:
     """Loss, auxiliary loss and gradient norm of a mixture of experts."""
     mesh = {"pipe": stages} if stages > 1 else {}
@@ -184,7 +185,11 @@ def objective_of(accum: int, stages: int, microbatches: int, seed: int) -> tuple
     )
 
 
-SPLITS = [(a, p, m) for a, p, m in itertools.product((1, 2), (1, 2, 4), (2, 4, 8)) if a * m <= 8 and (p > 1 or m == 2)]
+SPLITS = [
+    (a, p, m)
+    for a, p, m in itertools.product((1, 2), (1, 2, 4), (2, 4, 8))
+    if a * m <= 8 and (p > 1 or (a, m) == (2, 2))
+]
 
 
 @pytest.mark.parametrize(

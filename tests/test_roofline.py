@@ -1,5 +1,6 @@
 """The roofline's FLOPs against those of the real program, exactly; its shares and traffic; a classic observation."""
 
+import itertools
 import json
 import math
 import re
@@ -31,6 +32,8 @@ from jaxstack.plan.__main__ import main
 from jaxstack.plan.roofline import Limits, Shapes, Work
 
 LORA = LoraConfig(rank=4, targets=("attention/w_q", "attention/w_o", "mlp/w_up", "mlp/w_down"))
+USUAL = ("llama3", "gemma2", "lora", "deepseek")
+"""A dense model, one with other norms and windows, adapters, experts."""
 MODELS = (
     FAMILIES
     | {
@@ -67,8 +70,13 @@ def in_program(cfg: Config) -> float:
     return aot.matmul_flops(step.make_train_step(cfg, ctx), step.abstract_state(cfg, ctx), batch)
 
 
-@pytest.mark.parametrize("remat", ["none", "selective", "dots", "full"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        pytest.param(name, remat, marks=pytest.mark.slow if remat in ("dots", "full") and name not in USUAL else ())
+        for name, remat in itertools.product(MODELS, ("none", "selective", "dots", "full"))
+    ],
+)
 def test_flops_are_those_of_the_program(name, remat):
     cfg = config(MODELS[name], remat)
     assert multiplied(roofline.operations(cfg, roofline.context(cfg), "unfused")) == in_program(cfg)

@@ -41,6 +41,10 @@ SMALL = [
 ]
 
 
+PLAIN = ["--optim.name=sgd", "--sample.prompts=[]"]
+"""Where neither optimizer nor samples matter, whose compilation takes long. Such a run is compiled as tests are."""
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
@@ -53,18 +57,20 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
 
 
-def start(*argv: str) -> subprocess.Popen[str]:
+def start(*argv: str, **env: str) -> subprocess.Popen[str]:
+    if set(PLAIN) <= set(argv):
+        env = {"XLA_FLAGS": os.environ["XLA_FLAGS"], **env}
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=environment() | env,
     )
 
 
-def run(*argv: str, code: int = 0) -> tuple[str, str]:
-    process = start(*argv)
+def run(*argv: str, code: int = 0, **env: str) -> tuple[str, str]:
+    process = start(*argv, **env)
     try:
         out, err = process.communicate()
     finally:
@@ -188,7 +194,7 @@ def test_a_checkpoint_of_another_shape_is_refused_by_its_arrays(straight, text, 
 def test_a_tokenizer_of_other_text_is_refused(tmp_path):
     """As many characters, but others: shapes fit, meanings do not."""
     small = [flag for flag in SMALL if not flag.startswith("--train.steps")]
-    argv = [*small, "--data.tokenizer=chars", f"--run.dir={tmp_path / 'run'}", "--train.steps=1", "--sample.prompts=[]"]
+    argv = [*small, "--data.tokenizer=chars", f"--run.dir={tmp_path / 'run'}", "--train.steps=1", *PLAIN]
     for name, letters in (("a", "abc\n"), ("b", "xyz\n")):
         (tmp_path / name).write_text(letters * 400)
     run(*argv, f"--data.path={tmp_path / 'a'}")
@@ -231,19 +237,16 @@ def test_accumulation_on_the_command_line(text, straight, tmp_path):
 
 def test_hundreds_of_held_out_batches(text, tmp_path):
     """Evaluations in flight at once would wait for each other's collectives for ever on two CPU devices."""
-    flags = ["--train.eval_steps=400", "--train.steps=2", "--data.eval_fraction=0.5", "--data.seq_len=16"]
+    flags = ["--train.eval_steps=400", "--train.steps=2", "--data.eval_fraction=0.5", "--data.seq_len=16", *PLAIN]
     run(*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", *flags)
     assert [line["step"] for line in lines(tmp_path / "run") if "eval_loss" in line] == [2]
 
 
 def test_the_environment_of_the_user_wins(text, tmp_path):
     """One device asked for, one device used, where `train.py` would have made one of each core."""
-    process = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}",
-         "--train.steps=1"],
-        capture_output=True, text=True, env=environment() | {"JAX_NUM_CPU_DEVICES": "1"}, check=True,
-    )  # fmt: skip
-    assert "device   1 x" in process.stdout
+    argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--train.steps=1", *PLAIN]
+    out, _ = run(*argv, JAX_NUM_CPU_DEVICES="1")
+    assert "device   1 x" in out
 
 
 @pytest.mark.slow
@@ -281,7 +284,7 @@ def test_shardings_are_printed_and_nothing_is_written(text, tmp_path):
 def test_some_steps_are_traced(text, tmp_path):
     """Into the run's directory, with a line that says where; the profiler's own seconds are no part of any step's."""
     run_dir = tmp_path / "run"
-    argv = [*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", "--train.steps=6", "--profile.steps=3:4"]
+    argv = [*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", "--train.steps=6", "--profile.steps=3:4", *PLAIN]
     out, _ = run(*argv)
     (line,) = [line for line in out.splitlines() if line.startswith("profile")]
     assert f"steps 3 to 4 are in {run_dir}/profile/" in line
@@ -305,6 +308,6 @@ def test_some_steps_are_traced(text, tmp_path):
 def test_batches_of_one(tmp_path):
     """A tiny text in the smallest batches."""
     (tmp_path / "text").write_text("abc def ghi\n" * 40)
-    one = ["--data.batch_size=1", "--train.steps=2", "--train.eval_every=2", "--mesh.data=1", "--sample.prompts=[]"]
+    one = ["--data.batch_size=1", "--train.steps=2", "--train.eval_every=2", "--mesh.data=1", *PLAIN]
     run(*SMALL, f"--data.path={tmp_path / 'text'}", f"--run.dir={tmp_path / 'run'}", *one)
     assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 2]
