@@ -21,8 +21,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 import numpy as np
 import pytest
 
-SLOW_LIMIT_S = 1800
-"""The time limit of a slow test; that of the others is `timeout` in pyproject.toml."""
+SLOW_LIMIT_S = 3000
+"""The time limit of a slow test and of those that compile ahead of time; the others have `timeout` of pyproject.toml."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +45,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        slow = item.get_closest_marker("slow") or item.path.parent.name == "aot"
+        if slow and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
         if {"rng", "seed"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("random")
