@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 SLOW_LIMIT_S = 3000
-"""The time limit of a slow test and of those that compile ahead of time; the others have `timeout` of pyproject.toml."""
+"""The time limit of slow tests and of those that compile ahead of time. pyproject.toml has that of the others."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
