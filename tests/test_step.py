@@ -111,6 +111,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(poison, rng):
     assert (int(twice.skipped), int(twice.skipped_in_a_row)) == (2, 2)
     healed, metrics = train_step(twice, good)
     assert (int(healed.step), int(healed.skipped), int(healed.skipped_in_a_row)) == (4, 2, 0)
+    relapsed, _ = train_step(healed, bad)
+    assert (int(relapsed.skipped), int(relapsed.skipped_in_a_row)) == (3, 1)
     # The optimizer has made one update so far, and the learning rate reported is that of the second.
     assert float(metrics["lr"]) == float(train_step(state, good)[1]["lr"])
 
