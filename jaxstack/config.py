@@ -441,7 +441,7 @@ class KernelsConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimizer and learning-rate schedule, all from optax."""
+    """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "muon", "adafactor", "lion", "sgd"] = "adamw"
     """`muon` moves the hidden matrices, scaled so that AdamW's learning rates serve it; the rest follows AdamW."""
@@ -460,11 +460,11 @@ class OptimConfig:
     clip_norm: float | None = 1.0
     """Gradients are scaled down to this global norm; null: never."""
     b1: float = 0.9
-    """First-moment decay (AdamW, Lion); momentum of Muon and SGD."""
+    """First-moment decay (AdamW); Lion's weight of the momentum in an update; momentum of Muon and SGD."""
     b2: float = 0.95
-    """Second-moment decay."""
+    """Second-moment decay (AdamW); of Lion, the decay of its momentum."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment (AdamW)."""
 
     def __post_init__(self) -> None:
         _at_least("optim", self, 0, "lr", "warmup_steps", "weight_decay", "eps")

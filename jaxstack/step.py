@@ -43,10 +43,12 @@ class TrainState:
     opt_state: Any
 
 
-def make_optimizer(cfg: Config) -> optax.GradientTransformation:
-    """Of what is trained; it keeps nothing for what is frozen."""
-    spec = model.spec(cfg.model)
-    return optim.optimizer(cfg.optim, cfg.train.steps, params.split(spec, spec)[0])
+def make_optimizer(cfg: Config, ctx: Context | None = None) -> optax.GradientTransformation:
+    """Of what is trained; it keeps nothing for what is frozen. The context says how parameters lie."""
+    spec, shardings = model.spec(cfg.model), None
+    if ctx is not None and ctx.mesh is not None:
+        shardings = params.split(spec, jax.tree.map(ctx.sharding, ctx.parameters(spec)))[0]
+    return optim.optimizer(cfg.optim, cfg.train.steps, params.split(spec, spec)[0], shardings)
 
 
 def init_state(cfg: Config, ctx: Context | None = None) -> TrainState:
@@ -71,19 +73,25 @@ def make_state(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
 
 
 def abstract_state(cfg: Config, ctx: Context) -> TrainState:
-    """Shapes, dtypes and shardings of the state; what the optimizer keeps for a parameter lies as it does."""
+    """Shapes, dtypes and shardings of the state; what the optimizer keeps for a parameter lies as it does. So do means
+    over the inputs or outputs of its matrices, in the dimensions that are left."""
     spec = ctx.stored(model.spec(cfg.model))
-    placed = {
-        path: (p.shape, ctx.sharding(where))
-        for (path, p), where in zip(params.flat_spec(spec).items(), jax.tree.leaves(ctx.parameters(spec)), strict=True)
-    }
+    placed = {}
+    for (path, p), where in zip(params.flat_spec(spec).items(), jax.tree.leaves(ctx.parameters(spec)), strict=True):
+        entries, outputs = (*where, *[None] * len(p.shape))[: len(p.shape)], p.batch_axes + p.in_axes
+        parts = [  # of shapes that are alike the last counts
+            (p.shape[: p.batch_axes] + p.shape[outputs:], entries[: p.batch_axes] + entries[outputs:]),
+            (p.shape[:outputs], entries[:outputs]),
+            (p.shape, entries),
+        ]
+        placed[path] = {shape: ctx.sharding(PartitionSpec(*split)) for shape, split in parts}
     replicated = ctx.sharding(PartitionSpec())
 
     def place(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         path = path_of(keys)
-        for suffix, (shape, sharding) in placed.items():
-            if path.endswith("/" + suffix) and leaf.shape == shape:
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for suffix, shardings in placed.items():
+            if path.endswith("/" + suffix) and leaf.shape in shardings:
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.shape])
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(lambda: init_state(cfg, ctx)))
@@ -292,7 +300,7 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
     `skipped_in_a_row`, `spike` (0 or 1), and of a mixture of experts those of `losses.routing_metrics`.
     """
-    optimizer, spec = make_optimizer(cfg), model.spec(cfg.model)
+    optimizer, spec = make_optimizer(cfg, ctx), model.spec(cfg.model)
     schedule = optim.schedule(cfg.optim, cfg.train.steps)
     gradients = make_gradients(cfg, ctx)
 

@@ -44,19 +44,24 @@ def test_shardings_are_those_on_file(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "mesh", "optimizer"),
     [
-        ("deepseek_v3", {"expert": 64}),
-        ("mixtral_8x7b", {"expert": 8, "fsdp": 8}),  # it has eight experts
-        ("deepseek_v3", {"expert": 8, "fsdp": 8}),
-        ("mixtral_8x7b", {"fsdp": 64}),
-        ("deepseek_v3", {"fsdp": 64}),
+        ("deepseek_v3", {"expert": 64}, "adamw"),
+        ("mixtral_8x7b", {"expert": 8, "fsdp": 8}, "adamw"),  # it has eight experts
+        ("deepseek_v3", {"expert": 8, "fsdp": 8}, "adafactor"),
+        ("mixtral_8x7b", {"fsdp": 64}, "muon"),
+        ("deepseek_v3", {"fsdp": 64}, "adamw"),
     ],
     ids=str,
 )
-def test_a_device_holds_its_even_share_of_the_state(name, mesh):
+def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
     """Parameters and optimizer of models with experts, on 64 devices that are not here."""
-    flags = [f"--config={ROOT / 'configs' / name}.yaml", "--mesh.data=1", "--data.batch_size=64"]
+    flags = [
+        f"--config={ROOT / 'configs' / name}.yaml",
+        "--mesh.data=1",
+        "--data.batch_size=64",
+        f"--optim.name={optimizer}",
+    ]
     cfg = resolve(cli.parse_config([*flags, *(f"--mesh.{axis}={size}" for axis, size in mesh.items())], ROOT), 256)
     sizes = tuple(cfg.mesh.sizes.values())
     ctx = Context(mesh=AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES)))  # type: ignore[arg-type]

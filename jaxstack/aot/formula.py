@@ -1,7 +1,7 @@
 """What a configuration moves between devices in a step, and what it holds on each, by formula.
 
 Modelled is what the arrays of a step amount to. Not modelled: scalars and what is as small (sums of losses, routing's
-statistics), XLA's own copies and paddings, and what Muon's orthogonalisation moves, which XLA lays out by itself.
+statistics), and XLA's own copies and paddings.
 
 Suffixes: B rows of one microbatch on one device, S tokens of a row on one context shard, D width, L layers.
 """
@@ -13,8 +13,9 @@ from math import ceil
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
-from jaxstack import model
+from jaxstack import model, optim
 from jaxstack.aot.hlo import Collective
 from jaxstack.config import Config, MoEConfig
 from jaxstack.context import Context
@@ -173,6 +174,28 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
         else:
             summed = (L, *part) if layers > 1 else part
             add("all-reduce", apart, summed, 1, f"gradient of {path}", reduced)
+
+    # Muon's whole matrices, in float32.
+    for path, (shared, one) in muon(cfg, ctx).items():
+        padded = shared.matrices * shared.devices
+        own = padded // math.prod(sizes[a] for a in shared.replicas)
+        for _, axes in shared.exchanged:
+            add("all-to-all", axes, (own, *one), 2, f"Muon, {path}", "f32")
+        add("all-gather", shared.replicas, (padded, *one), 1, f"Muon, {path}", "f32")
+    return found
+
+
+def muon(cfg: Config, ctx: Context) -> dict[str, tuple[optim.Sharing, tuple[int, ...]]]:
+    """How the mesh shares out the matrices of each parameter that Muon moves, and a device's part of a matrix."""
+    assert ctx.mesh is not None
+    if cfg.optim.name != "muon":
+        return {}
+    found = {}
+    for path, p in flat_spec(ctx.stored(model.spec(cfg.model))).items():
+        if p.is_hidden_matrix and not p.frozen:
+            held = split(p, ctx)
+            shared = optim.sharing(p, p.shape, PartitionSpec(*(names or None for names in held)), ctx.mesh.shape)
+            found[path] = shared, share(p, held, ctx.mesh.shape)[p.batch_axes :]
     return found
 
 
@@ -202,7 +225,8 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     """Bytes on one device, by what they are for: all that is alive where a step needs most.
 
     What lies on a device is exact: parameters, optimizer state, batch. The rest is what must be alive in the backward
-    pass: gradients, what every layer has saved for it, and the larger of what the head and what one layer works on.
+    pass: gradients, what every layer has saved for it, and the larger of what the head and what one layer works on. If
+    Muon then needs more, its work counts instead (fitted to what XLA makes of benchmarks/muon_memory.py's cases).
 
     What a layer saves follows `model.REMAT_POLICIES`; `none` and `dots` leave it to XLA what of attention and norms is
     an array of its own, and are estimates. Attention by XLA's reference holds scores of all pairs of tokens: of one
@@ -282,6 +306,17 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
         layers = ctx.pipeline.slots * ctx.pipeline.stages.longest
         waiting = 0 if ctx.pipeline.turns_at_once else ctx.pipeline.slots
         saved += e * (4 + waiting) * stream // n / layers  # what is sent and has come, and outputs that wait to turn
+    work = max(in_layer, in_head)
+    moved = muon(cfg, ctx)
+    if moved:  # after the backward pass: gradients, momentum and updates, and one more of the largest stack
+        parts = [4 * shared.matrices * shared.devices * math.prod(one) for shared, one in moved.values()]
+        stacks = [
+            4 * shared.matrices * math.prod(spec[path].shape[spec[path].batch_axes :])
+            for path, (shared, _) in moved.items()
+        ]
+        sums = 4 if t.grad_accum > 1 or ctx.pipeline is not None else e
+        updating = sums * some + (2 * sum(parts) + max(stacks) if ctx.mesh.size > 1 else sum(parts) + 3 * max(stacks))
+        work = max(work, updating - gradients - layers * saved - (e * cast if e != 4 else 0))
     return {
         "parameters, float32": bytes_of(state.params),
         "optimizer state": bytes_of(replace(state, params=())),
@@ -289,7 +324,7 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
         f"parameters in {t.dtype}": e * cast if e != 4 else 0,
         "gradients": gradients,
         f"saved by {layers} layers, remat {t.remat}": layers * saved,
-        "work of one layer or the head": max(in_layer, in_head),
+        f"work of one layer{', the head or Muon' if moved else ' or the head'}": work,
     }
 
 

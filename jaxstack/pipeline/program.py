@@ -263,11 +263,6 @@ def resolve(cfg: Config, stages: int, sequences: int) -> Program:
     schedule = SCHEDULES[pipeline.schedule](stages, _microbatches(cfg, stages, sequences), pipeline.chunks)
     partition = _cut(cfg, schedule, steps, unit)
     lie = Stages(stages, tuple(period * n for n in (partition.layers if partition else even(steps, blocks))), period)
-    if cfg.optim.name == "adafactor" and not lie.in_order:
-        raise ScheduleError(
-            f"optim.name=adafactor takes means over a parameter of all layers, but these stages store them as {lie}; "
-            f"use pipeline.chunks=1 and a mesh.pipe that divides model.num_layers={cfg.model.num_layers}, or adamw"
-        )
     return Program(schedule, lie, partition)
 
 

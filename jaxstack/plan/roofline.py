@@ -180,7 +180,7 @@ def operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op
     moved = 8 * count + 2 * formula.bytes_of(state.opt_state) + (2 if cfg.optim.clip_norm else 1) * gradients
     found.append(Op(cfg.optim.name, "optimizer", "pointwise", ARITHMETIC["adamw"] * count, moved))
     if cfg.optim.name == "muon":
-        found += [_orthogonalised(p, stored[path]) for path, p in spec.items() if p.is_hidden_matrix and not p.frozen]
+        found += [_orthogonalised(spec[path], shared.matrices) for path, (shared, _) in formula.muon(cfg, ctx).items()]
     for c in formula.traffic(cfg, ctx):
         found.append(
             Op(
@@ -454,10 +454,9 @@ def _used(p: Param, ctx: Context) -> tuple[int, ...]:
     return formula.share(p, formula.split(p, ctx.gathered), ctx.mesh.shape)
 
 
-def _orthogonalised(p: Param, shape: tuple[int, ...]) -> Op:
+def _orthogonalised(p: Param, matrices: int) -> Op:
     """Muon's five Newton-Schulz iterations in float32: X X^T, its square, and their product with X."""
-    matrices = math.prod(shape[: p.batch_axes])
-    rest = shape[p.batch_axes :]
+    rest = p.shape[p.batch_axes :]
     short, long = sorted((math.prod(rest[: p.in_axes]), math.prod(rest[p.in_axes :])))
     flops = matrices * 5 * (4 * short * short * long + 2 * short**3)
     return Op("orthogonalisation", "optimizer", "contraction", flops,
