@@ -131,7 +131,7 @@ mistakes(
     ("return loss + losses.auxiliary(cfg.model, aux, means), (loss, aux)", "return loss, (loss, aux)",
      "test_experts.py -k balance"),
     ('params.init(jax.random.key(cfg.run.seed), spec, layers)', "params.init(jax.random.key(0), spec, layers)",
-     STEP + " -k initial or seed or follows"),
+     STEP + " -k first_state"),
     ("_, scatter = jax.vjp(partial(whole, trained_spec), trained)", "_, scatter = jax.vjp(partial(whole, spec), trained)",
      PIPELINE, {"equivalent": "the tests of pipelines freeze nothing, and then both specs are one"}),
 )  # fmt: skip
@@ -294,7 +294,7 @@ mistakes(
     ("ceil(capacity_factor * (T // rows) * k / num_experts)", "ceil(capacity_factor * T * k / num_experts)", BY_HAND),
     ("rank < capacity, groups * capacity + rank", "rank <= capacity, groups * capacity + rank", BY_HAND),
     ("gates.reshape(T, k, 1), axis=1)", "1.0, axis=1)", BY_HAND),
-    ("y = y + matmul(matmul(x, a), b)", "y = matmul(matmul(x, a), b)", "test_lora.py -k gradients", {"survives": "adapters of experts are tests/test_lora.py in the slow stage"}),
+    ("y = y + matmul(matmul(x, a), b)", "y = matmul(matmul(x, a), b)", BY_HAND + " -k lora"),
     ('w[..., None, :, :], (*w.shape[:-2], num_experts, *w.shape[-2:])', 'w[..., None, :, :] / num_experts, (*w.shape[:-2], num_experts, *w.shape[-2:])',
      MOE + " test_experts.py -k 'upcycled or up_cycled'"),
 )  # fmt: skip
@@ -599,7 +599,7 @@ mistakes(
 )
 
 mistakes(
-    "lora", "lora.py", "test_lora.py -k 'stand or gradients or default or mistakes'",
+    "lora", "lora.py", "test_lora.py test_by_hand.py -k 'lora or stand or default or mistakes'",
     ("(cfg.alpha / cfg.rank)", "(cfg.rank / cfg.alpha)"),
     ("std=prod(p.shape[lead:inputs]) ** -0.5", "std=prod(p.shape[lead:inputs]) ** 0.5"),
     ('a, b, precision=jax.lax.Precision.HIGHEST)', "a, b) * 2"),
@@ -641,7 +641,7 @@ mistakes(
     "aot/formula.py",
     "test_aot.py",
     ("gradients = (e if t.grad_accum == 1 else 8) * some", "gradients = e * some"),
-    ("layers * saved", "saved"),
+    ('remat {t.remat}": layers * saved', 'remat {t.remat}": saved'),
     ('"leave": int(remat in ("full", "dots"))', '"leave": int(remat == "full")', "test_collectives.py -k formula"),
     ("2 * accum * ctx.pipeline.schedule.ticks", "accum * ctx.pipeline.schedule.ticks", "test_pipeline.py -k formula"),
 )
@@ -767,4 +767,16 @@ mistakes(
     ("summed = self._unsummed(p) if p.is_cast or gathered else ()", "summed = self._unsummed(p) if gathered else ()"),
     ("dtype = self.reduce_dtype if p.is_cast else value.dtype", "dtype = value.dtype",
      "test_precision.py -k 'devices_sum and accum'"),
+)  # fmt: skip
+
+mistakes(
+    "optim", "optim.py", "test_optim.py -k 'warm or formulas or decay or closed or clipped'",
+    ("return lambda count: whole(count + 1)", "return lambda count: whole(count)"),
+    ("decay = max(round(steps * cfg.decay_fraction), 1)", "decay = max(round(after * cfg.decay_fraction), 1)"),
+    ('mask=map_spec(lambda p: p.kind != "vector", spec)', 'mask=map_spec(lambda p: p.kind == "matrix", spec)'),
+    ('"adamw": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)', '"adamw": lambda: optax.scale_by_adam(cfg.b2, cfg.b1, cfg.eps)'),
+    ('"lion": lambda: optax.scale_by_lion(cfg.b1, cfg.b2)', '"lion": lambda: optax.scale_by_lion(cfg.b2, cfg.b1)'),
+    ('"sgd": lambda: optax.trace(cfg.b1) if cfg.b1', '"sgd": lambda: optax.trace(cfg.b1, nesterov=True) if cfg.b1'),
+    ("peak, final, warmup = cfg.lr, cfg.lr * cfg.final_lr_fraction, cfg.warmup_steps",
+     "peak, final, warmup = cfg.lr, cfg.final_lr_fraction, cfg.warmup_steps"),
 )  # fmt: skip

@@ -35,6 +35,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
 AT_A_TIME = 2
+SAMPLED_S = 30
+"""A sample is of mutants that were killed within so many seconds."""
 BAD = ("not explained", "pytest failed no test, but ended with code")
 """What the reasons of records begin with that the exit code must report."""
 
@@ -63,10 +65,6 @@ class Mutant:
     @property
     def name(self) -> str:
         return f"{self.room}-{zlib.crc32(f'{self.file}{self.old}{self.new}'.encode()):08x}"
-
-    @property
-    def explained(self) -> bool:
-        return bool(self.equivalent or self.survives)
 
     def applied(self, tree: Path) -> str:
         """The changed text of the file.
@@ -231,7 +229,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", help="run the mutants of one room, or the one of this name")
     parser.add_argument("--missing", action="store_true", help="run what the results do not have, or have as survived")
-    parser.add_argument("--sample", type=int, help="run so many of those that must be killed, drawn at random")
+    parser.add_argument(
+        "--sample", type=int, help="run so many of those that the results have as killed, drawn at random"
+    )
     parser.add_argument("--seed", type=int, default=0, help="decides what --sample draws")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--limit_s", type=float, default=300.0, help="time limit of one mutant, in seconds")
@@ -242,7 +242,8 @@ def main() -> int:
         done = {name for name, record in results.records.items() if record["result"] in ("killed", "equivalent")}
         mutants = [m for m in mutants if m.name not in done]
     if options.sample:
-        mutants = [m for m in mutants if not m.explained]
+        killed = {name: r["seconds"] for name, r in results.records.items() if r["result"] == "killed"}
+        mutants = [m for m in mutants if killed.get(m.name, SAMPLED_S) < SAMPLED_S]
         mutants = random.Random(options.seed).sample(mutants, min(options.sample, len(mutants)))
     if not mutants:
         print(f"nothing to run; the rooms are {', '.join(sorted({m.room for m in MUTANTS}))}")

@@ -14,7 +14,7 @@ import pytest
 from models import EXPERTS, FAMILIES, SMALL
 
 from jaxstack import losses, model, params
-from jaxstack.config import ModelConfig, MoEConfig
+from jaxstack.config import LoraConfig, ModelConfig, MoEConfig
 from jaxstack.context import Context
 
 # Values that no default has, so that a constant in the wrong place shows.
@@ -32,6 +32,9 @@ MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in (FAMILIES | EXP
         ),
     ),
 }  # fmt: skip
+
+
+ADAPTED = {f"{name}_lora": dataclasses.replace(MODELS[name], lora=LoraConfig(3, 5.0)) for name in ("gpt2", "mixtral")}
 
 
 def softmax(x):
@@ -239,15 +242,28 @@ def test_parameters_are_those_of_the_definition(name):
     assert found == shapes_of(MODELS[name])
 
 
+def merged(cfg, tree):
+    """Each matrix with alpha / rank times the product of its adapter's two added, one layer and expert at a time."""
+    if not isinstance(tree, dict):
+        return tree
+    found = {name: merged(cfg, below) for name, below in tree.items() if not name.startswith("lora_")}
+    for name in (name for name in tree if name.startswith("lora_a_")):
+        w, a, b = found["w_" + name[7:]].copy(), tree[name], tree["lora_b_" + name[7:]]
+        for at in np.ndindex(w.shape[: a.ndim + b.ndim - 2 - w.ndim]):
+            w[at] += cfg.lora.alpha / cfg.lora.rank * np.tensordot(a[at], b[at], 1)
+        found["w_" + name[7:]] = w
+    return found
+
+
 def expected_of(cfg, values, batch):
-    wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), values)
+    wide = merged(cfg, jax.tree.map(lambda leaf: leaf.astype(np.float64), values))
     return decoder(cfg, wide, *(batch[name] for name in ("tokens", "segment_ids", "positions", "gate", "weights")))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | ADAPTED)
 def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
     """Everything absolute about the forward pass: scales, epsilons, constants, order of operations, sums and means."""
-    cfg = MODELS[name]
+    cfg = (MODELS | ADAPTED)[name]
     values, batch = drawn(cfg, rng)
 
     @jax.jit

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from jaxstack import losses, model, params, step
-from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, SpikeConfig, TrainConfig
+from jaxstack.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SpikeConfig,
+    TrainConfig,
+)
 from jaxstack.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.tree import flatten
@@ -204,6 +213,13 @@ def spiking(**spike) -> Config:
 
 def same(a, b) -> bool:
     return jax.tree.all(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a, b))
+
+
+def test_the_first_state_follows_from_the_seed():
+    state = step.init_state(config(run=RunConfig(seed=7)))
+    assert same(state.params, params.init(jax.random.key(7), model.spec(TINY)))
+    assert not state.recent.any()
+    assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (0, 0, 0)
 
 
 def test_recent_losses_are_those_of_the_last_good_steps_oldest_first(rng):
