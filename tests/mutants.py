@@ -627,7 +627,7 @@ mistakes(
     (
         "* cfg.moe.choices // cfg.moe.num_experts",
         "* cfg.moe.top_k // cfg.moe.num_experts",
-        "test_plan.py test_experts.py -k counted",
+        "test_plan.py -k experts",
     ),
     ("flops_per_s / (peak * devices)", "flops_per_s / peak"),
     (
@@ -779,4 +779,16 @@ mistakes(
     ('"sgd": lambda: optax.trace(cfg.b1) if cfg.b1', '"sgd": lambda: optax.trace(cfg.b1, nesterov=True) if cfg.b1'),
     ("peak, final, warmup = cfg.lr, cfg.lr * cfg.final_lr_fraction, cfg.warmup_steps",
      "peak, final, warmup = cfg.lr, cfg.final_lr_fraction, cfg.warmup_steps"),
+)  # fmt: skip
+mistakes(
+    "optim", "optim.py", "test_optim.py -k 'closed or optaxs or orthogonal'",
+    ("NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)", "NEWTON_SCHULZ = (3.4445, -4.7750, 2.3015)"),
+    ("NEWTON_SCHULZ_STEPS = 5", "NEWTON_SCHULZ_STEPS = 4"),
+    ("0.2 * max(height, width) ** 0.5", "0.2 * min(height, width) ** 0.5"),
+    ("lambda m, g: b * m + (1 - b) * g,", "lambda m, g: m,"),
+    ("optax.tree.bias_correction(momentum, b, count + 1)", "optax.tree.bias_correction(momentum, b, count)"),
+    ("** -0.8", "** -0.5"),
+    ("return u / jnp.maximum(1.0, size / threshold), row", "return u, row"),
+    ("keepdims=True) + epsilon))\n", "keepdims=True) + epsilon)) ** 2\n"),
+    ("u**2).mean(tuple(range(p.batch_axes, g.ndim)), keepdims=True)", "u**2).mean(keepdims=True)"),
 )  # fmt: skip

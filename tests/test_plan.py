@@ -6,7 +6,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import pytest
-from models import FAMILIES
+from models import EXPERTS, FAMILIES
 
 from jaxstack import model, params, plan
 from jaxstack.config import ModelConfig
@@ -28,6 +28,18 @@ def test_gpt2_by_hand():
     assert plan.matmul_params(cfg) == weights
     assert flops.full == 6 * weights + 12 * 12 * 768 * 1024  # 12 L H K S
     assert flops.causal == 6 * weights + 12 * 12 * 768 * 1025 / 2
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [  # attention has 3 x 32 x 32; of experts a token meets those that it chose, shared ones, and the router
+        ("mixtral", 3 * 1024 + 2 * 3 * 32 * 96 + 32 * 4),
+        ("deepseek", 3 * 1024 + (3 + 1) * 3 * 32 * 32 + 32 * 8),
+        ("domain", 3 * 1024 + 3 * 32 * 96),
+    ],
+)
+def test_experts_by_hand(family, layer):
+    assert plan.matmul_params(EXPERTS[family]) == 2 * layer + 32 * 61
 
 
 def test_a_sliding_window_bounds_what_is_seen():

@@ -132,6 +132,8 @@ def test_bytes_by_hand():
     tokens, weights = 16 * 24, 4 * 64 + 2 * 128 + 2 * 256 + 3 * 8
     assert ops["mlp/w_up"].bytes == 2 * (tokens * 8 + 8 * 16 + tokens * 16)
     assert ops["attention norm"].bytes == 2 * 2 * tokens * 8
+    assert ops["head"].bytes == 2 * (tokens * 8 + 8 * 32) + 4 * tokens * 32  # logits in float32
+    assert ops["head, gradient"].bytes == 2 * (tokens * 8 + tokens * 32 + 8 * 32)
     assert ops["attention"].bytes == 2 * 4 * tokens * 8 + 4 * tokens  # q, k, v, output; one statistic a token
     # float32 parameters and two moments read and written, the count of updates, bfloat16 gradients read twice.
     assert ops["adamw"].bytes == pytest.approx(weights * (3 * 8 + 2 * 2), abs=32)
