@@ -124,6 +124,12 @@ class Context:
         return replace(context, **implementations(choice.platform_of(mesh.devices.flat[0]), cfg.kernels, cases))
 
     @property
+    def turns(self) -> dict[str, float]:
+        """Mean turns of the loops whose number XLA does not know, by their names: of the rounds to experts those of
+        even routing, of a pipeline's loops those of its table."""
+        return {dispatch.SCOPE: 1.0, **(self.pipeline.turns if self.pipeline is not None else {})}
+
+    @property
     def kernels(self) -> dict[str, str]:
         """What computes each op."""
         return {op: getattr(self, op) for op in OPS}

@@ -15,6 +15,7 @@ from jaxstack import step
 from jaxstack.aot import formula, hlo
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from jaxstack.context import Context
+from jaxstack.moe import dispatch
 from jaxstack.sharding import make_mesh
 
 # No two of these, nor a part of one and another, are alike: a shape tells what an array is.
@@ -49,7 +50,7 @@ def _compiled(moe: bool, remat: str, accum: int, mesh: tuple[tuple[str, int], ..
 
 def moved(**how) -> list[hlo.Collective]:
     _, ctx, text = compiled(**how)
-    return hlo.collectives(text, ctx.mesh.shape)
+    return hlo.collectives(text, ctx.mesh.shape, ctx.turns)
 
 
 def per_layer(found: list[hlo.Collective], kind: str, *axes: str) -> dict[tuple[int, ...], int]:
@@ -113,10 +114,12 @@ def test_fsdp_holds_the_whole_weights_of_one_layer_at_a_time(remat):
 
 def test_experts_exchange_tokens_and_never_weights():
     found = moved(moe=True, expert=4)
-    pairs = B // 4 * S * 2
+    pairs = dispatch.room_of_shard(B // 4 * S * 2, 4)
+    assert pairs == 1.25 * B * S * 2 / 16  # of the four shards' to one other, in one round
     trips = per_layer(found, "all-to-all", "expert")
-    # There and back in each pass; the numbers of the experts go there once.
-    assert trips == {(4, pairs, D): 4, (4, pairs): 1}
+    # There and back; backward there again, gradients there and back. With the rows go their experts' numbers and their
+    # gates, whose gradients come back.
+    assert trips == {(4, pairs, D): 5, (4, pairs): 2, (4, pairs, 1): 3}
     # A device holds 2 of the 8 experts, and their gradients are summed with no one's.
     assert not any(F in c.shape for c in found)
     # All other weights are stored in parts: attention's matrices and the router are gathered in each pass.
@@ -150,7 +153,7 @@ def test_the_ring_passes_keys_and_values_on_and_gathers_nothing():
 )
 def test_bytes_along_each_axis_are_what_the_formula_says(how):
     cfg, ctx, text = compiled(**how)
-    found, expected = hlo.collectives(text, ctx.mesh.shape), formula.traffic(cfg, ctx)
+    found, expected = hlo.collectives(text, ctx.mesh.shape, ctx.turns), formula.traffic(cfg, ctx)
     print(hlo.table(found, expected))
     measured, predicted = hlo.sent(found), hlo.sent(expected)
     kinds = {kind for kind, sent in measured.items() if sent > 0.01 * sum(measured.values())}

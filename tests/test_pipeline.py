@@ -230,7 +230,7 @@ def moved(name: str) -> tuple[Config, Context, list[hlo.Collective]]:
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=where) for name, kind in kinds.items()}
     placed = jax.tree.map(lambda leaf: leaf.sharding, values)
     run = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, placed, None))
-    return cfg, ctx, hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.mesh.shape, ctx.pipeline.turns)
+    return cfg, ctx, hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.mesh.shape, ctx.turns)
 
 
 @traffic_cases(0, 1, 2)
@@ -257,6 +257,7 @@ def test_everything_that_stages_exchange_in_the_loop(case):
     accum = cfg.train.grad_accum
     expected = [(*one, "f32", accum * plan.microbatches) for one in each]
     expected += [("collective-permute", ("pipe",), stream, "f32", accum * plan.ticks)] * 2
+    found = [c for c in found if c.shape]  # without a scalar a layer: how many rounds the exchange with experts makes
     along = [c for c in found if "pipe" in c.axes]
     assert sorted((c.kind, c.axes, c.shape, c.dtype, c.times) for c in along if c.times > accum) == sorted(expected)
     # After the loop the stages exchange routing's statistics, and nothing as large as an activation.

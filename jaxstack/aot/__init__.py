@@ -153,9 +153,7 @@ def compile(cfg: Config, target: str) -> Report:
         arguments=memory.argument_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         memory=formula.memory(cfg, ctx, state, batch),
-        collectives=hlo.collectives(
-            compiled.as_text(), ctx.mesh.shape, ctx.pipeline.turns if ctx.pipeline is not None else None
-        ),
+        collectives=hlo.collectives(compiled.as_text(), ctx.mesh.shape, ctx.turns),
         expected=formula.traffic(cfg, ctx),
         hbm=CHIPS[target.partition(":")[0]].memory,
     )

@@ -21,6 +21,7 @@ from jaxstack.config import Config, MoEConfig
 from jaxstack.context import Context
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.kernels.cross_entropy_pallas import STRIPE
+from jaxstack.moe import dispatch
 from jaxstack.params import Param, flat_spec
 from jaxstack.sharding.rules import names_of
 
@@ -78,7 +79,8 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     # Tensor parallelism: activations.
     stream, tensor = (rows, length, D), ("tensor",)
     attention_leave = max(again["leave"], again["post_norm"])
-    mlp_enter = again["enter"] if not m.moe.num_experts or m.moe.shared_experts else again["dispatch"]
+    saves_tokens = m.moe.num_experts and not m.moe.shared_experts and not in_rounds(m.moe, sizes["expert"])
+    mlp_enter = again["dispatch"] if saves_tokens else again["enter"]
     tied = m.tied_embeddings
     embedded = stream if tied else (rows, length, D // sizes["pipe"])  # what a stage looks up
     if ctx.between:
@@ -130,10 +132,14 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     # Experts: pairs of token and choice.
     if m.moe.num_experts:
         k, pairs = m.moe.choices, room_for_pairs(m.moe, rows, length, sizes["expert"])
-        if m.moe.capacity_factor is None:
-            add("all-to-all", ("expert",), (pairs,), runs * (1 + int(remat != "none")), "experts' numbers", "s32")
-        # The way back is repeated for the gradient of the routing weights.
-        trips = 4 + int(remat != "none") + again["dispatch"]
+        if m.moe.capacity_factor is None:  # one round each way: even routing
+            forward = 1 + again["post_norm"]
+            trips = 2 * forward + 3
+            add("all-to-all", ("expert",), (pairs,), runs * (forward + 1), "experts' numbers", "s32")
+            add("all-to-all", ("expert",), (pairs, 1), runs * (forward + 2), "gates and their gradients", "f32")
+        else:
+            # The way back is repeated for the gradient of the routing weights.
+            trips = 4 + int(remat != "none") + again["dispatch"]
         add("all-to-all", ("expert",), (pairs, D), runs * trips, "tokens to experts and back")
         if ctx.between:
             passes = 1 + int(remat != "none")
@@ -204,10 +210,16 @@ def _microbatches(ctx: Context) -> int:
     return 1 if ctx.pipeline is None else ctx.pipeline.schedule.microbatches
 
 
+def in_rounds(moe: MoEConfig, shards: int) -> bool:
+    """Whether pairs are sent to experts in rounds: dropless, over an axis of experts."""
+    return moe.num_experts > 0 and moe.capacity_factor is None and shards > 1
+
+
 def room_for_pairs(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
-    """Room for pairs of token and choice in the buffers of a device: the worst case, or what the capacity leaves."""
+    """Room for pairs of token and choice in the buffers of a device: of one round of the dropless exchange, or what the
+    capacity leaves."""
     if moe.capacity_factor is None:
-        return shards * rows * length * moe.choices
+        return shards * dispatch.room_of_shard(rows * length * moe.choices, shards)
     return moe.num_experts * rows * min(ceil(moe.capacity_factor * length * moe.choices / moe.num_experts), length)
 
 
@@ -268,22 +280,27 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
         pairs = room_for_pairs(m.moe, rows, tokens // rows, sizes["expert"])
         hidden = pairs * m.expert_width // T + tokens * m.moe.shared_experts * m.expert_width // T
         travelled = pairs * m.d_model
+        rounds = in_rounds(m.moe, sizes["expert"])
     else:
-        hidden, travelled = tokens * m.ff_width // T, 0
+        hidden, travelled, rounds = tokens * m.ff_width // T, 0, False
+    # Rounds to experts save nothing. One computes its projections again, beside float32 sums of the experts' gradients.
+    kept, kept_pairs = (tokens * m.moe.shared_experts * m.expert_width // T, 0) if rounds else (hidden, travelled)
+    experts = sum(size for path, size in whole.items() if "experts" in spec[path].axes) // m.num_layers
     seen = cfg.data.seq_len if sizes["context"] == 1 else cfg.data.seq_len // sizes["context"] // 2
     scores = tokens * seen * m.num_heads // T if ctx.attention == "xla" else 0
-    selective = e * (2 * stream // n + heads + ups * hidden + travelled)
+    selective = e * (2 * stream // n + heads + ups * kept + kept_pairs)
     saved = {
         "full": e * stream // n,
         "selective": selective,
-        "dots": e * (stream // n + heads + ups * hidden + travelled + stream),
+        "dots": e * (stream // n + heads + ups * kept + kept_pairs + stream),
         # And weights of attention, inputs of matmuls, and three arrays of each norm in float32.
-        "none": selective + (4 + e) * scores + e * (2 * stream + 2 * hidden) + 4 * 6 * stream // n,
+        "none": selective + (4 + e) * scores + e * (2 * stream + 2 * kept) + 4 * 6 * stream // n,
     }[t.remat]
     stored = e * gathered
     # Of the experts' pairs: as sent, as received, as sorted by expert; and the gradient of each.
     in_layer = (12 + e) * scores + 2 * stored + e * (2 * stream + 3 * hidden + 6 * travelled)
     in_layer += selective if t.remat == "full" else 0
+    in_layer += e * (ups + 1) * hidden + 4 * (experts + stream) if rounds else 0
     trained = [path for path, p in spec.items() if not p.frozen]
     some, all_of = sum(part[path] for path in trained), sum(whole[path] for path in trained)
     gradients = (e if t.grad_accum == 1 else 8) * some  # or sums and a microbatch's, in float32

@@ -24,6 +24,12 @@ from jaxstack.moe.routers import Routing
 
 Adapters = dict[str, tuple[jax.Array, jax.Array]]
 
+ROOM = 1.25
+"""Rows that a device receives in one round of a dropless exchange, as a multiple of an even share."""
+
+SCOPE = "moe_rounds"
+"""JAX's name of the scope of the loop over rounds. Even routing makes one round."""
+
 IMPLEMENTATIONS = {**TABLES["moe"], "reference": Implementation()}
 
 
@@ -50,19 +56,16 @@ def moe_mlp(
     adds nothing. A hard gate has no capacity: it may send a whole sequence to one expert, however even the experts'
     loads are over many sequences.
 
-    Over an expert axis each pair travels to the shard of its expert and back by `lax.all_to_all`
-    (`lax.ragged_all_to_all`, which would send no more than there is, does not run on CPU in jax 0.10.2). Its buffers
-    have one static size per pair of shards. Without a capacity the worst case is that all T * k pairs of a shard go to
-    one other, and that is the size: exact, but n times the traffic and memory of even routing, n * T * k * D elements
-    for each of the four buffers (there and back, sent and received); the experts compute on real pairs only. With a
-    capacity the buffers are [E, rows * C, D], exact.
+    Over an expert axis each pair is sent to the shard of its expert and back by `lax.all_to_all`, whose buffers have
+    one static size per pair of shards. With a capacity they are [E, rows * C, D], exact. Without one, the pairs are
+    sent in rounds, see `_in_rounds`.
 
     Results and gradients are those of one device. The weights' gradients are of the tokens that came to this shard:
     nothing is summed over any axis here. Nothing non-linear follows `w_down`, so F may be a slice of the hidden width
     (tensor parallelism); the result is then a partial sum that the caller adds up.
 
     For a remat policy the tokens as they reach the experts are named "moe_tokens" (recomputing them repeats the
-    exchange), the projections "mlp_up" and "mlp_gate".
+    exchange), the projections "mlp_up" and "mlp_gate"; rounds save none of them.
 
     Args:
       x: [T, D], this shard's tokens.
@@ -92,7 +95,7 @@ def moe_mlp(
         )
     T, D = x.shape
     k = routing.experts.shape[1]
-    n = _check(T, k, weights, num_experts, expert_axis, capacity_factor, rows, implementation)
+    _check(T, k, weights, num_experts, expert_axis, capacity_factor, rows, implementation)
     experts = routing.experts.reshape(-1)  # [N]
     gates = routing.weights.reshape(-1)
 
@@ -104,13 +107,12 @@ def moe_mlp(
         # A slot is (expert, row, c): the slots of an expert are neighbours, as batched matmul and exchange want them.
         source, slot = _slots(experts * rows + row, num_experts * rows, capacity, gates)
         dropped = jnp.sum((slot == slots) & (True if mask is None else jnp.repeat(mask, k)))
-    elif expert_axis is not None:
-        capacity = T * k
-        local = num_experts // n
-        source, slot = _slots(experts // local, n, capacity, None)
-        dropped = jnp.sum(slot == n * capacity)
     else:
         dropped = jnp.sum(jnp.zeros_like(experts))
+        if expert_axis is not None:
+            how: dict[str, Any] = {"axis": expert_axis, "activation": activation, "implementation": implementation}
+            y = _in_rounds(x, routing.weights, experts, weights, adapters or {}, **how)
+            return y, dropped.astype(jnp.float32)
 
     mlp = partial(_mlp, weights=weights, adapters=adapters or {}, activation=activation)
     if implementation == "reference":
@@ -131,16 +133,15 @@ def moe_mlp(
         if expert_axis is not None:
             buffer = lax.all_to_all(buffer, expert_axis, 1, 0, tiled=True)
         out = _move(buffer.reshape(-1, D), slot, source)
-    elif expert_axis is not None:
-        exchange = partial(lax.all_to_all, axis_name=expert_axis, split_axis=0, concat_axis=0, tiled=True)
-        # Each row carries its expert's number on arrival; an empty slot carries one that does not exist.
-        numbers = exchange(jnp.take(experts % local, source, mode="fill", fill_value=local))
-        received = checkpoint_name(exchange(_move(pairs, source, slot)), "moe_tokens")  # [n * C, D]
-        out = _move(exchange(_by_expert(received, numbers, local, mlp, implementation)), slot, source)
     else:
         out = _by_expert(pairs, experts, num_experts, mlp, implementation)
     y = jnp.sum(out.reshape(T, k, D) * gates.reshape(T, k, 1), axis=1)  # float32: the gates are
     return y.astype(x.dtype), dropped.astype(jnp.float32)
+
+
+def room_of_shard(pairs: int, shards: int) -> int:
+    """Pairs of the `pairs` of one shard that go to another in one round of a dropless exchange."""
+    return min(pairs, ceil(ROOM * pairs / shards))
 
 
 def upcycle(dense: dict[str, jax.Array], num_experts: int) -> dict[str, jax.Array]:
@@ -175,8 +176,8 @@ def _check(
     capacity_factor: float | None,
     rows: int | None,
     implementation: str,
-) -> int:
-    """Raises for what does not fit together; returns the number of shards of the expert axis."""
+) -> None:
+    """Raises for what does not fit together."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"moe has no implementation {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}")
     if k > num_experts:
@@ -199,12 +200,104 @@ def _check(
             raise ValueError(f"capacity_factor={capacity_factor} must be positive, or None for no limit")
         if rows is None or tokens % rows:
             raise ValueError(f"rows={rows} must divide the {tokens} tokens: a capacity holds for each sequence")
-    return n
+
+
+def _in_rounds(
+    x: jax.Array,
+    gates: jax.Array,
+    experts: jax.Array,
+    weights: Any,
+    adapters: Adapters,
+    *,
+    axis: str,
+    activation: Callable[[jax.Array], jax.Array],
+    implementation: str,
+) -> jax.Array:
+    """The dropless layer over an expert axis, exact, with buffers of a fixed size.
+
+    A round sends to each shard at most ceil(`ROOM` * T * k / n) pairs of each other, so that every buffer has about
+    `ROOM` * T * k rows. Rounds follow until every shard has sent all its pairs. Even routing needs one round, and the
+    worst case, in which all pairs of a shard go to one other, about n / `ROOM`. The number is the largest over all
+    devices, so that all of them take part in every exchange.
+
+    The backward pass is a loop over the same rounds, since autodiff has none through a loop whose length is data. It
+    repeats the exchange and the two first projections, one round at a time: nothing of a round is saved. The gates
+    multiply the hidden layer, and so their gradient needs neither the last projection nor a way back. Gradients are
+    summed over rounds in float32.
+
+    Args:
+      x: [T, D].
+      gates: [T, k].
+      experts: of each pair, [N].
+
+    Returns:
+      [T, D] in x's dtype.
+    """
+    (T, D), (_, k), N = x.shape, gates.shape, experts.size
+    local, shards = weights["w_up"].shape[0], lax.axis_size(axis)
+    room = room_of_shard(N, shards)
+    exchange = partial(lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True)
+
+    shard = experts // local
+    order, back = _sort(shard)
+    starts = jnp.searchsorted(shard[order], jnp.arange(shards + 1)).astype(jnp.int32)
+    rank = back - starts[shard]
+    turns = (jnp.diff(starts).max() + room - 1) // room
+    turns = lax.pmax(turns, collectives.varies_along(turns))
+
+    def one_round(i: jax.Array, plan: Any, x: jax.Array, gates: jax.Array, weights: Any, adapters: Any) -> jax.Array:
+        experts, order, starts, rank = plan
+        first = i * room
+        place = starts[:-1, None] + first + jnp.arange(room)
+        source = jnp.where(place < starts[1:, None], order[jnp.minimum(place, N - 1)], N).reshape(-1)
+        sent = (rank >= first) & (rank < first + room)
+        slot = jnp.where(sent, experts // local * room + rank - first, shards * room)
+        # Each row has its expert's number with it; an empty slot has one that does not exist.
+        numbers = exchange(jnp.take(experts % local, source, mode="fill", fill_value=local))
+        received = exchange(_move(jnp.repeat(x, k, axis=0), source, slot))  # [n * room, D]
+        scale = exchange(_move(gates.reshape(N, 1), source, slot))
+        order, back = _sort(numbers)
+        mlp = partial(_mlp, weights=weights, adapters=adapters, activation=activation, scale=_move(scale, order, back))
+        out = exchange(_by_expert(received, numbers, local, mlp, implementation, (order, back)))
+        return jnp.sum(_move(out, slot, source).reshape(T, k, D).astype(jnp.float32), axis=1)
+
+    def sums(turns: jax.Array, like: Any, share: Callable[[jax.Array], Any]) -> Any:
+        """The float32 sum of the shares of all rounds."""
+
+        def body(carry: Any) -> Any:
+            i, total = carry
+            added = jax.tree.map(lambda t, s: t + s.astype(jnp.float32), total, share(i))
+            return i + 1, collectives.typed_as(added, total)
+
+        zeros = jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), like)
+        with jax.named_scope(SCOPE):
+            return lax.while_loop(lambda carry: carry[0] < turns, body, (jnp.int32(0), zeros))[1]
+
+    def forward(turns: jax.Array, plan: Any, *values: Any) -> tuple[jax.Array, Any]:
+        y = sums(turns, values[0], lambda i: one_round(i, plan, *values))
+        return y.astype(x.dtype), (turns, plan, values)
+
+    def backward(saved: Any, dy: jax.Array) -> Any:
+        turns, plan, values = saved
+        dy = dy.astype(jnp.float32)
+        grads = sums(turns, values, lambda i: jax.vjp(partial(one_round, i, plan), *values)[1](dy))
+        return None, None, *jax.tree.map(lambda g, v: g.astype(v.dtype), grads, values)
+
+    run = jax.custom_vjp(lambda *args: forward(*args)[0])
+    run.defvjp(forward, backward)
+    return run(turns, *collectives.alike((experts, order, starts, rank), x, gates, weights, adapters))
 
 
 def _mlp(
-    x: jax.Array, weights: Any, adapters: Adapters, activation: Callable[[jax.Array], jax.Array], matmul: Any
+    x: jax.Array,
+    weights: Any,
+    adapters: Adapters,
+    activation: Callable[[jax.Array], jax.Array],
+    matmul: Any,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
+    """The experts' MLP; `scale` [..., 1], float32, multiplies the hidden layer."""
+
     def product(x: jax.Array, name: str) -> jax.Array:
         y = matmul(x, weights[name])
         if name in adapters:
@@ -217,6 +310,8 @@ def _mlp(
         hidden = activation(checkpoint_name(product(x, "w_gate"), "mlp_gate")) * up
     else:
         hidden = activation(up)
+    if scale is not None:
+        hidden = (hidden.astype(jnp.float32) * scale).astype(hidden.dtype)
     return product(hidden, "w_down")
 
 
@@ -226,6 +321,7 @@ def _by_expert(
     E: int,
     mlp: Callable[..., jax.Array],
     implementation: str,
+    sorting: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Each row through its own expert: sort, multiply, unsort.
 
@@ -234,11 +330,12 @@ def _by_expert(
       experts: of each row, [N]; E_local marks an empty row.
       E: E_local.
       mlp: of sorted rows, by a given `matmul`.
+      sorting: `_sort(experts)`; None: made here.
 
     Returns:
       [N, D]; empty rows hold anything.
     """
-    order, back = _sort(experts)
+    order, back = _sort(experts) if sorting is None else sorting
     starts = jnp.searchsorted(experts[order], jnp.arange(E + 1))
     sizes = jnp.diff(starts).astype(jnp.int32)
     matmul = partial(grouped_matmul, sizes=sizes, implementation=implementation)
@@ -254,22 +351,20 @@ def _sort(*keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     return order, lax.sort((order, operands[-1]), num_keys=1)[1]
 
 
-def _slots(
-    groups: jax.Array, num_groups: int, capacity: int, priority: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _slots(groups: jax.Array, num_groups: int, capacity: int, priority: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gives each of N items a slot in its group, the highest priority first and then the earliest.
 
     Args:
       groups: of each item, [N].
       capacity: slots of a group, C.
-      priority: [N]; None: the earliest first.
+      priority: [N].
 
     Returns:
       The item in each slot, [num_groups * C], N where it is empty; and the slot of each item, [N], num_groups * C where
       the group was full.
     """
     N = groups.size
-    order, back = _sort(groups) if priority is None else _sort(groups, -lax.stop_gradient(priority))
+    order, back = _sort(groups, -lax.stop_gradient(priority))
     starts = jnp.searchsorted(groups[order], jnp.arange(num_groups + 1))
     rank = back - starts[groups]
     slot = jnp.where(rank < capacity, groups * capacity + rank, num_groups * capacity)

@@ -220,6 +220,11 @@ class Shapes:
         return self.model.kv_heads / self.tensor
 
     @property
+    def rounds(self) -> bool:
+        """Whether pairs go to experts in rounds, whose backward pass repeats all but the last product."""
+        return formula.in_rounds(self.model.moe, self.expert)
+
+    @property
     def pairs(self) -> float:
         """Pairs of token and expert; with a capacity what it leaves room for, else an even load."""
         moe = self.model.moe
@@ -357,6 +362,8 @@ def _layer(work: Work, s: Shapes, parts: dict[str, tuple[int, ...]], spec: dict[
         elif of == "down":
             # The gradient needs a last product only where a norm or the weights of routing follow it.
             again = remat != "none" if experts else full and m.post_norm
+        if experts and s.rounds:
+            again = of != "down" or bool(into) or (remat != "none" and m.post_norm)
         if selective and not experts and not into:
             again = again or (m.post_norm and of in ("o", "down")) or (m.qk_norm and of in ("q", "k"))
         quant = work.quant if not experts and not leaf.startswith("lora_") else "none"
