@@ -203,7 +203,7 @@ mistakes(
 mistakes(
     "attention",
     "kernels/attention/__init__.py",
-    GENERATE + " -k 'greedy and gemma2'",
+    KERNELS + " -k held",
     ("seen &= distance < window", "seen &= distance <= window"),
     ("seen = distance > 0", "seen = distance >= 0"),
     ("mixed += weights[..., slots:] *", "mixed = weights[..., slots:] *"),
@@ -573,7 +573,7 @@ mistakes(
 mistakes(
     "generate",
     "generate/beams.py",
-    GENERATE + " -k beam",
+    GENERATE + " -k 'beams_by_hand or beams_for'",
     ("min(K * (1 + len(stop)), K * V)", "min(K, K * V)"),
     ("/ (i + 1.0) ** penalty", "/ (i + 2.0) ** penalty"),
     ("from_rows = (own * K + parents[own, chosen])", "from_rows = (own * K + chosen)"),
@@ -608,13 +608,13 @@ mistakes(
 mistakes(
     "convert",
     "convert.py",
-    "test_experts.py test_moe.py -k 'up_cycled or upcycled or dense'",
+    "test_experts.py test_moe.py -k 'expert_is or up_cycled or upcycled or dense'",
     ("d_ff=cfg.expert_width), {**values", "d_ff=cfg.ff_width), {**values"),
     ("w[:, expert] for name", "w[:, 0] for name"),
     (
         'not in ("domain", "timestep") or cfg.moe.shared_experts',
         'not in ("domain", "timestep")',
-        "test_experts.py -k mistakes",
+        "test_experts.py -k expert_is",
     ),
     ("moe.d_ff not in (None, cfg.ff_width)", "moe.d_ff is None", "test_experts.py -k mistakes"),
 )

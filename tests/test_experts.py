@@ -261,6 +261,19 @@ def test_a_hard_gates_expert_is_a_dense_model(context, rng):
         np.testing.assert_allclose(whole, alone, atol=1e-5 * float(jnp.abs(alone).max()))
 
 
+def test_an_expert_is_as_wide_as_it_was_and_shared_ones_keep_it_from_being_a_model():
+    moe = dataclasses.replace(EXPERTS["domain"].moe, d_ff=24)
+    cfg = dataclasses.replace(EXPERTS["domain"], moe=moe)
+    values = params.init(jax.random.key(0), model.spec(cfg))
+    dense, found = convert.extract_expert(cfg, values, 1)
+    assert (dense.d_ff, dense.moe) == (24, MoEConfig())
+    assert {path: v.shape for path, v in flatten(found).items()} == {
+        path: p.shape for path, p in params.flat_spec(model.spec(dense)).items()
+    }
+    with pytest.raises(ConfigError, match="with 1 shared experts is no hard gate"):
+        convert.extract_expert(dataclasses.replace(cfg, moe=dataclasses.replace(moe, shared_experts=1)), values, 1)
+
+
 def test_an_up_cycled_model_starts_as_the_dense_one(rng):
     cfg = dataclasses.replace(FAMILIES["qwen3"])
     values, tokens = randomised(cfg, rng), rng.integers(0, 61, (2, 9))

@@ -1,5 +1,6 @@
 """Generation: the cache against the uncached forward pass, samplers against NumPy, beams against brute force."""
 
+import dataclasses
 import functools
 import io
 import itertools
@@ -24,6 +25,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, Pipeli
 from jaxstack.context import Context
 from jaxstack.data.tokenizers import Bytes
 from jaxstack.generate import __main__ as command
+from jaxstack.generate import beams as beam_search
 from jaxstack.generate import decode, sampling
 from jaxstack.generate.reader import Reader
 from jaxstack.sharding import make_mesh
@@ -174,6 +176,39 @@ def best_of_all(cfg: ModelConfig, prompt: list[int], tokens: int, penalty: float
 
 
 @pytest.mark.slow
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """In place of a model: a Markov chain, whose first token follows the last row of its table."""
+
+    first: jax.Array
+    ctx: Context
+    table: jax.Array
+
+    def prompts(self, tokens):
+        rows = len(tokens)
+        return jnp.log(jnp.tile(self.table[-1], (rows, 1))), jnp.zeros((rows, 1, 1, 1))
+
+    def token(self, last, slot, cache):
+        return jnp.log(self.table[last]), cache
+
+
+@pytest.mark.parametrize(
+    ("beams", "penalty", "text"),
+    [
+        (1, 0.0, [0]),  # likelihoods of 0.5 for 0, and of 0.3 x 0.9 for 1 0
+        (1, 1.0, [1, 0]),  # ln 0.5 = -0.693, ln 0.27 / 2 = -0.655: the one beam goes on beside the text that ended
+        (2, 1.0, [2, 2, 2]),  # ln (0.2 x 0.97 x 0.97) / 3 = -0.557
+        (2, 0.0, [0]),
+    ],
+)
+def test_beams_by_hand(beams, penalty, text):
+    table = jnp.asarray([[0.4, 0.3, 0.3], [0.9, 0.05, 0.05], [0.01, 0.02, 0.97], [0.5, 0.3, 0.2]])
+    chain = Chain(jnp.zeros(1, jnp.int32), Context(), table)
+    sample = SampleConfig(tokens=3, beams=beams, temperature=0.0, length_penalty=penalty)
+    best, lengths = jax.jit(lambda: beam_search.search(chain, jnp.zeros((1, 1), jnp.int32), sample, [0]))()
+    assert np.asarray(best)[0, : int(lengths[0])].tolist() == text
+
+
 def test_eight_beams_find_no_text_worth_less_than_greedy():
     cfg = FAMILIES["llama3"]
 
