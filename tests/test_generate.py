@@ -193,16 +193,17 @@ class Chain:
 
 
 @pytest.mark.parametrize(
-    ("beams", "penalty", "text"),
+    ("first", "beams", "penalty", "text"),
     [
-        (1, 0.0, [0]),  # likelihoods of 0.5 for 0, and of 0.3 x 0.9 for 1 0
-        (1, 1.0, [1, 0]),  # ln 0.5 = -0.693, ln 0.27 / 2 = -0.655: the one beam goes on beside the text that ended
-        (2, 1.0, [2, 2, 2]),  # ln (0.2 x 0.97 x 0.97) / 3 = -0.557
-        (2, 0.0, [0]),
+        ([0.5, 0.3, 0.2], 1, 0.0, [0]),  # likelihoods of 0.5 for 0, and of 0.3 x 0.9 for 1 0
+        ([0.5, 0.3, 0.2], 1, 1.0, [1, 0]),  # ln 0.5 = -0.693, ln 0.27 / 2 = -0.655: a beam goes on beside what ended
+        ([0.5, 0.3, 0.2], 2, 1.0, [2, 2, 2]),  # ln (0.2 x 0.97 x 0.97) / 3 = -0.557
+        ([0.5, 0.3, 0.2], 2, 0.0, [0]),
+        ([0.55, 0.2, 0.25], 1, 1.0, [2, 2, 2]),  # -0.598 for 0; ln 0.25 / 3 = -0.462 could be, and -0.482 comes of it
     ],
 )
-def test_beams_by_hand(beams, penalty, text):
-    table = jnp.asarray([[0.4, 0.3, 0.3], [0.9, 0.05, 0.05], [0.01, 0.02, 0.97], [0.5, 0.3, 0.2]])
+def test_beams_by_hand(first, beams, penalty, text):
+    table = jnp.asarray([[0.4, 0.3, 0.3], [0.9, 0.05, 0.05], [0.01, 0.02, 0.97], first])
     chain = Chain(jnp.zeros(1, jnp.int32), Context(), table)
     sample = SampleConfig(tokens=3, beams=beams, temperature=0.0, length_penalty=penalty)
     best, lengths = jax.jit(lambda: beam_search.search(chain, jnp.zeros((1, 1), jnp.int32), sample, [0]))()

@@ -332,6 +332,18 @@ def test_the_index_of_a_store_is_read_to_its_leaves(tmp_path):
     assert not by["params.layers.w"] & by["step"], "each was written by itself"
 
 
+def test_a_seal_is_of_all_files_but_itself_and_of_their_sizes(tmp_path):
+    (tmp_path / "d").mkdir()
+    for name in ("a", "d/b"):
+        (tmp_path / name).write_bytes(b"12345")
+    seal.write(tmp_path, seal.sums_of(tmp_path, ["a", "d/b"]))
+    assert seal.written_by(tmp_path, 0) == ["a", "d/b"]
+    assert seal.misfit(tmp_path) is None
+    for size in (4, 6):
+        (tmp_path / "a").write_bytes(b"x" * size)
+        assert seal.misfit(tmp_path) == f"a has {size} bytes, not 5"
+
+
 def supervised(codes, newest, monkeypatch, tries=3):
     """The exit code of a supervised run, and the seconds before each new start. `codes`: what each try ends with;
     `newest`: the newest checkpoint before the first try and after each."""
