@@ -586,7 +586,11 @@ mistakes(
     ("jax.vmap(lambda key: jax.random.fold_in(key, i))(keys), sample)", "keys, sample)"),
     ('state["lengths"] + going', 'state["lengths"] + ~done'),
     ("marks.append((mark, seen[mark]))", "marks.append((mark, 0))"),
-    ("there = jnp.arange(slots) >= first[:, None]", "there = jnp.arange(slots) > first[:, None]", GENERATE),
+    (
+        "there = jnp.arange(slots) >= first[:, None]",
+        "there = jnp.arange(slots) > first[:, None]",
+        GENERATE + " -k own_tokens",
+    ),
 )
 mistakes(
     "generate",

@@ -216,7 +216,7 @@ class Results:
                 "command": "python tests/mutations.py",
                 "device": f"CPU, {os.cpu_count()} cores",
                 "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
-                "summary": summed_up(records),
+                "summary": summed_up(records) | {"not_run": len(self._order) - len(records)},
                 "mutations": records,
             }
             RESULTS.write_text(json.dumps(facts, indent=1) + "\n")

@@ -305,6 +305,12 @@ def test_samples_of_a_run_never_see_more_than_it_was_trained_on():
         replace(longer, sample=replace(longer.sample, temperature=0, repetition_penalty=1, beams=2))
 
 
+def test_a_prompt_uses_its_own_tokens_and_no_padding():
+    tokens, first = jnp.asarray([[4, 1, 2], [0, 3, 3]]), jnp.asarray([0, 1])
+    used = decode.used_at_first(tokens, first, jnp.zeros((2, 5)), SampleConfig(repetition_penalty=1.5))
+    assert [np.flatnonzero(row).tolist() for row in used] == [[1, 2, 4], [3]]
+
+
 def test_ids_that_the_tokenizer_does_not_have_are_never_written():
     cfg = FAMILIES["llama3"]
     rows = decode.generate(cfg, values_of(cfg), [[1], [2]], replace(SAMPLED, tokens=30, temperature=5.0), vocabulary=7)
