@@ -282,6 +282,22 @@ def test_linear(rng, x_shape, w_shape, in_axes, dtype, implementation):
     )
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_embedding_lookup(rng, dtype):
+    """Rows of a table; a row's gradient is the sum over all that looked it up, rounded once."""
+    (table, table64), (dy, dy64) = draw(rng, (5, 8), dtype), draw(rng, (3, 200, 8), dtype)
+    ids = rng.integers(0, 4, (3, 200)).astype(np.int32)  # nobody looks up the last one
+    y, (d_table,) = value_and_vjp(lambda table: kernels.embedding_lookup(table, ids), dy, table)
+    assert (np.asarray(y, np.float64) == table64[ids]).all()
+    truth = np.zeros((5, 8))
+    np.add.at(truth, ids, dy64)
+    assert d_table.dtype == dtype
+    # Float32 sums of 150 terms round at 1e-6; bfloat16 rounds their result at 2^-9.
+    np.testing.assert_allclose(
+        np.asarray(d_table, np.float64), truth, rtol=2**-8 if dtype != jnp.float32 else 1e-5, atol=1e-4
+    )
+
+
 # Norms
 
 

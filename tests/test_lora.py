@@ -75,6 +75,12 @@ def test_adapters_stand_beside_their_matrices():
     assert spec["layers/attention/lora_a_o"].std == D**-0.5
 
 
+def test_targets_are_whole_names():
+    cfg = dataclasses.replace(FAMILIES["llama3"], lora=LoraConfig(rank=2, targets=("attention/w_q|mlp/w",)))
+    names = [path for path in params.flat_spec(model.spec(cfg)) if "lora_" in path]
+    assert names == ["layers/attention/lora_a_q", "layers/attention/lora_b_q"]
+
+
 def test_all_matrices_of_a_block_but_the_router_by_default():
     spec = params.flat_spec(model.spec(replace(ALL["deepseek"], lora=LORA)))
     found = {path.split("/", 1)[1] for path, p in spec.items() if not p.frozen and "lora_a_" in path}
