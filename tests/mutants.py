@@ -373,7 +373,7 @@ mistakes(
     ('counts = held & forward["active"]', "counts = held", "test_pipeline.py -k 'auxiliary'"),
     ('counts = held & backward["active"]', "counts = held"),
     ('layer = row["backward_steps"] - 1 - i', "layer = i"),
-    ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", "test_pipeline.py -k 'auxiliary'"),
+    ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", "test_pipeline.py -k 'auxiliary'", {"survives": "no caller reads the sum of penalties, whose gradients are taken by themselves"}),
     ("_send(dx, axis, -1)", "_send(dx, axis, 1)"),
     ("stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), stacked),",
      "stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), stacked),", "test_precision.py -k 'near and pipe'"),
@@ -762,6 +762,7 @@ mistakes(
     (
         'kernels.add_in_float32(x, kernels.embedding_lookup(params["positions"], positions))',
         'x + params["positions"][positions]',
+        {"survives": "the test's 128 rows add up to less than its bar of 2%; the token table is held by it"},
     ),
 )
 mistakes(
@@ -773,8 +774,7 @@ mistakes(
 )
 mistakes(
     "precision", "context.py", "test_precision.py -k 'devices_sum and tensor and not accum'",
-    ("summed = self._unsummed(p) if p.is_cast or gathered else ()", "summed = self._unsummed(p) if gathered else ()",
-     {"survives": "the types of shard_map sum what is not named, in float32 on CPU; the lowered program has other dtypes on a mesh with context"}),
+    ("summed = self._unsummed(p) if p.is_cast or gathered else ()", "summed = self._unsummed(p) if gathered else ()", "test_precision.py -k 'devices_sum and not tensor'", {"survives": "not understood yet: the dtypes of the lowered sums are the same on every mesh of the quick tests"}),
     ("dtype = self.reduce_dtype if p.is_cast else value.dtype", "dtype = value.dtype",
      "test_precision.py -k 'devices_sum and accum'"),
 )  # fmt: skip
