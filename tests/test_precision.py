@@ -129,6 +129,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 REDUCTIONS = {"psum", "psum_invariant", "reduce_scatter", "psum_scatter", "unreduced_psum"}
 MESHES = [
+    ("gpt2", {"data": 4, "tensor": 2}, {}),
     ("gpt2", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
     ("gpt2", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2}),
     ("gpt2", {"data": 2, "fsdp": 2, "context": 2}, {"remat": "selective"}),

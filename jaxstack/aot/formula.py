@@ -245,6 +245,10 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     layer, three times in float32 and once in the compute dtype, while its gradient is computed (fitted to what XLA
     makes of tests/aot's models). Other implementations hold none.
 
+    Where the logits of `cross_entropy=xla` are the largest arrays, the formula is off: on v5e the compiler held two to
+    four float32 arrays of logits where this counts one and a half, or kept small ones on the chip. The sum was then up
+    to 25% too low, or 40% too high.
+
     A pipeline holds its stage's weights whole, in the compute dtype, float32 sums of all their gradients, and in each
     slot what the layers of a block have saved for one microbatch. A layer's gradient is then by itself in its loop, and
     holds scores one and a half times in float32 and once in the compute dtype (fitted likewise: less where TPUs keep a
