@@ -774,7 +774,7 @@ mistakes(
 )
 mistakes(
     "precision", "context.py", "test_precision.py -k 'devices_sum and tensor and not accum'",
-    ("summed = self._unsummed(p) if p.is_cast or gathered else ()", "summed = self._unsummed(p) if gathered else ()", "test_precision.py -k 'devices_sum and data=4'"),
+    ("summed = self._unsummed(p) if p.is_cast or gathered else ()", "summed = self._unsummed(p) if gathered else ()", "test_precision.py -k 'devices_sum and not fsdp'"),
     ("dtype = self.reduce_dtype if p.is_cast else value.dtype", "dtype = value.dtype",
      "test_precision.py -k 'devices_sum and accum'"),
 )  # fmt: skip
