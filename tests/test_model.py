@@ -115,24 +115,27 @@ def test_packed_documents_equal_separate_ones(family, context, rng):
     np.testing.assert_allclose(packed, alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("remat", ["selective", "dots", "full"])
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    ("context", "policies"), [("cpu", ["selective", "dots", "full"]), ("xla", ["selective"])], ids=["cpu", "xla"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_remat_changes_no_gradient(family, context, remat, rng):
+def test_remat_changes_no_gradient(family, context, policies, rng):
+    """`dots` and `full` name no residuals of a kernel: they are one path, whichever kernels there are."""
     cfg = FAMILIES[family]
     values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
 
     def loss(values, ctx):
         return jnp.tanh(model.forward(cfg, values, tokens, ctx)[0]).mean()
 
-    plain = jax.grad(loss)(values, CONTEXTS[context])
-    again = jax.grad(loss)(values, dataclasses.replace(CONTEXTS[context], remat=remat))
-    plain, again = flatten(plain), flatten(again)
+    plain = flatten(jax.grad(loss)(values, CONTEXTS[context]))
     whole = math.sqrt(sum(float(jnp.square(g).sum()) for g in plain.values()))
-    for path, expected in plain.items():
-        # The same operations on the same values; fusion may reorder float32 sums. The gradient by a bias of keys is
-        # nothing but rounding, for a softmax does not see a shift: float32's of the whole, 1e-7.
-        assert jnp.linalg.norm(again[path] - expected) <= 1e-5 * jnp.linalg.norm(expected) + 1e-7 * whole, path
+    for remat in policies:
+        again = flatten(jax.grad(loss)(values, dataclasses.replace(CONTEXTS[context], remat=remat)))
+        for path, expected in plain.items():
+            # The same operations on the same values; fusion may reorder float32 sums. The gradient by a bias of keys
+            # is nothing but rounding, for a softmax does not see a shift: float32's of the whole, 1e-7.
+            limit = 1e-5 * jnp.linalg.norm(expected) + 1e-7 * whole
+            assert jnp.linalg.norm(again[path] - expected) <= limit, (remat, path)
 
 
 def test_remat_policies_recompute_what_they_say():

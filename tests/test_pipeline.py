@@ -367,7 +367,7 @@ def test_without_a_number_microbatches_are_four_a_stage_at_most():
 @pytest.mark.parametrize(
     ("how", "optim"),
     [
-        ({"schedule": TWO, "chunks": 2}, "muon"),
+        ({"schedule": TWO, "chunks": 2}, "muon"),  # its state holds Adam's too, of what is no matrix
         pytest.param({"schedule": TWO, "chunks": 2}, "adamw", marks=pytest.mark.slow),
         pytest.param({"schedule": ONE}, "muon", marks=pytest.mark.slow),
         pytest.param({"schedule": ONE}, "adamw", marks=pytest.mark.slow),
