@@ -287,9 +287,8 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
         rounds = in_rounds(m.moe, sizes["expert"])
     else:
         hidden, travelled, rounds = tokens * m.ff_width // T, 0, False
-    # Rounds to experts save nothing. One computes its projections again, beside float32 sums of the experts' gradients.
+    # Rounds to experts save nothing. What a round computes again is gone before the scores of attention are there.
     kept, kept_pairs = (tokens * m.moe.shared_experts * m.expert_width // T, 0) if rounds else (hidden, travelled)
-    experts = sum(size for path, size in whole.items() if "experts" in spec[path].axes) // m.num_layers
     seen = cfg.data.seq_len if sizes["context"] == 1 else cfg.data.seq_len // sizes["context"] // 2
     scores = tokens * seen * m.num_heads // T if ctx.attention == "xla" else 0
     selective = e * (2 * stream // n + heads + ups * kept + kept_pairs)
@@ -304,7 +303,6 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     # Of the experts' pairs: as sent, as received, as sorted by expert; and the gradient of each.
     in_layer = (12 + e) * scores + 2 * stored + e * (2 * stream + 3 * hidden + 6 * travelled)
     in_layer += selective if t.remat == "full" else 0
-    in_layer += e * (ups + 1) * hidden + 4 * (experts + stream) if rounds else 0
     trained = [path for path, p in spec.items() if not p.frozen]
     some, all_of = sum(part[path] for path in trained), sum(whole[path] for path in trained)
     gradients = (e if t.grad_accum == 1 else 8) * some  # or sums and a microbatch's, in float32
