@@ -167,4 +167,4 @@ def test_devices_sum_gradients_in_the_dtype_that_is_asked_for(case, reduce_dtype
                 gathered.add(str(aval.dtype))
     assert summed == {"large": {reduce_dtype}, "small": {"float32"}}
     if "pipe" not in mesh:  # there the transpose of a float32 gather is traced with its forward half, which XLA drops
-        assert gathered == {"bfloat16"}
+        assert gathered == ({"bfloat16"} if "fsdp" in mesh else set())
