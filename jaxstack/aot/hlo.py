@@ -169,10 +169,10 @@ def _times(computations: dict[str, list[_Instruction]], entry: str, known: Mappi
 
 def _turns(loop: _Instruction, computations: dict[str, list[_Instruction]], known: Mapping[str, float]) -> float:
     """Turns of a while loop: as XLA notes it, as is known of its scope, or from a condition `i < constant` (a scan
-    counts up from 0 by 1)."""
+    counts up from 0 by 1). JAX writes a scope within a derivative as `jvp(scope)`."""
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(noted.group(1))
-    if (scope := re.search(r'op_name="[^"]*?([^"/]+)/while"', loop.rest)) and scope.group(1) in known:
+    if (scope := re.search(r'op_name="[^"]*?(\w+)\)*/while"', loop.rest)) and scope.group(1) in known:
         return known[scope.group(1)]
     condition = re.search(r"condition=%?([\w.-]+)", loop.rest)
     assert condition, loop
