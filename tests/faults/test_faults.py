@@ -347,7 +347,9 @@ def test_one_of_two_dies_or_hangs(number, index, argv, tmp_path):
     ((_, err),) = finish(processes[1 - index], code=Exit.PEER_LOST)
     assert f"process {index} of 2 " in err.splitlines()[-1]
     assert "is gone: killed, stopped, or cut off" in err.splitlines()[-1]
-    assert f"nothing heard for distributed.lost_s={lost_s} s" in err.splitlines()[-1]
+    # The coordinator's death closes the connection to it, which may be noticed first; other silences are waited for.
+    if (number, index) != (signal.SIGKILL, 0):
+        assert f"nothing heard for distributed.lost_s={lost_s} s" in err.splitlines()[-1]
     kill(processes[index])
     step = seal.sealed(tmp_path / "run" / "checkpoints")[0]
     assert step >= 8
