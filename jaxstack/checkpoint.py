@@ -76,7 +76,7 @@ def find(directory: Path, abstract_state: Any = None) -> Found:
       abstract_state: what is going to be loaded, as for `restore`; by default everything.
 
     Returns:
-      The same step on all processes. What was passed over by its looks is known to process 0 alone.
+      The same step on all processes. Process 0 alone knows the steps whose seals, files or sizes did not fit.
 
     Raises:
       ConfigError: the processes do not see the same directory.
@@ -97,8 +97,8 @@ _NONE, _LOST = -1, -2
 
 
 def _likely(directory: Path, passed_over: dict[int, str]) -> int:
-    """The newest step but those passed over that looks whole; notes why newer ones do not. `_NONE` or `_LOST` if none
-    does."""
+    """Returns the newest step whose seal, files and sizes fit, and records in `passed_over` why newer ones do not.
+    Returns `_NONE` or `_LOST` if there is no such step."""
     for step in seal.steps(directory):
         if step not in passed_over:
             why = seal.misfit(directory / str(step))
@@ -123,7 +123,7 @@ def broken(directory: Path, step: int, abstract_state: Any = None) -> str | None
 
 
 def _changed(checkpoint: Path, abstract_state: Any) -> str | None:
-    """Why the bytes of what is going to be loaded are not those that were sealed, agreed on by all processes."""
+    """Returns why the files to be loaded differ from those that were sealed; all processes return the same."""
     try:
         wanted, unread = seal.read(checkpoint), _unread(checkpoint, abstract_state)
         wanted = {name: sums for name, sums in wanted.items() if name not in unread}
