@@ -4,8 +4,8 @@ The loop itself is `jaxstack/train.py`, so that an installed package has it too.
 key; CONTRIBUTING.md says where everything else is.
 """
 
-from jaxstack import cli
+from jaxstack.config import parse
 from jaxstack.train import main
 
 if __name__ == "__main__":
-    cli.run("train.py", main)
+    parse.run("train.py", main)

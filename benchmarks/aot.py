@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "aot"))
 from cases import CASES, report
 from record import RESULTS, record
 
-from jaxstack import aot, step
-from jaxstack.aot import hlo
+from jaxstack.planner import aot, hlo
+from jaxstack.training import step
 
 
 def case(name: str) -> dict[str, Any]:

@@ -39,16 +39,18 @@ def work(what: str, index: int, count: int, port: int, folder: Path, mib: int) -
         jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
     import numpy as np
 
-    from jaxstack import checkpoint, seal, sharding
+    from jaxstack import sharding
+    from jaxstack.checkpoint import manifest
+    from jaxstack.checkpoint import store as checkpoint
     from jaxstack.config import CheckpointConfig, MeshConfig
 
-    hashed, sha256 = [], seal._sha256
+    hashed, sha256 = [], manifest._sha256
 
     def counted(path: Path) -> tuple[int, str]:
         hashed.append(path.stat().st_size)
         return sha256(path)
 
-    seal._sha256 = counted
+    manifest._sha256 = counted
     if what == "save":
         mesh = sharding.make_mesh(MeshConfig(data=1, fsdp=DEVICES), DEVICES)
         split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
@@ -85,16 +87,16 @@ def processes(what: str, count: int, folder: Path, mib: int) -> list[dict[str, A
 
 def rates(checkpoint: Path, repeats: int) -> dict[str, dict[str, float]]:
     """MB of SHA-256 over a checkpoint in a second, of the clock and of CPU time, by the number of threads."""
-    from jaxstack import seal
+    from jaxstack.checkpoint import manifest
 
-    wanted, found = seal.read(checkpoint), {}
+    wanted, found = manifest.read(checkpoint), {}
     megabytes = sum(size for size, _ in wanted.values()) / 1e6
     for threads in (1, 2):
-        seal._THREADS = threads
+        manifest._THREADS = threads
         clock, cpu = [], []
         for _ in range(repeats):
             begin, spent = time.perf_counter(), time.process_time()
-            assert seal.changed(checkpoint, wanted) is None
+            assert manifest.changed(checkpoint, wanted) is None
             clock.append(time.perf_counter() - begin)
             cpu.append(time.process_time() - spent)
         found[str(threads)] = {

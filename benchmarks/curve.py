@@ -10,7 +10,7 @@ import record
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from jaxstack.loggers import read_lines
+from jaxstack.tracking.jsonl import read_lines
 
 
 def main(run: Path, name: str) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from jaxstack import platform
 from jaxstack.config import Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
+from jaxstack.runtime import platform
 
 
 def config(experts: int, batch: int) -> Config:
@@ -44,8 +44,9 @@ def main() -> None:
     import jax
     import numpy as np
 
-    from jaxstack import sharding, step
-    from jaxstack.context import Context
+    from jaxstack import sharding
+    from jaxstack.models.context import Context
+    from jaxstack.training import step
 
     runs: dict[int, Any] = {}
     ids = np.random.default_rng(0).integers(0, 256, (given.batch, 257)).astype(np.int32)

@@ -33,10 +33,10 @@ def ours(batch: int, shape: dict[str, int]) -> Any:
     import jax
     import numpy as np
 
-    from jaxstack import model, params
     from jaxstack.config import ModelConfig, SampleConfig
-    from jaxstack.context import Context, implementations
     from jaxstack.generate import decode
+    from jaxstack.models import decoder, params
+    from jaxstack.models.context import Context, implementations
 
     cfg = ModelConfig(
         num_layers=shape["layers"],
@@ -46,7 +46,7 @@ def ours(batch: int, shape: dict[str, int]) -> Any:
         vocab_size=shape["vocab"],
         tied_embeddings=True,
     )
-    values = jax.jit(lambda: params.init(jax.random.key(0), model.spec(cfg)))()
+    values = jax.jit(lambda: params.init(jax.random.key(0), decoder.spec(cfg)))()
     prompts = np.random.default_rng(0).integers(0, shape["vocab"], (batch, PROMPT)).tolist()
     ctx = Context(**implementations("cpu"))
     runs = {n: decode.make_generate(cfg, SampleConfig(tokens=n, temperature=0), ctx=ctx) for n in (1, NEW, LONG)}

@@ -15,7 +15,7 @@ from statistics import median
 import record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from jaxstack.loggers import read_lines
+from jaxstack.tracking.jsonl import read_lines
 
 ROOT = Path(__file__).parent.parent
 

@@ -40,11 +40,11 @@ def make(folder: Path, layers: int) -> int:
     import ml_dtypes
     import numpy as np
 
-    from jaxstack import model
     from jaxstack.hf import configs, files, weights
+    from jaxstack.models import decoder
 
     cfg, rng = config(layers), np.random.default_rng(0)
-    tensors = weights.tensors("llama", model.spec(cfg))
+    tensors = weights.tensors("llama", decoder.spec(cfg))
 
     def draw(shape: tuple[int, ...]) -> np.ndarray:
         return (0.02 * rng.standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
@@ -59,10 +59,12 @@ def work(what: str, folder: Path, devices: int) -> None:
     """The worker: reads the model, writes it where that is asked, and prints the peak of memory beyond its arrays."""
     import jax
 
-    from jaxstack import checkpoint, hf, model, params, sharding
+    from jaxstack import hf, sharding
+    from jaxstack.checkpoint import store
     from jaxstack.config import CheckpointConfig, Config, DataConfig, MeshConfig
-    from jaxstack.context import Context
     from jaxstack.hf import weights
+    from jaxstack.models import decoder, params
+    from jaxstack.models.context import Context
 
     with hf.Pretrained(folder / "model") as source:
         mesh = MeshConfig(data=1, fsdp=devices)
@@ -71,17 +73,17 @@ def work(what: str, folder: Path, devices: int) -> None:
         jax.block_until_ready(jax.device_put(0.0))
         before, begin = psutil.Process().memory_info().rss, time.perf_counter()
         if what == "restore":
-            spec = model.spec(cfg.model)
+            spec = decoder.spec(cfg.model)
             tree = jax.tree.map(
                 lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=ctx.sharding(where)),
                 params.abstract(spec),
                 ctx.parameters(spec),
             )
-            values = checkpoint.restore(folder, 1, {"params": tree})
+            values = store.restore(folder, 1, {"params": tree})
         else:
             values = jax.block_until_ready(source.read(ctx))
         if what == "save":
-            with checkpoint.Checkpoints(CheckpointConfig(), folder) as saving:
+            with store.Checkpoints(CheckpointConfig(), folder) as saving:
                 saving.save(1, {"params": values}, {})
         if what == "write":
             begin = time.perf_counter()
@@ -91,7 +93,7 @@ def work(what: str, folder: Path, devices: int) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sizes = [x.nbytes for x in jax.tree.leaves(values)]
     arrays = sum(sizes)
-    tensors = weights.tensors(source.family, model.spec(source.model)).values()
+    tensors = weights.tensors(source.family, decoder.spec(source.model)).values()
     largest = 4 * max(prod(tensor.shape) for tensor in tensors)
     row = {
         "what": what,

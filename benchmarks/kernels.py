@@ -283,7 +283,7 @@ class Loop:
 def run_case(
     case: Case, table: Any, platform: str, rounds: int, peaks: Any, only: list[str] | None, slow: dict[Any, float]
 ) -> dict[str, Any]:
-    from jaxstack.kernels import choice
+    from jaxstack.kernels import implementation as choice
 
     loops: dict[tuple[str, str], Loop] = {}
     left_out: dict[str, str] = {}
@@ -364,10 +364,10 @@ def main() -> None:
 
     import jax
 
-    from jaxstack.chips import CHIPS, name_of
-    from jaxstack.context import OPS
-    from jaxstack.kernels import choice
-    from jaxstack.plan import measure
+    from jaxstack.common.hardware import CHIPS, name_of
+    from jaxstack.kernels import implementation as choice
+    from jaxstack.models.context import OPS
+    from jaxstack.planner import measure
 
     device = jax.devices()[0]
     platform = choice.platform_of(device)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 def held_out(config: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     """Trains one run and returns its last held-out loss, with the routing's figures of its last step."""
-    from jaxstack.loggers import read_lines
+    from jaxstack.tracking.jsonl import read_lines
 
     run = folder / f"{config}_{seed}"
     flags = [f"--train.steps={steps}", f"--train.eval_every={steps}", f"--run.seed={seed}", f"--run.dir={run}"]
@@ -39,14 +39,14 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=300)
     arguments.add_argument("--seeds", type=int, default=3)
     given = arguments.parse_args()
-    from jaxstack import cli, model, params, plan
-    from jaxstack.config import resolve
+    from jaxstack.config import parse, resolve
+    from jaxstack.models import decoder, flops, params
 
     results: dict[str, list[dict[str, float]]] = {"quickstart": [], "moe_quickstart": []}
     sizes = {}
     for config in results:
-        cfg = resolve(cli.parse_config([f"--config={ROOT / 'configs' / config}.yaml"], ROOT), 256).model
-        sizes[config] = {"parameters": params.count(model.spec(cfg)), "multiplied": plan.matmul_params(cfg)}
+        cfg = resolve(parse.parse_config([f"--config={ROOT / 'configs' / config}.yaml"], ROOT), 256).model
+        sizes[config] = {"parameters": params.count(decoder.spec(cfg)), "multiplied": flops.matmul_params(cfg)}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(given.seeds):
             for config, found in results.items():

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "aot"))
 from cases import experts
 from record import record
 
-from jaxstack import aot
+from jaxstack.planner import aot
 
 if __name__ == "__main__":
     target = sys.argv[1]

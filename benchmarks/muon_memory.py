@@ -15,11 +15,12 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 
-from jaxstack import model, params, step
-from jaxstack.aot import formula, hlo
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from jaxstack.context import Context
+from jaxstack.models import decoder, params
+from jaxstack.models.context import Context
+from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
+from jaxstack.training import step
 
 CASES: list[tuple[str, int, dict[str, int]]] = [
     ("adamw", 8, {"fsdp": 8}),
@@ -49,12 +50,12 @@ def case(optimizer: str, layers: int, mesh: dict[str, int], options: dict[str, A
     compiled = jitted.lower(state, batch).compile(compiler_options=options)
     memory = compiled.memory_analysis()
     moved = hlo.collectives(compiled.as_text(), ctx.mesh.shape)
-    expected = formula.memory(cfg, ctx, state, batch)
-    weights = [p for path, p in params.flat_spec(model.spec(cfg.model)).items() if path.startswith("layers/")]
+    expected = estimate.memory(cfg, ctx, state, batch)
+    weights = [p for path, p in params.flat_spec(decoder.spec(cfg.model)).items() if path.startswith("layers/")]
     row = {
         "optimizer": optimizer,
         "layers": layers,
-        "parameters": params.count(model.spec(cfg.model)),
+        "parameters": params.count(decoder.spec(cfg.model)),
         "mesh": " ".join(f"{axis}={size}" for axis, size in mesh.items()),
         "compile_s": round(time.perf_counter() - begin, 1),
         "arguments": memory.argument_size_in_bytes,

@@ -15,8 +15,8 @@ from typing import Any
 import record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from jaxstack import platform
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from jaxstack.runtime import platform
 
 STAGES = MeshConfig(data=1, pipe=2)
 CASES = {
@@ -48,8 +48,9 @@ def main() -> None:
     import jax
     import numpy as np
 
-    from jaxstack import sharding, step
-    from jaxstack.context import Context
+    from jaxstack import sharding
+    from jaxstack.models.context import Context
+    from jaxstack.training import step
 
     ids = np.random.default_rng(0).integers(0, 256, (given.batch, 257)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((given.batch, 256), np.float32)}

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "aot"))
 from cases import LARGE, STAGES, pipelined
 from record import record
 
-from jaxstack import aot
+from jaxstack.planner import aot
 
 TARGET = "v5e:4x4"
 CASES = [

@@ -132,17 +132,16 @@ def quant(result: dict[str, Any]) -> None:
 def roofline() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path.insert(0, str(ROOT))
-    from jaxstack import cli
-    from jaxstack.chips import CHIPS
-    from jaxstack.config import resolve
-    from jaxstack.plan import picture
-    from jaxstack.plan import roofline as roof
+    from jaxstack.common.hardware import CHIPS
+    from jaxstack.config import parse, resolve
+    from jaxstack.planner import plot
+    from jaxstack.planner import roofline as roof
 
     name, chip, *flags = ROOFLINE
     path = ROOT / "configs" / f"{name}.yaml"
-    cfg = cli.parse_config([f"--config={path}", *flags], path)
+    cfg = parse.parse_config([f"--config={path}", *flags], path)
     cfg = resolve(cfg, cfg.model.vocab)
-    picture.draw(roof.report(cfg, chip, roof.Limits(CHIPS[chip])), DOCS / "roofline.png")
+    plot.draw(roof.report(cfg, chip, roof.Limits(CHIPS[chip])), DOCS / "roofline.png")
     print("docs/roofline.png")
 
 

@@ -46,14 +46,15 @@ def gradients(name: str, mesh: dict[str, int], train: dict[str, Any]) -> dict[st
     import jax
     import numpy as np
 
-    from jaxstack import cli, data, step
-    from jaxstack.config import resolve
-    from jaxstack.context import Context
+    from jaxstack import data
+    from jaxstack.common.tree import flatten
+    from jaxstack.config import parse, resolve
+    from jaxstack.models.context import Context
     from jaxstack.sharding import make_mesh
-    from jaxstack.tree import flatten
+    from jaxstack.training import step
 
     flags = [f"--config={ROOT / 'configs/quickstart.yaml'}", f"--data.batch_size={ROWS}", *MODELS[name]]
-    cfg = cli.parse_config(flags, ROOT)
+    cfg = parse.parse_config(flags, ROOT)
     sizes = {axis: mesh.get(axis, 1) for axis in cfg.mesh.sizes}
     cfg = resolve(
         dataclasses.replace(

@@ -14,7 +14,7 @@ from pathlib import Path
 import record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from jaxstack.loggers import read_lines
+from jaxstack.tracking.jsonl import read_lines
 
 ROOT = Path(__file__).parent.parent
 

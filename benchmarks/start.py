@@ -29,10 +29,10 @@ def compile_seconds(num_layers: int) -> float:
     import jax
     import jax.numpy as jnp
 
-    from jaxstack import step
     from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig
-    from jaxstack.context import Context
+    from jaxstack.models.context import Context
     from jaxstack.sharding import make_mesh
+    from jaxstack.training import step
 
     cfg = Config(
         model=ModelConfig(num_layers=num_layers, d_model=128, num_heads=4, vocab_size=256),

@@ -1,10 +1,10 @@
 """What a device sends in a step, and what it holds, by formula: `python benchmarks/traffic.py`, nothing is compiled.
 
-One job on eight devices, split along one axis of the mesh after the other. The formulas are `jaxstack.aot.formula`'s,
-which `tests/test_collectives.py` and `tests/aot` hold against compiled programs. A second part is one model on 16
-stages: what they exchange for each microbatch, beside the time that a chip computes for it. The result is
-`benchmarks/results/traffic.json`, and the tables of docs/parallelism/ and docs/pipelines.md are written anew;
-`tests/test_docs.py` compares them.
+One job on eight devices, split along one axis of the mesh after the other. The formulas are
+`jaxstack.planner.estimate`'s, which `tests/sharding/test_collectives.py` and `tests/aot` hold against compiled
+programs. A second part is one model on 16 stages: what they exchange for each microbatch, beside the time that a chip
+computes for it. The result is `benchmarks/results/traffic.json`, and the tables of docs/parallelism/ and
+docs/pipelines.md are written anew; `tests/test_docs.py` compares them.
 """
 
 import os
@@ -60,14 +60,15 @@ STAGES_HEAD = (
 
 
 def case(config: str, flags: list[str]) -> dict[str, Any]:
-    from jaxstack import aot, cli, sharding, step
-    from jaxstack.aot import hlo
-    from jaxstack.config import resolve
-    from jaxstack.context import Context
+    from jaxstack import sharding
+    from jaxstack.config import parse, resolve
+    from jaxstack.models.context import Context
+    from jaxstack.planner import aot, hlo
+    from jaxstack.training import step
 
     file = ROOT / "configs" / f"{config}.yaml"
     flags = ["--mesh.data=1", "--data.batch_size=8", "--data.packing=false", *flags]
-    cfg = cli.parse_config([f"--config={file}", *flags], file)
+    cfg = parse.parse_config([f"--config={file}", *flags], file)
     assert cfg.model.vocab_size is not None
     cfg = resolve(cfg, cfg.model.vocab_size)
     ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size))
@@ -85,20 +86,18 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
 
 def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
     """A model on 16 stages: its operations, and the bytes that a device sends along `pipe` for each microbatch."""
-    from jaxstack import cli
-    from jaxstack.aot import formula
-    from jaxstack.config import resolve
-    from jaxstack.plan import roofline
+    from jaxstack.config import parse, resolve
+    from jaxstack.planner import estimate, roofline
 
     file = ROOT / "configs" / f"{DENSE}.yaml"
     flags = [f"--config={file}", *DEEP, "--mesh.data=1", "--data.packing=false", f"--data.seq_len={length}"]
-    cfg = cli.parse_config([*flags, f"--model.tied_embeddings={str(tied).lower()}"], file)
+    cfg = parse.parse_config([*flags, f"--model.tied_embeddings={str(tied).lower()}"], file)
     assert cfg.model.vocab_size is not None
     assert cfg.pipeline.microbatches is not None
     cfg = resolve(cfg, cfg.model.vocab_size)
     ctx = roofline.context(cfg, 16 * 8)
     sent = {"neighbours": 0.0, "head": 0.0, "embedding": 0.0}
-    for c in formula.traffic(cfg, ctx):
+    for c in estimate.traffic(cfg, ctx):
         if "pipe" in c.axes:
             what = next((name for name in sent if name in c.where), "head")  # the other one is cross-entropy's
             sent[what] += c.sent / cfg.pipeline.microbatches
@@ -107,8 +106,8 @@ def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
 
 def stages(length: int) -> list[dict[str, Any]]:
     """What 16 stages exchange for each microbatch of one sequence, beside their computing."""
-    from jaxstack.chips import CHIPS
-    from jaxstack.plan import roofline
+    from jaxstack.common.hardware import CHIPS
+    from jaxstack.planner import roofline
 
     operations, sent = deep(length, tied=False)
     _, sent_if_tied = deep(length, tied=True)

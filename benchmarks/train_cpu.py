@@ -25,8 +25,8 @@ STEPS = {"J1": 30, "J2": 2, "J3": 2}  # steps of a turn: about a second or two
 def ours(name: str) -> None:
     """The worker: trains one job of `peers_torch.JOBS`, whenever a line with a number of steps comes in."""
     sys.path.insert(0, str(ROOT))
-    from jaxstack import platform
     from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+    from jaxstack.runtime import platform
 
     job = json.loads(sys.stdin.readline())
     platform.configure(MeshConfig(), job["batch"] // job["accum"])
@@ -34,8 +34,9 @@ def ours(name: str) -> None:
     import jax
     import numpy as np
 
-    from jaxstack import sharding, step
-    from jaxstack.context import Context
+    from jaxstack import sharding
+    from jaxstack.models.context import Context
+    from jaxstack.training import step
 
     family: dict[str, Any] = {
         "gpt": {

@@ -113,8 +113,10 @@ def ours(order: dict[str, Any]) -> None:
     import jax
     import numpy as np
 
-    from jaxstack import plan, sharding, step
-    from jaxstack.context import Context
+    from jaxstack import sharding
+    from jaxstack.models import flops as plan
+    from jaxstack.models.context import Context
+    from jaxstack.training import step
 
     job, device = Job(**order["job"]), jax.devices()[0]
     stats = device.memory_stats() or {}
@@ -325,7 +327,7 @@ def compare(name: str, job: Job, given: argparse.Namespace, kernels: dict[str, s
     for worker in workers.values():
         worker.close()
 
-    from jaxstack import plan
+    from jaxstack.models import flops as plan
 
     rows = {}
     for key, seconds in taken.items():
@@ -370,8 +372,8 @@ def known(name: str) -> list[dict[str, Any]]:
 
 def ahead_of_time(target: str, given: argparse.Namespace, kernels: dict[str, str]) -> None:
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    from jaxstack import aot
-    from jaxstack.chips import CHIPS
+    from jaxstack.common.hardware import CHIPS
+    from jaxstack.planner import aot
 
     path = record.RESULTS / f"{NAME}_aot.json"
     cases = json.loads(path.read_text())["cases"] if path.exists() else []

@@ -28,8 +28,9 @@ import html
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jaxstack import data, platform
+from jaxstack import data
 from jaxstack.config import Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig, resolve
+from jaxstack.runtime import platform
 
 LAYERS, EXPERTS, CHOICES = 2, 8, 2
 
@@ -54,11 +55,13 @@ import numpy as np
 import optax
 from IPython.display import HTML, display
 
-from jaxstack import layers, model, params, plan, sharding, step
-from jaxstack.context import Context
+from jaxstack import sharding
+from jaxstack.models import decoder, flops, layers, params
+from jaxstack.models.context import Context
+from jaxstack.training import step
 
 print(dataset.description)
-print(f"{params.count(model.spec(cfg.model)):,} parameters, of which a byte meets {plan.matmul_params(cfg.model):,}")
+print(f"{params.count(decoder.spec(cfg.model)):,} parameters, of which a byte meets {flops.matmul_params(cfg.model):,}")
 
 # %% [markdown]
 # ## Three routers
@@ -104,7 +107,7 @@ def train(cfg: Config) -> tuple[Any, History]:
     def one_step(values, opt_state, batch):
         loss, grads, sums = gradients(values, batch)
         changes, opt_state = optimizer.update(grads, opt_state, values)
-        values = model.balance(cfg.model, optax.apply_updates(values, changes), sums, ctx)
+        values = decoder.balance(cfg.model, optax.apply_updates(values, changes), sums, ctx)
         return values, opt_state, (loss, sums["load"], sums["dropped"], sums["entropy"])
 
     abstract = step.abstract_state(cfg, ctx)
@@ -224,16 +227,16 @@ assert dropped["nothing"] > 2 * max(dropped["a loss"], dropped["a bias"])
 def choices(cfg: Config, values: Any, tokens: np.ndarray) -> np.ndarray:
     """The experts of every token in every layer, [L, B, S, k]."""
     ctx, m = Context(), cfg.model
-    given = model.inputs(m, {"tokens": tokens}, ctx)
+    given = decoder.inputs(m, {"tokens": tokens}, ctx)
     plainly = {"window": 0, "rope": given["rope"], "segment_ids": None}
-    x, found = model.embed(m, values, given, ctx), []
+    x, found = decoder.embed(m, values, given, ctx), []
     for i in range(m.num_layers):
         weights = jax.tree.map(lambda leaf, i=i: leaf[i], values["layers"])
         h = layers.norm(m, weights["attention_norm"], x, ctx)
         h, _ = layers.attention(m, weights["attention"], h, ctx, **plainly)
         h = layers.norm(m, weights["mlp_norm"], x + h, ctx)
         found.append(layers.route(m, weights["moe"], h.reshape(-1, m.d_model), None).experts)
-        x, _ = model.block(m, weights, x, ctx, **plainly, dropout_key=None)
+        x, _ = decoder.block(m, weights, x, ctx, **plainly, dropout_key=None)
     return np.stack(jax.device_get(found)).reshape(m.num_layers, *tokens.shape, CHOICES)
 
 
@@ -243,7 +246,7 @@ values = jax.device_put(trained["a loss"], jax.devices()[0])
 experts = choices(configs["a loss"], values, tokens)
 
 # The model's own count, as a check: the same pairs, expert by expert.
-_, aux = model.forward(configs["a loss"].model, values, tokens)
+_, aux = decoder.forward(configs["a loss"].model, values, tokens)
 for layer in range(LAYERS):
     assert (np.bincount(experts[layer].ravel(), minlength=EXPERTS) == aux["load"][layer]).all()
 

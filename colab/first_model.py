@@ -21,8 +21,9 @@ if importlib.util.find_spec("jaxstack") is None:
 # %%
 from dataclasses import replace
 
-from jaxstack import data, platform
+from jaxstack import data
 from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig, SampleConfig, TrainConfig, resolve
+from jaxstack.runtime import platform
 
 cfg = Config(
     model=ModelConfig(num_layers=2, d_model=128, num_heads=4, d_ff=344),
@@ -65,11 +66,13 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxstack import model, params, sharding, step
-from jaxstack.context import Context
+from jaxstack import sharding
 from jaxstack.generate import decode
+from jaxstack.models import decoder, params
+from jaxstack.models.context import Context
+from jaxstack.training import step
 
-spec = model.spec(cfg.model)
+spec = decoder.spec(cfg.model)
 for path, param in params.flat_spec(spec).items():
     print(f"{path:29}{param.shape!s:20}{', '.join(param.axes)}")
 print(f"{params.count(spec):,} parameters on {jax.device_count()} x {jax.devices()[0].device_kind}")
@@ -173,7 +176,7 @@ plt.show()
 # - The same from a shell, with checkpoints, resuming and a log: `python train.py`
 #   ([README](https://github.com/jaxstack/jaxstack#readme)).
 # - The model itself:
-#   [model.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/model.py) and
-#   [layers.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/layers.py).
+#   [model.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/models/decoder.py) and
+#   [layers.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/models/layers.py).
 # - Your own Flax model on several devices:
 #   [flax_sharding.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb).

@@ -321,4 +321,4 @@ else:
 
 # %% [markdown]
 # In a run it is a key: `python train.py --kernels.attention=pallas`. To add a form of your own: its function, its name in
-# the op's table, and the cases of `tests/test_kernels.py` run it as they run all others.
+# the op's table, and the cases of `tests/kernels/test_kernels.py` run it as they run all others.

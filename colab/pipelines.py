@@ -31,7 +31,7 @@ from IPython.display import Image, display
 
 from jaxstack.config import MeshConfig
 from jaxstack.pipeline import Schedule, ScheduleError, gpipe, interleaved_one_f_one_b, one_f_one_b, value_and_grad
-from jaxstack.pipeline.drawing import draw
+from jaxstack.pipeline.plot import draw
 from jaxstack.sharding import make_mesh
 
 jax.config.update("jax_default_matmul_precision", "float32")  # GPUs and TPUs would round more, and differ more

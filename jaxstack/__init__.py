@@ -1,7 +1,8 @@
 """jaxstack: a JAX-based functional training stack.
 
-Rooms are imported when they are first used (`jaxstack.model`, `jaxstack.data`, ...), so that importing the package
-costs nothing and JAX starts only when it is needed.
+Every room of the package is an attribute, and so are the modules that other projects use most: `jaxstack.model`,
+`jaxstack.params`. They are imported when they are first used, so importing the package costs nothing, and JAX starts
+only when it is needed.
 """
 
 import importlib
@@ -9,17 +10,21 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_ROOMS = (
-    "aot", "checkpoint", "cli", "config", "context", "data", "generate", "hf", "kernels", "layers", "loggers", "losses",
-    "metrics", "model", "moe", "optim", "params", "pipeline", "plan", "platform", "rundir", "sharding", "step", "tree",
-)  # fmt: skip
+_MODULES = {"model": "models.decoder", "params": "models.params"} | {
+    room: room
+    for room in (
+        "checkpoint", "common", "config", "data", "generate", "hf", "kernels", "models", "moe", "pipeline", "planner",
+        "report", "runtime", "sharding", "tracking", "training",
+    )
+}  # fmt: skip
+"""Public name -> module."""
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in _ROOMS:
-        return importlib.import_module(f"jaxstack.{name}")
-    raise AttributeError(f"module 'jaxstack' has no attribute {name!r}; it has {', '.join(_ROOMS)}")
+    if name in _MODULES:
+        return importlib.import_module(f"jaxstack.{_MODULES[name]}")
+    raise AttributeError(f"module 'jaxstack' has no attribute {name!r}; it has {', '.join(_MODULES)}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_ROOMS]
+    return [*globals(), *_MODULES]

@@ -10,14 +10,15 @@ import jaxstack
 
 COMMANDS = {
     "train": ("train.py", "train a model; --help lists every key of a configuration"),
-    "generate": ("generate/__main__.py", "continue prompts with the model of a run"),
-    "report": ("report/__main__.py", "sum up runs: a table here, and a page with curves"),
-    "import": ("hf/__main__.py", "make a run of a Hugging Face folder"),
-    "export": ("hf/__main__.py", "write a run's parameters as a Hugging Face folder"),
-    "data": ("data/__main__.py", "make and check token files"),
-    "plan": ("plan/__main__.py", "compile for chips that are not here: does it fit, what does it move; or `roofline`"),
-    "profile": ("profile/__main__.py", "measure what the layers of a pipeline cost"),
-    "supervise": ("supervise.py", "start a run again when it dies"),
+    "generate": ("cli/generate.py", "continue prompts with the model of a run"),
+    "report": ("cli/report.py", "sum up runs: a table here, and a page with curves"),
+    "import": ("cli/import_export.py", "make a run of a Hugging Face folder"),
+    "export": ("cli/import_export.py", "write a run's parameters as a Hugging Face folder"),
+    "data": ("cli/data.py", "make and check token files"),
+    "plan": ("cli/roofline.py", "compile for chips that are not here: does it fit, what does it move; or `roofline`"),
+    "profile": ("cli/profile.py", "measure what the layers of a pipeline cost"),
+    "schedule": ("cli/schedule.py", "draw a pipeline's schedule as a Gantt chart"),
+    "supervise": ("cli/supervise.py", "start a run again when it dies"),
 }
 """Where each command lives, and what it is for."""
 
@@ -31,17 +32,17 @@ def main() -> None:
         return print(usage())
     if words[0] == "--version":
         return print(f"jaxstack {jaxstack.__version__}")
-    from jaxstack import cli
+    from jaxstack.config import parse
 
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        cli.run("jaxstack", unknown, words)
+        parse.run("jaxstack", unknown, words)
     elif name in _BY_DOCSTRING and {"-h", "--help"} & set(rest):
         print(ast.get_docstring(ast.parse((Path(__file__).parent / COMMANDS[name][0]).read_text())))
     else:
         module = COMMANDS[name][0].removesuffix(".py").replace("/", ".")
         command = importlib.import_module(f"jaxstack.{module}").main
-        cli.run(f"jaxstack {name}", command, [name, *rest] if name in ("import", "export") else rest)
+        parse.run(f"jaxstack {name}", command, [name, *rest] if name in ("import", "export") else rest)
 
 
 def usage() -> str:

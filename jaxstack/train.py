@@ -13,27 +13,32 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from jaxstack import cli, data, distributed, goodput, platform, rundir, seal, signals, sinks
-from jaxstack.config import Config, DistributedConfig, resolve
-from jaxstack.exits import Exit, RunError
+from jaxstack import data
+from jaxstack.checkpoint import manifest, run_dir
+from jaxstack.common.errors import Exit, RunError
+from jaxstack.config import Config, DistributedConfig, parse, resolve
+from jaxstack.runtime import distributed, platform, preemption
+from jaxstack.tracking import goodput, sinks
 
 if TYPE_CHECKING:  # JAX must start after `platform.configure`
     import jax
 
-    from jaxstack.checkpoint import Checkpoints, Found
-    from jaxstack.context import Context
-    from jaxstack.feed import Feed
-    from jaxstack.loggers import JsonLines, Screen
+    from jaxstack.checkpoint.store import Checkpoints, Found
+    from jaxstack.data.loader import Feed
+    from jaxstack.models.context import Context
+    from jaxstack.tracking.jsonl import JsonLines, Screen
 
 
 def main(argv: list[str]) -> None:
-    cfg, print_shardings = cli.parse(argv)
+    cfg, print_shardings = parse.parse(argv)
     if print_shardings:
         return show(cfg)
     sinks.check(cfg.run.sinks)
     dataset = data.load(cfg.data)
     cfg = resolve(cfg, dataset.tokenizer.vocab_size)
-    changes = rundir.check(cfg, dataset.tokenizer.to_json())  # in every process before any writes: they have not joined
+    changes = run_dir.check(
+        cfg, dataset.tokenizer.to_json()
+    )  # in every process before any writes: they have not joined
     processes = distributed.detect(cfg.distributed)
     count = (processes and processes.count) or 1
     # Before JAX is imported, which reads it.
@@ -48,12 +53,14 @@ def show(cfg: Config) -> None:
     cfg = resolve(cfg, vocabulary)
     platform.configure(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
 
-    from jaxstack import model, params, sharding, step
-    from jaxstack.context import Context
+    from jaxstack import sharding
+    from jaxstack.models import decoder, params
+    from jaxstack.models.context import Context
+    from jaxstack.training import step
 
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
     state = step.abstract_state(cfg, Context.create(cfg, mesh))
-    declared = params.flat_spec(model.spec(cfg.model))
+    declared = params.flat_spec(decoder.spec(cfg.model))
     leaves, specs = sharding.placed(state.params)
     print(sharding.table({path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}, specs, mesh))
     optimizer = sharding.table(*sharding.placed(state.opt_state), mesh).splitlines()[-1]
@@ -64,22 +71,26 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     """Takes steps until `train.steps` are done; evaluates, saves, and goes back where it must."""
     import jax
 
-    from jaxstack import checkpoint, convert, loggers, metrics, sharding, step, tracing, watch
-    from jaxstack.context import Context
-    from jaxstack.feed import Feed
+    from jaxstack import sharding
+    from jaxstack.checkpoint import store
+    from jaxstack.data.loader import Feed
     from jaxstack.generate import decode
-    from jaxstack.profile import costs
-    from jaxstack.progress import Course, Progress
+    from jaxstack.models.context import Context
+    from jaxstack.planner import pipeline_costs
+    from jaxstack.runtime import watchdog
+    from jaxstack.tracking import jsonl, profiler, throughput
+    from jaxstack.tracking.step_log import Course, Progress
+    from jaxstack.training import init_from, step
 
     run = Path(cfg.run.dir)
-    saved = rundir.checkpoints(run)
+    saved = run_dir.checkpoints(run)
     account = goodput.Account()
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
     devices = list(mesh.devices.flat)
-    ctx = Context.create(costs.settled(cfg, mesh), mesh)
+    ctx = Context.create(pipeline_costs.settled(cfg, mesh), mesh)
     first = jax.process_index() == 0  # it alone prints, and writes what is not a checkpoint
     several = jax.process_count() > 1
-    meter = metrics.Meter(cfg, devices)
+    meter = throughput.Meter(cfg, devices)
     feed = Feed(cfg, dataset, ctx.sharding(ctx.batch))
 
     abstract = step.abstract_state(cfg, ctx)
@@ -88,12 +99,12 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     eval_step = jax.jit(step.make_eval_step(cfg, ctx))
 
     with (
-        watch.Watch(cfg.distributed.lost_s, cfg.train.stalled_s) as watching,
-        rundir.lock(run) if first else nullcontext() as left_behind,
-        signals.caught((lambda: os.kill(os.getpid(), signal.SIGTERM)) if several else None) as request,
-        loggers.Screen(cfg.train.steps, shown=first) as screen,
-        checkpoint.Checkpoints(cfg.checkpoint, saved) as checkpoints,
-        tracing.Tracer(cfg.profile, run, screen.say, account, meter) as tracer,
+        watchdog.Watch(cfg.distributed.lost_s, cfg.train.stalled_s) as watching,
+        run_dir.lock(run) if first else nullcontext() as left_behind,
+        preemption.caught((lambda: os.kill(os.getpid(), signal.SIGTERM)) if several else None) as request,
+        jsonl.Screen(cfg.train.steps, shown=first) as screen,
+        store.Checkpoints(cfg.checkpoint, saved) as checkpoints,
+        profiler.Tracer(cfg.profile, run, screen.say, account, meter) as tracer,
         sinks.Sinks() as others,
     ):
         greet(screen, cfg, ctx, devices, dataset, changes, left_behind)
@@ -103,14 +114,14 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         def state_of(number: int) -> tuple[step.TrainState, int]:
             """The state after a step, and the index of the batch that comes next."""
             if number:
-                state = layout.unpack(checkpoint.restore(saved, number, layout.abstract))
-                return state, checkpoint.facts(saved, number)["next_batch"]
+                state = layout.unpack(store.restore(saved, number, layout.abstract))
+                return state, store.facts(saved, number)["next_batch"]
             if cfg.run.init_from:
-                return convert.start_from(cfg, ctx, abstract), 0
+                return init_from.start_from(cfg, ctx, abstract), 0
             return step.make_state(cfg, ctx, abstract), 0
 
         if start:
-            rundir.same_data(checkpoint.facts(saved, start), cfg, dataset.fingerprint)
+            run_dir.same_data(store.facts(saved, start), cfg, dataset.fingerprint)
         elif cfg.run.init_from:
             screen.say(f"starts with the parameters of {cfg.run.init_from}")
         state, next_batch = state_of(start)
@@ -119,9 +130,9 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         sharding.guard(*sharding.placed(state.params), mesh, axes=("pipe", "fsdp", "expert", "tensor"), limit=0.1)
 
         # Only now: nothing is overwritten by what does not fit.
-        log = open_log(screen, cfg, dataset, found, start, others) if first else loggers.JsonLines(None)
+        log = open_log(screen, cfg, dataset, found, start, others) if first else jsonl.JsonLines(None)
         checkpoints.scores |= {r["step"]: r["eval_loss"] for r in log.records if "eval_loss" in r}
-        facts = {"config": asdict(cfg), "versions": checkpoint.versions(), "data": dataset.fingerprint}
+        facts = {"config": asdict(cfg), "versions": store.versions(), "data": dataset.fingerprint}
         progress = Progress(cfg, feed, log, screen, meter, watching, account)
 
         def evaluate(number: int) -> None:
@@ -137,7 +148,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             evaluate(start)
         while course.done < cfg.train.steps:
             spike = None
-            for index, batch, waited in feed.training(course.batch, cfg.train.steps - course.done, account):
+            for index, batch, waited in feed.training(course.batch, cfg.train.steps - course.done, account.enter):
                 account.enter("step" if meter.started else "compile")
                 course = course.stepped()
                 state, device_values = tracer.step(course.done, train_step, state, feed.to_devices(batch))
@@ -165,7 +176,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
                 account.enter("checkpoint")
                 checkpoints.wait()
                 del state, device_values  # two states may not fit
-                if course.done and (why := checkpoint.broken(saved, course.done)):
+                if course.done and (why := store.broken(saved, course.done)):
                     raise damaged(course.done, why)
                 state, _ = state_of(course.done)
                 progress.went_back(course, spike)
@@ -192,13 +203,13 @@ def greet(
     """Says what is going to be trained, on what, and what is unlike the run's earlier part."""
     import jax
 
-    from jaxstack import model, params
+    from jaxstack.models import decoder, params
 
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     screen.say(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
-    screen.say(f"model    {params.count(model.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
+    screen.say(f"model    {params.count(decoder.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
     if cfg.model.lora.rank:
-        trained = params.count(params.split(spec := model.spec(cfg.model), spec)[0])
+        trained = params.count(params.split(spec := decoder.spec(cfg.model), spec)[0])
         screen.say(f"adapters {trained:,} of them are trained, rank {cfg.model.lora.rank}; the rest is frozen")
     if ctx.pipeline is not None:
         screen.say(f"pipeline {ctx.pipeline}")
@@ -219,15 +230,15 @@ def agree_on_start(screen: "Screen", cfg: Config, ctx: "Context", dataset: data.
     Raises:
       ConfigError: they are not, or there were checkpoints and none is whole.
     """
-    from jaxstack import checkpoint
+    from jaxstack.checkpoint import store
 
     distributed.agree({
         "configuration": replace(cfg, distributed=DistributedConfig()),
         "data": (dataset.fingerprint, len(dataset.train), len(dataset.eval), dataset.tokenizer.to_json()),
         "pipeline.partition's file": str(ctx.pipeline),
     })  # fmt: skip
-    saved = rundir.checkpoints(Path(cfg.run.dir))
-    found = checkpoint.find(saved)
+    saved = run_dir.checkpoints(Path(cfg.run.dir))
+    found = store.find(saved)
     for number, why in found.passed_over.items():
         screen.say(f"passed over step {number}: {why}", style="yellow")
     if found.lost:
@@ -243,15 +254,15 @@ def open_log(
     Args:
       others: begin there, and get the lines that are written from now on.
     """
-    from jaxstack.loggers import JsonLines
+    from jaxstack.tracking.jsonl import JsonLines
 
     run = Path(cfg.run.dir)
-    saved = rundir.checkpoints(run)
+    saved = run_dir.checkpoints(run)
     log = JsonLines(run / "metrics.jsonl", others)
-    rundir.write(cfg, dataset.tokenizer.to_json())
-    seal.tidy(saved)
+    run_dir.write(cfg, dataset.tokenizer.to_json())
+    manifest.tidy(saved)
     for number in found.passed_over:
-        screen.say(f"step {number} was moved to {seal.set_aside(saved / str(number), run / 'passed_over')}/")
+        screen.say(f"step {number} was moved to {manifest.set_aside(saved / str(number), run / 'passed_over')}/")
     dropped = log.rewind(start)
     others.begin(cfg, start)
     if event := goodput.resumed(start, log.records, dropped):
@@ -282,8 +293,8 @@ def sum_up(
     cfg: Config, feed: "Feed", texts: list[str], log: "JsonLines", screen: "Screen", account: goodput.Account
 ) -> None:
     """Writes what is made at the end of a run: the comparison with n-grams, samples and the picture; by process 0."""
-    from jaxstack import loggers
     from jaxstack.data import ngram
+    from jaxstack.tracking import jsonl
 
     run, steps = Path(cfg.run.dir), cfg.train.steps
     final = next(r for r in log.records if r["step"] == steps and "eval_loss" in r)
@@ -304,7 +315,7 @@ def sum_up(
     for prompt, text in zip(cfg.sample.prompts, texts, strict=True):
         screen.say(f"--- {prompt.strip()}", style="bold")
         screen.say(text)
-    loggers.plot(log.records, run / "loss.png", baseline)
+    jsonl.plot(log.records, run / "loss.png", baseline)
     log.write({"step": steps, "event": "finished", "time": time.time(), "seconds": account.take()})
     screen.say(f"{run}/ holds loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To go on, raise "
                f"--train.steps; to start anew, name another --run.dir; to look at it: "

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -54,7 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def entropy(node: pytest.Item | pytest.Collector) -> list[int]:
     """Returns what seeds a generator: the run's seed and the node's name, so that no test depends on another."""
-    return [node.config.option.seed, *node.nodeid.encode()]
+    folders, _, test = node.nodeid.partition("::")
+    return [node.config.option.seed, *f"tests/{Path(folders).name}::{test}".encode()]  # a moved file draws the same
 
 
 @pytest.fixture

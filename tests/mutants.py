@@ -19,19 +19,19 @@ def mistakes(room: str, file: str, tests: str, *pairs: tuple[Any, ...]) -> None:
         MUTANTS.append(Mutant(room, f"jaxstack/{file}", old, new, own, **why))
 
 
-BY_HAND = "test_by_hand.py"
-STEP = "test_step.py"
-MOE = "test_moe.py"
-KERNELS = "test_kernels.py"
+BY_HAND = "models/test_by_hand.py"
+STEP = "training/test_step.py"
+MOE = "moe/test_moe.py"
+KERNELS = "kernels/test_kernels.py"
 MESHES = "test_meshes.py -k 'llama3 and dropout'"
-PIPELINE = "test_pipeline.py -k 'gives and llama3'"
-CHECKS = "test_config_checks.py"
-DATA = "test_data.py test_windows.py"
-HF = "test_hf.py"
-GENERATE = "test_generate.py"
+PIPELINE = "pipeline/test_pipeline.py -k 'gives and llama3'"
+CHECKS = "config/test_config_checks.py"
+DATA = "data/test_data.py data/test_windows.py"
+HF = "hf/test_hf.py"
+GENERATE = "generate/test_generate.py"
 
 mistakes(
-    "layers", "layers.py", BY_HAND,
+    "layers", "models/layers.py", BY_HAND,
     ('params.get("bias"), eps=cfg.norm_eps', 'params.get("bias"), eps=1e-6'),
     ('x, params["scale"], eps=cfg.norm_eps, unit_offset', 'x, params["scale"], eps=1e-6, unit_offset'),
     ("unit_offset=cfg.norm_unit_offset, implementation", "unit_offset=False, implementation"),
@@ -50,40 +50,40 @@ mistakes(
     ("cfg.d_model**0.5, x.dtype", "cfg.vocab**0.5, x.dtype"),
     ("d_ff=F * cfg.moe.shared_experts", "d_ff=F"),
     ('cfg.moe.router == "sigmoid":\n        spec["balance"]', 'cfg.moe.router == "softmax":\n        spec["balance"]'),
-    ("x / (1.0 - rate), 0.0", "x / rate, 0.0", "test_model.py -k dropout"),
-    ("jax.random.bernoulli(k, 1.0 - rate,", "jax.random.bernoulli(k, rate,", "test_model.py -k dropout"),
-    ("lambda i: jax.random.fold_in(key, i)", "lambda i: jax.random.fold_in(key, 0 * i)", "test_model.py -k dropout"),
-    ('in_axes=2, std=std / (2 * cfg.num_layers) ** 0.5)', "in_axes=2, std=std)", "test_model.py -k spread"),
+    ("x / (1.0 - rate), 0.0", "x / rate, 0.0", "models/test_model.py -k dropout"),
+    ("jax.random.bernoulli(k, 1.0 - rate,", "jax.random.bernoulli(k, rate,", "models/test_model.py -k dropout"),
+    ("lambda i: jax.random.fold_in(key, i)", "lambda i: jax.random.fold_in(key, 0 * i)", "models/test_model.py -k dropout"),
+    ('in_axes=2, std=std / (2 * cfg.num_layers) ** 0.5)', "in_axes=2, std=std)", "models/test_model.py -k spread"),
     ('"w_down": Param((F, D), ("mlp", "embed"), std=std / (2 * cfg.num_layers) ** 0.5)',
-     '"w_down": Param((F, D), ("mlp", "embed"), std=std)', "test_model.py -k spread"),
+     '"w_down": Param((F, D), ("mlp", "embed"), std=std)', "models/test_model.py -k spread"),
     ("down = cfg.init_std / (2 * cfg.num_layers) ** 0.5", "down = cfg.init_std / cfg.num_layers**0.5",
-     "test_model.py -k spread"),
-    ('init="zeros" if unit_offset else "ones"', 'init="ones" if unit_offset else "zeros"', "test_model.py -k spread"),
+     "models/test_model.py -k spread"),
+    ('init="zeros" if unit_offset else "ones"', 'init="ones" if unit_offset else "zeros"', "models/test_model.py -k spread"),
     ('Param((D, E), ("embed", "router"), "router", std=cfg.init_std)',
      'Param((D, E), ("embed", "router"), "matrix", std=cfg.init_std)',
-     "test_model.py -k cast"),
+     "models/test_model.py -k cast"),
     ("gate.reshape(-1))", "gate.T.reshape(-1))", BY_HAND + " -k 'domain or timestep'"),
 )  # fmt: skip
 
 mistakes(
-    "model", "model.py", BY_HAND,
+    "model", "models/decoder.py", BY_HAND,
     ('h = layers.norm(cfg, params["attention_post_norm"], h, ctx)', 'h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)'),
     ('h = layers.norm(cfg, params["mlp_norm"], x, ctx)', 'h = layers.norm(cfg, params["attention_norm"], x, ctx)'),
     ("cap * jnp.tanh(scores / cap)", "jnp.tanh(scores / cap)"),
-    ("layers.dropout(keys[1], cfg.dropout, h", "layers.dropout(keys[0], cfg.dropout, h", "test_model.py -k mask"),
-    ("index * len(cfg.windows) + i", "index + i", "test_model.py -k mask"),
+    ("layers.dropout(keys[1], cfg.dropout, h", "layers.dropout(keys[0], cfg.dropout, h", "models/test_model.py -k mask"),
+    ("index * len(cfg.windows) + i", "index + i", "models/test_model.py -k mask"),
     ('given["rope"] = layers.rope_tables(cfg, positions)',
      'given["rope"] = layers.rope_tables(cfg, ctx.token_index(length))', GENERATE + " -k 'greedy and gemma2'"),
-    ("a.reshape(-1, period, *a.shape[1:])[:, i]", "a.reshape(period, -1, *a.shape[1:])[i]", "test_model.py -k dealt"),
-    ('cfg.moe.router != "sigmoid" or cfg.lora.rank:', 'cfg.moe.router != "sigmoid":', "test_experts.py -k frozen"),
-    ('ctx.in_rows(aux["load"]), cfg.moe.bias_rate', 'ctx.in_rows(aux["load"]), -cfg.moe.bias_rate', "test_experts.py -k frozen"),
+    ("a.reshape(-1, period, *a.shape[1:])[:, i]", "a.reshape(period, -1, *a.shape[1:])[i]", "models/test_model.py -k dealt"),
+    ('cfg.moe.router != "sigmoid" or cfg.lora.rank:', 'cfg.moe.router != "sigmoid":', "moe/test_experts.py -k frozen"),
+    ('ctx.in_rows(aux["load"]), cfg.moe.bias_rate', 'ctx.in_rows(aux["load"]), -cfg.moe.bias_rate', "moe/test_experts.py -k frozen"),
     ("return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)",
-     "return a.reshape(microbatches, -1, *a.shape[1:])", "test_model.py -k dealt"),
-    ('ctx.remat == "none" and not ctx.gathers', 'ctx.remat == "none"', "test_collectives.py"),
+     "return a.reshape(microbatches, -1, *a.shape[1:])", "models/test_model.py -k dealt"),
+    ('ctx.remat == "none" and not ctx.gathers', 'ctx.remat == "none"', "sharding/test_collectives.py"),
 )  # fmt: skip
 
 mistakes(
-    "losses", "losses.py", BY_HAND,
+    "losses", "training/losses.py", BY_HAND,
     ("(balance / sequences + z / tokens) / cfg.num_layers", "balance / sequences + z / tokens"),
     ('aux["balance_loss"].sum() if', 'aux["balance_loss"].mean() if'),
     ("(balance / sequences + z / tokens)", "(balance + z) / tokens"),
@@ -96,20 +96,20 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "params", "params.py", "test_model.py -k 'spread or initial'",
+    "params", "models/params.py", "models/test_model.py -k 'spread or initial'",
     ("draw(jax.random.fold_in(own, i))", "draw(own)"),
     ("zlib.crc32(path_of(keys).encode())", 'zlib.crc32(path_of(keys).split("/")[-1].encode())'),
     ("p.std * jax.random.normal", "p.std**2 * jax.random.normal"),
     ('return self.kind in ("matrix", "table")', 'return self.kind == "matrix"',
-     "test_model.py -k cast"),
-    ('self.stacked + int("experts" in self.axes)', "self.stacked", "test_optim.py test_hf.py -k 'muon or lies or Muon'"),
-    ('self.kind == "matrix" and "vocab" not in self.axes', 'self.kind == "matrix"', "test_optim.py"),
+     "models/test_model.py -k cast"),
+    ('self.stacked + int("experts" in self.axes)', "self.stacked", "training/test_optim.py hf/test_hf.py -k 'muon or lies or Muon'"),
+    ('self.kind == "matrix" and "vocab" not in self.axes', 'self.kind == "matrix"', "training/test_optim.py"),
     ("return frozen if trained is None else trained", "return trained if frozen is None else frozen",
-     "test_lora.py -k split", {"equivalent": "each leaf is in one of the two trees alone"}),
+     "models/test_lora.py -k split", {"equivalent": "each leaf is in one of the two trees alone"}),
 )  # fmt: skip
 
 mistakes(
-    "step", "step.py", STEP,
+    "step", "training/step.py", STEP,
     ('tokens = collectives.all_reduce(batch["weights"].sum(), ctx.token_axes)',
      'tokens = collectives.all_reduce((batch["weights"] >= 0).sum(), ctx.token_axes)', STEP + " -k mean_over"),
     ("jnp.append(state.recent[1:], loss)", "jnp.append(state.recent[:-1], loss)", STEP + " -k recent"),
@@ -125,11 +125,11 @@ mistakes(
     ("jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)", "jax.random.key(cfg.run.seed)", STEP + " -k dropout"),
     ('batch["weights"].sum(), ctx.token_axes\n        )', 'jnp.ones_like(batch["weights"]).sum(), ctx.token_axes\n        )',
      STEP + " -k evaluation"),
-    ("middle + cfg.threshold * jnp.maximum", "cfg.threshold * jnp.maximum", "test_reliability.py -k spike"),
-    ("1.4826 * jnp.median", "jnp.median", "test_reliability.py -k spike"),
-    ("(updates >= cfg.window)", "(updates > cfg.window)", "test_reliability.py -k spike"),
+    ("middle + cfg.threshold * jnp.maximum", "cfg.threshold * jnp.maximum", "checkpoint/test_reliability.py -k spike"),
+    ("1.4826 * jnp.median", "jnp.median", "checkpoint/test_reliability.py -k spike"),
+    ("(updates >= cfg.window)", "(updates > cfg.window)", "checkpoint/test_reliability.py -k spike"),
     ("return loss + losses.auxiliary(cfg.model, aux, means), (loss, aux)", "return loss, (loss, aux)",
-     "test_experts.py -k balance"),
+     "moe/test_experts.py -k balance"),
     ('params.init(jax.random.key(cfg.run.seed), spec, layers)', "params.init(jax.random.key(0), spec, layers)",
      STEP + " -k first_state"),
     ("_, scatter = jax.vjp(partial(whole, trained_spec), trained)", "_, scatter = jax.vjp(partial(whole, spec), trained)",
@@ -169,7 +169,7 @@ mistakes(
     ("return _rows_times_experts(dy, w, sizes, 1), dw, None", "return _rows_times_experts(dy, w.swapaxes(1, 2), sizes, 1), dw, None"),
 )  # fmt: skip
 mistakes(
-    "kernels", "kernels/quantized_matmul.py", "test_quantized.py",
+    "kernels", "kernels/quantized_matmul.py", "kernels/test_quantized.py",
     ('{"int8": 127.0', '{"int8": 128.0'),
     ("jnp.round(values) if dtype", "jnp.floor(values) if dtype"),
     ("top = lax.pmax(collectives.varying(top, axes), axes)", "top = top"),
@@ -177,12 +177,12 @@ mistakes(
     ("(sums.astype(jnp.float32) * a_scale * b_scale)", "(sums.astype(jnp.float32) * a_scale / b_scale)"),
 )  # fmt: skip
 mistakes(
-    "kernels", "kernels/choice.py", "test_kernels.py test_attention_kernels.py -k 'mistakes or auto or cannot or choose or default'",
+    "kernels", "kernels/implementation.py", "kernels/test_kernels.py kernels/test_attention_kernels.py -k 'mistakes or auto or cannot or choose or default'",
     ("names = [*AUTO.get(platform, {}).get(op, ()), *table]", "names = [*table]"),
 )  # fmt: skip
 
 mistakes(
-    "attention", "kernels/attention/definition.py", KERNELS + " -k 'test_attention and not mistakes'",
+    "attention", "kernels/attention/reference.py", KERNELS + " -k 'test_attention and not mistakes'",
     ("rows[:, None] - keys < o.window", "rows[:, None] - keys <= o.window"),
     ("seen = rows[:, None] >= keys", "seen = rows[:, None] > keys"),
     ("jax.nn.softmax(scores, axis=-1).astype(v.dtype)", "jax.nn.softmax(scores.astype(v.dtype), axis=-1)"),
@@ -211,7 +211,7 @@ mistakes(
 mistakes(
     "attention",
     "kernels/context_attention.py",
-    "test_context_attention.py",
+    "kernels/test_context_attention.py",
     ("np.stack([low, high[::-1]], axis=1)", "np.stack([low, high], axis=1)"),
     ("start = jnp.where(source < me, 0, half)", "start = jnp.where(source > me, 0, half)"),
     ("out * jnp.exp(lse - total)[..., None]", "out * jnp.exp(total - lse)[..., None]"),
@@ -222,8 +222,8 @@ mistakes(
 )
 mistakes(
     "attention",
-    "kernels/attention/blocks.py",
-    "test_attention_kernels.py -k 'visit'",
+    "kernels/attention/block_ranges.py",
+    "kernels/test_attention_kernels.py -k 'visit'",
     ("(first + 1) // keys if o.causal", "(last + 1) // keys if o.causal"),
     ("np.minimum((last + o.window - 1) // rows + 1, blocks)", "np.minimum((last + o.window - 1) // rows, blocks)"),
     ("(least[:, None, :] <= own_most[:, :, None])", "(least[:, None, :] < own_most[:, :, None])"),
@@ -232,7 +232,7 @@ mistakes(
 mistakes(
     "pallas",
     "kernels/attention/pallas_gpu.py",
-    "test_attention_kernels.py -k 'gpu and values'",
+    "kernels/test_attention_kernels.py -k 'gpu and values'",
     ("shrink = jnp.exp2(top - higher)", "shrink = jnp.exp2(higher - top)"),
     ("return o.softcap * _LOG2E * share, 1 - share * share", "return o.softcap * _LOG2E * share, 1 - share"),
     ("top + jnp.log2(total), mask=rows < static.length", "top + jnp.log(total), mask=rows < static.length"),
@@ -278,7 +278,7 @@ mistakes(
     ("weights = jnp.where(valid, 1.0, jnp.nan)[:, None]", "weights = jnp.where(valid, 1.0, 0.0)[:, None]", MOE + " -k 'gate or loud or id'"),
 )  # fmt: skip
 mistakes(
-    "moe", "moe/stats.py", BY_HAND,
+    "moe", "moe/metrics.py", BY_HAND,
     ("E / k * count / tokens", "E * count / tokens"),
     ("share = (scores * counted[:, None])", "share = scores"),
     ("z = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))", "z = jax.nn.logsumexp(routing.logits, axis=-1)"),
@@ -296,11 +296,11 @@ mistakes(
     ("gates.reshape(T, k, 1), axis=1)", "1.0, axis=1)", BY_HAND),
     ("y = y + matmul(matmul(x, a), b)", "y = matmul(matmul(x, a), b)", BY_HAND + " -k lora"),
     ('w[..., None, :, :], (*w.shape[:-2], num_experts, *w.shape[-2:])', 'w[..., None, :, :] / num_experts, (*w.shape[:-2], num_experts, *w.shape[-2:])',
-     MOE + " test_experts.py -k 'upcycled or up_cycled'"),
+     MOE + " moe/test_experts.py -k 'upcycled or up_cycled'"),
 )  # fmt: skip
 
 mistakes(
-    "collectives", "collectives.py", MESHES,
+    "collectives", "sharding/collectives.py", MESHES,
     ("lax.dynamic_slice_in_dim(x, index(axes) * size, size, dim)", "lax.dynamic_slice_in_dim(x, index(axes), size, dim)"),
     ("lax.dynamic_update_slice_in_dim(whole, x, index(axes) * x.shape[dim], dim)",
      "lax.dynamic_update_slice_in_dim(whole, x, index(axes), dim)", GENERATE + " -k mesh"),
@@ -308,7 +308,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "context", "context.py", MESHES,
+    "context", "models/context.py", MESHES,
     ("y = collectives.all_reduce(y, tuple(axis for axis in summed if axis not in between))",
      "y = collectives.all_reduce(y, summed)"),
     ('collectives.index(self.axes("batch")) * local_rows + jnp', 'collectives.index(self.axes("batch")) + jnp',
@@ -322,7 +322,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "sharding", "sharding/rules.py", "test_rules.py",
+    "sharding", "sharding/rules.py", "sharding/test_rules.py",
     ("if pattern.fullmatch(path)), None)\n            if first", "if pattern.match(path)), None)\n            if first"),
     ("if name in claimed:", "if name in claimed and dim == 0:"),
     ("if shape[dim] % parts:", "if parts % shape[dim]:"),
@@ -330,8 +330,8 @@ mistakes(
 )  # fmt: skip
 mistakes(
     "sharding",
-    "sharding/table.py",
-    "test_rules.py",
+    "sharding/summary.py",
+    "sharding/test_rules.py",
     ("part = size // _parts(specs[path], mesh)", "part = size"),
     ("if fraction > limit:", "if fraction < limit:"),
     (
@@ -343,46 +343,46 @@ mistakes(
 mistakes(
     "sharding",
     "sharding/mesh.py",
-    "test_config.py test_rules.py -k 'mesh or nearest'",
+    "config/test_config.py sharding/test_rules.py -k 'mesh or nearest'",
     ("if batch % (n * rest) == 0]", "if batch % n == 0]"),
     ("sum(abs(math.log(n / sizes[axis]))", "sum(math.log(n / sizes[axis])"),
     ("sizes[axis] = max(devices // known, 1)", "sizes[axis] = devices"),
 )
 
 mistakes(
-    "pipeline", "pipeline/schedule.py", "test_schedule.py",
+    "pipeline", "pipeline/schedule.py", "pipeline/test_schedule.py",
     ("[int(self.backward_MG[unit]) + 1]", "[int(self.backward_MG[unit])]"),
-    ("max(ready[stage], needed) + (", "needed + (", "test_schedule.py test_partition.py"),
+    ("max(ready[stage], needed) + (", "needed + (", "pipeline/test_schedule.py pipeline/test_partition.py"),
     ("ticks_MG[m, g], g % self.stages, m * self.chunks + g // self.stages",
-     "ticks_MG[m, g], g % self.stages, m * self.chunks + g % self.chunks", "test_schedule.py test_pipeline.py"),
+     "ticks_MG[m, g], g % self.stages, m * self.chunks + g % self.chunks", "pipeline/test_schedule.py pipeline/test_pipeline.py"),
     ("lambda m, s: 2 * (P - 1) - s + m)", "lambda m, s: 2 * P - s + m)"),
     ("(self.forward_MG <= ticks) & (ticks <= self.backward_MG)", "(self.forward_MG <= ticks) & (ticks < self.backward_MG)"),
 )  # fmt: skip
 mistakes(
-    "pipeline", "pipeline/program.py", "test_pipeline.py -k 'rows or idle or bubble or number or fit'",
+    "pipeline", "pipeline/program.py", "pipeline/test_pipeline.py -k 'rows or idle or bubble or number or fit'",
     ("share = 3 * self.schedule.microbatches", "share = 2 * self.schedule.microbatches"),
     ("(s.forward_MG <= tick) & (tick <= s.backward_MG)", "(s.forward_MG < tick) & (tick <= s.backward_MG)",
      {"equivalent": "a stage that goes forward at a tick is not idle then, and its free slot is not read"}),
     ("return self._at_T(self.schedule.backward_MG[:, 0])", "return self._at_T(self.schedule.backward_MG[:, -1])",
      PIPELINE),
     ("if m <= 4 * stages]", "if m <= 2 * stages]"),
-    ("evenly.lockstep_seconds <= best.lockstep_seconds", "evenly.lockstep_seconds >= best.lockstep_seconds", "test_profile.py -k 'cut'"),
+    ("evenly.lockstep_seconds <= best.lockstep_seconds", "evenly.lockstep_seconds >= best.lockstep_seconds", "planner/test_profile.py -k 'cut'"),
 )  # fmt: skip
 mistakes(
     "pipeline", "pipeline/execute.py", PIPELINE,
-    ('counts = held & forward["active"]', "counts = held", "test_pipeline.py -k 'auxiliary'"),
+    ('counts = held & forward["active"]', "counts = held", "pipeline/test_pipeline.py -k 'auxiliary'"),
     ('counts = held & backward["active"]', "counts = held"),
     ('layer = row["backward_steps"] - 1 - i', "layer = i"),
-    ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", "test_pipeline.py -k 'auxiliary'", {"survives": "no caller reads the sum of penalties, whose gradients are taken by themselves"}),
+    ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", "pipeline/test_pipeline.py -k 'auxiliary'", {"survives": "no caller reads the sum of penalties, whose gradients are taken by themselves"}),
     ("_send(dx, axis, -1)", "_send(dx, axis, 1)"),
     ("stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), stacked),",
-     "stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), stacked),", "test_precision.py -k 'near and pipe'"),
-    ("group * P + rest % P", "group + rest % P", "test_pipeline.py -k autodiff"),
+     "stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), stacked),", "training/test_precision.py -k 'near and pipe'"),
+    ("group * P + rest % P", "group + rest % P", "pipeline/test_pipeline.py -k autodiff"),
 )  # fmt: skip
 mistakes(
     "pipeline",
     "pipeline/partition.py",
-    "test_partition.py",
+    "pipeline/test_partition.py",
     ("send[1:L] = costs.latency + np", "send[1:L] = np"),
     ("max(1).sum())", "max(1).max())"),
     ("(first + last) / blocks", "first + last"),
@@ -391,7 +391,7 @@ mistakes(
     ("limit = np.nextafter(slowest, 0)", "limit = slowest / 2"),
 )
 mistakes(
-    "pipeline", "pipeline/transform.py", "test_pipeline.py test_pipeline_examples.py -k 'anyone or plain'",
+    "pipeline", "pipeline/transform.py", "pipeline/test_pipeline.py pipeline/test_pipeline_examples.py -k 'anyone or plain'",
     ("last(shared, x, micro) / parts", "last(shared, x, micro) / schedule.microbatches"),
     ("return together(sums.loss), together(sums.shared), together(sums.stacked)", "return together(sums.loss), together(sums.shared), sums.stacked"),
 )  # fmt: skip
@@ -399,8 +399,12 @@ mistakes(
 mistakes(
     "data",
     "data/windows.py",
-    "test_windows.py",
-    ("np.arange(1, seq_len + 1) < length_B[:, None]", "np.arange(1, seq_len + 1) <= length_B[:, None]", "test_chat.py"),
+    "data/test_windows.py",
+    (
+        "np.arange(1, seq_len + 1) < length_B[:, None]",
+        "np.arange(1, seq_len + 1) <= length_B[:, None]",
+        "data/test_chat.py",
+    ),
     ("(piece_BS == piece_BT[:, 1:])", "(piece_BS == piece_BT[:, :-1])"),
     ("at_BT - np.maximum(begins_BT, first_B[:, None])", "at_BT - begins_BT"),
     ("rng.integers(slack + 1)", "rng.integers(slack)"),
@@ -408,29 +412,29 @@ mistakes(
     ('batch["weights"][row_B >= len(samples)] = 0', 'batch["weights"][row_B > len(samples)] = 0'),
     ("ds.__getitem__, step + depth))", "ds.__getitem__, step + 1))"),
     ('"targets": np.ascontiguousarray(ids_BT[:, 1:])', '"targets": np.ascontiguousarray(ids_BT[:, :-1])'),
-    ("stream.answers[index_BT[:, 1:]]", "stream.answers[index_BT[:, :-1]]", "test_chat.py"),
-    ("np.argsort(-length_D, kind", "np.argsort(length_D, kind", "test_chat.py"),
+    ("stream.answers[index_BT[:, 1:]]", "stream.answers[index_BT[:, :-1]]", "data/test_chat.py"),
+    ("np.argsort(-length_D, kind", "np.argsort(length_D, kind", "data/test_chat.py"),
 )
 mistakes(
     "data", "data/tokens.py", DATA,
     ("kept = min(int(len(tokens) * (1 - eval_fraction))", "kept = min(int(len(tokens) * eval_fraction)"),
     ("if pattern.fullmatch(name)", "if pattern.match(name)"),
     ("return tokens.documents(~held_out), tokens.documents(held_out)", "return tokens.documents(held_out), tokens.documents(~held_out)"),
-    ("chunk.max() >= header.vocab_size", "chunk.max() > header.vocab_size", "test_token_file.py"),
-    ("found != header.sha256.get(key)", "key not in header.sha256", "test_token_file.py"),
-    ("(starts > ends).any()", "(starts > ends).all()", "test_token_file.py"),
+    ("chunk.max() >= header.vocab_size", "chunk.max() > header.vocab_size", "data/test_token_file.py"),
+    ("found != header.sha256.get(key)", "key not in header.sha256", "data/test_token_file.py"),
+    ("(starts > ends).any()", "(starts > ends).all()", "data/test_token_file.py"),
 )  # fmt: skip
 mistakes(
     "data",
     "data/sources.py",
-    "test_data.py",
+    "data/test_data.py",
     ("if f not in _TEST_FOLDERS | _OTHER_PACKAGES", "if f not in _TEST_FOLDERS"),
     ('if not f.startswith(".")]\n    if not names', "if f]\n    if not names"),
 )
 mistakes(
     "data",
     "data/ngram.py",
-    "test_ngram.py",
+    "data/test_ngram.py",
     ("total[context] + followers[context], 1)", "total[context], 1)"),
     (
         "whole, other_whole = place >= n - 1, other_place >= n - 1",
@@ -441,7 +445,7 @@ mistakes(
 mistakes(
     "tokenizers",
     "data/tokenizers.py",
-    "test_data.py test_chat.py",
+    "data/test_data.py data/test_chat.py",
     ("np.cumsum(ids & 0xC0 != 0x80) - 1", "np.cumsum(ids & 0xC0 != 0x80)"),
     ("np.array([len(c.encode()) for c in self.alphabet])", "np.array([len(c) for c in self.alphabet])"),
     ("return np.min_scalar_type(vocab_size - 1)", "return np.min_scalar_type(vocab_size)"),
@@ -451,7 +455,7 @@ mistakes(
 mistakes(
     "chat",
     "data/chat.py",
-    "test_chat.py",
+    "data/test_chat.py",
     ("(ends > start) & (starts < end)", "(starts >= start) & (ends <= end)"),
     ("if ids.size > seq_len + 1:", "if ids.size > seq_len:"),
     ("if not answers[1:].any()", "if not answers.any()"),
@@ -493,7 +497,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "metrics", "metrics.py", "test_metrics.py",
+    "metrics", "tracking/throughput.py", "tracking/test_metrics.py",
     ("seconds = (time.perf_counter() - self._since) / self._steps", "seconds = time.perf_counter() - self._since"),
     ("self._kind, self._devices, self._dtype)", "self._kind, 1, self._dtype)"),
     ('"data_wait_s": self._waited / self._steps', '"data_wait_s": self._waited'),
@@ -503,8 +507,8 @@ mistakes(
 )  # fmt: skip
 mistakes(
     "goodput",
-    "goodput.py",
-    "test_metrics.py",
+    "tracking/goodput.py",
+    "tracking/test_metrics.py",
     ("self._kind, self._since = kind, now", "self._kind = kind"),
     ("            self.enter(before)", "            self.enter(kind)"),
     ('round(sum(sums.values()) - sums["down"], 4)', "round(sum(sums.values()), 4)"),
@@ -513,8 +517,8 @@ mistakes(
 )
 mistakes(
     "progress",
-    "progress.py",
-    "test_reliability.py -k course",
+    "tracking/step_log.py",
+    "checkpoint/test_reliability.py -k course",
     ("if self.returns == most:", "if self.returns > most:"),
     ("Course(self.newest, spike + self.batch - self.done, self.newest", "Course(self.newest, self.batch, self.newest"),
     ("replace(self, newest=self.done, returns=0)", "replace(self, newest=self.done)"),
@@ -522,7 +526,7 @@ mistakes(
 mistakes(
     "report",
     "report/runs.py",
-    "test_report.py",
+    "report/test_report.py",
     ("eval_losses.argmin()", "eval_losses.argmax()"),
     ('max((record.get("skipped") or skipped) - skipped, 0)', '(record.get("skipped") or 0)'),
     ("names.count(path.name) == 1", "names.count(path.name) >= 1"),
@@ -530,13 +534,13 @@ mistakes(
     ("whole // size:,} {unit} {whole % size // part}", "whole // size:,} {unit} {whole // part}"),
 )
 mistakes(
-    "report", "loggers.py", "test_metrics.py",
+    "report", "tracking/jsonl.py", "tracking/test_metrics.py",
     ('[record for record in self.records if record["step"] <= after]', '[record for record in self.records if record["step"] < after]'),
     ("isinstance(v, float) and not math.isfinite(v)", "isinstance(v, float) and math.isnan(v)"),
 )  # fmt: skip
 
 mistakes(
-    "config", "config.py", CHECKS,
+    "config", "config/__init__.py", CHECKS,
     ("_require(value >= minimum,", "_require(value > minimum,"),
     ("_require(0 <= value < 1,", "_require(0 <= value <= 1,"),
     ("longest + self.sample.tokens <= data.seq_len", "self.sample.tokens <= data.seq_len"),
@@ -551,16 +555,16 @@ mistakes(
     ("self.profile.span[1] <= train.steps", "self.profile.span[0] <= train.steps"),
     ("self.model.max_positions >= data.seq_len", "self.model.max_positions > data.seq_len"),
     ("return self.head_dim or self.d_model // self.num_heads", "return self.head_dim or self.d_model // self.kv_heads", CHECKS + " " + BY_HAND),
-    ("return self.moe.d_ff or self.ff_width", "return self.ff_width", BY_HAND + " test_config.py"),
-    ("positions = config.data.seq_len\n", "positions = config.data.seq_len - 1\n", "test_config.py test_config_checks.py"),
+    ("return self.moe.d_ff or self.ff_width", "return self.ff_width", BY_HAND + " config/test_config.py"),
+    ("positions = config.data.seq_len\n", "positions = config.data.seq_len - 1\n", "config/test_config.py config/test_config_checks.py"),
 )  # fmt: skip
 mistakes(
-    "cli", "cli.py", "test_config.py test_package.py -k 'flag or help or config or mistake or resolved'",
+    "cli", "config/parse.py", "config/test_config.py cli/test_package.py -k 'flag or help or config or mistake or resolved'",
     ('"allow_abbrev": False', '"allow_abbrev": True'),
     ('[*(f"--config={path}" for path in files), *flags]', '[*flags, *(f"--config={path}" for path in files)]'),
     ("sys.exit(Exit.MISTAKE)", "sys.exit(1)"),
     ("return word.removeprefix(f\"{flag}=\"), words[:i] + words[i + 1 :]", "return word.removeprefix(f\"{flag}=\"), words",
-     "test_generate.py test_hf.py test_aot.py -k 'command or mistake or answered'"),
+     "generate/test_generate.py hf/test_hf.py planner/test_aot.py -k 'command or mistake or answered'"),
 )  # fmt: skip
 
 mistakes(
@@ -573,7 +577,7 @@ mistakes(
 )  # fmt: skip
 mistakes(
     "generate",
-    "generate/beams.py",
+    "generate/beam_search.py",
     GENERATE + " -k 'beams_by_hand or beams_for'",
     ("min(K * (1 + len(stop)), K * V)", "min(K, K * V)"),
     ("/ (i + 1.0) ** penalty", "/ (i + 2.0) ** penalty"),
@@ -595,7 +599,7 @@ mistakes(
 )
 mistakes(
     "generate",
-    "generate/reader.py",
+    "generate/kv_cache.py",
     GENERATE + " -k '(greedy and gemma2) or window'",
     ("min(max(window - 1, 1), self.slots)", "min(max(window, 1), self.slots)"),
     ("there = slot - 1 - (slot - 1 - jnp.arange(T)) % T", "there = slot - (slot - jnp.arange(T)) % T"),
@@ -604,64 +608,72 @@ mistakes(
 )
 
 mistakes(
-    "lora", "lora.py", "test_lora.py test_by_hand.py -k 'lora or stand or default or mistakes'",
+    "lora", "models/lora.py", "models/test_lora.py models/test_by_hand.py -k 'lora or stand or default or mistakes'",
     ("(cfg.alpha / cfg.rank)", "(cfg.rank / cfg.alpha)"),
     ("std=prod(p.shape[lead:inputs]) ** -0.5", "std=prod(p.shape[lead:inputs]) ** 0.5"),
     ('a, b, precision=jax.lax.Precision.HIGHEST)', "a, b) * 2"),
-    ("any(re.fullmatch(pattern, path) for pattern in cfg.targets)}", "any(re.match(pattern, path) for pattern in cfg.targets)}", "test_lora.py -k whole_names"),
+    ("any(re.fullmatch(pattern, path) for pattern in cfg.targets)}", "any(re.match(pattern, path) for pattern in cfg.targets)}", "models/test_lora.py -k whole_names"),
 )  # fmt: skip
 mistakes(
     "convert",
-    "convert.py",
-    "test_experts.py test_moe.py -k 'expert_is or up_cycled or upcycled or dense'",
+    "models/surgery.py",
+    "moe/test_experts.py moe/test_moe.py -k 'expert_is or up_cycled or upcycled or dense'",
     ("d_ff=cfg.expert_width), {**values", "d_ff=cfg.ff_width), {**values"),
     ("w[:, expert] for name", "w[:, 0] for name"),
     (
         'not in ("domain", "timestep") or cfg.moe.shared_experts',
         'not in ("domain", "timestep")',
-        "test_experts.py -k expert_is",
+        "moe/test_experts.py -k expert_is",
     ),
-    ("moe.d_ff not in (None, cfg.ff_width)", "moe.d_ff is None", "test_experts.py -k mistakes"),
+    ("moe.d_ff not in (None, cfg.ff_width)", "moe.d_ff is None", "moe/test_experts.py -k mistakes"),
 )
 
 mistakes(
     "plan",
-    "plan/__init__.py",
-    "test_plan.py test_metrics.py",
+    "models/flops.py",
+    "planner/test_plan.py tracking/test_metrics.py",
     ("(w * (w + 1) / 2 + (S - w) * w) / S", "(w * (w + 1) / 2 + (S - w)) / S"),
     (
         "* cfg.moe.choices // cfg.moe.num_experts",
         "* cfg.moe.top_k // cfg.moe.num_experts",
-        "test_plan.py -k experts",
+        "planner/test_plan.py -k experts",
     ),
     ("flops_per_s / (peak * devices)", "flops_per_s / peak"),
     (
         "- 2.0 * matmul_params(cfg, frozen=True)",
         "- 4.0 * matmul_params(cfg, frozen=True)",
-        "test_roofline.py -k conventions",
+        "planner/test_roofline.py -k conventions",
     ),
 )
 mistakes(
     "aot",
-    "aot/formula.py",
-    "test_aot.py",
+    "planner/estimate.py",
+    "planner/test_aot.py",
     ("gradients = (e if t.grad_accum == 1 else 8) * some", "gradients = e * some"),
     ('remat {t.remat}": layers * saved', 'remat {t.remat}": saved'),
-    ('"leave": int(remat in ("full", "dots"))', '"leave": int(remat == "full")', "test_collectives.py -k formula"),
-    ("2 * accum * ctx.pipeline.schedule.ticks", "accum * ctx.pipeline.schedule.ticks", "test_pipeline.py -k formula"),
+    (
+        '"leave": int(remat in ("full", "dots"))',
+        '"leave": int(remat == "full")',
+        "sharding/test_collectives.py -k formula",
+    ),
+    (
+        "2 * accum * ctx.pipeline.schedule.ticks",
+        "accum * ctx.pipeline.schedule.ticks",
+        "pipeline/test_pipeline.py -k formula",
+    ),
 )
 mistakes(
-    "plan", "plan/roofline.py", "test_roofline.py -k 'hand or conventions or tenths or fused'",
+    "plan", "planner/roofline.py", "planner/test_roofline.py -k 'hand or conventions or tenths or fused'",
     ("return max((computing, \"compute\"), (moving, \"memory\"))", "return min((computing, \"compute\"), (moving, \"memory\"))"),
     ("flops = 2 * tokens * inner * outer", "flops = tokens * inner * outer"),
     ("product = 2 * s.tokens * _seen(m, s.seq_len) * width", "product = 2 * s.tokens * s.seq_len * width"),
     ("return total / len(m.windows)", "return total"),
-    ("8 * count + 2 * formula.bytes_of(state.opt_state)", "8 * count + formula.bytes_of(state.opt_state)"),
+    ("8 * count + 2 * estimate.bytes_of(state.opt_state)", "8 * count + formula.bytes_of(state.opt_state)"),
     ("bytes=head[0].bytes + (4 - e) * logits", "bytes=head[0].bytes + 4 * logits"),
 )  # fmt: skip
 
 mistakes(
-    "supervise", "supervise.py", "test_reliability.py -k 'left or supervisor or waits'",
+    "supervise", "cli/supervise.py", "checkpoint/test_reliability.py -k 'left or supervisor or waits'",
     ("mesh.fsdp % fsdp == 0 and batch %", "batch %"),
     ("_, fsdp, data = max(choices)", "_, data, fsdp = max(choices)"),
     ("data * fsdp * others <= devices", "data * fsdp <= devices"),
@@ -670,15 +682,15 @@ mistakes(
     ("if failed >= self._tries:", "if failed > self._tries:"),
 )  # fmt: skip
 mistakes(
-    "watch", "watch.py", "test_reliability.py -k watch",
+    "watch", "runtime/watchdog.py", "checkpoint/test_reliability.py -k watch",
     ("now - heard > self._lost_s and i not in self._ends", "now - heard > self._lost_s"),
     ("now - self._moved > self._stalled_s", "now - self._moved > 1000 * self._stalled_s"),
 )  # fmt: skip
 
 mistakes(
     "checkpoint",
-    "seal.py",
-    "test_reliability.py -k 'seal or whole or aside or share or written'",
+    "checkpoint/manifest.py",
+    "checkpoint/test_reliability.py -k 'seal or whole or aside or share or written'",
     ("if writer == process and name != NAME)", "if writer == process)"),
     ("sorted(found - wanted.keys())", "sorted(found - found)"),
     ("_size(checkpoint / name) or 0) != size", "_size(checkpoint / name) or 0) < size"),
@@ -693,47 +705,63 @@ mistakes(
 )
 mistakes(
     "checkpoint",
-    "checkpoint.py",
-    "test_reliability.py",
-    ("kept = set(steps[: self._cfg.keep])", "kept = set(steps[-self._cfg.keep :])", "test_reliability.py -k policies"),
-    ("step % self._cfg.keep_every == 0", "step // self._cfg.keep_every == 0", "test_reliability.py -k policies"),
+    "checkpoint/store.py",
+    "checkpoint/test_reliability.py",
+    (
+        "kept = set(steps[: self._cfg.keep])",
+        "kept = set(steps[-self._cfg.keep :])",
+        "checkpoint/test_reliability.py -k policies",
+    ),
+    (
+        "step % self._cfg.keep_every == 0",
+        "step // self._cfg.keep_every == 0",
+        "checkpoint/test_reliability.py -k policies",
+    ),
     (
         "kept |= {step for _, step in scored[: self._cfg.keep_best]}",
         "kept |= {step for _, step in scored[-self._cfg.keep_best :]}",
-        "test_reliability.py -k policies",
+        "checkpoint/test_reliability.py -k policies",
     ),
-    ("jnp.isfinite(leaf).all() for leaf", "jnp.isfinite(leaf).any() for leaf", "test_reliability.py -k finite"),
-    ("if total > limit:", "if total > 2 * limit:", "test_reliability.py -k parts"),
-    ("for _, file in stored if file not in read}", "for _, file in stored}", "test_reliability.py -k loaded"),
+    (
+        "jnp.isfinite(leaf).all() for leaf",
+        "jnp.isfinite(leaf).any() for leaf",
+        "checkpoint/test_reliability.py -k finite",
+    ),
+    ("if total > limit:", "if total > 2 * limit:", "checkpoint/test_reliability.py -k parts"),
+    (
+        "for _, file in stored if file not in read}",
+        "for _, file in stored}",
+        "checkpoint/test_reliability.py -k loaded",
+    ),
     (
         "wanted = {name: sums for name, sums in wanted.items() if name not in unread}",
         "wanted = {name: sums for name, sums in wanted.items() if name in unread}",
-        "test_reliability.py -k 'loaded or whole'",
+        "checkpoint/test_reliability.py -k 'loaded or whole'",
     ),
 )
 mistakes(
     "checkpoint",
-    "files.py",
-    "test_reliability.py -k whole",
+    "common/files.py",
+    "checkpoint/test_reliability.py -k whole",
     ("        os.fsync(file.fileno())\n", "        pass\n"),
     ('path.with_name(f".{path.name}.new")', "path"),
 )
 mistakes(
-    "checkpoint", "rundir.py", "test_train.py -k 'does_not_fit or is_not_trained'",
+    "checkpoint", "checkpoint/run_dir.py", "test_train.py -k 'does_not_fit or is_not_trained'",
     ("if cfg.train.steps < max(saved_steps):", "if cfg.train.steps <= max(saved_steps):"),
     ("if key.startswith(_FIXED) and key not in _FREE:", "if key.startswith(_FIXED):"),
     ('_FIXED = ("model.", "optim.name")', '_FIXED = ("model.",)'),
-    ("before.get(key) != now[key] and not key.startswith(LAUNCH)]", "before.get(key) != now[key]]", "test_processes.py -k started"),
+    ("before.get(key) != now[key] and not key.startswith(LAUNCH)]", "before.get(key) != now[key]]", "runtime/test_processes.py -k started"),
 )  # fmt: skip
 mistakes(
     "distributed",
-    "distributed.py",
-    "test_processes.py -k rows",
+    "runtime/distributed.py",
+    "runtime/test_processes.py -k rows",
     ("row_of[here] = np.arange(len(here))", "row_of[: len(here)] = np.arange(len(here))"),
     ("np.unique(np.concatenate([np.arange(rows)[index]", "np.sort(np.concatenate([np.arange(rows)[index]"),
 )
 
-PRECISION = "test_precision.py -k 'near_that_in_float32 and gpt2'"
+PRECISION = "training/test_precision.py -k 'near_that_in_float32 and gpt2'"
 mistakes(
     "precision",
     "kernels/embedding.py",
@@ -753,7 +781,7 @@ mistakes(
 )
 mistakes(
     "precision",
-    "layers.py",
+    "models/layers.py",
     PRECISION,
     (
         'y = kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y',
@@ -767,20 +795,20 @@ mistakes(
 )
 mistakes(
     "precision",
-    "collectives.py",
-    "test_precision.py -k 'devices_sum and tensor and not accum'",
+    "sharding/collectives.py",
+    "training/test_precision.py -k 'devices_sum and tensor and not accum'",
     ("dx = dy.astype(use.dtype)", "dx = dy"),
     ("(all_reduce(dx, use.summed).astype(dy.dtype),)", "(dx.astype(dy.dtype),)"),
 )
 mistakes(
-    "precision", "context.py", "test_precision.py -k 'devices_sum and tensor and not accum'",
-    ("summed = self._unsummed(p) if p.is_cast or gathered else ()", "summed = self._unsummed(p) if gathered else ()", "test_precision.py -k 'devices_sum and not fsdp'"),
+    "precision", "models/context.py", "training/test_precision.py -k 'devices_sum and tensor and not accum'",
+    ("summed = self._unsummed(p) if p.is_cast or gathered else ()", "summed = self._unsummed(p) if gathered else ()", "training/test_precision.py -k 'devices_sum and not fsdp'"),
     ("dtype = self.reduce_dtype if p.is_cast else value.dtype", "dtype = value.dtype",
-     "test_precision.py -k 'devices_sum and accum'"),
+     "training/test_precision.py -k 'devices_sum and accum'"),
 )  # fmt: skip
 
 mistakes(
-    "optim", "optim.py", "test_optim.py -k 'warm or formulas or decay or closed or clipped'",
+    "optim", "training/optimizer.py", "training/test_optim.py -k 'warm or formulas or decay or closed or clipped'",
     ("return lambda count: whole(count + 1)", "return lambda count: whole(count)"),
     ("decay = max(round(steps * cfg.decay_fraction), 1)", "decay = max(round(after * cfg.decay_fraction), 1)"),
     ('mask=map_spec(lambda p: p.kind != "vector", spec)', 'mask=map_spec(lambda p: p.kind == "matrix", spec)'),
@@ -791,7 +819,7 @@ mistakes(
      "peak, final, warmup = cfg.lr, cfg.final_lr_fraction, cfg.warmup_steps"),
 )  # fmt: skip
 mistakes(
-    "optim", "optim.py", "test_optim.py -k 'closed or optaxs or orthogonal'",
+    "optim", "training/optimizer.py", "training/test_optim.py -k 'closed or optaxs or orthogonal'",
     ("NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)", "NEWTON_SCHULZ = (3.4445, -4.7750, 2.3015)"),
     ("NEWTON_SCHULZ_STEPS = 5", "NEWTON_SCHULZ_STEPS = 4"),
     ("0.2 * max(height, width) ** 0.5", "0.2 * min(height, width) ** 0.5"),

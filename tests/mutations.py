@@ -113,8 +113,8 @@ def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[int | None,
 
 
 def selected(tests: str) -> list[str]:
-    """Arguments of pytest; files are named without their folder."""
-    return [f"tests/{word}" if re.match(r"test_\w+\.py", word) else word for word in shlex.split(tests)]
+    """Arguments of pytest; files are named from within `tests/`."""
+    return [f"tests/{word}" if re.match(r"(\w+/)?test_\w+\.py", word) else word for word in shlex.split(tests)]
 
 
 def judge(mutant: Mutant, tree: Path, limit_s: float) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxstack import cli
-from jaxstack.config import Config, ConfigError, DistributedConfig, SampleConfig, resolve
-from jaxstack.plan.__main__ import FLAGS
+from jaxstack.cli.roofline import FLAGS
+from jaxstack.config import Config, ConfigError, DistributedConfig, SampleConfig, parse, resolve
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,18 +38,11 @@ class Command(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """`train ...`, `MODULE ...` for a command of ours, else as it stands."""
+        """Returns the words after `jaxstack` for a command of ours, else all words."""
         words = shlex.split(self.line, comments=True)
         if words[:2] == ["python", "train.py"]:
             return ["train", *words[2:]]
-        if words[:2] == ["python", "-m"] and words[2].startswith("jaxstack."):
-            return [words[2].removeprefix("jaxstack."), *words[3:]]
-        if words[0] != "jaxstack":
-            return words
-        if words[1:3] == ["plan", "roofline"]:
-            return words[2:]
-        same = {"plan": ["aot"], "import": ["hf", "import"], "export": ["hf", "export"]}
-        return [*same.get(words[1], words[1:2]), *words[2:]]
+        return words[1:] if words[0] == "jaxstack" else words
 
     @property
     def text(self) -> str:
@@ -85,20 +77,20 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^pip install": "what .ci/run begins with",
     r"^pytest": "this",
     r"^mkdocs": "test_the_site_builds_and_asks_no_network_for_anything",
-    r"^(sbatch|kubectl|gcloud)": "a cluster; tests/test_processes.py reads docs/examples and starts processes",
-    r"--distributed\.coordinator=10\.": "two machines; tests/test_processes.py",
-    r"^aot": "a compiler of an extra; tests/aot",
+    r"^(sbatch|kubectl|gcloud)": "a cluster; tests/runtime/test_processes.py reads docs/examples and starts processes",
+    r"--distributed\.coordinator=10\.": "two machines; tests/runtime/test_processes.py",
+    r"^plan (?!roofline)": "a compiler of an extra; tests/aot",
     r"^python benchmarks/": "measured on its own; tests/test_benchmarks.py runs the ones for accelerators, small",
-    r"^roofline": "tests/test_roofline.py",
-    r"--kernels\.attention=pallas": "an error on a CPU; tests/test_attention_kernels.py",
-    r"^(report|generate|hf export) runs/gpt2": "what an accelerator has trained; run with runs/quickstart",
-    r"--config (configs/)?(llama3_8b|gpt2)\b(?!.*--print_shardings)": "accelerators; tests/test_config.py builds it",
+    r"^plan roofline": "tests/planner/test_roofline.py",
+    r"--kernels\.attention=pallas": "an error on a CPU; tests/kernels/test_attention_kernels.py",
+    r"^(report|generate|export) runs/gpt2": "what an accelerator has trained; run with runs/quickstart",
+    r"--config (configs/)?(llama3_8b|gpt2)\b(?!.*--print_shardings)": "accelerators; test_config.py builds it",
     r"\bshakespeare(\.yaml| |$)": "an hour; configs/shakespeare_cpu.yaml is run",
-    r"gpt2/tokenizer\.json": "a download; tests/test_data.py",
-    r"--run\.sinks": "packages of extras; tests/test_sinks.py",
-    r"runs/chat": "a tokenizer and its template; tests/test_chat.py",
+    r"gpt2/tokenizer\.json": "a download; tests/data/test_data.py",
+    r"--run\.sinks": "packages of extras; tests/tracking/test_sinks.py",
+    r"runs/chat": "a tokenizer and its template; tests/data/test_chat.py",
     r"--mesh\.(data|fsdp|tensor|context|expert)=[48](?!.*--print_shardings)": "tests/test_meshes.py",
-    r"--pipeline\.schedule=interleaved_1f1b": "tests/test_pipeline.py",
+    r"--pipeline\.schedule=interleaved_1f1b": "tests/pipeline/test_pipeline.py",
     r"num_layers=8 --run.dir=runs/deeper": "the quickstart, deeper",
 }
 STEPS = ["--train.steps=2", "--train.eval_every=2", "--train.eval_steps=1", "--checkpoint.every=2"]
@@ -114,7 +106,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),
     (r"^generate", ["--sample.tokens=8"]),
-    (r"^(report|data|hf|pipeline\.drawing) ", []),
+    (r"^(report|data|import|export|schedule) ", []),
 ]
 
 
@@ -139,11 +131,11 @@ def reason(command: Command) -> str | None:
 def sandbox(tmp_path_factory) -> tuple[Path, Config]:
     """What the commands read, also what others of them write; and the quickstart."""
     path = in_sandbox(tmp_path_factory.mktemp("docs"))
-    quickstart = cli.parse_config([], ROOT / QUICKSTART)
-    for made in ("RUN", "runs/imported", "runs/chat"):  # by `hf import`
+    quickstart = parse.parse_config([], ROOT / QUICKSTART)
+    for made in ("RUN", "runs/imported", "runs/chat"):  # by `jaxstack import`
         (path / made).mkdir(parents=True)
         own = replace(quickstart, run=replace(quickstart.run, dir=made))
-        (path / made / "config.yaml").write_text(cli.to_yaml(own))
+        (path / made / "config.yaml").write_text(parse.to_yaml(own))
     return path, quickstart
 
 
@@ -163,17 +155,18 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
     if program == "train":
         if command.output:
             with pytest.raises(ConfigError) as mistake:
-                cli.parse_config(rest, QUICKSTART)
+                parse.parse_config(rest, QUICKSTART)
             assert command.output.partition(": error: ")[2] == str(mistake.value)
             return
         cfg = checked(rest)
         names_its_directory(cfg, quickstart, rest)
-    elif program in ("aot", "profile", "roofline"):
+    elif program in ("plan", "profile"):
+        rest = rest[rest[:1] == ["roofline"] :]
         for flag in ("--target", "--out", *(f"--{name}" for name in FLAGS)):
-            _, rest = cli.take(rest, flag)
+            _, rest = parse.take(rest, flag)
         checked(rest)
     elif program == "generate":
-        importlib.import_module("jaxstack.generate.__main__").parse(rest, SampleConfig())
+        importlib.import_module("jaxstack.cli.generate").parse_words(rest, SampleConfig())
     elif program in ("sbatch", "kubectl"):
         assert all((path / word).is_file() for word in rest if word.startswith("docs/"))
     elif program == "mkdocs":
@@ -186,7 +179,7 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
 
 def checked(flags: list[str]) -> Config:
     """A configuration that the model can have, whatever data it reads."""
-    cfg = cli.parse_config(flags, QUICKSTART)
+    cfg = parse.parse_config(flags, QUICKSTART)
     return resolve(cfg, cfg.model.vocab_size or 256)
 
 
@@ -222,15 +215,15 @@ def test_the_commands_run(tmp_path):
     """One after the other; each sees what those before it have made, as a reader's would."""
     path = in_sandbox(tmp_path)
     start("python train.py", path, SHORT)
-    start("python -m jaxstack.hf export runs/quickstart DIR", path, [])
-    start("python -m jaxstack.data build --data.source=path --data.path=my_texts tokens.bin", path, [])
+    start("jaxstack export runs/quickstart DIR", path, [])
+    start("jaxstack data build --data.source=path --data.path=my_texts tokens.bin", path, [])
     shutil.copytree(path / "runs" / "quickstart", path / "runs" / "deeper")
     done = {"train"}
     for command in COMMANDS:
         if command.output or reason(command) or command.text in done:
             continue
-        if command.words[0] == "hf":  # another page's; nothing is overwritten
-            shutil.rmtree(path / command.words[3], ignore_errors=True)
+        if command.words[0] in ("import", "export"):  # another page's; nothing is overwritten
+            shutil.rmtree(path / command.words[2], ignore_errors=True)
         flags = next(flags for pattern, flags in RUN if re.search(pattern, command.text))
         start(command.line, path, flags)
         done.add(command.text)

@@ -8,56 +8,34 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxstack"
 
 FLOORS = {
-    "config": 0,
-    "tree": 0,
-    "collectives": 0,
-    "exits": 0,
-    "files": 0,
-    "chips": 0,
-    "platform": 1,
-    "cli": 1,
-    "distributed": 1,
-    "seal": 1,
-    "sinks": 1,
-    "signals": 1,
-    "watch": 2,
-    "sharding": 1,
-    "kernels": 1,
-    "params": 1,
-    "lora": 2,
-    "rundir": 2,
-    "goodput": 2,
-    "supervise": 3,
-    "moe": 2,
-    "pipeline": 2,
-    "context": 3,
-    "layers": 4,
-    "model": 5,
-    "data": 6,
-    "optim": 6,
-    "losses": 6,
-    "checkpoint": 6,
-    "loggers": 6,
-    "generate": 9,
-    "feed": 7,
-    "step": 7,
-    "aot": 8,
-    "hf": 8,
-    "profile": 8,
+    "common": 0,
+    "config": 1,
+    "sharding": 2,
+    "runtime": 2,
+    "checkpoint": 3,
+    "kernels": 3,
+    "tracking": 6,
+    "data": 4,
+    "moe": 4,
+    "pipeline": 4,
+    "models": 5,
+    "hf": 6,
+    "training": 7,
+    "generate": 8,
+    "planner": 8,
     "report": 8,
-    "convert": 9,
-    "plan": 9,
-    "tracing": 12,
-    "metrics": 10,
-    "progress": 11,
-    "train": 13,
-    "__main__": 14,
+    "train": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 
-JAX_FREE = {
-    "chips", "config", "cli", "platform", "rundir", "data", "exits", "files", "seal", "signals", "supervise", "goodput",
-    "loggers", "report", "__main__", "sinks",
-}  # fmt: skip
+JAX_FREE = (
+    "common/errors.py", "common/files.py", "common/hardware.py", "config/*.py", "runtime/__init__.py",
+    "runtime/platform.py", "runtime/preemption.py", "checkpoint/__init__.py", "checkpoint/manifest.py",
+    "checkpoint/run_dir.py", "data/[!l]*.py", "tracking/__init__.py", "tracking/goodput.py", "tracking/jsonl.py",
+    "tracking/sinks.py", "report/*.py", "cli/__init__.py", "cli/data.py",
+    "cli/report.py", "cli/supervise.py", "cli/schedule.py", "__main__.py",
+)  # fmt: skip
 """What runs before JAX starts, for quick help and quick errors."""
 
 
@@ -97,5 +75,5 @@ def test_imports_go_down(path):
 def test_heavy_and_foreign_packages_stay_out(path):
     roots = {name.split(".")[0] for name in imports(path)}
     assert not roots & {"tensorflow", "torch", "transformers", "wandb"}
-    if room(path) in JAX_FREE:
+    if any(path.relative_to(ROOT).match(pattern) for pattern in JAX_FREE):
         assert not roots & {"jax", "jaxlib", "flax", "optax", "orbax"}

@@ -11,10 +11,12 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxstack import cli, model, params, sharding, step
-from jaxstack.config import resolve
-from jaxstack.context import Context
+from jaxstack import sharding
+from jaxstack.config import parse, resolve
+from jaxstack.models import decoder, params
+from jaxstack.models.context import Context
 from jaxstack.sharding import AXES, ShardingError
+from jaxstack.training import step
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -30,10 +32,10 @@ MESHES = {
 @pytest.mark.parametrize("name", MESHES)
 def test_shardings_are_those_on_file(name):
     flags = [f"--config={ROOT / 'configs' / name}.yaml", "--mesh.data=1", *MESHES[name]]
-    cfg = resolve(cli.parse_config(flags, ROOT), 256)
+    cfg = resolve(parse.parse_config(flags, ROOT), 256)
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices())
     state = step.abstract_state(cfg, Context.create(cfg, mesh))
-    declared = params.flat_spec(model.spec(cfg.model))
+    declared = params.flat_spec(decoder.spec(cfg.model))
     leaves, specs = sharding.placed(state.params)
     named = {path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}
     text = f"{' '.join(MESHES[name])}\n{sharding.table(named, specs, mesh)}\n"
@@ -62,7 +64,7 @@ def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
         "--data.batch_size=64",
         f"--optim.name={optimizer}",
     ]
-    cfg = resolve(cli.parse_config([*flags, *(f"--mesh.{axis}={size}" for axis, size in mesh.items())], ROOT), 256)
+    cfg = resolve(parse.parse_config([*flags, *(f"--mesh.{axis}={size}" for axis, size in mesh.items())], ROOT), 256)
     sizes = tuple(cfg.mesh.sizes.values())
     ctx = Context(mesh=AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES)))  # type: ignore[arg-type]
     leaves = jax.tree.leaves(step.abstract_state(cfg, ctx))
@@ -72,7 +74,7 @@ def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
     assert held <= 1.1 * whole / 64, f"{held / 2**30:.1f} GiB, {held * 64 / whole:.2f} times the even share"
 
     # And the guard of a run would have refused the rules that left the dense parameters to `fsdp` alone.
-    declared = {path: sharding.Leaf(p.shape, p.axes) for path, p in params.flat_spec(model.spec(cfg.model)).items()}
+    declared = {path: sharding.Leaf(p.shape, p.axes) for path, p in params.flat_spec(decoder.spec(cfg.model)).items()}
     named = {axis for leaf in declared.values() for axis in leaf.axes}
     rules = {axis: names for axis, names in ctx.rules.parameters.items() if axis in named}
     sharding.guard(declared, sharding.Rules(rules).resolve(declared, ctx.mesh), ctx.mesh)

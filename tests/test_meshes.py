@@ -17,13 +17,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from models import FAMILIES
+from families import FAMILIES
 
-from jaxstack import model, params, step
+from jaxstack.common.tree import flatten
 from jaxstack.config import Config, DataConfig, LoraConfig, MeshConfig, ModelConfig, MoEConfig, RunConfig, TrainConfig
-from jaxstack.context import Context
+from jaxstack.models import decoder, params
+from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
-from jaxstack.tree import flatten
+from jaxstack.training import step
 
 BATCH, SEQ = 8, 32
 WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_dim": 8, "d_ff": 96, "vocab_size": 64}
@@ -141,7 +142,7 @@ def gradients(
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices)
     ctx = Context.create(cfg, mesh)
-    spec = model.spec(cfg.model)
+    spec = decoder.spec(cfg.model)
     abstract = step.abstract_state(cfg, ctx)
     initial = step.make_state(cfg, ctx, abstract).params
     stages = ctx.pipeline.stages if ctx.pipeline else None
@@ -222,7 +223,7 @@ def test_a_mesh_of_ones_is_no_mesh_at_all():
     """Not only as fast: the same program, operation for operation."""
     cfg = config("softmax", {}, accum=2, remat="selective", dropout=0.1)
     ctx = Context.create(cfg, make_mesh(cfg.mesh, BATCH, jax.devices()[:1]))
-    values = params.abstract(model.spec(cfg.model))
+    values = params.abstract(decoder.spec(cfg.model))
     batch, key = random_batch(0, False, cfg.model), jax.random.key(0)
     with_mesh, without = (
         str(jax.make_jaxpr(step.make_gradients(cfg, c))(values, batch, key))

@@ -17,9 +17,9 @@ import pytest
 from lines import lines, values
 from orbax.checkpoint import v1 as ocp
 
-from jaxstack import seal
-from jaxstack.exits import Exit
-from jaxstack.tree import flatten
+from jaxstack.checkpoint import manifest
+from jaxstack.common.errors import Exit
+from jaxstack.common.tree import flatten
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,7 +48,7 @@ PLAIN = ["--optim.name=sgd", "--sample.prompts=[]"]
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(p.read_text() for p in sorted((ROOT / "jaxstack").glob("*.py"))))
+    path.write_text("".join(p.read_text() for p in sorted((ROOT / "jaxstack").rglob("*.py"))))
     return path
 
 
@@ -118,7 +118,7 @@ def test_interrupted_equals_straight_bit_for_bit(straight, text, tmp_path):
     run_dir = tmp_path / "run"
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={run_dir}"]
     process = start(*argv)
-    while not (run_dir / "checkpoints" / "4" / seal.NAME).is_file() and process.poll() is None:
+    while not (run_dir / "checkpoints" / "4" / manifest.NAME).is_file() and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -18,11 +18,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from matplotlib import pyplot as plt
 
-from jaxstack import model
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
-from jaxstack.context import Context
 from jaxstack.kernels import context_order
-from jaxstack.params import flat_spec
+from jaxstack.models import decoder
+from jaxstack.models.context import Context
+from jaxstack.models.params import flat_spec
 from jaxstack.sharding import make_mesh
 
 HERE = Path(__file__).parent
@@ -127,7 +127,7 @@ def picture(name: str, mesh_config: MeshConfig) -> None:
         model=ModelConfig(**sizes, moe=moe), data=DataConfig(batch_size=ROWS, seq_len=LENGTH), mesh=mesh_config
     )
     ctx = Context.create(cfg, make_mesh(cfg.mesh, ROWS))
-    declared = model.spec(cfg.model)
+    declared = decoder.spec(cfg.model)
     where = dict(zip(flat_spec(declared), jax.tree.leaves(ctx.parameters(declared)), strict=True))
 
     drawn = {"expert": SPARSE, "pipe": STAGES}.get(name, DENSE)

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxstack import collectives, model
 from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
-from jaxstack.context import Context
 from jaxstack.data import Tokenizer
-from jaxstack.generate import beams, sampling
-from jaxstack.generate.reader import Reader, known
+from jaxstack.generate import beam_search, sampling
+from jaxstack.generate.kv_cache import Reader, known
+from jaxstack.models import decoder
+from jaxstack.models.context import Context
+from jaxstack.sharding import collectives
 
 _BUCKET = 64  # prompts up to the same multiple share a compiled program
 
@@ -67,7 +68,7 @@ def make_generate(
         slots = tokens.shape[1] + sample.tokens
         reader = Reader.create(cfg, params, ctx, gate=gate, vocabulary=ids, first=first, slots=slots)
         if sample.beams > 1:
-            return beams.search(reader, tokens, sample, stop)
+            return beam_search.search(reader, tokens, sample, stop)
         return _follow(reader, tokens, row_keys(seed, marks), sample, stop)
 
     compiled = on_mesh(work, cfg, ctx, parts=3)
@@ -201,7 +202,7 @@ def on_mesh(work: Any, cfg: ModelConfig, ctx: Context, parts: int) -> Any:
     """
     if ctx.mesh is None:
         return jax.jit(work)
-    where = (ctx.parameters(model.spec(cfg)), *[ctx.batch] * parts, PartitionSpec())
+    where = (ctx.parameters(decoder.spec(cfg)), *[ctx.batch] * parts, PartitionSpec())
     return jax.jit(ctx.local(work, where, ctx.batch), out_shardings=ctx.sharding(PartitionSpec()))
 
 
@@ -240,9 +241,9 @@ def reference(
             starts = jnp.maximum(ends - window, 0)
             seen = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (window,)))(buffer, starts)
             gates = None if gate is None else jnp.full_like(seen, gate)
-            x, _ = model.hidden(cfg, params, seen, ctx, gate=gates)  # causal: what lies behind the end is not seen
+            x, _ = decoder.hidden(cfg, params, seen, ctx, gate=gates)  # causal: what lies behind the end is not seen
             last = x[own, ends - starts - 1][:, None]
-            logits = collectives.gather_equal(model.logits(cfg, params, last, ctx)[:, 0], ctx.axes("vocab"), 1)
+            logits = collectives.gather_equal(decoder.logits(cfg, params, last, ctx)[:, 0], ctx.axes("vocab"), 1)
             there = jnp.arange(size) < ends[:, None]
             used = jnp.zeros_like(logits, bool).at[own[:, None], buffer].max(there)
             folded = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)

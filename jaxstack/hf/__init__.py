@@ -1,11 +1,10 @@
 """Hugging Face in and out: their folders as our models, and back, without torch and transformers.
 
-`Pretrained(folder).read(ctx)` gives parameters, `write` makes a folder, `python -m jaxstack.hf` does both for runs.
+`Pretrained(folder).read(ctx)` gives parameters, `write` makes a folder, `jaxstack import` does both for runs.
 """
 
 from jaxstack.hf.configs import FAMILIES, differ, family_of, from_json, to_json
 from jaxstack.hf.pretrained import Pretrained, write
-from jaxstack.hf.source import find, restore
 from jaxstack.hf.weights import TABLES, assemble, table
 
 __all__ = [
@@ -15,9 +14,7 @@ __all__ = [
     "assemble",
     "differ",
     "family_of",
-    "find",
     "from_json",
-    "restore",
     "table",
     "to_json",
     "write",

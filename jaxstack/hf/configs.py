@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from jaxstack import rundir
+from jaxstack.checkpoint import run_dir
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
 
 ACTIVATIONS = {
@@ -383,7 +383,7 @@ def family_of(model: ModelConfig) -> str:
 def differ(there: ModelConfig, here: ModelConfig) -> list[str]:
     """The keys in which two models differ such that one cannot have the parameters of the other, as `model.x=1, not 2`;
     a value that is left to its default equals the same one written out."""
-    before, now = rundir.shaping(_plain(there)), rundir.shaping(_plain(here))
+    before, now = run_dir.shaping(_plain(there)), run_dir.shaping(_plain(here))
     keys = [key for key in now if now[key] != before[key]]
     if now["model.positions"] == "rope":  # how far they reach shapes nothing
         keys = [key for key in keys if key != "model.max_positions"]

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack import model
+from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import ConfigError, ModelConfig
-from jaxstack.context import Context
 from jaxstack.hf import configs, files, weights
-from jaxstack.params import Param, flat_spec, map_spec
-from jaxstack.tree import flatten, path_of
+from jaxstack.models import decoder
+from jaxstack.models.context import Context
+from jaxstack.models.params import Param, flat_spec, map_spec
 
 PREFIXES = ("transformer.", "model.")  # which a model saved without its head does not write
 
@@ -40,7 +40,7 @@ class Pretrained:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.family, self.model, self.left_out = configs.load(folder)
-        self._spec = model.spec(self.model)
+        self._spec = decoder.spec(self.model)
         self._tensors = files.Tensors(folder)
         try:
             self._names = self._check()
@@ -146,7 +146,7 @@ def write(folder: Path, cfg: ModelConfig, values: Any, dtype: str, seq_len: int,
     Returns:
       The family.
     """
-    family, spec = configs.family_of(cfg), model.spec(cfg)
+    family, spec = configs.family_of(cfg), decoder.spec(cfg)
     declared, leaves, kind = flat_spec(spec), flatten(values), jnp.dtype(dtype)
     assert {path: leaf.shape for path, leaf in leaves.items()} == {path: p.shape for path, p in declared.items()}
     tensors = weights.tensors(family, spec)

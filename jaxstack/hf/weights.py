@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxstack.config import ConfigError
-from jaxstack.params import Param, Spec, flat_spec
+from jaxstack.models.params import Param, Spec, flat_spec
 
 PIECE_BYTES = 32e6  # of a tensor that are read at a time
 

@@ -4,7 +4,6 @@ from jaxstack.kernels.activation import IMPLEMENTATIONS as _GELU
 from jaxstack.kernels.activation import gelu
 from jaxstack.kernels.attention import IMPLEMENTATIONS as _ATTENTION
 from jaxstack.kernels.attention import attention, cached_attention
-from jaxstack.kernels.choice import Table
 from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
 from jaxstack.kernels.cross_entropy import IMPLEMENTATIONS as _CROSS_ENTROPY
@@ -12,6 +11,7 @@ from jaxstack.kernels.cross_entropy import cross_entropy
 from jaxstack.kernels.embedding import embedding_lookup
 from jaxstack.kernels.grouped_matmul import IMPLEMENTATIONS as _GROUPED_MATMUL
 from jaxstack.kernels.grouped_matmul import grouped_matmul
+from jaxstack.kernels.implementation import Table
 from jaxstack.kernels.linear import IMPLEMENTATIONS as _LINEAR
 from jaxstack.kernels.linear import add_in_float32, linear
 from jaxstack.kernels.norm import IMPLEMENTATIONS as _NORM

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack.kernels.choice import Implementation, here
+from jaxstack.kernels.implementation import Implementation, here
 
 IMPLEMENTATIONS = {"xla": Implementation(), "saved": Implementation()}
 

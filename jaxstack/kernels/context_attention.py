@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack import collectives
-from jaxstack.kernels.attention import chunked, definition, options
+from jaxstack.kernels.attention import chunked, options, reference
 from jaxstack.kernels.attention.chunked import backward, forward
-from jaxstack.kernels.attention.definition import Mask, Options, dots, heads_first, heads_last, tokens
+from jaxstack.kernels.attention.reference import Mask, Options, dots, heads_first, heads_last, tokens
+from jaxstack.sharding import collectives
 
 METHODS = ("ring", "all_gather")
 
@@ -93,7 +93,7 @@ def _alike(axis, *arrays):
 def _all_gather(o: Options, axis, q, k, v, segment_ids):
     shards, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
     k, v, key_segments = jax.tree.map(partial(_gather, axis), (k, v, segment_ids))
-    attend, outs = chunked.attend if o.name == "chunked" else definition.attend, []
+    attend, outs = chunked.attend if o.name == "chunked" else reference.attend, []
     for start, chunk, seen in ((0, me, shards), (half, 2 * shards - 1 - me, 2 * shards)):
         keys = seen * half  # that this half of the queries can see on any shard
         mask = Mask(tokens(segment_ids, start, half), tokens(key_segments, 0, keys), chunk * half)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack import collectives
-from jaxstack.collectives import Axes
 from jaxstack.kernels import cross_entropy_pallas
-from jaxstack.kernels.choice import Implementation, float32_at_most, here
+from jaxstack.kernels.implementation import Implementation, float32_at_most, here
+from jaxstack.sharding import collectives
+from jaxstack.sharding.collectives import Axes
 
 IMPLEMENTATIONS = {
     "xla": Implementation(),

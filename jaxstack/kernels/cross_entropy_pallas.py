@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
 
-from jaxstack import collectives
-from jaxstack.kernels import call
+from jaxstack.kernels import pallas_call
+from jaxstack.sharding import collectives
 
 STRIPE = 8192  # words whose d_logits are held at a time
 _LOW = float(jnp.finfo(jnp.float32).min)
@@ -173,7 +173,7 @@ def _blocks(platform, finish, x, head, tokens, *, stripe):
         # Neighbouring programs share a block of the head, the larger of the two.
         width = turns * K
         token = pl.BlockSpec((R, 1), lambda j, i: (i, 0))
-        return call.gpu(
+        return pallas_call.gpu(
             kernel_gpu,
             x,
             head,
@@ -193,7 +193,7 @@ def _blocks(platform, finish, x, head, tokens, *, stripe):
             name=name,
         )
     token = pl.BlockSpec((R, 1), lambda i, j, k: (i, 0))
-    return call.tpu(
+    return pallas_call.tpu(
         kernel_tpu,
         x,
         head,

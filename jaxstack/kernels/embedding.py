@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxstack import collectives
+from jaxstack.sharding import collectives
 
 
 def embedding_lookup(table: jax.Array, ids: jax.Array) -> jax.Array:

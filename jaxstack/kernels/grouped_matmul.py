@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack import collectives
 from jaxstack.kernels import grouped_matmul_pallas
-from jaxstack.kernels.choice import Implementation, float32_at_most, here
+from jaxstack.kernels.implementation import Implementation, float32_at_most, here
+from jaxstack.sharding import collectives
 
 IMPLEMENTATIONS = {
     "ragged": Implementation(),

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
 
-from jaxstack.kernels import call
+from jaxstack.kernels import pallas_call
 
 
 class Tiles(NamedTuple):
@@ -133,7 +133,7 @@ def _rows_gpu(x, w, sizes, transposed):
             mask=rows[:, None] & (column < B)[None, :],
         )
 
-    (y,) = call.gpu(
+    (y,) = pallas_call.gpu(
         kernel, *plan, x, w, out=[((N, B), x.dtype)], grid=(pl.cdiv(B, J), plan.tile.shape[0]), stages=3, name="grouped"
     )
     return y
@@ -168,7 +168,7 @@ def _weights_gpu(x, dy, sizes, dtype):
             mask=(into < A)[:, None] & (out < B)[None, :],
         )
 
-    (dw,) = call.gpu(
+    (dw,) = pallas_call.gpu(
         kernel,
         ends - sizes,
         ends,
@@ -229,7 +229,7 @@ def _rows_tpu(x, w, sizes, transposed):
         expert = jnp.minimum(group[v], E - 1)
         return (expert, j, k) if transposed else (expert, k, j)
 
-    (y,) = call.tpu(
+    (y,) = pallas_call.tpu(
         kernel,
         *plan,
         x,
@@ -281,7 +281,7 @@ def _weights_tpu(x, dy, sizes, dtype):
         def _():
             dw_ref[...] = total[...].astype(dtype)
 
-    (dw,) = call.tpu(
+    (dw,) = pallas_call.tpu(
         kernel,
         *plan,
         x,

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack import collectives
-from jaxstack.collectives import Axes
-from jaxstack.kernels.choice import Implementation, here
+from jaxstack.kernels.implementation import Implementation, here
 from jaxstack.kernels.quantized_matmul import quantized_matmul
+from jaxstack.sharding import collectives
+from jaxstack.sharding.collectives import Axes
 
 IMPLEMENTATIONS = {"xla": Implementation(), "barrier": Implementation()}
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack import collectives
 from jaxstack.kernels import norm_pallas
-from jaxstack.kernels.choice import Case, Implementation, float32_at_most, here
+from jaxstack.kernels.implementation import Case, Implementation, float32_at_most, here
+from jaxstack.sharding import collectives
 
 
 def _unfit(case: Case) -> str:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxstack.kernels import call
+from jaxstack.kernels import pallas_call
 
 
 class Options(NamedTuple):
@@ -150,8 +150,8 @@ def _rows(body, o, arrays, outs, partials):
         "name": "norm_backward" if partials else "norm",
     }
     if o.platform == "gpu":
-        return call.gpu(kernel, *arrays, warps=min(max(R * C // 512, 1), 8), **options)
-    return call.tpu(kernel, *arrays, semantics=("parallel",), **options)
+        return pallas_call.gpu(kernel, *arrays, warps=min(max(R * C // 512, 1), 8), **options)
+    return pallas_call.tpu(kernel, *arrays, semantics=("parallel",), **options)
 
 
 _normalise.defvjp(_forward, _backward)

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack import collectives
-from jaxstack.collectives import Axes
+from jaxstack.sharding import collectives
+from jaxstack.sharding.collectives import Axes
 
 
 class _Format(NamedTuple):

@@ -8,6 +8,7 @@ width of an expert.
 """
 
 from jaxstack.moe.dispatch import moe_mlp, upcycle
+from jaxstack.moe.metrics import balance_loss, entropy_sum, load, summary, z_loss
 from jaxstack.moe.routers import (
     Routing,
     by_domain,
@@ -17,7 +18,6 @@ from jaxstack.moe.routers import (
     top_k_softmax,
     update_bias,
 )
-from jaxstack.moe.stats import balance_loss, entropy_sum, load, summary, z_loss
 
 __all__ = [
     "Routing",

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack import collectives
 from jaxstack.kernels import TABLES, grouped_matmul
-from jaxstack.kernels.choice import Implementation
+from jaxstack.kernels.implementation import Implementation
 from jaxstack.moe.routers import Routing
+from jaxstack.sharding import collectives
 
 Adapters = dict[str, tuple[jax.Array, jax.Array]]
 

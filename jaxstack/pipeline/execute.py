@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxstack import collectives
-from jaxstack.collectives import varies_along, varying
 from jaxstack.pipeline.program import Program, Stages
+from jaxstack.sharding import collectives
+from jaxstack.sharding.collectives import varies_along, varying
 
 Tree = Any
 

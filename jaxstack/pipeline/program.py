@@ -18,14 +18,7 @@ import numpy as np
 
 from jaxstack.config import Config, ConfigError
 from jaxstack.pipeline.partition import Costs, Partition, cut, even
-from jaxstack.pipeline.schedule import (
-    IDLE,
-    Schedule,
-    ScheduleError,
-    gpipe,
-    interleaved_one_f_one_b,
-    one_f_one_b,
-)
+from jaxstack.pipeline.schedule import IDLE, Schedule, ScheduleError, gpipe, interleaved_one_f_one_b, one_f_one_b
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": lambda stages, microbatches, chunks: gpipe(stages, microbatches),

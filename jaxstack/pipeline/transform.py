@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxstack import collectives
 from jaxstack.pipeline.execute import Tree, Work, execute
 from jaxstack.pipeline.partition import even
 from jaxstack.pipeline.program import Program, Stages
 from jaxstack.pipeline.schedule import Schedule, ScheduleError
+from jaxstack.sharding import collectives
 
 
 def value_and_grad(

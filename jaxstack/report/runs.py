@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxstack import goodput
+from jaxstack.checkpoint.run_dir import LAUNCH
 from jaxstack.config import ConfigError
-from jaxstack.loggers import Record, is_step, read_lines
-from jaxstack.rundir import LAUNCH
+from jaxstack.tracking import goodput
+from jaxstack.tracking.jsonl import Record, is_step, read_lines
 
 DASH = "-"  # in a table: not known
 

@@ -3,7 +3,7 @@
 from jaxstack.sharding.flax import placed, shard
 from jaxstack.sharding.mesh import AXES, BATCH_AXES, make_mesh
 from jaxstack.sharding.rules import Leaf, Rules, ShardingError, transformer
-from jaxstack.sharding.table import guard, over_even_split, replicated_fraction, table
+from jaxstack.sharding.summary import guard, over_even_split, replicated_fraction, table
 
 __all__ = [
     "AXES",

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxstack.common.tree import path_of
 from jaxstack.sharding.rules import Leaf, MeshAxes, Rules, ShardingError, names_of
-from jaxstack.tree import path_of
 
 
 def shard(tree: Any, rules: Rules, mesh: Mesh, *, like: Any = None) -> Any:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from jaxstack import aot, kernels
-from jaxstack.aot import hlo
+from jaxstack import kernels
 from jaxstack.config import (
     Config,
     DataConfig,
@@ -20,6 +19,7 @@ from jaxstack.config import (
     PipelineConfig,
     TrainConfig,
 )
+from jaxstack.planner import aot, hlo
 
 SMALL: dict[str, Any] = {"num_layers": 8, "d_model": 1024, "num_heads": 8, "vocab_size": 16384}
 DENSE = ModelConfig(**SMALL, d_ff=2816)

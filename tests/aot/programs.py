@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from cases import config
 from jax.sharding import SingleDeviceSharding
 
-from jaxstack import aot, kernels, step
-from jaxstack.aot import hlo
+from jaxstack import kernels
 from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
+from jaxstack.planner import aot, hlo
+from jaxstack.training import step
 
 TOKENS, WIDTH, VOCAB = 8192, 2048, 131072
 HIDDEN, EXPERTS = 5632, 8

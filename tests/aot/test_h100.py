@@ -10,7 +10,7 @@ pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not instal
 import programs
 from cases import ATTENTION, attention, attention_step, check, dropless_over_capacity, report
 
-from jaxstack.aot import hlo
+from jaxstack.planner import hlo
 
 
 @pytest.mark.parametrize("name", ["h100_8", "h100_64"])
@@ -46,7 +46,7 @@ def test_hosts_hold_whole_groups_of_the_inner_axes():
     """Only replicas talk across hosts: each group of fsdp and tensor lies within one."""
     from cases import CASES
 
-    from jaxstack import aot
+    from jaxstack.planner import aot
 
     target, cfg = CASES["h100_64"]
     mesh = aot.placed(cfg, target)[0].mesh

@@ -10,8 +10,8 @@ pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip ins
 import programs
 from cases import ATTENTION, CASES, LARGE, attention, attention_step, check, dropless_over_capacity, report
 
-from jaxstack import aot, step
-from jaxstack.aot import hlo
+from jaxstack.planner import aot, hlo
+from jaxstack.training import step
 
 
 def test_dense_on_16_v5e():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lines import lines
 
-from jaxstack import seal
+from jaxstack.checkpoint import manifest
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 24
@@ -45,7 +45,7 @@ def start(*argv: str, patch: str = "", devices: int = 1) -> subprocess.Popen[str
     env["XLA_FLAGS"] = f"{quick} --xla_cpu_multi_thread_eigen=false"
     code = [str(ROOT / "train.py")]
     if patch:
-        code = ["-c", f"{patch}\nfrom jaxstack import cli\nimport train\ncli.run('train.py', train.main)"]
+        code = ["-c", f"{patch}\nfrom jaxstack.config import parse\nimport train\nparse.run('train.py', train.main)"]
     return subprocess.Popen(
         [sys.executable, *code, *SMALL, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
@@ -80,7 +80,7 @@ def wait_for_line(process: subprocess.Popen[str], words: str) -> None:
 def held_at(batch: int, go: Path) -> str:
     """A patch: the batch of this number comes once the file `go` is there, however slow the machine is."""
     return (
-        "import pathlib, sys, time, jaxstack.distributed as d\nw, calls = d.whole, []\n"
+        "import pathlib, sys, time, jaxstack.runtime.distributed as d\nw, calls = d.whole, []\n"
         "def held(*args):\n"
         "    calls.append(1)\n"
         f"    if len(calls) == {batch}: print('held', file=sys.stderr, flush=True)\n"
@@ -91,7 +91,7 @@ def held_at(batch: int, go: Path) -> str:
 
 
 def is_sealed(run_dir: Path, step: int) -> bool:
-    return (run_dir / "checkpoints" / str(step) / seal.NAME).is_file()
+    return (run_dir / "checkpoints" / str(step) / manifest.NAME).is_file()
 
 
 def kill(process: subprocess.Popen[str]) -> None:

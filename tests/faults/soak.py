@@ -21,8 +21,8 @@ import harness
 import record
 from lines import lines, values
 
-from jaxstack import seal
-from jaxstack.exits import Exit
+from jaxstack.checkpoint import manifest
+from jaxstack.common.errors import Exit
 
 
 def largest(path: Path) -> Path:
@@ -40,7 +40,7 @@ DAMAGE = {
     "a flipped bit": flip,
     "a file cut short": lambda path: os.truncate(largest(path), largest(path).stat().st_size // 2),
     "a lost file": lambda path: largest(path).unlink(),
-    "a lost seal": lambda path: (path / seal.NAME).unlink(),
+    "a lost seal": lambda path: (path / manifest.NAME).unlink(),
     "an empty step": lambda path: (path.parent / str(int(path.name) + 1)).mkdir(exist_ok=True),
     "a stale temporary directory": lambda path: (path.parent / "9.orbax-checkpoint-tmp-1").mkdir(exist_ok=True),
 }
@@ -55,7 +55,7 @@ def main() -> None:
     happened: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
         folder, text = Path(scratch), Path(scratch) / "text.txt"
-        text.write_text("".join(p.read_text() for p in sorted((harness.ROOT / "jaxstack").glob("*.py"))))
+        text.write_text("".join(p.read_text() for p in sorted((harness.ROOT / "jaxstack").rglob("*.py"))))
         run_dir, saved = folder / "run", folder / "run" / "checkpoints"
 
         argv = [f"--data.path={text}", "--train.eval_every=100", "--checkpoint.every=20", "--checkpoint.keep=4"]
@@ -63,8 +63,8 @@ def main() -> None:
         until = time.monotonic() + 60 * given.minutes
         while time.monotonic() < until:
             process = harness.start(*argv, f"--run.dir={run_dir}")
-            known = next(iter(seal.sealed(saved)), 0)
-            harness.wait_until(lambda known=known: next(iter(seal.sealed(saved)), 0) > known + 40, process)
+            known = next(iter(manifest.sealed(saved)), 0)
+            harness.wait_until(lambda known=known: next(iter(manifest.sealed(saved)), 0) > known + 40, process)
             time.sleep(random.uniform(0, 2))
             if random.random() < 0.3:
                 process.send_signal(signal.SIGTERM)
@@ -75,10 +75,10 @@ def main() -> None:
                 happened["killed"] += 1
             if random.random() < 0.6:
                 what = random.choice(list(DAMAGE))
-                DAMAGE[what](saved / str(seal.sealed(saved)[0]))
+                DAMAGE[what](saved / str(manifest.sealed(saved)[0]))
                 happened[what] += 1
-            print(f"step {next(iter(seal.sealed(saved)), 0)}: {dict(happened)}", flush=True)
-        steps = seal.sealed(saved)[0] + 20
+            print(f"step {next(iter(manifest.sealed(saved)), 0)}: {dict(happened)}", flush=True)
+        steps = manifest.sealed(saved)[0] + 20
         argv[-2] = f"--train.steps={steps}"
         harness.run(*argv, f"--run.dir={run_dir}")
         harness.run(*argv, f"--run.dir={folder / 'straight'}")

@@ -18,9 +18,9 @@ from harness import STEPS, finish, held_at, is_sealed, kill, losses, run, start,
 from lines import lines, values
 from orbax.checkpoint import v1 as ocp
 
-from jaxstack import checkpoint, seal
-from jaxstack.exits import Exit
-from jaxstack.tree import flatten
+from jaxstack.checkpoint import manifest, store
+from jaxstack.common.errors import Exit
+from jaxstack.common.tree import flatten
 
 pytestmark = pytest.mark.slow
 
@@ -82,18 +82,20 @@ def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
     run_dir, newest, moments = tmp_path / "run", 0, []
     saved = run_dir / "checkpoints"
     # Slowed down, so that a life is longer than two saves and not all of the run.
-    slow = "import time, jaxstack.distributed as d\nw = d.whole\nd.whole = lambda *a: (time.sleep(0.02), w(*a))[1]"
+    slow = (
+        "import time, jaxstack.runtime.distributed as d\nw = d.whole\nd.whole = lambda *a: (time.sleep(0.02), w(*a))[1]"
+    )
     for i in range(20):
         process = start(*argv, "--train.steps=400", "--train.eval_every=400", patch=slow)
         if i % 2:
             wait_until(lambda: list(saved.glob("*tmp*")), process)
         else:
-            wait_until(lambda known=newest: next(iter(seal.sealed(saved)), 0) > known, process)
+            wait_until(lambda known=newest: next(iter(manifest.sealed(saved)), 0) > known, process)
             time.sleep(rng.uniform(0, 0.3))
         kill(process)
-        now = next(iter(seal.sealed(saved)), 0)
+        now = next(iter(manifest.sealed(saved)), 0)
         assert now >= newest, "a committed step was lost"
-        assert now == 0 or seal.broken(saved / str(now)) is None
+        assert now == 0 or manifest.broken(saved / str(now)) is None
         newest = now
         moments.append(now)
     assert len(set(moments)) > 5
@@ -111,7 +113,7 @@ def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
 def test_killed_between_commit_and_seal(step, argv, straight, tmp_path):
     """The step was not finished: the one before it is taken, or at the first the run begins again."""
     patch = (
-        "import os, signal, jaxstack.seal as s\nwrite = s.write\n"
+        "import os, signal, jaxstack.checkpoint.manifest as s\nwrite = s.write\n"
         f"s.write = lambda p, sums: os.kill(os.getpid(), signal.SIGKILL) if p.name == '{step}' else write(p, sums)"
     )
     run(*argv, patch=patch, code=-signal.SIGKILL)
@@ -133,9 +135,9 @@ def test_a_full_disk(text, straight, small_disk):
     argv = [f"--data.path={text}", f"--run.dir={run_dir}", "--checkpoint.keep=100"]
     _, err = run(*argv, code=Exit.NOT_SAVED)
     assert "No space left" in err.splitlines()[-1]
-    kept = seal.sealed(run_dir / "checkpoints")
+    kept = manifest.sealed(run_dir / "checkpoints")
     assert kept
-    assert all(seal.broken(run_dir / "checkpoints" / str(step)) is None for step in kept)
+    assert all(manifest.broken(run_dir / "checkpoints" / str(step)) is None for step in kept)
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     out, _ = run(*argv)
     assert f"resumed from step {kept[0]}" in out
@@ -154,8 +156,8 @@ def test_a_read_only_disk(text, small_disk):
     ((_, err),) = finish(process, code=Exit.NOT_SAVED)
     subprocess.run(["umount", run_dir / "checkpoints"], check=True)
     assert "Read-only file system" in err.splitlines()[-1]
-    newest = seal.sealed(run_dir / "checkpoints")[0]
-    assert seal.broken(run_dir / "checkpoints" / str(newest)) is None
+    newest = manifest.sealed(run_dir / "checkpoints")[0]
+    assert manifest.broken(run_dir / "checkpoints" / str(newest)) is None
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     _, err = run(*argv, code=Exit.MISTAKE)
     assert err.count("\n") == 1
@@ -165,7 +167,7 @@ def test_a_read_only_disk(text, small_disk):
 def test_the_error_of_the_last_save_is_not_swallowed(argv, tmp_path):
     """It comes when training is over, from a thread that nobody waits for but us."""
     patch = (
-        "import jaxstack.checkpoint as c\nsave = c.ocp.save_async\n"
+        "import jaxstack.checkpoint.store as c\nsave = c.ocp.save_async\n"
         "class Fails:\n"
         "    def result(self): raise OSError(28, 'No space left on device')\n"
         f"c.ocp.save_async = lambda p, *a, **k: Fails() if p.name == '{STEPS}' else save(p, *a, **k)"
@@ -204,11 +206,11 @@ def halve(path: Path) -> None:
     """As a copy that was interrupted."""
     for file in [p for p in path.rglob("*") if p.is_file()][::2]:
         file.unlink()
-    (path / seal.NAME).unlink(missing_ok=True)
+    (path / manifest.NAME).unlink(missing_ok=True)
 
 
 def spoil_the_seal(path: Path) -> None:
-    (path / seal.NAME).write_text('{"files": 3}')
+    (path / manifest.NAME).write_text('{"files": 3}')
 
 
 DAMAGE = {
@@ -275,7 +277,7 @@ def test_two_trainers(argv, tmp_path):
 def stop_after(steps: int) -> str:
     """Ends a run in order after some steps."""
     return (
-        "import jaxstack.distributed as d, jaxstack.cli as c, sys\nstop, calls = d.stop_here, []\n"
+        "import jaxstack.runtime.distributed as d, jaxstack.config.parse as c, sys\nstop, calls = d.stop_here, []\n"
         f"d.stop_here = lambda *a: (calls.append(1), len(calls) == {steps} or stop(*a))[1]\n"
         "run_ = c.run\n"
         "def quiet(*a):\n"
@@ -318,12 +320,14 @@ def test_a_second_interrupt_leaves_at_once(argv, straight, tmp_path):
 
 
 def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
-    slow = "import time, jaxstack.distributed as d\nw = d.whole\nd.whole = lambda *a: (time.sleep(0.3), w(*a))[1]"
+    slow = (
+        "import time, jaxstack.runtime.distributed as d\nw = d.whole\nd.whole = lambda *a: (time.sleep(0.3), w(*a))[1]"
+    )
     processes = two(*argv, "--mesh.data=4", patches=(slow, slow))
     wait_until(lambda: is_sealed(tmp_path / "run", 4), processes[0])
     processes[1].send_signal(signal.SIGTERM)
     finish(*processes, code=Exit.STOPPED)
-    step = seal.sealed(tmp_path / "run" / "checkpoints")[0]
+    step = manifest.sealed(tmp_path / "run" / "checkpoints")[0]
     assert 4 < step < STEPS
     # Number 13: one process goes on with what two began, on a mesh of its own.
     out, _ = run(*argv, "--mesh.data=1")
@@ -351,7 +355,7 @@ def test_one_of_two_dies_or_hangs(number, index, argv, tmp_path):
     if (number, index) != (signal.SIGKILL, 0):
         assert f"nothing heard for distributed.lost_s={lost_s} s" in err.splitlines()[-1]
     kill(processes[index])
-    step = seal.sealed(tmp_path / "run" / "checkpoints")[0]
+    step = manifest.sealed(tmp_path / "run" / "checkpoints")[0]
     assert step >= 8
     again = two(*argv, "--mesh.data=4", f"--train.steps={step + 2}")
     assert f"resumed from step {step}" in finish(*again)[0][0]
@@ -361,7 +365,7 @@ def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
     """What it wrote is vouched for by nobody, so there is no seal; the step before it is taken, unless it is damaged,
     which both see though one of them reads the file."""
     dies = (
-        "import os, signal, jaxstack.seal as s\nsums_of = s.sums_of\n"
+        "import os, signal, jaxstack.checkpoint.manifest as s\nsums_of = s.sums_of\n"
         "s.sums_of = lambda p, n: os.kill(os.getpid(), signal.SIGKILL) if p.name == '12' else sums_of(p, n)"
     )
     flags = [*argv, "--mesh.data=4", "--distributed.lost_s=6"]
@@ -370,14 +374,14 @@ def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
     finish(first, code=Exit.PEER_LOST)
     saved = tmp_path / "run" / "checkpoints"
     assert (saved / "12").is_dir()
-    assert seal.sealed(saved) == [8, 4]
+    assert manifest.sealed(saved) == [8, 4]
     flip(saved / "8")
     (out, _), _ = finish(*two(*flags, "--train.steps=10"))
     assert "passed over step 12: it was not finished: it has no seal" in out
     assert "passed over step 8: " in out
     assert "has changed since it was written" in out
     assert "resumed from step 4" in out
-    assert seal.sealed(saved) == [10, 8]
+    assert manifest.sealed(saved) == [10, 8]
 
 
 # 12, 13, 24: another mesh.
@@ -453,7 +457,7 @@ def test_a_batch_that_is_not_finite_changes_nothing(argv, tmp_path):
 def test_batches_that_are_not_finite_in_a_row_stop_the_run(argv, tmp_path):
     _, err = run(*argv, "--train.max_bad_steps=3", patch=poisoned(9, 10, 11, how=NAN), code=Exit.BAD_STEPS)
     assert "stopped at step 12, 3 in a row skipped: loss nan" in err
-    assert seal.sealed(tmp_path / "run" / "checkpoints")[0] == 8
+    assert manifest.sealed(tmp_path / "run" / "checkpoints")[0] == 8
 
 
 def test_a_state_that_is_not_finite_is_never_saved(argv, tmp_path):
@@ -461,7 +465,7 @@ def test_a_state_that_is_not_finite_is_never_saved(argv, tmp_path):
     flags = ["--optim.name=sgd", "--optim.lr=1e39", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
     _, err = run(*argv, *flags, "--checkpoint.every=1", code=Exit.BAD_STEPS)
     assert "the state after step 1 holds numbers that are not finite, so it was not saved" in err
-    assert not seal.steps(tmp_path / "run" / "checkpoints")
+    assert not manifest.steps(tmp_path / "run" / "checkpoints")
 
 
 @pytest.mark.parametrize("action", ["report", "skip", "rollback"])
@@ -500,7 +504,7 @@ def test_going_back_to_a_damaged_checkpoint(argv, tmp_path):
     """It is not loaded: the run ends, and the next start takes an older one."""
     flags = [*argv, "--train.steps=40", "--train.spike.action=rollback", "--train.spike.window=8", "--optim.lr=0.02"]
     damage = (
-        "import jaxstack.checkpoint as c, jaxstack.distributed as d\nmeet, saves = d.meet, []\n"
+        "import jaxstack.checkpoint.store as c, jaxstack.runtime.distributed as d\nmeet, saves = d.meet, []\n"
         "def damaged(key, *a):\n"
         "    meet(key, *a)\n"
         "    saves.append(key)\n"
@@ -518,7 +522,7 @@ def test_going_back_to_a_damaged_checkpoint(argv, tmp_path):
     assert "resumed from step 24" in out
 
 
-# 17, 18: what does not fit (also tests/test_train.py, tests/test_config.py).
+# 17, 18: what does not fit (also tests/test_train.py, tests/config/test_config.py).
 
 
 def test_every_array_that_differs_is_named(argv, straight, tmp_path):
@@ -560,7 +564,9 @@ def test_bad_configurations(content, word, argv, tmp_path):
 def tokens(text: Path, tmp_path: Path) -> Path:
     file = tmp_path / "t.bin"
     words = ["build", f"--data.path={text}", "--data.source=path", "--data.tokenizer=bytes", str(file)]
-    subprocess.run([sys.executable, "-m", "jaxstack.data", *words], check=True, capture_output=True, cwd=harness.ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "jaxstack", "data", *words], check=True, capture_output=True, cwd=harness.ROOT
+    )
     return file
 
 
@@ -630,7 +636,7 @@ def test_clock_jumps(argv, straight, tmp_path):
     """
     read = tmp_path / "read"
     patch = (
-        "import itertools, time, jaxstack.distributed as d\nfrom jaxstack.goodput import Account\n"
+        "import itertools, time, jaxstack.runtime.distributed as d\nfrom jaxstack.tracking.goodput import Account\n"
         "whole, init, take, now, offset, calls, began = d.whole, Account.__init__, Account.take, [1e6], [0], [], []\n"
         "jumps = itertools.cycle([-86400, 86400 * 30, 3600])\n"
         "def forward():\n"
@@ -667,7 +673,7 @@ def test_clock_jumps(argv, straight, tmp_path):
 def supervised(*words: str, argv: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, str(harness.ROOT / "train.py"), *harness.SMALL, *argv]
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxstack.supervise", *words, "--", *command],
+        [sys.executable, "-m", "jaxstack", "supervise", *words, "--", *command],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=harness.ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"} | (env or {}),
     )  # fmt: skip
@@ -742,8 +748,8 @@ def test_policies_keep_the_best_and_every_so_many(argv, tmp_path):
     run(*argv, "--checkpoint.keep=1", "--checkpoint.keep_every=12", "--checkpoint.keep_best=1", "--train.eval_every=4")
     recorded = {line["step"]: line["eval_loss"] for line in lines(tmp_path / "run") if "eval_loss" in line}
     best = min(recorded, key=recorded.__getitem__)
-    assert set(seal.sealed(tmp_path / "run" / "checkpoints")) == {12, 24, best}
-    facts = checkpoint.facts(tmp_path / "run" / "checkpoints", 24)
+    assert set(manifest.sealed(tmp_path / "run" / "checkpoints")) == {12, 24, best}
+    facts = store.facts(tmp_path / "run" / "checkpoints", 24)
     assert facts["next_batch"] == 24
     assert facts["versions"]["jax"] == jax.__version__
     assert json.loads(json.dumps(facts["config"]))["model"]["d_model"] == 32

@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstack import collectives
-from jaxstack.kernels.attention import chunked, definition
-from jaxstack.kernels.attention.definition import MASKED, Mask, Options, heads_first, heads_last, masked_scores
-from jaxstack.kernels.choice import Case, Implementation, here, interpret
+from jaxstack.kernels.attention import chunked, reference
+from jaxstack.kernels.attention.reference import MASKED, Mask, Options, heads_first, heads_last, masked_scores
+from jaxstack.kernels.implementation import Case, Implementation, here, interpret
+from jaxstack.sharding import collectives
 
 _WIDEST = {"cudnn": 128, "pallas_gpu": 256, "pallas_tpu": 256}  # heads, in elements; cuDNN's take 256 since Hopper
 _DTYPES = {
@@ -141,9 +141,9 @@ def options(q, k, scale, causal, window, softcap, implementation, **case: Any) -
 def _attend(o: Options, q, k, v, segment_ids):
     match o.name:  # a kernel's file is imported where it is used: Pallas takes a while
         case "cudnn":
-            from jaxstack.kernels.attention import vendor
+            from jaxstack.kernels.attention import cudnn
 
-            return vendor.attend(o, q, k, v)
+            return cudnn.attend(o, q, k, v)
         case "pallas_gpu":
             from jaxstack.kernels.attention import pallas_gpu
 
@@ -154,4 +154,4 @@ def _attend(o: Options, q, k, v, segment_ids):
             return pallas_tpu.attend(o, q, k, v, segment_ids)
         case "chunked":
             return chunked.attend(o, q, k, v, Mask(segment_ids, segment_ids, None))
-    return definition.attend(o, q, k, v, Mask(segment_ids, segment_ids, None))
+    return reference.attend(o, q, k, v, Mask(segment_ids, segment_ids, None))

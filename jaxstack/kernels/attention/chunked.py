@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack.kernels.attention.definition import (
+from jaxstack.kernels.attention.reference import (
     Mask,
     Options,
     dots,

@@ -21,9 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxstack import collectives
-from jaxstack.kernels.attention import blocks
-from jaxstack.kernels.attention.definition import MASKED, Options, dots
+from jaxstack.kernels.attention import block_ranges
+from jaxstack.kernels.attention.reference import MASKED, Options, dots
+from jaxstack.sharding import collectives
 
 _LOG2E = math.log2(math.e)
 
@@ -114,14 +114,14 @@ def _call(kernel, over, static: _Static, heads, segment_ids, inputs, in_specs, r
     """Runs the kernel for each block of `over` (rows or keys), head and sequence."""
     o, tiling, s, *_ = static
     if over == "rows":
-        visits, own, met = blocks.of_rows(o, s, tiling.rows, tiling.keys), tiling.rows, tiling.keys
+        visits, own, met = block_ranges.of_rows(o, s, tiling.rows, tiling.keys), tiling.rows, tiling.keys
     else:
-        visits, own, met = blocks.of_keys(o, s, tiling.rows, tiling.keys), tiling.keys, tiling.rows
+        visits, own, met = block_ranges.of_keys(o, s, tiling.rows, tiling.keys), tiling.keys, tiling.rows
     count, sequences = len(visits.low), inputs[0].shape[0]
     ends = bool((visits.low < visits.inner_low).any()), bool((visits.inner_high < visits.high).any())
     if segment_ids is not None:
         segment_ids = segment_ids.astype(jnp.int32)
-    table = blocks.table(visits, None if segment_ids is None else (segment_ids, segment_ids), own, met)
+    table = block_ranges.table(visits, None if segment_ids is None else (segment_ids, segment_ids), own, met)
     # Under a causal mask the last rows have the most keys: they start first. So do the first keys, with the most rows.
     last = count - 1 if over == "rows" else 0
     place = lambda i: jnp.abs(last - i)  # noqa: E731

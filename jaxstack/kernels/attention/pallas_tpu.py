@@ -24,9 +24,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxstack import collectives
-from jaxstack.kernels.attention import blocks
-from jaxstack.kernels.attention.definition import MASKED, Options, dots
+from jaxstack.kernels.attention import block_ranges as blocks
+from jaxstack.kernels.attention.reference import MASKED, Options, dots
+from jaxstack.sharding import collectives
 
 _BLOCKS = (512, 384, 256, 128)  # rows and keys of a block, the best first; the last is what sequences are padded to
 

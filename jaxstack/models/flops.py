@@ -1,0 +1,71 @@
+"""What a model costs, by formula: FLOPs per token, and the share of a chip's peak that a run reaches (MFU)."""
+
+from math import prod
+from typing import NamedTuple
+
+import jax
+
+from jaxstack.common import hardware
+from jaxstack.config import ModelConfig
+from jaxstack.models import decoder
+from jaxstack.models.params import Param
+
+
+class Flops(NamedTuple):
+    """FLOPs of training on one token (forward and backward: three times the forward pass), by both conventions.
+
+    Attributes:
+      full: attention counted as if every token saw the whole sequence (PaLM, arXiv:2204.02311, appendix B).
+      causal: only the scores that the causal mask and sliding windows leave.
+    """
+
+    full: float
+    causal: float
+
+
+def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
+    """Weights that a token is multiplied with: matrices and the head, tied or not; embedding look-ups are none. Of all,
+    or of those that are frozen or not."""
+    leaves = jax.tree.leaves(decoder.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
+    leaves = [p for p in leaves if frozen in (None, p.frozen)]
+    head = cfg.d_model * cfg.vocab if cfg.tied_embeddings and frozen in (None, bool(cfg.lora.rank)) else 0
+    return head + sum(
+        prod(p.shape) * cfg.moe.choices // cfg.moe.num_experts if "experts" in p.axes else prod(p.shape)
+        for p in leaves
+        if p.kind in ("matrix", "router")
+    )
+
+
+def flops_per_token(cfg: ModelConfig, seq_len: int) -> Flops:
+    """FLOPs of one training token; a multiply-add is two. Recomputation (remat) is not counted, as is usual.
+
+    Per layer, the two attention matmuls of the forward pass cost 4 * H * K FLOPs for each (query, key) pair.
+
+    Args:
+      cfg: the model.
+      seq_len: tokens a sequence, S.
+    """
+    S = seq_len
+    per_pair = 4 * cfg.num_heads * cfg.head_width
+    seen = 0.0  # keys that a token sees on average, summed over layers
+    for i in range(cfg.num_layers):
+        window = cfg.windows[i % len(cfg.windows)] or S
+        w = min(window, S)
+        seen += (w * (w + 1) / 2 + (S - w) * w) / S
+    # What is frozen is multiplied forward and for the gradient of its input, and has none of its own.
+    dense = 6.0 * matmul_params(cfg) - 2.0 * matmul_params(cfg, frozen=True)
+    return Flops(dense + 3.0 * per_pair * S * cfg.num_layers, dense + 3.0 * per_pair * seen)
+
+
+def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float | None:
+    """Model FLOPs utilisation as a fraction, or None where the peak is not known: never a guess.
+
+    Args:
+      flops_per_s: model FLOPs done in a second by all devices together.
+      device_kind: as JAX names it.
+      devices: how many.
+      dtype: of the matmuls; only of bfloat16 is it told, the one that runs are compared by.
+    """
+    name = hardware.name_of(device_kind)
+    peak = hardware.CHIPS[name].flops.get("bfloat16") if name and dtype == "bfloat16" else None
+    return None if peak is None else flops_per_s / (peak * devices)

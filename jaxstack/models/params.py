@@ -1,0 +1,145 @@
+"""One declaration per parameter, and everything that derives from it: values, abstract trees, counts, casts."""
+
+import zlib
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstack.common.tree import path_of
+
+
+@dataclass(frozen=True)
+class Param:
+    """Declares one array.
+
+    Attributes:
+      shape: dimensions, inputs before outputs.
+      axes: the logical name of each dimension.
+      kind: `matrix` is contracted with its input, `table` is looked up by row (embeddings), `vector` acts
+        elementwise (norms, biases). Vectors are neither decayed nor cast to the compute dtype. A `router` is a matrix
+        that is not cast.
+      in_axes: leading dimensions (after `layers` and `experts`) that a matrix contracts.
+      init: how it starts; `normal` has mean 0 and standard deviation `std`.
+      std: of `normal`.
+      frozen: never changes; neither gradients nor optimizer have a part of it.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    kind: Literal["matrix", "table", "vector", "router"] = "matrix"
+    in_axes: int = 1
+    init: Literal["normal", "zeros", "ones"] = "normal"
+    std: float = 0.02
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), f"{self.shape} and {self.axes} differ in length"
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether a forward pass takes it in the compute dtype; vectors and routers stay in float32."""
+        return self.kind in ("matrix", "table")
+
+    @property
+    def stacked(self) -> int:
+        """1 where the leading dimension runs over layers, else 0."""
+        return int(self.axes[:1] == ("layers",))
+
+    @property
+    def batch_axes(self) -> int:
+        """Leading dimensions that count matrices: layers, experts."""
+        return self.stacked + int("experts" in self.axes)
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """A matrix between two hidden widths: what Muon orthogonalises. The head is none."""
+        return self.kind == "matrix" and "vocab" not in self.axes
+
+
+Spec = Any  # a nested dict whose leaves are `Param`
+
+
+def flat_spec(spec: Spec) -> dict[str, Param]:
+    """Every declaration under its path, in the tree's own order."""
+    leaves = jax.tree_util.tree_leaves_with_path(spec, is_leaf=lambda x: isinstance(x, Param))
+    return {path_of(keys): p for keys, p in leaves}
+
+
+def map_spec(f: Any, spec: Spec, *rest: Any) -> Any:
+    """`jax.tree.map` with the declarations as leaves."""
+    return jax.tree.map(f, spec, *rest, is_leaf=lambda x: isinstance(x, Param))
+
+
+def stack(spec: Spec, layers: int) -> Spec:
+    """The declarations of `layers` equal blocks, stacked on a new leading axis."""
+    return map_spec(lambda p: replace(p, shape=(layers, *p.shape), axes=("layers", *p.axes)), spec)
+
+
+def split(spec: Spec, values: Any) -> tuple[Any, Any]:
+    """What is trained and what is frozen of a tree that is laid out as the declarations are (they themselves, for
+    example), each without the groups that have nothing of it. Where nothing is frozen: the tree, and nothing."""
+    if isinstance(spec, Param):
+        return (None, values) if spec.frozen else (values, None)
+    parts = {name: split(below, values[name]) for name, below in spec.items()}
+    there = lambda part: part is not None and not (isinstance(part, dict) and not part)  # noqa: E731
+    trained, frozen = ({name: part[i] for name, part in parts.items() if there(part[i])} for i in (0, 1))
+    return trained, frozen
+
+
+def join(trained: Any, frozen: Any) -> Any:
+    """The whole of what `split` has parted."""
+    if not (isinstance(trained, dict) and isinstance(frozen, dict)):
+        return frozen if trained is None else trained
+    names = [*trained, *(name for name in frozen if name not in trained)]
+    return {name: join(trained.get(name), frozen.get(name)) for name in names}
+
+
+def count(spec: Spec) -> int:
+    """Number of parameters."""
+    return sum(prod(p.shape) for p in jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, Param)))
+
+
+def abstract(spec: Spec, dtype: Any = jnp.float32) -> Any:
+    """Shapes without values."""
+    return map_spec(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), spec)
+
+
+def init(key: jax.Array, spec: Spec, layers: np.ndarray | None = None) -> Any:
+    """Initial values, float32.
+
+    Each array's key is folded from its path and, where layers are stacked, from the layer's index, so that values do
+    not depend on the mesh, on how layers are grouped, or on which other parameters exist.
+
+    Args:
+      key: of all randomness.
+      spec: declarations.
+      layers: which layer each row of the stacked arrays holds, -1: none, which is zeros; by default their order.
+    """
+
+    def one(keys: tuple[Any, ...], p: Param) -> jax.Array:
+        own = jax.random.fold_in(key, zlib.crc32(path_of(keys).encode()))
+        shape = p.shape[p.stacked :]
+
+        def draw(key: jax.Array) -> jax.Array:
+            if p.init == "normal":
+                return p.std * jax.random.normal(key, shape, jnp.float32)
+            return jnp.full(shape, float(p.init == "ones"), jnp.float32)
+
+        if not p.stacked:
+            return draw(own)
+        numbers = jnp.arange(p.shape[0]) if layers is None else jnp.asarray(layers)
+        values = jax.vmap(lambda i: draw(jax.random.fold_in(own, i)))(numbers)
+        if layers is None or (layers >= 0).all():
+            return values
+        return jnp.where((numbers >= 0).reshape(-1, *(1,) * len(shape)), values, 0.0)
+
+    return jax.tree_util.tree_map_with_path(one, spec, is_leaf=lambda x: isinstance(x, Param))
+
+
+def cast_matrices(spec: Spec, params: Any, dtype: Any) -> Any:
+    """The parameters as a forward pass in `dtype` takes them: matrices and tables cast, vectors as they are."""
+    return map_spec(lambda p, v: v.astype(dtype) if p.is_cast else v, spec, params)

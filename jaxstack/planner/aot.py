@@ -1,0 +1,187 @@
+"""Ahead of time: compiles the training step for chips that are not here, and reads what it needs and what it moves.
+
+XLA's compilers for TPU and CUDA run on any machine; only the description of the target is needed. A target is
+`v5e:4x4` (a TPU and its topology) or `h100:1x8x8` (slices x hosts x GPUs of a host). `jaxstack plan` is this
+as a command.
+
+Kernels are those that `auto` takes on the target, or those that `kernels.*` names.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+
+from jaxstack.common.hardware import CHIPS
+from jaxstack.config import Config, ConfigError
+from jaxstack.models.context import Context
+from jaxstack.planner import estimate, hlo
+from jaxstack.sharding import make_mesh
+from jaxstack.training import step
+
+TARGETS = ("v4", "v5e", "v5p", "v6e", "h100", "h200")
+"""Chips that can be compiled for, of `chips.CHIPS`."""
+
+_HOPPER = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: %d l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: %d shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+} platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "%s\""""
+"""What the CUDA compiler asks of a device, as an H100 SXM5 and an H200 answer it: XLA's `GpuTargetConfigProto`."""
+
+
+class Unavailable(RuntimeError):
+    """The compiler for a target is not installed; the message names the extra that brings it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compiled training step needs and moves, measured and by formula.
+
+    Attributes:
+      compiled: the step.
+      device_kind: of the target, as JAX names it.
+      arguments: bytes of state and batch on a device; the state is donated, and what comes back lies in its place.
+      temporary: bytes beside them.
+      memory: the formula's, by what it is for.
+      collectives: what the program moves.
+      expected: what the formula says that it moves.
+      hbm: bytes of the target's memory.
+    """
+
+    compiled: jax.stages.Compiled
+    device_kind: str
+    arguments: int
+    temporary: int
+    memory: dict[str, float]
+    collectives: list[hlo.Collective]
+    expected: list[hlo.Collective]
+    hbm: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that a device needs, the program itself aside."""
+        return self.arguments + self.temporary
+
+    def __str__(self) -> str:
+        gib = 2**30
+        predicted = sum(self.memory.values())
+        lines = [
+            f"memory of a device ({self.device_kind}), GiB",
+            *(f"  {name:<44} {value / gib:>8.3f}" for name, value in self.memory.items()),
+            f"  {'by formula':<44} {predicted / gib:>8.3f}",
+            f"  {'compiled: arguments and temporaries':<44} {self.total / gib:>8.3f}"
+            f"  ({predicted / self.total - 1:+.1%} by formula)",
+            f"  {'there is':<44} {self.hbm / gib:>8.3f}"
+            f"  ({'it fits' if self.total <= self.hbm else 'it does NOT fit'})",
+            "",
+            hlo.table(self.collectives, self.expected),
+        ]
+        return "\n".join(lines)
+
+
+def devices(target: str) -> list[Any]:
+    """Descriptions of a target's devices.
+
+    Raises:
+      ConfigError: no such target.
+      Unavailable: its compiler is not installed.
+    """
+    chip, _, topology = target.partition(":")
+    if chip not in TARGETS or not topology:
+        raise ConfigError(
+            f"target={target} must be one of {', '.join(TARGETS)} with a topology: v5e:4x4 is 16 TPUs, h100:1x8x8 is 1 "
+            f"slice of 8 hosts of 8 GPUs"
+        )
+    # Read when the compiler is loaded: there is no metadata server to ask, and no driver to check.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    from jax.experimental import topologies
+
+    gpu = CHIPS[chip].kinds[0].startswith("NVIDIA")
+    arguments: dict[str, Any] = {"platform": "tpu", "topology_name": target}
+    if gpu:
+        free = 84942979072 if chip == "h100" else CHIPS[chip].memory  # what a driver leaves of it, where it was seen
+        description = _HOPPER % (CHIPS[chip].bandwidth, free, CHIPS[chip].kinds[0])
+        arguments = {"platform": "cuda", "topology_name": chip, "topology": topology, "target_config": description}
+    try:
+        return list(topologies.get_topology_desc(**arguments).devices)
+    except Exception as error:  # the plugins raise what they like, and JAX says no more than that there is none
+        if _missing("jax_cuda13_plugin" if gpu else "libtpu"):
+            extra, brings = ("cuda13", "the CUDA compiler") if gpu else ("tpu", "the TPU compiler")
+            raise Unavailable(
+                f"target={target} needs {brings}: pip install -e '.[{extra}]', in an environment of its own"
+            ) from error
+        raise ConfigError(f"target={target} cannot be described: {error}") from error
+
+
+def _missing(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is None
+
+
+def placed(cfg: Config, target: str) -> tuple[Context, step.TrainState, step.Batch]:
+    """The context of a run on a target, its abstract state, and an abstract batch."""
+    batch = cfg.data.batch_size
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, batch // cfg.train.grad_accum, devices(target)))
+    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    if cfg.data.packing:
+        kinds |= {"positions": jnp.int32, "segment_ids": jnp.int32}
+    if cfg.model.moe.num_experts and cfg.model.moe.router in ("domain", "timestep"):
+        kinds["gate"] = jnp.int32
+    shape, where = (batch, cfg.data.seq_len), ctx.sharding(ctx.batch)
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in kinds.items()}
+    return ctx, step.abstract_state(cfg, ctx), arrays  # type: ignore[return-value]
+
+
+def compile(cfg: Config, target: str) -> Report:
+    """Compiles the training step of a resolved configuration for `target`, and reads the result."""
+    ctx, state, batch = placed(cfg, target)
+    assert ctx.mesh is not None
+    jitted: Any = step.jit_train_step(cfg, ctx, state)
+    compiled = jitted.lower(state, batch).compile()
+    memory = compiled.memory_analysis()
+    return Report(
+        compiled=compiled,
+        device_kind=ctx.mesh.devices.flat[0].device_kind,
+        arguments=memory.argument_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        memory=estimate.memory(cfg, ctx, state, batch),
+        collectives=hlo.collectives(compiled.as_text(), ctx.mesh.shape, ctx.turns),
+        expected=estimate.traffic(cfg, ctx),
+        hbm=CHIPS[target.partition(":")[0]].memory,
+    )
+
+
+def matmul_flops(f: Any, *args: Any) -> float:
+    """FLOPs of the matmuls of one device in a function, loops counted out, by its jaxpr; a multiply-add is two.
+
+    What a Pallas kernel computes, and a loop whose turns are not known, is not counted.
+    """
+    return _flops(jax.make_jaxpr(f)(*args).jaxpr)
+
+
+def _flops(jaxpr: Any) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            depth = 1
+            for dim in contracted:
+                depth *= left[dim]
+            total += 2 * depth * equation.outvars[0].aval.size
+        elif equation.primitive.name.startswith("ragged_dot"):
+            # Rows of one expert after another [N, I]: each times its own matrix [E, I, O], or with its own row [N, O].
+            left, right = (x.aval.shape for x in equation.invars[:2])
+            outputs = equation.outvars[0].aval.shape[-1]
+            total += 2 * left[0] * left[1] * outputs if len(right) == 3 else 2 * left[0] * left[1] * right[1]
+        inner = sum(_flops(sub) for sub in jax.extend.core.jaxprs_in_params(equation.params))
+        total += inner * equation.params.get("length", 1) if equation.primitive.name == "scan" else inner
+    return total

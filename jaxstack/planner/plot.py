@@ -1,0 +1,59 @@
+"""The picture of a roofline: a chip's roof, and where the parts of one layer lie under it."""
+
+from pathlib import Path
+
+from jaxstack.planner.roofline import Report
+
+COLORS = {"matmul": "#1b6ca8", "attention": "#d1495b", "normalisation": "#66a182", "pointwise": "#edae49"}
+
+
+def draw(report: Report, path: Path) -> None:
+    """Attainable FLOP/s against FLOPs a byte, and beside it each part's share of FLOPs, bytes and least time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: it takes a second
+    from matplotlib.figure import Figure
+
+    limits = report.limits
+    peak = limits.peak(report.dtype) * limits.matmul_efficiency
+    bandwidth = limits.chip.bandwidth * limits.bandwidth_efficiency
+    rows = [row for row in report.tables["layer"] if row.name in COLORS]
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    roof, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+    lowest = min(0.3, *(row.intensity for row in rows if row.intensity))
+    intensities = [lowest / 2, peak / bandwidth, 30 * peak / bandwidth]
+    roof.plot(intensities, [min(peak, bandwidth * i) / 1e12 for i in intensities], color="#444", linewidth=1.8)
+    roof.axvline(peak / bandwidth, color="#bbb", linewidth=0.8, linestyle="--")
+    for i, row in enumerate(rows):
+        if row.intensity:
+            reached = row.flops / row.seconds / 1e12
+            roof.plot([row.intensity], [reached], "o", color=COLORS[row.name], markersize=8)
+            roof.annotate(row.name, (row.intensity, reached), xytext=(7, -14 if i % 2 else 6),
+                          textcoords="offset points", fontsize=9)  # fmt: skip
+            if row.name in report.measured:
+                real = row.flops / report.measured[row.name] / 1e12
+                roof.plot([row.intensity], [real], "x", color=COLORS[row.name], markersize=8)
+    roof.set(xscale="log", yscale="log", xlabel="FLOPs a byte of memory traffic", ylabel="TFLOP/s")
+    crosses = "; crosses: measured" if report.measured else ""
+    roof.set_title(f"One layer on {report.chip}, {report.dtype}{crosses}", fontsize=10)
+    shares = {
+        "FLOPs": [row.flops for row in rows],
+        "bytes": [row.bytes for row in rows],
+        "least time": [row.seconds for row in rows],
+    }
+    if all(row.name in report.measured for row in rows):
+        shares["measured"] = [report.measured[row.name] for row in rows]
+    for place, values in enumerate(shares.values()):
+        left = 0.0
+        for row, value in zip(rows, values, strict=True):
+            part = 100 * value / sum(values)
+            bars.barh(place, part, left=left, color=COLORS[row.name], label=row.name if place == 0 else None)
+            if part >= 6:
+                bars.text(left + part / 2, place, f"{part:.0f}%", ha="center", va="center", color="white", fontsize=9)
+            left += part
+    bars.set_yticks(range(len(shares)), list(shares))
+    bars.set(xlim=(0, 100), xlabel="% of the layer")
+    bars.invert_yaxis()
+    bars.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8, frameon=False)
+    for axes in (roof, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130, metadata={"Software": None})

@@ -1,0 +1,1 @@
+"""What surrounds the process: platform, joining other processes, requests to stop, processes that die or hang."""

@@ -1,0 +1,111 @@
+"""The training objective."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack import kernels, moe
+from jaxstack.config import ModelConfig
+from jaxstack.models import decoder
+from jaxstack.models.context import Context
+from jaxstack.sharding import collectives
+
+
+def next_token(
+    cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], ctx: Context, dropout_key: jax.Array | None = None
+) -> tuple[jax.Array, decoder.Aux]:
+    """Sum of weight * negative log-likelihood over a batch, in nats.
+
+    A sum and not a mean: only who knows all microbatches can divide by the right number of tokens.
+
+    Args:
+      batch: `tokens`, `targets` [B, S] ids and `weights` [B, S]; with packing `positions` and `segment_ids` too, with a
+        hard gate `gate`: the domain or timestep of each token.
+
+    Returns:
+      The sum, a float32 scalar, and the model's auxiliary values: sums too.
+    """
+    x, aux = decoder.hidden(
+        cfg,
+        params,
+        batch["tokens"],
+        ctx,
+        positions=batch.get("positions"),
+        segment_ids=batch.get("segment_ids"),
+        gate=batch.get("gate"),
+        weights=batch["weights"],
+        rows=batch.get("rows"),
+        dropout_key=dropout_key,
+    )
+    return likelihood(cfg, params, x, batch, ctx), aux
+
+
+def likelihood(cfg: ModelConfig, params: Any, x: jax.Array, batch: dict[str, jax.Array], ctx: Context) -> jax.Array:
+    """Sum of weight * negative log-likelihood of `targets` after the hidden states x [B, S, D], in nats."""
+    return kernels.cross_entropy(
+        x,
+        decoder.head(cfg, params, ctx),
+        batch["targets"],
+        batch["weights"],
+        softcap=cfg.logit_softcap,
+        vocab_axes=ctx.axes("vocab"),
+        implementation=ctx.cross_entropy,
+    )
+
+
+class Counted(NamedTuple):
+    """What the statistics of routing are means over, in a whole step: float32 scalars.
+
+    A token counts if its weight is not zero, however large it is: a statistic says where tokens went.
+
+    Attributes:
+      tokens: that count.
+      sequences: with at least one token that counts.
+    """
+
+    tokens: jax.Array | float
+    sequences: jax.Array | float
+
+
+def counted(weights: jax.Array, ctx: Context) -> Counted:
+    """Counts over all devices; `weights` [B, S] are those of this device's tokens."""
+    each = jnp.sum(weights != 0, axis=1, dtype=jnp.float32)
+    of_sequences = collectives.all_reduce(each, ctx.axes("sequence"))
+    return Counted(
+        collectives.all_reduce(each.sum(), ctx.token_axes),
+        collectives.all_reduce(jnp.sum(of_sequences > 0, dtype=jnp.float32), ctx.axes("batch")),
+    )
+
+
+def auxiliary(cfg: ModelConfig, aux: decoder.Aux, means: Counted) -> jax.Array | float:
+    """What a mixture of experts adds to the objective, from this device's sums of one microbatch.
+
+    Shares add up over devices and microbatches to the number that one device gets from the whole batch.
+
+    Args:
+      aux: of `next_token`.
+      means: of the whole batch, by `counted`.
+    """
+    if not aux:
+        return 0.0
+    learned = cfg.moe.router in ("softmax", "sigmoid")
+    balance = cfg.moe.balance_weight * aux["balance_loss"].sum() if cfg.moe.router == "softmax" else 0.0
+    z = cfg.moe.z_weight * aux["z_loss"].sum() if learned else 0.0
+    tokens, sequences = (jnp.maximum(n, 1.0) for n in means)
+    return (balance / sequences + z / tokens) / cfg.num_layers
+
+
+def routing_metrics(aux: decoder.Aux, means: Counted) -> dict[str, jax.Array]:
+    """Figures for the log from a whole step's sums: the worst layer's load, the rest as means over layers."""
+    if not aux:
+        return {}
+    tokens, sequences = (jnp.maximum(n, 1.0) for n in means)
+    figures = moe.summary(aux["load"], aux["dropped"], aux["entropy"], tokens)
+    return {
+        "moe_load_max_over_mean": figures["max_over_mean"].max(),
+        "moe_dropped_fraction": figures["dropped_fraction"].mean(),
+        "moe_entropy": figures["entropy"].mean(),
+        "moe_balance_loss": aux["balance_loss"].mean() / sequences,
+        "moe_z_loss": aux["z_loss"].mean() / tokens,
+    }

@@ -1,0 +1,263 @@
+"""Optimizers and learning-rate schedules: a direction, then decay on matrices, then the learning rate.
+
+What optax has is optax's. Muon's and Adafactor's directions are here, for they must know which dimensions of an array
+count its matrices, and where its parts lie.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from optax.contrib import MuonState, scale_by_muon
+
+from jaxstack.config import OptimConfig
+from jaxstack.models.params import Param, Spec, map_spec
+from jaxstack.sharding import collectives
+from jaxstack.sharding.rules import names_of
+
+
+def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
+    """Learning rate of each update, by the count of updates made before it.
+
+    The first update of a warm-up of W has `lr / W`, the last of all has `lr * final_lr_fraction`. `wsd` is warm-up,
+    stable, decay (Hu et al. 2024, arXiv:2404.06395, section 4).
+
+    Args:
+      cfg: peak and shape.
+      steps: updates of the whole run.
+    """
+    peak, final, warmup = cfg.lr, cfg.lr * cfg.final_lr_fraction, cfg.warmup_steps
+    after = max(steps - warmup, 1)
+    decay = max(round(steps * cfg.decay_fraction), 1) if cfg.schedule == "wsd" else after
+    tail: optax.Schedule = {
+        "cosine": optax.cosine_decay_schedule(peak, after, cfg.final_lr_fraction),
+        "linear": optax.linear_schedule(peak, final, after),
+        "wsd": optax.linear_schedule(peak, final, decay, transition_begin=max(after - decay, 0)),
+        "constant": optax.constant_schedule(peak),
+    }[cfg.schedule]
+    whole = optax.join_schedules([optax.linear_schedule(0.0, peak, max(warmup, 1)), tail], [warmup])
+    return lambda count: whole(count + 1)
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the iteration x, x x^T x, (x x^T)^2 x (Jordan et al. 2024)."""
+NEWTON_SCHULZ_STEPS = 5
+ELEMENTS_AT_ONCE = 2**24
+"""Matrices are iterated on together up to this size, and one after the other beyond."""
+
+
+def newton_schulz(x: jax.Array) -> jax.Array:
+    """Moves the singular values of each matrix [N, in, out] near one (Jordan et al. 2024), in float32.
+
+    A value that is at least a tenth of the matrix's norm ends between 0.68 and 1.14; a smaller one grows by at most
+    3.4445 a step.
+    """
+    a, b, c = NEWTON_SCHULZ
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x  # the smaller x x^T
+    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-8)
+
+    def iterate(_: int, x: jax.Array) -> jax.Array:
+        square = x @ x.mT
+        return a * x + (b * square + c * square @ square) @ x
+
+    x = jax.lax.fori_loop(0, NEWTON_SCHULZ_STEPS, iterate, x)
+    return x.mT if tall else x
+
+
+class Sharing(NamedTuple):
+    """How the devices of a mesh share out the matrices of a parameter.
+
+    Attributes:
+      exchanged: of an array [N, in, out], each dimension that is split and the mesh axes that split it; their devices
+        exchange parts of many matrices for a few whole ones.
+      replicas: mesh axes along which all devices hold the same; each takes a part of the matrices.
+      devices: how many share the matrices of a device's layers and experts.
+      matrices: how many each takes; where the devices do not divide them, some take fewer.
+    """
+
+    exchanged: list[tuple[int, tuple[str, ...]]]
+    replicas: tuple[str, ...]
+    devices: int
+    matrices: int
+
+
+def sharing(p: Param, shape: Sequence[int], split: PartitionSpec | None, sizes: Mapping[str, int]) -> Sharing:
+    """How a mesh shares out the matrices of a parameter of this shape, laid out by `split` (None: it is whole)."""
+    entries = [*map(names_of, split or ()), *[()] * len(shape)][: len(shape)]
+    axes = [tuple(axis for axis in entry if sizes[axis] > 1) for entry in entries]
+    used = {axis for entry in axes for axis in entry}
+    lead = p.batch_axes
+    exchanged = [(dim - lead + 1, entry) for dim, entry in enumerate(axes) if dim >= lead and entry]
+    replicas = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in used)
+    devices = prod(sizes[axis] for axis in (*replicas, *(axis for _, entry in exchanged for axis in entry)))
+    held = prod(shape[:lead]) // prod(sizes[axis] for entry in axes[:lead] for axis in entry)
+    return Sharing(exchanged, replicas, devices, -(-held // devices))
+
+
+def orthogonalized(p: Param, x: jax.Array, sharding: NamedSharding | None = None) -> jax.Array:
+    """`newton_schulz` of every matrix of a parameter, times the scale that makes it as large as AdamW's update.
+
+    An iteration needs whole matrices, and a device has a part of every matrix of its layers and experts. Devices
+    exchange these (all-to-all), so that each has a few whole ones, and exchange them back. Zeros take the places that
+    are left over.
+
+    Args:
+      p: the parameter's declaration.
+      x: its momentum, as the parameter lies.
+      sharding: how that is; None: on one device.
+    """
+    lead, outputs = p.batch_axes, p.batch_axes + p.in_axes
+    height, width = prod(p.shape[lead:outputs]), prod(p.shape[outputs:])
+    sizes = {} if sharding is None else sharding.mesh.shape
+    shared = sharing(p, x.shape, None if sharding is None else sharding.spec, sizes)
+
+    def local(x: jax.Array) -> jax.Array:
+        stack = x.reshape(-1, *x.shape[lead:])
+        padding = shared.devices * shared.matrices - len(stack)
+        y = jnp.pad(stack, [(0, padding), *[(0, 0)] * (stack.ndim - 1)])
+        y = collectives.part(y, shared.replicas, 0)
+        for dim, axes in shared.exchanged:
+            y = jax.lax.all_to_all(y, axes, 0, dim, tiled=True)
+        matrices = y.reshape(shared.matrices, height, width)
+        at_once = max(ELEMENTS_AT_ONCE // (height * width), 1)
+        if at_once < shared.matrices:
+            matrices = jax.lax.map(lambda one: newton_schulz(one[None])[0], matrices, batch_size=at_once)
+        else:
+            matrices = newton_schulz(matrices)
+        y = 0.2 * max(height, width) ** 0.5 * matrices.reshape(y.shape)
+        for dim, axes in reversed(shared.exchanged):
+            y = jax.lax.all_to_all(y, axes, dim, 0, tiled=True)
+        return collectives.gather(y, shared.replicas, 0)[: len(stack)].reshape(x.shape)
+
+    if sharding is None or sharding.mesh.size == 1:
+        return local(x)
+    # Nothing is differentiated here, so the types that say what differs between devices are not needed.
+    return jax.shard_map(local, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)(x)
+
+
+def _muon(cfg: OptimConfig, spec: Spec, shardings: Any) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) for hidden matrices, Adam for the rest.
+
+    The momentum is optax's: Nesterov's, with the bias corrections of Nadam (Dozat 2016), which Jordan's has not; the
+    two agree after some 1 / (1 - b1) steps. Updates are scaled to AdamW's typical size, 0.2 root mean square (Liu et
+    al. 2025, arXiv:2502.16982, section 2.2), so that one learning rate serves both.
+    """
+    of_optax = scale_by_muon(beta=cfg.b1)
+
+    def update(grads: Any, state: MuonState, values: Any = None) -> tuple[Any, MuonState]:
+        count, b = state.count + 1, cfg.b1
+        momentum = optax.tree.update_moment(grads, state.mu, b, 1)
+        ahead = jax.tree.map(
+            lambda m, g: b * m + (1 - b) * g,
+            optax.tree.bias_correction(momentum, b, count + 1),
+            optax.tree.bias_correction(grads, b, count),
+        )
+        where = map_spec(lambda _: None, spec) if shardings is None else shardings
+        updates = map_spec(lambda p, m, s: orthogonalized(p, m, s) if p.is_hidden_matrix else m, spec, ahead, where)
+        return updates, MuonState(count, momentum, state.ns_coeffs)
+
+    labels = map_spec(lambda p: "muon" if p.is_hidden_matrix else "adam", spec)
+    muon = optax.GradientTransformation(of_optax.init, update)
+    return optax.partition({"muon": muon, "adam": optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)}, labels)
+
+
+class AdafactorState(NamedTuple):
+    """Means of squared gradients; of each parameter either `rows` and `columns` or `elements`, the rest is empty.
+
+    Attributes:
+      updates: made so far.
+      rows: over a matrix's outputs, [layers, experts, in].
+      columns: over its inputs, [layers, experts, out].
+      elements: of what is not factored, as the parameter.
+    """
+
+    updates: jax.Array
+    rows: Any
+    columns: Any
+    elements: Any
+
+
+def _adafactor(spec: Spec) -> optax.GradientTransformation:
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235, algorithms 4 and 5) without relative steps.
+
+    Each matrix of each layer and expert is factored and clipped by itself, as if layers were not stacked. Optax's would
+    clip all layers together. Matrices with less than 128 inputs or outputs are not factored, nor are vectors.
+    """
+    epsilon, threshold = 1e-30, 1.0
+    none = optax.MaskedNode()
+
+    def outputs(p: Param) -> int:
+        return p.batch_axes + p.in_axes
+
+    def factored(p: Param) -> bool:
+        return p.kind != "vector" and min(prod(p.shape[p.batch_axes : outputs(p)]), prod(p.shape[outputs(p) :])) >= 128
+
+    def init(values: Any) -> AdafactorState:
+        def zeros(shape: Any, of_factored: bool) -> Any:
+            return map_spec(
+                lambda p, v: jnp.zeros(shape(p, v.shape)) if factored(p) == of_factored else none, spec, values
+            )
+
+        return AdafactorState(
+            jnp.zeros((), jnp.int32),
+            zeros(lambda p, shape: shape[: outputs(p)], True),
+            zeros(lambda p, shape: shape[: p.batch_axes] + shape[outputs(p) :], True),
+            zeros(lambda p, shape: shape, False),
+        )
+
+    def update(grads: Any, state: AdafactorState, values: Any = None) -> tuple[Any, AdafactorState]:
+        updates = state.updates + 1
+        decay = 1 - updates.astype(jnp.float32) ** -0.8
+
+        def mean(old: jax.Array, new: jax.Array) -> jax.Array:
+            return decay * old + (1 - decay) * new
+
+        def one(p: Param, g: jax.Array, row: Any, column: Any, element: Any) -> tuple[jax.Array, Any, Any, Any]:
+            g = g.astype(jnp.float32)
+            ins, outs = range(p.batch_axes, outputs(p)), range(outputs(p), g.ndim)
+            if factored(p):
+                row, column = mean(row, (g**2).mean(tuple(outs))), mean(column, (g**2).mean(tuple(ins)))
+                of_row = jax.lax.rsqrt((row + epsilon) / (row.mean(tuple(ins), keepdims=True) + epsilon))
+                of_column = jax.lax.rsqrt(column + epsilon)
+                u = g * jnp.expand_dims(of_row, tuple(outs)) * jnp.expand_dims(of_column, tuple(ins))
+            else:
+                element = mean(element, g**2)
+                u = g * jax.lax.rsqrt(element + epsilon)
+            size = jnp.sqrt((u**2).mean(tuple(range(p.batch_axes, g.ndim)), keepdims=True))
+            return u / jnp.maximum(1.0, size / threshold), row, column, element
+
+        found = map_spec(one, spec, grads, state.rows, state.columns, state.elements)
+        u, *means = (map_spec(lambda _, each, i=i: each[i], spec, found) for i in range(4))
+        return u, AdafactorState(updates, *means)
+
+    return optax.GradientTransformation(init, update)
+
+
+def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: Any = None) -> optax.GradientTransformation:
+    """The update rule: clip, direction, decoupled weight decay on matrices and tables, learning rate.
+
+    Args:
+      cfg: which, and its numbers.
+      steps: updates of the whole run, for the schedule.
+      spec: the model's declarations, which tell matrices from norms and biases.
+      shardings: how the parameters lie, a tree of NamedSharding like `spec`; None: on one device. What needs whole
+        matrices (Muon) is then shared out among the devices.
+    """
+    direction = {
+        "adamw": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
+        "muon": lambda: _muon(cfg, spec, shardings),
+        "adafactor": lambda: _adafactor(spec),
+        "lion": lambda: optax.scale_by_lion(cfg.b1, cfg.b2),
+        "sgd": lambda: optax.trace(cfg.b1) if cfg.b1 else optax.identity(),
+    }[cfg.name]()
+    return optax.chain(
+        optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
+        direction,
+        optax.add_decayed_weights(cfg.weight_decay, mask=map_spec(lambda p: p.kind != "vector", spec)),
+        optax.scale_by_learning_rate(schedule(cfg, steps)),
+    )

@@ -1,0 +1,136 @@
+"""What is installed: the command `jaxstack`, the configurations that come with it, and a wheel that trains anywhere."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+import jaxstack
+from jaxstack import __main__ as commands
+from jaxstack.cli import supervise
+from jaxstack.common import errors
+from jaxstack.config import ConfigError, parse
+
+ROOT = Path(__file__).parents[2]
+
+
+def jaxstack_(*argv: str, code: int = 0) -> tuple[str, str]:
+    done = subprocess.run([sys.executable, "-m", "jaxstack", *argv], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def test_help_of_every_command_comes_without_jax():
+    """In one process, so that no command's help can hide behind another's start."""
+    code = (
+        "import sys\nfrom jaxstack.__main__ import COMMANDS, main\n"
+        "for name in [None, *COMMANDS]:\n"
+        "    sys.argv = ['jaxstack', *([name] if name else []), '--help']\n"
+        "    print('---', name)\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code, name\n"
+        "    assert 'jax' not in sys.modules, name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name, text in (part.split("\n", 1) for part in done.stdout.split("--- ")[1:]):
+        assert f"jaxstack {name if name != 'None' else 'COMMAND'}" in text
+
+
+def test_every_command_exists():
+    for path, _ in commands.COMMANDS.values():
+        assert (ROOT / "jaxstack" / path).is_file()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["trian"], ["unknown command trian; did you mean train?"]),
+        (["train", "--model.num_layer=3"], ["did you mean model.num_layers?"]),
+        (["train", "--config=nowhere"], ["--config=nowhere is no file", "qwen3_0.6b"]),
+        (["train", "--model.num_layers=x"], ["`jaxstack train --help` lists every key"]),
+        (["generate", "nowhere", "x"], ["nowhere is no run"]),
+        (["report", "nowhere"], ["nowhere is no directory"]),
+        (["export", "nowhere", "out"], ["nowhere is no run"]),
+        (["data", "show", "nowhere"], ["nowhere.json does not exist"]),
+        (["plan"], ["--target is missing"]),
+        (["profile"], ["--out is missing"]),
+        (["supervise", "--", "ls"], ["the command `ls` is neither"]),
+    ],
+)
+def test_a_mistake_is_one_line_by_the_name_of_the_command(argv, words, tmp_path):
+    _, err = jaxstack_(*argv, code=errors.Exit.MISTAKE)
+    assert err.count("\n") == 1, err
+    assert err.startswith(f"jaxstack {argv[0]}: error: " if argv[0] in commands.COMMANDS else "jaxstack: error: ")
+    for word in words:
+        assert word in err
+
+
+def test_there_is_one_version():
+    assert jaxstack_("--version")[0] == f"jaxstack {jaxstack.__version__}\n"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["version"]["path"] == "jaxstack/__init__.py"
+    assert f"## {jaxstack.__version__}" in (ROOT / "docs" / "changelog.md").read_text()
+
+
+def test_a_configuration_goes_by_its_path_or_by_its_name(tmp_path, monkeypatch):
+    assert [path.name for path in parse.shipped().values()] == sorted(p.name for p in (ROOT / "configs").iterdir())
+    assert parse.parse_config([]) == parse.parse_config([f"--config={ROOT / 'configs' / 'quickstart.yaml'}"])
+    assert parse.parse_config(["--config", "qwen3_0.6b"]).model.d_model == 1024
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").write_text("model: {d_model: 8}")
+    assert parse.parse_config(["--config=quickstart"]).model.d_model == 8, "a file that is there is what was meant"
+    with pytest.raises(ConfigError, match=r"configs/gpt2.yaml is no file.* gpt2,"):
+        parse.parse_config(["--config=configs/gpt2.yaml"])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["jaxstack", "train"],
+        ["/v/bin/jaxstack", "train"],
+        ["python", "-m", "jaxstack", "train"],
+        ["python", "train.py"],
+    ],
+)
+def test_the_supervisor_knows_every_way_to_train(command):
+    assert supervise.configuration([*command, "--run.dir=x"]).run.dir == "x"
+
+
+@pytest.mark.slow
+def test_a_wheel_trains_from_any_folder(tmp_path):
+    """Built, installed into an environment of its own, and run from an empty folder.
+
+    Its dependencies are read from where the tests' own are, to save the minute of copying them: that those which are
+    declared suffice is what the README's commands show in `.ci/run`.
+    """
+    wheels, folder = tmp_path / "wheels", tmp_path / "folder"
+    folder.mkdir()
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), str(ROOT)], check=True)
+    (wheel,) = wheels.iterdir()
+    assert wheel.name.startswith(f"jaxstack-{jaxstack.__version__}-")
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True)
+    own, ours = (sysconfig.get_path("purelib", vars={"base": str(base)}) for base in (tmp_path / "venv", sys.prefix))
+    Path(own, "dependencies.pth").write_text(ours)
+
+    def run(*words: str) -> str:
+        env = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "PYTHONPATH")}
+        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    command = str(python.with_name("jaxstack"))
+    small = ["--train.steps=3", "--model.num_layers=1", "--data.batch_size=4", "--train.eval_steps=1"]
+    assert "3 of 3" in run(command, "train", *small, "--train.ngram_baseline=false", "--sample.prompts=[]")
+    assert (folder / "runs" / "quickstart" / "metrics.jsonl").is_file()
+    code = "from jaxstack.config import parse\nfor name in parse.shipped(): parse.parse_config([f'--config={name}']); print(name)"
+    assert run(str(python), "-c", code).split() == sorted(path.stem for path in (ROOT / "configs").iterdir())
+    assert Path(run(str(python), "-c", "import jaxstack; print(jaxstack.__path__[0])").strip()).is_relative_to(tmp_path)

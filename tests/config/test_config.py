@@ -1,0 +1,208 @@
+"""Configurations: every file builds, every mistake is one line that names the key and the fix."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxstack import train
+from jaxstack.common import errors
+from jaxstack.config import Config, ConfigError, parse, resolve
+from jaxstack.models import decoder, params
+from jaxstack.models.context import Context
+from jaxstack.runtime import platform
+from jaxstack.sharding import make_mesh
+from jaxstack.training import step
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+PARAMETERS = {  # published counts, embeddings counted once
+    "gpt2": 124_475_904,  # 124,439,808 with 50,257 rows of vocabulary, 47 fewer
+    "llama3_8b": 8_030_261_248,
+    "qwen3_0.6b": 596_049_920,
+    "gemma2_2b": 2_614_341_888,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
+}
+
+
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
+    """Returns what `train.py` says of a mistake: one line on stderr, before JAX starts, and exit code 2."""
+    monkeypatch.setattr(errors, "program", errors.program)  # `cli.run` sets it
+    monkeypatch.setattr(platform, "configure", lambda *args: pytest.fail("the next call would start JAX"))
+    with pytest.raises(SystemExit) as end:
+        parse.run("train.py", train.main, list(argv))
+    assert end.value.code == errors.Exit.MISTAKE
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("train.py: error: ")
+    assert err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_builds_abstractly(path):
+    cfg = resolve(parse.parse_config([f"--config={path}"], QUICKSTART), 256)
+    mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:1])
+    ctx = Context.create(cfg, mesh)
+    state = step.abstract_state(cfg, ctx)
+    shape = (cfg.data.batch_size, cfg.data.seq_len)
+    batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
+    batch["weights"] = jax.ShapeDtypeStruct(shape, "float32")
+    if cfg.data.packing:
+        batch |= {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("segment_ids", "positions")}
+    new, metrics = jax.eval_shape(step.make_train_step(cfg, ctx), state, batch)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert metrics["loss"].shape == ()
+    if path.stem in PARAMETERS:
+        assert params.count(decoder.spec(cfg.model)) == PARAMETERS[path.stem]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_resolved_config_reads_back_unchanged(path, tmp_path):
+    cfg = resolve(parse.parse_config([f"--config={path}", "--optim.lr=1e-5"], QUICKSTART), 256)
+    (tmp_path / "config.yaml").write_text(parse.to_yaml(cfg))
+    assert parse.parse_config([f"--config={tmp_path / 'config.yaml'}"], QUICKSTART) == cfg
+    assert cfg.optim.lr == 1e-5
+
+
+def test_flags_override_files_wherever_they_stand():
+    before = parse.parse_config(["--model.num_layers=3", "--config", str(QUICKSTART)], QUICKSTART)
+    after = parse.parse_config(["--config", str(QUICKSTART), "--model.num_layers=3"], QUICKSTART)
+    assert before == after
+    assert before.model.num_layers == 3
+
+
+def test_help_comes_before_anything_slow_is_imported():
+    """benchmarks/start.py takes the time."""
+    code = (
+        "import runpy, sys\nsys.argv = ['train.py', '--help']\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "slow = {'jax', 'jaxlib', 'flax', 'grain', 'matplotlib', 'optax', 'orbax', 'rich'} & {*sys.modules}\n"
+        "assert not slow, slow"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--model.num_layers" in done.stdout
+    assert "Transformer blocks." in done.stdout
+
+
+MISTAKES = {
+    "unknown key": (["--model.num_layer=3"], ["model.num_layer", "did you mean model.num_layers?"]),
+    "unknown group": (["--modl.num_layers=3"], ["modl.num_layers", "did you mean"]),
+    "wrong type": (["--model.num_layers=three"], ["model.num_layers", "int", "three"]),
+    "abbreviation": (["--model.num_l=3"], ["model.num_l"]),
+    "wrong choice": (["--optim.name=adam"], ["optim.name", "adamw", "adam"]),
+    "heads": (["--model.num_heads=7"], ["model.num_heads=7", "model.d_model=128"]),
+    "kv heads": (["--model.num_kv_heads=3"], ["model.num_kv_heads=3", "model.num_heads=4"]),
+    "odd head": (["--model.head_dim=63"], ["model.head_dim=63", "even"]),
+    "windows": (["--model.windows=[8,8,8]"], ["model.windows=[8, 8, 8]", "model.num_layers=4"]),
+    "negative steps": (["--train.steps=-1"], ["train.steps=-1", "1 or more"]),
+    "accumulation": (["--train.grad_accum=3"], ["train.grad_accum=3", "data.batch_size=8"]),
+    "mesh and batch": (["--mesh.data=3"], ["mesh.data=3", "8"]),
+    "top k": (["--model.moe.num_experts=4", "--model.moe.top_k=5"], ["model.moe.top_k=5", "num_experts=4"]),
+    "groups": (["--model.moe={num_experts: 8, router: sigmoid, groups: 3}"], ["model.moe.groups=3", "num_experts=8"]),
+    "mesh and experts": (
+        ["--model.moe.num_experts=6", "--mesh.expert=4", "--mesh.data=1"],
+        ["mesh.expert=4", "model.moe.num_experts=6"],
+    ),
+    "capacity and context": (
+        ["--model.moe={num_experts: 8, capacity_factor: 1.0}", "--mesh.context=2"],
+        ["model.moe.capacity_factor=1.0", "mesh.context=2"],
+    ),
+    "capacity and a hard gate": (
+        ["--model.moe={num_experts: 2, router: domain, capacity_factor: 1.25}", "--data.domains=[a, b]"],
+        ["model.moe.capacity_factor=1.25", "model.moe.router=domain", "capacity_factor=null"],
+    ),
+    "domains": (["--model.moe={num_experts: 2, router: domain}"], ["data.domains", "2 experts"]),
+    "mesh and vocabulary": (
+        ["--mesh.tensor=4", "--model.vocab_size=257"],
+        ["mesh.tensor=4", "257", "--model.vocab_size=260"],
+    ),
+    "chunks": (["--pipeline.chunks=2"], ["pipeline.chunks=2", "pipeline.schedule=interleaved_1f1b"]),
+    "stages and vocabulary": (
+        ["--mesh.pipe=4", "--mesh.tensor=2", "--model.vocab_size=257"],
+        ["mesh.pipe=4 x mesh.tensor=2", "257", "--model.vocab_size=264"],
+    ),
+    "mesh and width": (
+        [
+            "--mesh.fsdp=4",
+            "--mesh.expert=2",
+            "--mesh.data=1",
+            "--model.d_model=36",
+            "--model.num_heads=3",
+            "--model.moe.num_experts=4",
+        ],
+        ["mesh.fsdp=4 x mesh.expert=2", "model.d_model=36", "make the product 4", "a multiple of 8"],
+    ),
+    "two open axes": (["--mesh.fsdp=-1"], ["mesh.data=-1 and mesh.fsdp=-1", "only one"]),
+    "mesh and heads": (["--mesh.tensor=3"], ["mesh.tensor=3", "model.num_heads=4"]),
+    "mesh and sequence": (["--mesh.context=5"], ["data.seq_len=", "5", "multiple of 10"]),
+    "no mesh at all": (["--mesh.tensor=0"], ["mesh.tensor=0", "positive"]),
+    "dropout": (["--model.dropout=1.0"], ["model.dropout=1.0", "[0, 1)"]),
+    "no such config": (["--config=nowhere.yaml"], ["nowhere.yaml"]),
+    "no path": (["--data.source=path"], ["data.path", "--data.path="]),
+    "no such text": (["--data.source=path", "--data.path=nowhere.txt"], ["nowhere.txt"]),
+    "small vocabulary": (["--model.vocab_size=100"], ["model.vocab_size=100", "256"]),
+    "scaling": (["--model.rope_scaling.factor=0.5"], ["factor", "0.5"]),
+    "baseline": (["--data.tokenizer=chars"], ["train.ngram_baseline", "data.tokenizer=chars"]),
+    "group as value": (["--model=3"], ["model"]),
+    "profile": (["--profile.steps=5"], ["profile.steps=5", "10:15"]),
+    "profile backwards": (["--profile.steps=5:3"], ["profile.steps=5:3", "10:15"]),
+    "profile past the end": (["--profile.steps=5:9999"], ["profile.steps=5:9999", "train.steps"]),
+    "stray word": (["quickstart"], ["quickstart"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path, capsys, monkeypatch):
+    argv, words = MISTAKES[name]
+    said = refused(capsys, monkeypatch, *argv, f"--run.dir={tmp_path / 'run'}")
+    for word in words:
+        assert word in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_process_ends_by_the_same_line_and_code(capsys, monkeypatch):
+    argv, _ = MISTAKES["unknown key"]
+    command = [sys.executable, str(ROOT / "train.py"), *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", refused(capsys, monkeypatch, *argv))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model:\n  num_layer: 4\n", ["model.num_layer", "did you mean model.num_layers?"]),
+        ("modl:\n  num_layers: 4\n", ["modl.num_layers"]),
+        ("profile:\n  steps: 10:15\n", ["profile.steps", "615", "quotes"]),
+        ("model: 3\n", ["model"]),
+        ("model:\n  d_model: [\n", ["line 3"]),
+        ("optim:\n  lr: !!python/object/apply:os.getcwd []\n", ["python/object"]),
+    ],
+)
+def test_a_mistake_in_a_file_too(text, words, tmp_path, capsys, monkeypatch):
+    (tmp_path / "wrong.yaml").write_text(text)
+    said = refused(capsys, monkeypatch, f"--config={tmp_path / 'wrong.yaml'}")
+    for word in words:
+        assert word in said
+
+
+def test_mesh_errors_before_compilation():
+    cfg = Config()
+    with pytest.raises(ConfigError, match=r"mesh.data=9 needs 9 devices, but there are 8; .* is --mesh.data=8"):
+        make_mesh(type(cfg.mesh)(data=9), 18)
+    with pytest.raises(ConfigError, match=r"mesh.data=3 x mesh.tensor=4 needs 12 .* is --mesh.data=2 --mesh.tensor=4"):
+        make_mesh(type(cfg.mesh)(data=3, tensor=4), 18)
+    with pytest.raises(ConfigError, match=r"mesh.data=4 x mesh.fsdp=2 does not divide the 12 .* use mesh.data=3,"):
+        make_mesh(type(cfg.mesh)(data=-1, fsdp=2), 12)
+    with pytest.raises(ConfigError, match=r"mesh.data=8 does not divide the 12 sequences .* use mesh.data=6"):
+        make_mesh(type(cfg.mesh)(data=-1), 12)
+    with pytest.raises(ConfigError, match=r"mesh.fsdp=2 x mesh.expert=4 does not divide the 12 .* multiple of 8"):
+        make_mesh(type(cfg.mesh)(data=1, fsdp=2, expert=4), 12)
+    assert make_mesh(type(cfg.mesh)(data=-1, tensor=4), 12).shape["data"] == 2

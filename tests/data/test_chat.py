@@ -1,0 +1,398 @@
+"""Conversations: reading, templates and their sandbox, which tokens are learned, windows of whole conversations."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from jaxstack import data
+from jaxstack.config import Config, ConfigError, DataConfig, TrainConfig
+from jaxstack.data import chat
+from jaxstack.data.tokenizers import Bytes, Chars, tokenizer_from_json
+from jaxstack.data.windows import whole
+
+CHATML = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "<|im_start|>assistant\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+)
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Grüße, 世界?"},
+    {"role": "assistant", "content": "Ja 🙂."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "  No.\n"},
+]
+
+
+def jinja(source, **tokens):
+    pytest.importorskip("jinja2")
+    return chat.Jinja("the template", {"source": source, "tokens": tokens})
+
+
+def answers(template, messages=TURNS):
+    text, spans = template.render(messages)
+    return [text[a:b] for a, b in spans]
+
+
+def write(path, *lines):
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def pair(prompt, completion):
+    return {"prompt": prompt, "completion": completion}
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_both_formats(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": TURNS, "id": 7}, "", pair("Hi", "Ho"))
+    first, second = chat.read(path)
+    assert first.messages == TURNS
+    assert second == chat.Conversation(
+        f"{path}, line 3", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is not JSON"),
+        ("3", "line 2: this is no JSON object"),
+        ({"text": "a"}, "line 2: there are neither messages nor prompt and completion, but text"),
+        ({"messages": {}}, "line 2: messages is no list"),
+        ({"messages": ["hi"]}, "line 2: message 1 has str; a message has role and content"),
+        ({"messages": [{"role": "user"}]}, "line 2: message 1 has role; a message has role and content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "line 2: message 1 has the role 'tool'; the roles are"),
+        ({"messages": [{"role": "user", "content": "a", "weight": 0}]}, "message 1 has role, content, weight"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "line 2: message 1 has a content that is list, not text"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "line 2: no message is the assistant's"),
+        (pair("a", " \n"), "line 2: message 2 is an empty answer"),
+        (pair("a", "\ud800"), "line 2: message 2 holds half a character"),
+        ({**pair("a", "b"), "tools": [1]}, "line 2: tools cannot be had here"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(tmp_path, line, message):
+    path = write(tmp_path / "a.jsonl", pair("a", "b"), line)
+    with pytest.raises(ConfigError, match=message) as error:
+        list(chat.read(path))
+    assert path in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_hold_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="is no file; give a file of conversations"):
+        list(chat.read(str(tmp_path)))
+    with pytest.raises(ConfigError, match="holds no conversation"):
+        list(chat.read(write(tmp_path / "a.jsonl", "", "")))
+    (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"line 1 is not JSON .*UTF-8"):
+        list(chat.read(str(tmp_path / "b.jsonl")))
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_template():
+    plain = chat.Plain()
+    assert answers(plain) == ["Ja 🙂.\0", "  No.\n\0"]
+    assert plain.render(TURNS[1:3])[0] == "<|user|>\nGrüße, 世界?\n<|assistant|>\nJa 🙂.\0\n"
+    assert plain.render(TURNS)[0].startswith(plain.prompt(TURNS[:2]))
+    with pytest.raises(ConfigError, match="zero byte"):
+        plain.render([{"role": "user", "content": "a\0b"}])
+
+
+def test_answers_are_found_by_marks_and_by_prefixes():
+    assert answers(jinja(MARKED)) == answers(jinja(CHATML)) == ["Ja 🙂.<|im_end|>", "  No.\n<|im_end|>"]
+    # What ends a turn belongs to it, be it white space alone; white space between turns does not.
+    assert answers(jinja(LLAMA2), TURNS[1:]) == [" Ja 🙂. </s>", "   No.\n </s>"]
+    lines = jinja("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}")
+    assert answers(lines, TURNS[1:3]) == ["assistant: Ja 🙂.\n\n"]  # without a prompt the role is part of the answer
+    assert jinja(MARKED, bos_token="<s>").prompt(TURNS[:1]).startswith("<s><|im_start|>system")
+    assert "\ufdd0" not in jinja(MARKED).prompt(TURNS)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% if %}", "the template is no template"),
+        ("{{ raise_exception('only users\nhere') }}", r"cannot write these messages \(.*\): only users here"),
+        ("{{ messages[9].content }}", "cannot write these messages"),
+        ("{% for i in range(10000000) %}x{% endfor %}", "cannot write these messages .*Range too big"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot write these messages .*unsafe"),
+        ("{{ messages.append(1) }}", "cannot write these messages .*safe"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "cannot write these messages .*unsafe"),
+        ("{% include '/etc/passwd' %}", "cannot write these messages .*loader"),
+        ("{{ messages | length }}", "otherwise than it writes them with it"),
+        ("{{ messages[-1].content }}", "otherwise than it writes them with it"),
+        ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", "where the answer"),
+        ("{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}", "mark each answer once"),
+    ],
+)
+def test_templates_that_fail_or_reach_out_of_the_sandbox(source, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        jinja(source).render(TURNS)
+    assert "\n" not in str(error.value)
+
+
+def test_content_cannot_mark():
+    with pytest.raises(ConfigError, match="no characters"):
+        jinja(MARKED).render([{"role": "user", "content": "\ufdd0a\ufdd1"}, *TURNS[1:3]])
+
+
+def test_templates_beside_a_tokenizer(tmp_path):
+    name = str(tmp_path / "tokenizer.json")
+    assert chat.find("bytes") is None
+    with pytest.raises(ConfigError, match=r"there is neither a chat_template\.jinja nor"):
+        chat.find(name)
+    settings = {"chat_template": "one", "bos_token": {"content": "<s>"}, "pad_token": None, "model_max_length": 3}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert chat.find(name) == {"source": "one", "tokens": {"bos_token": "<s>"}}
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "two"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": several}))
+    assert chat.find(name)["source"] == "two"
+    (tmp_path / "chat_template.jinja").write_text("three")
+    assert chat.find(name)["source"] == "three"
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        chat.find(name)
+
+
+def test_missing_jinja2_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match=r"install jaxstack\[hf\]"):
+        chat.Jinja("x", {"source": "", "tokens": {}})
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda text: Bytes(), Chars], ids=["bytes", "chars"])
+def test_the_mask_is_that_of_the_answers(make):
+    (one,) = chat.render([chat.Conversation("x", TURNS)], chat.Plain())
+    tokenizer = make(one.text)
+    tokens, said = chat.encode([one], tokenizer, 500)
+    assert tokenizer.decode(tokens.ids) == one.text  # no separator
+    assert tokenizer.decode(tokens.ids[tokens.answers]) == "Ja 🙂.\0  No.\n\0"
+    assert said == ""
+
+
+class Pieces:
+    """A tokenizer of given pieces; where one is empty, its token stands for no character."""
+
+    name, vocab_size, separator = "pieces", 100, None
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def encode_with_offsets(self, text):
+        assert "".join(self.pieces) == text
+        ends = np.cumsum([len(piece) for piece in self.pieces])
+        starts = np.append(0, ends[:-1])
+        return np.arange(len(self.pieces), dtype=np.uint8), starts, ends
+
+
+@pytest.mark.parametrize(
+    ("pieces", "learned"),
+    [
+        (
+            ("ab", "cd", "efg", "hi"),
+            "0110",
+        ),  # the answer is the span of d, e, f: tokens that straddle either edge count
+        (("abc", "def", "ghi"), "010"),  # tokens that end and begin at its edges
+        (("abc", "d", "ef", "g", "hi"), "01100"),
+        (("ab", "cdefgh", "i"), "010"),  # one token around all of it
+        (("abc", "", "d", "", "ef", "", "ghi"), "0011100"),  # tokens of no width within the answer, and beside it
+    ],
+)
+def test_a_token_is_learned_if_one_of_its_characters_is_an_answers(pieces, learned):
+    tokens, _ = chat.encode([chat.Rendered("x", "abcdefghi", [(3, 6)])], Pieces(*pieces), 500)
+    assert "".join("01"[int(answer)] for answer in tokens.answers) == learned
+    first = chat.Rendered("x", "abcdefghi", [(0, 2), (7, 9)])
+    tokens, _ = chat.encode([first], Pieces("ab", "cd", "ef", "gh", "i"), 500)
+    assert tokens.answers.tolist() == [True, False, False, True, True]
+    # Nothing comes before the first token, so it is never a target.
+    with pytest.raises(ConfigError, match="x: as the template writes it, no token is an answer's"):
+        chat.encode([chat.Rendered("x", "abcdefghi", [(0, 2)])], Pieces("ab", "cdefghi"), 500)
+
+
+def test_long_conversations_are_left_out_whole_and_counted():
+    rendered = [*chat.render([chat.Conversation(f"line {n}", [*TURNS[1:3]] * n) for n in (1, 2, 3)], chat.Plain())]
+    sizes = [len(one.text.encode()) for one in rendered]
+    tokens, said = chat.encode(rendered, Bytes(), sizes[1] - 1)  # one more token is read
+    assert tokens.names == ("line 1", "line 2")
+    assert said == f"1 left out, longer than data.seq_len={sizes[1] - 1} (the longest has {sizes[2]} tokens)"
+    with pytest.raises(ConfigError, match=f"none of 3 conversations fits into data.seq_len=10; .* {sizes[2]} tokens"):
+        chat.encode(rendered, Bytes(), 10)
+
+
+def many(count=60, seed=0):
+    rng = np.random.default_rng(seed)
+    return [pair("q" * int(rng.integers(1, 60)), f"{i:03d}" + "a" * int(rng.integers(1, 60))) for i in range(count)]
+
+
+def load(tmp_path, lines, **keys):
+    path = write(tmp_path / "chat.jsonl", *lines)
+    return data.load(DataConfig(source="chat", path=path, **keys))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_every_answer_is_learned_once_an_epoch_in_sight_of_its_question(tmp_path, packing):
+    S, B = 160, 4
+    found = load(tmp_path, many(), seq_len=S)
+    reading = {"seq_len": S, "batch_size": B, "packing": packing}
+    windows = whole(found.train, S, packing).first_W.size
+    ds = data.batches(found.train, seed=1, **reading)
+    rows = [{k: v[i] for k, v in ds[step].items()} for step in range(-(-windows // B)) for i in range(B)][:windows]
+    learned = []
+    for row in rows:
+        ids = np.append(row["tokens"], row["targets"][-1])
+        for segment in np.unique(row["segment_ids"]) if packing else [None]:
+            own = np.ones(S, bool) if segment is None else row["segment_ids"] == segment
+            if not row["weights"][own].any():
+                continue  # what follows in the stream, behind the row's last token
+            start = int(np.flatnonzero(own)[0])
+            text = bytes(ids[start : np.flatnonzero(row["weights"] * own)[-1] + 2].astype(np.uint8)).decode()
+            answer = bytes(row["targets"][(row["weights"] > 0) & own].astype(np.uint8)).decode()
+            assert text.startswith("<|user|>\nq")
+            assert text.endswith(f"<|assistant|>\n{answer}")
+            assert not packing or row["positions"][start] == 0
+            learned.append(answer)
+    ids = found.train.ids
+    expected = [
+        bytes(ids[a:b][found.train.answers[a:b]]).decode()
+        for a, b in zip(found.train.starts, found.train.ends, strict=True)
+    ]
+    assert sorted(learned) == sorted(expected)
+    assert all(text.endswith("\0") for text in learned)
+    assert len(rows) < len(expected) * 0.8 if packing else len(rows) == len(expected)
+    # The batch is a function of seed and step, whatever was read before.
+    again = data.batches(found.train, seed=1, **reading)
+    for step in (9, 2):
+        np.testing.assert_array_equal(ds[step]["tokens"], again[step]["tokens"])
+    assert (data.batches(found.train, seed=2, **reading)[0]["tokens"] != ds[0]["tokens"]).any()
+    assert "line " in data.batch_identity(found.train, 0, seed=1, **reading)
+    held_out = data.eval_batches(found.eval, steps=50, **reading)
+    counted = sum(held_out[i]["weights"].sum() for i in range(len(held_out)))
+    assert counted == sum(
+        found.eval.answers[a:b].sum() for a, b in zip(found.eval.starts, found.eval.ends, strict=True)
+    )
+
+
+def test_what_follows_a_conversation_in_its_row_weighs_nothing():
+    """Two conversations of three tokens, all answers: of the second in the first's row nothing counts; packed behind
+    it, all but its first token, which would be a target of the other's last."""
+    both = data.Tokens(np.arange(6, dtype=np.uint8), np.array([0, 3]), np.array([3, 6]), 9, answers=np.ones(6, bool))
+    alone = whole(both, 5, packing=False).batch(np.array([0, 1]), 5, False, 9)
+    assert alone["tokens"][0].tolist() == [0, 1, 2, 3, 4]
+    assert alone["weights"].tolist() == [[1, 1, 0, 0, 0]] * 2
+    packed = whole(both, 5, packing=True).batch(np.array([0]), 5, True, 9)
+    assert packed["weights"].tolist() == [[1, 1, 0, 1, 1]]
+    assert packed["segment_ids"].tolist() == [[1, 1, 1, 2, 2]]
+    assert packed["positions"].tolist() == [[0, 1, 2, 0, 1]]
+
+
+def test_packing_is_tight():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 60, 500)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    tokens = data.Tokens(np.zeros(ends[-1], np.uint8), ends - lengths, ends, 256, answers=np.ones(ends[-1], bool))
+    packed = whole(tokens, 128, True)
+    assert packed.length_W.sum() == ends[-1]
+    assert packed.length_W.max() <= 129
+    assert packed.first_W.size <= 1.02 * ends[-1] / 129 + 1
+
+
+def test_whole_conversations_are_held_out_however_few(tmp_path):
+    found = load(tmp_path, many(3), seq_len=200)
+    assert (found.train.starts.size, found.eval.starts.size) == (2, 1)
+    assert "3 conversations, " in found.description
+    assert "of it answers" in found.description
+    with pytest.raises(ConfigError, match="one conversation alone"):
+        load(tmp_path, many(1), seq_len=200)
+
+
+def test_what_cannot_be_combined():
+    chatting = DataConfig(source="chat", path="x")
+    with pytest.raises(ConfigError, match="learns the answers alone"):
+        Config(data=chatting, train=TrainConfig(ngram_baseline=True))
+    from jaxstack.cli.data import build
+
+    with pytest.raises(ConfigError, match="needs no token file"):
+        build("out", chatting)
+
+
+def make_tokenizer_folder(folder, template):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    made.train_from_iterator(["user assistant system and now the the answer is " * 5], trainer)
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    return str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "marks"])
+def test_a_tokenizer_folder_with_its_template(tmp_path, template):
+    pytest.importorskip("jinja2")
+    name = make_tokenizer_folder(tmp_path, template)
+    found = load(tmp_path, [{"messages": TURNS}] * 2, tokenizer=name, seq_len=200)
+    a, b = found.train.starts[0], found.train.ends[0]
+    learned = found.train.ids[a:b][found.train.answers[a:b]]
+    assert found.tokenizer.decode(learned) == "Ja 🙂.<|im_end|>  No.\n<|im_end|>"
+    rebuilt = tokenizer_from_json(json.loads(json.dumps(found.tokenizer.to_json())))
+    assert chat.template_of(rebuilt).render(TURNS) == jinja(template, bos_token="<s>").render(TURNS)
+    with pytest.raises(ConfigError, match="knows no chat template"):
+        chat.template_of(data.make_tokenizer(name, ()))
+
+
+@pytest.mark.slow
+def test_masks_are_those_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    name = make_tokenizer_folder(tmp_path, MARKED)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = chat.Jinja(name, chat.find(name))
+    rng = np.random.default_rng(0)
+    words = ["the", " answer", "Grüße", " 世界", "\n", "🙂", " is", "\n\n", " and "]
+    said = lambda: "".join(rng.choice(words, 8)) + "."  # noqa: E731
+    for turns in (1, 2, 3):
+        messages = [{"role": role, "content": said()} for _ in range(turns) for role in ("user", "assistant")]
+        expected = theirs.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        (one,) = chat.render([chat.Conversation("x", messages)], ours)
+        tokens, _ = chat.encode([one], data.make_tokenizer(name, ()), 1000)
+        assert one.text == theirs.apply_chat_template(messages, tokenize=False)
+        assert tokens.ids.tolist() == expected["input_ids"]
+        assert tokens.answers.astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_the_token_that_ends_an_answer(tmp_path):
+    assert chat.end_of_turn(chat.Plain(), Bytes()) == 0
+    name = make_tokenizer_folder(tmp_path, CHATML)
+    pytest.importorskip("jinja2")
+    tokenizer = data.make_tokenizer(name, (), chat.find(name))
+    end = chat.end_of_turn(chat.template_of(tokenizer), tokenizer)
+    assert tokenizer.decode([end]) == "<|im_end|>"
+    words = data.make_tokenizer(name, (), {"source": LLAMA2.replace("</s>", "the end"), "tokens": {}})
+    assert chat.end_of_turn(chat.template_of(words), words) is None

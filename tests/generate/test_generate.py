@@ -1,0 +1,413 @@
+"""Generation: the cache against the uncached forward pass, samplers against NumPy, beams against brute force."""
+
+import dataclasses
+import functools
+import io
+import itertools
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+import test_meshes
+from families import EXPERTS, FAMILIES
+
+from jaxstack.checkpoint import run_dir as rundir
+from jaxstack.checkpoint import store
+from jaxstack.checkpoint.store import Checkpoints
+from jaxstack.cli import generate as command
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig, RunConfig, SampleConfig
+from jaxstack.data.tokenizers import Bytes
+from jaxstack.generate import beam_search, decode, sampling
+from jaxstack.generate.kv_cache import Reader
+from jaxstack.models import decoder, params
+from jaxstack.models.context import Context
+from jaxstack.sharding import make_mesh
+from jaxstack.training import init_from, step
+
+MODELS = FAMILIES | EXPERTS
+PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13]]  # with 12 tokens more, windows of 6 tokens slide
+GREEDY = SampleConfig(tokens=12, temperature=0)
+SAMPLED = SampleConfig(tokens=12, temperature=1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
+UNROLLED = Context(decode="unrolled")
+QUICK = [("gpt2", "scan"), ("gemma2", "unrolled"), ("deepseek", "scan"), ("capacity", "unrolled")]
+SLOW = [case for case in itertools.product(MODELS, ("scan", "unrolled")) if case not in QUICK]
+
+
+def slow(cases: list[Any]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@functools.cache
+def values_of(cfg: ModelConfig) -> Any:
+    """Parameters away from the initial ones, where norms and biases are not all alike and texts are no single token."""
+    leaves, tree = jax.tree.flatten(params.init(jax.random.key(0), decoder.spec(cfg)))
+    rng = np.random.default_rng(1)
+    return jax.tree.unflatten(tree, [leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves])
+
+
+def gate_of(cfg: ModelConfig) -> int | None:
+    return 1 if cfg.moe.router in ("domain", "timestep") else None
+
+
+def assert_greedy(cfg: ModelConfig, prompts: list[list[int]], tokens: int, form: str) -> None:
+    """Every token is the likeliest of the uncached forward pass."""
+    values, gate = values_of(cfg), gate_of(cfg)
+    sample = replace(GREEDY, tokens=tokens)
+    rows = decode.generate(cfg, values, prompts, sample, gate=gate, ctx=Context(decode=form))
+    whole = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for row, text in zip(whole, rows, strict=True):
+        row[: len(text)] = text
+    gates = None if gate is None else jnp.full_like(whole, gate)
+    logits, _ = decoder.forward(decode.dropless(cfg), values, whole, gate=gates)  # each row alone, and aligned left
+    for prompt, text, scores in zip(prompts, rows, np.asarray(logits), strict=True):
+        assert len(text) == len(prompt) + tokens
+        assert text[: len(prompt)] == prompt
+        assert text[len(prompt) :] == scores[len(prompt) - 1 : len(text) - 1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(("name", "form"), [*QUICK, *slow(SLOW)])
+def test_every_greedy_token_is_the_likeliest_of_the_uncached_forward(name, form):
+    assert_greedy(MODELS[name], PROMPTS, GREEDY.tokens, form)
+
+
+@pytest.mark.parametrize("form", ["scan", "unrolled"])
+@pytest.mark.parametrize(
+    ("windows", "tokens"),
+    [((1, 6), [1, 5]), ((64, 130), [63, 129]), ((150, 0), [149, 168]), ((1000, 129), [168, 128])],
+)
+def test_a_layer_holds_what_its_window_sees(windows, tokens, form):
+    """Windows within the prompts' 128 slots, beyond them, and beyond all 168; the newest token is not held yet."""
+    cfg = replace(FAMILIES["llama3"], windows=windows)
+    prompts = [[1, 2, 3], np.random.default_rng(0).integers(0, cfg.vocab, 100).tolist()]
+    assert_greedy(cfg, prompts, 40, form)
+
+    def held(prompts, first):
+        reader = Reader.create(
+            cfg, values_of(cfg), Context(decode=form), gate=None, vocabulary=61, first=first, slots=168
+        )
+        return reader.prompts(prompts)[1]
+
+    cache = jax.eval_shape(held, jax.ShapeDtypeStruct((2, 128), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32))
+    (blocks,) = cache if form == "unrolled" else [cache]
+    assert [block["keys"].shape[-2] for block in blocks] == tokens
+
+
+@pytest.mark.parametrize("name", ["gemma2", *slow([[name] for name in MODELS if name != "gemma2"])])
+def test_a_sampled_text_follows_from_its_prompt_and_seed_alone(name):
+    cfg = MODELS[name]
+    how: dict[str, Any] = {"seed": 3, "gate": gate_of(cfg)}
+    prompts = [*PROMPTS, PROMPTS[1]]
+    rows = decode.generate(cfg, values_of(cfg), prompts, SAMPLED, **how)
+    assert rows == decode.reference(cfg, values_of(cfg), prompts, SAMPLED, window=32, **how)
+    assert rows[1] != rows[3]  # the same prompt again is another sample
+    run = decode.make_generate(cfg, SAMPLED, gate=gate_of(cfg))
+    for prompt, text in zip(PROMPTS, rows, strict=False):
+        assert run(values_of(cfg), [prompt], 3) == [text]
+    assert run(values_of(cfg), PROMPTS[:1], 4) != rows[:1]
+
+
+MESHES: list[tuple[str, dict[str, int], SampleConfig]] = [
+    ("llama3", {"data": 2, "fsdp": 2, "tensor": 2}, SAMPLED),
+    ("gpt2", {"pipe": 2, "tensor": 2}, replace(GREEDY, tokens=6, beams=3)),
+]
+MORE_MESHES = [
+    ("softmax", {"expert": 4, "tensor": 2}, SAMPLED),
+    ("llama3", {"pipe": 2, "data": 2, "tensor": 2}, SAMPLED),
+    ("gpt2", {"tensor": 4, "data": 2}, SAMPLED),
+    ("gemma2", {"fsdp": 4, "tensor": 2}, SAMPLED),
+    ("capacity", {"expert": 2, "fsdp": 2}, SAMPLED),
+    ("sigmoid", {"expert": 4, "data": 2}, replace(GREEDY, beams=3)),
+    ("domain", {"expert": 2, "data": 2}, SAMPLED),
+    ("gpt2", {"pipe": 2, "fsdp": 4}, SAMPLED),
+    ("softmax", {"pipe": 2, "expert": 2}, SAMPLED),
+    ("llama3", {"context": 2, "data": 2}, SAMPLED),
+    ("deep", {"pipe": 2, "data": 2}, SAMPLED),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "sample"), [*MESHES, *slow(MORE_MESHES)])
+def test_a_mesh_writes_what_one_device_writes(name, mesh, sample):
+    def texts(mesh: dict[str, int]) -> list[list[int]]:
+        cfg = test_meshes.config("gemma2" if name == "deep" else name, mesh)
+        if name == "deep":  # windows, and two chunks a stage: rows are not the layers in their order
+            chunks = PipelineConfig(schedule="interleaved_1f1b", chunks=2) if "pipe" in mesh else PipelineConfig()
+            cfg = replace(cfg, model=replace(cfg.model, num_layers=8), pipeline=chunks)
+        devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
+        ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
+        values = step.make_state(cfg, ctx, step.abstract_state(cfg, ctx)).params
+        values = jax.tree.map(lambda a: 4 * a, values)  # so that logits differ by more than rounding
+        gate = 1 if cfg.model.moe.router == "domain" else None
+        return decode.generate(cfg.model, values, PROMPTS, sample, seed=3, stop=(9,), gate=gate, ctx=ctx)
+
+    assert texts(mesh) == texts({})
+
+
+BEAMS = [(3, 1.0, (0,)), (4, 0.0, (2,)), (3, -1.0, (1, 3)), (4, 2.0, (4,)), (3, 1.0, ())]
+
+
+@pytest.mark.parametrize(("tokens", "penalty", "stop"), [*BEAMS[:1], *slow(BEAMS[1:])])
+def test_with_beams_for_every_beginning_the_text_is_the_best_of_all(tokens, penalty, stop):
+    cfg = replace(FAMILIES["llama3"], vocab_size=5)
+    prompts = [[1, 2, 3], [4]]
+    sample = SampleConfig(tokens=tokens, temperature=0, beams=5 ** (tokens - 1), length_penalty=penalty)
+    rows = decode.generate(cfg, values_of(cfg), prompts, sample, stop=stop, ctx=UNROLLED)
+    assert rows == [best_of_all(cfg, prompt, tokens, penalty, stop) for prompt in prompts]
+
+
+def best_of_all(cfg: ModelConfig, prompt: list[int], tokens: int, penalty: float, stop: tuple[int, ...]) -> list[int]:
+    texts = set()
+    for text in itertools.product(range(cfg.vocab), repeat=tokens):
+        texts.add(text[: next((i + 1 for i, token in enumerate(text) if token in stop), tokens)])
+    ordered = sorted(texts)
+    rows = np.asarray([[*prompt, *text, *[0] * (tokens - len(text))] for text in ordered], np.int32)
+    logits = np.asarray(decoder.forward(cfg, values_of(cfg), rows)[0], np.float64)[:, len(prompt) - 1 :]
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    worth = [
+        sum(row[i, token] for i, token in enumerate(text)) / len(text) ** penalty
+        for row, text in zip(logs, ordered, strict=True)
+    ]
+    return [*prompt, *ordered[int(np.argmax(worth))]]
+
+
+@pytest.mark.slow
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """In place of a model: a Markov chain, whose first token follows the last row of its table."""
+
+    first: jax.Array
+    ctx: Context
+    table: jax.Array
+
+    def prompts(self, tokens):
+        rows = len(tokens)
+        return jnp.log(jnp.tile(self.table[-1], (rows, 1))), jnp.zeros((rows, 1, 1, 1))
+
+    def token(self, last, slot, cache):
+        return jnp.log(self.table[last]), cache
+
+
+@pytest.mark.parametrize(
+    ("first", "beams", "penalty", "text"),
+    [
+        ([0.5, 0.3, 0.2], 1, 0.0, [0]),  # likelihoods of 0.5 for 0, and of 0.3 x 0.9 for 1 0
+        ([0.5, 0.3, 0.2], 1, 1.0, [1, 0]),  # ln 0.5 = -0.693, ln 0.27 / 2 = -0.655: a beam goes on beside what ended
+        ([0.5, 0.3, 0.2], 2, 1.0, [2, 2, 2]),  # ln (0.2 x 0.97 x 0.97) / 3 = -0.557
+        ([0.5, 0.3, 0.2], 2, 0.0, [0]),
+        ([0.55, 0.2, 0.25], 1, 1.0, [2, 2, 2]),  # -0.598 for 0; ln 0.25 / 3 = -0.462 could be, and -0.482 comes of it
+    ],
+)
+def test_beams_by_hand(first, beams, penalty, text):
+    table = jnp.asarray([[0.4, 0.3, 0.3], [0.9, 0.05, 0.05], [0.01, 0.02, 0.97], first])
+    chain = Chain(jnp.zeros(1, jnp.int32), Context(), table)
+    sample = SampleConfig(tokens=3, beams=beams, temperature=0.0, length_penalty=penalty)
+    best, lengths = jax.jit(lambda: beam_search.search(chain, jnp.zeros((1, 1), jnp.int32), sample, [0]))()
+    assert np.asarray(best)[0, : int(lengths[0])].tolist() == text
+
+
+def test_eight_beams_find_no_text_worth_less_than_greedy():
+    cfg = FAMILIES["llama3"]
+
+    def likelihood(rows: list[list[int]]) -> np.ndarray:
+        whole = np.asarray([row[-(GREEDY.tokens + 1) :] for row in rows], np.int32)
+        logs = jax.nn.log_softmax(decoder.forward(cfg, values_of(cfg), whole)[0], axis=-1)
+        return np.take_along_axis(np.asarray(logs)[:, :-1], whole[:, 1:, None], -1).sum((1, 2))
+
+    prompts = [[1], [2], [3], [4]]
+    greedy = decode.generate(cfg, values_of(cfg), prompts, GREEDY)
+    wide = decode.generate(cfg, values_of(cfg), prompts, replace(GREEDY, beams=8))
+    assert (likelihood(wide) >= likelihood(greedy) - 1e-4).all()  # float32 sums
+
+
+LOGITS = np.asarray([2.0, 1.5, 0.3, -0.4, 1.9, -3.0, 0.0, 1.2])
+USED = np.asarray([1, 0, 0, 1, 0, 0, 1, 0], bool)
+
+
+def distribution(sample: SampleConfig) -> np.ndarray:
+    """What `sample` means, in float64 and word for word."""
+    logits = LOGITS.copy()
+    for i in np.flatnonzero(USED):
+        logits[i] = logits[i] / sample.repetition_penalty if logits[i] > 0 else logits[i] * sample.repetition_penalty
+    p = np.exp(logits / sample.temperature)
+    order = np.argsort(-p)
+    if sample.top_k:
+        p[order[sample.top_k :]] = 0
+    p /= p.sum()
+    kept = 0.0
+    for i in order:
+        p[i], kept = (0.0 if kept >= sample.top_p else p[i]), kept + p[i]
+    p[p < sample.min_p * p.max()] = 0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"temperature": 0.7},
+        {"temperature": 2.0, "top_k": 3},
+        {"temperature": 1.0, "top_p": 0.7},
+        {"temperature": 1.3, "min_p": 0.25},
+        {"temperature": 1.0, "repetition_penalty": 1.7},
+        {"temperature": 1.1, "top_k": 6, "top_p": 0.9, "min_p": 0.2, "repetition_penalty": 0.8},
+    ],
+    ids=lambda flags: " ".join(f"{k}={v}" for k, v in flags.items()),
+)
+def test_samples_follow_the_distribution(flags, rng):
+    sample, draws = SampleConfig(**flags), 20000
+    expected = distribution(sample)
+    keys = jax.random.split(jax.random.key(rng.integers(2**31)), draws)
+    rows = [jnp.broadcast_to(jnp.asarray(a), (draws, LOGITS.size)) for a in (LOGITS.astype(np.float32), USED)]
+    counts = np.bincount(sampling.choose(*rows, keys, sample), minlength=LOGITS.size)
+    assert not counts[expected == 0].any()
+    there = expected > 0
+    assert there.sum() < LOGITS.size or not flags.keys() & {"top_k", "top_p", "min_p"}
+    # Once in a million runs.
+    assert scipy.stats.chisquare(counts[there], expected[there] * draws).pvalue > 1e-6
+
+
+def test_a_text_ends_with_its_first_stop_token_and_the_loop_with_the_last_text(monkeypatch):
+    cfg = FAMILIES["llama3"]
+    rows = decode.generate(cfg, values_of(cfg), PROMPTS, GREEDY)
+    stop = [row[len(prompt) + 3] for prompt, row in zip(PROMPTS, rows, strict=True)]
+    turns, choose = [], sampling.choose
+
+    def counted(*arguments: Any) -> jax.Array:
+        jax.debug.callback(lambda: turns.append(1))
+        return choose(*arguments)
+
+    monkeypatch.setattr(sampling, "choose", counted)
+    stopped = decode.generate(cfg, values_of(cfg), PROMPTS, replace(GREEDY, tokens=50), stop=stop)
+    jax.effects_barrier()
+    lengths = []
+    for prompt, row, short in zip(PROMPTS, rows, stopped, strict=True):
+        length = next(i + 1 for i, token in enumerate(row[len(prompt) :]) if token in stop)
+        assert short == row[: len(prompt) + length]
+        lengths.append(length)
+    assert len(turns) == max(lengths) <= 4
+
+
+@pytest.mark.slow
+def test_samples_of_a_run_never_see_more_than_it_was_trained_on():
+    shape = replace(FAMILIES["gpt2"], vocab_size=256)  # a table of 64 positions
+    cfg = Config(model=shape, data=DataConfig(seq_len=48), sample=replace(SAMPLED, prompts=("ab", "c"), tokens=30))
+    prompts = [list(b"ab"), list(b"c")]
+    short = decode.generate(shape, values_of(shape), prompts, cfg.sample, stop=(0,))
+    assert decode.texts(cfg, values_of(shape), Bytes(), Context()) == [decode.text(Bytes(), row) for row in short]
+    longer = replace(cfg, sample=replace(cfg.sample, tokens=80))
+    for text, beginning in zip(decode.texts(longer, values_of(shape), Bytes(), Context()), short, strict=True):
+        assert text.startswith(decode.text(Bytes(), beginning)[:20])
+    with pytest.raises(ConfigError, match="where beams end"):
+        replace(longer, sample=replace(longer.sample, temperature=0, repetition_penalty=1, beams=2))
+
+
+def test_a_prompt_uses_its_own_tokens_and_no_padding():
+    tokens, first = jnp.asarray([[4, 1, 2], [0, 3, 3]]), jnp.asarray([0, 1])
+    used = decode.used_at_first(tokens, first, jnp.zeros((2, 5)), SampleConfig(repetition_penalty=1.5))
+    assert [np.flatnonzero(row).tolist() for row in used] == [[1, 2, 4], [3]]
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_written():
+    cfg = FAMILIES["llama3"]
+    rows = decode.generate(cfg, values_of(cfg), [[1], [2]], replace(SAMPLED, tokens=30, temperature=5.0), vocabulary=7)
+    assert max(token for row in rows for token in row) < 7
+
+
+def test_what_cannot_be_continued_says_so():
+    cfg = FAMILIES["gpt2"]  # its table of positions has 64 rows
+    for prompts, words in (
+        ([], "no prompts"),
+        ([[1], []], "prompt 2 of 2 is empty"),
+        ([[61]], "has the id 61; ids are below 61"),
+        ([[1] * 60], "learned positions ends at 64"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            decode.generate(cfg, values_of(cfg), prompts, GREEDY)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has saved two checkpoints, of steps 3 and 5."""
+    path = tmp_path_factory.mktemp("run")
+    shape = replace(FAMILIES["gpt2"], vocab_size=256)
+    cfg = Config(model=shape, run=RunConfig(dir=str(path)), data=DataConfig(seq_len=64))
+    ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
+    rundir.write(cfg, Bytes().to_json())
+    with Checkpoints(cfg.checkpoint, rundir.checkpoints(path)) as checkpoints:
+        for number in (3, 5):
+            state = step.make_state(replace(cfg, run=replace(cfg.run, seed=number)), ctx, step.abstract_state(cfg, ctx))
+            checkpoints.save(number, replace(state, params=jax.tree.map(lambda a: 4 * a, state.params)), {})
+    return path
+
+
+def test_only_parameters_are_verified_and_read(run_dir, monkeypatch):
+    """Of the newest step and of one that is named: AdamW's state is two thirds of a checkpoint."""
+    asked, changed = [], store._changed
+    monkeypatch.setattr(store, "_changed", lambda path, tree: asked.append((path, tree)) or changed(path, tree))
+    cfg = init_from.find(str(run_dir), "run")
+    ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
+    for number in (None, 3):
+        init_from.restore(cfg, ctx, number)
+    assert [path.name for path, _ in asked] == ["5", "3"]
+    for _, tree in asked:
+        assert {*jax.tree.leaves(tree.opt_state)} == {...}
+        assert ... not in jax.tree.leaves(tree.params)
+
+
+def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypatch):
+    def text(*flags: str) -> str:
+        command.main([str(run_dir), "ab", "--sample.temperature=0", "--sample.tokens=8", *flags])
+        return capsys.readouterr().out
+
+    newest, older = text(), text("--step=3")
+    assert newest.startswith("ab")
+    assert newest != older
+    assert text("--step=5", "--mesh.tensor=2", "--mesh.data=1") == newest
+    generate, computed = decode.generate, []
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            decode, "generate", lambda *a, ctx, **how: computed.append(ctx.dtype) or generate(*a, ctx=ctx, **how)
+        )
+        text(), text("--dtype=bfloat16")
+    assert computed == [jnp.float32, jnp.bfloat16]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\ncde\n"))
+    command.main([str(run_dir), "-", "--sample.temperature=0", "--sample.tokens=8"])
+    first, second = capsys.readouterr().out.split("\n---\n")
+    assert first == newest.rstrip("\n")
+    assert second.startswith("cde")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere", "x"], "nowhere is no run directory"),
+        (["RUN", ""], "prompt 1 of 1 is empty"),
+        (["RUN", "x" * 60], "learned positions ends at 64"),
+        (["RUN", "x", "--sample.top_p=1.5"], "sample.top_p=1.5 must lie in"),
+        (["RUN", "x", "--sample.topk=3"], "unknown key sample.topk; did you mean sample.top_k?"),
+        (["RUN", "x", "--train.dtype=bfloat16"], "unknown key train.dtype; did you mean dtype?"),
+        (["RUN", "x", "--sample.beams=4"], "needs sample.temperature=0"),
+        (["RUN", "x", "--step=4", "--sample.tokens=3"], "holds no step 4; its steps are"),
+        (["RUN", "x", "--stop=ab"], "is 2 tokens"),
+        (["RUN"], "prompts"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line(run_dir, words, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        command.main([str(run_dir) if word == "RUN" else word for word in words])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_mistake_ends_with_code_2(run_dir):
+    words = [sys.executable, "-m", "jaxstack", "generate", str(run_dir), "x", "--sample.top_p=0"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("jaxstack generate: error: sample.top_p=0.0 must lie in (0, 1]")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,651 @@
+"""Hugging Face folders in and out: what is read, what is written, and what is refused in one line.
+
+Most of it needs only safetensors. The slow tests hold imports and exports against transformers (extra `[parity]`).
+"""
+
+import dataclasses
+import json
+import struct
+import subprocess
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from families import EXPERTS, FAMILIES
+from test_train import ROOT, SMALL, environment
+
+from jaxstack import hf, sharding
+from jaxstack.cli.import_export import main
+from jaxstack.common.tree import flatten
+from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, PipelineConfig, parse
+from jaxstack.hf import files, weights
+from jaxstack.models import decoder
+from jaxstack.models.context import Context
+from jaxstack.models.params import map_spec
+
+safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [test] or [hf]")
+
+MODELS = {
+    **{"llama" if name == "llama3" else name: cfg for name, cfg in FAMILIES.items()},
+    "mistral": dataclasses.replace(FAMILIES["llama3"], windows=(6,), tied_embeddings=True),
+    "mixtral": dataclasses.replace(EXPERTS["mixtral"], num_layers=3),
+    "qwen3_moe": dataclasses.replace(FAMILIES["qwen3"], moe=MoEConfig(num_experts=4, d_ff=24, normalize=False)),
+}
+
+
+def random_values(cfg, rng):
+    return map_spec(lambda p: rng.normal(size=p.shape).astype(np.float32), decoder.spec(cfg))
+
+
+def save(folder, cfg, values, dtype="float32"):
+    folder.mkdir()
+    hf.write(folder, cfg, values, dtype, 64, None)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, rng):
+    """A small Llama as a Hugging Face folder."""
+    return save(tmp_path / "llama", MODELS["llama"], random_values(MODELS["llama"], rng))
+
+
+def read(folder, ctx=None):
+    with hf.Pretrained(folder) as source:
+        return source.read(ctx)
+
+
+def equal(a, b):
+    a, b = flatten(a), flatten(b)
+    assert a.keys() == b.keys()
+    assert [path for path in a if not np.array_equal(a[path], b[path])] == []
+
+
+def change_json(path, **values):
+    path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | values).items() if v != "gone"}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_out_and_in_again(name, tmp_path, rng, monkeypatch):
+    monkeypatch.setattr(files, "FILE_BYTES", 1)  # as many files as that makes
+    monkeypatch.setattr(weights, "PIECE_BYTES", 1000)  # and tensors in many pieces
+    cfg = MODELS[name]
+    values = random_values(cfg, rng)
+    folder = save(tmp_path / "out", cfg, values)
+    with hf.Pretrained(folder) as source:
+        assert source.family == name
+        assert hf.differ(source.model, cfg) == []
+        assert source.dtypes == ["F32"]
+        equal(source.read(), values)
+    index = json.loads((folder / files.INDEX).read_text())
+    largest = max(x.nbytes for file in folder.glob("*.safetensors") for x in safetensors.load_file(file).values())
+    assert all(path.stat().st_size < largest + 5000 for path in folder.glob("*.safetensors"))
+    assert set(index["weight_map"].values()) == {path.name for path in folder.glob("*.safetensors")}
+
+
+def in_their_words(name, cfg, values):
+    """Every tensor of the file as transformers' modules have it, and where each number of it comes from: the names and
+    layouts are written out here, family by family, and share nothing with our tables."""
+    V, L = values, values["layers"]
+    att = L["attention"]
+    D = cfg.d_model
+    linear = lambda w, inputs=1: w.reshape(int(np.prod(w.shape[:inputs])), -1).T  # noqa: E731  [outputs, inputs]
+    found = {}
+    if name == "gpt2":
+        table, last = V["embedding"], V["final_norm"]
+        found |= {"transformer.wte.weight": table["tokens"], "transformer.wpe.weight": table["positions"]}
+        found |= {"transformer.ln_f.weight": last["scale"], "transformer.ln_f.bias": last["bias"]}
+        for i in range(cfg.num_layers):
+            h = f"transformer.h.{i}."
+            q, k, v = (att[f"w_{x}"][i].reshape(D, D) for x in "qkv")  # Conv1D: [inputs, outputs]
+            found[h + "attn.c_attn.weight"] = np.hstack([q, k, v])
+            found[h + "attn.c_attn.bias"] = np.hstack([att[f"b_{x}"][i].ravel() for x in "qkv"])
+            found[h + "attn.c_proj.weight"] = att["w_o"][i].reshape(D, D)
+            found[h + "attn.c_proj.bias"] = att["b_o"][i]
+            for theirs, ours in (("ln_1", "attention_norm"), ("ln_2", "mlp_norm")):
+                found[h + theirs + ".weight"], found[h + theirs + ".bias"] = L[ours]["scale"][i], L[ours]["bias"][i]
+            for theirs, ours in (("c_fc", "up"), ("c_proj", "down")):
+                found[f"{h}mlp.{theirs}.weight"], found[f"{h}mlp.{theirs}.bias"] = (
+                    L["mlp"][f"{kind}_{ours}"][i] for kind in "wb"
+                )
+        return found
+    found |= {"model.embed_tokens.weight": V["embedding"]["tokens"], "model.norm.weight": V["final_norm"]["scale"]}
+    if not cfg.tied_embeddings:
+        found["lm_head.weight"] = linear(V["head"]["w"])
+    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+    if name == "gemma2":
+        norms |= {"post_attention_layernorm": "attention_post_norm", "pre_feedforward_layernorm": "mlp_norm"}
+        norms["post_feedforward_layernorm"] = "mlp_post_norm"
+    for i in range(cfg.num_layers):
+        h = f"model.layers.{i}."
+        found |= {f"{h}{theirs}.weight": L[ours]["scale"][i] for theirs, ours in norms.items()}
+        found |= {f"{h}self_attn.{x}_proj.weight": linear(att[f"w_{x}"][i]) for x in "qkv"}
+        found[h + "self_attn.o_proj.weight"] = linear(att["w_o"][i], inputs=2)
+        if cfg.qk_norm:
+            found |= {f"{h}self_attn.{x}_norm.weight": att[f"{x}_norm"]["scale"][i] for x in "qk"}
+        if not cfg.moe.num_experts:
+            found |= {f"{h}mlp.{x}_proj.weight": linear(L["mlp"][f"w_{x}"][i]) for x in ("gate", "up", "down")}
+            continue
+        # Mixtral: w2(silu(w1 x) * w3 x).
+        room, *theirs = {
+            "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+            "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+        }[name]
+        found[f"{h}{room}.gate.weight"] = linear(L["moe"]["router"][i])
+        for e in range(cfg.moe.num_experts):
+            for their, ours in zip(theirs, ("w_gate", "w_up", "w_down"), strict=True):
+                found[f"{h}{room}.experts.{e}.{their}.weight"] = linear(L["moe"][ours][i, e])
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_lies_as_their_modules_have_it(name, tmp_path, rng):
+    cfg = MODELS[name]
+    values = random_values(cfg, rng)
+    written = safetensors.load_file(save(tmp_path / "out", cfg, values) / files.SINGLE)
+    expected = in_their_words(name, cfg, values)
+    assert written.keys() == expected.keys()
+    for tensor, value in expected.items():
+        np.testing.assert_array_equal(written[tensor], value, err_msg=tensor)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_halves_are_read_exactly_and_bfloat16_is_written_exactly(folder, tmp_path, dtype):
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    path = folder / files.SINGLE
+    halves = {name: value.astype(kind) for name, value in safetensors.load_file(path).items()}
+    safetensors.save_file(halves, path)
+    values = read(folder)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(values))
+    if dtype == "bfloat16":
+        again = safetensors.load_file(save(tmp_path / "again", MODELS["llama"], values, "bfloat16") / files.SINGLE)
+        assert again.keys() == halves.keys()
+        assert all(again[name].tobytes() == halves[name].tobytes() for name in halves)
+    else:
+        np.testing.assert_array_equal(values["head"]["w"], halves["lm_head.weight"].T.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama", MeshConfig(data=2, fsdp=2, tensor=2)),
+        ("gemma2", MeshConfig(data=1, fsdp=4, tensor=2)),
+        ("mixtral", MeshConfig(data=1, expert=4, fsdp=2)),
+        ("mixtral", MeshConfig(data=1, pipe=2, fsdp=2, tensor=2)),  # stages of two layers and of one
+    ],
+)
+def test_the_same_on_any_mesh_and_only_what_a_shard_needs_is_read(name, mesh, tmp_path, rng, monkeypatch):
+    cfg = dataclasses.replace(MODELS[name], vocab_size=64)
+    values = random_values(cfg, rng)
+    folder = save(tmp_path / "model", cfg, values)
+    run = Config(model=cfg, mesh=mesh, data=DataConfig(seq_len=32), pipeline=PipelineConfig(microbatches=2))
+    ctx = Context.create(run, sharding.make_mesh(mesh, 16))
+    count, whole = [0], files.Tensors.read
+
+    def counted(self, name, index):
+        part = whole(self, name, index)
+        count[0] += part.size
+        return part
+
+    monkeypatch.setattr(files.Tensors, "read", counted)
+    got = read(folder, ctx)
+    if ctx.pipeline is not None:
+        assert not ctx.pipeline.stages.in_order
+        got["layers"] = jax.tree.map(lambda a: a[ctx.pipeline.stages.rows], got["layers"])
+    equal(got, values)
+    held = sum(shard.data.size for leaf in jax.tree.leaves(read(folder, ctx)) for shard in leaf.addressable_shards)
+    assert count[0] // 2 <= held
+
+
+LLAMA3 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+PUBLISHED = {
+    "gpt2": {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
+        "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+    },
+    "llama3_8b": LLAMA3,
+    "qwen3_0.6b": QWEN3,
+    "gemma2_2b": {
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "initializer_range": 0.02,
+        "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 8,
+        "num_hidden_layers": 26, "num_key_value_heads": 4, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "float32",
+        "transformers_version": "4.42.4", "use_cache": True, "vocab_size": 256000,
+    },
+    "mixtral_8x7b": {
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "qwen3_30b_a3b": QWEN3 | {
+        "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "hidden_size": 2048,
+        "intermediate_size": 6144, "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+        "router_aux_loss_coef": 0.001, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""The `config.json` of published models, keys and values as their files have them."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_those_of_our_configs(name):
+    path = ROOT / "configs" / f"{name}.yaml"
+    ours = parse.parse_config([f"--config={path}"], path).model
+    family, theirs, _ = hf.from_json("config.json", PUBLISHED[name])
+    # Our GPT-2's vocabulary is padded to a multiple of 64, and its table is as long as the run's sequences.
+    ours = dataclasses.replace(ours, vocab_size=theirs.vocab_size, max_positions=theirs.max_positions)
+    assert hf.differ(theirs, ours) == []
+    written = hf.to_json(family, theirs, 1, None)
+    assert hf.differ(hf.from_json("again", written)[1], theirs) == []
+    assert written.items() >= {k: PUBLISHED[name][k] for k in ("architectures", "model_type", "vocab_size")}.items()
+    tensors = weights.tensors(family, decoder.spec(theirs))
+    sizes = sum(np.prod(tensor.shape) for tensor in tensors.values())
+    assert sizes == sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(lambda: abstract(theirs))))
+
+
+def abstract(cfg):
+    return map_spec(lambda p: jax.numpy.zeros(p.shape), decoder.spec(cfg))
+
+
+def test_what_acts_on_training_alone_is_named():
+    assert hf.from_json("x", PUBLISHED["gpt2"])[2] == dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama3_8b", {"model_type": "bert"}, 'model_type="bert" cannot be had here; the families are gpt2, llama'),
+        ("llama3_8b", {"model_type": "gone"}, "has no model_type"),
+        ("llama3_8b", {"hidden_size": "gone"}, "has no hidden_size"),
+        ("llama3_8b", {"hidden_size": "4096"}, 'hidden_size="4096" cannot be had here; it is a int'),
+        ("llama3_8b", {"hidden_size": 4096.5}, "hidden_size=4096.5"),
+        ("llama3_8b", {"hidden_size": True}, "hidden_size=true"),
+        ("llama3_8b", {"hidden_size": -4096}, "makes no model: model.d_model=-4096"),
+        ("llama3_8b", {"num_attention_heads": 33}, "makes no model"),
+        ("llama3_8b", {"num_hidden_layers": 10**15}, "num_hidden_layers=1000000000000000 cannot be had here"),
+        ("llama3_8b", {"rms_norm_eps": float("nan")}, "makes no model: model.norm_eps=nan"),
+        ("llama3_8b", {"attention_bias": True}, "attention_bias=true cannot be had here; only false"),
+        ("llama3_8b", {"mlp_bias": 0.5}, "mlp_bias=0.5"),
+        ("llama3_8b", {"hidden_act": "relu"}, 'hidden_act="relu" cannot be had here; the activations are silu'),
+        ("llama3_8b", {"hidden_act": ["silu"]}, "hidden_act="),
+        ("llama3_8b", {"quantization_config": {"bits": 4}}, "quantization_config="),
+        ("llama3_8b", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("llama3_8b", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 'rope_type="yarn" cannot be had here'),
+        ("llama3_8b", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type="linear"'),
+        ("llama3_8b", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "has no low_freq_factor"),
+        ("llama3_8b", {"rope_scaling": LLAMA3["rope_scaling"] | {"beta_fast": 32}}, "beta_fast=32"),
+        ("llama3_8b", {"rope_scaling": LLAMA3["rope_scaling"] | {"factor": 0.5}}, "model.rope_scaling.factor=0.5"),
+        ("llama3_8b", {"rope_scaling": [8]}, "rope_scaling is no JSON object"),
+        ("llama3_8b", {"rope_parameters": {"rope_theta": 1e4}}, "both rope_parameters and rope_scaling"),
+        ("qwen3_0.6b", {"rope_theta": "gone"}, "has no rope_theta"),
+        ("qwen3_0.6b", {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta=1000000 cannot be had here"),
+        ("qwen3_0.6b", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ("qwen3_0.6b", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("qwen3_0.6b", {"layer_types": ["sliding_attention"] * 28}, "sliding_window=null"),
+        ("qwen3_0.6b", {"layer_types": ["full_attention"] * 27}, "for each of 28 layers"),
+        ("qwen3_0.6b", {"layer_types": ["linear_attention"] * 28}, "layer_types="),
+        ("gemma2_2b", {"sliding_window": None}, "sliding_window=null"),
+        ("gemma2_2b", {"sliding_window": 4096.0}, "sliding_window=4096.0"),
+        ("gemma2_2b", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 cannot be had here; it is a positive"),
+        ("gemma2_2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=false"),
+        ("gpt2", {"scale_attn_weights": None}, "scale_attn_weights=null"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true"),
+        ("mixtral_8x7b", {"num_experts_per_tok": 9}, "makes no model: model.moe.top_k=9"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
+        ("qwen3_30b_a3b", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    ],
+)
+def test_a_config_that_we_cannot_have_is_refused(name, changes, words):
+    values = {k: v for k, v in (PUBLISHED[name] | changes).items() if v != "gone"}
+    with pytest.raises(ConfigError) as error:
+        hf.from_json("DIR/config.json", values)
+    assert words in str(error.value)
+    assert "DIR/config.json" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_both_ways_to_write_rope_and_windows_say_the_same():
+    new = {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3["rope_scaling"]}
+    values = {k: v for k, v in LLAMA3.items() if not k.startswith("rope")} | {"rope_parameters": new}
+    assert hf.from_json("x", values) == hf.from_json("x", LLAMA3)
+    kinds = ["sliding_attention", "full_attention"] * 13
+    gemma = PUBLISHED["gemma2_2b"]
+    assert hf.from_json("x", gemma | {"layer_types": kinds}) == hf.from_json("x", gemma)
+    assert hf.from_json("x", gemma)[1].windows == (4096, 0)
+    windows = hf.from_json("x", gemma | {"layer_types": kinds[::-1]})[1].windows
+    assert windows == (0, 4096)
+
+
+@pytest.mark.parametrize("name", ["deepseek", "domain", "capacity"])
+def test_only_a_model_of_a_family_is_exported(name):
+    cfg = EXPERTS[name]
+    if name == "capacity":  # how it trains, not what it is
+        assert hf.family_of(cfg) == "mixtral"
+        return
+    with pytest.raises(ConfigError, match=r"no family of Hugging Face has this model; the nearest is \w+, which would"):
+        hf.family_of(cfg)
+
+
+@pytest.mark.parametrize(("family", "name"), [("gpt2", "qwen3"), ("llama", "qwen3"), ("qwen3", "llama")])
+def test_a_table_holds_every_weight_or_says_which_it_lacks(family, name):
+    spec = decoder.spec(MODELS[name])
+    if (family, name) == ("qwen3", "llama"):
+        with pytest.raises(
+            ConfigError, match="has layers/attention/k_norm/scale, layers/attention/q_norm/scale, which"
+        ):
+            hf.table(family, spec)
+    else:
+        with pytest.raises(ConfigError, match=r"no names for .*layers/attention/k_norm/scale"):
+            hf.table(family, spec)
+
+
+def tensors(change):
+    """A fault: the file's tensors, changed."""
+
+    def apply(folder):
+        values = safetensors.load_file(folder / files.SINGLE)
+        change(values)
+        safetensors.save_file(values, folder / files.SINGLE)
+
+    return apply
+
+
+def header(change):
+    """A fault: the header of the file, changed; the length before it fits."""
+
+    def apply(folder):
+        raw = (folder / files.SINGLE).read_bytes()
+        size = struct.unpack("<Q", raw[:8])[0]
+        values = json.loads(raw[8 : 8 + size])
+        change(values)
+        text = json.dumps(values).encode()
+        (folder / files.SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+
+    return apply
+
+
+def raw(change):
+    def apply(folder):
+        path = folder / files.SINGLE
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+def index(weight_map):
+    def apply(folder):
+        (folder / files.SINGLE).rename(folder / "model-00001-of-00001.safetensors")
+        (folder / files.INDEX).write_text(json.dumps(weight_map))
+
+    return apply
+
+
+def pickled(folder):
+    (folder / files.SINGLE).rename(folder / "pytorch_model.bin")
+
+
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+SOUND = {"weight_map": {NORM: "model-00001-of-00001.safetensors"}}
+FAULTS = {
+    "length": (raw(lambda b: struct.pack("<Q", 1 << 62) + b[8:]), "no whole safetensors file: .*header too large"),
+    "length2": (raw(lambda b: struct.pack("<Q", len(b)) + b[8:]), "no whole safetensors file"),
+    "truncated": (raw(lambda b: b[:-100]), "no whole safetensors file: .*not fully covered"),
+    "longer": (raw(lambda b: b + b"0"), "no whole safetensors file"),
+    "empty": (raw(lambda b: b""), "no whole safetensors file"),
+    "text": (raw(lambda b: b"<html>" * 99), "no whole safetensors file"),
+    "outside": (header(lambda h: h[NORM].update(data_offsets=[10**9, 10**9 + 128])), "no whole safetensors file"),
+    "negative": (header(lambda h: h[NORM].update(data_offsets=[-128, 0])), "no whole safetensors file"),
+    "overlapping": (header(lambda h: h[NORM].update(data_offsets=h[HEAD]["data_offsets"])), "no whole safetensors"),
+    "other size": (header(lambda h: h[NORM].update(shape=[31])), "no whole safetensors file"),
+    "unknown dtype": (header(lambda h: h[NORM].update(dtype="F33")), "no whole safetensors file"),
+    "other dtype": (header(lambda h: h[NORM].update(dtype="I32")), "model.norm.weight is of dtype I32; save it as"),
+    "transposed": (tensors(lambda t: t.update({HEAD: t[HEAD].T.copy()})), r"is \[32, 61\], but \[61, 32\] by config"),
+    "missing": (tensors(lambda t: t.pop(NORM)), "lacks model.norm.weight"),
+    "too many": (tensors(lambda t: t.update(score=t[NORM])), "holds, beyond the model's, score"),
+    "no head": (tensors(lambda t: t.pop(HEAD)), "lacks lm_head.weight"),
+    "pickle": (pickled, "pytorch_model.bin and no model.safetensors; a pickled file can run any code"),
+    "nothing": (lambda folder: (folder / files.SINGLE).unlink(), "holds neither"),
+    "two": (lambda folder: (folder / files.INDEX).write_text("{}"), "holds both"),
+    "index text": (index("x"), "is no index of tensors"),
+    "index list": (index({"weight_map": [NORM]}), "is no index of tensors"),
+    "index of others": (index(SOUND), "holds other tensors than"),
+    "index to nowhere": (index({"weight_map": {NORM: "model-2.safetensors"}}), "names model-2.safetensors, which is"),
+    "index out": (index({"weight_map": {NORM: "../x.safetensors"}}), "'../x.safetensors', which is no safetensors"),
+    "index away": (index({"weight_map": {NORM: "/etc/x.safetensors"}}), "which is no safetensors file of its folder"),
+    "index to pickle": (index({"weight_map": {NORM: "x.bin"}}), "which is no safetensors file of its folder"),
+    "config gone": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
+    "config text": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+    "config list": (lambda folder: (folder / "config.json").write_text("[]"), "is no JSON object"),
+    "layers": (lambda folder: change_json(folder / "config.json", num_hidden_layers=3), "lacks model.layers.2.input"),
+    "many layers": (lambda folder: change_json(folder / "config.json", num_hidden_layers=9999), "tensors, but .* 9999"),
+    "tied": (lambda folder: change_json(folder / "config.json", tie_word_embeddings=True), "lm_head.weight is not"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_or_hostile_folder_is_refused(fault, folder):
+    damage, words = FAULTS[fault]
+    damage(folder)
+    with pytest.raises(ConfigError, match=words) as error:
+        hf.Pretrained(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder):
+    with hf.Pretrained(folder) as source:
+        with open(folder / files.SINGLE, "r+b") as file:
+            file.truncate(3000)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            source.read()
+
+
+def test_names_and_tensors_that_older_files_have(tmp_path, rng):
+    """GPT-2 of the hub has no prefix and holds its causal masks; others hold a tied head a second time."""
+    cfg = MODELS["gpt2"]
+    values = random_values(cfg, rng)
+    folder = save(tmp_path / "model", cfg, values)
+    held = safetensors.load_file(folder / files.SINGLE)
+    old = {name.removeprefix("transformer."): value for name, value in held.items()}
+    old["h.0.attn.bias"] = np.tril(np.ones((1, 1, 64, 64), np.uint8))
+    old["lm_head.weight"] = old["wte.weight"]
+    safetensors.save_file(old, folder / files.SINGLE)
+    equal(read(folder), values)
+
+
+def test_without_safetensors_one_line_says_so(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(ConfigError, match=r"need the safetensors library; install jaxstack\[hf\]"):
+        hf.Pretrained(folder)
+
+
+def test_import_and_export_of_a_run_that_has_not_begun(folder, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    main(["import", str(folder), str(run), "--optim.lr=3e-5", "--data.seq_len=32"])
+    assert "is a llama model of 28,640 parameters in F32" in capsys.readouterr().out
+    cfg = parse.parse_config([f"--config={run / 'config.yaml'}"], run)
+    assert (cfg.run.dir, cfg.run.init_from, cfg.optim.lr) == (str(run), str(folder), 3e-5)
+    assert hf.differ(cfg.model, MODELS["llama"]) == []
+    main(["export", str(run), str(out)])
+    a, b = (safetensors.load_file(path / files.SINGLE) for path in (folder, out))
+    assert a.keys() == b.keys()
+    assert all(a[name].tobytes() == b[name].tobytes() for name in a)
+    assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "out", "run"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "nothing is no command; use `import DIR RUN"),
+        (["import", "{folder}"], "is no command"),
+        (["import", "{folder}", "{full}"], "exists, and nothing is overwritten"),
+        (["import", "{folder}", "{new}", "--model.num_layers=3"], "model.num_layers=2, not 3); leave these flags out"),
+        (["import", "{folder}", "{new}", "--run.dir=x"], "run.dir and run.init_from are"),
+        (["import", "{folder}", "{new}", "--optim.lrr=1"], "unknown key optim.lrr"),
+        (["import", "{full}", "{new}"], "config.json cannot be read"),
+        (["export", "{folder}", "{new}"], "is no run directory"),
+        (["export", "{full}", "{new}", "--dtype=int8"], "--dtype=int8 is not understood"),
+        (["export", "{full}", "{new}", "--fast"], "--fast is not understood"),
+        (["export", "{full}", "{full}"], "exists, and nothing is overwritten"),
+        (["export", "{full}", "{new}"], "holds no checkpoint"),
+    ],
+)
+def test_mistakes_on_the_command_line(argv, words, folder, tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "config.yaml").write_text("model: {num_layers: 2}")
+    names = {"folder": folder, "full": full, "new": tmp_path / "new"}
+    with pytest.raises(ConfigError) as error:
+        main([word.format(**names) for word in argv])
+    assert words in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "llama"], "nothing is left behind"
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_a_folder_and_is_exported(tmp_path, rng):
+    """By their commands: the first loss is the folder's model's, at a learning rate of zero it comes back bit for bit,
+    and a run begins with a run that has not begun. Mistakes end with code 2 and one line."""
+    cfg = dataclasses.replace(MODELS["qwen3"], vocab_size=256)
+    folder = save(tmp_path / "model", cfg, random_values(cfg, rng), "bfloat16")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat, the cat did. " * 200)
+
+    def run(*words, code=0):
+        process = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment())
+        assert process.returncode == code, process.stdout + process.stderr
+        return process.stderr
+
+    flags = [word for word in SMALL if not word.startswith(("--model", "--sample", "--config"))]
+    flags += [f"--data.path={tmp_path / 'text.txt'}", "--train.steps=2", "--optim.lr=0", "--optim.weight_decay=0"]
+    run("-m", "jaxstack", "import", str(folder), str(tmp_path / "run"), *flags)
+    other, train = tmp_path / "other", str(ROOT / "train.py")
+    run(train, f"--config={tmp_path / 'run' / 'config.yaml'}", f"--run.init_from={tmp_path / 'run'}",
+        f"--run.dir={other}", "--mesh.fsdp=2", "--mesh.tensor=2", "--mesh.data=1")  # fmt: skip
+    run("-m", "jaxstack", "export", str(other), str(tmp_path / "out"), "--dtype=bfloat16")
+    a, b = (safetensors.load_file(path / files.SINGLE) for path in (folder, tmp_path / "out"))
+    assert a.keys() == b.keys()
+    assert all(a[name].tobytes() == b[name].tobytes() for name in a)
+    error = run("-m", "jaxstack", "export", str(other), str(folder), code=2)
+    assert error.startswith("jaxstack import: error: ")
+    assert error.count("\n") == 1
+    error = run(train, *SMALL, f"--data.path={tmp_path / 'text.txt'}", f"--run.init_from={folder}",
+                f"--run.dir={tmp_path / 'third'}", code=2)  # fmt: skip
+    assert "holds another model (model." in error
+
+
+@pytest.fixture
+def parity():
+    """The module of the comparisons with transformers, whose models these tests take."""
+    pytest.importorskip("torch", reason="needs the extra [parity]")
+    pytest.importorskip("transformers", reason="needs the extra [parity]")
+    import test_parity
+
+    return test_parity
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "mistral", "qwen3", "gemma2", "mixtral", "qwen3_moe"])
+def test_what_transformers_saves_is_the_same_model_here_and_back(name, parity, tmp_path, rng):
+    """Equal parameters as in tests/hf/test_parity.py, and with them its losses, gradients and first training steps."""
+    torch, cfg = parity.torch, parity.CONFIGS[name]
+    theirs = parity.build(name, rng)
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    with hf.Pretrained(tmp_path / "saved") as source:
+        assert hf.differ(source.model, cfg) == []
+        values = source.read()
+    equal(values, parity.to_ours(name, theirs.named_parameters()))
+    tokens = rng.integers(0, cfg.vocab, (4, 48))
+    expected = theirs(torch.from_numpy(tokens)).logits.numpy(force=True)
+    got, _ = decoder.forward(cfg, values, tokens)
+    assert np.abs(got - expected).max() <= 2e-4 * np.abs(expected).max()
+
+    main(["import", str(tmp_path / "saved"), str(tmp_path / "run"), "--data.seq_len=32"])
+    main(["export", str(tmp_path / "run"), str(tmp_path / "out")])
+    saved = {k: v for f in (tmp_path / "saved").glob("*.safetensors") for k, v in safetensors.load_file(f).items()}
+    written = safetensors.load_file(tmp_path / "out" / files.SINGLE)
+    assert saved.keys() == written.keys()
+    assert [k for k in saved if saved[k].tobytes() != written[k].tobytes() or saved[k].shape != written[k].shape] == []
+    load = parity.transformers.AutoModelForCausalLM.from_pretrained
+    again, info = load(tmp_path / "out", attn_implementation="eager", output_loading_info=True)
+    assert not any(info.values()), info
+    assert np.array_equal(again.eval()(torch.from_numpy(tokens)).logits.numpy(force=True), expected)
+    before, after = theirs.config.to_dict(), again.config.to_dict()
+    beside = {"_name_or_path", "transformers_version", "n_inner", "router_aux_loss_coef", "dtype"}
+    training = {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
+    assert {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)} <= beside | training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe"])
+def test_a_model_that_transformers_saved_in_bfloat16(name, parity, tmp_path, rng):
+    theirs = parity.build(name, rng).to(parity.torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "saved")
+    main(["import", str(tmp_path / "saved"), str(tmp_path / "run"), "--data.seq_len=32"])
+    main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype=bfloat16"])
+    a, b = (safetensors.load_file(tmp_path / path / files.SINGLE) for path in ("saved", "out"))
+    assert a.keys() == b.keys()
+    assert [k for k in a if a[k].tobytes() != b[k].tobytes()] == []
+    again = parity.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == parity.torch.bfloat16
+
+
+@pytest.mark.slow
+def test_a_tokenizer_comes_along_and_goes_back(parity, tmp_path, rng):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra [hf]")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
+    cfg = dataclasses.replace(MODELS["llama"], vocab_size=320)  # padded
+    folder = save(tmp_path / "model", cfg, random_values(cfg, rng))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    main(["import", str(folder), str(tmp_path / "run")])
+    main(["export", str(tmp_path / "run"), str(tmp_path / "out")])
+    again = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert again.to_str() == tokenizer.to_str()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 0
+    fast = parity.transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert fast("the cat")["input_ids"] == tokenizer.encode("the cat").ids
+
+    cfg = dataclasses.replace(cfg, vocab_size=200)
+    small = save(tmp_path / "small", cfg, random_values(cfg, rng))
+    tokenizer.save(str(small / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"model.vocab_size=200 is less than the tokenizer's"):
+        main(["import", str(small), str(tmp_path / "other")])

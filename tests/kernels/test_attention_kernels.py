@@ -1,0 +1,284 @@
+"""Attention's kernels, interpreted on CPU: values and gradients against float64 numpy, and what they visit.
+
+Blocks are small here, so that every case has several. That the kernels compile for H100 and TPUs, tests/aot holds.
+"""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from test_kernels import (
+    ATTENTION_CASES,
+    assert_close,
+    attention_gradient_jaxpr,
+    draw,
+    largest_intermediate,
+    numpy_attention,
+    value_and_vjp,
+)
+
+from jaxstack import kernels
+from jaxstack.kernels import TABLES
+from jaxstack.kernels import implementation as choice
+from jaxstack.kernels.attention import block_ranges
+from jaxstack.kernels.attention.reference import Options
+
+pallas_gpu, pallas_tpu = (
+    importlib.import_module(f"jaxstack.kernels.attention.{name}") for name in ("pallas_gpu", "pallas_tpu")
+)
+KERNELS = ("pallas_gpu", "pallas_tpu")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    sizes = {"forward": (32, 16), "dq": (16, 32), "dkv": (16, 32)}
+    tilings = {name: pallas_gpu._Tiling(*size, warps=1, stages=1) for name, size in sizes.items()}
+    monkeypatch.setattr(pallas_gpu, "_tilings", lambda width, dtype: tilings)
+    monkeypatch.setattr(pallas_tpu, "_BLOCKS", (32, 16))
+
+
+def segment_ids(batch, lengths):
+    return np.tile(np.repeat(np.arange(len(lengths)), lengths), (batch, 1)).astype(np.int32)
+
+
+def check(rng, implementation, shape, options, ids, dtype=jnp.float32, scale=0.4, how=True):
+    """Values and gradients of [B, S, H, G, K] against numpy."""
+    b, s, h, g, width = shape
+    (q, q64), (k, k64), (v, v64), (d_out, d_out64) = (
+        draw(rng, (b, s, n, width), dtype, scale=size) for n, size in ((h, 2.0), (g, 1.0), (g, 1.0), (h, 1.0))
+    )
+
+    def f(q, k, v):
+        return kernels.attention(q, k, v, scale=scale, segment_ids=ids, implementation=implementation, **options)
+
+    with choice.interpreted(how):
+        out, gradients = value_and_vjp(f, d_out, q, k, v)
+    assert out.dtype == dtype
+    truth = numpy_attention(q64, k64, v64, d_out64, scale, segment_ids=ids, **options)
+    for actual, expected in zip((out, *gradients), truth, strict=True):
+        assert_close(actual, expected, dtype)
+
+
+# Of the sizes, none is a multiple of a block, and of the widths only 16 a power of two. In the interpreter what lies
+# beyond an array is NaN.
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize(
+    ("shape", "options", "segments", "dtype"),
+    [
+        ((1, 75, 4, 2, 16), {}, None, jnp.bfloat16),
+        ((1, 75, 4, 2, 48), {"window": 40, "softcap": 2.0}, (30, 1, 44), jnp.float32),
+        ((1, 41, 2, 2, 16), {"causal": False}, None, jnp.float32),
+    ],
+    ids=["causal", "everything", "full"],
+)
+def test_values_and_gradients(rng, implementation, shape, options, segments, dtype):
+    ids = None if segments is None else segment_ids(shape[0], segments)
+    check(rng, implementation, shape, options, ids, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("case", [*ATTENTION_CASES, "width_80", "width_256"])
+def test_the_cases_of_the_definition(rng, implementation, case):
+    widths = {"width_80": (1, 40, 2, 1, 80, {}, None), "width_256": (1, 40, 2, 1, 256, {"window": 20}, None)}
+    b, s, h, g, width, options, segments = (ATTENTION_CASES | widths)[case]
+    ids = None if segments is None else segment_ids(b, segments)
+    check(rng, implementation, (b, s, h, g, width), options, ids, scale=0.4 if width < 80 else 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("turn", range(6))
+def test_any_case_at_all(rng, implementation, turn):
+    """Lengths from one token on, widths, groups, windows, caps, scores large enough to leave one key alone, and ids in
+    any order: a segment's tokens need not lie together."""
+    g = int(rng.integers(1, 3))
+    shape = (
+        int(rng.integers(1, 3)),
+        int(rng.integers(1, 90)),
+        g * int(rng.integers(1, 4)),
+        g,
+        int(rng.integers(1, 40)),
+    )
+    options = {"causal": bool(rng.integers(0, 4)), "softcap": float(rng.uniform(1, 5)) if rng.integers(0, 2) else None}
+    if options["causal"] and rng.integers(0, 2):
+        options["window"] = int(rng.integers(1, 100))
+    ids = rng.integers(0, 4, shape[:2]).astype(np.int32) if rng.integers(0, 2) else None
+    if ids is not None and rng.integers(0, 2):
+        ids = np.sort(ids, axis=1)
+    print(shape, options, ids)
+    # Float32 scores of some hundreds carry errors of 1e-5: a cap keeps them small.
+    scale = float(rng.uniform(0.1, 20)) if options["softcap"] else float(rng.uniform(0.1, 0.5))
+    check(rng, implementation, shape, options, ids, scale=scale)
+
+
+@pytest.mark.slow
+def test_nothing_is_raced_for_or_read_before_it_is_written(rng):
+    """TPU semantics: memory that nobody has written is NaN, and so are scratch buffers."""
+    how = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    check(rng, "pallas_tpu", (1, 40, 2, 1, 16), {}, segment_ids(1, (10, 30)), how=how)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_scores_that_leave_one_key_alone(rng, implementation):
+    q, k, v = (100 * draw(rng, (1, 40, 1, 16))[0] for _ in range(3))
+    f = functools.partial(kernels.attention, scale=100.0)
+    with choice.interpreted():
+        out = f(q, k, v, implementation=implementation)
+    np.testing.assert_allclose(out, f(q, k, v), rtol=1e-5)
+
+
+# What is visited
+
+
+def seen_blocks(o, length, rows, keys):
+    """Blocks (row, key) of which any pair is seen, and those of which all pairs are that have a row."""
+    i, j = np.arange(length)[:, None], np.arange(-(-length // keys) * keys)
+    seen = (j < length) & ((j <= i) | (not o.causal)) & ((i - j < o.window) | (o.window == 0))
+    any_, all_ = set(), set()
+    for r in range(0, length, rows):
+        for k in range(0, length, keys):
+            tile = seen[r : r + rows, k : k + keys]
+            if tile.any():
+                any_.add((r // rows, k // keys))
+            if tile.all():
+                all_.add((r // rows, k // keys))
+    return any_, all_
+
+
+@pytest.mark.parametrize("turn", range(40))
+def test_visits_are_the_blocks_that_are_seen(rng, turn):
+    length, rows, keys = (int(n) for n in rng.integers(1, [100, 30, 30]))
+    causal = bool(rng.integers(0, 4))
+    o = Options(1.0, causal, int(rng.integers(0, 60)) if causal else 0, None)
+    any_, all_ = seen_blocks(o, length, rows, keys)
+
+    def pairs(visits, inner):
+        starts, ends = (visits.inner_low, visits.inner_high) if inner else (visits.low, visits.high)
+        return {(own, met) for own in range(len(starts)) for met in range(starts[own], ends[own])}
+
+    by_rows, by_keys = block_ranges.of_rows(o, length, rows, keys), block_ranges.of_keys(o, length, rows, keys)
+    assert pairs(by_rows, False) == any_
+    assert pairs(by_rows, True) == all_
+    assert {(row, key) for key, row in pairs(by_keys, False)} == any_
+    inner = {(row, key) for key, row in pairs(by_keys, True)}
+    assert all_ <= inner <= any_
+    last = -(-length // keys) - 1  # keys beyond the end may be seen there: their gradients are not stored
+    assert {pair for pair in inner if pair[1] != last or length % keys == 0} <= all_
+
+
+@pytest.mark.parametrize(("n", "window"), [(1, 0), (8, 0), (8, 3), (5, 9)])
+def test_visits_by_formula(n, window):
+    """n blocks of 16: the triangle; with a window of w + 1 blocks' tokens less some, a band of w + 1 blocks."""
+    o = Options(1.0, True, 16 * window, None)
+    band = min(window + 1, n) if window else n  # a window of w blocks touches w + 1
+    expected = n * band - band * (band - 1) // 2
+    for visits in (block_ranges.of_rows(o, 16 * n, 16, 16), block_ranges.of_keys(o, 16 * n, 16, 16)):
+        assert visits.total == expected
+    full = block_ranges.of_rows(Options(1.0, False, 0, None), 16 * n, 16, 16)
+    assert full.total == n * n
+
+
+def test_documents_do_not_visit_each_other():
+    """Packed documents of 3, 1 and 4 blocks: each its own triangle."""
+    o, ids = Options(1.0, True, 0, None), jnp.asarray(segment_ids(2, (48, 16, 64)))
+    for visits in (block_ranges.of_rows(o, 128, 16, 16), block_ranges.of_keys(o, 128, 16, 16)):
+        low, _, _, high = jnp.moveaxis(block_ranges.table(visits, (ids, ids), 16, 16), -1, 0)
+        assert (high - low).sum(1).tolist() == [6 + 1 + 10] * 2
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_memory_is_linear(implementation):
+    short, long = (largest_intermediate(attention_gradient_jaxpr(s, implementation)) for s in (2048, 8192))
+    assert long <= 4.1 * short
+
+
+# Where they run
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_on_a_mesh(rng, implementation):
+    """Within a shard_map the types are checked while tracing; the interpreter itself does not know them."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    q, k, v, d_out = (draw(rng, (2, 40, n, 16))[0] for n in (4, 2, 2, 4))
+    ids = segment_ids(2, (17, 23))
+
+    def f(implementation, check_vma, q, k, v):
+        return jax.shard_map(
+            lambda q, k, v, ids: kernels.attention(q, k, v, scale=0.3, segment_ids=ids, implementation=implementation),
+            mesh=mesh,
+            in_specs=(P("data", None, "tensor"),) * 3 + (P("data"),),
+            out_specs=P("data", None, "tensor"),
+            check_vma=check_vma,
+        )(q, k, v, ids)
+
+    jax.make_jaxpr(jax.grad(lambda *x: f(implementation, True, *x).sum(), (0, 1, 2)))(q, k, v)
+    with choice.interpreted():
+        out, gradients = value_and_vjp(functools.partial(f, implementation, False), d_out, q, k, v)
+    truth, expected = value_and_vjp(functools.partial(f, "xla", True), d_out, q, k, v)
+    for actual, right in zip((out, *gradients), (truth, *expected), strict=True):
+        assert_close(actual, right)
+
+
+def test_lowers_for_tpus_here(monkeypatch):
+    """By Mosaic's Python half, under every version of JAX that the tests run with; tests/aot has its compiler."""
+    monkeypatch.undo()  # blocks are those of every day
+    x, ids = jax.ShapeDtypeStruct((1, 300, 2, 48), jnp.bfloat16), jax.ShapeDtypeStruct((1, 300), jnp.int32)
+
+    def total(q, k, v, ids):
+        options = {"window": 100, "softcap": 3.0, "segment_ids": ids, "implementation": "pallas_tpu"}
+        return kernels.attention(q, k, v, scale=1.0, **options).astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(total, (0, 1, 2))).trace(x, x, x, ids).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("@tpu_custom_call") == 3
+
+
+def choose(wanted, platform, **case):
+    return choice.choose("attention", TABLES["attention"], wanted, platform, {"dtype": jnp.bfloat16} | case)
+
+
+def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
+    plain = {"head_dim": 128, "softcap": None, "segments": False, "sequence_shards": 1}
+    assert choose("auto", "gpu", **plain) == choose("cudnn", "gpu", **plain) == "cudnn"
+    assert (choose("auto", "tpu", **plain), choose("pallas", "tpu", **plain)) == ("chunked", "pallas_tpu")
+    for change, words in [
+        ({"softcap": 50.0}, "caps no scores"),
+        ({"segments": True}, "knows no segments"),
+        ({"head_dim": 256}, "takes heads up to 128 wide, not 256"),
+        ({"head_dim": 20}, "multiples of 8, not 20"),
+        ({"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
+    ]:
+        case = plain | change
+        assert choose("auto", "gpu", **case) == "chunked"
+        with pytest.raises(ValueError, match=f"attention=cudnn .*{words}.*; use one of .*pallas_gpu"):
+            choose("cudnn", "gpu", **case)
+    for change, words in [
+        ({"sequence_shards": 2}, "split over mesh axis context"),
+        ({"head_dim": 1024}, "wide, not 1024"),
+        ({"dtype": jnp.float64}, "not float64"),
+    ]:
+        for platform in ("gpu", "tpu"):
+            assert choose("auto", platform, **plain | change) == "chunked"
+            with pytest.raises(ValueError, match=f"attention=pallas .*{words}.*; use one of xla, chunked"):
+                choose("pallas", platform, **plain | change)
+    x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
+    with pytest.raises(ValueError, match="cudnn knows no segments; use one of xla, chunked, pallas_gpu, pallas_tpu"):
+        kernels.attention(x, x, x, scale=1.0, segment_ids=jnp.zeros((1, 4)), implementation="cudnn")
+
+
+def test_padding_of_prompts_is_a_segment_that_every_kernel_of_a_prompt_knows():
+    from jaxstack.models.context import Context
+
+    for name in TABLES["attention"]:
+        chosen = Context(attention=name).whole_sequences().attention
+        assert chosen == (choose("auto", "gpu", segments=True) if name == "cudnn" else name)
+        assert not TABLES["attention"][chosen].unfit({"segments": True})

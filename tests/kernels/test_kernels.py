@@ -1,0 +1,642 @@
+"""Every implementation of every kernel against float64 numpy, values and gradients, on random inputs.
+
+The numpy side shares nothing with the kernels: attention visits queries one at a time, gradients are written out by
+hand.
+"""
+
+import functools
+import importlib
+import math
+import re
+from typing import get_args, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxstack import kernels
+from jaxstack.config import KernelsConfig
+from jaxstack.kernels import cross_entropy_pallas, grouped_matmul_pallas, norm_pallas
+from jaxstack.kernels import implementation as choice
+from jaxstack.models import context
+
+activation_module, chunked_module, cross_entropy_module, grouped_module, linear_module, norm_module = (
+    # `from jaxstack.kernels import attention` would give the function
+    importlib.import_module(f"jaxstack.kernels.{name}")
+    for name in ("activation", "attention.chunked", "cross_entropy", "grouped_matmul", "linear", "norm")
+)
+
+# Relative error of a whole array (norm of the difference over norm of the truth). float32 rounds at 6e-8 and a sum of n
+# terms loses about sqrt(n) of that: 1e-5 leaves room for n in the thousands. bfloat16 rounds at 2^-9 = 2e-3, at each of
+# the few places where a kernel returns to it (inputs are exact: the truth is computed from the rounded ones).
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1.5e-2}
+
+
+CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+
+
+def ways(module):
+    """What is run of an op, by the test's name: an implementation, and how its kernel is interpreted."""
+    found = {}
+    for name in module.IMPLEMENTATIONS:
+        found[name] = (name, name.startswith("pallas_"))
+        if name == "pallas_tpu":  # again, with an eye on races, and NaN for what was never written
+            found["pallas_tpu_checked"] = (name, CHECKED)
+    return found
+
+
+def crossed(module, cases, quick):
+    """Each case with each way; those that are interpreted are slow, and of them `quick` cases alone run every time."""
+    return [
+        pytest.param(
+            *case,
+            way,
+            id=f"{name}-{way}",
+            marks=[pytest.mark.slow] if way.startswith("pallas_") and (name not in quick or "_checked" in way) else [],
+        )
+        for way in ways(module)
+        for name, case in cases.items()
+    ]
+
+
+def assert_close(actual, truth, dtype=jnp.float32):
+    """Relative to the truth, or to a root mean square of 1 where it is smaller: terms of that size cancel in it."""
+    actual, truth = np.asarray(actual, np.float64), np.asarray(truth, np.float64)
+    assert actual.shape == truth.shape
+    error = np.linalg.norm(actual - truth)
+    assert error <= TOLERANCE[dtype] * max(np.linalg.norm(truth), math.sqrt(truth.size)), error
+
+
+def assert_rounded_once(actual, truth):
+    """bfloat16 that was computed in float32: the truth, rounded. Only where the truth is within float32's error of the
+    middle between two numbers may it be the other one: one number in 10,000; no more than one in 100 is allowed."""
+    if actual.dtype == jnp.bfloat16:
+        assert (np.asarray(actual) == np.asarray(jnp.asarray(truth, jnp.float32), jnp.bfloat16)).mean() >= 0.99
+
+
+def draw(rng, shape, dtype=jnp.float32, scale=1.0):
+    """A random array of `dtype` and the same numbers in float64."""
+    x = jnp.asarray(scale * rng.standard_normal(shape), dtype)
+    return x, np.asarray(x, np.float64)
+
+
+def value_and_vjp(f, cotangent, *args):
+    """f(*args) and the gradients of <f(*args), cotangent>, under jit."""
+
+    @jax.jit
+    def run(args, cotangent):
+        value, vjp = jax.vjp(f, *args)
+        return value, vjp(cotangent.astype(value.dtype))
+
+    return run(args, cotangent)
+
+
+# Attention
+
+
+def numpy_attention(q, k, v, d_out, scale, causal=True, window=0, softcap=None, segment_ids=None):
+    """Output and gradients, one query of one head at a time."""
+    out, dq, dk, dv = np.zeros_like(q), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    batch, length, heads, _ = q.shape
+    for b, h, i in np.ndindex(batch, heads, length):
+        g = h // (heads // k.shape[2])
+        seen = [
+            j
+            for j in range(length)
+            if (not causal or (j <= i and (window == 0 or i - j < window)))
+            and (segment_ids is None or segment_ids[b, i] == segment_ids[b, j])
+        ]
+        keys, values = k[b, seen, g], v[b, seen, g]
+        capped = scale * (keys @ q[b, i, h])
+        slope = 1.0
+        if softcap is not None:
+            capped = softcap * np.tanh(capped / softcap)
+            slope = 1 - (capped / softcap) ** 2
+        p = np.exp(capped - capped.max())
+        p /= p.sum()
+        out[b, i, h] = p @ values
+        dp = values @ d_out[b, i, h]
+        ds = scale * slope * p * (dp - p @ dp)
+        dq[b, i, h] = ds @ keys
+        dk[b, seen, g] += np.outer(ds, q[b, i, h])
+        dv[b, seen, g] += np.outer(p, d_out[b, i, h])
+    return out, dq, dk, dv
+
+
+ATTENTION_CASES = {  # batch, length, heads, kv heads, head width, options, segment lengths
+    "plain": (2, 64, 2, 2, 8, {}, None),
+    "one_token": (2, 1, 2, 1, 8, {}, None),
+    "ragged": (1, 131, 2, 2, 4, {}, None),
+    "grouped": (2, 70, 6, 2, 8, {}, None),
+    "one_kv_head": (1, 65, 4, 1, 16, {}, None),
+    "window": (1, 150, 2, 1, 4, {"window": 67}, None),
+    "window_of_one": (1, 70, 2, 2, 4, {"window": 1}, None),
+    "window_longer_than_sequence": (1, 70, 2, 2, 4, {"window": 500}, None),
+    "softcap": (1, 90, 2, 2, 8, {"softcap": 1.5}, None),
+    "full": (2, 90, 2, 1, 8, {"causal": False}, None),
+    "segments": (2, 75, 4, 2, 8, {}, (30, 1, 43, 1)),
+    "full_segments": (1, 75, 2, 2, 8, {"causal": False}, (1, 66, 8)),
+    "everything": (2, 140, 4, 2, 8, {"window": 40, "softcap": 2.0}, (1, 100, 39)),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "chunked"])  # kernels: tests/kernels/test_attention_kernels.py
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, jnp.float32) for case in ATTENTION_CASES]
+    + [(case, jnp.bfloat16) for case in ("one_token", "grouped", "everything")],
+)
+def test_attention(rng, case, dtype, implementation):
+    b, s, h, g, width, options, segments = ATTENTION_CASES[case]
+    q, q64 = draw(rng, (b, s, h, width), dtype, scale=2.0)
+    k, k64 = draw(rng, (b, s, g, width), dtype)
+    v, v64 = draw(rng, (b, s, g, width), dtype)
+    d_out, d_out64 = draw(rng, (b, s, h, width), dtype)
+    ids = None if segments is None else np.tile(np.repeat(np.arange(len(segments)), segments), (b, 1)).astype(np.int32)
+
+    def f(q, k, v):
+        return kernels.attention(q, k, v, scale=0.4, segment_ids=ids, implementation=implementation, **options)
+
+    out, gradients = value_and_vjp(f, d_out, q, k, v)
+    assert out.dtype == dtype
+    truth = numpy_attention(q64, k64, v64, d_out64, 0.4, segment_ids=ids, **options)
+    for actual, expected in zip((out, *gradients), truth, strict=True):
+        assert_close(actual, expected, dtype)
+    if dtype == jnp.bfloat16:
+        # Scores and their softmax are float32: what rounds are the weights and the output, together 0.0018 to 0.0023
+        # (measured). Scores or softmax in bfloat16 make it 0.0032 and more.
+        assert np.linalg.norm(np.asarray(out, np.float64) - truth[0]) <= 2.7e-3 * np.linalg.norm(truth[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"window": 1}, {"softcap": 1.5}], ids=str)
+def test_attention_to_what_is_held(rng, options):
+    """The last of 12 tokens, whose 11 before it lie in 14 slots in any order; the second row has but 4 of them."""
+    (q, q64), (k, k64), (v, v64) = (draw(rng, (2, 12, heads, 8)) for heads in (4, 2, 2))
+    slots = rng.permutation(14)[:11]
+    held_k, held_v = (np.asarray(rng.standard_normal((2, 2, 14, 8)), np.float32) for _ in range(2))
+    held_k[:, :, slots], held_v[:, :, slots] = (np.asarray(x[:, :11]).swapaxes(1, 2) for x in (k, v))
+    distance = np.zeros((2, 14), np.int32)
+    distance[:, slots] = 11 - np.arange(11)
+    distance[1, slots[:7]] = 0  # of no one's text
+    out = kernels.cached_attention(
+        q[:, 11:], k[:, 11:], v[:, 11:], jnp.asarray(held_k), jnp.asarray(held_v), jnp.asarray(distance), scale=0.4,
+        **options,
+    )  # fmt: skip
+    for row, start in ((0, 0), (1, 7)):
+        texts = (x[row : row + 1, start:] for x in (q64, k64, v64, q64))
+        assert_close(out[row], numpy_attention(*texts, 0.4, **options)[0][0, -1:])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"causal": False}], ids=["causal", "window", "full"])
+def test_attention_chunks_that_are_scanned(rng, monkeypatch, options):
+    """Chunks in groups, as in a long sequence: 11 chunks in 3 groups (4, 4, 3), and a shorter last one."""
+    monkeypatch.setattr(chunked_module, "_CHUNK", 4)
+    monkeypatch.setattr(chunked_module, "_MAX_GROUPS", 3)
+    (q, q64), (k, k64), (v, v64), (d_out, d_out64) = (draw(rng, (1, 47, n, 4)) for n in (2, 1, 1, 2))
+    ids = np.sort(rng.integers(0, 4, (1, 47))).astype(np.int32)
+
+    def f(q, k, v):
+        return kernels.attention(q, k, v, scale=0.5, segment_ids=ids, implementation="chunked", **options)
+
+    out, gradients = value_and_vjp(f, d_out, q, k, v)
+    truth = numpy_attention(q64, k64, v64, d_out64, 0.5, segment_ids=ids, **options)
+    for actual, expected in zip((out, *gradients), truth, strict=True):
+        assert_close(actual, expected)
+
+
+def test_attention_in_a_checkpointed_scan(rng):
+    q, k, v, d_out = (draw(rng, (2, 70, n, 8))[0] for n in (4, 2, 2, 4))
+
+    def f(implementation):
+        @jax.checkpoint
+        def layer(x, _):
+            return x + kernels.attention(x, k, v, scale=0.3, implementation=implementation), None
+
+        return lambda q: jax.lax.scan(layer, q, length=3)[0]
+
+    (truth, (d_truth,)), (out, (dq,)) = (value_and_vjp(f(name), d_out, q) for name in ("xla", "chunked"))
+    assert_close(out, truth)
+    assert_close(dq, d_truth)
+
+
+def largest_intermediate(jaxpr):
+    """Elements of the largest array any equation makes, within loops and calls too."""
+    sizes = [math.prod(v.aval.shape) for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "shape")]
+    for eqn in jaxpr.eqns:
+        for parameter in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                sizes.append(largest_intermediate(inner))
+    return max(sizes, default=0)
+
+
+def attention_gradient_jaxpr(length, implementation, **options):
+    x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+
+    def total(q, k, v):
+        return kernels.attention(q, k, v, scale=1.0, implementation=implementation, **options).sum()
+
+    return jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(x, x, x).jaxpr
+
+
+def test_attention_memory_is_linear():
+    for options in ({}, {"window": 300}, {"causal": False}):
+        short, long = (largest_intermediate(attention_gradient_jaxpr(s, "chunked", **options)) for s in (2048, 8192))
+        assert long <= 4.1 * short, (options, short, long)
+    short, long = (largest_intermediate(attention_gradient_jaxpr(s, "xla")) for s in (2048, 8192))
+    assert long == 16 * short  # the check can tell
+
+
+def test_attention_trace_is_bounded():
+    equations = [str(attention_gradient_jaxpr(s, "chunked")).count("dot_general") for s in (1024, 8192, 65536)]
+    assert equations[0] == equations[1] == equations[2], equations
+
+
+# Linear
+
+
+@pytest.mark.parametrize("implementation", linear_module.IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("x_shape", "w_shape", "in_axes"),
+    [((2, 7, 5), (5, 3), 1), ((1, 5), (5, 3, 4), 1), ((2, 7, 3, 4), (3, 4, 6), 2), ((1, 1, 9), (9, 2), 1)],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_linear(rng, x_shape, w_shape, in_axes, dtype, implementation):
+    out_shape = w_shape[in_axes:]
+    y_shape = x_shape[:-in_axes] + out_shape
+    (x, x64), (w, w64), (b, b64), (dy, dy64) = (draw(rng, s, dtype) for s in (x_shape, w_shape, out_shape, y_shape))
+    y, (dx, dw, db) = value_and_vjp(
+        lambda x, w, b: kernels.linear(x, w, b, in_axes=in_axes, implementation=implementation), dy, x, w, b
+    )
+    assert y.dtype == dtype
+    fan_in, fan_out = math.prod(w_shape[:in_axes]), math.prod(out_shape)
+    x64, w64, dy64 = x64.reshape(-1, fan_in), w64.reshape(fan_in, fan_out), dy64.reshape(-1, fan_out)
+    assert_close(y, (x64 @ w64).reshape(y_shape) + b64, dtype)
+    assert_close(dx, (dy64 @ w64.T).reshape(x_shape), dtype)
+    assert_close(dw, (x64.T @ dy64).reshape(w_shape), dtype)
+    assert_close(db, dy64.sum(0).reshape(out_shape), dtype)
+    assert_close(
+        kernels.linear(x, w, in_axes=in_axes, implementation=implementation), (x64 @ w64).reshape(y_shape), dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_embedding_lookup(rng, dtype):
+    """Rows of a table; a row's gradient is the sum over all that looked it up, rounded once."""
+    (table, table64), (dy, dy64) = draw(rng, (5, 8), dtype), draw(rng, (3, 200, 8), dtype)
+    ids = rng.integers(0, 4, (3, 200)).astype(np.int32)  # nobody looks up the last one
+    y, (d_table,) = value_and_vjp(lambda table: kernels.embedding_lookup(table, ids), dy, table)
+    assert (np.asarray(y, np.float64) == table64[ids]).all()
+    truth = np.zeros((5, 8))
+    np.add.at(truth, ids, dy64)
+    assert d_table.dtype == dtype
+    # Float32 sums of 150 terms round at 1e-6; bfloat16 rounds their result at 2^-9.
+    np.testing.assert_allclose(
+        np.asarray(d_table, np.float64), truth, rtol=2**-8 if dtype != jnp.float32 else 1e-5, atol=1e-4
+    )
+
+
+# Norms
+
+
+NORM_CASES = {
+    "rows": ((2, 5, 16), jnp.float32),
+    "one_row": ((1, 3), jnp.float32),
+    "heads": ((3, 2, 4, 8), jnp.float32),
+    "two_blocks": ((5, 4, 130), jnp.float32),  # on GPU, and the second is not full
+    "bfloat16": ((2, 5, 16), jnp.bfloat16),
+    "bfloat16_two_blocks": ((5, 4, 130), jnp.bfloat16),
+}
+
+
+def numpy_norm(x, dy, gain, shift, eps, centre):
+    """Values and gradients by x, gain and shift, with the Jacobian of each row written out."""
+    width = x.shape[-1]
+    y, dx = np.zeros_like(x), np.zeros_like(x)
+    d_gain, d_shift = np.zeros(width), np.zeros(width)
+    project = np.eye(width) - (1 / width if centre else 0)
+    for row in np.ndindex(x.shape[:-1]):
+        c = project @ x[row]
+        deviation = math.sqrt((c**2).mean() + eps)
+        y[row] = c / deviation * gain + shift
+        jacobian = (np.eye(width) / deviation - np.outer(c, c) / (width * deviation**3)) @ project
+        dx[row] = jacobian.T @ (dy[row] * gain)
+        d_gain += dy[row] * c / deviation
+        d_shift += dy[row]
+    return y, dx, d_gain, d_shift
+
+
+@pytest.mark.parametrize(("shape", "dtype", "implementation"), crossed(norm_module, NORM_CASES, quick=("two_blocks",)))
+def test_norms(rng, shape, dtype, implementation):
+    (x, x64), (scale, scale64), (bias, bias64), (dy, dy64) = (
+        draw(rng, s, d)
+        for s, d in ((shape, dtype), (shape[-1:], jnp.float32), (shape[-1:], jnp.float32), (shape, dtype))
+    )
+    x, x64 = (x * 3 + 1).astype(dtype), np.asarray((x * 3 + 1).astype(dtype), np.float64)
+    eps = 1e-2  # large enough to be seen
+    name, how = ways(norm_module)[implementation]
+
+    with choice.interpreted(how):
+        for unit_offset in (False, True):
+            y, (dx, d_scale) = value_and_vjp(
+                lambda x, s, u=unit_offset: kernels.rms_norm(x, s, eps=eps, unit_offset=u, implementation=name),
+                dy, x, scale,
+            )  # fmt: skip
+            assert y.dtype == dtype
+            truth = numpy_norm(x64, dy64, scale64 + unit_offset, 0, eps, centre=False)
+            assert_rounded_once(y, truth[0])
+            for actual, expected in zip((y, dx, d_scale), truth[:3], strict=True):
+                assert_close(actual, expected, dtype)
+
+        y, gradients = value_and_vjp(
+            lambda x, s, b: kernels.layer_norm(x, s, b, eps=eps, implementation=name), dy, x, scale, bias
+        )
+        assert y.dtype == dtype
+        truth = numpy_norm(x64, dy64, scale64, bias64, eps, centre=True)
+        assert_rounded_once(y, truth[0])
+        for actual, expected in zip((y, *gradients), truth, strict=True):
+            assert_close(actual, expected, dtype)
+        y = kernels.layer_norm(x, scale, None, eps=eps, implementation=name)
+        assert_close(y, numpy_norm(x64, dy64, scale64, 0, eps, centre=True)[0], dtype)
+
+
+@pytest.mark.parametrize("implementation", [w for w in ways(norm_module) if "_checked" not in w])
+def test_norm_of_a_sum(rng, monkeypatch, implementation):
+    """Both results have a cotangent; on GPU each program goes over several blocks, the last of them not full."""
+    monkeypatch.setattr(norm_pallas, "_PROGRAMS", 2)
+    shape, eps = (3, 33, 40), 1e-2
+    (x, x64), (residual, residual64), (dy, dy64), (d_total, d_total64) = (draw(rng, shape) for _ in range(4))
+    scale, scale64 = draw(rng, shape[-1:])
+    name, how = ways(norm_module)[implementation]
+    with choice.interpreted(how):
+        (y, total), vjp = jax.vjp(
+            jax.jit(lambda x, r, s: kernels.rms_norm(x, s, r, eps=eps, implementation=name)), x, residual, scale
+        )
+        dx, d_residual, d_scale = jax.jit(vjp)((dy, d_total))
+    truth, dx_truth, d_scale_truth, _ = numpy_norm(x64 + residual64, dy64, scale64, 0, eps, centre=False)
+    for actual, expected in (
+        (y, truth),
+        (total, x64 + residual64),
+        (dx, dx_truth + d_total64),
+        (d_residual, dx_truth + d_total64),
+        (d_scale, d_scale_truth),
+    ):
+        assert_close(actual, expected)
+
+
+# GELU
+
+
+@pytest.mark.parametrize("implementation", activation_module.IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_gelu(rng, dtype, implementation):
+    (x, x64), (dy, dy64) = (draw(rng, (3, 41), dtype, scale=3.0) for _ in range(2))
+    y, (dx,) = value_and_vjp(lambda x: kernels.gelu(x, implementation=implementation), dy, x)
+    assert y.dtype == dtype
+    below = np.vectorize(lambda t: 0.5 * math.erfc(-t / math.sqrt(2)))(x64)
+    density = np.exp(-(x64**2) / 2) / math.sqrt(2 * math.pi)
+    assert_close(y, x64 * below, dtype)
+    assert_close(dx, dy64 * (below + x64 * density), dtype)
+
+
+# Cross-entropy
+
+
+def numpy_cross_entropy(x, head, targets, weights, softcap):
+    """The sum and its gradients by x and head, one token at a time."""
+    total, dx, d_head = 0.0, np.zeros_like(x), np.zeros_like(head)
+    for token in np.ndindex(targets.shape):
+        logits = x[token] @ head
+        slope = 1.0
+        if softcap is not None:
+            logits = softcap * np.tanh(logits / softcap)
+            slope = 1 - (logits / softcap) ** 2
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        total -= weights[token] * math.log(p[targets[token]])
+        p[targets[token]] -= 1
+        d_logits = weights[token] * slope * p
+        dx[token] = head @ d_logits
+        d_head += np.outer(x[token], d_logits)
+    return total, dx, d_head
+
+
+CROSS_ENTROPY_CASES = {  # batch, length, width, vocabulary, parts, softcap, dtype
+    "plain": (4, 13, 6, 12, 1, None, jnp.float32),
+    "parts": (4, 13, 6, 12, 2, 1.5, jnp.float32),
+    "one_token": (1, 1, 6, 12, 1, None, jnp.float32),
+    "four_parts": (2, 8, 6, 12, 4, None, jnp.float32),
+    "odd": (3, 11, 37, 101, 1, 2.0, jnp.float32),  # several blocks of a kernel along each axis, none of which is full
+    "bfloat16": (4, 13, 6, 12, 2, 1.5, jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "width", "vocab", "parts", "softcap", "dtype", "implementation"),
+    crossed(cross_entropy_module, CROSS_ENTROPY_CASES, quick=("parts", "odd")),
+)
+def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, softcap, dtype, implementation):
+    """On one device, and with the vocabulary in `parts` parts on as many."""
+    monkeypatch.setattr(cross_entropy_module, "CHUNK_TOKENS", 8)  # some cases divide into chunks, some do not
+    small = {"GPU": (16, 32, 16), "TPU": (16, 32, 16)}
+    for platform, tiles in small.items():
+        monkeypatch.setattr(cross_entropy_pallas, platform, cross_entropy_pallas.Tiles(*tiles))
+    monkeypatch.setattr(cross_entropy_pallas, "STRIPE", 48)
+    name, how = ways(cross_entropy_module)[implementation]
+    (x, x64), (head, head64) = draw(rng, (batch, length, width), dtype), draw(rng, (width, vocab), dtype)
+    targets = rng.integers(0, vocab, (batch, length)).astype(np.int32)
+    weights = (rng.random((batch, length)) * (rng.random((batch, length)) < 0.8) + 1e-3).astype(np.float32)
+
+    def f(x, head):
+        options = {"softcap": softcap, "implementation": name}
+        if parts == 1:
+            return kernels.cross_entropy(x, head, targets, weights, **options)
+        mesh = jax.make_mesh((parts,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:parts])
+
+        def part(x, head):
+            return kernels.cross_entropy(x, head, targets, weights, vocab_axes=("tensor",), **options)
+
+        if not how:
+            return jax.shard_map(part, mesh=mesh, in_specs=(P(), P(None, "tensor")), out_specs=P())(x, head)
+        # What interprets a kernel does not know types that differ by device: one copy of x a device, and none of them.
+        totals = jax.shard_map(
+            lambda xs, head: part(xs[0], head)[None],
+            mesh=mesh,
+            in_specs=(P("tensor"), P(None, "tensor")),
+            out_specs=P("tensor"),
+            check_vma=False,
+        )(jnp.broadcast_to(x, (parts, *x.shape)), head)
+        return jax.lax.stop_gradient(totals[0] - totals.sum()) + totals.sum()
+
+    with choice.interpreted(how):
+        total, (dx, d_head) = value_and_vjp(f, jnp.float32(3.0), x, head)  # the cotangent must reach both gradients
+        value = jax.jit(f)(x, head)  # without gradients
+    assert total.dtype == jnp.float32
+    assert total.shape == ()
+    truth, dx_truth, d_head_truth = numpy_cross_entropy(x64, head64, targets, weights, softcap)
+    # Float32 logits, log-sum-exps and sums, whatever x is: 2e-7 (measured); with logits in bfloat16 1e-5 and more.
+    np.testing.assert_allclose([total, value], truth, rtol=2e-6)
+    assert_close(dx, 3 * dx_truth, dtype)
+    assert_close(d_head, 3 * d_head_truth, dtype)
+
+
+# Grouped matmul
+
+
+GROUPED_CASES = {  # sizes of the groups, rows in none, widths in and out, dtype
+    # Empty groups, sizes around those of the loop's tiles, rows left over.
+    "loop": ((0, 31, 32, 33, 0, 255, 256, 257, 300, 1, 0), 50, 5, 3, jnp.float32),
+    "tiles": ((5, 0, 20, 16, 0, 3), 23, 20, 36, jnp.float32),
+    "whole_tiles": ((32, 0, 16), 0, 16, 32, jnp.float32),
+    "idle": ((0, 0, 0), 17, 5, 3, jnp.float32),
+    "one_row": ((0, 1), 0, 5, 3, jnp.float32),
+    "bfloat16": ((5, 0, 20, 16, 0, 3), 23, 20, 36, jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left", "inner", "outer", "dtype", "implementation"),
+    [
+        case
+        for case in crossed(grouped_module, GROUPED_CASES, quick=("tiles", "idle"))
+        if not (case.id.startswith("loop-pallas"))
+    ],
+)
+def test_grouped_matmul(rng, monkeypatch, sizes, left, inner, outer, dtype, implementation):
+    """Rows in no group are NaN where a kernel must not read them."""
+    for platform in ("GPU", "TPU"):
+        monkeypatch.setattr(grouped_matmul_pallas, platform, grouped_matmul_pallas.Tiles(16, 16, 16))
+    name, how = ways(grouped_module)[implementation]
+    sizes = np.array(sizes, np.int32)
+    N, used = sizes.sum() + left, sizes.sum()
+    (x, x64), (w, w64), (dy, dy64) = (
+        draw(rng, shape, dtype) for shape in ((N, inner), (len(sizes), inner, outer), (N, outer))
+    )
+    x, dy = (a.at[used:].set(jnp.nan if how else 0) for a in (x, dy))
+    with choice.interpreted(how):
+        y, (dx, dw) = value_and_vjp(
+            lambda x, w: kernels.grouped_matmul(x, w, jnp.asarray(sizes), implementation=name), dy, x, w
+        )
+    assert y.dtype == dx.dtype == dw.dtype == dtype
+    assert np.isfinite(np.asarray(y, np.float32)).all()
+    assert np.isfinite(np.asarray(dx, np.float32)).all()
+    starts = np.cumsum(sizes) - sizes
+    for e, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        part = slice(start, start + size)
+        assert_close(y[part], x64[part] @ w64[e], dtype)
+        assert_close(dx[part], dy64[part] @ w64[e].T, dtype)
+        assert_close(dw[e], x64[part].T @ dy64[part], dtype)
+
+
+def test_visits_of_any_sizes(rng):
+    """Every row is in one visit of its group, tiles come in order, and each group has a visit, as the kernels need."""
+    visits = jax.jit(grouped_matmul_pallas.visits, static_argnums=(1, 2))
+    for i in range(24):
+        E, rows, tile = [(1, 7, 1), (8, 96, 16), (5, 61, 4)][i % 3]  # few shapes to compile, many sizes
+        ends = np.sort(rng.integers(0, rows + 1, E)) if i % 2 else np.sort(rng.choice([0, rows // 3, rows], E))
+        sizes = np.diff(ends, prepend=0)  # some are empty, and some rows are in no group
+        plan = visits(jnp.asarray(sizes, jnp.int32), rows, tile)
+        seen, groups = np.full(rows, -1), np.append(np.repeat(np.arange(E), sizes), np.full(rows - sizes.sum(), E))
+        for t, group, start, end in zip(*map(np.asarray, plan), strict=True):
+            for row in range(max(t * tile, start), min((t + 1) * tile, end, rows)):
+                assert seen[row] == -1
+                seen[row] = group
+        assert (seen == groups).all()
+        assert (np.diff(plan.tile) >= 0).all()
+        assert (np.diff(plan.group) >= 0).all()
+        assert set(range(E)) <= set(np.asarray(plan.group))
+
+
+# Kernels within shard_map
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_what_kernels_give_is_typed_by_what_differs_between_devices(platform):
+    """Traced, not run: what interprets kernels does not know these types. Compiled they are in tests/aot."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    name, ids = f"pallas_{platform}", jnp.zeros((2, 8), jnp.int32)
+
+    def part(x, scale, experts, head):
+        x = kernels.rms_norm(x, scale, eps=1e-6, implementation=name)
+        rows = kernels.grouped_matmul(x.reshape(-1, 16), experts, jnp.array([5, 11]), implementation=name)
+        loss = kernels.cross_entropy(
+            rows.reshape(x.shape), head, ids, jnp.ones((2, 8)), vocab_axes=("tensor",), implementation=name
+        )
+        return jax.lax.psum(loss, "data")
+
+    arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 8, 16), (16,), (2, 16, 16), (16, 32))]
+    whole = jax.shard_map(part, mesh=mesh, in_specs=(P("data"), P(), P(), P(None, "tensor")), out_specs=P())
+    found = jax.eval_shape(jax.grad(whole, (0, 1, 2, 3)), *arrays)
+    assert [a.shape for a in found] == [a.shape for a in arrays]
+
+
+# Mistakes
+
+
+def test_mistakes_are_named():
+    x = jnp.zeros((3, 4, 2, 8))
+    with pytest.raises(ValueError, match="xla, chunked"):
+        kernels.attention(x, x, x, scale=1.0, implementation="fast")
+    with pytest.raises(ValueError, match="evenly"):
+        kernels.attention(x[:, :, [0, 1, 0]], x, x, scale=1.0)
+    with pytest.raises(ValueError, match="causal"):
+        kernels.attention(x, x, x, scale=1.0, causal=False, window=3)
+    with pytest.raises(ValueError, match="xla, barrier"):
+        kernels.linear(x, jnp.zeros((8, 2)), implementation="fast")
+    with pytest.raises(ValueError, match="xla, saved"):
+        kernels.gelu(x, implementation="fast")
+    with pytest.raises(ValueError, match="xla, explicit_vjp"):
+        kernels.rms_norm(x, jnp.ones(8), eps=1e-6, implementation="fast")
+    with pytest.raises(ValueError, match="xla, explicit_vjp"):
+        kernels.layer_norm(x, jnp.ones(8), None, eps=1e-6, implementation="fast")
+    y, i = jnp.zeros((3, 4, 8)), jnp.zeros((3, 4), jnp.int32)
+    with pytest.raises(ValueError, match="xla, chunked"):
+        kernels.cross_entropy(y, jnp.zeros((8, 5)), i, jnp.ones((3, 4)), implementation="fast")
+
+
+# Choice
+
+
+def test_the_configuration_names_what_there_is():
+    for op, table in context.OPS.items():
+        named = set(get_args(get_type_hints(KernelsConfig)[op])) - {"auto", "pallas"}
+        assert named == {name for name in table if not name.startswith("pallas_")}, op
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_auto_always_finds_something_that_runs(platform):
+    for op, name in context.implementations(platform).items():
+        assert platform in context.OPS[op][name].platforms
+
+
+def test_what_is_named_and_cannot_run_is_an_error(monkeypatch):
+    table = {
+        "xla": choice.Implementation(),
+        "vendor": choice.Implementation(("gpu",), lambda case: "takes no float32" if case["dtype"] == "f4" else ""),
+        "pallas_gpu": choice.Implementation(("gpu",)),
+    }
+    monkeypatch.setitem(choice.AUTO["gpu"], "op", ("vendor",))
+    choose = functools.partial(choice.choose, "op", table)
+    assert choose("auto", "gpu", {"dtype": "f2"}) == "vendor"
+    assert choose("auto", "gpu", {"dtype": "f4"}) == "xla"
+    assert choose("auto", "cpu", {"dtype": "f2"}) == "xla"
+    assert choose("pallas", "gpu", {"dtype": "f4"}) == "pallas_gpu"
+    for wanted, platform, words in [
+        ("vendor", "cpu", "op=vendor runs on gpu, not on cpu; use one of xla, or auto"),
+        ("vendor", "gpu", "op=vendor takes no float32; use one of xla, pallas_gpu, or auto"),
+        ("pallas", "tpu", "op has no implementation 'pallas' on tpu; use one of xla, or auto"),
+        ("fast", "cpu", "op has no implementation 'fast' on cpu; use one of xla, or auto"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            choose(wanted, platform, {"dtype": "f4"})
+
+
+def test_auto_is_what_runs_here():
+    x = jnp.ones((2, 8))
+    assert jnp.array_equal(
+        kernels.rms_norm(x, jnp.ones(8), eps=0.0, implementation="auto"), kernels.rms_norm(x, jnp.ones(8), eps=0.0)
+    )

@@ -1,0 +1,173 @@
+"""Matmuls in 8 bits: against integer arithmetic in float64, within the bound of rounding, loud where not finite."""
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from families import FAMILIES
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxstack import kernels
+from jaxstack.models import decoder as models
+from jaxstack.models import params
+from jaxstack.models.context import Context
+from jaxstack.training import losses
+
+SHAPES = {  # x, w, contracted axes
+    "matrix": ((6, 33), (33, 20), 1),
+    "heads": ((2, 5, 24), (24, 3, 4), 1),
+    "heads_joined": ((2, 5, 3, 4), (3, 4, 24), 2),
+    "one_token": ((1, 1, 9), (9, 2), 1),
+}
+LIMITS = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+
+
+def numpy_quantized(x, dtype):
+    """Rows of x [rows, n] in 8 bits and their scales, in numpy."""
+    top = np.maximum(np.abs(x).max(1, keepdims=True), np.float32(1e-30))
+    scale = (top / np.float32(LIMITS[dtype])).astype(np.float32)
+    values = x / scale
+    rounded = np.rint(values) if dtype == "int8" else values.astype(getattr(ml_dtypes, dtype))
+    return rounded.astype(np.float64), scale.astype(np.float64)
+
+
+def numpy_rounding(x, dtype):
+    """What rounding changes of each element at most: half of the distance to its neighbour."""
+    scale = np.abs(x).max(1, keepdims=True) / LIMITS[dtype]
+    # The mantissa's bits, and below the smallest normal number steps of one size.
+    relative, absolute = {"int8": (0, 0.5), "float8_e4m3fn": (2**-4, 2**-10), "float8_e5m2": (2**-3, 2**-17)}[dtype]
+    return np.maximum(relative * np.abs(x), absolute * scale) * (1 + 1e-5)  # and the quotient's own rounding
+
+
+def product(a, b, a_dtype, b_dtype):
+    """a [m, n] @ b [n, k] in 8 bits, and the bound on its error."""
+    (qa, sa), (qb, sb) = numpy_quantized(a, a_dtype), numpy_quantized(b.T, b_dtype)
+    da, db = numpy_rounding(a, a_dtype), numpy_rounding(b.T, b_dtype)
+    return sa * (qa @ qb.T) * sb.T, da @ np.abs(b) + np.abs(a) @ db.T + da @ db.T
+
+
+def run(kind, in_axes, x, w, dy):
+    @jax.jit
+    def both(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: kernels.quantized_matmul(x, w, kind=kind, in_axes=in_axes), x, w)
+        return y, *vjp(dy)
+
+    return both(x, w, dy)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("case", SHAPES)
+def test_against_numpy(rng, case, kind):
+    x_shape, w_shape, in_axes = SHAPES[case]
+    fan_in, fan_out = int(np.prod(w_shape[:in_axes])), int(np.prod(w_shape[in_axes:]))
+    # Rows and columns of very different sizes: each has its own scale.
+    x = (rng.standard_normal((int(np.prod(x_shape)) // fan_in, fan_in)) * 10.0 ** rng.uniform(-3, 3)).astype(np.float32)
+    w = (rng.standard_normal((fan_in, fan_out)) * 10.0 ** rng.uniform(-3, 3, (1, fan_out))).astype(np.float32)
+    dy = rng.standard_normal((x.shape[0], fan_out)).astype(np.float32)
+    y_shape = x_shape[: len(x_shape) - in_axes] + w_shape[in_axes:]
+    y, dx, dw = run(kind, in_axes, x.reshape(x_shape), w.reshape(w_shape), dy.reshape(y_shape))
+    assert (y.shape, dx.shape, dw.shape) == (y_shape, x_shape, w_shape)
+    values, gradients = ("int8", "int8") if kind == "int8" else ("float8_e4m3fn", "float8_e5m2")
+    for actual, a, b, dtype in ((y, x, w, values), (dx, dy, w.T, gradients)):
+        exact, bound = product(a, b, dtype, values)
+        actual = np.asarray(actual, np.float64).reshape(exact.shape)
+        # The products are summed exactly (int8) or in float32 (fp8); three roundings follow.
+        size = np.abs(a) @ np.abs(b)
+        assert (np.abs(actual - exact) <= 1e-6 * size).all()
+        assert (np.abs(actual - a.astype(np.float64) @ b) <= bound + 1e-6 * size).all()
+    truth = x.astype(np.float64).T @ dy  # in the operands' own precision
+    assert (np.abs(np.asarray(dw).reshape(truth.shape) - truth) <= 1e-5 * (np.abs(x).T @ np.abs(dy))).all()
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_scales_zeros_and_what_is_not_finite(rng, kind):
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((6, 16), (16, 8)))
+    f = jax.jit(lambda x, w: kernels.quantized_matmul(x, w, kind=kind))
+    y = f(x, w)
+    factors = 2.0 ** rng.integers(-20, 20, (6, 1)).astype(np.float32)
+    assert (np.asarray(f(x * factors, w)) == y * factors).all()
+    x[2], w[:, 3] = 0, 0
+    y = np.asarray(f(x, w))
+    assert (y[2] == 0).all()
+    assert (y[:, 3] == 0).all()
+    _, dx, dw = run(kind, 1, x, w, np.zeros((6, 8), np.float32))
+    assert (np.asarray(dx) == 0).all()
+    assert (np.asarray(dw) == 0).all()
+    for bad in (np.nan, np.inf, -np.inf):
+        broken = x.copy()
+        broken[4, 7] = bad
+        y = np.asarray(f(broken, w))
+        assert not np.isfinite(np.delete(y[4], 3)).any()
+        assert np.isfinite(np.delete(y, 4, 0)).all()
+        broken = w.copy()
+        broken[5, 6] = bad
+        y = np.asarray(f(x, broken))
+        assert not np.isfinite(np.delete(y[:, 6], 2)).any()
+        assert np.isfinite(np.delete(y, 6, 1)).all()
+
+
+def test_sums_that_int32_does_not_hold():
+    deep = 2**31 // 127**2 + 1
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, deep), (deep, 1)))
+    with pytest.raises(ValueError, match=f"sums {deep} products"):
+        jax.eval_shape(lambda x, w: kernels.quantized_matmul(x, w, kind="int8"), x, w)
+    with pytest.raises(ValueError, match="use one of int8, fp8"):
+        kernels.quantized_matmul(jnp.ones((1, 2)), jnp.ones((2, 1)), kind="int4")
+    most = jnp.full((1, deep - 2), 1.0)
+    assert kernels.quantized_matmul(most, most.T, kind="int8")[0, 0] == pytest.approx(deep - 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_scales_are_of_the_whole_where_devices_split_it(rng, kind):
+    """Columns, then rows, over 4 devices: the numbers of one device, but for the order of float32 sums."""
+    x, up, down = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((8, 16), (16, 32), (32, 16)))
+    mesh = jax.make_mesh((4,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:4])
+
+    def whole(x, up, down):
+        return kernels.linear(kernels.linear(x, up, quant=kind), down, quant=kind)
+
+    def part(x, up, down):
+        hidden = kernels.linear(x, up, quant=kind, split_out=("tensor",))
+        return jax.lax.psum(kernels.linear(hidden, down, quant=kind, split_in=("tensor",)), "tensor")
+
+    split = jax.shard_map(part, mesh=mesh, in_specs=(P(), P(None, "tensor"), P("tensor")), out_specs=P())
+    cotangent = jnp.asarray(rng.standard_normal((8, 16)), jnp.float32)
+
+    def everything(f):
+        y, vjp = jax.vjp(f, x, up, down)
+        return y, *vjp(cotangent)
+
+    for a, b in zip(jax.jit(lambda: everything(split))(), jax.jit(lambda: everything(whole))(), strict=True):
+        # A sum in another order may round to another 8-bit number, one in a great many.
+        assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)
+
+
+def eight_bit_products(jaxpr):
+    found = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            found += all(v.aval.dtype.itemsize == 1 for v in eqn.invars)
+        found += sum(eight_bit_products(sub) for sub in jax.extend.core.jaxprs_in_params(eqn.params))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_every_linear_layer_of_a_block_and_no_other(kind):
+    """q, k, v, o, up, gate and down, forward and for the gradient of what goes in; in one scanned layer."""
+    cfg = FAMILIES["llama3"]
+    values = params.init(jax.random.key(0), models.spec(cfg))
+    ids = jnp.zeros((2, 8), jnp.int32)
+    batch = {"tokens": ids, "targets": ids, "weights": jnp.ones((2, 8))}
+
+    def loss(values, quant):
+        return losses.next_token(cfg, values, batch, Context(quant=quant))[0]
+
+    count = eight_bit_products(jax.make_jaxpr(jax.grad(lambda v: loss(v, kind)))(values).jaxpr)
+    assert count == 14
+    assert eight_bit_products(jax.make_jaxpr(jax.grad(lambda v: loss(v, "none")))(values).jaxpr) == 0
+    near, far = jax.jit(lambda v: loss(v, "none"))(values), jax.jit(lambda v: loss(v, kind))(values)
+    assert near != far
+    assert abs(near - far) < 0.02 * near  # three mantissa bits at least, averaged over 16 tokens

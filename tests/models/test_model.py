@@ -1,0 +1,314 @@
+"""The decoder family: what every switch must keep true, whatever the values are."""
+
+import dataclasses
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import EXPERTS, FAMILIES, SMALL
+
+from jaxstack.common.tree import flatten
+from jaxstack.config import ModelConfig, RopeScaling
+from jaxstack.models import decoder, layers, params
+from jaxstack.models.context import Context, implementations
+
+CONTEXTS = {
+    "xla": Context(),
+    "cpu": Context(**implementations("cpu")),
+}
+
+
+def randomised(cfg: ModelConfig, rng: np.random.Generator):
+    """Parameters with no zeros and no ones, so that nothing hides behind an initial value."""
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), jnp.float32), params.abstract(decoder.spec(cfg))
+    )
+
+
+def tokens_for(cfg: ModelConfig, rng: np.random.Generator, batch: int = 2, length: int = 24) -> jax.Array:
+    return jnp.asarray(rng.integers(0, cfg.vocab, (batch, length)), jnp.int32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_of_every_layer_is_read(family, rng):
+    cfg = FAMILIES[family]
+    values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
+
+    def loss(values):
+        logits, _ = decoder.forward(cfg, values, tokens)
+        return (logits * jnp.asarray(rng.normal(size=logits.shape), jnp.float32)).sum()
+
+    for path, grad in flatten(jax.grad(loss)(values)).items():
+        if path.startswith("layers/"):
+            moved = jnp.abs(grad).reshape(cfg.num_layers, -1).max(axis=1)
+        else:
+            moved = jnp.abs(grad).max()
+        assert (moved > 0).all() or path.endswith("/b_k"), f"{path} does not reach the logits"
+
+
+def test_key_bias_cannot_matter_without_positions_in_the_scores(rng):
+    """A bias on keys adds the same score to every key of a query, which softmax ignores: the one excuse made above."""
+    cfg = FAMILIES["gpt2"]
+    values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
+    shifted = jax.tree.map(lambda leaf: leaf, values)
+    shifted["layers"]["attention"]["b_k"] = values["layers"]["attention"]["b_k"] + 1.0
+    a, b = (decoder.forward(cfg, v, tokens)[0] for v in (values, shifted))
+    np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(a).max()))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_causality_by_gradients(family, context, rng):
+    """Logits at t move with the token embeddings at 0..t, and with none behind t."""
+    cfg = FAMILIES[family]
+    values, tokens = randomised(cfg, rng), tokens_for(cfg, rng, batch=1)
+    t = int(rng.integers(0, tokens.shape[1] - 1))
+    table = values["embedding"]["tokens"]
+    unique = jnp.arange(tokens.shape[1])[None]  # every position its own row of the table
+
+    def logit_sum(rows):
+        own = values | {"embedding": values["embedding"] | {"tokens": jnp.concatenate([rows, table])}}
+        grown = dataclasses.replace(cfg, vocab_size=rows.shape[0] + cfg.vocab)
+        if not cfg.tied_embeddings:
+            own = own | {"head": {"w": jnp.ones((cfg.d_model, grown.vocab)) * jnp.arange(grown.vocab)}}
+        x, _ = decoder.hidden(grown, own, unique, CONTEXTS[context])
+        return jnp.sin(x[0, t]).sum()
+
+    grads = jnp.abs(jax.grad(logit_sum)(table[tokens[0]])).max(axis=1)
+    assert (grads[t + 1 :] == 0).all()
+    assert (grads[: t + 1] > 0).all()
+
+
+def test_sliding_window_by_gradients(rng):
+    """With one layer of window 4, the state at t moves with tokens t-3..t alone."""
+    cfg = ModelConfig(**SMALL | {"num_layers": 1}, windows=(4,))
+    values = randomised(cfg, rng)
+    x = jnp.asarray(rng.normal(size=(1, 16, cfg.d_model)), jnp.float32)
+    one = jax.tree.map(lambda leaf: leaf[0], values["layers"])
+
+    def at(x):
+        y, _ = decoder.block(cfg, one, x, Context(), window=4, rope=None, segment_ids=None, dropout_key=None)
+        return jnp.sin(y[0, 10]).sum()
+
+    moved = jnp.abs(jax.grad(at)(x)[0]).max(axis=1) > 0
+    assert moved.tolist() == [7 <= i <= 10 for i in range(16)]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_equal_separate_ones(family, context, rng):
+    """Logits of documents packed in one row are those of each document on its own."""
+    cfg = FAMILIES[family]
+    values = randomised(cfg, rng)
+    lengths = [5, 1, 11, 7]
+    documents = [tokens_for(cfg, rng, 1, n) for n in lengths]
+    segment_ids = jnp.asarray(np.repeat(np.arange(1, 5), lengths))[None]
+    positions = jnp.concatenate([jnp.arange(n) for n in lengths])[None]
+    packed, _ = decoder.forward(
+        cfg, values, jnp.concatenate(documents, 1), CONTEXTS[context], positions=positions, segment_ids=segment_ids
+    )
+    alone = jnp.concatenate([decoder.forward(cfg, values, d)[0] for d in documents], 1)
+    # Float32 sums in another order, through two layers; logits are of order 1 to 10.
+    np.testing.assert_allclose(packed, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("context", "policies"), [("cpu", ["selective", "dots", "full"]), ("xla", ["selective"])], ids=["cpu", "xla"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_remat_changes_no_gradient(family, context, policies, rng):
+    """`dots` and `full` name no residuals of a kernel: they are one path, whichever kernels there are."""
+    cfg = FAMILIES[family]
+    values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
+
+    def loss(values, ctx):
+        return jnp.tanh(decoder.forward(cfg, values, tokens, ctx)[0]).mean()
+
+    plain = flatten(jax.grad(loss)(values, CONTEXTS[context]))
+    whole = math.sqrt(sum(float(jnp.square(g).sum()) for g in plain.values()))
+    for remat in policies:
+        again = flatten(jax.grad(loss)(values, dataclasses.replace(CONTEXTS[context], remat=remat)))
+        for path, expected in plain.items():
+            # The same operations on the same values; fusion may reorder float32 sums. The gradient by a bias of keys
+            # is nothing but rounding, for a softmax does not see a shift: float32's of the whole, 1e-7.
+            limit = 1e-5 * jnp.linalg.norm(expected) + 1e-7 * whole
+            assert jnp.linalg.norm(again[path] - expected) <= limit, (remat, path)
+
+
+def test_remat_policies_recompute_what_they_say():
+    """Saved residuals: `none` keeps the most, `dots` the matmul outputs, `full` each layer's input alone."""
+    cfg = FAMILIES["llama3"]
+    values = params.abstract(decoder.spec(cfg))
+    tokens = jax.ShapeDtypeStruct((2, 24), jnp.int32)
+    saved = {}
+    for remat in ("none", "selective", "dots", "full"):
+        ctx = Context(remat=remat)
+
+        def pullback(values, tokens, ctx=ctx):
+            return jax.vjp(lambda v: decoder.forward(cfg, v, tokens, ctx)[0], values)[1]
+
+        shapes = jax.eval_shape(pullback, values, tokens)
+        saved[remat] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert saved["full"] < saved["dots"] < saved["none"]
+    assert saved["full"] < saved["selective"] < saved["none"]
+
+
+@pytest.mark.parametrize("scaling", [RopeScaling(), RopeScaling(factor=8.0, original_max_position=64)])
+def test_rope_against_complex_numbers_in_float64(scaling, rng):
+    """RoPE is the product with exp(i * position * frequency), pairs (i, i + K/2): written as that, in float64."""
+    cfg = ModelConfig(**SMALL | {"d_model": 64}, rope_theta=10000.0, rope_scaling=scaling)
+    K = cfg.head_width
+    x = rng.normal(size=(2, 40, 4, K))
+    positions = rng.integers(0, 200, (2, 40))
+    frequencies = np.array([10000.0 ** (-2 * i / K) for i in range(K // 2)])
+    if scaling.factor > 1:
+        for i, f in enumerate(frequencies):  # Hugging Face's three cases, one by one
+            wavelength = 2 * np.pi / f
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            if wavelength > scaling.original_max_position / low:
+                frequencies[i] = f / scaling.factor
+            elif wavelength >= scaling.original_max_position / high:
+                smooth = (scaling.original_max_position / wavelength - low) / (high - low)
+                frequencies[i] = (1 - smooth) * f / scaling.factor + smooth * f
+        assert len(set(frequencies * 10000.0 ** (np.arange(K // 2) * 2 / K)) - {1.0, 1 / 8}) >= 1
+    turned = (x[..., : K // 2] + 1j * x[..., K // 2 :]) * np.exp(1j * positions[..., None] * frequencies)[:, :, None]
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    got = layers.rotate(jnp.asarray(x, jnp.float32), layers.rope_tables(cfg, jnp.asarray(positions)))
+    # float32 angles up to 200 radians carry an error of 200 * 2^-24 = 1.2e-5, times |x| of about 4.
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+def test_initial_values_follow_from_seed_and_path_alone():
+    """Layer i starts the same in a deeper model, a wider head, with or without other parameters."""
+    small = ModelConfig(**SMALL)
+    deep = dataclasses.replace(small, num_layers=5)
+    other = dataclasses.replace(small, tied_embeddings=True, qk_norm=True)
+    key = jax.random.key(7)
+    a, b, c = (flatten(params.init(key, decoder.spec(cfg))) for cfg in (small, deep, other))
+    for path in ("layers/attention/w_q", "layers/mlp/w_up"):
+        assert (a[path] == b[path][:2]).all(), path
+        assert (a[path] == c[path]).all(), path
+    values = [np.asarray(v).ravel()[:50] for v in a.values() if v.std() > 0]
+    assert len({v.tobytes() for v in values}) == len(values), "two parameters share their random numbers"
+
+
+def expected_start(path: str, cfg: ModelConfig) -> float:
+    """What a parameter begins with: a standard deviation; 0 or 1 for a constant."""
+    name = path.rsplit("/", 1)[-1]
+    if name == "scale":
+        return float(not cfg.norm_unit_offset)
+    if name in ("bias", "balance") or name.startswith("b_"):
+        return 0.0
+    # Two blocks a layer add to the residual stream: their outputs begin smaller, as in GPT-2.
+    return 0.3 / math.sqrt(2 * cfg.num_layers) if name in ("w_o", "w_down") else 0.3
+
+
+@pytest.mark.parametrize("family", FAMILIES | EXPERTS)
+def test_initial_spread_is_what_is_declared(family):
+    cfg = dataclasses.replace((FAMILIES | EXPERTS)[family], num_layers=4, init_std=0.3)
+    values, begins = flatten(params.init(jax.random.key(0), decoder.spec(cfg))), set()
+    for path, value in values.items():
+        expected, value = expected_start(path, cfg), np.asarray(value)
+        if expected in (0.0, 1.0):
+            assert (value == expected).all(), path
+            continue
+        # The spread of n normal numbers is known to 1/sqrt(2n), and n is 512 at least; three times that. Outputs that
+        # were not divided are off by a factor of 2.8.
+        assert abs(value.std() / expected - 1) < 3 / math.sqrt(2 * value.size) + 1e-3, path
+        assert abs(value.mean()) < 4 * expected / math.sqrt(value.size), path
+        own = value.reshape(-1, *value.shape[-2:]) if value.ndim > 2 else value[None]
+        firsts = {(row / expected).ravel()[:8].round(5).tobytes() for row in own}
+        assert len(firsts) == len(own), f"{path}: two layers or experts begin alike"
+        assert not firsts & begins, f"{path} begins like another parameter"
+        begins |= firsts
+
+
+def test_one_layout_however_the_windows_alternate():
+    a = decoder.spec(ModelConfig(**SMALL | {"num_layers": 4}, windows=(8, 0)))
+    b = decoder.spec(ModelConfig(**SMALL | {"num_layers": 4}))
+    assert jax.tree.structure(params.abstract(a)) == jax.tree.structure(params.abstract(b))
+    assert params.abstract(a) == params.abstract(b)
+
+
+def test_layers_and_rows_are_dealt_out_in_turns():
+    """Block i of step n is layer n * period + i; microbatch i has rows i, i + M, ...; a key goes to each."""
+    cfg = ModelConfig(**SMALL | {"num_layers": 6}, windows=(8, 0))
+    even, odd = decoder.by_step(cfg, {"x": jnp.arange(6)})
+    assert (even["x"].tolist(), odd["x"].tolist()) == ([0, 2, 4], [1, 3, 5])
+    cut = decoder.microbatched({"x": jnp.arange(6), "key": jnp.arange(3)}, 2)
+    assert cut["x"].tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert cut["key"].tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_the_program_does_not_grow_with_depth():
+    def equations(num_layers):
+        cfg = ModelConfig(**SMALL | {"num_layers": num_layers}, windows=(8, 0))
+        tokens = jnp.zeros((2, 16), jnp.int32)
+        jaxpr = jax.make_jaxpr(lambda v: jax.grad(lambda v: decoder.forward(cfg, v, tokens)[0].sum())(v))(
+            params.abstract(decoder.spec(cfg))
+        )
+        return str(jaxpr).count(" = ")
+
+    assert equations(4) == equations(48)
+
+
+def test_bfloat16_is_near_float32(rng):
+    cfg = FAMILIES["llama3"]
+    values, tokens = params.init(jax.random.key(0), decoder.spec(cfg)), tokens_for(cfg, rng)
+    exact, _ = decoder.forward(cfg, values, tokens)
+    rough, _ = decoder.forward(cfg, values, tokens, Context(dtype=jnp.bfloat16))
+    assert rough.dtype == jnp.float32
+    # bfloat16 has 8 bits: 0.4% an operation, a few dozen of them in a row.
+    assert jnp.linalg.norm(rough - exact) < 0.03 * jnp.linalg.norm(exact)
+    assert not (rough == exact).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES | EXPERTS)
+def test_matrices_and_tables_are_cast_and_nothing_else(family):
+    """Norms, biases and all of a router keep their digits: a rounded logit sends a token elsewhere."""
+    spec = decoder.spec((FAMILIES | EXPERTS)[family])
+    cast = jax.eval_shape(lambda v: params.cast_matrices(spec, v, jnp.bfloat16), params.abstract(spec))
+    for path, leaf in flatten(cast).items():
+        name = path.rsplit("/", 1)[-1]
+        low = name.startswith("w") or path in ("embedding/tokens", "embedding/positions")
+        assert leaf.dtype == (jnp.bfloat16 if low else jnp.float32), path
+
+
+def test_dropout_is_off_without_a_key_and_unbiased_with_one(rng):
+    x, ids = jnp.ones((2, 100, 500)), jnp.arange(200, dtype=jnp.uint32).reshape(2, 100)
+    assert layers.dropout(None, 0.5, x, None) is x
+    y = layers.dropout(jax.random.key(1), 0.3, x, ids)
+    assert (y[:, ::-1] == layers.dropout(jax.random.key(1), 0.3, x, ids[:, ::-1])).all()  # a token's own, wherever
+    assert set(np.unique(y)) == {0.0, np.float32(1 / 0.7)}
+    assert abs(float(y.mean()) - 1) < 4 * (0.3 / 0.7 / x.size) ** 0.5  # four standard deviations
+    cfg = dataclasses.replace(FAMILIES["gpt2"], dropout=0.5)
+    values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
+    a, b = (decoder.forward(cfg, values, tokens, dropout_key=jax.random.key(i))[0] for i in (0, 1))
+    assert not jnp.allclose(a, b)
+    plain, _ = decoder.forward(dataclasses.replace(cfg, dropout=0.0), values, tokens)
+    assert (decoder.forward(cfg, values, tokens)[0] == plain).all()
+
+
+def test_every_mask_of_dropout_has_a_key_of_its_own(rng, monkeypatch):
+    """The embedding's, and two in each layer: two steps of the scan, of two layers each."""
+    cfg = dataclasses.replace(FAMILIES["llama3"], num_layers=4, windows=(4, 0), dropout=0.5)
+    keys = []
+
+    def dropout(key, rate, x, token_ids):
+        keys.append(bytes(np.asarray(jax.random.key_data(key))))
+        assert rate == 0.5
+        return x
+
+    monkeypatch.setattr(layers, "dropout", dropout)
+    with jax.disable_jit():
+        decoder.hidden(cfg, randomised(cfg, rng), tokens_for(cfg, rng, length=3), dropout_key=jax.random.key(0))
+    assert len(keys) == len(set(keys)) == 1 + 2 * cfg.num_layers
+
+
+def test_the_model_names_no_mesh_and_no_kernel():
+    source = inspect.getsource(ModelConfig)
+    assert "mesh" not in source
+    assert "implementation" not in source

@@ -1,0 +1,320 @@
+"""Models with experts: the whole step, its sums, and the ways from and to dense models. `test_moe.py` has the parts."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import EXPERTS, FAMILIES
+
+from jaxstack.common.tree import flatten
+from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
+from jaxstack.models import decoder, flops, layers, params, surgery
+from jaxstack.models.context import Context, implementations
+from jaxstack.training import losses, step
+
+CONTEXTS = {
+    "xla": Context(moe="reference"),
+    "ragged": Context(moe="ragged"),
+    "cpu": Context(**implementations("cpu")),
+}
+
+
+def randomised(cfg, rng):
+    values = params.init(jax.random.key(0), decoder.spec(cfg))
+    return jax.tree.map(lambda v: v + 0.1 * jnp.asarray(rng.normal(size=v.shape), jnp.float32), values)
+
+
+def random_batch(cfg, rng, rows=4, length=16):
+    ids = rng.integers(0, cfg.vocab, (rows, length + 1)).astype(np.int32)
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((rows, length), np.float32)}
+    gates = {"domain": cfg.moe.num_experts, "timestep": cfg.moe.max_timestep}
+    if cfg.moe.router in gates:
+        batch["gate"] = rng.integers(0, gates[cfg.moe.router], (rows, length)).astype(np.int32)
+    return batch
+
+
+def run_config(name, **train) -> Config:
+    domains = tuple("abc") if name == "domain" else ()
+    return Config(
+        model=EXPERTS[name],
+        data=DataConfig(seq_len=16, batch_size=4, domains=domains),
+        optim=OptimConfig(warmup_steps=0, lr=1e-2),
+        train=TrainConfig(steps=10, **train),
+    )
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_every_implementation_is_the_reference(name, rng):
+    cfg = EXPERTS[name]
+    values, batch = randomised(cfg, rng), random_batch(cfg, rng)
+
+    def objective(values, ctx):
+        total, aux = losses.next_token(cfg, values, batch, ctx)
+        return total / 64 + losses.auxiliary(cfg, aux, losses.Counted(64.0, 4.0)), aux
+
+    ways = {n: c for n, c in CONTEXTS.items() if n != "ragged" or name == "mixtral"}
+    results = {
+        n: jax.jit(jax.value_and_grad(lambda v, c=c: objective(v, c), has_aux=True))(values) for n, c in ways.items()
+    }
+    (loss, aux), grads = results.pop("xla")
+    for way, ((other, other_aux), other_grads) in results.items():
+        np.testing.assert_allclose(other, loss, rtol=1e-6, err_msg=way)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), other_aux, aux)
+        for path, g in flatten(grads).items():
+            difference = jnp.linalg.norm(flatten(other_grads)[path] - g)
+            assert difference <= 1e-5 * jnp.linalg.norm(g), (way, path)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_every_parameter_is_read(name, rng):
+    """By a finite difference, since the balancing bias is read though it has no gradient."""
+    cfg = EXPERTS[name]
+    values, batch = randomised(cfg, rng), random_batch(cfg, rng)
+    loss = jax.jit(lambda v: losses.next_token(cfg, v, batch, Context())[0])
+    for path in flatten(values):
+        # A row of one entry moves, so that a bias which moves all experts alike is seen, too.
+        moved = jax.tree_util.tree_map_with_path(
+            lambda keys, v, path=path: (
+                v.at[..., :1].add(3.0) if jax.tree_util.keystr(keys, simple=True, separator="/") == path else v
+            ),
+            values,
+        )
+        assert float(loss(moved)) != float(loss(values)), path
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_every_product_with_the_router_has_the_highest_precision(name):
+    """Forward, recomputed and backward, as lowered: TPUs and GPUs round what has the default precision."""
+    moe = dataclasses.replace(EXPERTS[name].moe, num_experts=7, groups=1, top_groups=1)
+    cfg = dataclasses.replace(EXPERTS[name], moe=moe)
+    run = dataclasses.replace(run_config("mixtral"), model=cfg, train=TrainConfig(dtype="bfloat16", remat="full"))
+    values = params.abstract(decoder.spec(cfg))
+    batch = random_batch(cfg, np.random.default_rng(0))
+    context = Context(dtype=jnp.bfloat16, remat="full")
+    text = jax.jit(step.make_gradients(run, context)).lower(values, batch).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line and re.search(r"<\d+x7xf32>", line)]
+    # Forward, recomputed, the gradient of the tokens, that of the router.
+    assert len(products) == 4
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products), products
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_logits_of_tokens_in_bfloat16_are_a_product_in_float32(name, rng):
+    cfg = EXPERTS[name]
+    E = cfg.moe.num_experts
+    x = jnp.asarray(rng.standard_normal((64, 32)), jnp.bfloat16)
+    router = jnp.asarray(rng.standard_normal((32, E)), jnp.float32)
+    values = {"router": router, "balance": jnp.zeros(E)}
+
+    def logits(x, router):
+        return layers.route(cfg, values | {"router": router}, x, None).logits
+
+    made, pull = jax.vjp(logits, x, router)
+    d = jnp.asarray(rng.standard_normal(made.shape), jnp.float32)
+    dx, d_router = pull(d)
+    wide, w, dy = (np.asarray(a, np.float64) for a in (x, router, d))
+    # Sums of 32 or 64 float32 products round at 6e-8 each. A router rounded to bfloat16 would be off by 2e-3.
+    for ours, truth, tolerance in ((made, wide @ w, 1e-6), (d_router, wide.T @ dy, 1e-6), (dx, dy @ w.T, 4e-3)):
+        assert np.linalg.norm(np.asarray(ours, np.float64) - truth) <= tolerance * np.linalg.norm(truth)
+    assert (dx.dtype, d_router.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "capacity", "deepseek"])
+def test_sums_do_not_depend_on_accumulation(name, rng):
+    """The neighbours' auxiliary losses do (MaxText's fell from 457 to 2.0 with two microbatches)."""
+    batch = random_batch(EXPERTS[name], rng)
+    batch["weights"] *= rng.random(batch["weights"].shape) < 0.7
+    batch["weights"][2] = 0
+    values = randomised(EXPERTS[name], rng)
+    _, whole, sums = jax.jit(step.make_gradients(run_config(name), Context()))(values, batch)
+    _, parts, parts_sums = jax.jit(step.make_gradients(run_config(name, grad_accum=4), Context()))(values, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), parts_sums, sums)
+    assert float(sums["balance_loss"].sum()) > 0
+    for path, g in flatten(whole).items():
+        assert jnp.linalg.norm(flatten(parts)[path] - g) <= 1e-5 * jnp.linalg.norm(g), path
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("mixtral", "float32"), ("mixtral", "bfloat16"), ("capacity", "float32"), ("deepseek", "bfloat16")],
+)
+def test_padding_changes_no_statistic_no_loss_and_no_gradient(name, dtype, rng):
+    """Rows of padding, and padding behind the tokens of each row; not the latter with a capacity, which counts it."""
+    run = run_config(name, dtype=dtype)
+    moe = dataclasses.replace(run.model.moe, balance_weight=1.0, z_weight=0.1)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, moe=moe))
+    values, padded = randomised(run.model, rng), random_batch(run.model, rng)
+    rows, length = 3, 16 if name == "capacity" else 11
+    batch = {key: value[:rows, :length] for key, value in padded.items()}
+    # What counts may weigh anything; sums, and the loss alone, follow the weights.
+    batch["weights"] = rng.choice(np.float32([0, 0.5, 1, 2]), (rows, length))
+    padded["weights"] = np.zeros_like(padded["weights"])
+    padded["weights"][:rows, :length] = batch["weights"]
+
+    @jax.jit
+    def gradients(batch):
+        loss, grads, sums = step.make_gradients(run, Context(dtype=jnp.dtype(dtype)))(values, batch)
+        means = losses.Counted(sums["counted_tokens"], sums["counted_sequences"])
+        return sums, losses.routing_metrics(sums, means), {"loss": loss, **grads}
+
+    sums, _, _ = alone = gradients(batch)
+    assert sums["counted_tokens"] == (batch["weights"] != 0).sum() < batch["weights"].size
+    # In bfloat16 other shapes may round otherwise (2^-9 a value), and a token between two experts changes sides.
+    tolerance = 1e-5 if dtype == "float32" else 5e-2
+    for (path, a), b in zip(flatten(gradients(padded)).items(), jax.tree.leaves(alone), strict=True):
+        assert jnp.linalg.norm(a - b) <= tolerance * jnp.linalg.norm(b), path
+
+
+def test_means_of_what_counts_are_those_of_even_scores(rng):
+    """A router of zeros: every statistic of every token is known, and what does not count changes no mean."""
+    cfg = run_config("mixtral")
+    values, batch = randomised(cfg.model, rng), random_batch(cfg.model, rng)
+    values["layers"]["moe"]["router"] *= 0
+    batch["weights"] *= rng.random(batch["weights"].shape) < 0.5
+    batch["weights"][1] = 0
+    _, _, sums = jax.jit(step.make_gradients(cfg, Context()))(values, batch)
+    means = losses.Counted(sums["counted_tokens"], sums["counted_sequences"])
+    assert (means.tokens, means.sequences) == (batch["weights"].sum(), 3)
+    figures = losses.routing_metrics(sums, means)
+    truth = {"load_max_over_mean": 2, "entropy": math.log(4), "balance_loss": 1, "z_loss": math.log(4) ** 2}
+    for name, value in truth.items():
+        np.testing.assert_allclose(figures[f"moe_{name}"], value, rtol=1e-6, err_msg=name)
+    # By the objective's weights, too: 0.01 for the balance loss, 1e-3 for the z-loss.
+    objective = losses.auxiliary(cfg.model, sums, means)
+    np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
+
+
+def test_the_balance_loss_is_in_the_gradient_by_its_weight(rng):
+    """The router's gradient is that of likelihood plus weight x loss, to first order in the weight: it is linear."""
+    batch, values = random_batch(EXPERTS["mixtral"], rng), randomised(EXPERTS["mixtral"], rng)
+
+    def router(balance: float, z: float):
+        cfg = run_config("mixtral")
+        moe = dataclasses.replace(cfg.model.moe, balance_weight=balance, z_weight=z)
+        cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, moe=moe))
+        return flatten(jax.jit(step.make_gradients(cfg, Context()))(values, batch)[1])["layers/moe/router"]
+
+    none, balance, z = router(0, 0), router(1, 0), router(0, 1)
+    assert jnp.linalg.norm(balance - none) > 1e-3 * jnp.linalg.norm(none)
+    assert jnp.linalg.norm(z - none) > 1e-3 * jnp.linalg.norm(none)
+    np.testing.assert_allclose(router(2, 3) - none, 2 * (balance - none) + 3 * (z - none), atol=1e-5)
+
+
+def test_a_step_reports_the_load_and_moves_the_bias_against_it(rng):
+    cfg = run_config("deepseek")
+    tx = step.make_optimizer(cfg)
+    values = params.init(jax.random.key(0), decoder.spec(cfg.model))
+    # One expert that everybody wants.
+    values["layers"]["moe"]["balance"] = values["layers"]["moe"]["balance"].at[:, 3].set(10.0)
+    zero = jnp.zeros((), jnp.int32)
+    state = step.TrainState(zero, zero, zero, jnp.zeros(cfg.train.spike.window), values, tx.init(values))
+    after, metrics = jax.jit(step.make_train_step(cfg, Context()))(state, random_batch(cfg.model, rng))
+    assert (
+        8 / 3 - 1e-4 < float(metrics["moe_load_max_over_mean"]) <= 8 / 3 + 1e-4
+    )  # every token has it among its 3 of 8
+    assert float(metrics["moe_dropped_fraction"]) == 0
+    assert 0 < float(metrics["moe_entropy"]) <= math.log(8) + 1e-5
+    moved = after.params["layers"]["moe"]["balance"] - values["layers"]["moe"]["balance"]
+    np.testing.assert_allclose(moved[:, 3], -cfg.model.moe.bias_rate, rtol=1e-3)
+    assert (moved > 0).any()
+
+
+def test_the_bias_moves_by_its_rate_unless_it_is_frozen():
+    cfg = dataclasses.replace(EXPERTS["deepseek"], moe=dataclasses.replace(EXPERTS["deepseek"].moe, bias_rate=0.25))
+    values = {"layers": {"moe": {"balance": jnp.full((2, 8), 0.5), "w": jnp.ones(2)}}, "head": 1}
+    load = np.array([[9, 0, 4, 4, 4, 4, 4, 3], [5, 5, 5, 5, 5, 5, 5, 5]], np.float32)  # means of 4 and 5
+    moved = decoder.balance(cfg, values, {"load": jnp.asarray(load)}, Context())
+    assert moved["layers"]["moe"]["balance"].tolist() == [[0.25, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5, 0.75], [0.5] * 8]
+    assert (moved["head"], moved["layers"]["moe"]["w"].tolist()) == (1, [1, 1])
+    for other in (dataclasses.replace(cfg, lora=LoraConfig(rank=2)), EXPERTS["mixtral"], FAMILIES["llama3"]):
+        assert decoder.balance(other, values, {"load": jnp.asarray(load)}, Context()) is values
+
+
+def test_dropped_pairs_are_reported(rng):
+    cfg = run_config("capacity")
+    values = randomised(cfg.model, rng)
+    values["layers"]["moe"]["router"] *= 0  # all scores alike: the first experts take everything
+    _, _, sums = jax.jit(step.make_gradients(cfg, Context()))(values, random_batch(cfg.model, rng))
+    # Room for ceil(0.75 x 16 x 2 / 4) = 6 of the 16 pairs of a sequence at each of two experts.
+    np.testing.assert_array_equal(sums["dropped"], [4 * 20] * 2)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_hard_gates_expert_is_a_dense_model(context, rng):
+    """Bit for bit in the reference, whose matmuls have the dense model's shapes. In tiles of rows the same products may
+    be summed in another order, as the processor has it; that the products are the same is shown with integers in
+    `test_moe`."""
+    cfg = EXPERTS["domain"]
+    values, batch = randomised(cfg, rng), random_batch(cfg, rng)
+    tokens, ctx = batch["tokens"], CONTEXTS[context]
+    for expert in range(cfg.moe.num_experts):
+        gate = jnp.full(tokens.shape, expert)
+        whole, _ = jax.jit(lambda v, g: decoder.forward(cfg, v, tokens, ctx, gate=g))(values, gate)
+        dense, dense_values = surgery.extract_expert(cfg, values, expert)
+        alone, aux = jax.jit(lambda v, d=dense: decoder.forward(d, v, tokens, ctx))(dense_values)
+        assert aux == {}
+        if ctx.moe == "ragged":
+            assert (whole == alone).all()
+        np.testing.assert_allclose(whole, alone, atol=1e-5 * float(jnp.abs(alone).max()))
+
+
+def test_an_expert_is_as_wide_as_it_was_and_shared_ones_keep_it_from_being_a_model():
+    moe = dataclasses.replace(EXPERTS["domain"].moe, d_ff=24)
+    cfg = dataclasses.replace(EXPERTS["domain"], moe=moe)
+    values = params.init(jax.random.key(0), decoder.spec(cfg))
+    dense, found = surgery.extract_expert(cfg, values, 1)
+    assert (dense.d_ff, dense.moe) == (24, MoEConfig())
+    assert {path: v.shape for path, v in flatten(found).items()} == {
+        path: p.shape for path, p in params.flat_spec(decoder.spec(dense)).items()
+    }
+    with pytest.raises(ConfigError, match="with 1 shared experts is no hard gate"):
+        surgery.extract_expert(dataclasses.replace(cfg, moe=dataclasses.replace(moe, shared_experts=1)), values, 1)
+
+
+def test_an_up_cycled_model_starts_as_the_dense_one(rng):
+    cfg = dataclasses.replace(FAMILIES["qwen3"])
+    values, tokens = randomised(cfg, rng), rng.integers(0, 61, (2, 9))
+    grown, grown_values = surgery.upcycle(cfg, values, MoEConfig(num_experts=4, top_k=2), jax.random.key(1))
+    assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(
+        lambda p: p.shape, params.abstract(decoder.spec(grown))
+    )
+    dense, _ = decoder.forward(cfg, values, tokens)
+    sparse, _ = decoder.forward(grown, grown_values, tokens)
+    np.testing.assert_allclose(sparse, dense, atol=1e-5 * float(jnp.abs(dense).max()))
+
+
+def test_active_parameters_are_what_is_counted():
+    cfg = EXPERTS["mixtral"]
+    dense = dataclasses.replace(cfg, moe=MoEConfig(), d_ff=2 * 96)
+    router = cfg.num_layers * cfg.d_model * cfg.moe.num_experts
+    assert flops.matmul_params(cfg) == flops.matmul_params(dense) + router
+
+
+def test_mistakes_are_named(rng):
+    with pytest.raises(ConfigError, match=r"top_k=5 is more than model.moe.num_experts=4"):
+        MoEConfig(num_experts=4, top_k=5)
+    with pytest.raises(ConfigError, match="top_k=1 with normalize"):
+        MoEConfig(num_experts=4, top_k=1)
+    for router in ("domain", "timestep"):
+        with pytest.raises(ConfigError, match=rf"capacity_factor=1.25 .* model.moe.router={router} .*=null"):
+            MoEConfig(num_experts=8, router=router, capacity_factor=1.25)
+    with pytest.raises(ConfigError, match="experts have no biases"):
+        dataclasses.replace(FAMILIES["gpt2"], moe=MoEConfig(num_experts=4))
+    with pytest.raises(ConfigError, match=r"data.domains=\[\] must name one domain for each of the 3 experts"):
+        Config(model=EXPERTS["domain"])
+    with pytest.raises(ConfigError, match=r"read by model.moe.router=domain alone"):
+        Config(data=DataConfig(domains=("a",)))
+    with pytest.raises(ConfigError, match="a diffusion's time"):
+        Config(model=EXPERTS["timestep"])
+    with pytest.raises(ValueError, match=r"decides by `gate`"):
+        decoder.forward(EXPERTS["domain"], randomised(EXPERTS["domain"], rng), np.zeros((1, 4), np.int32))
+    with pytest.raises(ConfigError, match="no hard gate"):
+        surgery.extract_expert(EXPERTS["mixtral"], {}, 0)
+    with pytest.raises(ConfigError, match=r"there is no expert 3"):
+        surgery.extract_expert(EXPERTS["domain"], {}, 3)
+    with pytest.raises(ConfigError, match="d_ff=7 differs"):
+        surgery.upcycle(FAMILIES["llama3"], {}, MoEConfig(num_experts=2, d_ff=7), jax.random.key(0))

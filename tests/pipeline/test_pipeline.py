@@ -1,0 +1,519 @@
+"""A pipeline never changes values: every schedule gives the loss and every gradient of one device.
+
+`python tests/pipeline/test_pipeline.py` prints the table of docs/pipelines.md, and with `--measure` what each case
+shows.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_meshes as meshes
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxstack import pipeline
+from jaxstack.common.tree import flatten
+from jaxstack.config import Config, ConfigError, OptimConfig, PipelineConfig
+from jaxstack.models import decoder
+from jaxstack.models.context import Context
+from jaxstack.pipeline import Program, ScheduleError, Stages, gpipe, interleaved_one_f_one_b, one_f_one_b
+from jaxstack.planner import estimate, hlo
+from jaxstack.sharding import BATCH_AXES, collectives, make_mesh
+from jaxstack.training import losses, step
+
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+
+
+def case(
+    family: str, schedule: str, pipe: int, microbatches: int, chunks: int = 1, layers: int = 8, **how: Any
+) -> Case:
+    """A row of the table; what is no key of `meshes.config` is an axis of the mesh."""
+    run = {k: v for k, v in how.items() if k in ("accum", "packing", "remat", "dropout")}
+    mesh = {"pipe": pipe} | {k: v for k, v in how.items() if k not in run}
+    least = microbatches * run.get("accum", 1) * math.prod(mesh.get(axis, 1) for axis in BATCH_AXES)
+    batch = least * math.ceil(meshes.BATCH / least)
+    pipelined = {"schedule": schedule, "microbatches": microbatches, "chunks": chunks, "layers": layers}
+    return family, mesh, run | pipelined | {"batch": batch}
+
+
+ONE, TWO, ALL = "1f1b", "interleaved_1f1b", "gpipe"
+QUICK: list[Case] = [
+    case("llama3", ONE, 4, 4, layers=6, data=2, remat="selective", accum=2),
+    case("gpt2", TWO, 2, 4, 2, layers=7, fsdp=2, tensor=2, dropout=0.3),
+    case("softmax", ALL, 2, 4, expert=2, tensor=2),
+]
+CASES: list[Case] = [
+    *QUICK,
+    # Stages and microbatches: as many as stages, twice, four times, an odd number.
+    *(case("llama3", s, p, m * p) for s in (ALL, ONE) for p in (2, 4) for m in (1, 2, 4)),
+    *(case("llama3", s, 8, m) for s in (ALL, ONE) for m in (8, 16)),
+    *(case("llama3", s, p, 5, remat="full") for s in (ALL, ONE) for p in (2, 4)),
+    *(case("llama3", TWO, 2, m, 4) for m in (2, 4, 8)),
+    *(case("llama3", TWO, 4, m, 2) for m in (4, 8, 16)),
+    case("llama3", TWO, 8, 8, 2, layers=16),
+    case("llama3", TWO, 2, 2, 1),
+    # Beside other axes.
+    case("llama3", ONE, 2, 2, data=4),
+    case("llama3", ONE, 2, 4, fsdp=2, tensor=2, remat="selective"),
+    case("llama3", ONE, 2, 4, tensor=4, sequence_parallel=False),
+    case("llama3", TWO, 2, 2, 2, data=2, tensor=2, accum=2, remat="full"),
+    case("llama3", ONE, 2, 2, fsdp=2, context=2, packing=True),
+    case("grouped", ALL, 2, 4, tensor=2, context=2, dropout=0.3),
+    # Families: tied heads, alternating windows (uneven stages of their groups too), packing.
+    case("gpt2", ONE, 4, 4, tensor=2),
+    case("untied", ONE, 2, 4, layers=5, fsdp=2, tensor=2, accum=2),
+    case("untied", TWO, 4, 4, 2, data=2, packing=True),
+    case("gpt2", ALL, 2, 4, layers=5, data=2, packing=True, dropout=0.2),
+    case("gemma2", ONE, 4, 8, remat="selective", packing=True),
+    case("gemma2", TWO, 2, 4, 2, layers=10, tensor=2),
+    case("qwen3", TWO, 2, 4, 2, fsdp=2, packing=True, accum=2),
+    # Experts, with every router.
+    *(case("softmax", s, 2, 4, c, expert=2, accum=a) for s, c, a in ((ONE, 1, 2), (TWO, 2, 1))),
+    case("softmax", ONE, 4, 4, layers=6, tensor=2, packing=True),
+    case("capacity", ONE, 2, 4, expert=2),
+    case("capacity", TWO, 2, 4, 2, data=2),
+    case("sigmoid", ONE, 2, 4, expert=2, tensor=2, remat="selective"),
+    case("sigmoid", ALL, 4, 4, layers=5),
+    case("domain", TWO, 2, 4, 2, fsdp=2, accum=2),
+    # Adapters, where most of a stage's weights have no gradient.
+    case("lora", ONE, 4, 4, layers=6, fsdp=2, remat="selective"),
+    case("lora", TWO, 2, 4, 2, layers=7, tensor=2, accum=2, dropout=0.2),
+    case("lora_gpt2", ALL, 2, 4, data=2, tensor=2),
+    case("lora_moe", ONE, 2, 4, expert=2, tensor=2, remat="full"),
+]
+
+
+def name_of(case: Case) -> str:
+    family, mesh, how = case
+    words = [family, *(f"{k}={v}" for k, v in (mesh | how).items())]
+    return " ".join(words).replace("=True", "").replace("sequence_parallel=False", "-sp")
+
+
+def config(family: str, mesh: dict[str, Any], *, layers: int = 8, batch: int = meshes.BATCH, schedule: str = ONE,
+           microbatches: int | None = None, chunks: int = 1, **how: Any) -> Config:  # fmt: skip
+    cfg = meshes.config(family, mesh, **how)
+    return dataclasses.replace(
+        cfg,
+        model=dataclasses.replace(cfg.model, num_layers=layers),
+        data=dataclasses.replace(cfg.data, batch_size=batch),
+        pipeline=PipelineConfig(schedule=schedule, microbatches=microbatches, chunks=chunks),
+    )
+
+
+@functools.cache
+def on_one_device(family: str, how: tuple[tuple[str, Any], ...], seed: int) -> Any:
+    return meshes.gradients(config(family, {}, **dict(how)), seed)
+
+
+def compare(case: Case, seed: int) -> tuple[float, float]:
+    """As `meshes.compare`."""
+    family, mesh, how = case
+    plain = tuple((k, v) for k, v in how.items() if k in ("packing", "dropout", "layers", "batch"))
+    return meshes.errors(
+        family, on_one_device(family, plain, seed), meshes.gradients(config(family, mesh, **how), seed)
+    )
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=name_of(c), marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+)
+def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(case, seed):
+    loss, gradient = compare(case, seed)
+    # float32 sums in another order; a unit that is missing, doubled or misplaced is of the order of one.
+    assert loss < 1e-5
+    assert gradient < 1e-5
+
+
+def by_autodiff(cfg: Config, ctx: Context) -> Any:
+    """`step.make_gradients` by autodiff through the forward pipeline: GPipe without a table."""
+
+    def work(values: Any, batch: Any) -> Any:
+        tokens = collectives.all_reduce(batch["weights"].sum(), ctx.token_axes)
+        means = losses.counted(batch["weights"], ctx)
+
+        def objective(values: Any) -> Any:
+            total, aux = losses.next_token(cfg.model, values, batch, ctx)
+            return total / tokens + losses.auxiliary(cfg.model, aux, means), (total / tokens, aux)
+
+        (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(values)
+        loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
+        counted = {f"counted_{name}": value for name, value in means._asdict().items()} if aux else {}
+        return loss, grads, {"tokens": tokens, **aux, **counted}
+
+    where, whole = ctx.parameters(decoder.spec(cfg.model)), PartitionSpec()
+    mapped = ctx.local(work, (where, ctx.batch), (whole, where, whole))
+    return lambda values, batch, key: mapped(values, batch)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case("gpt2", ALL, 2, 4, layers=7, tensor=2),
+        pytest.param(case("gemma2", ALL, 4, 4, data=2, remat="selective"), marks=pytest.mark.slow),
+        pytest.param(case("llama3", TWO, 2, 4, 2, layers=6, fsdp=2), marks=pytest.mark.slow),
+        pytest.param(case("sigmoid", ALL, 2, 4, expert=2, packing=True), marks=pytest.mark.slow),
+    ],
+    ids=name_of,
+)
+def test_the_table_gives_what_autodiff_does(case, seed):
+    family, mesh, how = case
+    cfg = config(family, mesh, **how)
+    loss, gradient = meshes.errors(family, meshes.gradients(cfg, seed, by_autodiff), meshes.gradients(cfg, seed))
+    assert loss < 1e-5
+    assert gradient < 1e-5
+
+
+@functools.cache  # the reference is the same for all
+def objective_of(accum: int, stages: int, microbatches: int, seed: int) -> tuple[float, float, float]:
+    """Loss, auxiliary loss and gradient norm of a mixture of experts."""
+    mesh = {"pipe": stages} if stages > 1 else {}
+    sums, grads, _ = meshes.gradients(config("softmax", mesh, microbatches=microbatches, accum=accum, layers=4), seed)
+    balance = float(sums["balance_loss"].sum())
+    return (
+        float(sums["loss"]),
+        balance,
+        math.sqrt(sum(float(np.square(g, dtype=np.float64).sum()) for g in grads.values())),
+    )
+
+
+SPLITS = [
+    (a, p, m)
+    for a, p, m in itertools.product((1, 2), (1, 2, 4), (2, 4, 8))
+    if a * m <= 8 and (p > 1 or (a, m) == (2, 2))
+]
+
+
+@pytest.mark.parametrize(
+    "split", [pytest.param(s, marks=() if s == (2, 4, 2) else pytest.mark.slow) for s in SPLITS], ids=str
+)
+def test_auxiliary_loss_and_gradient_norm_know_no_microbatches(split, seed):
+    """Where statistics are means over a microbatch, or bubbles enter them, they differ in the second digit."""
+    np.testing.assert_allclose(objective_of(*split, seed), objective_of(1, 1, 1, seed), rtol=1e-6)
+
+
+TRAFFIC: list[Case] = [
+    case("llama3", ONE, 2, 4, layers=5, fsdp=2, tensor=2, remat="selective"),
+    case("llama3", TWO, 2, 4, 2, data=2, tensor=2, sequence_parallel=False),
+    case("gpt2", ALL, 2, 2, layers=2, data=2, fsdp=2),
+    case("gpt2", ALL, 4, 4, tensor=2, accum=2),
+    case("softmax", ONE, 2, 4, expert=2, tensor=2, remat="selective"),
+]
+"""Pipelines whose compiled programs are read."""
+
+
+def traffic_cases(*quick: int) -> Any:
+    marks = [() if i in quick else pytest.mark.slow for i in range(len(TRAFFIC))]
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, id=name_of(c), marks=m) for c, m in zip(TRAFFIC, marks, strict=True)]
+    )
+
+
+@functools.cache
+def moved(name: str) -> tuple[Config, Context, list[hlo.Collective]]:
+    """What loss and gradients of a case in `TRAFFIC` move between devices."""
+    family, mesh, how = next(c for c in TRAFFIC if name_of(c) == name)
+    cfg = config(family, mesh, **how)
+    devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices))
+    values = step.abstract_state(cfg, ctx).params
+    shape, where = (cfg.data.batch_size, cfg.data.seq_len), ctx.sharding(ctx.batch)
+    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=where) for name, kind in kinds.items()}
+    placed = jax.tree.map(lambda leaf: leaf.sharding, values)
+    run = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, placed, None))
+    return cfg, ctx, hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.mesh.shape, ctx.turns)
+
+
+@traffic_cases(0, 1, 2)
+def test_everything_that_stages_exchange_in_the_loop(case):
+    """Each tick makes two permutes. For each microbatch the head's input and its gradient are all-reduced, the
+    embedding is gathered and its gradient is scattered; tied embeddings are all-reduced in both passes. The list is
+    complete, and it has no entry for the ticks of the bubble."""
+    cfg, ctx, found = moved(name_of(case))
+    plan, tensor, between = ctx.pipeline.schedule, cfg.mesh.tensor, cfg.mesh.tensor > 1 and cfg.mesh.sequence_parallel
+    rows = cfg.data.batch_size // cfg.train.grad_accum // ctx.replicas // plan.microbatches
+    length, width = cfg.data.seq_len, cfg.model.d_model
+    stream, numbers = (rows, length // tensor if between else length, width), (rows, length)
+    summed = ("pipe", "tensor") if tensor > 1 and not between else ("pipe",)  # with the sum over `tensor`, where one is
+    each = [  # microbatch
+        ("all-reduce", ("pipe",), stream),  # the head's input
+        ("all-reduce", summed, stream),  # its gradient
+        *[("all-reduce", ("pipe", "tensor") if tensor > 1 else ("pipe",), numbers)] * 3,  # maxima, sums, targets
+    ]
+    if cfg.model.tied_embeddings:
+        each += [("all-reduce", summed, stream), ("all-reduce", ("pipe",), stream)]
+    else:
+        scattered = (cfg.mesh.pipe, *stream[:2], width // cfg.mesh.pipe)
+        each += [("all-gather", ("pipe",), stream), ("reduce-scatter", ("pipe",), scattered)]
+    accum = cfg.train.grad_accum
+    expected = [(*one, "f32", accum * plan.microbatches) for one in each]
+    expected += [("collective-permute", ("pipe",), stream, "f32", accum * plan.ticks)] * 2
+    found = [c for c in found if c.shape]  # without a scalar a layer: how many rounds the exchange with experts makes
+    along = [c for c in found if "pipe" in c.axes]
+    assert sorted((c.kind, c.axes, c.shape, c.dtype, c.times) for c in along if c.times > accum) == sorted(expected)
+    # After the loop the stages exchange routing's statistics, and nothing as large as an activation.
+    assert all(math.prod(c.shape) < math.prod(stream) / 4 for c in along if c.times == accum)
+    # Weights are gathered before the loop, gradients are scattered and summed after it.
+    assert all(c.times == accum for c in found if {"data", "fsdp"} & set(c.axes))
+    assert {c.kind for c in found if "fsdp" in c.axes} <= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@traffic_cases(0)
+def test_bytes_along_each_axis_are_what_the_formula_says(case):
+    cfg, ctx, found = moved(name_of(case))
+    measured, predicted = hlo.sent(found), hlo.sent(estimate.traffic(cfg, ctx))
+    print(hlo.table(found, estimate.traffic(cfg, ctx)))
+    whole = sum(measured.values())
+    assert {kind for kind, sent in measured.items() if sent > 0.01 * whole} <= set(predicted)
+    for kind, sent in predicted.items():
+        # What the formula leaves out are scalars, and statistics of routing.
+        np.testing.assert_allclose(measured[kind], sent, rtol=0.02, atol=0.002 * whole, err_msg=str(kind))
+
+
+# Where layers lie.
+
+
+def test_rows_hold_every_layer_once():
+    for layers, stages, period in [((2, 2, 2, 1), 4, 1), ((3, 1, 2, 2), 2, 1), ((4, 2, 2, 2), 2, 2), ((5,), 1, 1)]:
+        lie = Stages(stages, layers, period)
+        L, longest = sum(layers), max(layers)
+        assert sorted(lie.numbers[lie.numbers >= 0]) == list(range(L))
+        assert (lie.numbers[lie.rows] == np.arange(L)).all()
+        assert len(lie.numbers) == len(layers) * longest
+        starts = np.concatenate([[0], np.cumsum(layers)])
+        for g, (start, count) in enumerate(zip(starts, layers, strict=False)):
+            rows = lie.numbers.reshape(stages, lie.chunks, longest)[g % stages, g // stages]
+            assert rows.tolist() == [*range(start, start + count), *[-1] * (longest - count)]
+        assert (lie.steps * period == lie.numbers[::period])[lie.steps >= 0].all()
+    assert Stages(4, (2, 2, 2, 2)).in_order
+    assert not Stages(2, (2, 2, 2, 2)).in_order
+    assert not Stages(2, (2, 1)).in_order
+    assert str(Stages(2, (2, 2, 1, 1))) == "0-1+4 | 2-3+5"
+
+
+@pytest.mark.parametrize("schedule", [gpipe(4, 6), one_f_one_b(4, 8), interleaved_one_f_one_b(2, 6, 3)], ids=str)
+def test_idle_stages_write_where_nobody_waits(schedule):
+    program = Program(schedule, Stages(schedule.stages, (1,) * schedule.blocks))
+    holds: dict[tuple[int, int], Any] = {}
+    for tick, stage in itertools.product(range(schedule.ticks), range(schedule.stages)):
+        forward, backward = program.forward, program.backward
+        if forward.steps_T[tick]:
+            place = stage, int(forward.slot_TP[tick, stage])
+            assert holds.get(place) is None
+            assert place[1] < program.slots
+            if forward.active_TP[tick, stage]:
+                holds[place] = forward.micro_TP[tick, stage], forward.chunk_TP[tick, stage]
+        if backward.active_TP[tick, stage]:
+            place = stage, int(backward.slot_TP[tick, stage])
+            assert holds.pop(place) == (backward.micro_TP[tick, stage], backward.chunk_TP[tick, stage])
+    assert not holds
+    assert program.slots <= schedule.slots + 1
+
+
+def test_the_bubble_of_uneven_stages_is_that_of_the_longest():
+    even, uneven = (Program(one_f_one_b(2, 8), Stages(2, layers)) for layers in ((3, 3), (4, 2)))
+    assert math.isclose(even.bubble, 1 / 8)
+    assert math.isclose(uneven.bubble, (8 * 4 + 2) / (8 * 3) - 1)
+    assert math.isclose(even.bubble, even.schedule.simulate().bubble)
+
+
+@pytest.mark.parametrize(
+    ("how", "pipe", "words"),
+    [
+        ({"layers": 4}, 8, "mesh.pipe=8 x pipeline.chunks=1 makes 8 blocks, but model.num_layers=4 .* use mesh.pipe=4"),
+        ({"layers": 6, "schedule": TWO, "chunks": 4}, 2, "8 blocks.* 6 layers.* mesh.pipe=1, or pipeline.chunks=3"),
+        ({"family": "gemma2", "layers": 6}, 4, "3 groups of 2 layers .model.windows.* use mesh.pipe=3"),
+        ({"microbatches": 3}, 2, "microbatches=3 does not cut the 8 sequences of a replica; use 2 or 4"),
+        ({"microbatches": 16}, 2, "microbatches=16 does not cut the 8 .* use 4 or 8"),
+        (
+            {"schedule": TWO, "chunks": 2, "microbatches": 2},
+            4,
+            "microbatches=2 .* in groups of mesh.pipe=4 .*; use 4 or 8",
+        ),
+        (
+            {"schedule": TWO, "chunks": 2, "batch": 6},
+            4,
+            "microbatches=null .* 6 sequences .* no number does, or another",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_one_line_before_anything_compiles(how, pipe, words):
+    how = dict(how)
+    cfg = config(how.pop("family", "llama3"), {"pipe": pipe}, **how)
+    with pytest.raises(ScheduleError, match=words) as caught:
+        Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:pipe]))
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_number_microbatches_are_four_a_stage_at_most():
+    numbers = {}
+    for pipe, batch, how in [(2, 32, {}), (4, 8, {}), (2, 6, {"schedule": TWO, "chunks": 2})]:
+        cfg = config("llama3", {"pipe": pipe}, batch=batch, **how)
+        program = Context.create(cfg, make_mesh(cfg.mesh, batch, jax.devices()[:pipe])).pipeline
+        numbers[pipe, batch] = program.schedule.microbatches
+    assert numbers == {(2, 32): 8, (4, 8): 8, (2, 6): 6}
+
+
+@pytest.mark.parametrize(
+    ("how", "optim"),
+    [
+        ({"schedule": TWO, "chunks": 2}, "muon"),  # its state holds Adam's too, of what is no matrix
+        pytest.param({"schedule": TWO, "chunks": 2}, "adamw", marks=pytest.mark.slow),
+        pytest.param({"schedule": ONE}, "muon", marks=pytest.mark.slow),
+        pytest.param({"schedule": ONE}, "adamw", marks=pytest.mark.slow),
+        ({"schedule": ONE}, "adafactor"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_has_the_layers_in_their_order(how, optim):
+    """A state goes through steps, into the layout of checkpoints, and back; rows without a layer stay zero."""
+    cfg = dataclasses.replace(config("llama3", {"pipe": 2}, layers=5, **how), optim=OptimConfig(name=optim))
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
+    abstract = step.abstract_state(cfg, ctx)
+    layout = step.checkpoint_layout(cfg, ctx, abstract)
+    state = step.make_state(cfg, ctx, abstract)
+    plain = config("llama3", {}, layers=5)
+    plain = dataclasses.replace(plain, optim=cfg.optim)
+    whole = Context.create(plain, make_mesh(plain.mesh, plain.data.batch_size, jax.devices()[:1]))
+    reference = step.make_state(plain, whole, step.abstract_state(plain, whole))
+    assert_states(layout.pack(state), reference, exactly=True)
+
+    batch = meshes.random_batch(0, False, cfg.model)
+    state, _ = step.jit_train_step(cfg, ctx, abstract)(state, jax.device_put(batch, ctx.sharding(ctx.batch)))
+    reference, _ = jax.jit(step.make_train_step(plain, whole))(reference, batch)
+    packed = layout.pack(state)
+    assert_states(packed, reference, exactly=False)
+    assert jax.tree.map(lambda a: (a.shape, a.sharding), packed) == jax.tree.map(
+        lambda a: (a.shape, a.sharding), layout.abstract
+    )
+    assert_states(layout.unpack(packed), state, exactly=True)
+    numbers = ctx.pipeline.stages.numbers
+    for path, leaf in flatten(state).items():
+        if "/layers/" in path and leaf.shape[:1] == numbers.shape:
+            assert not np.asarray(leaf)[numbers < 0].any(), path
+
+
+def assert_states(a: Any, b: Any, *, exactly: bool) -> None:
+    a, b = flatten(a), flatten(b)
+    assert a.keys() == b.keys()
+    for path, leaf in a.items():
+        x, y = np.asarray(leaf, np.float64), np.asarray(b[path], np.float64)
+        assert x.shape == y.shape, path
+        # After a step: what a first update of Adam or Muon makes of gradients that differ by rounding.
+        assert np.linalg.norm(x - y) <= (0 if exactly else 1e-3 * np.linalg.norm(y)), path
+
+
+# Anyone's functions.
+
+
+def mesh_of(pipe: int, data: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(
+        (data, pipe), ("d", "stage"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: pipe * data]
+    )
+
+
+def strangers(rng: np.random.Generator, layers: int) -> tuple[Any, Any, Any, Any, Any, Any]:
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32)  # noqa: E731
+    stacked = {"w": draw(layers, 8, 16), "v": draw(layers, 16, 8)}
+    shared = {"in": draw(5, 8), "out": draw(8)}
+    batch = {"x": draw(24, 5), "y": draw(24)}
+
+    def layer(w, x):
+        return x + jnp.tanh(x @ w["w"]) @ w["v"]
+
+    def first(shared, batch):
+        return batch["x"] @ shared["in"]
+
+    def last(shared, x, batch):
+        return jnp.square(x @ shared["out"] - batch["y"]).mean()
+
+    return stacked, shared, batch, layer, first, last
+
+
+@pytest.mark.parametrize(
+    ("schedule", "data", "layers"),
+    [
+        (one_f_one_b(4, 6), 2, None),
+        (gpipe(2, 3), 4, None),
+        (interleaved_one_f_one_b(2, 4, 2), 2, (1, 3, 2, 1)),
+        (one_f_one_b(4, 4), 1, (1, 2, 3, 1)),
+    ],
+    ids=str,
+)
+def test_anyones_functions_in_a_pipeline(schedule, data, layers, rng):
+    stacked, shared, batch, layer, first, last = strangers(rng, 7)
+
+    def plain(shared, stacked):
+        x = first(shared, batch)
+        for i in range(7):
+            x = layer(jax.tree.map(lambda a, i=i: a[i], stacked), x)
+        return last(shared, x, batch)
+
+    run = pipeline.value_and_grad(
+        jax.checkpoint(layer) if data == 2 else layer,
+        first,
+        last,
+        schedule=schedule,
+        mesh=mesh_of(schedule.stages, data),
+        axis="stage",
+        batch_axes=("d",),
+        layers=layers,
+    )
+    loss, grads = jax.jit(run)(shared, stacked, batch)
+    expected, expected_grads = jax.value_and_grad(plain, argnums=(0, 1))(shared, stacked)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        assert a.dtype == jnp.float32
+        assert jnp.linalg.norm(a - b) <= 1e-5 * jnp.linalg.norm(b)
+
+
+def test_mistakes_of_anyones_are_named(rng):
+    stacked, shared, batch, *functions = strangers(rng, 7)
+    how: dict[str, Any] = {"mesh": mesh_of(4, 2), "axis": "stage", "batch_axes": ("d",)}
+    with pytest.raises(ScheduleError, match="has no axis 'pipe'; it has d, stage"):
+        pipeline.value_and_grad(*functions, schedule=gpipe(4, 2), mesh=how["mesh"])
+    with pytest.raises(ScheduleError, match="2 stages, but the mesh's axis 'stage' has 4 devices"):
+        pipeline.value_and_grad(*functions, schedule=gpipe(2, 2), **how)
+    with pytest.raises(ScheduleError, match=r"24 rows .* 5 microbatches on 2 replicas; use a multiple of 10"):
+        pipeline.value_and_grad(*functions, schedule=gpipe(4, 5), **how)(shared, stacked, batch)
+    with pytest.raises(ConfigError, match="7 layers cannot fill 8 blocks"):
+        pipeline.value_and_grad(*functions, schedule=interleaved_one_f_one_b(4, 4, 2), **how)(shared, stacked, batch)
+    with pytest.raises(ScheduleError, match=r"layers=\[2, 2, 2, 2\] make 8, but `stacked` has 7"):
+        pipeline.value_and_grad(*functions, schedule=gpipe(4, 2), layers=(2, 2, 2, 2), **how)(shared, stacked, batch)
+    wrong = stacked | {"v": stacked["v"][:6]}
+    with pytest.raises(ScheduleError, match=r"one leading dimension, not \[6, 7\]"):
+        pipeline.value_and_grad(*functions, schedule=gpipe(4, 2), **how)(shared, wrong, batch)
+
+
+def table(seed: int | None = None) -> str:
+    """As `meshes.table`."""
+    columns = ["model", "layers", "schedule", "stages", "chunks", "microbatches", "beside, and how"]
+    columns += [] if seed is None else ["loss", "worst gradient"]
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for row in CASES:
+        family, mesh, how = row
+        apart = ("pipe", "schedule", "chunks", "microbatches", "layers", "batch")
+        beside = name_of(("", {k: v for k, v in (mesh | how).items() if k not in apart}, {})).strip()
+        cells = [family, how["layers"], how["schedule"], mesh["pipe"], how["chunks"], how["microbatches"], beside]
+        cells += [] if seed is None else [f"{error:.0e}" for error in compare(row, seed)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+        if seed is not None:
+            print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(0 if "--measure" in sys.argv else None))

@@ -1,0 +1,92 @@
+"""What needs no compiler of another chip: counts against formulas, and what the command answers to mistakes."""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import FAMILIES
+
+from jaxstack.cli.plan import main
+from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, TrainConfig
+from jaxstack.models import flops
+from jaxstack.models.context import Context
+from jaxstack.planner import aot, estimate
+from jaxstack.sharding import make_mesh
+from jaxstack.training import step
+
+LLAMA = dataclasses.replace(FAMILIES["llama3"], vocab_size=64)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "qwen3"])
+def test_matmuls_counted_are_those_of_the_formula(family):
+    cfg = Config(model=FAMILIES[family], data=DataConfig(seq_len=32, batch_size=2), train=TrainConfig(remat="none"))
+    ctx = Context()
+    values = jax.eval_shape(lambda: step.init_state(cfg)).params
+    batch = {name: jax.ShapeDtypeStruct((2, 32), jnp.int32) for name in ("tokens", "targets")}
+    batch["weights"] = jax.ShapeDtypeStruct((2, 32), jnp.float32)
+    counted = aot.matmul_flops(step.make_gradients(cfg, ctx), values, batch)
+    assert counted == 2 * 32 * flops.flops_per_token(cfg.model, 32).full
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_memory_of_the_state_is_what_lies_on_a_device(accum):
+    cfg = Config(
+        model=LLAMA,
+        data=DataConfig(seq_len=32, batch_size=8),
+        train=TrainConfig(grad_accum=accum),
+        mesh=MeshConfig(data=2, fsdp=2, tensor=2),
+    )
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, 8 // accum, jax.devices()[:8]))
+    abstract = step.abstract_state(cfg, ctx)
+    state = step.make_state(cfg, ctx, abstract)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=ctx.sharding(ctx.batch))}
+    memory = estimate.memory(cfg, ctx, abstract, batch)
+    lies = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert memory["parameters, float32"] + memory["optimizer state"] == lies
+    assert memory["batch"] == 8 * 32 * 4 / 4
+    # In float32, a gradient is as large as its parameter; with accumulation there is a sum and a microbatch's.
+    assert memory["gradients"] == memory["parameters, float32"] * accum
+
+
+def test_the_formula_falls_with_what_is_split_and_recomputed():
+    def saved(remat: str, **mesh: int) -> float:
+        cfg = Config(
+            model=LLAMA,
+            data=DataConfig(seq_len=32, batch_size=8),
+            train=TrainConfig(remat=remat),
+            mesh=MeshConfig(**{"data": 1} | mesh),
+        )
+        devices = int(np.prod(list(cfg.mesh.sizes.values())))
+        ctx = Context.create(cfg, make_mesh(cfg.mesh, 8, jax.devices()[:devices]))
+        return sum(v for k, v in estimate.memory(cfg, ctx, step.abstract_state(cfg, ctx), {}).items() if "saved" in k)
+
+    assert saved("none") > saved("selective") > saved("full") > 0
+    assert saved("full", tensor=2) * 2 == saved("full") == saved("full", tensor=2, sequence_parallel=False)
+    assert saved("selective", tensor=2) * 2 == saved("selective") == saved("selective", fsdp=4) * 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--target is missing"),
+        (["--target=v5e:2x2"], "model.vocab_size is missing"),
+        (["--target=tpu:2x2", "--model.vocab_size=64"], "must be one of v4, v5e"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_answered(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        main(argv)
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "extra"), [("v5e:2x2", "libtpu", "tpu"), ("h100:1x1x8", "jax_cuda13_plugin", "cuda13")]
+)
+def test_a_compiler_that_is_not_installed_is_named_with_its_extra(target, module, extra):
+    if importlib.util.find_spec(module):
+        pytest.skip(f"{module} is installed")
+    with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{extra}\]'"):
+        main([f"--target={target}", "--model.vocab_size=64", "--mesh.data=-1"])

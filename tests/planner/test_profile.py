@@ -1,0 +1,254 @@
+"""What a pipeline's layers cost, and stages that are cut by it."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import test_meshes as meshes
+import test_pipeline as pipelines
+from test_train import ROOT, SMALL, run
+
+from jaxstack.cli import profile as command
+from jaxstack.config import Config, ConfigError, PipelineConfig
+from jaxstack.models.context import Context
+from jaxstack.pipeline import Program, Stages, interleaved_one_f_one_b, resolve
+from jaxstack.pipeline.partition import Costs, Partition
+from jaxstack.planner import pipeline_costs as profile
+from jaxstack.sharding import make_mesh
+
+MESH = {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 2}
+TINY = [
+    *SMALL,
+    "--model.num_layers=6",
+    "--data.source=stdlib",
+    "--model.windows=[16,0]",
+    "--model.vocab_size=256",
+    "--mesh.pipe=2",
+    "--mesh.data=1",
+    "--mesh.tensor=2",
+]
+
+
+def config(**train: Any) -> Config:
+    cfg = pipelines.config("llama3", MESH, layers=4, batch=8, microbatches=2)
+    return replace(cfg, train=replace(cfg.train, **train))
+
+
+def test_the_command_writes_costs_that_a_run_can_take(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profile, "LONG_ENOUGH_S", 0.01)
+    out = tmp_path / "costs.json"
+    command.main([*TINY, f"--out={out}"])
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"wrote {out}: use it with --pipeline.partition={out}\n")
+    costs = Costs.load(out)
+    assert costs.layers == 3, "six layers in groups of two windows"
+    for name in ("forward", "backward", "state_bytes", "stash_bytes"):
+        values = getattr(costs, name)
+        assert len(set(values)) == 1, name
+        assert values[0] > 0, name
+    assert min(*costs.first, costs.last[0], costs.bandwidth, costs.latency) > 0
+    assert costs.spread
+    assert "2 x cpu, microbatches of 1 x 32 tokens a replica in float32" in costs.measured_on
+    assert costs.memory_bytes is None, "a CPU names no limit"
+    with pytest.raises(ConfigError, match=r"costs.json exists; remove it, or name another file"):
+        command.main([*TINY, "--out", str(out)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "mesh", "how"),
+    [
+        ("softmax", {"expert": 2, "tensor": 2}, {"dropout": 0.3, "remat": "selective"}),
+        ("gpt2", {"tensor": 2, "sequence_parallel": False}, {"dropout": 0.3, "remat": "dots"}),
+        ("grouped", {"context": 2, "tensor": 2}, {"packing": True, "accum": 2, "remat": "full"}),
+        ("domain", {"fsdp": 2}, {}),
+    ],
+)
+def test_every_axis_and_option_can_be_measured(family, mesh, how, monkeypatch):
+    monkeypatch.setattr(profile, "LONG_ENOUGH_S", 0.01)
+    cfg = pipelines.config(family, {"pipe": 2, **mesh}, layers=4, batch=16, microbatches=2, **how)
+    costs = profile.measure(cfg, profile.sizes(cfg.mesh, 8), jax.devices())
+    assert min(costs.forward + costs.backward + costs.stash_bytes + costs.first) > 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--mesh.pipe=2"], "--out is missing; name the file to write"),
+        (["--out=nowhere/costs.json"], "lies in no directory; make nowhere"),
+        (["--out=costs.json"], "mesh.pipe=1 has no stages to cut"),
+        (["--out=costs.json", "--mesh.pipe=2", "--mesh.context=16", "--model.vocab_size=256"], "needs 16 devices"),
+    ],
+)
+def test_the_command_refuses_in_one_line(argv, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=says) as error:
+        command.main([f"--config={ROOT / 'configs' / 'quickstart.yaml'}", *argv])
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_state_is_counted_to_the_byte():
+    """AdamW on 2 x FSDP, 2 x tensor, 2 stages: the matrices' parameters and moments lie in four parts (the
+    vocabulary's in eight), their gradients and bfloat16 copies in two (four). Norms are whole and not copied."""
+    cfg = config(dtype="bfloat16")
+    D, F, V = cfg.model.d_model, cfg.model.ff_width, cfg.model.vocab
+    layer, norms = 4 * D * D + 3 * D * F, 2 * D  # 8 heads of 8 for queries, keys and values
+    state, shared = profile._state(cfg, {**MESH, "expert": 1, "context": 1})
+    assert state == 12 * (layer / 4 + norms) + 4 * (layer / 2 + norms) + 2 * layer / 2
+    ends = 2 * V * D
+    counters = 2 * 4  # steps, of the moments and of the learning rate
+    assert shared == 12 * (ends / 8 + D) + 4 * (ends / 4 + D) + 2 * ends / 4 + counters
+
+
+@pytest.mark.parametrize(
+    ("remat", "dtype"), [("full", "float32"), ("full", "bfloat16"), ("selective", "float32")], ids=str
+)
+def test_residuals_and_the_stream_are_counted_to_the_byte(remat, dtype):
+    """One sequence of a microbatch on two tensor shards, with sequence parallelism."""
+    cfg = config(remat=remat, dtype=dtype)
+    cfg = replace(cfg, model=replace(cfg.model, num_layers=2), data=replace(cfg.data, batch_size=2))
+    cfg = replace(cfg, mesh=replace(cfg.mesh, pipe=1, fsdp=1), pipeline=PipelineConfig())
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
+    boundary, stash = profile._stored(cfg, ctx, profile._values(cfg, ctx), profile._batch(cfg, ctx))
+    S, D, F, H = cfg.data.seq_len, cfg.model.d_model, cfg.model.ff_width, cfg.model.num_heads
+    assert boundary == {"float32": 4, "bfloat16": 2}[dtype] * S / 2 * D
+    if remat == "full":
+        assert stash == boundary
+    else:  # residual streams before and after attention; queries, keys, values, attention; gate and up
+        assert stash == 4 * (2 * S / 2 * D + S * (4 * D / 2 + 2 * F / 2 + H / 2))
+
+
+def unequal(layers: int, **change: Any) -> Costs:
+    """The first layer takes as long as all others."""
+    forward = np.array([layers - 1.0] + [1.0] * (layers - 1))
+    same = (1.0,) * layers
+    costs = Costs(forward, 2 * forward, same, same, 0.0, (0.0, 0.0), (0.0, 0.0), True, 1.0, 0.0, "paper")
+    return replace(costs, **change)
+
+
+def cut_by(path: Path, costs: Costs, cfg: Config) -> Config:
+    costs.save(path)
+    return replace(cfg, pipeline=replace(cfg.pipeline, partition=str(path)))
+
+
+def test_a_cut_by_costs_gives_the_loss_and_gradients_of_one_device(tmp_path):
+    cfg = cut_by(tmp_path / "costs.json", unequal(5), pipelines.config("llama3", {"pipe": 2}, layers=5, microbatches=4))
+    program = resolve(cfg, 2, cfg.data.batch_size)
+    assert program.stages.layers == (1, 4)
+    assert program.explain().startswith("5 layers by 1f1b: 2 stages")
+    one = meshes.gradients(pipelines.config("llama3", {}, layers=5), 0)
+    loss, gradient = meshes.errors("llama3", one, meshes.gradients(cfg, 0))
+    assert loss < 1e-5  # as in tests/pipeline/test_pipeline.py
+    assert gradient < 1e-5
+
+
+def test_layers_that_alternate_are_cut_in_their_groups(tmp_path):
+    cfg = cut_by(tmp_path / "costs.json", unequal(4), pipelines.config("gemma2", {"pipe": 2}, layers=8))
+    program = resolve(cfg, 2, cfg.data.batch_size)
+    assert program.stages.layers == (2, 6)
+    assert program.explain().startswith("4 groups of 2 layers by 1f1b: 2 stages")
+
+
+def test_equal_layers_are_cut_evenly_and_without_costs_nothing_is_explained(tmp_path):
+    cfg = pipelines.config("llama3", {"pipe": 4}, layers=7)
+    plain = resolve(cfg, 4, cfg.data.batch_size)
+    same = replace(unequal(7), forward=(1.0,) * 7, backward=(2.0,) * 7)
+    measured = resolve(cut_by(tmp_path / "costs.json", same, cfg), 4, cfg.data.batch_size)
+    assert measured.stages == plain.stages
+    assert plain.explain() == ""
+
+
+def test_a_stage_stores_as_many_rows_as_the_longest_block():
+    """What `Partition.stage_bytes` counts is what the executor allocates."""
+    schedule, layers = interleaved_one_f_one_b(2, 4, 2), (1, 4, 2, 1)
+    program = Program(schedule, Stages(2, layers))
+    rows = len(program.stages.numbers) / 2
+    costs = replace(unequal(8), state_bytes=(10.0,) * 8, stash_bytes=(1.0,) * 8)
+    assert Partition(costs, schedule, layers).stage_bytes == 10 * rows + program.slots * program.stages.longest
+
+
+@pytest.mark.parametrize(
+    ("layers", "change", "says"),
+    [
+        (4, {}, r"costs.json holds costs of 4 layers, but model.num_layers=5 has 5 layers; measure this model by"),
+        (5, {"memory_bytes": 1.0}, r"costs.json: memory_bytes=1 .*: the leanest cut of 5 layers"),
+    ],
+)
+def test_costs_that_do_not_fit_are_refused_in_one_line(layers, change, says, tmp_path):
+    cfg = pipelines.config("llama3", {"pipe": 2}, layers=5)
+    cfg = cut_by(tmp_path / "costs.json", unequal(layers, **change), cfg)
+    with pytest.raises(ConfigError, match=says) as error:
+        resolve(cfg, 2, cfg.data.batch_size)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("partition", "says"),
+    [
+        ("auto", "pipeline.partition=auto is measured by train.py"),
+        ("evne", "evne cannot be read: .*; name a file of Costs.save"),
+    ],
+)
+def test_a_partition_that_cannot_be_had_here_is_refused_in_one_line(partition, says):
+    cfg = pipelines.config("llama3", {"pipe": 2}, layers=5)
+    with pytest.raises(ConfigError, match=says) as error:
+        resolve(replace(cfg, pipeline=replace(cfg.pipeline, partition=partition)), 2, cfg.data.batch_size)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="is empty; use even, auto"):
+        PipelineConfig(partition="")
+
+
+def test_several_processes_are_sent_to_the_command(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    cfg = pipelines.config("llama3", {"pipe": 2}, layers=4)
+    cfg = replace(cfg, pipeline=replace(cfg.pipeline, partition="auto"))
+    with pytest.raises(ConfigError, match=r"this run has 2; run `jaxstack profile --out") as error:
+        profile.settled(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def measured_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], str]:
+    """Two steps with `auto`: run directory, its command, its output."""
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text((ROOT / "CONTRIBUTING.md").read_text())
+    run_dir = tmp_path_factory.mktemp("measured") / "run"
+    argv = [*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", "--sample.prompts=[]", "--model.num_layers=3",
+            "--train.steps=2", "--mesh.pipe=2", "--mesh.data=1", "--pipeline.partition=auto"]  # fmt: skip
+    return run_dir, argv, run(*argv)[0]
+
+
+@pytest.mark.slow
+def test_auto_measures_explains_and_trains(measured_run):
+    run_dir, _, out = measured_run
+    costs = Costs.load(run_dir / "profile.json")
+    assert costs.layers == 3
+    told = out.index("pipeline 1f1b, 2 stages") < out.index("3 layers by 1f1b") < out.index("first step done")
+    assert told
+    assert f"costs of {costs.measured_on}" in out
+    assert "partition: auto" in (run_dir / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_its_cut_and_under_another(measured_run):
+    run_dir, argv, _ = measured_run
+    path = run_dir / "profile.json"
+    found = json.loads(path.read_text())
+    changed = {**found, "forward": [10.0, 1.0, 1.0], "measured_on": "paper"}
+    path.write_text(json.dumps(changed))
+    out, _ = run(*argv, "--train.steps=3")
+    assert "resumed from step 2" in out
+    assert "layers 0 | 1-2;" in out
+    assert json.loads(path.read_text()) == changed, "read again, not measured again"
+    out, _ = run(*argv, "--train.steps=4", "--pipeline.partition=even")
+    assert "resumed from step 3" in out
+    assert "layers 0-1 | 2;" in out
+    assert "costs of" not in out
+    losses = [json.loads(line).get("loss", 0.0) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(map(math.isfinite, losses))

@@ -1,0 +1,323 @@
+"""The roofline's FLOPs against those of the real program, exactly; its shares and traffic; a classic observation."""
+
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from families import EXPERTS, FAMILIES
+
+from jaxstack import sharding
+from jaxstack.cli.roofline import main
+from jaxstack.common.hardware import CHIPS, name_of
+from jaxstack.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+from jaxstack.models import flops as plan
+from jaxstack.planner import aot, estimate, roofline
+from jaxstack.planner.roofline import Limits, Shapes, Work
+from jaxstack.training import step
+
+LORA = LoraConfig(rank=4, targets=("attention/w_q", "attention/w_o", "mlp/w_up", "mlp/w_down"))
+USUAL = ("llama3", "gemma2", "lora", "deepseek")
+"""A dense model, one with other norms and windows, adapters, experts."""
+MODELS = (
+    FAMILIES
+    | {
+        name: replace(FAMILIES[family], lora=LORA)
+        for name, family in (("lora", "llama3"), ("lora_qk", "qwen3"), ("lora_tied", "gemma2"))
+    }
+    | {name: EXPERTS[name] for name in ("mixtral", "capacity", "deepseek")}
+)
+
+
+def config(m: ModelConfig, remat: str = "none", accum: int = 1, dtype: str = "bfloat16", **mesh: int) -> Config:
+    return Config(
+        run=RunConfig(init_from="runs/earlier" if m.lora.rank else None),
+        model=m,
+        data=DataConfig(seq_len=24, batch_size=16),
+        train=TrainConfig(remat=remat, grad_accum=accum, dtype=dtype),
+        mesh=MeshConfig(**{"data": 1} | mesh),
+    )
+
+
+def multiplied(ops) -> float:
+    return sum(op.flops * op.times for op in ops if op.kind == "contraction")
+
+
+def in_program(cfg: Config) -> float:
+    """FLOPs of the matmuls of one device, counted in the traced training step."""
+    n = math.prod(cfg.mesh.sizes.values())
+    ctx = replace(
+        roofline.context(cfg), mesh=sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:n]), moe="ragged"
+    )
+    shape = (cfg.data.batch_size, cfg.data.seq_len)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "targets")}
+    batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return aot.matmul_flops(step.make_train_step(cfg, ctx), step.abstract_state(cfg, ctx), batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        pytest.param(name, remat, marks=pytest.mark.slow if remat in ("dots", "full") and name not in USUAL else ())
+        for name, remat in itertools.product(MODELS, ("none", "selective", "dots", "full"))
+    ],
+)
+def test_flops_are_those_of_the_program(name, remat):
+    cfg = config(MODELS[name], remat)
+    assert multiplied(roofline.operations(cfg, roofline.context(cfg), "unfused")) == in_program(cfg)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama3", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("gpt2", {"fsdp": 4}),
+        ("gemma2", {"tensor": 2}),
+        ("capacity", {"expert": 2, "tensor": 2}),
+        ("qwen3", {"data": 2}),
+    ],
+)
+def test_a_device_does_its_share(name, mesh):
+    m = MODELS[name]
+    if mesh.get("tensor", 1) > 1:
+        m = replace(m, vocab_size=64)  # so that the vocabulary divides
+    cfg = config(m, "selective", **mesh)
+    assert multiplied(roofline.operations(cfg, roofline.context(cfg), "unfused")) == in_program(cfg)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_without_recomputation_are_the_two_conventions(name):
+    """Full attention is what the unfused program computes, the causal part what the fused one does."""
+    m = MODELS[name]
+    if m.moe.capacity_factor is not None:
+        m = replace(m, moe=replace(m.moe, capacity_factor=None))  # room that is not filled is no work of the model
+    cfg, tokens = config(m), 16 * 24
+    flops, ctx = plan.flops_per_token(m, 24), roofline.context(cfg)
+    for traffic, per_token in (("unfused", flops.full), ("fused", flops.causal)):
+        ops = [op for op in roofline.operations(cfg, ctx, traffic) if not op.recomputes]
+        assert multiplied(ops) == pytest.approx(per_token * tokens, rel=1e-12)
+
+
+def test_accumulated_and_pipelined_steps_multiply_as_much():
+    whole = config(FAMILIES["llama3"])
+    for cfg in (config(FAMILIES["llama3"], accum=4), config(replace(FAMILIES["llama3"], vocab_size=64), pipe=2)):
+        shares = math.prod(cfg.mesh.sizes.values())
+        ops = roofline.operations(cfg, roofline.context(cfg), "unfused")
+        expected = config(cfg.model) if shares > 1 else whole
+        assert multiplied(ops) * shares == multiplied(
+            roofline.operations(expected, roofline.context(expected), "unfused")
+        )
+
+
+def test_bytes_by_hand():
+    """One matmul, one norm, the optimizer and the weights' cast, of a model without anything else to think of."""
+    m = ModelConfig(num_layers=1, d_model=8, num_heads=1, d_ff=16, vocab_size=32, gated=False, positions="none")
+    cfg = config(m)
+    ops = {op.name: op for op in roofline.operations(cfg, roofline.context(cfg))}
+    tokens, weights = 16 * 24, 4 * 64 + 2 * 128 + 2 * 256 + 3 * 8
+    assert ops["mlp/w_up"].bytes == 2 * (tokens * 8 + 8 * 16 + tokens * 16)
+    assert ops["attention norm"].bytes == 2 * 2 * tokens * 8
+    assert ops["head"].bytes == 2 * (tokens * 8 + 8 * 32) + 4 * tokens * 32  # logits in float32
+    assert ops["head, gradient"].bytes == 2 * (tokens * 8 + tokens * 32 + 8 * 32)
+    assert ops["attention"].bytes == 2 * 4 * tokens * 8 + 4 * tokens  # q, k, v, output; one statistic a token
+    # float32 parameters and two moments read and written, the count of updates, bfloat16 gradients read twice.
+    assert ops["adamw"].bytes == pytest.approx(weights * (3 * 8 + 2 * 2), abs=32)
+    assert ops["weights to bfloat16"].bytes == 6 * (weights - 24)
+
+
+def test_communication_is_the_formulas():
+    cfg = config(replace(FAMILIES["llama3"], vocab_size=64), fsdp=2, tensor=2)
+    ctx = roofline.context(cfg)
+    sent = sum(c.sent for c in estimate.traffic(cfg, ctx))
+    ops = [op for op in roofline.operations(cfg, ctx) if op.kind == "transfer"]
+    assert sum(op.bytes * op.times for op in ops) == pytest.approx(sent)
+    h100 = Limits(CHIPS["h100"])
+    assert sum(op.times * h100.seconds(op)[0] for op in ops) == pytest.approx(sent / 450e9)
+    assert {h100.seconds(op)[1] for op in ops} == {"network"}
+
+
+def test_fused_attention_moves_no_scores():
+    m = replace(FAMILIES["llama3"], num_layers=1)
+    for traffic, power in (("fused", 1), ("unfused", 2)):
+        moved = []
+        for seq in (1024, 2048):
+            cfg = replace(config(m), data=DataConfig(seq_len=seq, batch_size=1))
+            ops = roofline.operations(cfg, roofline.context(cfg), traffic)
+            moved.append(sum(op.bytes * op.times for op in ops if op.part == "attention"))
+        assert moved[1] / moved[0] == pytest.approx(2**power, rel=0.05)  # beside scores, q and k are linear
+
+
+def bert_large() -> list[roofline.Op]:
+    """An encoder layer of BERT-large in float16, batch 8, 512 tokens, as Ivanov et al. 2021 (arXiv:2007.00072, section
+    2.2) measured it in PyTorch: biases, exact masks and dropout everywhere, one kernel an operation."""
+    m = ModelConfig(
+        num_layers=1, d_model=1024, num_heads=16, d_ff=4096, vocab_size=2, norm="layer", positions="none", gated=False,
+        activation="gelu", bias=True, dropout=0.1,
+    )  # fmt: skip
+    cfg = Config(
+        model=m, data=DataConfig(seq_len=512, batch_size=8), train=TrainConfig(dtype="bfloat16", remat="none"),
+        mesh=MeshConfig(data=1),
+    )  # fmt: skip
+    work = Work("unfused", "none", "float16", 2)
+    ops = roofline.of_one_layer(roofline.operations(cfg, roofline.context(cfg), "unfused"))
+    ops = [replace(op, dtype="float16") for op in ops]
+    # What our own models do not have: dropout of attention's weights and after the activation.
+    shapes = Shapes(m, 8, 512, 512)
+    weights = [replace(op, part="attention") for op in roofline.dropout(work, "dropout of weights", 8 * 16 * 512 * 512)]
+    return [*ops, *weights, *roofline.dropout(work, "dropout after the activation", shapes.tokens * 4096)]
+
+
+CLASSIC = {"contraction": (99.80, 61.0), "normalisation": (0.17, 25.5), "pointwise": (0.03, 13.5)}
+"""% of FLOPs and of the time: Ivanov et al. 2021, table 1, on a V100."""
+
+
+def shares(limits: Limits) -> dict[str, tuple[float, float]]:
+    """% of FLOPs and of the least time by class of operation. As the paper's, softmax takes its scaling and its dropout
+    along."""
+    ops = [
+        replace(op, kind="normalisation") if op.part == "attention" and op.kind == "pointwise" else op
+        for op in bert_large()
+    ]
+    rows = roofline.summed(ops, limits, by="kind")
+    flops, seconds = sum(row.flops for row in rows), sum(row.seconds for row in rows)
+    return {row.name: (100 * row.flops / flops, 100 * row.seconds / seconds) for row in rows}
+
+
+def test_data_movement_takes_four_tenths_of_bert_on_a_v100():
+    """The paper: 99.8% of the FLOPs are matmuls', which take 61.0% of the time. The ratio of the chip's two peaks alone
+    says 99.7% and 59.6%; it has 2.4 points less for normalisation and 3.9 more for pointwise work.
+
+    FLOPs are off by a tenth of a point, for an activation counts as 8 here and as 1 there. Time may be off by 5 points:
+    where the border between softmax, its scaling and its dropout lies moves as many.
+
+    Real kernels reach neither peak. Matmuls at half of theirs alone would put the model 14 points off: what the paper's
+    other kernels reach of the bandwidth must be about as little.
+    """
+    found = shares(Limits(CHIPS["v100"]))
+    for kind, (flops, seconds) in CLASSIC.items():
+        assert found[kind][0] == pytest.approx(flops, abs=0.15), kind
+        assert found[kind][1] == pytest.approx(seconds, abs=5), kind
+    half = shares(Limits(CHIPS["v100"], matmul_efficiency=0.5))["contraction"][1]
+    both = shares(Limits(CHIPS["v100"], matmul_efficiency=0.5, bandwidth_efficiency=0.5))["contraction"][1]
+    assert 8 < half - CLASSIC["contraction"][1] < 18
+    assert both == pytest.approx(found["contraction"][1])
+    assert sum(op.flops * op.times for op in bert_large() if op.kind == "contraction") == pytest.approx(
+        3 * 8 * 512 * (2 * 12 * 1024**2 + 4 * 512 * 1024)
+    )
+
+
+def test_chips_are_complete_and_no_two_share_a_name():
+    kinds = [kind for chip in CHIPS.values() for kind in chip.kinds]
+    assert len(kinds) == len(set(kinds))
+    for name, chip in CHIPS.items():
+        assert chip.source, name
+        assert {name_of(kind) for kind in chip.kinds} == {name}
+        # In units that are not mistaken: TFLOP/s, TB/s and tens of GB.
+        assert 1e14 < max(chip.flops.values()) < 1e16, name
+        assert 3e11 <= chip.bandwidth < 1e13, name
+        assert 3e10 < chip.link < chip.bandwidth / 2, name
+        assert 1e10 < chip.memory < 2e11, name
+    assert set(aot.TARGETS) <= set(CHIPS)
+
+
+def test_a_peak_that_a_chip_does_not_have_is_an_error():
+    with pytest.raises(ConfigError, match="no peak for bfloat16"):
+        Limits(CHIPS["v100"]).peak("bfloat16")
+    assert Limits(CHIPS["h100"]).peak("float32") == 494.7e12
+    assert Limits(CHIPS["v5e"]).peak("float32") == 197e12
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_eight_bits_take_two_of_three_products(quant):
+    cfg = config(FAMILIES["llama3"])
+    low = replace(cfg, train=replace(cfg.train, quant=quant))
+    plain, eight = (roofline.operations(c, roofline.context(c)) for c in (cfg, low))
+    assert multiplied(eight) == multiplied(plain)
+    layers = sum(op.flops * op.times for op in plain if op.part == "matmul" and op.of_layer)
+    in_eight = sum(op.flops * op.times for op in eight if op.dtype == {"int8": "int8", "fp8": "float8"}[quant])
+    assert in_eight == pytest.approx(layers * 2 / 3)
+    with pytest.raises(ConfigError, match="no peak"):
+        [Limits(CHIPS["a100" if quant == "fp8" else "v100"]).seconds(op) for op in eight]
+
+
+def test_muon_pays_for_its_iterations():
+    adamw = config(FAMILIES["llama3"])
+    muon = replace(adamw, optim=OptimConfig(name="muon"))
+    by_part = [
+        sum(op.flops * op.times for op in roofline.operations(cfg, roofline.context(cfg)) if op.part == "optimizer")
+        for cfg in (adamw, muon)
+    ]
+    assert by_part[1] > 2 * by_part[0]
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "jaxstack", "plan", *words], capture_output=True, text=True, check=False
+    )
+
+
+TINY = ("--config", "configs/qwen3_0.6b.yaml", "--model.num_layers=2", "--model.vocab_size=512", "--model.d_model=64",
+        "--model.d_ff=128", "--model.num_heads=2", "--model.num_kv_heads=1", "--model.head_dim=32",
+        "--data.seq_len=64", "--data.batch_size=4", "--train.grad_accum=1", "--mesh.data=1")  # fmt: skip
+
+
+def test_the_command_prints_tables_and_writes_files(tmp_path):
+    out = command("roofline", *TINY, "--chip", "v5p", "--mesh.fsdp=2", "--json", str(tmp_path / "r.json"),
+                  "--plot", str(tmp_path / "r.png"), "--train.dtype=bfloat16")  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    for part in roofline.PARTS:
+        assert out.stdout.count(part) >= 1, out.stdout
+    assert "communication hidden" in out.stdout
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["devices"] == 2
+    assert {row["part"] for row in found["step"]} == set(roofline.PARTS)
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_device_at_hand_is_measured():
+    out = command("roofline", *TINY, "--chip", "here", "--train.dtype=float32")
+    assert out.returncode == 0, out.stderr
+    table = out.stdout.split("one step")
+    rows = {line.split()[0]: line.split() for line in table[0].splitlines() if line.split()}
+    for part in ("matmul", "attention", "normalisation", "pointwise", "all"):
+        assert float(rows[part][-1].replace(",", "")) > 0, out.stdout  # its measured time
+    steps = {line.split()[0]: line.split() for line in table[1].splitlines() if line.split()}
+    assert float(steps["optimizer"][-1].replace(",", "")) > 0
+    assert float(steps["all"][-1].replace(",", "")) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("draw",), "--target is missing"),
+        (("roofline", *TINY), "--chip here to measure it"),
+        (("roofline", *TINY, "--chip", "h1000"), "--chip=h1000 must be here or one of"),
+        (("roofline", *TINY, "--chip", "v100", "--train.dtype=bfloat16"), "no peak for bfloat16"),
+        (("roofline", *TINY, "--chip", "h100", "--matmul_efficiency", "1.5"), "must lie between 0 and 1"),
+        (("roofline", *TINY, "--chip", "h100", "--link", "fast"), "must be a number above 0"),
+        (("roofline", *TINY, "--chip", "h100", "--devices", "1.5"), "must be a whole number"),
+        (("roofline", *TINY, "--chip", "h100", "--traffic", "much"), "must be fused or unfused"),
+        (("roofline", *TINY, "--chip", "h100", "--measure", "yes"), "use --chip here"),
+        (("roofline", *TINY, "--chip", "h100", "--mesh.data=-1", "--devices", "3"), "does not divide among 3 replicas"),
+    ],
+)
+def test_mistakes_are_named(words, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        main(list(words))

@@ -1,0 +1,346 @@
+"""`jaxstack report`: sums that add up, a page that asks for nothing, mistakes in one line."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxstack.cli.report import main
+from jaxstack.config import ConfigError
+from jaxstack.report import charts, page, runs, style
+from jaxstack.tracking import goodput
+
+CONFIG = "model:\n  num_layers: 2\noptim:\n  lr: 0.001\nrun:\n  dir: somewhere\ntrain:\n  steps: 40\n"
+
+
+def training(step: int, **more: object) -> dict:
+    """A line as train.py writes it, of two seconds."""
+    line = {"step": step, "loss": 6.0 / step, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 1000.0 * step, "mfu": None}
+    return line | {"spike": 0, "skipped": 0, "time": 100.0 + step, "seconds": {"step": 1.5, "data": 0.5}} | more
+
+
+LINES = [
+    training(10, seconds={"start": 3.0, "compile": 5.0, "step": 1.0}),
+    {"step": 10, "eval_loss": 0.7},
+    {"step": 10, "event": "resumed", "lost_s": 2.5, "down_s": 60.5},
+    training(20, seconds={"start": 3.0, "compile": 4.0, "step": 1.5, "evaluation": 0.5}),
+    {"step": 20, "event": "rolled back", "spike": 25, "lost_s": 1.5},
+    training(30, skipped=2, spike=1),
+    {"step": 30, "event": "stopped", "time": 140.0, "seconds": {"checkpoint": 0.25, "end": 0.25}},
+]
+
+
+def write(path: Path, lines: list[dict], config: str = CONFIG) -> Path:
+    path.mkdir(parents=True)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "config.yaml").write_text(config)
+    return path
+
+
+class Page(HTMLParser):
+    """Reads a page; asserts that every element is closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":  # it has no end
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, self.getpos()
+
+    def handle_data(self, data):
+        self.text += data
+
+
+NAMESPACES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def checked(text: str) -> Page:
+    """The page, of which this makes sure that it is whole, asks for nothing and runs nothing."""
+    read = Page(text)
+    assert set(re.findall(r"https?://[^\"'<> ]*", text)) <= NAMESPACES
+    assert not {tag for tag, _ in read.tags} & {"script", "link", "img", "iframe", "object", "base", "form", "image"}
+    attributes = [(name, value) for _, found in read.tags for name, value in found.items()]
+    assert not [name for name, _ in attributes if name.startswith("on") or name in ("src", "action")]
+    ids = [value for name, value in attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    used = {value for name, value in attributes if name.endswith("href")} | set(re.findall(r"url\(([^)]*)\)", text))
+    assert all(value.startswith("#") and value[1:] in ids for value in used)
+    assert ("http-equiv", "Content-Security-Policy") in attributes
+    return read
+
+
+def test_seconds_add_up_and_goodput_is_the_part_of_steps():
+    sums = goodput.spent(LINES)
+    assert sums == {
+        "start": 6.0, "compile": 9.0, "step": 4.0, "data": 0.5, "evaluation": 0.5, "checkpoint": 0.25,
+        "profile": 0.0, "end": 0.25, "lost": 4.0, "down": 60.5,
+    }  # fmt: skip
+    assert goodput.fraction(sums) == 4.0 / 85.0
+    assert goodput.total(LINES) == 24.5  # without `down`
+    assert goodput.fraction(goodput.spent([{"step": 1, "loss": 1.0}])) is None
+
+
+def test_what_dropped_lines_say_of_earlier_losses_is_kept():
+    """A run that goes back behind an earlier restart, since a checkpoint broke: no second is forgotten."""
+    event = goodput.resumed(0, [], LINES)
+    assert event is not None
+    assert event["lost_s"] == goodput.total(LINES)
+    assert event["down_s"] >= goodput.spent(LINES)["down"]
+
+
+def test_bad_steps_with_lines_of_their_own_are_told_once(tmp_path):
+    """Between two training lines, or beside one; the losses that they name are no points of the curve."""
+    own = [
+        {"step": 12, "event": "skipped", "loss": None, "grad_norm": None, "skipped": 1, "batch": "step 11: a"},
+        {"step": 20, "event": "spike", "loss": 9.0, "grad_norm": 1.0, "skipped": 2, "batch": "step 19: b"},
+    ]
+    lines = [training(10), *own, training(20, spike=1, skipped=2), training(30, skipped=3)]
+    (run,) = runs.read([write(tmp_path / "run", lines)])
+    assert runs.events(run) == [
+        (12, "skipped", "loss -; batch of step 11: a"),
+        (20, "spike", "loss 9.0000; batch of step 19: b"),
+        (30, "skipped", "1 of the steps since the line before"),  # as lines of earlier versions say it
+    ]
+    assert run.series("loss")[0].tolist() == [10, 20, 30]
+    assert goodput.spent(lines)["step"] == 4.5
+    checked(page.page([run]))
+
+
+def test_a_clock_that_was_set_back_takes_nothing_away():
+    ahead = [training(10, time=time.time() + 1e6)]
+    event = goodput.resumed(10, ahead, [])
+    assert event == {"step": 10, "event": "resumed", "lost_s": 0.0, "down_s": 0.0}
+    assert goodput.resumed(0, [], []) is None
+
+
+def test_the_kinds_on_the_page_are_those_of_the_sums(tmp_path):
+    (run,) = runs.read([write(tmp_path / "run", LINES)])
+    assert runs.kinds([run])[0] == "step"
+    assert set(runs.kinds([run])) == {kind for kind, seconds in run.spent.items() if seconds}
+    assert runs.share(run, "down") == ("60.5 s", "71.2%")
+    widths = [float(part) for part in re.findall(r' width="([\d.]+)%"', charts.bar(run))]
+    assert abs(sum(widths) - 100) < 0.01 * len(widths)
+    figures = runs.summary(run)
+    assert figures["goodput"] == "4.7%"
+    assert figures["wall clock"] == "1 min 25 s"
+    assert figures["last step"] == "30 of 40"
+    assert figures["ended"] == "stopped"
+    assert figures["best held-out loss (nats per token)"] == "0.7000 at step 10"
+    assert figures["tokens per second, median"] == "20,000"
+
+
+def test_events_are_named_with_what_they_cost(tmp_path):
+    (run,) = runs.read([write(tmp_path / "run", LINES)])
+    assert [(step, kind) for step, kind, _ in runs.events(run)] == [
+        (10, "resumed"), (20, "rolled back"), (30, "spike"), (30, "skipped"), (30, "stopped"),
+    ]  # fmt: skip
+    words = " ".join(what for *_, what in runs.events(run))
+    for word in ("2.5 s of work lost", "1 min 0 s down", "from the spike at step 25", "2 of the steps"):
+        assert word in words
+
+
+def test_the_figures_of_a_run_by_hand(tmp_path):
+    lines = [*LINES, {"step": 30, "eval_loss": 0.9}, {"step": 30, "eval_loss": None}, training(40, mfu=0.25)]
+    end = {"step": 40, "event": "finished", "time": 150.0}
+    (run,) = runs.read([write(tmp_path / "run", [*lines, end])])
+    assert runs.summary(run) == {
+        "last step": "40 of 40",
+        "ended": "finished",
+        "last loss (nats per token)": "0.1500",
+        "best held-out loss (nats per token)": "0.7000 at step 10",
+        "tokens per second, median": "25,000",  # of 10, 20, 30 and 40 thousand
+        "MFU, median": "25.0%",
+        "wall clock": "1 min 27 s",  # 85 s, and two more
+        "goodput": "6.3%",  # 5.5 of 87
+    }
+    (again,) = runs.read([write(tmp_path / "again", [*lines, end, training(50)])])
+    assert runs.summary(again)["ended"] == "no end in the log"
+    assert runs.summary(again)["last step"] == "50 of 40"
+
+
+def test_runs_of_one_name_go_by_their_paths(tmp_path):
+    paths = [write(tmp_path / folder, LINES) for folder in ("a/run", "b/run", "b/other")]
+    assert [run.name for run in runs.read(paths)] == [str(paths[0]), str(paths[1]), "other"]
+
+
+def test_differences_leave_out_where_a_run_stands(tmp_path):
+    others = CONFIG.replace("0.001", "3e-4").replace("somewhere", "elsewhere") + "data:\n  packing: true\n"
+    found = runs.read([write(tmp_path / "a", LINES), write(tmp_path / "b", LINES, others)])
+    # 3e-4 without a dot is a word to YAML 1.1, and shown as it stands
+    assert runs.differences(found) == {"optim.lr": ["0.001", "3e-4"], "data.packing": ["-", "true"]}
+
+
+def test_one_page_of_several_runs(tmp_path):
+    lines = [training(i, mfu=0.4, moe_load_max_over_mean=1.5, moe_dropped_fraction=0.0) for i in range(1, 9)]
+    found = runs.read([write(tmp_path / "a", LINES), write(tmp_path / "b", lines, CONFIG.replace("2", "3"))])
+    read = checked(page.page(found))
+    figures = [tag for tag, _ in read.tags if tag == "figure"]
+    assert len(figures) == 7, "loss, speed, MFU, gradient, rate, load, dropped"
+    for word in ("What differs", "model.num_layers", "Model FLOPs utilisation", "Router load", "rolled back"):
+        assert word in read.text
+    drawn = charts.loss(found)
+    assert "var(--run0)" in drawn
+    assert "var(--run1)" in drawn
+    assert "#0" not in drawn, "a colour that the page does not set reads in light or in dark, not in both"
+
+
+def test_what_comes_from_files_is_text(tmp_path):
+    config = "sample:\n  prompts: ['<script>alert(1)</script>']\n'<i>key': \"'\\\"&\"\n"
+    lines = [*LINES, {"step": 31, "event": "<img src=x onerror=alert(1)>", "seconds": {"<u>": 1.0, '"><u>': 9.0}}]
+    found = runs.read([write(tmp_path / "<b>x", lines, config), write(tmp_path / '"$y', lines)])
+    text = page.page(found)
+    read = checked(text)
+    assert not {tag for tag, _ in read.tags} & {"script", "img", "u"}
+    for word in ("<b>x", "<script>alert(1)</script>", "<i>key", "<img src=x onerror=alert(1)>", "<u>", '"$y'):
+        assert word in read.text
+
+
+def test_lines_are_thinned_and_keep_their_spikes(tmp_path):
+    n = 100_000
+    values = np.sin(np.arange(n) / 1e4)
+    values[77_777], values[33_333] = 50.0, -50.0
+    steps, kept = charts.thin(np.arange(n), values)
+    assert len(steps) <= charts.POINTS
+    assert (np.diff(steps) > 0).all()
+    assert {0, 33_333, 77_777, n - 1} <= set(steps)
+    assert np.array_equal(values[steps], kept)
+    lines = [{"step": i, "loss": 1.0 + i % 7} for i in range(1, 30_001)]
+    text = page.page(runs.read([write(tmp_path / "run", lines)]))
+    assert len(text) < 1_000_000
+    assert "Of up to 30,000 lines a picture shows at most 2,000 points" in checked(text).text
+
+
+def test_smoothing_is_a_mean_of_neighbours(rng):
+    assert np.allclose(charts.smooth(np.full(400, 2.0)), 2.0)
+    ramp = np.arange(300.0)
+    assert np.allclose(charts.smooth(ramp), ramp), "and keeps a straight line, at its ends too"
+    values = rng.normal(size=500)
+    assert np.allclose(charts.smooth(values)[250], values[245:256].mean())
+    for size in range(5):
+        assert len(charts.smooth(values[:size])) == size
+    values[100] = 1e30
+    assert np.allclose(charts.smooth(values)[250], values[245:256].mean()), "a spike is felt near it alone"
+
+
+def test_a_run_from_before_seconds_were_recorded_gets_the_rest_of_the_page(tmp_path):
+    old = [{"step": i, "loss": None if i == 2 else 1.0} for i in (1, 2, 3)]
+    path = write(tmp_path / "run", old)
+    (path / "config.yaml").unlink()
+    (run,) = runs.read([path])
+    read = checked(page.page([run]))
+    for word in (
+        "3 training lines do not say where their seconds went",
+        "There is no config.yaml",
+        "beyond the picture's edge: 1.",
+    ):
+        assert word in read.text
+    assert runs.summary(run)["goodput"] == "-"
+
+
+def test_a_log_that_was_cut(tmp_path):
+    path = write(tmp_path / "run", LINES)
+    log = path / "metrics.jsonl"
+    log.write_text(log.read_text()[:-20])  # within the last line, as a crash does
+    (run,) = runs.read([path])
+    assert (len(run.records), run.gaps) == (len(LINES) - 1, ())
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([lines[0], "{", *lines[1:]]))
+    assert "Line 2 of metrics.jsonl is broken" in runs.read([path])[0].gaps[0]
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (None, "holds no metrics.jsonl"),
+        ("", "no training line yet"),
+        ('{"step": 1, "eval_loss": 2.0}\n', "no training line yet"),
+        ('{"loss": 1.0}\n', "line 1 of"),
+        ("7\n", "line 1 of"),
+        ('{"step": 1, "loss": 1.0}\n{"step": 1, "loss": 1.0, "seconds": 3}\n', "line 2 of"),
+        ('{"step": 1, "loss": 1.0, "seconds": {"step": -1.0}}\n', "line 1 of"),
+        ('{"step": 1, "loss": 1.0, "event": ["resumed"], "lost_s": null}\n', "line 1 of"),
+    ],
+)
+def test_logs_that_are_none(log, words, tmp_path):
+    if log is not None:
+        (tmp_path / "metrics.jsonl").write_text(log)
+    with pytest.raises(ConfigError, match=words):
+        main([str(tmp_path)])
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_command_lines_that_mean_nothing(tmp_path):
+    run = str(write(tmp_path / "run", LINES))
+    many = [str(tmp_path / str(i)) for i in range(style.MOST_RUNS + 1)]
+    for argv, words in (
+        ([], "no run is named"),
+        ([str(tmp_path / "nowhere")], "is no directory"),
+        ([run, "--open"], "--open is not known"),
+        ([run, "--out"], "lacks its value"),
+        ([run, run], "named twice"),
+        (many, "runs are more than"),
+        ([run, "--out", f"{run}/metrics.jsonl"], "is no page"),
+        ([run, "--out", str(tmp_path / "none" / "x.html")], "cannot be written"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            main(argv)
+    (Path(run) / "config.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="is no YAML"):
+        main([run])
+
+
+def test_the_command_starts_without_jax_and_fails_in_one_line(tmp_path):
+    run = write(tmp_path / "a run", LINES)
+    code = "import sys; from jaxstack.cli.report import main; main(sys.argv[1:]); assert 'jax' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
+    for word in ("30 of 40", "goodput", "4.7%", "lost", "down", "report.html"):
+        assert word in done.stdout
+    checked((run / "report.html").read_text())
+    argv = [sys.executable, "-m", "jaxstack", "report", str(tmp_path)]
+    failed = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("jaxstack report: error: ")
+    assert failed.stderr.count("\n") == 1
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here; the tests above have read the page")
+def test_a_browser_shows_the_page(tmp_path):
+    run = write(tmp_path / "run", LINES)
+    main([str(run)])
+    argv = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}/own"]
+    picture = tmp_path / "page.png"
+    done = subprocess.run(
+        [BROWSER, *argv, "--window-size=1200,2000", f"--screenshot={picture}", (run / "report.html").as_uri()],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in done.stderr, "nothing that the page's own policy forbids"
+
+    from matplotlib.image import imread
+
+    pixels = imread(picture)[..., :3]
+    assert pixels.shape[:2] == (2000, 1200)
+    blue = (pixels[..., 2] > 0.8) & (pixels[..., 0] < 0.3)  # the first run's colour
+    assert blue.sum() > 1000, "curves"

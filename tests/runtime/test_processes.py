@@ -1,0 +1,517 @@
+"""Several processes as one run: real ones, two of four CPU devices each, against one of eight; and who is detected."""
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from jax.sharding import NamedSharding, PartitionSpec
+from lines import values
+
+from jaxstack import data
+from jaxstack.checkpoint import manifest, run_dir, store
+from jaxstack.common.errors import Exit
+from jaxstack.config import Config, ConfigError, DistributedConfig, MeshConfig, flat, parse
+from jaxstack.data.tokens import Tokens
+from jaxstack.runtime import distributed, platform
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+
+SMALL = [
+    f"--config={ROOT / 'configs' / 'quickstart.yaml'}",
+    "--model.num_layers=1",
+    "--model.d_model=32",
+    "--model.d_ff=64",
+    "--optim.name=adamw",
+    "--data.source=path",
+    "--data.seq_len=16",
+    "--data.batch_size=8",
+    "--mesh.data=2",
+    "--mesh.fsdp=2",
+    "--mesh.tensor=2",
+    "--train.steps=12",
+    "--train.eval_every=6",
+    "--train.eval_steps=2",
+    "--run.log_every=1",
+    "--checkpoint.every=6",
+    "--sample.prompts=['def ', 'import']",
+    "--sample.tokens=4",
+]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(*argv: str, devices: int, code: tuple[str, ...] = (str(ROOT / "train.py"),)) -> subprocess.Popen[str]:
+    """A process of its own; most of its time would be compilation, so XLA does not optimise."""
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    env["XLA_FLAGS"] = os.environ["XLA_FLAGS"] + " --xla_cpu_multi_thread_eigen=false"
+    return subprocess.Popen(
+        [sys.executable, *code, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+
+
+def flags_of(index: int, count: int, port: int) -> list[str]:
+    return [
+        f"--distributed.coordinator=127.0.0.1:{port}",
+        f"--distributed.num_processes={count}",
+        f"--distributed.process_id={index}",
+    ]
+
+
+def start_two(*argv: str, **kwargs) -> list[subprocess.Popen[str]]:
+    port = free_port()
+    return [start(*argv, *flags_of(i, 2, port), devices=4, **kwargs) for i in range(2)]
+
+
+def finish(*processes: subprocess.Popen[str], code: int = 0) -> list[tuple[str, str]]:
+    try:
+        outputs = [process.communicate() for process in processes]
+    finally:  # where the test's time limit ended the wait
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [code] * len(processes), outputs
+    return outputs
+
+
+def assert_equal_lines(a: list[dict], b: list[dict]) -> None:
+    """Equal but for the order of summation: between processes gloo adds eight float32 parts in another order than XLA
+    does within one. A unit in the last place, 1e-7, is what one step shows; twelve are given ten of them."""
+    assert [line.keys() for line in a] == [line.keys() for line in b]
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose([*x.values()], [*y.values()], rtol=1e-6, err_msg=f"{x} {y}")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(p.read_text() for p in sorted((ROOT / "jaxstack").rglob("[a-d]*.py"))))
+    return path
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(text, tmp_path):
+    """The same lines and samples from 2 x 4 devices as from 1 x 8, and each goes on from the other's checkpoint."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    argv = [*SMALL, f"--data.path={text}"]
+    (out, _), (quiet, _) = finish(*start_two(*argv, f"--run.dir={two}"))
+    finish(start(*argv, f"--run.dir={one}", devices=8))
+    assert "device   8 x cpu in 2 processes" in out
+    # Gloo's threads write as they please, at times two into one line.
+    assert all("[Gloo]" in line for line in quiet.splitlines() if line), f"process 0 alone prints, not:\n{quiet}"
+    assert [line["step"] for line in values(one) if "loss" in line] == list(range(1, 13))
+    assert_equal_lines(values(two), values(one))
+    assert (two / "samples.txt").read_text() == (one / "samples.txt").read_text()
+    assert (two / "config.yaml").read_text().replace(str(two), str(one)) == (one / "config.yaml").read_text()
+    assert {p.name for p in two.iterdir()} == {p.name for p in one.iterdir()}
+
+    for path in (one, two):
+        shutil.copytree(path, tmp_path / f"{path.name}_halfway")
+        shutil.rmtree(tmp_path / f"{path.name}_halfway" / "checkpoints" / "12")
+    argv += ["--sample.prompts=[]", "--train.ngram_baseline=false"]  # they have been compared
+    (out, _), _ = finish(*start_two(*argv, f"--run.dir={tmp_path / 'one_halfway'}"))
+    ((other, _),) = finish(start(*argv, f"--run.dir={tmp_path / 'two_halfway'}", devices=8))
+    assert "resumed from step 6" in out
+    assert "resumed from step 6" in other
+    trained = [line for line in values(one) if "loss" in line or "eval_loss" in line]
+    for path in (one, two):
+        assert_equal_lines(values(tmp_path / f"{path.name}_halfway"), trained)
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_pipeline_lie_on_two_processes(text, tmp_path):
+    """Uneven stages, one a process; another run goes on from their checkpoint without a pipeline, on its own."""
+    two, plain = tmp_path / "two", tmp_path / "plain"
+    argv = [*SMALL, f"--data.path={text}", "--model.num_layers=3"]
+    argv += ["--sample.prompts=[]", "--train.ngram_baseline=false"]
+    stages = [*argv, "--mesh.pipe=2", "--mesh.fsdp=1", "--pipeline.microbatches=2"]
+    (out, _), _ = finish(*start_two(*stages, f"--run.dir={two}", "--profile.steps=4:5"))
+    assert "layers 0-1 | 2; bubble" in out
+    for index in range(2):  # each traces what it does itself
+        (trace,) = (two / "profile" / f"process_{index}").rglob("*.xplane.pb")
+        assert trace.stat().st_size > 1000
+    shutil.copytree(two, plain)
+    shutil.rmtree(plain / "checkpoints" / "12")
+    ((out, _),) = finish(start(*argv, f"--run.dir={plain}", devices=8))
+    assert "resumed from step 6" in out
+    assert "changed  mesh.pipe was 2, is now 1" in out
+    assert_equal_lines(values(plain), values(two))
+
+
+def test_processes_that_differ_are_refused(text, tmp_path):
+    """One line each and exit code 2, where they would train on something that no single process would."""
+    port = free_port()
+    argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}"]
+    outputs = finish(*(start(*argv, *flags_of(i, 2, port), f"--run.seed={i}", devices=4) for i in range(2)), code=2)
+    for _, err in outputs:
+        assert "processes differ in configuration" in err
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_that_never_joins(index, text, tmp_path):
+    """Neither the coordinator nor a worker waits longer than it was told to; each says for whom it waited."""
+    port = free_port()
+    argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--distributed.timeout_s=3"]
+    ((_, err),) = finish(start(*argv, *flags_of(index, 2, port), devices=4), code=Exit.NOT_JOINED)
+    assert err.count("\n") == 1, err
+    who = "not all of the others came" if index == 0 else "nothing answers there"
+    for word in (f"process {index} of 2", f"127.0.0.1:{port}", "waited 3 s", who, "--distributed.timeout_s"):
+        assert word in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raises", "killed"])
+def test_the_failure_of_one_process_ends_the_others(how, text, tmp_path):
+    """Within a bounded time, with the reason; none is left hanging."""
+    failing = (
+        "import sys; sys.argv[0] = 'train.py'; import os, signal, train; from jaxstack.runtime import distributed\n"
+        "whole, calls = distributed.whole, []\n"
+        "def fail(*args):\n"
+        "    calls.append(1)\n"
+        f"    if len(calls) == 3: {'raise OSError()' if how == 'raises' else 'os.kill(os.getpid(), signal.SIGKILL)'}\n"
+        "    return whole(*args)\n"
+        "distributed.whole = fail\n"
+        "train.main(sys.argv[1:])\n"
+    )
+    port = free_port()
+    argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--distributed.lost_s=10"]
+    good = start(*argv, *flags_of(0, 2, port), devices=4)
+    os.environ["PYTHONPATH"] = str(ROOT)
+    bad = start(*argv, *flags_of(1, 2, port), devices=4, code=("-c", failing))
+    _, err = bad.communicate()
+    assert ("OSError" in err) == (how == "raises")
+    _, said = good.communicate()
+    assert bad.returncode != 0
+    assert good.returncode == Exit.PEER_LOST
+    last = said.splitlines()[-1]
+    assert ("process 1 of 2 ended: OSError" if how == "raises" else "process 1 of 2 is gone") in last
+
+
+SAVES = """
+import json, sys
+from pathlib import Path
+import jax
+index, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+import numpy as np
+from jaxstack.checkpoint import manifest, store
+from jaxstack.runtime import distributed
+from jaxstack.config import CheckpointConfig, MeshConfig
+from jaxstack.sharding import make_mesh
+
+hashed, sha256 = {}, manifest._sha256
+def counted(path):
+    hashed[path.relative_to(directory).as_posix()] = path.stat().st_size
+    return sha256(path)
+manifest._sha256 = counted
+split = jax.sharding.NamedSharding(make_mesh(MeshConfig(data=1, fsdp=4), 4), jax.sharding.PartitionSpec("fsdp"))
+state = {}
+for name in ("a", "b"):
+    values = np.random.default_rng(ord(name)).normal(size=(1024, 512)).astype(np.float32)
+    state[name] = jax.make_array_from_callback(values.shape, split, lambda i, values=values: values[i])
+with store.Checkpoints(CheckpointConfig(keep=2), directory) as checkpoints:
+    checkpoints.save(1, state, {})
+    checkpoints.save(2, state, {})
+saved = dict(hashed)
+assert manifest.sealed(directory) == [2, 1], "a save is over on every process once the seal is written"
+hashed.clear()
+assert store.find(directory).step == 2
+started = dict(hashed)
+distributed.wait_for_all()
+if index == 0:
+    file = max((directory / "2/state/ocdbt.process_1/d").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 4
+    file.write_bytes(content)
+distributed.wait_for_all()
+found = store.find(directory)
+print(json.dumps({"saved": saved, "started": started, "step": found.step, "passed over": found.passed_over}))
+"""
+
+
+def test_two_processes_share_the_hashing(tmp_path):
+    """Each hashes what it wrote, and half of what is loaded; a changed byte is seen by one and acted upon by both."""
+    port, env = free_port(), os.environ | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", SAVES]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+    workers = [subprocess.Popen([*words, str(i), str(port), str(tmp_path)], **pipes) for i in range(2)]
+    said = [json.loads(out.splitlines()[-1]) for out, _ in finish(*workers)]
+    wrote = [{name: size for name, size in one["saved"].items() if name.startswith("1/")} for one in said]
+    sealed = {f"1/{name}": size for name, (size, _) in manifest.read(tmp_path / "1").items()}
+    assert wrote[0] | wrote[1] == sealed, "every file is hashed after a save"
+    assert not wrote[0].keys() & wrote[1].keys(), "and none twice"
+    assert all("process_1" in name for name in wrote[1])
+    assert not any("process_1" in name for name in wrote[0])
+    read = [one["started"] for one in said]
+    assert {*read[0], *read[1]} == {f"2/{name}" for name in manifest.read(tmp_path / "2")}
+    assert not read[0].keys() & read[1].keys()
+    for shares in (wrote, read):
+        for share in shares:  # a few kB of index and metadata beside 4 MB of arrays, all of them one process's
+            assert sum(share.values()) == pytest.approx(sum(sealed.values()) / 2, rel=0.01)
+    (why,) = {one["passed over"]["2"] for one in said}
+    assert "ocdbt.process_1/d/" in why
+    assert "has changed since it was written" in why
+    assert {one["step"] for one in said} == {1}
+    # Whoever starts next, in whatever number, sees the same.
+    assert store.find(tmp_path).passed_over == {2: why}
+
+
+# Rows.
+
+
+def make_tokens() -> Tokens:
+    ends = np.cumsum([30, 41, 12, 77, 53])
+    return Tokens(np.arange(ends[-1], dtype=np.uint16), np.append(0, ends[:-1]), ends, int(ends[-1]))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_rows_of_all_processes_are_the_batch(packing):
+    """Whatever the rows of each: training batches across two epochs, and a held-out one that is padded."""
+    reading = {"seq_len": 8, "batch_size": 6, "packing": packing}
+    for read in (
+        lambda rows: data.batches(make_tokens(), seed=3, rows=rows, **reading)[4],
+        lambda rows: data.eval_batches(make_tokens(), steps=9, rows=rows, **reading)[4],
+    ):
+        whole = read(None)
+        assert whole["tokens"].shape == (6, 8)
+        for shares in ([[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]], [[5], [0, 1, 2, 3, 4]]):
+            for rows in map(np.array, shares):
+                part = read(rows)
+                assert part.keys() == whole.keys()
+                for name, array in part.items():
+                    np.testing.assert_array_equal(array, whole[name][rows])
+    assert not whole["weights"][-1].any(), "the padding was not reached"
+
+
+class Half:
+    """A sharding as the process sees it that holds some of the devices."""
+
+    def __init__(self, sharding: NamedSharding, devices: list) -> None:
+        self.sharding, self.devices = sharding, devices
+        self.is_fully_addressable = False
+
+    def addressable_devices_indices_map(self, shape):
+        return {d: index for d, index in self.sharding.devices_indices_map(shape).items() if d in self.devices}
+
+
+@pytest.mark.parametrize(
+    ("devices", "rows"),
+    [
+        ((0, 1, 2, 3), [0, 1, 2, 3]),
+        ((4, 5, 6, 7), [4, 5, 6, 7]),
+        ((0, 1, 4, 5), [0, 1, 4, 5]),  # apart, as on a torus whose hosts are squares
+        ((0, 2, 4, 6), list(range(8))),  # the tensor axis across processes: each reads all
+    ],
+)
+def test_the_rows_of_a_process_are_those_of_its_devices(devices, rows):
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    here = distributed.rows_here(Half(sharding, [mesh.devices.flat[i] for i in devices]), 8)
+    assert here.tolist() == rows
+
+
+def test_a_batch_is_put_together_of_rows_that_lie_apart(monkeypatch):
+    """With the device's callback for every part, as in several processes."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    half = Half(NamedSharding(mesh, PartitionSpec("data")), [])
+    parts = []
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, s, part: parts.append((shape, part)))
+    rows = np.arange(24).reshape(8, 3)
+    here = np.array([0, 1, 4, 5])
+    distributed.whole({"tokens": rows[here]}, half, here, 8)
+    ((shape, part),) = parts
+    assert shape == (8, 3)
+    np.testing.assert_array_equal(part((slice(4, 6), slice(None))), rows[4:6])
+    np.testing.assert_array_equal(part((slice(0, 2), slice(None))), rows[0:2])
+
+
+# Who is detected.
+
+SLURM = {
+    "SLURM_JOB_ID": "81234",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_NODELIST": "node[012-014,020],big3",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+}
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+JAX = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+PORT = 61440 + 81234 % 4096
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, None),
+        ({"PATH": "/bin", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, None),  # within sbatch, outside srun
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        (SLURM, ("Slurm", f"node012:{PORT}", 4, 2, None)),
+        (SLURM | {"SLURM_STEP_NODELIST": "a7,b[1-3]"}, ("Slurm", f"a7:{PORT}", 4, 2, None)),
+        (SLURM | {"SLURM_STEP_NODELIST": "n[1-4]-ib"}, ("Slurm", f"n1-ib:{PORT}", 4, 2, None)),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "2"}, ("Slurm", f"node012:{PORT}", 4, 2, (2,))),
+        (
+            SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "2", "CUDA_VISIBLE_DEVICES": "2"},
+            ("Slurm", f"node012:{PORT}", 4, 2, None),
+        ),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "x:1"}, ("Slurm", "x:1", 4, 2, None)),
+        (SLURM | JAX, ("JAX_COORDINATOR_ADDRESS and its like", "a:1", 2, 1, None)),
+        (MPI, ("Open MPI", f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 3, (1,))),
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        (JAX, ("JAX_COORDINATOR_ADDRESS and its like", "a:1", 2, 1, None)),
+        (JAX | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, ("the TPU's hosts", None, None, None, None)),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_PLATFORMS": "cpu"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, ("the TPU's hosts", None, None, None, None)),
+        (POD, ("Kubernetes", None, None, None, None)),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+        (POD | JAX, ("JAX_COORDINATOR_ADDRESS and its like", "a:1", 2, 1, None)),
+    ],
+)
+def test_who_is_detected(env, expected, monkeypatch):
+    monkeypatch.setattr(distributed, "tpu_chips", lambda: False)
+    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: object())
+    found = distributed.detect(DistributedConfig(), env)
+    assert found == (expected and distributed.Processes(*expected))
+    assert distributed.detect(DistributedConfig(num_processes=1), env) is None
+    said = distributed.detect(DistributedConfig("h:5", 3, 0), env)
+    assert said == distributed.Processes("--distributed.*", "h:5", 3, 0)
+
+
+@pytest.mark.parametrize("hosts", ["10.0.0.2", "a:0:10.0.0.2,b:1:10.0.0.3"])
+def test_a_tpu_virtual_machine_asks_its_metadata(hosts, monkeypatch):
+    monkeypatch.setattr(distributed, "tpu_chips", lambda: True)
+    monkeypatch.setattr(distributed, "_tpu_hosts", lambda: hosts)
+    assert (distributed.detect(DistributedConfig(), {}) is not None) == ("," in hosts)
+    assert distributed.detect(DistributedConfig(), {"TPU_SKIP_MDS_QUERY": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, ["JAX_NUM_PROCESSES and JAX_PROCESS_ID"]),
+        ({"JAX_NUM_PROCESSES": "2"}, ["JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID"]),
+        (JAX | {"JAX_PROCESS_ID": "two"}, ["JAX_PROCESS_ID='two'"]),
+        (JAX | {"JAX_PROCESS_ID": "2"}, ["JAX_PROCESS_ID=2", "JAX_NUM_PROCESSES=2"]),
+        ({k: v for k, v in MPI.items() if "hnp" not in k}, ["not JAX_COORDINATOR_ADDRESS"]),
+        (POD, ["docs/examples/kubernetes.yaml", "--distributed.num_processes=1"]),
+    ],
+)
+def test_an_environment_that_says_half_of_it(env, words, monkeypatch):
+    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as error:
+        distributed.detect(DistributedConfig(), env)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"coordinator": "a:1"}, ["without distributed.num_processes and distributed.process_id"]),
+        ({"num_processes": 2}, ["without distributed.coordinator and distributed.process_id"]),
+        ({"coordinator": "a:1", "num_processes": 2}, ["without distributed.process_id"]),
+        ({"coordinator": "a", "num_processes": 2, "process_id": 0}, ["distributed.coordinator=a", "host:port"]),
+        ({"coordinator": "a:99999", "num_processes": 2, "process_id": 0}, ["host:port"]),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, ["distributed.process_id=2", "below"]),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": -1}, ["distributed.process_id=-1"]),
+        ({"num_processes": 0}, ["distributed.num_processes=0"]),
+        ({"timeout_s": 0}, ["distributed.timeout_s=0"]),
+    ],
+)
+def test_config_errors(values, words):
+    with pytest.raises(ConfigError) as error:
+        DistributedConfig(**values)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_process_makes_its_part_of_the_devices(monkeypatch):
+    monkeypatch.setattr(platform.os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    monkeypatch.setattr(platform.psutil, "cpu_count", lambda logical: 4)
+    assert platform.cpu_devices(MeshConfig(data=2, fsdp=2, tensor=2), 8, processes=2) == 4
+    assert platform.cpu_devices(MeshConfig(), 8, processes=2) == 4
+    assert platform.cpu_devices(MeshConfig(), 4, processes=2) == 2
+    assert platform.cpu_devices(MeshConfig(fsdp=4), 16, processes=2) == 4
+    assert platform.cpu_devices(MeshConfig(fsdp=8), 16, processes=1) == 8, "simulated where there are fewer cores"
+
+
+def test_how_a_run_was_started_is_no_part_of_it(tmp_path):
+    """What process 0 was told would be wrong for any other, and for the next start."""
+    run = Config().run
+    cfg = Config(run=dataclasses.replace(run, dir=str(tmp_path)), distributed=DistributedConfig("a:1", 2, 0, 7))
+    run_dir.write(cfg, {})
+    saved = parse.parse_config([f"--config={tmp_path / 'config.yaml'}"], tmp_path)
+    assert saved == dataclasses.replace(cfg, distributed=DistributedConfig(timeout_s=7))
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    assert run_dir.check(cfg, {}) == []
+
+
+# The files that users copy.
+
+
+def words_of(text: str) -> list[str]:
+    return [word.strip("\"'\\,") for word in text.split() if word.strip("\"'\\,").startswith("--")]
+
+
+def check_flags(flags: list[str]) -> None:
+    known = flat(Config())
+    assert flags
+    for flag in flags:
+        assert flag.removeprefix("--").split("=")[0] in {*known, "config"}, flag
+
+
+def test_the_kubernetes_file_is_whole():
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    assert (service["kind"], service["spec"]["clusterIP"], job["kind"]) == ("Service", "None", "Job")
+    spec = job["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]
+    pod = spec["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    (container,) = pod["containers"]
+    env = {e["name"]: e.get("value") for e in container["env"]}
+    host, port = env["JAX_COORDINATOR_ADDRESS"].split(":")
+    assert host == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert int(port) in [p["port"] for p in service["spec"]["ports"]]
+    assert env["JAX_NUM_PROCESSES"] == str(spec["completions"])
+    found = distributed.detect(DistributedConfig(), POD | env | {"JAX_PROCESS_ID": "1"})
+    assert found is not None
+    assert found.count == spec["completions"]
+    check_flags([word for word in container["command"] + container["args"] if word.startswith("--")])
+
+
+def test_the_slurm_file_starts_train_py_with_flags_that_exist():
+    lines = (EXAMPLES / "slurm.sbatch").read_text().splitlines()
+    script = "\n".join(line for line in lines if not line.startswith("#"))
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    check_flags(words_of(script[script.index("train.py") :]))
+    options = [line.split()[1].split("=")[0] for line in lines if line.startswith("#SBATCH")]
+    assert {"--nodes", "--ntasks-per-node"} <= {*options}
+
+
+def test_the_flags_of_the_page_exist():
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    check_flags([word.strip("`.;)(*") for word in words_of(page.replace("`", " ")) if "." in word.split("=")[0]])
