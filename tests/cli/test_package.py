@@ -131,6 +131,7 @@ def test_a_wheel_trains_from_any_folder(tmp_path):
     small = ["--train.steps=3", "--model.num_layers=1", "--data.batch_size=4", "--train.eval_steps=1"]
     assert "3 of 3" in run(command, "train", *small, "--train.ngram_baseline=false", "--sample.prompts=[]")
     assert (folder / "runs" / "quickstart" / "metrics.jsonl").is_file()
-    code = "from jaxstack.config import parse\nfor name in parse.shipped(): parse.parse_config([f'--config={name}']); print(name)"
+    code = "from jaxstack.config import parse\nfor name in parse.shipped(): parse.parse_config([f'--config={name}']); "
+    code += "print(name)"
     assert run(str(python), "-c", code).split() == sorted(path.stem for path in (ROOT / "configs").iterdir())
     assert Path(run(str(python), "-c", "import jaxstack; print(jaxstack.__path__[0])").strip()).is_relative_to(tmp_path)
