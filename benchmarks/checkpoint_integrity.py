@@ -66,7 +66,7 @@ def work(what: str, index: int, count: int, port: int, folder: Path, mib: int) -
             checkpoints.save(1, state, {})
     else:
         begin = time.perf_counter()
-        assert checkpoint.find(folder).step == 1
+        assert checkpoint.scan(folder).step == 1
     seconds = time.perf_counter() - begin
     print(json.dumps({"bytes": sum(hashed), "files": len(hashed), "seconds": round(seconds, 2)}))
 

@@ -50,7 +50,7 @@ def main() -> None:
 
     runs: dict[int, Any] = {}
     ids = np.random.default_rng(0).integers(0, 256, (given.batch, 257)).astype(np.int32)
-    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((given.batch, 256), np.float32)}
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((given.batch, 256), np.float32)}
     for experts in (8, 64):
         cfg = config(experts, given.batch)
         ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, given.batch))

@@ -292,7 +292,7 @@ def run_case(
     for name, f in (ways | case.others).items():
         if name in table:
             try:
-                choice.choose(case.op, table, name, platform, case.choice)
+                choice.select_implementation(case.op, table, name, platform, case.choice)
             except ValueError as error:
                 left_out[name] = str(error)
                 continue
@@ -374,12 +374,12 @@ def main() -> None:
     dtype = "float32" if platform == "cpu" else "bfloat16"
     peaks: dict[str, tuple[float, float]] = {}
     if (name := name_of(device.device_kind)) is not None:
-        peaks["data sheet"] = (CHIPS[name].flops[dtype], CHIPS[name].bandwidth)
+        peaks["data sheet"] = (CHIPS[name].flops[dtype], CHIPS[name].hbm_bandwidth)
     if not given.small:
         here = measure.this_chip(device, dtype)
-        peaks["measured"] = (here.flops[dtype], here.bandwidth)
+        peaks["measured"] = (here.flops[dtype], here.hbm_bandwidth)
         print(f"{device.device_kind}: a matmul reaches {here.flops[dtype] / 1e12:.4g} TFLOP/s, a copy "
-              f"{here.bandwidth / 1e9:.1f} GB/s", flush=True)  # fmt: skip
+              f"{here.hbm_bandwidth / 1e9:.1f} GB/s", flush=True)  # fmt: skip
     every = cases(given.small, platform, dtype)
     known = {case.op for case in every}
     print(f"no cases for {', '.join(op for op in OPS if op not in known)}", flush=True)

@@ -43,7 +43,7 @@ def case(optimizer: str, layers: int, mesh: dict[str, int], options: dict[str, A
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size))
     assert ctx.mesh is not None
     state, where = step.abstract_state(cfg, ctx), ctx.sharding(ctx.batch)
-    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct((8, 128), dtype, sharding=where) for name, dtype in kinds.items()}
     begin = time.perf_counter()
     jitted: Any = step.jit_train_step(cfg, ctx, state)

@@ -53,7 +53,7 @@ def main() -> None:
     from jaxstack.training import step
 
     ids = np.random.default_rng(0).integers(0, 256, (given.batch, 257)).astype(np.int32)
-    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((given.batch, 256), np.float32)}
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((given.batch, 256), np.float32)}
     runs: dict[str, Any] = {}
     bubbles: dict[str, float] = {}
     for name, (mesh, pipeline) in CASES.items():

@@ -44,7 +44,7 @@ def compile_seconds(num_layers: int) -> float:
     placed = jax.NamedSharding(mesh, jax.P("data"))
     batch = {
         name: jax.ShapeDtypeStruct((8, 128), dtype, sharding=placed)
-        for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32)]
+        for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("loss_weights", jnp.float32)]
     }
     jax.clear_caches()
     begin = time.perf_counter()

@@ -63,7 +63,7 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
     from jaxstack import sharding
     from jaxstack.config import parse, resolve
     from jaxstack.models.context import Context
-    from jaxstack.planner import aot, hlo
+    from jaxstack.planner import estimate, hlo
     from jaxstack.training import step
 
     file = ROOT / "configs" / f"{config}.yaml"
@@ -73,8 +73,8 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
     cfg = resolve(cfg, cfg.model.vocab_size)
     ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size))
     state = step.abstract_state(cfg, ctx)
-    parts = aot.formula.memory(cfg, ctx, state, {})
-    moved = hlo.sent(aot.formula.traffic(cfg, ctx))
+    parts = estimate.memory(cfg, ctx, state, {})
+    moved = hlo.sent(estimate.traffic(cfg, ctx))
     return {
         "config": config,
         "flags": flags,

@@ -70,7 +70,7 @@ def ours(name: str) -> None:
     state = step.make_state(cfg, ctx, abstract)
     train_step = step.jit_train_step(cfg, ctx, abstract)
     ids = np.random.default_rng(0).integers(0, job["vocab"], (job["batch"], job["seq_len"] + 1)).astype(np.int32)
-    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones(ids[:, 1:].shape, np.float32)}
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones(ids[:, 1:].shape, np.float32)}
     placed = ctx.sharding(ctx.batch)
 
     def run(steps: int) -> float:

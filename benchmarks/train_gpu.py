@@ -132,7 +132,7 @@ def ours(order: dict[str, Any]) -> None:
                 continue
             abstract = step.abstract_state(cfg, ctx)
             ids, where = text(job, batch), ctx.sharding(ctx.batch)
-            host = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones(ids[:, 1:].shape, np.float32)}
+            host = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones(ids[:, 1:].shape, np.float32)}
             placed = jax.device_put(host, where)
             begin = time.perf_counter()
             train_step: Any = step.jit_train_step(cfg, ctx, abstract)
@@ -399,12 +399,12 @@ def ahead_of_time(target: str, given: argparse.Namespace, kernels: dict[str, str
                     "temporary": r.temporary,
                     "total": r.total,
                     "formula": round(sum(r.memory.values())),
-                    "fits": r.total <= CHIPS[target].memory,
+                    "fits": r.total <= CHIPS[target].hbm_bytes,
                 }
                 same = ("job", "target", "remat", "batch", "kernels_asked")
                 cases = [c for c in cases if any(c[key] != row[key] for key in same)] + [row]
                 print(json.dumps(row), flush=True)
-                if r.total < 0.35 * CHIPS[target].memory:
+                if r.total < 0.35 * CHIPS[target].hbm_bytes:
                     break  # smaller ones fit
             record.record(f"{NAME}_aot", {"note": "what the compiler says ahead of time; nothing ran", "cases": cases})
 

@@ -76,9 +76,9 @@ print(f"{params.count(decoder.spec(cfg.model)):,} parameters, of which a byte me
 
 # %%
 routers = {
-    "nothing": replace(cfg.model.moe, balance_weight=0.0),
-    "a loss": replace(cfg.model.moe, balance_weight=0.01),
-    "a bias": replace(cfg.model.moe, router="sigmoid", bias_rate=0.02),
+    "nothing": replace(cfg.model.moe, aux_loss_weight=0.0),
+    "a loss": replace(cfg.model.moe, aux_loss_weight=0.01),
+    "a bias": replace(cfg.model.moe, router="sigmoid", bias_update_rate=0.02),
 }
 
 # %% [markdown]
@@ -107,7 +107,7 @@ def train(cfg: Config) -> tuple[Any, History]:
     def one_step(values, opt_state, batch):
         loss, grads, sums = gradients(values, batch)
         changes, opt_state = optimizer.update(grads, opt_state, values)
-        values = decoder.balance(cfg.model, optax.apply_updates(values, changes), sums, ctx)
+        values = decoder.update_router_bias(cfg.model, optax.apply_updates(values, changes), sums, ctx)
         return values, opt_state, (loss, sums["load"], sums["dropped"], sums["entropy"])
 
     abstract = step.abstract_state(cfg, ctx)
@@ -227,7 +227,7 @@ assert dropped["nothing"] > 2 * max(dropped["a loss"], dropped["a bias"])
 def choices(cfg: Config, values: Any, tokens: np.ndarray) -> np.ndarray:
     """The experts of every token in every layer, [L, B, S, k]."""
     ctx, m = Context(), cfg.model
-    given = decoder.inputs(m, {"tokens": tokens}, ctx)
+    given = decoder.make_layer_inputs(m, {"tokens": tokens}, ctx)
     plainly = {"window": 0, "rope": given["rope"], "segment_ids": None}
     x, found = decoder.embed(m, values, given, ctx), []
     for i in range(m.num_layers):
@@ -307,7 +307,7 @@ display(HTML(f'<pre style="line-height: 1.5; color: black">{"".join(spans)}</pre
 # %% [markdown]
 # ## Where to go next
 #
-# - Make the bias slower, `bias_rate=0.001`, or the loss heavier, `balance_weight=0.1`, and look at load and loss again.
+# - Make the bias slower, `bias_update_rate=0.001`, or the loss heavier, `aux_loss_weight=0.1`, and look at load and loss again.
 # - Other gates: `router="domain"` gives each expert a kind of text, `shared_experts=1` one that every token passes.
 #   `help(MoEConfig)` lists them all.
 # - The same from a shell, with the figures in `metrics.jsonl`: `python train.py --config configs/moe_quickstart.yaml`

@@ -23,8 +23,8 @@ from jaxstack.tracking import goodput, sinks
 if TYPE_CHECKING:  # JAX must start after `platform.configure`
     import jax
 
-    from jaxstack.checkpoint.store import Checkpoints, Found
-    from jaxstack.data.loader import Feed
+    from jaxstack.checkpoint.store import Checkpoints, CheckpointScan
+    from jaxstack.data.loader import DataLoader
     from jaxstack.models.context import Context
     from jaxstack.tracking.jsonl import JsonLines, Screen
 
@@ -73,25 +73,25 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
     from jaxstack import sharding
     from jaxstack.checkpoint import store
-    from jaxstack.data.loader import Feed
+    from jaxstack.data.loader import DataLoader
     from jaxstack.generate import decode
     from jaxstack.models.context import Context
     from jaxstack.planner import pipeline_costs
     from jaxstack.runtime import watchdog
     from jaxstack.tracking import jsonl, profiler, throughput
-    from jaxstack.tracking.step_log import Course, Progress
+    from jaxstack.tracking.step_log import LoopState, StepLogger
     from jaxstack.training import init_from, step
 
     run = Path(cfg.run.dir)
     saved = run_dir.checkpoints(run)
-    account = goodput.Account()
+    account = goodput.GoodputRecorder()
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
     devices = list(mesh.devices.flat)
     ctx = Context.create(pipeline_costs.settled(cfg, mesh), mesh)
     first = jax.process_index() == 0  # it alone prints, and writes what is not a checkpoint
     several = jax.process_count() > 1
-    meter = throughput.Meter(cfg, devices)
-    feed = Feed(cfg, dataset, ctx.sharding(ctx.batch))
+    meter = throughput.ThroughputMeter(cfg, devices)
+    loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))
 
     abstract = step.abstract_state(cfg, ctx)
     layout = step.checkpoint_layout(cfg, ctx, abstract)
@@ -107,21 +107,21 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         profiler.Tracer(cfg.profile, run, screen.say, account, meter) as tracer,
         sinks.Sinks() as others,
     ):
-        greet(screen, cfg, ctx, devices, dataset, changes, left_behind)
-        found = agree_on_start(screen, cfg, ctx, dataset)
+        print_run_header(screen, cfg, ctx, devices, dataset, changes, left_behind)
+        found = resolve_start_step(screen, cfg, ctx, dataset)
         start = found.step or 0
 
         def state_of(number: int) -> tuple[step.TrainState, int]:
             """The state after a step, and the index of the batch that comes next."""
             if number:
                 state = layout.unpack(store.restore(saved, number, layout.abstract))
-                return state, store.facts(saved, number)["next_batch"]
+                return state, store.metadata(saved, number)["next_batch"]
             if cfg.run.init_from:
                 return init_from.start_from(cfg, ctx, abstract), 0
             return step.make_state(cfg, ctx, abstract), 0
 
         if start:
-            run_dir.same_data(store.facts(saved, start), cfg, dataset.fingerprint)
+            run_dir.same_data(store.metadata(saved, start), cfg, dataset.fingerprint)
         elif cfg.run.init_from:
             screen.say(f"starts with the parameters of {cfg.run.init_from}")
         state, next_batch = state_of(start)
@@ -132,28 +132,28 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         # Only now: nothing is overwritten by what does not fit.
         log = open_log(screen, cfg, dataset, found, start, others) if first else jsonl.JsonLines(None)
         checkpoints.scores |= {r["step"]: r["eval_loss"] for r in log.records if "eval_loss" in r}
-        facts = {"config": asdict(cfg), "versions": store.versions(), "data": dataset.fingerprint}
-        progress = Progress(cfg, feed, log, screen, meter, watching, account)
+        metadata = {"config": asdict(cfg), "versions": store.versions(), "data": dataset.fingerprint}
+        progress = StepLogger(cfg, loader, log, screen, meter, watching, account)
 
         def evaluate(number: int) -> None:
             """Held-out loss, unless the log has it from before an interruption."""
-            if not distributed.from_first(progress.evaluated(number)):
+            if not distributed.broadcast_from_process_0(progress.evaluated(number)):
                 account.enter("evaluation")
-                sums = (eval_step(state.params, feed.to_devices(batch)) for batch in feed.held_out)
+                sums = (eval_step(state.params, loader.to_devices(batch)) for batch in loader.held_out)
                 checkpoints.scores[number] = progress.evaluation(number, sums)
 
-        course = Course(done=start, batch=next_batch, newest=start)
+        course = LoopState(done=start, batch=next_batch, newest=start)
         screen.start(start)
         if start and start % cfg.train.eval_every == 0:
             evaluate(start)
         while course.done < cfg.train.steps:
             spike = None
-            for index, batch, waited in feed.training(course.batch, cfg.train.steps - course.done, account.enter):
+            for index, batch, waited in loader.training(course.batch, cfg.train.steps - course.done, account.enter):
                 account.enter("step" if meter.started else "compile")
                 course = course.stepped()
-                state, device_values = tracer.step(course.done, train_step, state, feed.to_devices(batch))
+                state, device_values = tracer.step(course.done, train_step, state, loader.to_devices(batch))
                 spike = progress.step(course.done, index, device_values, waited)  # of the step before this one
-                stopping = distributed.stop_here(course.done, request.by is not None)
+                stopping = distributed.should_stop(course.done, request.by is not None)
                 last = course.done == cfg.train.steps
                 evaluating = last or course.done % cfg.train.eval_every == 0
                 saving = last or course.done % cfg.checkpoint.every == 0 or stopping
@@ -163,7 +163,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
                     break
                 if saving:
                     account.enter("checkpoint")
-                    checkpoints.save(course.done, layout.pack(state), facts | {"next_batch": course.batch})
+                    checkpoints.save(course.done, layout.pack(state), metadata | {"next_batch": course.batch})
                     course = course.saved()
                 if stopping:
                     stop(course.done, checkpoints, log, account)
@@ -176,10 +176,10 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
                 account.enter("checkpoint")
                 checkpoints.wait()
                 del state, device_values  # two states may not fit
-                if course.done and (why := store.broken(saved, course.done)):
+                if course.done and (why := store.corruption(saved, course.done)):
                     raise damaged(course.done, why)
                 state, _ = state_of(course.done)
-                progress.went_back(course, spike)
+                progress.log_rollback(course, spike)
         screen.stop()
 
         account.enter("end")
@@ -187,11 +187,11 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         texts = decode.texts(cfg, state.params, dataset.tokenizer, ctx) if cfg.sample.prompts else []
         checkpoints.wait()
         if first:  # what is left is done by one
-            sum_up(cfg, feed, texts, log, screen, account)
-        distributed.wait_for_all()
+            write_final_report(cfg, loader, texts, log, screen, account)
+        distributed.barrier()
 
 
-def greet(
+def print_run_header(
     screen: "Screen",
     cfg: Config,
     ctx: "Context",
@@ -209,7 +209,7 @@ def greet(
     screen.say(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
     screen.say(f"model    {params.count(decoder.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
     if cfg.model.lora.rank:
-        trained = params.count(params.split(spec := decoder.spec(cfg.model), spec)[0])
+        trained = params.count(params.partition(spec := decoder.spec(cfg.model), spec)[0])
         screen.say(f"adapters {trained:,} of them are trained, rank {cfg.model.lora.rank}; the rest is frozen")
     if ctx.pipeline is not None:
         screen.say(f"pipeline {ctx.pipeline}")
@@ -224,7 +224,7 @@ def greet(
         screen.say(left_behind, style="yellow")
 
 
-def agree_on_start(screen: "Screen", cfg: Config, ctx: "Context", dataset: data.Dataset) -> "Found":
+def resolve_start_step(screen: "Screen", cfg: Config, ctx: "Context", dataset: data.Dataset) -> "CheckpointScan":
     """The newest checkpoint that is whole, verified by all processes together, once they are of one mind about the run.
 
     Raises:
@@ -232,14 +232,14 @@ def agree_on_start(screen: "Screen", cfg: Config, ctx: "Context", dataset: data.
     """
     from jaxstack.checkpoint import store
 
-    distributed.agree({
+    distributed.assert_equal_across_processes({
         "configuration": replace(cfg, distributed=DistributedConfig()),
         "data": (dataset.fingerprint, len(dataset.train), len(dataset.eval), dataset.tokenizer.to_json()),
         "pipeline.partition's file": str(ctx.pipeline),
     })  # fmt: skip
     saved = run_dir.checkpoints(Path(cfg.run.dir))
-    found = store.find(saved)
-    for number, why in found.passed_over.items():
+    found = store.scan(saved)
+    for number, why in found.skipped.items():
         screen.say(f"passed over step {number}: {why}", style="yellow")
     if found.lost:
         raise found.nothing_whole(saved, "put back a copy, or name another run.dir")
@@ -247,7 +247,7 @@ def agree_on_start(screen: "Screen", cfg: Config, ctx: "Context", dataset: data.
 
 
 def open_log(
-    screen: "Screen", cfg: Config, dataset: data.Dataset, found: "Found", start: int, others: sinks.Sinks
+    screen: "Screen", cfg: Config, dataset: data.Dataset, found: "CheckpointScan", start: int, others: sinks.Sinks
 ) -> "JsonLines":
     """metrics.jsonl as it was after step `start`, in a directory that is tidied up; by process 0.
 
@@ -260,9 +260,9 @@ def open_log(
     saved = run_dir.checkpoints(run)
     log = JsonLines(run / "metrics.jsonl", others)
     run_dir.write(cfg, dataset.tokenizer.to_json())
-    manifest.tidy(saved)
-    for number in found.passed_over:
-        screen.say(f"step {number} was moved to {manifest.set_aside(saved / str(number), run / 'passed_over')}/")
+    manifest.remove_partial(saved)
+    for number in found.skipped:
+        screen.say(f"step {number} was moved to {manifest.quarantine(saved / str(number), run / 'passed_over')}/")
     dropped = log.rewind(start)
     others.begin(cfg, start)
     if event := goodput.resumed(start, log.records, dropped):
@@ -270,10 +270,10 @@ def open_log(
     return log
 
 
-def stop(done: int, checkpoints: "Checkpoints", log: "JsonLines", account: goodput.Account) -> NoReturn:
+def stop(done: int, checkpoints: "Checkpoints", log: "JsonLines", account: goodput.GoodputRecorder) -> NoReturn:
     """Ends a run that was asked to stop, once the step that it has done is saved everywhere."""
     checkpoints.wait()
-    distributed.wait_for_all()
+    distributed.barrier()
     log.write({"step": done, "event": "stopped", "time": time.time(), "seconds": account.take()})
     raise RunError(
         Exit.STOPPED, f"stopped as asked after step {done}, which is saved; the same command goes on from there"
@@ -289,8 +289,13 @@ def damaged(number: int, why: str) -> RunError:
     )
 
 
-def sum_up(
-    cfg: Config, feed: "Feed", texts: list[str], log: "JsonLines", screen: "Screen", account: goodput.Account
+def write_final_report(
+    cfg: Config,
+    loader: "DataLoader",
+    texts: list[str],
+    log: "JsonLines",
+    screen: "Screen",
+    account: goodput.GoodputRecorder,
 ) -> None:
     """Writes what is made at the end of a run: the comparison with n-grams, samples and the picture; by process 0."""
     from jaxstack.data import ngram
@@ -302,7 +307,7 @@ def sum_up(
     if cfg.train.ngram_baseline:
         known = [r for r in log.records if r["step"] == steps and "ngram_order" in r]
         if not known:
-            order, bits = ngram.baseline(feed.trained(steps), feed.all_held_out)
+            order, bits = ngram.baseline(loader.trained(steps), loader.all_held_out)
             known = [{"step": steps, "ngram_order": order, "ngram_bits_per_byte": bits}]
             log.write(known[0])
         order, bits = known[0]["ngram_order"], known[0]["ngram_bits_per_byte"]

@@ -45,12 +45,19 @@ FAMILIES = {
 _LLAMA = {**SMALL, "num_kv_heads": 2, "d_ff": 96}
 
 EXPERTS = {
-    "mixtral": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=4, top_k=2, z_weight=1e-3)),
+    "mixtral": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=4, top_k=2, z_loss_weight=1e-3)),
     "capacity": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=4, top_k=2, capacity_factor=0.75)),
     "deepseek": ModelConfig(
         **_LLAMA,
         moe=MoEConfig(
-            num_experts=8, top_k=3, d_ff=32, router="sigmoid", groups=4, top_groups=2, scale=2.5, shared_experts=1
+            num_experts=8,
+            top_k=3,
+            d_ff=32,
+            router="sigmoid",
+            num_groups=4,
+            top_k_groups=2,
+            routed_scale=2.5,
+            shared_experts=1,
         ),
     ),
     "domain": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=3, router="domain")),

@@ -72,14 +72,14 @@ mistakes(
     ("cap * jnp.tanh(scores / cap)", "jnp.tanh(scores / cap)"),
     ("layers.dropout(keys[1], cfg.dropout, h", "layers.dropout(keys[0], cfg.dropout, h", "models/test_model.py -k mask"),
     ("index * len(cfg.windows) + i", "index + i", "models/test_model.py -k mask"),
-    ('given["rope"] = layers.rope_tables(cfg, positions)',
-     'given["rope"] = layers.rope_tables(cfg, ctx.token_index(length))', GENERATE + " -k 'greedy and gemma2'"),
+    ('layer_inputs["rope"] = layers.rope_tables(cfg, positions)',
+     'layer_inputs["rope"] = layers.rope_tables(cfg, ctx.token_index(length))', GENERATE + " -k 'greedy and gemma2'"),
     ("a.reshape(-1, period, *a.shape[1:])[:, i]", "a.reshape(period, -1, *a.shape[1:])[i]", "models/test_model.py -k dealt"),
     ('cfg.moe.router != "sigmoid" or cfg.lora.rank:', 'cfg.moe.router != "sigmoid":', "moe/test_experts.py -k frozen"),
-    ('ctx.in_rows(aux["load"]), cfg.moe.bias_rate', 'ctx.in_rows(aux["load"]), -cfg.moe.bias_rate', "moe/test_experts.py -k frozen"),
+    ('ctx.to_stage_order(aux["load"]), cfg.moe.bias_update_rate', 'ctx.to_stage_order(aux["load"]), -cfg.moe.bias_update_rate', "moe/test_experts.py -k frozen"),
     ("return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)",
      "return a.reshape(microbatches, -1, *a.shape[1:])", "models/test_model.py -k dealt"),
-    ('ctx.remat == "none" and not ctx.gathers', 'ctx.remat == "none"', "sharding/test_collectives.py"),
+    ('ctx.remat == "none" and not ctx.gathers_params', 'ctx.remat == "none"', "sharding/test_collectives.py"),
 )  # fmt: skip
 
 mistakes(
@@ -110,8 +110,8 @@ mistakes(
 
 mistakes(
     "step", "training/step.py", STEP,
-    ('tokens = collectives.all_reduce(batch["weights"].sum(), ctx.token_axes)',
-     'tokens = collectives.all_reduce((batch["weights"] >= 0).sum(), ctx.token_axes)', STEP + " -k mean_over"),
+    ('tokens = collectives.all_reduce(batch["loss_weights"].sum(), ctx.token_axes)',
+     'tokens = collectives.all_reduce((batch["loss_weights"] >= 0).sum(), ctx.token_axes)', STEP + " -k mean_over"),
     ("jnp.append(state.recent[1:], loss)", "jnp.append(state.recent[:-1], loss)", STEP + " -k recent"),
     ("jnp.where(good, jnp.append(state.recent[1:], loss), state.recent)", "jnp.append(state.recent[1:], loss)",
      STEP + " -k 'recent or spike'"),
@@ -123,7 +123,7 @@ mistakes(
     ('"lr": schedule(updates)', '"lr": schedule(state.step)', STEP + " -k finite"),
     ("updates = state.step - state.skipped", "updates = state.step", STEP + " -k 'finite or spike'"),
     ("jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)", "jax.random.key(cfg.run.seed)", STEP + " -k dropout"),
-    ('batch["weights"].sum(), ctx.token_axes\n        )', 'jnp.ones_like(batch["weights"]).sum(), ctx.token_axes\n        )',
+    ('batch["loss_weights"].sum(), ctx.token_axes\n        )', 'jnp.ones_like(batch["loss_weights"]).sum(), ctx.token_axes\n        )',
      STEP + " -k evaluation"),
     ("middle + cfg.threshold * jnp.maximum", "cfg.threshold * jnp.maximum", "checkpoint/test_reliability.py -k spike"),
     ("1.4826 * jnp.median", "jnp.median", "checkpoint/test_reliability.py -k spike"),
@@ -318,7 +318,7 @@ mistakes(
     ('self.axes("batch", "sequence", "residual") if a not in held', 'self.axes("batch", "sequence") if a not in held',
      MESHES, {"survives": "the types of shard_map sum over axes that are not named: the values agree, the sums are more"}),
     ('axis not in self.axes("sequence"))', 'axis in self.axes("residual"))', "test_meshes.py -k 'llama3 and context'"),
-    ("index = collectives.part(self.token_index(length), self.between, 0)", "index = self.token_index(length)", "test_meshes.py -k numbered"),
+    ('index = collectives.local_slice(self.token_index(length), self.sequence_parallel_axes, 0)', "index = self.token_index(length)", "test_meshes.py -k numbered"),
 )  # fmt: skip
 
 mistakes(
@@ -409,10 +409,10 @@ mistakes(
     ("at_BT - np.maximum(begins_BT, first_B[:, None])", "at_BT - begins_BT"),
     ("rng.integers(slack + 1)", "rng.integers(slack)"),
     ("        rng = np.random.default_rng([seed, index])", "        rng = np.random.default_rng(seed + index)"),
-    ('batch["weights"][row_B >= len(samples)] = 0', 'batch["weights"][row_B > len(samples)] = 0'),
+    ('batch["loss_weights"][row_B >= len(samples)] = 0', 'batch["loss_weights"][row_B > len(samples)] = 0'),
     ("ds.__getitem__, step + depth))", "ds.__getitem__, step + 1))"),
     ('"targets": np.ascontiguousarray(ids_BT[:, 1:])', '"targets": np.ascontiguousarray(ids_BT[:, :-1])'),
-    ("stream.answers[index_BT[:, 1:]]", "stream.answers[index_BT[:, :-1]]", "data/test_chat.py"),
+    ("stream.loss_mask[index_BT[:, 1:]]", "stream.loss_mask[index_BT[:, :-1]]", "data/test_chat.py"),
     ("np.argsort(-length_D, kind", "np.argsort(length_D, kind", "data/test_chat.py"),
 )
 mistakes(
@@ -440,7 +440,7 @@ mistakes(
         "whole, other_whole = place >= n - 1, other_place >= n - 1",
         "whole, other_whole = place >= n - 1, other_place >= 0",
     ),
-    ('[batch["weights"].any(axis=1)]', '[batch["weights"].all(axis=1)]'),
+    ('[batch["loss_weights"].any(axis=1)]', '[batch["loss_weights"].all(axis=1)]'),
 )
 mistakes(
     "tokenizers",
@@ -520,7 +520,10 @@ mistakes(
     "tracking/step_log.py",
     "checkpoint/test_reliability.py -k course",
     ("if self.returns == most:", "if self.returns > most:"),
-    ("Course(self.newest, spike + self.batch - self.done, self.newest", "Course(self.newest, self.batch, self.newest"),
+    (
+        "LoopState(self.newest, spike + self.batch - self.done, self.newest",
+        "LoopState(self.newest, self.batch, self.newest",
+    ),
     ("replace(self, newest=self.done, returns=0)", "replace(self, newest=self.done)"),
 )
 mistakes(
@@ -562,7 +565,7 @@ mistakes(
     "cli", "config/parse.py", "config/test_config.py cli/test_package.py -k 'flag or help or config or mistake or resolved'",
     ('"allow_abbrev": False', '"allow_abbrev": True'),
     ('[*(f"--config={path}" for path in files), *flags]', '[*flags, *(f"--config={path}" for path in files)]'),
-    ("sys.exit(Exit.MISTAKE)", "sys.exit(1)"),
+    ('sys.exit(Exit.USER_ERROR)', "sys.exit(1)"),
     ("return word.removeprefix(f\"{flag}=\"), words[:i] + words[i + 1 :]", "return word.removeprefix(f\"{flag}=\"), words",
      "generate/test_generate.py hf/test_hf.py planner/test_aot.py -k 'command or mistake or answered'"),
 )  # fmt: skip
@@ -802,7 +805,7 @@ mistakes(
 )
 mistakes(
     "precision", "models/context.py", "training/test_precision.py -k 'devices_sum and tensor and not accum'",
-    ("summed = self._unsummed(p) if p.is_cast or gathered else ()", "summed = self._unsummed(p) if gathered else ()", "training/test_precision.py -k 'devices_sum and not fsdp'"),
+    ('summed = self._grad_sync_axes(p) if p.is_cast or gathered else ()', 'summed = self._grad_sync_axes(p) if gathered else ()', "training/test_precision.py -k 'devices_sum and not fsdp'"),
     ("dtype = self.reduce_dtype if p.is_cast else value.dtype", "dtype = value.dtype",
      "training/test_precision.py -k 'devices_sum and accum'"),
 )  # fmt: skip

@@ -31,7 +31,7 @@ def test_kernels(tmp_path):
         # Every name of the table has run, or it says why not.
         assert ran | set(by_op[op]["left_out"]) >= set(TABLES[op]), said
         assert all(row["ms"] > 0 for row in by_op[op]["rows"])
-    assert {"xla", "explicit_vjp", "copy"} <= {row["implementation"] for row in by_op["norm"]["rows"]}
+    assert {"xla", "custom_vjp", "copy"} <= {row["implementation"] for row in by_op["norm"]["rows"]}
 
 
 @pytest.mark.slow

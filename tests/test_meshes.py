@@ -33,9 +33,11 @@ MODELS: dict[str, ModelConfig] = {
     "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}),
 }
 EXPERTS = {
-    "softmax": MoEConfig(num_experts=8, d_ff=32, z_weight=0.1, balance_weight=0.5),
-    "capacity": MoEConfig(num_experts=8, d_ff=32, capacity_factor=0.75, balance_weight=0.5),
-    "sigmoid": MoEConfig(num_experts=8, top_k=3, d_ff=32, router="sigmoid", groups=4, top_groups=2, shared_experts=1),
+    "softmax": MoEConfig(num_experts=8, d_ff=32, z_loss_weight=0.1, aux_loss_weight=0.5),
+    "capacity": MoEConfig(num_experts=8, d_ff=32, capacity_factor=0.75, aux_loss_weight=0.5),
+    "sigmoid": MoEConfig(
+        num_experts=8, top_k=3, d_ff=32, router="sigmoid", num_groups=4, top_k_groups=2, shared_experts=1
+    ),
     "domain": MoEConfig(num_experts=8, d_ff=32, router="domain"),
 }
 MODELS["untied"] = dataclasses.replace(MODELS["gpt2"], tied_embeddings=False)
@@ -118,8 +120,8 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, cfg.vocab, (rows, SEQ + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
-    batch["weights"] = (rng.random((rows, SEQ)) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32)
-    batch["weights"][rows // 2] = 0  # a sequence that is padding alone
+    batch["loss_weights"] = (rng.random((rows, SEQ)) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32)
+    batch["loss_weights"][rows // 2] = 0  # a sequence that is padding alone
     if packing:
         starts = rng.random((rows, SEQ)) < 0.15
         starts[:, 0] = True
@@ -127,7 +129,7 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
         first = np.maximum.accumulate(np.where(starts, np.arange(SEQ), 0), axis=1)
         batch["positions"] = (np.arange(SEQ) - first).astype(np.int32)
     if cfg.moe.router == "domain":
-        batch["gate"] = rng.integers(0, cfg.moe.num_experts, (rows, SEQ)).astype(np.int32)
+        batch["gate_ids"] = rng.integers(0, cfg.moe.num_experts, (rows, SEQ)).astype(np.int32)
     return batch
 
 
@@ -152,15 +154,15 @@ def gradients(
         whole = np.asarray(value)
         if stages is None or not path.startswith("layers/"):
             return whole
-        assert not whole[stages.numbers < 0].any(), f"{path}: rows without a layer must stay zero"
-        return whole[stages.rows]
+        assert not whole[stages.layer_of_slot < 0].any(), f"{path}: rows without a layer must stay zero"
+        return whole[stages.slot_of_layer]
 
     def move(path: str, value: jax.Array) -> jax.Array:
         whole = in_order(path, value)
         whole = whole + rng.normal(0, 0.1, whole.shape).astype(np.float32)
         if stages is not None and path.startswith("layers/"):
             rows = np.zeros(value.shape, np.float32)
-            rows[stages.rows] = whole
+            rows[stages.slot_of_layer] = whole
             whole = rows
         return jax.device_put(whole, value.sharding)
 
@@ -169,10 +171,10 @@ def gradients(
         batch = random_batch(seed, cfg.data.packing, cfg.model, cfg.data.batch_size)
     placed = jax.device_put(batch, ctx.sharding(ctx.batch))
     key = jax.random.key(seed) if cfg.model.dropout else None
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, params.split(spec, abstract.params)[0])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params.partition(spec, abstract.params)[0])
     loss, grads, sums = jax.jit(make(cfg, ctx), out_shardings=(None, shardings, None))(moved, placed, key)
     ordered = [{path: in_order(path, v) for path, v in flatten(tree).items()} for tree in (grads, initial)]
-    assert params.count(params.split(spec, spec)[0]) == sum(x.size for x in ordered[0].values())
+    assert params.count(params.partition(spec, spec)[0]) == sum(x.size for x in ordered[0].values())
     return jax.tree.map(np.asarray, {"loss": loss, **sums}), *ordered
 
 
@@ -240,7 +242,7 @@ def test_tokens_are_numbered_alike_on_every_mesh():
     P = jax.sharding.PartitionSpec
     number = np.arange(BATCH)[:, None] * SEQ + np.arange(SEQ)
     split = jax.shard_map(
-        lambda x: ctx.token_ids(ctx.rows(x.shape[0]), SEQ // 2),
+        lambda x: ctx.dropout_ids(ctx.row_indices(x.shape[0]), SEQ // 2),
         mesh=ctx.mesh, in_specs=P("data"), out_specs=P("data", ("context", "tensor")),
     )  # fmt: skip
     ids = np.asarray(split(number))

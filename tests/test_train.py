@@ -212,7 +212,7 @@ def test_steps_that_are_not_finite_stop_the_run_and_name_the_batch(text, tmp_pat
         *flags,
         "--train.max_bad_steps=3",
         "--run.log_every=10",
-        code=Exit.BAD_STEPS,
+        code=Exit.DIVERGED,
     )
     last = err.strip().splitlines()[-1]
     assert "stopped at step 4" in last

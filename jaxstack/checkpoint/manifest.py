@@ -43,7 +43,7 @@ def steps(directory: Path) -> list[int]:
 
 
 def sealed(directory: Path) -> list[int]:
-    """Steps that have a seal, newest first; whether it holds is for `broken` to say."""
+    """Steps that have a seal, newest first; whether it holds is for `corruption` to say."""
     return [step for step in steps(directory) if (directory / str(step) / NAME).is_file()]
 
 
@@ -135,7 +135,7 @@ def changed(checkpoint: Path, wanted: Mapping[str, tuple[int, str]]) -> str | No
         return next((why for why in pool.map(one, sorted(wanted)) if why), None)
 
 
-def broken(checkpoint: Path) -> str | None:
+def corruption(checkpoint: Path) -> str | None:
     """Returns why a checkpoint must not be used; None if its seal holds. Reads every byte of it."""
     return misfit(checkpoint) or changed(checkpoint, read(checkpoint))
 
@@ -159,14 +159,14 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(gone)
 
 
-def tidy(directory: Path) -> None:
+def remove_partial(directory: Path) -> None:
     """Removes what an interrupted save or removal left behind. For the holder of the run's lock alone."""
     for path in directory.glob("*"):
         if path.name.startswith(_REMOVED) or re.match(r"\d+\.orbax-checkpoint-tmp", path.name):
             shutil.rmtree(path)
 
 
-def set_aside(checkpoint: Path, to: Path) -> Path:
+def quarantine(checkpoint: Path, to: Path) -> Path:
     """Moves a checkpoint that must not be used out of the way, so that its step can be saved anew; returns where."""
     to.mkdir(exist_ok=True)
     target = next(p for i in range(10**6) if not (p := to / f"{checkpoint.name}{f'.{i}' * bool(i)}").exists())

@@ -19,10 +19,10 @@ _FIXED = ("model.", "optim.name")
 _FREE = (
     "model.dropout",
     "model.init_std",
-    "model.moe.balance_weight",
-    "model.moe.bias_rate",
+    "model.moe.aux_loss_weight",
+    "model.moe.bias_update_rate",
     "model.moe.capacity_factor",
-    "model.moe.z_weight",
+    "model.moe.z_loss_weight",
 )
 
 _LOCK = ".lock"
@@ -82,16 +82,16 @@ def write(cfg: Config, tokenizer: dict[str, object]) -> None:
     files.replace(run / "tokenizer.json", json.dumps(tokenizer))
 
 
-def same_data(facts: Mapping[str, Any], cfg: Config, fingerprint: str) -> None:
+def same_data(metadata: Mapping[str, Any], cfg: Config, fingerprint: str) -> None:
     """Makes sure that the data is still what a checkpoint was trained on, unless the configuration names other data.
 
     Args:
-      facts: of the checkpoint: its `config`, and the fingerprint of its `data`.
+      metadata: of the checkpoint: its `config`, and the fingerprint of its `data`.
 
     Raises:
       ConfigError: the files have changed under their name.
     """
-    if facts["data"] != fingerprint and facts["config"]["data"] == json.loads(json.dumps(asdict(cfg.data))):
+    if metadata["data"] != fingerprint and metadata["config"]["data"] == json.loads(json.dumps(asdict(cfg.data))):
         raise ConfigError(
             f"the text of data.source={cfg.data.source}, data.path={cfg.data.path} has changed since the checkpoints "
             f"of {cfg.run.dir} were made, so the same batches cannot be read; put the old files back, give the new "

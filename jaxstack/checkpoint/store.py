@@ -49,26 +49,26 @@ _AT_A_TIME = 256 << 20
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointScan:
     """What a run's checkpoints hold.
 
     Attributes:
       step: the newest whose seal holds; None where there is none.
-      passed_over: newer steps, and why each must not be used.
+      skipped: newer steps, and why each must not be used.
       lost: nothing can be used of what was there: more than a first checkpoint that a crash kept from being finished.
     """
 
     step: int | None
-    passed_over: Mapping[int, str]
+    skipped: Mapping[int, str]
     lost: bool = False
 
     def nothing_whole(self, directory: Path, fix: str) -> ConfigError:
         """The error of who needs a step, and there is none."""
-        why = "; ".join(f"step {step}: {reason}" for step, reason in self.passed_over.items())
+        why = "; ".join(f"step {step}: {reason}" for step, reason in self.skipped.items())
         return ConfigError(f"{directory} holds no whole checkpoint{f' ({why})' * bool(why)}; {fix}")
 
 
-def find(directory: Path, abstract_state: Any = None) -> Found:
+def scan(directory: Path, abstract_state: Any = None) -> CheckpointScan:
     """Looks for the newest step that may be loaded. All processes of a run call it alike.
 
     Process 0 goes by seals, lists of files and their sizes; of the step that it names all verify the bytes together. If
@@ -83,35 +83,37 @@ def find(directory: Path, abstract_state: Any = None) -> Found:
     Raises:
       ConfigError: the processes do not see the same directory.
     """
-    passed_over: dict[int, str] = {}
+    skipped: dict[int, str] = {}
     while True:
-        step = distributed.from_first(_likely(directory, passed_over) if jax.process_index() == 0 else 0)
+        step = distributed.broadcast_from_process_0(_likely(directory, skipped) if jax.process_index() == 0 else 0)
         if step < 0:
-            return Found(None, passed_over, lost=step == _LOST)
-        distributed.agree({f"checkpoint {directory / str(step)}": (directory / str(step)).is_dir()})
+            return CheckpointScan(None, skipped, lost=step == _LOST)
+        distributed.assert_equal_across_processes(
+            {f"checkpoint {directory / str(step)}": (directory / str(step)).is_dir()}
+        )
         why = _changed(directory / str(step), abstract_state)
         if why is None:
-            return Found(step, passed_over)
-        passed_over[step] = why
+            return CheckpointScan(step, skipped)
+        skipped[step] = why
 
 
 _NONE, _LOST = -1, -2
 
 
-def _likely(directory: Path, passed_over: dict[int, str]) -> int:
-    """Returns the newest step whose seal, files and sizes fit, and records in `passed_over` why newer ones do not.
+def _likely(directory: Path, skipped: dict[int, str]) -> int:
+    """Returns the newest step whose seal, files and sizes fit, and records in `skipped` why newer ones do not.
     Returns `_NONE` or `_LOST` if there is no such step."""
     for step in seal.steps(directory):
-        if step not in passed_over:
+        if step not in skipped:
             why = seal.misfit(directory / str(step))
             if why is None:
                 return step
-            passed_over[step] = why
-    begun = [step for step in passed_over if any((directory / str(step)).iterdir())]
+            skipped[step] = why
+    begun = [step for step in skipped if any((directory / str(step)).iterdir())]
     return _LOST if seal.sealed(directory) or len(begun) > 1 else _NONE
 
 
-def broken(directory: Path, step: int, abstract_state: Any = None) -> str | None:
+def corruption(directory: Path, step: int, abstract_state: Any = None) -> str | None:
     """Returns why a step must not be loaded, None if it may be. All processes call it alike, and each hashes its share.
 
     Args:
@@ -176,19 +178,19 @@ def _file(location: str) -> str:
     return folder + file
 
 
-def newest(directory: Path, abstract_state: Any = None) -> int:
-    """The step of `find`, for those who only read.
+def latest_valid_step(directory: Path, abstract_state: Any = None) -> int:
+    """The step of `scan`, for those who only read.
 
     Raises:
       ConfigError: there is none.
     """
-    found = find(directory, abstract_state)
+    found = scan(directory, abstract_state)
     if found.step is None:
         raise found.nothing_whole(directory, "let that run reach one")
     return found.step
 
 
-def facts(directory: Path, step: int) -> dict[str, Any]:
+def metadata(directory: Path, step: int) -> dict[str, Any]:
     """What `Checkpoints.save` was given beside the state."""
     return dict(ocp.metadata(directory.absolute() / str(step)).custom_metadata)
 
@@ -270,11 +272,11 @@ class Checkpoints:
         finally:
             self._background.shutdown(wait=False)
 
-    def save(self, step: int, state: Any, facts: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
         """Starts writing the state; returns once it is copied, so that the next step may reuse its buffers.
 
         Args:
-          facts: what belongs to the state and is no array, as JSON.
+          metadata: what belongs to the state and is no array, as JSON.
 
         Raises:
           RunError: an earlier save failed, or the state holds numbers that are not finite, which is never saved.
@@ -282,7 +284,7 @@ class Checkpoints:
         self.wait()
         if not _finite(state):
             raise RunError(
-                Exit.BAD_STEPS,
+                Exit.DIVERGED,
                 f"the state after step {step} holds numbers that are not finite, so it was not saved; {self._stands()}"
                 f": lower optim.lr, or look at the data of the last steps",
             )
@@ -295,7 +297,7 @@ class Checkpoints:
             saving.array.saving.storage_options.chunk_byte_size = _CHUNK
             saving.array.saving.ocdbt_target_data_file_size = _FILE
             with saving:
-                response = ocp.save_async(path, state, custom_metadata=dict(facts))
+                response = ocp.save_async(path, state, custom_metadata=dict(metadata))
         except jax.errors.JaxRuntimeError:
             raise  # devices and other processes are not the disk
         except Exception as error:

@@ -83,7 +83,7 @@ def stop_tokens(tokenizer: Tokenizer, stop: list[str]) -> tuple[int, ...]:
     for word, tokens in zip(stop, ids, strict=True):
         if len(tokens) != 1:
             raise ConfigError(f"--stop={word!r} is {len(tokens)} tokens of the run's tokenizer; give one that is one")
-    end = () if tokenizer.separator is None else (tokenizer.separator,)
+    end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     return (*(tokens[0] for tokens in ids), *end)
 
 

@@ -101,7 +101,7 @@ def export_run(run: Path, folder: Path, words: list[str]) -> None:
         end = None
         if (run / "tokenizer.json").is_file():
             saved = json.loads((run / "tokenizer.json").read_text())
-            end = data.tokenizer_from_json(saved).separator
+            end = data.tokenizer_from_json(saved).eos_id
             if saved["kind"] == "hf":
                 (made / "tokenizer.json").write_text(json.dumps(saved["tokenizer"], ensure_ascii=False))
                 if "chat" in saved:

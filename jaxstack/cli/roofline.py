@@ -83,7 +83,7 @@ def roofline(words: list[str]) -> None:
     assert name is not None
     ctx = roof.context(cfg, int(devices))
     data = measure.this_chip(device, cfg.train.dtype) if name == "here" else CHIPS[name]
-    if not (link or data.link) and ctx.mesh is not None and ctx.mesh.size > 1:
+    if not (link or data.interconnect_bandwidth) and ctx.mesh is not None and ctx.mesh.size > 1:
         raise ConfigError("--link is missing: a mesh of several devices needs the GB/s that one sends")
     limits = roof.Limits(data, matmul, bandwidth, 1e9 * link or None)
     here = name in (at_hand, "here")

@@ -143,7 +143,7 @@ class Supervisor:
             self._child = start()
             code = self._child.wait()
             self._child = None
-            if code in (0, Exit.MISTAKE) or self._asked.is_set():
+            if code in (0, Exit.USER_ERROR) or self._asked.is_set():
                 return code if code >= 0 else 128 - code
             step = self._newest()
             failed = 1 if step > reached else failed + 1

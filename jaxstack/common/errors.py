@@ -6,11 +6,11 @@ from enum import IntEnum
 class Exit(IntEnum):
     """Exit codes; scripts and `jaxstack.cli.supervise` go by them. 0: done."""
 
-    MISTAKE = 2
+    USER_ERROR = 2
     """The configuration or the data; starting again would change nothing."""
     NOT_JOINED = 3
     """The processes did not all come together."""
-    BAD_STEPS = 4
+    DIVERGED = 4
     """Losses or gradients that are not finite, or spikes, in a row: the model or the data need a look."""
     NOT_SAVED = 5
     """Something could not be written; what was committed before stands."""
@@ -20,7 +20,7 @@ class Exit(IntEnum):
     """No step finished for too long."""
     STOPPED = 75
     """SIGTERM or SIGINT: the step was finished, the state saved, and the same command goes on (sysexits' TEMPFAIL)."""
-    LEFT = 130
+    INTERRUPTED = 130
     """A second SIGINT: left at once."""
 
 

@@ -12,17 +12,17 @@ class Chip:
       kinds: `jax.Device.device_kind`.
       flops: dense FLOP/s of its matrix units by dtype of the operands, without sparsity. `float32` is true float32
         where the chip has it: JAX's default for float32 on a GPU is TensorFloat-32, which is `tensorfloat32`.
-      bandwidth: bytes/s of its memory.
-      memory: bytes of it.
-      link: bytes/s that it sends to devices of its host or slice, over all its links together, in one direction.
-      source: of these figures.
+      hbm_bandwidth: bytes/s of its memory.
+      hbm_bytes: bytes of it.
+      interconnect_bandwidth: bytes/s that it sends to devices of its host or slice, over all its links together, in one
+      direction. source: of these figures.
     """
 
     kinds: tuple[str, ...]
     flops: Mapping[str, float]
-    bandwidth: float
-    memory: int
-    link: float
+    hbm_bandwidth: float
+    hbm_bytes: int
+    interconnect_bandwidth: float
     source: str
 
 

@@ -96,13 +96,13 @@ class MoEConfig:
     `domain`: expert i for domain i of the data; `timestep`: equal stretches of a diffusion's time."""
     normalize: bool = True
     """`softmax`: divide a token's weights by their sum."""
-    groups: int = 1
+    num_groups: int = 1
     """`sigmoid`: equal groups of neighbouring experts."""
-    top_groups: int = 1
+    top_k_groups: int = 1
     """`sigmoid`: groups that a token may choose from."""
-    scale: float = 1.0
+    routed_scale: float = 1.0
     """`sigmoid`: factor on the weights."""
-    bias_rate: float = 1e-3
+    bias_update_rate: float = 1e-3
     """`sigmoid`: how far each step moves the bias of an expert against its load."""
     max_timestep: int = 1000
     """`timestep`: the end of the diffusion's time."""
@@ -111,14 +111,23 @@ class MoEConfig:
     capacity_factor: float | None = None
     """Maximum tokens per expert, as a multiple of the even share of each sequence. Excess tokens are dropped, lowest
     weight first. Null means dropless, which the hard gates require."""
-    balance_weight: float = 0.01
+    aux_loss_weight: float = 0.01
     """`softmax`: weight of the sequence-wise balance loss in the objective."""
-    z_weight: float = 0.0
+    z_loss_weight: float = 0.0
     """`softmax`, `sigmoid`: weight of the router's z-loss in the objective."""
 
     def __post_init__(self) -> None:
-        _at_least("model.moe", self, 0, "num_experts", "shared_experts", "bias_rate", "balance_weight", "z_weight")
-        _at_least("model.moe", self, 1, "top_k", "d_ff", "groups", "top_groups", "max_timestep")
+        _at_least(
+            "model.moe",
+            self,
+            0,
+            "num_experts",
+            "shared_experts",
+            "bias_update_rate",
+            "aux_loss_weight",
+            "z_loss_weight",
+        )
+        _at_least("model.moe", self, 1, "top_k", "d_ff", "num_groups", "top_k_groups", "max_timestep")
         if not self.num_experts:
             return
         learned = self.router in ("softmax", "sigmoid")
@@ -132,17 +141,17 @@ class MoEConfig:
             "use normalize=false, or top_k=2",
         )
         _require(
-            self.num_experts % self.groups == 0,
-            f"model.moe.groups={self.groups} does not divide model.moe.num_experts={self.num_experts}",
+            self.num_experts % self.num_groups == 0,
+            f"model.moe.num_groups={self.num_groups} does not divide model.moe.num_experts={self.num_experts}",
         )
         _require(
-            self.top_groups <= self.groups,
-            f"model.moe.top_groups={self.top_groups} is more than model.moe.groups={self.groups}; lower it",
+            self.top_k_groups <= self.num_groups,
+            f"model.moe.top_k_groups={self.top_k_groups} is more than model.moe.num_groups={self.num_groups}; lower it",
         )
         _require(
-            self.router != "sigmoid" or self.top_groups * (self.num_experts // self.groups) >= self.top_k,
-            f"model.moe.top_groups={self.top_groups} groups of {self.num_experts // self.groups} experts hold fewer "
-            f"than model.moe.top_k={self.top_k}; raise top_groups or lower top_k",
+            self.router != "sigmoid" or self.top_k_groups * (self.num_experts // self.num_groups) >= self.top_k,
+            f"model.moe.top_k_groups={self.top_k_groups} groups of {self.num_experts // self.num_groups} experts hold "
+            f"fewer than model.moe.top_k={self.top_k}; raise top_k_groups or lower top_k",
         )
         _require(
             self.capacity_factor is None or self.capacity_factor > 0,
@@ -424,8 +433,8 @@ class KernelsConfig:
 
     attention: Literal["auto", "xla", "chunked", "cudnn", "pallas"] = "auto"
     """`xla`: all scores at once; the others: memory linear in the sequence. `cudnn`: NVIDIA's kernel."""
-    norm: Literal["auto", "xla", "explicit_vjp", "pallas"] = "auto"
-    """RMSNorm and LayerNorm; `explicit_vjp`: with a gradient written by hand."""
+    norm: Literal["auto", "xla", "custom_vjp", "pallas"] = "auto"
+    """RMSNorm and LayerNorm; `custom_vjp`: with a gradient written by hand."""
     linear: Literal["auto", "xla", "barrier"] = "auto"
     """`barrier`: keeps XLA from fusing into the matmuls of the backward pass, which pays on CPU."""
     gelu: Literal["auto", "xla", "saved"] = "auto"

@@ -60,7 +60,7 @@ def run(program: str, main: Callable[[list[str]], None], argv: list[str] | None 
         main(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
-        sys.exit(Exit.MISTAKE)
+        sys.exit(Exit.USER_ERROR)
     except RunError as error:
         print(f"{program}: {error}", file=sys.stderr, flush=True)
         if error.code is Exit.NOT_SAVED:  # the threads of a save that failed may wait for each other for ever
@@ -76,7 +76,7 @@ def run(program: str, main: Callable[[list[str]], None], argv: list[str] | None 
         sys.exit(Exit.NOT_SAVED)
     except KeyboardInterrupt:
         print(f"{program}: interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
-        sys.exit(Exit.LEFT)
+        sys.exit(Exit.INTERRUPTED)
 
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}

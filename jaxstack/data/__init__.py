@@ -87,14 +87,14 @@ def _load_chat(cfg: DataConfig) -> Dataset:
     rendered = [*chat.render(chat.read(str(cfg.path)), template)]
     tokenizer = make_tokenizer(cfg.tokenizer, (one.text for one in rendered), saved)
     tokens, left_out = chat.encode(rendered, tokenizer, cfg.seq_len)
-    assert tokens.answers is not None
-    fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.answers.tobytes()).hexdigest()
+    assert tokens.loss_mask is not None
+    fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.loss_mask.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
     words = [
         f"{tokens.starts.size:,} conversations",
         *([left_out] if left_out else []),
         f"{_size(train, tokenizer)} train, {_size(held_out, tokenizer)} held out",
-        f"{tokens.answers.mean():.0%} of it answers",
+        f"{tokens.loss_mask.mean():.0%} of it answers",
     ]
     return Dataset(tokenizer, train, held_out, f"{cfg.path}: {', '.join(words)}", fingerprint)
 

@@ -368,5 +368,5 @@ def encode(conversations: Iterable[Rendered], tokenizer: Tokenizer, seq_len: int
         said = f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})"
     bounds = np.cumsum([0, *(piece.size for piece in pieces)], dtype=np.int64)
     ids = np.concatenate(pieces).astype(id_dtype(tokenizer.vocab_size), copy=False)
-    tokens = Tokens(ids, bounds[:-1], bounds[1:], tokenizer.vocab_size, tuple(names), answers=np.concatenate(masks))
+    tokens = Tokens(ids, bounds[:-1], bounds[1:], tokenizer.vocab_size, tuple(names), loss_mask=np.concatenate(masks))
     return tokens, said

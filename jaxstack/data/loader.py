@@ -12,7 +12,7 @@ from jaxstack.config import Config
 from jaxstack.runtime import distributed
 
 
-class Feed:
+class DataLoader:
     """Training batches by their index, and the held-out ones.
 
     Attributes:
@@ -37,7 +37,7 @@ class Feed:
     def held_out_bytes(self) -> int:
         """Bytes of the held-out targets that count."""
         count = self._dataset.tokenizer.num_bytes
-        return sum(count(b["targets"][b["weights"] > 0]) for b in self.all_held_out)
+        return sum(count(b["targets"][b["loss_weights"] > 0]) for b in self.all_held_out)
 
     def training(self, first: int, count: int, timed: Callable[[str], None]) -> Iterator[tuple[int, data.Batch, float]]:
         """Index, this process's rows, and the seconds waited for them, of `count` batches from `first` on."""
@@ -55,7 +55,7 @@ class Feed:
 
     def to_devices(self, batch: data.Batch) -> Any:
         """The whole batch on the devices, of the rows that each process has."""
-        return distributed.whole(batch, self._sharding, self._here, self._cfg.data.batch_size)
+        return distributed.to_global_batch(batch, self._sharding, self._here, self._cfg.data.batch_size)
 
     def identity(self, index: int) -> str:
         """What a batch was read from, in one line."""

@@ -104,7 +104,7 @@ def baseline(train: Iterable[Batch], held_out: Iterable[Batch]) -> tuple[int, fl
       held_out: its evaluation batches; rows of weight 0 are padding and are left out.
     """
     texts = [_windows(batch) for batch in train]
-    scored = [_windows(batch)[batch["weights"].any(axis=1)] for batch in held_out]
+    scored = [_windows(batch)[batch["loss_weights"].any(axis=1)] for batch in held_out]
     return best_order(texts, scored, given=1)
 
 

@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
     """How `data.tokenizer` names it."""
     vocab_size: int
     """Every id is below this."""
-    separator: int | None
+    eos_id: int | None
     """Token put after every document, where there is one."""
 
     def encode(self, text: str) -> np.ndarray:
@@ -56,7 +56,7 @@ class Bytes:
 
     name = "bytes"
     vocab_size = 256
-    separator: int | None = 0
+    eos_id: int | None = 0
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
@@ -80,7 +80,7 @@ class Chars:
     """One token per character; the alphabet is the sorted set of characters of the training text (as in nanoGPT)."""
 
     name = "chars"
-    separator: int | None = None
+    eos_id: int | None = None
 
     def __init__(self, alphabet: str) -> None:
         self.alphabet = "".join(sorted(set(alphabet)))
@@ -150,7 +150,7 @@ class HFTokenizer:
         self.vocab_size = max(vocab.values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
-        self.separator = next((special[t] for t in _END_OF_TEXT if t in special), None)
+        self.eos_id = next((special[t] for t in _END_OF_TEXT if t in special), None)
         # In a byte-level vocabulary one character stands for one byte; elsewhere a meta symbol stands for a space.
         byte_level = '"ByteLevel"' in json.dumps([tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")])
         self._bytes = np.zeros(self.vocab_size, np.int64)

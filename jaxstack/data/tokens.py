@@ -72,7 +72,7 @@ class Tokens:
     """[documents] int32 domain of each, where `data.domains` names some."""
     stamp: "Stamp | None" = None
     """Of the file that `ids` is mapped from."""
-    answers: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
     """As long as `ids`, bool: what is learned, of conversations. They are never cut."""
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
     pieces, names = [], []
     for document in documents:
         names.append(document.name)
-        pieces.append(_with_separator(document, tokenizer))
+        pieces.append(_with_eos(document, tokenizer))
     ends = np.cumsum([p.size for p in pieces], dtype=np.int64)
     starts = np.append(np.int64(0), ends[:-1])
     return Tokens(np.concatenate(pieces), starts, ends, tokenizer.vocab_size, tuple(names))
@@ -124,9 +124,9 @@ def in_domains(tokens: Tokens, patterns: tuple[str, ...]) -> Tokens:
     return replace(tokens, domains=domains)
 
 
-def _with_separator(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+def _with_eos(document: Document, tokenizer: Tokenizer) -> np.ndarray:
     ids = tokenizer.encode(document.text)
-    return ids if tokenizer.separator is None else np.append(ids, ids.dtype.type(tokenizer.separator))
+    return ids if tokenizer.eos_id is None else np.append(ids, ids.dtype.type(tokenizer.eos_id))
 
 
 def split(tokens: Tokens, eval_fraction: float) -> tuple[Tokens, Tokens]:
@@ -142,7 +142,7 @@ def split(tokens: Tokens, eval_fraction: float) -> tuple[Tokens, Tokens]:
     """
     lengths = tokens.ends - tokens.starts
     budget = len(tokens) * eval_fraction
-    uncut = tokens.answers is not None
+    uncut = tokens.loss_mask is not None
     if uncut and lengths.size < 2:
         raise ConfigError("there is one conversation alone, and one has to be held out; add some")
     eligible = np.arange(lengths.size) if uncut else np.flatnonzero(lengths <= budget)
@@ -226,7 +226,7 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
         parts = [Path(scratch, target.name) for target in targets]
         with open(parts[0], "wb") as file:
             for document in documents:
-                ids = _with_separator(document, tokenizer).astype(np.dtype(dtype).newbyteorder("<"))
+                ids = _with_eos(document, tokenizer).astype(np.dtype(dtype).newbyteorder("<"))
                 starts.append(count)
                 count += ids.size
                 size += len(document.text.encode())

@@ -33,7 +33,7 @@ class Stream:
     """int64, one more than pieces: where each begins in the stream, then the stream's length."""
     domains_P: np.ndarray | None = None
     """int32 domain of each piece, where documents have one."""
-    answers: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
     """As long as `ids`: what is learned, where not all is."""
 
     @classmethod
@@ -44,7 +44,7 @@ class Stream:
             tokens = tokens.documents(order)
         tokens = tokens.documents(tokens.ends > tokens.starts)
         bounds = np.append(np.int64(0), np.cumsum(tokens.ends - tokens.starts))
-        return cls(tokens.ids, tokens.starts, bounds, tokens.domains, tokens.answers)
+        return cls(tokens.ids, tokens.starts, bounds, tokens.domains, tokens.loss_mask)
 
     def merged(self) -> "Stream":
         """The same stream, with pieces that touch in `ids` made one: an uncut text becomes a single piece.
@@ -139,7 +139,7 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
     epoch `e` of seed `s` epoch `e - 1` of seed `s + 1`. It costs 8 bytes a window: 0.2 GB for 100 GB of uint16 tokens
     in windows of 2048.
     """
-    if tokens.answers is not None:
+    if tokens.loss_mask is not None:
         once = whole(tokens, seq_len, packing)
 
         def shuffled(index: int) -> _Epoch:
@@ -180,19 +180,19 @@ def _batch(
     batch = {
         "tokens": np.ascontiguousarray(ids_BT[:, :-1]),
         "targets": np.ascontiguousarray(ids_BT[:, 1:]),
-        "weights": np.ones((first_B.size, seq_len), np.float32),
+        "loss_weights": np.ones((first_B.size, seq_len), np.float32),
     }
     if stream.domains_P is not None:
-        batch["gate"] = np.ascontiguousarray(stream.domains_P[piece_BT[:, :-1]])
+        batch["gate_ids"] = np.ascontiguousarray(stream.domains_P[piece_BT[:, :-1]])
     if packing:
         piece_BS = piece_BT[:, :-1]
-        batch["weights"] = (piece_BS == piece_BT[:, 1:]).astype(np.float32)
+        batch["loss_weights"] = (piece_BS == piece_BT[:, 1:]).astype(np.float32)
         batch["segment_ids"] = (piece_BS - piece_BT[:, :1] + 1).astype(np.int32)
         batch["positions"] = np.ascontiguousarray(position_BT[:, :-1], dtype=np.int32)
-    if stream.answers is not None:
+    if stream.loss_mask is not None:
         # Behind its last token a row goes on with what follows in the stream. Nothing sees that, and it weighs nothing.
         inside_BS = np.arange(1, seq_len + 1) < length_B[:, None]
-        batch["weights"] *= stream.answers[index_BT[:, 1:]] & inside_BS
+        batch["loss_weights"] *= stream.loss_mask[index_BT[:, 1:]] & inside_BS
     return batch
 
 
@@ -214,11 +214,11 @@ def batches(
       rows: the rows of each batch to read, as indices; none: all.
 
     Returns:
-      Batches of [B, S] arrays: `tokens` and `targets` (int32; targets are the tokens one place later), `weights`
+      Batches of [B, S] arrays: `tokens` and `targets` (int32; targets are the tokens one place later), `loss_weights`
       (float32; 1, or 0 where a target belongs to another document than its token, or to no answer of a conversation,
       and must not count), and with packing
       `segment_ids` (int32; 1, 2, ... along the row) and `positions` (int32; from 0 at each document's first token in
-      the row). With domains also `gate` (int32), the domain of each token.
+      the row). With domains also `gate_ids` (int32), the domain of each token.
 
     Raises:
       ConfigError: the text is shorter than one window; when read, an id past the vocabulary or a file that changed.
@@ -248,15 +248,15 @@ def eval_batches(
     """Held-out batches, the same ones each time: windows that do not overlap, spread evenly over the whole text.
 
     There are `steps` of them, or as many as the text fills. The last one is then padded with copies of its last
-    window whose `weights` are 0, so that every batch has one shape. Batches are read when they are asked for, and of
-    each the `rows` ([n] indices; none: all).
+    window whose `loss_weights` are 0, so that every batch has one shape. Batches are read when they are asked for, and
+    of each the `rows` ([n] indices; none: all).
 
     Raises:
       ConfigError: the held-out text is shorter than one window.
     """
     import grain
 
-    if tokens.answers is not None:
+    if tokens.loss_mask is not None:
         once = whole(tokens, seq_len, packing)
     else:
         stream = Stream.of(tokens) if packing else Stream.of(tokens).merged()
@@ -276,7 +276,7 @@ def eval_batches(
         row_B = np.arange(batch_size) if rows is None else rows
         window_B = np.minimum(samples[0] + row_B, count - 1)
         batch = once.batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
-        batch["weights"][row_B >= len(samples)] = 0
+        batch["loss_weights"][row_B >= len(samples)] = 0
         return batch
 
     return grain.MapDataset.range(count).batch(batch_size, batch_fn=read)

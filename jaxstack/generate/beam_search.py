@@ -64,7 +64,7 @@ def search(reader: Reader, tokens: jax.Array, sample: SampleConfig, stop: Sequen
         i = state["i"]
         logits, cache = of_beams.token(state["last"], S + i - 1, state["cache"])
         new = add(i, logits, cache, state) | {"i": i + 1}
-        return collectives.typed_as({name: new[name] for name in state}, state)
+        return collectives.match_varying_tree({name: new[name] for name in state}, state)
 
     of_beams = replace(reader, first=jnp.repeat(reader.first, K))
     logits, cache = reader.prompts(tokens)

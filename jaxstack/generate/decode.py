@@ -120,7 +120,7 @@ def _follow(
     def step(state: Any) -> Any:
         i = state["i"]
         logits, cache = reader.token(state["last"], S + i - 1, state["cache"])
-        return collectives.typed_as(add(i, logits, state | {"cache": cache, "i": i + 1}), state)
+        return collectives.match_varying_tree(add(i, logits, state | {"cache": cache, "i": i + 1}), state)
 
     logits, cache = reader.prompts(tokens)
     nothing = collectives.zeros((B,), jnp.int32, reader.first)
@@ -241,14 +241,18 @@ def reference(
             starts = jnp.maximum(ends - window, 0)
             seen = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (window,)))(buffer, starts)
             gates = None if gate is None else jnp.full_like(seen, gate)
-            x, _ = decoder.hidden(cfg, params, seen, ctx, gate=gates)  # causal: what lies behind the end is not seen
+            x, _ = decoder.hidden_states(
+                cfg, params, seen, ctx, gate_ids=gates
+            )  # causal: what lies behind the end is not seen
             last = x[own, ends - starts - 1][:, None]
-            logits = collectives.gather_equal(decoder.logits(cfg, params, last, ctx)[:, 0], ctx.axes("vocab"), 1)
+            logits = collectives.all_gather_invariant(
+                decoder.logits(cfg, params, last, ctx)[:, 0], ctx.axes("vocab"), 1
+            )
             there = jnp.arange(size) < ends[:, None]
             used = jnp.zeros_like(logits, bool).at[own[:, None], buffer].max(there)
             folded = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
             new = sampling.choose(known(logits, ids), used, folded, sample)
-            return collectives.typed_as((buffer.at[own, ends].set(new), ends + 1), carry)
+            return collectives.match_varying_tree((buffer.at[own, ends].set(new), ends + 1), carry)
 
         return jax.lax.fori_loop(0, sample.tokens, add_one, (buffer, ends))[0]
 
@@ -280,7 +284,7 @@ def settings(cfg: Config, tokenizer: Tokenizer, ctx: Context) -> dict[str, Any]:
     """What `generate` and `reference` take of a run beside its model and prompts."""
     return {
         "seed": cfg.run.seed,
-        "stop": () if tokenizer.separator is None else (tokenizer.separator,),
+        "stop": () if tokenizer.eos_id is None else (tokenizer.eos_id,),
         "gate": cfg.sample.domain if cfg.model.moe.router == "domain" else None,
         "vocabulary": tokenizer.vocab_size,
         "ctx": ctx,
@@ -289,4 +293,4 @@ def settings(cfg: Config, tokenizer: Tokenizer, ctx: Context) -> dict[str, Any]:
 
 def text(tokenizer: Tokenizer, row: list[int]) -> str:
     """The text of a row up to the end of the document."""
-    return tokenizer.decode(row[: row.index(tokenizer.separator)] if tokenizer.separator in row else row)
+    return tokenizer.decode(row[: row.index(tokenizer.eos_id)] if tokenizer.eos_id in row else row)

@@ -51,14 +51,14 @@ class Reader:
         params = cast_matrices(decoder.spec(cfg), params, ctx.dtype)
         steps = None
         if ctx.decode == "unrolled" and ctx.pipeline is None:
-            stacked = decoder.by_step(cfg, params["layers"])
+            stacked = decoder.group_layers(cfg, params["layers"])
             steps = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(cfg.num_layers // len(cfg.windows))]
         return cls(cfg, params, ctx, steps=steps, **rest)
 
     def prompts(self, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """Logits [B, V] after the prompts [B, S], and keys and values so far."""
         positions = jnp.arange(tokens.shape[1]) - self.first[:, None]
-        x, aux = decoder.hidden(
+        x, aux = decoder.hidden_states(
             self.cfg,
             self.params,
             tokens,
@@ -66,12 +66,12 @@ class Reader:
             cache={},
             positions=jnp.maximum(positions, 0),
             segment_ids=(positions >= 0).astype(jnp.int32),
-            gate=self._gates(tokens),
+            gate_ids=self._gates(tokens),
         )
         made = {name: aux[name] for name in ("keys", "values")}
         cache: Any = [
             jax.tree.map(lambda a, T=T: _held(a, T), block)
-            for T, block in zip(self._lengths, decoder.by_step(self.cfg, made), strict=True)
+            for T, block in zip(self._lengths, decoder.group_layers(self.cfg, made), strict=True)
         ]
         if self.steps is not None:
             cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.steps))]
@@ -84,14 +84,14 @@ class Reader:
             "distance": [self._distance(slot, T) for T in self._lengths],
         }
         if self.gate is not None:
-            batch["gate"] = self._gates(tokens[:, None])
+            batch["gate_ids"] = self._gates(tokens[:, None])
         made: Any
         if self.steps is None:
-            x, aux = decoder.hidden(self.cfg, self.params, tokens[:, None], self.ctx, cache=cache, **batch)
-            made = decoder.by_step(self.cfg, {name: aux[name] for name in ("keys", "values")})
+            x, aux = decoder.hidden_states(self.cfg, self.params, tokens[:, None], self.ctx, cache=cache, **batch)
+            made = decoder.group_layers(self.cfg, {name: aux[name] for name in ("keys", "values")})
         else:
             batch["tokens"] = tokens[:, None]
-            x, made = decoder.hidden_unrolled(self.cfg, self.params, self.steps, batch, cache, self.ctx)
+            x, made = decoder.hidden_states_unrolled(self.cfg, self.params, self.steps, batch, cache, self.ctx)
         write = lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new, slot % a.shape[-2], a.ndim - 2)  # noqa: E731
         return self._logits(x), jax.tree.map(write, cache, made)
 
@@ -110,7 +110,7 @@ class Reader:
 
     def _logits(self, x: jax.Array) -> jax.Array:
         own = decoder.logits(self.cfg, self.params, x, self.ctx)[:, 0]
-        return known(collectives.gather_equal(own, self.ctx.axes("vocab"), 1), self.vocabulary)
+        return known(collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 1), self.vocabulary)
 
 
 def _held(a: jax.Array, T: int) -> jax.Array:

@@ -114,7 +114,7 @@ class Pretrained:
           ctx: the mesh and how parameters lie on it, a pipeline's stages included; by default one device.
         """
         ctx = ctx or Context()
-        layers = None if ctx.pipeline is None else ctx.pipeline.stages.numbers
+        layers = None if ctx.pipeline is None else ctx.pipeline.stages.layer_of_slot
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         where = map_spec(lambda p: one, self._spec) if ctx.mesh is None else ctx.parameters(self._spec)
         rows = weights.table(self.family, self._spec)
@@ -128,7 +128,7 @@ class Pretrained:
             read = lambda index: weights.assemble(p, row, fetch, index, layers)  # noqa: E731
             return jax.make_array_from_callback(p.shape, sharding, read)
 
-        stored = ctx.stored(self._spec)
+        stored = ctx.pad_to_stages(self._spec)
         return jax.tree_util.tree_map_with_path(place, stored, where, is_leaf=lambda x: isinstance(x, Param))
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack.kernels.implementation import Implementation, here
+from jaxstack.kernels.implementation import Implementation, resolve_implementation
 
 IMPLEMENTATIONS = {"xla": Implementation(), "saved": Implementation()}
 
@@ -15,7 +15,7 @@ def gelu(x: jax.Array, *, implementation: str = "xla") -> jax.Array:
     "saved" keeps the derivative, which shares its `erf` with the value, from the forward pass.
     Raises ValueError for an unknown implementation.
     """
-    if here("gelu", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "saved":
+    if resolve_implementation("gelu", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "saved":
         return _gelu_saved(x)
     return jax.nn.gelu(x, approximate=False)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack.kernels import cross_entropy_pallas
-from jaxstack.kernels.implementation import Implementation, float32_at_most, here
+from jaxstack.kernels.implementation import Implementation, float32_at_most, resolve_implementation
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import Axes
 
@@ -48,11 +48,11 @@ def cross_entropy(
     Raises ValueError for an unknown implementation.
     """
     weights = lax.stop_gradient(weights.astype(jnp.float32))
-    name = here("cross_entropy", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
+    name = resolve_implementation("cross_entropy", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
     if name == "chunked":
-        return _chunked((softcap, vocab_axes), *collectives.alike(x, head), targets, weights)
+        return _chunked((softcap, vocab_axes), *collectives.match_varying(x, head), targets, weights)
     if name.startswith("pallas_"):
-        x, head = collectives.alike(x.reshape(-1, x.shape[-1]), head)
+        x, head = collectives.match_varying(x.reshape(-1, x.shape[-1]), head)
         options = (name.removeprefix("pallas_"), softcap, vocab_axes)
         return _pallas(options, x, head, targets.reshape(-1), weights.reshape(-1))
     return (weights * _nll((softcap, vocab_axes), x, head, targets)[0]).sum()

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton
 from jaxstack.kernels import pallas_call
 from jaxstack.sharding import collectives
 
-STRIPE = 8192  # words whose d_logits are held at a time
+VOCAB_BLOCK = 8192  # words whose d_logits are held at a time
 _LOW = float(jnp.finfo(jnp.float32).min)
 
 
@@ -46,7 +46,7 @@ def statistics(platform, softcap, x, head, own):
 def gradients(platform, softcap, x, head, own, lse, weights):
     """Of the sum of weights * (lse - chosen) by x [T, D] and by the head [D, V]."""
     V = head.shape[1]
-    stripe = min(V, STRIPE)
+    stripe = min(V, VOCAB_BLOCK)
 
     def one(carry, start, size=stripe):
         dx, d_head = carry

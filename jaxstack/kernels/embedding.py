@@ -13,7 +13,7 @@ def embedding_lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
     after another in the table's dtype, and a bfloat16 sum stops growing once it is 256 times as large as a summand:
     on text, the gradient of a frequent token would be lost.
     """
-    return _lookup(*collectives.alike(table, ids))
+    return _lookup(*collectives.match_varying(table, ids))
 
 
 @jax.custom_vjp

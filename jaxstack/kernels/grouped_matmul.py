@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack.kernels import grouped_matmul_pallas
-from jaxstack.kernels.implementation import Implementation, float32_at_most, here
+from jaxstack.kernels.implementation import Implementation, float32_at_most, resolve_implementation
 from jaxstack.sharding import collectives
 
 IMPLEMENTATIONS = {
@@ -50,8 +50,8 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, *, implementati
     Raises:
       ValueError: an unknown implementation.
     """
-    name = here("moe", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
-    x, w, sizes = collectives.alike(x, w, sizes)
+    name = resolve_implementation("moe", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
+    x, w, sizes = collectives.match_varying(x, w, sizes)
     if name == "ragged":
         return lax.ragged_dot(x, w, sizes)
     if name == "grouped":

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-Case = Mapping[str, Any]
+OpCase = Mapping[str, Any]
 """What an implementation may depend on beside the platform: `dtype`, and what the op's own file names."""
 
 
@@ -24,16 +24,17 @@ class Implementation:
 
     Attributes:
       platforms: `cpu`, `gpu`, `tpu`; where it runs.
-      unfit: what of a case it cannot do, in words that end a sentence; empty where it can. It is asked with as much of
+      unsupported_reason: what of a case it cannot do, in words that end a sentence; empty where it can. It is asked
+      with as much of
         a case as is known, and says nothing of what is not.
     """
 
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
-    unfit: Callable[[Case], str] = lambda case: ""
+    unsupported_reason: Callable[[OpCase], str] = lambda case: ""
 
 
-def float32_at_most(case: Case) -> str:
-    """What keeps a kernel that computes in float32 from a case, see `Implementation.unfit`."""
+def float32_at_most(case: OpCase) -> str:
+    """What keeps a kernel that computes in float32 from a case, see `Implementation.unsupported_reason`."""
     if case.get("dtype") is not None and np.dtype(case["dtype"]).itemsize > 4:
         return f"computes in float32, which is less than {np.dtype(case['dtype']).name}"
     return ""
@@ -45,7 +46,7 @@ AUTO: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {  # benchmarks/results/train_cpu.json, generate_cpu.json
         "attention": ("chunked",),
         "linear": ("barrier",),
-        "norm": ("explicit_vjp",),
+        "norm": ("custom_vjp",),
         "moe": ("grouped",),
         "decode": ("unrolled",),
         "gelu": ("saved",),
@@ -72,7 +73,7 @@ def platform_of(device: Any) -> str:
     return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
 
 
-def choose(op: str, table: Table, wanted: str, platform: str, case: Case) -> str:
+def select_implementation(op: str, table: Table, wanted: str, platform: str, case: OpCase) -> str:
     """The implementation of an op that runs: a name of its table other than `auto` and `pallas`.
 
     Raises:
@@ -90,20 +91,21 @@ def choose(op: str, table: Table, wanted: str, platform: str, case: Case) -> str
     return name
 
 
-def here(op: str, table: Table, wanted: str, case: Case) -> str:
-    """`choose` for a function that is called by itself, on JAX's default platform; a definite name is taken as it is.
+def resolve_implementation(op: str, table: Table, wanted: str, case: OpCase) -> str:
+    """`select_implementation` for a function that is called by itself, on JAX's default platform; a definite name is
+    taken as it is.
 
     Raises:
-      ValueError: see `choose`.
+      ValueError: see `select_implementation`.
     """
     if wanted in table:
-        if why := table[wanted].unfit(case):
-            able = [name for name in table if not table[name].unfit(case)]
+        if why := table[wanted].unsupported_reason(case):
+            able = [name for name in table if not table[name].unsupported_reason(case)]
             raise ValueError(f"{op}={wanted} {why}; use one of {', '.join(able)}, or auto")
         return wanted
     import jax
 
-    name = choose(op, table, wanted, platform_of(jax.devices()[0]), case)
+    name = select_implementation(op, table, wanted, platform_of(jax.devices()[0]), case)
     if wanted == "auto":
         _say_once(op, name)
     return name
@@ -113,7 +115,7 @@ _INTERPRET: ContextVar[Any] = ContextVar("interpret", default=False)
 
 
 @contextmanager
-def interpreted(how: Any = True) -> Iterator[None]:
+def interpret_mode(how: Any = True) -> Iterator[None]:
     """Within it Pallas kernels are traced to be interpreted, on any platform: `how` is True, or for TPU kernels
     `pltpu.InterpretParams(...)`."""
     token = _INTERPRET.set(how)
@@ -132,7 +134,7 @@ def _say_once(op: str, name: str) -> None:
     logging.getLogger("jaxstack.kernels").info("%s runs as %s", op, name)
 
 
-def _obstacle(implementation: Implementation, platform: str, case: Case) -> str:
+def _obstacle(implementation: Implementation, platform: str, case: OpCase) -> str:
     if platform not in implementation.platforms:
         return f"runs on {' and '.join(implementation.platforms)}, not on {platform}"
-    return implementation.unfit(case)
+    return implementation.unsupported_reason(case)

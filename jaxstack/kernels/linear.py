@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack.kernels.implementation import Implementation, here
+from jaxstack.kernels.implementation import Implementation, resolve_implementation
 from jaxstack.kernels.quantized_matmul import quantized_matmul
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import Axes
@@ -38,12 +38,12 @@ def linear(
 
     Raises ValueError for an unknown implementation.
     """
-    barrier = here("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "barrier"
+    barrier = resolve_implementation("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "barrier"
     if quant != "none":
         split: dict[str, Axes] = {"split_in": split_in, "split_out": split_out}
         y = quantized_matmul(x, w, kind=quant, in_axes=in_axes, barrier=barrier, **split)
     elif barrier:
-        y = _barrier_matmul(in_axes, *collectives.alike(x, w))
+        y = _barrier_matmul(in_axes, *collectives.match_varying(x, w))
     else:
         y = jnp.tensordot(x, w, in_axes)
     return y if b is None else add_in_float32(y, b)

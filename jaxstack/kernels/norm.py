@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack.kernels import norm_pallas
-from jaxstack.kernels.implementation import Case, Implementation, float32_at_most, here
+from jaxstack.kernels.implementation import Implementation, OpCase, float32_at_most, resolve_implementation
 from jaxstack.sharding import collectives
 
 
-def _unfit(case: Case) -> str:
+def _unfit(case: OpCase) -> str:
     if case.get("d_model", 1) > 16384:
         return f"takes rows of up to 16384 numbers, and these have {case['d_model']}"
     return float32_at_most(case)
@@ -20,7 +20,7 @@ def _unfit(case: Case) -> str:
 
 IMPLEMENTATIONS = {
     "xla": Implementation(),
-    "explicit_vjp": Implementation(),
+    "custom_vjp": Implementation(),
     "pallas_gpu": Implementation(("gpu",), _unfit),
     "pallas_tpu": Implementation(("tpu",), _unfit),
 }
@@ -56,19 +56,23 @@ def rms_norm(
     """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich 2019); x [..., D], scale [D].
 
     residual [..., D]: the norm is of x + residual, and the sum is returned after it.
-    unit_offset multiplies by 1 + scale (Gemma). "explicit_vjp" writes the gradient out by hand: it saves x and one
+    unit_offset multiplies by 1 + scale (Gemma). "custom_vjp" writes the gradient out by hand: it saves x and one
     number a row, where autodiff makes XLA:CPU materialise the broadcast scale and the normalised x. "pallas_*" is one
     pass over memory in either direction, the sum with the residual included.
 
     Raises ValueError for an unknown implementation.
     """
     gain = scale.astype(jnp.float32) + 1 if unit_offset else scale.astype(jnp.float32)
-    name = here("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]})
+    name = resolve_implementation("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]})
     if name.startswith("pallas_"):
         y, total = _pallas(name, eps, False, x, residual, gain, jnp.zeros_like(gain))
         return y if total is None else (y, total)
     total = x if residual is None else x + residual
-    y = _rms_explicit(eps, *collectives.alike(total, gain)) if name == "explicit_vjp" else _rms(eps, total, gain)[0]
+    y = (
+        _rms_explicit(eps, *collectives.match_varying(total, gain))
+        if name == "custom_vjp"
+        else _rms(eps, total, gain)[0]
+    )
     return y if residual is None else (y, total)
 
 
@@ -81,20 +85,20 @@ def layer_norm(
     """
     gain = scale.astype(jnp.float32)
     shift = jnp.zeros_like(gain) if bias is None else bias.astype(jnp.float32)
-    name = here("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]})
+    name = resolve_implementation("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]})
     if name.startswith("pallas_"):
         return _pallas(name, eps, True, x, None, gain, shift)[0]
-    if name == "explicit_vjp":
-        return _layer_explicit(eps, *collectives.alike(x, gain, shift))
+    if name == "custom_vjp":
+        return _layer_explicit(eps, *collectives.match_varying(x, gain, shift))
     return _layer(eps, x, gain, shift)[0]
 
 
 def _pallas(name, eps, centre, x, residual, gain, shift):
     o = norm_pallas.Options(name.removeprefix("pallas_"), eps, centre)
     if residual is None:
-        x, gain, shift = collectives.alike(x, gain, shift)
+        x, gain, shift = collectives.match_varying(x, gain, shift)
     else:
-        x, residual, gain, shift = collectives.alike(x, residual, gain, shift)
+        x, residual, gain, shift = collectives.match_varying(x, residual, gain, shift)
     return norm_pallas.normalise(o, x, residual, gain, shift)
 
 

@@ -20,7 +20,7 @@ def gpu(
     kernel: Callable[..., None], *args: Any, out: Sequence[Out], warps: int = 4, stages: int = 2, **options: Any
 ) -> Any:
     """A kernel for Triton. All shapes in it are powers of two: what of a block lies beyond its array is masked."""
-    args = collectives.alike(*args)
+    args = collectives.match_varying(*args)
     return pl.pallas_call(
         kernel,
         out_shape=[_struct(o, args[0]) for o in out],
@@ -40,7 +40,7 @@ def tpu(
 ) -> Any:
     """A kernel for Mosaic. `semantics`: of each axis of the grid, `parallel`, or `arbitrary` where order matters;
     `vmem`: bytes that it needs, where that is more than the compiler's 16 MiB."""
-    args = collectives.alike(*args)
+    args = collectives.match_varying(*args)
     return pl.pallas_call(
         kernel,
         out_shape=[_struct(o, args[0]) for o in out],

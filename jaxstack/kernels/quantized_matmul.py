@@ -68,7 +68,7 @@ def quantized_matmul(
             depth *= size
         if kind == "int8" and depth > _DEEPEST:
             raise ValueError(f"quant=int8 sums {depth} products, and int32 holds {_DEEPEST}; use fp8 or none")
-    return _matmul((kind, in_axes, split_in, split_out, barrier), *collectives.alike(x, w))
+    return _matmul((kind, in_axes, split_in, split_out, barrier), *collectives.match_varying(x, w))
 
 
 def quantize(x: jax.Array, dims: tuple[int, ...], dtype: jnp.dtype, axes: Axes = ()) -> tuple[jax.Array, jax.Array]:

@@ -35,7 +35,7 @@ OWN_AXES = ("layers", "experts")
 
 
 def implementations(
-    platform: str, wanted: KernelsConfig | None = None, cases: Mapping[str, implementation.Case] | None = None
+    platform: str, wanted: KernelsConfig | None = None, cases: Mapping[str, implementation.OpCase] | None = None
 ) -> dict[str, Any]:
     """What computes each op on a platform, by name.
 
@@ -50,7 +50,7 @@ def implementations(
     wanted, cases = wanted or KernelsConfig(), cases or {}
     try:
         return {
-            op: implementation.choose(op, table, getattr(wanted, op), platform, cases.get(op, {}))
+            op: implementation.select_implementation(op, table, getattr(wanted, op), platform, cases.get(op, {}))
             for op, table in OPS.items()
         }
     except ValueError as error:
@@ -111,7 +111,7 @@ class Context:
             remat=cfg.train.remat,
         )
         model = cfg.model
-        cases: dict[str, implementation.Case] = {
+        cases: dict[str, implementation.OpCase] = {
             "attention": {
                 "head_dim": model.head_width,
                 "softcap": model.attention_softcap,
@@ -124,10 +124,10 @@ class Context:
         return replace(context, **implementations(implementation.platform_of(mesh.devices.flat[0]), cfg.kernels, cases))
 
     @property
-    def turns(self) -> dict[str, float]:
+    def trip_counts(self) -> dict[str, float]:
         """Mean turns of the loops whose number XLA does not know, by their names: of the rounds to experts those of
         even routing, of a pipeline's loops those of its table."""
-        return {dispatch.SCOPE: 1.0, **(self.pipeline.turns if self.pipeline is not None else {})}
+        return {dispatch.SCOPE: 1.0, **(self.pipeline.trip_counts if self.pipeline is not None else {})}
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -148,11 +148,11 @@ class Context:
         """How the arrays of a batch [B, S] lie: rows are split; each device takes its tokens of a row itself."""
         return self.narrow(self.rules.activation(("batch",)))
 
-    def stored(self, spec: Spec) -> Spec:
+    def pad_to_stages(self, spec: Spec) -> Spec:
         """The declarations with as many rows of layers as the stages of a pipeline store."""
         if self.pipeline is None:
             return spec
-        rows = len(self.pipeline.stages.numbers)
+        rows = len(self.pipeline.stages.layer_of_slot)
         return map_spec(lambda p: replace(p, shape=(rows, *p.shape[1:])) if p.stacked else p, spec)
 
     def parameters(self, spec: Spec) -> Any:
@@ -162,7 +162,7 @@ class Context:
           ShardingError: a parameter that the mesh does not divide, see `Rules.resolve`.
         """
         assert self.mesh is not None
-        leaves = {path: Leaf(p.shape, p.axes) for path, p in flat_spec(self.stored(spec)).items()}
+        leaves = {path: Leaf(p.shape, p.axes) for path, p in flat_spec(self.pad_to_stages(spec)).items()}
         named = {axis for leaf in leaves.values() for axis in leaf.axes or ()}
         # The family's rules name the axes of all its members; this one has some of them.
         rules = replace(self.rules, parameters={k: v for k, v in self.rules.parameters.items() if k in named})
@@ -200,46 +200,48 @@ class Context:
         return self.axes("batch", "sequence")
 
     @property
-    def between(self) -> Axes:
+    def sequence_parallel_axes(self) -> Axes:
         """Mesh axes that split the residual stream's sequence further than the sequence within attention and MLP."""
         return tuple(axis for axis in self.axes("residual") if axis not in self.axes("sequence"))
 
-    def enter(self, x: jax.Array, over: str) -> jax.Array:
+    def gather_activations(self, x: jax.Array, over: str) -> jax.Array:
         """From the residual stream's layout [B, S/n, ...] into a tensor-parallel region [B, S, ...] that splits the
         axis `over`: g of Megatron with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
 
         Without it the value stays, and f of Megatron (Shoeybi et al. 2019, arXiv:1909.08053, section 3) is in the type:
         the gradients of all that the region makes of x are added up on each device, and summed over devices once."""
         # Axes that are not gathered over come first: then their sum is of what the reduce-scatter has left.
-        outer = tuple(axis for axis in self.axes(over) if axis not in self.between)
-        return collectives.varying(collectives.gather(collectives.varying(x, outer), self.between, 1), self.axes(over))
+        outer = tuple(axis for axis in self.axes(over) if axis not in self.sequence_parallel_axes)
+        return collectives.varying(
+            collectives.gather(collectives.varying(x, outer), self.sequence_parallel_axes, 1), self.axes(over)
+        )
 
-    def split(self, x: jax.Array) -> jax.Array:
+    def slice_for_sequence_parallel(self, x: jax.Array) -> jax.Array:
         """This device's part of what it holds for a whole tensor-parallel region: [..., S] to [..., S/n]."""
-        return collectives.part(x, self.between, x.ndim - 1)
+        return collectives.local_slice(x, self.sequence_parallel_axes, x.ndim - 1)
 
-    def leave(self, y: jax.Array, over: str) -> jax.Array:
+    def reduce_activations(self, y: jax.Array, over: str) -> jax.Array:
         """Back, from partial sums over the axis that the region contracted: a reduce-scatter over the sequence, or
         without sequence parallelism an all-reduce."""
-        summed, between = self.axes(over), self.between
+        summed, between = self.axes(over), self.sequence_parallel_axes
         y = collectives.reduce_scatter(y, tuple(axis for axis in between if axis in summed), 1)
         y = collectives.all_reduce(y, tuple(axis for axis in summed if axis not in between))
-        return collectives.part(y, tuple(axis for axis in between if axis not in summed), 1)
+        return collectives.local_slice(y, tuple(axis for axis in between if axis not in summed), 1)
 
-    def gather(self, spec: Spec, params: Any) -> Any:
+    def gather_params(self, spec: Spec, params: Any) -> Any:
         """Returns the parameters as a layer uses them: what is only stored in parts (FSDP) is gathered.
 
         The gradient of a gathered parameter is reduce-scattered. Where devices have seen different tokens, gradients
         are summed over them; those of matrices and tables in `reduce_dtype`, whatever dtype they are computed in.
         """
-        stored, gathers = self.axes("batch"), self.gathers
+        stored, gathers = self.axes("batch"), self.gathers_params
 
         def whole(p: Param, value: jax.Array) -> jax.Array:
             held = ((i, names_of(self.rules.parameters[a])) for i, a in enumerate(p.axes) if a not in OWN_AXES)
             split = ((dim, tuple(axis for axis in axes if axis in stored)) for dim, axes in held)
             gathered = tuple((dim, axes) for dim, axes in split if axes)
             # A vector is used in float32, and so its gradient is summed in float32 where it meets activations.
-            summed = self._unsummed(p) if p.is_cast or gathered else ()
+            summed = self._grad_sync_axes(p) if p.is_cast or gathered else ()
             dtype = self.reduce_dtype if p.is_cast else jnp.float32
             value = collectives.use_parameter(collectives.Use(gathered, summed, dtype), value)
             return checkpoint_name(value, "weight") if gathers else value
@@ -247,7 +249,7 @@ class Context:
         return map_spec(whole, spec, params)
 
     @property
-    def gathered(self) -> "Context":
+    def with_gathered_params(self) -> "Context":
         """This context for parameters that have been through `gather`."""
         stored = self.axes("batch")
         left = {
@@ -257,44 +259,44 @@ class Context:
         return replace(self, rules=replace(self.rules, parameters=left))
 
     @property
-    def gathers(self) -> bool:
+    def gathers_params(self) -> bool:
         """Whether parameters are stored in parts that share the batch, and so must be gathered to be used."""
         stored = self.axes("batch")
         rules = ((axis, entry) for axis, entry in self.rules.parameters.items() if axis not in OWN_AXES)
         return any(name in stored for _, entry in rules for name in names_of(entry))
 
-    def _unsummed(self, p: Param) -> Axes:
+    def _grad_sync_axes(self, p: Param) -> Axes:
         """Mesh axes along which the gradient of a parameter comes apart: each device has seen other tokens."""
         held = {name for axis in p.axes for name in names_of(self.rules.parameters[axis])}
         return tuple(a for a in self.axes("batch", "sequence", "residual") if a not in held)
 
-    def apart(self, spec: Spec, params: Any) -> Any:
+    def defer_grad_sync(self, spec: Spec, params: Any) -> Any:
         """The parameters, such that their gradients stay apart; `together` sums them, once."""
-        return map_spec(lambda p, value: collectives.varying(value, self._unsummed(p)), spec, params)
+        return map_spec(lambda p, value: collectives.varying(value, self._grad_sync_axes(p)), spec, params)
 
-    def together(self, spec: Spec, grads: Any) -> Any:
+    def sync_grads(self, spec: Spec, grads: Any) -> Any:
         """Returns the sums of gradients that were kept apart; those of matrices and tables are taken in
         `reduce_dtype`."""
 
         def total(p: Param, value: jax.Array) -> jax.Array:
             dtype = self.reduce_dtype if p.is_cast else value.dtype
-            return collectives.all_reduce(value.astype(dtype), self._unsummed(p)).astype(value.dtype)
+            return collectives.all_reduce(value.astype(dtype), self._grad_sync_axes(p)).astype(value.dtype)
 
         return map_spec(total, spec, grads)
 
-    def in_order(self, rows: Any) -> Any:
+    def to_layer_order(self, rows: Any) -> Any:
         """Arrays over the layers of this device's stage [R/P, ...], as arrays over all layers in their order [L, ...],
         equal on all stages: for small arrays."""
         if self.pipeline is None:
             return rows
-        places = self.pipeline.stages.rows
-        return jax.tree.map(lambda a: collectives.gather_equal(a, ("pipe",), 0)[places], rows)
+        places = self.pipeline.stages.slot_of_layer
+        return jax.tree.map(lambda a: collectives.all_gather_invariant(a, ("pipe",), 0)[places], rows)
 
-    def in_rows(self, values: jax.Array) -> jax.Array:
+    def to_stage_order(self, values: jax.Array) -> jax.Array:
         """An array over all layers in their order [L, ...] as it is stored [R, ...]."""
         if self.pipeline is None:
             return values
-        numbers = self.pipeline.stages.numbers
+        numbers = self.pipeline.stages.layer_of_slot
         held = (numbers >= 0).reshape(-1, *(1,) * (values.ndim - 1))
         return jnp.where(held, values[numbers], jnp.zeros((), values.dtype))
 
@@ -306,27 +308,27 @@ class Context:
         axes = self.axes("sequence")
         shards = collectives.count(axes)
         whole = jnp.asarray(context_order(shards, length * shards))
-        return collectives.part(whole, axes, 0)
+        return collectives.local_slice(whole, axes, 0)
 
-    def take_tokens(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def shard_sequence(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """This device's tokens of each row [B, S]."""
         shards = collectives.count(self.axes("sequence"))
         if shards == 1:
             return batch
         return {name: x[:, self.token_index(x.shape[1] // shards)] for name, x in batch.items()}
 
-    def token_ids(self, rows: jax.Array, length: int) -> jax.Array:
+    def dropout_ids(self, rows: jax.Array, length: int) -> jax.Array:
         """A number for each token of the residual stream, the same under every layout: uint32 [B, S/n].
 
         Args:
           rows: indices of this device's rows in the whole batch [B].
           length: tokens of a row within a tensor-parallel region on this device.
         """
-        index = collectives.part(self.token_index(length), self.between, 0)
+        index = collectives.local_slice(self.token_index(length), self.sequence_parallel_axes, 0)
         whole = length * collectives.count(self.axes("sequence"))
         return rows[:, None].astype(jnp.uint32) * whole + index.astype(jnp.uint32)
 
-    def rows(self, local_rows: int) -> jax.Array:
+    def row_indices(self, local_rows: int) -> jax.Array:
         """Indices of this device's rows in the whole batch, int32."""
         return collectives.index(self.axes("batch")) * local_rows + jnp.arange(local_rows, dtype=jnp.int32)
 

@@ -23,7 +23,7 @@ from jaxstack.models import layers, lora
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, Spec, cast_matrices, map_spec, stack
 from jaxstack.moe import update_bias
-from jaxstack.pipeline import Work
+from jaxstack.pipeline import PipelineFns
 from jaxstack.sharding import BATCH_AXES
 
 Aux = dict[str, jax.Array]
@@ -53,7 +53,7 @@ def spec(cfg: ModelConfig) -> Spec:
     }
     if not cfg.tied_embeddings:
         tree["head"] = {"w": Param((D, V), ("embed", "vocab"), std=cfg.init_std)}
-    return lora.adapted(tree, cfg.lora) if cfg.lora.rank else tree
+    return lora.add_adapters(tree, cfg.lora) if cfg.lora.rank else tree
 
 
 def block(
@@ -66,8 +66,8 @@ def block(
     rope: tuple[jax.Array, jax.Array] | None,
     segment_ids: jax.Array | None,
     dropout_key: jax.Array | None,
-    token_ids: jax.Array | None = None,
-    gate: jax.Array | None = None,
+    dropout_ids: jax.Array | None = None,
+    gate_ids: jax.Array | None = None,
     counted: jax.Array | None = None,
     cache: Any = None,
     distance: jax.Array | None = None,
@@ -77,8 +77,8 @@ def block(
     Args:
       params: one layer's, without the leading layer axis.
       x: residual stream [B, S/n, D].
-      token_ids: numbers of the residual stream's tokens [B, S/n], for dropout.
-      gate: domains or timesteps of the residual stream's tokens [B, S/n], for hard gates.
+      dropout_ids: numbers of the residual stream's tokens [B, S/n], for dropout.
+      gate_ids: domains or timesteps of the residual stream's tokens [B, S/n], for hard gates.
       counted: tokens that the statistics of routing count [B, S]; None: all.
       cache, distance: see `layers.attention`.
 
@@ -99,17 +99,17 @@ def block(
     h, aux = layers.attention(cfg, params["attention"], h, ctx, **where)
     if cfg.post_norm:
         h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
-    x = checkpoint_name(x + layers.dropout(keys[0], cfg.dropout, h, token_ids), "residual")
+    x = checkpoint_name(x + layers.dropout(keys[0], cfg.dropout, h, dropout_ids), "residual")
 
     h = layers.norm(cfg, params["mlp_norm"], x, ctx)
     if cfg.moe.num_experts:
-        h, routed = layers.moe(cfg, params["moe"], h, ctx, gate, counted)
+        h, routed = layers.moe(cfg, params["moe"], h, ctx, gate_ids, counted)
         aux = aux | routed
     else:
         h = layers.mlp(cfg, params["mlp"], h, ctx)
     if cfg.post_norm:
         h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)
-    return x + layers.dropout(keys[1], cfg.dropout, h, token_ids), aux
+    return x + layers.dropout(keys[1], cfg.dropout, h, dropout_ids), aux
 
 
 def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -134,57 +134,58 @@ REMAT_POLICIES = {
 }
 
 
-def inputs(cfg: ModelConfig, batch: dict[str, Any], ctx: Context) -> dict[str, Any]:
+def make_layer_inputs(cfg: ModelConfig, batch: dict[str, Any], ctx: Context) -> dict[str, Any]:
     """What the layers read beside the residual stream, made once for all of them.
 
     Args:
       batch: `tokens` [B, S]; optional `positions` (of each token within its document; else its place in the row),
-        `segment_ids` (its document; else one a row), `gate` (its domain or timestep, for hard gates) and `weights` (of
-        its loss: the statistics of routing count the tokens whose weight is not zero; else all), each [B, S];
-        with a cache `distance` (of what each block of a step holds [B, T]);
-        for dropout `key` (a PRNG key's data) and `rows` (of these rows in the whole batch [B]; else as if this were
-        the whole).
+        `segment_ids` (its document; else one a row), `gate_ids` (its domain or timestep, for hard gates) and
+        `loss_weights` (of its loss: the statistics of routing count the tokens whose weight is not zero; else all),
+        each [B, S]; with a cache `distance` (of what each block of a step holds [B, T]); for dropout `key` (a PRNG
+        key's data) and `rows` (of these rows in the whole batch [B]; else as if this were the whole).
     """
     tokens = batch["tokens"]
     length = tokens.shape[1]
     positions = batch.get("positions", ctx.token_index(length))
-    given: dict[str, Any] = {"tokens": tokens, "positions": ctx.split(positions)}
+    layer_inputs: dict[str, Any] = {"tokens": tokens, "positions": ctx.slice_for_sequence_parallel(positions)}
     if cfg.positions == "rope":
-        given["rope"] = layers.rope_tables(cfg, positions)
-    given |= {name: batch[name] for name in ("segment_ids", "distance") if name in batch}
-    if "gate" in batch:
-        given["gate"] = ctx.split(batch["gate"])
-    if "weights" in batch and cfg.moe.num_experts:
-        given["counted"] = batch["weights"] != 0
+        layer_inputs["rope"] = layers.rope_tables(cfg, positions)
+    layer_inputs |= {name: batch[name] for name in ("segment_ids", "distance") if name in batch}
+    if "gate_ids" in batch:
+        layer_inputs["gate_ids"] = ctx.slice_for_sequence_parallel(batch["gate_ids"])
+    if "loss_weights" in batch and cfg.moe.num_experts:
+        layer_inputs["counted"] = batch["loss_weights"] != 0
     if "key" in batch:
         rows = batch.get("rows")
-        given["key"] = batch["key"]
-        given["token_ids"] = ctx.token_ids(ctx.rows(tokens.shape[0]) if rows is None else rows, length)
-    return given
+        layer_inputs["key"] = batch["key"]
+        layer_inputs["dropout_ids"] = ctx.dropout_ids(
+            ctx.row_indices(tokens.shape[0]) if rows is None else rows, length
+        )
+    return layer_inputs
 
 
-def _dropout_keys(given: dict[str, Any]) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+def _dropout_keys(layer_inputs: dict[str, Any]) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
     """Of the layers, and of the embedding."""
-    if "key" not in given:
+    if "key" not in layer_inputs:
         return None, None
-    keys = jax.random.split(jax.random.wrap_key_data(given["key"]))
+    keys = jax.random.split(jax.random.wrap_key_data(layer_inputs["key"]))
     return keys[0], keys[1]
 
 
-def embed(cfg: ModelConfig, params: Any, given: dict[str, Any], ctx: Context) -> jax.Array:
-    """The residual stream before the first layer [B, S/n, D]; `given` is of `inputs`."""
-    table = ctx.gather(spec(cfg)["embedding"], params["embedding"])
-    x = layers.embed(cfg, table, given["tokens"], given["positions"], ctx)
-    return layers.dropout(_dropout_keys(given)[1], cfg.dropout, x, given.get("token_ids"))
+def embed(cfg: ModelConfig, params: Any, layer_inputs: dict[str, Any], ctx: Context) -> jax.Array:
+    """The residual stream before the first layer [B, S/n, D]; `layer_inputs` is of `make_layer_inputs`."""
+    table = ctx.gather_params(spec(cfg)["embedding"], params["embedding"])
+    x = layers.embed(cfg, table, layer_inputs["tokens"], layer_inputs["positions"], ctx)
+    return layers.dropout(_dropout_keys(layer_inputs)[1], cfg.dropout, x, layer_inputs.get("dropout_ids"))
 
 
-def step(
+def scan_block(
     cfg: ModelConfig,
     ctx: Context,
     params: list[Any],
     x: jax.Array,
     index: jax.Array | int,
-    given: dict[str, Any],
+    layer_inputs: dict[str, Any],
     cache: Any = None,
 ) -> tuple[jax.Array, Aux]:
     """One step of the scan over layers: one period of attention windows, a block each; mostly that is one block.
@@ -193,7 +194,7 @@ def step(
       params: of each block of the step.
       x: residual stream [B, S/n, D].
       index: of the step.
-      given: of `inputs`.
+      layer_inputs: of `make_layer_inputs`.
       cache: of each block of the step; nothing in it: rows begin here.
 
     Returns:
@@ -202,21 +203,21 @@ def step(
     one_layer = map_spec(lambda p: replace(p, shape=p.shape[1:], axes=p.axes[1:]), spec(cfg)["layers"])
     every: list[Aux] = []
     for i, (window, one) in enumerate(zip(cfg.windows, params, strict=True)):
-        key = _dropout_keys(given)[0]
+        key = _dropout_keys(layer_inputs)[0]
         x, aux = block(
             cfg,
-            ctx.gather(one_layer, one),
+            ctx.gather_params(one_layer, one),
             x,
             ctx,
             window=window,
-            rope=given.get("rope"),
-            segment_ids=given.get("segment_ids"),
+            rope=layer_inputs.get("rope"),
+            segment_ids=layer_inputs.get("segment_ids"),
             dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
-            token_ids=given.get("token_ids"),
-            gate=given.get("gate"),
-            counted=given.get("counted"),
+            dropout_ids=layer_inputs.get("dropout_ids"),
+            gate_ids=layer_inputs.get("gate_ids"),
+            counted=layer_inputs.get("counted"),
             cache=cache[i] if cache else cache,
-            distance=given["distance"][i] if cache else None,
+            distance=layer_inputs["distance"][i] if cache else None,
         )
         every.append(aux)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
@@ -224,19 +225,19 @@ def step(
 
 def remat(ctx: Context, f: Any) -> Any:
     """`f`, recomputed in the backward pass as `ctx.remat` says; always within a loop over layers."""
-    if ctx.remat == "none" and not ctx.gathers:
+    if ctx.remat == "none" and not ctx.gathers_params:
         return f
     # The loop itself keeps XLA from merging the recomputation with the first pass.
     return jax.checkpoint(f, policy=REMAT_POLICIES[ctx.remat], prevent_cse=False)
 
 
-def by_step(cfg: ModelConfig, stacked: Any) -> list[Any]:
+def group_layers(cfg: ModelConfig, stacked: Any) -> list[Any]:
     """The stacked layers as one tree for each block of a step, [L, ...] to period x [L/period, ...]."""
     period = len(cfg.windows)
     return [jax.tree.map(lambda a, i=i: a.reshape(-1, period, *a.shape[1:])[:, i], stacked) for i in range(period)]
 
 
-def hidden(
+def hidden_states(
     cfg: ModelConfig,
     params: Any,
     tokens: jax.Array,
@@ -255,7 +256,8 @@ def hidden(
       dropout_key: None in evaluation.
       cache: of `layers.attention`, for each block of a step, arrays [L/period, ...] (of a pipeline's stage
         [R/P/period, ...]); nothing in it: rows begin here.
-      rest: `positions`, `segment_ids`, `gate`, `weights`, `rows`, `distance` of `inputs`; None: not given.
+      rest: `positions`, `segment_ids`, `gate_ids`, `loss_weights`, `rows`, `distance` of `make_layer_inputs`; None: not
+      given.
 
     Returns:
       Normalised hidden states [B, S, D] in `ctx.dtype`, and auxiliary values, each [L, ...]: of experts those of
@@ -267,72 +269,72 @@ def hidden(
     if dropout_key is not None:
         batch["key"] = jax.random.key_data(dropout_key)
     if ctx.pipeline is not None:
-        return _hidden_through_stages(cfg, params, batch, ctx, cache)
-    given = inputs(cfg, batch, ctx)
+        return _hidden_states_through_stages(cfg, params, batch, ctx, cache)
+    layer_inputs = make_layer_inputs(cfg, batch, ctx)
     period = len(cfg.windows)
 
-    def one_step(x: jax.Array, scanned: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, Aux]:
+    def scan_body(x: jax.Array, scanned: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, Aux]:
         stacked, cache, index = scanned
         weights = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(period)]
-        return step(cfg, ctx, weights, x, index, given, cache)
+        return scan_block(cfg, ctx, weights, x, index, layer_inputs, cache)
 
     steps = cfg.num_layers // period
     stacked = jax.tree.map(lambda a: a.reshape(steps, period, *a.shape[1:]), params["layers"])
-    start = embed(cfg, params, given, ctx)
-    x, aux = jax.lax.scan(remat(ctx, one_step), start, (stacked, cache, jnp.arange(steps)))
-    return final(cfg, params, x, ctx), jax.tree.map(lambda a: a.reshape(cfg.num_layers, *a.shape[2:]), aux)
+    start = embed(cfg, params, layer_inputs, ctx)
+    x, aux = jax.lax.scan(remat(ctx, scan_body), start, (stacked, cache, jnp.arange(steps)))
+    return final_norm(cfg, params, x, ctx), jax.tree.map(lambda a: a.reshape(cfg.num_layers, *a.shape[2:]), aux)
 
 
-def hidden_unrolled(
+def hidden_states_unrolled(
     cfg: ModelConfig, params: Any, steps: list[Any], batch: dict[str, Any], cache: list[Any], ctx: Context
 ) -> tuple[jax.Array, list[Any]]:
-    """`hidden` of one token after a cache, without a loop over layers: each is an array of its own, which XLA:CPU reads
-    where it lies and would else copy for every token.
+    """`hidden_states` of one token after a cache, without a loop over layers: each is an array of its own, which
+    XLA:CPU reads where it lies and would else copy for every token.
 
     Args:
       params: in the compute dtype; its layers are not read.
-      steps: `by_step` of the layers, one entry for each step.
-      batch: of `inputs`.
+      steps: `group_layers` of the layers, one entry for each step.
+      batch: of `make_layer_inputs`.
       cache: of each block of each step.
 
     Returns:
       Normalised hidden states, and `keys` and `values` of this token for each block of each step.
     """
-    given = inputs(cfg, batch, ctx)
-    x, made = embed(cfg, params, given, ctx), []
+    layer_inputs = make_layer_inputs(cfg, batch, ctx)
+    x, made = embed(cfg, params, layer_inputs, ctx), []
     for index, (weights, one) in enumerate(zip(steps, cache, strict=True)):
-        x, aux = step(cfg, ctx, weights, x, index, given, one)
+        x, aux = scan_block(cfg, ctx, weights, x, index, layer_inputs, one)
         made.append([{name: aux[name][i] for name in block} for i, block in enumerate(one)])
-    return final(cfg, params, x, ctx), made
+    return final_norm(cfg, params, x, ctx), made
 
 
-def _hidden_through_stages(
+def _hidden_states_through_stages(
     cfg: ModelConfig, params: Any, batch: dict[str, Any], ctx: Context, cache: Any
 ) -> tuple[jax.Array, Aux]:
-    """`hidden` where layers lie on the stages of a pipeline; its gradient by autodiff is GPipe's."""
+    """`hidden_states` where layers lie on the stages of a pipeline; its gradient by autodiff is GPipe's."""
     assert ctx.pipeline is not None
     rows = batch["tokens"].shape[0]
     # Auxiliary values are summed over microbatches; keys and values are not to be.
     microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches) if cache is None else 1
-    stacked = by_step(cfg, ctx.gather(spec(cfg)["layers"], params["layers"]))
-    inner = ctx.gathered
+    stacked = group_layers(cfg, ctx.gather_params(spec(cfg)["layers"], params["layers"]))
+    inner = ctx.with_gathered_params
 
-    def one_step(layer: Any, x: jax.Array, index: jax.Array, given: Any) -> tuple[jax.Array, jax.Array, Aux]:
+    def scan_body(layer: Any, x: jax.Array, index: jax.Array, layer_inputs: Any) -> tuple[jax.Array, jax.Array, Aux]:
         weights, cache = layer
-        x, aux = step(cfg, inner, weights, x, index, given, cache)
+        x, aux = scan_block(cfg, inner, weights, x, index, layer_inputs, cache)
         return x, jnp.zeros(()), aux
 
-    work = Work(
-        inputs=lambda micro: inputs(cfg, micro, ctx),
-        first=lambda shared, given: embed(cfg, shared, given, ctx),
-        layer=remat(inner, one_step),
+    work = PipelineFns(
+        prepare=lambda micro: make_layer_inputs(cfg, micro, ctx),
+        embed=lambda shared, layer_inputs: embed(cfg, shared, layer_inputs, ctx),
+        layer=remat(inner, scan_body),
     )
     micros = microbatched(batch, microbatches)
     x, _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, (stacked, cache), micros)
     x = x.swapaxes(0, 1).reshape(rows, *x.shape[2:])
     aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
     own = {name: aux.pop(name) for name in ("keys", "values") if name in aux}
-    return final(cfg, params, x, ctx), ctx.in_order(aux) | own
+    return final_norm(cfg, params, x, ctx), ctx.to_layer_order(aux) | own
 
 
 def microbatched(batch: dict[str, Any], microbatches: int) -> dict[str, Any]:
@@ -347,17 +349,17 @@ def microbatched(batch: dict[str, Any], microbatches: int) -> dict[str, Any]:
     }
 
 
-def final(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
+def final_norm(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
     """From the residual stream [B, S/n, D] to what the head reads [B, S, D]."""
-    return ctx.enter(layers.norm(cfg, params["final_norm"], x, ctx), "vocab")
+    return ctx.gather_activations(layers.norm(cfg, params["final_norm"], x, ctx), "vocab")
 
 
-def balance(cfg: ModelConfig, params: Any, aux: Aux, ctx: Context) -> Any:
+def update_router_bias(cfg: ModelConfig, params: Any, aux: Aux, ctx: Context) -> Any:
     """The parameters with every router's bias moved against the `load` of a whole step, [L, E]; no loss has a part in
     it (Wang et al. 2024, arXiv:2408.15664). Without such a bias, or where it is frozen, the parameters."""
     if not cfg.moe.num_experts or cfg.moe.router != "sigmoid" or cfg.lora.rank:
         return params
-    moved = update_bias(params["layers"]["moe"]["balance"], ctx.in_rows(aux["load"]), cfg.moe.bias_rate)
+    moved = update_bias(params["layers"]["moe"]["balance"], ctx.to_stage_order(aux["load"]), cfg.moe.bias_update_rate)
     return {**params, "layers": {**params["layers"], "moe": {**params["layers"]["moe"], "balance": moved}}}
 
 
@@ -366,7 +368,7 @@ def head(cfg: ModelConfig, params: Any, ctx: Context) -> jax.Array:
     embedding."""
     group = "embedding" if cfg.tied_embeddings else "head"
     name = "tokens" if cfg.tied_embeddings else "w"
-    w = ctx.gather(spec(cfg)[group][name], params[group][name].astype(ctx.dtype))
+    w = ctx.gather_params(spec(cfg)[group][name], params[group][name].astype(ctx.dtype))
     return w.T if cfg.tied_embeddings else w
 
 
@@ -381,6 +383,6 @@ def logits(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context | None = No
 def forward(
     cfg: ModelConfig, params: Any, tokens: jax.Array, ctx: Context | None = None, **kwargs: Any
 ) -> tuple[jax.Array, Aux]:
-    """Logits [B, S, V/n] in float32, and auxiliary values. Arguments as in `hidden`."""
-    x, aux = hidden(cfg, params, tokens, ctx, **kwargs)
+    """Logits [B, S, V/n] in float32, and auxiliary values. Arguments as in `hidden_states`."""
+    x, aux = hidden_states(cfg, params, tokens, ctx, **kwargs)
     return logits(cfg, params, x, ctx), aux

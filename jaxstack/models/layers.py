@@ -97,7 +97,7 @@ def linear(
     split: dict[str, Any] = {"split_in" if back else "split_out": ctx.axes(over)}
     w = params[f"w_{name}"]
     y = kernels.linear(x, w, b, in_axes=in_axes, quant=ctx.quant, implementation=ctx.linear, **split)
-    if adapter := lora.of(cfg.lora, params, name):  # as small as it is, it keeps its digits under train.quant
+    if adapter := lora.get_adapter(cfg.lora, params, name):  # as small as it is, it keeps its digits under train.quant
         inner = kernels.linear(x, adapter[0], in_axes=in_axes, implementation=ctx.linear)
         y = y + kernels.linear(inner, adapter[1], implementation=ctx.linear)
     return y
@@ -149,7 +149,7 @@ def attention(
     Returns:
       [B, S/n, D]; and with a cache `keys` and `values` of these tokens [B, G, S, K], else nothing.
     """
-    x = ctx.enter(x, "heads")
+    x = ctx.gather_activations(x, "heads")
     q, k, v = (linear(cfg, params, name, x, ctx, "heads") for name in ("q", "k", "v"))
     if cfg.qk_norm:
         q, k = norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
@@ -170,7 +170,7 @@ def attention(
         mixed = kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **options, **whole)
     else:
         mixed = kernels.attention(q, k, v, **options, **whole)
-    y = ctx.leave(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
+    y = ctx.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
     y = kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
     return y, {} if cache is None else {"keys": k.swapaxes(1, 2), "values": v.swapaxes(1, 2)}
 
@@ -225,7 +225,7 @@ def route(cfg: ModelConfig, params: Any, x: jax.Array, gate: jax.Array | None) -
     if moe.router == "softmax":
         return experts.top_k_softmax(logits, moe.top_k, normalize=moe.normalize)
     return experts.sigmoid_groups(
-        logits, params["balance"], moe.top_k, groups=moe.groups, top_groups=moe.top_groups, scale=moe.scale
+        logits, params["balance"], moe.top_k, groups=moe.num_groups, top_groups=moe.top_k_groups, scale=moe.routed_scale
     )
 
 
@@ -251,9 +251,9 @@ def moe(
       [B, S/n, D], and sums over this device's rows and counted tokens, which add up over devices and microbatches:
       `balance_loss`, `z_loss`, `dropped`, `entropy` and `load` [E], see `jaxstack.moe.metrics`.
     """
-    rows, (between, experts_axis) = x.shape[0], (ctx.between, ctx.axes("experts"))
+    rows, (between, experts_axis) = x.shape[0], (ctx.sequence_parallel_axes, ctx.axes("experts"))
     routing = route(cfg, params, x.reshape(-1, x.shape[-1]), None if gate is None else gate.reshape(-1))
-    mask = None if counted is None else ctx.split(counted).reshape(-1)
+    mask = None if counted is None else ctx.slice_for_sequence_parallel(counted).reshape(-1)
     aux = {
         "balance_loss": experts.balance_loss(routing, rows, ctx.axes("residual"), mask),
         "z_loss": experts.z_loss(routing, mask),
@@ -261,7 +261,7 @@ def moe(
         "load": experts.load(routing, mask),
     }
     aux = {name: collectives.all_reduce(value, between) for name, value in aux.items()}
-    h = ctx.enter(x, "mlp")
+    h = ctx.gather_activations(x, "mlp")
     tokens = h.shape[0] * h.shape[1]
     entered = Routing(
         *jax.tree.map(
@@ -279,14 +279,16 @@ def moe(
         rows=rows,
         mask=None if counted is None else counted.reshape(-1),
         implementation=ctx.moe,
-        adapters={f"w_{name}": found for name in ("up", "gate", "down") if (found := lora.of(cfg.lora, params, name))},
+        adapters={
+            f"w_{name}": found for name in ("up", "gate", "down") if (found := lora.get_adapter(cfg.lora, params, name))
+        },
     )
     y = y.reshape(h.shape)
     # Each device of a tensor group has entered the same tokens and dropped the same.
     aux["dropped"] = collectives.all_reduce(dropped, between) / collectives.count(between)
     if cfg.moe.shared_experts:
         y = y + mlp_products(cfg, params["shared"], h, ctx)
-    return ctx.leave(y, "mlp"), aux
+    return ctx.reduce_activations(y, "mlp"), aux
 
 
 def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
@@ -303,7 +305,7 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
 
 def mlp(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
     """Two layers with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202); [B, S/n, D]."""
-    y = ctx.leave(mlp_products(cfg, params, ctx.enter(x, "mlp"), ctx), "mlp")
+    y = ctx.reduce_activations(mlp_products(cfg, params, ctx.gather_activations(x, "mlp"), ctx), "mlp")
     return kernels.add_in_float32(y, params["b_down"]) if cfg.bias else y
 
 
@@ -343,7 +345,7 @@ def embed(cfg: ModelConfig, params: Any, tokens: jax.Array, positions: jax.Array
         x = jnp.where(held[..., None], kernels.embedding_lookup(table, jnp.where(held, own, 0)), 0)
     else:
         x = kernels.embedding_lookup(table, tokens)
-    x = ctx.leave(x, rows)
+    x = ctx.reduce_activations(x, rows)
     if cfg.embedding_scale:
         x = x * jnp.asarray(cfg.d_model**0.5, x.dtype)
     if cfg.positions == "learned":
@@ -351,18 +353,18 @@ def embed(cfg: ModelConfig, params: Any, tokens: jax.Array, positions: jax.Array
     return x if cfg.tied_embeddings else collectives.gather(x, ctx.axes(width), 2)
 
 
-def dropout(key: jax.Array | None, rate: float, x: jax.Array, token_ids: jax.Array | None) -> jax.Array:
+def dropout(key: jax.Array | None, rate: float, x: jax.Array, dropout_ids: jax.Array | None) -> jax.Array:
     """Zeroes elements with probability `rate` and scales up the rest; without a key, or at rate 0, returns `x`.
 
     What is dropped follows from the key and each token's number, so that it is the same under every layout.
 
     Args:
       x: [B, S, D].
-      token_ids: a number for each token of the batch [B, S].
+      dropout_ids: a number for each token of the batch [B, S].
     """
     if key is None or rate == 0.0:
         return x
-    assert token_ids is not None
-    keys = jax.vmap(jax.vmap(lambda i: jax.random.fold_in(key, i)))(token_ids)
+    assert dropout_ids is not None
+    keys = jax.vmap(jax.vmap(lambda i: jax.random.fold_in(key, i)))(dropout_ids)
     kept = jax.vmap(jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - rate, x.shape[2:])))(keys)
     return jnp.where(kept, x / (1.0 - rate), 0.0).astype(x.dtype)

@@ -21,7 +21,7 @@ from jaxstack.models.params import Param, Spec, flat_spec, map_spec
 A, B = "lora_a_", "lora_b_"
 
 
-def adapted(spec: Spec, cfg: LoraConfig) -> Spec:
+def add_adapters(spec: Spec, cfg: LoraConfig) -> Spec:
     """The declarations of a model with adapters beside its layers' matrices, and all else frozen.
 
     With inputs [in] and outputs [out] of a matrix, one adapter a layer and an expert: a [in, rank] starts normal with
@@ -75,7 +75,7 @@ def _adapter(p: Param, rank: int) -> tuple[Param, Param]:
     return a, b
 
 
-def of(cfg: LoraConfig, params: Any, name: str) -> tuple[jax.Array, jax.Array] | None:
+def get_adapter(cfg: LoraConfig, params: Any, name: str) -> tuple[jax.Array, jax.Array] | None:
     """The adapter of the matrix `w_<name>` in a group of parameters, alpha / rank multiplied into b; None: it has
     none."""
     if f"{A}{name}" not in params:
@@ -83,13 +83,13 @@ def of(cfg: LoraConfig, params: Any, name: str) -> tuple[jax.Array, jax.Array] |
     return params[f"{A}{name}"], params[f"{B}{name}"] * (cfg.alpha / cfg.rank)
 
 
-def merged(cfg: LoraConfig, params: Any) -> Any:
+def merge_adapters(cfg: LoraConfig, params: Any) -> Any:
     """The parameters of the model without adapters, with what they add in its matrices; float32."""
     if not isinstance(params, dict):
         return params
-    found = {name: merged(cfg, below) for name, below in params.items() if not name.startswith((A, B))}
+    found = {name: merge_adapters(cfg, below) for name, below in params.items() if not name.startswith((A, B))}
     for suffix in (name.removeprefix(A) for name in params if name.startswith(A)):
-        w, adapter = params[f"w_{suffix}"], of(cfg, params, suffix)
+        w, adapter = params[f"w_{suffix}"], get_adapter(cfg, params, suffix)
         assert adapter is not None
         a, b = adapter
         lead = a.ndim + b.ndim - 2 - w.ndim

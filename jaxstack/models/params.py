@@ -79,23 +79,23 @@ def stack(spec: Spec, layers: int) -> Spec:
     return map_spec(lambda p: replace(p, shape=(layers, *p.shape), axes=("layers", *p.axes)), spec)
 
 
-def split(spec: Spec, values: Any) -> tuple[Any, Any]:
+def partition(spec: Spec, values: Any) -> tuple[Any, Any]:
     """What is trained and what is frozen of a tree that is laid out as the declarations are (they themselves, for
     example), each without the groups that have nothing of it. Where nothing is frozen: the tree, and nothing."""
     if isinstance(spec, Param):
         return (None, values) if spec.frozen else (values, None)
-    parts = {name: split(below, values[name]) for name, below in spec.items()}
+    parts = {name: partition(below, values[name]) for name, below in spec.items()}
     there = lambda part: part is not None and not (isinstance(part, dict) and not part)  # noqa: E731
     trained, frozen = ({name: part[i] for name, part in parts.items() if there(part[i])} for i in (0, 1))
     return trained, frozen
 
 
-def join(trained: Any, frozen: Any) -> Any:
-    """The whole of what `split` has parted."""
+def combine(trained: Any, frozen: Any) -> Any:
+    """The whole of what `partition` has parted."""
     if not (isinstance(trained, dict) and isinstance(frozen, dict)):
         return frozen if trained is None else trained
     names = [*trained, *(name for name in frozen if name not in trained)]
-    return {name: join(trained.get(name), frozen.get(name)) for name in names}
+    return {name: combine(trained.get(name), frozen.get(name)) for name in names}
 
 
 def count(spec: Spec) -> int:

@@ -267,7 +267,7 @@ def _in_rounds(
         def body(carry: Any) -> Any:
             i, total = carry
             added = jax.tree.map(lambda t, s: t + s.astype(jnp.float32), total, share(i))
-            return i + 1, collectives.typed_as(added, total)
+            return i + 1, collectives.match_varying_tree(added, total)
 
         zeros = jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), like)
         with jax.named_scope(SCOPE):
@@ -285,7 +285,7 @@ def _in_rounds(
 
     run = jax.custom_vjp(lambda *args: forward(*args)[0])
     run.defvjp(forward, backward)
-    return run(turns, *collectives.alike((experts, order, starts, rank), x, gates, weights, adapters))
+    return run(turns, *collectives.match_varying((experts, order, starts, rank), x, gates, weights, adapters))
 
 
 def _mlp(
@@ -345,7 +345,7 @@ def _by_expert(
 
 def _sort(*keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The stable order of N items by keys (the first decides first), int32 [N], and its inverse."""
-    operands = collectives.alike(*keys, jnp.arange(keys[0].size, dtype=jnp.int32))
+    operands = collectives.match_varying(*keys, jnp.arange(keys[0].size, dtype=jnp.int32))
     order = lax.sort(operands, num_keys=len(keys))[-1]
     # Sorting again is quicker than scattering: no scatter loop on CPU, no atomics on GPU.
     return order, lax.sort((order, operands[-1]), num_keys=1)[1]
@@ -384,7 +384,7 @@ def _move(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     Returns:
       [M, D].
     """
-    return _move_alike(*collectives.alike(x, source, target))
+    return _move_alike(*collectives.match_varying(x, source, target))
 
 
 @jax.custom_vjp

@@ -28,7 +28,7 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Work:
+class PipelineFns:
     """What a pipeline runs, as functions of one device's parts.
 
     `first` and `last` are called on all stages at once, with equal arguments, and must return what is equal on all:
@@ -44,10 +44,10 @@ class Work:
       last: (shared, x, inputs) -> loss, from the last layer's output; `forward` does not call it.
     """
 
-    inputs: Callable[[Tree], Tree]
-    first: Callable[[Tree, Tree], jax.Array]
+    prepare: Callable[[Tree], Tree]
+    embed: Callable[[Tree, Tree], jax.Array]
     layer: Callable[[Tree, jax.Array, jax.Array, Tree], tuple[jax.Array, jax.Array, Tree]]
-    last: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
+    loss: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -56,9 +56,9 @@ class Sums:
     """What a run adds up.
 
     Attributes:
-      loss: of `Work.last`, equal on all stages.
+      loss: of `PipelineFns.loss`, equal on all stages.
       penalty: of this stage's layers.
-      aux: of `Work.layer`, by row of this stage.
+      aux: of `PipelineFns.layer`, by row of this stage.
       shared, stacked: gradients, float32; of `stacked` this stage's rows.
     """
 
@@ -70,7 +70,7 @@ class Sums:
 
 
 def execute(
-    program: Program, work: Work, axis: str, shared: Tree, stacked: Tree, micros: Tree, constants: Tree = None
+    program: Program, work: PipelineFns, axis: str, shared: Tree, stacked: Tree, micros: Tree, constants: Tree = None
 ) -> Sums:
     """Loss and gradients of all microbatches, by the program's table.
 
@@ -87,13 +87,13 @@ def execute(
     Returns:
       Sums over microbatches. Those over other mesh axes are the caller's: give it parameters that vary along them.
     """
-    stages, finish = program.stages, work.last
-    assert finish is not None, "execute needs Work.last"
-    stage, last_stage, longest = lax.axis_index(axis), stages.stages - 1, stages.longest_steps
-    numbers = collectives.part(jnp.asarray(stages.steps), (axis,), 0)
+    stages, finish = program.stages, work.loss
+    assert finish is not None, "execute needs PipelineFns.loss"
+    stage, last_stage, longest = lax.axis_index(axis), stages.stages - 1, stages.max_steps
+    numbers = collectives.local_slice(jnp.asarray(stages.steps), (axis,), 0)
 
     def inputs_of(m: jax.Array) -> Tree:
-        return work.inputs(jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, m, keepdims=False), micros))
+        return work.prepare(jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, m, keepdims=False), micros))
 
     def layer(weights: Tree, x: jax.Array, number: jax.Array, beside: Tree) -> tuple[jax.Array, jax.Array, Tree]:
         side, held = beside
@@ -102,10 +102,10 @@ def execute(
     # Types and shapes, from a trace that leaves nothing in the program.
     m0 = varying(jnp.int32(0), (axis,))
     side0, weights0, number0 = (inputs_of(m0), take(constants, m0)), take(stacked, m0), numbers[0]
-    x0 = _zeros(jax.eval_shape(lambda: work.first(shared, inputs_of(jnp.int32(0)))), (axis,))
+    x0 = _zeros(jax.eval_shape(lambda: work.embed(shared, inputs_of(jnp.int32(0)))), (axis,))
     y0 = jax.eval_shape(lambda: layer(weights0, x0, number0, side0)[0])
     x0 = varying(x0, varies_along(y0))
-    saved = Saved(layer)
+    saved = SplitVJP(layer)
     layer0 = jax.eval_shape(lambda: saved.forward(weights0, x0, number0, side0))
     loss0 = jax.eval_shape(lambda: finish(shared, _from_stage(x0, stage, last_stage, axis), inputs_of(jnp.int32(0))))
     _, penalty0, aux0, kept0 = layer0
@@ -116,7 +116,7 @@ def execute(
 
         # Forward: this stage's block on what has come, or on a new microbatch.
         def enter(x: jax.Array, m: jax.Array) -> jax.Array:
-            return jnp.where(stage == 0, work.first(shared, inputs_of(m)), x)
+            return jnp.where(stage == 0, work.embed(shared, inputs_of(m)), x)
 
         x = _when("enter", row["entering"] >= 0, enter, x, row["entering"])
         side = inputs_of(forward["micro"])
@@ -140,8 +140,8 @@ def execute(
             outputs = put(outputs, x, forward["slot"])
             output = lax.dynamic_index_in_dim(outputs, backward["slot"], keepdims=False)
 
-        def turn(carry: Tree, given: Tree) -> Tree:
-            (dx, loss, grads), (output, m) = carry, given
+        def turn(carry: Tree, operands: Tree) -> Tree:
+            (dx, loss, grads), (output, m) = carry, operands
             y, side = _from_stage(output, stage, last_stage, axis), inputs_of(m)
             share, pull = jax.vjp(lambda shared, y: finish(shared, y, side), shared, y)
             dshared, dy = pull(varying(jnp.ones((), share.dtype), varies_along(share)))
@@ -168,12 +168,12 @@ def execute(
 
         dx, stacked_grads = _loop("backward", row["backward_steps"], layer_backward, (dx, sums.stacked))
 
-        def leave(grads: Tree, given: Tree) -> Tree:
-            dx, m = given
+        def leave(grads: Tree, operands: Tree) -> Tree:
+            dx, m = operands
             side = inputs_of(m)
             # Of the embeddings that all stages have made, those of stage 0 are read: the others' have no cotangent.
             # What makes them equal turns round by itself: a sum into a broadcast, a gather into a scatter.
-            x, pull = jax.vjp(lambda shared: varying(work.first(shared, side), (axis,)), shared)
+            x, pull = jax.vjp(lambda shared: varying(work.embed(shared, side), (axis,)), shared)
             return add_up(grads, *pull(varying(jnp.where(stage == 0, dx, 0), varies_along(x))))
 
         if jax.tree.leaves(shared):
@@ -200,7 +200,7 @@ def execute(
 
 
 def forward(
-    stages: Stages, work: Work, axis: str, shared: Tree, stacked: Tree, micros: Tree
+    stages: Stages, work: PipelineFns, axis: str, shared: Tree, stacked: Tree, micros: Tree
 ) -> tuple[jax.Array, jax.Array, Tree]:
     """All layers, forward only, on microbatches that follow each other from stage to stage.
 
@@ -211,15 +211,15 @@ def forward(
       Output of the last layer [M, ...], equal on all stages; penalty and aux summed over microbatches, of this stage's
       layers and by its rows.
     """
-    P, V, longest = stages.stages, stages.chunks, stages.longest_steps
+    P, V, longest = stages.stages, stages.chunks, stages.max_steps
     M = jax.tree.leaves(micros)[0].shape[0]
     stage = lax.axis_index(axis)
-    numbers = collectives.part(jnp.asarray(stages.steps), (axis,), 0)
+    numbers = collectives.local_slice(jnp.asarray(stages.steps), (axis,), 0)
 
     def inputs_of(m: jax.Array) -> Tree:
-        return work.inputs(take(micros, m))
+        return work.prepare(take(micros, m))
 
-    entering = lax.map(lambda m: work.first(shared, inputs_of(m)), jnp.arange(M))
+    entering = lax.map(lambda m: work.embed(shared, inputs_of(m)), jnp.arange(M))
 
     def tick(carry: Tree, now: jax.Array) -> tuple[Tree, jax.Array]:
         x, penalty, sums = carry
@@ -254,7 +254,7 @@ def forward(
     return _from_stage(outputs[last], stage, P - 1, axis), penalty, sums
 
 
-class Saved:
+class SplitVJP:
     """A layer's VJP in two halves: what it saves is what its pullback holds, less what is at hand then anyway.
 
     At hand are the weights, the layer's number and the inputs; of a layer under `jax.checkpoint` little but `x` is
@@ -299,25 +299,25 @@ def _table(program: Program) -> Tree:
         **units,
         "forward_steps": program.forward.steps_T,
         "backward_steps": program.backward.steps_T,
-        "entering": program.entering_T,
-        "turning": program.turning_T,
-        "leaving": program.leaving_T,
+        "entering": program.embed_at_T,
+        "turning": program.loss_at_T,
+        "leaving": program.embed_grad_at_T,
     }
     return jax.tree.map(jnp.asarray, rows)
 
 
 def _loop(name: str, turns: jax.Array, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-    """`lax.fori_loop` under the name by which `Program.turns` knows it."""
+    """`lax.fori_loop` under the name by which `Program.trip_counts` knows it."""
     with jax.named_scope(f"pipeline_{name}"):
         return lax.fori_loop(0, turns, body, carry)
 
 
-def _when(name: str, flag: jax.Array, f: Callable[[Any, Any], Any], carry: Any, given: Any) -> Any:
-    """`f(carry, given)` where the flag holds, else `carry`: a loop of one turn or none."""
+def _when(name: str, flag: jax.Array, f: Callable[[Any, Any], Any], carry: Any, operands: Any) -> Any:
+    """`f(carry, operands)` where the flag holds, else `carry`: a loop of one turn or none."""
 
     def once(i: jax.Array, carry: Any) -> Any:
         # What does not depend on the turn, XLA would move out of the loop and run at every tick.
-        late = jax.tree.map(lambda a: lax.optimization_barrier((i, a))[1], given)
+        late = jax.tree.map(lambda a: lax.optimization_barrier((i, a))[1], operands)
         return jax.tree.map(lambda new, old: varying(new, varies_along(old)), f(carry, late), carry)
 
     return _loop(name, flag.astype(jnp.int32), once, carry)

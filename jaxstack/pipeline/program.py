@@ -55,14 +55,14 @@ class Stages:
         return len(self.layers) // self.stages
 
     @property
-    def longest(self) -> int:
+    def max_layers(self) -> int:
         """Layers of the longest block; rows that each block has."""
         return max(self.layers)
 
     @cached_property
-    def numbers(self) -> np.ndarray:
+    def layer_of_slot(self) -> np.ndarray:
         """The layer that each row holds; -1: none. int32 [R]."""
-        rows = np.full((self.stages, self.chunks, self.longest), -1, np.int32)
+        rows = np.full((self.stages, self.chunks, self.max_layers), -1, np.int32)
         start = 0
         for g, count in enumerate(self.layers):
             rows[g % self.stages, g // self.stages, :count] = np.arange(start, start + count)
@@ -70,24 +70,24 @@ class Stages:
         return rows.reshape(-1)
 
     @cached_property
-    def rows(self) -> np.ndarray:
+    def slot_of_layer(self) -> np.ndarray:
         """The row of each layer, int32 [L]."""
-        held = self.numbers >= 0
-        return np.flatnonzero(held)[np.argsort(self.numbers[held])].astype(np.int32)
+        held = self.layer_of_slot >= 0
+        return np.flatnonzero(held)[np.argsort(self.layer_of_slot[held])].astype(np.int32)
 
     @property
     def steps(self) -> np.ndarray:
         """The step that each `period` of rows holds; -1: none. int32 [R/period]."""
-        return self.numbers[:: self.period] // self.period
+        return self.layer_of_slot[:: self.period] // self.period
 
     @property
-    def longest_steps(self) -> int:
-        return self.longest // self.period
+    def max_steps(self) -> int:
+        return self.max_layers // self.period
 
     @property
-    def in_order(self) -> bool:
+    def is_layer_order(self) -> bool:
         """Whether rows are the layers, in their order."""
-        return np.array_equal(self.numbers, np.arange(sum(self.layers)))
+        return np.array_equal(self.layer_of_slot, np.arange(sum(self.layers)))
 
     def __str__(self) -> str:
         """Layers on each stage, from 0: `0-3 | 4-7`; chunks of a stage are joined by `+`."""
@@ -176,17 +176,17 @@ class Program:
         return int(self.forward.slot_TP[ran].max()) + 1
 
     @cached_property
-    def entering_T(self) -> np.ndarray:
+    def embed_at_T(self) -> np.ndarray:
         """The microbatch that enters the first block; -1: none. The embedding's work at each tick."""
         return self._at_T(self.schedule.forward_MG[:, 0])
 
     @cached_property
-    def turning_T(self) -> np.ndarray:
+    def loss_at_T(self) -> np.ndarray:
         """The microbatch that turns at the last block, from forward to backward: the head's work at each tick."""
         return self._at_T(self.schedule.backward_MG[:, -1])
 
     @cached_property
-    def leaving_T(self) -> np.ndarray:
+    def embed_grad_at_T(self) -> np.ndarray:
         """The microbatch that leaves the first block backward: the work of the embedding's gradient at each tick."""
         return self._at_T(self.schedule.backward_MG[:, 0])
 
@@ -201,10 +201,10 @@ class Program:
         return at
 
     @property
-    def turns(self) -> dict[str, float]:
+    def trip_counts(self) -> dict[str, float]:
         """Mean turns of the executor's loops over all ticks, by their names."""
         units = {"pipeline_forward": self.forward.steps_T, "pipeline_backward": self.backward.steps_T}
-        ends = {"enter": self.entering_T, "turn": self.turning_T, "leave": self.leaving_T}
+        ends = {"enter": self.embed_at_T, "turn": self.loss_at_T, "leave": self.embed_grad_at_T}
         shares = {f"pipeline_{name}": at_T != IDLE for name, at_T in ends.items()}
         return {name: float(turns_T.mean()) for name, turns_T in (units | shares).items()}
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxstack.pipeline.execute import Tree, Work, execute
+from jaxstack.pipeline.execute import PipelineFns, Tree, execute
 from jaxstack.pipeline.partition import even
 from jaxstack.pipeline.program import Program, Stages
 from jaxstack.pipeline.schedule import Schedule, ScheduleError
@@ -89,24 +89,24 @@ def value_and_grad(
         def local(shared: Tree, stacked: Tree, batch: Tree) -> tuple[jax.Array, Tree, Tree]:
             apart = lambda tree: jax.tree.map(lambda a: collectives.varying(a, tuple(batch_axes)), tree)  # noqa: E731
             together = lambda tree: jax.tree.map(lambda a: collectives.all_reduce(a, tuple(batch_axes)), tree)  # noqa: E731
-            work = Work(
-                inputs=lambda micro: micro,
-                first=first,
+            work = PipelineFns(
+                prepare=lambda micro: micro,
+                embed=first,
                 layer=lambda weights, x, number, micro: (layer(weights, x), jnp.zeros(()), ()),
-                last=lambda shared, x, micro: last(shared, x, micro) / parts,
+                loss=lambda shared, x, micro: last(shared, x, micro) / parts,
             )
             micros = jax.tree.map(lambda a: a.reshape(schedule.microbatches, -1, *a.shape[1:]), batch)
             sums = execute(Program(schedule, stages), work, axis, apart(shared), apart(stacked), micros)
             return together(sums.loss), together(sums.shared), together(sums.stacked)
 
-        if not stages.in_order:
-            held = lambda a: (stages.numbers >= 0).reshape(-1, *(1,) * (a.ndim - 1))  # noqa: E731
-            stacked = jax.tree.map(lambda a: jnp.where(held(a), a[stages.numbers], 0).astype(a.dtype), stacked)
+        if not stages.is_layer_order:
+            held = lambda a: (stages.layer_of_slot >= 0).reshape(-1, *(1,) * (a.ndim - 1))  # noqa: E731
+            stacked = jax.tree.map(lambda a: jnp.where(held(a), a[stages.layer_of_slot], 0).astype(a.dtype), stacked)
         stage, whole = PartitionSpec(axis), PartitionSpec()
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(whole, stage, rows), out_specs=(whole, whole, stage))
         loss, of_shared, of_stacked = mapped(shared, stacked, batch)
-        if not stages.in_order:
-            of_stacked = jax.tree.map(lambda a: a[stages.rows], of_stacked)
+        if not stages.is_layer_order:
+            of_stacked = jax.tree.map(lambda a: a[stages.slot_of_layer], of_stacked)
         return loss, (of_shared, of_stacked)
 
     return run

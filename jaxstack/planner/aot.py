@@ -106,8 +106,8 @@ def devices(target: str) -> list[Any]:
     gpu = CHIPS[chip].kinds[0].startswith("NVIDIA")
     arguments: dict[str, Any] = {"platform": "tpu", "topology_name": target}
     if gpu:
-        free = 84942979072 if chip == "h100" else CHIPS[chip].memory  # what a driver leaves of it, where it was seen
-        description = _HOPPER % (CHIPS[chip].bandwidth, free, CHIPS[chip].kinds[0])
+        free = 84942979072 if chip == "h100" else CHIPS[chip].hbm_bytes  # what a driver leaves of it, where it was seen
+        description = _HOPPER % (CHIPS[chip].hbm_bandwidth, free, CHIPS[chip].kinds[0])
         arguments = {"platform": "cuda", "topology_name": chip, "topology": topology, "target_config": description}
     try:
         return list(topologies.get_topology_desc(**arguments).devices)
@@ -130,11 +130,11 @@ def placed(cfg: Config, target: str) -> tuple[Context, step.TrainState, step.Bat
     """The context of a run on a target, its abstract state, and an abstract batch."""
     batch = cfg.data.batch_size
     ctx = Context.create(cfg, make_mesh(cfg.mesh, batch // cfg.train.grad_accum, devices(target)))
-    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
     if cfg.data.packing:
         kinds |= {"positions": jnp.int32, "segment_ids": jnp.int32}
     if cfg.model.moe.num_experts and cfg.model.moe.router in ("domain", "timestep"):
-        kinds["gate"] = jnp.int32
+        kinds["gate_ids"] = jnp.int32
     shape, where = (batch, cfg.data.seq_len), ctx.sharding(ctx.batch)
     arrays = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in kinds.items()}
     return ctx, step.abstract_state(cfg, ctx), arrays  # type: ignore[return-value]
@@ -153,9 +153,9 @@ def compile(cfg: Config, target: str) -> Report:
         arguments=memory.argument_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         memory=estimate.memory(cfg, ctx, state, batch),
-        collectives=hlo.collectives(compiled.as_text(), ctx.mesh.shape, ctx.turns),
+        collectives=hlo.collectives(compiled.as_text(), ctx.mesh.shape, ctx.trip_counts),
         expected=estimate.traffic(cfg, ctx),
-        hbm=CHIPS[target.partition(":")[0]].memory,
+        hbm=CHIPS[target.partition(":")[0]].hbm_bytes,
     )
 
 

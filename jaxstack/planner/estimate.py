@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.config import Config, MoEConfig
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
-from jaxstack.kernels.cross_entropy_pallas import STRIPE
+from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec
@@ -84,7 +84,7 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     mlp_enter = again["dispatch"] if saves_tokens else again["enter"]
     tied = m.tied_embeddings
     embedded = stream if tied else (rows, length, D // sizes["pipe"])  # what a stage looks up
-    if ctx.between:
+    if ctx.sequence_parallel_axes:
         add("all-gather", tensor, stream, runs * (2 + again["enter"] + mlp_enter), "layers enter")
         add("all-gather", tensor, stream, runs * 2, "gradient of leaving")
         add("reduce-scatter", tensor, stream, runs * (4 + attention_leave + again["post_norm"]), "layers leave")
@@ -100,14 +100,14 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
 
     # Stages.
     if ctx.pipeline is not None:
-        residual = (rows, length // (T if ctx.between else 1), D)
+        residual = (rows, length // (T if ctx.sequence_parallel_axes else 1), D)
         add("collective-permute", ("pipe",), residual, 2 * accum * ctx.pipeline.schedule.ticks, "to neighbours")
         add("all-reduce", ("pipe",), residual, ends, "the last stage's output to the head")
-        if ctx.between:  # else they are summed over `tensor` and `pipe` at once, above
+        if ctx.sequence_parallel_axes:  # else they are summed over `tensor` and `pipe` at once, above
             add("all-reduce", ("pipe",), residual, ends, "gradient of the head")
         if tied:
             add("all-reduce", ("pipe",), residual, ends, "the first stage's cotangent to the embedding")
-            if ctx.between:
+            if ctx.sequence_parallel_axes:
                 add("all-reduce", ("pipe",), residual, ends, "embedding")
         else:
             add("all-gather", ("pipe",), residual, ends, "embedding")
@@ -142,18 +142,18 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
             # The way back is repeated for the gradient of the routing weights.
             trips = 4 + int(remat != "none") + again["dispatch"]
         add("all-to-all", ("expert",), (pairs, D), runs * trips, "tokens to experts and back")
-        if ctx.between:
+        if ctx.sequence_parallel_axes:
             passes = 1 + int(remat != "none")
             add("all-gather", tensor, (rows, length, k), runs * passes, "routing weights", "f32")
             add("all-gather", tensor, (rows, length, k), runs * passes, "routing choices", "s32")
             add("reduce-scatter", tensor, (rows, length, k), runs, "gradient of routing weights", "f32")
 
     # Parameters and their gradients.
-    spec = ctx.stored(decoder.spec(m))
+    spec = ctx.pad_to_stages(decoder.spec(m))
     for path, p in flat_spec(spec).items():
         if path.endswith("moe/balance"):
             continue  # moved by the load, not by a gradient
-        held, used_by = split(p, ctx), split(p, ctx.gathered)
+        held, used_by = split(p, ctx), split(p, ctx.with_gathered_params)
         held_axes = {a for names in held for a in names}
         stored = tuple(held_axes - {a for names in used_by for a in names})
         part: tuple[int, ...] = share(p, held, sizes)
@@ -198,7 +198,7 @@ def muon(cfg: Config, ctx: Context) -> dict[str, tuple[optimizer.Sharing, tuple[
     if cfg.optim.name != "muon":
         return {}
     found = {}
-    for path, p in flat_spec(ctx.stored(decoder.spec(cfg.model))).items():
+    for path, p in flat_spec(ctx.pad_to_stages(decoder.spec(cfg.model))).items():
         if p.is_hidden_matrix and not p.frozen:
             held = split(p, ctx)
             shared = optimizer.sharing(p, p.shape, PartitionSpec(*(names or None for names in held)), ctx.mesh.shape)
@@ -225,7 +225,8 @@ def room_for_pairs(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
 
 
 def split(p: Param, ctx: Context) -> list[tuple[str, ...]]:
-    """Mesh axes that split each dimension, by the rules of a context; by `ctx.gathered`, as a layer uses it."""
+    """Mesh axes that split each dimension, by the rules of a context; by `ctx.with_gathered_params`, as a layer uses
+    it."""
     return [names_of(ctx.rules.parameters[axis]) for axis in p.axes]
 
 
@@ -265,13 +266,13 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     sizes, m, t = ctx.mesh.shape, cfg.model, cfg.train
     e = 2 if t.dtype == "bfloat16" else 4
     T = sizes["tensor"]
-    n = T if ctx.between else 1
+    n = T if ctx.sequence_parallel_axes else 1
     rows = cfg.data.batch_size // t.grad_accum // ctx.replicas // _microbatches(ctx)
     tokens = rows * (cfg.data.seq_len // sizes["context"])
 
-    spec = flat_spec(ctx.stored(decoder.spec(m)))
+    spec = flat_spec(ctx.pad_to_stages(decoder.spec(m)))
     part = {path: math.prod(share(p, split(p, ctx), sizes)) for path, p in spec.items()}
-    whole = {path: math.prod(share(p, split(p, ctx.gathered), sizes)) for path, p in spec.items()}
+    whole = {path: math.prod(share(p, split(p, ctx.with_gathered_params), sizes)) for path, p in spec.items()}
     cast = sum(size for path, size in part.items() if spec[path].kind in ("matrix", "table"))
     in_layers = [path for path in spec if path.startswith("layers/")]
     gathered = sum(whole[path] for path in in_layers if whole[path] > part[path]) // m.num_layers
@@ -312,7 +313,7 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
     if ctx.cross_entropy == "chunked":
         logits, sums = min(tokens, rows * max(1, CHUNK_TOKENS // rows)) * words, 4 * head // sizes["pipe"]
     elif ctx.cross_entropy.startswith("pallas_"):
-        logits, sums = tokens * min(STRIPE, words) * e // (4 + e), 4 * stream
+        logits, sums = tokens * min(VOCAB_BLOCK, words) * e // (4 + e), 4 * stream
     else:
         logits, sums = tokens * words, 0
     loss = (4 + e) * logits + sums + 2 * e * (stream + head)
@@ -323,7 +324,7 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
         gradients = 4 * all_of + (4 * some if t.grad_accum > 1 else 0)
         in_layer -= 6 * scores + 2 * stored
         in_head = loss
-        layers = ctx.pipeline.slots * ctx.pipeline.stages.longest
+        layers = ctx.pipeline.slots * ctx.pipeline.stages.max_layers
         waiting = 0 if ctx.pipeline.turns_at_once else ctx.pipeline.slots
         saved += e * (4 + waiting) * stream // n / layers  # what is sent and has come, and outputs that wait to turn
     work = max(in_layer, in_head)

@@ -73,7 +73,7 @@ def collectives(text: str, mesh: Mapping[str, int], turns: Mapping[str, float] |
       text: `jax.stages.Compiled.as_text()`.
       mesh: axes and sizes, the slowest axis first: devices are numbered in this order, as `jax.sharding.Mesh` has them.
       turns: of loops whose number of turns XLA cannot know, on average over their runs, by JAX's name of the scope
-        that the loop stands in, such as `Program.turns` of a pipeline.
+        that the loop stands in, such as `Program.trip_counts` of a pipeline.
 
     Raises:
       ValueError: a collective in a loop whose number of turns is not known, or along no axes of the mesh.

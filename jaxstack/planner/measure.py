@@ -74,7 +74,7 @@ def parts(cfg: Config, ctx: Context, device: jax.Device) -> dict[str, float]:
     rows = cfg.data.batch_size // cfg.train.grad_accum // ctx.replicas
     rows //= 1 if ctx.pipeline is None else ctx.pipeline.schedule.microbatches
     length, T = cfg.data.seq_len // sizes["context"], sizes["tensor"]
-    x = _random((rows, length // (T if ctx.between else 1), m.d_model), dtype, 0)
+    x = _random((rows, length // (T if ctx.sequence_parallel_axes else 1), m.d_model), dtype, 0)
     with jax.default_device(device):
         found = {"matmul": _matmuls(ops, own)}
         q = _random((rows, length, m.num_heads // T, m.head_width), dtype, 1)
@@ -113,7 +113,7 @@ def parts(cfg: Config, ctx: Context, device: jax.Device) -> dict[str, float]:
     return found
 
 
-def _cases(cfg: Config, ctx: Context) -> dict[str, implementation.Case]:
+def _cases(cfg: Config, ctx: Context) -> dict[str, implementation.OpCase]:
     """What the choice of kernels goes by, as for a run."""
     m = cfg.model
     width = {"dtype": ctx.dtype, "d_model": m.d_model}
@@ -192,8 +192,8 @@ def _layer(cfg: Config, ctx: Context, x: jax.Array) -> float:
     tokens = jnp.zeros(x.shape[:2], jnp.int32)
 
     def one(weights: Any, x: jax.Array) -> jax.Array:
-        given = decoder.inputs(cfg.model, {"tokens": tokens}, ctx)
-        return decoder.remat(ctx, lambda w, x: decoder.step(cfg.model, ctx, w, x, 0, given)[0])(weights, x)
+        layer_inputs = decoder.make_layer_inputs(cfg.model, {"tokens": tokens}, ctx)
+        return decoder.remat(ctx, lambda w, x: decoder.scan_block(cfg.model, ctx, w, x, 0, layer_inputs)[0])(weights, x)
 
     @jax.jit
     def both(weights: Any, x: jax.Array, dy: jax.Array) -> Any:
@@ -216,14 +216,14 @@ def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
     state = step.make_state(cfg, ctx, abstract)
     shape = (cfg.data.batch_size, cfg.data.seq_len)
     ids = jax.random.randint(jax.random.key(0), shape, 0, cfg.model.vocab)
-    batch = {"tokens": ids, "targets": ids, "weights": jnp.ones(shape)}
+    batch = {"tokens": ids, "targets": ids, "loss_weights": jnp.ones(shape)}
     if cfg.data.packing:
         batch |= {
             "segment_ids": jnp.zeros(shape, jnp.int32),
             "positions": jnp.broadcast_to(jnp.arange(shape[1]), shape),
         }
     if cfg.model.moe.num_experts and cfg.model.moe.router == "domain":
-        batch["gate"] = jax.random.randint(jax.random.key(1), shape, 0, cfg.model.moe.num_experts)
+        batch["gate_ids"] = jax.random.randint(jax.random.key(1), shape, 0, cfg.model.moe.num_experts)
     batch = jax.device_put(batch, ctx.sharding(ctx.batch))
     optimizer = step.make_optimizer(cfg)
 

@@ -30,7 +30,7 @@ from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
-from jaxstack.pipeline.execute import Saved, add_at, add_up, get, put, take
+from jaxstack.pipeline.execute import SplitVJP, add_at, add_up, get, put, take
 from jaxstack.pipeline.partition import GIB, Costs
 from jaxstack.sharding import AXES, BATCH_AXES, collectives, make_mesh, transformer
 from jaxstack.sharding.collectives import varies_along, varying
@@ -111,13 +111,13 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
         pipeline=PipelineConfig(),
     )
     # A pipeline gathers before it starts: what `expert` stores in parts is whole here, too.
-    ctx = Context.create(two, make_mesh(two.mesh, batch, devices[:replica])).gathered
-    values, given = _values(two, ctx), _batch(two, ctx)
-    boundary_bytes, stash_bytes = _stored(two, ctx, values, given)
+    ctx = Context.create(two, make_mesh(two.mesh, batch, devices[:replica])).with_gathered_params
+    values, layer_inputs = _values(two, ctx), _batch(two, ctx)
+    boundary_bytes, stash_bytes = _stored(two, ctx, values, layer_inputs)
     seconds = {}
     for name in ("layer", "layer_back", "embedding", "embedding_back", "head", "head_and_back"):
         run = _program(two, ctx, name)
-        seconds[name] = _seconds(lambda turns: run(values, given, turns))
+        seconds[name] = _seconds(lambda turns: run(values, layer_inputs, turns))
     state_bytes, shared_bytes = _state(cfg, mesh)
     bandwidth, latency, link = BANDWIDTH, LATENCY, "link assumed"
     if len(devices) > 1:
@@ -179,25 +179,29 @@ def _batch(cfg: Config, ctx: Context) -> Any:
     """Random tokens; with packing a document a row."""
     rng, shape = np.random.default_rng(0), (cfg.data.batch_size, cfg.data.seq_len)
     ids = lambda below: rng.integers(0, below, shape).astype(np.int32)  # noqa: E731
-    batch = {"tokens": ids(cfg.model.vocab), "targets": ids(cfg.model.vocab), "weights": np.ones(shape, np.float32)}
+    batch = {
+        "tokens": ids(cfg.model.vocab),
+        "targets": ids(cfg.model.vocab),
+        "loss_weights": np.ones(shape, np.float32),
+    }
     if cfg.data.packing:
         batch["segment_ids"] = np.zeros(shape, np.int32)
         batch["positions"] = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     if cfg.data.domains:
-        batch["gate"] = ids(cfg.model.moe.num_experts)
+        batch["gate_ids"] = ids(cfg.model.moe.num_experts)
     return jax.device_put(batch, ctx.sharding(ctx.batch))
 
 
-def _work(cfg: Config, ctx: Context, values: Any, batch: Any) -> tuple[pipeline.Work, Any, Any, Any]:
+def _work(cfg: Config, ctx: Context, values: Any, batch: Any) -> tuple[pipeline.PipelineFns, Any, Any, Any]:
     """What a stage runs: the functions, shared and stacked parameters, both microbatches."""
-    values, batch = ctx.apart(decoder.spec(cfg.model), values), ctx.take_tokens(batch)
+    values, batch = ctx.defer_grad_sync(decoder.spec(cfg.model), values), ctx.shard_sequence(batch)
     rows, length = batch["tokens"].shape
     if cfg.model.dropout:
-        batch |= {"rows": ctx.rows(rows), "key": jax.random.key_data(jax.random.key(0))}
+        batch |= {"rows": ctx.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
 
     work = step.pipeline_work(cfg, ctx, 1.0, losses.Counted(float(rows * length), float(rows)))
     shared = {name: group for name, group in values.items() if name != "layers"}
-    return work, shared, decoder.by_step(cfg.model, values["layers"]), decoder.microbatched(batch, 2)
+    return work, shared, decoder.group_layers(cfg.model, values["layers"]), decoder.microbatched(batch, 2)
 
 
 def _program(cfg: Config, ctx: Context, name: str) -> Callable[..., jax.Array]:
@@ -208,12 +212,12 @@ def _program(cfg: Config, ctx: Context, name: str) -> Callable[..., jax.Array]:
 
     def local(values: Any, batch: Any, turns: jax.Array) -> jax.Array:
         work, shared, stacked, micros = _work(cfg, ctx, values, batch)
-        assert work.last is not None
-        finish = work.last
-        inputs_of, start = lambda i: work.inputs(take(micros, i)), jnp.int32(0)
+        assert work.loss is not None
+        finish = work.loss
+        inputs_of, start = lambda i: work.prepare(take(micros, i)), jnp.int32(0)
         zeros = lambda tree: jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), tree)  # noqa: E731
         one = lambda like: varying(jnp.ones((), like.dtype), varies_along(like))  # noqa: E731
-        saved, embedded = Saved(work.layer), work.first(shared, inputs_of(start))
+        saved, embedded = SplitVJP(work.layer), work.embed(shared, inputs_of(start))
         y, penalty, _, kept = jax.eval_shape(
             lambda: saved.forward(take(stacked, start), embedded, start, inputs_of(start))
         )
@@ -232,10 +236,10 @@ def _program(cfg: Config, ctx: Context, name: str) -> Callable[..., jax.Array]:
             return dx, jax.tree.map(lambda s, d: add_at(s, d, i), sums, dweights), stash
 
         def embedding(i: jax.Array, x: Any) -> Any:
-            return work.first(shared, inputs_of(i))
+            return work.embed(shared, inputs_of(i))
 
         def embedding_back(i: jax.Array, sums: Any) -> Any:
-            _, pull = jax.vjp(lambda shared: work.first(shared, inputs_of(i)), shared)
+            _, pull = jax.vjp(lambda shared: work.embed(shared, inputs_of(i)), shared)
             return add_up(sums, *pull(embedded))
 
         def head(i: jax.Array, loss: Any) -> Any:
@@ -282,8 +286,10 @@ def _stored(cfg: Config, ctx: Context, values: Any, batch: Any) -> tuple[float, 
     def local(values: Any, batch: Any) -> tuple[jax.Array, list[jax.Array]]:
         work, shared, stacked, micros = _work(cfg, ctx, values, batch)
         start = jnp.int32(0)
-        given = work.inputs(take(micros, start))
-        x, *_, kept = Saved(work.layer).forward(take(stacked, start), work.first(shared, given), start, given)
+        layer_inputs = work.prepare(take(micros, start))
+        x, *_, kept = SplitVJP(work.layer).forward(
+            take(stacked, start), work.embed(shared, layer_inputs), start, layer_inputs
+        )
         return x[None], [k[None] for k in kept]
 
     everywhere = PartitionSpec(ctx.mesh.axis_names)
@@ -308,7 +314,7 @@ def _state(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
     gathered = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(ctx.sharding(where).shard_shape(leaf.shape), leaf.dtype),
         state.params,
-        ctx.gathered.parameters(spec),
+        ctx.with_gathered_params.parameters(spec),
     )
     read = jax.eval_shape(lambda values: params.cast_matrices(spec, values, jnp.dtype(cfg.train.dtype)), gathered)
     stored = parts(state.params)

@@ -14,7 +14,7 @@ def draw(report: Report, path: Path) -> None:
 
     limits = report.limits
     peak = limits.peak(report.dtype) * limits.matmul_efficiency
-    bandwidth = limits.chip.bandwidth * limits.bandwidth_efficiency
+    bandwidth = limits.chip.hbm_bandwidth * limits.bandwidth_efficiency
     rows = [row for row in report.tables["layer"] if row.name in COLORS]
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)

@@ -110,8 +110,8 @@ class Limits:
     def seconds(self, op: Op) -> tuple[float, str]:
         """Least time of one run, and what bounds it: compute, memory or network."""
         if op.kind == "transfer":
-            return op.bytes / (self.link or self.chip.link), "network"
-        moving = op.bytes / (self.chip.bandwidth * self.bandwidth_efficiency)
+            return op.bytes / (self.link or self.chip.interconnect_bandwidth), "network"
+        moving = op.bytes / (self.chip.hbm_bandwidth * self.bandwidth_efficiency)
         computing = op.flops / (self.peak(op.dtype) * self.matmul_efficiency) if op.kind == "contraction" else 0.0
         return max((computing, "compute"), (moving, "memory"))
 
@@ -155,9 +155,9 @@ def operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op
     length = cfg.data.seq_len // sizes["context"]
     layers = m.num_layers / sizes["pipe"]  # of a stage, on average; what idles or waits is the bubble
 
-    spec = flat_spec(ctx.stored(model.spec(m)))
+    spec = flat_spec(ctx.pad_to_stages(model.spec(m)))
     parts = {path: _used(p, ctx) for path, p in spec.items()}
-    between = sizes["tensor"] if ctx.between else 1
+    between = sizes["tensor"] if ctx.sequence_parallel_axes else 1
     shapes = Shapes(m, rows, length, cfg.data.seq_len, sizes["tensor"], between, sizes["expert"])
     e = ctx.dtype.itemsize
     sums = t.grad_accum > 1 or ctx.pipeline is not None
@@ -460,7 +460,7 @@ def _seen(m: ModelConfig, seq_len: int) -> float:
 def _used(p: Param, ctx: Context) -> tuple[int, ...]:
     """A device's part of a parameter as a layer uses it: gathered where it is only stored in parts."""
     assert ctx.mesh is not None
-    return estimate.share(p, estimate.split(p, ctx.gathered), ctx.mesh.shape)
+    return estimate.share(p, estimate.split(p, ctx.with_gathered_params), ctx.mesh.shape)
 
 
 def _orthogonalised(p: Param, matrices: int) -> Op:
@@ -569,7 +569,8 @@ class Report:
         chip, limits = self.limits.chip, self.limits
         lines = [
             f"one of {self.devices} x {self.chip}: {limits.peak(self.dtype) / 1e12:.4g} TFLOP/s in {self.dtype}, "
-            f"{chip.bandwidth / 1e9:.4g} GB/s of memory, {(limits.link or chip.link) / 1e9:.4g} GB/s to the others; "
+            f"{chip.hbm_bandwidth / 1e9:.4g} GB/s of memory, "
+            f"{(limits.link or chip.interconnect_bandwidth) / 1e9:.4g} GB/s to the others; "
             f"memory traffic {self.traffic}",
             f"matmuls reach {limits.matmul_efficiency:.0%} of the peak, everything {limits.bandwidth_efficiency:.0%} "
             f"of the memory's bandwidth",
@@ -604,8 +605,8 @@ class Report:
         return {
             "chip": self.chip,
             "peak": self.limits.peak(self.dtype),
-            "bandwidth": self.limits.chip.bandwidth,
-            "link": self.limits.link or self.limits.chip.link,
+            "bandwidth": self.limits.chip.hbm_bandwidth,
+            "link": self.limits.link or self.limits.chip.interconnect_bandwidth,
             "matmul_efficiency": self.limits.matmul_efficiency,
             "bandwidth_efficiency": self.limits.bandwidth_efficiency,
             "devices": self.devices,

@@ -243,7 +243,7 @@ def answers(address: str) -> bool:
 # After joining. Of one process alone these give back what they are given.
 
 
-def agree(facts: Mapping[str, object]) -> None:
+def assert_equal_across_processes(facts: Mapping[str, object]) -> None:
     """Makes sure that every process has the same facts: else they would wait for each other for ever, or train on
     something that no single process would.
 
@@ -265,7 +265,7 @@ def agree(facts: Mapping[str, object]) -> None:
         )
 
 
-def from_first(fact: int) -> int:
+def broadcast_from_process_0(fact: int) -> int:
     """What process 0 says; it alone knows the files of the run."""
     from jax.experimental import multihost_utils
 
@@ -306,7 +306,7 @@ def to_first(key: str, text: str, timeout_s: float) -> list[str]:
 
 
 def meet(key: str, timeout_s: float) -> None:
-    """Returns when every process is here, as `wait_for_all`; through the coordinator, as `to_first`."""
+    """Returns when every process is here, as `barrier`; through the coordinator, as `to_first`."""
     import jax
 
     if jax.process_count() > 1:
@@ -319,7 +319,7 @@ def _coordinator() -> Any:
     return global_state.client
 
 
-def stop_here(step: int, asked: bool) -> bool:
+def should_stop(step: int, asked: bool) -> bool:
     """Whether all processes stop after this step, since one was asked to.
 
     Of several, JAX catches SIGTERM and agrees on the step; every process calls this at every one.
@@ -330,7 +330,7 @@ def stop_here(step: int, asked: bool) -> bool:
     return asked if jax.process_count() == 1 else multihost_utils.reached_preemption_sync_point(step)
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """Returns when every process is here; waits without end for one that lives."""
     from jax.experimental import multihost_utils
 
@@ -343,7 +343,9 @@ def rows_here(sharding: "jax.sharding.Sharding", rows: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(rows)[index] for index in slices if index is not None]))
 
 
-def whole(batch: dict[str, np.ndarray], sharding: "jax.sharding.Sharding", here: np.ndarray, rows: int) -> Any:
+def to_global_batch(
+    batch: dict[str, np.ndarray], sharding: "jax.sharding.Sharding", here: np.ndarray, rows: int
+) -> Any:
     """The global batch on the devices, of the rows that each process has read.
 
     Args:

@@ -48,7 +48,7 @@ def caught(forward: Callable[[], None] | None = None) -> Iterator[Request]:
                 interrupts += number == signal.SIGINT
                 if interrupts == 2:
                     print("\nleft at once; what was committed stands", file=sys.stderr, flush=True)
-                    os._exit(Exit.LEFT)
+                    os._exit(Exit.INTERRUPTED)
                 if forward:
                     forward()
                 elif request.by is None:

@@ -39,7 +39,7 @@ def count(axes: Axes) -> int:
     return lax.axis_size(axes) if axes else 1
 
 
-def part(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+def local_slice(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """This device's part along `dim` of an array that all devices hold in full."""
     if not axes:
         return x
@@ -47,7 +47,7 @@ def part(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, index(axes) * size, size, dim)
 
 
-def gather_equal(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+def all_gather_invariant(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """`gather`, typed as equal on all devices. It is a sum of parts among zeros: for small arrays."""
     if not axes:
         return x
@@ -72,7 +72,7 @@ def varying(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def alike(*arrays: Any) -> tuple[Any, ...]:
+def match_varying(*arrays: Any) -> tuple[Any, ...]:
     """The arrays (or None), each typed as differing along every axis that any of them does.
 
     A hand-written gradient needs it: it sums over its own elements, and knows nothing of sums over devices.
@@ -132,6 +132,6 @@ def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: jax.Array |
     return varying(jnp.zeros(shape, dtype), varies_along(like))
 
 
-def typed_as(new: Any, old: Any) -> Any:
+def match_varying_tree(new: Any, old: Any) -> Any:
     """A tree, typed as differing along the axes that another one does: what a loop's body returns for its carry."""
     return jax.tree.map(lambda a, b: varying(a, varies_along(b)), new, old)

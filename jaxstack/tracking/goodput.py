@@ -8,7 +8,7 @@ from typing import Any
 from jaxstack.runtime import platform
 
 
-class Account:
+class GoodputRecorder:
     """Where the seconds of this process go. Every moment belongs to one kind of `KINDS`, so nothing is left out."""
 
     KINDS = ("start", "compile", "step", "data", "evaluation", "checkpoint", "profile", "end")
@@ -49,10 +49,10 @@ class Account:
 def spent(records: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Seconds by kind that lines of metrics.jsonl account for; of a whole run they add up to its wall clock.
 
-    Beside `Account.KINDS` there are `lost`, work that had to be done again, and `down`, when no process ran (and what a
-    killed one did after its last line). Waiting to be prolonged after it had finished is no part of a run.
+    Beside `GoodputRecorder.KINDS` there are `lost`, work that had to be done again, and `down`, when no process ran
+    (and what a killed one did after its last line). Waiting to be prolonged after it had finished is no part of a run.
     """
-    sums = dict.fromkeys([*Account.KINDS, "lost", "down"], 0.0)
+    sums = dict.fromkeys([*GoodputRecorder.KINDS, "lost", "down"], 0.0)
     for record in records:
         for kind, seconds in record.get("seconds", {}).items():
             sums[kind] = sums.get(kind, 0.0) + seconds

@@ -18,8 +18,8 @@ class Tracer:
         cfg: ProfileConfig,
         run: Path,
         say: Callable[[str], None],
-        account: goodput.Account,
-        meter: throughput.Meter,
+        account: goodput.GoodputRecorder,
+        meter: throughput.ThroughputMeter,
     ) -> None:
         """
         Args:

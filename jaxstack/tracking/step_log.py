@@ -9,13 +9,13 @@ import jax
 
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.config import Config
-from jaxstack.data.loader import Feed
+from jaxstack.data.loader import DataLoader
 from jaxstack.runtime import platform, watchdog
 from jaxstack.tracking import goodput, jsonl, throughput
 
 
 @dataclass(frozen=True)
-class Course:
+class LoopState:
     """Where a run stands.
 
     Attributes:
@@ -30,13 +30,13 @@ class Course:
     newest: int
     returns: int = 0
 
-    def stepped(self) -> "Course":
+    def stepped(self) -> "LoopState":
         return replace(self, done=self.done + 1, batch=self.batch + 1)
 
-    def saved(self) -> "Course":
+    def saved(self) -> "LoopState":
         return replace(self, newest=self.done, returns=0)
 
-    def back(self, spike: int, most: int) -> "Course":
+    def back(self, spike: int, most: int) -> "LoopState":
         """At the newest checkpoint again; the batches up to the spike's are stepped over.
 
         Args:
@@ -47,12 +47,12 @@ class Course:
           RunError: it was more than `most` times.
         """
         if self.returns == most:
-            raise RunError(Exit.BAD_STEPS, f"stopped at step {self.done}: {most + 1} spikes after step {self.newest}, "
+            raise RunError(Exit.DIVERGED, f"stopped at step {self.done}: {most + 1} spikes after step {self.newest}, "
                                            f"to which the run went back each time")  # fmt: skip
-        return Course(self.newest, spike + self.batch - self.done, self.newest, self.returns + 1)
+        return LoopState(self.newest, spike + self.batch - self.done, self.newest, self.returns + 1)
 
 
-class Progress:
+class StepLogger:
     """Tells of steps and evaluations, in metrics.jsonl and on the screen.
 
     Metrics are read one step late: while the host waits for step n, the device already runs step n + 1.
@@ -61,14 +61,14 @@ class Progress:
     def __init__(
         self,
         cfg: Config,
-        feed: Feed,
+        loader: DataLoader,
         log: jsonl.JsonLines,
         screen: jsonl.Screen,
-        meter: throughput.Meter,
+        meter: throughput.ThroughputMeter,
         watching: watchdog.Watch,
-        account: goodput.Account,
+        account: goodput.GoodputRecorder,
     ) -> None:
-        self._cfg, self._feed, self._log, self._screen = cfg, feed, log, screen
+        self._cfg, self._loader, self._log, self._screen = cfg, loader, log, screen
         self._meter, self._watching, self._account = meter, watching, account
         self._bad: jsonl.Record = {}
         self._unread: tuple[int, int, dict[str, jax.Array], float] | None = None
@@ -109,7 +109,7 @@ class Progress:
         if (
             bad
         ):  # a line of its own, for that of the step may not be written; before it, so that it is the last of its step
-            event |= {"batch": self._feed.identity(batch)}
+            event |= {"batch": self._loader.identity(batch)}
             self._log.write({"step": number, "event": "spike" if values["spike"] else "skipped", **event})
         if timed:
             self._log.write({"step": number, **values, **timed, "time": time.time(), "seconds": self._account.take()})
@@ -122,10 +122,10 @@ class Progress:
         self._screen.say(f"step {number} {name}: {what}", style="yellow")
         if values["skipped_in_a_row"] >= self._cfg.train.max_bad_steps:
             count = values["skipped_in_a_row"]
-            raise RunError(Exit.BAD_STEPS, f"stopped at step {number}, {count} in a row skipped: {what}")
+            raise RunError(Exit.DIVERGED, f"stopped at step {number}, {count} in a row skipped: {what}")
         return number if values["spike"] and self._cfg.train.spike.action == "rollback" else None
 
-    def went_back(self, course: Course, spike: int) -> None:
+    def log_rollback(self, course: LoopState, spike: int) -> None:
         """Tells of a return to a checkpoint; what was logged since then is taken out, and what is unread is dropped."""
         self._unread = None
         lost = goodput.total(self._log.rewind(course.done))
@@ -154,7 +154,7 @@ class Progress:
             nats, tokens = nats + float(some_nats), tokens + float(some_tokens)
             self._watching.moved()
         first = jax.process_index() == 0  # it alone has all rows counted, and writes
-        bits = nats / math.log(2) / self._feed.held_out_bytes if first else math.nan
+        bits = nats / math.log(2) / self._loader.held_out_bytes if first else math.nan
         self._log.write({"step": number, "eval_loss": nats / tokens, "eval_bits_per_byte": bits})
         self._screen.say(
             f"step {number:>6}  held-out loss {nats / tokens:.4f} nats per token, {bits:.3f} bits per byte"

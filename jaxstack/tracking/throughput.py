@@ -10,7 +10,7 @@ from jaxstack.config import Config
 from jaxstack.models import flops as plan
 
 
-class Meter:
+class ThroughputMeter:
     """Times finished steps. The clock stands still until `restart`, so compilation and evaluation are not counted."""
 
     def __init__(self, cfg: Config, devices: list[jax.Device]) -> None:

@@ -58,20 +58,20 @@ def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
     saved = run_dir.checkpoints(Path(run.run.dir))
     layout = step.checkpoint_layout(run, ctx, step.abstract_state(run, ctx))
     wanted = layout.abstract
-    if ctx.pipeline is None or ctx.pipeline.stages.in_order:
+    if ctx.pipeline is None or ctx.pipeline.stages.is_layer_order:
         wanted = replace(wanted, opt_state=jax.tree.map(lambda _: ..., wanted.opt_state))
     if number is None:
-        number = store.newest(saved, wanted)
+        number = store.latest_valid_step(saved, wanted)
     elif number not in manifest.steps(saved):
         raise ConfigError(f"{saved} holds no step {number}; its steps are {sorted(manifest.steps(saved))}")
-    elif why := store.broken(saved, number, wanted):
+    elif why := store.corruption(saved, number, wanted):
         raise ConfigError(f"step {number} in {saved} must not be used: {why}")
     values = layout.unpack(store.restore(saved, number, wanted)).params
     if not run.model.lora.rank:
         return values
     shardings = jax.tree.map(ctx.sharding, ctx.parameters(decoder.spec(run.model.base)))
-    merge = lambda adapters, base: lora.merged(run.model.lora, params.join(adapters, base))  # noqa: E731
-    return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(*params.split(decoder.spec(run.model), values))
+    merge = lambda adapters, base: lora.merge_adapters(run.model.lora, params.combine(adapters, base))  # noqa: E731
+    return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(*params.partition(decoder.spec(run.model), values))
 
 
 def start_from(cfg: Config, ctx: Context, abstract: step.TrainState) -> step.TrainState:
@@ -104,5 +104,5 @@ def start_from(cfg: Config, ctx: Context, abstract: step.TrainState) -> step.Tra
         grow = jax.jit(lambda values: surgery.upcycle(there, values, cfg.model.moe, key)[1], out_shardings=shardings)
         values = grow(values)
     state = step.make_state(cfg, ctx, abstract)
-    adapters = params.split(decoder.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
-    return replace(state, params=params.join(adapters, values))
+    adapters = params.partition(decoder.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
+    return replace(state, params=params.combine(adapters, values))

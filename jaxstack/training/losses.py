@@ -20,21 +20,22 @@ def next_token(
     A sum and not a mean: only who knows all microbatches can divide by the right number of tokens.
 
     Args:
-      batch: `tokens`, `targets` [B, S] ids and `weights` [B, S]; with packing `positions` and `segment_ids` too, with a
+      batch: `tokens`, `targets` [B, S] ids and `loss_weights` [B, S]; with packing `positions` and `segment_ids` too,
+      with a
         hard gate `gate`: the domain or timestep of each token.
 
     Returns:
       The sum, a float32 scalar, and the model's auxiliary values: sums too.
     """
-    x, aux = decoder.hidden(
+    x, aux = decoder.hidden_states(
         cfg,
         params,
         batch["tokens"],
         ctx,
         positions=batch.get("positions"),
         segment_ids=batch.get("segment_ids"),
-        gate=batch.get("gate"),
-        weights=batch["weights"],
+        gate_ids=batch.get("gate_ids"),
+        loss_weights=batch["loss_weights"],
         rows=batch.get("rows"),
         dropout_key=dropout_key,
     )
@@ -47,7 +48,7 @@ def likelihood(cfg: ModelConfig, params: Any, x: jax.Array, batch: dict[str, jax
         x,
         decoder.head(cfg, params, ctx),
         batch["targets"],
-        batch["weights"],
+        batch["loss_weights"],
         softcap=cfg.logit_softcap,
         vocab_axes=ctx.axes("vocab"),
         implementation=ctx.cross_entropy,
@@ -69,7 +70,7 @@ class Counted(NamedTuple):
 
 
 def counted(weights: jax.Array, ctx: Context) -> Counted:
-    """Counts over all devices; `weights` [B, S] are those of this device's tokens."""
+    """Counts over all devices; `loss_weights` [B, S] are those of this device's tokens."""
     each = jnp.sum(weights != 0, axis=1, dtype=jnp.float32)
     of_sequences = collectives.all_reduce(each, ctx.axes("sequence"))
     return Counted(
@@ -90,8 +91,8 @@ def auxiliary(cfg: ModelConfig, aux: decoder.Aux, means: Counted) -> jax.Array |
     if not aux:
         return 0.0
     learned = cfg.moe.router in ("softmax", "sigmoid")
-    balance = cfg.moe.balance_weight * aux["balance_loss"].sum() if cfg.moe.router == "softmax" else 0.0
-    z = cfg.moe.z_weight * aux["z_loss"].sum() if learned else 0.0
+    balance = cfg.moe.aux_loss_weight * aux["balance_loss"].sum() if cfg.moe.router == "softmax" else 0.0
+    z = cfg.moe.z_loss_weight * aux["z_loss"].sum() if learned else 0.0
     tokens, sequences = (jnp.maximum(n, 1.0) for n in means)
     return (balance / sequences + z / tokens) / cfg.num_layers
 

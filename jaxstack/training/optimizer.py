@@ -120,7 +120,7 @@ def orthogonalized(p: Param, x: jax.Array, sharding: NamedSharding | None = None
         stack = x.reshape(-1, *x.shape[lead:])
         padding = shared.devices * shared.matrices - len(stack)
         y = jnp.pad(stack, [(0, padding), *[(0, 0)] * (stack.ndim - 1)])
-        y = collectives.part(y, shared.replicas, 0)
+        y = collectives.local_slice(y, shared.replicas, 0)
         for dim, axes in shared.exchanged:
             y = jax.lax.all_to_all(y, axes, 0, dim, tiled=True)
         matrices = y.reshape(shared.matrices, height, width)

@@ -15,7 +15,7 @@ from jaxstack.common.tree import path_of
 from jaxstack.config import Config, SpikeConfig
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
-from jaxstack.pipeline import Work
+from jaxstack.pipeline import PipelineFns
 from jaxstack.sharding import collectives
 from jaxstack.training import losses
 from jaxstack.training import optimizer as optim
@@ -51,20 +51,20 @@ def make_optimizer(cfg: Config, ctx: Context | None = None) -> optax.GradientTra
     """Of what is trained; it keeps nothing for what is frozen. The context says how parameters lie."""
     spec, shardings = decoder.spec(cfg.model), None
     if ctx is not None and ctx.mesh is not None:
-        shardings = params.split(spec, jax.tree.map(ctx.sharding, ctx.parameters(spec)))[0]
-    return optim.optimizer(cfg.optim, cfg.train.steps, params.split(spec, spec)[0], shardings)
+        shardings = params.partition(spec, jax.tree.map(ctx.sharding, ctx.parameters(spec)))[0]
+    return optim.optimizer(cfg.optim, cfg.train.steps, params.partition(spec, spec)[0], shardings)
 
 
 def init_state(cfg: Config, ctx: Context | None = None) -> TrainState:
     """The state before the first step: a function of the configuration and `run.seed` alone. Of the context only where
     the stages of a pipeline store their layers is read."""
     ctx = ctx or Context()
-    layers = None if ctx.pipeline is None else ctx.pipeline.stages.numbers
-    spec = ctx.stored(decoder.spec(cfg.model))
+    layers = None if ctx.pipeline is None else ctx.pipeline.stages.layer_of_slot
+    spec = ctx.pad_to_stages(decoder.spec(cfg.model))
     values = params.init(jax.random.key(cfg.run.seed), spec, layers)
     zero = jnp.zeros((), jnp.int32)
     recent = jnp.zeros(cfg.train.spike.window)
-    return TrainState(zero, zero, zero, recent, values, make_optimizer(cfg).init(params.split(spec, values)[0]))
+    return TrainState(zero, zero, zero, recent, values, make_optimizer(cfg).init(params.partition(spec, values)[0]))
 
 
 def make_state(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
@@ -79,7 +79,7 @@ def make_state(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
 def abstract_state(cfg: Config, ctx: Context) -> TrainState:
     """Shapes, dtypes and shardings of the state; what the optimizer keeps for a parameter lies as it does. So do means
     over the inputs or outputs of its matrices, in the dimensions that are left."""
-    spec = ctx.stored(decoder.spec(cfg.model))
+    spec = ctx.pad_to_stages(decoder.spec(cfg.model))
     placed = {}
     for (path, p), where in zip(params.flat_spec(spec).items(), jax.tree.leaves(ctx.parameters(spec)), strict=True):
         entries, outputs = (*where, *[None] * len(p.shape))[: len(p.shape)], p.batch_axes + p.in_axes
@@ -118,7 +118,7 @@ class Layout:
 
 def checkpoint_layout(cfg: Config, ctx: Context, abstract: TrainState) -> Layout:
     """The layout of a run's checkpoints; `abstract` is of `abstract_state`."""
-    if ctx.pipeline is None or ctx.pipeline.stages.in_order:
+    if ctx.pipeline is None or ctx.pipeline.stages.is_layer_order:
         return Layout(abstract, lambda state: state, lambda state: state)
     stages = ctx.pipeline.stages
     stacked = tuple("/" + path for path, p in params.flat_spec(decoder.spec(cfg.model)).items() if p.stacked)
@@ -130,7 +130,7 @@ def checkpoint_layout(cfg: Config, ctx: Context, abstract: TrainState) -> Layout
         )
 
     def packed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape, (_, *rest) = (len(stages.rows), *leaf.shape[1:]), leaf.sharding.spec
+        shape, (_, *rest) = (len(stages.slot_of_layer), *leaf.shape[1:]), leaf.sharding.spec
         # Layers that the stages do not divide are whole on each of them while they are saved or restored.
         first = "pipe" if shape[0] % stages.stages == 0 else None
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=ctx.sharding(PartitionSpec(first, *rest)))
@@ -141,7 +141,7 @@ def checkpoint_layout(cfg: Config, ctx: Context, abstract: TrainState) -> Layout
         shardings = jax.tree.map(lambda leaf: leaf.sharding, to)
         return jax.jit(lambda state: layers(f, state), out_shardings=shardings)
 
-    return Layout(saved, jitted(lambda a: a[stages.rows], saved), jitted(ctx.in_rows, abstract))
+    return Layout(saved, jitted(lambda a: a[stages.slot_of_layer], saved), jitted(ctx.to_stage_order, abstract))
 
 
 def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, Any, Metrics]]:
@@ -157,38 +157,38 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     `key` is for dropout, or None.
     """
     spec = decoder.spec(cfg.model)
-    trained_spec, _ = params.split(spec, spec)
+    trained_spec, _ = params.partition(spec, spec)
     accum = cfg.train.grad_accum
 
     def work(values: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Any, Metrics]:
-        batch = ctx.take_tokens(batch)
-        tokens = collectives.all_reduce(batch["weights"].sum(), ctx.token_axes)
-        means = losses.counted(batch["weights"], ctx)
+        batch = ctx.shard_sequence(batch)
+        tokens = collectives.all_reduce(batch["loss_weights"].sum(), ctx.token_axes)
+        means = losses.counted(batch["loss_weights"], ctx)
         if key is not None:
-            batch["rows"] = ctx.rows(batch["tokens"].shape[0])
+            batch["rows"] = ctx.row_indices(batch["tokens"].shape[0])
 
         def objective(trained: Any, frozen: Any, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, decoder.Aux]]:
-            total, aux = losses.next_token(cfg.model, params.join(trained, frozen), micro, ctx, key)
+            total, aux = losses.next_token(cfg.model, params.combine(trained, frozen), micro, ctx, key)
             loss = total / tokens
             return loss + losses.auxiliary(cfg.model, aux, means), (loss, aux)
 
         def share(values: Any, micro: Batch) -> Any:
             if ctx.pipeline is not None:
                 return pipelined(cfg, ctx, values, micro, key, tokens, means)
-            (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(*params.split(spec, values), micro)
+            (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(*params.partition(spec, values), micro)
             return reported, grads
 
         if accum == 1 and ctx.pipeline is None:  # every layer's gradients are summed over devices as they come
             (loss, aux), grads = share(values, batch)
         else:
-            values = ctx.apart(spec, values)
+            values = ctx.defer_grad_sync(spec, values)
             # Microbatch i takes rows i, i + accum, ...: each device's rows stay on it.
             micros = jax.tree.map(lambda x: x.reshape(-1, accum, *x.shape[1:]).swapaxes(0, 1), batch)
             shapes = jax.eval_shape(share, values, jax.tree.map(lambda x: x[0], micros))
             zeros = jax.tree.map(lambda s: collectives.zeros(s.shape, s.dtype, s), shapes)
             add = lambda carry, micro: (jax.tree.map(jnp.add, carry, share(values, micro)), None)  # noqa: E731
             ((loss, aux), grads), _ = jax.lax.scan(add, zeros, micros)
-            grads = ctx.together(trained_spec, grads)
+            grads = ctx.sync_grads(trained_spec, grads)
         loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
         if cfg.model.moe.num_experts:
             aux |= {"counted_tokens": means.tokens, "counted_sequences": means.sequences}
@@ -198,45 +198,52 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
         if ctx.mesh is None:
             return work(values, batch, key)
         where, whole = ctx.parameters(spec), PartitionSpec()
-        trained = params.split(spec, where)[0]
+        trained = params.partition(spec, where)[0]
         return ctx.local(work, (where, ctx.batch, whole), (whole, trained, whole))(values, batch, key)
 
     return gradients
 
 
-def pipeline_work(cfg: Config, ctx: Context, tokens: Any, means: losses.Counted) -> Work:
+def pipeline_work(cfg: Config, ctx: Context, tokens: Any, means: losses.Counted) -> PipelineFns:
     """What the stages of a pipeline run, on parameters that have been gathered.
 
     Args:
       tokens, means: weighted tokens of the whole batch, and what its statistics of routing are means over.
     """
-    ctx = ctx.gathered
+    ctx = ctx.with_gathered_params
 
-    def one_step(weights: Any, x: jax.Array, index: jax.Array, given: Any) -> tuple[jax.Array, jax.Array, decoder.Aux]:
-        x, aux = decoder.step(cfg.model, ctx, weights, x, index, given)
+    def scan_body(
+        weights: Any, x: jax.Array, index: jax.Array, layer_inputs: Any
+    ) -> tuple[jax.Array, jax.Array, decoder.Aux]:
+        x, aux = decoder.scan_block(cfg.model, ctx, weights, x, index, layer_inputs)
         return x, jnp.asarray(losses.auxiliary(cfg.model, aux, means)), aux
 
-    def finish(shared: Any, x: jax.Array, given: Any) -> jax.Array:
-        return losses.likelihood(cfg.model, shared, decoder.final(cfg.model, shared, x, ctx), given, ctx) / tokens
+    def finish(shared: Any, x: jax.Array, layer_inputs: Any) -> jax.Array:
+        return (
+            losses.likelihood(cfg.model, shared, decoder.final_norm(cfg.model, shared, x, ctx), layer_inputs, ctx)
+            / tokens
+        )
 
-    return Work(
-        inputs=lambda m: decoder.inputs(cfg.model, m, ctx) | {name: m[name] for name in ("targets", "weights")},
-        first=lambda shared, given: decoder.embed(cfg.model, shared, given, ctx),
-        layer=decoder.remat(ctx, one_step),
-        last=finish,
+    return PipelineFns(
+        prepare=lambda m: (
+            decoder.make_layer_inputs(cfg.model, m, ctx) | {name: m[name] for name in ("targets", "loss_weights")}
+        ),
+        embed=lambda shared, layer_inputs: decoder.embed(cfg.model, shared, layer_inputs, ctx),
+        layer=decoder.remat(ctx, scan_body),
+        loss=finish,
     )
 
 
-def with_frozen(work: Work, held: Any) -> Work:
-    """Work on all parameters as work on those that are trained: `held` beside the shared ones, and as a layer's
+def with_frozen(work: PipelineFns, held: Any) -> PipelineFns:
+    """PipelineFns on all parameters as work on those that are trained: `held` beside the shared ones, and as a layer's
     parameters, of each block of the step, the pair (trained, frozen)."""
-    first, layer, last = work.first, work.layer, work.last
+    first, layer, last = work.embed, work.layer, work.loss
     assert last is not None
-    return Work(
-        inputs=work.inputs,
-        first=lambda shared, given: first(params.join(shared, held), given),
-        layer=lambda pair, *rest: layer([params.join(*one) for one in zip(*pair, strict=True)], *rest),
-        last=lambda shared, x, given: last(params.join(shared, held), x, given),
+    return PipelineFns(
+        prepare=work.prepare,
+        embed=lambda shared, layer_inputs: first(params.combine(shared, held), layer_inputs),
+        layer=lambda pair, *rest: layer([params.combine(*one) for one in zip(*pair, strict=True)], *rest),
+        loss=lambda shared, x, layer_inputs: last(params.combine(shared, held), x, layer_inputs),
     )
 
 
@@ -260,12 +267,12 @@ def pipelined(
     """
     assert ctx.pipeline is not None
     spec = decoder.spec(cfg.model)
-    (trained_spec, frozen_spec), (trained, frozen) = params.split(spec, spec), params.split(spec, values)
+    (trained_spec, frozen_spec), (trained, frozen) = params.partition(spec, spec), params.partition(spec, values)
 
     def whole(spec: Any, values: Any) -> tuple[Any, list[Any]]:
-        values = ctx.gather(spec, values)
+        values = ctx.gather_params(spec, values)
         shared = {name: group for name, group in values.items() if name != "layers"}
-        return shared, decoder.by_step(cfg.model, values.get("layers", {}))
+        return shared, decoder.group_layers(cfg.model, values.get("layers", {}))
 
     if key is not None:
         batch = {**batch, "key": jax.random.key_data(key)}
@@ -279,7 +286,7 @@ def pipelined(
     sums = pipeline.execute(ctx.pipeline, work, "pipe", shared, stacked, micros, constants)
     _, scatter = jax.vjp(partial(whole, trained_spec), trained)  # linear: its forward half is not run
     (grads,) = scatter((sums.shared, sums.stacked))
-    return (sums.loss, ctx.in_order(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.aux))), grads
+    return (sums.loss, ctx.to_layer_order(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.aux))), grads
 
 
 def is_spike(cfg: SpikeConfig, recent: jax.Array, updates: jax.Array, loss: jax.Array) -> jax.Array:
@@ -323,10 +330,10 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
         def update(values: Any, opt_state: Any) -> tuple[Any, Any]:
             changes, opt_state = optimizer.update(grads, opt_state, values)
             values = optax.apply_updates(values, changes)
-            return decoder.balance(cfg.model, values, sums, ctx), opt_state
+            return decoder.update_router_bias(cfg.model, values, sums, ctx), opt_state
 
         # A branch and not a `where`: that would copy the old state so as to choose from it after the update.
-        trained, frozen = params.split(spec, state.params)
+        trained, frozen = params.partition(spec, state.params)
         trained, opt_state = jax.lax.cond(good, update, lambda *old: old, trained, state.opt_state)
         bad = 1 - good.astype(jnp.int32)
         new = TrainState(
@@ -334,7 +341,7 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
             skipped=state.skipped + bad,
             skipped_in_a_row=(state.skipped_in_a_row + 1) * bad,
             recent=jnp.where(good, jnp.append(state.recent[1:], loss), state.recent),
-            params=params.join(trained, frozen),
+            params=params.combine(trained, frozen),
             opt_state=opt_state,
         )
         routed = {}
@@ -366,10 +373,10 @@ def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Any, Batch], tuple[ja
     """Builds `eval_step(params, batch) -> (sum of nats, weighted tokens)`, without dropout."""
 
     def work(values: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        batch = ctx.take_tokens(batch)
+        batch = ctx.shard_sequence(batch)
         total, _ = losses.next_token(cfg.model, values, batch, ctx)
         return collectives.all_reduce(total, ctx.token_axes), collectives.all_reduce(
-            batch["weights"].sum(), ctx.token_axes
+            batch["loss_weights"].sum(), ctx.token_axes
         )
 
     if ctx.mesh is None:

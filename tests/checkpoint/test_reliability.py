@@ -47,9 +47,9 @@ HARM = {
 @pytest.mark.parametrize("why", HARM)
 def test_a_seal_breaks(why, tmp_path):
     path = make(tmp_path, 7)
-    assert manifest.broken(path) is None
+    assert manifest.corruption(path) is None
     HARM[why](path)
-    assert why in manifest.broken(path)
+    assert why in manifest.corruption(path)
 
 
 def test_the_files_of_a_checkpoint_are_shared_out(tmp_path, monkeypatch):
@@ -70,7 +70,7 @@ def test_the_files_of_a_checkpoint_are_shared_out(tmp_path, monkeypatch):
     sums = {name: sum for process in wrote for name, sum in manifest.sums_of(path, wrote[process]).items()}
     assert sorted(synced) == sorted((path / name).stat().st_ino for name in sums)
     manifest.write(path, sums)
-    assert manifest.broken(path) is None
+    assert manifest.corruption(path) is None
     assert manifest.read(path) == sums
     for count in (1, 2, 3, 20):
         shares = [manifest.share(sums, process, count) for process in range(count)]
@@ -91,12 +91,12 @@ def test_a_seal_waits_for_what_every_process_wrote(tmp_path, monkeypatch):
     (path / "empty").rename(tmp_path / "late")
     monkeypatch.setattr(manifest.time, "sleep", lambda _: (tmp_path / "late").rename(path / "empty"))
     manifest.write(path, sums)
-    assert manifest.broken(path) is None
+    assert manifest.corruption(path) is None
     (path / manifest.NAME).unlink()
     monkeypatch.setattr(manifest, "_VISIBLE_S", 0)
     with pytest.raises(OSError, match="absent was written by another process and is not seen here"):
         manifest.write(path, sums | {"absent": (3, "")})
-    assert "no seal" in manifest.broken(path)
+    assert "no seal" in manifest.corruption(path)
 
 
 def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
@@ -104,7 +104,7 @@ def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
     state, write, older = {"w": jnp.ones(3)}, manifest.write, []
 
     def fail(path, sums):
-        older.append(checkpoint.find(tmp_path).step)
+        older.append(checkpoint.scan(tmp_path).step)
         raise OSError(28, "No space left on device")
 
     with checkpoint.Checkpoints(CheckpointConfig(keep=1), tmp_path) as checkpoints:
@@ -114,8 +114,8 @@ def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
         checkpoints.save(2, state, {})
         with pytest.raises(RunError, match="step 2 could not be written"):
             checkpoints.wait()
-        assert (older, checkpoint.find(tmp_path).step) == ([1], 1)
-        assert "it has no seal" in manifest.broken(tmp_path / "2")
+        assert (older, checkpoint.scan(tmp_path).step) == ([1], 1)
+        assert "it has no seal" in manifest.corruption(tmp_path / "2")
         monkeypatch.setattr(manifest, "write", write)
         checkpoints.save(3, state, {})
     assert manifest.steps(tmp_path) == [3, 2], "what was never sealed is for the next start"
@@ -128,34 +128,34 @@ def test_the_newest_whole_step_is_found(tmp_path):
     (tmp_path / "notes").mkdir()
     HARM["state/d/array is missing"](tmp_path / "16")
     HARM["it has no seal"](tmp_path / "12")
-    found = checkpoint.find(tmp_path)
-    assert (found.step, list(found.passed_over), found.lost) == (8, [16, 12], False)
+    found = checkpoint.scan(tmp_path)
+    assert (found.step, list(found.skipped), found.lost) == (8, [16, 12], False)
     assert manifest.sealed(tmp_path) == [16, 8, 4]
     for number in (4, 8):
         HARM["empty directory"](tmp_path / str(number))
-    assert checkpoint.find(tmp_path).lost, "one was sealed once"
+    assert checkpoint.scan(tmp_path).lost, "one was sealed once"
     with pytest.raises(ConfigError, match=r"no whole checkpoint .*step 16: state/d/array is missing; step 12: it was"):
-        checkpoint.newest(tmp_path)
+        checkpoint.latest_valid_step(tmp_path)
 
 
 def test_a_first_checkpoint_that_was_not_finished_is_no_loss(tmp_path):
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "half").touch()
     (tmp_path / "8").mkdir()
-    assert not checkpoint.find(tmp_path).lost
+    assert not checkpoint.scan(tmp_path).lost
     (tmp_path / "8" / "half").touch()
-    assert checkpoint.find(tmp_path).lost, "two are more than one crash leaves"
+    assert checkpoint.scan(tmp_path).lost, "two are more than one crash leaves"
 
 
 def test_set_aside_tidied_and_removed(tmp_path):
     saved, aside = tmp_path / "checkpoints", tmp_path / "passed_over"
     for _ in range(3):  # the same step may come again
-        manifest.set_aside(make(saved, 4), aside)
+        manifest.quarantine(make(saved, 4), aside)
     assert sorted(p.name for p in aside.iterdir()) == ["4", "4.1", "4.2"]
     make(saved, 8)
     (saved / "9.orbax-checkpoint-tmp-3").mkdir()
     make(saved, 12).rename(saved / ".removed-12")
-    manifest.tidy(saved)
+    manifest.remove_partial(saved)
     assert [p.name for p in saved.iterdir()] == ["8"]
     manifest.remove(saved / "8")
     assert not list(saved.iterdir())
@@ -185,11 +185,11 @@ def test_a_state_that_is_not_finite_is_refused(bad, tmp_path):
     with checkpoint.Checkpoints(CheckpointConfig(), tmp_path) as checkpoints:
         with pytest.raises(RunError, match="after step 3 holds numbers that are not finite") as raised:
             checkpoints.save(3, state | {"opt_state": jnp.zeros(4).at[2].set(bad)}, {})
-        assert raised.value.code is Exit.BAD_STEPS
+        assert raised.value.code is Exit.DIVERGED
         assert not manifest.steps(tmp_path)
         checkpoints.save(3, state, {"next_batch": 5})
-    assert checkpoint.find(tmp_path).step == 3
-    assert checkpoint.facts(tmp_path, 3) == {"next_batch": 5}
+    assert checkpoint.scan(tmp_path).step == 3
+    assert checkpoint.metadata(tmp_path, 3) == {"next_batch": 5}
 
 
 def test_a_checkpoint_is_read_in_parts_no_larger_than_its_largest_array(rng, tmp_path, monkeypatch):
@@ -278,7 +278,7 @@ def test_a_lock_is_exclusive_and_says_who(tmp_path):
 
 
 def test_a_course_steps_over_what_a_spike_was_read_from():
-    course = step_log.Course(done=4, batch=4, newest=4)
+    course = step_log.LoopState(done=4, batch=4, newest=4)
     for _ in range(3):
         course = course.stepped()
     late = course.back(spike=6, most=2)  # told when the step after it was on its way
@@ -287,8 +287,8 @@ def test_a_course_steps_over_what_a_spike_was_read_from():
     assert (again.done, again.batch) == (4, 7), "the batches of three steps are behind it"
     with pytest.raises(RunError, match="3 spikes after step 4") as error:
         again.stepped().back(spike=5, most=2)
-    assert error.value.code == Exit.BAD_STEPS
-    assert again.stepped().saved() == step_log.Course(done=5, batch=8, newest=5), "a new checkpoint, a new count"
+    assert error.value.code == Exit.DIVERGED
+    assert again.stepped().saved() == step_log.LoopState(done=5, batch=8, newest=5), "a new checkpoint, a new count"
 
 
 def test_what_is_not_loaded_is_not_verified(rng, tmp_path, monkeypatch):
@@ -307,18 +307,18 @@ def test_what_is_not_loaded_is_not_verified(rng, tmp_path, monkeypatch):
     assert sum(everything[name][0] for name in unread) > 0.45 * sum(size for size, _ in everything.values())
     for name in unread:
         (path / name).write_bytes(rng.bytes(everything[name][0]))
-    assert "has changed" in checkpoint.broken(tmp_path, 2)
-    assert checkpoint.newest(tmp_path) == 1
-    assert checkpoint.newest(tmp_path, wanted) == 2
+    assert "has changed" in checkpoint.corruption(tmp_path, 2)
+    assert checkpoint.latest_valid_step(tmp_path) == 1
+    assert checkpoint.latest_valid_step(tmp_path, wanted) == 2
     found = checkpoint.restore(tmp_path, 2, wanted)
     jax.tree.map(np.testing.assert_array_equal, found["params"], state["params"])
     for name in everything.keys() - unread:  # every other file counts, the index that names them among these
         if everything[name][0]:
             content = (path / name).read_bytes()
             (path / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
-            assert f"{name} has changed" in checkpoint.broken(tmp_path, 2, wanted)
+            assert f"{name} has changed" in checkpoint.corruption(tmp_path, 2, wanted)
             (path / name).write_bytes(content)
-    assert checkpoint.broken(tmp_path, 2, wanted) is None
+    assert checkpoint.corruption(tmp_path, 2, wanted) is None
 
 
 def test_the_index_of_a_store_is_read_to_its_leaves(tmp_path):
@@ -364,7 +364,7 @@ def supervised(codes, newest, monkeypatch, tries=3):
     ("codes", "newest", "code", "waits"),
     [
         ([0], [0], 0, []),
-        ([Exit.MISTAKE], [0], Exit.MISTAKE, []),
+        ([Exit.USER_ERROR], [0], Exit.USER_ERROR, []),
         ([7, 0], [0, 0], 0, [2]),
         ([1, 1, 1], [5, 5, 5, 5], 1, [2, 4]),  # nothing new in three tries
         ([-9, -9, -9], [0, 0, 0, 0], 128 + 9, [2, 4]),

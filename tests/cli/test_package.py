@@ -64,7 +64,7 @@ def test_every_command_exists():
     ],
 )
 def test_a_mistake_is_one_line_by_the_name_of_the_command(argv, words, tmp_path):
-    _, err = jaxstack_(*argv, code=errors.Exit.MISTAKE)
+    _, err = jaxstack_(*argv, code=errors.Exit.USER_ERROR)
     assert err.count("\n") == 1, err
     assert err.startswith(f"jaxstack {argv[0]}: error: " if argv[0] in commands.COMMANDS else "jaxstack: error: ")
     for word in words:

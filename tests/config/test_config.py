@@ -36,7 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(platform, "configure", lambda *args: pytest.fail("the next call would start JAX"))
     with pytest.raises(SystemExit) as end:
         parse.run("train.py", train.main, list(argv))
-    assert end.value.code == errors.Exit.MISTAKE
+    assert end.value.code == errors.Exit.USER_ERROR
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("train.py: error: ")
@@ -52,7 +52,7 @@ def test_every_config_builds_abstractly(path):
     state = step.abstract_state(cfg, ctx)
     shape = (cfg.data.batch_size, cfg.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
-    batch["weights"] = jax.ShapeDtypeStruct(shape, "float32")
+    batch["loss_weights"] = jax.ShapeDtypeStruct(shape, "float32")
     if cfg.data.packing:
         batch |= {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("segment_ids", "positions")}
     new, metrics = jax.eval_shape(step.make_train_step(cfg, ctx), state, batch)
@@ -106,7 +106,10 @@ MISTAKES = {
     "accumulation": (["--train.grad_accum=3"], ["train.grad_accum=3", "data.batch_size=8"]),
     "mesh and batch": (["--mesh.data=3"], ["mesh.data=3", "8"]),
     "top k": (["--model.moe.num_experts=4", "--model.moe.top_k=5"], ["model.moe.top_k=5", "num_experts=4"]),
-    "groups": (["--model.moe={num_experts: 8, router: sigmoid, groups: 3}"], ["model.moe.groups=3", "num_experts=8"]),
+    "groups": (
+        ["--model.moe={num_experts: 8, router: sigmoid, num_groups: 3}"],
+        ["model.moe.num_groups=3", "num_experts=8"],
+    ),
     "mesh and experts": (
         ["--model.moe.num_experts=6", "--mesh.expert=4", "--mesh.data=1"],
         ["mesh.expert=4", "model.moe.num_experts=6"],

@@ -186,7 +186,7 @@ def test_the_mask_is_that_of_the_answers(make):
     tokenizer = make(one.text)
     tokens, said = chat.encode([one], tokenizer, 500)
     assert tokenizer.decode(tokens.ids) == one.text  # no separator
-    assert tokenizer.decode(tokens.ids[tokens.answers]) == "Ja 🙂.\0  No.\n\0"
+    assert tokenizer.decode(tokens.ids[tokens.loss_mask]) == "Ja 🙂.\0  No.\n\0"
     assert said == ""
 
 
@@ -220,10 +220,10 @@ class Pieces:
 )
 def test_a_token_is_learned_if_one_of_its_characters_is_an_answers(pieces, learned):
     tokens, _ = chat.encode([chat.Rendered("x", "abcdefghi", [(3, 6)])], Pieces(*pieces), 500)
-    assert "".join("01"[int(answer)] for answer in tokens.answers) == learned
+    assert "".join("01"[int(answer)] for answer in tokens.loss_mask) == learned
     first = chat.Rendered("x", "abcdefghi", [(0, 2), (7, 9)])
     tokens, _ = chat.encode([first], Pieces("ab", "cd", "ef", "gh", "i"), 500)
-    assert tokens.answers.tolist() == [True, False, False, True, True]
+    assert tokens.loss_mask.tolist() == [True, False, False, True, True]
     # Nothing comes before the first token, so it is never a target.
     with pytest.raises(ConfigError, match="x: as the template writes it, no token is an answer's"):
         chat.encode([chat.Rendered("x", "abcdefghi", [(0, 2)])], Pieces("ab", "cdefghi"), 500)
@@ -262,18 +262,18 @@ def test_every_answer_is_learned_once_an_epoch_in_sight_of_its_question(tmp_path
         ids = np.append(row["tokens"], row["targets"][-1])
         for segment in np.unique(row["segment_ids"]) if packing else [None]:
             own = np.ones(S, bool) if segment is None else row["segment_ids"] == segment
-            if not row["weights"][own].any():
+            if not row["loss_weights"][own].any():
                 continue  # what follows in the stream, behind the row's last token
             start = int(np.flatnonzero(own)[0])
-            text = bytes(ids[start : np.flatnonzero(row["weights"] * own)[-1] + 2].astype(np.uint8)).decode()
-            answer = bytes(row["targets"][(row["weights"] > 0) & own].astype(np.uint8)).decode()
+            text = bytes(ids[start : np.flatnonzero(row["loss_weights"] * own)[-1] + 2].astype(np.uint8)).decode()
+            answer = bytes(row["targets"][(row["loss_weights"] > 0) & own].astype(np.uint8)).decode()
             assert text.startswith("<|user|>\nq")
             assert text.endswith(f"<|assistant|>\n{answer}")
             assert not packing or row["positions"][start] == 0
             learned.append(answer)
     ids = found.train.ids
     expected = [
-        bytes(ids[a:b][found.train.answers[a:b]]).decode()
+        bytes(ids[a:b][found.train.loss_mask[a:b]]).decode()
         for a, b in zip(found.train.starts, found.train.ends, strict=True)
     ]
     assert sorted(learned) == sorted(expected)
@@ -286,21 +286,21 @@ def test_every_answer_is_learned_once_an_epoch_in_sight_of_its_question(tmp_path
     assert (data.batches(found.train, seed=2, **reading)[0]["tokens"] != ds[0]["tokens"]).any()
     assert "line " in data.batch_identity(found.train, 0, seed=1, **reading)
     held_out = data.eval_batches(found.eval, steps=50, **reading)
-    counted = sum(held_out[i]["weights"].sum() for i in range(len(held_out)))
+    counted = sum(held_out[i]["loss_weights"].sum() for i in range(len(held_out)))
     assert counted == sum(
-        found.eval.answers[a:b].sum() for a, b in zip(found.eval.starts, found.eval.ends, strict=True)
+        found.eval.loss_mask[a:b].sum() for a, b in zip(found.eval.starts, found.eval.ends, strict=True)
     )
 
 
 def test_what_follows_a_conversation_in_its_row_weighs_nothing():
     """Two conversations of three tokens, all answers: of the second in the first's row nothing counts; packed behind
     it, all but its first token, which would be a target of the other's last."""
-    both = data.Tokens(np.arange(6, dtype=np.uint8), np.array([0, 3]), np.array([3, 6]), 9, answers=np.ones(6, bool))
+    both = data.Tokens(np.arange(6, dtype=np.uint8), np.array([0, 3]), np.array([3, 6]), 9, loss_mask=np.ones(6, bool))
     alone = whole(both, 5, packing=False).batch(np.array([0, 1]), 5, False, 9)
     assert alone["tokens"][0].tolist() == [0, 1, 2, 3, 4]
-    assert alone["weights"].tolist() == [[1, 1, 0, 0, 0]] * 2
+    assert alone["loss_weights"].tolist() == [[1, 1, 0, 0, 0]] * 2
     packed = whole(both, 5, packing=True).batch(np.array([0]), 5, True, 9)
-    assert packed["weights"].tolist() == [[1, 1, 0, 1, 1]]
+    assert packed["loss_weights"].tolist() == [[1, 1, 0, 1, 1]]
     assert packed["segment_ids"].tolist() == [[1, 1, 1, 2, 2]]
     assert packed["positions"].tolist() == [[0, 1, 2, 0, 1]]
 
@@ -309,7 +309,7 @@ def test_packing_is_tight():
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, 60, 500)
     ends = np.cumsum(lengths, dtype=np.int64)
-    tokens = data.Tokens(np.zeros(ends[-1], np.uint8), ends - lengths, ends, 256, answers=np.ones(ends[-1], bool))
+    tokens = data.Tokens(np.zeros(ends[-1], np.uint8), ends - lengths, ends, 256, loss_mask=np.ones(ends[-1], bool))
     packed = whole(tokens, 128, True)
     assert packed.length_W.sum() == ends[-1]
     assert packed.length_W.max() <= 129
@@ -358,7 +358,7 @@ def test_a_tokenizer_folder_with_its_template(tmp_path, template):
     name = make_tokenizer_folder(tmp_path, template)
     found = load(tmp_path, [{"messages": TURNS}] * 2, tokenizer=name, seq_len=200)
     a, b = found.train.starts[0], found.train.ends[0]
-    learned = found.train.ids[a:b][found.train.answers[a:b]]
+    learned = found.train.ids[a:b][found.train.loss_mask[a:b]]
     assert found.tokenizer.decode(learned) == "Ja 🙂.<|im_end|>  No.\n<|im_end|>"
     rebuilt = tokenizer_from_json(json.loads(json.dumps(found.tokenizer.to_json())))
     assert chat.template_of(rebuilt).render(TURNS) == jinja(template, bos_token="<s>").render(TURNS)
@@ -384,7 +384,7 @@ def test_masks_are_those_of_transformers(tmp_path):
         tokens, _ = chat.encode([one], data.make_tokenizer(name, ()), 1000)
         assert one.text == theirs.apply_chat_template(messages, tokenize=False)
         assert tokens.ids.tolist() == expected["input_ids"]
-        assert tokens.answers.astype(int).tolist() == expected["assistant_masks"]
+        assert tokens.loss_mask.astype(int).tolist() == expected["assistant_masks"]
 
 
 def test_the_token_that_ends_an_answer(tmp_path):

@@ -32,10 +32,10 @@ def test_tokenizer_round_trip(tokenizer):
     assert tokenizer.decode(ids.tolist()) == TEXT
     assert tokenizer.num_bytes(ids) == len(TEXT.encode())
     rebuilt = data.tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
-    assert (rebuilt.name, rebuilt.vocab_size, rebuilt.separator) == (
+    assert (rebuilt.name, rebuilt.vocab_size, rebuilt.eos_id) == (
         tokenizer.name,
         tokenizer.vocab_size,
-        tokenizer.separator,
+        tokenizer.eos_id,
     )
     np.testing.assert_array_equal(rebuilt.encode(TEXT), ids)
 
@@ -107,8 +107,8 @@ def test_hf_tokenizer(tmp_path):
     assert ids.size < len(text.encode())
     assert tokenizer.decode(ids) == text
     assert tokenizer.num_bytes(ids) == len(text.encode()) == sum(tokenizer.num_bytes([i]) for i in ids)
-    assert tokenizer.separator is not None
-    assert tokenizer.num_bytes([tokenizer.separator]) == 0
+    assert tokenizer.eos_id is not None
+    assert tokenizer.num_bytes([tokenizer.eos_id]) == 0
     rebuilt = data.tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
     assert rebuilt.name == path
     assert rebuilt.encode(text).tolist() == ids.tolist()
@@ -121,7 +121,7 @@ def test_hf_sentencepiece_bytes_fall_back(tmp_path):
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "t.json"))
     ours = data.make_tokenizer(str(tmp_path / "t.json"), [])
-    assert ours.separator == 5
+    assert ours.eos_id == 5
     assert ours.vocab_size == 6
     assert ours.num_bytes([1, 2, 3, 4, 5]) == len(" the ü".encode())
 

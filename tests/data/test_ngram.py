@@ -88,7 +88,7 @@ def test_the_baseline_reads_what_the_model_read_and_is_scored_where_it_was(rng):
     rows = rng.integers(97, 101, (6, 30))
     weights = np.ones((6, 29), np.float32)
     weights[1, 3:], weights[4] = 0, 0
-    batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": weights}
+    batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "loss_weights": weights}
     kept = rows[[0, 1, 2, 3, 5]].astype(np.uint8)
     assert baseline([batch], [batch]) == best_order([rows.astype(np.uint8)], [kept], given=1)
 

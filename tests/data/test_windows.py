@@ -51,7 +51,7 @@ def test_batch_is_a_function_of_seed_and_step(tokens, packing):
 @pytest.mark.parametrize("packing", [False, True])
 def test_shapes_dtypes_and_shift(tokens, packing):
     batch = make(tokens, packing)[5]
-    types = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+    types = {"tokens": np.int32, "targets": np.int32, "loss_weights": np.float32}
     types |= {"segment_ids": np.int32, "positions": np.int32} if packing else {}
     assert {k: v.dtype for k, v in batch.items()} == types
     assert all(v.shape == (B, S) and v.flags.c_contiguous for v in batch.values())
@@ -73,7 +73,7 @@ def test_windows_of_a_text(tokens):
         for b, start in zip(batches, first, strict=True):
             np.testing.assert_array_equal(b["tokens"][0], tokens.ids[start : start + S])
             np.testing.assert_array_equal(b["targets"][0], tokens.ids[start + 1 : start + S + 1])
-            assert (b["weights"] == 1).all()
+            assert (b["loss_weights"] == 1).all()
         offsets.add(offset)
         orders.add(tuple((first - offset).tolist()))
     assert len(offsets) > 3
@@ -91,13 +91,13 @@ def test_batches_span_epochs(tokens):
 def slow_packing(tokens, order, window):
     """Segment ids, positions and weights of one window, a token at a time."""
     stream = [(d, i) for d in order for i in range(tokens.starts[d], tokens.ends[d])]
-    row = {k: [] for k in ("tokens", "targets", "weights", "segment_ids", "positions")}
+    row = {k: [] for k in ("tokens", "targets", "loss_weights", "segment_ids", "positions")}
     segment, position = 1, 0
     for at in range(window * S, (window + 1) * S):
         (document, i), (next_document, j) = stream[at], stream[at + 1]
         row["tokens"].append(tokens.ids[i])
         row["targets"].append(tokens.ids[j])
-        row["weights"].append(float(document == next_document))
+        row["loss_weights"].append(float(document == next_document))
         row["segment_ids"].append(segment)
         row["positions"].append(position)
         segment, position = (segment, position + 1) if document == next_document else (segment + 1, 0)
@@ -187,7 +187,7 @@ def test_eval_batches_are_spread_and_do_not_overlap(tokens, packing):
     for step, batch in enumerate(batches):
         assert_equal(ds[step], batch)
         if not packing:
-            assert (batch["weights"] == 1).all()
+            assert (batch["loss_weights"] == 1).all()
 
 
 def test_eval_pads_the_last_batch():
@@ -195,9 +195,9 @@ def test_eval_pads_the_last_batch():
     ds = data.eval_batches(tokens, seq_len=S, batch_size=B, steps=5, packing=True)
     batches = [b for _, b in data.prefetch(ds)]
     assert len(batches) == len(ds) == 2
-    seen = np.concatenate([b["tokens"][b["weights"] > 0] for b in batches])
+    seen = np.concatenate([b["tokens"][b["loss_weights"] > 0] for b in batches])
     np.testing.assert_array_equal(seen, tokens.ids[: 6 * S])
-    assert batches[1]["weights"].sum(axis=1).tolist() == [S, S, 0, 0]
+    assert batches[1]["loss_weights"].sum(axis=1).tolist() == [S, S, 0, 0]
     assert all(v.shape == (B, S) for v in batches[1].values())
 
 
@@ -281,11 +281,11 @@ def test_every_token_carries_its_documents_domain(packing):
     seen = set()
     for step in range(12):
         batch = make(tokens, packing)[step]
-        for token, domain in zip(batch["tokens"].ravel(), batch["gate"].ravel(), strict=True):
+        for token, domain in zip(batch["tokens"].ravel(), batch["gate_ids"].ravel(), strict=True):
             assert domain == min(document_of[place[int(token)]] // 10, 2)
             seen.add(int(domain))
         without = make(plain, packing)[step]
-        assert_equal({k: v for k, v in batch.items() if k != "gate"}, without)
+        assert_equal({k: v for k, v in batch.items() if k != "gate_ids"}, without)
     assert seen == {0, 1, 2}
 
 

@@ -80,13 +80,13 @@ def wait_for_line(process: subprocess.Popen[str], words: str) -> None:
 def held_at(batch: int, go: Path) -> str:
     """A patch: the batch of this number comes once the file `go` is there, however slow the machine is."""
     return (
-        "import pathlib, sys, time, jaxstack.runtime.distributed as d\nw, calls = d.whole, []\n"
+        "import pathlib, sys, time, jaxstack.runtime.distributed as d\nw, calls = d.to_global_batch, []\n"
         "def held(*args):\n"
         "    calls.append(1)\n"
         f"    if len(calls) == {batch}: print('held', file=sys.stderr, flush=True)\n"
         f"    while len(calls) == {batch} and not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n"
         "    return w(*args)\n"
-        "d.whole = held"
+        "d.to_global_batch = held"
     )
 
 

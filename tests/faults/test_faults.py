@@ -83,7 +83,8 @@ def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
     saved = run_dir / "checkpoints"
     # Slowed down, so that a life is longer than two saves and not all of the run.
     slow = (
-        "import time, jaxstack.runtime.distributed as d\nw = d.whole\nd.whole = lambda *a: (time.sleep(0.02), w(*a))[1]"
+        "import time, jaxstack.runtime.distributed as d\nw = d.to_global_batch\n"
+        "d.to_global_batch = lambda *a: (time.sleep(0.02), w(*a))[1]"
     )
     for i in range(20):
         process = start(*argv, "--train.steps=400", "--train.eval_every=400", patch=slow)
@@ -95,7 +96,7 @@ def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
         kill(process)
         now = next(iter(manifest.sealed(saved)), 0)
         assert now >= newest, "a committed step was lost"
-        assert now == 0 or manifest.broken(saved / str(now)) is None
+        assert now == 0 or manifest.corruption(saved / str(now)) is None
         newest = now
         moments.append(now)
     assert len(set(moments)) > 5
@@ -137,7 +138,7 @@ def test_a_full_disk(text, straight, small_disk):
     assert "No space left" in err.splitlines()[-1]
     kept = manifest.sealed(run_dir / "checkpoints")
     assert kept
-    assert all(manifest.broken(run_dir / "checkpoints" / str(step)) is None for step in kept)
+    assert all(manifest.corruption(run_dir / "checkpoints" / str(step)) is None for step in kept)
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     out, _ = run(*argv)
     assert f"resumed from step {kept[0]}" in out
@@ -157,9 +158,9 @@ def test_a_read_only_disk(text, small_disk):
     subprocess.run(["umount", run_dir / "checkpoints"], check=True)
     assert "Read-only file system" in err.splitlines()[-1]
     newest = manifest.sealed(run_dir / "checkpoints")[0]
-    assert manifest.broken(run_dir / "checkpoints" / str(newest)) is None
+    assert manifest.corruption(run_dir / "checkpoints" / str(newest)) is None
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    _, err = run(*argv, code=Exit.MISTAKE)
+    _, err = run(*argv, code=Exit.USER_ERROR)
     assert err.count("\n") == 1
     assert "cannot be written" in err
 
@@ -249,7 +250,7 @@ def test_nothing_whole_is_an_error_and_no_new_beginning(argv, straight, tmp_path
     for path in (run_dir / "checkpoints").iterdir():
         flip(path)
     before = harness.files(run_dir)
-    _, err = run(*argv, code=Exit.MISTAKE)
+    _, err = run(*argv, code=Exit.USER_ERROR)
     assert "holds no whole checkpoint" in err
     after = harness.files(run_dir)
     assert {k: v for k, v in after.items() if k.name != ".lock"} == {
@@ -265,7 +266,7 @@ def test_two_trainers(argv, tmp_path):
     argv = (*argv, "--train.steps=4000", "--train.eval_every=4000")
     first = start(*argv)
     wait_until(lambda: is_sealed(tmp_path / "run", 4), first)
-    _, err = run(*argv, code=Exit.MISTAKE)
+    _, err = run(*argv, code=Exit.USER_ERROR)
     assert f"in use by process {first.pid} on " in err
     assert err.count("\n") == 1
     kill(first)
@@ -277,8 +278,8 @@ def test_two_trainers(argv, tmp_path):
 def stop_after(steps: int) -> str:
     """Ends a run in order after some steps."""
     return (
-        "import jaxstack.runtime.distributed as d, jaxstack.config.parse as c, sys\nstop, calls = d.stop_here, []\n"
-        f"d.stop_here = lambda *a: (calls.append(1), len(calls) == {steps} or stop(*a))[1]\n"
+        "import jaxstack.runtime.distributed as d, jaxstack.config.parse as c, sys\nstop, calls = d.should_stop, []\n"
+        f"d.should_stop = lambda *a: (calls.append(1), len(calls) == {steps} or stop(*a))[1]\n"
         "run_ = c.run\n"
         "def quiet(*a):\n"
         "    try: run_(*a)\n"
@@ -313,7 +314,7 @@ def test_a_second_interrupt_leaves_at_once(argv, straight, tmp_path):
     wait_for_line(process, "again to leave at once")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    finish(process, code=Exit.LEFT)
+    finish(process, code=Exit.INTERRUPTED)
     out, _ = run(*argv)
     assert "resumed from step 8" in out or "resumed from step 12" in out
     assert_equal(tmp_path / "run", straight)
@@ -321,7 +322,8 @@ def test_a_second_interrupt_leaves_at_once(argv, straight, tmp_path):
 
 def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
     slow = (
-        "import time, jaxstack.runtime.distributed as d\nw = d.whole\nd.whole = lambda *a: (time.sleep(0.3), w(*a))[1]"
+        "import time, jaxstack.runtime.distributed as d\nw = d.to_global_batch\n"
+        "d.to_global_batch = lambda *a: (time.sleep(0.3), w(*a))[1]"
     )
     processes = two(*argv, "--mesh.data=4", patches=(slow, slow))
     wait_until(lambda: is_sealed(tmp_path / "run", 4), processes[0])
@@ -419,7 +421,7 @@ def test_another_mesh(flags, text, tmp_path):
 def test_a_mesh_that_does_not_divide_is_refused(argv, straight, tmp_path):
     shutil.copytree(straight, tmp_path / "run")
     before = harness.files(tmp_path / "run")
-    _, err = run(*argv, "--mesh.tensor=3", devices=3, code=Exit.MISTAKE)
+    _, err = run(*argv, "--mesh.tensor=3", devices=3, code=Exit.USER_ERROR)
     assert err.count("\n") == 1
     assert harness.files(tmp_path / "run") == before
 
@@ -455,7 +457,7 @@ def test_a_batch_that_is_not_finite_changes_nothing(argv, tmp_path):
 
 
 def test_batches_that_are_not_finite_in_a_row_stop_the_run(argv, tmp_path):
-    _, err = run(*argv, "--train.max_bad_steps=3", patch=poisoned(9, 10, 11, how=NAN), code=Exit.BAD_STEPS)
+    _, err = run(*argv, "--train.max_bad_steps=3", patch=poisoned(9, 10, 11, how=NAN), code=Exit.DIVERGED)
     assert "stopped at step 12, 3 in a row skipped: loss nan" in err
     assert manifest.sealed(tmp_path / "run" / "checkpoints")[0] == 8
 
@@ -463,7 +465,7 @@ def test_batches_that_are_not_finite_in_a_row_stop_the_run(argv, tmp_path):
 def test_a_state_that_is_not_finite_is_never_saved(argv, tmp_path):
     """A finite gradient, and an update that overflows: the step itself cannot tell."""
     flags = ["--optim.name=sgd", "--optim.lr=1e39", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
-    _, err = run(*argv, *flags, "--checkpoint.every=1", code=Exit.BAD_STEPS)
+    _, err = run(*argv, *flags, "--checkpoint.every=1", code=Exit.DIVERGED)
     assert "the state after step 1 holds numbers that are not finite, so it was not saved" in err
     assert not manifest.steps(tmp_path / "run" / "checkpoints")
 
@@ -531,7 +533,7 @@ def test_every_array_that_differs_is_named(argv, straight, tmp_path):
     shutil.copytree(straight, run_dir)
     saved = run_dir / "config.yaml"
     saved.write_text(saved.read_text().replace("d_ff: 64", "d_ff: 96").replace("qk_norm: false", "qk_norm: true"))
-    _, err = run(*argv, "--model.d_ff=96", "--model.qk_norm=true", code=Exit.MISTAKE)
+    _, err = run(*argv, "--model.d_ff=96", "--model.qk_norm=true", code=Exit.USER_ERROR)
     for name in ("mlp/w_up", "mlp/w_gate", "mlp/w_down", "attention/q_norm/scale", "attention/k_norm/scale"):
         assert f"params/layers/{name}" in err
 
@@ -549,7 +551,7 @@ def test_every_array_that_differs_is_named(argv, straight, tmp_path):
 )
 def test_bad_configurations(content, word, argv, tmp_path):
     (tmp_path / "c.yaml").write_text(content.replace("PWNED", str(tmp_path / "pwned")))
-    _, err = run(f"--config={tmp_path / 'c.yaml'}", *argv, code=Exit.MISTAKE)
+    _, err = run(f"--config={tmp_path / 'c.yaml'}", *argv, code=Exit.USER_ERROR)
     assert word in err
     assert "secret" not in err
     assert err.count("\n") == 1
@@ -588,7 +590,7 @@ def flip_file(file: Path) -> None:
 def test_a_damaged_token_file(harm, word, tokens, tmp_path):
     harm(tokens)
     flags = ["--data.source=tokens", f"--data.path={tokens}", f"--run.dir={tmp_path / 'run'}"]
-    _, err = run(*flags, code=Exit.MISTAKE)
+    _, err = run(*flags, code=Exit.USER_ERROR)
     assert word in err
     assert str(tokens) in err
     assert err.count("\n") == 1
@@ -605,7 +607,7 @@ def test_a_token_file_that_changes_under_the_run(harm, tokens, tmp_path):
     wait_until(lambda: is_sealed(tmp_path / "run", 4), process)
     harm(tokens)
     (tmp_path / "go").touch()
-    ((_, err),) = finish(process, code=Exit.MISTAKE)
+    ((_, err),) = finish(process, code=Exit.USER_ERROR)
     assert f"{tokens} " in err.splitlines()[-1]
     assert "under the run" in err
     shutil.copy2(kept, tokens)
@@ -622,7 +624,7 @@ def test_text_that_changed_between_two_starts(text, straight, tmp_path):
     assert "changed  data.path was" in out
     with (tmp_path / "text.txt").open("a") as file:
         file.write("one more line\n")
-    _, err = run(*flags, f"--data.path={tmp_path / 'text.txt'}", code=Exit.MISTAKE)
+    _, err = run(*flags, f"--data.path={tmp_path / 'text.txt'}", code=Exit.USER_ERROR)
     assert "has changed since the checkpoints" in err
 
 
@@ -636,8 +638,10 @@ def test_clock_jumps(argv, straight, tmp_path):
     """
     read = tmp_path / "read"
     patch = (
-        "import itertools, time, jaxstack.runtime.distributed as d\nfrom jaxstack.tracking.goodput import Account\n"
-        "whole, init, take, now, offset, calls, began = d.whole, Account.__init__, Account.take, [1e6], [0], [], []\n"
+        "import itertools, time, jaxstack.runtime.distributed as d\n"
+        "from jaxstack.tracking.goodput import GoodputRecorder\n"
+        "whole, init, take = d.to_global_batch, GoodputRecorder.__init__, GoodputRecorder.take\n"
+        "now, offset, calls, began = [1e6], [0], [], []\n"
         "jumps = itertools.cycle([-86400, 86400 * 30, 3600])\n"
         "def forward():\n"
         "    now[0] += 1 / 16\n"
@@ -654,7 +658,7 @@ def test_clock_jumps(argv, straight, tmp_path):
         "    found = take(self)\n"
         f"    open({str(read)!r}, 'w').write(str(self._since - began[0]))\n"
         "    return found\n"
-        "d.whole, Account.__init__, Account.take = jump, begin, taken"
+        "d.to_global_batch, GoodputRecorder.__init__, GoodputRecorder.take = jump, begin, taken"
     )
     run(*argv, patch=patch)
     assert values(tmp_path / "run") == values(straight)
@@ -698,10 +702,10 @@ def test_the_supervisor_gives_up_with_the_reason(argv, tmp_path):
     """After tries that commit nothing new; at once on a mistake, and when it is itself asked to stop."""
     process = supervised("--wait_s=0.1", "--tries=2", argv=[*argv, "--optim.lr=1e38", "--optim.name=sgd",
                          "--optim.clip_norm=null", "--optim.warmup_steps=0", "--checkpoint.every=1"])  # fmt: skip
-    ((_, err),) = finish(process, code=Exit.BAD_STEPS)
+    ((_, err),) = finish(process, code=Exit.DIVERGED)
     assert "exit code 4 (bad steps)" in err
     assert "Gave up after 2 tries without a new one" in err
-    ((_, err),) = finish(supervised(argv=[*argv, "--model.heads=3"]), code=Exit.MISTAKE)
+    ((_, err),) = finish(supervised(argv=[*argv, "--model.heads=3"]), code=Exit.USER_ERROR)
     assert "unknown key model.heads" in err
     process = supervised(
         argv=[*argv, f"--run.dir={tmp_path / 'other'}", "--train.steps=4000", "--train.eval_every=4000"]
@@ -749,7 +753,7 @@ def test_policies_keep_the_best_and_every_so_many(argv, tmp_path):
     recorded = {line["step"]: line["eval_loss"] for line in lines(tmp_path / "run") if "eval_loss" in line}
     best = min(recorded, key=recorded.__getitem__)
     assert set(manifest.sealed(tmp_path / "run" / "checkpoints")) == {12, 24, best}
-    facts = store.facts(tmp_path / "run" / "checkpoints", 24)
-    assert facts["next_batch"] == 24
-    assert facts["versions"]["jax"] == jax.__version__
-    assert json.loads(json.dumps(facts["config"]))["model"]["d_model"] == 32
+    metadata = store.metadata(tmp_path / "run" / "checkpoints", 24)
+    assert metadata["next_batch"] == 24
+    assert metadata["versions"]["jax"] == jax.__version__
+    assert json.loads(json.dumps(metadata["config"]))["model"]["d_model"] == 32

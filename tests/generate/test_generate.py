@@ -66,7 +66,7 @@ def assert_greedy(cfg: ModelConfig, prompts: list[list[int]], tokens: int, form:
     for row, text in zip(whole, rows, strict=True):
         row[: len(text)] = text
     gates = None if gate is None else jnp.full_like(whole, gate)
-    logits, _ = decoder.forward(decode.dropless(cfg), values, whole, gate=gates)  # each row alone, and aligned left
+    logits, _ = decoder.forward(decode.dropless(cfg), values, whole, gate_ids=gates)  # each row alone, and aligned left
     for prompt, text, scores in zip(prompts, rows, np.asarray(logits), strict=True):
         assert len(text) == len(prompt) + tokens
         assert text[: len(prompt)] == prompt

@@ -191,8 +191,8 @@ def test_the_same_on_any_mesh_and_only_what_a_shard_needs_is_read(name, mesh, tm
     monkeypatch.setattr(files.Tensors, "read", counted)
     got = read(folder, ctx)
     if ctx.pipeline is not None:
-        assert not ctx.pipeline.stages.in_order
-        got["layers"] = jax.tree.map(lambda a: a[ctx.pipeline.stages.rows], got["layers"])
+        assert not ctx.pipeline.stages.is_layer_order
+        got["layers"] = jax.tree.map(lambda a: a[ctx.pipeline.stages.slot_of_layer], got["layers"])
     equal(got, values)
     held = sum(shard.data.size for leaf in jax.tree.leaves(read(folder, ctx)) for shard in leaf.addressable_shards)
     assert count[0] // 2 <= held

@@ -42,8 +42,8 @@ CHANGES: dict[str, dict] = {
     "qwen3": {"tied_embeddings": True},
     "gemma2": {"num_layers": 4},  # two periods of a window of 6 tokens and full attention
     # Their loss has no part for balance here; weights that sum to 1, and such that do not.
-    "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, balance_weight=0.0)},
-    "qwen3_moe": {"moe": MoEConfig(num_experts=5, top_k=3, d_ff=24, normalize=False, balance_weight=0.0)},
+    "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, aux_loss_weight=0.0)},
+    "qwen3_moe": {"moe": MoEConfig(num_experts=5, top_k=3, d_ff=24, normalize=False, aux_loss_weight=0.0)},
 }
 LIKE = {"mistral": "llama3", "qwen3_moe": "qwen3"}
 ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for name, like in LIKE.items()}
@@ -141,12 +141,12 @@ def to_ours(family: str, named):
 def random_batch(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:
     ids = rng.integers(0, cfg.vocab, (BATCH, LENGTH + 1))
     weights = rng.random((BATCH, LENGTH)).astype(np.float32)
-    return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": weights}
 
 
 def their_loss(theirs, batch: dict[str, np.ndarray]):
     """Weighted mean over tokens of the negative log-likelihood; their own `labels=` takes no weights."""
-    tokens, targets, weights = (torch.from_numpy(batch[name]) for name in ("tokens", "targets", "weights"))
+    tokens, targets, weights = (torch.from_numpy(batch[name]) for name in ("tokens", "targets", "loss_weights"))
     logits = theirs(tokens).logits
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (nll * weights.flatten()).sum() / weights.sum()
@@ -192,7 +192,7 @@ def test_loss_and_every_gradient(family, context, rng):
     values, batch = to_ours(family, theirs.named_parameters()), random_batch(cfg, rng)
 
     def loss_fn(values):
-        return losses.next_token(cfg, values, batch, CONTEXTS[context])[0] / batch["weights"].sum()
+        return losses.next_token(cfg, values, batch, CONTEXTS[context])[0] / batch["loss_weights"].sum()
 
     loss, grads = jax.jit(jax.value_and_grad(loss_fn))(values)
     expected = their_loss(theirs, batch)

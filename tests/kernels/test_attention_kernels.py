@@ -57,7 +57,7 @@ def check(rng, implementation, shape, options, ids, dtype=jnp.float32, scale=0.4
     def f(q, k, v):
         return kernels.attention(q, k, v, scale=scale, segment_ids=ids, implementation=implementation, **options)
 
-    with choice.interpreted(how):
+    with choice.interpret_mode(how):
         out, gradients = value_and_vjp(f, d_out, q, k, v)
     assert out.dtype == dtype
     truth = numpy_attention(q64, k64, v64, d_out64, scale, segment_ids=ids, **options)
@@ -132,7 +132,7 @@ def test_nothing_is_raced_for_or_read_before_it_is_written(rng):
 def test_scores_that_leave_one_key_alone(rng, implementation):
     q, k, v = (100 * draw(rng, (1, 40, 1, 16))[0] for _ in range(3))
     f = functools.partial(kernels.attention, scale=100.0)
-    with choice.interpreted():
+    with choice.interpret_mode():
         out = f(q, k, v, implementation=implementation)
     np.testing.assert_allclose(out, f(q, k, v), rtol=1e-5)
 
@@ -222,7 +222,7 @@ def test_on_a_mesh(rng, implementation):
         )(q, k, v, ids)
 
     jax.make_jaxpr(jax.grad(lambda *x: f(implementation, True, *x).sum(), (0, 1, 2)))(q, k, v)
-    with choice.interpreted():
+    with choice.interpret_mode():
         out, gradients = value_and_vjp(functools.partial(f, implementation, False), d_out, q, k, v)
     truth, expected = value_and_vjp(functools.partial(f, "xla", True), d_out, q, k, v)
     for actual, right in zip((out, *gradients), (truth, *expected), strict=True):
@@ -243,7 +243,9 @@ def test_lowers_for_tpus_here(monkeypatch):
 
 
 def choose(wanted, platform, **case):
-    return choice.choose("attention", TABLES["attention"], wanted, platform, {"dtype": jnp.bfloat16} | case)
+    return choice.select_implementation(
+        "attention", TABLES["attention"], wanted, platform, {"dtype": jnp.bfloat16} | case
+    )
 
 
 def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
@@ -281,4 +283,4 @@ def test_padding_of_prompts_is_a_segment_that_every_kernel_of_a_prompt_knows():
     for name in TABLES["attention"]:
         chosen = Context(attention=name).whole_sequences().attention
         assert chosen == (choose("auto", "gpu", segments=True) if name == "cudnn" else name)
-        assert not TABLES["attention"][chosen].unfit({"segments": True})
+        assert not TABLES["attention"][chosen].unsupported_reason({"segments": True})

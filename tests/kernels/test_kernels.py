@@ -340,7 +340,7 @@ def test_norms(rng, shape, dtype, implementation):
     eps = 1e-2  # large enough to be seen
     name, how = ways(norm_module)[implementation]
 
-    with choice.interpreted(how):
+    with choice.interpret_mode(how):
         for unit_offset in (False, True):
             y, (dx, d_scale) = value_and_vjp(
                 lambda x, s, u=unit_offset: kernels.rms_norm(x, s, eps=eps, unit_offset=u, implementation=name),
@@ -372,7 +372,7 @@ def test_norm_of_a_sum(rng, monkeypatch, implementation):
     (x, x64), (residual, residual64), (dy, dy64), (d_total, d_total64) = (draw(rng, shape) for _ in range(4))
     scale, scale64 = draw(rng, shape[-1:])
     name, how = ways(norm_module)[implementation]
-    with choice.interpreted(how):
+    with choice.interpret_mode(how):
         (y, total), vjp = jax.vjp(
             jax.jit(lambda x, r, s: kernels.rms_norm(x, s, r, eps=eps, implementation=name)), x, residual, scale
         )
@@ -445,7 +445,7 @@ def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, sof
     small = {"GPU": (16, 32, 16), "TPU": (16, 32, 16)}
     for platform, tiles in small.items():
         monkeypatch.setattr(cross_entropy_pallas, platform, cross_entropy_pallas.Tiles(*tiles))
-    monkeypatch.setattr(cross_entropy_pallas, "STRIPE", 48)
+    monkeypatch.setattr(cross_entropy_pallas, "VOCAB_BLOCK", 48)
     name, how = ways(cross_entropy_module)[implementation]
     (x, x64), (head, head64) = draw(rng, (batch, length, width), dtype), draw(rng, (width, vocab), dtype)
     targets = rng.integers(0, vocab, (batch, length)).astype(np.int32)
@@ -472,7 +472,7 @@ def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, sof
         )(jnp.broadcast_to(x, (parts, *x.shape)), head)
         return jax.lax.stop_gradient(totals[0] - totals.sum()) + totals.sum()
 
-    with choice.interpreted(how):
+    with choice.interpret_mode(how):
         total, (dx, d_head) = value_and_vjp(f, jnp.float32(3.0), x, head)  # the cotangent must reach both gradients
         value = jax.jit(f)(x, head)  # without gradients
     assert total.dtype == jnp.float32
@@ -517,7 +517,7 @@ def test_grouped_matmul(rng, monkeypatch, sizes, left, inner, outer, dtype, impl
         draw(rng, shape, dtype) for shape in ((N, inner), (len(sizes), inner, outer), (N, outer))
     )
     x, dy = (a.at[used:].set(jnp.nan if how else 0) for a in (x, dy))
-    with choice.interpreted(how):
+    with choice.interpret_mode(how):
         y, (dx, dw) = value_and_vjp(
             lambda x, w: kernels.grouped_matmul(x, w, jnp.asarray(sizes), implementation=name), dy, x, w
         )
@@ -589,9 +589,9 @@ def test_mistakes_are_named():
         kernels.linear(x, jnp.zeros((8, 2)), implementation="fast")
     with pytest.raises(ValueError, match="xla, saved"):
         kernels.gelu(x, implementation="fast")
-    with pytest.raises(ValueError, match="xla, explicit_vjp"):
+    with pytest.raises(ValueError, match="xla, custom_vjp"):
         kernels.rms_norm(x, jnp.ones(8), eps=1e-6, implementation="fast")
-    with pytest.raises(ValueError, match="xla, explicit_vjp"):
+    with pytest.raises(ValueError, match="xla, custom_vjp"):
         kernels.layer_norm(x, jnp.ones(8), None, eps=1e-6, implementation="fast")
     y, i = jnp.zeros((3, 4, 8)), jnp.zeros((3, 4), jnp.int32)
     with pytest.raises(ValueError, match="xla, chunked"):
@@ -620,7 +620,7 @@ def test_what_is_named_and_cannot_run_is_an_error(monkeypatch):
         "pallas_gpu": choice.Implementation(("gpu",)),
     }
     monkeypatch.setitem(choice.AUTO["gpu"], "op", ("vendor",))
-    choose = functools.partial(choice.choose, "op", table)
+    choose = functools.partial(choice.select_implementation, "op", table)
     assert choose("auto", "gpu", {"dtype": "f2"}) == "vendor"
     assert choose("auto", "gpu", {"dtype": "f4"}) == "xla"
     assert choose("auto", "cpu", {"dtype": "f2"}) == "xla"

@@ -160,7 +160,7 @@ def test_every_linear_layer_of_a_block_and_no_other(kind):
     cfg = FAMILIES["llama3"]
     values = params.init(jax.random.key(0), models.spec(cfg))
     ids = jnp.zeros((2, 8), jnp.int32)
-    batch = {"tokens": ids, "targets": ids, "weights": jnp.ones((2, 8))}
+    batch = {"tokens": ids, "targets": ids, "loss_weights": jnp.ones((2, 8))}
 
     def loss(values, quant):
         return losses.next_token(cfg, values, batch, Context(quant=quant))[0]

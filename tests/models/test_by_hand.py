@@ -29,7 +29,7 @@ MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in (FAMILIES | EXP
     "switch": ModelConfig(
         **SMALL, **ODD,
         moe=MoEConfig(
-            num_experts=3, top_k=1, normalize=False, d_ff=20, balance_weight=0.7, z_weight=0.3, shared_experts=2
+            num_experts=3, top_k=1, normalize=False, d_ff=20, aux_loss_weight=0.7, z_loss_weight=0.3, shared_experts=2
         ),
     ),
 }  # fmt: skip
@@ -129,11 +129,11 @@ def choose(moe, p, x, gate):
         total = scores[chosen].sum() if moe.normalize else 1.0
         return chosen, list(scores[chosen] / total), scores, logits
     scores = sigmoid(logits)
-    biased = (scores + p["balance"]).reshape(moe.groups, -1)
-    best = np.argsort(-np.sort(biased)[:, -2:].sum(-1))[: moe.top_groups]
-    allowed = np.isin(np.arange(E) // (E // moe.groups), best)
+    biased = (scores + p["balance"]).reshape(moe.num_groups, -1)
+    best = np.argsort(-np.sort(biased)[:, -2:].sum(-1))[: moe.top_k_groups]
+    allowed = np.isin(np.arange(E) // (E // moe.num_groups), best)
     chosen = list(np.argsort(-np.where(allowed, biased.ravel(), -np.inf))[: moe.top_k])
-    return chosen, list(moe.scale * scores[chosen] / scores[chosen].sum()), scores / scores.sum(), logits
+    return chosen, list(moe.routed_scale * scores[chosen] / scores[chosen].sum()), scores / scores.sum(), logits
 
 
 def experts(cfg, p, x, gates, counts, sums):
@@ -194,10 +194,12 @@ def drawn(cfg, rng):
     batch = {
         "tokens": rng.integers(0, cfg.vocab_size, (2, 13)),
         "targets": rng.integers(0, cfg.vocab_size, (2, 13)),
-        "weights": (rng.random((2, 13)) * (rng.random((2, 13)) < 0.7)).astype(np.float32),  # padding weighs nothing
+        "loss_weights": (rng.random((2, 13)) * (rng.random((2, 13)) < 0.7)).astype(
+            np.float32
+        ),  # padding weighs nothing
         "segment_ids": np.tile(np.repeat([1, 2, 3], lengths), (2, 1)),
         "positions": np.tile(np.concatenate([np.arange(n) for n in lengths]), (2, 1)),
-        "gate": rng.integers(0, gates, (2, 13)),
+        "gate_ids": rng.integers(0, gates, (2, 13)),
     }
     return values, batch
 
@@ -258,7 +260,9 @@ def merged(cfg, tree):
 
 def expected_of(cfg, values, batch):
     wide = merged(cfg, jax.tree.map(lambda leaf: leaf.astype(np.float64), values))
-    return by_hand(cfg, wide, *(batch[name] for name in ("tokens", "segment_ids", "positions", "gate", "weights")))
+    return by_hand(
+        cfg, wide, *(batch[name] for name in ("tokens", "segment_ids", "positions", "gate_ids", "loss_weights"))
+    )
 
 
 @pytest.mark.parametrize("name", MODELS | ADAPTED)
@@ -269,10 +273,10 @@ def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
 
     @jax.jit
     def run(values, batch):
-        rest = {name: batch[name] for name in ("segment_ids", "positions", "gate")}
+        rest = {name: batch[name] for name in ("segment_ids", "positions", "gate_ids")}
         logits, _ = decoder.forward(cfg, values, batch["tokens"], **rest)
         loss, aux = losses.next_token(cfg, values, batch, Context())
-        means = losses.counted(batch["weights"], Context())
+        means = losses.counted(batch["loss_weights"], Context())
         return logits, loss, losses.auxiliary(cfg, aux, means), losses.routing_metrics(aux, means), aux
 
     logits, loss, auxiliary, figures, aux = run(values, batch)
@@ -280,13 +284,13 @@ def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
     # A dozen float32 operations in a row, each a sum of up to 128 terms: some 1e-6 of the largest; ten times that.
     np.testing.assert_allclose(logits, expected, atol=2e-5 * np.abs(expected).max())
     nll = -np.log(np.take_along_axis(softmax(expected), batch["targets"][..., None], -1))
-    np.testing.assert_allclose(loss, (nll[..., 0] * batch["weights"]).sum(), rtol=1e-5)
+    np.testing.assert_allclose(loss, (nll[..., 0] * batch["loss_weights"]).sum(), rtol=1e-5)
     if not cfg.moe.num_experts:
         return
-    counted = (batch["weights"] != 0).sum()
+    counted = (batch["loss_weights"] != 0).sum()
     per_token = counted * cfg.num_layers
-    balance = cfg.moe.balance_weight * sums["balance"] / (2 * cfg.num_layers) if cfg.moe.router == "softmax" else 0.0
-    np.testing.assert_allclose(auxiliary, balance + cfg.moe.z_weight * sums["z"] / per_token, rtol=1e-5, atol=1e-9)
+    balance = cfg.moe.aux_loss_weight * sums["balance"] / (2 * cfg.num_layers) if cfg.moe.router == "softmax" else 0.0
+    np.testing.assert_allclose(auxiliary, balance + cfg.moe.z_loss_weight * sums["z"] / per_token, rtol=1e-5, atol=1e-9)
     np.testing.assert_allclose(np.sum(aux["load"], 0), sums["load"])
     np.testing.assert_allclose(np.sum(aux["dropped"]), sums["dropped"])
     assert (sums["dropped"] > 0) == (name == "capacity")
@@ -308,7 +312,7 @@ def test_bfloat16_is_near_the_definition(name, rng):
     values, batch = drawn(cfg, rng)
     matrices = params.cast_matrices(decoder.spec(cfg), values, jnp.bfloat16)
     expected, _ = expected_of(cfg, matrices, batch)
-    rest = {name: batch[name] for name in ("segment_ids", "positions", "gate")}
+    rest = {name: batch[name] for name in ("segment_ids", "positions", "gate_ids")}
     logits, _ = jax.jit(lambda v, t, r: decoder.forward(cfg, v, t, Context(dtype=jnp.bfloat16), **r))(
         values, batch["tokens"], rest
     )

@@ -40,16 +40,16 @@ def config(family, adapters=LORA, **optim):
 
 def batch_of(cfg, rng):
     ids = rng.integers(0, cfg.vocab, (4, 17)).astype(np.int32)
-    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((4, 16), np.float32)}
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((4, 16), np.float32)}
     if cfg.moe.router == "domain":
-        batch["gate"] = rng.integers(0, cfg.moe.num_experts, (4, 16)).astype(np.int32)
+        batch["gate_ids"] = rng.integers(0, cfg.moe.num_experts, (4, 16)).astype(np.int32)
     return batch
 
 
 def values_of(cfg, rng, std=0.3):
     """Parameters with adapters that do something."""
-    trained, frozen = params.split(decoder.spec(cfg), initial(cfg))
-    return params.join(jax.tree.map(lambda v: v + rng.normal(0, std, v.shape).astype(np.float32), trained), frozen)
+    trained, frozen = params.partition(decoder.spec(cfg), initial(cfg))
+    return params.combine(jax.tree.map(lambda v: v + rng.normal(0, std, v.shape).astype(np.float32), trained), frozen)
 
 
 def initial(cfg):
@@ -97,14 +97,14 @@ def test_all_matrices_of_a_block_but_the_router_by_default():
 def test_split_and_join(rng):
     spec = decoder.spec(replace(ALL["gpt2"], lora=LORA))
     values = params.abstract(spec)
-    trained, frozen = params.split(spec, values)
+    trained, frozen = params.partition(spec, values)
     assert trained.keys() == {"layers"}
-    assert jax.tree.structure(params.join(trained, frozen)) == jax.tree.structure(values)
+    assert jax.tree.structure(params.combine(trained, frozen)) == jax.tree.structure(values)
     assert all(
-        a is b for a, b in zip(jax.tree.leaves(params.join(trained, frozen)), jax.tree.leaves(values), strict=True)
+        a is b for a, b in zip(jax.tree.leaves(params.combine(trained, frozen)), jax.tree.leaves(values), strict=True)
     )
     base = decoder.spec(ALL["gpt2"])
-    assert params.split(base, base) == (base, {})
+    assert params.partition(base, base) == (base, {})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_fresh_adapters_change_nothing_and_merged_ones_compute_the_same(family, 
     expected = forward(cfg.base, base, tokens)[0]
     np.testing.assert_array_equal(forward(cfg, fresh, tokens)[0], expected)  # b is zero: exactly
     values = values_of(cfg, rng, 0.1)
-    merged = lora.merged(cfg.lora, values)
+    merged = lora.merge_adapters(cfg.lora, values)
     assert jax.tree.structure(merged) == jax.tree.structure(base)
     got, want = forward(cfg, values, tokens)[0], forward(cfg.base, merged, tokens)[0]
     assert np.abs(want - expected).max() > 0.1
@@ -161,10 +161,12 @@ def test_gradients_are_those_of_the_merged_model_by_the_chain_rule_and_by_differ
     gradients = jax.jit(step.make_gradients(cfg, Context()))
     of_merged = jax.jit(step.make_gradients(replace(cfg, model=cfg.model.base), Context()))
     loss, grads, _ = gradients(values, batch)
-    loss_of_merged, of_weights, _ = of_merged(lora.merged(LORA, values), batch)
+    loss_of_merged, of_weights, _ = of_merged(lora.merge_adapters(LORA, values), batch)
     assert float(loss) == pytest.approx(float(loss_of_merged), rel=1e-5)
     fresh = initial(cfg.model)
-    assert gradients(fresh, batch)[0] == of_merged(params.split(decoder.spec(cfg.model), fresh)[1], batch)[0]  # exactly
+    assert (
+        gradients(fresh, batch)[0] == of_merged(params.partition(decoder.spec(cfg.model), fresh)[1], batch)[0]
+    )  # exactly
 
     found, expected, held = flatten(grads), flatten(of_weights), flatten(values)
     assert found.keys() == {path for path in held if "/lora_" in path}
@@ -185,11 +187,11 @@ def test_gradients_are_those_of_the_merged_model_by_the_chain_rule_and_by_differ
 
     if family == "mixtral":
         return  # a small step may change an expert's choice
-    trained, frozen = params.split(decoder.spec(cfg.model), values)
+    trained, frozen = params.partition(decoder.spec(cfg.model), values)
     steepness = float(optax.global_norm(grads))
 
     def moved(by):
-        return params.join(jax.tree.map(lambda v, g: v + by / steepness * np.asarray(g), trained, grads), frozen)
+        return params.combine(jax.tree.map(lambda v, g: v + by / steepness * np.asarray(g), trained, grads), frozen)
 
     # Steps of 1e-3 along the gradient: the loss is known to about 1e-6, its slope so to 1e-3.
     ahead, behind = (float(gradients(moved(by), batch)[0]) for by in (1e-3, -1e-3))
@@ -211,7 +213,7 @@ def trained(cfg, batch, steps):
     moments."""
     state = jax.jit(lambda: step.init_state(cfg))()
     before, spec = flatten(jax.device_get(state.params)), decoder.spec(cfg.model)
-    adapters = params.flat_spec(params.split(spec, spec)[0])
+    adapters = params.flat_spec(params.partition(spec, spec)[0])
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert moments
     assert sum(m.size for m in moments) <= 2 * sum(np.prod(p.shape) for p in adapters.values()) + len(adapters) * 2
@@ -311,7 +313,7 @@ def test_from_a_folder_to_a_chat_and_back(tmp_path):
     wanted = step.abstract_state(cfg, ctx)
     state = store.restore(tuned / "checkpoints", 60, wanted)
     spec = decoder.spec(cfg.model)
-    frozen = flatten(params.split(spec, state.params)[1])
+    frozen = flatten(params.partition(spec, state.params)[1])
     for path, value in flatten(base).items():
         np.testing.assert_array_equal(frozen[path], value, err_msg=path)  # imported, trained, saved: bit for bit
     tokens = np.random.default_rng(0).integers(0, 256, (2, 32)).astype(np.int32)

@@ -74,7 +74,7 @@ def test_causality_by_gradients(family, context, rng):
         grown = dataclasses.replace(cfg, vocab_size=rows.shape[0] + cfg.vocab)
         if not cfg.tied_embeddings:
             own = own | {"head": {"w": jnp.ones((cfg.d_model, grown.vocab)) * jnp.arange(grown.vocab)}}
-        x, _ = decoder.hidden(grown, own, unique, CONTEXTS[context])
+        x, _ = decoder.hidden_states(grown, own, unique, CONTEXTS[context])
         return jnp.sin(x[0, t]).sum()
 
     grads = jnp.abs(jax.grad(logit_sum)(table[tokens[0]])).max(axis=1)
@@ -236,7 +236,7 @@ def test_one_layout_however_the_windows_alternate():
 def test_layers_and_rows_are_dealt_out_in_turns():
     """Block i of step n is layer n * period + i; microbatch i has rows i, i + M, ...; a key goes to each."""
     cfg = ModelConfig(**SMALL | {"num_layers": 6}, windows=(8, 0))
-    even, odd = decoder.by_step(cfg, {"x": jnp.arange(6)})
+    even, odd = decoder.group_layers(cfg, {"x": jnp.arange(6)})
     assert (even["x"].tolist(), odd["x"].tolist()) == ([0, 2, 4], [1, 3, 5])
     cut = decoder.microbatched({"x": jnp.arange(6), "key": jnp.arange(3)}, 2)
     assert cut["x"].tolist() == [[0, 2, 4], [1, 3, 5]]
@@ -297,14 +297,14 @@ def test_every_mask_of_dropout_has_a_key_of_its_own(rng, monkeypatch):
     cfg = dataclasses.replace(FAMILIES["llama3"], num_layers=4, windows=(4, 0), dropout=0.5)
     keys = []
 
-    def dropout(key, rate, x, token_ids):
+    def dropout(key, rate, x, dropout_ids):
         keys.append(bytes(np.asarray(jax.random.key_data(key))))
         assert rate == 0.5
         return x
 
     monkeypatch.setattr(layers, "dropout", dropout)
     with jax.disable_jit():
-        decoder.hidden(cfg, randomised(cfg, rng), tokens_for(cfg, rng, length=3), dropout_key=jax.random.key(0))
+        decoder.hidden_states(cfg, randomised(cfg, rng), tokens_for(cfg, rng, length=3), dropout_key=jax.random.key(0))
     assert len(keys) == len(set(keys)) == 1 + 2 * cfg.num_layers
 
 

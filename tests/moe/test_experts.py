@@ -30,10 +30,10 @@ def randomised(cfg, rng):
 
 def random_batch(cfg, rng, rows=4, length=16):
     ids = rng.integers(0, cfg.vocab, (rows, length + 1)).astype(np.int32)
-    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((rows, length), np.float32)}
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((rows, length), np.float32)}
     gates = {"domain": cfg.moe.num_experts, "timestep": cfg.moe.max_timestep}
     if cfg.moe.router in gates:
-        batch["gate"] = rng.integers(0, gates[cfg.moe.router], (rows, length)).astype(np.int32)
+        batch["gate_ids"] = rng.integers(0, gates[cfg.moe.router], (rows, length)).astype(np.int32)
     return batch
 
 
@@ -89,7 +89,7 @@ def test_every_parameter_is_read(name, rng):
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])
 def test_every_product_with_the_router_has_the_highest_precision(name):
     """Forward, recomputed and backward, as lowered: TPUs and GPUs round what has the default precision."""
-    moe = dataclasses.replace(EXPERTS[name].moe, num_experts=7, groups=1, top_groups=1)
+    moe = dataclasses.replace(EXPERTS[name].moe, num_experts=7, num_groups=1, top_k_groups=1)
     cfg = dataclasses.replace(EXPERTS[name], moe=moe)
     run = dataclasses.replace(run_config("mixtral"), model=cfg, train=TrainConfig(dtype="bfloat16", remat="full"))
     values = params.abstract(decoder.spec(cfg))
@@ -127,8 +127,8 @@ def test_logits_of_tokens_in_bfloat16_are_a_product_in_float32(name, rng):
 def test_sums_do_not_depend_on_accumulation(name, rng):
     """The neighbours' auxiliary losses do (MaxText's fell from 457 to 2.0 with two microbatches)."""
     batch = random_batch(EXPERTS[name], rng)
-    batch["weights"] *= rng.random(batch["weights"].shape) < 0.7
-    batch["weights"][2] = 0
+    batch["loss_weights"] *= rng.random(batch["loss_weights"].shape) < 0.7
+    batch["loss_weights"][2] = 0
     values = randomised(EXPERTS[name], rng)
     _, whole, sums = jax.jit(step.make_gradients(run_config(name), Context()))(values, batch)
     _, parts, parts_sums = jax.jit(step.make_gradients(run_config(name, grad_accum=4), Context()))(values, batch)
@@ -145,15 +145,15 @@ def test_sums_do_not_depend_on_accumulation(name, rng):
 def test_padding_changes_no_statistic_no_loss_and_no_gradient(name, dtype, rng):
     """Rows of padding, and padding behind the tokens of each row; not the latter with a capacity, which counts it."""
     run = run_config(name, dtype=dtype)
-    moe = dataclasses.replace(run.model.moe, balance_weight=1.0, z_weight=0.1)
+    moe = dataclasses.replace(run.model.moe, aux_loss_weight=1.0, z_loss_weight=0.1)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, moe=moe))
     values, padded = randomised(run.model, rng), random_batch(run.model, rng)
     rows, length = 3, 16 if name == "capacity" else 11
     batch = {key: value[:rows, :length] for key, value in padded.items()}
     # What counts may weigh anything; sums, and the loss alone, follow the weights.
-    batch["weights"] = rng.choice(np.float32([0, 0.5, 1, 2]), (rows, length))
-    padded["weights"] = np.zeros_like(padded["weights"])
-    padded["weights"][:rows, :length] = batch["weights"]
+    batch["loss_weights"] = rng.choice(np.float32([0, 0.5, 1, 2]), (rows, length))
+    padded["loss_weights"] = np.zeros_like(padded["loss_weights"])
+    padded["loss_weights"][:rows, :length] = batch["loss_weights"]
 
     @jax.jit
     def gradients(batch):
@@ -162,7 +162,7 @@ def test_padding_changes_no_statistic_no_loss_and_no_gradient(name, dtype, rng):
         return sums, losses.routing_metrics(sums, means), {"loss": loss, **grads}
 
     sums, _, _ = alone = gradients(batch)
-    assert sums["counted_tokens"] == (batch["weights"] != 0).sum() < batch["weights"].size
+    assert sums["counted_tokens"] == (batch["loss_weights"] != 0).sum() < batch["loss_weights"].size
     # In bfloat16 other shapes may round otherwise (2^-9 a value), and a token between two experts changes sides.
     tolerance = 1e-5 if dtype == "float32" else 5e-2
     for (path, a), b in zip(flatten(gradients(padded)).items(), jax.tree.leaves(alone), strict=True):
@@ -174,11 +174,11 @@ def test_means_of_what_counts_are_those_of_even_scores(rng):
     cfg = run_config("mixtral")
     values, batch = randomised(cfg.model, rng), random_batch(cfg.model, rng)
     values["layers"]["moe"]["router"] *= 0
-    batch["weights"] *= rng.random(batch["weights"].shape) < 0.5
-    batch["weights"][1] = 0
+    batch["loss_weights"] *= rng.random(batch["loss_weights"].shape) < 0.5
+    batch["loss_weights"][1] = 0
     _, _, sums = jax.jit(step.make_gradients(cfg, Context()))(values, batch)
     means = losses.Counted(sums["counted_tokens"], sums["counted_sequences"])
-    assert (means.tokens, means.sequences) == (batch["weights"].sum(), 3)
+    assert (means.tokens, means.sequences) == (batch["loss_weights"].sum(), 3)
     figures = losses.routing_metrics(sums, means)
     truth = {"load_max_over_mean": 2, "entropy": math.log(4), "balance_loss": 1, "z_loss": math.log(4) ** 2}
     for name, value in truth.items():
@@ -194,7 +194,7 @@ def test_the_balance_loss_is_in_the_gradient_by_its_weight(rng):
 
     def router(balance: float, z: float):
         cfg = run_config("mixtral")
-        moe = dataclasses.replace(cfg.model.moe, balance_weight=balance, z_weight=z)
+        moe = dataclasses.replace(cfg.model.moe, aux_loss_weight=balance, z_loss_weight=z)
         cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, moe=moe))
         return flatten(jax.jit(step.make_gradients(cfg, Context()))(values, batch)[1])["layers/moe/router"]
 
@@ -219,19 +219,21 @@ def test_a_step_reports_the_load_and_moves_the_bias_against_it(rng):
     assert float(metrics["moe_dropped_fraction"]) == 0
     assert 0 < float(metrics["moe_entropy"]) <= math.log(8) + 1e-5
     moved = after.params["layers"]["moe"]["balance"] - values["layers"]["moe"]["balance"]
-    np.testing.assert_allclose(moved[:, 3], -cfg.model.moe.bias_rate, rtol=1e-3)
+    np.testing.assert_allclose(moved[:, 3], -cfg.model.moe.bias_update_rate, rtol=1e-3)
     assert (moved > 0).any()
 
 
 def test_the_bias_moves_by_its_rate_unless_it_is_frozen():
-    cfg = dataclasses.replace(EXPERTS["deepseek"], moe=dataclasses.replace(EXPERTS["deepseek"].moe, bias_rate=0.25))
+    cfg = dataclasses.replace(
+        EXPERTS["deepseek"], moe=dataclasses.replace(EXPERTS["deepseek"].moe, bias_update_rate=0.25)
+    )
     values = {"layers": {"moe": {"balance": jnp.full((2, 8), 0.5), "w": jnp.ones(2)}}, "head": 1}
     load = np.array([[9, 0, 4, 4, 4, 4, 4, 3], [5, 5, 5, 5, 5, 5, 5, 5]], np.float32)  # means of 4 and 5
-    moved = decoder.balance(cfg, values, {"load": jnp.asarray(load)}, Context())
+    moved = decoder.update_router_bias(cfg, values, {"load": jnp.asarray(load)}, Context())
     assert moved["layers"]["moe"]["balance"].tolist() == [[0.25, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5, 0.75], [0.5] * 8]
     assert (moved["head"], moved["layers"]["moe"]["w"].tolist()) == (1, [1, 1])
     for other in (dataclasses.replace(cfg, lora=LoraConfig(rank=2)), EXPERTS["mixtral"], FAMILIES["llama3"]):
-        assert decoder.balance(other, values, {"load": jnp.asarray(load)}, Context()) is values
+        assert decoder.update_router_bias(other, values, {"load": jnp.asarray(load)}, Context()) is values
 
 
 def test_dropped_pairs_are_reported(rng):
@@ -253,7 +255,7 @@ def test_a_hard_gates_expert_is_a_dense_model(context, rng):
     tokens, ctx = batch["tokens"], CONTEXTS[context]
     for expert in range(cfg.moe.num_experts):
         gate = jnp.full(tokens.shape, expert)
-        whole, _ = jax.jit(lambda v, g: decoder.forward(cfg, v, tokens, ctx, gate=g))(values, gate)
+        whole, _ = jax.jit(lambda v, g: decoder.forward(cfg, v, tokens, ctx, gate_ids=g))(values, gate)
         dense, dense_values = surgery.extract_expert(cfg, values, expert)
         alone, aux = jax.jit(lambda v, d=dense: decoder.forward(d, v, tokens, ctx))(dense_values)
         assert aux == {}

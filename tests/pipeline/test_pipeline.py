@@ -140,8 +140,8 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
     """`step.make_gradients` by autodiff through the forward pipeline: GPipe without a table."""
 
     def work(values: Any, batch: Any) -> Any:
-        tokens = collectives.all_reduce(batch["weights"].sum(), ctx.token_axes)
-        means = losses.counted(batch["weights"], ctx)
+        tokens = collectives.all_reduce(batch["loss_weights"].sum(), ctx.token_axes)
+        means = losses.counted(batch["loss_weights"], ctx)
 
         def objective(values: Any) -> Any:
             total, aux = losses.next_token(cfg.model, values, batch, ctx)
@@ -229,11 +229,11 @@ def moved(name: str) -> tuple[Config, Context, list[hlo.Collective]]:
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices))
     values = step.abstract_state(cfg, ctx).params
     shape, where = (cfg.data.batch_size, cfg.data.seq_len), ctx.sharding(ctx.batch)
-    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=where) for name, kind in kinds.items()}
     placed = jax.tree.map(lambda leaf: leaf.sharding, values)
     run = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, placed, None))
-    return cfg, ctx, hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.mesh.shape, ctx.turns)
+    return cfg, ctx, hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.mesh.shape, ctx.trip_counts)
 
 
 @traffic_cases(0, 1, 2)
@@ -289,17 +289,17 @@ def test_rows_hold_every_layer_once():
     for layers, stages, period in [((2, 2, 2, 1), 4, 1), ((3, 1, 2, 2), 2, 1), ((4, 2, 2, 2), 2, 2), ((5,), 1, 1)]:
         lie = Stages(stages, layers, period)
         L, longest = sum(layers), max(layers)
-        assert sorted(lie.numbers[lie.numbers >= 0]) == list(range(L))
-        assert (lie.numbers[lie.rows] == np.arange(L)).all()
+        assert sorted(lie.layer_of_slot[lie.layer_of_slot >= 0]) == list(range(L))
+        assert (lie.layer_of_slot[lie.slot_of_layer] == np.arange(L)).all()
         assert len(lie.numbers) == len(layers) * longest
         starts = np.concatenate([[0], np.cumsum(layers)])
         for g, (start, count) in enumerate(zip(starts, layers, strict=False)):
             rows = lie.numbers.reshape(stages, lie.chunks, longest)[g % stages, g // stages]
             assert rows.tolist() == [*range(start, start + count), *[-1] * (longest - count)]
         assert (lie.steps * period == lie.numbers[::period])[lie.steps >= 0].all()
-    assert Stages(4, (2, 2, 2, 2)).in_order
-    assert not Stages(2, (2, 2, 2, 2)).in_order
-    assert not Stages(2, (2, 1)).in_order
+    assert Stages(4, (2, 2, 2, 2)).is_layer_order
+    assert not Stages(2, (2, 2, 2, 2)).is_layer_order
+    assert not Stages(2, (2, 1)).is_layer_order
     assert str(Stages(2, (2, 2, 1, 1))) == "0-1+4 | 2-3+5"
 
 
@@ -400,7 +400,7 @@ def test_a_checkpoint_has_the_layers_in_their_order(how, optim):
         lambda a: (a.shape, a.sharding), layout.abstract
     )
     assert_states(layout.unpack(packed), state, exactly=True)
-    numbers = ctx.pipeline.stages.numbers
+    numbers = ctx.pipeline.stages.layer_of_slot
     for path, leaf in flatten(state).items():
         if "/layers/" in path and leaf.shape[:1] == numbers.shape:
             assert not np.asarray(leaf)[numbers < 0].any(), path

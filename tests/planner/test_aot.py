@@ -26,7 +26,7 @@ def test_matmuls_counted_are_those_of_the_formula(family):
     ctx = Context()
     values = jax.eval_shape(lambda: step.init_state(cfg)).params
     batch = {name: jax.ShapeDtypeStruct((2, 32), jnp.int32) for name in ("tokens", "targets")}
-    batch["weights"] = jax.ShapeDtypeStruct((2, 32), jnp.float32)
+    batch["loss_weights"] = jax.ShapeDtypeStruct((2, 32), jnp.float32)
     counted = aot.matmul_flops(step.make_gradients(cfg, ctx), values, batch)
     assert counted == 2 * 32 * flops.flops_per_token(cfg.model, 32).full
 

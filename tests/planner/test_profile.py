@@ -168,9 +168,9 @@ def test_a_stage_stores_as_many_rows_as_the_longest_block():
     """What `Partition.stage_bytes` counts is what the executor allocates."""
     schedule, layers = interleaved_one_f_one_b(2, 4, 2), (1, 4, 2, 1)
     program = Program(schedule, Stages(2, layers))
-    rows = len(program.stages.numbers) / 2
+    rows = len(program.stages.layer_of_slot) / 2
     costs = replace(unequal(8), state_bytes=(10.0,) * 8, stash_bytes=(1.0,) * 8)
-    assert Partition(costs, schedule, layers).stage_bytes == 10 * rows + program.slots * program.stages.longest
+    assert Partition(costs, schedule, layers).stage_bytes == 10 * rows + program.slots * program.stages.max_layers
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def in_program(cfg: Config) -> float:
     )
     shape = (cfg.data.batch_size, cfg.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "targets")}
-    batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    batch["loss_weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     return aot.matmul_flops(step.make_train_step(cfg, ctx), step.abstract_state(cfg, ctx), batch)
 
 
@@ -230,9 +230,9 @@ def test_chips_are_complete_and_no_two_share_a_name():
         assert {name_of(kind) for kind in chip.kinds} == {name}
         # In units that are not mistaken: TFLOP/s, TB/s and tens of GB.
         assert 1e14 < max(chip.flops.values()) < 1e16, name
-        assert 3e11 <= chip.bandwidth < 1e13, name
-        assert 3e10 < chip.link < chip.bandwidth / 2, name
-        assert 1e10 < chip.memory < 2e11, name
+        assert 3e11 <= chip.hbm_bandwidth < 1e13, name
+        assert 3e10 < chip.interconnect_bandwidth < chip.hbm_bandwidth / 2, name
+        assert 1e10 < chip.hbm_bytes < 2e11, name
     assert set(aot.TARGETS) <= set(CHIPS)
 
 

@@ -178,12 +178,12 @@ def test_the_failure_of_one_process_ends_the_others(how, text, tmp_path):
     """Within a bounded time, with the reason; none is left hanging."""
     failing = (
         "import sys; sys.argv[0] = 'train.py'; import os, signal, train; from jaxstack.runtime import distributed\n"
-        "whole, calls = distributed.whole, []\n"
+        "whole, calls = distributed.to_global_batch, []\n"
         "def fail(*args):\n"
         "    calls.append(1)\n"
         f"    if len(calls) == 3: {'raise OSError()' if how == 'raises' else 'os.kill(os.getpid(), signal.SIGKILL)'}\n"
         "    return whole(*args)\n"
-        "distributed.whole = fail\n"
+        "distributed.to_global_batch = fail\n"
         "train.main(sys.argv[1:])\n"
     )
     port = free_port()
@@ -228,17 +228,17 @@ with store.Checkpoints(CheckpointConfig(keep=2), directory) as checkpoints:
 saved = dict(hashed)
 assert manifest.sealed(directory) == [2, 1], "a save is over on every process once the seal is written"
 hashed.clear()
-assert store.find(directory).step == 2
+assert store.scan(directory).step == 2
 started = dict(hashed)
-distributed.wait_for_all()
+distributed.barrier()
 if index == 0:
     file = max((directory / "2/state/ocdbt.process_1/d").iterdir(), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 3] ^= 4
     file.write_bytes(content)
-distributed.wait_for_all()
-found = store.find(directory)
-print(json.dumps({"saved": saved, "started": started, "step": found.step, "passed over": found.passed_over}))
+distributed.barrier()
+found = store.scan(directory)
+print(json.dumps({"saved": saved, "started": started, "step": found.step, "passed over": found.skipped}))
 """
 
 
@@ -266,7 +266,7 @@ def test_two_processes_share_the_hashing(tmp_path):
     assert "has changed since it was written" in why
     assert {one["step"] for one in said} == {1}
     # Whoever starts next, in whatever number, sees the same.
-    assert store.find(tmp_path).passed_over == {2: why}
+    assert store.scan(tmp_path).skipped == {2: why}
 
 
 # Rows.
@@ -293,7 +293,7 @@ def test_the_rows_of_all_processes_are_the_batch(packing):
                 assert part.keys() == whole.keys()
                 for name, array in part.items():
                     np.testing.assert_array_equal(array, whole[name][rows])
-    assert not whole["weights"][-1].any(), "the padding was not reached"
+    assert not whole["loss_weights"][-1].any(), "the padding was not reached"
 
 
 class Half:
@@ -331,7 +331,7 @@ def test_a_batch_is_put_together_of_rows_that_lie_apart(monkeypatch):
     monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, s, part: parts.append((shape, part)))
     rows = np.arange(24).reshape(8, 3)
     here = np.array([0, 1, 4, 5])
-    distributed.whole({"tokens": rows[here]}, half, here, 8)
+    distributed.to_global_batch({"tokens": rows[here]}, half, here, 8)
     ((shape, part),) = parts
     assert shape == (8, 3)
     np.testing.assert_array_equal(part((slice(4, 6), slice(None))), rows[4:6])

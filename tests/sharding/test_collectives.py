@@ -41,7 +41,7 @@ def _compiled(moe: bool, remat: str, accum: int, mesh: tuple[tuple[str, int], ..
     values = step.abstract_state(cfg, ctx).params
     batch = {
         name: jax.ShapeDtypeStruct((B, S), dtype, sharding=ctx.sharding(ctx.batch))
-        for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32)]
+        for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("loss_weights", jnp.float32)]
     }
     placed = jax.tree.map(lambda leaf: leaf.sharding, values)
     gradients = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, placed, None))
@@ -50,7 +50,7 @@ def _compiled(moe: bool, remat: str, accum: int, mesh: tuple[tuple[str, int], ..
 
 def moved(**how) -> list[hlo.Collective]:
     _, ctx, text = compiled(**how)
-    return hlo.collectives(text, ctx.mesh.shape, ctx.turns)
+    return hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts)
 
 
 def per_layer(found: list[hlo.Collective], kind: str, *axes: str) -> dict[tuple[int, ...], int]:
@@ -153,7 +153,7 @@ def test_the_ring_passes_keys_and_values_on_and_gathers_nothing():
 )
 def test_bytes_along_each_axis_are_what_the_formula_says(how):
     cfg, ctx, text = compiled(**how)
-    found, expected = hlo.collectives(text, ctx.mesh.shape, ctx.turns), estimate.traffic(cfg, ctx)
+    found, expected = hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts), estimate.traffic(cfg, ctx)
     print(hlo.table(found, expected))
     measured, predicted = hlo.sent(found), hlo.sent(expected)
     kinds = {kind for kind, sent in measured.items() if sent > 0.01 * sum(measured.values())}

@@ -27,7 +27,7 @@ def clock(monkeypatch):
 
 
 def meter(cfg=CFG, kind="NVIDIA H100 80GB HBM3", devices=4):
-    return throughput.Meter(cfg, [SimpleNamespace(device_kind=kind)] * devices)
+    return throughput.ThroughputMeter(cfg, [SimpleNamespace(device_kind=kind)] * devices)
 
 
 def test_figures_of_timed_steps(clock):
@@ -74,7 +74,7 @@ def test_without_a_known_peak_there_is_no_mfu(clock, dtype, kind):
 
 
 def test_every_second_belongs_to_one_kind(clock):
-    account = goodput.Account()
+    account = goodput.GoodputRecorder()
     for kind, seconds in (("compile", 3.0), ("data", 0.5), ("step", 2.0)):
         account.enter(kind)
         clock.t += seconds

@@ -24,7 +24,7 @@ def operations(num_layers: int) -> tuple[Counter[str], Counter[str]]:
     placed = jax.NamedSharding(mesh, jax.P("data"))
     batch = {
         name: jax.ShapeDtypeStruct((2, 16), dtype, sharding=placed)
-        for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32)]
+        for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("loss_weights", jnp.float32)]
     }
     lowered = jax.jit(step.make_train_step(cfg, ctx), donate_argnums=0).lower(state, batch)
     compiled = re.findall(r"^ +(?:ROOT )?%\S+ = .*? ([a-z][\w-]*)\(", lowered.compile().as_text(), re.M)

@@ -49,7 +49,7 @@ def random_batch(cfg: Config, rng: np.random.Generator, weights: bool = True) ->
     ids = rng.integers(0, cfg.model.vocab, (shape[0], shape[1] + 1)).astype(np.int32)
     keep = rng.random(shape) < rng.random((shape[0], 1)) if weights else np.ones(shape)
     keep[0, 0] = 1
-    return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": keep.astype(np.float32)}
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": keep.astype(np.float32)}
 
 
 def relative(a, b) -> float:
@@ -84,7 +84,7 @@ def test_the_loss_is_the_mean_over_weighted_tokens(rng):
     state, train_step, _ = build(cfg)
     logits, _ = decoder.forward(cfg.model, state.params, batch["tokens"])
     nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch["targets"][..., None], -1)[..., 0]
-    expected = (nll * batch["weights"]).sum() / batch["weights"].sum()
+    expected = (nll * batch["loss_weights"]).sum() / batch["loss_weights"].sum()
     np.testing.assert_allclose(train_step(state, batch)[1]["loss"], expected, rtol=1e-5)
 
 
@@ -110,7 +110,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(poison, rng):
     cfg = config()
     state, train_step, _ = build(cfg)
     good, bad = random_batch(cfg, rng), random_batch(cfg, rng)
-    bad["weights"][0, 0] = poison
+    bad["loss_weights"][0, 0] = poison
     state, _ = train_step(state, good)
     after, metrics = train_step(state, bad)
     assert not np.isfinite(metrics["loss"])
@@ -148,7 +148,7 @@ def test_it_learns_a_markov_chain_down_to_its_entropy():
         ids[:, 0] = rng.choice(V, 32, p=stationary)
         for t in range(1, 33):
             ids[:, t] = (rng.random((32, 1)) > cumulative[ids[:, t - 1]]).sum(1)
-        return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((32, 32), np.float32)}
+        return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((32, 32), np.float32)}
 
     tail = []
     for i in range(150):
@@ -230,7 +230,7 @@ def test_recent_losses_are_those_of_the_last_good_steps_oldest_first(rng):
     for i in range(6):
         batch, before = random_batch(cfg, rng), state.recent
         if i == 3:
-            batch["weights"][0, 0] = np.nan
+            batch["loss_weights"][0, 0] = np.nan
         state, metrics = train_step(state, batch)
         if i == 3:
             assert same(state.recent, before)
@@ -277,13 +277,13 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is_finite(rng,
 def test_evaluation_sums_over_weights_and_drops_nothing(rng):
     cfg = config(model=dataclasses.replace(TINY, dropout=0.5))
     batch = random_batch(cfg, rng)
-    batch["weights"] *= rng.random(batch["weights"].shape).astype(np.float32)
+    batch["loss_weights"] *= rng.random(batch["loss_weights"].shape).astype(np.float32)
     values = params.init(jax.random.key(0), decoder.spec(cfg.model))
     total, tokens = jax.jit(step.make_eval_step(cfg, Context()))(values, batch)
     logits, _ = decoder.forward(cfg.model, values, batch["tokens"])
     nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch["targets"][..., None], -1)[..., 0]
-    np.testing.assert_allclose(total, (nll * batch["weights"]).sum(dtype=np.float64), rtol=1e-5)
-    np.testing.assert_allclose(tokens, batch["weights"].sum(dtype=np.float64), rtol=1e-6)
+    np.testing.assert_allclose(total, (nll * batch["loss_weights"]).sum(dtype=np.float64), rtol=1e-5)
+    np.testing.assert_allclose(tokens, batch["loss_weights"].sum(dtype=np.float64), rtol=1e-6)
 
 
 def test_microbatches_are_summed_in_float32_whatever_the_dtype_of_the_pass(rng):
@@ -299,7 +299,7 @@ def test_microbatches_are_summed_in_float32_whatever_the_dtype_of_the_pass(rng):
         micro = {name: a[i::8] for name, a in batch.items()}
         for path, leaf in flatten(one(values, micro)[1]).items():
             expected[path] = expected[path] + np.asarray(leaf, np.float64) / 8
-    np.testing.assert_allclose(sums["tokens"], batch["weights"].sum())
+    np.testing.assert_allclose(sums["tokens"], batch["loss_weights"].sum())
     for path, leaf in flatten(got).items():
         assert leaf.dtype == jnp.float32, path
         # Float32 sums of eight; sums rounded to bfloat16 would be off by some 0.003.

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxstack.kernels.attention import chunked, reference
 from jaxstack.kernels.attention.reference import MASKED, Mask, Options, heads_first, heads_last, masked_scores
-from jaxstack.kernels.implementation import Case, Implementation, here, interpret
+from jaxstack.kernels.implementation import Implementation, OpCase, interpret, resolve_implementation
 from jaxstack.sharding import collectives
 
 _WIDEST = {"cudnn": 128, "pallas_gpu": 256, "pallas_tpu": 256}  # heads, in elements; cuDNN's take 256 since Hopper
@@ -34,7 +34,7 @@ _DTYPES = {
 }
 
 
-def _limits(name: str, case: Case) -> str:
+def _limits(name: str, case: OpCase) -> str:
     """What of a case a kernel does not do, as a choice says it."""
     if case.get("sequence_shards", 1) > 1:
         return "takes whole sequences, and this one is split over mesh axis context"
@@ -89,7 +89,7 @@ def attention(
     that cannot do this.
     """
     o = options(q, k, scale, causal, window, softcap, implementation, segments=segment_ids is not None)
-    q, k, v = collectives.alike(q, k, v)
+    q, k, v = collectives.match_varying(q, k, v)
     return _attend(o, q, k, v, segment_ids)
 
 
@@ -134,7 +134,7 @@ def options(q, k, scale, causal, window, softcap, implementation, **case: Any) -
     if window < 0 or (window and not causal):
         raise ValueError(f"window={window} needs causal=True and a positive size (0: all keys)")
     case |= {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap}
-    name = here("attention", IMPLEMENTATIONS, implementation, case)
+    name = resolve_implementation("attention", IMPLEMENTATIONS, implementation, case)
     return Options(scale, causal, window, softcap, name, interpret())
 
 

@@ -127,7 +127,7 @@ def _call(kernel, over, static: _Static, heads, segment_ids, inputs, in_specs, r
     place = lambda i: jnp.abs(last - i)  # noqa: E731
     segments = None if segment_ids is None else pl.BlockSpec((None, s), lambda i, h, b: (b, 0))
     row = pl.BlockSpec((None, None, 4), lambda i, h, b: (b if table.shape[0] > 1 else 0, place(i), 0))
-    table, segment_ids, *inputs = collectives.alike(table, segment_ids, *inputs)
+    table, segment_ids, *inputs = collectives.match_varying(table, segment_ids, *inputs)
     kind = jax.typeof(table).mat
     return pl.pallas_call(
         partial(kernel, static._replace(ends=ends), place),

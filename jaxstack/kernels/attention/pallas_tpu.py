@@ -200,7 +200,7 @@ def _segment_specs(static: _Static, segments, keys: bool = False):
 def _call(kernel, static: _Static, grid, table, inputs, in_specs, results, out_specs, scratch):
     """Runs the kernel on a grid whose last axes, all but the first three, add up. scratch: shapes in float32."""
     semantics: tuple[Any, ...] = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
-    table, *inputs = collectives.alike(table, *inputs)
+    table, *inputs = collectives.match_varying(table, *inputs)
     kind = jax.typeof(table).mat
     return pl.pallas_call(
         partial(kernel, static),
