@@ -34,7 +34,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-KEYS: dict[str, str] = {}
+KEYS = {
+    "model.moe.num_groups": "model.moe.groups",
+    "model.moe.top_k_groups": "model.moe.top_groups",
+    "model.moe.routed_scale": "model.moe.scale",
+    "model.moe.bias_update_rate": "model.moe.bias_rate",
+    "model.moe.aux_loss_weight": "model.moe.balance_weight",
+    "model.moe.z_loss_weight": "model.moe.z_weight",
+    "kernels.norm=custom_vjp": "kernels.norm=explicit_vjp",
+}
 """Maps a key in TINY or CASES to its name in older trees; "key=value" pairs rename a value. Each tree is given the new
 name first, and the old one if it rejects that."""
 METRICS: dict[str, str] = {}
@@ -69,11 +77,11 @@ CASES = {
     "no_sequence_parallel": ["--config=quickstart --optim.name=sgd --mesh.tensor=2 --mesh.sequence_parallel=false"],
     "context_ring": [f"{GEMMA} --mesh.data=2 --mesh.context=2 --mesh.tensor=2"],
     "context_all_gather": [f"{GEMMA} --mesh.context=4 --mesh.context_method=all_gather"],
-    "moe_softmax": [f"""--config=mixtral_8x7b {MOE} --model.num_kv_heads=2 --model.moe.balance_weight=0.02
-        --model.moe.z_weight=0.01 --mesh.fsdp=2 --mesh.expert=2 --mesh.tensor=2 --train.grad_accum=2"""],
+    "moe_softmax": [f"""--config=mixtral_8x7b {MOE} --model.num_kv_heads=2 --model.moe.aux_loss_weight=0.02
+        --model.moe.z_loss_weight=0.01 --mesh.fsdp=2 --mesh.expert=2 --mesh.tensor=2 --train.grad_accum=2"""],
     "moe_capacity": [f"--config=moe_quickstart {MOE} --model.moe.capacity_factor=1.1 --mesh.data=2 --mesh.expert=2"],
-    "moe_sigmoid": [f"""--config=deepseek_v3 {MOE} --model.head_dim=8 --model.moe.top_k=3 --model.moe.groups=4
-        --model.moe.top_groups=2 --model.moe.scale=2.5 --model.moe.bias_rate=0.1 --mesh.expert=4"""],
+    "moe_sigmoid": [f"""--config=deepseek_v3 {MOE} --model.head_dim=8 --model.moe.top_k=3 --model.moe.num_groups=4
+        --model.moe.top_k_groups=2 --model.moe.routed_scale=2.5 --model.moe.bias_update_rate=0.1 --mesh.expert=4"""],
     "moe_ragged": [f"""--config=qwen3_30b_a3b {MOE} --model.num_kv_heads=2 --model.head_dim=8 --model.moe.top_k=2
         --kernels.moe=ragged"""],
     "moe_domain": ["""--config=quickstart --model.moe.num_experts=2 --model.moe.router=domain --data.packing=true

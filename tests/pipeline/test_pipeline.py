@@ -291,12 +291,12 @@ def test_rows_hold_every_layer_once():
         L, longest = sum(layers), max(layers)
         assert sorted(lie.layer_of_slot[lie.layer_of_slot >= 0]) == list(range(L))
         assert (lie.layer_of_slot[lie.slot_of_layer] == np.arange(L)).all()
-        assert len(lie.numbers) == len(layers) * longest
+        assert len(lie.layer_of_slot) == len(layers) * longest
         starts = np.concatenate([[0], np.cumsum(layers)])
         for g, (start, count) in enumerate(zip(starts, layers, strict=False)):
-            rows = lie.numbers.reshape(stages, lie.chunks, longest)[g % stages, g // stages]
+            rows = lie.layer_of_slot.reshape(stages, lie.chunks, longest)[g % stages, g // stages]
             assert rows.tolist() == [*range(start, start + count), *[-1] * (longest - count)]
-        assert (lie.steps * period == lie.numbers[::period])[lie.steps >= 0].all()
+        assert (lie.steps * period == lie.layer_of_slot[::period])[lie.steps >= 0].all()
     assert Stages(4, (2, 2, 2, 2)).is_layer_order
     assert not Stages(2, (2, 2, 2, 2)).is_layer_order
     assert not Stages(2, (2, 1)).is_layer_order
