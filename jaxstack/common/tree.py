@@ -1,15 +1,18 @@
-"""Paths of trees."""
+"""Paths of pytree leaves, and the type alias for any pytree."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
+PyTree: TypeAlias = Any
+"""Any JAX pytree: nested dicts, tuples, lists or registered dataclasses of arrays."""
+
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """A tree path as text: `layers/attention/w_q`."""
+    """Returns the path of a leaf as text, such as `layers/attention/w_q`."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
-def flatten(tree: Any) -> dict[str, Any]:
-    """Every leaf under its path, in the tree's own order."""
+def flatten(tree: PyTree) -> dict[str, Any]:
+    """Returns every leaf by its path, in the tree's own order."""
     return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
