@@ -47,6 +47,8 @@ def main() -> None:
     from jaxstack import sharding
     from jaxstack.models.context import Context
     from jaxstack.training import step
+    from jaxstack.training.gradients import make_gradients
+    from jaxstack.training.state import abstract_state, make_state
 
     runs: dict[int, Any] = {}
     ids = np.random.default_rng(0).integers(0, 256, (given.batch, 257)).astype(np.int32)
@@ -54,10 +56,10 @@ def main() -> None:
     for experts in (8, 64):
         cfg = config(experts, given.batch)
         ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, given.batch))
-        abstract = step.abstract_state(cfg, ctx)
+        abstract = abstract_state(cfg, ctx)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
-        state = step.make_state(cfg, ctx, abstract)
-        gradients = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, shardings, None))
+        state = make_state(cfg, ctx, abstract)
+        gradients = jax.jit(make_gradients(cfg, ctx), out_shardings=(None, shardings, None))
         runs[experts] = [state, step.jit_train_step(cfg, ctx, abstract), gradients, ctx.sharding(ctx.batch)]
 
     def one_step(experts: int) -> float:

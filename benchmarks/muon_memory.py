@@ -21,6 +21,7 @@ from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
 from jaxstack.training import step
+from jaxstack.training.state import abstract_state
 
 CASES: list[tuple[str, int, dict[str, int]]] = [
     ("adamw", 8, {"fsdp": 8}),
@@ -42,7 +43,7 @@ def case(optimizer: str, layers: int, mesh: dict[str, int], options: dict[str, A
     )
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size))
     assert ctx.mesh is not None
-    state, where = step.abstract_state(cfg, ctx), ctx.sharding(ctx.batch)
+    state, where = abstract_state(cfg, ctx), ctx.sharding(ctx.batch)
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct((8, 128), dtype, sharding=where) for name, dtype in kinds.items()}
     begin = time.perf_counter()

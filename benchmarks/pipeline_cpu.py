@@ -51,6 +51,7 @@ def main() -> None:
     from jaxstack import sharding
     from jaxstack.models.context import Context
     from jaxstack.training import step
+    from jaxstack.training.state import abstract_state, make_state
 
     ids = np.random.default_rng(0).integers(0, 256, (given.batch, 257)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((given.batch, 256), np.float32)}
@@ -59,9 +60,9 @@ def main() -> None:
     for name, (mesh, pipeline) in CASES.items():
         cfg = config(mesh, pipeline, given.batch)
         ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, given.batch))
-        abstract = step.abstract_state(cfg, ctx)
+        abstract = abstract_state(cfg, ctx)
         train_step = step.jit_train_step(cfg, ctx, abstract)
-        runs[name] = [step.make_state(cfg, ctx, abstract), train_step, jax.device_put(batch, ctx.sharding(ctx.batch))]
+        runs[name] = [make_state(cfg, ctx, abstract), train_step, jax.device_put(batch, ctx.sharding(ctx.batch))]
         if ctx.pipeline is not None:
             bubbles[name] = ctx.pipeline.bubble
 

@@ -33,6 +33,7 @@ def compile_seconds(num_layers: int) -> float:
     from jaxstack.models.context import Context
     from jaxstack.sharding import make_mesh
     from jaxstack.training import step
+    from jaxstack.training.state import abstract_state
 
     cfg = Config(
         model=ModelConfig(num_layers=num_layers, d_model=128, num_heads=4, vocab_size=256),
@@ -40,7 +41,7 @@ def compile_seconds(num_layers: int) -> float:
     )
     mesh = make_mesh(MeshConfig(2), 8, jax.devices()[:2])
     ctx = Context.create(cfg, mesh)
-    state = step.abstract_state(cfg, ctx)
+    state = abstract_state(cfg, ctx)
     placed = jax.NamedSharding(mesh, jax.P("data"))
     batch = {
         name: jax.ShapeDtypeStruct((8, 128), dtype, sharding=placed)

@@ -37,6 +37,7 @@ def ours(name: str) -> None:
     from jaxstack import sharding
     from jaxstack.models.context import Context
     from jaxstack.training import step
+    from jaxstack.training.state import abstract_state, make_state
 
     family: dict[str, Any] = {
         "gpt": {
@@ -66,8 +67,8 @@ def ours(name: str) -> None:
     )
     mesh = sharding.make_mesh(cfg.mesh, job["batch"] // job["accum"])
     ctx = Context.create(cfg, mesh)
-    abstract = step.abstract_state(cfg, ctx)
-    state = step.make_state(cfg, ctx, abstract)
+    abstract = abstract_state(cfg, ctx)
+    state = make_state(cfg, ctx, abstract)
     train_step = step.jit_train_step(cfg, ctx, abstract)
     ids = np.random.default_rng(0).integers(0, job["vocab"], (job["batch"], job["seq_len"] + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones(ids[:, 1:].shape, np.float32)}

@@ -117,6 +117,7 @@ def ours(order: dict[str, Any]) -> None:
     from jaxstack.models import flops as plan
     from jaxstack.models.context import Context
     from jaxstack.training import step
+    from jaxstack.training.state import abstract_state, make_state
 
     job, device = Job(**order["job"]), jax.devices()[0]
     stats = device.memory_stats() or {}
@@ -130,7 +131,7 @@ def ours(order: dict[str, Any]) -> None:
             case = {"remat": remat, "batch": batch, "kernels": ctx.kernels}
             if any(case.items() <= c.items() and c["total"] > budget for c in order["known"]):
                 continue
-            abstract = step.abstract_state(cfg, ctx)
+            abstract = abstract_state(cfg, ctx)
             ids, where = text(job, batch), ctx.sharding(ctx.batch)
             host = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones(ids[:, 1:].shape, np.float32)}
             placed = jax.device_put(host, where)
@@ -153,7 +154,7 @@ def ours(order: dict[str, Any]) -> None:
                 print(f"  {remat}, batch {batch}: {total / 2**30:.1f} GiB, too much", file=sys.stderr, flush=True)
                 continue
             try:
-                state = step.make_state(cfg, ctx, abstract)
+                state = make_state(cfg, ctx, abstract)
                 state, metrics = compiled(state, placed)
                 jax.block_until_ready(metrics)
             except jax.errors.JaxRuntimeError as error:

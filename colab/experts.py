@@ -58,7 +58,8 @@ from IPython.display import HTML, display
 from jaxstack import sharding
 from jaxstack.models import decoder, flops, layers, params
 from jaxstack.models.context import Context
-from jaxstack.training import step
+from jaxstack.training.gradients import make_gradients
+from jaxstack.training.state import abstract_state, make_optimizer, make_state
 
 print(dataset.description)
 print(f"{params.count(decoder.spec(cfg.model)):,} parameters, of which a byte meets {flops.matmul_params(cfg.model):,}")
@@ -102,7 +103,7 @@ class History(NamedTuple):
 def train(cfg: Config) -> tuple[Any, History]:
     """The parameters after `train.steps` steps, and what the routers did in each."""
     ctx = Context.create(cfg, mesh)
-    gradients, optimizer = step.make_gradients(cfg, ctx), step.make_optimizer(cfg)
+    gradients, optimizer = make_gradients(cfg, ctx), make_optimizer(cfg)
 
     def one_step(values, opt_state, batch):
         loss, grads, sums = gradients(values, batch)
@@ -110,8 +111,8 @@ def train(cfg: Config) -> tuple[Any, History]:
         values = decoder.update_router_bias(cfg.model, optax.apply_updates(values, changes), sums, ctx)
         return values, opt_state, (loss, sums["load"], sums["dropped"], sums["entropy"])
 
-    abstract = step.abstract_state(cfg, ctx)
-    state = step.make_state(cfg, ctx, abstract)
+    abstract = abstract_state(cfg, ctx)
+    state = make_state(cfg, ctx, abstract)
     where = jax.tree.map(lambda leaf: leaf.sharding, (abstract.params, abstract.opt_state))
     one_step = jax.jit(one_step, donate_argnums=(0, 1), out_shardings=(*where, None))
 

@@ -71,6 +71,7 @@ from jaxstack.generate import decode
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.training import step
+from jaxstack.training.state import TrainState, abstract_state, make_state
 
 spec = decoder.spec(cfg.model)
 for path, param in params.flat_spec(spec).items():
@@ -88,11 +89,11 @@ print(f"{params.count(spec):,} parameters on {jax.device_count()} x {jax.devices
 mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size)
 
 
-def train(cfg: Config) -> tuple[step.TrainState, list[float]]:
+def train(cfg: Config) -> tuple[TrainState, list[float]]:
     """The state after `train.steps` steps, and the loss of each, in nats per byte."""
     ctx = Context.create(cfg, mesh)
-    abstract = step.abstract_state(cfg, ctx)  # shapes and where they lie, without values
-    state = step.make_state(cfg, ctx, abstract)
+    abstract = abstract_state(cfg, ctx)  # shapes and where they lie, without values
+    state = make_state(cfg, ctx, abstract)
     train_step = step.jit_train_step(cfg, ctx, abstract)
     losses = []
     for i in range(cfg.train.steps):
@@ -103,7 +104,7 @@ def train(cfg: Config) -> tuple[step.TrainState, list[float]]:
     return state, losses
 
 
-def held_out_bits(cfg: Config, state: step.TrainState) -> float:
+def held_out_bits(cfg: Config, state: TrainState) -> float:
     """Bits per byte of text that was never trained on."""
     ctx = Context.create(cfg, mesh)
     eval_step = jax.jit(step.make_eval_step(cfg, ctx))

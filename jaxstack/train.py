@@ -56,10 +56,10 @@ def show(cfg: Config) -> None:
     from jaxstack import sharding
     from jaxstack.models import decoder, params
     from jaxstack.models.context import Context
-    from jaxstack.training import step
+    from jaxstack.training.state import abstract_state
 
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
-    state = step.abstract_state(cfg, Context.create(cfg, mesh))
+    state = abstract_state(cfg, Context.create(cfg, mesh))
     declared = params.flat_spec(decoder.spec(cfg.model))
     leaves, specs = sharding.placed(state.params)
     print(sharding.table({path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}, specs, mesh))
@@ -81,6 +81,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     from jaxstack.tracking import jsonl, profiler, throughput
     from jaxstack.tracking.step_log import LoopState, StepLogger
     from jaxstack.training import init_from, step
+    from jaxstack.training.checkpoint_layout import checkpoint_layout
+    from jaxstack.training.state import TrainState, abstract_state, make_state
 
     run = Path(cfg.run.dir)
     saved = run_dir.checkpoints(run)
@@ -93,8 +95,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     meter = throughput.ThroughputMeter(cfg, devices)
     loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))
 
-    abstract = step.abstract_state(cfg, ctx)
-    layout = step.checkpoint_layout(cfg, ctx, abstract)
+    abstract = abstract_state(cfg, ctx)
+    layout = checkpoint_layout(cfg, ctx, abstract)
     train_step = step.jit_train_step(cfg, ctx, abstract)
     eval_step = jax.jit(step.make_eval_step(cfg, ctx))
 
@@ -111,14 +113,14 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         found = resolve_start_step(screen, cfg, ctx, dataset)
         start = found.step or 0
 
-        def state_of(number: int) -> tuple[step.TrainState, int]:
+        def state_of(number: int) -> tuple[TrainState, int]:
             """The state after a step, and the index of the batch that comes next."""
             if number:
                 state = layout.unpack(store.restore(saved, number, layout.abstract))
                 return state, store.metadata(saved, number)["next_batch"]
             if cfg.run.init_from:
                 return init_from.start_from(cfg, ctx, abstract), 0
-            return step.make_state(cfg, ctx, abstract), 0
+            return make_state(cfg, ctx, abstract), 0
 
         if start:
             run_dir.same_data(store.metadata(saved, start), cfg, dataset.fingerprint)

@@ -109,9 +109,13 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "step", "training/losses.py", STEP,
+    ("loss_weight = collectives.all_reduce(weights.sum(), ctx.token_axes)",
+     "loss_weight = collectives.all_reduce((weights >= 0).sum(), ctx.token_axes)", STEP + " -k mean_over"),
+)  # fmt: skip
+
+mistakes(
     "step", "training/step.py", STEP,
-    ('tokens = collectives.all_reduce(batch["loss_weights"].sum(), ctx.token_axes)',
-     'tokens = collectives.all_reduce((batch["loss_weights"] >= 0).sum(), ctx.token_axes)', STEP + " -k mean_over"),
     ("jnp.append(state.recent[1:], loss)", "jnp.append(state.recent[:-1], loss)", STEP + " -k recent"),
     ("jnp.where(good, jnp.append(state.recent[1:], loss), state.recent)", "jnp.append(state.recent[1:], loss)",
      STEP + " -k 'recent or spike'"),
@@ -128,10 +132,22 @@ mistakes(
     ("middle + cfg.threshold * jnp.maximum", "cfg.threshold * jnp.maximum", "checkpoint/test_reliability.py -k spike"),
     ("1.4826 * jnp.median", "jnp.median", "checkpoint/test_reliability.py -k spike"),
     ("(updates >= cfg.window)", "(updates > cfg.window)", "checkpoint/test_reliability.py -k spike"),
-    ("return loss + losses.auxiliary(cfg.model, aux, means), (loss, aux)", "return loss, (loss, aux)",
+)  # fmt: skip
+
+mistakes(
+    "step", "training/gradients.py", STEP,
+    ("return loss + losses.auxiliary(cfg.model, aux, totals), (loss, aux)", "return loss, (loss, aux)",
      "moe/test_experts.py -k balance"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/state.py", STEP,
     ('params.init(jax.random.key(cfg.run.seed), spec, layers)', "params.init(jax.random.key(0), spec, layers)",
      STEP + " -k first_state"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/pipelined.py", STEP,
     ("_, scatter = jax.vjp(partial(whole, trained_spec), trained)", "_, scatter = jax.vjp(partial(whole, spec), trained)",
      PIPELINE, {"equivalent": "the tests of pipelines freeze nothing, and then both specs are one"}),
 )  # fmt: skip

@@ -24,7 +24,8 @@ from jaxstack.config import Config, DataConfig, LoraConfig, MeshConfig, ModelCon
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
+from jaxstack.training.gradients import make_gradients
+from jaxstack.training.state import abstract_state, make_state
 
 BATCH, SEQ = 8, 32
 WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_dim": 8, "d_ff": 96, "vocab_size": 64}
@@ -134,7 +135,7 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
 
 
 def gradients(
-    cfg: Config, seed: int, make: Any = step.make_gradients, batch: Arrays | None = None
+    cfg: Config, seed: int, make: Any = make_gradients, batch: Arrays | None = None
 ) -> tuple[Arrays, Arrays, Arrays]:
     """Loss and routing's sums, gradients and initial values on the mesh of `cfg`, layers in the model's order.
 
@@ -145,8 +146,8 @@ def gradients(
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices)
     ctx = Context.create(cfg, mesh)
     spec = decoder.spec(cfg.model)
-    abstract = step.abstract_state(cfg, ctx)
-    initial = step.make_state(cfg, ctx, abstract).params
+    abstract = abstract_state(cfg, ctx)
+    initial = make_state(cfg, ctx, abstract).params
     stages = ctx.pipeline.stages if ctx.pipeline else None
     rng = np.random.default_rng(seed)
 
@@ -228,7 +229,7 @@ def test_a_mesh_of_ones_is_no_mesh_at_all():
     values = params.abstract(decoder.spec(cfg.model))
     batch, key = random_batch(0, False, cfg.model), jax.random.key(0)
     with_mesh, without = (
-        str(jax.make_jaxpr(step.make_gradients(cfg, c))(values, batch, key))
+        str(jax.make_jaxpr(make_gradients(cfg, c))(values, batch, key))
         for c in (ctx, dataclasses.replace(ctx, mesh=None))
     )
     assert "psum" not in with_mesh

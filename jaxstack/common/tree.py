@@ -1,4 +1,4 @@
-"""Paths of pytree leaves, and the type alias for any pytree."""
+"""Paths of pytree leaves, and the type aliases of pytrees and batches."""
 
 from typing import Any, TypeAlias
 
@@ -6,6 +6,9 @@ import jax
 
 PyTree: TypeAlias = Any
 """Any JAX pytree: nested dicts, tuples, lists or registered dataclasses of arrays."""
+
+Batch: TypeAlias = dict[str, jax.Array]
+"""The arrays of a batch by name: `tokens`, `targets` and `loss_weights` [B, S], and others that a model reads."""
 
 
 def path_of(keys: tuple[Any, ...]) -> str:

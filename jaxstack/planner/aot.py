@@ -16,11 +16,13 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from jaxstack.common.hardware import CHIPS
+from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
 from jaxstack.training import step
+from jaxstack.training.state import TrainState, abstract_state
 
 TARGETS = ("v4", "v5e", "v5p", "v6e", "h100", "h200")
 """Chips that can be compiled for, of `chips.CHIPS`."""
@@ -126,7 +128,7 @@ def _missing(module: str) -> bool:
     return find_spec(module) is None
 
 
-def placed(cfg: Config, target: str) -> tuple[Context, step.TrainState, step.Batch]:
+def placed(cfg: Config, target: str) -> tuple[Context, TrainState, Batch]:
     """The context of a run on a target, its abstract state, and an abstract batch."""
     batch = cfg.data.batch_size
     ctx = Context.create(cfg, make_mesh(cfg.mesh, batch // cfg.train.grad_accum, devices(target)))
@@ -137,7 +139,7 @@ def placed(cfg: Config, target: str) -> tuple[Context, step.TrainState, step.Bat
         kinds["gate_ids"] = jnp.int32
     shape, where = (batch, cfg.data.seq_len), ctx.sharding(ctx.batch)
     arrays = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in kinds.items()}
-    return ctx, step.abstract_state(cfg, ctx), arrays  # type: ignore[return-value]
+    return ctx, abstract_state(cfg, ctx), arrays  # type: ignore[return-value]
 
 
 def compile(cfg: Config, target: str) -> Report:

@@ -22,6 +22,7 @@ from jaxstack.models.context import Context, implementations
 from jaxstack.planner.roofline import Op, of_one_layer, operations
 from jaxstack.sharding import make_mesh
 from jaxstack.training import step
+from jaxstack.training.state import abstract_state, make_optimizer, make_state
 
 ROUNDS = 5
 LONG_ENOUGH_S = 0.03  # of one round: what a call costs the host is small beside it
@@ -212,8 +213,8 @@ def _short(cfg: Config) -> Config:
 def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
     """A whole training step, and its optimizer alone."""
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, [device]))
-    abstract = step.abstract_state(cfg, ctx)
-    state = step.make_state(cfg, ctx, abstract)
+    abstract = abstract_state(cfg, ctx)
+    state = make_state(cfg, ctx, abstract)
     shape = (cfg.data.batch_size, cfg.data.seq_len)
     ids = jax.random.randint(jax.random.key(0), shape, 0, cfg.model.vocab)
     batch = {"tokens": ids, "targets": ids, "loss_weights": jnp.ones(shape)}
@@ -225,7 +226,7 @@ def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
     if cfg.model.moe.num_experts and cfg.model.moe.router == "domain":
         batch["gate_ids"] = jax.random.randint(jax.random.key(1), shape, 0, cfg.model.moe.num_experts)
     batch = jax.device_put(batch, ctx.sharding(ctx.batch))
-    optimizer = step.make_optimizer(cfg)
+    optimizer = make_optimizer(cfg)
 
     def update(values: Any, opt_state: Any) -> Any:
         grads = jax.tree.map(lambda p: p.astype(ctx.dtype), values)

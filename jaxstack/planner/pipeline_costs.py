@@ -34,7 +34,9 @@ from jaxstack.pipeline.execute import SplitVJP, add_at, add_up, get, put, take
 from jaxstack.pipeline.partition import GIB, Costs
 from jaxstack.sharding import AXES, BATCH_AXES, collectives, make_mesh, transformer
 from jaxstack.sharding.collectives import varies_along, varying
-from jaxstack.training import losses, step
+from jaxstack.training import losses
+from jaxstack.training.pipelined import pipeline_fns
+from jaxstack.training.state import abstract_state
 
 REPEATS = 5
 """Measurements of which the median counts."""
@@ -171,7 +173,7 @@ def _values(cfg: Config, ctx: Context) -> Any:
     make = lambda: params.cast_matrices(spec, params.init(jax.random.key(0), spec), ctx.dtype)  # noqa: E731
     assert ctx.mesh is not None
     on_cpu = ctx.mesh.devices.flat[0].platform == "cpu"
-    options = {"xla_backend_optimization_level": 0} if on_cpu else None  # it runs once, as `step.make_state`
+    options = {"xla_backend_optimization_level": 0} if on_cpu else None  # it runs once, as `make_state`
     return jax.jit(make, out_shardings=shardings, compiler_options=options)()
 
 
@@ -199,7 +201,7 @@ def _work(cfg: Config, ctx: Context, values: Any, batch: Any) -> tuple[pipeline.
     if cfg.model.dropout:
         batch |= {"rows": ctx.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
 
-    work = step.pipeline_work(cfg, ctx, 1.0, losses.Counted(float(rows * length), float(rows)))
+    work = pipeline_fns(cfg, ctx, losses.BatchTotals(1.0, float(rows * length), float(rows)))
     shared = {name: group for name, group in values.items() if name != "layers"}
     return work, shared, decoder.group_layers(cfg.model, values["layers"]), decoder.microbatched(batch, 2)
 
@@ -307,7 +309,7 @@ def _state(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
     sizes = {axis: mesh[axis] for axis in AXES}
     ctx = Context(mesh=AbstractMesh(tuple(sizes.values()), AXES), rules=transformer(cfg.mesh))  # type: ignore[arg-type]
     one = replace(cfg, model=replace(cfg.model, num_layers=len(cfg.model.windows) * mesh["pipe"]))  # a step a stage
-    spec, state = decoder.spec(one.model), step.abstract_state(one, ctx)
+    spec, state = decoder.spec(one.model), abstract_state(one, ctx)
     parts = lambda tree: jax.tree.map(  # noqa: E731
         lambda leaf: jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype), tree
     )

@@ -35,7 +35,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec
 from jaxstack.planner import estimate, pipeline_costs
 from jaxstack.sharding import AXES, BATCH_AXES, transformer
-from jaxstack.training import step
+from jaxstack.training.state import abstract_state
 
 Traffic = Literal["fused", "unfused"]
 Part = Literal["matmul", "attention", "normalisation", "pointwise", "optimizer", "communication"]
@@ -177,7 +177,7 @@ def operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op
     if sums:
         whole = float(sum(math.prod(parts[path]) for path in trained))
         found.append(Op("sums of gradients", "pointwise", "pointwise", whole, 8 * whole, t.grad_accum))
-    state = step.abstract_state(cfg, ctx)
+    state = abstract_state(cfg, ctx)
     gradients = (4 if sums else e) * count
     moved = 8 * count + 2 * estimate.bytes_of(state.opt_state) + (2 if cfg.optim.clip_norm else 1) * gradients
     found.append(Op(cfg.optim.name, "optimizer", "pointwise", ARITHMETIC["adamw"] * count, moved))

@@ -12,7 +12,8 @@ from jaxstack.config import Config, ConfigError, parse
 from jaxstack.hf.pretrained import Pretrained
 from jaxstack.models import decoder, lora, params, surgery
 from jaxstack.models.context import Context
-from jaxstack.training import step
+from jaxstack.training.checkpoint_layout import checkpoint_layout
+from jaxstack.training.state import TrainState, abstract_state, make_state
 
 
 def find(name: str, key: str) -> Config | Pretrained:
@@ -56,7 +57,7 @@ def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
       ConfigError: no such checkpoint, or one that is damaged.
     """
     saved = run_dir.checkpoints(Path(run.run.dir))
-    layout = step.checkpoint_layout(run, ctx, step.abstract_state(run, ctx))
+    layout = checkpoint_layout(run, ctx, abstract_state(run, ctx))
     wanted = layout.abstract
     if ctx.pipeline is None or ctx.pipeline.stages.is_layer_order:
         wanted = replace(wanted, opt_state=jax.tree.map(lambda _: ..., wanted.opt_state))
@@ -74,7 +75,7 @@ def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
     return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(*params.partition(decoder.spec(run.model), values))
 
 
-def start_from(cfg: Config, ctx: Context, abstract: step.TrainState) -> step.TrainState:
+def start_from(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
     """The first state of a run that begins with the parameters of another run or a Hugging Face folder,
     `run.init_from`.
 
@@ -103,6 +104,6 @@ def start_from(cfg: Config, ctx: Context, abstract: step.TrainState) -> step.Tra
         shardings = jax.tree.map(ctx.sharding, ctx.parameters(decoder.spec(here)))
         grow = jax.jit(lambda values: surgery.upcycle(there, values, cfg.model.moe, key)[1], out_shardings=shardings)
         values = grow(values)
-    state = step.make_state(cfg, ctx, abstract)
+    state = make_state(cfg, ctx, abstract)
     adapters = params.partition(decoder.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
     return replace(state, params=params.combine(adapters, values))

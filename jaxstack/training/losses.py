@@ -55,53 +55,57 @@ def likelihood(cfg: ModelConfig, params: Any, x: jax.Array, batch: dict[str, jax
     )
 
 
-class Counted(NamedTuple):
-    """What the statistics of routing are means over, in a whole step: float32 scalars.
+class BatchTotals(NamedTuple):
+    """The numbers that the sums of a whole step are divided by: float32 scalars, equal on all devices.
 
-    A token counts if its weight is not zero, however large it is: a statistic says where tokens went.
+    A token counts if its loss weight is not zero, however large it is: a statistic of routing says where tokens went.
 
     Attributes:
-      tokens: that count.
-      sequences: with at least one token that counts.
+      loss_weight: sum of `loss_weights`.
+      tokens: number of tokens that count.
+      sequences: number of sequences with at least one token that counts.
     """
 
+    loss_weight: jax.Array | float
     tokens: jax.Array | float
     sequences: jax.Array | float
 
 
-def counted(weights: jax.Array, ctx: Context) -> Counted:
-    """Counts over all devices; `loss_weights` [B, S] are those of this device's tokens."""
+def batch_totals(weights: jax.Array, ctx: Context) -> BatchTotals:
+    """Returns the totals over all devices; `weights` [B, S] are the loss weights of this device's tokens."""
+    loss_weight = collectives.all_reduce(weights.sum(), ctx.token_axes)
     each = jnp.sum(weights != 0, axis=1, dtype=jnp.float32)
     of_sequences = collectives.all_reduce(each, ctx.axes("sequence"))
-    return Counted(
+    return BatchTotals(
+        loss_weight,
         collectives.all_reduce(each.sum(), ctx.token_axes),
         collectives.all_reduce(jnp.sum(of_sequences > 0, dtype=jnp.float32), ctx.axes("batch")),
     )
 
 
-def auxiliary(cfg: ModelConfig, aux: decoder.Aux, means: Counted) -> jax.Array | float:
+def auxiliary(cfg: ModelConfig, aux: decoder.Aux, totals: BatchTotals) -> jax.Array | float:
     """What a mixture of experts adds to the objective, from this device's sums of one microbatch.
 
     Shares add up over devices and microbatches to the number that one device gets from the whole batch.
 
     Args:
       aux: of `next_token`.
-      means: of the whole batch, by `counted`.
+      totals: of the whole batch, from `batch_totals`.
     """
     if not aux:
         return 0.0
     learned = cfg.moe.router in ("softmax", "sigmoid")
     balance = cfg.moe.aux_loss_weight * aux["balance_loss"].sum() if cfg.moe.router == "softmax" else 0.0
     z = cfg.moe.z_loss_weight * aux["z_loss"].sum() if learned else 0.0
-    tokens, sequences = (jnp.maximum(n, 1.0) for n in means)
+    tokens, sequences = (jnp.maximum(n, 1.0) for n in (totals.tokens, totals.sequences))
     return (balance / sequences + z / tokens) / cfg.num_layers
 
 
-def routing_metrics(aux: decoder.Aux, means: Counted) -> dict[str, jax.Array]:
+def routing_metrics(aux: decoder.Aux, totals: BatchTotals) -> dict[str, jax.Array]:
     """Figures for the log from a whole step's sums: the worst layer's load, the rest as means over layers."""
     if not aux:
         return {}
-    tokens, sequences = (jnp.maximum(n, 1.0) for n in means)
+    tokens, sequences = (jnp.maximum(n, 1.0) for n in (totals.tokens, totals.sequences))
     figures = moe.summary(aux["load"], aux["dropped"], aux["entropy"], tokens)
     return {
         "moe_load_max_over_mean": figures["max_over_mean"].max(),

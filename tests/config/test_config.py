@@ -15,6 +15,7 @@ from jaxstack.models.context import Context
 from jaxstack.runtime import platform
 from jaxstack.sharding import make_mesh
 from jaxstack.training import step
+from jaxstack.training.state import abstract_state
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -49,7 +50,7 @@ def test_every_config_builds_abstractly(path):
     cfg = resolve(parse.parse_config([f"--config={path}"], QUICKSTART), 256)
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:1])
     ctx = Context.create(cfg, mesh)
-    state = step.abstract_state(cfg, ctx)
+    state = abstract_state(cfg, ctx)
     shape = (cfg.data.batch_size, cfg.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
     batch["loss_weights"] = jax.ShapeDtypeStruct(shape, "float32")

@@ -30,7 +30,8 @@ from jaxstack.generate.kv_cache import Reader
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
-from jaxstack.training import init_from, step
+from jaxstack.training import init_from
+from jaxstack.training.state import abstract_state, make_state
 
 MODELS = FAMILIES | EXPERTS
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13]]  # with 12 tokens more, windows of 6 tokens slide
@@ -142,7 +143,7 @@ def test_a_mesh_writes_what_one_device_writes(name, mesh, sample):
             cfg = replace(cfg, model=replace(cfg.model, num_layers=8), pipeline=chunks)
         devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
         ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
-        values = step.make_state(cfg, ctx, step.abstract_state(cfg, ctx)).params
+        values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
         values = jax.tree.map(lambda a: 4 * a, values)  # so that logits differ by more than rounding
         gate = 1 if cfg.model.moe.router == "domain" else None
         return decode.generate(cfg.model, values, PROMPTS, sample, seed=3, stop=(9,), gate=gate, ctx=ctx)
@@ -341,7 +342,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rundir.write(cfg, Bytes().to_json())
     with Checkpoints(cfg.checkpoint, rundir.checkpoints(path)) as checkpoints:
         for number in (3, 5):
-            state = step.make_state(replace(cfg, run=replace(cfg.run, seed=number)), ctx, step.abstract_state(cfg, ctx))
+            state = make_state(replace(cfg, run=replace(cfg.run, seed=number)), ctx, abstract_state(cfg, ctx))
             checkpoints.save(number, replace(state, params=jax.tree.map(lambda a: 4 * a, state.params)), {})
     return path
 

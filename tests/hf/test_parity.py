@@ -23,6 +23,7 @@ from jaxstack.models import decoder
 from jaxstack.models.context import Context, implementations
 from jaxstack.models.params import Param
 from jaxstack.training import losses, step
+from jaxstack.training.state import init_state
 
 torch = pytest.importorskip("torch", reason="needs the extra [parity]")
 transformers = pytest.importorskip("transformers", reason="needs the extra [parity]")
@@ -213,7 +214,7 @@ def test_five_steps_of_adamw(family, rng):
     theirs = build(family, rng)
     start = to_ours(family, theirs.named_parameters())
 
-    state = dataclasses.replace(step.init_state(cfg), params=start)
+    state = dataclasses.replace(init_state(cfg), params=start)
     train_step = jax.jit(step.make_train_step(cfg, CONTEXTS["cpu"]))
     weights = list(theirs.parameters())
     groups = [

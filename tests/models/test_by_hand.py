@@ -276,8 +276,8 @@ def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
         rest = {name: batch[name] for name in ("segment_ids", "positions", "gate_ids")}
         logits, _ = decoder.forward(cfg, values, batch["tokens"], **rest)
         loss, aux = losses.next_token(cfg, values, batch, Context())
-        means = losses.counted(batch["loss_weights"], Context())
-        return logits, loss, losses.auxiliary(cfg, aux, means), losses.routing_metrics(aux, means), aux
+        totals = losses.batch_totals(batch["loss_weights"], Context())
+        return logits, loss, losses.auxiliary(cfg, aux, totals), losses.routing_metrics(aux, totals), aux
 
     logits, loss, auxiliary, figures, aux = run(values, batch)
     expected, sums = expected_of(cfg, values, batch)

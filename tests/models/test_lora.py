@@ -23,6 +23,8 @@ from jaxstack.models import decoder, lora, params
 from jaxstack.models import flops as plan
 from jaxstack.models.context import Context
 from jaxstack.training import step
+from jaxstack.training.gradients import make_gradients
+from jaxstack.training.state import abstract_state, init_state
 
 ALL = FAMILIES | EXPERTS
 LORA = LoraConfig(rank=3, alpha=6)
@@ -158,8 +160,8 @@ def test_fresh_adapters_change_nothing_and_merged_ones_compute_the_same(family, 
 def test_gradients_are_those_of_the_merged_model_by_the_chain_rule_and_by_differences(family, rng):
     cfg = config(family)
     values, batch = values_of(cfg.model, rng, 0.1), batch_of(cfg.model, rng)
-    gradients = jax.jit(step.make_gradients(cfg, Context()))
-    of_merged = jax.jit(step.make_gradients(replace(cfg, model=cfg.model.base), Context()))
+    gradients = jax.jit(make_gradients(cfg, Context()))
+    of_merged = jax.jit(make_gradients(replace(cfg, model=cfg.model.base), Context()))
     loss, grads, _ = gradients(values, batch)
     loss_of_merged, of_weights, _ = of_merged(lora.merge_adapters(LORA, values), batch)
     assert float(loss) == pytest.approx(float(loss_of_merged), rel=1e-5)
@@ -211,7 +213,7 @@ def test_only_adapters_move_and_have_moments(family, optim, rng):
 def trained(cfg, batch, steps):
     """The losses of so many steps; the base has stayed, bit for bit, the adapters have not, and they alone have
     moments."""
-    state = jax.jit(lambda: step.init_state(cfg))()
+    state = jax.jit(lambda: init_state(cfg))()
     before, spec = flatten(jax.device_get(state.params)), decoder.spec(cfg.model)
     adapters = params.flat_spec(params.partition(spec, spec)[0])
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
@@ -239,7 +241,7 @@ def test_the_gradient_of_a_frozen_matrix_is_not_computed():
     for name, one in (("adapters", cfg), ("all", replace(cfg, model=cfg.model.base))):
         values = params.abstract(decoder.spec(one.model))
         batch = batch_of(one.model, np.random.default_rng(0))
-        compiled = jax.jit(step.make_gradients(one, Context())).lower(values, batch).compile()
+        compiled = jax.jit(make_gradients(one, Context())).lower(values, batch).compile()
         flops[name] = compiled.cost_analysis()["flops"]
     assert flops["adapters"] < 0.75 * flops["all"]
     ours = {n: plan.flops_per_token(m, 16).full for n, m in (("adapters", cfg.model), ("all", cfg.model.base))}
@@ -310,7 +312,7 @@ def test_from_a_folder_to_a_chat_and_back(tmp_path):
     cfg = replace(cfg, run=replace(cfg.run, dir=str(tuned)))
     mesh = sharding.make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1])
     ctx = replace(Context.create(replace(cfg, mesh=replace(cfg.mesh, data=1)), mesh), remat="none")
-    wanted = step.abstract_state(cfg, ctx)
+    wanted = abstract_state(cfg, ctx)
     state = store.restore(tuned / "checkpoints", 60, wanted)
     spec = decoder.spec(cfg.model)
     frozen = flatten(params.partition(spec, state.params)[1])

@@ -15,6 +15,8 @@ from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConf
 from jaxstack.models import decoder, flops, layers, params, surgery
 from jaxstack.models.context import Context, implementations
 from jaxstack.training import losses, step
+from jaxstack.training.gradients import make_gradients
+from jaxstack.training.state import TrainState, make_optimizer
 
 CONTEXTS = {
     "xla": Context(moe="reference"),
@@ -54,7 +56,7 @@ def test_every_implementation_is_the_reference(name, rng):
 
     def objective(values, ctx):
         total, aux = losses.next_token(cfg, values, batch, ctx)
-        return total / 64 + losses.auxiliary(cfg, aux, losses.Counted(64.0, 4.0)), aux
+        return total / 64 + losses.auxiliary(cfg, aux, losses.BatchTotals(64.0, 64.0, 4.0)), aux
 
     ways = {n: c for n, c in CONTEXTS.items() if n != "ragged" or name == "mixtral"}
     results = {
@@ -95,7 +97,7 @@ def test_every_product_with_the_router_has_the_highest_precision(name):
     values = params.abstract(decoder.spec(cfg))
     batch = random_batch(cfg, np.random.default_rng(0))
     context = Context(dtype=jnp.bfloat16, remat="full")
-    text = jax.jit(step.make_gradients(run, context)).lower(values, batch).as_text()
+    text = jax.jit(make_gradients(run, context)).lower(values, batch).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line and re.search(r"<\d+x7xf32>", line)]
     # Forward, recomputed, the gradient of the tokens, that of the router.
     assert len(products) == 4
@@ -130,8 +132,8 @@ def test_sums_do_not_depend_on_accumulation(name, rng):
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape) < 0.7
     batch["loss_weights"][2] = 0
     values = randomised(EXPERTS[name], rng)
-    _, whole, sums = jax.jit(step.make_gradients(run_config(name), Context()))(values, batch)
-    _, parts, parts_sums = jax.jit(step.make_gradients(run_config(name, grad_accum=4), Context()))(values, batch)
+    _, whole, sums = jax.jit(make_gradients(run_config(name), Context()))(values, batch)
+    _, parts, parts_sums = jax.jit(make_gradients(run_config(name, grad_accum=4), Context()))(values, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), parts_sums, sums)
     assert float(sums["balance_loss"].sum()) > 0
     for path, g in flatten(whole).items():
@@ -157,9 +159,9 @@ def test_padding_changes_no_statistic_no_loss_and_no_gradient(name, dtype, rng):
 
     @jax.jit
     def gradients(batch):
-        loss, grads, sums = step.make_gradients(run, Context(dtype=jnp.dtype(dtype)))(values, batch)
-        means = losses.Counted(sums["counted_tokens"], sums["counted_sequences"])
-        return sums, losses.routing_metrics(sums, means), {"loss": loss, **grads}
+        loss, grads, sums = make_gradients(run, Context(dtype=jnp.dtype(dtype)))(values, batch)
+        totals = losses.BatchTotals(sums["tokens"], sums["counted_tokens"], sums["counted_sequences"])
+        return sums, losses.routing_metrics(sums, totals), {"loss": loss, **grads}
 
     sums, _, _ = alone = gradients(batch)
     assert sums["counted_tokens"] == (batch["loss_weights"] != 0).sum() < batch["loss_weights"].size
@@ -176,15 +178,15 @@ def test_means_of_what_counts_are_those_of_even_scores(rng):
     values["layers"]["moe"]["router"] *= 0
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape) < 0.5
     batch["loss_weights"][1] = 0
-    _, _, sums = jax.jit(step.make_gradients(cfg, Context()))(values, batch)
-    means = losses.Counted(sums["counted_tokens"], sums["counted_sequences"])
-    assert (means.tokens, means.sequences) == (batch["loss_weights"].sum(), 3)
-    figures = losses.routing_metrics(sums, means)
+    _, _, sums = jax.jit(make_gradients(cfg, Context()))(values, batch)
+    totals = losses.BatchTotals(sums["tokens"], sums["counted_tokens"], sums["counted_sequences"])
+    assert (totals.tokens, totals.sequences) == (batch["loss_weights"].sum(), 3)
+    figures = losses.routing_metrics(sums, totals)
     truth = {"load_max_over_mean": 2, "entropy": math.log(4), "balance_loss": 1, "z_loss": math.log(4) ** 2}
     for name, value in truth.items():
         np.testing.assert_allclose(figures[f"moe_{name}"], value, rtol=1e-6, err_msg=name)
     # By the objective's weights, too: 0.01 for the balance loss, 1e-3 for the z-loss.
-    objective = losses.auxiliary(cfg.model, sums, means)
+    objective = losses.auxiliary(cfg.model, sums, totals)
     np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
 
 
@@ -196,7 +198,7 @@ def test_the_balance_loss_is_in_the_gradient_by_its_weight(rng):
         cfg = run_config("mixtral")
         moe = dataclasses.replace(cfg.model.moe, aux_loss_weight=balance, z_loss_weight=z)
         cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, moe=moe))
-        return flatten(jax.jit(step.make_gradients(cfg, Context()))(values, batch)[1])["layers/moe/router"]
+        return flatten(jax.jit(make_gradients(cfg, Context()))(values, batch)[1])["layers/moe/router"]
 
     none, balance, z = router(0, 0), router(1, 0), router(0, 1)
     assert jnp.linalg.norm(balance - none) > 1e-3 * jnp.linalg.norm(none)
@@ -206,12 +208,12 @@ def test_the_balance_loss_is_in_the_gradient_by_its_weight(rng):
 
 def test_a_step_reports_the_load_and_moves_the_bias_against_it(rng):
     cfg = run_config("deepseek")
-    tx = step.make_optimizer(cfg)
+    tx = make_optimizer(cfg)
     values = params.init(jax.random.key(0), decoder.spec(cfg.model))
     # One expert that everybody wants.
     values["layers"]["moe"]["balance"] = values["layers"]["moe"]["balance"].at[:, 3].set(10.0)
     zero = jnp.zeros((), jnp.int32)
-    state = step.TrainState(zero, zero, zero, jnp.zeros(cfg.train.spike.window), values, tx.init(values))
+    state = TrainState(zero, zero, zero, jnp.zeros(cfg.train.spike.window), values, tx.init(values))
     after, metrics = jax.jit(step.make_train_step(cfg, Context()))(state, random_batch(cfg.model, rng))
     assert (
         8 / 3 - 1e-4 < float(metrics["moe_load_max_over_mean"]) <= 8 / 3 + 1e-4
@@ -240,7 +242,7 @@ def test_dropped_pairs_are_reported(rng):
     cfg = run_config("capacity")
     values = randomised(cfg.model, rng)
     values["layers"]["moe"]["router"] *= 0  # all scores alike: the first experts take everything
-    _, _, sums = jax.jit(step.make_gradients(cfg, Context()))(values, random_batch(cfg.model, rng))
+    _, _, sums = jax.jit(make_gradients(cfg, Context()))(values, random_batch(cfg.model, rng))
     # Room for ceil(0.75 x 16 x 2 / 4) = 6 of the 16 pairs of a sequence at each of two experts.
     np.testing.assert_array_equal(sums["dropped"], [4 * 20] * 2)
 

@@ -32,6 +32,9 @@ from jaxstack.pipeline import Program, ScheduleError, Stages, gpipe, interleaved
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import BATCH_AXES, collectives, make_mesh
 from jaxstack.training import losses, step
+from jaxstack.training.checkpoint_layout import checkpoint_layout
+from jaxstack.training.gradients import make_gradients
+from jaxstack.training.state import abstract_state, make_state
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 
@@ -137,19 +140,19 @@ def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(case, seed):
 
 
 def by_autodiff(cfg: Config, ctx: Context) -> Any:
-    """`step.make_gradients` by autodiff through the forward pipeline: GPipe without a table."""
+    """`make_gradients` by autodiff through the forward pipeline: GPipe without a table."""
 
     def work(values: Any, batch: Any) -> Any:
-        tokens = collectives.all_reduce(batch["loss_weights"].sum(), ctx.token_axes)
-        means = losses.counted(batch["loss_weights"], ctx)
+        totals = losses.batch_totals(batch["loss_weights"], ctx)
+        tokens = totals.loss_weight
 
         def objective(values: Any) -> Any:
             total, aux = losses.next_token(cfg.model, values, batch, ctx)
-            return total / tokens + losses.auxiliary(cfg.model, aux, means), (total / tokens, aux)
+            return total / tokens + losses.auxiliary(cfg.model, aux, totals), (total / tokens, aux)
 
         (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(values)
         loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
-        counted = {f"counted_{name}": value for name, value in means._asdict().items()} if aux else {}
+        counted = {"counted_tokens": totals.tokens, "counted_sequences": totals.sequences} if aux else {}
         return loss, grads, {"tokens": tokens, **aux, **counted}
 
     where, whole = ctx.parameters(decoder.spec(cfg.model)), PartitionSpec()
@@ -227,12 +230,12 @@ def moved(name: str) -> tuple[Config, Context, list[hlo.Collective]]:
     cfg = config(family, mesh, **how)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices))
-    values = step.abstract_state(cfg, ctx).params
+    values = abstract_state(cfg, ctx).params
     shape, where = (cfg.data.batch_size, cfg.data.seq_len), ctx.sharding(ctx.batch)
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=where) for name, kind in kinds.items()}
     placed = jax.tree.map(lambda leaf: leaf.sharding, values)
-    run = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, placed, None))
+    run = jax.jit(make_gradients(cfg, ctx), out_shardings=(None, placed, None))
     return cfg, ctx, hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.mesh.shape, ctx.trip_counts)
 
 
@@ -382,13 +385,13 @@ def test_a_checkpoint_has_the_layers_in_their_order(how, optim):
     """A state goes through steps, into the layout of checkpoints, and back; rows without a layer stay zero."""
     cfg = dataclasses.replace(config("llama3", {"pipe": 2}, layers=5, **how), optim=OptimConfig(name=optim))
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
-    abstract = step.abstract_state(cfg, ctx)
-    layout = step.checkpoint_layout(cfg, ctx, abstract)
-    state = step.make_state(cfg, ctx, abstract)
+    abstract = abstract_state(cfg, ctx)
+    layout = checkpoint_layout(cfg, ctx, abstract)
+    state = make_state(cfg, ctx, abstract)
     plain = config("llama3", {}, layers=5)
     plain = dataclasses.replace(plain, optim=cfg.optim)
     whole = Context.create(plain, make_mesh(plain.mesh, plain.data.batch_size, jax.devices()[:1]))
-    reference = step.make_state(plain, whole, step.abstract_state(plain, whole))
+    reference = make_state(plain, whole, abstract_state(plain, whole))
     assert_states(layout.pack(state), reference, exactly=True)
 
     batch = meshes.random_batch(0, False, cfg.model)

@@ -15,7 +15,8 @@ from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
+from jaxstack.training.gradients import make_gradients
+from jaxstack.training.state import abstract_state, init_state, make_state
 
 LLAMA = dataclasses.replace(FAMILIES["llama3"], vocab_size=64)
 
@@ -24,10 +25,10 @@ LLAMA = dataclasses.replace(FAMILIES["llama3"], vocab_size=64)
 def test_matmuls_counted_are_those_of_the_formula(family):
     cfg = Config(model=FAMILIES[family], data=DataConfig(seq_len=32, batch_size=2), train=TrainConfig(remat="none"))
     ctx = Context()
-    values = jax.eval_shape(lambda: step.init_state(cfg)).params
+    values = jax.eval_shape(lambda: init_state(cfg)).params
     batch = {name: jax.ShapeDtypeStruct((2, 32), jnp.int32) for name in ("tokens", "targets")}
     batch["loss_weights"] = jax.ShapeDtypeStruct((2, 32), jnp.float32)
-    counted = aot.matmul_flops(step.make_gradients(cfg, ctx), values, batch)
+    counted = aot.matmul_flops(make_gradients(cfg, ctx), values, batch)
     assert counted == 2 * 32 * flops.flops_per_token(cfg.model, 32).full
 
 
@@ -40,8 +41,8 @@ def test_memory_of_the_state_is_what_lies_on_a_device(accum):
         mesh=MeshConfig(data=2, fsdp=2, tensor=2),
     )
     ctx = Context.create(cfg, make_mesh(cfg.mesh, 8 // accum, jax.devices()[:8]))
-    abstract = step.abstract_state(cfg, ctx)
-    state = step.make_state(cfg, ctx, abstract)
+    abstract = abstract_state(cfg, ctx)
+    state = make_state(cfg, ctx, abstract)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=ctx.sharding(ctx.batch))}
     memory = estimate.memory(cfg, ctx, abstract, batch)
     lies = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
@@ -61,7 +62,7 @@ def test_the_formula_falls_with_what_is_split_and_recomputed():
         )
         devices = int(np.prod(list(cfg.mesh.sizes.values())))
         ctx = Context.create(cfg, make_mesh(cfg.mesh, 8, jax.devices()[:devices]))
-        return sum(v for k, v in estimate.memory(cfg, ctx, step.abstract_state(cfg, ctx), {}).items() if "saved" in k)
+        return sum(v for k, v in estimate.memory(cfg, ctx, abstract_state(cfg, ctx), {}).items() if "saved" in k)
 
     assert saved("none") > saved("selective") > saved("full") > 0
     assert saved("full", tensor=2) * 2 == saved("full") == saved("full", tensor=2, sequence_parallel=False)

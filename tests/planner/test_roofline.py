@@ -31,6 +31,7 @@ from jaxstack.models import flops as plan
 from jaxstack.planner import aot, estimate, roofline
 from jaxstack.planner.roofline import Limits, Shapes, Work
 from jaxstack.training import step
+from jaxstack.training.state import abstract_state
 
 LORA = LoraConfig(rank=4, targets=("attention/w_q", "attention/w_o", "mlp/w_up", "mlp/w_down"))
 USUAL = ("llama3", "gemma2", "lora", "deepseek")
@@ -68,7 +69,7 @@ def in_program(cfg: Config) -> float:
     shape = (cfg.data.batch_size, cfg.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "targets")}
     batch["loss_weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return aot.matmul_flops(step.make_train_step(cfg, ctx), step.abstract_state(cfg, ctx), batch)
+    return aot.matmul_flops(step.make_train_step(cfg, ctx), abstract_state(cfg, ctx), batch)
 
 
 @pytest.mark.parametrize(

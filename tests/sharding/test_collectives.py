@@ -16,7 +16,8 @@ from jaxstack.models.context import Context
 from jaxstack.moe import dispatch
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
+from jaxstack.training.gradients import make_gradients
+from jaxstack.training.state import abstract_state
 
 # No two of these, nor a part of one and another, are alike: a shape tells what an array is.
 L, B, S, D, F, V, H = 5, 8, 32, 64, 176, 624, 8
@@ -38,13 +39,13 @@ def _compiled(moe: bool, remat: str, accum: int, mesh: tuple[tuple[str, int], ..
         mesh=MeshConfig(**{"data": 1} | dict(mesh)),
     )
     ctx = Context.create(cfg, make_mesh(cfg.mesh, B // accum, jax.devices()[: math.prod(cfg.mesh.sizes.values())]))
-    values = step.abstract_state(cfg, ctx).params
+    values = abstract_state(cfg, ctx).params
     batch = {
         name: jax.ShapeDtypeStruct((B, S), dtype, sharding=ctx.sharding(ctx.batch))
         for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("loss_weights", jnp.float32)]
     }
     placed = jax.tree.map(lambda leaf: leaf.sharding, values)
-    gradients = jax.jit(step.make_gradients(cfg, ctx), out_shardings=(None, placed, None))
+    gradients = jax.jit(make_gradients(cfg, ctx), out_shardings=(None, placed, None))
     return cfg, ctx, gradients.lower(values, batch).compile().as_text()
 
 

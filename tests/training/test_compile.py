@@ -10,6 +10,7 @@ from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.training import step
+from jaxstack.training.state import abstract_state
 
 
 def operations(num_layers: int) -> tuple[Counter[str], Counter[str]]:
@@ -20,7 +21,7 @@ def operations(num_layers: int) -> tuple[Counter[str], Counter[str]]:
     )
     mesh = make_mesh(MeshConfig(2), 2, jax.devices()[:2])
     ctx = Context.create(cfg, mesh)
-    state = step.abstract_state(cfg, ctx)
+    state = abstract_state(cfg, ctx)
     placed = jax.NamedSharding(mesh, jax.P("data"))
     batch = {
         name: jax.ShapeDtypeStruct((2, 16), dtype, sharding=placed)

@@ -21,7 +21,7 @@ from jaxstack.config import Config, KernelsConfig, PipelineConfig
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import BATCH_AXES, make_mesh
-from jaxstack.training import step
+from jaxstack.training.gradients import make_gradients
 
 BOUND = 0.02
 TOKENS = 32_768  # of a device: sums over tokens must be long enough to show that they are lost
@@ -149,7 +149,7 @@ def test_devices_sum_gradients_in_the_dtype_that_is_asked_for(case, reduce_dtype
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum))
     values = params.abstract(ctx.pad_to_stages(decoder.spec(cfg.model)))
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), text_like(0, cfg))
-    traced = jax.make_jaxpr(step.make_gradients(cfg, ctx))(values, batch)
+    traced = jax.make_jaxpr(make_gradients(cfg, ctx))(values, batch)
     replicated = {"context", *BATCH_AXES}  # axes along which devices see other tokens
 
     def is_router(aval: Any) -> bool:

@@ -23,6 +23,7 @@ from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.training import losses, step
+from jaxstack.training.state import abstract_state, init_state, make_state
 
 TINY = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=19, max_positions=16)
 
@@ -41,7 +42,7 @@ def build(cfg: Config, devices: int = 1, **how):
     """A state on a mesh, the jitted step, and its context."""
     mesh = make_mesh(MeshConfig(devices), cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:devices])
     ctx = dataclasses.replace(Context.create(cfg, mesh), **how)
-    return step.make_state(cfg, ctx, step.abstract_state(cfg, ctx)), jax.jit(step.make_train_step(cfg, ctx)), ctx
+    return make_state(cfg, ctx, abstract_state(cfg, ctx)), jax.jit(step.make_train_step(cfg, ctx)), ctx
 
 
 def random_batch(cfg: Config, rng: np.random.Generator, weights: bool = True) -> dict[str, np.ndarray]:
@@ -217,7 +218,7 @@ def same(a, b) -> bool:
 
 
 def test_the_first_state_follows_from_the_seed():
-    state = step.init_state(config(run=RunConfig(seed=7)))
+    state = init_state(config(run=RunConfig(seed=7)))
     assert same(state.params, params.init(jax.random.key(7), decoder.spec(TINY)))
     assert not state.recent.any()
     assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (0, 0, 0)

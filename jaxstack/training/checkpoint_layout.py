@@ -1,0 +1,57 @@
+"""The layout of a train state in a checkpoint, which is the same for every pipeline."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxstack.common.tree import path_of
+from jaxstack.config import Config
+from jaxstack.models import decoder, params
+from jaxstack.models.context import Context
+from jaxstack.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a state lies in a checkpoint: layers in the model's order, whatever pipeline it was trained in.
+
+    Attributes:
+      abstract: shapes, dtypes and shardings there.
+      pack, unpack: from the state of a run to that of a checkpoint, and back. Both are one copy of the layers, or none
+        where the stages' rows are the layers in their order.
+    """
+
+    abstract: TrainState
+    pack: Callable[[TrainState], TrainState]
+    unpack: Callable[[TrainState], TrainState]
+
+
+def checkpoint_layout(cfg: Config, ctx: Context, abstract: TrainState) -> Layout:
+    """The layout of a run's checkpoints; `abstract` is of `abstract_state`."""
+    if ctx.pipeline is None or ctx.pipeline.stages.is_layer_order:
+        return Layout(abstract, lambda state: state, lambda state: state)
+    stages = ctx.pipeline.stages
+    stacked = tuple("/" + path for path, p in params.flat_spec(decoder.spec(cfg.model)).items() if p.stacked)
+
+    def layers(f: Any, tree: Any) -> Any:
+        """`f` of every leaf over layers: a parameter, or what the optimizer keeps for it."""
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, leaf: f(leaf) if path_of(keys).endswith(stacked) else leaf, tree
+        )
+
+    def packed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape, (_, *rest) = (len(stages.slot_of_layer), *leaf.shape[1:]), leaf.sharding.spec
+        # Layers that the stages do not divide are whole on each of them while they are saved or restored.
+        first = "pipe" if shape[0] % stages.stages == 0 else None
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=ctx.sharding(PartitionSpec(first, *rest)))
+
+    saved = layers(packed, abstract)
+
+    def jitted(f: Any, to: TrainState) -> Callable[[TrainState], TrainState]:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, to)
+        return jax.jit(lambda state: layers(f, state), out_shardings=shardings)
+
+    return Layout(saved, jitted(lambda a: a[stages.slot_of_layer], saved), jitted(ctx.to_stage_order, abstract))
