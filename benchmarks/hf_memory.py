@@ -40,17 +40,17 @@ def make(folder: Path, layers: int) -> int:
     import ml_dtypes
     import numpy as np
 
-    from jaxstack.hf import configs, files, weights
+    from jaxstack.hf import configs, safetensors, weights
     from jaxstack.models import decoder
 
     cfg, rng = config(layers), np.random.default_rng(0)
-    tensors = weights.tensors("llama", decoder.spec(cfg))
+    tensors = weights.hf_tensors("llama", decoder.spec(cfg))
 
     def draw(shape: tuple[int, ...]) -> np.ndarray:
         return (0.02 * rng.standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
 
     sizes = {name: 2 * int(np.prod(tensor.shape)) for name, tensor in tensors.items()}
-    files.write(folder, sizes, ((name, draw(tensor.shape)) for name, tensor in tensors.items()))
+    safetensors.write_tensors(folder, sizes, ((name, draw(tensor.shape)) for name, tensor in tensors.items()))
     (folder / "config.json").write_text(json.dumps(configs.to_json("llama", cfg, 4096, None)))
     return sum(sizes.values())
 
@@ -66,7 +66,7 @@ def work(what: str, folder: Path, devices: int) -> None:
     from jaxstack.models import decoder, params
     from jaxstack.models.context import Context
 
-    with hf.Pretrained(folder / "model") as source:
+    with hf.PretrainedFolder(folder / "model") as source:
         mesh = MeshConfig(data=1, fsdp=devices)
         cfg = Config(model=source.model, mesh=mesh, data=DataConfig(batch_size=devices))
         ctx = Context.create(cfg, sharding.make_mesh(mesh, devices))
@@ -81,19 +81,19 @@ def work(what: str, folder: Path, devices: int) -> None:
             )
             values = store.restore(folder, 1, {"params": tree})
         else:
-            values = jax.block_until_ready(source.read(ctx))
+            values = jax.block_until_ready(source.read_params(ctx))
         if what == "save":
             with store.Checkpoints(CheckpointConfig(), folder) as saving:
                 saving.save(1, {"params": values}, {})
         if what == "write":
             begin = time.perf_counter()
             (folder / "out").mkdir()
-            hf.write(folder / "out", source.model, values, "float32", 4096, None)
+            hf.save_pretrained(folder / "out", source.model, values, "float32", 4096, None)
         seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sizes = [x.nbytes for x in jax.tree.leaves(values)]
     arrays = sum(sizes)
-    tensors = weights.tensors(source.family, decoder.spec(source.model)).values()
+    tensors = weights.hf_tensors(source.family, decoder.spec(source.model)).values()
     largest = 4 * max(prod(tensor.shape) for tensor in tensors)
     row = {
         "what": what,

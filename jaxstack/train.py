@@ -141,7 +141,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             """Held-out loss, unless the log has it from before an interruption."""
             if not distributed.broadcast_from_process_0(progress.evaluated(number)):
                 account.enter("evaluation")
-                sums = (eval_step(state.params, loader.to_devices(batch)) for batch in loader.held_out)
+                sums = (eval_step(state.params, loader.to_devices(batch)) for batch in loader.held_out_batches)
                 checkpoints.scores[number] = progress.evaluation(number, sums)
 
         course = LoopState(done=start, batch=next_batch, newest=start)
@@ -150,7 +150,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             evaluate(start)
         while course.done < cfg.train.steps:
             spike = None
-            for index, batch, waited in loader.training(course.batch, cfg.train.steps - course.done, account.enter):
+            for index, batch, waited in loader.iterate(course.batch, cfg.train.steps - course.done, account.enter):
                 account.enter("step" if meter.started else "compile")
                 course = course.stepped()
                 state, device_values = tracer.step(course.done, train_step, state, loader.to_devices(batch))
@@ -186,7 +186,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
         account.enter("end")
         evaluate(cfg.train.steps)
-        texts = decode.texts(cfg, state.params, dataset.tokenizer, ctx) if cfg.sample.prompts else []
+        texts = decode.sample_texts(cfg, state.params, dataset.tokenizer, ctx) if cfg.sample.prompts else []
         checkpoints.wait()
         if first:  # what is left is done by one
             write_final_report(cfg, loader, texts, log, screen, account)
@@ -309,7 +309,7 @@ def write_final_report(
     if cfg.train.ngram_baseline:
         known = [r for r in log.records if r["step"] == steps and "ngram_order" in r]
         if not known:
-            order, bits = ngram.baseline(loader.trained(steps), loader.all_held_out)
+            order, bits = ngram.baseline(loader.first_batches(steps), loader.global_held_out_batches)
             known = [{"step": steps, "ngram_order": order, "ngram_bits_per_byte": bits}]
             log.write(known[0])
         order, bits = known[0]["ngram_order"], known[0]["ngram_bits_per_byte"]

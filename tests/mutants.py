@@ -453,8 +453,8 @@ mistakes(
     "data/test_ngram.py",
     ("total[context] + followers[context], 1)", "total[context], 1)"),
     (
-        "whole, other_whole = place >= n - 1, other_place >= n - 1",
-        "whole, other_whole = place >= n - 1, other_place >= 0",
+        "full, other_full = offset >= n - 1, other_offset >= n - 1",
+        "full, other_full = offset >= n - 1, other_offset >= 0",
     ),
     ('[batch["loss_weights"].any(axis=1)]', '[batch["loss_weights"].all(axis=1)]'),
 )
@@ -475,7 +475,7 @@ mistakes(
     ("(ends > start) & (starts < end)", "(starts >= start) & (ends <= end)"),
     ("if ids.size > seq_len + 1:", "if ids.size > seq_len:"),
     ("if not answers[1:].any()", "if not answers.any()"),
-    ("len(before) + _length(after[len(before) :], message", "len(before) + _length(after, message"),
+    ("len(before) + _answer_length(after[len(before) :], message", "len(before) + _answer_length(after, message"),
     ('said = message["content"] + "\\0" * (message["role"] == "assistant")', 'said = message["content"]'),
     ("return ids[0] if len(ids) == 1 else None", "return ids[0] if ids else None"),
 )
@@ -607,7 +607,7 @@ mistakes(
     "generate",
     "generate/decode.py",
     GENERATE + " -k 'sampled or stop or greedy or reference'",
-    ("jax.vmap(lambda key: jax.random.fold_in(key, i))(keys), sample)", "keys, sample)"),
+    ("step_keys = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)", "step_keys = keys"),
     ('state["lengths"] + going', 'state["lengths"] + ~done'),
     ("marks.append((mark, seen[mark]))", "marks.append((mark, 0))"),
     (

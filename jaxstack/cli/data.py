@@ -17,7 +17,7 @@ from jaxstack.common import errors
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.sources import Document, describe, documents
 from jaxstack.data.tokenizers import make_tokenizer
-from jaxstack.data.tokens import Header, read_header, read_token_file, verify_token_file, write_token_file
+from jaxstack.data.tokens import TokenFileHeader, read_header, read_token_file, verify_token_file, write_token_file
 
 _NOT_IN_THE_FILE = {"seq_len", "batch_size", "packing", "eval_fraction"}  # chosen when training, not when building
 
@@ -67,7 +67,7 @@ def show(file: str) -> None:
     print(f"begins: {tokenizer.decode(tokens.ids[: min(64, int(tokens.ends[0]))])!r}")
 
 
-def _summary(header: Header) -> str:
+def _summary(header: TokenFileHeader) -> str:
     per_token = header.bytes / header.count
     return f"{header.documents:,} documents, {header.count:,} tokens, {per_token:.2f} bytes per token"
 

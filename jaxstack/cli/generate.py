@@ -35,9 +35,9 @@ def main(argv: list[str]) -> None:
         raise ConfigError("there are no prompts on standard input; give one a line")
     stop = stop_tokens(tokenizer, given.stop)
     if given.chat:
-        template = chat.template_of(tokenizer)
+        template = chat.template_for(tokenizer)
         prompts = [template.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
-        end = chat.end_of_turn(template, tokenizer)
+        end = chat.end_of_turn_id(template, tokenizer)
         stop += () if end is None else (end,)
     train = replace(cfg.train, dtype=given.dtype or cfg.train.dtype)
     cfg = placed(replace(cfg, sample=given.sample, train=train), given.mesh, len(prompts))
@@ -98,7 +98,7 @@ def continued(
     from jaxstack.models.context import Context
 
     encoded = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-    decode.check(cfg.model, encoded, cfg.sample.tokens, tokenizer.vocab_size)
+    decode.check_prompts(cfg.model, encoded, cfg.sample.tokens, tokenizer.vocab_size)
     longest = max(len(prompt) for prompt in encoded) + cfg.sample.tokens
     if longest > cfg.data.seq_len:
         print(f"note: texts of up to {longest} tokens; the model was trained on {cfg.data.seq_len}", file=sys.stderr)
@@ -106,10 +106,10 @@ def continued(
     if -1 not in cfg.mesh.sizes.values():  # the rest of the machine is not needed
         devices = devices[: math.prod(cfg.mesh.sizes.values())]
     ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size, devices))
-    how = decode.settings(cfg, tokenizer, ctx) | {"seed": seed, "stop": stop}
+    how = decode.generate_options(cfg, tokenizer, ctx) | {"seed": seed, "stop": stop}
     rows = decode.generate(cfg.model.base, parameters(run, cfg, ctx, step), encoded, cfg.sample, **how)
     if not only:
-        return [decode.text(tokenizer, row) for row in rows]
+        return [decode.decode_text(tokenizer, row) for row in rows]
     ends = [*zip(rows, encoded, strict=True)]
     return [tokenizer.decode([*takewhile(lambda i: i not in stop, row[len(start) :])]) for row, start in ends]
 
@@ -121,7 +121,7 @@ def parameters(run: Path, cfg: Config, ctx: Any, number: int | None) -> Any:
     from jaxstack.training import init_from
 
     source = init_from.find(str(run), "RUN")
-    if isinstance(source, hf.Pretrained):
+    if isinstance(source, hf.PretrainedFolder):
         with source:
-            return source.read(ctx)
+            return source.read_params(ctx)
     return init_from.restore(replace(cfg, run=replace(cfg.run, dir=source.run.dir)), ctx, number)

@@ -17,7 +17,7 @@ import yaml
 
 from jaxstack import data, hf, sharding
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, PipelineConfig, RunConfig, parse, resolve
-from jaxstack.hf import files
+from jaxstack.hf import safetensors
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.training import init_from
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
 
 def import_run(folder: Path, run: Path, flags: list[str]) -> None:
     """Makes `run`, which begins with the weights of `folder`."""
-    with files.whole(run) as made, hf.Pretrained(folder) as found:
+    with safetensors.new_folder(run) as made, hf.PretrainedFolder(folder) as found:
         cfg = configuration(found, run, flags)
         name = cfg.data.tokenizer
         if name not in ("bytes", "chars"):
@@ -46,8 +46,8 @@ def import_run(folder: Path, run: Path, flags: list[str]) -> None:
         (made / "config.yaml").write_text(parse.to_yaml(cfg))
     size = params.count(decoder.spec(cfg.model.base))
     print(f"{folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
-    if found.left_out:
-        shown = ", ".join(f"{key}={value}" for key, value in found.left_out.items())
+    if found.ignored_values:
+        shown = ", ".join(f"{key}={value}" for key, value in found.ignored_values.items())
         print(f"not taken over, for it acts on training alone: {shown}")
     if name in ("bytes", "chars"):
         print(
@@ -56,7 +56,7 @@ def import_run(folder: Path, run: Path, flags: list[str]) -> None:
     print(f"wrote {run}; train it with `jaxstack train --config={run / 'config.yaml'}` and flags for the data")
 
 
-def configuration(found: hf.Pretrained, run: Path, flags: list[str]) -> Config:
+def configuration(found: hf.PretrainedFolder, run: Path, flags: list[str]) -> Config:
     """The configuration that the flags mean, with model, tokenizer and weights of the folder.
 
     Raises:
@@ -79,7 +79,7 @@ def configuration(found: hf.Pretrained, run: Path, flags: list[str]) -> Config:
         first.write_text(yaml.safe_dump(usual))
         last.write_text(yaml.safe_dump(decided))
         cfg = parse.parse_config([f"--config={first}", *flags, f"--config={last}"], last)
-    if different := hf.differ(found.model, cfg.model):
+    if different := hf.model_differences(found.model, cfg.model):
         raise ConfigError(f"{folder} holds another model ({'; '.join(different[:3])}); leave these flags out")
     if (cfg.run.dir, cfg.run.init_from) != (begin.dir, begin.init_from):
         raise ConfigError(f"run.dir and run.init_from are {run} and {folder} here; leave these flags out")
@@ -96,7 +96,7 @@ def export_run(run: Path, folder: Path, words: list[str]) -> None:
         raise ConfigError(f"{run} is no run directory: it holds no config.yaml")
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
-    with files.whole(folder) as made:
+    with safetensors.new_folder(folder) as made:
         cfg = parse.parse_config([f"--config={run / 'config.yaml'}"], run)
         end = None
         if (run / "tokenizer.json").is_file():
@@ -107,14 +107,14 @@ def export_run(run: Path, folder: Path, words: list[str]) -> None:
                 if "chat" in saved:
                     (made / "chat_template.jinja").write_text(saved["chat"]["source"])
         source = init_from.find(str(run), "RUN")
-        if isinstance(source, hf.Pretrained):
+        if isinstance(source, hf.PretrainedFolder):
             with source:
-                values = source.read()
+                values = source.read_params()
         else:
             alone = replace(source, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
             mesh = sharding.make_mesh(alone.mesh, 1, jax.devices()[:1])
             values = init_from.restore(alone, Context.create(alone, mesh))
-        family = hf.write(made, cfg.model.base, values, dtype, cfg.data.seq_len, end)
+        family = hf.save_pretrained(made, cfg.model.base, values, dtype, cfg.data.seq_len, end)
     print(f"wrote {folder}: a {family} model in {dtype}")
     if not (folder / "tokenizer.json").is_file():
         print("without a tokenizer.json, for this run has none of that kind")

@@ -10,8 +10,8 @@ from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data import chat, sources
 from jaxstack.data.sources import Document, documents
 from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, tokenizer_from_json
-from jaxstack.data.tokens import Tokens, encode, in_domains, read_header, read_token_file, split, write_token_file
-from jaxstack.data.windows import Batch, batch_identity, batches, eval_batches, prefetch
+from jaxstack.data.tokens import Tokens, assign_domains, encode, read_header, read_token_file, split, write_token_file
+from jaxstack.data.windows import Batch, batches, describe_batch, eval_batches, prefetch
 
 __all__ = [
     "Batch",
@@ -19,12 +19,12 @@ __all__ = [
     "Document",
     "Tokenizer",
     "Tokens",
-    "batch_identity",
+    "assign_domains",
     "batches",
+    "describe_batch",
     "documents",
     "encode",
     "eval_batches",
-    "in_domains",
     "load",
     "make_tokenizer",
     "prefetch",
@@ -71,35 +71,37 @@ def load(cfg: DataConfig) -> Dataset:
         tokens = encode(documents(cfg), tokenizer)
         fingerprint = hashlib.sha256(tokens.ids.data).hexdigest()
         if cfg.domains:
-            tokens = in_domains(tokens, cfg.domains)
+            tokens = assign_domains(tokens, cfg.domains)
     train, held_out = split(tokens, cfg.eval_fraction)
     kind = "file" if cfg.source in ("stdlib", "path") else "document"
     count = f"{tokens.starts.size:,} {kind}{'s' * (tokens.starts.size != 1)}"
-    sizes = f"{_size(train, tokenizer)} train, {_size(held_out, tokenizer)} held out"
+    sizes = f"{_format_size(train, tokenizer)} train, {_format_size(held_out, tokenizer)} held out"
     name = str(cfg.path) if cfg.source == "tokens" else sources.describe(cfg)
     return Dataset(tokenizer, train, held_out, f"{name}: {count}, {sizes}", fingerprint)
 
 
 def _load_chat(cfg: DataConfig) -> Dataset:
     """Conversations, of which the answers are learned."""
-    saved = chat.find(cfg.tokenizer)
-    template = chat.Plain() if saved is None else chat.Jinja(f"the chat template of {cfg.tokenizer}", saved)
-    rendered = [*chat.render(chat.read(str(cfg.path)), template)]
+    saved = chat.read_template(cfg.tokenizer)
+    template = (
+        chat.PlainTemplate() if saved is None else chat.JinjaTemplate(f"the chat template of {cfg.tokenizer}", saved)
+    )
+    rendered = [*chat.render_conversations(chat.read_conversations(str(cfg.path)), template)]
     tokenizer = make_tokenizer(cfg.tokenizer, (one.text for one in rendered), saved)
-    tokens, left_out = chat.encode(rendered, tokenizer, cfg.seq_len)
+    tokens, left_out = chat.encode_conversations(rendered, tokenizer, cfg.seq_len)
     assert tokens.loss_mask is not None
     fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.loss_mask.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
     words = [
         f"{tokens.starts.size:,} conversations",
         *([left_out] if left_out else []),
-        f"{_size(train, tokenizer)} train, {_size(held_out, tokenizer)} held out",
+        f"{_format_size(train, tokenizer)} train, {_format_size(held_out, tokenizer)} held out",
         f"{tokens.loss_mask.mean():.0%} of it answers",
     ]
     return Dataset(tokenizer, train, held_out, f"{cfg.path}: {', '.join(words)}", fingerprint)
 
 
-def _size(tokens: Tokens, tokenizer: Tokenizer) -> str:
+def _format_size(tokens: Tokens, tokenizer: Tokenizer) -> str:
     count = len(tokens)
     if tokenizer.name == "bytes":
         return f"{count / 1e6:,.1f} MB" if count >= 100_000 else f"{count:,} bytes"

@@ -21,7 +21,12 @@ Message = dict[str, str]
 Spans = list[tuple[int, int]]
 
 ROLES = ("system", "user", "assistant")
-_CHANGES = ("tools", "functions", "documents", "chat_template_kwargs")  # keys beside the messages that mean something
+_UNSUPPORTED_KEYS = (
+    "tools",
+    "functions",
+    "documents",
+    "chat_template_kwargs",
+)  # keys beside the messages that mean something
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Conversation:
     messages: list[Message]
 
 
-class Template(Protocol):
+class ChatTemplate(Protocol):
     """What writes messages as one text."""
 
     def render(self, messages: Sequence[Message]) -> tuple[str, Spans]:
@@ -49,7 +54,7 @@ class Template(Protocol):
         ...
 
 
-class Plain:
+class PlainTemplate:
     """The template of `bytes` and `chars`: no download, no jinja2. A zero byte ends an answer, as it ends a document.
 
     <|user|>
@@ -77,7 +82,7 @@ class Plain:
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # characters that are none: no text has them
 
 
-class Jinja:
+class JinjaTemplate:
     """A chat template as Hugging Face's models have them.
 
     Where it marks the answers by `{% generation %}`, they are what is marked. Otherwise the text up to an answer is
@@ -150,7 +155,7 @@ class Jinja:
             raise ConfigError("a message holds U+FDD0 or U+FDD1, which are no characters; remove it")
         whole = self._text(messages, prompt=False)
         if self._marks:
-            return _unmarked(whole, self._name)
+            return _remove_marks(whole, self._name)
         spans = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -161,14 +166,14 @@ class Jinja:
                         f"writes them with it, so where the answer lies is not known; mark answers in the template by "
                         f"{{% generation %}} and {{% endgeneration %}}"
                     )
-                spans.append((len(before), len(before) + _length(after[len(before) :], message["content"])))
+                spans.append((len(before), len(before) + _answer_length(after[len(before) :], message["content"])))
         return whole, spans
 
     def prompt(self, messages: Sequence[Message]) -> str:
         return self._text(messages, prompt=True).replace(_OPEN, "").replace(_CLOSE, "")
 
 
-def _unmarked(text: str, name: str) -> tuple[str, Spans]:
+def _remove_marks(text: str, name: str) -> tuple[str, Spans]:
     """The text without marks, and what lay between them."""
     plain, spans, start = "", [], None
     for piece in re.split(f"([{_OPEN}{_CLOSE}])", text):
@@ -184,7 +189,7 @@ def _unmarked(text: str, name: str) -> tuple[str, Spans]:
     return plain, spans
 
 
-def _length(written: str, content: str) -> int:
+def _answer_length(written: str, content: str) -> int:
     """Of an answer with the end of its turn, without the white space that templates put between turns; where nothing
     else ends the turn, with it."""
     at = written.rfind(content.strip())
@@ -192,8 +197,8 @@ def _length(written: str, content: str) -> int:
     return len(written.rstrip()) if end.strip() else len(written)
 
 
-def find(tokenizer: str) -> dict[str, Any] | None:
-    """The chat template that lies beside a tokenizer.json, as `Jinja` takes it; None for `bytes` and `chars`.
+def read_template(tokenizer: str) -> dict[str, Any] | None:
+    """The chat template that lies beside a tokenizer.json, as `JinjaTemplate` takes it; None for `bytes` and `chars`.
 
     Raises:
       ConfigError: there is none, or it cannot be read.
@@ -226,20 +231,20 @@ def find(tokenizer: str) -> dict[str, Any] | None:
     return {"source": source, "tokens": {key: value for key, value in contents.items() if isinstance(value, str)}}
 
 
-def template_of(tokenizer: Tokenizer) -> Template:
+def template_for(tokenizer: Tokenizer) -> ChatTemplate:
     """The template that a run's tokenizer was saved with.
 
     Raises:
       ConfigError: it was saved with none.
     """
     if not isinstance(tokenizer, HFTokenizer):
-        return Plain()
+        return PlainTemplate()
     if tokenizer.chat is None:
         raise ConfigError("this run knows no chat template; those that train with data.source=chat do")
-    return Jinja(f"the chat template of {tokenizer.name}", tokenizer.chat)
+    return JinjaTemplate(f"the chat template of {tokenizer.name}", tokenizer.chat)
 
 
-def end_of_turn(template: Template, tokenizer: Tokenizer) -> int | None:
+def end_of_turn_id(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     """The token that ends an answer; None: the template has none that is one token alone."""
     said = "Yes."
     text, spans = template.render([{"role": "user", "content": said}, {"role": "assistant", "content": said}])
@@ -248,7 +253,7 @@ def end_of_turn(template: Template, tokenizer: Tokenizer) -> int | None:
     return ids[0] if len(ids) == 1 else None
 
 
-def read(path: str) -> Iterator[Conversation]:
+def read_conversations(path: str) -> Iterator[Conversation]:
     """The conversations of a file, one JSON object a line: `{"messages": [{"role": ..., "content": ...}, ...]}`, or
     `{"prompt": ..., "completion": ...}`, which is what a user says and an assistant answers. Empty lines are passed
     over, and so are keys beside them that say nothing about the conversation (an id, a source).
@@ -281,7 +286,7 @@ def read(path: str) -> Iterator[Conversation]:
 def _messages(values: Any) -> list[Message]:
     if not isinstance(values, dict):
         raise ConfigError("this is no JSON object; write {\"messages\": [...]}")  # fmt: skip
-    if changes := [key for key in _CHANGES if values.get(key)]:
+    if changes := [key for key in _UNSUPPORTED_KEYS if values.get(key)]:
         raise ConfigError(f"{changes[0]} cannot be had here; write what it says into the messages")
     if "messages" not in values:
         if not {"prompt", "completion"} <= values.keys():
@@ -310,7 +315,7 @@ def _messages(values: Any) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedConversation:
     """A conversation as text, and where its answers lie."""
 
     name: str
@@ -318,7 +323,9 @@ class Rendered:
     spans: Spans
 
 
-def render(conversations: Iterable[Conversation], template: Template) -> Iterator[Rendered]:
+def render_conversations(
+    conversations: Iterable[Conversation], template: ChatTemplate
+) -> Iterator[RenderedConversation]:
     """Each conversation as text.
 
     Raises:
@@ -329,10 +336,12 @@ def render(conversations: Iterable[Conversation], template: Template) -> Iterato
             text, spans = template.render(conversation.messages)
         except ConfigError as error:
             raise ConfigError(f"{conversation.name}: {error}") from None
-        yield Rendered(conversation.name, text, spans)
+        yield RenderedConversation(conversation.name, text, spans)
 
 
-def encode(conversations: Iterable[Rendered], tokenizer: Tokenizer, seq_len: int) -> tuple[Tokens, str]:
+def encode_conversations(
+    conversations: Iterable[RenderedConversation], tokenizer: Tokenizer, seq_len: int
+) -> tuple[Tokens, str]:
     """All conversations in memory, without a separator: a template says itself how they end.
 
     A token is part of an answer if one of its characters is. Conversations of more than `seq_len` + 1 tokens are left

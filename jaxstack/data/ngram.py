@@ -17,37 +17,37 @@ import numpy as np
 
 from jaxstack.data.windows import Batch
 
-Rows = Sequence[bytes | np.ndarray]
+Texts = Sequence[bytes | np.ndarray]
 """Texts: bytes or uint8 [S], or uint8 [N, S] whose rows are N texts. No context reaches from one text into another."""
 
 
-def bits_per_byte(train: Rows, held_out: Rows, order: int, *, given: int = 0) -> float:
+def bits_per_byte(train: Texts, held_out: Texts, order: int, *, context_bytes: int = 0) -> float:
     """Mean -log2 p of the held-out bytes under the n-gram model of the training bytes.
 
     Args:
       train: texts to count.
       held_out: texts to score; a byte near the beginning of a text has that much less context.
       order: bytes in an n-gram, 1 to 8; the context is one less.
-      given: bytes at the beginning of each held-out text that serve as context and are not scored. A window of S + 1
-        tokens gives a language model S targets: compare it with `given=1`.
+      context_bytes: bytes at the beginning of each held-out text that serve as context and are not scored. A window of
+        S + 1 tokens gives a language model S targets: compare it with `context_bytes=1`.
     """
-    return _bits(train, held_out, [order], given)[order]
+    return _bits(train, held_out, [order], context_bytes)[order]
 
 
 def best_order(
-    train: Rows, held_out: Rows, orders: Sequence[int] = range(2, 7), *, given: int = 0
+    train: Texts, held_out: Texts, orders: Sequence[int] = range(2, 7), *, context_bytes: int = 0
 ) -> tuple[int, float]:
     """The order with the fewest bits per byte on the held-out text itself, and those bits: generous to the n-gram."""
-    bits = _bits(train, held_out, orders, given)
+    bits = _bits(train, held_out, orders, context_bytes)
     best = min(bits, key=bits.__getitem__)
     return best, bits[best]
 
 
-def _bits(train: Rows, held_out: Rows, orders: Sequence[int], given: int) -> dict[int, float]:
+def _bits(train: Texts, held_out: Texts, orders: Sequence[int], context_bytes: int) -> dict[int, float]:
     assert set(orders) <= set(range(1, 9)), f"orders {list(orders)} must lie between 1 and 8"
-    _, place = _flatten(held_out)
-    scored = place >= given
-    assert scored.any(), f"no held-out byte is left to score after given={given}"
+    _, offset = _flatten(held_out)
+    scored = offset >= context_bytes
+    assert scored.any(), f"no held-out byte is left to score after context_bytes={context_bytes}"
     return {
         order: float(-np.log2(probability[scored]).mean())
         for order, probability in enumerate(probabilities(train, held_out, max(orders)), start=1)
@@ -55,45 +55,45 @@ def _bits(train: Rows, held_out: Rows, orders: Sequence[int], given: int) -> dic
     }
 
 
-def probabilities(train: Rows, held_out: Rows, order: int) -> Iterator[np.ndarray]:
+def probabilities(train: Texts, held_out: Texts, order: int) -> Iterator[np.ndarray]:
     """p of every held-out byte, [all held-out bytes] float64, under the models of order 1, 2, ..., `order`."""
-    text, place = _flatten(train)
-    other, other_place = _flatten(held_out)
+    text, offset = _flatten(train)
+    other, other_offset = _flatten(held_out)
     code, other_code = np.zeros(text.size, np.uint64), np.zeros(other.size, np.uint64)
     p = np.full(other.size, 1 / 256)
     for n in range(1, order + 1):
-        # code[i] packs the n bytes that end at i, the last one lowest; it is whole where place[i] >= n - 1.
+        # code[i] packs the n bytes that end at i, the last one lowest; it is whole where offset[i] >= n - 1.
         shift = np.uint64(8 * (n - 1))
         code[n - 1 :] |= text[: text.size - (n - 1)].astype(np.uint64) << shift
         other_code[n - 1 :] |= other[: other.size - (n - 1)].astype(np.uint64) << shift
-        whole, other_whole = place >= n - 1, other_place >= n - 1
-        if whole.any():
-            grams, count = np.unique(code[whole], return_counts=True)
+        full, other_full = offset >= n - 1, other_offset >= n - 1
+        if full.any():
+            grams, count = np.unique(code[full], return_counts=True)
             first = np.flatnonzero(np.append(True, grams[1:] >> 8 != grams[:-1] >> 8))  # of each context
             contexts, total = grams[first] >> 8, np.add.reduceat(count, first)
             followers = np.diff(first, append=grams.size)
-            asked, back = np.unique(other_code[other_whole], return_inverse=True)
-            gram, context = _find(grams, asked), _find(contexts, asked >> 8)
+            asked, back = np.unique(other_code[other_full], return_inverse=True)
+            gram, context = _lookup(grams, asked), _lookup(contexts, asked >> 8)
             # A context that was never seen: weight 0 on its counts, 1 on the lower order.
             norm = np.where(context >= 0, total[context] + followers[context], 1)
             own = np.where(gram >= 0, count[gram], 0) / norm
             rest = np.where(context >= 0, followers[context], 1) / norm
-            p[other_whole] = own[back] + rest[back] * p[other_whole]
+            p[other_full] = own[back] + rest[back] * p[other_full]
         yield p.copy()
 
 
-def _find(sorted_values: np.ndarray, asked: np.ndarray) -> np.ndarray:
+def _lookup(sorted_values: np.ndarray, asked: np.ndarray) -> np.ndarray:
     """Index of each asked value, or -1."""
     at = np.minimum(np.searchsorted(sorted_values, asked), sorted_values.size - 1)
     return np.where(sorted_values[at] == asked, at, -1)
 
 
-def _flatten(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+def _flatten(rows: Texts) -> tuple[np.ndarray, np.ndarray]:
     """All bytes end to end, uint8, and the place of each within its own text, int64."""
     arrays = [np.frombuffer(r, np.uint8) if isinstance(r, bytes) else np.asarray(r) for r in rows]
     assert all(a.dtype == np.uint8 and a.ndim in (1, 2) for a in arrays), "texts are bytes or uint8 [S] or [N, S]"
-    place = [np.broadcast_to(np.arange(a.shape[-1]), a.shape).ravel() for a in arrays]
-    return np.concatenate([a.ravel() for a in arrays]), np.concatenate(place)
+    offset = [np.broadcast_to(np.arange(a.shape[-1]), a.shape).ravel() for a in arrays]
+    return np.concatenate([a.ravel() for a in arrays]), np.concatenate(offset)
 
 
 def baseline(train: Iterable[Batch], held_out: Iterable[Batch]) -> tuple[int, float]:
@@ -105,7 +105,7 @@ def baseline(train: Iterable[Batch], held_out: Iterable[Batch]) -> tuple[int, fl
     """
     texts = [_windows(batch) for batch in train]
     scored = [_windows(batch)[batch["loss_weights"].any(axis=1)] for batch in held_out]
-    return best_order(texts, scored, given=1)
+    return best_order(texts, scored, context_bytes=1)
 
 
 def _windows(batch: Batch) -> np.ndarray:

@@ -51,7 +51,7 @@ def id_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(vocab_size - 1)
 
 
-class Bytes:
+class ByteTokenizer:
     """UTF-8 bytes. Byte 0, which text does not use, ends each document and counts as one byte."""
 
     name = "bytes"
@@ -76,7 +76,7 @@ class Bytes:
         return {"kind": "bytes"}
 
 
-class Chars:
+class CharTokenizer:
     """One token per character; the alphabet is the sorted set of characters of the training text (as in nanoGPT)."""
 
     name = "chars"
@@ -190,12 +190,12 @@ def make_tokenizer(name: str, texts: Iterable[str], chat: dict[str, Any] | None 
       chat: template of a tokenizer.json that is to be kept with it.
     """
     if name == "bytes":
-        return Bytes()
+        return ByteTokenizer()
     if name == "chars":
         alphabet: set[str] = set()
         for text in texts:
             alphabet.update(text)
-        return Chars("".join(alphabet))
+        return CharTokenizer("".join(alphabet))
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"data.tokenizer={name} is no file; use bytes, chars, or the path of a tokenizer.json")
@@ -214,9 +214,9 @@ def tokenizer_from_json(saved: dict[str, Any]) -> Tokenizer:
     """
     match saved:
         case {"kind": "bytes"}:
-            return Bytes()
+            return ByteTokenizer()
         case {"kind": "chars", "alphabet": str(alphabet)} if alphabet:
-            return Chars(alphabet)
+            return CharTokenizer(alphabet)
         case {"kind": "hf", "name": str(name), "tokenizer": dict(tokenizer)}:
             return HFTokenizer(name, tokenizer, saved.get("chat"))
     raise ConfigError(f"tokenizer {str(saved)[:60]!r} is of no known kind; it must come from jaxstack's to_json")

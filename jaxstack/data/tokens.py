@@ -24,24 +24,24 @@ from jaxstack.data.tokenizers import Tokenizer, tokenizer_from_json
 
 
 @dataclass(frozen=True)
-class Stamp:
+class FileState:
     """A file as it was when it was opened: reading a map of one that is cut since would kill the process."""
 
     path: Path
     state: tuple[int, int, int]
 
     @classmethod
-    def of(cls, path: Path) -> "Stamp":
+    def of(cls, path: Path) -> "FileState":
         found = path.stat()
         return cls(path, (found.st_ino, found.st_size, found.st_mtime_ns))
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """
         Raises:
           ConfigError: the file is gone, or is another.
         """
         try:
-            now = Stamp.of(self.path)
+            now = FileState.of(self.path)
         except OSError as error:
             raise ConfigError(
                 f"{self.path} vanished under the run ({error.strerror}); put it back, and the same command goes on "
@@ -70,7 +70,7 @@ class Tokens:
     """[documents] names for error messages; a token file has none."""
     domains: np.ndarray | None = None
     """[documents] int32 domain of each, where `data.domains` names some."""
-    stamp: "Stamp | None" = None
+    file_state: "FileState | None" = None
     """Of the file that `ids` is mapped from."""
     loss_mask: np.ndarray | None = None
     """As long as `ids`, bool: what is learned, of conversations. They are never cut."""
@@ -101,7 +101,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
     return Tokens(np.concatenate(pieces), starts, ends, tokenizer.vocab_size, tuple(names))
 
 
-def in_domains(tokens: Tokens, patterns: tuple[str, ...]) -> Tokens:
+def assign_domains(tokens: Tokens, patterns: tuple[str, ...]) -> Tokens:
     """The tokens, each document in the domain of the first pattern that matches its whole name.
 
     Raises:
@@ -177,7 +177,7 @@ _CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
-class Header:
+class TokenFileHeader:
     """`NAME.json`: what a token file holds."""
 
     version: int
@@ -201,7 +201,7 @@ def _part(path: str | Path, suffix: str) -> Path:
     return Path(name + suffix)
 
 
-def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer) -> Header:
+def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer) -> TokenFileHeader:
     """Streams documents into a token file and returns its header; one document at a time is held in memory.
 
     Everything is written in a temporary folder beside it and moved at the end, the header last: an interrupted build
@@ -234,7 +234,9 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
                 file.write(ids.data)
         np.save(parts[1], np.frombuffer(starts, np.int64), allow_pickle=False)
         hashes = {"bin": digest.hexdigest(), "starts": _sha256(parts[1])}
-        header = Header(_VERSION, dtype, count, len(starts), tokenizer.vocab_size, size, tokenizer.to_json(), hashes)
+        header = TokenFileHeader(
+            _VERSION, dtype, count, len(starts), tokenizer.vocab_size, size, tokenizer.to_json(), hashes
+        )
         parts[2].write_text(json.dumps(vars(header)))
         _refuse_existing(targets)
         for part, target in zip(parts, targets, strict=True):
@@ -250,7 +252,7 @@ def _refuse_existing(targets: list[Path]) -> None:
             raise ConfigError(f"{target} exists and is never overwritten; remove it or choose another name")
 
 
-def read_header(path: str | Path) -> Header:
+def read_header(path: str | Path) -> TokenFileHeader:
     """The header of a token file.
 
     Raises:
@@ -258,7 +260,7 @@ def read_header(path: str | Path) -> Header:
     """
     file = _part(path, ".json")
     try:
-        header = Header(**json.loads(file.read_text()))
+        header = TokenFileHeader(**json.loads(file.read_text()))
     except FileNotFoundError:
         raise ConfigError(
             f"{file} does not exist; make a token file with `jaxstack data build` (an interrupted build "
@@ -299,7 +301,7 @@ def read_token_file(path: str | Path) -> tuple[Tokens, Tokenizer]:
     return tokens, tokenizer
 
 
-def verify_token_file(path: str | Path) -> Header:
+def verify_token_file(path: str | Path) -> TokenFileHeader:
     """Reads a whole token file and compares its hashes and its ids with the header.
 
     Raises:
@@ -311,7 +313,7 @@ def verify_token_file(path: str | Path) -> Header:
     return header
 
 
-def _map(path: str | Path, header: Header) -> Tokens:
+def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
     file, starts_file = _part(path, ".bin"), _part(path, ".starts.npy")
     for needed in (file, starts_file):
         if not needed.is_file():
@@ -339,10 +341,10 @@ def _map(path: str | Path, header: Header) -> Tokens:
     if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
         pages.madvise(mmap.MADV_RANDOM)  # windows are read in random order: what lies behind one is not wanted
     ids = np.frombuffer(pages, dtype)
-    return Tokens(ids, np.asarray(starts), ends, header.vocab_size, stamp=Stamp.of(file))
+    return Tokens(ids, np.asarray(starts), ends, header.vocab_size, file_state=FileState.of(file))
 
 
-def _check_ids(path: str | Path, header: Header) -> None:
+def _check_ids(path: str | Path, header: TokenFileHeader) -> None:
     """Reads the file from end to end, not through the map, whose pages come one at a time."""
     file, dtype = _part(path, ".bin"), np.dtype(header.dtype).newbyteorder("<")
     digest = hashlib.sha256()

@@ -23,7 +23,7 @@ Batch = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Stream:
+class TokenStream:
     """Pieces of `ids` laid end to end, readable at any place without being copied together."""
 
     ids: np.ndarray
@@ -37,7 +37,7 @@ class Stream:
     """As long as `ids`: what is learned, where not all is."""
 
     @classmethod
-    def of(cls, tokens: Tokens, order: np.ndarray | None = None) -> "Stream":
+    def from_documents(cls, tokens: Tokens, order: np.ndarray | None = None) -> "TokenStream":
         """The documents in the given order ([documents] indices; none: as they are)."""
         tokens = replace(tokens, names=None)  # may be millions, and nobody asks a stream for them
         if order is not None:
@@ -46,7 +46,7 @@ class Stream:
         bounds = np.append(np.int64(0), np.cumsum(tokens.ends - tokens.starts))
         return cls(tokens.ids, tokens.starts, bounds, tokens.domains, tokens.loss_mask)
 
-    def merged(self) -> "Stream":
+    def merge_adjacent(self) -> "TokenStream":
         """The same stream, with pieces that touch in `ids` made one: an uncut text becomes a single piece.
 
         Pieces of domains stay apart.
@@ -55,12 +55,12 @@ class Stream:
             return self
         lengths = np.diff(self.bounds_P)
         first = np.append(True, self.starts_P[1:] != (self.starts_P + lengths)[:-1])
-        return Stream(self.ids, self.starts_P[first], np.append(self.bounds_P[:-1][first], self.bounds_P[-1]))
+        return TokenStream(self.ids, self.starts_P[first], np.append(self.bounds_P[:-1][first], self.bounds_P[-1]))
 
     def __len__(self) -> int:
         return int(self.bounds_P[-1])
 
-    def read(self, first_B: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def locate(self, first_B: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Reads `length` tokens from each place of the stream; beyond its end, the last one.
 
         Returns:
@@ -74,24 +74,24 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class _Epoch:
+class _Windows:
     """One pass over the text: a stream, where in it the windows begin, in the order of training, and how many tokens
     of it belong to each; a row is filled up behind them."""
 
-    stream: Stream
+    stream: TokenStream
     first_W: np.ndarray
     length_W: np.ndarray
 
     @classmethod
-    def cut(cls, stream: Stream, first_W: np.ndarray, seq_len: int) -> "_Epoch":
+    def full_length(cls, stream: TokenStream, first_W: np.ndarray, seq_len: int) -> "_Windows":
         """Windows that are full."""
         return cls(stream, first_W, np.full(first_W.size, seq_len + 1))
 
-    def batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
-        return _batch(self.stream, self.first_W[window_B], self.length_W[window_B], seq_len, packing, vocab_size)
+    def make_batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
+        return _make_batch(self.stream, self.first_W[window_B], self.length_W[window_B], seq_len, packing, vocab_size)
 
 
-def whole(tokens: Tokens, seq_len: int, packing: bool) -> _Epoch:
+def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _Windows:
     """Windows of whole documents, of one each, or with packing of as many as fit; none is cut.
 
     Packing is best-fit decreasing (Ding et al. 2024, arXiv:2404.10830, section 3.1): the longest document first, each
@@ -101,8 +101,8 @@ def whole(tokens: Tokens, seq_len: int, packing: bool) -> _Epoch:
     assert tokens.starts.size
     assert length_D.max() <= room, "what does not fit has been left out"
     if not packing:
-        stream = Stream.of(tokens)
-        return _Epoch(stream, stream.bounds_P[:-1], length_D)
+        stream = TokenStream.from_documents(tokens)
+        return _Windows(stream, stream.bounds_P[:-1], length_D)
     windows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(room + 1)]  # windows, by the tokens that fit
     some = 0  # bit i: there is one with room for exactly i
@@ -119,13 +119,13 @@ def whole(tokens: Tokens, seq_len: int, packing: bool) -> _Epoch:
         windows[window].append(document)
         with_room[left - size].append(window)
         some |= 1 << (left - size)
-    stream = Stream.of(tokens, np.concatenate(windows))
+    stream = TokenStream.from_documents(tokens, np.concatenate(windows))
     last_W = np.cumsum([len(window) for window in windows])
     first_W = stream.bounds_P[np.append(0, last_W[:-1])]
-    return _Epoch(stream, first_W, stream.bounds_P[last_W] - first_W)
+    return _Windows(stream, first_W, stream.bounds_P[last_W] - first_W)
 
 
-def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int, Callable[[int], _Epoch]]:
+def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int, Callable[[int], _Windows]]:
     """Windows in an epoch, and the function that gives epoch `e` (the last two are kept).
 
     Without packing the documents are one stream, cut at a random offset in [0, seq_len) that differs from epoch to
@@ -133,18 +133,18 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
     falls just behind a cut would never be predicted from more than a few tokens. With packing each epoch permutes the
     documents, which moves the cuts too. The windows are permuted in both cases, so that a batch is not one document.
     What is left over at the ends, less than two windows, is dropped; another epoch reads it. Conversations are never
-    cut, see `whole`; their windows are permuted.
+    cut, see `document_windows`; their windows are permuted.
 
     NumPy permutes, not grain's shuffle: that one takes milliseconds an index when there are few windows, and makes
     epoch `e` of seed `s` epoch `e - 1` of seed `s + 1`. It costs 8 bytes a window: 0.2 GB for 100 GB of uint16 tokens
     in windows of 2048.
     """
     if tokens.loss_mask is not None:
-        once = whole(tokens, seq_len, packing)
+        once = document_windows(tokens, seq_len, packing)
 
-        def shuffled(index: int) -> _Epoch:
+        def shuffled(index: int) -> _Windows:
             order_W = np.random.default_rng([seed, index]).permutation(once.first_W.size)
-            return _Epoch(once.stream, once.first_W[order_W], once.length_W[order_W])
+            return _Windows(once.stream, once.first_W[order_W], once.length_W[order_W])
 
         return once.first_W.size, lru_cache(maxsize=2)(shuffled)
     total = len(tokens)
@@ -153,24 +153,24 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
             f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of text for one window, but there are {total:,} to "
             f"train on; lower data.seq_len or use more text"
         )
-    plain = None if packing else Stream.of(tokens).merged()
+    plain = None if packing else TokenStream.from_documents(tokens).merge_adjacent()
     windows = (total - 1) // seq_len if packing else max(1, (total - seq_len) // seq_len)
     slack = min(seq_len - 1, total - 1 - windows * seq_len)
 
     @lru_cache(maxsize=2)
-    def epoch(index: int) -> _Epoch:
+    def epoch(index: int) -> _Windows:
         rng = np.random.default_rng([seed, index])
         offset = 0 if packing else rng.integers(slack + 1)
-        stream = plain or Stream.of(tokens, rng.permutation(tokens.starts.size))
-        return _Epoch.cut(stream, offset + rng.permutation(windows) * seq_len, seq_len)
+        stream = plain or TokenStream.from_documents(tokens, rng.permutation(tokens.starts.size))
+        return _Windows.full_length(stream, offset + rng.permutation(windows) * seq_len, seq_len)
 
     return windows, epoch
 
 
-def _batch(
-    stream: Stream, first_B: np.ndarray, length_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int
+def _make_batch(
+    stream: TokenStream, first_B: np.ndarray, length_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int
 ) -> Batch:
-    index_BT, piece_BT, position_BT = stream.read(first_B, seq_len + 1)
+    index_BT, piece_BT, position_BT = stream.locate(first_B, seq_len + 1)
     ids_BT = stream.ids[index_BT]
     if (largest := int(ids_BT.max())) >= vocab_size:
         raise ConfigError(
@@ -228,14 +228,14 @@ def batches(
     windows, epoch = _epochs(tokens, seq_len, seed, packing)
 
     def read(samples: Any) -> Batch:
-        if tokens.stamp:
-            tokens.stamp.check()
+        if tokens.file_state:
+            tokens.file_state.require_unchanged()
         own = slice(None) if rows is None else rows
         index_B, window_B = np.divmod(np.asarray(samples)[own], windows)
         parts = []
         for index in np.unique(index_B).tolist():
             now = epoch(index)
-            parts.append(now.batch(window_B[index_B == index], seq_len, packing, tokens.vocab_size))
+            parts.append(now.make_batch(window_B[index_B == index], seq_len, packing, tokens.vocab_size))
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts[1:] else parts[0]
 
     # Without end: not all of int64, where grain's length of a dataset in batches of one would leave it by rounding.
@@ -257,25 +257,25 @@ def eval_batches(
     import grain
 
     if tokens.loss_mask is not None:
-        once = whole(tokens, seq_len, packing)
+        once = document_windows(tokens, seq_len, packing)
     else:
-        stream = Stream.of(tokens) if packing else Stream.of(tokens).merged()
+        stream = TokenStream.from_documents(tokens) if packing else TokenStream.from_documents(tokens).merge_adjacent()
         if len(stream) - 1 < seq_len:
             raise ConfigError(
                 f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of held-out text for one window, but there are "
                 f"{len(stream):,}; raise data.eval_fraction, lower data.seq_len or use more text"
             )
-        once = _Epoch.cut(stream, np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len)
+        once = _Windows.full_length(stream, np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len)
     windows = once.first_W.size
     count = min(windows, steps * batch_size)
     spread_W = np.arange(count) * windows // count
 
     def read(samples: Any) -> Batch:
-        if tokens.stamp:
-            tokens.stamp.check()
+        if tokens.file_state:
+            tokens.file_state.require_unchanged()
         row_B = np.arange(batch_size) if rows is None else rows
         window_B = np.minimum(samples[0] + row_B, count - 1)
-        batch = once.batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
+        batch = once.make_batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
         batch["loss_weights"][row_B >= len(samples)] = 0
         return batch
 
@@ -300,7 +300,7 @@ def prefetch(ds: "grain.MapDataset[Batch]", start: int = 0, depth: int = 2) -> I
             reader.shutdown(cancel_futures=True)
 
 
-def batch_identity(
+def describe_batch(
     tokens: Tokens, step: int, *, seq_len: int, batch_size: int, seed: int, packing: bool, rows: int = 4
 ) -> str:
     """One line that tells what the batch of a step was read from, for error messages; of `rows` rows at most.
@@ -312,12 +312,14 @@ def batch_identity(
     for sample in range(step * batch_size, step * batch_size + min(rows, batch_size)):
         index, window = divmod(sample, windows)
         now = epoch(index)
-        texts.append(" + ".join(_ranges(tokens, now.stream, int(now.first_W[window]), int(now.length_W[window]))))
+        texts.append(
+            " + ".join(_source_ranges(tokens, now.stream, int(now.first_W[window]), int(now.length_W[window])))
+        )
     more = f"; and {batch_size - rows} more rows" if batch_size > rows else ""
     return f"step {step}: {'; '.join(texts)}{more}"
 
 
-def _ranges(tokens: Tokens, stream: Stream, first: int, length: int) -> Iterator[str]:
+def _source_ranges(tokens: Tokens, stream: TokenStream, first: int, length: int) -> Iterator[str]:
     """The documents, or ranges of the token file, that a window of a stream was read from."""
     place = first
     while place < first + length:

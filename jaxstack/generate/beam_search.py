@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.config import SampleConfig
-from jaxstack.generate.kv_cache import Reader
+from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.sharding import collectives
 
 
-def search(reader: Reader, tokens: jax.Array, sample: SampleConfig, stop: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+def beam_search(
+    model: CachedDecoder, tokens: jax.Array, sample: SampleConfig, stop: Sequence[int]
+) -> tuple[jax.Array, jax.Array]:
     """The best continuation found of each row [B, N], and its length [B].
 
     A text is worth its log-likelihood divided by its length ** length_penalty (Wu et al. 2016, arXiv:1609.08144,
@@ -47,7 +49,7 @@ def search(reader: Reader, tokens: jax.Array, sample: SampleConfig, stop: Sequen
             "texts": texts[own, chosen],
             "last": new[own, chosen].reshape(-1),
             "cache": jax.tree.map(lambda a: jnp.take(a, from_rows, axis=-4), cache),
-            "going": collectives.all_reduce((state["worth"] < bound).sum(), reader.ctx.axes("batch")) > 0,
+            "going": collectives.all_reduce((state["worth"] < bound).sum(), model.ctx.axes("batch")) > 0,
         }
 
     def better(state: Any, worth: jax.Array, texts: jax.Array, length: jax.Array | int) -> Any:
@@ -62,14 +64,14 @@ def search(reader: Reader, tokens: jax.Array, sample: SampleConfig, stop: Sequen
 
     def step(state: Any) -> Any:
         i = state["i"]
-        logits, cache = of_beams.token(state["last"], S + i - 1, state["cache"])
+        logits, cache = of_beams.decode_token(state["last"], S + i - 1, state["cache"])
         new = add(i, logits, cache, state) | {"i": i + 1}
         return collectives.match_varying_tree({name: new[name] for name in state}, state)
 
-    of_beams = replace(reader, first=jnp.repeat(reader.first, K))
-    logits, cache = reader.prompts(tokens)
+    of_beams = replace(model, first=jnp.repeat(model.first, K))
+    logits, cache = model.prefill(tokens)
     cache = jax.tree.map(lambda a: jnp.repeat(a, K, axis=-4), cache)
-    zeros = lambda *shape: collectives.zeros((B, *shape), jnp.int32, reader.first)  # noqa: E731
+    zeros = lambda *shape: collectives.zeros((B, *shape), jnp.int32, model.first)  # noqa: E731
     state = {
         "scores": jnp.where(jnp.arange(K) == 0, 0.0, -jnp.inf) + zeros(K),  # one beam is alive: they are all the same
         "texts": zeros(K, N),

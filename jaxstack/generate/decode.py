@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
 from jaxstack.data import Tokenizer
 from jaxstack.generate import beam_search, sampling
-from jaxstack.generate.kv_cache import Reader, known
+from jaxstack.generate.kv_cache import CachedDecoder, mask_unknown_ids
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.sharding import collectives
@@ -66,22 +66,22 @@ def make_generate(
         params: Any, tokens: jax.Array, first: jax.Array, marks: jax.Array, seed: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         slots = tokens.shape[1] + sample.tokens
-        reader = Reader.create(cfg, params, ctx, gate=gate, vocabulary=ids, first=first, slots=slots)
+        model = CachedDecoder.create(cfg, params, ctx, gate=gate, vocabulary=ids, first=first, num_slots=slots)
         if sample.beams > 1:
-            return beam_search.search(reader, tokens, sample, stop)
-        return _follow(reader, tokens, row_keys(seed, marks), sample, stop)
+            return beam_search.beam_search(model, tokens, sample, stop)
+        return _sample_rows(model, tokens, row_keys(seed, marks), sample, stop)
 
-    compiled = on_mesh(work, cfg, ctx, parts=3)
+    compiled = jit_on_mesh(work, cfg, ctx, parts=3)
 
     def run(params: Any, prompts: Rows, seed: int) -> Rows:
-        check(cfg, prompts, sample.tokens, ids)
+        check_prompts(cfg, prompts, sample.tokens, ids)
         if not sample.tokens:
             return [list(prompt) for prompt in prompts]
         slots = -(-max(len(prompt) for prompt in prompts) // _BUCKET) * _BUCKET
-        filled = padded(prompts, ctx.replicas)
+        filled = pad_rows(prompts, ctx.replicas)
         tokens = np.stack([np.pad(np.asarray(prompt, np.int32), (slots - len(prompt), 0)) for prompt in filled])
         first = np.asarray([slots - len(prompt) for prompt in filled], np.int32)
-        added, lengths = jax.device_get(compiled(params, tokens, first, marks_of(filled), np.uint32(seed)))
+        added, lengths = jax.device_get(compiled(params, tokens, first, row_seeds(filled), np.uint32(seed)))
         return [[*prompt, *row[:length].tolist()] for prompt, row, length in zip(prompts, added, lengths, strict=False)]
 
     return run
@@ -92,8 +92,8 @@ def generate(cfg: ModelConfig, params: Any, prompts: Rows, sample: SampleConfig,
     return make_generate(cfg, sample, **how)(params, prompts, seed)
 
 
-def _follow(
-    reader: Reader, tokens: jax.Array, keys: jax.Array, sample: SampleConfig, stop: Sequence[int]
+def _sample_rows(
+    model: CachedDecoder, tokens: jax.Array, keys: jax.Array, sample: SampleConfig, stop: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens added to each row [B, N] and how many of them are its text [B], chosen one by one.
 
@@ -102,10 +102,11 @@ def _follow(
       keys: a PRNG key for each row [B].
     """
     B, S = tokens.shape
-    rows = reader.ctx.axes("batch")
+    rows = model.ctx.axes("batch")
 
     def add(i: jax.Array | int, logits: jax.Array, state: Any) -> Any:
-        new = sampling.choose(logits, state["used"], jax.vmap(lambda key: jax.random.fold_in(key, i))(keys), sample)
+        step_keys = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
+        new = sampling.sample_tokens(logits, state["used"], step_keys, sample)
         going = ~state["done"]
         done = state["done"] | is_stop(new, stop)
         return state | {
@@ -113,22 +114,22 @@ def _follow(
             "lengths": state["lengths"] + going,
             "last": new,
             "done": done,
-            "used": sampling.marked(state["used"], new) if state["used"].size else state["used"],
+            "used": sampling.mark_used(state["used"], new) if state["used"].size else state["used"],
             "going": collectives.all_reduce((~done).sum(), rows) > 0,
         }
 
     def step(state: Any) -> Any:
         i = state["i"]
-        logits, cache = reader.token(state["last"], S + i - 1, state["cache"])
+        logits, cache = model.decode_token(state["last"], S + i - 1, state["cache"])
         return collectives.match_varying_tree(add(i, logits, state | {"cache": cache, "i": i + 1}), state)
 
-    logits, cache = reader.prompts(tokens)
-    nothing = collectives.zeros((B,), jnp.int32, reader.first)
+    logits, cache = model.prefill(tokens)
+    nothing = collectives.zeros((B,), jnp.int32, model.first)
     start = {
-        "added": collectives.zeros((B, sample.tokens), jnp.int32, reader.first),
+        "added": collectives.zeros((B, sample.tokens), jnp.int32, model.first),
         "lengths": nothing,
         "done": nothing > 0,
-        "used": used_at_first(tokens, reader.first, logits, sample),
+        "used": used_at_first(tokens, model.first, logits, sample),
         "cache": cache,
         "i": jnp.int32(1),
     }
@@ -150,12 +151,12 @@ def used_at_first(tokens: jax.Array, first: jax.Array, logits: jax.Array, sample
 
 
 def row_keys(seed: jax.Array, marks: jax.Array) -> jax.Array:
-    """A PRNG key for each row [B] of `marks_of` [B, 2]."""
+    """A PRNG key for each row [B] of `row_seeds` [B, 2]."""
     key = jax.random.key(seed)
     return jax.vmap(lambda mark: jax.random.fold_in(jax.random.fold_in(key, mark[0]), mark[1]))(marks)
 
 
-def marks_of(prompts: Rows) -> np.ndarray:
+def row_seeds(prompts: Rows) -> np.ndarray:
     """What a row's randomness follows from: its prompt, and how often the same stands before it; uint32 [B, 2]."""
     seen: Counter[int] = Counter()
     marks = []
@@ -171,12 +172,12 @@ def dropless(cfg: ModelConfig) -> ModelConfig:
     return replace(cfg, moe=replace(cfg.moe, capacity_factor=None))
 
 
-def padded(prompts: Rows, replicas: int) -> Rows:
+def pad_rows(prompts: Rows, replicas: int) -> Rows:
     """Devices share the rows; the last ones fill up with rows that nobody reads."""
     return [*prompts, *([[0]] * (-len(prompts) % replicas))]
 
 
-def check(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None:
+def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None:
     """Raises what is wrong with prompts as ConfigError."""
     if not prompts:
         raise ConfigError("there are no prompts; give one or more")
@@ -193,7 +194,7 @@ def check(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None
             )
 
 
-def on_mesh(work: Any, cfg: ModelConfig, ctx: Context, parts: int) -> Any:
+def jit_on_mesh(work: Any, cfg: ModelConfig, ctx: Context, parts: int) -> Any:
     """`work(params, *rows, seed)`, one device's, compiled as a function of whole arrays; its results are whole in every
     process.
 
@@ -206,7 +207,7 @@ def on_mesh(work: Any, cfg: ModelConfig, ctx: Context, parts: int) -> Any:
     return jax.jit(ctx.local(work, where, ctx.batch), out_shardings=ctx.sharding(PartitionSpec()))
 
 
-def reference(
+def generate_uncached(
     cfg: ModelConfig,
     params: Any,
     prompts: Rows,
@@ -227,8 +228,8 @@ def reference(
     cfg = dropless(cfg)
     ctx = (ctx or Context()).whole_sequences()
     ids = vocabulary or cfg.vocab
-    check(replace(cfg, positions="none"), prompts, sample.tokens, ids)
-    filled = padded(prompts, ctx.replicas)
+    check_prompts(replace(cfg, positions="none"), prompts, sample.tokens, ids)
+    filled = pad_rows(prompts, ctx.replicas)
     ends = np.asarray([len(prompt) for prompt in filled], np.int32)
     size = max(int(ends.max()) + sample.tokens, window)
     buffer = np.stack([np.pad(np.asarray(prompt, np.int32), (0, size - len(prompt))) for prompt in filled])
@@ -251,12 +252,14 @@ def reference(
             there = jnp.arange(size) < ends[:, None]
             used = jnp.zeros_like(logits, bool).at[own[:, None], buffer].max(there)
             folded = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
-            new = sampling.choose(known(logits, ids), used, folded, sample)
+            new = sampling.sample_tokens(mask_unknown_ids(logits, ids), used, folded, sample)
             return collectives.match_varying_tree((buffer.at[own, ends].set(new), ends + 1), carry)
 
         return jax.lax.fori_loop(0, sample.tokens, add_one, (buffer, ends))[0]
 
-    texts = jax.device_get(on_mesh(work, cfg, ctx, parts=3)(params, buffer, ends, marks_of(filled), np.uint32(seed)))
+    texts = jax.device_get(
+        jit_on_mesh(work, cfg, ctx, parts=3)(params, buffer, ends, row_seeds(filled), np.uint32(seed))
+    )
     rows = []
     for prompt, text in zip(prompts, texts, strict=False):
         added = text[len(prompt) : len(prompt) + sample.tokens].tolist()
@@ -265,22 +268,22 @@ def reference(
     return rows
 
 
-def texts(cfg: Config, params: Any, tokenizer: Tokenizer, ctx: Context) -> list[str]:
+def sample_texts(cfg: Config, params: Any, tokenizer: Tokenizer, ctx: Context) -> list[str]:
     """The prompts of `cfg.sample` and what the model adds to them, up to the end of the document.
 
     The model sees what it was trained on: where prompt and tokens are more than `data.seq_len`, its last tokens.
     """
     sample, prompts = cfg.sample, [tokenizer.encode(prompt).tolist() for prompt in cfg.sample.prompts]
     room = cfg.data.seq_len - max(len(prompt) for prompt in prompts)
-    how = settings(cfg, tokenizer, ctx)
+    how = generate_options(cfg, tokenizer, ctx)
     if sample.tokens <= room or sample.beams > 1:  # what beams have room for, `Config` has checked
         rows = generate(cfg.model, params, prompts, sample, **how)
     else:
-        rows = reference(cfg.model, params, prompts, sample, window=cfg.data.seq_len, **how)
-    return [text(tokenizer, row) for row in rows]
+        rows = generate_uncached(cfg.model, params, prompts, sample, window=cfg.data.seq_len, **how)
+    return [decode_text(tokenizer, row) for row in rows]
 
 
-def settings(cfg: Config, tokenizer: Tokenizer, ctx: Context) -> dict[str, Any]:
+def generate_options(cfg: Config, tokenizer: Tokenizer, ctx: Context) -> dict[str, Any]:
     """What `generate` and `reference` take of a run beside its model and prompts."""
     return {
         "seed": cfg.run.seed,
@@ -291,6 +294,6 @@ def settings(cfg: Config, tokenizer: Tokenizer, ctx: Context) -> dict[str, Any]:
     }
 
 
-def text(tokenizer: Tokenizer, row: list[int]) -> str:
+def decode_text(tokenizer: Tokenizer, row: list[int]) -> str:
     """The text of a row up to the end of the document."""
     return tokenizer.decode(row[: row.index(tokenizer.eos_id)] if tokenizer.eos_id in row else row)

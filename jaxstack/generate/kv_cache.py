@@ -21,7 +21,7 @@ from jaxstack.sharding import collectives
 
 
 @dataclass(frozen=True)
-class Reader:
+class CachedDecoder:
     """Reads tokens with a model and tells the logits of the next ones; the work of one device.
 
     Keys and values are arrays [L/period, B, G, T, K] for each block of a step of the layers, or with `steps` arrays
@@ -42,11 +42,11 @@ class Reader:
     gate: int | None
     vocabulary: int
     first: jax.Array
-    slots: int
+    num_slots: int
     steps: list[Any] | None
 
     @classmethod
-    def create(cls, cfg: ModelConfig, params: Any, ctx: Context, **rest: Any) -> "Reader":
+    def create(cls, cfg: ModelConfig, params: Any, ctx: Context, **rest: Any) -> "CachedDecoder":
         """With parameters made ready once, and not for every token."""
         params = cast_matrices(decoder.spec(cfg), params, ctx.dtype)
         steps = None
@@ -55,7 +55,7 @@ class Reader:
             steps = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(cfg.num_layers // len(cfg.windows))]
         return cls(cfg, params, ctx, steps=steps, **rest)
 
-    def prompts(self, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    def prefill(self, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """Logits [B, V] after the prompts [B, S], and keys and values so far."""
         positions = jnp.arange(tokens.shape[1]) - self.first[:, None]
         x, aux = decoder.hidden_states(
@@ -70,14 +70,14 @@ class Reader:
         )
         made = {name: aux[name] for name in ("keys", "values")}
         cache: Any = [
-            jax.tree.map(lambda a, T=T: _held(a, T), block)
+            jax.tree.map(lambda a, T=T: _fill_cache(a, T), block)
             for T, block in zip(self._lengths, decoder.group_layers(self.cfg, made), strict=True)
         ]
         if self.steps is not None:
             cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.steps))]
         return self._logits(x[:, -1:]), cache
 
-    def token(self, tokens: jax.Array, slot: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def decode_token(self, tokens: jax.Array, slot: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         """Logits [B, V] after one more token of each row [B], in `slot`; and keys and values so far."""
         batch: dict[str, Any] = {
             "positions": (slot - self.first)[:, None],
@@ -98,7 +98,7 @@ class Reader:
     @property
     def _lengths(self) -> list[int]:
         """How many tokens each block of a step holds: those that a window sees beside the newest."""
-        return [min(max(window - 1, 1), self.slots) if window else self.slots for window in self.cfg.windows]
+        return [min(max(window - 1, 1), self.num_slots) if window else self.num_slots for window in self.cfg.windows]
 
     def _distance(self, slot: jax.Array, T: int) -> jax.Array:
         """From the tokens [B, T] that a layer holds to the one in `slot`; 0: there is none yet, or of no one's text."""
@@ -110,10 +110,10 @@ class Reader:
 
     def _logits(self, x: jax.Array) -> jax.Array:
         own = decoder.logits(self.cfg, self.params, x, self.ctx)[:, 0]
-        return known(collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 1), self.vocabulary)
+        return mask_unknown_ids(collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 1), self.vocabulary)
 
 
-def _held(a: jax.Array, T: int) -> jax.Array:
+def _fill_cache(a: jax.Array, T: int) -> jax.Array:
     """Of the slots [..., S, K] the last T, each in its place, with room for what is to come [..., T, K]."""
     S = a.shape[-2]
     if S <= T:
@@ -121,6 +121,6 @@ def _held(a: jax.Array, T: int) -> jax.Array:
     return jnp.roll(a[..., S - T :, :], S % T, a.ndim - 2)
 
 
-def known(logits: jax.Array, vocabulary: int) -> jax.Array:
+def mask_unknown_ids(logits: jax.Array, vocabulary: int) -> jax.Array:
     """Logits [B, V] of ids that exist, minus infinity for the rest."""
     return jnp.where(jnp.arange(logits.shape[1]) < vocabulary, logits, -jnp.inf)

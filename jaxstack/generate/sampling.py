@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxstack.config import SampleConfig
 
 
-def choose(logits: jax.Array, used: jax.Array, keys: jax.Array, sample: SampleConfig) -> jax.Array:
+def sample_tokens(logits: jax.Array, used: jax.Array, keys: jax.Array, sample: SampleConfig) -> jax.Array:
     """The next token of each row, int32 [B].
 
     The repetition penalty comes first, then temperature, top-k, top-p of what is left, and min-p.
@@ -18,14 +18,14 @@ def choose(logits: jax.Array, used: jax.Array, keys: jax.Array, sample: SampleCo
       sample: how; its beams are not read.
     """
     if sample.repetition_penalty != 1:
-        logits = jnp.where(used, penalized(logits, sample.repetition_penalty), logits)
+        logits = jnp.where(used, apply_repetition_penalty(logits, sample.repetition_penalty), logits)
     if sample.temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
     logits = keep_likeliest(logits / sample.temperature, sample)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-def penalized(logits: jax.Array, penalty: float) -> jax.Array:
+def apply_repetition_penalty(logits: jax.Array, penalty: float) -> jax.Array:
     """Made less likely by a penalty above 1 (CTRL, Keskar et al. 2019, arXiv:1909.05858, section 4.1)."""
     return jnp.where(logits > 0, logits / penalty, logits * penalty)
 
@@ -49,6 +49,6 @@ def keep_likeliest(logits: jax.Array, sample: SampleConfig) -> jax.Array:
     return logits
 
 
-def marked(used: jax.Array, tokens: jax.Array) -> jax.Array:
+def mark_used(used: jax.Array, tokens: jax.Array) -> jax.Array:
     """`used` [B, V] with one more token of each row [B] in it."""
     return used | (tokens[:, None] == jnp.arange(used.shape[1]))

@@ -1,21 +1,21 @@
 """Hugging Face in and out: their folders as our models, and back, without torch and transformers.
 
-`Pretrained(folder).read(ctx)` gives parameters, `write` makes a folder, `jaxstack import` does both for runs.
+`PretrainedFolder(folder).read(ctx)` gives parameters, `write` makes a folder, `jaxstack import` does both for runs.
 """
 
-from jaxstack.hf.configs import FAMILIES, differ, family_of, from_json, to_json
-from jaxstack.hf.pretrained import Pretrained, write
-from jaxstack.hf.weights import TABLES, assemble, table
+from jaxstack.hf.configs import FAMILIES, family_of, from_json, model_differences, to_json
+from jaxstack.hf.pretrained import PretrainedFolder, save_pretrained
+from jaxstack.hf.weights import WEIGHT_MAPS, read_param, weight_map
 
 __all__ = [
     "FAMILIES",
-    "TABLES",
-    "Pretrained",
-    "assemble",
-    "differ",
+    "WEIGHT_MAPS",
+    "PretrainedFolder",
     "family_of",
     "from_json",
-    "table",
+    "model_differences",
+    "read_param",
+    "save_pretrained",
     "to_json",
-    "write",
+    "weight_map",
 ]

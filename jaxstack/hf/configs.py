@@ -366,7 +366,7 @@ def family_of(model: ModelConfig) -> str:
     nearest: tuple[str, list[str]] | None = None
     for name in FAMILIES:
         try:
-            found = differ(from_json(name, to_json(name, model, 1, None))[1], model)
+            found = model_differences(from_json(name, to_json(name, model, 1, None))[1], model)
         except ConfigError as error:
             found = [str(error)] * 99
         if not found:
@@ -380,7 +380,7 @@ def family_of(model: ModelConfig) -> str:
     )
 
 
-def differ(there: ModelConfig, here: ModelConfig) -> list[str]:
+def model_differences(there: ModelConfig, here: ModelConfig) -> list[str]:
     """The keys in which two models differ such that one cannot have the parameters of the other, as `model.x=1, not 2`;
     a value that is left to its default equals the same one written out."""
     before, now = run_dir.shaping(_plain(there)), run_dir.shaping(_plain(here))
@@ -409,7 +409,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
     )
 
 
-def load(folder: Path) -> tuple[str, ModelConfig, dict[str, Any]]:
+def read_config(folder: Path) -> tuple[str, ModelConfig, dict[str, Any]]:
     """`from_json` of a folder's `config.json`."""
     path = folder / "config.json"
     try:

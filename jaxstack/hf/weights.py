@@ -22,7 +22,7 @@ Index = tuple[slice, ...]  # of each dimension, with start and stop
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLayout:
     """How an array of ours, one layer and one expert of it, lies in a tensor of theirs, which has one or two axes.
 
     Inputs are joined there to one axis (H * K), and so are outputs; a vector is one axis.
@@ -50,7 +50,9 @@ class Place:
         *first, last = (prod(own[d] for d in axis) for axis in self._axes(p))
         return (*first, last * self.parts)
 
-    def read(self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]) -> Iterator[tuple[Index, np.ndarray]]:
+    def read_pieces(
+        self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]
+    ) -> Iterator[tuple[Index, np.ndarray]]:
         """A part of our array in pieces, each with where it belongs within the part.
 
         Args:
@@ -84,19 +86,19 @@ class Place:
         order = [d for axis in axes for d in axis]
         return fetch(tuple(where)).reshape(shape)[tuple(inner)].transpose(np.argsort(order))
 
-    def write(self, p: Param, values: np.ndarray) -> np.ndarray:
+    def to_hf(self, p: Param, values: np.ndarray) -> np.ndarray:
         """Our array of one layer and one expert as it lies there: their tensor, or its part."""
         axes = self._axes(p)
         sizes = [prod(values.shape[d] for d in axis) for axis in axes]
         return values.transpose([d for axis in axes for d in axis]).reshape(sizes)
 
 
-Table = dict[str, tuple[str, Place]]
+WeightMap = dict[str, tuple[str, TensorLayout]]
 
-SAME, TRANSPOSED = Place(), Place(transposed=True)
-THIRDS = tuple(Place(part=i, parts=3) for i in range(3))
+SAME, TRANSPOSED = TensorLayout(), TensorLayout(transposed=True)
+THIRDS = tuple(TensorLayout(part=i, parts=3) for i in range(3))
 
-LLAMA: Table = {
+LLAMA: WeightMap = {
     "embedding/tokens": ("model.embed_tokens.weight", SAME),
     "layers/attention_norm/scale": ("model.layers.{}.input_layernorm.weight", SAME),
     "layers/attention/w_q": ("model.layers.{}.self_attn.q_proj.weight", TRANSPOSED),
@@ -111,13 +113,13 @@ LLAMA: Table = {
     "final_norm/scale": ("model.norm.weight", SAME),
     "head/w": ("lm_head.weight", TRANSPOSED),
 }
-QWEN3: Table = LLAMA | {
+QWEN3: WeightMap = LLAMA | {
     "layers/attention/q_norm/scale": ("model.layers.{}.self_attn.q_norm.weight", SAME),
     "layers/attention/k_norm/scale": ("model.layers.{}.self_attn.k_norm.weight", SAME),
 }
 
 
-def _experts(dense: Table, room: str, **names: str) -> Table:
+def _experts(dense: WeightMap, room: str, **names: str) -> WeightMap:
     """The table of a model whose MLPs are experts, in the module `room` of a layer."""
     table = {path: row for path, row in dense.items() if not path.startswith("layers/mlp/")}
     table["layers/moe/router"] = (f"model.layers.{{}}.{room}.gate.weight", TRANSPOSED)
@@ -126,7 +128,7 @@ def _experts(dense: Table, room: str, **names: str) -> Table:
     return table
 
 
-TABLES: dict[str, Table] = {
+WEIGHT_MAPS: dict[str, WeightMap] = {
     "gpt2": {
         "embedding/tokens": ("transformer.wte.weight", SAME),
         "embedding/positions": ("transformer.wpe.weight", SAME),
@@ -168,61 +170,61 @@ TABLES: dict[str, Table] = {
 BUFFERS = r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq"
 
 
-def table(family: str, spec: Spec) -> Table:
+def weight_map(family: str, spec: Spec) -> WeightMap:
     """The family's table, held against the parameters of a model.
 
     Raises:
       ConfigError: a parameter that the family has no name for, or a name of the family that has no parameter.
     """
-    declared, rows = flat_spec(spec), dict(TABLES[family])
+    declared, rows = flat_spec(spec), dict(WEIGHT_MAPS[family])
     if "head/w" not in declared:  # tied to the embedding
         del rows["head/w"]
     unnamed = sorted(declared.keys() - rows.keys())
     if unnamed:
-        raise ConfigError(f"the family {family} has no names for {listed(unnamed)}; export a model of its kind")
+        raise ConfigError(f"the family {family} has no names for {format_names(unnamed)}; export a model of its kind")
     missing = sorted(rows.keys() - declared.keys())
     if missing:
         raise ConfigError(
-            f"the family {family} has {listed(missing)}, which this model has not; export one of its kind"
+            f"the family {family} has {format_names(missing)}, which this model has not; export one of its kind"
         )
     return rows
 
 
-def listed(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """The first few of them."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 @dataclass(frozen=True)
-class Tensor:
+class HFTensor:
     """One of their tensors.
 
     Attributes:
       shape: its own.
-      sources: for each of its parts the path of ours, its place, and the numbers of layer and expert.
+      sources: for each of its parts the path of ours, its layout, and the numbers of layer and expert.
     """
 
     shape: tuple[int, ...]
-    sources: list[tuple[str, Place, tuple[int, ...]]]
+    sources: list[tuple[str, TensorLayout, tuple[int, ...]]]
 
 
-def tensors(family: str, spec: Spec) -> dict[str, Tensor]:
+def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
     """Every tensor that a model has there, by name, in our order."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, HFTensor] = {}
     declared = flat_spec(spec)
-    for path, (name, place) in table(family, spec).items():
+    for path, (name, layout) in weight_map(family, spec).items():
         p = declared[path]
         for at in np.ndindex(*p.shape[: p.batch_axes]):
-            tensor = found.setdefault(name.format(*at), Tensor(place.shape(p), []))
-            tensor.sources.append((path, place, at))
+            tensor = found.setdefault(name.format(*at), HFTensor(layout.shape(p), []))
+            tensor.sources.append((path, layout, at))
     for tensor in found.values():
         tensor.sources.sort(key=lambda source: source[1].part)
     return found
 
 
-def assemble(
+def read_param(
     p: Param,
-    row: tuple[str, Place],
+    row: tuple[str, TensorLayout],
     fetch: Callable[[str, Index], np.ndarray],
     index: tuple[slice, ...] | None = None,
     layers: np.ndarray | None = None,
@@ -236,7 +238,7 @@ def assemble(
       index: the part of our array; by default all.
       layers: which layer each row of a stacked array holds, -1: none, which is zeros; by default their order.
     """
-    name, place = row
+    name, layout = row
     where = tuple(
         slice(*s.indices(n)[:2]) for s, n in zip(index or (slice(None),) * len(p.shape), p.shape, strict=True)
     )
@@ -250,7 +252,7 @@ def assemble(
             values[at] = 0
             continue
         tensor = name.format(*numbers)
-        for to, piece in place.read(p, where[lead:], lambda part: fetch(tensor, part)):
+        for to, piece in layout.read_pieces(p, where[lead:], lambda part: fetch(tensor, part)):
             values[at][to] = piece
     return values
 
@@ -263,9 +265,9 @@ def _aligned(shape: tuple[int, ...]) -> np.ndarray:
     return memory[start : start + size].view(np.float32).reshape(shape)
 
 
-def to_theirs(tensor: Tensor, declared: dict[str, Param], values: dict[str, Any], dtype: Any) -> np.ndarray:
+def build_tensor(tensor: HFTensor, declared: dict[str, Param], values: dict[str, Any], dtype: Any) -> np.ndarray:
     """One of their tensors from our parameters, in one piece of memory."""
-    parts = [place.write(declared[path], np.asarray(values[path])[at]) for path, place, at in tensor.sources]
+    parts = [layout.to_hf(declared[path], np.asarray(values[path])[at]) for path, layout, at in tensor.sources]
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0].astype(dtype, copy=False))
     return np.concatenate([part.astype(dtype, copy=False) for part in parts], axis=-1)

@@ -109,7 +109,7 @@ class StepLogger:
         if (
             bad
         ):  # a line of its own, for that of the step may not be written; before it, so that it is the last of its step
-            event |= {"batch": self._loader.identity(batch)}
+            event |= {"batch": self._loader.describe_batch(batch)}
             self._log.write({"step": number, "event": "spike" if values["spike"] else "skipped", **event})
         if timed:
             self._log.write({"step": number, **values, **timed, "time": time.time(), "seconds": self._account.take()})

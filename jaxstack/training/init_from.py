@@ -9,14 +9,14 @@ import jax
 from jaxstack import hf
 from jaxstack.checkpoint import manifest, run_dir, store
 from jaxstack.config import Config, ConfigError, parse
-from jaxstack.hf.pretrained import Pretrained
+from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import decoder, lora, params, surgery
 from jaxstack.models.context import Context
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import TrainState, abstract_state, make_state
 
 
-def find(name: str, key: str) -> Config | Pretrained:
+def find(name: str, key: str) -> Config | PretrainedFolder:
     """The run, as its configuration with `run.dir` where it lies, or the folder. A run that has not reached a
     checkpoint holds what it begins with, its own `run.init_from`.
 
@@ -35,7 +35,7 @@ def find(name: str, key: str) -> Config | Pretrained:
         seen.append(path)
         if not (path / "config.yaml").exists():
             if (path / "config.json").exists():
-                return Pretrained(path)
+                return PretrainedFolder(path)
             raise ConfigError(
                 f"{key}={path} is no run directory: it holds no config.yaml; nor a Hugging Face folder: no config.json"
             )
@@ -89,14 +89,14 @@ def start_from(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
     source = find(str(name), "run.init_from")
     there, here = source.model.base, cfg.model.base
     grows = bool(cfg.model.moe.num_experts and not there.moe.num_experts)
-    if different := hf.differ(replace(there, moe=here.moe) if grows else there, here):
+    if different := hf.model_differences(replace(there, moe=here.moe) if grows else there, here):
         raise ConfigError(
             f"run.init_from={name} holds another model ({'; '.join(different[:3])}); give this run the model keys of "
             f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder"
         )
-    if isinstance(source, Pretrained):
+    if isinstance(source, PretrainedFolder):
         with source:
-            values = source.read(ctx)
+            values = source.read_params(ctx)
     else:
         values = restore(source, ctx)
     if grows:

@@ -9,8 +9,8 @@ import pytest
 from jaxstack import data
 from jaxstack.config import Config, ConfigError, DataConfig, TrainConfig
 from jaxstack.data import chat
-from jaxstack.data.tokenizers import Bytes, Chars, tokenizer_from_json
-from jaxstack.data.windows import whole
+from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, tokenizer_from_json
+from jaxstack.data.windows import document_windows
 
 CHATML = (
     "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -37,7 +37,7 @@ TURNS = [
 
 def jinja(source, **tokens):
     pytest.importorskip("jinja2")
-    return chat.Jinja("the template", {"source": source, "tokens": tokens})
+    return chat.JinjaTemplate("the template", {"source": source, "tokens": tokens})
 
 
 def answers(template, messages=TURNS):
@@ -59,7 +59,7 @@ def pair(prompt, completion):
 
 def test_both_formats(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": TURNS, "id": 7}, "", pair("Hi", "Ho"))
-    first, second = chat.read(path)
+    first, second = chat.read_conversations(path)
     assert first.messages == TURNS
     assert second == chat.Conversation(
         f"{path}, line 3", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -88,26 +88,26 @@ def test_both_formats(tmp_path):
 def test_a_line_that_is_no_conversation_is_named(tmp_path, line, message):
     path = write(tmp_path / "a.jsonl", pair("a", "b"), line)
     with pytest.raises(ConfigError, match=message) as error:
-        list(chat.read(path))
+        list(chat.read_conversations(path))
     assert path in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_files_that_hold_nothing(tmp_path):
     with pytest.raises(ConfigError, match="is no file; give a file of conversations"):
-        list(chat.read(str(tmp_path)))
+        list(chat.read_conversations(str(tmp_path)))
     with pytest.raises(ConfigError, match="holds no conversation"):
-        list(chat.read(write(tmp_path / "a.jsonl", "", "")))
+        list(chat.read_conversations(write(tmp_path / "a.jsonl", "", "")))
     (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"line 1 is not JSON .*UTF-8"):
-        list(chat.read(str(tmp_path / "b.jsonl")))
+        list(chat.read_conversations(str(tmp_path / "b.jsonl")))
 
 
 # --- templates --------------------------------------------------------------------------------------------------------
 
 
 def test_the_plain_template():
-    plain = chat.Plain()
+    plain = chat.PlainTemplate()
     assert answers(plain) == ["Ja 🙂.\0", "  No.\n\0"]
     assert plain.render(TURNS[1:3])[0] == "<|user|>\nGrüße, 世界?\n<|assistant|>\nJa 🙂.\0\n"
     assert plain.render(TURNS)[0].startswith(plain.prompt(TURNS[:2]))
@@ -155,36 +155,36 @@ def test_content_cannot_mark():
 
 def test_templates_beside_a_tokenizer(tmp_path):
     name = str(tmp_path / "tokenizer.json")
-    assert chat.find("bytes") is None
+    assert chat.read_template("bytes") is None
     with pytest.raises(ConfigError, match=r"there is neither a chat_template\.jinja nor"):
-        chat.find(name)
+        chat.read_template(name)
     settings = {"chat_template": "one", "bos_token": {"content": "<s>"}, "pad_token": None, "model_max_length": 3}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert chat.find(name) == {"source": "one", "tokens": {"bos_token": "<s>"}}
+    assert chat.read_template(name) == {"source": "one", "tokens": {"bos_token": "<s>"}}
     several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "two"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": several}))
-    assert chat.find(name)["source"] == "two"
+    assert chat.read_template(name)["source"] == "two"
     (tmp_path / "chat_template.jinja").write_text("three")
-    assert chat.find(name)["source"] == "three"
+    assert chat.read_template(name)["source"] == "three"
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(ConfigError, match="cannot be read"):
-        chat.find(name)
+        chat.read_template(name)
 
 
 def test_missing_jinja2_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match=r"install jaxstack\[hf\]"):
-        chat.Jinja("x", {"source": "", "tokens": {}})
+        chat.JinjaTemplate("x", {"source": "", "tokens": {}})
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda text: Bytes(), Chars], ids=["bytes", "chars"])
+@pytest.mark.parametrize("make", [lambda text: ByteTokenizer(), CharTokenizer], ids=["bytes", "chars"])
 def test_the_mask_is_that_of_the_answers(make):
-    (one,) = chat.render([chat.Conversation("x", TURNS)], chat.Plain())
+    (one,) = chat.render_conversations([chat.Conversation("x", TURNS)], chat.PlainTemplate())
     tokenizer = make(one.text)
-    tokens, said = chat.encode([one], tokenizer, 500)
+    tokens, said = chat.encode_conversations([one], tokenizer, 500)
     assert tokenizer.decode(tokens.ids) == one.text  # no separator
     assert tokenizer.decode(tokens.ids[tokens.loss_mask]) == "Ja 🙂.\0  No.\n\0"
     assert said == ""
@@ -219,24 +219,28 @@ class Pieces:
     ],
 )
 def test_a_token_is_learned_if_one_of_its_characters_is_an_answers(pieces, learned):
-    tokens, _ = chat.encode([chat.Rendered("x", "abcdefghi", [(3, 6)])], Pieces(*pieces), 500)
+    tokens, _ = chat.encode_conversations([chat.RenderedConversation("x", "abcdefghi", [(3, 6)])], Pieces(*pieces), 500)
     assert "".join("01"[int(answer)] for answer in tokens.loss_mask) == learned
-    first = chat.Rendered("x", "abcdefghi", [(0, 2), (7, 9)])
-    tokens, _ = chat.encode([first], Pieces("ab", "cd", "ef", "gh", "i"), 500)
+    first = chat.RenderedConversation("x", "abcdefghi", [(0, 2), (7, 9)])
+    tokens, _ = chat.encode_conversations([first], Pieces("ab", "cd", "ef", "gh", "i"), 500)
     assert tokens.loss_mask.tolist() == [True, False, False, True, True]
     # Nothing comes before the first token, so it is never a target.
     with pytest.raises(ConfigError, match="x: as the template writes it, no token is an answer's"):
-        chat.encode([chat.Rendered("x", "abcdefghi", [(0, 2)])], Pieces("ab", "cdefghi"), 500)
+        chat.encode_conversations([chat.RenderedConversation("x", "abcdefghi", [(0, 2)])], Pieces("ab", "cdefghi"), 500)
 
 
 def test_long_conversations_are_left_out_whole_and_counted():
-    rendered = [*chat.render([chat.Conversation(f"line {n}", [*TURNS[1:3]] * n) for n in (1, 2, 3)], chat.Plain())]
+    rendered = [
+        *chat.render_conversations(
+            [chat.Conversation(f"line {n}", [*TURNS[1:3]] * n) for n in (1, 2, 3)], chat.PlainTemplate()
+        )
+    ]
     sizes = [len(one.text.encode()) for one in rendered]
-    tokens, said = chat.encode(rendered, Bytes(), sizes[1] - 1)  # one more token is read
+    tokens, said = chat.encode_conversations(rendered, ByteTokenizer(), sizes[1] - 1)  # one more token is read
     assert tokens.names == ("line 1", "line 2")
     assert said == f"1 left out, longer than data.seq_len={sizes[1] - 1} (the longest has {sizes[2]} tokens)"
     with pytest.raises(ConfigError, match=f"none of 3 conversations fits into data.seq_len=10; .* {sizes[2]} tokens"):
-        chat.encode(rendered, Bytes(), 10)
+        chat.encode_conversations(rendered, ByteTokenizer(), 10)
 
 
 def many(count=60, seed=0):
@@ -254,7 +258,7 @@ def test_every_answer_is_learned_once_an_epoch_in_sight_of_its_question(tmp_path
     S, B = 160, 4
     found = load(tmp_path, many(), seq_len=S)
     reading = {"seq_len": S, "batch_size": B, "packing": packing}
-    windows = whole(found.train, S, packing).first_W.size
+    windows = document_windows(found.train, S, packing).first_W.size
     ds = data.batches(found.train, seed=1, **reading)
     rows = [{k: v[i] for k, v in ds[step].items()} for step in range(-(-windows // B)) for i in range(B)][:windows]
     learned = []
@@ -284,7 +288,7 @@ def test_every_answer_is_learned_once_an_epoch_in_sight_of_its_question(tmp_path
     for step in (9, 2):
         np.testing.assert_array_equal(ds[step]["tokens"], again[step]["tokens"])
     assert (data.batches(found.train, seed=2, **reading)[0]["tokens"] != ds[0]["tokens"]).any()
-    assert "line " in data.batch_identity(found.train, 0, seed=1, **reading)
+    assert "line " in data.describe_batch(found.train, 0, seed=1, **reading)
     held_out = data.eval_batches(found.eval, steps=50, **reading)
     counted = sum(held_out[i]["loss_weights"].sum() for i in range(len(held_out)))
     assert counted == sum(
@@ -296,10 +300,10 @@ def test_what_follows_a_conversation_in_its_row_weighs_nothing():
     """Two conversations of three tokens, all answers: of the second in the first's row nothing counts; packed behind
     it, all but its first token, which would be a target of the other's last."""
     both = data.Tokens(np.arange(6, dtype=np.uint8), np.array([0, 3]), np.array([3, 6]), 9, loss_mask=np.ones(6, bool))
-    alone = whole(both, 5, packing=False).batch(np.array([0, 1]), 5, False, 9)
+    alone = document_windows(both, 5, packing=False).make_batch(np.array([0, 1]), 5, False, 9)
     assert alone["tokens"][0].tolist() == [0, 1, 2, 3, 4]
     assert alone["loss_weights"].tolist() == [[1, 1, 0, 0, 0]] * 2
-    packed = whole(both, 5, packing=True).batch(np.array([0]), 5, True, 9)
+    packed = document_windows(both, 5, packing=True).make_batch(np.array([0]), 5, True, 9)
     assert packed["loss_weights"].tolist() == [[1, 1, 0, 1, 1]]
     assert packed["segment_ids"].tolist() == [[1, 1, 1, 2, 2]]
     assert packed["positions"].tolist() == [[0, 1, 2, 0, 1]]
@@ -310,7 +314,7 @@ def test_packing_is_tight():
     lengths = rng.integers(2, 60, 500)
     ends = np.cumsum(lengths, dtype=np.int64)
     tokens = data.Tokens(np.zeros(ends[-1], np.uint8), ends - lengths, ends, 256, loss_mask=np.ones(ends[-1], bool))
-    packed = whole(tokens, 128, True)
+    packed = document_windows(tokens, 128, True)
     assert packed.length_W.sum() == ends[-1]
     assert packed.length_W.max() <= 129
     assert packed.first_W.size <= 1.02 * ends[-1] / 129 + 1
@@ -361,9 +365,9 @@ def test_a_tokenizer_folder_with_its_template(tmp_path, template):
     learned = found.train.ids[a:b][found.train.loss_mask[a:b]]
     assert found.tokenizer.decode(learned) == "Ja 🙂.<|im_end|>  No.\n<|im_end|>"
     rebuilt = tokenizer_from_json(json.loads(json.dumps(found.tokenizer.to_json())))
-    assert chat.template_of(rebuilt).render(TURNS) == jinja(template, bos_token="<s>").render(TURNS)
+    assert chat.template_for(rebuilt).render(TURNS) == jinja(template, bos_token="<s>").render(TURNS)
     with pytest.raises(ConfigError, match="knows no chat template"):
-        chat.template_of(data.make_tokenizer(name, ()))
+        chat.template_for(data.make_tokenizer(name, ()))
 
 
 @pytest.mark.slow
@@ -371,7 +375,7 @@ def test_masks_are_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     name = make_tokenizer_folder(tmp_path, MARKED)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    ours = chat.Jinja(name, chat.find(name))
+    ours = chat.JinjaTemplate(name, chat.read_template(name))
     rng = np.random.default_rng(0)
     words = ["the", " answer", "Grüße", " 世界", "\n", "🙂", " is", "\n\n", " and "]
     said = lambda: "".join(rng.choice(words, 8)) + "."  # noqa: E731
@@ -380,19 +384,19 @@ def test_masks_are_those_of_transformers(tmp_path):
         expected = theirs.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        (one,) = chat.render([chat.Conversation("x", messages)], ours)
-        tokens, _ = chat.encode([one], data.make_tokenizer(name, ()), 1000)
+        (one,) = chat.render_conversations([chat.Conversation("x", messages)], ours)
+        tokens, _ = chat.encode_conversations([one], data.make_tokenizer(name, ()), 1000)
         assert one.text == theirs.apply_chat_template(messages, tokenize=False)
         assert tokens.ids.tolist() == expected["input_ids"]
         assert tokens.loss_mask.astype(int).tolist() == expected["assistant_masks"]
 
 
 def test_the_token_that_ends_an_answer(tmp_path):
-    assert chat.end_of_turn(chat.Plain(), Bytes()) == 0
+    assert chat.end_of_turn_id(chat.PlainTemplate(), ByteTokenizer()) == 0
     name = make_tokenizer_folder(tmp_path, CHATML)
     pytest.importorskip("jinja2")
-    tokenizer = data.make_tokenizer(name, (), chat.find(name))
-    end = chat.end_of_turn(chat.template_of(tokenizer), tokenizer)
+    tokenizer = data.make_tokenizer(name, (), chat.read_template(name))
+    end = chat.end_of_turn_id(chat.template_for(tokenizer), tokenizer)
     assert tokenizer.decode([end]) == "<|im_end|>"
     words = data.make_tokenizer(name, (), {"source": LLAMA2.replace("</s>", "the end"), "tokens": {}})
-    assert chat.end_of_turn(chat.template_of(words), words) is None
+    assert chat.end_of_turn_id(chat.template_for(words), words) is None

@@ -10,7 +10,7 @@ import pytest
 from jaxstack import data
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.sources import Document
-from jaxstack.data.tokenizers import Bytes, Chars
+from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer
 from jaxstack.data.tokens import _hash
 
 TEXT = "Grüße, 世界! \U0001f642\r\n"
@@ -23,7 +23,7 @@ def read(**keys):
 # --- tokenizers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokenizer", [Bytes(), Chars(TEXT)], ids=["bytes", "chars"])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer(TEXT)], ids=["bytes", "chars"])
 def test_tokenizer_round_trip(tokenizer):
     ids = tokenizer.encode(TEXT)
     assert ids.dtype == np.uint8
@@ -41,12 +41,12 @@ def test_tokenizer_round_trip(tokenizer):
 
 
 def test_bytes_decode_replaces_half_characters():
-    assert Bytes().decode("ü".encode()[:1] + b"a") == "\ufffda"
+    assert ByteTokenizer().decode("ü".encode()[:1] + b"a") == "\ufffda"
 
 
 def test_chars_alphabet_is_sorted_and_needs_a_wider_dtype_when_large():
-    assert Chars("banana").alphabet == "abn"
-    many = Chars("".join(map(chr, range(0x4E00, 0x4E00 + 300))))
+    assert CharTokenizer("banana").alphabet == "abn"
+    many = CharTokenizer("".join(map(chr, range(0x4E00, 0x4E00 + 300))))
     ids = many.encode("\u4e00\u4f2b")
     assert ids.dtype == np.uint16
     assert ids.tolist() == [0, 299]
@@ -54,7 +54,7 @@ def test_chars_alphabet_is_sorted_and_needs_a_wider_dtype_when_large():
 
 def test_unknown_character_is_named():
     with pytest.raises(ConfigError, match=r"'ü' \(U\+00FC\) at position 3 is not among the 3 characters"):
-        Chars("abn").encode("banü")
+        CharTokenizer("abn").encode("banü")
 
 
 def test_make_tokenizer_reads_texts_only_for_chars(tmp_path):
@@ -228,13 +228,13 @@ def test_hf_dataset_from_a_folder(tmp_path):
 
 
 def test_encode_puts_a_separator_after_every_document():
-    tokens = data.encode([Document("a", "xy"), Document("b", "z")], Bytes())
+    tokens = data.encode([Document("a", "xy"), Document("b", "z")], ByteTokenizer())
     assert bytes(tokens.ids) == b"xy\0z\0"
     assert len(tokens) == 5
     assert tokens.starts.tolist() == [0, 3]
     assert tokens.ends.tolist() == [3, 5]
     assert tokens.names == ("a", "b")
-    assert bytes(data.encode([Document("a", "ab"), Document("b", "b")], Chars("ab")).ids) == b"\0\1\1"
+    assert bytes(data.encode([Document("a", "ab"), Document("b", "b")], CharTokenizer("ab")).ids) == b"\0\1\1"
 
 
 def test_one_text_is_split_as_in_nanogpt(tmp_path):
@@ -248,7 +248,7 @@ def test_one_text_is_split_as_in_nanogpt(tmp_path):
 
 
 def test_few_documents_are_cut_at_the_end():
-    tokens = data.encode([Document(n, n * 10) for n in "abc"], Chars("abc"))
+    tokens = data.encode([Document(n, n * 10) for n in "abc"], CharTokenizer("abc"))
     train, held_out = data.split(tokens, 0.5)
     assert train.starts.tolist() == [0, 10]
     assert train.ends.tolist() == [10, 15]
@@ -262,7 +262,7 @@ def test_few_documents_are_cut_at_the_end():
 def test_many_documents_are_held_out_whole(fraction):
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(5, 2, size=500).astype(int) + 1
-    tokens = data.encode([Document(str(i), "x" * n) for i, n in enumerate(lengths)], Chars("x"))
+    tokens = data.encode([Document(str(i), "x" * n) for i, n in enumerate(lengths)], CharTokenizer("x"))
     train, held_out = data.split(tokens, fraction)
     assert sorted(train.names + held_out.names) == sorted(tokens.names)
     budget = fraction * len(tokens)
@@ -274,14 +274,14 @@ def test_many_documents_are_held_out_whole(fraction):
 
 def test_split_is_the_same_everywhere():
     """A golden value: who trains elsewhere holds out the same documents."""
-    tokens = data.encode([Document(str(i), "x" * 10) for i in range(40)], Chars("x"))
+    tokens = data.encode([Document(str(i), "x" * 10) for i in range(40)], CharTokenizer("x"))
     assert data.split(tokens, 0.1)[1].names == ("3", "10", "18", "21")
     assert _hash(np.arange(1)) == 0xE220A8397B1DCDAF  # SplitMix64's first number for seed 0
 
 
 @pytest.mark.parametrize("lengths", [[10] * 10, [1, 11] + [11] * 8])
 def test_documents_too_long_to_hold_out_are_cut_at_the_end(lengths):
-    tokens = data.encode([Document(str(i), "x" * n) for i, n in enumerate(lengths)], Chars("x"))
+    tokens = data.encode([Document(str(i), "x" * n) for i, n in enumerate(lengths)], CharTokenizer("x"))
     train, held_out = data.split(tokens, 0.05)
     assert (len(train), len(held_out)) == (95, 5)
     assert held_out.names == ("9",)

@@ -54,7 +54,7 @@ def test_given_bytes_are_context_only(texts):
     train, held_out = texts
     rows = slow_probabilities(as_lists(train), as_lists(held_out), 3)
     want = -np.mean([math.log2(p) for row in rows for p in row[2:]])
-    assert bits_per_byte(train, held_out, 3, given=2) == pytest.approx(want, rel=1e-12)
+    assert bits_per_byte(train, held_out, 3, context_bytes=2) == pytest.approx(want, rel=1e-12)
 
 
 @pytest.mark.parametrize("context", [b"", b"\x00", b"\x00\x07", b"\xff\xff\x00", b"\x09\x00\x07", b"\x09"])
@@ -90,7 +90,7 @@ def test_the_baseline_reads_what_the_model_read_and_is_scored_where_it_was(rng):
     weights[1, 3:], weights[4] = 0, 0
     batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "loss_weights": weights}
     kept = rows[[0, 1, 2, 3, 5]].astype(np.uint8)
-    assert baseline([batch], [batch]) == best_order([rows.astype(np.uint8)], [kept], given=1)
+    assert baseline([batch], [batch]) == best_order([rows.astype(np.uint8)], [kept], context_bytes=1)
 
 
 def test_learns_english():

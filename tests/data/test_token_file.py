@@ -12,7 +12,7 @@ from jaxstack import data
 from jaxstack.cli.data import main
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.sources import Document
-from jaxstack.data.tokenizers import Bytes, Chars
+from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer
 from jaxstack.data.tokens import read_header, verify_token_file
 
 TEXTS = ["the cat", "sat", "on the mat, the cat did"]
@@ -21,7 +21,7 @@ DOCUMENTS = [Document(str(i), text) for i, text in enumerate(TEXTS)]
 
 @pytest.fixture
 def file(tmp_path):
-    data.write_token_file(tmp_path / "t", DOCUMENTS, Bytes())
+    data.write_token_file(tmp_path / "t", DOCUMENTS, ByteTokenizer())
     return tmp_path / "t"
 
 
@@ -33,7 +33,7 @@ def change_header(file, **values):
 @pytest.mark.parametrize("suffix", ["", ".bin", ".json"])
 def test_round_trip(file, suffix):
     tokens, tokenizer = data.read_token_file(f"{file}{suffix}")
-    want = data.encode(DOCUMENTS, Bytes())
+    want = data.encode(DOCUMENTS, ByteTokenizer())
     assert tokens.ids.dtype == np.uint16
     assert tokenizer.name == "bytes"
     assert tokens.vocab_size == 256
@@ -53,7 +53,7 @@ def test_is_memory_mapped_and_a_split_copies_nothing(file):
     for part in data.split(tokens, 0.5):
         assert part.ids is tokens.ids
     many = [Document(str(i), "x" * 9) for i in range(20)]
-    data.write_token_file(f"{file}20", many, Bytes())
+    data.write_token_file(f"{file}20", many, ByteTokenizer())
     tokens, _ = data.read_token_file(f"{file}20")
     train, held_out = data.split(tokens, 0.1)
     assert train.ids is tokens.ids is held_out.ids
@@ -62,7 +62,7 @@ def test_is_memory_mapped_and_a_split_copies_nothing(file):
 
 def test_large_vocabulary_takes_uint32(tmp_path):
     text = "".join(map(chr, range(0x10000, 0x10000 + 70_000)))
-    header = data.write_token_file(tmp_path / "big", [Document("a", text)], Chars(text))
+    header = data.write_token_file(tmp_path / "big", [Document("a", text)], CharTokenizer(text))
     tokens, tokenizer = data.read_token_file(tmp_path / "big")
     assert header.dtype == "uint32"
     assert tokens.ids[-1] == 69_999
@@ -71,7 +71,7 @@ def test_large_vocabulary_takes_uint32(tmp_path):
 
 def test_load_uses_the_tokenizer_of_the_file(tmp_path):
     path = str(tmp_path / "c")
-    data.write_token_file(path, DOCUMENTS, Chars("".join(TEXTS)))
+    data.write_token_file(path, DOCUMENTS, CharTokenizer("".join(TEXTS)))
     got = data.load(DataConfig(source="tokens", path=path))
     assert got.tokenizer.name == "chars"
     assert got.tokenizer.decode(got.train.ids[:7]) == "the cat"
@@ -85,7 +85,7 @@ def test_nothing_is_overwritten(tmp_path, suffix):
     existing = tmp_path / f"t{suffix}"
     existing.write_text("mine")
     with pytest.raises(ConfigError, match="exists and is never overwritten; remove it or choose another name"):
-        data.write_token_file(tmp_path / "t", DOCUMENTS, Bytes())
+        data.write_token_file(tmp_path / "t", DOCUMENTS, ByteTokenizer())
     assert existing.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [existing]
 
@@ -96,9 +96,9 @@ def test_interrupted_write_leaves_nothing(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        data.write_token_file(tmp_path / "t", interrupted(), Bytes())
+        data.write_token_file(tmp_path / "t", interrupted(), ByteTokenizer())
     assert list(tmp_path.iterdir()) == []
-    data.write_token_file(tmp_path / "t", DOCUMENTS, Bytes())
+    data.write_token_file(tmp_path / "t", DOCUMENTS, ByteTokenizer())
     data.read_token_file(tmp_path / "t")
 
 
@@ -111,7 +111,7 @@ def test_killed_between_renames_is_no_token_file(file):
 
 def test_folder_must_exist(tmp_path):
     with pytest.raises(ConfigError, match=r"is no folder; create it before building t\.bin there"):
-        data.write_token_file(tmp_path / "no" / "t", DOCUMENTS, Bytes())
+        data.write_token_file(tmp_path / "no" / "t", DOCUMENTS, ByteTokenizer())
 
 
 def test_truncated(file):

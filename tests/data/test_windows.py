@@ -249,7 +249,7 @@ def test_prefetch_stops_at_the_end(tokens):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_batch_identity_names_what_the_batch_holds(tokens, packing):
-    line = data.batch_identity(tokens, 9, seq_len=S, batch_size=B, seed=0, packing=packing)
+    line = data.describe_batch(tokens, 9, seq_len=S, batch_size=B, seed=0, packing=packing)
     batch = make(tokens, packing)[9]
     assert line.startswith("step 9: ")
     assert "\n" not in line
@@ -265,7 +265,7 @@ def test_batch_identity_names_what_the_batch_holds(tokens, packing):
 
 def test_batch_identity_without_names(tokens):
     bare = data.Tokens(tokens.ids, tokens.starts, tokens.ends, tokens.vocab_size)
-    line = data.batch_identity(bare, 0, seq_len=S, batch_size=9, seed=0, packing=False, rows=2)
+    line = data.describe_batch(bare, 0, seq_len=S, batch_size=9, seed=0, packing=False, rows=2)
     start, end = line.split(";")[0].removeprefix("step 0: tokens ").split("-")
     assert int(end) - int(start) == S
     assert line.endswith("; and 7 more rows")
@@ -275,7 +275,7 @@ def test_batch_identity_without_names(tokens):
 @pytest.mark.parametrize("packing", [False, True])
 def test_every_token_carries_its_documents_domain(packing):
     plain = make_tokens(np.random.default_rng(2).integers(1, 30, size=25))
-    tokens = data.in_domains(plain, (r"doc.", r"doc1\d", ".*"))
+    tokens = data.assign_domains(plain, (r"doc.", r"doc1\d", ".*"))
     document_of = np.repeat(np.arange(25), plain.ends - plain.starts)
     place = {int(i): at for at, i in enumerate(plain.ids)}
     seen = set()
@@ -292,8 +292,8 @@ def test_every_token_carries_its_documents_domain(packing):
 def test_domains_that_do_not_fit_are_refused():
     tokens = make_tokens([3, 4])
     with pytest.raises(ConfigError, match="no pattern matches the document doc1"):
-        data.in_domains(tokens, ("doc0",))
+        data.assign_domains(tokens, ("doc0",))
     with pytest.raises(ConfigError, match="no document belongs to the domain 'x'"):
-        data.in_domains(tokens, (".*", "x"))
+        data.assign_domains(tokens, (".*", "x"))
     with pytest.raises(ConfigError, match="is no regular expression"):
-        data.in_domains(tokens, ("(",))
+        data.assign_domains(tokens, ("(",))

@@ -24,9 +24,9 @@ from jaxstack.checkpoint import store
 from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.cli import generate as command
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig, RunConfig, SampleConfig
-from jaxstack.data.tokenizers import Bytes
+from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.generate import beam_search, decode, sampling
-from jaxstack.generate.kv_cache import Reader
+from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
@@ -91,10 +91,10 @@ def test_a_layer_holds_what_its_window_sees(windows, tokens, form):
     assert_greedy(cfg, prompts, 40, form)
 
     def held(prompts, first):
-        reader = Reader.create(
-            cfg, values_of(cfg), Context(decode=form), gate=None, vocabulary=61, first=first, slots=168
+        model = CachedDecoder.create(
+            cfg, values_of(cfg), Context(decode=form), gate=None, vocabulary=61, first=first, num_slots=168
         )
-        return reader.prompts(prompts)[1]
+        return model.prefill(prompts)[1]
 
     cache = jax.eval_shape(held, jax.ShapeDtypeStruct((2, 128), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32))
     (blocks,) = cache if form == "unrolled" else [cache]
@@ -107,7 +107,7 @@ def test_a_sampled_text_follows_from_its_prompt_and_seed_alone(name):
     how: dict[str, Any] = {"seed": 3, "gate": gate_of(cfg)}
     prompts = [*PROMPTS, PROMPTS[1]]
     rows = decode.generate(cfg, values_of(cfg), prompts, SAMPLED, **how)
-    assert rows == decode.reference(cfg, values_of(cfg), prompts, SAMPLED, window=32, **how)
+    assert rows == decode.generate_uncached(cfg, values_of(cfg), prompts, SAMPLED, window=32, **how)
     assert rows[1] != rows[3]  # the same prompt again is another sample
     run = decode.make_generate(cfg, SAMPLED, gate=gate_of(cfg))
     for prompt, text in zip(PROMPTS, rows, strict=False):
@@ -187,11 +187,11 @@ class Chain:
     ctx: Context
     table: jax.Array
 
-    def prompts(self, tokens):
+    def prefill(self, tokens):
         rows = len(tokens)
         return jnp.log(jnp.tile(self.table[-1], (rows, 1))), jnp.zeros((rows, 1, 1, 1))
 
-    def token(self, last, slot, cache):
+    def decode_token(self, last, slot, cache):
         return jnp.log(self.table[last]), cache
 
 
@@ -209,7 +209,7 @@ def test_beams_by_hand(first, beams, penalty, text):
     table = jnp.asarray([[0.4, 0.3, 0.3], [0.9, 0.05, 0.05], [0.01, 0.02, 0.97], first])
     chain = Chain(jnp.zeros(1, jnp.int32), Context(), table)
     sample = SampleConfig(tokens=3, beams=beams, temperature=0.0, length_penalty=penalty)
-    best, lengths = jax.jit(lambda: beam_search.search(chain, jnp.zeros((1, 1), jnp.int32), sample, [0]))()
+    best, lengths = jax.jit(lambda: beam_search.beam_search(chain, jnp.zeros((1, 1), jnp.int32), sample, [0]))()
     assert np.asarray(best)[0, : int(lengths[0])].tolist() == text
 
 
@@ -265,7 +265,7 @@ def test_samples_follow_the_distribution(flags, rng):
     expected = distribution(sample)
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), draws)
     rows = [jnp.broadcast_to(jnp.asarray(a), (draws, LOGITS.size)) for a in (LOGITS.astype(np.float32), USED)]
-    counts = np.bincount(sampling.choose(*rows, keys, sample), minlength=LOGITS.size)
+    counts = np.bincount(sampling.sample_tokens(*rows, keys, sample), minlength=LOGITS.size)
     assert not counts[expected == 0].any()
     there = expected > 0
     assert there.sum() < LOGITS.size or not flags.keys() & {"top_k", "top_p", "min_p"}
@@ -277,13 +277,13 @@ def test_a_text_ends_with_its_first_stop_token_and_the_loop_with_the_last_text(m
     cfg = FAMILIES["llama3"]
     rows = decode.generate(cfg, values_of(cfg), PROMPTS, GREEDY)
     stop = [row[len(prompt) + 3] for prompt, row in zip(PROMPTS, rows, strict=True)]
-    turns, choose = [], sampling.choose
+    turns, choose = [], sampling.sample_tokens
 
     def counted(*arguments: Any) -> jax.Array:
         jax.debug.callback(lambda: turns.append(1))
         return choose(*arguments)
 
-    monkeypatch.setattr(sampling, "choose", counted)
+    monkeypatch.setattr(sampling, "sample_tokens", counted)
     stopped = decode.generate(cfg, values_of(cfg), PROMPTS, replace(GREEDY, tokens=50), stop=stop)
     jax.effects_barrier()
     lengths = []
@@ -300,10 +300,14 @@ def test_samples_of_a_run_never_see_more_than_it_was_trained_on():
     cfg = Config(model=shape, data=DataConfig(seq_len=48), sample=replace(SAMPLED, prompts=("ab", "c"), tokens=30))
     prompts = [list(b"ab"), list(b"c")]
     short = decode.generate(shape, values_of(shape), prompts, cfg.sample, stop=(0,))
-    assert decode.texts(cfg, values_of(shape), Bytes(), Context()) == [decode.text(Bytes(), row) for row in short]
+    assert decode.sample_texts(cfg, values_of(shape), ByteTokenizer(), Context()) == [
+        decode.decode_text(ByteTokenizer(), row) for row in short
+    ]
     longer = replace(cfg, sample=replace(cfg.sample, tokens=80))
-    for text, beginning in zip(decode.texts(longer, values_of(shape), Bytes(), Context()), short, strict=True):
-        assert text.startswith(decode.text(Bytes(), beginning)[:20])
+    for text, beginning in zip(
+        decode.sample_texts(longer, values_of(shape), ByteTokenizer(), Context()), short, strict=True
+    ):
+        assert text.startswith(decode.decode_text(ByteTokenizer(), beginning)[:20])
     with pytest.raises(ConfigError, match="where beams end"):
         replace(longer, sample=replace(longer.sample, temperature=0, repetition_penalty=1, beams=2))
 
@@ -339,7 +343,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = replace(FAMILIES["gpt2"], vocab_size=256)
     cfg = Config(model=shape, run=RunConfig(dir=str(path)), data=DataConfig(seq_len=64))
     ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
-    rundir.write(cfg, Bytes().to_json())
+    rundir.write(cfg, ByteTokenizer().to_json())
     with Checkpoints(cfg.checkpoint, rundir.checkpoints(path)) as checkpoints:
         for number in (3, 5):
             state = make_state(replace(cfg, run=replace(cfg.run, seed=number)), ctx, abstract_state(cfg, ctx))

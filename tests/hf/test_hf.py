@@ -20,7 +20,8 @@ from jaxstack import hf, sharding
 from jaxstack.cli.import_export import main
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, PipelineConfig, parse
-from jaxstack.hf import files, weights
+from jaxstack.hf import safetensors as tensor_files
+from jaxstack.hf import weights
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import map_spec
@@ -41,7 +42,7 @@ def random_values(cfg, rng):
 
 def save(folder, cfg, values, dtype="float32"):
     folder.mkdir()
-    hf.write(folder, cfg, values, dtype, 64, None)
+    hf.save_pretrained(folder, cfg, values, dtype, 64, None)
     return folder
 
 
@@ -52,8 +53,8 @@ def folder(tmp_path, rng):
 
 
 def read(folder, ctx=None):
-    with hf.Pretrained(folder) as source:
-        return source.read(ctx)
+    with hf.PretrainedFolder(folder) as source:
+        return source.read_params(ctx)
 
 
 def equal(a, b):
@@ -68,17 +69,17 @@ def change_json(path, **values):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_out_and_in_again(name, tmp_path, rng, monkeypatch):
-    monkeypatch.setattr(files, "FILE_BYTES", 1)  # as many files as that makes
+    monkeypatch.setattr(tensor_files, "FILE_BYTES", 1)  # as many files as that makes
     monkeypatch.setattr(weights, "PIECE_BYTES", 1000)  # and tensors in many pieces
     cfg = MODELS[name]
     values = random_values(cfg, rng)
     folder = save(tmp_path / "out", cfg, values)
-    with hf.Pretrained(folder) as source:
+    with hf.PretrainedFolder(folder) as source:
         assert source.family == name
-        assert hf.differ(source.model, cfg) == []
+        assert hf.model_differences(source.model, cfg) == []
         assert source.dtypes == ["F32"]
-        equal(source.read(), values)
-    index = json.loads((folder / files.INDEX).read_text())
+        equal(source.read_params(), values)
+    index = json.loads((folder / tensor_files.INDEX).read_text())
     largest = max(x.nbytes for file in folder.glob("*.safetensors") for x in safetensors.load_file(file).values())
     assert all(path.stat().st_size < largest + 5000 for path in folder.glob("*.safetensors"))
     assert set(index["weight_map"].values()) == {path.name for path in folder.glob("*.safetensors")}
@@ -143,7 +144,7 @@ def in_their_words(name, cfg, values):
 def test_every_tensor_lies_as_their_modules_have_it(name, tmp_path, rng):
     cfg = MODELS[name]
     values = random_values(cfg, rng)
-    written = safetensors.load_file(save(tmp_path / "out", cfg, values) / files.SINGLE)
+    written = safetensors.load_file(save(tmp_path / "out", cfg, values) / tensor_files.SINGLE)
     expected = in_their_words(name, cfg, values)
     assert written.keys() == expected.keys()
     for tensor, value in expected.items():
@@ -153,13 +154,15 @@ def test_every_tensor_lies_as_their_modules_have_it(name, tmp_path, rng):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_halves_are_read_exactly_and_bfloat16_is_written_exactly(folder, tmp_path, dtype):
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    path = folder / files.SINGLE
+    path = folder / tensor_files.SINGLE
     halves = {name: value.astype(kind) for name, value in safetensors.load_file(path).items()}
     safetensors.save_file(halves, path)
     values = read(folder)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(values))
     if dtype == "bfloat16":
-        again = safetensors.load_file(save(tmp_path / "again", MODELS["llama"], values, "bfloat16") / files.SINGLE)
+        again = safetensors.load_file(
+            save(tmp_path / "again", MODELS["llama"], values, "bfloat16") / tensor_files.SINGLE
+        )
         assert again.keys() == halves.keys()
         assert all(again[name].tobytes() == halves[name].tobytes() for name in halves)
     else:
@@ -181,14 +184,14 @@ def test_the_same_on_any_mesh_and_only_what_a_shard_needs_is_read(name, mesh, tm
     folder = save(tmp_path / "model", cfg, values)
     run = Config(model=cfg, mesh=mesh, data=DataConfig(seq_len=32), pipeline=PipelineConfig(microbatches=2))
     ctx = Context.create(run, sharding.make_mesh(mesh, 16))
-    count, whole = [0], files.Tensors.read
+    count, whole = [0], tensor_files.TensorFiles.read
 
     def counted(self, name, index):
         part = whole(self, name, index)
         count[0] += part.size
         return part
 
-    monkeypatch.setattr(files.Tensors, "read", counted)
+    monkeypatch.setattr(tensor_files.TensorFiles, "read", counted)
     got = read(folder, ctx)
     if ctx.pipeline is not None:
         assert not ctx.pipeline.stages.is_layer_order
@@ -265,11 +268,11 @@ def test_published_models_are_those_of_our_configs(name):
     family, theirs, _ = hf.from_json("config.json", PUBLISHED[name])
     # Our GPT-2's vocabulary is padded to a multiple of 64, and its table is as long as the run's sequences.
     ours = dataclasses.replace(ours, vocab_size=theirs.vocab_size, max_positions=theirs.max_positions)
-    assert hf.differ(theirs, ours) == []
+    assert hf.model_differences(theirs, ours) == []
     written = hf.to_json(family, theirs, 1, None)
-    assert hf.differ(hf.from_json("again", written)[1], theirs) == []
+    assert hf.model_differences(hf.from_json("again", written)[1], theirs) == []
     assert written.items() >= {k: PUBLISHED[name][k] for k in ("architectures", "model_type", "vocab_size")}.items()
-    tensors = weights.tensors(family, decoder.spec(theirs))
+    tensors = weights.hf_tensors(family, decoder.spec(theirs))
     sizes = sum(np.prod(tensor.shape) for tensor in tensors.values())
     assert sizes == sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(lambda: abstract(theirs))))
 
@@ -365,19 +368,19 @@ def test_a_table_holds_every_weight_or_says_which_it_lacks(family, name):
         with pytest.raises(
             ConfigError, match="has layers/attention/k_norm/scale, layers/attention/q_norm/scale, which"
         ):
-            hf.table(family, spec)
+            hf.weight_map(family, spec)
     else:
         with pytest.raises(ConfigError, match=r"no names for .*layers/attention/k_norm/scale"):
-            hf.table(family, spec)
+            hf.weight_map(family, spec)
 
 
 def tensors(change):
     """A fault: the file's tensors, changed."""
 
     def apply(folder):
-        values = safetensors.load_file(folder / files.SINGLE)
+        values = safetensors.load_file(folder / tensor_files.SINGLE)
         change(values)
-        safetensors.save_file(values, folder / files.SINGLE)
+        safetensors.save_file(values, folder / tensor_files.SINGLE)
 
     return apply
 
@@ -386,19 +389,19 @@ def header(change):
     """A fault: the header of the file, changed; the length before it fits."""
 
     def apply(folder):
-        raw = (folder / files.SINGLE).read_bytes()
+        raw = (folder / tensor_files.SINGLE).read_bytes()
         size = struct.unpack("<Q", raw[:8])[0]
         values = json.loads(raw[8 : 8 + size])
         change(values)
         text = json.dumps(values).encode()
-        (folder / files.SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+        (folder / tensor_files.SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
 
     return apply
 
 
 def raw(change):
     def apply(folder):
-        path = folder / files.SINGLE
+        path = folder / tensor_files.SINGLE
         path.write_bytes(change(path.read_bytes()))
 
     return apply
@@ -406,14 +409,14 @@ def raw(change):
 
 def index(weight_map):
     def apply(folder):
-        (folder / files.SINGLE).rename(folder / "model-00001-of-00001.safetensors")
-        (folder / files.INDEX).write_text(json.dumps(weight_map))
+        (folder / tensor_files.SINGLE).rename(folder / "model-00001-of-00001.safetensors")
+        (folder / tensor_files.INDEX).write_text(json.dumps(weight_map))
 
     return apply
 
 
 def pickled(folder):
-    (folder / files.SINGLE).rename(folder / "pytorch_model.bin")
+    (folder / tensor_files.SINGLE).rename(folder / "pytorch_model.bin")
 
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
@@ -436,8 +439,8 @@ FAULTS = {
     "too many": (tensors(lambda t: t.update(score=t[NORM])), "holds, beyond the model's, score"),
     "no head": (tensors(lambda t: t.pop(HEAD)), "lacks lm_head.weight"),
     "pickle": (pickled, "pytorch_model.bin and no model.safetensors; a pickled file can run any code"),
-    "nothing": (lambda folder: (folder / files.SINGLE).unlink(), "holds neither"),
-    "two": (lambda folder: (folder / files.INDEX).write_text("{}"), "holds both"),
+    "nothing": (lambda folder: (folder / tensor_files.SINGLE).unlink(), "holds neither"),
+    "two": (lambda folder: (folder / tensor_files.INDEX).write_text("{}"), "holds both"),
     "index text": (index("x"), "is no index of tensors"),
     "index list": (index({"weight_map": [NORM]}), "is no index of tensors"),
     "index of others": (index(SOUND), "holds other tensors than"),
@@ -459,16 +462,16 @@ def test_a_damaged_or_hostile_folder_is_refused(fault, folder):
     damage, words = FAULTS[fault]
     damage(folder)
     with pytest.raises(ConfigError, match=words) as error:
-        hf.Pretrained(folder)
+        hf.PretrainedFolder(folder)
     assert "\n" not in str(error.value)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder):
-    with hf.Pretrained(folder) as source:
-        with open(folder / files.SINGLE, "r+b") as file:
+    with hf.PretrainedFolder(folder) as source:
+        with open(folder / tensor_files.SINGLE, "r+b") as file:
             file.truncate(3000)
         with pytest.raises(ConfigError, match="cannot be read"):
-            source.read()
+            source.read_params()
 
 
 def test_names_and_tensors_that_older_files_have(tmp_path, rng):
@@ -476,11 +479,11 @@ def test_names_and_tensors_that_older_files_have(tmp_path, rng):
     cfg = MODELS["gpt2"]
     values = random_values(cfg, rng)
     folder = save(tmp_path / "model", cfg, values)
-    held = safetensors.load_file(folder / files.SINGLE)
+    held = safetensors.load_file(folder / tensor_files.SINGLE)
     old = {name.removeprefix("transformer."): value for name, value in held.items()}
     old["h.0.attn.bias"] = np.tril(np.ones((1, 1, 64, 64), np.uint8))
     old["lm_head.weight"] = old["wte.weight"]
-    safetensors.save_file(old, folder / files.SINGLE)
+    safetensors.save_file(old, folder / tensor_files.SINGLE)
     equal(read(folder), values)
 
 
@@ -488,7 +491,7 @@ def test_without_safetensors_one_line_says_so(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(ConfigError, match=r"need the safetensors library; install jaxstack\[hf\]"):
-        hf.Pretrained(folder)
+        hf.PretrainedFolder(folder)
 
 
 def test_import_and_export_of_a_run_that_has_not_begun(folder, tmp_path, capsys):
@@ -497,9 +500,9 @@ def test_import_and_export_of_a_run_that_has_not_begun(folder, tmp_path, capsys)
     assert "is a llama model of 28,640 parameters in F32" in capsys.readouterr().out
     cfg = parse.parse_config([f"--config={run / 'config.yaml'}"], run)
     assert (cfg.run.dir, cfg.run.init_from, cfg.optim.lr) == (str(run), str(folder), 3e-5)
-    assert hf.differ(cfg.model, MODELS["llama"]) == []
+    assert hf.model_differences(cfg.model, MODELS["llama"]) == []
     main(["export", str(run), str(out)])
-    a, b = (safetensors.load_file(path / files.SINGLE) for path in (folder, out))
+    a, b = (safetensors.load_file(path / tensor_files.SINGLE) for path in (folder, out))
     assert a.keys() == b.keys()
     assert all(a[name].tobytes() == b[name].tobytes() for name in a)
     assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
@@ -554,7 +557,7 @@ def test_a_run_begins_with_a_folder_and_is_exported(tmp_path, rng):
     run(train, f"--config={tmp_path / 'run' / 'config.yaml'}", f"--run.init_from={tmp_path / 'run'}",
         f"--run.dir={other}", "--mesh.fsdp=2", "--mesh.tensor=2", "--mesh.data=1")  # fmt: skip
     run("-m", "jaxstack", "export", str(other), str(tmp_path / "out"), "--dtype=bfloat16")
-    a, b = (safetensors.load_file(path / files.SINGLE) for path in (folder, tmp_path / "out"))
+    a, b = (safetensors.load_file(path / tensor_files.SINGLE) for path in (folder, tmp_path / "out"))
     assert a.keys() == b.keys()
     assert all(a[name].tobytes() == b[name].tobytes() for name in a)
     error = run("-m", "jaxstack", "export", str(other), str(folder), code=2)
@@ -583,9 +586,9 @@ def test_what_transformers_saves_is_the_same_model_here_and_back(name, parity, t
     theirs = parity.build(name, rng)
     theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
-    with hf.Pretrained(tmp_path / "saved") as source:
-        assert hf.differ(source.model, cfg) == []
-        values = source.read()
+    with hf.PretrainedFolder(tmp_path / "saved") as source:
+        assert hf.model_differences(source.model, cfg) == []
+        values = source.read_params()
     equal(values, parity.to_ours(name, theirs.named_parameters()))
     tokens = rng.integers(0, cfg.vocab, (4, 48))
     expected = theirs(torch.from_numpy(tokens)).logits.numpy(force=True)
@@ -595,7 +598,7 @@ def test_what_transformers_saves_is_the_same_model_here_and_back(name, parity, t
     main(["import", str(tmp_path / "saved"), str(tmp_path / "run"), "--data.seq_len=32"])
     main(["export", str(tmp_path / "run"), str(tmp_path / "out")])
     saved = {k: v for f in (tmp_path / "saved").glob("*.safetensors") for k, v in safetensors.load_file(f).items()}
-    written = safetensors.load_file(tmp_path / "out" / files.SINGLE)
+    written = safetensors.load_file(tmp_path / "out" / tensor_files.SINGLE)
     assert saved.keys() == written.keys()
     assert [k for k in saved if saved[k].tobytes() != written[k].tobytes() or saved[k].shape != written[k].shape] == []
     load = parity.transformers.AutoModelForCausalLM.from_pretrained
@@ -615,7 +618,7 @@ def test_a_model_that_transformers_saved_in_bfloat16(name, parity, tmp_path, rng
     theirs.save_pretrained(tmp_path / "saved")
     main(["import", str(tmp_path / "saved"), str(tmp_path / "run"), "--data.seq_len=32"])
     main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype=bfloat16"])
-    a, b = (safetensors.load_file(tmp_path / path / files.SINGLE) for path in ("saved", "out"))
+    a, b = (safetensors.load_file(tmp_path / path / tensor_files.SINGLE) for path in ("saved", "out"))
     assert a.keys() == b.keys()
     assert [k for k in a if a[k].tobytes() != b[k].tobytes()] == []
     again = parity.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -131,10 +131,10 @@ def as_saved(family: str, named):
 def to_ours(family: str, named):
     """Pairs of name and tensor (weights, or gradients: the map is linear) as our tree; a tied weight comes once."""
     theirs, spec = dict(as_saved(family, named)), decoder.spec(CONFIGS[family])
-    rows = hf.table(THEIRS.get(family, family), spec)
+    rows = hf.weight_map(THEIRS.get(family, family), spec)
 
     def one(keys, declared: Param) -> np.ndarray:
-        return hf.assemble(declared, rows[path_of(keys)], lambda name, index: theirs[name][index])
+        return hf.read_param(declared, rows[path_of(keys)], lambda name, index: theirs[name][index])
 
     return jax.tree_util.tree_map_with_path(one, spec, is_leaf=lambda x: isinstance(x, Param))
 

@@ -284,7 +284,7 @@ def test_from_a_folder_to_a_chat_and_back(tmp_path):
     folder, tuned, out = (tmp_path / name for name in ("folder", "tuned", "out"))
     folder.mkdir()
     base = params.init(jax.random.key(1), decoder.spec(base_cfg))
-    hf.write(folder, base_cfg, base, "float32", 64, None)
+    hf.save_pretrained(folder, base_cfg, base, "float32", 64, None)
     flags = [
         "--model.lora.rank=8", "--data.tokenizer=bytes", "--data.source=chat", "--data.packing=true",
         f"--data.path={conversations(tmp_path / 'colours.jsonl')}", "--data.seq_len=64", "--data.batch_size=4",
@@ -305,8 +305,8 @@ def test_from_a_folder_to_a_chat_and_back(tmp_path):
     assert losses_[-1] < losses_[0] / 10
 
     run("-m", "jaxstack", "export", str(tuned), str(out))
-    with hf.Pretrained(out) as exported:
-        assert hf.differ(exported.model, base_cfg) == []
+    with hf.PretrainedFolder(out) as exported:
+        assert hf.model_differences(exported.model, base_cfg) == []
         merged = exported.read()
     cfg = parse.parse_config([config_of], tuned)
     cfg = replace(cfg, run=replace(cfg.run, dir=str(tuned)))

@@ -21,7 +21,7 @@ FILE_BYTES = (
 )
 
 
-def library() -> Any:
+def import_safetensors() -> Any:
     """The package `safetensors`.
 
     Raises:
@@ -35,7 +35,7 @@ def library() -> Any:
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorInfo:
     """Of one tensor: the file that holds it, its shape and its dtype in safetensors' words."""
 
     file: Path
@@ -43,27 +43,27 @@ class Header:
     dtype: str
 
 
-class Tensors:
+class TensorFiles:
     """The tensors of a folder. Use as a context manager: leaving it closes the files.
 
     Attributes:
-      headers: by name.
+      infos: by name.
 
     Raises:
       ConfigError: no such files, a damaged one, or an index that does not fit them.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._safetensors, self._folder = library(), folder
+        self._safetensors, self._folder = import_safetensors(), folder
         self._stack, self._open = contextlib.ExitStack(), dict[Path, Any]()
-        self.headers: dict[str, Header] = {}
+        self.infos: dict[str, TensorInfo] = {}
         with contextlib.ExitStack() as undo:
             undo.push(self._stack)
             for path, names in _files(folder).items():
                 self._add(path, names)
             undo.pop_all()
 
-    def __enter__(self) -> "Tensors":
+    def __enter__(self) -> "TensorFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,15 +84,15 @@ class Tensors:
             )
         for name in held:
             part = file.get_slice(name)
-            self.headers[name] = Header(path, tuple(part.get_shape()), part.get_dtype())
+            self.infos[name] = TensorInfo(path, tuple(part.get_shape()), part.get_dtype())
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A part of a tensor, in its own dtype."""
-        header = self.headers[name]
+        info = self.infos[name]
         try:
-            return self._open[header.file].get_slice(name)[index]
+            return self._open[info.file].get_slice(name)[index]
         except (OSError, self._safetensors.SafetensorError) as error:
-            raise ConfigError(f"{header.file} cannot be read: {error}; fetch or save it again") from None
+            raise ConfigError(f"{info.file} cannot be read: {error}; fetch or save it again") from None
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
@@ -127,7 +127,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     return found
 
 
-def write(folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+def write_tensors(folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     """Writes tensors into a folder, a file at a time.
 
     Args:
@@ -135,7 +135,7 @@ def write(folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[str, np.n
       sizes: bytes of every tensor, in the order in which they come.
       tensors: names and values; no more than one file's are held.
     """
-    library()
+    import_safetensors()
     from safetensors.numpy import save_file
 
     limit = max(FILE_BYTES, *sizes.values())
@@ -159,13 +159,13 @@ def write(folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[str, np.n
             held[name] = value
         try:
             save_file(held, folder / file, metadata={"format": "pt"})  # transformers asks for it
-        except library().SafetensorError as error:
+        except import_safetensors().SafetensorError as error:
             raise OSError(str(error)) from error
         del held, value
 
 
 @contextlib.contextmanager
-def whole(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """A new folder to fill, which gets its name once it is whole; what fails leaves nothing.
 
     Raises:
