@@ -1,8 +1,9 @@
-"""The pictures of this folder: `python docs/parallelism/pictures.py`. Every split is what the library's rules answer.
+"""Draws the pictures of this folder and the README's: `python docs/parallelism/pictures.py`.
 
-A rectangle is an array, or a layer of one, cut as the mesh cuts it; numbers are the devices that hold a part.
+A rectangle is an array, or one layer of it, split as the library's rules split it; numbers are the devices that hold a part.
 """
 
+import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,8 @@ from jaxstack.kernels import context_order
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import flat_spec
+from jaxstack.pipeline import one_f_one_b
+from jaxstack.pipeline.schedule import IDLE
 from jaxstack.sharding import make_mesh
 
 HERE = Path(__file__).parent
@@ -63,7 +66,7 @@ ACTIVATIONS = [
 
 
 def holders(ctx: Context, spec: PartitionSpec, tokens: bool = False) -> np.ndarray:
-    """Which devices hold each cell of a [ROWS, LENGTH] array; tokens are put back from their balanced order."""
+    """Returns the devices that hold each cell of a [ROWS, LENGTH] array; tokens are in their original order."""
     grid = np.empty((ROWS, LENGTH), object)
     for i in np.ndindex(grid.shape):
         grid[i] = frozenset()
@@ -77,7 +80,7 @@ def holders(ctx: Context, spec: PartitionSpec, tokens: bool = False) -> np.ndarr
 
 
 def panel(axes: Any, grid: np.ndarray, title: str) -> None:
-    """One array: its parts, each with its devices; those of device 0 are coloured."""
+    """Draws one array: its parts, each with its devices; the parts of device 0 are blue."""
     rows = [0, *(i for i in range(1, ROWS) if (grid[i] != grid[i - 1]).any()), ROWS]
     columns = [0, *(i for i in range(1, LENGTH) if (grid[:, i] != grid[:, i - 1]).any()), LENGTH]
     for top, bottom in pairwise(rows):
@@ -95,7 +98,7 @@ def panel(axes: Any, grid: np.ndarray, title: str) -> None:
 
 
 def named(devices: frozenset[int]) -> str:
-    """`3`, `0-7`, or `0 4`."""
+    """Returns a set of devices as text: `3`, `0-7`, or `0 4`."""
     ids = sorted(devices)
     if len(ids) > 2 and ids == list(range(ids[0], ids[-1] + 1)):
         return f"{ids[0]}-{ids[-1]}"
@@ -103,7 +106,7 @@ def named(devices: frozenset[int]) -> str:
 
 
 def scores(axes: Any, shards: int) -> None:
-    """The causal mask: which shard computes each pair of query and key."""
+    """Draws the causal mask: which shard computes each pair of query and key."""
     positions = context_order(shards, LENGTH).reshape(shards, -1)
     owner = np.empty(LENGTH, int)
     for shard, mine in enumerate(positions):
@@ -120,8 +123,9 @@ def scores(axes: Any, shards: int) -> None:
 
 
 def picture(name: str, mesh_config: MeshConfig) -> None:
+    """Writes the picture of one mesh."""
     moe = MoEConfig(num_experts=16) if name == "expert" else MoEConfig()
-    # The least that every axis divides.
+    # The smallest sizes that every axis divides.
     sizes = {"num_layers": 4, "d_model": 64, "num_heads": 16, "head_dim": 4, "d_ff": 64, "vocab_size": 64}
     cfg = Config(
         model=ModelConfig(**sizes, moe=moe), data=DataConfig(batch_size=ROWS, seq_len=LENGTH), mesh=mesh_config
@@ -131,7 +135,7 @@ def picture(name: str, mesh_config: MeshConfig) -> None:
     where = dict(zip(flat_spec(declared), jax.tree.leaves(ctx.parameters(declared)), strict=True))
 
     drawn = {"expert": SPARSE, "pipe": STAGES}.get(name, DENSE)
-    shown = ACTIVATIONS[: {"context": 2, "pipe": 0}.get(name, 3)]  # a stage works on what comes by
+    shown = ACTIVATIONS[: {"context": 2, "pipe": 0}.get(name, 3)]
     lines = 1 if name == "pipe" else 2
     figure, rows = plt.subplots(lines, 4, figsize=(7.2, 2.3 * lines), layout="constrained")
     grid = rows.ravel()
@@ -144,12 +148,62 @@ def picture(name: str, mesh_config: MeshConfig) -> None:
     if name == "context":
         scores(grid[-1], mesh_config.context)
     what = " x ".join(f"{axis}={size}" for axis, size in cfg.mesh.sizes.items() if size > 1)
-    figure.suptitle(f"{what}: the devices that hold each part; blue is device 0's", fontsize=9)
+    figure.suptitle(f"{what}: the devices that hold each part; device 0 is blue", fontsize=9)
     figure.savefig(HERE / f"{name}.png", dpi=120, metadata={"Software": None})
     plt.close(figure)
 
 
+def overview(path: Path) -> None:
+    """Writes the README's picture: the quickstart's losses, one matrix on a mesh, and a pipeline schedule."""
+    figure, (curve, matrix, chart) = plt.subplots(
+        1, 3, figsize=(11, 2.5), width_ratios=(1.25, 0.75, 2), layout="constrained"
+    )
+    run = json.loads((HERE.parents[1] / "benchmarks" / "results" / "quickstart.json").read_text(encoding="utf-8"))
+    bits = np.log(2)
+    steps, losses = zip(*run["training"], strict=True)
+    curve.plot(steps, np.divide(losses, bits), color="#b0b0b0", linewidth=1, label="training")
+    held_out = [(line["step"], line["eval_bits_per_byte"]) for line in run["held_out"]]
+    curve.plot(*zip(*held_out, strict=True), "o-", color="#1b6ca8", markersize=4, label="held out")
+    curve.axhline(
+        run["ngram"]["ngram_bits_per_byte"], color="#d1495b", linestyle="--", linewidth=1, label="best n-gram"
+    )
+    curve.legend(frameon=False, fontsize=7)
+    curve.set_title("quickstart: bits per byte", fontsize=9)
+    curve.set_xlabel("optimizer step", fontsize=8)
+    curve.tick_params(labelsize=7)
+    curve.spines[["top", "right"]].set_visible(False)
+
+    sizes = {"num_layers": 1, "d_model": 64, "num_heads": 16, "head_dim": 4, "d_ff": 64, "vocab_size": 64}
+    cfg = Config(model=ModelConfig(**sizes), data=DataConfig(batch_size=ROWS), mesh=MeshConfig(2, fsdp=2, tensor=2))
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, ROWS))
+    entries = ctx.parameters(decoder.spec(cfg.model))["layers"]["mlp"]["w_up"]
+    panel(matrix, holders(ctx, PartitionSpec(*entries[1:])), "")
+    matrix.set_title("data=2 fsdp=2 tensor=2:\ndevices of a matrix", fontsize=9)
+
+    schedule = one_f_one_b(stages=4, microbatches=8)
+    kinds = ((schedule.forward_TP, 1, MINE), (schedule.backward_TP, 2, "#f5b97f"))
+    now = 0
+    for tick in range(schedule.ticks):
+        for units, length, colour in kinds:
+            if (units[tick] == IDLE).all():
+                continue
+            for stage, unit in enumerate(units[tick].tolist()):
+                if unit != IDLE:
+                    chart.barh(stage, length, 0.9, left=now, color=colour, edgecolor="white", linewidth=0.5)
+                    chart.text(now + length / 2, stage, unit, ha="center", va="center", fontsize=7)
+            now += length
+    chart.set(xlim=(0, now), yticks=range(4), yticklabels=[f"stage {s}" for s in range(4)], xticks=[])
+    chart.set_title("pipe=4: forward and backward of 8 microbatches by 1F1B, one program", fontsize=9)
+    chart.invert_yaxis()
+    chart.tick_params(length=0, labelsize=7)
+    chart.spines[:].set_visible(False)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
+    print(path)
+
+
 if __name__ == "__main__":
+    overview(HERE.parent / "overview.png")
     for each, config in PICTURES.items():
         picture(each, config)
         print(HERE / f"{each}.png")

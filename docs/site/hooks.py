@@ -1,11 +1,12 @@
-"""What the site has beyond the files of docs/: the README as its home, the contributors' page, the library's pages.
+"""Adds pages to the site beyond the files of docs/: the README as its home, CONTRIBUTING.md, the library's reference.
 
-Links that leave docs/ lead to the repository. Badges, which another host draws, become their text.
+Links that leave docs/ point to the repository. A badge, which another host draws, becomes its text.
 """
 
 import ast
 import json
 import re
+import sys
 from pathlib import Path
 from posixpath import join, normpath
 from typing import Any
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://github.com/jaxstack/jaxstack"
 
 MADE = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
-"""Pages made of files outside docs/."""
+"""Pages made from files outside docs/."""
 
 STYLE = """\
 .md-typeset table:not([class]) { font-size: 0.7rem; }
@@ -24,27 +25,59 @@ STYLE = """\
 .md-typeset img { background: #fff; }
 .md-typeset h1, .md-typeset .doc-heading { overflow-wrap: anywhere; }
 """
-"""Pictures are drawn on white; names of the library may be long."""
+"""Pictures have a white background; names of the library may be long."""
 
 
-def rooms() -> list[str]:
-    """The public modules, as `jaxstack/__init__.py` lists them; read, not imported."""
-    for node in ast.parse((ROOT / "jaxstack" / "__init__.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_ROOMS":
-            return sorted(ast.literal_eval(node.value))
-    raise ValueError("jaxstack/__init__.py has no _ROOMS")
+GROUPS = {
+    "Models": ["models", "moe", "kernels", "generate", "hf"],
+    "Parallelism": ["sharding", "pipeline"],
+    "Training": ["training", "config", "data", "checkpoint", "tracking", "runtime"],
+    "Tools": ["planner", "report", "common"],
+}
+"""The library's reference in groups; a public room that no group names is added to the last one."""
+
+TITLE = """# Library
+
+Look up a function by the room that holds it. `import jaxstack as js` gives every room as an attribute.
+"""
+
+
+def groups() -> dict[str, list[str]]:
+    """Returns the public rooms (folders of `jaxstack/` with attributes of the package) by group."""
+    sys.path.insert(0, str(ROOT))
+    import jaxstack
+
+    public = {name for name in dir(jaxstack) if (ROOT / "jaxstack" / name / "__init__.py").is_file()}
+    named = {room for rooms in GROUPS.values() for room in rooms}
+    if missing := named - public:
+        raise ValueError(f"docs/site/hooks.py names rooms that are not public: {sorted(missing)}")
+    *first, last = GROUPS
+    return {group: GROUPS[group] for group in first} | {last: GROUPS[last] + sorted(public - named - {"cli"})}
+
+
+def _module(room: str) -> ast.Module:
+    return ast.parse((ROOT / "jaxstack" / room / "__init__.py").read_text(encoding="utf-8"))
+
+
+def library_index() -> str:
+    """Returns the overview: a table of rooms for each group, with the first line of each room's docstring."""
+    parts = [TITLE]
+    for group, rooms in groups().items():
+        lines = {room: (ast.get_docstring(_module(room)) or "").partition("\n\n")[0] for room in rooms}
+        rows = [f"| [`jaxstack.{room}`]({room}.md) | {' '.join(line.split())} |" for room, line in lines.items()]
+        parts.append("\n".join([f"## {group}\n", "| room | what it holds |", "|---|---|", *rows]))
+    short = "`js.model` is `jaxstack.models.decoder`, and `js.params` is `jaxstack.models.params`."
+    return "\n\n".join([*parts, short]) + "\n"
 
 
 def library_page(room: str) -> str:
-    """What a room exports, in the order of its imports; what exports nothing by name, with all its files.
+    """Returns the page of a room: the names that it exports, in the order of its imports, else all of its files.
 
-    Each name is asked for where it is defined: a function may share its name with its file.
+    Each name is looked up where it is defined, since a function may have the name of its file.
     """
     path = ROOT / "jaxstack" / room
     title = f"# jaxstack.{room}\n"
-    if not path.is_dir():
-        return "\n".join((title, _shown(f"jaxstack.{room}")))
-    body = ast.parse((path / "__init__.py").read_text(encoding="utf-8")).body
+    body = _module(room).body
     (exported,) = [ast.literal_eval(n.value) for n in body if ast.unparse(n).startswith("__all__ = ")] or [[]]
     if not exported:
         files = [f"jaxstack.{room}.{file.stem}" for file in sorted(path.glob("[!_]*.py"))]
@@ -54,8 +87,8 @@ def library_page(room: str) -> str:
     homes = {name.asname or name.name: f"{n.module}.{name.name}" for n in imports for name in n.names}
     names = [*(name for name in homes if name in exported), *(name for name in exported if name not in homes)]
     where = [(name, homes.get(name, f"jaxstack.{room}.{name}")) for name in names]
-    whole = {"show_root_heading": True, "show_root_toc_entry": True}
-    parts = [_shown(home, heading=name, toc_label=name, **whole) for name, home in where]
+    heading = {"show_root_heading": True, "show_root_toc_entry": True}
+    parts = [_shown(home, heading=name, toc_label=name, **heading) for name, home in where]
     return "\n".join((title, _shown(f"jaxstack.{room}", members=False), *parts))
 
 
@@ -64,30 +97,28 @@ def _shown(name: str, **options: Any) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Adds pages that the navigation forgot to Guides, and the library's."""
-    named = set(re.findall(r"[\w/]+\.md", str(config.nav)))
-    docs = ROOT / "docs"
-    left = sorted({path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} - named)
-    (guides,) = (entry["Guides"] for entry in config.nav if "Guides" in entry)
-    guides += left
-    config.nav.append({"Library": [{room: f"api/{room}.md"} for room in rooms()]})
+    """Adds the library's reference to the navigation."""
+    pages = [{group: [{room: f"api/{room}.md"} for room in rooms]} for group, rooms in groups().items()]
+    config.nav.append({"Library": ["api/index.md", *pages]})
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
     for page, source in MADE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    for room in rooms():
-        files.append(File.generated(config, f"api/{room}.md", content=library_page(room)))
+    files.append(File.generated(config, "api/index.md", content=library_index()))
+    for rooms in groups().values():
+        for room in rooms:
+            files.append(File.generated(config, f"api/{room}.md", content=library_page(room)))
     files.append(File.generated(config, "site.css", content=STYLE))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links from where the text lies in the repository, to pages of the site or into the repository."""
+    """Resolves links relative to the file in the repository, to pages of the site or to the repository."""
     here = page.file.src_uri
     source = MADE.get(here, join("docs", here))
-    # A badge that is a link: its text is the picture's.
+    # A badge that is a link keeps the text of its picture.
     markdown = re.sub(r"\[!\[([^]]*)\]\(https?://[^)]*\)\]", r"[\1]", markdown)
 
     def target(match: re.Match[str]) -> str:
@@ -102,10 +133,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             up = "../" * here.count("/")
             return f"{text}({up}{inside}{mark}{anchor})"
         if not (ROOT / where).exists():
-            raise ValueError(f"{source} links to {link}, which is not there")
+            raise ValueError(f"{source} links to {link}, which does not exist")
         return f"{text}({REPOSITORY}/{'tree' if (ROOT / where).is_dir() else 'blob'}/main/{where}{mark}{anchor})"
 
-    # Not within blocks of code.
+    # Blocks of code stay as they are.
     parts = re.split(r"(^```.*?^```)", markdown, flags=re.M | re.S)
     parts[::2] = [re.sub(r"(!?\[[^]]*\])\(([^)\s]+)\)", target, part) for part in parts[::2]]
     return "".join(parts)
