@@ -1,8 +1,9 @@
-"""What the documents say: every command of README.md and docs/ parses, and is run or has a reason; tables, links.
+"""Checks the documents: every command parses, and is run or has a reason; outputs, tables, names of files and tests.
 
-A command that is new is found by itself. It fails here until it resolves, and until `RUN` or `NOT_RUN` knows it.
+A new command is found without a change here. It fails until it parses, and until `RUN` or `NOT_RUN` has its pattern.
 """
 
+import ast
 import importlib
 import json
 import os
@@ -13,10 +14,12 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from jaxstack.cli.roofline import FLAGS
 from jaxstack.config import Config, ConfigError, DistributedConfig, SampleConfig, parse, resolve
@@ -26,15 +29,20 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 QUICKSTART = Path("configs/quickstart.yaml")
 
 PROGRAMS = ("$", "gcloud", "jaxstack", "kubectl", "mkdocs", "pip", "pytest", "python", "sbatch")
-OUTPUT = ("device ", "pipeline ", "x = first(", "{", "<|user|>")  # how blocks begin that are no commands
+OUTPUT = ("device ", "pipeline ", "x = first(", "{", "<|user|>")  # how blocks begin that are not commands
 
 
 class Command(NamedTuple):
-    """A line of a block, by page; `output` is what the page shows below it."""
+    """A command of a page; `output` holds the lines that the page shows below it."""
 
     page: str
     line: str
-    output: str = ""
+    output: tuple[str, ...] = ()
+
+    @property
+    def mistake(self) -> str:
+        """Returns the error that the page shows, or an empty string."""
+        return self.output[0].partition(": error: ")[2] if self.output else ""
 
     @property
     def words(self) -> list[str]:
@@ -51,7 +59,7 @@ class Command(NamedTuple):
 
 
 def commands() -> list[Command]:
-    """Of every block without a language, or of a shell's."""
+    """Returns the commands of every block without a language or with that of a shell."""
     found: dict[str, Command] = {}
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
@@ -64,7 +72,7 @@ def commands() -> list[Command]:
             for i, line in enumerate(lines):
                 if shown and not line.startswith("$ "):
                     continue
-                below = lines[i + 1] if shown and i + 1 < len(lines) else ""
+                below = tuple(takewhile(lambda line: not line.startswith("$ "), lines[i + 1 :])) if shown else ()
                 for part in re.split(r" && (?=(?:[^']*'[^']*')*[^']*$)", line.removeprefix("$ ")):
                     found.setdefault(part, Command(name, " ".join(part.split()), below))
     return list(found.values())
@@ -75,7 +83,7 @@ each = pytest.mark.parametrize("command", COMMANDS, ids=[c.line[:70] for c in CO
 
 NOT_RUN = {  # why not here; what parses is still parsed
     r"^pip install": "what .ci/run begins with",
-    r"^pytest": "this",
+    r"^(pytest|ruff|mypy)": "this, and what .ci/run begins with",
     r"^mkdocs": "test_the_site_builds_and_asks_no_network_for_anything",
     r"^(sbatch|kubectl|gcloud)": "a cluster; tests/runtime/test_processes.py reads docs/examples and starts processes",
     r"--distributed\.coordinator=10\.": "two machines; tests/runtime/test_processes.py",
@@ -116,10 +124,10 @@ def in_sandbox(path: Path) -> Path:
         shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("site", "__pycache__"))
     shutil.copy(ROOT / "train.py", path)
     (path / "my_texts").mkdir()
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/pipelines.md"))
     for i in range(4):
         (path / "my_texts" / f"{i}.txt").write_text(text[i * 500 :])
-    (path / "tinyshakespeare.txt").write_text(4 * text)
+    (path / "tinyshakespeare.txt").write_text(3 * text)
     return path
 
 
@@ -153,10 +161,15 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
         program, *rest = Command(command.page, shlex.join(rest[1:])).words
         assert program == "train"
     if program == "train":
-        if command.output:
+        if command.mistake:
             with pytest.raises(ConfigError) as mistake:
                 parse.parse_config(rest, QUICKSTART)
-            assert command.output.partition(": error: ")[2] == str(mistake.value)
+            assert command.mistake == str(mistake.value)
+            return
+        if {"--help", "--print_config"} & set(rest):
+            with pytest.raises(SystemExit) as done:
+                parse.parse_config(rest, QUICKSTART)
+            assert not done.value.code
             return
         cfg = checked(rest)
         names_its_directory(cfg, quickstart, rest)
@@ -173,7 +186,7 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
         assert (ROOT / rest[-1]).is_file()
     elif program == "python":
         assert (ROOT / rest[0]).is_file()
-    elif program not in ("pip", "pytest"):  # of ours: it parses as it runs
+    elif program not in ("pip", "pytest", "ruff", "mypy"):  # of ours: it parses as it runs
         assert reason(command) or any(re.search(pattern, command.text) for pattern, _ in RUN), command
 
 
@@ -194,7 +207,7 @@ def names_its_directory(cfg: Config, quickstart: Config, flags: list[str]) -> No
 def test_every_command_is_run_or_has_a_reason():
     for command in COMMANDS:
         ran = any(re.search(pattern, command.text) for pattern, _ in RUN)
-        assert command.output or reason(command) or ran, f"{command}: add it to RUN or NOT_RUN"
+        assert command.mistake or reason(command) or ran, f"{command}: add it to RUN or NOT_RUN"
     for pattern in [*NOT_RUN, *(pattern for pattern, _ in RUN)]:
         assert any(re.search(pattern, command.text) for command in COMMANDS), f"nothing uses {pattern}"
 
@@ -212,7 +225,7 @@ def start(line: str, path: Path, flags: list[str]) -> str:
 
 @pytest.mark.slow
 def test_the_commands_run(tmp_path):
-    """One after the other; each sees what those before it have made, as a reader's would."""
+    """Runs them in order; each one sees the files of those before it, as for a reader. Shown output must be right."""
     path = in_sandbox(tmp_path)
     start("python train.py", path, SHORT)
     start("jaxstack export runs/quickstart DIR", path, [])
@@ -220,12 +233,14 @@ def test_the_commands_run(tmp_path):
     shutil.copytree(path / "runs" / "quickstart", path / "runs" / "deeper")
     done = {"train"}
     for command in COMMANDS:
-        if command.output or reason(command) or command.text in done:
+        if command.mistake or reason(command) or command.text in done:
             continue
         if command.words[0] in ("import", "export"):  # another page's; nothing is overwritten
             shutil.rmtree(path / command.words[2], ignore_errors=True)
         flags = next(flags for pattern, flags in RUN if re.search(pattern, command.text))
-        start(command.line, path, flags)
+        printed = start(command.line, path, flags)
+        missing = [line for line in command.output if line not in ("", "...") and line not in printed.splitlines()]
+        assert not missing, f"{command.page}: {command.line} does not print {missing}"
         done.add(command.text)
     for made in ("runs/quickstart/report.html", "both.html", "my_texts.bin", "OUT/config.json", "costs.json"):
         assert (path / made).is_file(), made
@@ -233,7 +248,7 @@ def test_the_commands_run(tmp_path):
 
 def test_commands_within_sentences_exist():
     for page in PAGES:
-        for code in re.findall(r"`(python (?!-m jaxstack\.NAME)[^`\n]+)`", page.read_text(encoding="utf-8")):
+        for code in re.findall(r"`(python (?!-m jaxstack\\?\.)[^`\n]+)`", page.read_text(encoding="utf-8")):
             words = code.split()
             if words[1] == "-m":
                 module = ROOT / words[2].replace(".", "/")
@@ -242,6 +257,92 @@ def test_commands_within_sentences_exist():
                 )
             else:
                 assert (ROOT / words[1]).is_file() or not words[1].endswith(".py"), f"{page.name}: {code}"
+
+
+def named_in(path: Path) -> set[str]:
+    """Returns the functions, classes and variables that a file defines, also within classes."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assigned = [node.targets if isinstance(node, ast.Assign) else [node.target]
+                for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign)]  # fmt: skip
+    return defined | {target.id for targets in assigned for target in targets if isinstance(target, ast.Name)}
+
+
+def table_below(page: str, heading: str) -> list[list[str]]:
+    """Returns the cells of the first table of a page whose first row begins with `heading`."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(heading))
+    rows = takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_tour_names_what_is_there():
+    """Ten files to read; and for every task of a newcomer, a file with the function or class that decides it."""
+    tour = table_below("CONTRIBUTING.md", "| file | what it decides")
+    tasks = table_below("CONTRIBUTING.md", "| task | file | name |")
+    assert len(tour) == 10
+    assert len({task for task, *_ in tasks}) == len(tasks) >= 12
+    for file in [*(row[0] for row in tour), *(row[1] for row in tasks)]:
+        assert (ROOT / file.strip("`")).is_file(), file
+    for task, file, name, _ in tasks:
+        assert name.strip("`") in named_in(ROOT / file.strip("`")), f"{task}: {file} does not define {name}"
+
+
+def test_the_table_of_floors_is_that_of_the_test():
+    from test_floors import FLOORS
+
+    shown = {
+        room: int(floor)
+        for floor, rooms in table_below("CONTRIBUTING.md", "| floor | rooms")
+        for room in re.findall(r"`(\w+)`:", rooms)
+    }
+    assert shown == FLOORS
+
+
+def test_tests_and_files_that_documents_name_exist():
+    """In backticks: `tests/...`, `benchmarks/...`, `jaxstack/...`, `docs/...`, `configs/...` and `test_...`."""
+    tests = {name for path in (ROOT / "tests").rglob("*.py") for name in named_in(path)}
+    for page in PAGES:
+        if page.name in ("changelog.md", "glossary.md"):  # what was; expressions
+            continue
+        for code in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
+            path, _, name = code.partition("::")
+            if re.fullmatch(r"(tests|benchmarks|jaxstack|docs|configs|colab)/[\w./]+", path) and "NAME" not in path:
+                assert (ROOT / path).exists(), f"{page.name}: {path} does not exist"
+                assert not name or name in named_in(ROOT / path), f"{page.name}: {code} does not exist"
+            elif re.fullmatch(r"test_\w+", code):
+                assert code in tests, f"{page.name}: {code} is not a test"
+
+
+def test_the_readme_and_the_tour_are_short():
+    for name, most in (("README.md", 130), ("CONTRIBUTING.md", 120)):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most, name
+
+
+def test_the_navigation_has_every_page_once():
+    text = (ROOT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = str(yaml.safe_load(text)["nav"])
+    named = re.findall(r"[\w/]+\.md", nav)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(named) == sorted(pages | {"index.md", "contributing.md"})
+
+
+def test_links_between_documents_lead_somewhere():
+    """To files, and to headings of pages."""
+
+    def anchors(path: Path) -> set[str]:
+        titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
+        return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"[a-z]+:", link):
+                continue
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), f"{page.name} links to {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name} links to {link}: no such heading"
 
 
 def test_tables_of_traffic_are_those_of_the_result(monkeypatch):

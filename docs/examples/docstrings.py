@@ -1,6 +1,6 @@
-"""Questions and answers about Python's standard library, for docs/finetuning.md: `python docstrings.py OUT.jsonl`
+"""Writes questions and answers about the standard library, for docs/finetuning.md: `python docstrings.py OUT.jsonl`
 
-A question a public function, answered by the first line of its docstring; nothing is imported or downloaded.
+Each public function gives a question, answered by the first line of its docstring. Nothing is imported or downloaded.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""A small residual CNN in Flax linen, with batch norm. Nothing in it names a dimension or a device."""
+"""A small residual CNN in Flax linen, with batch norm. It has no annotations of dimensions or devices."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class CNN(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        """Images [batch, height, width, colours] to logits [batch, classes]."""
+        """Returns the logits [batch, classes] of images [batch, height, width, colours]."""
         x = nn.Conv(self.channels, (3, 3), name="stem")(images)
         x = Residual(2 * self.channels, stride=2, name="block")(x, train)
         return nn.Dense(self.classes, name="head")(jnp.mean(x, axis=(1, 2)))

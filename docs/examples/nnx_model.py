@@ -1,4 +1,4 @@
-"""A small causal language model in Flax nnx. Most of its matrices name their dimensions; norms do not."""
+"""A small causal language model in Flax nnx. Most of its matrices are annotated with logical axes; norms are not."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class Transformer(nnx.Module):
         self.norm = nnx.RMSNorm(width, rngs=rngs)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """Token ids [batch, length] to logits [batch, length, vocab]; the embedding is also the output matrix."""
+        """Returns logits [batch, length, vocab] of token ids [batch, length]; the embedding is also the output head."""
         x = self.tokens(ids) + self.positions[jnp.arange(ids.shape[1])]
         for block in self.blocks:
             x = block(x)

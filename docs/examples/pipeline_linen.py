@@ -23,13 +23,13 @@ from jaxstack.sharding import make_mesh
 CLASSES, SIZE, PATCH, WIDTH, LAYERS, BATCH, STEPS = 4, 12, 3, 32, 8, 64, 25
 
 
-# A stranger's model: it knows no mesh, no stage and no microbatch.
+# The model imports nothing from jaxstack: it has no mesh, stages or microbatches.
 
 
 class Mixer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, patches, width] to the same."""
+        """Mixes patches and channels of x [batch, patches, width]; returns the same shape."""
 
         def mlp(x: jax.Array) -> jax.Array:
             return nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(2 * x.shape[-1])(x)))
@@ -38,7 +38,7 @@ class Mixer(nn.Module):
         return x + mlp(nn.LayerNorm()(x))
 
 
-# The layers as one stack, the ends beside it, and three functions of their parameters.
+# Stacks the layers, and wraps the model in three functions of its parameters.
 
 mixer, stem, head = Mixer(), nn.Conv(WIDTH, (PATCH, PATCH), (PATCH, PATCH)), nn.Dense(CLASSES)
 key_of_stem, key_of_head, key = jax.random.split(jax.random.key(0), 3)
@@ -64,7 +64,7 @@ def last(shared: Any, x: jax.Array, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
 
-# The pipeline.
+# Builds the pipeline.
 
 mesh = make_mesh(MeshConfig(pipe=4, data=2), BATCH)
 schedule = interleaved_one_f_one_b(stages=4, microbatches=8, chunks=2)
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     print(schedule.text())
     everywhere, stages, rows = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("pipe"), jax.P("data")))
     params = jax.device_put(shared, everywhere), jax.device_put(stacked, stages)
-    moments = optimizer.init(params)  # each lies where its parameter does
+    moments = optimizer.init(params)  # each is sharded like its parameter
     rng = np.random.default_rng(0)
     for step in range(STEPS):
         labels = rng.integers(0, CLASSES, BATCH, np.int32)

@@ -22,7 +22,7 @@ from jaxstack.sharding import make_mesh
 VOCAB, WIDTH, HEADS, LAYERS, LENGTH, BATCH, STEPS = 64, 64, 4, 8, 16, 32, 30
 
 
-# A stranger's model: it knows no mesh, no stage and no microbatch.
+# The model imports nothing from jaxstack: it has no mesh, stages or microbatches.
 
 
 class Block(nnx.Module):
@@ -46,7 +46,7 @@ class Ends(nnx.Module):
         self.head = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
 
 
-# The blocks as one stack, the ends beside it, and three functions of their parameters.
+# Stacks the blocks, and wraps the model in three functions of its parameters.
 
 
 @nnx.vmap
@@ -58,7 +58,7 @@ block, stacked = nnx.split(make_blocks(jax.random.split(jax.random.key(0), LAYER
 ends, shared = nnx.split(Ends(nnx.Rngs(1)))
 
 
-@jax.checkpoint  # each microbatch leaves only the inputs of its layers
+@jax.checkpoint  # saves only the inputs of layers for each microbatch
 def layer(weights: Any, x: jax.Array) -> jax.Array:
     return nnx.merge(block, weights)(x)
 
@@ -72,7 +72,7 @@ def last(shared: Any, x: jax.Array, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model.head(model.norm(x)), batch["targets"]).mean()
 
 
-# The pipeline.
+# Builds the pipeline.
 
 mesh = make_mesh(MeshConfig(pipe=4, data=2), BATCH)
 schedule = one_f_one_b(stages=4, microbatches=8)
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     print(schedule.text())
     everywhere, stages, rows = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("pipe"), jax.P("data")))
     params = jax.device_put(shared, everywhere), jax.device_put(stacked, stages)
-    moments = optimizer.init(params)  # each lies where its parameter does
+    moments = optimizer.init(params)  # each is sharded like its parameter
     rng = np.random.default_rng(0)
     successor = rng.permutation(VOCAB).astype(np.int32)
     for step in range(STEPS):

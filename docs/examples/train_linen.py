@@ -23,7 +23,7 @@ from jaxstack.sharding import Rules, guard, make_mesh, placed, shard, table
 CLASSES, SIZE, BATCH, STEPS = 4, 12, 32, 60
 RULES = Rules(
     paths=[
-        # Height, width, in, out. Not in and out both: XLA gets the gradient of strided convolutions wrong then.
+        # Height, width, in, out. Split only one of in and out: else XLA's gradient of a strided convolution is wrong.
         ("params/.*(stem|conv.|shortcut)/kernel", (None, None, None, ("fsdp", "tensor"))),
         ("params/head/kernel", ("fsdp", "tensor")),
         (".*/(bias|scale|mean|var)", ()),
@@ -54,7 +54,7 @@ def train_step(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple
 
     (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     state = state.apply_gradients(grads=grads, batch_stats=updates["batch_stats"])
-    return shard(state, RULES, mesh), loss  # or XLA chooses how the results lie, and the second step compiles again
+    return shard(state, RULES, mesh), loss  # else XLA chooses the sharding, and the second step compiles again
 
 
 rng = np.random.default_rng(0)

@@ -20,7 +20,7 @@ from jaxstack.sharding import Rules, guard, make_mesh, placed, shard, table
 VOCAB, LENGTH, BATCH, STEPS = 64, 32, 16, 60
 RULES = Rules(
     parameters={"embed": "fsdp", "heads": "tensor", "mlp": "tensor"},
-    paths=[  # what the model does not name, and one table that is better split another way
+    paths=[  # arrays without annotations, and an override for one table
         (r"(.*/)?norm\d?/scale", ()),
         ("positions", ()),
         ("tokens/embedding", (("fsdp", "tensor"), None)),
@@ -28,7 +28,7 @@ RULES = Rules(
 )
 
 mesh = make_mesh(MeshConfig(data=-1, fsdp=2, tensor=2), BATCH)
-with nnx.use_eager_sharding(False):  # its annotations are logical names, which nnx would take for mesh axes
+with nnx.use_eager_sharding(False):  # its annotations are logical names; nnx would interpret them as mesh axes
     model = Transformer(VOCAB, width=64, heads=4, layers=1, length=LENGTH, dropout=0.05, rngs=nnx.Rngs(0))
 model = shard(model, RULES, mesh)
 optimizer = shard(nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param), RULES, mesh, like=model)

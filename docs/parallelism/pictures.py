@@ -1,6 +1,6 @@
 """Draws the pictures of this folder and the README's: `python docs/parallelism/pictures.py`.
 
-A rectangle is an array, or one layer of it, split as the library's rules split it; numbers are the devices that hold a part.
+A rectangle is an array, or one layer of it, split by the library's rules; numbers are the devices that hold a part.
 """
 
 import json
@@ -158,6 +158,7 @@ def overview(path: Path) -> None:
     figure, (curve, matrix, chart) = plt.subplots(
         1, 3, figsize=(11, 2.5), width_ratios=(1.25, 0.75, 2), layout="constrained"
     )
+    figure.get_layout_engine().set(wspace=0.04)
     run = json.loads((HERE.parents[1] / "benchmarks" / "results" / "quickstart.json").read_text(encoding="utf-8"))
     bits = np.log(2)
     steps, losses = zip(*run["training"], strict=True)
