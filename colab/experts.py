@@ -68,9 +68,9 @@ print(f"{params.count(decoder.spec(cfg.model)):,} parameters, of which a byte me
 # ## Three routers
 #
 # - **nothing**: a softmax, the two likeliest experts, and no word about balance;
-# - **a loss**: the same, and a term in the objective that grows where the load is uneven (`balance_weight`);
+# - **a loss**: the same, and a term in the objective that grows where the load is uneven (`aux_loss_weight`);
 # - **a bias**: DeepSeek-V3's sigmoid router. Each expert has a bias that counts when experts are *chosen*, not when they
-#   are weighted; after every step the bias of busy experts goes down a little and that of idle ones up (`bias_rate`).
+#   are weighted; after every step the bias of busy experts goes down a little and that of idle ones up (`bias_update_rate`).
 #   Nothing is added to the objective.
 #
 # The papers move the bias by 0.001, over very many steps. Here there are 100, so it moves faster.
