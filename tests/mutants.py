@@ -362,7 +362,12 @@ mistakes(
     "config/test_config.py sharding/test_rules.py -k 'mesh or nearest'",
     ("if batch % (n * rest) == 0]", "if batch % n == 0]"),
     ("sum(abs(math.log(n / sizes[axis]))", "sum(math.log(n / sizes[axis])"),
-    ("sizes[axis] = max(devices // known, 1)", "sizes[axis] = devices"),
+)
+mistakes(
+    "sharding",
+    "config/parallel.py",
+    "config/test_config.py sharding/test_rules.py -k 'mesh or nearest'",
+    ("max(devices // known, 1) if size", "devices if size"),
 )
 
 mistakes(
@@ -559,22 +564,46 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "config", "config/__init__.py", CHECKS,
-    ("_require(value >= minimum,", "_require(value > minimum,"),
-    ("_require(0 <= value < 1,", "_require(0 <= value <= 1,"),
-    ("longest + self.sample.tokens <= data.seq_len", "self.sample.tokens <= data.seq_len"),
+    "config", "config/bounds.py", CHECKS,
+    ("else self.low <= value) and", "else self.low < value) and"),
+    ("value < self.high if self.high_open", "value <= self.high if self.high_open"),
+)  # fmt: skip
+mistakes(
+    "config", "config/run.py", CHECKS,
+    ("longest + sample.tokens <= seq_len", "sample.tokens <= seq_len"),
     ("max((len(prompt.encode()) for prompt", "max((len(prompt) for prompt"),
+)  # fmt: skip
+mistakes(
+    "config", "config/training.py", CHECKS,
     ("self.temperature == 0 and self.repetition_penalty == 1", "self.temperature == 0"),
-    ("parts = max(mesh.pipe, 1) * max(mesh.tensor, 1)", "parts = max(mesh.tensor, 1)"),
+)  # fmt: skip
+mistakes(
+    "config", "config/run.py", CHECKS,
+    ('shards = sizes["pipe"] * sizes["tensor"]', 'shards = sizes["tensor"]'),
     ("mesh.context * math.lcm(split, 2)", "mesh.context * split"),
+)  # fmt: skip
+mistakes(
+    "config", "config/model.py", CHECKS,
     ("0 < self.low_freq_factor < self.high_freq_factor", "0 < self.low_freq_factor <= self.high_freq_factor"),
     ("not learned or self.top_k <= self.num_experts", "not learned or self.top_k < self.num_experts"),
     ("self.num_layers % len(self.windows) == 0", "len(self.windows) % self.num_layers == 0"),
+)  # fmt: skip
+mistakes(
+    "config", "config/parallel.py", CHECKS,
     ("self.process_id < self.num_processes", "self.process_id <= self.num_processes"),
-    ("self.profile.span[1] <= train.steps", "self.profile.span[0] <= train.steps"),
-    ("self.model.max_positions >= data.seq_len", "self.model.max_positions > data.seq_len"),
+)  # fmt: skip
+mistakes(
+    "config", "config/run.py", CHECKS,
+    ("cfg.profile.span[1] <= train.steps", "cfg.profile.span[0] <= train.steps"),
+    ("positions >= seq_len", "positions > seq_len"),
+)  # fmt: skip
+mistakes(
+    "config", "config/model.py", CHECKS,
     ("return self.head_dim or self.d_model // self.num_heads", "return self.head_dim or self.d_model // self.kv_heads", CHECKS + " " + BY_HAND),
     ("return self.moe.d_ff or self.ff_width", "return self.ff_width", BY_HAND + " config/test_config.py"),
+)  # fmt: skip
+mistakes(
+    "config", "config/run.py", CHECKS,
     ("positions = config.data.seq_len\n", "positions = config.data.seq_len - 1\n", "config/test_config.py config/test_config_checks.py"),
 )  # fmt: skip
 mistakes(

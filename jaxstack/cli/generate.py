@@ -67,7 +67,7 @@ def parse_words(argv: list[str], defaults: SampleConfig) -> Namespace:
 
 def placed(cfg: Config, mesh: MeshConfig, prompts: int) -> Config:
     """The run's configuration for so many prompts on another mesh."""
-    shared = max(mesh.data, 1) * max(mesh.fsdp, 1) * max(mesh.expert, 1)
+    shared = math.prod(mesh.known_sizes[axis] for axis in ("data", "fsdp", "expert"))
     rows = -(-prompts // shared) * shared
     data, train = replace(cfg.data, batch_size=rows), replace(cfg.train, grad_accum=1)
     return replace(cfg, mesh=mesh, data=data, train=train, pipeline=PipelineConfig())
@@ -103,7 +103,7 @@ def continued(
     if longest > cfg.data.seq_len:
         print(f"note: texts of up to {longest} tokens; the model was trained on {cfg.data.seq_len}", file=sys.stderr)
     devices = jax.devices()
-    if -1 not in cfg.mesh.sizes.values():  # the rest of the machine is not needed
+    if cfg.mesh.open_axis is None:  # the rest of the machine is not needed
         devices = devices[: math.prod(cfg.mesh.sizes.values())]
     ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size, devices))
     how = decode.generate_options(cfg, tokenizer, ctx) | {"seed": seed, "stop": stop}

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     from jaxstack.planner import pipeline_costs
 
     devices = jax.devices()
-    measured = pipeline_costs.measure(cfg, pipeline_costs.sizes(cfg.mesh, len(devices)), devices)
+    measured = pipeline_costs.measure(cfg, cfg.mesh.resolved_sizes(len(devices)), devices)
     print(pipeline_costs.table(measured))
     measured.save(out)
     print(f"wrote {out}: use it with --pipeline.partition={out}")

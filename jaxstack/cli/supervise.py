@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     supervisor = Supervisor(lambda: next(iter(manifest.sealed(saved)), 0), options.tries, options.wait_s)
 
     def start() -> subprocess.Popen[bytes]:
-        if not options.shrink or -1 in cfg.mesh.sizes.values():  # an open axis takes what is there
+        if not options.shrink or cfg.mesh.open_axis:  # an open axis takes what is there
             return subprocess.Popen(command)
         platform, devices = _devices(command)
         if platform == "cpu" and "JAX_NUM_CPU_DEVICES" not in os.environ:

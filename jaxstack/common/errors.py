@@ -1,36 +1,40 @@
-"""How a run ends before its last step: the exit codes, and the error that carries one. See docs/reliability.md."""
+"""The exit codes of a run, and the two errors that end one with a message for the user. See docs/reliability.md."""
 
 from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Exit codes; scripts and `jaxstack.cli.supervise` go by them. 0: done."""
+    """Exit codes, which scripts and `jaxstack supervise` act on. 0 means that the run is complete."""
 
     USER_ERROR = 2
-    """The configuration or the data; starting again would change nothing."""
+    """The configuration or the data is wrong. Starting the run again would not help."""
     NOT_JOINED = 3
-    """The processes did not all come together."""
+    """Some processes did not join the run in time."""
     DIVERGED = 4
-    """Losses or gradients that are not finite, or spikes, in a row: the model or the data need a look."""
+    """Too many steps in a row had a spike, or a loss or gradient that is not finite. Check the model and the data."""
     NOT_SAVED = 5
-    """Something could not be written; what was committed before stands."""
+    """A file could not be written. Checkpoints that were committed before are intact."""
     PEER_LOST = 6
-    """Another process of the run died, stopped or ended with an error."""
+    """Another process of the run died, stopped responding or ended with an error."""
     STALLED = 7
-    """No step finished for too long."""
+    """No step finished within `train.stalled_s` seconds."""
     STOPPED = 75
-    """SIGTERM or SIGINT: the step was finished, the state saved, and the same command goes on (sysexits' TEMPFAIL)."""
+    """SIGTERM or SIGINT stopped the run after a saved step. The same command resumes it (TEMPFAIL of sysexits.h)."""
     INTERRUPTED = 130
-    """A second SIGINT: left at once."""
+    """A second SIGINT ended the run at once. Committed checkpoints are intact."""
 
 
-program = "train.py"
-"""What the user called, with which error lines begin; `cli.run` sets it."""
+class ConfigError(ValueError):
+    """A mistake of the user: one line that says what is wrong and what to do, for exit code `USER_ERROR`."""
 
 
 class RunError(Exception):
-    """The run cannot go on: one line for people, and an exit code."""
+    """A run that cannot continue: one line for the user, and an exit code."""
 
     def __init__(self, code: Exit, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+program = "train.py"
+"""What the user called, with which error lines begin; `cli.run` sets it."""

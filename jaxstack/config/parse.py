@@ -4,6 +4,7 @@ The parser is jsonargparse: types, help and defaults come from the dataclasses o
 imported here.
 """
 
+import argparse
 import dataclasses
 import difflib
 import errno
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
 from jaxstack.common import errors
 from jaxstack.common.errors import Exit, RunError
@@ -25,11 +26,26 @@ from jaxstack.config import Config, ConfigError, flat
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
+class HelpFormatter(DefaultHelpFormatter):
+    """Help that shows types as users write them: `int >= 1 or null`, without the syntax of Python's annotations."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        return _plain_types(super()._expand_help(action))
+
+
+def _plain_types(text: str) -> str:
+    """Returns the text with Python's type annotations in plain words."""
+    text = re.sub(r"Annotated\[(int|float), ([^\[\]]+|in [\[(][^\])]*[\])])\]", r"\1 \2", text)
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).replace("typing.", "")
+    return re.sub(r"Optional\[(.+?[\])]?)\](?=,|$)", r"\1 or null", text).replace(" | null", " or null")
+
+
 class Parser(ArgumentParser):
     """jsonargparse's parser without abbreviations (a mistyped key must never match another), raising `ConfigError`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs | {"allow_abbrev": False, "exit_on_error": False})
+        kwargs |= {"allow_abbrev": False, "exit_on_error": False, "formatter_class": HelpFormatter}
+        super().__init__(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         # Nested failures come as an indented tree; the user needs its text, not its shape.
@@ -39,7 +55,7 @@ class Parser(ArgumentParser):
                 key = ".".join(found.groups())
                 close = difflib.get_close_matches(key, {action.dest for action in self._actions}, n=1)
                 raise ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else self._help))
-        text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).replace("typing.", "").replace("Parser key ", "")
+        text = _plain_types(text).replace("Parser key ", "")
         number = re.search(r"Expected a str\. Got value: [\d.]+$", text)
         quotes = "put it in quotes, since YAML takes what it can for a number, and 10:15 for minutes and seconds"
         raise ConfigError(f"{text}; {quotes if number else self._help}")

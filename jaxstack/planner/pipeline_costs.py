@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxstack import pipeline
 from jaxstack.checkpoint import run_dir
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig
+from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.pipeline.execute import SplitVJP, add_at, add_up, get, put, take
@@ -69,13 +69,6 @@ def settled(cfg: Config, mesh: Mesh) -> Config:
     if not (path.is_file() and any(run_dir.checkpoints(run).glob("[0-9]*"))):
         measure(cfg, mesh.shape, list(mesh.devices.flat)).save(path)
     return replace(cfg, pipeline=replace(cfg.pipeline, partition=str(path)))
-
-
-def sizes(cfg: MeshConfig, devices: int) -> dict[str, int]:
-    """The mesh of a run that may need more devices than there are: an axis left open (-1) takes what is left of them,
-    or 1."""
-    known = math.prod(size for size in cfg.sizes.values() if size != -1)
-    return {axis: max(devices // known, 1) if size == -1 else size for axis, size in cfg.sizes.items()}
 
 
 def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device]) -> Costs:

@@ -33,7 +33,7 @@ from jaxstack.models import decoder as model
 from jaxstack.models import flops as plan
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec
-from jaxstack.planner import estimate, pipeline_costs
+from jaxstack.planner import estimate
 from jaxstack.sharding import AXES, BATCH_AXES, transformer
 from jaxstack.training.state import abstract_state
 
@@ -122,7 +122,7 @@ def context(cfg: Config, devices: int = 1) -> Context:
     Raises:
       ConfigError: a mesh that does not make so many devices, or does not fit the batch.
     """
-    sizes = pipeline_costs.sizes(cfg.mesh, devices)
+    sizes = cfg.mesh.resolved_sizes(devices)
     replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
     sequences = cfg.data.batch_size // cfg.train.grad_accum
     if sequences % replicas:

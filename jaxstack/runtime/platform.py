@@ -27,13 +27,13 @@ def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
       batch: sequences of one microbatch.
       processes: that make up the mesh.
     """
-    fixed = math.prod(size for size in mesh.sizes.values() if size != -1)
+    fixed = math.prod(mesh.known_sizes.values())
     share = max(fixed // processes, 1)
-    if -1 not in mesh.sizes.values():
+    if mesh.open_axis is None:
         return share
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min(psutil.cpu_count(logical=False) or allowed, allowed, MAX_CPU_DEVICES)
-    shared = math.prod(max(mesh.sizes[axis], 1) for axis in ("data", "fsdp", "expert"))
+    shared = math.prod(mesh.known_sizes[axis] for axis in ("data", "fsdp", "expert"))
     open_sizes = {n: n * processes // fixed for n in range(1, cores + 1) if n * processes % fixed == 0}
     return max([n for n, size in open_sizes.items() if batch % (size * shared) == 0], default=share)
 

@@ -35,7 +35,7 @@ def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None 
     sizes = _sizes(cfg, len(devices))
     replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
     if batch % replicas:
-        axis = next((axis for axis, size in cfg.sizes.items() if size == -1), "data")
+        axis = cfg.open_axis or "data"
         rest = replicas // sizes[axis]
         fits = [n for n in range(1, sizes[axis] + 1) if batch % (n * rest) == 0]
         advice = f"use mesh.{axis}={max(fits)}, or " if fits and axis in BATCH_AXES else "use "
@@ -49,11 +49,7 @@ def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None 
 
 def _sizes(cfg: MeshConfig, devices: int) -> dict[str, int]:
     """The sizes with -1 filled in."""
-    sizes = dict(cfg.sizes)
-    known = math.prod(size for size in sizes.values() if size != -1)
-    for axis, size in sizes.items():
-        if size == -1:
-            sizes[axis] = max(devices // known, 1)
+    sizes = cfg.resolved_sizes(devices)
     if math.prod(sizes.values()) != devices:
         nearest = _product(_nearest(sizes, devices), "--mesh.{}={}", " ")
         raise ConfigError(

@@ -90,7 +90,7 @@ def test_help_comes_before_anything_slow_is_imported():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--model.num_layers" in done.stdout
-    assert "Transformer blocks." in done.stdout
+    assert "Number of transformer blocks. (type: int >= 1, default: 6)" in " ".join(done.stdout.split())
 
 
 MISTAKES = {
@@ -142,7 +142,7 @@ MISTAKES = {
             "--model.num_heads=3",
             "--model.moe.num_experts=4",
         ],
-        ["mesh.fsdp=4 x mesh.expert=2", "model.d_model=36", "make the product 4", "a multiple of 8"],
+        ["mesh.fsdp=4 x mesh.expert=2", "model.d_model=36", "Make the product 4", "a multiple of 8"],
     ),
     "two open axes": (["--mesh.fsdp=-1"], ["mesh.data=-1 and mesh.fsdp=-1", "only one"]),
     "mesh and heads": (["--mesh.tensor=3"], ["mesh.tensor=3", "model.num_heads=4"]),

@@ -1,24 +1,25 @@
-"""Every check of `config.py` by values on both sides of its edge; the list of checks is read from the source."""
+"""Every check of `jaxstack/config` by values on both sides of its edge; the list of checks is read from the source."""
 
 import ast
 import dataclasses
 import inspect
+import math
 import traceback
 import typing
 
-from jaxstack import config
-from jaxstack.config import Config, ConfigError
+import pytest
 
-SOURCE = inspect.getsource(config)
+from jaxstack import config
+from jaxstack.config import Config, ConfigError, bounds, data, model, parallel, run, training
+
+FILES = {module.__file__: inspect.getsource(module) for module in (model, data, parallel, training, run)}
 CHECKS = {
-    node.lineno: node
-    for function in ast.walk(ast.parse(SOURCE))
-    if isinstance(function, ast.FunctionDef) and function.name not in ("_require", "_at_least", "_fraction")
-    for node in ast.walk(function)
-    if (isinstance(node, ast.Call) and ast.unparse(node.func) in ("_require", "_at_least", "_fraction"))
-    or isinstance(node, ast.Raise)
+    (path, node.lineno): node
+    for path, source in FILES.items()
+    for node in ast.walk(ast.parse(source))
+    if (isinstance(node, ast.Call) and ast.unparse(node.func) == "require") or isinstance(node, ast.Raise)
 }
-"""By line: calls of a check and errors raised outright."""
+"""By file and line: calls of `require`, and errors raised outright. Bounds of single values are data, see `edges`."""
 
 MOE, SIGMOID = {"model.moe.num_experts": 8}, {"model.moe.num_experts": 8, "model.moe.router": "sigmoid"}
 DOMAIN = {"model.moe.num_experts": 2, "model.moe.router": "domain"}
@@ -134,22 +135,30 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
 ]  # fmt: skip
 
 
-def minima():
-    """An edge for every key of every `_at_least`, as the source declares them."""
-    for node in CHECKS.values():
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_at_least":
-            group, _, minimum, *names = (ast.literal_eval(a) if isinstance(a, ast.Constant) else a for a in node.args)
-            for name in names:
-                kind = typing.get_type_hints(group_class(group))[name]
-                step = 1 if "int" in str(kind) else 0.5
-                yield {f"{group}.{name}": minimum - step}, {f"{group}.{name}": minimum}
+def groups(kind=Config, prefix=""):
+    """Every group of keys, by its dotted name."""
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            yield f"{prefix}{name}", hint
+            yield from groups(hint, f"{prefix}{name}.")
 
 
-def group_class(path):
-    kind = Config
-    for name in path.split("."):
-        kind = typing.get_type_hints(kind)[name]
-    return kind
+BOUNDS = {
+    f"{group}.{name}": (interval, typing.get_type_hints(kind)[name])
+    for group, kind in groups()
+    for name, (interval, _) in bounds.bounds(kind).items()
+}
+"""Every bounded key: its interval and its type."""
+
+
+def edges():
+    """For both ends of every interval: a value outside, and the nearest inside."""
+    for key, (interval, kind) in BOUNDS.items():
+        step = 1 if "int" in str(kind) else 1 / 16
+        for end, is_open, outwards in ((interval.low, interval.low_open, -1), (interval.high, interval.high_open, 1)):
+            if not math.isinf(end):
+                wrong, right = (end, end - outwards * step) if is_open else (end + outwards * step, end)
+                yield {key: wrong}, {key: right}
 
 
 def build(kind, values, prefix=""):
@@ -164,13 +173,19 @@ def build(kind, values, prefix=""):
 
 
 def refusal(values):
-    """The check that refuses a configuration, by its line, and its message; or nothing."""
+    """The check that refuses a configuration, by file and line or by its bounded key, and its message; or nothing."""
     try:
         config.resolve(build(Config, values), 256)
     except ConfigError as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == config.__file__]
-        frame = [f for f in frames if f.name not in ("_require", "_at_least", "_fraction")][-1]
-        found = [line for line, node in CHECKS.items() if line <= frame.lineno <= node.end_lineno]
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames[-1].name == "check_bounds":
+            return str(error).partition("=")[0], str(error)
+        frame = [f for f in frames if f.filename in FILES][-1]
+        found = [
+            (path, line)
+            for (path, line), node in CHECKS.items()
+            if path == frame.filename and line <= frame.lineno <= node.end_lineno
+        ]
         assert len(found) == 1, (values, frame)
         return found[0], str(error)
     return None, ""
@@ -178,14 +193,26 @@ def refusal(values):
 
 def test_every_check_refuses_what_is_past_its_edge_and_nothing_before_it():
     seen = set()
-    for wrong, right in [*EDGES, *minima()]:
-        line, message = refusal(wrong)
-        assert line is not None, f"nothing refuses {wrong}"
+    for wrong, right in [*EDGES, *edges()]:
+        check, message = refusal(wrong)
+        assert check is not None, f"nothing refuses {wrong}"
         named = [(key, value) for key, value in wrong.items() if key in message]
         assert named, message
         assert "empty" in message or any(str(value).strip("(),'").lower() in message for _, value in named), message
         assert "\n" not in message
-        assert refusal(right)[0] != line, f"{right} is refused: {refusal(right)[1]}"
-        seen.add(line)
-    unseen = [ast.unparse(node) for line, node in CHECKS.items() if line not in seen]
+        assert message.endswith(".")
+        assert ". " in message, f"say what is wrong, then what to do: {message}"
+        assert refusal(right)[0] != check, f"{right} is refused: {refusal(right)[1]}"
+        seen.add(check)
+    unseen = [ast.unparse(node) for place, node in CHECKS.items() if place not in seen]
     assert not unseen, "no row of EDGES is refused by these checks; add one for each"
+    assert seen >= BOUNDS.keys()
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+def test_a_bound_says_its_interval_and_the_default(key):
+    interval, kind = BOUNDS[key]
+    value = interval.low - 1
+    _, message = refusal({key: value})
+    null = ", or null" if type(None) in typing.get_args(kind) else ""
+    assert message.startswith(f"{key}={value} is out of range. Use {interval.advice()}{null}; the default is ")

@@ -308,7 +308,7 @@ def test_samples_of_a_run_never_see_more_than_it_was_trained_on():
         decode.sample_texts(longer, values_of(shape), ByteTokenizer(), Context()), short, strict=True
     ):
         assert text.startswith(decode.decode_text(ByteTokenizer(), beginning)[:20])
-    with pytest.raises(ConfigError, match="where beams end"):
+    with pytest.raises(ConfigError, match="the limit of beam search"):
         replace(longer, sample=replace(longer.sample, temperature=0, repetition_penalty=1, beams=2))
 
 
@@ -394,10 +394,10 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
         (["nowhere", "x"], "nowhere is no run directory"),
         (["RUN", ""], "prompt 1 of 1 is empty"),
         (["RUN", "x" * 60], "learned positions ends at 64"),
-        (["RUN", "x", "--sample.top_p=1.5"], "sample.top_p=1.5 must lie in"),
+        (["RUN", "x", "--sample.top_p=1.5"], "sample.top_p=1.5 is out of range"),
         (["RUN", "x", "--sample.topk=3"], "unknown key sample.topk; did you mean sample.top_k?"),
         (["RUN", "x", "--train.dtype=bfloat16"], "unknown key train.dtype; did you mean dtype?"),
-        (["RUN", "x", "--sample.beams=4"], "needs sample.temperature=0"),
+        (["RUN", "x", "--sample.beams=4"], "Use sample.temperature=0 and"),
         (["RUN", "x", "--step=4", "--sample.tokens=3"], "holds no step 4; its steps are"),
         (["RUN", "x", "--stop=ab"], "is 2 tokens"),
         (["RUN"], "prompts"),
@@ -414,5 +414,5 @@ def test_a_mistake_ends_with_code_2(run_dir):
     words = [sys.executable, "-m", "jaxstack", "generate", str(run_dir), "x", "--sample.top_p=0"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("jaxstack generate: error: sample.top_p=0.0 must lie in (0, 1]")
+    assert done.stderr.startswith("jaxstack generate: error: sample.top_p=0.0 is out of range. Use a number in (0, 1]")
     assert done.stderr.count("\n") == 1

@@ -112,11 +112,11 @@ def test_split_and_join(rng):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LoraConfig(rank=-1), r"model\.lora\.rank=-1 is too small"),
-        (lambda: LoraConfig(alpha=0), r"model\.lora\.alpha=0 must be positive"),
+        (lambda: LoraConfig(rank=-1), r"model\.lora\.rank=-1 is out of range"),
+        (lambda: LoraConfig(alpha=0), r"model\.lora\.alpha=0 is out of range"),
         (lambda: LoraConfig(targets=()), "targets is empty"),
-        (lambda: LoraConfig(targets=("(",)), "is no regular expression"),
-        (lambda: replace(config("llama3"), run=RunConfig()), r"run\.init_from is not set; name a run or a Hugging"),
+        (lambda: LoraConfig(targets=("(",)), "is not a regular expression"),
+        (lambda: replace(config("llama3"), run=RunConfig()), r"run\.init_from is not set. Name a run or a Hugging"),
         (
             lambda: decoder.spec(replace(ALL["llama3"], lora=replace(LORA, targets=("attention",)))),
             r"no matrix of a block is called 'attention'; they are attention/w_k, .*mlp/w_up",

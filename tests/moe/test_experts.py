@@ -308,11 +308,11 @@ def test_mistakes_are_named(rng):
             MoEConfig(num_experts=8, router=router, capacity_factor=1.25)
     with pytest.raises(ConfigError, match="experts have no biases"):
         dataclasses.replace(FAMILIES["gpt2"], moe=MoEConfig(num_experts=4))
-    with pytest.raises(ConfigError, match=r"data.domains=\[\] must name one domain for each of the 3 experts"):
+    with pytest.raises(ConfigError, match=r"data.domains=\[\] has 0 patterns, .* has 3 experts"):
         Config(model=EXPERTS["domain"])
-    with pytest.raises(ConfigError, match=r"read by model.moe.router=domain alone"):
+    with pytest.raises(ConfigError, match=r"set without model.moe.router=domain"):
         Config(data=DataConfig(domains=("a",)))
-    with pytest.raises(ConfigError, match="a diffusion's time"):
+    with pytest.raises(ConfigError, match="needs diffusion time"):
         Config(model=EXPERTS["timestep"])
     with pytest.raises(ValueError, match=r"decides by `gate`"):
         decoder.forward(EXPERTS["domain"], randomised(EXPERTS["domain"], rng), np.zeros((1, 4), np.int32))

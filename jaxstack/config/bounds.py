@@ -1,0 +1,102 @@
+"""Bounds of configuration values, declared in their types: `seq_len: PositiveInt = 256`.
+
+`check_bounds` enforces them and `--help` shows them.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
+
+from jaxstack.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+@dataclass(frozen=True, repr=False)
+class Interval:
+    """The numbers between two ends, as metadata of an annotated type."""
+
+    low: float
+    """Lower end."""
+    high: float = math.inf
+    """Upper end; infinity means that there is none."""
+    low_open: bool = False
+    """Whether the lower end itself is excluded."""
+    high_open: bool = False
+    """Whether the upper end itself is excluded."""
+
+    def __contains__(self, value: float) -> bool:
+        """Returns whether a number is in the interval. NaN never is."""
+        return (self.low < value if self.low_open else self.low <= value) and (
+            value < self.high if self.high_open else value <= self.high
+        )
+
+    def __repr__(self) -> str:
+        """Returns the interval as `--help` shows it: `>= 1`, `> 0` or `in [0, 1)`."""
+        if math.isinf(self.high):
+            return f"{'>' if self.low_open else '>='} {self.low:g}"
+        return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
+
+    def advice(self) -> str:
+        """Returns the numbers to use, in words: `1 or more`, `a number above 0` or `a number in [0, 1)`."""
+        if not math.isinf(self.high):
+            return f"a number {self!r}"
+        return f"a number above {self.low:g}" if self.low_open else f"{self.low:g} or more"
+
+
+NonNegativeInt = Annotated[int, Interval(0)]
+"""0, 1, 2, ..."""
+PositiveInt = Annotated[int, Interval(1)]
+"""1, 2, 3, ..."""
+NonNegativeFloat = Annotated[float, Interval(0)]
+"""Zero or a positive number."""
+PositiveFloat = Annotated[float, Interval(0, low_open=True)]
+"""A number above zero."""
+Probability = Annotated[float, Interval(0, 1)]
+"""From 0 to 1, both included."""
+BelowOne = Annotated[float, Interval(0, 1, high_open=True)]
+"""From 0, included, to 1, excluded: a decay, or a probability that must not be certainty."""
+PositiveFraction = Annotated[float, Interval(0, 1, low_open=True)]
+"""From 0, excluded, to 1, included."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `ConfigError(message)` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+@functools.cache
+def bounds(group: type) -> dict[str, tuple[Interval, bool]]:
+    """Returns the interval of every bounded field of a dataclass, and whether the field may be None too."""
+    found = {}
+    for name, hint in get_type_hints(group, include_extras=True).items():
+        for part in (hint, *get_args(hint)):
+            for mark in getattr(part, "__metadata__", ()):
+                if isinstance(mark, Interval):
+                    found[name] = (mark, type(None) in get_args(hint))
+    return found
+
+
+def check_bounds(prefix: str, group: "DataclassInstance") -> None:
+    """Checks that every bounded value of a group is in its interval.
+
+    Args:
+      prefix: dotted key of the group, such as `model.moe`.
+      group: the dataclass to check.
+
+    Raises:
+      ConfigError: a value is outside its interval.
+    """
+    defaults = {field.name: field.default for field in fields(group)}
+    for name, (interval, optional) in bounds(type(group)).items():
+        value = getattr(group, name)
+        if (value is None and optional) or value in interval:
+            continue
+        null = ", or null" if optional else ""
+        default = "null" if defaults[name] is None else defaults[name]
+        raise ConfigError(
+            f"{prefix}.{name}={value} is out of range. Use {interval.advice()}{null}; the default is {default}."
+        )

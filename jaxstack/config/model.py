@@ -1,0 +1,281 @@
+"""Keys of the group `model`: the decoder, its mixture of experts, and its adapters."""
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
+
+from jaxstack.common.errors import ConfigError
+from jaxstack.config.bounds import (
+    BelowOne,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_bounds,
+    require,
+)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's scaling of RoPE's low frequencies (`rope_type: llama3` in Hugging Face configurations)."""
+
+    factor: Annotated[float, Interval(1)] = 1.0
+    """Factor by which low frequencies are reduced. 1 disables scaling; the other fields are then ignored."""
+    low_freq_factor: float = 1.0
+    """Wavelengths above `original_max_position / low_freq_factor` are scaled by the full factor."""
+    high_freq_factor: float = 4.0
+    """Wavelengths below `original_max_position / high_freq_factor` are not scaled."""
+    original_max_position: PositiveInt = 8192
+    """Context length, in tokens, that the model was trained with before scaling."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model.rope_scaling", self)
+        require(
+            0 < self.low_freq_factor < self.high_freq_factor,
+            f"model.rope_scaling.low_freq_factor={self.low_freq_factor} is not between 0 and "
+            f"high_freq_factor={self.high_freq_factor}. Use a positive number below high_freq_factor.",
+        )
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts: every block has several MLPs, and a router sends each token to a few of them."""
+
+    num_experts: NonNegativeInt = 0
+    """Experts per layer. 0 means a dense MLP."""
+    top_k: PositiveInt = 2
+    """Experts that each token is sent to. The routers `domain` and `timestep` always use one."""
+    d_ff: PositiveInt | None = None
+    """Hidden width of one expert. Null means `model.d_ff`."""
+    router: Literal["softmax", "sigmoid", "domain", "timestep"] = "softmax"
+    """How experts are chosen. `softmax`: the top_k most probable ones (Mixtral, Qwen3). `sigmoid`: DeepSeek-V3's
+    router, balanced by a bias instead of a loss. `domain`: expert i for domain i of the data. `timestep`: one expert
+    for each of `num_experts` equal intervals of diffusion time."""
+    normalize: bool = True
+    """With router `softmax`: divide the weights of a token's experts by their sum."""
+    num_groups: PositiveInt = 1
+    """With router `sigmoid`: number of equal groups of neighbouring experts."""
+    top_k_groups: PositiveInt = 1
+    """With router `sigmoid`: number of groups from which a token's experts are chosen."""
+    routed_scale: float = 1.0
+    """With router `sigmoid`: factor on the weights of the chosen experts."""
+    bias_update_rate: NonNegativeFloat = 1e-3
+    """With router `sigmoid`: change per step of each expert's bias, towards a balanced load."""
+    max_timestep: PositiveInt = 1000
+    """With router `timestep`: end of diffusion time."""
+    shared_experts: NonNegativeInt = 0
+    """Experts that process every token, in addition to the chosen ones."""
+    capacity_factor: PositiveFloat | None = None
+    """Maximum tokens per expert, as a multiple of the even share of each sequence. Excess tokens are dropped, lowest
+    weight first. Null means dropless, which the routers `domain` and `timestep` require."""
+    aux_loss_weight: NonNegativeFloat = 0.01
+    """With router `softmax`: weight of the sequence-wise load-balancing loss in the objective."""
+    z_loss_weight: NonNegativeFloat = 0.0
+    """With router `softmax` or `sigmoid`: weight of the router's z-loss in the objective."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model.moe", self)
+        if self.num_experts:
+            self._check_router()
+            self._check_groups()
+
+    def _check_router(self) -> None:
+        learned = self.router in ("softmax", "sigmoid")
+        require(
+            not learned or self.top_k <= self.num_experts,
+            f"model.moe.top_k={self.top_k} is more than model.moe.num_experts={self.num_experts}. Lower top_k.",
+        )
+        require(
+            not (self.router == "softmax" and self.normalize and self.top_k == 1),
+            "model.moe.top_k=1 with normalize=true makes every weight 1, so the router cannot learn. "
+            "Use normalize=false, or top_k=2.",
+        )
+        require(
+            self.capacity_factor is None or learned,
+            f"model.moe.capacity_factor={self.capacity_factor} limits the tokens of each sequence, but "
+            f"model.moe.router={self.router} may send a whole sequence to one expert, which would drop most of them. "
+            f"Use capacity_factor=null (dropless).",
+        )
+
+    def _check_groups(self) -> None:
+        require(
+            self.num_experts % self.num_groups == 0,
+            f"model.moe.num_groups={self.num_groups} does not divide model.moe.num_experts={self.num_experts}. "
+            f"Use a divisor.",
+        )
+        require(
+            self.top_k_groups <= self.num_groups,
+            f"model.moe.top_k_groups={self.top_k_groups} is more than model.moe.num_groups={self.num_groups}. "
+            f"Lower top_k_groups.",
+        )
+        require(
+            self.router != "sigmoid" or self.top_k_groups * (self.num_experts // self.num_groups) >= self.top_k,
+            f"model.moe.top_k_groups={self.top_k_groups} groups of {self.num_experts // self.num_groups} experts hold "
+            f"fewer than model.moe.top_k={self.top_k}. Raise top_k_groups, or lower top_k.",
+        )
+
+    @property
+    def choices(self) -> int:
+        """Returns the number of experts that each token is sent to, without shared experts."""
+        return self.top_k if self.router in ("softmax", "sigmoid") else 1
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on the matrices of a frozen model (Hu et al. 2021, arXiv:2106.09685)."""
+
+    rank: NonNegativeInt = 0
+    """Inner width of an adapter's two matrices. 0 means no adapters: all parameters are trained."""
+    alpha: PositiveFloat = 16.0
+    """The output of an adapter is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = (".*",)
+    """Matrices of a block that get adapters, as regular expressions for full names: `attention/w_[qkvo]`,
+    `mlp/w_(up|gate|down)`, `moe/w_...` (for every expert), `moe/shared/w_...`. `.*` means all matrices."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model.lora", self)
+        require(bool(self.targets), "model.lora.targets is empty. Use ['.*'] for all matrices of a block.")
+        for pattern in self.targets:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"model.lora.targets: {pattern!r} is not a regular expression ({error}). Correct it."
+                ) from None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder; its switches give GPT-2, Llama 3, Qwen3, Gemma 2, Mixtral and more (see `configs/models/`)."""
+
+    num_layers: PositiveInt = 6
+    """Number of transformer blocks."""
+    d_model: PositiveInt = 256
+    """Width of the residual stream."""
+    num_heads: PositiveInt = 4
+    """Number of query heads."""
+    num_kv_heads: PositiveInt | None = None
+    """Number of key and value heads (GQA). Null means as many as query heads."""
+    head_dim: PositiveInt | None = None
+    """Width of one head. Null means d_model / num_heads."""
+    d_ff: PositiveInt | None = None
+    """Hidden width of the MLP. Null means 4 * d_model."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding. Null means the size of the tokenizer's vocabulary."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Normalization: RMSNorm or LayerNorm."""
+    norm_eps: NonNegativeFloat = 1e-6
+    """Number added to the variance in every normalization."""
+    norm_unit_offset: bool = False
+    """Multiply by 1 + weight in every normalization, with weights that start at zero (Gemma)."""
+    post_norm: bool = False
+    """Also normalize the outputs of attention and MLP, before they are added to the residual stream (Gemma 2)."""
+    qk_norm: bool = False
+    """Apply RMSNorm to the queries and keys of each head (Qwen3)."""
+    positions: Literal["rope", "learned", "none"] = "rope"
+    """Position encoding: rotary, a learned table (GPT-2), or none."""
+    max_positions: PositiveInt | None = None
+    """Rows of the learned position table; null means data.seq_len. Without a table, this records the context length of
+    a model that `jaxstack import` read."""
+    rope_theta: Annotated[float, Interval(1, low_open=True)] = 10000.0
+    """Base of RoPE's frequencies."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    """Llama 3's scaling of RoPE's frequencies."""
+    windows: tuple[int, ...] = (0,)
+    """Sliding attention window of each layer in tokens; the list repeats over the layers. 0 means full attention.
+    Gemma 2 uses [4096, 0]."""
+    attention_scale: PositiveFloat | None = None
+    """Factor on the attention scores. Null means head_dim ** -0.5."""
+    attention_softcap: PositiveFloat | None = None
+    """Cap on the attention scores, applied as cap * tanh(scores / cap) (Gemma 2). Null means no cap."""
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    """Activation function of the MLP. `gelu` is exact; `gelu_tanh` is the approximation that GPT-2 uses."""
+    gated: bool = True
+    """Multiply the activation with a second up-projection (SwiGLU, GeGLU)."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Mixture of experts in place of the MLP."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters that are trained while the model is frozen."""
+    bias: bool = False
+    """Add a bias to every linear layer and LayerNorm (GPT-2)."""
+    tied_embeddings: bool = False
+    """Use the transposed embedding as the output head."""
+    embedding_scale: bool = False
+    """Multiply embeddings by sqrt(d_model) (Gemma)."""
+    logit_softcap: PositiveFloat | None = None
+    """Cap on the output logits (Gemma 2). Null means no cap."""
+    dropout: BelowOne = 0.0
+    """Probability of dropping an element of the embedding and of the two outputs of each block, in training only."""
+    init_std: NonNegativeFloat = 0.02
+    """Standard deviation of initial matrices. Output projections are divided by sqrt(2 * num_layers) (GPT-2)."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model", self)
+        self._check_heads()
+        self._check_windows()
+        require(
+            not (self.bias and self.moe.num_experts),
+            "model.bias=true, but experts have no biases. Use model.bias=false, or model.moe.num_experts=0.",
+        )
+
+    def _check_heads(self) -> None:
+        require(
+            self.head_dim is not None or self.d_model % self.num_heads == 0,
+            f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}. Change one of them, "
+            f"or set model.head_dim.",
+        )
+        require(
+            self.positions != "rope" or self.head_width % 2 == 0,
+            f"model.head_dim={self.head_width} is odd, but RoPE rotates pairs of elements. Use an even head_dim, "
+            f"or model.positions=learned.",
+        )
+        require(
+            self.num_heads % self.kv_heads == 0,
+            f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}, but every key "
+            f"head must serve the same number of query heads. Use a divisor.",
+        )
+
+    def _check_windows(self) -> None:
+        require(
+            len(self.windows) >= 1 and min(self.windows) >= 0,
+            f"model.windows={list(self.windows)} is not a list of window sizes. List one or more numbers, each 0 (full "
+            f"attention) or positive.",
+        )
+        require(
+            self.num_layers % len(self.windows) == 0,
+            f"model.windows={list(self.windows)} has {len(self.windows)} entries, which do not divide "
+            f"model.num_layers={self.num_layers}. Change one of them.",
+        )
+
+    @property
+    def base(self) -> "ModelConfig":
+        """Returns the configuration of the model without adapters."""
+        return replace(self, lora=LoraConfig())
+
+    @property
+    def kv_heads(self) -> int:
+        """Returns the number of key and value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        """Returns the width of one head."""
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def ff_width(self) -> int:
+        """Returns the hidden width of the MLP."""
+        return self.d_ff or 4 * self.d_model
+
+    @property
+    def expert_width(self) -> int:
+        """Returns the hidden width of one expert."""
+        return self.moe.d_ff or self.ff_width
+
+    @property
+    def vocab(self) -> int:
+        """Returns `vocab_size`, which `resolve` has filled from the tokenizer."""
+        assert self.vocab_size is not None, "vocab_size is filled from the tokenizer before the model is built"
+        return self.vocab_size

@@ -1,0 +1,158 @@
+"""Keys of the groups `mesh`, `pipeline`, `distributed` and `kernels`: how the work is spread over devices and done."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveInt, check_bounds, require
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the device mesh. Their product is the number of devices; one of them may be -1, which means the rest."""
+
+    data: int = -1
+    """Replicas, which share the batch. -1 means as many as the devices allow and the batch can be divided among."""
+    fsdp: int = 1
+    """Shards of parameters, gradients and optimizer state (ZeRO-3). The batch is split over them too."""
+    pipe: int = 1
+    """Pipeline stages; see the group `pipeline`."""
+    tensor: int = 1
+    """Shards of attention heads, MLP width and vocabulary (Megatron)."""
+    context: int = 1
+    """Shards of the sequence."""
+    expert: int = 1
+    """Shards of the experts. The batch and all other parameters are split over them as over `fsdp`."""
+    sequence_parallel: bool = True
+    """With `tensor` above 1: split norms and residuals over the sequence, between the tensor-parallel matmuls."""
+    context_method: Literal["ring", "all_gather"] = "ring"
+    """With `context` above 1: pass keys and values around a ring, or gather them."""
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            require(
+                size == -1 or size >= 1,
+                f"mesh.{axis}={size} is not positive. Use 1 or more, or -1 for the devices that the other axes leave.",
+            )
+        free = [f"mesh.{axis}=-1" for axis, size in self.sizes.items() if size == -1]
+        require(
+            len(free) <= 1, f"{' and '.join(free)} are both open, but only one axis can be. Give the others a size."
+        )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Returns every axis and its size, which may be -1, outermost axis (slowest links) first.
+
+        All axes always exist. An axis of size 1 costs nothing.
+        """
+        return {name: getattr(self, name) for name in ("pipe", "data", "fsdp", "expert", "context", "tensor")}
+
+    @property
+    def open_axis(self) -> str | None:
+        """Returns the axis whose size is -1, or None."""
+        return next((axis for axis, size in self.sizes.items() if size == -1), None)
+
+    @property
+    def known_sizes(self) -> dict[str, int]:
+        """Returns the sizes before the devices are known: the open axis counts as 1."""
+        return {axis: 1 if size == -1 else size for axis, size in self.sizes.items()}
+
+    def resolved_sizes(self, devices: int) -> dict[str, int]:
+        """Returns the sizes on this many devices: the open axis has all that the other axes leave, and at least one."""
+        known = math.prod(self.known_sizes.values())
+        return {axis: max(devices // known, 1) if size == -1 else size for axis, size in self.sizes.items()}
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How the stages of a mesh with `mesh.pipe` above 1 run. See docs/pipelines.md."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    """Order in which a stage runs its microbatches. It changes time and memory, but not the result."""
+    microbatches: PositiveInt | None = None
+    """Microbatches per pipeline step. Null means as many as the batch allows, up to four per stage."""
+    chunks: PositiveInt = 1
+    """Model chunks per stage, for `interleaved_1f1b`. More chunks divide the idle time and multiply communication."""
+    partition: str = "even"
+    """Which layers each stage has. `even`: equally many. `auto`: balanced by costs that are measured when the run
+    begins. Otherwise the path of a file of costs from `jaxstack profile`."""
+
+    def __post_init__(self) -> None:
+        check_bounds("pipeline", self)
+        require(bool(self.partition), "pipeline.partition is empty. Use even, auto, or the path of a file of costs.")
+        require(
+            self.chunks == 1 or self.schedule == "interleaved_1f1b",
+            f"pipeline.chunks={self.chunks} is more than the one chunk per stage of pipeline.schedule={self.schedule}. "
+            f"Use pipeline.schedule=interleaved_1f1b, or pipeline.chunks=1.",
+        )
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Processes of the run, if the launcher's environment does not set them. Give all three, or none.
+
+    See docs/clusters.md.
+    """
+
+    coordinator: str | None = None
+    """Address of process 0, as `host:port`. Null means the address in the launcher's environment."""
+    num_processes: PositiveInt | None = None
+    """Number of processes. Null means the number in the launcher's environment. 1 without the other two keys means one
+    process, whatever the environment says."""
+    process_id: NonNegativeInt | None = None
+    """Index of this process, from 0. Null means the index in the launcher's environment."""
+    timeout_s: PositiveInt = 300
+    """Seconds to wait at the start until all processes have joined."""
+    lost_s: Annotated[int, Interval(2)] = 60
+    """Seconds without a sign of life after which another process counts as lost, and this process ends."""
+
+    def __post_init__(self) -> None:
+        check_bounds("distributed", self)
+        three = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
+        given = [f"distributed.{name}={value}" for name, value in three.items() if value is not None]
+        missing = [f"distributed.{name}" for name, value in three.items() if value is None]
+        require(
+            not (given and missing) or given == ["distributed.num_processes=1"],
+            f"{' and '.join(given)} is set without {' and '.join(missing)}. Give all three, or none to use the "
+            f"launcher's environment.",
+        )
+        if self.coordinator is None or self.num_processes is None or self.process_id is None:
+            return
+        host, _, port = self.coordinator.rpartition(":")
+        require(
+            bool(host) and port.isdecimal() and 0 < int(port) < 65536,
+            f"distributed.coordinator={self.coordinator} is not an address. Use host:port, for example 10.0.0.1:8476.",
+        )
+        require(
+            self.process_id < self.num_processes,
+            f"distributed.process_id={self.process_id} is not below distributed.num_processes={self.num_processes}. "
+            f"Count processes from 0.",
+        )
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """Implementation of each expensive operation.
+
+    `auto` chooses by platform and shapes; the run prints the choice. `pallas` is this project's kernel for the
+    platform. If you name an implementation that cannot run, you get an error that lists the ones that can.
+    """
+
+    attention: Literal["auto", "xla", "chunked", "cudnn", "pallas"] = "auto"
+    """Attention. `xla` computes all scores at once; the others need memory linear in the sequence length. `cudnn` is
+    NVIDIA's kernel."""
+    norm: Literal["auto", "xla", "custom_vjp", "pallas"] = "auto"
+    """RMSNorm and LayerNorm. `custom_vjp` uses a gradient written by hand."""
+    linear: Literal["auto", "xla", "barrier"] = "auto"
+    """Linear layers. `barrier` keeps XLA from fusing other operations into the matmuls of the backward pass, which is
+    faster on a CPU."""
+    gelu: Literal["auto", "xla", "saved"] = "auto"
+    """GELU. `saved` stores the derivative in the forward pass."""
+    cross_entropy: Literal["auto", "xla", "chunked", "pallas"] = "auto"
+    """Cross-entropy. `xla` computes all logits at once. `chunked` computes the logits of a few tokens at a time; its
+    memory does not depend on the vocabulary."""
+    moe: Literal["auto", "ragged", "grouped", "reference", "pallas"] = "auto"
+    """Matmuls of the experts. `ragged` is lax.ragged_dot, `grouped` a loop over tiles, and `reference` computes every
+    expert on every token."""
+    decode: Literal["auto", "scan", "unrolled"] = "auto"
+    """Layers of one decoding step. `scan` loops over stacked weights; `unrolled` copies each layer's weights."""

@@ -1,0 +1,219 @@
+"""The configuration of a whole run, and the checks that compare keys of different groups."""
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING
+
+from jaxstack.config.bounds import require
+from jaxstack.config.data import DataConfig
+from jaxstack.config.model import ModelConfig
+from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
+from jaxstack.config.training import (
+    CheckpointConfig,
+    OptimConfig,
+    ProfileConfig,
+    RunConfig,
+    SampleConfig,
+    TrainConfig,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run depends on."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def __post_init__(self) -> None:
+        _check_steps(self)
+        _check_mesh_batch(self)
+        _check_mesh_model(self)
+        _check_mesh_sequence(self)
+        _check_baseline(self)
+        _check_domains(self)
+        _check_adapters(self)
+        _check_lengths(self)
+
+
+def _check_steps(cfg: Config) -> None:
+    data, train = cfg.data, cfg.train
+    require(
+        data.batch_size % train.grad_accum == 0,
+        f"train.grad_accum={train.grad_accum} does not divide data.batch_size={data.batch_size}. Use a divisor.",
+    )
+    require(
+        not cfg.profile.span or cfg.profile.span[1] <= train.steps,
+        f"profile.steps={cfg.profile.steps} ends after train.steps={train.steps}. Name steps of the run.",
+    )
+
+
+def _check_mesh_batch(cfg: Config) -> None:
+    batch = cfg.data.batch_size // cfg.train.grad_accum
+    for axis in ("data", "fsdp", "expert"):
+        size = cfg.mesh.known_sizes[axis]
+        require(
+            batch % size == 0,
+            f"mesh.{axis}={size} does not divide the {batch} sequences of a microbatch "
+            f"(data.batch_size={cfg.data.batch_size} / train.grad_accum={cfg.train.grad_accum}). Use a divisor.",
+        )
+
+
+def _check_mesh_model(cfg: Config) -> None:
+    mesh, model, sizes = cfg.mesh, cfg.model, cfg.mesh.known_sizes
+    width = ("moe.d_ff", model.expert_width) if model.moe.num_experts else ("d_ff", model.ff_width)
+    for key, size in (("num_heads", model.num_heads), ("num_kv_heads", model.kv_heads), width):
+        require(
+            size % sizes["tensor"] == 0,
+            f"mesh.tensor={mesh.tensor} does not divide model.{key}={size}. Use a divisor.",
+        )
+    require(
+        model.moe.num_experts % sizes["expert"] == 0,
+        f"mesh.expert={mesh.expert} does not divide model.moe.num_experts={model.moe.num_experts}. Use a divisor.",
+    )
+    shards = sizes["fsdp"] * sizes["expert"]
+    require(
+        model.d_model % shards == 0,
+        f"mesh.fsdp={mesh.fsdp} x mesh.expert={mesh.expert} does not divide model.d_model={model.d_model}, which both "
+        f"split. Make the product {math.gcd(shards, model.d_model)}, or model.d_model a multiple of {shards}.",
+    )
+    require(
+        mesh.context == 1 or model.moe.num_experts == 0 or model.moe.capacity_factor is None,
+        f"model.moe.capacity_factor={model.moe.capacity_factor} counts tokens of whole sequences, but "
+        f"mesh.context={mesh.context} splits sequences. Use capacity_factor=null (dropless), or mesh.context=1.",
+    )
+
+
+def _check_mesh_sequence(cfg: Config) -> None:
+    mesh = cfg.mesh
+    if mesh.open_axis in ("context", "tensor"):
+        return
+    split = mesh.tensor if mesh.sequence_parallel else 1
+    # A context shard has an early and a late chunk, so that all shards do the same work under the causal mask.
+    parts = split if mesh.context == 1 else mesh.context * math.lcm(split, 2)
+    require(
+        cfg.data.seq_len % parts == 0,
+        f"data.seq_len={cfg.data.seq_len} cannot be split into {parts} equal parts, as mesh.context={mesh.context} and "
+        f"mesh.tensor={mesh.tensor} with mesh.sequence_parallel={str(mesh.sequence_parallel).lower()} require. Use a "
+        f"multiple of {parts}.",
+    )
+
+
+def _check_baseline(cfg: Config) -> None:
+    if not cfg.train.ngram_baseline:
+        return
+    require(
+        cfg.data.tokenizer == "bytes",
+        f"train.ngram_baseline=true counts bytes, but data.tokenizer={cfg.data.tokenizer}. Use "
+        f"train.ngram_baseline=false, or data.tokenizer=bytes.",
+    )
+    require(
+        cfg.data.source != "chat",
+        "train.ngram_baseline=true counts everything that is read, but with data.source=chat only answers are learned. "
+        "Use train.ngram_baseline=false.",
+    )
+
+
+def _check_domains(cfg: Config) -> None:
+    data, moe = cfg.data, cfg.model.moe
+    domains = moe.num_experts if moe.router == "domain" else 0
+    names = list(data.domains)
+    require(
+        domains > 0 or not names,
+        f"data.domains={names} is set without model.moe.router=domain. Leave data.domains empty.",
+    )
+    require(
+        len(names) == domains,
+        f"data.domains={names} has {len(names)} patterns, but model.moe.router=domain has {domains} experts. Give one "
+        f"pattern per expert.",
+    )
+    require(
+        not domains or data.source in ("stdlib", "path"),
+        f"data.domains matches names of files, which data.source={data.source} does not have. Use data.source=path.",
+    )
+    require(
+        moe.num_experts == 0 or moe.router != "timestep",
+        "model.moe.router=timestep needs diffusion time, which text does not have. Use it in your own training loop, "
+        "with `gate_ids` in its batches.",
+    )
+    require(
+        cfg.sample.domain < max(domains, 1),
+        f"sample.domain={cfg.sample.domain} is out of range: data.domains has {domains} domains. Count domains from 0.",
+    )
+
+
+def _check_adapters(cfg: Config) -> None:
+    require(
+        not cfg.model.lora.rank or cfg.run.init_from is not None,
+        f"model.lora.rank={cfg.model.lora.rank} trains adapters of an existing model, but run.init_from is not set. "
+        f"Name a run or a Hugging Face folder, or use model.lora.rank=0 to train all parameters.",
+    )
+
+
+def _check_lengths(cfg: Config) -> None:
+    sample, seq_len = cfg.sample, cfg.data.seq_len
+    longest = max((len(prompt.encode()) for prompt in sample.prompts), default=0)
+    require(
+        sample.beams == 1 or not longest or longest + sample.tokens <= seq_len,
+        f"sample.tokens={sample.tokens} after a prompt of {longest} bytes is more than data.seq_len={seq_len}, the "
+        f"limit of beam search. Lower it, or use sample.beams=1.",
+    )
+    positions = cfg.model.max_positions if cfg.model.positions == "learned" else None
+    require(
+        positions is None or positions >= seq_len,
+        f"model.max_positions={positions} is less than data.seq_len={seq_len}. Raise it, or leave it null.",
+    )
+
+
+def resolve(config: Config, vocab_size: int) -> Config:
+    """Returns the configuration with the values that depend on data: vocabulary size and rows of a position table.
+
+    Args:
+      config: the configuration as the user gave it.
+      vocab_size: number of tokens of the tokenizer.
+
+    Raises:
+      ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it.
+    """
+    model, mesh = config.model, config.mesh
+    require(
+        model.vocab_size is None or model.vocab_size >= vocab_size,
+        f"model.vocab_size={model.vocab_size} is less than the tokenizer's {vocab_size}. Raise it, or leave it null.",
+    )
+    vocabulary, sizes = model.vocab_size or vocab_size, mesh.known_sizes
+    shards = sizes["pipe"] * sizes["tensor"]
+    product = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in ("pipe", "tensor") if sizes[axis] > 1)
+    require(
+        vocabulary % shards == 0,
+        f"{product} does not divide the vocabulary of {vocabulary}. Pad it with "
+        f"--model.vocab_size={-(-vocabulary // shards) * shards}.",
+    )
+    positions = model.max_positions
+    if model.positions == "learned" and positions is None:
+        positions = config.data.seq_len
+    return replace(config, model=replace(model, vocab_size=vocabulary, max_positions=positions))
+
+
+def flat(config: "DataclassInstance", prefix: str = "") -> dict[str, object]:
+    """Returns every value of a configuration under its dotted key: `{"model.num_layers": 6, ...}`."""
+    values: dict[str, object] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            values |= flat(value, f"{prefix}{f.name}.")
+        else:
+            values[f"{prefix}{f.name}"] = value
+    return values

@@ -1,0 +1,204 @@
+"""Keys of the groups `run`, `train`, `optim`, `checkpoint`, `sample` and `profile`: the run and its training loop."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from jaxstack.config.bounds import (
+    BelowOne,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Probability,
+    check_bounds,
+    require,
+)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run directory, where the run starts from, and where it reports."""
+
+    dir: str = "runs/default"
+    """Run directory. The run writes its config, metrics, checkpoints, picture and samples there and nowhere else."""
+    init_from: str | None = None
+    """Run directory or Hugging Face folder whose newest parameters this run starts with. A dense model is upcycled if
+    this run's model has experts. Null means random initial parameters."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial parameters, the order of the data, and dropout."""
+    resume: bool = True
+    """Resume from the newest checkpoint in `run.dir`. With false, a directory that holds a checkpoint is an error."""
+    log_every: PositiveInt = 10
+    """Optimizer steps between lines of metrics.jsonl."""
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Other places for the lines of metrics.jsonl: TensorBoard files in the run directory, Weights & Biases. Each needs
+    the extra of the same name."""
+
+    def __post_init__(self) -> None:
+        check_bounds("run", self)
+        require(bool(self.dir), "run.dir is empty. Name a directory, for example run.dir=runs/first.")
+
+
+@dataclass(frozen=True)
+class SpikeConfig:
+    """How the run detects and handles a spike: a loss far above the losses of recent good steps."""
+
+    action: Literal["report", "skip", "rollback"] = "report"
+    """What to do at a spike. `report`: log it and continue. `skip`: leave parameters and optimizer state unchanged.
+    `rollback`: return to the newest checkpoint and skip all batches up to and including that of the spike (PaLM,
+    arXiv:2204.02311, section 5.1)."""
+    window: Annotated[int, Interval(2)] = 64
+    """Number of good steps that a loss is compared with. Spikes are not detected before there are this many."""
+    threshold: PositiveFloat = 10.0
+    """Deviations above the window's median at which a loss is a spike. One deviation is 1.4826 times the median
+    distance from the median (the standard deviation of normal noise), and at least a hundredth of the median."""
+
+    def __post_init__(self) -> None:
+        check_bounds("train.spike", self)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop, its precision and its memory use."""
+
+    steps: PositiveInt = 1000
+    """Optimizer steps of the whole run."""
+    grad_accum: PositiveInt = 1
+    """Microbatches whose gradients are summed before each optimizer step."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the forward and backward pass. Master weights and optimizer state stay float32."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which gradients of matrices and tables are summed over devices. `bfloat16` halves the gradient bytes
+    that `data` and `fsdp` send; its rounding error grows with the number of devices."""
+    quant: Literal["none", "int8", "fp8"] = "none"
+    """8-bit format of the linear layers in blocks (attention, dense MLPs and shared experts), in the forward pass and
+    for gradients of activations. Gradients of weights, the head, the router and routed experts stay in `dtype`."""
+    remat: Literal["none", "selective", "dots", "full"] = "selective"
+    """What the backward pass recomputes. `none`: nothing. `selective`: norms, activations and the inside of attention.
+    `dots`: everything but the outputs of unbatched matmuls. `full`: every layer."""
+    eval_every: PositiveInt = 250
+    """Optimizer steps between evaluations. There is always one at the end."""
+    eval_steps: PositiveInt = 20
+    """Held-out batches per evaluation, which are the same each time."""
+    ngram_baseline: bool = False
+    """At the end, fit a byte n-gram model to the training bytes and print its held-out loss as a baseline."""
+    max_bad_steps: PositiveInt = 10
+    """Limit of bad steps. The run stops after this many steps in a row that changed nothing (a loss or gradient norm
+    that is not finite, or a skipped spike), or after this many returns to one checkpoint."""
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
+    """How spikes of the loss are detected and handled."""
+    stalled_s: PositiveInt = 3600
+    """Seconds without a finished step, evaluation or save after which the run stops. Compile time counts."""
+
+    def __post_init__(self) -> None:
+        check_bounds("train", self)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adamw", "muon", "adafactor", "lion", "sgd"] = "adamw"
+    """Optimizer. `muon` updates the hidden matrices, scaled to suit AdamW's learning rates, and AdamW updates the
+    rest."""
+    lr: NonNegativeFloat = 1e-3
+    """Peak learning rate."""
+    warmup_steps: NonNegativeInt = 100
+    """Steps of linear warm-up from zero."""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Learning rate after the warm-up. `wsd` is warm-up, stable, decay."""
+    final_lr_fraction: Probability = 0.1
+    """Learning rate of the last step, as a fraction of the peak."""
+    decay_fraction: PositiveFraction = 0.2
+    """With schedule `wsd`: fraction of the steps that the final linear decay takes."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, on matrices only."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Gradients with a larger global norm are scaled down to this norm. Null means no clipping."""
+    b1: BelowOne = 0.9
+    """First-moment decay (AdamW), weight of the momentum in an update (Lion), or momentum (Muon, SGD)."""
+    b2: BelowOne = 0.95
+    """Second-moment decay (AdamW), or decay of the momentum (Lion)."""
+    eps: NonNegativeFloat = 1e-8
+    """Number added to the square root of the second moment (AdamW)."""
+
+    def __post_init__(self) -> None:
+        check_bounds("optim", self)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How often checkpoints are saved, and which are kept."""
+
+    every: PositiveInt = 500
+    """Optimizer steps between checkpoints. There is always one at the end."""
+    keep: PositiveInt = 2
+    """Number of newest checkpoints to keep."""
+    keep_every: PositiveInt | None = None
+    """Also keep every checkpoint whose step is a multiple of this. Null means that there is no such rule."""
+    keep_best: NonNegativeInt = 0
+    """Also keep this many checkpoints with the lowest held-out loss."""
+
+    def __post_init__(self) -> None:
+        check_bounds("checkpoint", self)
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """How text is generated, at the end of the run and by `jaxstack generate`. See docs/generation.md."""
+
+    prompts: tuple[str, ...] = ()
+    """Prompts to continue at the end of the run. An empty list means that no samples are generated."""
+    tokens: NonNegativeInt = 200
+    """Maximum number of tokens to add to each prompt."""
+    domain: NonNegativeInt = 0
+    """Domain of the prompts, for `model.moe.router=domain`."""
+    temperature: NonNegativeFloat = 0.8
+    """Divisor of the logits before sampling. 0 means that the most probable token is always taken."""
+    top_k: NonNegativeInt = 0
+    """Sample only among this many most probable tokens. 0 means all tokens."""
+    top_p: PositiveFraction = 1.0
+    """Sample only among the most probable tokens whose probabilities add up to this. 1 means all tokens."""
+    min_p: Probability = 0.0
+    """Sample only among tokens with at least this fraction of the highest probability. 0 means all tokens."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Factor against repetition: logits of tokens that are already in the text are divided by it if they are positive,
+    and multiplied by it if they are negative. 1 means no penalty."""
+    beams: PositiveInt = 1
+    """Number of beams. Above 1, beam search returns the most probable text found; it needs temperature=0."""
+    length_penalty: float = 1.0
+    """Beam search ranks texts by log-likelihood / length ** length_penalty. 0 means by log-likelihood alone."""
+
+    def __post_init__(self) -> None:
+        check_bounds("sample", self)
+        require(
+            self.beams == 1 or (self.temperature == 0 and self.repetition_penalty == 1),
+            f"sample.beams={self.beams} searches for the most probable text, without sampling or penalties. Use "
+            f"sample.temperature=0 and sample.repetition_penalty=1.",
+        )
+        require(all(self.prompts), "sample.prompts contains an empty string. Give every prompt a text.")
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Which steps JAX's profiler traces."""
+
+    steps: str = ""
+    """Steps to trace into profile/ of the run directory, as `first:last`. Empty means none. In YAML, use quotes."""
+
+    def __post_init__(self) -> None:
+        require(
+            not self.steps or self.span is not None,
+            f"profile.steps={self.steps} is not a range of steps. Use first:last, counted from 1, such as 10:15, or "
+            f"leave it empty.",
+        )
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """Returns the first and the last step to trace, or None."""
+        first, _, last = self.steps.partition(":")
+        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            return None
+        return int(first), int(last)
