@@ -138,8 +138,7 @@ def roofline() -> None:
     from jaxstack.planner import roofline as roof
 
     name, chip, *flags = ROOFLINE
-    path = ROOT / "configs" / f"{name}.yaml"
-    cfg = parse.parse_config([f"--config={path}", *flags], path)
+    cfg = parse.parse_config([f"--config={name}", *flags])
     cfg = resolve(cfg, cfg.model.vocab)
     plot.draw(roof.report(cfg, chip, roof.Limits(CHIPS[chip])), DOCS / "roofline.png")
     print("docs/roofline.png")

@@ -66,9 +66,8 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
     from jaxstack.planner import estimate, hlo
     from jaxstack.training.state import abstract_state
 
-    file = ROOT / "configs" / f"{config}.yaml"
     flags = ["--mesh.data=1", "--data.batch_size=8", "--data.packing=false", *flags]
-    cfg = parse.parse_config([f"--config={file}", *flags], file)
+    cfg = parse.parse_config([f"--config={config}", *flags])
     assert cfg.model.vocab_size is not None
     cfg = resolve(cfg, cfg.model.vocab_size)
     ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size))
@@ -89,9 +88,8 @@ def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
     from jaxstack.config import parse, resolve
     from jaxstack.planner import estimate, roofline
 
-    file = ROOT / "configs" / f"{DENSE}.yaml"
-    flags = [f"--config={file}", *DEEP, "--mesh.data=1", "--data.packing=false", f"--data.seq_len={length}"]
-    cfg = parse.parse_config([*flags, f"--model.tied_embeddings={str(tied).lower()}"], file)
+    flags = [f"--config={DENSE}", *DEEP, "--mesh.data=1", "--data.packing=false", f"--data.seq_len={length}"]
+    cfg = parse.parse_config([*flags, f"--model.tied_embeddings={str(tied).lower()}"])
     assert cfg.model.vocab_size is not None
     assert cfg.pipeline.microbatches is not None
     cfg = resolve(cfg, cfg.model.vocab_size)

@@ -31,7 +31,7 @@ MESHES = {
 
 @pytest.mark.parametrize("name", MESHES)
 def test_shardings_are_those_on_file(name):
-    flags = [f"--config={ROOT / 'configs' / name}.yaml", "--mesh.data=1", *MESHES[name]]
+    flags = [f"--config={name}", "--mesh.data=1", *MESHES[name]]
     cfg = resolve(parse.parse_config(flags, ROOT), 256)
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices())
     state = abstract_state(cfg, Context.create(cfg, mesh))
@@ -59,7 +59,7 @@ def test_shardings_are_those_on_file(name):
 def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
     """Parameters and optimizer of models with experts, on 64 devices that are not here."""
     flags = [
-        f"--config={ROOT / 'configs' / name}.yaml",
+        f"--config={name}",
         "--mesh.data=1",
         "--data.batch_size=64",
         f"--optim.name={optimizer}",

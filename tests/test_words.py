@@ -15,7 +15,7 @@ EXEMPT = {
     "tests/same_programs.py",  # compares commits before and after the renaming
 }
 SCOPES = {
-    "documents": ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "docs/**/*.py", "configs/*.yaml"),
+    "documents": ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "docs/**/*.py", "configs/**/*.yaml"),
     "notebooks": ("colab/*.py",),
     "code": ("train.py", "jaxstack/**/*.py", "benchmarks/*.py"),
     "tests": ("tests/**/*.py",),

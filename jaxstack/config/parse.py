@@ -117,9 +117,13 @@ _UNKNOWN_KEY = (  # the parser's words for a key it does not have: on the comman
 
 
 def shipped() -> dict[str, Path]:
-    """The configurations that come with the package, by name: within it where it is installed, else beside it."""
+    """Returns the files of the configurations that come with jaxstack, by name: runnable jobs, then published models.
+
+    An installed package contains them; in a checkout they are beside the package.
+    """
     inside, beside = (folder / "configs" for folder in Path(__file__).parents[1:3])
-    return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.yaml"))}
+    folder = inside if inside.is_dir() else beside
+    return {path.stem: path for pattern in ("*.yaml", "models/*.yaml") for path in sorted(folder.glob(pattern))}
 
 
 def config_file(name: str) -> Path:
@@ -132,7 +136,7 @@ def config_file(name: str) -> Path:
         return path
     known = shipped()
     if name not in known:
-        raise ConfigError(f"--config={name} is no file; what comes with jaxstack goes by name: {', '.join(known)}")
+        raise ConfigError(f"--config={name} is not a file. Name a YAML file, or one of {', '.join(known)}.")
     return known[name]
 
 

@@ -52,7 +52,7 @@ def test_every_command_exists():
     [
         (["trian"], ["unknown command trian; did you mean train?"]),
         (["train", "--model.num_layer=3"], ["did you mean model.num_layers?"]),
-        (["train", "--config=nowhere"], ["--config=nowhere is no file", "qwen3_0.6b"]),
+        (["train", "--config=nowhere"], ["--config=nowhere is not a file", "qwen3_0.6b"]),
         (["train", "--model.num_layers=x"], ["`jaxstack train --help` lists every key"]),
         (["generate", "nowhere", "x"], ["nowhere is no run"]),
         (["report", "nowhere"], ["nowhere is no directory"]),
@@ -79,13 +79,14 @@ def test_there_is_one_version():
 
 
 def test_a_configuration_goes_by_its_path_or_by_its_name(tmp_path, monkeypatch):
-    assert [path.name for path in parse.shipped().values()] == sorted(p.name for p in (ROOT / "configs").iterdir())
+    assert sorted(parse.shipped().values()) == sorted((ROOT / "configs").rglob("*.yaml"))
+    assert len({path.stem for path in parse.shipped().values()}) == len(parse.shipped()), "a name means one file"
     assert parse.parse_config([]) == parse.parse_config([f"--config={ROOT / 'configs' / 'quickstart.yaml'}"])
     assert parse.parse_config(["--config", "qwen3_0.6b"]).model.d_model == 1024
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").write_text("model: {d_model: 8}")
     assert parse.parse_config(["--config=quickstart"]).model.d_model == 8, "a file that is there is what was meant"
-    with pytest.raises(ConfigError, match=r"configs/gpt2.yaml is no file.* gpt2,"):
+    with pytest.raises(ConfigError, match=r"configs/gpt2.yaml is not a file\..* gpt2,"):
         parse.parse_config(["--config=configs/gpt2.yaml"])
 
 
@@ -133,5 +134,5 @@ def test_a_wheel_trains_from_any_folder(tmp_path):
     assert (folder / "runs" / "quickstart" / "metrics.jsonl").is_file()
     code = "from jaxstack.config import parse\nfor name in parse.shipped(): parse.parse_config([f'--config={name}']); "
     code += "print(name)"
-    assert run(str(python), "-c", code).split() == sorted(path.stem for path in (ROOT / "configs").iterdir())
+    assert run(str(python), "-c", code).split() == [*parse.shipped()]
     assert Path(run(str(python), "-c", "import jaxstack; print(jaxstack.__path__[0])").strip()).is_relative_to(tmp_path)

@@ -18,7 +18,7 @@ from jaxstack.training import step
 from jaxstack.training.state import abstract_state
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 PARAMETERS = {  # published counts, embeddings counted once

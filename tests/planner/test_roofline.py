@@ -273,7 +273,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
     )
 
 
-TINY = ("--config", "configs/qwen3_0.6b.yaml", "--model.num_layers=2", "--model.vocab_size=512", "--model.d_model=64",
+TINY = ("--config", "qwen3_0.6b", "--model.num_layers=2", "--model.vocab_size=512", "--model.d_model=64",
         "--model.d_ff=128", "--model.num_heads=2", "--model.num_kv_heads=1", "--model.head_dim=32",
         "--data.seq_len=64", "--data.batch_size=4", "--train.grad_accum=1", "--mesh.data=1")  # fmt: skip
 
