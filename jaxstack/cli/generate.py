@@ -106,8 +106,9 @@ def continued(
     if cfg.mesh.open_axis is None:  # the rest of the machine is not needed
         devices = devices[: math.prod(cfg.mesh.sizes.values())]
     ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size, devices))
-    how = decode.generate_options(cfg, tokenizer, ctx) | {"seed": seed, "stop": stop}
-    rows = decode.generate(cfg.model.base, parameters(run, cfg, ctx, step), encoded, cfg.sample, **how)
+    options = decode.generate_options(cfg, tokenizer, ctx)
+    options["stop"] = stop
+    rows = decode.generate(cfg.model.base, parameters(run, cfg, ctx, step), encoded, cfg.sample, seed=seed, **options)
     if not only:
         return [decode.decode_text(tokenizer, row) for row in rows]
     ends = [*zip(rows, encoded, strict=True)]

@@ -1,1 +1,1 @@
-"""Text from a model: `decode.generate` in Python, `jaxstack generate RUN "prompt"` on the command line."""
+"""Text generation: `decode.generate` in Python, `jaxstack generate RUN "prompt"` on the command line."""

@@ -1,9 +1,10 @@
-"""Text from a model, a token at a time: prompts are read at once, then keys and values of all tokens so far are held.
+"""Text generation: reads the prompts at once, then adds a token at a time with a KV cache.
 
-`generate` is for use, `reference` what it is held against: it reads the whole text anew for every token.
+Use `generate` or `make_generate`. The tests compare them with `generate_uncached`, which has no cache and reads the
+whole text again for every token.
 
-Rows are aligned at their ends: the last tokens of all prompts stand in one slot, and so does every token after them.
-The tokens before a shorter prompt are seen by nobody.
+Rows are aligned at their ends: all prompts end in the same slot, and each added token takes the next slot. Attention
+never reads the slots before a shorter prompt.
 
 Suffixes: B rows of this device, S slots of the prompts, N tokens to add, V vocabulary.
 """
@@ -12,13 +13,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxstack.common.tree import PyTree
 from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
 from jaxstack.data import Tokenizer
 from jaxstack.generate import beam_search, sampling
@@ -27,9 +29,19 @@ from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.sharding import collectives
 
-_BUCKET = 64  # prompts up to the same multiple share a compiled program
+_BUCKET = 64  # prompts whose lengths round up to the same multiple share a compiled program
 
 Rows = list[list[int]]
+"""Token ids of each row."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` and `generate_uncached`; `make_generate` describes them."""
+
+    stop: Sequence[int]
+    gate: int | None
+    vocabulary: int | None
+    ctx: Context | None
 
 
 def make_generate(
@@ -40,30 +52,32 @@ def make_generate(
     gate: int | None = None,
     vocabulary: int | None = None,
     ctx: Context | None = None,
-) -> Callable[[Any, Rows, int], Rows]:
-    """Builds `run(params, prompts, seed) -> rows`: prompts with their continuations, which end with a stop token or
-    are `sample.tokens` long.
+) -> Callable[[PyTree, Rows, int], Rows]:
+    """Builds `run(params, prompts, seed) -> rows`, which returns the prompts with their continuations.
 
-    A continuation follows from the prompt, the seed and how often the same prompt stands before it, whatever else is in
-    the batch and however the mesh splits it, up to rounding. Programs are compiled at the first call, and again for
-    other numbers of prompts or other multiples of 64 tokens. Positions go on beyond the length that was trained, but a
-    learned table ends.
+    A continuation ends with a stop token, or has `sample.tokens` tokens. It depends on the prompt, on the seed and on
+    how often the same prompt precedes it, up to rounding. It does not depend on the rest of the batch or on the mesh.
+
+    The first call compiles a program. Another number of prompts or another multiple of 64 tokens compiles another one.
+    Positions continue beyond the trained length, but a table of learned positions ends.
 
     Args:
-      sample: how tokens are chosen; prompts and domain are not read.
+      cfg: the model. Its experts have no capacity limit here, so no token is dropped.
+      sample: how tokens are chosen; its prompts and domain are not read.
       stop: tokens that end a text.
-      gate: domain of the prompts, for a model with a hard gate. Experts have no capacity here: nothing is dropped.
-      vocabulary: ids that exist, where the model has more rows than the tokenizer; None: all.
+      gate: domain of the prompts, for a model with a hard gate.
+      vocabulary: number of ids that exist, if the tokenizer has fewer than the model. `None` means all of the model's.
+      ctx: the execution context. `None` means one device.
 
     Raises (when run):
-      ConfigError: no prompt, an empty one, an id that does not exist, or more tokens than a learned table has.
+      ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than learned positions.
     """
     cfg = dropless(cfg)
     ctx = (ctx or Context()).whole_sequences()
     ids = vocabulary or cfg.vocab
 
     def work(
-        params: Any, tokens: jax.Array, first: jax.Array, marks: jax.Array, seed: jax.Array
+        params: PyTree, tokens: jax.Array, first: jax.Array, marks: jax.Array, seed: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         slots = tokens.shape[1] + sample.tokens
         model = CachedDecoder.create(cfg, params, ctx, gate=gate, vocabulary=ids, first=first, num_slots=slots)
@@ -73,7 +87,7 @@ def make_generate(
 
     compiled = jit_on_mesh(work, cfg, ctx, parts=3)
 
-    def run(params: Any, prompts: Rows, seed: int) -> Rows:
+    def run(params: PyTree, prompts: Rows, seed: int) -> Rows:
         check_prompts(cfg, prompts, sample.tokens, ids)
         if not sample.tokens:
             return [list(prompt) for prompt in prompts]
@@ -87,15 +101,23 @@ def make_generate(
     return run
 
 
-def generate(cfg: ModelConfig, params: Any, prompts: Rows, sample: SampleConfig, *, seed: int = 0, **how: Any) -> Rows:
-    """Prompts with their continuations, once; see `make_generate`, which takes the rest and compiles once for all."""
-    return make_generate(cfg, sample, **how)(params, prompts, seed)
+def generate(
+    cfg: ModelConfig,
+    params: PyTree,
+    prompts: Rows,
+    sample: SampleConfig,
+    *,
+    seed: int = 0,
+    **options: Unpack[GenerateOptions],
+) -> Rows:
+    """Returns the prompts with their continuations. For several calls use `make_generate`, which compiles once."""
+    return make_generate(cfg, sample, **options)(params, prompts, seed)
 
 
 def _sample_rows(
     model: CachedDecoder, tokens: jax.Array, keys: jax.Array, sample: SampleConfig, stop: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens added to each row [B, N] and how many of them are its text [B], chosen one by one.
+    """Returns the tokens added to each row [B, N], sampled one by one, and how many of them are its text [B].
 
     Args:
       tokens: prompts [B, S].
@@ -104,7 +126,7 @@ def _sample_rows(
     B, S = tokens.shape
     rows = model.ctx.axes("batch")
 
-    def add(i: jax.Array | int, logits: jax.Array, state: Any) -> Any:
+    def add(i: jax.Array | int, logits: jax.Array, state: PyTree) -> PyTree:
         step_keys = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
         new = sampling.sample_tokens(logits, state["used"], step_keys, sample)
         going = ~state["done"]
@@ -118,7 +140,7 @@ def _sample_rows(
             "going": collectives.all_reduce((~done).sum(), rows) > 0,
         }
 
-    def step(state: Any) -> Any:
+    def step(state: PyTree) -> PyTree:
         i = state["i"]
         logits, cache = model.decode_token(state["last"], S + i - 1, state["cache"])
         return collectives.match_varying_tree(add(i, logits, state | {"cache": cache, "i": i + 1}), state)
@@ -138,11 +160,12 @@ def _sample_rows(
 
 
 def is_stop(tokens: jax.Array, stop: Sequence[int]) -> jax.Array:
+    """Returns whether each token is a stop token."""
     return jnp.isin(tokens, jnp.asarray(stop, jnp.int32))
 
 
 def used_at_first(tokens: jax.Array, first: jax.Array, logits: jax.Array, sample: SampleConfig) -> jax.Array:
-    """Tokens that stand in each prompt, bool [B, V]; [B, 0] where nobody asks."""
+    """Returns which tokens occur in each prompt, bool [B, V], or [B, 0] without a repetition penalty."""
     rows, slots = tokens.shape
     if sample.repetition_penalty == 1:
         return jnp.zeros_like(logits[:, :0], bool)
@@ -151,13 +174,13 @@ def used_at_first(tokens: jax.Array, first: jax.Array, logits: jax.Array, sample
 
 
 def row_keys(seed: jax.Array, marks: jax.Array) -> jax.Array:
-    """A PRNG key for each row [B] of `row_seeds` [B, 2]."""
+    """Returns a PRNG key for each row [B], given `row_seeds` [B, 2]."""
     key = jax.random.key(seed)
     return jax.vmap(lambda mark: jax.random.fold_in(jax.random.fold_in(key, mark[0]), mark[1]))(marks)
 
 
 def row_seeds(prompts: Rows) -> np.ndarray:
-    """What a row's randomness follows from: its prompt, and how often the same stands before it; uint32 [B, 2]."""
+    """Returns what seeds each row: a hash of its prompt and the number of equal prompts before it, uint32 [B, 2]."""
     seen: Counter[int] = Counter()
     marks = []
     for prompt in prompts:
@@ -168,38 +191,46 @@ def row_seeds(prompts: Rows) -> np.ndarray:
 
 
 def dropless(cfg: ModelConfig) -> ModelConfig:
-    """A capacity counts a whole sequence, which is not there yet: what is written takes every expert it chose."""
+    """Returns the model without a capacity limit, which counts tokens of a whole sequence: decoding has no such count."""
     return replace(cfg, moe=replace(cfg.moe, capacity_factor=None))
 
 
 def pad_rows(prompts: Rows, replicas: int) -> Rows:
-    """Devices share the rows; the last ones fill up with rows that nobody reads."""
+    """Returns the prompts and as many dummy rows as make their number a multiple of `replicas`."""
     return [*prompts, *([[0]] * (-len(prompts) % replicas))]
 
 
 def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None:
-    """Raises what is wrong with prompts as ConfigError."""
+    """Checks prompts to which `tokens` tokens are to be added.
+
+    Raises:
+      ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than learned positions.
+    """
     if not prompts:
         raise ConfigError("there are no prompts; give one or more")
     for i, prompt in enumerate(prompts, start=1):
         if not prompt:
-            raise ConfigError(f"prompt {i} of {len(prompts)} is empty; give it one token or more to begin with")
+            raise ConfigError(f"prompt {i} of {len(prompts)} is empty; give it at least one token")
         unknown = [token for token in prompt if not 0 <= token < vocabulary]
         if unknown:
             raise ConfigError(f"prompt {i} of {len(prompts)} has the id {unknown[0]}; ids are below {vocabulary}")
         if cfg.positions == "learned" and cfg.max_positions is not None and len(prompt) + tokens > cfg.max_positions:
             raise ConfigError(
-                f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} more are to come, "
-                f"but the model's table of learned positions ends at {cfg.max_positions}; shorten one of them"
+                f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} adds more, but the "
+                f"model's table of learned positions ends at {cfg.max_positions}; shorten the prompt or sample.tokens"
             )
 
 
-def jit_on_mesh(work: Any, cfg: ModelConfig, ctx: Context, parts: int) -> Any:
-    """`work(params, *rows, seed)`, one device's, compiled as a function of whole arrays; its results are whole in every
-    process.
+def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, parts: int) -> Callable[..., PyTree]:
+    """Compiles `work(params, *rows, seed)`, the work of one device, as a function of global arrays.
+
+    Every process receives the complete results.
 
     Args:
-      parts: how many arrays over rows it takes.
+      work: the function.
+      cfg: the model that `params` belong to.
+      ctx: the execution context.
+      parts: number of arrays in `rows`; the devices share their rows.
     """
     if ctx.mesh is None:
         return jax.jit(work)
@@ -209,32 +240,29 @@ def jit_on_mesh(work: Any, cfg: ModelConfig, ctx: Context, parts: int) -> Any:
 
 def generate_uncached(
     cfg: ModelConfig,
-    params: Any,
+    params: PyTree,
     prompts: Rows,
     sample: SampleConfig,
     *,
     window: int,
     seed: int = 0,
-    stop: Sequence[int] = (),
-    gate: int | None = None,
-    vocabulary: int | None = None,
-    ctx: Context | None = None,
+    **options: Unpack[GenerateOptions],
 ) -> Rows:
-    """What `generate` gives without beams, by reading the last `window` tokens of the text anew for every token.
+    """Returns what `generate` does without beams, but reads the last `window` tokens again for every token.
 
-    Where a text outgrows the window, positions are those within the window: a model never sees more than it was
-    trained on, but nothing can be kept from one token to the next.
+    When a text outgrows the window, positions count from the beginning of the window. So the model never reads more
+    tokens than it was trained on. A KV cache is not possible then, because every token moves to another position.
     """
-    cfg = dropless(cfg)
-    ctx = (ctx or Context()).whole_sequences()
-    ids = vocabulary or cfg.vocab
+    cfg, gate, stop = dropless(cfg), options.get("gate"), options.get("stop", ())
+    ctx = (options.get("ctx") or Context()).whole_sequences()
+    ids = options.get("vocabulary") or cfg.vocab
     check_prompts(replace(cfg, positions="none"), prompts, sample.tokens, ids)
     filled = pad_rows(prompts, ctx.replicas)
     ends = np.asarray([len(prompt) for prompt in filled], np.int32)
     size = max(int(ends.max()) + sample.tokens, window)
     buffer = np.stack([np.pad(np.asarray(prompt, np.int32), (0, size - len(prompt))) for prompt in filled])
 
-    def work(params: Any, buffer: jax.Array, ends: jax.Array, marks: jax.Array, seed: jax.Array) -> jax.Array:
+    def work(params: PyTree, buffer: jax.Array, ends: jax.Array, marks: jax.Array, seed: jax.Array) -> jax.Array:
         own, keys = jnp.arange(buffer.shape[0]), row_keys(seed, marks)
 
         def add_one(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -242,13 +270,11 @@ def generate_uncached(
             starts = jnp.maximum(ends - window, 0)
             seen = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (window,)))(buffer, starts)
             gates = None if gate is None else jnp.full_like(seen, gate)
-            x, _ = decoder.hidden_states(
-                cfg, params, seen, ctx, gate_ids=gates
-            )  # causal: what lies behind the end is not seen
+            # Attention is causal, so the tokens after a row's end do not change its logits.
+            x, _ = decoder.hidden_states(cfg, params, seen, ctx, gate_ids=gates)
             last = x[own, ends - starts - 1][:, None]
-            logits = collectives.all_gather_invariant(
-                decoder.logits(cfg, params, last, ctx)[:, 0], ctx.axes("vocab"), 1
-            )
+            local = decoder.logits(cfg, params, last, ctx)[:, 0]
+            logits = collectives.all_gather_invariant(local, ctx.axes("vocab"), 1)
             there = jnp.arange(size) < ends[:, None]
             used = jnp.zeros_like(logits, bool).at[own[:, None], buffer].max(there)
             folded = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
@@ -257,9 +283,8 @@ def generate_uncached(
 
         return jax.lax.fori_loop(0, sample.tokens, add_one, (buffer, ends))[0]
 
-    texts = jax.device_get(
-        jit_on_mesh(work, cfg, ctx, parts=3)(params, buffer, ends, row_seeds(filled), np.uint32(seed))
-    )
+    compiled = jit_on_mesh(work, cfg, ctx, parts=3)
+    texts = jax.device_get(compiled(params, buffer, ends, row_seeds(filled), np.uint32(seed)))
     rows = []
     for prompt, text in zip(prompts, texts, strict=False):
         added = text[len(prompt) : len(prompt) + sample.tokens].tolist()
@@ -268,25 +293,25 @@ def generate_uncached(
     return rows
 
 
-def sample_texts(cfg: Config, params: Any, tokenizer: Tokenizer, ctx: Context) -> list[str]:
-    """The prompts of `cfg.sample` and what the model adds to them, up to the end of the document.
+def sample_texts(cfg: Config, params: PyTree, tokenizer: Tokenizer, ctx: Context) -> list[str]:
+    """Returns the prompts of `cfg.sample` with their continuations, up to the end of the document.
 
-    The model sees what it was trained on: where prompt and tokens are more than `data.seq_len`, its last tokens.
+    The model never reads more than it was trained on. If a prompt and its continuation exceed `data.seq_len`, it reads
+    the last `data.seq_len` tokens.
     """
     sample, prompts = cfg.sample, [tokenizer.encode(prompt).tolist() for prompt in cfg.sample.prompts]
     room = cfg.data.seq_len - max(len(prompt) for prompt in prompts)
-    how = generate_options(cfg, tokenizer, ctx)
-    if sample.tokens <= room or sample.beams > 1:  # what beams have room for, `Config` has checked
-        rows = generate(cfg.model, params, prompts, sample, **how)
+    seed, options = cfg.run.seed, generate_options(cfg, tokenizer, ctx)
+    if sample.tokens <= room or sample.beams > 1:  # `Config` has checked that the texts of beams fit
+        rows = generate(cfg.model, params, prompts, sample, seed=seed, **options)
     else:
-        rows = generate_uncached(cfg.model, params, prompts, sample, window=cfg.data.seq_len, **how)
+        rows = generate_uncached(cfg.model, params, prompts, sample, window=cfg.data.seq_len, seed=seed, **options)
     return [decode_text(tokenizer, row) for row in rows]
 
 
-def generate_options(cfg: Config, tokenizer: Tokenizer, ctx: Context) -> dict[str, Any]:
-    """What `generate` and `reference` take of a run beside its model and prompts."""
+def generate_options(cfg: Config, tokenizer: Tokenizer, ctx: Context) -> GenerateOptions:
+    """Returns the options of `generate` and `generate_uncached` that follow from a run."""
     return {
-        "seed": cfg.run.seed,
         "stop": () if tokenizer.eos_id is None else (tokenizer.eos_id,),
         "gate": cfg.sample.domain if cfg.model.moe.router == "domain" else None,
         "vocabulary": tokenizer.vocab_size,
@@ -295,5 +320,5 @@ def generate_options(cfg: Config, tokenizer: Tokenizer, ctx: Context) -> dict[st
 
 
 def decode_text(tokenizer: Tokenizer, row: list[int]) -> str:
-    """The text of a row up to the end of the document."""
+    """Returns the text of a row up to the end of the document."""
     return tokenizer.decode(row[: row.index(tokenizer.eos_id)] if tokenizer.eos_id in row else row)

@@ -1,10 +1,10 @@
-"""A model that reads prompts at once and then a token at a time, holding keys and values of all that it has read.
+"""A decoder with a KV cache: it reads the prompts at once, then one token at a time.
 
-Rows are aligned at their ends: the last tokens of all prompts stand in one slot, and so does every token after them.
-What stands before a shorter prompt is seen by nobody. A layer with a sliding window holds as many tokens as it sees:
-that of slot n is in place n modulo their number, where the oldest was.
+Rows are aligned at their ends: all prompts end in the same slot, and each added token takes the next slot. Attention
+never reads the slots before a shorter prompt. A layer with a sliding window keeps only as many tokens as it attends to.
+Its entry for slot n has index n modulo their number, so the newest token replaces the oldest.
 
-Suffixes: B rows of this device, S slots of the prompts, T tokens that a layer holds, V vocabulary.
+Suffixes: B rows of this device, S slots of the prompts, T tokens that a layer keeps, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
@@ -22,41 +23,53 @@ from jaxstack.sharding import collectives
 
 @dataclass(frozen=True)
 class CachedDecoder:
-    """Reads tokens with a model and tells the logits of the next ones; the work of one device.
+    """Runs a model on new tokens and returns the logits of the next ones; the work of one device.
 
-    Keys and values are arrays [L/period, B, G, T, K] for each block of a step of the layers, or with `steps` arrays
-    [B, G, T, K] for each block of each step.
+    The cache holds arrays [L/period, B, G, T, K] for each block of a group of layers. With `layer_groups` it holds
+    arrays [B, G, T, K] for each block of each group.
 
     Attributes:
-      cfg, params, ctx: the model and how to compute.
-      gate: domain of all tokens, for a hard gate.
-      vocabulary: ids that exist.
+      cfg: the model.
+      params: its parameters.
+      ctx: the execution context.
+      gate: domain of all tokens, for a model with a hard gate.
+      vocabulary: number of ids that exist.
       first: slot of each prompt's first token [B].
-      slots: in all, of prompts and of what is to come.
-      steps: with `ctx.decode=unrolled` the layers' weights apart, see `model.hidden_unrolled`.
+      num_slots: number of slots, for the prompts and all tokens to come.
+      layer_groups: with `ctx.decode=unrolled` the weights of each group, see `decoder.hidden_states_unrolled`.
     """
 
     cfg: ModelConfig
-    params: Any
+    params: PyTree
     ctx: Context
     gate: int | None
     vocabulary: int
     first: jax.Array
     num_slots: int
-    steps: list[Any] | None
+    layer_groups: list[PyTree] | None
 
     @classmethod
-    def create(cls, cfg: ModelConfig, params: Any, ctx: Context, **rest: Any) -> "CachedDecoder":
-        """With parameters made ready once, and not for every token."""
+    def create(
+        cls,
+        cfg: ModelConfig,
+        params: PyTree,
+        ctx: Context,
+        *,
+        gate: int | None,
+        vocabulary: int,
+        first: jax.Array,
+        num_slots: int,
+    ) -> "CachedDecoder":
+        """Returns a decoder whose parameters are cast and grouped once, and not for every token."""
         params = cast_matrices(decoder.spec(cfg), params, ctx.dtype)
-        steps = None
+        groups = None
         if ctx.decode == "unrolled" and ctx.pipeline is None:
             stacked = decoder.group_layers(cfg, params["layers"])
-            steps = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(cfg.num_layers // len(cfg.windows))]
-        return cls(cfg, params, ctx, steps=steps, **rest)
+            groups = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(cfg.num_layers // len(cfg.windows))]
+        return cls(cfg, params, ctx, gate, vocabulary, first, num_slots, groups)
 
-    def prefill(self, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        """Logits [B, V] after the prompts [B, S], and keys and values so far."""
+    def prefill(self, tokens: jax.Array) -> tuple[jax.Array, PyTree]:
+        """Returns the logits [B, V] after the prompts [B, S], and their cache."""
         positions = jnp.arange(tokens.shape[1]) - self.first[:, None]
         x, aux = decoder.hidden_states(
             self.cfg,
@@ -66,46 +79,49 @@ class CachedDecoder:
             cache={},
             positions=jnp.maximum(positions, 0),
             segment_ids=(positions >= 0).astype(jnp.int32),
-            gate_ids=self._gates(tokens),
+            gate_ids=self._gate_ids(tokens),
         )
-        made = {name: aux[name] for name in ("keys", "values")}
-        cache: Any = [
-            jax.tree.map(lambda a, T=T: _fill_cache(a, T), block)
-            for T, block in zip(self._lengths, decoder.group_layers(self.cfg, made), strict=True)
+        new = {name: aux[name] for name in ("keys", "values")}
+        cache: PyTree = [
+            jax.tree.map(lambda a, T=T: _allocate(a, T), block)
+            for T, block in zip(self._lengths, decoder.group_layers(self.cfg, new), strict=True)
         ]
-        if self.steps is not None:
-            cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.steps))]
+        if self.layer_groups is not None:
+            cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.layer_groups))]
         return self._logits(x[:, -1:]), cache
 
-    def decode_token(self, tokens: jax.Array, slot: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        """Logits [B, V] after one more token of each row [B], in `slot`; and keys and values so far."""
+    def decode_token(self, tokens: jax.Array, slot: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns the logits [B, V] after one more token of each row [B], in `slot`, and the cache that includes it."""
         batch: dict[str, Any] = {
             "positions": (slot - self.first)[:, None],
             "distance": [self._distance(slot, T) for T in self._lengths],
         }
         if self.gate is not None:
-            batch["gate_ids"] = self._gates(tokens[:, None])
-        made: Any
-        if self.steps is None:
+            batch["gate_ids"] = self._gate_ids(tokens[:, None])
+        new: PyTree
+        if self.layer_groups is None:
             x, aux = decoder.hidden_states(self.cfg, self.params, tokens[:, None], self.ctx, cache=cache, **batch)
-            made = decoder.group_layers(self.cfg, {name: aux[name] for name in ("keys", "values")})
+            new = decoder.group_layers(self.cfg, {name: aux[name] for name in ("keys", "values")})
         else:
             batch["tokens"] = tokens[:, None]
-            x, made = decoder.hidden_states_unrolled(self.cfg, self.params, self.steps, batch, cache, self.ctx)
-        write = lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new, slot % a.shape[-2], a.ndim - 2)  # noqa: E731
-        return self._logits(x), jax.tree.map(write, cache, made)
+            x, new = decoder.hidden_states_unrolled(self.cfg, self.params, self.layer_groups, batch, cache, self.ctx)
+
+        def update(a: jax.Array, entry: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(a, entry, slot % a.shape[-2], a.ndim - 2)
+
+        return self._logits(x), jax.tree.map(update, cache, new)
 
     @property
     def _lengths(self) -> list[int]:
-        """How many tokens each block of a step holds: those that a window sees beside the newest."""
+        """The number of tokens that each block of a group keeps: all that its window spans, except the newest."""
         return [min(max(window - 1, 1), self.num_slots) if window else self.num_slots for window in self.cfg.windows]
 
     def _distance(self, slot: jax.Array, T: int) -> jax.Array:
-        """From the tokens [B, T] that a layer holds to the one in `slot`; 0: there is none yet, or of no one's text."""
+        """Returns how far each kept token [B, T] is before `slot`; 0 marks entries that are empty or before the row."""
         there = slot - 1 - (slot - 1 - jnp.arange(T)) % T
         return jnp.where(there >= self.first[:, None], slot - there, 0)
 
-    def _gates(self, tokens: jax.Array) -> jax.Array | None:
+    def _gate_ids(self, tokens: jax.Array) -> jax.Array | None:
         return None if self.gate is None else jnp.full_like(tokens, self.gate)
 
     def _logits(self, x: jax.Array) -> jax.Array:
@@ -113,8 +129,8 @@ class CachedDecoder:
         return mask_unknown_ids(collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 1), self.vocabulary)
 
 
-def _fill_cache(a: jax.Array, T: int) -> jax.Array:
-    """Of the slots [..., S, K] the last T, each in its place, with room for what is to come [..., T, K]."""
+def _allocate(a: jax.Array, T: int) -> jax.Array:
+    """Returns a cache [..., T, K] with the last T of the slots [..., S, K], each at its index, or room for more."""
     S = a.shape[-2]
     if S <= T:
         return jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, T - S), (0, 0)])
@@ -122,5 +138,5 @@ def _fill_cache(a: jax.Array, T: int) -> jax.Array:
 
 
 def mask_unknown_ids(logits: jax.Array, vocabulary: int) -> jax.Array:
-    """Logits [B, V] of ids that exist, minus infinity for the rest."""
+    """Returns logits [B, V] with minus infinity for ids that do not exist."""
     return jnp.where(jnp.arange(logits.shape[1]) < vocabulary, logits, -jnp.inf)

@@ -1,4 +1,4 @@
-"""From logits to the next token of each row. Shapes: B rows, V vocabulary."""
+"""Chooses the next token of each row from its logits. Shapes: B rows, V vocabulary."""
 
 import jax
 import jax.numpy as jnp
@@ -7,15 +7,15 @@ from jaxstack.config import SampleConfig
 
 
 def sample_tokens(logits: jax.Array, used: jax.Array, keys: jax.Array, sample: SampleConfig) -> jax.Array:
-    """The next token of each row, int32 [B].
+    """Returns the next token of each row, int32 [B].
 
-    The repetition penalty comes first, then temperature, top-k, top-p of what is left, and min-p.
+    The filters apply in this order: repetition penalty, temperature, top-k, top-p of the remaining tokens, min-p.
 
     Args:
       logits: [B, V], float32.
-      used: tokens that stand in the row already, bool [B, V].
+      used: whether each token already occurs in the row, bool [B, V].
       keys: a PRNG key for each row [B].
-      sample: how; its beams are not read.
+      sample: the sampling parameters; `beams` is not read.
     """
     if sample.repetition_penalty != 1:
         logits = jnp.where(used, apply_repetition_penalty(logits, sample.repetition_penalty), logits)
@@ -26,13 +26,15 @@ def sample_tokens(logits: jax.Array, used: jax.Array, keys: jax.Array, sample: S
 
 
 def apply_repetition_penalty(logits: jax.Array, penalty: float) -> jax.Array:
-    """Made less likely by a penalty above 1 (CTRL, Keskar et al. 2019, arXiv:1909.05858, section 4.1)."""
+    """Returns logits that a penalty above 1 makes less likely (CTRL, Keskar et al. 2019, arXiv:1909.05858, 4.1)."""
     return jnp.where(logits > 0, logits / penalty, logits * penalty)
 
 
 def keep_likeliest(logits: jax.Array, sample: SampleConfig) -> jax.Array:
-    """The logits [B, V], minus infinity where top-k, top-p or min-p leave a token out; tokens that tie with the last
-    one kept are kept too."""
+    """Returns the logits [B, V] with minus infinity where top-k, top-p or min-p excludes a token.
+
+    Tokens that tie with the last one kept are kept too.
+    """
     V = logits.shape[-1]
     if 0 < sample.top_k < V:
         least = jax.lax.top_k(logits, sample.top_k)[0][:, -1:]
@@ -50,5 +52,5 @@ def keep_likeliest(logits: jax.Array, sample: SampleConfig) -> jax.Array:
 
 
 def mark_used(used: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`used` [B, V] with one more token of each row [B] in it."""
+    """Returns `used` [B, V] with one more token of each row [B] marked."""
     return used | (tokens[:, None] == jnp.arange(used.shape[1]))
