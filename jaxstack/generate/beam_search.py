@@ -43,15 +43,59 @@ class BeamState:
     texts: jax.Array
     best_value: jax.Array
 
-    def offer(self, values: jax.Array, texts: jax.Array, length: jax.Array | int) -> "BeamState":
-        """Returns the state with the best of its own text and these texts [B, n, N] of these values [B, n]."""
-        own, top = jnp.arange(len(values))[:, None], values.argmax(-1)[:, None]
+    def offer(self, own: jax.Array, values: jax.Array, texts: jax.Array, length: jax.Array | int) -> "BeamState":
+        """Returns the state with the best of its own text and these texts [B, n, N] of these values [B, n].
+
+        Args:
+          own: index of each row [B, 1].
+          values: the value of each text.
+          texts: the tokens of each text.
+          length: number of tokens of each text.
+        """
+        top = values.argmax(-1)[:, None]
         wins = values[own, top][:, 0] > self.best_value
         return replace(
             self,
             best_value=jnp.where(wins, values[own, top][:, 0], self.best_value),
             best=jnp.where(wins[:, None], texts[own, top][:, 0], self.best),
             best_length=jnp.where(wins, length, self.best_length),
+        )
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What stays the same during a search: `own` is the index of each row [B, 1]."""
+
+    sample: SampleConfig
+    stop: Sequence[int]
+    ctx: Context
+    own: jax.Array
+
+    def extend(self, i: jax.Array | int, logits: jax.Array, cache: PyTree, state: BeamState) -> BeamState:
+        """Returns the state with token `i` added to every beam, given the logits [B * K, V] and the cache before it."""
+        (B, K, N), V = state.texts.shape, logits.shape[-1]
+        own, penalty = self.own, self.sample.length_penalty
+        scores = (jax.nn.log_softmax(logits).reshape(B, K, V) + state.scores[..., None]).reshape(B, K * V)
+        # With this many candidates K beams remain, even if each beam may end with every stop token.
+        scores, at = jax.lax.top_k(scores, min(K * (1 + len(self.stop)), K * V))
+        parents, new = at // V, (at % V).astype(jnp.int32)
+        ended = jnp.isin(new, jnp.asarray(self.stop, jnp.int32))
+        texts = state.texts[own, parents]
+        texts = jax.lax.dynamic_update_slice_in_dim(texts, new[..., None], i, 2)
+
+        values = jnp.where(ended, scores, -jnp.inf) / (i + 1.0) ** penalty
+        state = state.offer(own, values, texts, i + 1)
+        live, chosen = jax.lax.top_k(jnp.where(ended, -jnp.inf, scores), K)
+        from_rows = (own * K + parents[own, chosen]).reshape(-1)
+        # The highest value that a beam can reach. It has the most tokens, or with a negative penalty the fewest.
+        bound = live[:, 0] / (N if penalty >= 0 else i + 2.0) ** penalty
+        return replace(
+            state,
+            scores=live,
+            texts=texts[own, chosen],
+            last=new[own, chosen].reshape(-1),
+            cache=jax.tree.map(lambda a: jnp.take(a, from_rows, axis=-4), cache),
+            going=collectives.all_reduce((state.best_value < bound).sum(), self.ctx.axes("batch")) > 0,
         )
 
 
@@ -72,6 +116,7 @@ def beam_search(
       stop: tokens that end a text.
     """
     (B, S), K, N = tokens.shape, sample.beams, sample.tokens
+    search = _Search(sample, stop, model.ctx, jnp.arange(B)[:, None])
     beams = replace(model, first=jnp.repeat(model.first, K))
 
     def zeros(*shape: int) -> jax.Array:
@@ -84,7 +129,7 @@ def beam_search(
     def step(state: BeamState) -> BeamState:
         assert state.last is not None
         logits, cache = beams.decode_token(state.last, S + state.i - 1, state.cache)
-        new = replace(_extend(state.i, logits, cache, state, sample, stop, model.ctx), i=state.i + 1)
+        new = replace(search.extend(state.i, logits, cache, state), i=state.i + 1)
         return collectives.match_varying_tree(new, state)
 
     logits, cache = model.prefill(tokens)
@@ -97,43 +142,7 @@ def beam_search(
         best_length=zeros(),
         i=jnp.int32(1),
     )
-    state = _extend(0, jnp.repeat(logits, K, axis=0), cache, state, sample, stop, model.ctx)
+    state = search.extend(0, jnp.repeat(logits, K, axis=0), cache, state)
     state = jax.lax.while_loop(unfinished, step, state)
-    state = state.offer(state.scores / float(N) ** sample.length_penalty, state.texts, N)
+    state = state.offer(search.own, state.scores / float(N) ** sample.length_penalty, state.texts, N)
     return state.best, state.best_length
-
-
-def _extend(
-    i: jax.Array | int,
-    logits: jax.Array,
-    cache: PyTree,
-    state: BeamState,
-    sample: SampleConfig,
-    stop: Sequence[int],
-    ctx: Context,
-) -> BeamState:
-    """Returns the state with token `i` added to every beam, given the logits [B * K, V] and the cache before it."""
-    (B, K, N), V, penalty = state.texts.shape, logits.shape[-1], sample.length_penalty
-    own = jnp.arange(B)[:, None]
-    scores = (jax.nn.log_softmax(logits).reshape(B, K, V) + state.scores[..., None]).reshape(B, K * V)
-    # With this many candidates K beams remain, even if each beam may end with every stop token.
-    scores, at = jax.lax.top_k(scores, min(K * (1 + len(stop)), K * V))
-    parents, new = at // V, (at % V).astype(jnp.int32)
-    ended = jnp.isin(new, jnp.asarray(stop, jnp.int32))
-    texts = state.texts[own, parents]
-    texts = jax.lax.dynamic_update_slice_in_dim(texts, new[..., None], i, 2)
-
-    values = jnp.where(ended, scores, -jnp.inf) / (i + 1.0) ** penalty
-    state = state.offer(values, texts, i + 1)
-    live, chosen = jax.lax.top_k(jnp.where(ended, -jnp.inf, scores), K)
-    from_rows = (own * K + parents[own, chosen]).reshape(-1)
-    # The highest value that a beam can reach. It has the most tokens, or with a negative penalty the fewest.
-    bound = live[:, 0] / (N if penalty >= 0 else i + 2.0) ** penalty
-    return replace(
-        state,
-        scores=live,
-        texts=texts[own, chosen],
-        last=new[own, chosen].reshape(-1),
-        cache=jax.tree.map(lambda a: jnp.take(a, from_rows, axis=-4), cache),
-        going=collectives.all_reduce((state.best_value < bound).sum(), ctx.axes("batch")) > 0,
-    )

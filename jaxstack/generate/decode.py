@@ -191,7 +191,7 @@ def row_seeds(prompts: Rows) -> np.ndarray:
 
 
 def dropless(cfg: ModelConfig) -> ModelConfig:
-    """Returns the model without a capacity limit, which counts tokens of a whole sequence: decoding has no such count."""
+    """Returns the model without a capacity limit: it counts the tokens of a whole sequence, unlike decoding."""
     return replace(cfg, moe=replace(cfg.moe, capacity_factor=None))
 
 
