@@ -627,7 +627,7 @@ mistakes(
     "generate",
     "generate/beam_search.py",
     GENERATE + " -k 'beams_by_hand or beams_for'",
-    ("min(K * (1 + len(stop)), K * V)", "min(K, K * V)"),
+    ("min(K * (1 + len(self.stop)), K * V)", "min(K, K * V)"),
     ("/ (i + 1.0) ** penalty", "/ (i + 2.0) ** penalty"),
     ("from_rows = (own * K + parents[own, chosen])", "from_rows = (own * K + chosen)"),
     ("if penalty >= 0 else i + 2.0", "if penalty < 0 else i + 2.0"),
