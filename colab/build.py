@@ -1,7 +1,7 @@
 """Writes each notebook from the Python file of the same name: `python colab/build.py` (extra `[notebook]`).
 
-The Python files, in jupytext's percent format, are what people edit. Notebooks hold no outputs, and a cell's id follows
-from its text: a diff shows what changed and nothing else.
+Edit the Python files, which are in jupytext's percent format. Notebooks contain no outputs, and the id of a cell is a hash of
+its text, so a diff shows only what changed.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ SOURCES = sorted(set(Path(__file__).parent.glob("*.py")) - {Path(__file__)})
 
 
 def notebook(source: Path) -> str:
-    """The text of the .ipynb."""
+    """Returns the text of the .ipynb file."""
     cells = jupytext.read(source, fmt="py:percent").cells
     for cell in cells:
         cell.id = hashlib.sha256(cell.source.encode()).hexdigest()[:8]

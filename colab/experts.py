@@ -1,13 +1,13 @@
 # %% [markdown]
-# # Experts: who does the work, and on what
+# # Experts: watch a router learn
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/experts.ipynb)
 #
-# In a *mixture of experts* each block has several MLPs, and a *router* sends every token through a few of them. The model
-# has more weights than it multiplies. But a router left to itself sends nearly everything to its favourites: they get
-# better, are chosen more often, and the rest learn nothing. This notebook watches that happen, and two cures beside it.
+# In a *mixture of experts* each block has several MLPs, and a *router* sends every token to a few of them. The model has more
+# weights than it multiplies with each token. Without balancing, a router sends nearly all tokens to a few experts: these
+# improve, are chosen more often, and the others learn nothing. This notebook shows that, and two remedies.
 #
-# A small model on bytes of Python's standard library, in a minute or two. No download, no accelerator.
+# It trains small models on bytes of Python's standard library, in a minute or two. You need no download and no accelerator.
 
 # %%
 import importlib.util
@@ -19,9 +19,9 @@ if importlib.util.find_spec("jaxstack") is None:
 # %% [markdown]
 # ## The model
 #
-# Two blocks with eight experts each; a token, here a byte, passes two of the eight. An expert takes at most 1.25 times its
-# even share of a sequence (`capacity_factor`). Pairs of token and expert beyond that are *dropped*: they add nothing, and
-# the token goes on by the residual stream alone.
+# The model has two blocks with eight experts each. Each token, here a byte, uses two of the eight. An expert takes at most
+# 1.25 times its even share of a sequence (`capacity_factor`). Further pairs of token and expert are *dropped*: the expert adds
+# nothing to that token, which keeps only its residual stream.
 
 # %%
 import html
@@ -47,7 +47,7 @@ cfg = Config(
 )
 dataset = data.load(cfg.data)
 cfg = resolve(cfg, dataset.tokenizer.vocab_size)
-platform.configure(cfg.mesh, cfg.data.batch_size)  # a device per core of the CPU; JAX reads this when it is imported
+platform.configure(cfg.mesh, cfg.data.batch_size)  # one device per CPU core; JAX reads this when it is imported
 
 import jax
 import matplotlib.pyplot as plt
@@ -62,18 +62,20 @@ from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, make_optimizer, make_state
 
 print(dataset.description)
-print(f"{params.count(decoder.spec(cfg.model)):,} parameters, of which a byte meets {flops.matmul_params(cfg.model):,}")
+print(
+    f"{params.count(decoder.spec(cfg.model)):,} parameters, of which each byte uses {flops.matmul_params(cfg.model):,}"
+)
 
 # %% [markdown]
 # ## Three routers
 #
-# - **nothing**: a softmax, the two likeliest experts, and no word about balance;
-# - **a loss**: the same, and a term in the objective that grows where the load is uneven (`aux_loss_weight`);
-# - **a bias**: DeepSeek-V3's sigmoid router. Each expert has a bias that counts when experts are *chosen*, not when they
-#   are weighted; after every step the bias of busy experts goes down a little and that of idle ones up (`bias_update_rate`).
+# - **nothing**: a softmax and the two most probable experts, without balancing.
+# - **a loss**: the same, with a term in the objective that grows with uneven load (`aux_loss_weight`).
+# - **a bias**: DeepSeek-V3's sigmoid router. Each expert has a bias that is used to *choose* experts, but not to weight their
+#   outputs. After every step the bias of busy experts decreases and that of idle experts increases (`bias_update_rate`).
 #   Nothing is added to the objective.
 #
-# The papers move the bias by 0.001, over very many steps. Here there are 100, so it moves faster.
+# The paper uses a rate of 0.001 over very many steps. Here there are 100 steps, so the rate is larger.
 
 # %%
 routers = {
@@ -83,9 +85,9 @@ routers = {
 }
 
 # %% [markdown]
-# `step.make_train_step` reports sums over experts. Here we want to see each, so the step is written out: gradients, an
-# update, and the bias (`model.balance` does nothing for the other two). `sums` has, for every layer, how many pairs chose
-# each expert (`load`), the pairs that were dropped, and the router's entropy, summed over the batch.
+# `make_train_step` reports sums over experts. Here we want to see each expert, so the step is written out: gradients, update,
+# and the router's bias (`update_router_bias` does nothing for the first two routers). For every layer, `sums` has the number
+# of pairs that chose each expert (`load`), the dropped pairs, and the router's entropy, summed over the batch.
 
 # %%
 batches = data.batches(dataset.train, seed=0, seq_len=cfg.data.seq_len, batch_size=cfg.data.batch_size, packing=False)
@@ -101,7 +103,7 @@ class History(NamedTuple):
 
 
 def train(cfg: Config) -> tuple[Any, History]:
-    """The parameters after `train.steps` steps, and what the routers did in each."""
+    """Returns the parameters after `train.steps` steps, and the figures of the routers in each step."""
     ctx = Context.create(cfg, mesh)
     gradients, optimizer = make_gradients(cfg, ctx), make_optimizer(cfg)
 
@@ -127,7 +129,8 @@ def train(cfg: Config) -> tuple[Any, History]:
 
 
 # %% [markdown]
-# Three runs, with equal batches and equal initial values of all that they share. The first step of each compiles.
+# The three runs have equal batches, and equal initial values of all parameters that they share. The first step of each
+# compiles.
 
 
 # %%
@@ -155,7 +158,7 @@ run("a bias")
 # %% [markdown]
 # ## The load of every expert, over time
 #
-# A row is an expert; white has its even share, blue more of it (up to 4: every byte), red less.
+# Each row is an expert. White is the even share, blue is more (up to 4: every byte), red is less.
 
 # %%
 figure, grid = plt.subplots(LAYERS, len(routers), figsize=(11, 4), sharex=True, sharey=True, layout="constrained")
@@ -178,8 +181,8 @@ bar.set_ticklabels(["1/4 or less", "1/2", "even", "2", "4"])
 plt.show()
 
 # %% [markdown]
-# Left to themselves the routers settle on a few experts and leave most of their weights unused: two or three take nearly
-# everything. All three start like that, within the first steps; loss and bias undo it.
+# Without balancing, two or three experts take nearly all tokens, and most expert weights stay unused. All three runs start
+# this way within the first steps; the loss and the bias correct it.
 
 # %%
 busiest = {name: h.load[-20:].max(-1).mean() for name, h in histories.items()}
@@ -190,12 +193,13 @@ assert idlest["nothing"] < 0.1
 assert min(idlest["a loss"], idlest["a bias"]) > 0.25
 
 # %% [markdown]
-# ## What it costs
+# ## What imbalance costs
 #
-# With a capacity, imbalance is work that is not done. Without one (`capacity_factor=None`, the default) nothing is dropped;
-# then the device that has the busiest expert keeps all others waiting.
+# With a capacity, uneven load means dropped pairs. Without one (`capacity_factor=None`, the default) nothing is dropped, but
+# all devices wait for the device with the busiest expert.
 #
-# The entropy says how decided the routers are: ln 8 = 2.08 nats is no opinion. It is of the scores, before the choice.
+# The entropy shows how decided the routers are: ln 8 = 2.08 nats means that all experts are equally probable. It is computed
+# from the scores, before experts are chosen.
 
 # %%
 figure, grid = plt.subplots(1, 3, figsize=(11, 3), layout="constrained")
@@ -214,19 +218,19 @@ dropped = {name: h.dropped[-20:].mean() for name, h in histories.items()}
 assert dropped["nothing"] > 2 * max(dropped["a loss"], dropped["a bias"])
 
 # %% [markdown]
-# The losses are as good as equal after so few steps of so small a model: which router is best cannot be told here. What
-# can be told is who works. And neither cure brings drops to nothing: the capacity holds for every *sequence*, and 128 bytes
-# of Python are not like 128 others, while both work on averages.
+# After so few steps of such a small model the losses are nearly equal, so they do not show which router is best. The loads do
+# differ. Neither remedy reduces the drops to zero: the capacity applies to every *sequence*, and sequences of 128 bytes
+# differ from each other, while both remedies balance averages.
 #
-# ## Who does what?
+# ## Which expert gets which byte?
 #
-# Which bytes go to which expert? The model's functions are there to be called in another order: this one walks through
-# the blocks and asks each router on the way.
+# You can call the functions of the model in another order. This one walks through the blocks and reads each router's
+# choice.
 
 
 # %%
 def choices(cfg: Config, values: Any, tokens: np.ndarray) -> np.ndarray:
-    """The experts of every token in every layer, [L, B, S, k]."""
+    """Returns the experts of every token in every layer, [L, B, S, k]."""
     ctx, m = Context(), cfg.model
     given = decoder.make_layer_inputs(m, {"tokens": tokens}, ctx)
     plainly = {"window": 0, "rope": given["rope"], "segment_ids": None}
@@ -246,13 +250,13 @@ tokens = np.concatenate([batch["tokens"] for batch in held_out])
 values = jax.device_put(trained["a loss"], jax.devices()[0])
 experts = choices(configs["a loss"], values, tokens)
 
-# The model's own count, as a check: the same pairs, expert by expert.
+# Checks the choices against the counts that the model returns.
 _, aux = decoder.forward(configs["a loss"].model, values, tokens)
 for layer in range(LAYERS):
     assert (np.bincount(experts[layer].ravel(), minlength=EXPERTS) == aux["load"][layer]).all()
 
 # %% [markdown]
-# Each column is a byte, frequent ones only; its colours say to which experts it goes.
+# Each column is a frequent byte. Its colors show to which experts it is sent.
 
 # %%
 frequent = np.argsort(-np.bincount(tokens.ravel(), minlength=256))[:40]
@@ -270,13 +274,14 @@ figure.colorbar(image, ax=grid, label="part of the byte's pairs")
 plt.show()
 
 # %% [markdown]
-# How much of a router's choice does the byte decide? The mutual information of byte and expert, as a part of the expert's
-# entropy: 1 if the byte decides all, 0 if nothing. What is left over is context. Beside it the same for the byte *before*.
+# How much of a router's choice depends on the byte? The figure is the mutual information of byte and expert, divided by the
+# entropy of the expert: 1 if the byte decides everything, 0 if nothing. The rest depends on the context. The second column
+# is the same for the byte *before*.
 
 
 # %%
 def decided(byte: np.ndarray, expert: np.ndarray) -> float:
-    """Mutual information over the entropy of `expert`."""
+    """Returns the mutual information of both, divided by the entropy of `expert`."""
     joint = np.zeros((256, EXPERTS))
     np.add.at(joint, (byte.ravel(), expert.ravel()), 1 / byte.size)
     apart = joint.sum(1, keepdims=True) * joint.sum(0)
@@ -287,14 +292,14 @@ def decided(byte: np.ndarray, expert: np.ndarray) -> float:
 
 print("layer  the byte  the byte before")
 for layer in range(LAYERS):
-    first = experts[layer, :, 1:, 0]  # the likeliest of the two
+    first = experts[layer, :, 1:, 0]  # the more probable of the two
     print(f"{layer:5}  {decided(tokens[:, 1:], first):8.0%}  {decided(tokens[:, :-1], first):15.0%}")
 shuffled = np.random.default_rng(0).permutation(experts[0, :, 1:, 0].ravel())
 assert decided(tokens[:, 1:], experts[0, :, 1:, 0]) > 0.3 > 10 * decided(tokens[:, 1:], shuffled)
 
 # %% [markdown]
-# "Experts" are not experts in a subject. In a model as small as this they share out the alphabet: the table of bytes
-# decides most of the choice. Here is held-out text, each byte in the colour of its likeliest expert in the last layer.
+# These experts do not specialize in a subject. In such a small model they divide the alphabet: the byte decides most of the
+# choice. Below is held-out text, each byte in the color of its first expert in the last layer.
 
 # %%
 colours = [f"hsl({360 * i // EXPERTS}, 70%, 80%)" for i in range(EXPERTS)]
@@ -308,11 +313,10 @@ display(HTML(f'<pre style="line-height: 1.5; color: black">{"".join(spans)}</pre
 # %% [markdown]
 # ## Where to go next
 #
-# - Make the bias slower, `bias_update_rate=0.001`, or the loss heavier, `aux_loss_weight=0.1`, and look at load and loss again.
-# - Other gates: `router="domain"` gives each expert a kind of text, `shared_experts=1` one that every token passes.
-#   `help(MoEConfig)` lists them all.
-# - The same from a shell, with the figures in `metrics.jsonl`: `python train.py --config configs/moe_quickstart.yaml`
-#   ([README](https://github.com/jaxstack/jaxstack#experts)).
-# - Experts on several devices:
-#   [expert.md](https://github.com/jaxstack/jaxstack/blob/main/docs/parallelism/expert.md).
-# - The routers: [routers.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/moe/routers.py).
+# - Lower the bias rate, `bias_update_rate=0.001`, or raise the loss weight, `aux_loss_weight=0.1`, and compare load and loss.
+# - Try other routers: `router="domain"` gives each expert one kind of text; `shared_experts=1` adds an expert that every token
+#   uses. `help(MoEConfig)` lists all fields.
+# - Run the same from a shell, with the figures in `metrics.jsonl`: `jaxstack train --config moe_quickstart`
+#   ([experts](https://github.com/jaxstack/jaxstack/blob/main/docs/experts.md)).
+# - Split experts over several devices: [expert parallelism](https://github.com/jaxstack/jaxstack/blob/main/docs/parallelism/expert.md).
+# - Read the routers: [routers.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/moe/routers.py).

@@ -3,8 +3,8 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/first_model.ipynb)
 #
-# A small language model learns to write Python, byte by byte, from real text that is already on this machine: the source
-# of Python's standard library. Then you change the model and see what the change costs. No download, no accelerator.
+# Train a small language model to write Python, byte by byte, on the source of Python's standard library, which is already on
+# this machine. Then change the model and measure the difference. You need no download and no accelerator.
 
 # %%
 import importlib.util
@@ -16,7 +16,7 @@ if importlib.util.find_spec("jaxstack") is None:
 # %% [markdown]
 # ## The configuration
 #
-# Every choice of a run is a field here, with a default. Wrong values are refused when the object is made.
+# Every choice of a run is a field with a default. A wrong value raises an error when the object is created.
 
 # %%
 from dataclasses import replace
@@ -35,7 +35,7 @@ cfg = Config(
 # %% [markdown]
 # ## The data
 #
-# A tenth of the text is held out: the model never trains on it. A token is a byte, so there are 256 of them.
+# A tenth of the text is held out: the model never trains on it. A token is a byte, so the vocabulary has 256 entries.
 
 # %%
 dataset = data.load(cfg.data)
@@ -44,7 +44,7 @@ print(dataset.description)
 assert cfg.model.vocab_size == 256
 
 # %% [markdown]
-# A batch is a function of the seed and the step alone. `targets` are the tokens one place further on.
+# A batch is a function of the seed and the step. `targets` are the tokens shifted by one position.
 
 # %%
 reading = {"seq_len": cfg.data.seq_len, "batch_size": cfg.data.batch_size, "packing": cfg.data.packing}
@@ -56,11 +56,12 @@ print(dataset.tokenizer.decode(batches[0]["tokens"][0]))
 # %% [markdown]
 # ## The model
 #
-# `model.spec` declares every parameter once: shape, a name for each dimension, how it starts. `layers` come first, in one
-# array each. The values derive from the declaration, and so does how they lie on a mesh of any size.
+# `decoder.spec` declares every parameter once: shape, a name for each dimension, initializer. All layers of one kind are
+# stacked in one array, with the dimension `layers` first. Values and shardings derive from this declaration, for a mesh of any
+# size.
 
 # %%
-platform.configure(cfg.mesh, cfg.data.batch_size)  # a device per core of the CPU; JAX reads this when it is imported
+platform.configure(cfg.mesh, cfg.data.batch_size)  # one device per CPU core; JAX reads this when it is imported
 
 import jax
 import matplotlib.pyplot as plt
@@ -81,7 +82,7 @@ print(f"{params.count(spec):,} parameters on {jax.device_count()} x {jax.devices
 # %% [markdown]
 # ## The loop
 #
-# `Context` says how to compute (devices, kernels, precision); `step` has the pure functions. This is what `train.py` does,
+# `Context` says how to compute: devices, kernels, precision. `step` has the pure functions. This is what `train.py` does,
 # without checkpoints and logging.
 
 
@@ -90,9 +91,9 @@ mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size)
 
 
 def train(cfg: Config) -> tuple[TrainState, list[float]]:
-    """The state after `train.steps` steps, and the loss of each, in nats per byte."""
+    """Returns the state after `train.steps` steps, and the loss of each step in nats per byte."""
     ctx = Context.create(cfg, mesh)
-    abstract = abstract_state(cfg, ctx)  # shapes and where they lie, without values
+    abstract = abstract_state(cfg, ctx)  # shapes and shardings, without values
     state = make_state(cfg, ctx, abstract)
     train_step = step.jit_train_step(cfg, ctx, abstract)
     losses = []
@@ -105,7 +106,7 @@ def train(cfg: Config) -> tuple[TrainState, list[float]]:
 
 
 def held_out_bits(cfg: Config, state: TrainState) -> float:
-    """Bits per byte of text that was never trained on."""
+    """Returns the held-out loss in bits per byte."""
     ctx = Context.create(cfg, mesh)
     eval_step = jax.jit(step.make_eval_step(cfg, ctx))
     held_out = data.eval_batches(dataset.eval, steps=cfg.train.eval_steps, **reading)
@@ -115,8 +116,8 @@ def held_out_bits(cfg: Config, state: TrainState) -> float:
 
 
 # %% [markdown]
-# Before the first step every byte is as likely as any other, so the loss starts near ln 256 = 5.55. The first step
-# compiles, for a few seconds.
+# Before the first step every byte is equally probable, so the loss starts near ln 256 = 5.55. The first step compiles, which
+# takes a few seconds.
 
 # %%
 state, losses = train(cfg)
@@ -129,8 +130,8 @@ assert bits < 3.2
 # %% [markdown]
 # ## What it writes
 #
-# Half a minute of training gives the look of Python: indentation, brackets, things like words. `python train.py`, a few
-# minutes, gives most of the words.
+# After half a minute of training the text looks like Python: it has indentation, brackets and fragments of words. `python
+# train.py` trains for a few minutes, and most of the words are right.
 
 # %%
 sample = decode.generate(
@@ -145,8 +146,8 @@ print(dataset.tokenizer.decode(sample[0]))
 # %% [markdown]
 # ## Change the model
 #
-# What are positions worth? Without them the first layer sees earlier bytes as a bag, not as a sequence. One field changes;
-# initial values of all else, batches and their order are the same.
+# How much do positions help? Without them, the first layer sees the earlier bytes as a set without an order. One field
+# changes; the other initial values, the batches and their order stay the same.
 
 # %%
 without = replace(cfg, model=replace(cfg.model, positions="none"))
@@ -157,8 +158,8 @@ print(f"held out: {bits:.3f} bits per byte with positions, {bits_without:.3f} wi
 assert bits_without > bits + 0.1
 
 # %% [markdown]
-# The curves share their bumps, because both models read the same batches. They part once there is more to learn than which
-# bytes are frequent.
+# Both curves have the same bumps, because both models read the same batches. They separate once the models have learned
+# which bytes are frequent.
 
 # %%
 figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
@@ -172,12 +173,11 @@ plt.show()
 # %% [markdown]
 # ## Where to go next
 #
-# - Other fields to change: `norm="layer"`, `gated=False`, `tied_embeddings=True`; `OptimConfig(name="adamw", lr=3e-3)`.
+# - Change other fields: `norm="layer"`, `gated=False`, `tied_embeddings=True`; `OptimConfig(name="adamw", lr=3e-3)`.
 #   `help(ModelConfig)` lists them.
-# - The same from a shell, with checkpoints, resuming and a log: `python train.py`
-#   ([README](https://github.com/jaxstack/jaxstack#readme)).
-# - The model itself:
-#   [model.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/models/decoder.py) and
+# - Run the same from a shell, with checkpoints, resuming and a log: `python train.py`
+#   ([first run](https://github.com/jaxstack/jaxstack/blob/main/docs/first_run.md)).
+# - Read the model: [decoder.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/models/decoder.py) and
 #   [layers.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/models/layers.py).
-# - Your own Flax model on several devices:
+# - Shard your own Flax model over several devices:
 #   [flax_sharding.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb).

@@ -3,11 +3,11 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb)
 #
-# You have a model in Flax and more than one device. One decision is missing for every array: which of its dimensions is
-# split over which axis of the devices. Here the decisions are a list of rules. `shard` checks every rule and places the
-# arrays; the model's code does not change.
+# Shard a Flax model over several devices. For every array you decide which of its dimensions is split over which mesh axis.
+# Here these decisions are a list of rules. `shard` checks every rule and places the arrays; the code of the model does not
+# change.
 #
-# No accelerator is needed. With fewer than eight, the CPU plays eight devices.
+# You need no accelerator: with fewer than eight devices, the CPU simulates eight.
 
 # %%
 import importlib.util
@@ -36,8 +36,8 @@ print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
 # %% [markdown]
 # ## The mesh
 #
-# A mesh gives the eight devices three coordinates, here 2 x 2 x 2. By convention `data` splits only the batch, `fsdp` the
-# batch and the parameters, `tensor` the parameters and the arithmetic of each layer. Axes of size one do nothing.
+# A mesh arranges the eight devices in a grid, here 2 x 2 x 2. By convention `data` splits only the batch, `fsdp` the batch and
+# the parameters, and `tensor` the parameters and the arithmetic of each layer. Axes of size one do nothing.
 
 # %%
 BATCH, LENGTH, VOCAB, STEPS = 32, 16, 64, 20
@@ -47,9 +47,9 @@ rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))  # how a batch lies: in 
 print(dict(mesh.shape))
 
 # %% [markdown]
-# ## A stranger's model
+# ## A model that does not use jaxstack
 #
-# Plain nnx. It names no device and no mesh axis, and imports nothing of ours.
+# This is plain nnx. It mentions no device and no mesh axis, and imports nothing from jaxstack.
 
 
 # %%
@@ -79,8 +79,8 @@ class NextToken(nnx.Module):
 plain = NextToken(VOCAB, width=128, layers=2, rngs=nnx.Rngs(0))
 
 # %% [markdown]
-# `placed` reads how arrays lie now, `table` prints it. Nothing is split yet: on the mesh every device would hold all of it.
-# The first column has the paths that rules are written for.
+# `placed` reads the present sharding of arrays, and `table` prints it. Nothing is split yet: on the mesh, every device would
+# hold all of it. The first column has the paths for which you write rules.
 
 # %%
 print(table(*placed(plain), mesh))
@@ -88,11 +88,11 @@ print(table(*placed(plain), mesh))
 # %% [markdown]
 # ## Rules
 #
-# A rule is a regular expression for the path and one entry a dimension: a mesh axis, several, or `None`. The expression
-# must match the whole path; the first match wins; `()` replicates.
+# A rule is a regular expression for the path, and one entry per dimension: a mesh axis, several axes, or `None`. The
+# expression must match the complete path, and the first match is used; `()` replicates.
 #
-# `up` is split by columns over `tensor` and `down` by rows, so the wide activations between them stay where they are
-# made. `fsdp` takes the other dimension: it saves memory, and each matrix is put together when it is needed.
+# `up` is split over `tensor` by columns and `down` by rows, so the wide activations between them need no communication.
+# `fsdp` splits the other dimension: it saves memory, and each matrix is gathered when it is needed.
 
 # %%
 rules = Rules(
@@ -109,8 +109,8 @@ model = shard(plain, rules, mesh)
 print(table(*placed(model), mesh))
 
 # %% [markdown]
-# Each device now holds about a quarter. `shard` returned a new module with the same values, and `plain` is untouched.
-# `guard` raises an error where more than 5% of the bytes are still split over neither `fsdp` nor `tensor`.
+# Each device now holds about a quarter. `shard` returned a new module with the same values, and `plain` has not changed.
+# `guard` raises an error if more than 5% of the bytes are split over neither `fsdp` nor `tensor`.
 
 # %%
 guard(*placed(model), mesh)
@@ -119,14 +119,14 @@ assert jax.tree.all(jax.tree.map(np.array_equal, nnx.state(model), nnx.state(pla
 # %% [markdown]
 # ## A picture
 #
-# JAX draws where the parts of an array are. First `up/kernel`, 128 x 512: its rows in two halves (`fsdp`), its columns in
-# two halves (`tensor`). Each part is on two devices, because parameters are not split over `data`.
+# JAX draws which devices hold the parts of an array. First `up/kernel`, 128 x 512: `fsdp` splits its rows in two halves,
+# `tensor` its columns. Two devices hold each part, because parameters are not split over `data`.
 
 # %%
 jax.debug.visualize_array_sharding(model.blocks[0].up.kernel[...], scale=0.6)
 
 # %% [markdown]
-# The embedding, 64 x 128: its rows over `fsdp` and `tensor` together, in four parts.
+# The embedding is 64 x 128. Its rows are split over `fsdp` and `tensor` together, into four parts.
 
 # %%
 jax.debug.visualize_array_sharding(model.embed.embedding[...], scale=0.8)
@@ -134,7 +134,8 @@ jax.debug.visualize_array_sharding(model.embed.embedding[...], scale=0.8)
 # %% [markdown]
 # ## The optimizer
 #
-# Adam keeps two moments of every parameter. With `like=model` each lies where its parameter does, by the same rules.
+# Adam stores two moments for every parameter. With `like=model` each moment is sharded like its parameter, by the same
+# rules.
 
 # %%
 optimizer = shard(nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param), rules, mesh, like=model)
@@ -148,7 +149,7 @@ for path in lies:
 # %% [markdown]
 # ## Twenty steps
 #
-# An ordinary training step. The compiler reads from the arguments how they lie, and adds the communication.
+# This is an ordinary training step. The compiler reads the sharding of the arguments and adds the communication.
 
 
 # %%
@@ -163,7 +164,7 @@ def train_step(model: NextToken, optimizer: nnx.Optimizer, tokens: jax.Array) ->
 
 
 # %% [markdown]
-# Something to learn: each token has one successor, drawn once.
+# The task: each token has one successor, which is drawn once.
 
 # %%
 rng = np.random.default_rng(0)
@@ -180,7 +181,8 @@ for step in (0, 5, 10, 15, 19):
 assert on_eight[-1] < on_eight[0] / 2
 
 # %% [markdown]
-# Did the layout survive? XLA chooses how a step's results lie, so look again after the first steps of every new model.
+# Is the state still sharded? XLA chooses the sharding of a step's results, so check it after the first steps of every new
+# model.
 
 # %%
 guard(*placed(model), mesh)
@@ -189,9 +191,9 @@ guard(*placed(optimizer), mesh)
 # %% [markdown]
 # ## The same on one device
 #
-# `plain` was never placed. The same step, on one device, must give the same losses. Not bit for bit: eight devices add
-# the same numbers in another order, float32 rounds each sum at the seventh digit, and Adam carries this on for twenty
-# steps. Hence 1e-5.
+# `plain` was never sharded. The same steps on one device must give the same losses, but not bit for bit: eight devices add the
+# same numbers in another order, float32 rounds each sum at the seventh digit, and twenty steps of Adam accumulate the
+# differences. Hence the tolerance of 1e-5.
 
 # %%
 plain_optimizer = nnx.Optimizer(plain, optax.adamw(3e-4), wrt=nnx.Param)
@@ -203,7 +205,7 @@ print(f"largest relative difference of the loss: {np.max(np.abs(on_eight / on_on
 # %% [markdown]
 # ## Linen
 #
-# The same for a linen model, this time with attention. Its kernels have three dimensions, and a rule one entry for each.
+# Now a linen model, with attention. Its kernels have three dimensions, so a rule has three entries.
 
 
 # %%
@@ -226,8 +228,8 @@ variables = attention.init(jax.random.key(0), batches[0])
 plain_state = TrainState.create(apply_fn=attention.apply, params=variables["params"], tx=optax.adamw(1e-3))
 
 # %% [markdown]
-# Linen keeps its parameters in a dict. A `TrainState` holds them beside the optimizer's moments, so one call places both
-# and needs no `like`. Query, key and value are (width, heads, head width): whole heads go over `tensor`.
+# Linen stores its parameters in a dict. A `TrainState` has them beside the optimizer's moments, so one call shards both and
+# needs no `like`. Query, key and value have the shape (width, heads, head width): `tensor` splits complete heads.
 
 # %%
 state_rules = Rules(
@@ -244,7 +246,7 @@ guard(*placed(state), mesh)
 print(table(*placed(state.params), mesh))
 
 # %% [markdown]
-# A linen step is a function from state to state. `out_shardings` holds its result to the layout of its argument.
+# A linen step is a function from state to state. `out_shardings` gives the result the sharding of the argument.
 
 
 # %%
@@ -277,8 +279,8 @@ np.testing.assert_allclose(on_eight, on_one, rtol=1e-5)  # as above
 # %% [markdown]
 # ## Names instead of paths
 #
-# A model may name its dimensions, as this layer does. Then a rule maps a name to a mesh axis, and one rule serves every
-# array that has the name.
+# A model may name its dimensions, as this layer does. Then a rule maps a name to a mesh axis, and one rule applies to every
+# array with that name.
 
 # %%
 kernel_init = linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
@@ -289,8 +291,8 @@ print(table(*placed(shard(named, Rules(parameters={"embed": "fsdp", "mlp": "tens
 # %% [markdown]
 # ## Mistakes
 #
-# Nothing is silently ignored. A misspelt rule would leave its arrays to a later rule, or replicated, and you would
-# find out by running out of memory. Here it is an error that names the rule, the array and the way out.
+# No mistake is ignored silently. With a misspelled rule, arrays would match a later rule or be replicated, and you would
+# notice only when memory runs out. Here it is an error that names the rule, the array and the fix.
 
 # %%
 mistakes = {
@@ -310,9 +312,7 @@ for what, paths in mistakes.items():
 # %% [markdown]
 # ## Where to go next
 #
-# - [docs/flax.md](https://github.com/jaxstack/jaxstack/blob/main/docs/flax.md): models larger than one device (`shard`
-#   works inside `jax.jit` and on shapes without values), every error, and the traps.
-# - [first_model.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/first_model.ipynb): train
-#   a language model of our own, in five minutes.
-# - [docs/meshes.md](https://github.com/jaxstack/jaxstack/blob/main/docs/meshes.md): our own models on every mesh of a long table,
-#   each equal to one device.
+# - [docs/flax.md](https://github.com/jaxstack/jaxstack/blob/main/docs/flax.md): models larger than one device (`shard` works inside `jax.jit` and on shapes without
+#   values), every error, and the traps.
+# - [first_model.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/first_model.ipynb): train a language model of jaxstack in five minutes.
+# - [docs/meshes.md](https://github.com/jaxstack/jaxstack/blob/main/docs/meshes.md): jaxstack's own models on many meshes, each compared with one device.

@@ -3,11 +3,11 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/kernels.ipynb)
 #
-# XLA fuses well, and most of a model needs no kernel. Where one pays, it is because XLA writes something large to memory
-# that a kernel need not: the scores of attention, the logits of a vocabulary. This notebook goes the whole way for two
-# operations: a definition, a truth to hold it against, a kernel, its gradient, what it must not read, what it may skip.
+# XLA fuses well, and most of a model needs no kernel. A kernel pays where XLA writes something large to memory that is not
+# needed there: the scores of attention, the logits of a vocabulary. For two operations, this notebook goes through all steps:
+# a reference, exact values to compare with, a kernel, its gradient, what it must not read, and what it may skip.
 #
-# No accelerator is needed: Pallas has an interpreter, which runs a kernel block by block on any machine.
+# You need no accelerator: Pallas has an interpreter, which runs a kernel block by block on any machine.
 
 # %%
 import importlib.util
@@ -32,10 +32,10 @@ device = jax.devices()[0]
 print(f"jax {jax.__version__}, {device.device_kind}")
 
 # %% [markdown]
-# ## 1. The definition, and the truth
+# ## 1. The reference, and exact values
 #
-# RMSNorm divides a row by its root mean square and multiplies by a gain. The definition is three lines of `jax.numpy`;
-# the truth is the same in float64, by NumPy, which shares no code with it.
+# RMSNorm divides a row by its root mean square and multiplies by a gain. The reference is three lines of `jax.numpy`. The
+# exact values come from the same formula in float64 NumPy, which shares no code with it.
 
 
 # %%
@@ -50,7 +50,7 @@ def truth(x, gain, eps=1e-6):
 
 
 def error(got, want):
-    """Norm of the difference over norm of the truth."""
+    """Returns the norm of the difference, divided by the norm of the exact values."""
     return np.linalg.norm(np.float64(got) - want) / np.linalg.norm(want)
 
 
@@ -63,18 +63,18 @@ assert error(rms_norm(x, gain), truth(x, gain)) < 1e-6
 # %% [markdown]
 # ## 2. A first kernel
 #
-# A kernel is a function of *references* to blocks that lie in fast memory. `grid` says how often it runs; a `BlockSpec`
-# says which block of an array run `i` sees: its shape, and a function from `i` to the block's number. Reading a reference
-# loads it, writing stores it. Everything else is ordinary JAX.
+# A kernel is a function of *references* to blocks in fast memory. `grid` says how often it runs. A `BlockSpec` says which
+# block of an array program `i` gets: the shape of the block, and a function from `i` to the block's index. Reading a
+# reference loads it, and writing stores it. Everything else is ordinary JAX.
 #
-# Here each run takes 32 rows. The gain is the same block for every run, so it is fetched once.
+# Here each program processes 32 rows. The gain is the same block for every program, so it is loaded once.
 
 # %%
 BLOCK = 32
 
 
 def run(kernel, **options):
-    """A kernel for the device at hand; elsewhere through the interpreter. The lowering is named, never left to chance."""
+    """Builds a kernel for this device, or for the interpreter. It always names the lowering."""
     if device.platform == "tpu":
         return pl.pallas_call(kernel, compiler_params=pltpu.CompilerParams(), **options)
     return pl.pallas_call(kernel, interpret=True, **options)
@@ -102,15 +102,15 @@ print(f"the kernel is off by {error(rms_norm_pallas(x, gain), truth(x, gain)):.1
 assert error(rms_norm_pallas(x, gain), truth(x, gain)) < 1e-6
 
 # %% [markdown]
-# 100 rows are three blocks of 32 and one of 4. The last block reaches 28 rows beyond the array. What stands there is
-# anything at all, and what is written there is thrown away. That is safe here, because no row looks at another.
+# 100 rows are three blocks of 32 and one of 4. The last block extends 28 rows beyond the array. Values read there are
+# undefined, and values written there are discarded. That is safe here, because rows do not depend on each other.
 
 # %% [markdown]
 # ## 3. What it must not read
 #
-# A sum over *rows* does look at them. The gradient by the gain is one: `sum over rows of dy * normalised x`. Each run can
-# add up its own block, and the sums of the runs are added outside. The interpreter fills what lies beyond an array with
-# NaN, so that a kernel that uses it says so.
+# A sum over *rows* does depend on them. The gradient of the gain is such a sum: `sum over rows of dy * normalised x`. Each
+# program adds up its own block, and the sums of all programs are added outside. The interpreter fills memory beyond an array
+# with NaN, so a kernel that uses it gives NaN.
 
 
 # %%
@@ -150,8 +150,8 @@ assert jnp.isfinite(rms_backward(x, gain, dy)[1]).all()
 # %% [markdown]
 # ## 4. Its gradient
 #
-# `jax.custom_vjp` joins the two: the forward pass keeps `x` and the gain and nothing else, where plain autodiff would
-# keep the normalised rows too. The truth is NumPy's again, written out by hand.
+# `jax.custom_vjp` joins the two. The forward pass saves only `x` and the gain, where plain autodiff would also save the
+# normalized rows. The exact values are again NumPy's, written out by hand.
 
 
 # %%
@@ -178,11 +178,11 @@ for name, got, want in zip(("x", "gain"), vjp(dy), true_gradients(x, gain, dy), 
 # %% [markdown]
 # ## 5. Is it worth it?
 #
-# A kernel cannot beat memory. RMSNorm reads a row and writes a row: 4 bytes an element in bfloat16, for about 4 FLOPs.
-# The chip could do hundreds of FLOPs in the time that those bytes take, so all that counts is that nothing is moved
-# twice. XLA fuses the three lines of the definition into one pass of the same bytes: here a kernel can win little.
+# A kernel cannot be faster than memory. RMSNorm reads a row and writes a row: 4 bytes an element in bfloat16, for about 4
+# FLOPs. In the time that those bytes take, the chip could do hundreds of FLOPs, so what counts is that nothing is moved
+# twice. XLA fuses the three lines of the reference into one pass over the same bytes, so a kernel gains little here.
 #
-# Attention is another matter. Scores of `S x S` a head, written and read again, are what a kernel avoids.
+# Attention is different: a kernel avoids writing and reading `S x S` scores for each head.
 
 # %%
 CHIPS = {"H100": (989e12, 3.35e12), "TPU v5p": (459e12, 2.77e12), "A100": (312e12, 2.04e12)}  # bf16 FLOP/s, bytes/s
@@ -190,7 +190,7 @@ S, HEADS, WIDTH_OF_HEAD = 4096, 16, 128
 
 
 def work(scores_in_memory):
-    """FLOPs and bytes of one causal head's forward pass, bfloat16; scores are float32 and pass memory four times."""
+    """Returns FLOPs and bytes of a causal head's forward pass in bfloat16; float32 scores cross memory four times."""
     pairs = S * S / 2
     flops = 4 * pairs * WIDTH_OF_HEAD
     in_and_out = 4 * 2 * S * WIDTH_OF_HEAD
@@ -208,20 +208,20 @@ for chip, (peak, bandwidth) in CHIPS.items():
 # %% [markdown]
 # ## 6. Attention in blocks
 #
-# A softmax needs the largest score of a row before it can sum, which seems to need the whole row. It does not: when a
-# larger score comes, what was summed so far is scaled down (*online softmax*, Milakov and Gimelshein 2018; in attention:
-# FlashAttention, Dao et al. 2022). So a kernel takes a block of queries, passes over the blocks of keys, and holds one
-# block of scores at a time.
+# A softmax needs the largest score of a row before it can sum, which seems to need the complete row. It does not: when a
+# larger score appears, the sum so far is scaled down (*online softmax*, Milakov and Gimelshein 2018; in attention:
+# FlashAttention, Dao et al. 2022). So a kernel takes a block of queries, loops over the blocks of keys, and holds one block of
+# scores at a time.
 #
-# Under a causal mask, blocks above the diagonal are never visited: the loop ends at the diagonal. With a window it also
-# begins later. Skipping halves the work; masking alone would not.
+# Under a causal mask, blocks above the diagonal are never visited: the loop ends at the diagonal. With a window it also begins
+# later. Skipping blocks halves the work; masking alone would not.
 
 # %%
 TILE = 64
 
 
 def visited(i, window):
-    """The blocks of keys that block `i` of queries meets: the first, and one beyond the last."""
+    """Returns the blocks of keys that block `i` of queries visits: the first, and one beyond the last."""
     return 0 if window is None else jnp.maximum((i * TILE - window + 1) // TILE, 0), i + 1
 
 
@@ -250,7 +250,7 @@ def attention_kernel(q_ref, k_ref, v_ref, o_ref, *, scale, window):
 
 
 def attention_pallas(q, k, v, window=None):
-    """[heads, S, K] each, S a multiple of the tile; causal."""
+    """Computes causal attention of q, k and v [heads, S, K]; S is a multiple of the tile."""
     heads, length, width = q.shape
     rows = pl.BlockSpec((1, TILE, width), lambda h, i: (h, i, 0))
     whole = pl.BlockSpec((1, length, width), lambda h, i: (h, 0, 0))
@@ -295,9 +295,9 @@ plt.show()
 # %% [markdown]
 # ## 7. In the library
 #
-# `jaxstack.kernels` has these operations in forms for each platform. Every form runs the same cases against float64, and
-# its gradients too. `auto` takes what suits the platform and the shapes; what is asked for by name and cannot run is an
-# error that names what can.
+# `jaxstack.kernels` has implementations of these operations for each platform. Every one runs the same cases against float64,
+# with gradients. `auto` selects one by platform and shapes. If you name one that cannot run, you get an error that lists the
+# ones that can.
 
 # %%
 from jaxstack import kernels
@@ -320,5 +320,5 @@ else:
     raise AssertionError("it took a name that does not exist")
 
 # %% [markdown]
-# In a run it is a key: `python train.py --kernels.attention=pallas`. To add a form of your own: its function, its name in
-# the op's table, and the cases of `tests/kernels/test_kernels.py` run it as they run all others.
+# In a run it is a key: `jaxstack train --kernels.attention=pallas`. To add an implementation, write its function, add its name
+# to the op's table, and the cases of `tests/kernels/test_kernels.py` run it like all others.

@@ -1,13 +1,13 @@
 # %% [markdown]
-# # Pipelines, seen from their tables
+# # Pipelines and their schedule tables
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/pipelines.ipynb)
 #
-# A pipeline puts the layers of a model on several devices, its *stages*, and sends the batch through them in
-# *microbatches*. Which stage does what at which moment is the *schedule*. Here a schedule is a table of integers: this
-# notebook draws some, counts what they cost, runs them, and writes a new one.
+# A pipeline places the layers of a model on several devices, its *stages*, and sends the batch through them in
+# *microbatches*. The *schedule* says which stage does what when. Here a schedule is a table of integers. This notebook draws
+# some schedules, counts their costs, runs them, and writes a new one.
 #
-# No accelerator is needed. With fewer than four, the CPU plays the devices.
+# You need no accelerator: with fewer than four devices, the CPU simulates them.
 
 # %%
 import importlib.util
@@ -42,16 +42,16 @@ print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
 # %% [markdown]
 # ## Three schedules
 #
-# Time runs in *ticks*. In each, a stage has room for one forward unit (one microbatch through its layers) and then one
-# backward unit; what they make is at the neighbour in the next tick. `text` prints the table: two lines a stage, the
-# microbatch at every tick.
+# Time is divided into *ticks*. In each tick a stage runs at most one forward unit (one microbatch through its layers) and then
+# at most one backward unit. Results reach the neighbour in the next tick. `text` prints the table: two lines per stage, with
+# the microbatch of every tick.
 
 # %%
 print(one_f_one_b(STAGES, 8).text())
 
 # %% [markdown]
-# As a chart, where a backward unit takes twice as long as a forward unit. All stages keep step, so a tick is as long as the
-# units that any of them runs in it.
+# In the chart a backward unit takes twice as long as a forward unit. All stages run in lockstep, so a tick is as long as the
+# longest units in it.
 
 
 # %%
@@ -65,27 +65,27 @@ def show(schedule: Schedule) -> None:
 show(gpipe(STAGES, 8))
 
 # %% [markdown]
-# *GPipe* sends everything forward, then everything back. What the last microbatch needs for its way back waits beside
-# that of all others.
+# *GPipe* runs all forward units, then all backward units. The residuals of all microbatches are kept until then.
 
 # %%
 show(one_f_one_b(STAGES, 8))
 
 # %% [markdown]
-# *1F1B* (one forward, one backward) sends a microbatch back as soon as it has arrived. Idle time is the same, but what
-# waits is bounded by the number of stages. At the end of a row, stages that have nothing left wait for the others.
+# *1F1B* (one forward, one backward) starts the backward pass of a microbatch as soon as it reaches the last stage. Idle time is
+# the same, but the number of stages limits how many microbatches are kept. At the end of a row, stages without work wait for
+# the others.
 
 # %%
 show(interleaved_one_f_one_b(STAGES, 8, chunks=2))
 
 # %% [markdown]
-# *Interleaved 1F1B* gives each stage two stretches of layers, *chunks*: light and dark. The gaps at both ends are
-# half as long, for twice the traffic.
+# *Interleaved 1F1B* gives each stage two ranges of layers, *chunks*: light and dark. The gaps at both ends are half as
+# long, for twice the traffic.
 #
 # ## Bubble and slots
 #
-# Two numbers describe a schedule. The *bubble* is idle time over work. *Slots* are the units whose residuals (what the
-# backward pass needs) a stage keeps room for. With P stages, M microbatches and V chunks a stage:
+# Two numbers describe a schedule. The *bubble* is idle time divided by work. *Slots* are the units whose residuals (the
+# arrays that the backward pass needs) a stage has room for. With P stages, M microbatches and V chunks a stage:
 #
 # | | bubble | slots |
 # |---|---|---|
@@ -93,12 +93,12 @@ show(interleaved_one_f_one_b(STAGES, 8, chunks=2))
 # | 1F1B | (P - 1) / M | min(2P - 1, M) |
 # | interleaved, M at least 2P | (P - 1) / (V M) | P(V + 1) - 1, each 1/V as large |
 #
-# Not to be believed without counting in the tables.
+# We check these formulas by counting in the tables.
 
 
 # %%
 def counted(schedule: Schedule) -> tuple[float, int]:
-    """Bubble and slots, from the table alone; -1 is an empty place."""
+    """Returns the bubble and the slots, counted in the table; -1 means no unit."""
     forward_ticks = (schedule.forward_TP != -1).any(axis=1).sum()  # in which some stage goes forward
     backward_ticks = (schedule.backward_TP != -1).any(axis=1).sum()
     work = 3 * schedule.microbatches * schedule.chunks  # of each stage: forward units take 1, backward units 2
@@ -125,8 +125,8 @@ for M in (8, 16, 32, 64):
 # %% [markdown]
 # ## Running them
 #
-# A model of nobody in particular: 8 equal layers, something before them and something after. `value_and_grad` takes the
-# three as functions, and a table.
+# The model is only an example: 8 equal layers, and something before and after them. `value_and_grad` takes these three as
+# functions, and a schedule.
 
 # %%
 WIDTH, LAYERS, ROWS = 128, 8, 64  # rows of a microbatch
@@ -165,8 +165,8 @@ def pipelined(schedule: Schedule):
 
 
 # %% [markdown]
-# Loss and gradients must be those of plain JAX on one device. Not bit for bit: sums are taken in another order, and float32
-# rounds each at the seventh digit.
+# Loss and gradients must equal those of plain JAX on one device, but not bit for bit: sums are taken in another order, and
+# float32 rounds each at the seventh digit.
 
 
 # %%
@@ -176,7 +176,7 @@ def plain(shared, stacked, batch):
 
 
 def largest_difference(schedule: Schedule) -> float:
-    """Over the loss and all gradients, as relative norms."""
+    """Returns the relative errors of the loss and of all gradients."""
     batch = batch_of(schedule.microbatches)
     ours = jax.jit(pipelined(schedule))(shared, stacked, batch)
     theirs = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(shared, stacked, batch)
@@ -193,8 +193,8 @@ assert difference < 1e-5
 # %% [markdown]
 # ## Memory
 #
-# More microbatches of the same size make the bubble smaller. What do they cost? The compiler says how much memory a
-# program needs beside its arguments and results.
+# More microbatches of the same size make the bubble smaller. What do they cost? The compiler reports how much memory a program
+# needs beside its arguments and results.
 
 # %%
 compiled = {}
@@ -209,8 +209,8 @@ for name in ("gpipe", "1f1b"):
     print(f"{name:8}" + "".join(f"{needs[name, M] / 1e6:8.1f}" for M in (8, 16, 32)))
 
 # %% [markdown]
-# GPipe grows with every microbatch, and 1F1B does not. (It keeps its 7 units; the percent is for the batch itself, which
-# is longer.)
+# GPipe's memory grows with every microbatch, and that of 1F1B does not. (It keeps its 7 units; the one percent is the batch
+# itself, which is larger.)
 
 # %%
 assert needs["1f1b", 32] < 1.01 * needs["1f1b", 8]
@@ -220,10 +220,9 @@ assert needs["gpipe", 32] > 1.5 * needs["gpipe", 16]
 # %% [markdown]
 # ## Time
 #
-# Devices that share a CPU cannot show how fast a pipeline is. They do show the bubble: in a tick in which a stage has
-# nothing to do it computes along, for nothing, and here that takes time from the others. So a microbatch should take
-# 1 + (P - 1) / M times what it takes in a batch without end. These are measurements, on a machine that may be doing other
-# things: look, do not expect digits.
+# Devices that share a CPU cannot show how fast a pipeline is, but they do show the bubble. In a tick without work, a stage
+# computes on old data, and here that takes time from the others. So a microbatch should take 1 + (P - 1) / M times as long as
+# in an infinitely long batch. These are measurements on a machine that may be busy, so expect only rough agreement.
 
 # %%
 took = {}
@@ -245,14 +244,14 @@ for M, seconds in took.items():
 # %% [markdown]
 # ## A schedule of your own
 #
-# Pipelines in which every stage runs a program of its own hold the residuals of P microbatches under 1F1B. Ours holds
-# 2P - 1. Can a table do with P? Let a microbatch enter at every second tick, and go back one tick after it has arrived:
-# in each tick half of the stages go forward and the other half backward.
+# If every stage runs a program of its own, 1F1B keeps the residuals of P microbatches. Our tables keep 2P - 1. Is a table with
+# P possible? Let a microbatch enter at every second tick, and start its backward pass one tick after it reaches the last
+# stage: in each tick half of the stages run forward and the other half backward.
 
 
 # %%
 def every_second_tick(stages: int, microbatches: int) -> Schedule:
-    """1F1B with at most P units waiting on a stage."""
+    """Returns 1F1B with at most P units kept on a stage."""
     m, s = np.arange(microbatches)[:, None], np.arange(stages)
     forward_MG = 2 * m + s
     backward_MG = 2 * m + 2 * (stages - 1) - s + 1
@@ -264,9 +263,9 @@ show(mine)
 print(mine.text())
 
 # %% [markdown]
-# It runs, with the right gradients, and keeps 4 slots. But it pays in time: every tick is still as long as a forward and a
-# backward unit, and each stage is idle for one of them. Stages that ran freely, without a common beat, would have the
-# bubble of 1F1B. This is why the tables here keep 2P - 1.
+# It runs, with the right gradients, and keeps 4 slots. But it costs time: every tick is still as long as a forward and a
+# backward unit, and each stage is idle for one of them. Stages that run freely, without lockstep, would have the bubble of
+# 1F1B. For this reason the tables here keep 2P - 1.
 
 # %%
 figures = mine.simulate()
@@ -281,7 +280,7 @@ assert difference < 1e-5
 # %% [markdown]
 # ## Tables that cannot run
 #
-# A table is checked when it is made, before JAX sees it. Nobody has to find a wrong gradient later.
+# A table is checked when it is made, before JAX sees it, so an invalid one cannot give wrong gradients.
 
 # %%
 forward, backward = mine.forward_MG, mine.backward_MG
@@ -304,8 +303,7 @@ for what, (forward_MG, backward_MG) in mistakes.items():
 # %% [markdown]
 # ## Where to go next
 #
-# - [docs/pipelines.md](https://github.com/jaxstack/jaxstack/blob/main/docs/pipelines.md): how the executor works, which
-#   schedule to choose, and two examples with Flax models.
+# - [docs/pipelines.md](https://github.com/jaxstack/jaxstack/blob/main/docs/pipelines.md): how the executor works, which schedule to choose, and two examples with Flax
+#   models.
 # - `python train.py --mesh.pipe=2` trains the quickstart in a pipeline.
-# - [flax_sharding.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb):
-#   splitting the arrays of a Flax model instead of its depth.
+# - [flax_sharding.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb): split the arrays of a Flax model instead of its depth.
