@@ -391,13 +391,13 @@ mistakes(
 )  # fmt: skip
 mistakes(
     "pipeline", "pipeline/execute.py", PIPELINE,
-    ('counts = held & forward["active"]', "counts = held", "pipeline/test_pipeline.py -k 'auxiliary'"),
-    ('counts = held & backward["active"]', "counts = held"),
-    ('layer = row["backward_steps"] - 1 - i', "layer = i"),
+    ("counts = is_layer & unit.active\n            aux", "counts = is_layer\n            aux", "pipeline/test_pipeline.py -k 'auxiliary'"),
+    ("counts = is_layer & unit.active\n            sums", "counts = is_layer\n            sums"),
+    ("layer = row.backward_groups - 1 - i", "layer = i"),
     ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", "pipeline/test_pipeline.py -k 'auxiliary'", {"survives": "no caller reads the sum of penalties, whose gradients are taken by themselves"}),
-    ("_send(dx, axis, -1)", "_send(dx, axis, 1)"),
-    ("stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), stacked),",
-     "stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), stacked),", "training/test_precision.py -k 'near and pipe'"),
+    ("_send(dx, self.axis, -1)", "_send(dx, self.axis, 1)"),
+    ("stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), self.stacked),",
+     "stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), self.stacked),", "training/test_precision.py -k 'near and pipe'"),
     ("group * P + rest % P", "group + rest % P", "pipeline/test_pipeline.py -k autodiff"),
 )  # fmt: skip
 mistakes(
@@ -406,15 +406,16 @@ mistakes(
     "pipeline/test_partition.py",
     ("send[1:L] = costs.latency + np", "send[1:L] = np"),
     ("max(1).sum())", "max(1).max())"),
-    ("(first + last) / blocks", "first + last"),
-    ("layers // blocks + (g < layers % blocks)", "layers // blocks + (g >= blocks - layers % blocks)"),
+    ("(first + last) / model_chunks", "first + last"),
+    ("layers // model_chunks + (g < layers % model_chunks)", "layers // model_chunks + (g >= model_chunks - layers % model_chunks)"),
     ("schedule.slots * _sums(costs.stash_bytes)", "schedule.microbatches * _sums(costs.stash_bytes)"),
     ("limit = np.nextafter(slowest, 0)", "limit = slowest / 2"),
 )
 mistakes(
     "pipeline", "pipeline/transform.py", "pipeline/test_pipeline.py pipeline/test_pipeline_examples.py -k 'anyone or plain'",
-    ("last(shared, x, micro) / parts", "last(shared, x, micro) / schedule.microbatches"),
-    ("return together(sums.loss), together(sums.shared), together(sums.stacked)", "return together(sums.loss), together(sums.shared), sums.stacked"),
+    ("loss(shared, x, microbatch) / parts", "loss(shared, x, microbatch) / schedule.microbatches"),
+    ("return self.all_reduce(sums.loss), self.all_reduce(sums.shared), self.all_reduce(sums.stacked)",
+     "return self.all_reduce(sums.loss), self.all_reduce(sums.shared), sums.stacked"),
 )  # fmt: skip
 
 mistakes(

@@ -1,14 +1,14 @@
-"""Which layers stand on which stage: contiguous cuts by measured costs, the best within memory.
+"""Cuts the layers of a model into pipeline stages by measured costs: the fastest contiguous cut that fits in memory.
 
-PipeDream's partitioning (Harlap et al. 2018, arXiv:1806.03377) for synchronous schedules: layers cost unequally, the
-head of a large vocabulary as much as several of them, and the slowest stage sets the pace.
+This is PipeDream's partitioning (Harlap et al. 2018, arXiv:1806.03377) for synchronous schedules. Layers differ in
+cost, and the head of a large vocabulary costs as much as several layers. The slowest stage limits the speed.
 
-The layers are cut into *blocks* in a row, none empty, and block `g` stands on stage `g % stages`, as in `schedule`. A
-stage is busy while it sends, as in an executor whose ticks end with their transfers. All stages have the same arrays,
-as one program on all of them must: each has room for the largest block, in every one of its chunks and slots.
+The layers are cut, in order, into model chunks of one or more layers. Model chunk `g` is on stage `g % stages`, as in
+`schedule`. A stage is busy while it sends, because the executor's ticks end with their transfers. One program runs on
+all stages, so all have arrays of the same size: room for the largest model chunk in every chunk and stash slot.
 
-Suffixes: L layers, P stages, V chunks, M microbatches, G blocks; I, J: a stretch of layers from i to before j. JAX is
-not imported.
+Suffixes: L layers, P stages, V chunks a stage, M microbatches, G model chunks; I, J: the span of layers i .. j - 1.
+JAX is not imported.
 """
 
 import json
@@ -29,26 +29,27 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Costs:
-    """What the layers cost, for one microbatch on the devices of one stage. Bytes are those of one device.
+    """The costs of layers, for one microbatch on the devices of one stage. Bytes are counted on one device.
 
-    A layer is what is not cut: where layers differ in kind by turns (Gemma 2's windows), a group of them.
+    Where layers alternate in kind (such as Gemma 2's windows), a "layer" here is a group of them, which is never cut.
 
     Attributes:
-      forward, backward: seconds of each layer, [L]; recomputation counts as backward.
+      forward: forward seconds of each layer, [L].
+      backward: backward seconds of each layer, including recomputation, [L].
       state_bytes: weights, gradients and optimizer state of each layer, [L].
-      stash_bytes: residuals that a microbatch leaves in each layer between forward and backward, [L].
-      boundary_bytes: activations that leave each layer, [L], or one number for all; the cotangents coming back are as
-        large.
-      first, last: seconds (forward, backward) of the embedding and of the head.
-      spread: every stage has its part of embedding and head (vocabulary-parallel), so that they move no cut; false:
-        they stand on the first and the last stage.
-      bandwidth: of the link between two stages, bytes/s.
-      latency: of one transfer, seconds.
-      measured_on: where the figures come from, for people.
-      memory_bytes: room for state and residuals of the layers; null: without limit.
+      stash_bytes: residuals of one microbatch in each layer, stored between forward and backward, [L].
+      boundary_bytes: size of each layer's output, [L], or one number for all. The cotangents are as large.
+      first: seconds (forward, backward) of the embedding.
+      last: seconds (forward, backward) of the head and the loss.
+      spread: true if every stage has a shard of embedding and head (vocabulary-parallel), so that they do not affect
+        the cut. False if they are on the first and the last stage.
+      bandwidth: bytes/s of the link between two stages.
+      latency: seconds of one transfer.
+      measured_on: device that the figures come from, as text.
+      memory_bytes: memory of a device for state and residuals of the layers. `None` (JSON null) means no limit.
 
-    Raises (when it is made):
-      ConfigError: a value that is no cost.
+    Raises (on construction):
+      ConfigError: a value is not a valid cost.
     """
 
     forward: tuple[float, ...]
@@ -85,25 +86,26 @@ class Costs:
 
     @property
     def layers(self) -> int:
+        """Number of layers, L."""
         return len(self.forward)
 
     def save(self, path: Path) -> None:
-        """Writes the costs as JSON, a key an attribute."""
+        """Writes the costs as a JSON object with one key for each attribute."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Costs":
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
-          ConfigError: a file that holds no costs; the line names file, key and fix.
+          ConfigError: the file does not hold costs; the message names file, key and fix.
         """
         try:
             found = json.loads(path.read_text())
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}; name a file of Costs.save") from error
         except ValueError as error:
-            raise ConfigError(f"{path} is no JSON: {error}; write it with Costs.save") from error
+            raise ConfigError(f"{path} is not JSON: {error}; write it with Costs.save") from error
         names = [field.name for field in fields(cls)]
         needed = [field.name for field in fields(cls) if field.default is MISSING]
         if not isinstance(found, dict):
@@ -111,7 +113,7 @@ class Costs:
         if missing := [name for name in needed if name not in found]:
             raise ConfigError(f"{path}: {missing[0]} is missing; measure again, or add it")
         if unknown := [name for name in found if name not in names]:
-            raise ConfigError(f"{path}: {unknown[0]} is no cost; drop it, the keys are {', '.join(names)}")
+            raise ConfigError(f"{path}: {unknown[0]} is not a cost; remove it. The keys are {', '.join(names)}")
         try:
             return cls(**found)
         except ConfigError as error:
@@ -125,8 +127,8 @@ def _floats(name: str, values: Any, count: int) -> tuple[float, ...]:
     if not isinstance(values, _LISTS) or len(values) != count:
         found = f"{len(values)}" if isinstance(values, _LISTS) else repr(values)
         raise ConfigError(
-            f"{name} must hold {count} numbers, not {found}: first and last two (forward and backward), the others one "
-            f"for each layer of forward"
+            f"{name} must hold {count} numbers, not {found}; give first and last two numbers (forward and backward), "
+            f"and the others one for each layer of forward"
         )
     for number in values:
         if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < math.inf:
@@ -134,33 +136,33 @@ def _floats(name: str, values: Any, count: int) -> tuple[float, ...]:
     return tuple(float(number) for number in values)
 
 
-def even(layers: int, blocks: int) -> tuple[int, ...]:
-    """Layers of each block when all hold as many, or one more: the longer ones first.
+def even(layers: int, model_chunks: int) -> tuple[int, ...]:
+    """Returns the layers of each model chunk in an even cut. Counts differ by at most one, the larger ones first.
 
     Raises:
-      ConfigError: fewer layers than blocks.
+      ConfigError: there are fewer layers than model chunks.
     """
     if layers < 1:
         raise ConfigError(f"layers={layers} must be 1 or more")
-    if not 1 <= blocks <= layers:
+    if not 1 <= model_chunks <= layers:
         raise ConfigError(
-            f"{layers} layers cannot fill {blocks} blocks (stages x chunks) with one or more each; use "
-            f"{min(max(blocks, 1), layers)} blocks"
+            f"{layers} layers cannot fill {model_chunks} model chunks (stages x chunks) with one or more each; use "
+            f"{min(max(model_chunks, 1), layers)} model chunks"
         )
-    return tuple(layers // blocks + (g < layers % blocks) for g in range(blocks))
+    return tuple(layers // model_chunks + (g < layers % model_chunks) for g in range(model_chunks))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A cut, and what is to be expected of it.
+    """A cut of the layers, with its predicted times and memory.
 
     Attributes:
-      costs: of the layers.
-      schedule: that will run it.
-      layers: how many each block holds, [G].
+      costs: costs of the layers.
+      schedule: schedule that runs the stages.
+      layers: number of layers in each model chunk, [G].
 
-    Raises (when it is made):
-      ConfigError: layers that are not those of the costs, or not one stretch a block.
+    Raises (on construction):
+      ConfigError: `layers` does not add up to the layers of the costs, or does not have one count a model chunk.
     """
 
     costs: Costs
@@ -168,74 +170,79 @@ class Partition:
     layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        L, G = self.costs.layers, self.schedule.blocks
+        L, G = self.costs.layers, self.schedule.model_chunks
         if len(self.layers) != G or sum(self.layers) != L or min(self.layers) < 1:
             raise ConfigError(
                 f"layers={self.layers} must be {G} counts of 1 or more with the sum {L}, such as {even(L, G)}"
             )
 
     @cached_property
-    def block_seconds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Time of a unit of each block, forward and backward, sending included, [G] each."""
-        forward_IJ, backward_IJ = _seconds(self.costs, self.schedule.blocks)
-        return self._of_blocks(forward_IJ), self._of_blocks(backward_IJ)
+    def unit_seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a forward and of a backward unit in each model chunk, including the transfer, [G] each."""
+        forward_IJ, backward_IJ = _seconds(self.costs, self.schedule.model_chunks)
+        return self._by_model_chunk(forward_IJ), self._by_model_chunk(backward_IJ)
 
-    def _of_blocks(self, table_IJ: np.ndarray) -> np.ndarray:
+    def _by_model_chunk(self, cost_IJ: np.ndarray) -> np.ndarray:
         edges = np.cumsum([0, *self.layers])
-        return table_IJ[edges[:-1], edges[1:]]
+        return cost_IJ[edges[:-1], edges[1:]]
 
     @property
     def stage_seconds(self) -> np.ndarray:
-        """Time that each stage is busy with one microbatch, [P]."""
-        return np.add(*self.block_seconds).reshape(self.schedule.chunks, -1).sum(0)
+        """Seconds that each stage is busy with one microbatch, [P]."""
+        return np.add(*self.unit_seconds).reshape(self.schedule.chunks, -1).sum(0)
 
     @property
     def stage_bytes(self) -> float:
-        """Memory of a stage, of each alike: `chunks` times the state and `slots` times the residuals of the largest
-        block."""
-        return float(self._of_blocks(_bytes(self.costs, self.schedule)).max())
+        """Memory of a stage, equal on all stages.
+
+        It is `chunks` times the state and `slots` times the residuals of the model chunk that needs most.
+        """
+        return float(self._by_model_chunk(_bytes(self.costs, self.schedule)).max())
 
     @property
     def step_seconds(self) -> float:
-        """A step by formula: (M V - 1) max t + sum t / V, for the times t of the blocks, forward and backward together.
+        """Seconds of a step by formula: (M V - 1) max t + sum t / V.
 
-        The slowest block sets the pace, and on the way to it and back every other is waited for once. One chunk:
-        GPipe's and 1F1B's makespan (M - 1) max t + sum t. Several: units follow each other round the ring without
-        room between them, so that stages wait for the slowest block even while they run others. Exact where blocks are
-        equal, close for the cuts that `cut` finds; of very unequal blocks `simulate` knows better.
+        t are the times of the model chunks, forward and backward together. The slowest model chunk limits the speed,
+        and the pipeline fills and drains once through all others. For one chunk a stage this is the makespan of GPipe
+        and 1F1B, (M - 1) max t + sum t. With several chunks, units follow each other round the ring without a gap, so
+        all stages wait for the slowest model chunk. The formula is exact for equal model chunks and close for the cuts
+        that `cut` returns. For very unequal model chunks `simulate` is more accurate.
         """
-        busy_G, V = np.add(*self.block_seconds), self.schedule.chunks
+        busy_G, V = np.add(*self.unit_seconds), self.schedule.chunks
         return float((self.schedule.microbatches * V - 1) * busy_G.max() + busy_G.sum() / V)
 
     @property
     def lockstep_seconds(self) -> float:
-        """A step of `pipeline.execute`: every tick lasts as long as the longest unit of each kind in it."""
+        """Seconds of a step of `pipeline.execute`, where a tick lasts as long as the longest unit of each kind in it."""
         s = self.schedule
         total = 0.0
-        for table_TP, seconds_G in zip((s.forward_TP, s.backward_TP), self.block_seconds, strict=True):
-            block_TP = table_TP % s.chunks * s.stages + np.arange(s.stages)
-            total += float(np.where(table_TP == IDLE, 0.0, seconds_G[block_TP]).max(1).sum())
+        for unit_TP, seconds_G in zip((s.forward_TP, s.backward_TP), self.unit_seconds, strict=True):
+            model_chunk_TP = unit_TP % s.chunks * s.stages + np.arange(s.stages)
+            total += float(np.where(unit_TP == IDLE, 0.0, seconds_G[model_chunk_TP]).max(1).sum())
         return total
 
     @property
     def bubble(self) -> float:
-        """Idle time over work, of all stages together, by formula."""
+        """Idle time of all stages divided by their work, by the formula of `step_seconds`."""
         return self.step_seconds / (self.schedule.microbatches * float(self.stage_seconds.mean())) - 1
 
     @property
     def balance(self) -> float:
-        """Mean over maximum of the stages' times; 1: all are equally fast."""
+        """Mean of the stages' times divided by their maximum. 1 means that all stages are equally fast."""
         return float(self.stage_seconds.mean() / self.stage_seconds.max())
 
     def explain(self, unit: str = "layers") -> str:
-        """A table for people, beside the even cut: a line a stage, then the step by formula, by simulation and in
-        lockstep, and the memory of a device for the layers.
+        """Returns a table that compares this cut with the even one.
+
+        It has one line a stage, then the seconds of a step (by formula, by simulation and in lockstep) and the memory
+        of a device for the layers.
 
         Args:
-          unit: what a layer of the costs is.
+          unit: word for one layer of the costs: "layers" or "groups of 2 layers".
         """
         s = self.schedule
-        other = Partition(self.costs, s, even(self.costs.layers, s.blocks))
+        other = Partition(self.costs, s, even(self.costs.layers, s.model_chunks))
         lines = [
             f"{self.costs.layers} {unit} by {s.name}: {s.stages} stages, {s.chunks} chunks, {s.microbatches} "
             f"microbatches; costs of {self.costs.measured_on}",
@@ -255,77 +262,80 @@ class Partition:
 
 
 def simulate(costs: Costs, layers: tuple[int, ...], schedule: Schedule) -> float:
-    """Seconds of a step when every stage runs freely, in the schedule's order: see `Schedule.makespan`.
+    """Returns the seconds of a step when stages run freely, in the schedule's order; see `Schedule.makespan`.
 
     Args:
-      costs: of the layers.
-      layers: how many each block holds, [G].
+      costs: costs of the layers.
+      layers: number of layers in each model chunk, [G].
       schedule: the order of the units.
     """
-    return schedule.makespan(*Partition(costs, schedule, layers).block_seconds)
+    return schedule.makespan(*Partition(costs, schedule, layers).unit_seconds)
 
 
 def cut(costs: Costs, schedule: Schedule, memory_bytes: float | None = None) -> Partition:
-    """The cut with the least `Partition.step_seconds` within memory; the even one, where it is among them.
+    """Returns the cut with the least `Partition.step_seconds` that fits in memory. Ties go to the even cut.
 
     Args:
-      costs: of the layers.
-      schedule: that will run it.
-      memory_bytes: limit on `Partition.stage_bytes`; none: without limit.
+      costs: costs of the layers.
+      schedule: schedule that runs the stages.
+      memory_bytes: limit on `Partition.stage_bytes`. `None` means no limit.
 
     Raises:
-      ConfigError: fewer layers than blocks, or no cut within memory.
+      ConfigError: there are fewer layers than model chunks, or no cut fits in memory.
     """
-    G, V = schedule.blocks, schedule.chunks
+    G, V = schedule.model_chunks, schedule.chunks
     even(costs.layers, G)
     limit = math.inf if memory_bytes is None else memory_bytes
     bytes_IJ = _bytes(costs, schedule)
     seconds_IJ = np.where(bytes_IJ <= limit, np.add(*_seconds(costs, G)), np.inf)
     edges = _fastest(seconds_IJ, G, V * (schedule.microbatches * V - 1))
     if edges is None:
-        leanest = _chain(bytes_IJ, G, np.maximum)
-        assert leanest is not None, "without limits every cut is possible"
-        needed = float(bytes_IJ[leanest[:-1], leanest[1:]].max())
+        smallest = _best_edges(bytes_IJ, G, np.maximum)
+        assert smallest is not None, "without limits every cut is possible"
+        needed = float(bytes_IJ[smallest[:-1], smallest[1:]].max())
         raise ConfigError(
-            f"memory_bytes={limit:.0f} ({limit / GIB:.2f} GiB): the leanest cut of {costs.layers} layers for "
-            f"{schedule.name} on {schedule.stages} stages needs {needed:.0f} ({needed / GIB:.2f} GiB); use more "
-            f"stages, smaller microbatches or recomputation"
+            f"memory_bytes={limit:.0f} ({limit / GIB:.2f} GiB) is too little: the smallest cut of {costs.layers} "
+            f"layers for {schedule.name} on {schedule.stages} stages needs {needed:.0f} ({needed / GIB:.2f} GiB); use "
+            f"more stages, smaller microbatches or recomputation"
         )
     best, evenly = (Partition(costs, schedule, n) for n in (tuple(np.diff(edges).tolist()), even(costs.layers, G)))
-    as_good = evenly.step_seconds <= best.step_seconds * (1 + 1e-9)  # sums in another order
+    as_good = evenly.step_seconds <= best.step_seconds * (1 + 1e-9)  # rounding depends on the order of the sums
     return evenly if as_good and evenly.stage_bytes <= limit else best
 
 
 def _sums(amount_L: tuple[float, ...]) -> np.ndarray:
-    """Sum of every stretch, [L + 1, L + 1]; infinite where it holds no layer."""
+    """Returns the sum over every span of layers, [L + 1, L + 1], or infinity for an empty span."""
     until = np.cumsum([0.0, *amount_L])
     return np.where(np.tri(len(until), dtype=bool), np.inf, until - until[:, None])
 
 
 def _bytes(costs: Costs, schedule: Schedule) -> np.ndarray:
-    """Memory of a stage whose largest block is each stretch."""
+    """Returns the memory of a stage for every span of layers as its largest model chunk."""
     return schedule.chunks * _sums(costs.state_bytes) + schedule.slots * _sums(costs.stash_bytes)
 
 
-def _seconds(costs: Costs, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Time of a unit, forward and backward, of every stretch as one of so many blocks, sending included."""
+def _seconds(costs: Costs, model_chunks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the seconds of a forward and a backward unit of every span of layers, including the transfer."""
     L = costs.layers
     send = np.zeros(L + 1)
     send[1:L] = costs.latency + np.broadcast_to(costs.boundary_bytes, L)[:-1] / costs.bandwidth
     forward_IJ, backward_IJ = _sums(costs.forward) + send, _sums(costs.backward) + send[:, None]
-    for table_IJ, first, last in zip((forward_IJ, backward_IJ), costs.first, costs.last, strict=True):
+    for seconds_IJ, first, last in zip((forward_IJ, backward_IJ), costs.first, costs.last, strict=True):
         if costs.spread:
-            table_IJ += (first + last) / blocks
+            seconds_IJ += (first + last) / model_chunks
         else:
-            table_IJ[0] += first
-            table_IJ[:, L] += last
+            seconds_IJ[0] += first
+            seconds_IJ[:, L] += last
     return forward_IJ, backward_IJ
 
 
-def _chain(cost_IJ: np.ndarray, blocks: int, combine: np.ufunc) -> np.ndarray | None:
-    """The edges of the cut whose blocks' costs, combined, are least, [G + 1]; None: every cut costs infinitely much."""
+def _best_edges(cost_IJ: np.ndarray, model_chunks: int, combine: np.ufunc) -> np.ndarray | None:
+    """Returns the edges [G + 1] of the cut with the least combined cost, by dynamic programming.
+
+    Returns None if every cut has an infinite cost.
+    """
     total_J, begins = cost_IJ[0], []
-    for _ in range(blocks - 1):
+    for _ in range(model_chunks - 1):
         totals_IJ = combine(total_J[:, None], cost_IJ)
         begins.append(totals_IJ.argmin(0))
         total_J = totals_IJ.min(0)
@@ -337,25 +347,25 @@ def _chain(cost_IJ: np.ndarray, blocks: int, combine: np.ufunc) -> np.ndarray | 
     return np.array([0, *reversed(edges)])
 
 
-def _fastest(seconds_IJ: np.ndarray, blocks: int, weight: float) -> np.ndarray | None:
-    """The edges of the cut with the least weight * max t + sum t, [G + 1]; None: every cut takes infinitely long.
+def _fastest(seconds_IJ: np.ndarray, model_chunks: int, weight: float) -> np.ndarray | None:
+    """Returns the edges [G + 1] of the cut with the least weight * max t + sum t, or None if every cut is infinite.
 
-    Limits on the slowest block go down from infinity to the least possible, each with its least sum. The next limit is
-    below the slowest block just found, and so low that it makes up for the sum, which can only grow.
+    It finds the least sum for a decreasing series of limits on max t, from infinity to the lowest possible limit. A
+    lower limit can only increase the sum. So the next limit is below the last max t, and low enough to offset the sum.
     """
 
     def times(edges: np.ndarray) -> np.ndarray:
         return seconds_IJ[edges[:-1], edges[1:]]
 
-    best = _chain(seconds_IJ, blocks, np.maximum)
+    best = _best_edges(seconds_IJ, model_chunks, np.maximum)
     if best is None:
         return None
     lowest = times(best).max()
     least = weight * lowest + times(best).sum()
     limit, total = np.inf, 0.0
     while lowest <= limit and weight * lowest + total < least:
-        edges = _chain(np.where(seconds_IJ <= limit, seconds_IJ, np.inf), blocks, np.add)
-        assert edges is not None, "the cut with the lowest maximum is within every limit"
+        edges = _best_edges(np.where(seconds_IJ <= limit, seconds_IJ, np.inf), model_chunks, np.add)
+        assert edges is not None, "the cut with the lowest maximum meets every limit"
         slowest, total = times(edges).max(), times(edges).sum()
         if weight * slowest + total < least:
             best, least = edges, weight * slowest + total

@@ -1,12 +1,12 @@
-"""Which layers lie where, and what every stage does at every tick: a schedule made ready for the executor.
+"""Prepares a schedule for the executor: which layers are stored on which stage, and what a stage runs at every tick.
 
-The layers of a model, in order, are cut into blocks; block `g` is chunk `g // stages` of stage `g % stages`. Arrays
-with a leading dimension over layers are stored in *rows*: stage by stage, chunk by chunk, each block with room for as
-many layers as the longest has, so that a plain split of the leading dimension gives every stage its own. Where blocks
-are equal and stages have one chunk each, rows are the layers in their order. Layers run in *steps* of `period` layers
-that differ from each other in kind (Gemma 2's windows); a step is not cut.
+The layers of a model are cut, in order, into model chunks. Model chunk `g` is chunk `g // stages` of stage
+`g % stages`. Arrays with a leading dimension over layers are stored in layer slots, ordered by stage and then by
+chunk. Every model chunk has as many slots as the largest one has layers, so that an even split of the leading
+dimension gives every stage its own layers. If model chunks are equal and every stage has one, slots are in layer
+order. Layers run in groups of `period` layers that differ in kind (such as Gemma 2's windows). A group is never cut.
 
-Suffixes: T ticks, P stages, M microbatches, G blocks, R rows. JAX is not imported.
+Suffixes: T ticks, P stages, M microbatches, G model chunks, L layers. JAX is not imported.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,17 +25,17 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "1f1b": lambda stages, microbatches, chunks: one_f_one_b(stages, microbatches),
     "interleaved_1f1b": interleaved_one_f_one_b,
 }
-"""By the names of `pipeline.schedule`."""
+"""Builds each schedule of `pipeline.schedule` from stages, microbatches and chunks."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """How layers lie on the stages.
+    """The assignment of layers to stages and layer slots.
 
     Attributes:
-      stages: P.
-      layers: of each block, in the model's order [G].
-      period: layers of a step.
+      stages: number of stages, P.
+      layers: number of layers in each model chunk, in the model's order [G].
+      period: layers in a group.
     """
 
     stages: int
@@ -43,54 +43,56 @@ class Stages:
     period: int = 1
 
     def __post_init__(self) -> None:
-        blocks = len(self.layers)
-        if not blocks or blocks % self.stages or min(self.layers) < 1 or any(n % self.period for n in self.layers):
+        count = len(self.layers)
+        if not count or count % self.stages or min(self.layers) < 1 or any(n % self.period for n in self.layers):
             raise ScheduleError(
-                f"layers of each block {list(self.layers)}: {self.stages} stages have one block or more each, of one "
-                f"or more times {self.period} layers"
+                f"layers of each model chunk {list(self.layers)} do not fit {self.stages} stages; give each stage the "
+                f"same number of model chunks, each with a positive multiple of {self.period} layers"
             )
 
     @property
     def chunks(self) -> int:
+        """Number of model chunks on each stage."""
         return len(self.layers) // self.stages
 
     @property
     def max_layers(self) -> int:
-        """Layers of the longest block; rows that each block has."""
+        """Layers in the largest model chunk, which is the number of layer slots of each."""
         return max(self.layers)
 
     @cached_property
     def layer_of_slot(self) -> np.ndarray:
-        """The layer that each row holds; -1: none. int32 [R]."""
-        rows = np.full((self.stages, self.chunks, self.max_layers), -1, np.int32)
+        """Layer that each layer slot holds, or -1 for an empty slot. int32 [P * chunks * max_layers]."""
+        layers = np.full((self.stages, self.chunks, self.max_layers), -1, np.int32)
         start = 0
         for g, count in enumerate(self.layers):
-            rows[g % self.stages, g // self.stages, :count] = np.arange(start, start + count)
+            layers[g % self.stages, g // self.stages, :count] = np.arange(start, start + count)
             start += count
-        return rows.reshape(-1)
+        return layers.reshape(-1)
 
     @cached_property
     def slot_of_layer(self) -> np.ndarray:
-        """The row of each layer, int32 [L]."""
+        """Layer slot of each layer, int32 [L]."""
         held = self.layer_of_slot >= 0
         return np.flatnonzero(held)[np.argsort(self.layer_of_slot[held])].astype(np.int32)
 
     @property
-    def steps(self) -> np.ndarray:
-        """The step that each `period` of rows holds; -1: none. int32 [R/period]."""
+    def group_of_slot(self) -> np.ndarray:
+        """Layer group that each `period` of layer slots holds, or -1 for empty slots. int32 [slots / period]."""
         return self.layer_of_slot[:: self.period] // self.period
 
     @property
-    def max_steps(self) -> int:
+    def max_groups(self) -> int:
+        """Layer groups in the largest model chunk."""
         return self.max_layers // self.period
 
     @property
     def is_layer_order(self) -> bool:
-        """Whether rows are the layers, in their order."""
+        """Whether the layer slots hold the layers in the model's order, without empty slots."""
         return np.array_equal(self.layer_of_slot, np.arange(sum(self.layers)))
 
     def __str__(self) -> str:
-        """Layers on each stage, from 0: `0-3 | 4-7`; chunks of a stage are joined by `+`."""
+        """Returns the layers of each stage, counted from 0: `0-3 | 4-7`. Chunks of a stage are joined by `+`."""
         ends = np.cumsum(self.layers)
         spans = [
             str(end - 1) if count == 1 else f"{end - count}-{end - 1}"
@@ -101,33 +103,35 @@ class Stages:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one direction. A stage that has none at a tick where others do runs along, for nothing.
+    """The units of one direction. A stage without a unit computes along with the others; its results are discarded.
 
     Attributes:
       active_TP: whether the stage has a unit.
-      micro_TP, chunk_TP: which one; 0 where it has none.
-      slot_TP: where its residuals lie; for idle stages going forward, a slot that nobody waits for.
-      steps_T: steps of layers that the tick runs: those of the longest block at work.
+      microbatch_TP: microbatch of the unit; 0 if there is none.
+      chunk_TP: chunk of the unit on its stage; 0 if there is none.
+      slot_TP: stash slot of the unit's residuals. In the forward direction, a stage without a unit writes to a slot
+        that is free.
+      groups_T: layer groups that a tick runs, which is the count of the largest model chunk with a unit.
     """
 
     active_TP: np.ndarray
-    micro_TP: np.ndarray
+    microbatch_TP: np.ndarray
     chunk_TP: np.ndarray
     slot_TP: np.ndarray
-    steps_T: np.ndarray
+    groups_T: np.ndarray
 
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule over stages with their layers, as the arrays that the executor reads.
+    """A schedule with the layers of its stages, as the arrays that the executor reads.
 
     Attributes:
       schedule: the order of the units.
-      stages: where the layers lie.
-      partition: how their steps were cut by costs, and why; None: evenly.
+      stages: the layers of each stage.
+      partition: how the layer groups were cut by their costs. `None` means evenly.
 
-    Raises (when it is made):
-      ScheduleError: a schedule of other stages or chunks than the layers lie on.
+    Raises (on construction):
+      ScheduleError: schedule and stages differ in their number of stages or chunks.
     """
 
     schedule: Schedule
@@ -138,28 +142,31 @@ class Program:
         a, b = (self.schedule.stages, self.schedule.chunks), (self.stages.stages, self.stages.chunks)
         if a != b:
             raise ScheduleError(
-                f"the schedule has {a[0]} stages x {a[1]} chunks, but the layers lie on {b[0]} x {b[1]}"
+                f"the schedule has {a[0]} stages x {a[1]} chunks, but the layers are on {b[0]} x {b[1]}; make them "
+                f"equal"
             )
 
     @cached_property
     def forward(self) -> Units:
+        """The forward units."""
         return self._units(self.schedule.forward_TP, self._free_TP)
 
     @cached_property
     def backward(self) -> Units:
+        """The backward units."""
         return self._units(self.schedule.backward_TP, np.zeros_like(self.schedule.backward_TP))
 
-    def _units(self, table_TP: np.ndarray, idle_slot_TP: np.ndarray) -> Units:
-        active = table_TP != IDLE
-        micro, chunk = np.divmod(np.where(active, table_TP, 0), self.schedule.chunks)
-        block = chunk * self.schedule.stages + np.arange(self.schedule.stages)
-        slot = np.where(active, self.schedule.slots_MG[micro, block], idle_slot_TP)
-        steps = np.where(active, np.asarray(self.stages.layers)[block] // self.stages.period, 0).max(1)
-        return Units(active, *(a.astype(np.int32) for a in (micro, chunk, slot, steps)))
+    def _units(self, unit_TP: np.ndarray, idle_slot_TP: np.ndarray) -> Units:
+        active = unit_TP != IDLE
+        microbatch, chunk = np.divmod(np.where(active, unit_TP, 0), self.schedule.chunks)
+        model_chunk = chunk * self.schedule.stages + np.arange(self.schedule.stages)
+        slot = np.where(active, self.schedule.slots_MG[microbatch, model_chunk], idle_slot_TP)
+        groups = np.where(active, np.asarray(self.stages.layers)[model_chunk] // self.stages.period, 0).max(1)
+        return Units(active, *(a.astype(np.int32) for a in (microbatch, chunk, slot, groups)))
 
     @cached_property
     def _free_TP(self) -> np.ndarray:
-        """The lowest slot of each stage that holds nothing at each tick."""
+        """The lowest free stash slot of each stage at each tick."""
         s = self.schedule
         free = np.zeros_like(s.forward_TP)
         for tick in range(s.ticks):
@@ -171,28 +178,28 @@ class Program:
 
     @cached_property
     def slots(self) -> int:
-        """Blocks' residuals that a stage has room for: the schedule's, and one more where an idle stage finds none."""
-        ran = self.forward.steps_T > 0
+        """Stash slots of a stage: those of the schedule, and one more if an idle stage would find none free."""
+        ran = self.forward.groups_T > 0
         return int(self.forward.slot_TP[ran].max()) + 1
 
     @cached_property
     def embed_at_T(self) -> np.ndarray:
-        """The microbatch that enters the first block; -1: none. The embedding's work at each tick."""
+        """Microbatch whose embedding is computed at each tick, or -1. int32 [T]."""
         return self._at_T(self.schedule.forward_MG[:, 0])
 
     @cached_property
     def loss_at_T(self) -> np.ndarray:
-        """The microbatch that turns at the last block, from forward to backward: the head's work at each tick."""
+        """Microbatch whose loss is computed at each tick, just before its first backward unit, or -1. int32 [T]."""
         return self._at_T(self.schedule.backward_MG[:, -1])
 
     @cached_property
     def embed_grad_at_T(self) -> np.ndarray:
-        """The microbatch that leaves the first block backward: the work of the embedding's gradient at each tick."""
+        """Microbatch whose embedding gradient is computed at each tick, or -1. int32 [T]."""
         return self._at_T(self.schedule.backward_MG[:, 0])
 
     @cached_property
-    def turns_at_once(self) -> bool:
-        """Whether every microbatch turns in the tick in which it arrives, so that nothing waits for the head."""
+    def loss_follows_forward(self) -> bool:
+        """Whether the loss of every microbatch is in the tick of its last forward unit, so that no output waits."""
         return np.array_equal(self.schedule.forward_MG[:, -1], self.schedule.backward_MG[:, -1])
 
     def _at_T(self, ticks_M: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -202,28 +209,32 @@ class Program:
 
     @property
     def trip_counts(self) -> dict[str, float]:
-        """Mean turns of the executor's loops over all ticks, by their names."""
-        units = {"pipeline_forward": self.forward.steps_T, "pipeline_backward": self.backward.steps_T}
-        ends = {"enter": self.embed_at_T, "turn": self.loss_at_T, "leave": self.embed_grad_at_T}
+        """Trip counts of the executor's loops, as means over all ticks, by the loop's named scope."""
+        units = {"pipeline_forward": self.forward.groups_T, "pipeline_backward": self.backward.groups_T}
+        ends = {"embed": self.embed_at_T, "loss": self.loss_at_T, "embed_grad": self.embed_grad_at_T}
         shares = {f"pipeline_{name}": at_T != IDLE for name, at_T in ends.items()}
-        return {name: float(turns_T.mean()) for name, turns_T in (units | shares).items()}
+        return {name: float(trips_T.mean()) for name, trips_T in (units | shares).items()}
 
     @property
     def bubble(self) -> float:
-        """Time that a stage runs along for nothing, over an equal share of the work: of ticks without a unit, and of
-        blocks shorter than the longest. A layer takes twice as long backward as forward."""
-        runs = self.forward.steps_T.sum() + 2 * self.backward.steps_T.sum()
-        share = 3 * self.schedule.microbatches * (self.stages.steps >= 0).sum() / self.schedule.stages
+        """Time that a stage computes for nothing, divided by its even share of the work.
+
+        It counts ticks without a unit, and model chunks that are smaller than the largest. A layer is assumed to take
+        twice as long backward as forward.
+        """
+        runs = self.forward.groups_T.sum() + 2 * self.backward.groups_T.sum()
+        share = 3 * self.schedule.microbatches * (self.stages.group_of_slot >= 0).sum() / self.schedule.stages
         return float(runs / share) - 1
 
     def explain(self) -> str:
-        """Why the layers lie as they do, for people; empty where no costs were asked."""
+        """Returns a table that explains the partition; empty if it was not made from costs."""
         if self.partition is None:
             return ""
         period = self.stages.period
         return self.partition.explain("layers" if period == 1 else f"groups of {period} layers")
 
     def __str__(self) -> str:
+        """Returns one line: schedule, stages, microbatches, layers, bubble and stash slots."""
         s = self.schedule
         chunks = f" x {s.chunks} chunks" if s.chunks > 1 else ""
         return (
@@ -233,34 +244,36 @@ class Program:
 
 
 def resolve(cfg: Config, stages: int, sequences: int) -> Program:
-    """The program of a configuration.
+    """Returns the program of a configuration.
 
     Args:
-      stages: P, the size of the mesh's axis.
-      sequences: of one accumulated microbatch, on one replica; the pipeline cuts them into its microbatches.
+      cfg: the configuration; `pipeline` and the number of layers are read.
+      stages: size of the mesh axis `pipe`, P.
+      sequences: sequences of one gradient-accumulation microbatch on one replica. The pipeline divides them into its
+        own microbatches.
 
     Raises:
-      ScheduleError: sizes that do not fit each other; says which work.
-      ConfigError: `pipeline.partition` with costs of another model, or with too little memory.
+      ScheduleError: the sizes do not fit each other; the message names sizes that do.
+      ConfigError: the file of `pipeline.partition` has the costs of another model, or no cut fits in memory.
     """
     pipeline, period = cfg.pipeline, len(cfg.model.windows)
-    steps, blocks = cfg.model.num_layers // period, stages * pipeline.chunks
+    groups, model_chunks = cfg.model.num_layers // period, stages * pipeline.chunks
     unit = "layers" if period == 1 else f"groups of {period} layers (model.windows)"
-    if blocks > steps:
-        fits = [n for n in range(1, steps + 1) if n * pipeline.chunks <= steps] or [1]
+    if model_chunks > groups:
+        fits = [n for n in range(1, groups + 1) if n * pipeline.chunks <= groups] or [1]
         raise ScheduleError(
-            f"mesh.pipe={stages} x pipeline.chunks={pipeline.chunks} makes {blocks} blocks, but "
-            f"model.num_layers={cfg.model.num_layers} has {steps} {unit} to put there; use mesh.pipe={fits[-1]}"
-            + (f", or pipeline.chunks={steps // stages}" if steps >= stages else "")
+            f"mesh.pipe={stages} x pipeline.chunks={pipeline.chunks} makes {model_chunks} model chunks, but "
+            f"model.num_layers={cfg.model.num_layers} has only {groups} {unit}; use mesh.pipe={fits[-1]}"
+            + (f", or pipeline.chunks={groups // stages}" if groups >= stages else "")
         )
     schedule = SCHEDULES[pipeline.schedule](stages, _microbatches(cfg, stages, sequences), pipeline.chunks)
-    partition = _cut(cfg, schedule, steps, unit)
-    lie = Stages(stages, tuple(period * n for n in (partition.layers if partition else even(steps, blocks))), period)
-    return Program(schedule, lie, partition)
+    partition = _cut(cfg, schedule, groups, unit)
+    groups_G = partition.layers if partition else even(groups, model_chunks)
+    return Program(schedule, Stages(stages, tuple(period * n for n in groups_G), period), partition)
 
 
-def _cut(cfg: Config, schedule: Schedule, steps: int, unit: str) -> Partition | None:
-    """The cut by a file of costs; None: even."""
+def _cut(cfg: Config, schedule: Schedule, groups: int, unit: str) -> Partition | None:
+    """Returns the partition by a file of costs; None means an even cut."""
     name = cfg.pipeline.partition
     if name == "even":
         return None
@@ -270,36 +283,36 @@ def _cut(cfg: Config, schedule: Schedule, steps: int, unit: str) -> Partition | 
             "by jaxstack profile"
         )
     costs = Costs.load(Path(name))
-    if costs.layers != steps:
+    if costs.layers != groups:
         raise ConfigError(
             f"pipeline.partition={name} holds costs of {costs.layers} layers, but "
-            f"model.num_layers={cfg.model.num_layers} has {steps} {unit}; measure this model by "
+            f"model.num_layers={cfg.model.num_layers} has {groups} {unit}; measure this model by "
             f"jaxstack profile, or use pipeline.partition=even"
         )
     try:
         best = cut(costs, schedule, costs.memory_bytes)
     except ConfigError as error:
         raise ConfigError(f"pipeline.partition={name}: {error}") from error
-    evenly = Partition(costs, schedule, even(steps, schedule.blocks))
+    evenly = Partition(costs, schedule, even(groups, schedule.model_chunks))
     fits = costs.memory_bytes is None or evenly.stage_bytes <= costs.memory_bytes
-    # The cut is best where stages run freely; the executor's ticks are as long as their longest unit.
+    # `cut` assumes that stages run freely, but a tick of the executor takes as long as its longest unit.
     return evenly if fits and evenly.lockstep_seconds <= best.lockstep_seconds else best
 
 
 def _microbatches(cfg: Config, stages: int, sequences: int) -> int:
-    """The number asked for, or the most that four a stage allow."""
-    of = stages if cfg.pipeline.chunks > 1 else 1  # interleaved schedules want groups
-    works = [m for m in range(of, sequences + 1, of) if sequences % m == 0]
+    """Returns `pipeline.microbatches`; null means the largest number that works, up to four a stage."""
+    multiple = stages if cfg.pipeline.chunks > 1 else 1  # interleaved schedules need groups of P microbatches
+    works = [m for m in range(multiple, sequences + 1, multiple) if sequences % m == 0]
     asked = cfg.pipeline.microbatches
     if asked is None and works:
         return max([m for m in works if m <= 4 * stages], default=works[0])
     if asked not in works:
         near = sorted(works, key=lambda m: (abs(m - (asked or stages)), m))[:2]
         advice = f"use {' or '.join(map(str, sorted(near)))}" if near else "no number does"
-        groups = f" in groups of mesh.pipe={stages} (pipeline.chunks={cfg.pipeline.chunks})" if of > 1 else ""
+        groups = f" in groups of mesh.pipe={stages} (pipeline.chunks={cfg.pipeline.chunks})" if multiple > 1 else ""
         raise ScheduleError(
-            f"pipeline.microbatches={'null' if asked is None else asked} does not cut the {sequences} sequences of a "
-            f"replica{groups}; {advice}, or another data.batch_size={cfg.data.batch_size} "
+            f"pipeline.microbatches={'null' if asked is None else asked} does not divide the {sequences} sequences of "
+            f"a replica{groups}; {advice}, or another data.batch_size={cfg.data.batch_size} "
             f"(over train.grad_accum={cfg.train.grad_accum} and the axes that share the batch)"
         )
     return asked

@@ -1,14 +1,14 @@
 """Pipeline schedules as tables: which stage runs which microbatch, forward and backward, at which tick.
 
-A schedule is data, made by plain Python and checked when it is made; what executes it knows no schedule by name. Adding
-one is adding a function that says at which tick each unit runs, such as `one_f_one_b`.
+A schedule is data, built by plain Python and checked on construction. The executor runs any table. To add a schedule,
+add a function that computes the tick of each unit, such as `one_f_one_b`.
 
-Stages run in lockstep: in a tick each has room for one forward unit and one backward unit, in this order, and what a
-unit sends arrives at its neighbour with the next tick. With several *chunks* a stage holds several stretches of the
-layers: the layers are cut into stages x chunks *blocks*, and block `g` is chunk `g // stages` of stage `g % stages`, so
-that from each block to the next is one step round the ring of stages.
+A unit is the forward or the backward pass of one microbatch through one model chunk. Stages run in lockstep. In a tick
+a stage runs at most one forward unit and then at most one backward unit. A unit's result arrives at the neighbouring
+stage with the next tick. The layers are cut into stages x chunks *model chunks*. Model chunk `g` is chunk
+`g // stages` of stage `g % stages`, so consecutive model chunks are on neighbouring stages of the ring.
 
-Suffixes: T ticks, P stages, M microbatches, G blocks. JAX is not imported.
+Suffixes: T ticks, P stages, M microbatches, G model chunks. JAX is not imported.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,24 @@ import numpy as np
 from jaxstack.config import ConfigError
 
 IDLE = -1
+"""Marks a stage and tick without a unit, in tables of units."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A checked table.
+    """A schedule table that has been checked.
 
     Attributes:
-      name: for people.
-      stages, chunks, microbatches: P, chunks a stage, M.
-      forward_MG: tick of each microbatch's forward unit in each block.
-      backward_MG: the same, backward.
+      name: name in messages and charts.
+      stages: number of stages, P.
+      chunks: number of model chunks on each stage.
+      microbatches: number of microbatches, M.
+      forward_MG: tick of each microbatch's forward unit in each model chunk.
+      backward_MG: tick of each microbatch's backward unit in each model chunk.
 
-    Raises (when it is made):
-      ScheduleError: a unit before what it depends on, two units of a kind on one stage at one tick, or a unit that
-        does not follow its neighbour by one tick (the executor keeps no inbox).
+    Raises (on construction):
+      ScheduleError: a unit runs before one that it depends on, or not exactly one tick after it (the executor has no
+        inbox), or two units of one kind run on one stage at one tick.
     """
 
     name: str
@@ -45,68 +48,76 @@ class Schedule:
     backward_MG: np.ndarray
 
     def __post_init__(self) -> None:
-        shape = (self.microbatches, self.blocks)
+        shape = (self.microbatches, self.model_chunks)
         for kind, ticks in (("forward", self.forward_MG), ("backward", self.backward_MG)):
             if ticks.shape != shape or ticks.min() < 0:
-                raise ScheduleError(f"{self.name}: {kind} ticks of shape {ticks.shape} from {ticks.min()}, not {shape}")
-        for g in range(1, self.blocks):
+                raise ScheduleError(
+                    f"{self.name}: the {kind} ticks have shape {ticks.shape} and start at {ticks.min()}; give one tick "
+                    f"of 0 or more for each microbatch and model chunk, shape {shape}"
+                )
+        for g in range(1, self.model_chunks):
             self._follows("forward", self.forward_MG[:, g], self.forward_MG[:, g - 1], g, g - 1)
             self._follows("backward", self.backward_MG[:, g - 1], self.backward_MG[:, g], g - 1, g)
         early = np.argwhere(self.backward_MG[:, -1] < self.forward_MG[:, -1])
         if early.size:
-            raise ScheduleError(f"{self.name}: microbatch {early[0, 0]} goes back before it has reached the last block")
-        self.forward_TP, self.backward_TP  # noqa: B018 - the tables refuse two units in one place
+            raise ScheduleError(
+                f"{self.name}: microbatch {early[0, 0]} goes backward before its forward unit in the last model chunk; "
+                f"schedule the backward unit at the same tick or later"
+            )
+        self.forward_TP, self.backward_TP  # noqa: B018 - building the tables checks for two units in one place
 
-    def _follows(self, kind: str, ticks: np.ndarray, before: np.ndarray, block: int, source: int) -> None:
+    def _follows(self, kind: str, ticks: np.ndarray, before: np.ndarray, g: int, source: int) -> None:
         wrong = np.flatnonzero(ticks != before + 1)
         if wrong.size:
             m = wrong[0]
             raise ScheduleError(
-                f"{self.name}: the {kind} unit of microbatch {m} runs in block {block} at tick {ticks[m]}, but what it "
-                f"needs leaves block {source} at tick {before[m]}; it must be there one tick later"
+                f"{self.name}: the {kind} unit of microbatch {m} runs in model chunk {g} at tick {ticks[m]}, but its "
+                f"input is computed in model chunk {source} at tick {before[m]}; schedule it one tick later"
             )
 
     @property
-    def blocks(self) -> int:
-        """Stretches of the layers, G."""
+    def model_chunks(self) -> int:
+        """Number of model chunks on all stages, G."""
         return self.stages * self.chunks
 
     @property
     def ticks(self) -> int:
+        """Number of ticks, T."""
         return int(self.backward_MG.max()) + 1
 
     @cached_property
     def forward_TP(self) -> np.ndarray:
-        """Forward unit of each stage at each tick, as microbatch * chunks + chunk; -1: none. int32 [T, P]."""
-        return self._table("forward", self.forward_MG)
+        """Forward unit of each stage at each tick, as microbatch * chunks + chunk, or IDLE. int32 [T, P]."""
+        return self._units("forward", self.forward_MG)
 
     @cached_property
     def backward_TP(self) -> np.ndarray:
-        """The same, backward."""
-        return self._table("backward", self.backward_MG)
+        """Backward unit of each stage at each tick, as microbatch * chunks + chunk, or IDLE. int32 [T, P]."""
+        return self._units("backward", self.backward_MG)
 
-    def _table(self, kind: str, ticks_MG: np.ndarray) -> np.ndarray:
-        table = np.full((self.ticks, self.stages), IDLE, np.int32)
+    def _units(self, kind: str, ticks_MG: np.ndarray) -> np.ndarray:
+        unit_TP = np.full((self.ticks, self.stages), IDLE, np.int32)
         for m in range(self.microbatches):
-            for g in range(self.blocks):
+            for g in range(self.model_chunks):
                 tick, stage, unit = ticks_MG[m, g], g % self.stages, m * self.chunks + g // self.stages
-                if table[tick, stage] != IDLE:
+                if unit_TP[tick, stage] != IDLE:
                     raise ScheduleError(
                         f"{self.name}: stage {stage} would run two {kind} units at tick {tick}, of microbatches "
-                        f"{table[tick, stage] // self.chunks} and {m}"
+                        f"{unit_TP[tick, stage] // self.chunks} and {m}; move one of them"
                     )
-                table[tick, stage] = unit
-        return table
+                unit_TP[tick, stage] = unit
+        return unit_TP
 
     @cached_property
     def slots_MG(self) -> np.ndarray:
-        """Where each unit's residuals wait between its forward and its backward tick: slot of its stage, int32 [M, G].
+        """Stash slot of each unit's residuals between its forward and its backward tick, int32 [M, G].
 
-        Colours of the intervals: the lowest slot that is free. A slot is free again in the tick after it was read.
+        This is interval colouring: a unit takes the lowest free slot of its stage. The slot is free again in the tick
+        after the backward unit.
         """
-        slots = np.zeros((self.microbatches, self.blocks), np.int32)
+        slots = np.zeros((self.microbatches, self.model_chunks), np.int32)
         for stage in range(self.stages):
-            units = [(m, g) for m in range(self.microbatches) for g in range(stage, self.blocks, self.stages)]
+            units = [(m, g) for m in range(self.microbatches) for g in range(stage, self.model_chunks, self.stages)]
             units.sort(key=lambda unit: self.forward_MG[unit])
             free_from: list[int] = []
             for unit in units:
@@ -118,45 +129,47 @@ class Schedule:
 
     @property
     def slots(self) -> int:
-        """Blocks' residuals that a stage must have room for."""
+        """Number of stash slots of a stage. A slot holds the residuals of one unit."""
         return int(self.slots_MG.max()) + 1
 
     def in_flight(self) -> np.ndarray:
-        """Most units of each stage that have gone forward and not yet back, [P]."""
+        """Returns the maximum number of units of each stage between forward and backward, [P]."""
         ticks = np.arange(self.ticks)[:, None, None]
         waiting = ((self.forward_MG <= ticks) & (ticks <= self.backward_MG)).sum(1)  # [T, G]
         return waiting.reshape(self.ticks, self.chunks, self.stages).sum(1).max(0)
 
     def simulate(self, forward: float = 1.0, backward: float = 2.0) -> "Simulation":
-        """What a step takes.
+        """Returns the time of a step when all units take equally long.
 
         Args:
-          forward, backward: time of one unit, in any unit of time.
+          forward: time of one forward unit, in any unit of time.
+          backward: time of one backward unit, in the same unit of time.
         """
         work = self.microbatches * self.chunks * (forward + backward)
         lockstep = float(
             forward * (self.forward_TP != IDLE).any(1).sum() + backward * (self.backward_TP != IDLE).any(1).sum()
         )
-        free = self.makespan(np.full(self.blocks, forward), np.full(self.blocks, backward))
+        free = self.makespan(np.full(self.model_chunks, forward), np.full(self.model_chunks, backward))
         return Simulation(work, lockstep, free)
 
     def makespan(self, forward_G: np.ndarray, backward_G: np.ndarray) -> float:
-        """When the last of freely running stages is done.
+        """Returns the time at which the last stage finishes if stages do not run in lockstep.
 
-        Each stage does its units in the table's order, as soon as what they need has come.
+        Each stage runs its units in the table's order, each as soon as its input has arrived.
 
         Args:
-          forward_G, backward_G: time of a unit of each block, in any unit of time.
+          forward_G: time of a forward unit in each model chunk, in any unit of time.
+          backward_G: time of a backward unit in each model chunk, in the same unit of time.
         """
         units = sorted(
             [(tick, 0, m, g) for (m, g), tick in np.ndenumerate(self.forward_MG)]
             + [(tick, 1, m, g) for (m, g), tick in np.ndenumerate(self.backward_MG)]
         )
         ready = np.zeros(self.stages)
-        done = np.zeros((2, self.microbatches, self.blocks))
+        done = np.zeros((2, self.microbatches, self.model_chunks))
         for _, back, m, g in units:
             if back:
-                needed = done[1, m, g + 1] if g + 1 < self.blocks else done[0, m, g]
+                needed = done[1, m, g + 1] if g + 1 < self.model_chunks else done[0, m, g]
             else:
                 needed = done[0, m, g - 1] if g else 0.0
             stage = g % self.stages
@@ -164,24 +177,29 @@ class Schedule:
         return float(ready.max())
 
     def text(self) -> str:
-        """The table, a line a stage: microbatches forward (upper line) and backward (lower line) at every tick."""
+        """Returns the table as text. The two lines of a stage hold its forward and backward microbatches by tick."""
         width = max(2, len(str(self.microbatches - 1)) + 1)
         lines = [f"{self.name}: {self.stages} stages, {self.chunks} chunks, {self.microbatches} microbatches"]
         for stage in range(self.stages):
-            for label, table in ((f"stage {stage} F", self.forward_TP), ("        B", self.backward_TP)):
-                cells = ["." if unit == IDLE else str(unit // self.chunks) for unit in table[:, stage]]
+            for label, unit_TP in ((f"stage {stage} F", self.forward_TP), ("        B", self.backward_TP)):
+                cells = ["." if unit == IDLE else str(unit // self.chunks) for unit in unit_TP[:, stage]]
                 lines.append(f"{label:<10}" + "".join(cell.rjust(width) for cell in cells))
         return "\n".join(lines)
 
 
 class ScheduleError(ConfigError):
-    """A table that cannot run, or sizes that make none."""
+    """Raised for a schedule table that cannot run, and for sizes that do not fit a schedule."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step's times: a stage's own `work`, the `lockstep` of the executor, and the `free` running of a program a
-    stage."""
+    """The times of a step, in the unit of time that `Schedule.simulate` was called with.
+
+    Attributes:
+      work: time that a stage computes.
+      lockstep: time of the step if every tick lasts as long as its longest units, as in the executor.
+      free: time of the step if every stage runs as soon as its inputs arrive.
+    """
 
     work: float
     lockstep: float
@@ -189,11 +207,12 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Idle time over work, in lockstep."""
+        """Idle time divided by work, in lockstep."""
         return self.lockstep / self.work - 1
 
     @property
     def free_bubble(self) -> float:
+        """Idle time divided by work, when stages run freely."""
         return self.free / self.work - 1
 
 
@@ -205,7 +224,7 @@ def _make(
     forward: Callable[[int, int], int],
     backward: Callable[[int, int], int],
 ) -> Schedule:
-    """A schedule from the ticks of microbatch m in block g."""
+    """Builds a schedule from functions (m, g) -> tick of microbatch m in model chunk g."""
     for key, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if value < 1:
             raise ScheduleError(f"{name}: {key}={value} must be 1 or more")
@@ -217,31 +236,31 @@ def _make(
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forward, then all backward (Huang et al. 2019, arXiv:1811.06965).
+    """Builds GPipe: all forward units, then all backward units (Huang et al. 2019, arXiv:1811.06965).
 
-    The bubble is (P - 1) / M, and the residuals of all microbatches wait.
+    The bubble is (P - 1) / M. The residuals of all microbatches are stored at once.
     """
     P, M = stages, microbatches
     return _make("gpipe", P, M, 1, lambda m, s: s + m, lambda m, s: P - 1 + M + P - 1 - s + m)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """One forward, one backward (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503).
+    """Builds 1F1B: one forward, one backward (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503).
 
-    The bubble is GPipe's, and at most 2 (P - s) - 1 microbatches wait at stage s, however many there are.
+    The bubble is that of GPipe. Stage s stores the residuals of at most 2 (P - s) - 1 microbatches, for any M.
     """
     P = stages
     return _make("1f1b", P, microbatches, 1, lambda m, s: s + m, lambda m, s: 2 * (P - 1) - s + m)
 
 
 def interleaved_one_f_one_b(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B over several chunks a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    """Builds interleaved 1F1B, with several chunks a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
-    The bubble is (P - 1) / (V M) for V chunks, for V times the traffic. Microbatches go in groups of P, so that what
-    leaves the last stage finds the first one free.
+    V chunks reduce the bubble to (P - 1) / (V M), and multiply the traffic between stages by V. Microbatches run in
+    groups of P, so that the first stage is free when the last stage sends it the next chunk's input.
 
     Raises:
-      ScheduleError: microbatches that the stages do not divide.
+      ScheduleError: the number of microbatches is not a multiple of the number of stages.
     """
     P, V, M = stages, chunks, microbatches
     if V > 1 and M % P:

@@ -1,61 +1,65 @@
-"""A pipeline for anyone's functions: `value_and_grad` on whole arrays, with nothing of this project's models."""
+"""A pipeline for any functions: `value_and_grad` on whole arrays, independent of this package's models."""
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxstack.pipeline.execute import PipelineFns, Tree, execute
+from jaxstack.common.tree import PyTree
+from jaxstack.pipeline.execute import PipelineFns, execute
 from jaxstack.pipeline.partition import even
 from jaxstack.pipeline.program import Program, Stages
 from jaxstack.pipeline.schedule import Schedule, ScheduleError
 from jaxstack.sharding import collectives
 
+ValueAndGrad = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, tuple[PyTree, PyTree]]]
+"""(shared, stacked, batch) -> (loss, (gradient of shared, gradient of stacked))."""
+
 
 def value_and_grad(
-    layer: Callable[[Tree, Any], Any],
-    first: Callable[[Tree, Tree], Any],
-    last: Callable[[Tree, Any, Tree], jax.Array],
+    layer: Callable[[PyTree, jax.Array], jax.Array],
+    embed: Callable[[PyTree, PyTree], jax.Array],
+    loss: Callable[[PyTree, jax.Array, PyTree], jax.Array],
     *,
     schedule: Schedule,
     mesh: Mesh,
     axis: str = "pipe",
     batch_axes: Sequence[str] = (),
     layers: Sequence[int] | None = None,
-) -> Callable[[Tree, Tree, Tree], tuple[jax.Array, tuple[Tree, Tree]]]:
-    """Loss and gradients of a stack of equal layers, in a pipeline.
+) -> ValueAndGrad:
+    """Returns a function that computes the loss and the gradients of a stack of equal layers in a pipeline.
 
-    What comes back computes what `jax.value_and_grad` would, with respect to `shared` and `stacked`, of
+    It computes what `jax.value_and_grad` would, with respect to `shared` and `stacked`, of
 
-        x = first(shared, batch)
+        x = embed(shared, batch)
         for i in range(L): x = layer(stacked[i], x)
-        loss = last(shared, x, batch)
+        value = loss(shared, x, batch)
 
-    where `last` is a mean over the rows of the batch: each microbatch's is taken by itself, and the mean of them is the
-    loss. Wrap `layer` in `jax.checkpoint` to store only its input for the backward pass. `first` and `last` are run
-    on every stage.
+    `loss` must be a mean over the rows of its batch: the result is the mean of the losses of all microbatches. Wrap
+    `layer` in `jax.checkpoint` to store only its input for the backward pass. Every stage runs `embed` and `loss`.
 
     Args:
-      layer: one layer's weights and x [b, ...] to x of the same shape and dtype.
-      first: `shared` and rows of the batch to the first x.
-      last: `shared`, the last x and rows of the batch to a scalar.
+      layer: (weights of one layer, x [b, ...]) -> x of the same shape and dtype.
+      embed: (shared, rows of the batch) -> x, the input of the first layer.
+      loss: (shared, output of the last layer, rows of the batch) -> scalar.
       schedule: `gpipe`, `one_f_one_b`, `interleaved_one_f_one_b`, or a table of your own.
-      mesh: devices; its axis `axis` is as large as the schedule has stages.
-      axis: of the stages.
-      batch_axes: axes of the mesh that share the rows of the batch.
-      layers: layers of each block (stages x chunks), in order; None: as equal as can be.
+      mesh: the devices. The size of its axis `axis` is the schedule's number of stages.
+      axis: mesh axis of the stages.
+      batch_axes: mesh axes that split the rows of the batch.
+      layers: number of layers in each model chunk (stages x chunks), in order. `None` divides them as evenly as
+        possible.
 
     Returns:
-      A function of (shared, stacked [L, ...], batch [B, ...]) to the loss and its gradients in float32, to be jitted.
-      Shard `stacked` over `axis` in its leading dimension. With several chunks a stage, or blocks that differ, layers
-      are moved to their stages and back in every step: keep these for models whose step is long beside that.
+      A function of (shared, stacked [L, ...], batch [B, ...]) that returns the loss and its float32 gradients. Jit it.
+      Shard the leading dimension of `stacked` over `axis`. With several chunks a stage, or with model chunks of unequal
+      size, every step moves the layers to their stages and back. Use these where a step takes much longer than that.
 
     Raises:
-      ConfigError: stages that are not the mesh's, layers that the blocks do not take up, rows that microbatches and
-        `batch_axes` do not divide.
+      ConfigError: the mesh and the schedule differ in their number of stages, the model chunks do not add up to the
+        layers, or microbatches and `batch_axes` do not divide the rows.
     """
     known = {name: mesh.shape[name] for name in (axis, *batch_axes) if name in mesh.shape}
     missing = [name for name in (axis, *batch_axes) if name not in known]
@@ -66,47 +70,82 @@ def value_and_grad(
             f"the schedule has {schedule.stages} stages, but the mesh's axis {axis!r} has {known[axis]} devices; "
             f"make them equal"
         )
-    replicas = int(np.prod([known[name] for name in batch_axes], dtype=int))
+    replicas = math.prod(known[name] for name in batch_axes)
     parts = replicas * schedule.microbatches
-    rows = PartitionSpec(tuple(batch_axes) or None)
+    fns = PipelineFns(
+        prepare=lambda microbatch: microbatch,
+        embed=embed,
+        layer=lambda weights, x, group, microbatch: (layer(weights, x), jnp.zeros(()), ()),
+        loss=lambda shared, x, microbatch: loss(shared, x, microbatch) / parts,
+    )
+    return _Pipeline(fns, schedule, mesh, axis, tuple(batch_axes), tuple(layers) if layers else None, replicas)
 
-    def run(shared: Tree, stacked: Tree, batch: Tree) -> tuple[jax.Array, tuple[Tree, Tree]]:
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """The function that `value_and_grad` returns."""
+
+    fns: PipelineFns
+    schedule: Schedule
+    mesh: Mesh
+    axis: str
+    batch_axes: tuple[str, ...]
+    layers: tuple[int, ...] | None
+    replicas: int
+
+    def __call__(self, shared: PyTree, stacked: PyTree, batch: PyTree) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+        """Returns the loss, and its gradients with respect to shared and stacked."""
+        stages = self.stages(stacked)
+        self.check_rows(batch)
+
+        def local(shared: PyTree, stacked: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
+            # Parameters that vary along the batch axes get local gradients, which are reduced once after the pipeline.
+            shared, stacked = self.varying(shared), self.varying(stacked)
+            microbatches = jax.tree.map(lambda a: a.reshape(self.schedule.microbatches, -1, *a.shape[1:]), batch)
+            sums = execute(Program(self.schedule, stages), self.fns, self.axis, shared, stacked, microbatches)
+            return self.all_reduce(sums.loss), self.all_reduce(sums.shared), self.all_reduce(sums.stacked)
+
+        if not stages.is_layer_order:
+            stacked = jax.tree.map(lambda a: _to_slots(stages, a), stacked)
+        staged, replicated, rows = PartitionSpec(self.axis), PartitionSpec(), PartitionSpec(self.batch_axes or None)
+        run = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(replicated, staged, rows),
+            out_specs=(replicated, replicated, staged),
+        )
+        loss, d_shared, d_stacked = run(shared, stacked, batch)
+        if not stages.is_layer_order:
+            d_stacked = jax.tree.map(lambda a: a[stages.slot_of_layer], d_stacked)
+        return loss, (d_shared, d_stacked)
+
+    def stages(self, stacked: PyTree) -> Stages:
         depths = {leaf.shape[0] for leaf in jax.tree.leaves(stacked)}
         if len(depths) != 1:
             raise ScheduleError(f"the leaves of `stacked` must have one leading dimension, not {sorted(depths)}")
         (depth,) = depths
-        stages = Stages(schedule.stages, tuple(layers) if layers else even(depth, schedule.blocks))
+        stages = Stages(self.schedule.stages, self.layers or even(depth, self.schedule.model_chunks))
         if sum(stages.layers) != depth:
             raise ScheduleError(f"layers={list(stages.layers)} make {sum(stages.layers)}, but `stacked` has {depth}")
-        sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
-        wrong = [size for size in sizes if size % parts]
+        return stages
+
+    def check_rows(self, batch: PyTree) -> None:
+        parts = self.replicas * self.schedule.microbatches
+        wrong = [size for size in {leaf.shape[0] for leaf in jax.tree.leaves(batch)} if size % parts]
         if wrong:
             raise ScheduleError(
-                f"{wrong[0]} rows of the batch do not divide into {schedule.microbatches} microbatches on {replicas} "
-                f"replicas; use a multiple of {parts}"
+                f"{wrong[0]} rows of the batch do not divide into {self.schedule.microbatches} microbatches on "
+                f"{self.replicas} replicas; use a multiple of {parts}"
             )
 
-        def local(shared: Tree, stacked: Tree, batch: Tree) -> tuple[jax.Array, Tree, Tree]:
-            apart = lambda tree: jax.tree.map(lambda a: collectives.varying(a, tuple(batch_axes)), tree)  # noqa: E731
-            together = lambda tree: jax.tree.map(lambda a: collectives.all_reduce(a, tuple(batch_axes)), tree)  # noqa: E731
-            work = PipelineFns(
-                prepare=lambda micro: micro,
-                embed=first,
-                layer=lambda weights, x, number, micro: (layer(weights, x), jnp.zeros(()), ()),
-                loss=lambda shared, x, micro: last(shared, x, micro) / parts,
-            )
-            micros = jax.tree.map(lambda a: a.reshape(schedule.microbatches, -1, *a.shape[1:]), batch)
-            sums = execute(Program(schedule, stages), work, axis, apart(shared), apart(stacked), micros)
-            return together(sums.loss), together(sums.shared), together(sums.stacked)
+    def varying(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda a: collectives.varying(a, self.batch_axes), tree)
 
-        if not stages.is_layer_order:
-            held = lambda a: (stages.layer_of_slot >= 0).reshape(-1, *(1,) * (a.ndim - 1))  # noqa: E731
-            stacked = jax.tree.map(lambda a: jnp.where(held(a), a[stages.layer_of_slot], 0).astype(a.dtype), stacked)
-        stage, whole = PartitionSpec(axis), PartitionSpec()
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=(whole, stage, rows), out_specs=(whole, whole, stage))
-        loss, of_shared, of_stacked = mapped(shared, stacked, batch)
-        if not stages.is_layer_order:
-            of_stacked = jax.tree.map(lambda a: a[stages.slot_of_layer], of_stacked)
-        return loss, (of_shared, of_stacked)
+    def all_reduce(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda a: collectives.all_reduce(a, self.batch_axes), tree)
 
-    return run
+
+def _to_slots(stages: Stages, a: jax.Array) -> jax.Array:
+    """Reorders layers [L, ...] to layer slots; empty slots are zeros."""
+    is_layer = (stages.layer_of_slot >= 0).reshape(-1, *(1,) * (a.ndim - 1))
+    return jnp.where(is_layer, a[stages.layer_of_slot], 0).astype(a.dtype)

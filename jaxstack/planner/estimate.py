@@ -57,7 +57,7 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     runs, ends = accum * L, accum * _microbatches(ctx)  # of a layer, of embedding and head
     if ctx.pipeline is not None:
         units = ctx.pipeline.forward, ctx.pipeline.backward
-        runs = accum * ctx.pipeline.stages.period * sum(int(u.steps_T.sum()) for u in units) // 2
+        runs = accum * ctx.pipeline.stages.period * sum(int(u.groups_T.sum()) for u in units) // 2
     found: list[Collective] = []
 
     def add(
@@ -325,7 +325,7 @@ def memory(cfg: Config, ctx: Context, state: Any, batch: Any) -> dict[str, float
         in_layer -= 6 * scores + 2 * stored
         in_head = loss
         layers = ctx.pipeline.slots * ctx.pipeline.stages.max_layers
-        waiting = 0 if ctx.pipeline.turns_at_once else ctx.pipeline.slots
+        waiting = 0 if ctx.pipeline.loss_follows_forward else ctx.pipeline.slots
         saved += e * (4 + waiting) * stream // n / layers  # what is sent and has come, and outputs that wait to turn
     work = max(in_layer, in_head)
     moved = muon(cfg, ctx)

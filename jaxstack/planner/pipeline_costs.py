@@ -30,7 +30,7 @@ from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
-from jaxstack.pipeline.execute import SplitVJP, add_at, add_up, get, put, take
+from jaxstack.pipeline.execute import SplitVJP, add_at, add_trees, index_leading, read_at, write_at
 from jaxstack.pipeline.partition import GIB, Costs
 from jaxstack.sharding import AXES, BATCH_AXES, collectives, make_mesh, transformer
 from jaxstack.sharding.collectives import varies_along, varying
@@ -209,12 +209,12 @@ def _program(cfg: Config, ctx: Context, name: str) -> Callable[..., jax.Array]:
         work, shared, stacked, micros = _work(cfg, ctx, values, batch)
         assert work.loss is not None
         finish = work.loss
-        inputs_of, start = lambda i: work.prepare(take(micros, i)), jnp.int32(0)
+        inputs_of, start = lambda i: work.prepare(index_leading(micros, i)), jnp.int32(0)
         zeros = lambda tree: jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), tree)  # noqa: E731
         one = lambda like: varying(jnp.ones((), like.dtype), varies_along(like))  # noqa: E731
         saved, embedded = SplitVJP(work.layer), work.embed(shared, inputs_of(start))
         y, penalty, _, kept = jax.eval_shape(
-            lambda: saved.forward(take(stacked, start), embedded, start, inputs_of(start))
+            lambda: saved.forward(index_leading(stacked, start), embedded, start, inputs_of(start))
         )
         x = varying(embedded, varies_along(y))
         outputs = jnp.stack([x, x / 2])
@@ -222,12 +222,12 @@ def _program(cfg: Config, ctx: Context, name: str) -> Callable[..., jax.Array]:
 
         def layer(i: jax.Array, carry: Any) -> Any:
             x, stash = carry
-            y, _, _, kept = saved.forward(take(stacked, i), x, i, inputs_of(i))
-            return y, [put(s, k, i) for s, k in zip(stash, kept, strict=True)]
+            y, _, _, kept = saved.forward(index_leading(stacked, i), x, i, inputs_of(i))
+            return y, [write_at(s, k, i) for s, k in zip(stash, kept, strict=True)]
 
         def layer_back(i: jax.Array, carry: Any) -> Any:
-            (dx, sums, stash), weights = carry, take(stacked, i)
-            dweights, dx = saved.backward([get(s, i) for s in stash], weights, i, inputs_of(i), dx, one(penalty))
+            (dx, sums, stash), weights = carry, index_leading(stacked, i)
+            dweights, dx = saved.backward([read_at(s, i) for s in stash], weights, i, inputs_of(i), dx, one(penalty))
             return dx, jax.tree.map(lambda s, d: add_at(s, d, i), sums, dweights), stash
 
         def embedding(i: jax.Array, x: Any) -> Any:
@@ -235,16 +235,16 @@ def _program(cfg: Config, ctx: Context, name: str) -> Callable[..., jax.Array]:
 
         def embedding_back(i: jax.Array, sums: Any) -> Any:
             _, pull = jax.vjp(lambda shared: work.embed(shared, inputs_of(i)), shared)
-            return add_up(sums, *pull(embedded))
+            return add_trees(sums, *pull(embedded))
 
         def head(i: jax.Array, loss: Any) -> Any:
-            return loss + finish(shared, take(outputs, i), inputs_of(i))
+            return loss + finish(shared, index_leading(outputs, i), inputs_of(i))
 
         def head_and_back(i: jax.Array, carry: Any) -> Any:
             _, loss, sums = carry
-            share, pull = jax.vjp(lambda shared, y: finish(shared, y, inputs_of(i)), shared, take(outputs, i))
+            share, pull = jax.vjp(lambda shared, y: finish(shared, y, inputs_of(i)), shared, index_leading(outputs, i))
             dshared, dy = pull(one(share))
-            return dy, loss + share, add_up(sums, dshared)
+            return dy, loss + share, add_trees(sums, dshared)
 
         if name == "layer_back":  # something to go back through
             _, stash = _repeat(jnp.int32(2), layer, (x, stash))
@@ -281,9 +281,9 @@ def _stored(cfg: Config, ctx: Context, values: Any, batch: Any) -> tuple[float, 
     def local(values: Any, batch: Any) -> tuple[jax.Array, list[jax.Array]]:
         work, shared, stacked, micros = _work(cfg, ctx, values, batch)
         start = jnp.int32(0)
-        layer_inputs = work.prepare(take(micros, start))
+        layer_inputs = work.prepare(index_leading(micros, start))
         x, *_, kept = SplitVJP(work.layer).forward(
-            take(stacked, start), work.embed(shared, layer_inputs), start, layer_inputs
+            index_leading(stacked, start), work.embed(shared, layer_inputs), start, layer_inputs
         )
         return x[None], [k[None] for k in kept]
 

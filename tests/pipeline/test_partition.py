@@ -39,7 +39,7 @@ def random_costs(rng: np.random.Generator, layers: int) -> Costs:
 
 def by_hand(costs: Costs, schedule: Schedule, layers: tuple[int, ...]) -> tuple[float, float]:
     """Step by the formula and a stage's bytes, layer by layer."""
-    V, M, G = schedule.chunks, schedule.microbatches, schedule.blocks
+    V, M, G = schedule.chunks, schedule.microbatches, schedule.model_chunks
     boundary = np.broadcast_to(costs.boundary_bytes, costs.layers)
     intervals = list(zip(schedule.forward_MG.ravel(), schedule.backward_MG.ravel(), strict=True))
     of_stage = np.arange(M * G) % G % schedule.stages
@@ -72,7 +72,7 @@ def every_cut(layers: int, blocks: int) -> list[tuple[int, ...]]:
 
 
 def compare_with_every_cut(rng: np.random.Generator, costs: Costs, schedule: Schedule, limited: bool) -> None:
-    all_cuts = [by_hand(costs, schedule, layers) for layers in every_cut(costs.layers, schedule.blocks)]
+    all_cuts = [by_hand(costs, schedule, layers) for layers in every_cut(costs.layers, schedule.model_chunks)]
     memory = None
     if limited:
         leanest = min(needed for _, needed in all_cuts)
@@ -144,7 +144,7 @@ def transformer() -> Costs:
 def test_unequal_layers_gain_on_the_even_cut_and_the_prediction_is_true(schedule, ratio):
     costs = transformer()
     found = cut(costs, schedule)
-    equal = Partition(costs, schedule, even(costs.layers, schedule.blocks))
+    equal = Partition(costs, schedule, even(costs.layers, schedule.model_chunks))
     simulated, simulated_equal = (simulate(costs, p.layers, schedule) for p in (found, equal))
     assert found.step_seconds == pytest.approx(simulated, rel=0.1)  # the promise to users; 2% and 1% when written
     assert equal.step_seconds >= ratio * found.step_seconds
@@ -174,7 +174,7 @@ def test_a_head_on_the_last_stage_moves_the_cut_and_one_spread_over_all_does_not
 def test_equal_blocks_take_the_closed_form(size):
     stages, microbatches, chunks = size
     schedule = interleaved_one_f_one_b(*size)
-    found = Partition(PLAIN, schedule, even(8, schedule.blocks))
+    found = Partition(PLAIN, schedule, even(8, schedule.model_chunks))
     assert found.bubble == pytest.approx((stages - 1) / (chunks * microbatches))
     assert found.step_seconds == pytest.approx(simulate(PLAIN, found.layers, schedule))
     assert found.balance == pytest.approx(1)
@@ -193,8 +193,8 @@ def test_the_simulation_by_hand():
 
 def test_a_hundred_layers_on_sixteen_stages_take_few_searches(rng, monkeypatch):
     """One search a limit, and there are 8,256 stretches whose cost could be one."""
-    searches, chain = [], partition._chain
-    monkeypatch.setattr(partition, "_chain", lambda *args: (searches.append(1), chain(*args))[1])
+    searches, chain = [], partition._best_edges
+    monkeypatch.setattr(partition, "_best_edges", lambda *args: (searches.append(1), chain(*args))[1])
     cut(random_costs(rng, 128), one_f_one_b(16, 64))
     assert len(searches) < 20  # 2 to 5 in 100 draws
 
@@ -203,13 +203,13 @@ def test_layers_are_spread_evenly():
     assert even(8, 4) == (2, 2, 2, 2)
     assert even(11, 4) == (3, 3, 3, 2)
     assert even(3, 3) == (1, 1, 1)
-    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 8 blocks .*; use 6 blocks$"):
+    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 8 model chunks .*; use 6 model chunks$"):
         even(6, 8)
-    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 0 blocks .*; use 1 blocks$"):
+    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 0 model chunks .*; use 1 model chunks$"):
         even(6, 0)
     with pytest.raises(ConfigError, match="layers=0 must be 1 or more"):
         even(0, 1)
-    with pytest.raises(ConfigError, match="8 layers cannot fill 16 blocks"):
+    with pytest.raises(ConfigError, match="8 layers cannot fill 16 model chunks"):
         cut(PLAIN, interleaved_one_f_one_b(4, 8, 4))
 
 
@@ -281,7 +281,7 @@ WRONG = [
     ({"latency": float("inf")}, "latency holds inf"),
     ({"memory_bytes": -1}, "memory_bytes holds -1"),
     ({"measured_on": 4}, "measured_on=4 must be text"),
-    ({"speed": 4}, "speed is no cost; drop it"),
+    ({"speed": 4}, "speed is not a cost; remove it"),
 ]
 
 
@@ -300,7 +300,7 @@ def test_a_file_that_holds_no_costs_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"costs\.json cannot be read: .*; name a file of Costs\.save"):
         Costs.load(path)
     for text, says in (
-        ("{", "is no JSON: .*; write it with Costs.save"),
+        ("{", "is not JSON: .*; write it with Costs.save"),
         ("[1]", "must be an object with the keys forward, backward"),
         (json.dumps({k: v for k, v in asdict(PLAIN).items() if k != "latency"}), "latency is missing; measure again"),
     ):

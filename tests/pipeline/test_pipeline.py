@@ -299,7 +299,7 @@ def test_rows_hold_every_layer_once():
         for g, (start, count) in enumerate(zip(starts, layers, strict=False)):
             rows = lie.layer_of_slot.reshape(stages, lie.chunks, longest)[g % stages, g // stages]
             assert rows.tolist() == [*range(start, start + count), *[-1] * (longest - count)]
-        assert (lie.steps * period == lie.layer_of_slot[::period])[lie.steps >= 0].all()
+        assert (lie.group_of_slot * period == lie.layer_of_slot[::period])[lie.group_of_slot >= 0].all()
     assert Stages(4, (2, 2, 2, 2)).is_layer_order
     assert not Stages(2, (2, 2, 2, 2)).is_layer_order
     assert not Stages(2, (2, 1)).is_layer_order
@@ -308,19 +308,19 @@ def test_rows_hold_every_layer_once():
 
 @pytest.mark.parametrize("schedule", [gpipe(4, 6), one_f_one_b(4, 8), interleaved_one_f_one_b(2, 6, 3)], ids=str)
 def test_idle_stages_write_where_nobody_waits(schedule):
-    program = Program(schedule, Stages(schedule.stages, (1,) * schedule.blocks))
+    program = Program(schedule, Stages(schedule.stages, (1,) * schedule.model_chunks))
     holds: dict[tuple[int, int], Any] = {}
     for tick, stage in itertools.product(range(schedule.ticks), range(schedule.stages)):
         forward, backward = program.forward, program.backward
-        if forward.steps_T[tick]:
+        if forward.groups_T[tick]:
             place = stage, int(forward.slot_TP[tick, stage])
             assert holds.get(place) is None
             assert place[1] < program.slots
             if forward.active_TP[tick, stage]:
-                holds[place] = forward.micro_TP[tick, stage], forward.chunk_TP[tick, stage]
+                holds[place] = forward.microbatch_TP[tick, stage], forward.chunk_TP[tick, stage]
         if backward.active_TP[tick, stage]:
             place = stage, int(backward.slot_TP[tick, stage])
-            assert holds.pop(place) == (backward.micro_TP[tick, stage], backward.chunk_TP[tick, stage])
+            assert holds.pop(place) == (backward.microbatch_TP[tick, stage], backward.chunk_TP[tick, stage])
     assert not holds
     assert program.slots <= schedule.slots + 1
 
@@ -335,11 +335,19 @@ def test_the_bubble_of_uneven_stages_is_that_of_the_longest():
 @pytest.mark.parametrize(
     ("how", "pipe", "words"),
     [
-        ({"layers": 4}, 8, "mesh.pipe=8 x pipeline.chunks=1 makes 8 blocks, but model.num_layers=4 .* use mesh.pipe=4"),
-        ({"layers": 6, "schedule": TWO, "chunks": 4}, 2, "8 blocks.* 6 layers.* mesh.pipe=1, or pipeline.chunks=3"),
+        (
+            {"layers": 4},
+            8,
+            "mesh.pipe=8 x pipeline.chunks=1 makes 8 model chunks, but model.num_layers=4 .* use mesh.pipe=4",
+        ),
+        (
+            {"layers": 6, "schedule": TWO, "chunks": 4},
+            2,
+            "8 model chunks.* 6 layers.* mesh.pipe=1, or pipeline.chunks=3",
+        ),
         ({"family": "gemma2", "layers": 6}, 4, "3 groups of 2 layers .model.windows.* use mesh.pipe=3"),
-        ({"microbatches": 3}, 2, "microbatches=3 does not cut the 8 sequences of a replica; use 2 or 4"),
-        ({"microbatches": 16}, 2, "microbatches=16 does not cut the 8 .* use 4 or 8"),
+        ({"microbatches": 3}, 2, "microbatches=3 does not divide the 8 sequences of a replica; use 2 or 4"),
+        ({"microbatches": 16}, 2, "microbatches=16 does not divide the 8 .* use 4 or 8"),
         (
             {"schedule": TWO, "chunks": 2, "microbatches": 2},
             4,
@@ -492,7 +500,7 @@ def test_mistakes_of_anyones_are_named(rng):
         pipeline.value_and_grad(*functions, schedule=gpipe(2, 2), **how)
     with pytest.raises(ScheduleError, match=r"24 rows .* 5 microbatches on 2 replicas; use a multiple of 10"):
         pipeline.value_and_grad(*functions, schedule=gpipe(4, 5), **how)(shared, stacked, batch)
-    with pytest.raises(ConfigError, match="7 layers cannot fill 8 blocks"):
+    with pytest.raises(ConfigError, match="7 layers cannot fill 8 model chunks"):
         pipeline.value_and_grad(*functions, schedule=interleaved_one_f_one_b(4, 4, 2), **how)(shared, stacked, batch)
     with pytest.raises(ScheduleError, match=r"layers=\[2, 2, 2, 2\] make 8, but `stacked` has 7"):
         pipeline.value_and_grad(*functions, schedule=gpipe(4, 2), layers=(2, 2, 2, 2), **how)(shared, stacked, batch)

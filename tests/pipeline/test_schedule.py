@@ -29,7 +29,7 @@ def make(name: str, stages: int, chunks: int, microbatches: int) -> Schedule:
 def test_every_unit_runs_once_after_what_it_needs(size):
     """Walks the table tick by tick, as an executor would: with one buffer a neighbour and the slots of the stash."""
     s = make(*size)
-    P, G = s.stages, s.blocks
+    P, G = s.stages, s.model_chunks
     sent_forward: dict[int, tuple[int, int]] = {}  # arriving at a stage: microbatch, block
     sent_backward: dict[int, tuple[int, int]] = {}
     stash: dict[tuple[int, int], tuple[int, int]] = {}
@@ -92,7 +92,9 @@ def test_a_wrong_table_is_refused():
 
     late = good.forward_MG.copy()
     late[2, 3] += 1
-    with pytest.raises(ScheduleError, match=r"forward unit of microbatch 2 runs in block 3 at tick 6.* at tick 4"):
+    with pytest.raises(
+        ScheduleError, match=r"forward unit of microbatch 2 runs in model chunk 3 at tick 6.* at tick 4"
+    ):
         with_ticks(forward=late)
     twice = good.forward_MG.copy()
     twice[5] = twice[4]
