@@ -160,18 +160,17 @@ def _tick_rows(program: Program) -> _TickRow:
     """Returns the program's arrays, with the ticks as leading dimension."""
 
     def unit(u: Units) -> _Unit:
-        return _Unit(u.active_TP, u.chunk_TP, u.microbatch_TP, u.slot_TP)
+        return _Unit(*map(jnp.asarray, (u.active_TP, u.chunk_TP, u.microbatch_TP, u.slot_TP)))
 
-    rows = _TickRow(
-        unit(program.backward),
-        program.backward.groups_T,
-        program.embed_at_T,
-        unit(program.forward),
-        program.forward.groups_T,
-        program.embed_grad_at_T,
-        program.loss_at_T,
+    return _TickRow(
+        backward=unit(program.backward),
+        backward_groups=jnp.asarray(program.backward.groups_T),
+        embed_at=jnp.asarray(program.embed_at_T),
+        forward=unit(program.forward),
+        forward_groups=jnp.asarray(program.forward.groups_T),
+        embed_grad_at=jnp.asarray(program.embed_grad_at_T),
+        loss_at=jnp.asarray(program.loss_at_T),
     )
-    return jax.tree.map(jnp.asarray, rows)
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ class _Run:
         return self.fns.loss(shared, x, inputs)
 
     def initial_state(self) -> _State:
-        """Returns zeros with the shapes and types of the carry. They come from traces that add nothing to the program."""
+        """Returns zeros of the carry's shapes and types, which come from abstract traces."""
         slots, axes = self.program.slots, (self.axis,)
         m = varying(jnp.int32(0), axes)
         inputs = (self.inputs_of(m), index_leading(self.constants, m))
@@ -488,13 +487,13 @@ def index_leading(tree: PyTree, at: jax.Array) -> PyTree:
 
 def read_at(a: jax.Array, *at: jax.Array) -> jax.Array:
     """Returns `a[at]`, for one index or several on the leading dimensions."""
-    start = (*at, *(0,) * (a.ndim - len(at)))
+    start: list[jax.Array | int] = [*at, *[0] * (a.ndim - len(at))]
     return lax.dynamic_slice(a, start, (*(1,) * len(at), *a.shape[len(at) :])).reshape(a.shape[len(at) :])
 
 
 def write_at(a: jax.Array, value: jax.Array, *at: jax.Array) -> jax.Array:
     """Returns `a` with `a[at]` replaced by `value`, for one index or several on the leading dimensions."""
-    start = (*at, *(0,) * (a.ndim - len(at)))
+    start: list[jax.Array | int] = [*at, *[0] * (a.ndim - len(at))]
     return lax.dynamic_update_slice(a, value.reshape((1,) * len(at) + value.shape), start)
 
 

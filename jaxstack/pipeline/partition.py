@@ -214,7 +214,7 @@ class Partition:
 
     @property
     def lockstep_seconds(self) -> float:
-        """Seconds of a step of `pipeline.execute`, where a tick lasts as long as the longest unit of each kind in it."""
+        """Seconds of a step of `pipeline.execute`: a tick lasts as long as its longest forward and backward unit."""
         s = self.schedule
         total = 0.0
         for unit_TP, seconds_G in zip((s.forward_TP, s.backward_TP), self.unit_seconds, strict=True):

@@ -100,7 +100,7 @@ def test_a_wrong_table_is_refused():
     twice[5] = twice[4]
     with pytest.raises(ScheduleError, match=r"stage 0 would run two forward units at tick 4, of microbatches 4 and 5"):
         with_ticks(forward=twice)
-    with pytest.raises(ScheduleError, match=r"microbatch 0 goes back before"):
+    with pytest.raises(ScheduleError, match=r"microbatch 0 goes backward before"):
         with_ticks(backward=good.backward_MG - 1)
     with pytest.raises(ScheduleError, match="shape"):
         with_ticks(forward=good.forward_MG[:, :3])
