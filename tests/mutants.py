@@ -407,7 +407,10 @@ mistakes(
     ("send[1:L] = costs.latency + np", "send[1:L] = np"),
     ("max(1).sum())", "max(1).max())"),
     ("(first + last) / model_chunks", "first + last"),
-    ("layers // model_chunks + (g < layers % model_chunks)", "layers // model_chunks + (g >= model_chunks - layers % model_chunks)"),
+    (
+        "layers // model_chunks + (g < layers % model_chunks)",
+        "layers // model_chunks + (g >= model_chunks - layers % model_chunks)",
+    ),
     ("schedule.slots * _sums(costs.stash_bytes)", "schedule.microbatches * _sums(costs.stash_bytes)"),
     ("limit = np.nextafter(slowest, 0)", "limit = slowest / 2"),
 )

@@ -78,12 +78,12 @@ def value_and_grad(
         layer=lambda weights, x, group, microbatch: (layer(weights, x), jnp.zeros(()), ()),
         loss=lambda shared, x, microbatch: loss(shared, x, microbatch) / parts,
     )
-    return _Pipeline(fns, schedule, mesh, axis, tuple(batch_axes), tuple(layers) if layers else None, replicas)
+    return _Pipeline(fns, schedule, mesh, axis, tuple(batch_axes), tuple(layers) if layers else None, replicas).run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pipeline:
-    """The function that `value_and_grad` returns."""
+    """The settings of `value_and_grad`, and the function that it returns as the method `run`."""
 
     fns: PipelineFns
     schedule: Schedule
@@ -93,7 +93,7 @@ class _Pipeline:
     layers: tuple[int, ...] | None
     replicas: int
 
-    def __call__(self, shared: PyTree, stacked: PyTree, batch: PyTree) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+    def run(self, shared: PyTree, stacked: PyTree, batch: PyTree) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
         """Returns the loss, and its gradients with respect to shared and stacked."""
         stages = self.stages(stacked)
         self.check_rows(batch)
@@ -108,13 +108,13 @@ class _Pipeline:
         if not stages.is_layer_order:
             stacked = jax.tree.map(lambda a: _to_slots(stages, a), stacked)
         staged, replicated, rows = PartitionSpec(self.axis), PartitionSpec(), PartitionSpec(self.batch_axes or None)
-        run = jax.shard_map(
+        run_local = jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=(replicated, staged, rows),
             out_specs=(replicated, replicated, staged),
         )
-        loss, d_shared, d_stacked = run(shared, stacked, batch)
+        loss, d_shared, d_stacked = run_local(shared, stacked, batch)
         if not stages.is_layer_order:
             d_stacked = jax.tree.map(lambda a: a[stages.slot_of_layer], d_stacked)
         return loss, (d_shared, d_stacked)

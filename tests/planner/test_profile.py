@@ -177,7 +177,7 @@ def test_a_stage_stores_as_many_rows_as_the_longest_block():
     ("layers", "change", "says"),
     [
         (4, {}, r"costs.json holds costs of 4 layers, but model.num_layers=5 has 5 layers; measure this model by"),
-        (5, {"memory_bytes": 1.0}, r"costs.json: memory_bytes=1 .*: the leanest cut of 5 layers"),
+        (5, {"memory_bytes": 1.0}, r"costs.json: memory_bytes=1 .*: the smallest cut of 5 layers"),
     ],
 )
 def test_costs_that_do_not_fit_are_refused_in_one_line(layers, change, says, tmp_path):
