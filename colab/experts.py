@@ -56,7 +56,7 @@ import optax
 from IPython.display import HTML, display
 
 from jaxstack import sharding
-from jaxstack.models import decoder, flops, layers, params
+from jaxstack.models import blocks, decoder, flops, layers, params
 from jaxstack.models.context import Context
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, make_optimizer, make_state
@@ -233,15 +233,14 @@ def choices(cfg: Config, values: Any, tokens: np.ndarray) -> np.ndarray:
     """Returns the experts of every token in every layer, [L, B, S, k]."""
     ctx, m = Context(), cfg.model
     given = decoder.make_layer_inputs(m, {"tokens": tokens}, ctx)
-    plainly = {"window": 0, "rope": given["rope"], "segment_ids": None}
     x, found = decoder.embed(m, values, given, ctx), []
     for i in range(m.num_layers):
         weights = jax.tree.map(lambda leaf, i=i: leaf[i], values["layers"])
         h = layers.norm(m, weights["attention_norm"], x, ctx)
-        h, _ = layers.attention(m, weights["attention"], h, ctx, **plainly)
+        h, _ = layers.attention(m, weights["attention"], h, ctx, given, window=0)
         h = layers.norm(m, weights["mlp_norm"], x + h, ctx)
         found.append(layers.route(m, weights["moe"], h.reshape(-1, m.d_model), None).experts)
-        x, _ = decoder.block(m, weights, x, ctx, **plainly, dropout_key=None)
+        x, _ = blocks.block(m, weights, x, ctx, given, window=0)
     return np.stack(jax.device_get(found)).reshape(m.num_layers, *tokens.shape, CHOICES)
 
 

@@ -54,13 +54,13 @@ def show(cfg: Config) -> None:
     platform.configure(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
 
     from jaxstack import sharding
-    from jaxstack.models import decoder, params
+    from jaxstack.models import family, params
     from jaxstack.models.context import Context
     from jaxstack.training.state import abstract_state
 
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
     state = abstract_state(cfg, Context.create(cfg, mesh))
-    declared = params.flat_spec(decoder.spec(cfg.model))
+    declared = params.flat_spec(family.spec(cfg.model))
     leaves, specs = sharding.placed(state.params)
     print(sharding.table({path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}, specs, mesh))
     optimizer = sharding.table(*sharding.placed(state.opt_state), mesh).splitlines()[-1]
@@ -205,13 +205,13 @@ def print_run_header(
     """Says what is going to be trained, on what, and what is unlike the run's earlier part."""
     import jax
 
-    from jaxstack.models import decoder, params
+    from jaxstack.models import family, params
 
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     screen.say(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
-    screen.say(f"model    {params.count(decoder.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
+    screen.say(f"model    {params.count(family.spec(cfg.model)):,} parameters, {cfg.model.num_layers} layers")
     if cfg.model.lora.rank:
-        trained = params.count(params.partition(spec := decoder.spec(cfg.model), spec)[0])
+        trained = params.count(params.partition(spec := family.spec(cfg.model), spec)[0])
         screen.say(f"adapters {trained:,} of them are trained, rank {cfg.model.lora.rank}; the rest is frozen")
     if ctx.pipeline is not None:
         screen.say(f"pipeline {ctx.pipeline}")

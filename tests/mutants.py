@@ -66,17 +66,41 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "model", "models/decoder.py", BY_HAND,
+    "model", "models/blocks.py", BY_HAND,
     ('h = layers.norm(cfg, params["attention_post_norm"], h, ctx)', 'h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)'),
     ('h = layers.norm(cfg, params["mlp_norm"], x, ctx)', 'h = layers.norm(cfg, params["attention_norm"], x, ctx)'),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/decoder.py", BY_HAND,
     ("cap * jnp.tanh(scores / cap)", "jnp.tanh(scores / cap)"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/blocks.py", BY_HAND,
     ("layers.dropout(keys[1], cfg.dropout, h", "layers.dropout(keys[0], cfg.dropout, h", "models/test_model.py -k mask"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/decoder.py", BY_HAND,
     ("index * len(cfg.windows) + i", "index + i", "models/test_model.py -k mask"),
-    ('layer_inputs["rope"] = layers.rope_tables(cfg, positions)',
-     'layer_inputs["rope"] = layers.rope_tables(cfg, ctx.token_index(length))', GENERATE + " -k 'greedy and gemma2'"),
+    ("rope = layers.rope_tables(cfg, positions)", "rope = layers.rope_tables(cfg, ctx.token_index(length))",
+     GENERATE + " -k 'greedy and gemma2'"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/blocks.py", BY_HAND,
     ("a.reshape(-1, period, *a.shape[1:])[:, i]", "a.reshape(period, -1, *a.shape[1:])[i]", "models/test_model.py -k dealt"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/decoder.py", BY_HAND,
     ('cfg.moe.router != "sigmoid" or cfg.lora.rank:', 'cfg.moe.router != "sigmoid":', "moe/test_experts.py -k frozen"),
     ('ctx.to_stage_order(aux["load"]), cfg.moe.bias_update_rate', 'ctx.to_stage_order(aux["load"]), -cfg.moe.bias_update_rate', "moe/test_experts.py -k frozen"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/blocks.py", BY_HAND,
     ("return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)",
      "return a.reshape(microbatches, -1, *a.shape[1:])", "models/test_model.py -k dealt"),
     ('ctx.remat == "none" and not ctx.gathers_params', 'ctx.remat == "none"', "sharding/test_collectives.py"),
@@ -89,10 +113,14 @@ mistakes(
     ("(balance / sequences + z / tokens)", "(balance + z) / tokens"),
     ("each = jnp.sum(weights != 0, axis=1", "each = jnp.sum(weights == weights, axis=1"),
     ('figures["max_over_mean"].max()', 'figures["max_over_mean"].mean()'),
+)  # fmt: skip
+
+mistakes(
+    "losses", "models/decoder.py", BY_HAND,
     ('segment_ids=batch.get("segment_ids"),', "segment_ids=None,"),
-    ('positions=batch.get("positions"),', "positions=None,"),
+    ('positions = batch.get("positions", ctx.token_index(length))', "positions = ctx.token_index(length)"),
     ("softcap=cfg.logit_softcap", "softcap=cfg.attention_softcap"),
-    ('rows=batch.get("rows"),', "rows=None,", STEP + " -k dropout"),
+    ('rows = batch.get("rows")', "rows = None", STEP + " -k dropout"),
 )  # fmt: skip
 
 mistakes(

@@ -18,7 +18,7 @@ import yaml
 from jaxstack import data, hf, sharding
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, PipelineConfig, RunConfig, parse, resolve
 from jaxstack.hf import safetensors
-from jaxstack.models import decoder, params
+from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.training import init_from
 
@@ -44,7 +44,7 @@ def import_run(folder: Path, run: Path, flags: list[str]) -> None:
             cfg = resolve(cfg, tokenizer.vocab_size)
             (made / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
         (made / "config.yaml").write_text(parse.to_yaml(cfg))
-    size = params.count(decoder.spec(cfg.model.base))
+    size = params.count(family.spec(cfg.model.base))
     print(f"{folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
     if found.ignored_values:
         shown = ", ".join(f"{key}={value}" for key, value in found.ignored_values.items())

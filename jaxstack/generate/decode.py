@@ -25,7 +25,7 @@ from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
 from jaxstack.data import Tokenizer
 from jaxstack.generate import beam_search, sampling
 from jaxstack.generate.kv_cache import CachedDecoder, mask_unknown_ids
-from jaxstack.models import decoder
+from jaxstack.models import decoder, family
 from jaxstack.models.context import Context
 from jaxstack.sharding import collectives
 
@@ -234,7 +234,7 @@ def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, par
     """
     if ctx.mesh is None:
         return jax.jit(work)
-    where = (ctx.parameters(decoder.spec(cfg)), *[ctx.batch] * parts, PartitionSpec())
+    where = (ctx.parameters(family.spec(cfg)), *[ctx.batch] * parts, PartitionSpec())
     return jax.jit(ctx.local(work, where, ctx.batch), out_shardings=ctx.sharding(PartitionSpec()))
 
 
@@ -269,9 +269,9 @@ def generate_uncached(
             buffer, ends = carry
             starts = jnp.maximum(ends - window, 0)
             seen = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (window,)))(buffer, starts)
-            gates = None if gate is None else jnp.full_like(seen, gate)
+            batch = {"tokens": seen} if gate is None else {"tokens": seen, "gate_ids": jnp.full_like(seen, gate)}
             # Attention is causal, so the tokens after a row's end do not change its logits.
-            x, _ = decoder.hidden_states(cfg, params, seen, ctx, gate_ids=gates)
+            x, _ = decoder.hidden_states(cfg, params, batch, ctx)
             last = x[own, ends - starts - 1][:, None]
             local = decoder.logits(cfg, params, last, ctx)[:, 0]
             logits = collectives.all_gather_invariant(local, ctx.axes("vocab"), 1)

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstack.common.tree import PyTree
+from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.models import decoder
+from jaxstack.models import decoder, family
+from jaxstack.models.blocks import group_layers
 from jaxstack.models.context import Context
 from jaxstack.models.params import cast_matrices
 from jaxstack.sharding import collectives
@@ -61,30 +62,29 @@ class CachedDecoder:
         num_slots: int,
     ) -> "CachedDecoder":
         """Returns a decoder whose parameters are cast and grouped once, and not for every token."""
-        params = cast_matrices(decoder.spec(cfg), params, ctx.dtype)
+        params = cast_matrices(family.spec(cfg), params, ctx.dtype)
         groups = None
         if ctx.decode == "unrolled" and ctx.pipeline is None:
-            stacked = decoder.group_layers(cfg, params["layers"])
-            groups = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(cfg.num_layers // len(cfg.windows))]
+            name, stack = family.only_stack(cfg)
+            stacked = group_layers(stack.period, params[name])
+            groups = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.depth // stack.period)]
         return cls(cfg, params, ctx, gate, vocabulary, first, num_slots, groups)
 
     def prefill(self, tokens: jax.Array) -> tuple[jax.Array, PyTree]:
         """Returns the logits [B, V] after the prompts [B, S], and their cache."""
         positions = jnp.arange(tokens.shape[1]) - self.first[:, None]
-        x, aux = decoder.hidden_states(
-            self.cfg,
-            self.params,
-            tokens,
-            self.ctx,
-            cache={},
-            positions=jnp.maximum(positions, 0),
-            segment_ids=(positions >= 0).astype(jnp.int32),
-            gate_ids=self._gate_ids(tokens),
-        )
+        batch: Batch = {
+            "tokens": tokens,
+            "positions": jnp.maximum(positions, 0),
+            "segment_ids": (positions >= 0).astype(jnp.int32),
+        }
+        if self.gate is not None:
+            batch["gate_ids"] = jnp.full_like(tokens, self.gate)
+        x, aux = decoder.hidden_states(self.cfg, self.params, batch, self.ctx, cache={})
         new = {name: aux[name] for name in ("keys", "values")}
         cache: PyTree = [
             jax.tree.map(lambda a, T=T: _allocate(a, T), block)
-            for T, block in zip(self._lengths, decoder.group_layers(self.cfg, new), strict=True)
+            for T, block in zip(self._lengths, group_layers(len(self._lengths), new), strict=True)
         ]
         if self.layer_groups is not None:
             cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.layer_groups))]
@@ -97,13 +97,13 @@ class CachedDecoder:
             "distance": [self._distance(slot, T) for T in self._lengths],
         }
         if self.gate is not None:
-            batch["gate_ids"] = self._gate_ids(tokens[:, None])
+            batch["gate_ids"] = jnp.full_like(tokens[:, None], self.gate)
+        batch["tokens"] = tokens[:, None]
         new: PyTree
         if self.layer_groups is None:
-            x, aux = decoder.hidden_states(self.cfg, self.params, tokens[:, None], self.ctx, cache=cache, **batch)
-            new = decoder.group_layers(self.cfg, {name: aux[name] for name in ("keys", "values")})
+            x, aux = decoder.hidden_states(self.cfg, self.params, batch, self.ctx, cache=cache)
+            new = group_layers(len(self._lengths), {name: aux[name] for name in ("keys", "values")})
         else:
-            batch["tokens"] = tokens[:, None]
             x, new = decoder.hidden_states_unrolled(self.cfg, self.params, self.layer_groups, batch, cache, self.ctx)
 
         def update(a: jax.Array, entry: jax.Array) -> jax.Array:
@@ -120,9 +120,6 @@ class CachedDecoder:
         """Returns how far each kept token [B, T] is before `slot`; 0 marks entries that are empty or before the row."""
         there = slot - 1 - (slot - 1 - jnp.arange(T)) % T
         return jnp.where(there >= self.first[:, None], slot - there, 0)
-
-    def _gate_ids(self, tokens: jax.Array) -> jax.Array | None:
-        return None if self.gate is None else jnp.full_like(tokens, self.gate)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         own = decoder.logits(self.cfg, self.params, x, self.ctx)[:, 0]

@@ -7,7 +7,7 @@ import jax
 
 from jaxstack.common import hardware
 from jaxstack.config import ModelConfig
-from jaxstack.models import decoder
+from jaxstack.models import family
 from jaxstack.models.params import Param
 
 
@@ -26,7 +26,7 @@ class Flops(NamedTuple):
 def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
     """Weights that a token is multiplied with: matrices and the head, tied or not; embedding look-ups are none. Of all,
     or of those that are frozen or not."""
-    leaves = jax.tree.leaves(decoder.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
+    leaves = jax.tree.leaves(family.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
     leaves = [p for p in leaves if frozen in (None, p.frozen)]
     head = cfg.d_model * cfg.vocab if cfg.tied_embeddings and frozen in (None, bool(cfg.lora.rank)) else 0
     return head + sum(

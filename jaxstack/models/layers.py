@@ -3,8 +3,8 @@
 Suffixes: B batch, S sequence, D width, H query heads, G key/value heads, K head width, F hidden width of the MLP.
 """
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,44 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
 from jaxstack import moe as experts
+from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.models import lora
 from jaxstack.models.context import Context
-from jaxstack.models.params import Param, Spec
+from jaxstack.models.params import Param, Params, Spec
 from jaxstack.moe import Routing
 from jaxstack.sharding import collectives
+
+Aux: TypeAlias = dict[str, jax.Array]
+"""Auxiliary values of layers by name: sums of routing, or keys and values for a cache."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerInputs:
+    """What the layers read beside the residual stream. `None` where a model or a batch has no such input.
+
+    Attributes:
+      counted: tokens that the statistics of routing count [B, S]. `None` means all.
+      distance: with a cache, for each block of a step, distance from each cached token to this one [B, T].
+      dropout_ids: number of each token of the residual stream, for dropout [B, S/n].
+      gate_ids: domain or timestep of each token of the residual stream, for hard gates [B, S/n].
+      key: data of the PRNG key for dropout.
+      positions: position of each token of the residual stream, [S/n] or [B, S/n].
+      rope: cosine and sine of the positions within attention.
+      segment_ids: document of each token [B, S]. `None` means one document a row.
+      tokens: ids [B, S].
+    """
+
+    counted: jax.Array | None = None
+    distance: PyTree = None
+    dropout_ids: jax.Array | None = None
+    gate_ids: jax.Array | None = None
+    key: jax.Array | None = None
+    positions: jax.Array | None = None
+    rope: tuple[jax.Array, jax.Array] | None = None
+    segment_ids: jax.Array | None = None
+    tokens: jax.Array | None = None
 
 
 def norm_spec(cfg: ModelConfig, width: int, axis: str, kind: str | None = None) -> Spec:
@@ -31,7 +63,7 @@ def norm_spec(cfg: ModelConfig, width: int, axis: str, kind: str | None = None) 
     return spec
 
 
-def norm(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context, kind: str | None = None) -> jax.Array:
+def norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, kind: str | None = None) -> jax.Array:
     """Normalises the last axis, in float32."""
     if (kind or cfg.norm) == "layer":
         return kernels.layer_norm(x, params["scale"], params.get("bias"), eps=cfg.norm_eps, implementation=ctx.norm)
@@ -78,7 +110,7 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def linear(
     cfg: ModelConfig,
-    params: Any,
+    params: Params,
     name: str,
     x: jax.Array,
     ctx: Context,
@@ -126,29 +158,30 @@ def attention_spec(cfg: ModelConfig) -> Spec:
 
 def attention(
     cfg: ModelConfig,
-    params: Any,
+    params: Params,
     x: jax.Array,
     ctx: Context,
+    layer_inputs: LayerInputs,
     *,
     window: int,
-    rope: tuple[jax.Array, jax.Array] | None,
-    segment_ids: jax.Array | None,
-    cache: Any = None,
-    distance: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Causal multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
+    cache: Params | None = None,
+) -> tuple[jax.Array, Aux]:
+    """Computes causal multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
 
     Args:
-      x: [B, S/n, D], a device's part of the residual stream (the whole where n is 1).
-      window: tokens that each token sees, itself included; 0: all before it.
-      rope: cosine and sine of the positions, or None.
-      segment_ids: document of each token [B, S]; tokens see their own document only.
-      cache: `keys` and `values` of tokens before this one [B, G, T, K], S being 1; nothing in it: rows begin here.
-      distance: tokens from each of them to this one [B, T], see `kernels.cached_attention`.
+      cfg: the model.
+      params: the group `attention` of a layer.
+      x: this device's part of the residual stream [B, S/n, D] (all of it where n is 1).
+      ctx: execution context.
+      layer_inputs: `rope` and `segment_ids` are read. Tokens see their own document only.
+      window: number of tokens that each token sees, including itself; 0 means all tokens before it.
+      cache: `keys` and `values` of earlier tokens [B, G, T, K], and `distance` from each of them to this token [B, T],
+        see `kernels.cached_attention`; S is 1 then. An empty cache means that rows begin here.
 
     Returns:
-      [B, S/n, D]; and with a cache `keys` and `values` of these tokens [B, G, S, K], else nothing.
+      [B, S/n, D]. With a cache also `keys` and `values` of these tokens [B, G, S, K].
     """
+    rope = layer_inputs.rope
     x = ctx.gather_activations(x, "heads")
     q, k, v = (linear(cfg, params, name, x, ctx, "heads") for name in ("q", "k", "v"))
     if cfg.qk_norm:
@@ -161,10 +194,9 @@ def attention(
         "window": window,
         "softcap": cfg.attention_softcap,
     }
-    whole: dict[str, Any] = {"segment_ids": segment_ids, "implementation": ctx.attention}
+    whole: dict[str, Any] = {"segment_ids": layer_inputs.segment_ids, "implementation": ctx.attention}
     if cache:
-        assert distance is not None
-        mixed = kernels.cached_attention(q, k, v, cache["keys"], cache["values"], distance, **options)
+        mixed = kernels.cached_attention(q, k, v, cache["keys"], cache["values"], cache["distance"], **options)
     elif ctx.axes("sequence"):
         (axis,) = ctx.axes("sequence")
         mixed = kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **options, **whole)
@@ -211,7 +243,7 @@ def moe_spec(cfg: ModelConfig) -> Spec:
     return spec
 
 
-def route(cfg: ModelConfig, params: Any, x: jax.Array, gate: jax.Array | None) -> Routing:
+def route(cfg: ModelConfig, params: Params, x: jax.Array, gate: jax.Array | None) -> Routing:
     """Who goes where, for tokens [T, D]; `gate` [T] is the domain or timestep of each, for the hard gates."""
     moe = cfg.moe
     if moe.router in ("domain", "timestep"):
@@ -231,12 +263,12 @@ def route(cfg: ModelConfig, params: Any, x: jax.Array, gate: jax.Array | None) -
 
 def moe(
     cfg: ModelConfig,
-    params: Any,
+    params: Params,
     x: jax.Array,
     ctx: Context,
     gate: jax.Array | None = None,
     counted: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Aux]:
     """Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), with shared experts (DeepSeekMoE, arXiv:2401.06066).
 
     The router works on the residual stream's layout, where each token is on one device of a tensor group; its choices
@@ -303,13 +335,13 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
     raise ValueError(f"no activation {name!r}")
 
 
-def mlp(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
+def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
     """Two layers with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202); [B, S/n, D]."""
     y = ctx.reduce_activations(mlp_products(cfg, params, ctx.gather_activations(x, "mlp"), ctx), "mlp")
     return kernels.add_in_float32(y, params["b_down"]) if cfg.bias else y
 
 
-def mlp_products(cfg: ModelConfig, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
+def mlp_products(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
     """The MLP within a tensor-parallel region, [B, S, D]: this device's share of the sum over the hidden width."""
     up = checkpoint_name(linear(cfg, params, "up", x, ctx, "mlp"), "mlp_up")
     if cfg.gated:
@@ -325,7 +357,7 @@ def table_axes(cfg: ModelConfig) -> tuple[str, str]:
     return ("vocab", "embed") if cfg.tied_embeddings else ("input_vocab", "input_embed")
 
 
-def embed(cfg: ModelConfig, params: Any, tokens: jax.Array, positions: jax.Array, ctx: Context) -> jax.Array:
+def embed(cfg: ModelConfig, params: Params, tokens: jax.Array, positions: jax.Array, ctx: Context) -> jax.Array:
     """Rows of the token table and, where there is one, of the position table; [B, S/n, D].
 
     A device holds a part of the vocabulary: it looks up the tokens that it has and the sum over devices is the rest

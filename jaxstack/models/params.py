@@ -3,13 +3,16 @@
 import zlib
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxstack.common.tree import path_of
+
+Role: TypeAlias = Literal["token_table", "head"]
+"""What a parameter is for, see `Param.roles`."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Param:
       init: how it starts; `normal` has mean 0 and standard deviation `std`.
       std: of `normal`.
       frozen: never changes; neither gradients nor optimizer have a part of it.
+      roles: what a parameter is for, where other code must find it whatever its path, see `find_role`. `token_table` is
+        the embedding of tokens, `head` the output matrix; tied embeddings are both.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +40,7 @@ class Param:
     init: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.02
     frozen: bool = False
+    roles: tuple[Role, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), f"{self.shape} and {self.axes} differ in length"
@@ -60,13 +66,23 @@ class Param:
         return self.kind == "matrix" and "vocab" not in self.axes
 
 
-Spec = Any  # a nested dict whose leaves are `Param`
+Spec: TypeAlias = dict[str, Any]
+"""Declarations of parameters: a nested dict whose leaves are `Param`."""
+
+Params: TypeAlias = dict[str, Any]
+"""Parameters, or a group of them: a nested dict like the `Spec` that declares it, with arrays as leaves."""
 
 
 def flat_spec(spec: Spec) -> dict[str, Param]:
     """Every declaration under its path, in the tree's own order."""
     leaves = jax.tree_util.tree_leaves_with_path(spec, is_leaf=lambda x: isinstance(x, Param))
     return {path_of(keys): p for keys, p in leaves}
+
+
+def find_role(spec: Spec, role: Role) -> tuple[str, Param]:
+    """Returns path and declaration of the parameter with a role."""
+    ((path, p),) = ((path, p) for path, p in flat_spec(spec).items() if role in p.roles)
+    return path, p
 
 
 def map_spec(f: Any, spec: Spec, *rest: Any) -> Any:

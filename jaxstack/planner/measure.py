@@ -18,6 +18,7 @@ from jaxstack.common.hardware import Chip
 from jaxstack.config import Config
 from jaxstack.kernels import implementation
 from jaxstack.models import decoder, layers, params
+from jaxstack.models.blocks import remat
 from jaxstack.models.context import Context, implementations
 from jaxstack.planner.roofline import Op, of_one_layer, operations
 from jaxstack.sharding import make_mesh
@@ -194,7 +195,7 @@ def _layer(cfg: Config, ctx: Context, x: jax.Array) -> float:
 
     def one(weights: Any, x: jax.Array) -> jax.Array:
         layer_inputs = decoder.make_layer_inputs(cfg.model, {"tokens": tokens}, ctx)
-        return decoder.remat(ctx, lambda w, x: decoder.scan_block(cfg.model, ctx, w, x, 0, layer_inputs)[0])(weights, x)
+        return remat(ctx, lambda w, x: decoder.scan_block(cfg.model, ctx, w, x, 0, layer_inputs)[0])(weights, x)
 
     @jax.jit
     def both(weights: Any, x: jax.Array, dy: jax.Array) -> Any:

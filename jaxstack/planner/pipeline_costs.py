@@ -28,7 +28,8 @@ from jaxstack import pipeline
 from jaxstack.checkpoint import run_dir
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, PipelineConfig
-from jaxstack.models import decoder, params
+from jaxstack.models import decoder, family, params
+from jaxstack.models.blocks import group_layers, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.pipeline.execute import SplitVJP, add_at, add_trees, index_leading, read_at, write_at
 from jaxstack.pipeline.partition import GIB, Costs
@@ -195,8 +196,9 @@ def _work(cfg: Config, ctx: Context, values: Any, batch: Any) -> tuple[pipeline.
         batch |= {"rows": ctx.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
 
     work = pipeline_fns(cfg, ctx, losses.BatchTotals(1.0, float(rows * length), float(rows)))
-    shared = {name: group for name, group in values.items() if name != "layers"}
-    return work, shared, decoder.group_layers(cfg.model, values["layers"]), decoder.microbatched(batch, 2)
+    name, stack = family.only_stack(cfg.model)
+    shared, stacks = family.split_stacks(cfg.model, values)
+    return work, shared, group_layers(stack.period, stacks[name]), split_microbatches(batch, 2)
 
 
 def _program(cfg: Config, ctx: Context, name: str) -> Callable[..., jax.Array]:

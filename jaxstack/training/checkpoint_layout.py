@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import path_of
 from jaxstack.config import Config
-from jaxstack.models import decoder, params
+from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.training.state import TrainState
 
@@ -34,7 +34,7 @@ def checkpoint_layout(cfg: Config, ctx: Context, abstract: TrainState) -> Layout
     if ctx.pipeline is None or ctx.pipeline.stages.is_layer_order:
         return Layout(abstract, lambda state: state, lambda state: state)
     stages = ctx.pipeline.stages
-    stacked = tuple("/" + path for path, p in params.flat_spec(decoder.spec(cfg.model)).items() if p.stacked)
+    stacked = tuple("/" + path for path, p in params.flat_spec(family.spec(cfg.model)).items() if p.stacked)
 
     def layers(f: Any, tree: Any) -> Any:
         """`f` of every leaf over layers: a parameter, or what the optimizer keeps for it."""

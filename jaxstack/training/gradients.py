@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config
-from jaxstack.models import decoder, params
+from jaxstack.models import family, params
 from jaxstack.models.context import Context
+from jaxstack.models.layers import Aux
 from jaxstack.sharding import collectives
 from jaxstack.training import losses
 from jaxstack.training.pipelined import pipelined_gradients
@@ -30,7 +31,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
 
     `key` is for dropout, or None.
     """
-    spec = decoder.spec(cfg.model)
+    spec = family.spec(cfg.model)
     trained_spec, _ = params.partition(spec, spec)
     accum = cfg.train.grad_accum
 
@@ -40,7 +41,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
         if key is not None:
             batch["rows"] = ctx.row_indices(batch["tokens"].shape[0])
 
-        def objective(trained: Any, frozen: Any, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, decoder.Aux]]:
+        def objective(trained: Any, frozen: Any, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
             total, aux = losses.next_token(cfg.model, params.combine(trained, frozen), micro, ctx, key)
             loss = total / totals.loss_weight
             return loss + losses.auxiliary(cfg.model, aux, totals), (loss, aux)

@@ -10,7 +10,7 @@ from jaxstack import hf
 from jaxstack.checkpoint import manifest, run_dir, store
 from jaxstack.config import Config, ConfigError, parse
 from jaxstack.hf.pretrained import PretrainedFolder
-from jaxstack.models import decoder, lora, params, surgery
+from jaxstack.models import family, lora, params, surgery
 from jaxstack.models.context import Context
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import TrainState, abstract_state, make_state
@@ -70,9 +70,9 @@ def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
     values = layout.unpack(store.restore(saved, number, wanted)).params
     if not run.model.lora.rank:
         return values
-    shardings = jax.tree.map(ctx.sharding, ctx.parameters(decoder.spec(run.model.base)))
+    shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(run.model.base)))
     merge = lambda adapters, base: lora.merge_adapters(run.model.lora, params.combine(adapters, base))  # noqa: E731
-    return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(*params.partition(decoder.spec(run.model), values))
+    return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(*params.partition(family.spec(run.model), values))
 
 
 def start_from(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
@@ -101,9 +101,9 @@ def start_from(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
         values = restore(source, ctx)
     if grows:
         key = jax.random.key(cfg.run.seed)
-        shardings = jax.tree.map(ctx.sharding, ctx.parameters(decoder.spec(here)))
+        shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(here)))
         grow = jax.jit(lambda values: surgery.upcycle(there, values, cfg.model.moe, key)[1], out_shardings=shardings)
         values = grow(values)
     state = make_state(cfg, ctx, abstract)
-    adapters = params.partition(decoder.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
+    adapters = params.partition(family.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
     return replace(state, params=params.combine(adapters, values))

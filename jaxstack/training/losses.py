@@ -1,20 +1,23 @@
 """The training objective."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxstack import kernels, moe
+from jaxstack import moe
+from jaxstack.common.tree import Batch
 from jaxstack.config import ModelConfig
-from jaxstack.models import decoder
+from jaxstack.models import family
 from jaxstack.models.context import Context
+from jaxstack.models.layers import Aux
+from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
 
 
 def next_token(
-    cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], ctx: Context, dropout_key: jax.Array | None = None
-) -> tuple[jax.Array, decoder.Aux]:
+    cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, dropout_key: jax.Array | None = None
+) -> tuple[jax.Array, Aux]:
     """Sum of weight * negative log-likelihood over a batch, in nats.
 
     A sum and not a mean: only who knows all microbatches can divide by the right number of tokens.
@@ -27,32 +30,9 @@ def next_token(
     Returns:
       The sum, a float32 scalar, and the model's auxiliary values: sums too.
     """
-    x, aux = decoder.hidden_states(
-        cfg,
-        params,
-        batch["tokens"],
-        ctx,
-        positions=batch.get("positions"),
-        segment_ids=batch.get("segment_ids"),
-        gate_ids=batch.get("gate_ids"),
-        loss_weights=batch["loss_weights"],
-        rows=batch.get("rows"),
-        dropout_key=dropout_key,
-    )
-    return likelihood(cfg, params, x, batch, ctx), aux
-
-
-def likelihood(cfg: ModelConfig, params: Any, x: jax.Array, batch: dict[str, jax.Array], ctx: Context) -> jax.Array:
-    """Sum of weight * negative log-likelihood of `targets` after the hidden states x [B, S, D], in nats."""
-    return kernels.cross_entropy(
-        x,
-        decoder.head(cfg, params, ctx),
-        batch["targets"],
-        batch["loss_weights"],
-        softcap=cfg.logit_softcap,
-        vocab_axes=ctx.axes("vocab"),
-        implementation=ctx.cross_entropy,
-    )
+    model = family.of(cfg)
+    hidden, aux = model.hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
+    return model.loss(cfg, params, hidden, batch, ctx), aux
 
 
 class BatchTotals(NamedTuple):
@@ -83,7 +63,7 @@ def batch_totals(weights: jax.Array, ctx: Context) -> BatchTotals:
     )
 
 
-def auxiliary(cfg: ModelConfig, aux: decoder.Aux, totals: BatchTotals) -> jax.Array | float:
+def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals) -> jax.Array | float:
     """What a mixture of experts adds to the objective, from this device's sums of one microbatch.
 
     Shares add up over devices and microbatches to the number that one device gets from the whole batch.
@@ -101,7 +81,7 @@ def auxiliary(cfg: ModelConfig, aux: decoder.Aux, totals: BatchTotals) -> jax.Ar
     return (balance / sequences + z / tokens) / cfg.num_layers
 
 
-def routing_metrics(aux: decoder.Aux, totals: BatchTotals) -> dict[str, jax.Array]:
+def routing_metrics(aux: Aux, totals: BatchTotals) -> dict[str, jax.Array]:
     """Figures for the log from a whole step's sums: the worst layer's load, the rest as means over layers."""
     if not aux:
         return {}

@@ -9,40 +9,46 @@ import jax.numpy as jnp
 from jaxstack import pipeline
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config
-from jaxstack.models import decoder, params
+from jaxstack.models import family, params
+from jaxstack.models.blocks import group_layers, remat, split_microbatches
 from jaxstack.models.context import Context
+from jaxstack.models.layers import Aux, LayerInputs
+from jaxstack.models.params import Params
 from jaxstack.pipeline import PipelineFns
 from jaxstack.training import losses
 
+READ_BY_LOSS = ("loss_weights", "targets")
+"""The arrays of a batch that the loss reads."""
+
 
 def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> PipelineFns:
-    """What the stages of a pipeline run, on parameters that have been gathered.
+    """Returns what the stages of a pipeline run, on parameters that have been gathered.
 
     Args:
+      cfg: the run.
+      ctx: execution context of the parameters as they are stored.
       totals: of the whole batch, from `losses.batch_totals`.
     """
+    model, (_, stack) = family.of(cfg.model), family.only_stack(cfg.model)
     ctx = ctx.with_gathered_params
 
-    def scan_body(
-        weights: Any, x: jax.Array, index: jax.Array, layer_inputs: Any
-    ) -> tuple[jax.Array, jax.Array, decoder.Aux]:
-        x, aux = decoder.scan_block(cfg.model, ctx, weights, x, index, layer_inputs)
+    def prepare(micro: Batch) -> tuple[LayerInputs, Batch]:
+        return model.make_layer_inputs(cfg.model, micro, ctx), {name: micro[name] for name in READ_BY_LOSS}
+
+    def embed(shared: Params, inputs: tuple[LayerInputs, Batch]) -> jax.Array:
+        return model.embed(cfg.model, shared, inputs[0], ctx)
+
+    def step(
+        weights: list[Params], x: jax.Array, index: jax.Array, inputs: tuple[LayerInputs, Batch]
+    ) -> tuple[jax.Array, jax.Array, Aux]:
+        x, aux = stack.step(cfg.model, ctx, weights, x, index, inputs[0])
         return x, jnp.asarray(losses.auxiliary(cfg.model, aux, totals)), aux
 
-    def finish(shared: Any, x: jax.Array, layer_inputs: Any) -> jax.Array:
-        return (
-            losses.likelihood(cfg.model, shared, decoder.final_norm(cfg.model, shared, x, ctx), layer_inputs, ctx)
-            / totals.loss_weight
-        )
+    def loss(shared: Params, x: jax.Array, inputs: tuple[LayerInputs, Batch]) -> jax.Array:
+        hidden = model.final_norm(cfg.model, shared, x, ctx)
+        return model.loss(cfg.model, shared, hidden, inputs[1], ctx) / totals.loss_weight
 
-    return PipelineFns(
-        prepare=lambda m: (
-            decoder.make_layer_inputs(cfg.model, m, ctx) | {name: m[name] for name in ("targets", "loss_weights")}
-        ),
-        embed=lambda shared, layer_inputs: decoder.embed(cfg.model, shared, layer_inputs, ctx),
-        layer=decoder.remat(ctx, scan_body),
-        loss=finish,
-    )
+    return PipelineFns(prepare=prepare, embed=embed, layer=remat(ctx, step), loss=loss)
 
 
 def with_frozen(work: PipelineFns, held: Any) -> PipelineFns:
@@ -65,7 +71,7 @@ def pipelined_gradients(
     batch: Batch,
     key: jax.Array | None,
     totals: losses.BatchTotals,
-) -> tuple[tuple[jax.Array, decoder.Aux], Any]:
+) -> tuple[tuple[jax.Array, Aux], Any]:
     """This device's share of loss, auxiliary values and gradients, by the pipeline's table.
 
     What is stored in parts (FSDP) is gathered before the pipeline runs, and its gradients are scattered after it.
@@ -76,18 +82,19 @@ def pipelined_gradients(
       totals: of the whole batch, from `losses.batch_totals`.
     """
     assert ctx.pipeline is not None
-    spec = decoder.spec(cfg.model)
+    name, stack = family.only_stack(cfg.model)
+    spec = family.spec(cfg.model)
     (trained_spec, frozen_spec), (trained, frozen) = params.partition(spec, spec), params.partition(spec, values)
 
     def whole(spec: Any, values: Any) -> tuple[Any, list[Any]]:
         values = ctx.gather_params(spec, values)
-        shared = {name: group for name, group in values.items() if name != "layers"}
-        return shared, decoder.group_layers(cfg.model, values.get("layers", {}))
+        shared, stacks = family.split_stacks(cfg.model, values)
+        return shared, group_layers(stack.period, stacks.get(name, {}))
 
     if key is not None:
         batch = {**batch, "key": jax.random.key_data(key)}
     shared, stacked = whole(trained_spec, params.cast_matrices(trained_spec, trained, ctx.dtype))
-    micros = decoder.microbatched(batch, ctx.pipeline.schedule.microbatches)
+    micros = split_microbatches(batch, ctx.pipeline.schedule.microbatches)
     work = pipeline_fns(cfg, ctx, totals)
     constants = None
     if frozen:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import path_of
 from jaxstack.config import Config
-from jaxstack.models import decoder, params
+from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.training import optimizer as optim
 
@@ -40,7 +40,7 @@ class TrainState:
 
 def make_optimizer(cfg: Config, ctx: Context | None = None) -> optax.GradientTransformation:
     """Of what is trained; it keeps nothing for what is frozen. The context says how parameters lie."""
-    spec, shardings = decoder.spec(cfg.model), None
+    spec, shardings = family.spec(cfg.model), None
     if ctx is not None and ctx.mesh is not None:
         shardings = params.partition(spec, jax.tree.map(ctx.sharding, ctx.parameters(spec)))[0]
     return optim.optimizer(cfg.optim, cfg.train.steps, params.partition(spec, spec)[0], shardings)
@@ -51,7 +51,7 @@ def init_state(cfg: Config, ctx: Context | None = None) -> TrainState:
     the stages of a pipeline store their layers is read."""
     ctx = ctx or Context()
     layers = None if ctx.pipeline is None else ctx.pipeline.stages.layer_of_slot
-    spec = ctx.pad_to_stages(decoder.spec(cfg.model))
+    spec = ctx.pad_to_stages(family.spec(cfg.model))
     values = params.init(jax.random.key(cfg.run.seed), spec, layers)
     zero = jnp.zeros((), jnp.int32)
     recent = jnp.zeros(cfg.train.spike.window)
@@ -70,7 +70,7 @@ def make_state(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
 def abstract_state(cfg: Config, ctx: Context) -> TrainState:
     """Shapes, dtypes and shardings of the state; what the optimizer keeps for a parameter lies as it does. So do means
     over the inputs or outputs of its matrices, in the dimensions that are left."""
-    spec = ctx.pad_to_stages(decoder.spec(cfg.model))
+    spec = ctx.pad_to_stages(family.spec(cfg.model))
     placed = {}
     for (path, p), where in zip(params.flat_spec(spec).items(), jax.tree.leaves(ctx.parameters(spec)), strict=True):
         entries, outputs = (*where, *[None] * len(p.shape))[: len(p.shape)], p.batch_axes + p.in_axes

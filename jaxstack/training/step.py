@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, SpikeConfig
-from jaxstack.models import decoder, params
+from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import collectives
 from jaxstack.training import losses
@@ -41,7 +41,7 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
     `skipped_in_a_row`, `spike` (0 or 1), and of a mixture of experts those of `losses.routing_metrics`.
     """
-    optimizer, spec = make_optimizer(cfg, ctx), decoder.spec(cfg.model)
+    optimizer, spec = make_optimizer(cfg, ctx), family.spec(cfg.model)
     schedule = optim.schedule(cfg.optim, cfg.train.steps)
     gradients = make_gradients(cfg, ctx)
 
@@ -60,7 +60,7 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
         def update(values: Any, opt_state: Any) -> tuple[Any, Any]:
             changes, opt_state = optimizer.update(grads, opt_state, values)
             values = optax.apply_updates(values, changes)
-            return decoder.update_router_bias(cfg.model, values, sums, ctx), opt_state
+            return family.of(cfg.model).update_router_bias(cfg.model, values, sums, ctx), opt_state
 
         # A branch and not a `where`: that would copy the old state so as to choose from it after the update.
         trained, frozen = params.partition(spec, state.params)
@@ -111,4 +111,4 @@ def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Any, Batch], tuple[ja
 
     if ctx.mesh is None:
         return work
-    return ctx.local(work, (ctx.parameters(decoder.spec(cfg.model)), ctx.batch), PartitionSpec())
+    return ctx.local(work, (ctx.parameters(family.spec(cfg.model)), ctx.batch), PartitionSpec())

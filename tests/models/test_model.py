@@ -12,8 +12,9 @@ from families import EXPERTS, FAMILIES, SMALL
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import ModelConfig, RopeScaling
-from jaxstack.models import decoder, layers, params
+from jaxstack.models import blocks, decoder, layers, params
 from jaxstack.models.context import Context, implementations
+from jaxstack.models.layers import LayerInputs
 
 CONTEXTS = {
     "xla": Context(),
@@ -74,7 +75,7 @@ def test_causality_by_gradients(family, context, rng):
         grown = dataclasses.replace(cfg, vocab_size=rows.shape[0] + cfg.vocab)
         if not cfg.tied_embeddings:
             own = own | {"head": {"w": jnp.ones((cfg.d_model, grown.vocab)) * jnp.arange(grown.vocab)}}
-        x, _ = decoder.hidden_states(grown, own, unique, CONTEXTS[context])
+        x, _ = decoder.hidden_states(grown, own, {"tokens": unique}, CONTEXTS[context])
         return jnp.sin(x[0, t]).sum()
 
     grads = jnp.abs(jax.grad(logit_sum)(table[tokens[0]])).max(axis=1)
@@ -90,7 +91,7 @@ def test_sliding_window_by_gradients(rng):
     one = jax.tree.map(lambda leaf: leaf[0], values["layers"])
 
     def at(x):
-        y, _ = decoder.block(cfg, one, x, Context(), window=4, rope=None, segment_ids=None, dropout_key=None)
+        y, _ = blocks.block(cfg, one, x, Context(), LayerInputs(), window=4)
         return jnp.sin(y[0, 10]).sum()
 
     moved = jnp.abs(jax.grad(at)(x)[0]).max(axis=1) > 0
@@ -236,9 +237,9 @@ def test_one_layout_however_the_windows_alternate():
 def test_layers_and_rows_are_dealt_out_in_turns():
     """Block i of step n is layer n * period + i; microbatch i has rows i, i + M, ...; a key goes to each."""
     cfg = ModelConfig(**SMALL | {"num_layers": 6}, windows=(8, 0))
-    even, odd = decoder.group_layers(cfg, {"x": jnp.arange(6)})
+    even, odd = blocks.group_layers(len(cfg.windows), {"x": jnp.arange(6)})
     assert (even["x"].tolist(), odd["x"].tolist()) == ([0, 2, 4], [1, 3, 5])
-    cut = decoder.microbatched({"x": jnp.arange(6), "key": jnp.arange(3)}, 2)
+    cut = blocks.split_microbatches({"x": jnp.arange(6), "key": jnp.arange(3)}, 2)
     assert cut["x"].tolist() == [[0, 2, 4], [1, 3, 5]]
     assert cut["key"].tolist() == [[0, 1, 2], [0, 1, 2]]
 
@@ -304,7 +305,8 @@ def test_every_mask_of_dropout_has_a_key_of_its_own(rng, monkeypatch):
 
     monkeypatch.setattr(layers, "dropout", dropout)
     with jax.disable_jit():
-        decoder.hidden_states(cfg, randomised(cfg, rng), tokens_for(cfg, rng, length=3), dropout_key=jax.random.key(0))
+        values, batch = randomised(cfg, rng), {"tokens": tokens_for(cfg, rng, length=3)}
+        decoder.hidden_states(cfg, values, batch, dropout_key=jax.random.key(0))
     assert len(keys) == len(set(keys)) == 1 + 2 * cfg.num_layers
 
 

@@ -1,0 +1,204 @@
+"""A transformer block, and what runs a stack of equal blocks: the scan, recomputation, groups of layers, microbatches.
+
+Everything here is the work of one device on its parts of the arrays. Shapes: B rows of this device, S tokens of a row
+within attention, S/n tokens of a row in the residual stream (n > 1 with sequence parallelism), D width, L layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import ModelConfig
+from jaxstack.models import layers
+from jaxstack.models.context import Context
+from jaxstack.models.layers import Aux, LayerInputs
+from jaxstack.models.params import Params
+from jaxstack.sharding import BATCH_AXES
+
+Tree = TypeVar("Tree")
+
+
+class StackStep(Protocol):
+    """One step of the scan over a stack, for `Stack.step`."""
+
+    def __call__(
+        self,
+        cfg: ModelConfig,
+        ctx: Context,
+        params: list[Params],
+        x: jax.Array,
+        index: jax.Array | int,
+        layer_inputs: LayerInputs,
+        cache: PyTree = None,
+    ) -> tuple[jax.Array, Aux]:
+        """Runs the blocks of one step.
+
+        Args:
+          cfg: the model.
+          ctx: execution context.
+          params: parameters of each block of the step.
+          x: residual stream [B, S/n, D].
+          index: index of the step.
+          layer_inputs: from `make_layer_inputs`.
+          cache: for each block of the step, keys and values of earlier tokens, see `layers.attention`. `None` means
+            no cache; an empty one means that rows begin here.
+
+        Returns:
+          The residual stream, and auxiliary values, each [period, ...].
+        """
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Equal layers, whose parameters are stacked on a leading axis and run by one loop.
+
+    Attributes:
+      depth: number of layers.
+      period: blocks in one step of the loop.
+      step: runs one step.
+    """
+
+    depth: int
+    period: int
+    step: StackStep
+
+
+def block(
+    cfg: ModelConfig,
+    params: Params,
+    x: jax.Array,
+    ctx: Context,
+    layer_inputs: LayerInputs,
+    *,
+    window: int,
+    dropout_key: jax.Array | None = None,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Runs one block: attention and MLP, each normalised before (with `post_norm` also after) and added to the input.
+
+    Args:
+      cfg: the model.
+      params: parameters of one layer, without the leading layer axis.
+      x: residual stream [B, S/n, D].
+      ctx: execution context.
+      layer_inputs: from `make_layer_inputs`.
+      window: see `layers.attention`.
+      dropout_key: key of this layer. `None` disables dropout.
+      cache: see `layers.attention`.
+
+    Returns:
+      The residual stream and auxiliary values: with experts those of `layers.moe`, with a cache those of
+      `layers.attention`.
+    """
+    keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+    dropout_ids = layer_inputs.dropout_ids
+
+    h = layers.norm(cfg, params["attention_norm"], x, ctx)
+    h, aux = layers.attention(cfg, params["attention"], h, ctx, layer_inputs, window=window, cache=cache)
+    if cfg.post_norm:
+        h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
+    x = checkpoint_name(x + layers.dropout(keys[0], cfg.dropout, h, dropout_ids), "residual")
+
+    h = layers.norm(cfg, params["mlp_norm"], x, ctx)
+    if cfg.moe.num_experts:
+        h, routed = layers.moe(cfg, params["moe"], h, ctx, layer_inputs.gate_ids, layer_inputs.counted)
+        aux = aux | routed
+    else:
+        h = layers.mlp(cfg, params["mlp"], h, ctx)
+    if cfg.post_norm:
+        h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)
+    return x + layers.dropout(keys[1], cfg.dropout, h, dropout_ids), aux
+
+
+def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Never saves gathered weights as residuals: with FSDP a device holds the weights of one layer at a time.
+
+    Only weights are gathered over axes of the batch. A policy by name alone would save the result of the gather, of
+    which the value with the name is a copy.
+    """
+    return params.get("name") != "weight" and not (
+        primitive.name == "all_gather" and set(BATCH_AXES) & set(params["axis_name"])
+    )
+
+
+REMAT_POLICIES = {
+    "none": _all_but_weights,
+    # Korthikanti et al. 2022 (arXiv:2205.05198), section 5: save what is expensive to compute, not what is large.
+    "selective": jax.checkpoint_policies.save_only_these_names(
+        "query", "key", "value", "attention", "attention_lse", "mlp_up", "mlp_gate", "moe_tokens", "residual"
+    ),
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+"""The policy of `jax.checkpoint` for each value of `train.remat`."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def remat(ctx: Context, f: Function) -> Function:
+    """Returns `f` with the recomputation that `ctx.remat` asks for. Call the result within a loop over layers only."""
+    if ctx.remat == "none" and not ctx.gathers_params:
+        return f
+    # The loop itself keeps XLA from merging the recomputation with the first pass.
+    return jax.checkpoint(f, policy=REMAT_POLICIES[ctx.remat], prevent_cse=False)  # type: ignore[return-value]
+
+
+def group_layers(period: int, stacked: Tree) -> list[Tree]:
+    """Splits arrays over layers [L, ...] into one tree for each block of a step: `period` trees of [L/period, ...]."""
+    return [jax.tree.map(lambda a, i=i: a.reshape(-1, period, *a.shape[1:])[:, i], stacked) for i in range(period)]
+
+
+def split_steps(stack: Stack, params: Params) -> Params:
+    """Splits the parameters of a stack [L, ...] by the steps of its loop: [L/period, period, ...]."""
+    return jax.tree.map(lambda a: a.reshape(stack.depth // stack.period, stack.period, *a.shape[1:]), params)
+
+
+def scan_stack(
+    cfg: ModelConfig,
+    ctx: Context,
+    stack: Stack,
+    steps: Params,
+    x: jax.Array,
+    layer_inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Runs the layers of a stack one after the other.
+
+    Args:
+      cfg: the model.
+      ctx: execution context.
+      stack: what runs.
+      steps: parameters of the stack in the compute dtype, from `split_steps`.
+      x: residual stream [B, S/n, D].
+      layer_inputs: from `make_layer_inputs`.
+      cache: for each block of a step, arrays [L/period, ...], see `StackStep`.
+
+    Returns:
+      The residual stream, and auxiliary values, each [L/period, period, ...].
+    """
+
+    def scan_body(x: jax.Array, scanned: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, Aux]:
+        stacked, cache, index = scanned
+        weights = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.period)]
+        return stack.step(cfg, ctx, weights, x, index, layer_inputs, cache)
+
+    indices = jnp.arange(stack.depth // stack.period)
+    return jax.lax.scan(remat(ctx, scan_body), x, (steps, cache, indices))
+
+
+def split_microbatches(batch: Batch, microbatches: int) -> Batch:
+    """Splits the arrays of a batch [B, ...] into [M, B/M, ...]: microbatch i takes rows i, i + M, ... Each microbatch
+    gets the same `key`."""
+
+    def split(a: jax.Array) -> jax.Array:
+        return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)
+
+    return {
+        name: jnp.broadcast_to(a, (microbatches, *a.shape)) if name == "key" else jax.tree.map(split, a)
+        for name, a in batch.items()
+    }

@@ -1,0 +1,94 @@
+"""The interface of a model family, and how a configuration finds its family.
+
+A family is a module with the functions of `Family`; `jaxstack.models.decoder` is the first one. Code outside
+`jaxstack.models` and `jaxstack.hf` names no group of parameters: it asks the family, through the functions here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import jax
+
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import ModelConfig
+from jaxstack.models import decoder
+from jaxstack.models.blocks import Stack
+from jaxstack.models.context import Context
+from jaxstack.models.layers import Aux, LayerInputs
+from jaxstack.models.params import Params, Spec, map_spec
+
+Group = TypeVar("Group")
+
+
+class Family(Protocol):
+    """The functions that a family exports."""
+
+    def spec(self, cfg: ModelConfig, /) -> Spec:
+        """Declares every parameter."""
+
+    def stacks(self, cfg: ModelConfig, /) -> dict[str, Stack]:
+        """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
+
+    def make_layer_inputs(self, cfg: ModelConfig, batch: Batch, ctx: Context, /) -> LayerInputs:
+        """Builds what the layers read beside the residual stream, once for all of them."""
+
+    def embed(self, cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context, /) -> jax.Array:
+        """Returns the residual stream before the first layer [B, S/n, D]."""
+
+    def final_norm(self, cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, /) -> jax.Array:
+        """Returns hidden states [B, S, D], from the residual stream after the last layer."""
+
+    def hidden_states(
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        batch: Batch,
+        ctx: Context | None = None,
+        /,
+        *,
+        dropout_key: jax.Array | None = None,
+        cache: PyTree = None,
+    ) -> tuple[jax.Array, Aux]:
+        """Returns hidden states [B, S, D] and auxiliary values: `embed`, all stacks, and `final_norm`."""
+
+    def loss(self, cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context, /) -> jax.Array:
+        """Returns the sum of the objective over the weighted tokens of a batch, in nats."""
+
+    def update_router_bias(self, cfg: ModelConfig, params: Params, aux: Aux, ctx: Context, /) -> Params:
+        """Returns the parameters after an update, with the biases of routers moved by the step's auxiliary values."""
+
+
+FAMILIES: dict[type[ModelConfig], Family] = {ModelConfig: decoder}
+"""The family of each class of model configuration."""
+
+
+def of(cfg: ModelConfig) -> Family:
+    """Returns the family of a configuration."""
+    return FAMILIES[type(cfg)]
+
+
+def spec(cfg: ModelConfig) -> Spec:
+    """Returns the declarations of every parameter of a model."""
+    return of(cfg).spec(cfg)
+
+
+def only_stack(cfg: ModelConfig) -> tuple[str, Stack]:
+    """Returns the name and the stack of a model with one stack of layers; a pipeline places one."""
+    ((name, stack),) = of(cfg).stacks(cfg).items()
+    return name, stack
+
+
+def split_stacks(cfg: ModelConfig, params: Mapping[str, Group]) -> tuple[dict[str, Group], dict[str, Group]]:
+    """Splits the groups of parameters (or what is stored by their names) into those outside of stacks, and the stacks.
+
+    Groups that are not there, such as stacks in which nothing is trained, are left out.
+    """
+    names = of(cfg).stacks(cfg)
+    shared = {name: group for name, group in params.items() if name not in names}
+    return shared, {name: params[name] for name in names if name in params}
+
+
+def layer_spec(cfg: ModelConfig, name: str) -> Spec:
+    """Returns the declarations of one layer of a stack, without the leading layer axis."""
+    return map_spec(lambda p: replace(p, shape=p.shape[1:], axes=p.axes[1:]), spec(cfg)[name])
