@@ -538,11 +538,23 @@ mistakes(
 mistakes(
     "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
     ('_number(keys, "query_pre_attn_scalar") ** -0.5', '1 / _number(keys, "query_pre_attn_scalar")'),
+)  # fmt: skip
+mistakes(
+    "hf", "hf/families.py", HF + " -k 'published or refused or both or rope or out_and_in'",
     ('"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"',
      '"attn_logit_softcapping": "logit_softcap", "final_logit_softcapping": "attention_softcap"'),
+)  # fmt: skip
+mistakes(
+    "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
     ("theta = _number(rope, \"rope_theta\", *([] if usual is None else [usual]))", "theta = _number(rope, \"rope_theta\", 10000.0)"),
     ("self._left.pop(key, *default)", "self._left.get(key, *default)"),
-    ('ours={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True}', 'ours={"norm_unit_offset": True, "post_norm": True}'),
+)  # fmt: skip
+mistakes(
+    "hf", "hf/families.py", HF + " -k 'published or refused or both or rope or out_and_in'",
+    ('fixed={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True}', 'fixed={"norm_unit_offset": True, "post_norm": True}'),
+)  # fmt: skip
+mistakes(
+    "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
     ("scaling[\"original_max_position\"] = int(_number(rope, \"original_max_position_embeddings\"))",
      "scaling[\"original_max_position\"] = 8192", HF),
     ("if n % p == 0 and windows == windows[:p] * (n // p))", "if windows == windows[:p] * (n // p))", HF,

@@ -1,9 +1,11 @@
-"""Hugging Face in and out: their folders as our models, and back, without torch and transformers.
+"""Reads and writes Hugging Face model folders, without torch and transformers.
 
-`PretrainedFolder(folder).read(ctx)` gives parameters, `write` makes a folder, `jaxstack import` does both for runs.
+`PretrainedFolder(folder).read_params(ctx)` returns parameters, `save_pretrained` writes a folder, and `jaxstack import`
+and `jaxstack export` do both for runs.
 """
 
-from jaxstack.hf.configs import FAMILIES, family_of, from_json, model_differences, to_json
+from jaxstack.hf.configs import family_of, from_json, model_differences, to_json
+from jaxstack.hf.families import FAMILIES
 from jaxstack.hf.pretrained import PretrainedFolder, save_pretrained
 from jaxstack.hf.weights import WEIGHT_MAPS, read_param, weight_map
 

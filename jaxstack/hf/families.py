@@ -1,0 +1,165 @@
+"""The Hugging Face families that jaxstack reads and writes, as data: the keys of their `config.json` and their values.
+
+`jaxstack.hf.configs` interprets this data. Names: a *key* is a key of `config.json`, a *field* one of `ModelConfig`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""Maps their names of activations to those of `ModelConfig.activation`."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The values of `layer_types`."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`.
+
+    Attributes:
+      architecture: their class that has a language model's head.
+      fields: maps each key to the path of a field within `ModelConfig`.
+      activation: the key of the activation.
+      tanh_gelu: their name for GELU's tanh approximation.
+      fixed: fields, and the values that define the family.
+      required: keys without a field, each with the only value that jaxstack computes.
+      defaults: the value of a key if an older file lacks it. All other keys of `fields` are mandatory.
+      layer_types: the attention type of each layer in one period, if the file does not list them. `None` means that
+        the family has no sliding windows.
+      lists_layer_types: whether `layer_types` is a key of the family.
+      rope: whether the family has rotary position embeddings.
+      query_scalar: whether `query_pre_attn_scalar` replaces the head width in the scale of attention. Files of these
+        families have an activation under `hidden_act` too, which their model does not read.
+      dropout_keys: keys that receive `ModelConfig.dropout` on export.
+      aliases: other names of keys.
+    """
+
+    architecture: str
+    fields: dict[str, str]
+    activation: str = "hidden_act"
+    tanh_gelu: str = "gelu_pytorch_tanh"
+    fixed: dict[str, Any] = field(default_factory=dict)
+    required: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    layer_types: tuple[str, ...] | None = None
+    lists_layer_types: bool = False
+    rope: bool = True
+    query_scalar: bool = False
+    dropout_keys: tuple[str, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def key_of(self, path: str) -> str:
+        """Returns the key of a field."""
+        return next(key for key, own in self.fields.items() if own == path)
+
+
+_LLAMA = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "d_ff",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "max_positions",
+    "tie_word_embeddings": "tied_embeddings",
+}
+_OLD_LLAMA = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rope_theta": 10000.0}
+
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": "vocab_size",
+            "n_embd": "d_model",
+            "n_layer": "num_layers",
+            "n_head": "num_heads",
+            "n_inner": "d_ff",
+            "n_positions": "max_positions",
+            "layer_norm_epsilon": "norm_eps",
+            "tie_word_embeddings": "tied_embeddings",
+        },
+        activation="activation_function",
+        tanh_gelu="gelu_new",
+        fixed={"norm": "layer", "positions": "learned", "gated": False, "bias": True},
+        required={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "reorder_and_upcast_attn": False,
+            "add_cross_attention": False,
+        },
+        defaults={"n_inner": None, "tie_word_embeddings": True},
+        rope=False,
+        dropout_keys=("embd_pdrop", "resid_pdrop"),
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        _LLAMA,
+        required={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+        defaults=_OLD_LLAMA,
+    ),
+    "mistral": Family("MistralForCausalLM", _LLAMA, defaults=_OLD_LLAMA, layer_types=(SLIDING,)),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _LLAMA,
+        fixed={"qk_norm": True},
+        required={"attention_bias": False},
+        defaults={"tie_word_embeddings": False},
+        layer_types=(FULL,),
+        lists_layer_types=True,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _LLAMA | {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"},
+        activation="hidden_activation",
+        fixed={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True},
+        required={"attention_bias": False, "use_bidirectional_attention": None},
+        defaults={"tie_word_embeddings": True},
+        layer_types=(SLIDING, FULL),
+        lists_layer_types=True,
+        query_scalar=True,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _LLAMA | {"num_local_experts": "moe.num_experts", "num_experts_per_tok": "moe.top_k"},
+        defaults={"head_dim": None, "tie_word_embeddings": False},
+        layer_types=(SLIDING,),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _LLAMA
+        | {
+            "num_experts": "moe.num_experts",
+            "num_experts_per_tok": "moe.top_k",
+            "moe_intermediate_size": "moe.d_ff",
+            "norm_topk_prob": "moe.normalize",
+        },
+        fixed={"qk_norm": True},
+        required={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        defaults={"tie_word_embeddings": False},
+        layer_types=(FULL,),
+        aliases={"num_local_experts": "num_experts"},  # as transformers 5 writes it
+    ),
+}
+"""The families by their `model_type`."""
+
+UNRELATED = {
+    "_name_or_path", "architectures", "bos_token_id", "cache_implementation", "dtype", "eos_token_id",
+    "initializer_range", "model_type", "n_ctx", "output_router_logits", "pad_token_id",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+"""Keys that do not affect the logits: about files, generation, classifier heads and additional outputs."""
+
+TRAINING = {
+    "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
+}  # fmt: skip
+"""Keys that affect training alone. They are not imported, but reported."""
