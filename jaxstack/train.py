@@ -61,9 +61,10 @@ def show(cfg: Config) -> None:
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
     state = abstract_state(cfg, Context.create(cfg, mesh))
     declared = params.flat_spec(family.spec(cfg.model))
-    leaves, specs = sharding.placed(state.params)
-    print(sharding.table({path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}, specs, mesh))
-    optimizer = sharding.table(*sharding.placed(state.opt_state), mesh).splitlines()[-1]
+    leaves, specs = sharding.shardings_of(state.params)
+    leaves = {path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}
+    print(sharding.summarize(leaves, specs, mesh))
+    optimizer = sharding.summarize(*sharding.shardings_of(state.opt_state), mesh).splitlines()[-1]
     print(f"optimizer state: {optimizer}")
 
 
@@ -129,7 +130,9 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         state, next_batch = state_of(start)
         if start:
             screen.say(f"resumed from step {start}")
-        sharding.guard(*sharding.placed(state.params), mesh, axes=("pipe", "fsdp", "expert", "tensor"), limit=0.1)
+        sharding.assert_sharded(
+            *sharding.shardings_of(state.params), mesh, axes=("pipe", "fsdp", "expert", "tensor"), limit=0.1
+        )
 
         # Only now: nothing is overwritten by what does not fit.
         log = open_log(screen, cfg, dataset, found, start, others) if first else jsonl.JsonLines(None)

@@ -346,8 +346,8 @@ mistakes(
 mistakes(
     "collectives", "sharding/collectives.py", MESHES,
     ("lax.dynamic_slice_in_dim(x, index(axes) * size, size, dim)", "lax.dynamic_slice_in_dim(x, index(axes), size, dim)"),
-    ("lax.dynamic_update_slice_in_dim(whole, x, index(axes) * x.shape[dim], dim)",
-     "lax.dynamic_update_slice_in_dim(whole, x, index(axes), dim)", GENERATE + " -k mesh"),
+    ("lax.dynamic_update_slice_in_dim(padded, x, index(axes) * x.shape[dim], dim)",
+     "lax.dynamic_update_slice_in_dim(padded, x, index(axes), dim)", GENERATE + " -k mesh"),
     ("return lax.psum(x, axes) if axes else x", "return lax.pmean(x, axes) if axes else x"),
 )  # fmt: skip
 
@@ -889,8 +889,8 @@ mistakes(
     "precision",
     "sharding/collectives.py",
     "training/test_precision.py -k 'devices_sum and tensor and not accum'",
-    ("dx = dy.astype(use.dtype)", "dx = dy"),
-    ("(all_reduce(dx, use.summed).astype(dy.dtype),)", "(dx.astype(dy.dtype),)"),
+    ("dx = dy.astype(how.reduce_dtype)", "dx = dy"),
+    ("(all_reduce(dx, how.sum_axes).astype(dy.dtype),)", "(dx.astype(dy.dtype),)"),
 )
 mistakes(
     "precision", "models/context.py", "training/test_precision.py -k 'devices_sum and tensor and not accum'",

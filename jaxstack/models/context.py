@@ -243,7 +243,7 @@ class Context:
             # A vector is used in float32, and so its gradient is summed in float32 where it meets activations.
             summed = self._grad_sync_axes(p) if p.is_cast or gathered else ()
             dtype = self.reduce_dtype if p.is_cast else jnp.float32
-            value = collectives.use_parameter(collectives.Use(gathered, summed, dtype), value)
+            value = collectives.gather_parameter(collectives.ParamGather(gathered, summed, dtype), value)
             return checkpoint_name(value, "weight") if gathers else value
 
         return map_spec(whole, spec, params)
