@@ -584,12 +584,12 @@ mistakes(
     "progress",
     "tracking/step_log.py",
     "checkpoint/test_reliability.py -k course",
-    ("if self.returns == most:", "if self.returns > most:"),
+    ("if self.rollbacks == limit:", "if self.rollbacks > limit:"),
     (
-        "LoopState(self.newest, spike + self.batch - self.done, self.newest",
-        "LoopState(self.newest, self.batch, self.newest",
+        "LoopState(self.saved, spike + self.batch - self.step, self.saved",
+        "LoopState(self.saved, self.batch, self.saved",
     ),
-    ("replace(self, newest=self.done, returns=0)", "replace(self, newest=self.done)"),
+    ("replace(self, saved=self.step, rollbacks=0)", "replace(self, saved=self.step)"),
 )
 mistakes(
     "report",
@@ -776,7 +776,7 @@ mistakes(
 mistakes(
     "watch", "runtime/watchdog.py", "checkpoint/test_reliability.py -k watch",
     ("now - heard > self._lost_s and i not in self._ends", "now - heard > self._lost_s"),
-    ("now - self._moved > self._stalled_s", "now - self._moved > 1000 * self._stalled_s"),
+    ("now - self._progress > self._stalled_s", "now - self._progress > 1000 * self._stalled_s"),
 )  # fmt: skip
 
 mistakes(
@@ -788,8 +788,8 @@ mistakes(
     ("_size(checkpoint / name) or 0) != size", "_size(checkpoint / name) or 0) < size"),
     ("_sha256(checkpoint / name) == wanted[name]", "_sha256(checkpoint / name)[0] == wanted[name][0]"),
     (
-        "if unknown := sorted(_files(checkpoint) - sums.keys())",
-        "if unknown := sorted(sums.keys() - _files(checkpoint))",
+        "if unknown := sorted(_files(checkpoint) - digests.keys())",
+        "if unknown := sorted(digests.keys() - _files(checkpoint))",
     ),
     ("if (directory / str(step) / NAME).is_file()]", "if (directory / str(step)).is_dir()]"),
     ("bytes_of[least] += wanted[name][0]", "bytes_of[least] += 1"),
@@ -826,8 +826,8 @@ mistakes(
         "checkpoint/test_reliability.py -k loaded",
     ),
     (
-        "wanted = {name: sums for name, sums in wanted.items() if name not in unread}",
-        "wanted = {name: sums for name, sums in wanted.items() if name in unread}",
+        "wanted = {name: digest for name, digest in wanted.items() if name not in unread}",
+        "wanted = {name: digest for name, digest in wanted.items() if name in unread}",
         "checkpoint/test_reliability.py -k 'loaded or whole'",
     ),
 )
@@ -849,7 +849,7 @@ mistakes(
     "distributed",
     "runtime/distributed.py",
     "runtime/test_processes.py -k rows",
-    ("row_of[here] = np.arange(len(here))", "row_of[: len(here)] = np.arange(len(here))"),
+    ("position[local] = np.arange(len(local))", "position[: len(local)] = np.arange(len(local))"),
     ("np.unique(np.concatenate([np.arange(rows)[index]", "np.sort(np.concatenate([np.arange(rows)[index]"),
 )
 

@@ -255,7 +255,7 @@ def test_a_dense_run_is_up_cycled_on_another_mesh(straight, text, tmp_path):
     run_dir, argv = tmp_path / "run", [*SMALL, f"--data.path={text}", f"--run.init_from={straight[0]}"]
     experts = ["--model.moe={num_experts: 4}", "--mesh.expert=2", "--mesh.tensor=2", "--mesh.data=1"]
     out, _ = run(*argv, *experts, f"--run.dir={run_dir}", "--optim.lr=0", "--train.steps=4")
-    assert f"starts with the parameters of {straight[0]}" in out
+    assert f"starting with the parameters of {straight[0]}" in out
     assert "4 x cpu" in out
     dense, grown = (
         [line["eval_loss"] for line in lines(run) if "eval_loss" in line][-1] for run in (straight[0], run_dir)

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     options, command = parser.parse_args(argv[: argv.index("--")]), argv[argv.index("--") + 1 :]
     cfg = configuration(command)
     saved = run_dir.checkpoints(Path(cfg.run.dir))
-    supervisor = Supervisor(lambda: next(iter(manifest.sealed(saved)), 0), options.tries, options.wait_s)
+    supervisor = Supervisor(lambda: next(iter(manifest.complete_steps(saved)), 0), options.tries, options.wait_s)
 
     def start() -> subprocess.Popen[bytes]:
         if not options.shrink or cfg.mesh.open_axis:  # an open axis takes what is there

@@ -29,7 +29,7 @@ def make(directory: Path, number: int) -> Path:
     (path / "state" / "d" / "array").write_bytes(bytes(range(200)))
     (path / "_METADATA").write_text("{}")
     (path / "empty").touch()
-    manifest.write(path, manifest.sums_of(path, manifest.written_by(path, 0)))
+    manifest.write(path, manifest.hash_files(path, manifest.written_by(path, 0)))
     return path
 
 
@@ -37,9 +37,9 @@ HARM = {
     "has changed since it was written": lambda p: (p / "state/d/array").write_bytes(bytes([1, *range(1, 200)])),
     "has 100 bytes, not 200": lambda p: (p / "state/d/array").write_bytes(bytes(100)),
     "state/d/array is missing": lambda p: (p / "state/d/array").unlink(),
-    "more does not belong to it": lambda p: (p / "more").touch(),
-    "it has no seal": lambda p: (p / manifest.NAME).unlink(),
-    "its seal cannot be read": lambda p: (p / manifest.NAME).write_text('{"files": [1]}'),
+    "more is not in its manifest": lambda p: (p / "more").touch(),
+    "it has no manifest": lambda p: (p / manifest.NAME).unlink(),
+    "its manifest cannot be read": lambda p: (p / manifest.NAME).write_text('{"files": [1]}'),
     "empty directory": lambda p: (shutil.rmtree(p), p.mkdir()),
 }
 
@@ -67,7 +67,7 @@ def test_the_files_of_a_checkpoint_are_shared_out(tmp_path, monkeypatch):
         (path / name).write_bytes(bytes(100 + size))
     for process in (0, 1, 2, 12):
         assert manifest.written_by(path, process) == sorted(wrote.get(process, []))
-    sums = {name: sum for process in wrote for name, sum in manifest.sums_of(path, wrote[process]).items()}
+    sums = {name: sum for process in wrote for name, sum in manifest.hash_files(path, wrote[process]).items()}
     assert sorted(synced) == sorted((path / name).stat().st_ino for name in sums)
     manifest.write(path, sums)
     assert manifest.corruption(path) is None
@@ -94,9 +94,9 @@ def test_a_seal_waits_for_what_every_process_wrote(tmp_path, monkeypatch):
     assert manifest.corruption(path) is None
     (path / manifest.NAME).unlink()
     monkeypatch.setattr(manifest, "_VISIBLE_S", 0)
-    with pytest.raises(OSError, match="absent was written by another process and is not seen here"):
+    with pytest.raises(OSError, match="absent was written by another process and is not visible here"):
         manifest.write(path, sums | {"absent": (3, "")})
-    assert "no seal" in manifest.corruption(path)
+    assert "no manifest" in manifest.corruption(path)
 
 
 def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
@@ -115,7 +115,7 @@ def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
         with pytest.raises(RunError, match="step 2 could not be written"):
             checkpoints.wait()
         assert (older, checkpoint.scan(tmp_path).step) == ([1], 1)
-        assert "it has no seal" in manifest.corruption(tmp_path / "2")
+        assert "it has no manifest" in manifest.corruption(tmp_path / "2")
         monkeypatch.setattr(manifest, "write", write)
         checkpoints.save(3, state, {})
     assert manifest.steps(tmp_path) == [3, 2], "what was never sealed is for the next start"
@@ -127,14 +127,16 @@ def test_the_newest_whole_step_is_found(tmp_path):
     (tmp_path / "20.orbax-checkpoint-tmp-3").mkdir()
     (tmp_path / "notes").mkdir()
     HARM["state/d/array is missing"](tmp_path / "16")
-    HARM["it has no seal"](tmp_path / "12")
+    HARM["it has no manifest"](tmp_path / "12")
     found = checkpoint.scan(tmp_path)
     assert (found.step, list(found.skipped), found.lost) == (8, [16, 12], False)
-    assert manifest.sealed(tmp_path) == [16, 8, 4]
+    assert manifest.complete_steps(tmp_path) == [16, 8, 4]
     for number in (4, 8):
         HARM["empty directory"](tmp_path / str(number))
     assert checkpoint.scan(tmp_path).lost, "one was sealed once"
-    with pytest.raises(ConfigError, match=r"no whole checkpoint .*step 16: state/d/array is missing; step 12: it was"):
+    with pytest.raises(
+        ConfigError, match=r"not hold a valid checkpoint .*step 16: state/d/array is missing; step 12: it was"
+    ):
         checkpoint.latest_valid_step(tmp_path)
 
 
@@ -148,7 +150,7 @@ def test_a_first_checkpoint_that_was_not_finished_is_no_loss(tmp_path):
 
 
 def test_set_aside_tidied_and_removed(tmp_path):
-    saved, aside = tmp_path / "checkpoints", tmp_path / "passed_over"
+    saved, aside = tmp_path / "checkpoints", tmp_path / "quarantine"
     for _ in range(3):  # the same step may come again
         manifest.quarantine(make(saved, 4), aside)
     assert sorted(p.name for p in aside.iterdir()) == ["4", "4.1", "4.2"]
@@ -175,7 +177,7 @@ def test_what_the_policies_keep(policy, kept, tmp_path):
     checkpoints = checkpoint.Checkpoints(CheckpointConfig(**policy), tmp_path)
     checkpoints.scores = {10: 1.5, 20: 2.0, 30: 1.0, 40: 3.0, 70: 0.1}
     steps = [60, 50, 40, 30, 20, 10]
-    assert {*steps} - {*checkpoints._superfluous(steps)} == kept
+    assert {*steps} - {*checkpoints._expired(steps)} == kept
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -183,7 +185,7 @@ def test_a_state_that_is_not_finite_is_refused(bad, tmp_path):
     """Whatever the leaf; integers cannot be it, and what is finite is saved and sealed."""
     state = {"step": jnp.int32(3), "params": {"w": jnp.ones((3, 2))}, "opt_state": jnp.zeros(4)}
     with checkpoint.Checkpoints(CheckpointConfig(), tmp_path) as checkpoints:
-        with pytest.raises(RunError, match="after step 3 holds numbers that are not finite") as raised:
+        with pytest.raises(RunError, match="after step 3 is not finite") as raised:
             checkpoints.save(3, state | {"opt_state": jnp.zeros(4).at[2].set(bad)}, {})
         assert raised.value.code is Exit.DIVERGED
         assert not manifest.steps(tmp_path)
@@ -274,21 +276,21 @@ def test_a_lock_is_exclusive_and_says_who(tmp_path):
             pass
     (tmp_path / ".lock").write_text("process 9 on a")
     with run_dir.lock(tmp_path) as left:
-        assert left == "process 9 on a trained here and did not end in order"
+        assert left == "the previous run here did not shut down cleanly (process 9 on a)"
 
 
 def test_a_course_steps_over_what_a_spike_was_read_from():
-    course = step_log.LoopState(done=4, batch=4, newest=4)
+    loop = step_log.LoopState(step=4, batch=4, saved=4)
     for _ in range(3):
-        course = course.stepped()
-    late = course.back(spike=6, most=2)  # told when the step after it was on its way
-    assert (late.done, late.batch, late.newest) == (4, 6, 4)
-    again = late.stepped().back(spike=5, most=2)
-    assert (again.done, again.batch) == (4, 7), "the batches of three steps are behind it"
+        loop = loop.advance()
+    late = loop.roll_back(spike=6, limit=2)  # told when the step after it was on its way
+    assert (late.step, late.batch, late.saved) == (4, 6, 4)
+    again = late.advance().roll_back(spike=5, limit=2)
+    assert (again.step, again.batch) == (4, 7), "the batches of three steps are behind it"
     with pytest.raises(RunError, match="3 spikes after step 4") as error:
-        again.stepped().back(spike=5, most=2)
+        again.advance().roll_back(spike=5, limit=2)
     assert error.value.code == Exit.DIVERGED
-    assert again.stepped().saved() == step_log.LoopState(done=5, batch=8, newest=5), "a new checkpoint, a new count"
+    assert again.advance().after_save() == step_log.LoopState(step=5, batch=8, saved=5), "a new checkpoint, a new count"
 
 
 def test_what_is_not_loaded_is_not_verified(rng, tmp_path, monkeypatch):
@@ -342,12 +344,12 @@ def test_a_seal_is_of_all_files_but_itself_and_of_their_sizes(tmp_path):
     (tmp_path / "d").mkdir()
     for name in ("a", "d/b"):
         (tmp_path / name).write_bytes(b"12345")
-    manifest.write(tmp_path, manifest.sums_of(tmp_path, ["a", "d/b"]))
+    manifest.write(tmp_path, manifest.hash_files(tmp_path, ["a", "d/b"]))
     assert manifest.written_by(tmp_path, 0) == ["a", "d/b"]
-    assert manifest.misfit(tmp_path) is None
+    assert manifest.listing_corruption(tmp_path) is None
     for size in (4, 6):
         (tmp_path / "a").write_bytes(b"x" * size)
-        assert manifest.misfit(tmp_path) == f"a has {size} bytes, not 5"
+        assert manifest.listing_corruption(tmp_path) == f"a has {size} bytes, not 5"
 
 
 def supervised(codes, newest, monkeypatch, tries=3):
@@ -387,23 +389,23 @@ def test_waits_between_tries_have_an_end(monkeypatch):
     [
         (0, {1: 0}, {}, None),
         (99, {1: 59}, {}, None),
-        (101, {1: 0}, {}, "nothing was finished for 100 s"),
-        (0, {1: 61, 2: 0}, {}, "process 1 of 3 is gone"),
-        (0, {1: 61, 2: 61}, {}, "process 1 and process 2 of 3 is gone"),
+        (101, {1: 0}, {}, "no progress for train.stalled_s=100 s"),
+        (0, {1: 61, 2: 0}, {}, "process 1 of 3 is lost"),
+        (0, {1: 61, 2: 61}, {}, "process 1 and process 2 of 3 is lost"),
         (0, {1: 61, 2: 0}, {1: "done"}, None),  # it said that it ends, and nobody waits long for that yet
     ],
 )
 def test_a_watch_judges_by_what_it_heard(moved, heard, ends, said, monkeypatch):
     """Once, at the time 1000: seconds since something was finished here, and since each other process was heard."""
     now, found = 1000.0, []
-    watching = watchdog.Watch(lost_s=60, stalled_s=100)
-    watching._moved, watching._count = now - moved, len(heard) + 1
+    watching = watchdog.Watchdog(lost_s=60, stalled_s=100)
+    watching._progress, watching._count = now - moved, len(heard) + 1
     watching._heard, watching._ends = {i: now - seconds for i, seconds in heard.items()}, ends
     monkeypatch.setattr("time.monotonic", lambda: now)
     looks = iter([False, True])
     monkeypatch.setattr(watching, "_over", SimpleNamespace(wait=lambda _: next(looks)))
     monkeypatch.setattr(watching, "_end", lambda code, message: found.append((code, message)))
-    watching._judge()
+    watching._check_loop()
     if said is None:
         assert not found
     else:

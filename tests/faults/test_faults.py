@@ -91,10 +91,10 @@ def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
         if i % 2:
             wait_until(lambda: list(saved.glob("*tmp*")), process)
         else:
-            wait_until(lambda known=newest: next(iter(manifest.sealed(saved)), 0) > known, process)
+            wait_until(lambda known=newest: next(iter(manifest.complete_steps(saved)), 0) > known, process)
             time.sleep(rng.uniform(0, 0.3))
         kill(process)
-        now = next(iter(manifest.sealed(saved)), 0)
+        now = next(iter(manifest.complete_steps(saved)), 0)
         assert now >= newest, "a committed step was lost"
         assert now == 0 or manifest.corruption(saved / str(now)) is None
         newest = now
@@ -122,9 +122,9 @@ def test_killed_between_commit_and_seal(step, argv, straight, tmp_path):
     assert (run_dir / "checkpoints" / str(step)).is_dir()
     assert not is_sealed(run_dir, step)
     out, _ = run(*argv)
-    assert f"passed over step {step}: it was not finished" in out
+    assert f"skipped the checkpoint of step {step}: it was not finished" in out
     assert (f"resumed from step {step - 4}" in out) == (step > 4)
-    assert (run_dir / "passed_over" / str(step)).is_dir()
+    assert (run_dir / "quarantine" / str(step)).is_dir()
     assert_equal(run_dir, straight)
 
 
@@ -136,7 +136,7 @@ def test_a_full_disk(text, straight, small_disk):
     argv = [f"--data.path={text}", f"--run.dir={run_dir}", "--checkpoint.keep=100"]
     _, err = run(*argv, code=Exit.NOT_SAVED)
     assert "No space left" in err.splitlines()[-1]
-    kept = manifest.sealed(run_dir / "checkpoints")
+    kept = manifest.complete_steps(run_dir / "checkpoints")
     assert kept
     assert all(manifest.corruption(run_dir / "checkpoints" / str(step)) is None for step in kept)
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
@@ -157,7 +157,7 @@ def test_a_read_only_disk(text, small_disk):
     ((_, err),) = finish(process, code=Exit.NOT_SAVED)
     subprocess.run(["umount", run_dir / "checkpoints"], check=True)
     assert "Read-only file system" in err.splitlines()[-1]
-    newest = manifest.sealed(run_dir / "checkpoints")[0]
+    newest = manifest.complete_steps(run_dir / "checkpoints")[0]
     assert manifest.corruption(run_dir / "checkpoints" / str(newest)) is None
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     _, err = run(*argv, code=Exit.USER_ERROR)
@@ -175,7 +175,7 @@ def test_the_error_of_the_last_save_is_not_swallowed(argv, tmp_path):
     )
     _, err = run(*argv, patch=patch, code=Exit.NOT_SAVED)
     assert f"the checkpoint of step {STEPS} could not be written" in err
-    assert f"step {STEPS - 4} in" in err
+    assert f"the newest checkpoint is step {STEPS - 4} in" in err
 
 
 # 4 to 7: damaged, cut, lost, unfinished, left behind.
@@ -220,7 +220,7 @@ DAMAGE = {
     lose: "is missing",
     empty: "it is an empty directory",
     halve: "it was not finished",
-    spoil_the_seal: "its seal cannot be read",
+    spoil_the_seal: "its manifest cannot be read",
 }
 
 
@@ -235,8 +235,8 @@ def test_a_damaged_checkpoint_is_passed_over(damage, argv, straight, tmp_path):
     (run_dir / "checkpoints" / ".removed-3").mkdir()
     out, _ = run(*argv)
     for step in (16, 20, 24):
-        assert f"passed over step {step}: " in out
-        assert (run_dir / "passed_over" / str(step)).is_dir()
+        assert f"skipped the checkpoint of step {step}: " in out
+        assert (run_dir / "quarantine" / str(step)).is_dir()
     assert out.count(DAMAGE[damage]) == 3, out
     assert "resumed from step 12" in out
     assert not list((run_dir / "checkpoints").glob("*tmp*"))
@@ -251,7 +251,7 @@ def test_nothing_whole_is_an_error_and_no_new_beginning(argv, straight, tmp_path
         flip(path)
     before = harness.files(run_dir)
     _, err = run(*argv, code=Exit.USER_ERROR)
-    assert "holds no whole checkpoint" in err
+    assert "does not hold a valid checkpoint" in err
     after = harness.files(run_dir)
     assert {k: v for k, v in after.items() if k.name != ".lock"} == {
         k: v for k, v in before.items() if k.name != ".lock"
@@ -272,7 +272,7 @@ def test_two_trainers(argv, tmp_path):
     kill(first)
     out, _ = run(*argv, patch=stop_after(3))
     assert f"process {first.pid} on " in out
-    assert "did not end in order" in out
+    assert "did not shut down cleanly" in out
 
 
 def stop_after(steps: int) -> str:
@@ -299,7 +299,7 @@ def test_asked_to_stop(number, argv, straight, tmp_path):
     ((out, err),) = finish(process, code=Exit.STOPPED)
     (step,) = {line["step"] for line in lines(tmp_path / "run") if line.get("event") == "stopped"}
     assert is_sealed(tmp_path / "run", step)
-    assert f"stopped as asked after step {step}, which is saved" in err
+    assert f"stopped as requested after step {step}, which is saved" in err
     out, _ = run(*argv)
     assert f"resumed from step {step}" in out
     assert_equal(tmp_path / "run", straight)
@@ -311,7 +311,7 @@ def test_a_second_interrupt_leaves_at_once(argv, straight, tmp_path):
     wait_for_line(process, "held")
     wait_until(lambda: is_sealed(tmp_path / "run", 8), process)
     process.send_signal(signal.SIGINT)
-    wait_for_line(process, "again to leave at once")
+    wait_for_line(process, "interrupt again to exit now")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     finish(process, code=Exit.INTERRUPTED)
@@ -329,7 +329,7 @@ def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
     wait_until(lambda: is_sealed(tmp_path / "run", 4), processes[0])
     processes[1].send_signal(signal.SIGTERM)
     finish(*processes, code=Exit.STOPPED)
-    step = manifest.sealed(tmp_path / "run" / "checkpoints")[0]
+    step = manifest.complete_steps(tmp_path / "run" / "checkpoints")[0]
     assert 4 < step < STEPS
     # Number 13: one process goes on with what two began, on a mesh of its own.
     out, _ = run(*argv, "--mesh.data=1")
@@ -352,12 +352,12 @@ def test_one_of_two_dies_or_hangs(number, index, argv, tmp_path):
     processes[index].send_signal(number)
     ((_, err),) = finish(processes[1 - index], code=Exit.PEER_LOST)
     assert f"process {index} of 2 " in err.splitlines()[-1]
-    assert "is gone: killed, stopped, or cut off" in err.splitlines()[-1]
+    assert "is lost: killed, stopped, or disconnected" in err.splitlines()[-1]
     # The coordinator's death closes the connection to it, which may be noticed first; other silences are waited for.
     if (number, index) != (signal.SIGKILL, 0):
-        assert f"nothing heard for distributed.lost_s={lost_s} s" in err.splitlines()[-1]
+        assert f"no heartbeat for distributed.lost_s={lost_s} s" in err.splitlines()[-1]
     kill(processes[index])
-    step = manifest.sealed(tmp_path / "run" / "checkpoints")[0]
+    step = manifest.complete_steps(tmp_path / "run" / "checkpoints")[0]
     assert step >= 8
     again = two(*argv, "--mesh.data=4", f"--train.steps={step + 2}")
     assert f"resumed from step {step}" in finish(*again)[0][0]
@@ -367,8 +367,8 @@ def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
     """What it wrote is vouched for by nobody, so there is no seal; the step before it is taken, unless it is damaged,
     which both see though one of them reads the file."""
     dies = (
-        "import os, signal, jaxstack.checkpoint.manifest as s\nsums_of = s.sums_of\n"
-        "s.sums_of = lambda p, n: os.kill(os.getpid(), signal.SIGKILL) if p.name == '12' else sums_of(p, n)"
+        "import os, signal, jaxstack.checkpoint.manifest as s\nhash_files = s.hash_files\n"
+        "s.hash_files = lambda p, n: os.kill(os.getpid(), signal.SIGKILL) if p.name == '12' else hash_files(p, n)"
     )
     flags = [*argv, "--mesh.data=4", "--distributed.lost_s=6"]
     first, second = two(*flags, patches=("", dies))
@@ -376,14 +376,14 @@ def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
     finish(first, code=Exit.PEER_LOST)
     saved = tmp_path / "run" / "checkpoints"
     assert (saved / "12").is_dir()
-    assert manifest.sealed(saved) == [8, 4]
+    assert manifest.complete_steps(saved) == [8, 4]
     flip(saved / "8")
     (out, _), _ = finish(*two(*flags, "--train.steps=10"))
-    assert "passed over step 12: it was not finished: it has no seal" in out
-    assert "passed over step 8: " in out
+    assert "skipped the checkpoint of step 12: it was not finished: it has no manifest" in out
+    assert "skipped the checkpoint of step 8: " in out
     assert "has changed since it was written" in out
     assert "resumed from step 4" in out
-    assert manifest.sealed(saved) == [10, 8]
+    assert manifest.complete_steps(saved) == [10, 8]
 
 
 # 12, 13, 24: another mesh.
@@ -441,13 +441,13 @@ def poisoned(*indices: int, how: str) -> str:
     )
 
 
-NAN = "'weights': batch['weights'] * np.nan"
+NAN = "'loss_weights': batch['loss_weights'] * np.nan"
 NOISE = "'targets': np.random.default_rng(0).integers(128, 256, batch['targets'].shape).astype('int32')"
 
 
 def test_a_batch_that_is_not_finite_changes_nothing(argv, tmp_path):
     out, _ = run(*argv, patch=poisoned(9, how=NAN))
-    assert "step 10 skipped: loss nan" in out
+    assert "step 10 was skipped: loss nan" in out
     assert "batch of step 9: text.txt tokens" in out
     recorded = {line["step"]: line for line in lines(tmp_path / "run") if "loss" in line}
     assert recorded[10]["skipped"] == recorded[STEPS]["skipped"] == 1
@@ -458,15 +458,15 @@ def test_a_batch_that_is_not_finite_changes_nothing(argv, tmp_path):
 
 def test_batches_that_are_not_finite_in_a_row_stop_the_run(argv, tmp_path):
     _, err = run(*argv, "--train.max_bad_steps=3", patch=poisoned(9, 10, 11, how=NAN), code=Exit.DIVERGED)
-    assert "stopped at step 12, 3 in a row skipped: loss nan" in err
-    assert manifest.sealed(tmp_path / "run" / "checkpoints")[0] == 8
+    assert "stopped at step 12 after 3 skipped steps in a row: loss nan" in err
+    assert manifest.complete_steps(tmp_path / "run" / "checkpoints")[0] == 8
 
 
 def test_a_state_that_is_not_finite_is_never_saved(argv, tmp_path):
     """A finite gradient, and an update that overflows: the step itself cannot tell."""
     flags = ["--optim.name=sgd", "--optim.lr=1e39", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
     _, err = run(*argv, *flags, "--checkpoint.every=1", code=Exit.DIVERGED)
-    assert "the state after step 1 holds numbers that are not finite, so it was not saved" in err
+    assert "the state after step 1 is not finite, so it was not saved" in err
     assert not manifest.steps(tmp_path / "run" / "checkpoints")
 
 
@@ -478,14 +478,14 @@ def test_a_spike_of_the_loss(action, argv, tmp_path):
     run_dir = tmp_path / "run"
     recorded = {line["step"]: line for line in lines(run_dir) if "loss" in line}
     events = [line for line in lines(run_dir) if line.get("event") == "rolled back"]
-    assert "step 30 a spike" in out
+    assert "step 30 was a spike" in out
     assert "batch of step 29: text.txt tokens" in out
     assert recorded[40]["skipped"] == (action == "skip")
     assert sorted(recorded) == list(range(1, 41))
     if action == "rollback":
         assert [(event["step"], event["spike"]) for event in events] == [(28, 30)]
         assert "step 29: text.txt tokens" in events[0]["batch"]
-        assert "went back from step 30 to 28" in out
+        assert "rolled back from step 30 to 28" in out
         # Steps 29, 30, ... have the batches after the spike's: no spike comes again, here or after a new start.
         assert not any(line["spike"] for line in recorded.values())
         again = tmp_path / "again"
@@ -506,7 +506,8 @@ def test_going_back_to_a_damaged_checkpoint(argv, tmp_path):
     """It is not loaded: the run ends, and the next start takes an older one."""
     flags = [*argv, "--train.steps=40", "--train.spike.action=rollback", "--train.spike.window=8", "--optim.lr=0.02"]
     damage = (
-        "import jaxstack.checkpoint.store as c, jaxstack.runtime.distributed as d\nmeet, saves = d.meet, []\n"
+        "import jaxstack.checkpoint.store as c, jaxstack.runtime.distributed as d\n"
+        "meet, saves = d.coordinator_barrier, []\n"
         "def damaged(key, *a):\n"
         "    meet(key, *a)\n"
         "    saves.append(key)\n"
@@ -514,13 +515,16 @@ def test_going_back_to_a_damaged_checkpoint(argv, tmp_path):
         f"        path = max(__import__('pathlib').Path({str(tmp_path / 'run/checkpoints/28/state')!r}).rglob('d/*'),"
         " key=lambda p: p.stat().st_size)\n"
         "        path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])\n"
-        "d.meet = damaged\n"
+        "d.coordinator_barrier = damaged\n"
     )
     _, err = run(*flags, patch=damage + poisoned(29, how=NOISE), code=Exit.NOT_SAVED)
-    assert "the run must go back to step 28, which must not be used: state/ocdbt.process_0/d/" in err.splitlines()[-1]
+    assert (
+        "the run has to be rolled back to step 28, whose checkpoint is corrupt: state/ocdbt.process_0/d/"
+        in err.splitlines()[-1]
+    )
     assert "has changed since it was written" in err
     out, _ = run(*flags, "--train.steps=29")
-    assert "passed over step 28" in out
+    assert "skipped the checkpoint of step 28" in out
     assert "resumed from step 24" in out
 
 
@@ -752,7 +756,7 @@ def test_policies_keep_the_best_and_every_so_many(argv, tmp_path):
     run(*argv, "--checkpoint.keep=1", "--checkpoint.keep_every=12", "--checkpoint.keep_best=1", "--train.eval_every=4")
     recorded = {line["step"]: line["eval_loss"] for line in lines(tmp_path / "run") if "eval_loss" in line}
     best = min(recorded, key=recorded.__getitem__)
-    assert set(manifest.sealed(tmp_path / "run" / "checkpoints")) == {12, 24, best}
+    assert set(manifest.complete_steps(tmp_path / "run" / "checkpoints")) == {12, 24, best}
     metadata = store.metadata(tmp_path / "run" / "checkpoints", 24)
     assert metadata["next_batch"] == 24
     assert metadata["versions"]["jax"] == jax.__version__

@@ -353,8 +353,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_only_parameters_are_verified_and_read(run_dir, monkeypatch):
     """Of the newest step and of one that is named: AdamW's state is two thirds of a checkpoint."""
-    asked, changed = [], store._changed
-    monkeypatch.setattr(store, "_changed", lambda path, tree: asked.append((path, tree)) or changed(path, tree))
+    asked, changed = [], store._content_corruption
+    monkeypatch.setattr(
+        store, "_content_corruption", lambda path, tree: asked.append((path, tree)) or changed(path, tree)
+    )
     cfg = init_from.find(str(run_dir), "run")
     ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     for number in (None, 3):

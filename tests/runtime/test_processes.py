@@ -167,7 +167,7 @@ def test_a_process_that_never_joins(index, text, tmp_path):
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--distributed.timeout_s=3"]
     ((_, err),) = finish(start(*argv, *flags_of(index, 2, port), devices=4), code=Exit.NOT_JOINED)
     assert err.count("\n") == 1, err
-    who = "not all of the others came" if index == 0 else "nothing answers there"
+    who = "some processes did not join" if index == 0 else "nothing is listening there"
     for word in (f"process {index} of 2", f"127.0.0.1:{port}", "waited 3 s", who, "--distributed.timeout_s"):
         assert word in err
 
@@ -197,7 +197,7 @@ def test_the_failure_of_one_process_ends_the_others(how, text, tmp_path):
     assert bad.returncode != 0
     assert good.returncode == Exit.PEER_LOST
     last = said.splitlines()[-1]
-    assert ("process 1 of 2 ended: OSError" if how == "raises" else "process 1 of 2 is gone") in last
+    assert ("process 1 of 2 ended: OSError" if how == "raises" else "process 1 of 2 is lost") in last
 
 
 SAVES = """
@@ -226,7 +226,7 @@ with store.Checkpoints(CheckpointConfig(keep=2), directory) as checkpoints:
     checkpoints.save(1, state, {})
     checkpoints.save(2, state, {})
 saved = dict(hashed)
-assert manifest.sealed(directory) == [2, 1], "a save is over on every process once the seal is written"
+assert manifest.complete_steps(directory) == [2, 1], "a save is over on every process once the manifest is written"
 hashed.clear()
 assert store.scan(directory).step == 2
 started = dict(hashed)
@@ -238,7 +238,7 @@ if index == 0:
     file.write_bytes(content)
 distributed.barrier()
 found = store.scan(directory)
-print(json.dumps({"saved": saved, "started": started, "step": found.step, "passed over": found.skipped}))
+print(json.dumps({"saved": saved, "started": started, "step": found.step, "skipped": found.skipped}))
 """
 
 
@@ -261,7 +261,7 @@ def test_two_processes_share_the_hashing(tmp_path):
     for shares in (wrote, read):
         for share in shares:  # a few kB of index and metadata beside 4 MB of arrays, all of them one process's
             assert sum(share.values()) == pytest.approx(sum(sealed.values()) / 2, rel=0.01)
-    (why,) = {one["passed over"]["2"] for one in said}
+    (why,) = {one["skipped"]["2"] for one in said}
     assert "ocdbt.process_1/d/" in why
     assert "has changed since it was written" in why
     assert {one["step"] for one in said} == {1}
@@ -319,7 +319,7 @@ class Half:
 def test_the_rows_of_a_process_are_those_of_its_devices(devices, rows):
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec("data"))
-    here = distributed.rows_here(Half(sharding, [mesh.devices.flat[i] for i in devices]), 8)
+    here = distributed.local_rows(Half(sharding, [mesh.devices.flat[i] for i in devices]), 8)
     assert here.tolist() == rows
 
 
@@ -375,10 +375,10 @@ PORT = 61440 + 81234 % 4096
             ("Slurm", f"node012:{PORT}", 4, 2, None),
         ),
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "x:1"}, ("Slurm", "x:1", 4, 2, None)),
-        (SLURM | JAX, ("JAX_COORDINATOR_ADDRESS and its like", "a:1", 2, 1, None)),
+        (SLURM | JAX, ("JAX_COORDINATOR_ADDRESS", "a:1", 2, 1, None)),
         (MPI, ("Open MPI", f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 3, (1,))),
         (MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        (JAX, ("JAX_COORDINATOR_ADDRESS and its like", "a:1", 2, 1, None)),
+        (JAX, ("JAX_COORDINATOR_ADDRESS", "a:1", 2, 1, None)),
         (JAX | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, ("the TPU's hosts", None, None, None, None)),
@@ -386,11 +386,11 @@ PORT = 61440 + 81234 % 4096
         ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, ("the TPU's hosts", None, None, None, None)),
         (POD, ("Kubernetes", None, None, None, None)),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
-        (POD | JAX, ("JAX_COORDINATOR_ADDRESS and its like", "a:1", 2, 1, None)),
+        (POD | JAX, ("JAX_COORDINATOR_ADDRESS", "a:1", 2, 1, None)),
     ],
 )
 def test_who_is_detected(env, expected, monkeypatch):
-    monkeypatch.setattr(distributed, "tpu_chips", lambda: False)
+    monkeypatch.setattr(distributed, "has_tpu_chips", lambda: False)
     monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: object())
     found = distributed.detect(DistributedConfig(), env)
     assert found == (expected and distributed.Processes(*expected))
@@ -401,7 +401,7 @@ def test_who_is_detected(env, expected, monkeypatch):
 
 @pytest.mark.parametrize("hosts", ["10.0.0.2", "a:0:10.0.0.2,b:1:10.0.0.3"])
 def test_a_tpu_virtual_machine_asks_its_metadata(hosts, monkeypatch):
-    monkeypatch.setattr(distributed, "tpu_chips", lambda: True)
+    monkeypatch.setattr(distributed, "has_tpu_chips", lambda: True)
     monkeypatch.setattr(distributed, "_tpu_hosts", lambda: hosts)
     assert (distributed.detect(DistributedConfig(), {}) is not None) == ("," in hosts)
     assert distributed.detect(DistributedConfig(), {"TPU_SKIP_MDS_QUERY": "1"}) is None
@@ -465,7 +465,7 @@ def test_how_a_run_was_started_is_no_part_of_it(tmp_path):
     saved = parse.parse_config([f"--config={tmp_path / 'config.yaml'}"], tmp_path)
     assert saved == dataclasses.replace(cfg, distributed=DistributedConfig(timeout_s=7))
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-    assert run_dir.check(cfg, {}) == []
+    assert run_dir.prepare(cfg, {}) == []
 
 
 # The files that users copy.

@@ -53,7 +53,7 @@ def curve(found: list, tag: str) -> dict[int, float]:
 
 def test_tensorboard_has_every_line_and_forgets_what_is_run_again(tmp_path):
     with sinks.Sinks() as others:
-        others.begin(config(tmp_path, "tensorboard"), 0)
+        others.open(config(tmp_path, "tensorboard"), 0)
         log = jsonl.JsonLines(tmp_path / "metrics.jsonl", others)
         for record in RECORDS:
             log.write(record)
@@ -68,7 +68,7 @@ def test_tensorboard_has_every_line_and_forgets_what_is_run_again(tmp_path):
     ]
     assert texts == [b"spike; step 1: text", b"rolled back"]
     with sinks.Sinks() as others:
-        others.begin(config(tmp_path, "tensorboard"), 1)
+        others.open(config(tmp_path, "tensorboard"), 1)
         others.write({"step": 2, "loss": 3.0})
     assert curve(events(tmp_path / "tensorboard"), "loss") == {1: 5.5, 2: 3.0}
 
@@ -114,11 +114,11 @@ def test_weights_and_biases_has_every_line_and_one_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for record in RECORDS[:2], RECORDS[2:]:
         with sinks.Sinks() as others:
-            others.begin(config(tmp_path, "wandb"), 0)
+            others.open(config(tmp_path, "wandb"), 0)
             for line in record:
                 others.write(line)
     others = sinks.Sinks()
-    others.begin(config(tmp_path, "wandb"), 0)
+    others.open(config(tmp_path, "wandb"), 0)
     others.__exit__(KeyError)
     assert len({how["id"] for how in wandb.begun}) == 1
     assert all(how["resume"] == "allow" and how["dir"] == str(tmp_path) for how in wandb.begun)
@@ -131,15 +131,15 @@ def test_weights_and_biases_has_every_line_and_one_run(tmp_path, monkeypatch):
         {"step": 2, "eval_loss": 4.0},
     ]
     wandb.init = lambda **_: (_ for _ in ()).throw(Wandb.Error("no API key\nmore"))
-    with pytest.raises(ConfigError, match=r"run.sinks=\[wandb\]: no API key; `wandb login`"):
-        sinks.Sinks().begin(config(tmp_path, "wandb"), 0)
+    with pytest.raises(ConfigError, match=r"run.sinks=\[wandb\] cannot be used: no API key"):
+        sinks.Sinks().open(config(tmp_path, "wandb"), 0)
 
 
 @pytest.mark.parametrize("name", sinks.PACKAGES)
 def test_a_package_that_is_missing_is_named_with_its_extra(name, monkeypatch):
     monkeypatch.setitem(sinks.PACKAGES, name, "no_such_package")
-    with pytest.raises(ConfigError, match=rf"no_such_package is not installed; pip install 'jaxstack\[{name}\]'"):
-        sinks.check([name])
+    with pytest.raises(ConfigError, match=rf"no_such_package is not installed. Run pip install 'jaxstack\[{name}\]'"):
+        sinks.require_packages([name])
 
 
 def test_none_is_the_default_and_nothing_else_passes():
