@@ -336,9 +336,25 @@ mistakes(
 mistakes(
     "moe", "moe/dispatch.py", MOE,
     ("ceil(capacity_factor * (T // rows) * k / num_experts)", "ceil(capacity_factor * T * k / num_experts)", BY_HAND),
+)  # fmt: skip
+
+mistakes(
+    "moe", "moe/pairs.py", MOE,
     ("rank < capacity, groups * capacity + rank", "rank <= capacity, groups * capacity + rank", BY_HAND),
+)  # fmt: skip
+
+mistakes(
+    "moe", "moe/dispatch.py", MOE,
     ("gates.reshape(T, k, 1), axis=1)", "1.0, axis=1)", BY_HAND),
+)  # fmt: skip
+
+mistakes(
+    "moe", "moe/expert_mlp.py", MOE,
     ("y = y + matmul(matmul(x, a), b)", "y = matmul(matmul(x, a), b)", BY_HAND + " -k lora"),
+)  # fmt: skip
+
+mistakes(
+    "moe", "moe/dispatch.py", MOE,
     ('w[..., None, :, :], (*w.shape[:-2], num_experts, *w.shape[-2:])', 'w[..., None, :, :] / num_experts, (*w.shape[:-2], num_experts, *w.shape[-2:])',
      MOE + " moe/test_experts.py -k 'upcycled or up_cycled'"),
 )  # fmt: skip

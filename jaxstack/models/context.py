@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig
 from jaxstack.kernels import TABLES, context_order, implementation
 from jaxstack.models.params import Param, Spec, flat_spec, map_spec
-from jaxstack.moe import dispatch
+from jaxstack.moe import dispatch, rounds
 from jaxstack.pipeline import Program, resolve
 from jaxstack.sharding import BATCH_AXES, Leaf, Rules, collectives, transformer
 from jaxstack.sharding.collectives import Axes
@@ -127,7 +127,7 @@ class Context:
     def trip_counts(self) -> dict[str, float]:
         """Mean turns of the loops whose number XLA does not know, by their names: of the rounds to experts those of
         even routing, of a pipeline's loops those of its table."""
-        return {dispatch.SCOPE: 1.0, **(self.pipeline.trip_counts if self.pipeline is not None else {})}
+        return {rounds.SCOPE: 1.0, **(self.pipeline.trip_counts if self.pipeline is not None else {})}
 
     @property
     def kernels(self) -> dict[str, str]:

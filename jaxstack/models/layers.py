@@ -300,17 +300,20 @@ def moe(
             lambda a: collectives.gather(a.reshape(*x.shape[:2], -1), between, 1).reshape(tokens, -1), routing
         )
     )
-    y, dropped = experts.moe_mlp(
-        h.reshape(tokens, -1),
-        entered,
-        {name: params[name] for name in ("w_up", "w_gate", "w_down") if name in params},
+    options = experts.MoEOptions(
         num_experts=cfg.moe.num_experts,
         activation=lambda a: activate(cfg.activation, a, ctx),
         expert_axis=experts_axis[0] if experts_axis else None,
         capacity_factor=cfg.moe.capacity_factor,
         rows=rows,
-        mask=None if counted is None else counted.reshape(-1),
         implementation=ctx.moe,
+    )
+    y, dropped = experts.moe_mlp(
+        h.reshape(tokens, -1),
+        entered,
+        {name: params[name] for name in ("w_up", "w_gate", "w_down") if name in params},
+        options,
+        mask=None if counted is None else counted.reshape(-1),
         adapters={
             f"w_{name}": found for name in ("up", "gate", "down") if (found := lora.get_adapter(cfg.lora, params, name))
         },

@@ -21,7 +21,7 @@ from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec
-from jaxstack.moe import dispatch
+from jaxstack.moe import rounds
 from jaxstack.planner.hlo import Collective
 from jaxstack.sharding.rules import names_of
 from jaxstack.training import optimizer
@@ -220,7 +220,7 @@ def room_for_pairs(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
     """Room for pairs of token and choice in the buffers of a device: of one round of the dropless exchange, or what the
     capacity leaves."""
     if moe.capacity_factor is None:
-        return shards * dispatch.room_of_shard(rows * length * moe.choices, shards)
+        return shards * rounds.room_of_shard(rows * length * moe.choices, shards)
     return moe.num_experts * rows * min(ceil(moe.capacity_factor * length * moe.choices / moe.num_experts), length)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from jaxstack.models.context import Context
-from jaxstack.moe import dispatch
+from jaxstack.moe import rounds
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
 from jaxstack.training.gradients import make_gradients
@@ -115,7 +115,7 @@ def test_fsdp_holds_the_whole_weights_of_one_layer_at_a_time(remat):
 
 def test_experts_exchange_tokens_and_never_weights():
     found = moved(moe=True, expert=4)
-    pairs = dispatch.room_of_shard(B // 4 * S * 2, 4)
+    pairs = rounds.room_of_shard(B // 4 * S * 2, 4)
     assert pairs == 1.25 * B * S * 2 / 16  # of the four shards' to one other, in one round
     trips = per_layer(found, "all-to-all", "expert")
     # There and back; backward there again, gradients there and back. With the rows go their experts' numbers and their
