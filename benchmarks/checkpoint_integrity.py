@@ -40,7 +40,7 @@ def work(what: str, index: int, count: int, port: int, folder: Path, mib: int) -
     import numpy as np
 
     from jaxstack import sharding
-    from jaxstack.checkpoint import manifest
+    from jaxstack.checkpoint import manifest, verify
     from jaxstack.checkpoint import store as checkpoint
     from jaxstack.config import CheckpointConfig, MeshConfig
 
@@ -66,7 +66,7 @@ def work(what: str, index: int, count: int, port: int, folder: Path, mib: int) -
             checkpoints.save(1, state, {})
     else:
         begin = time.perf_counter()
-        assert checkpoint.scan(folder).step == 1
+        assert verify.scan(folder).step == 1
     seconds = time.perf_counter() - begin
     print(json.dumps({"bytes": sum(hashed), "files": len(hashed), "seconds": round(seconds, 2)}))
 

@@ -6,7 +6,7 @@ JAX is imported inside functions: it must start after `platform.configure`, and 
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import Config, parse, resolve
-from jaxstack.runtime import distributed, platform
+from jaxstack.runtime import distributed, launchers, platform
 from jaxstack.tracking import sinks
 
 
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
     cfg = resolve(cfg, dataset.tokenizer.vocab_size)
     # Every process checks the run directory before any process writes to it: they join only afterwards.
     changes = run_dir.prepare(cfg, dataset.tokenizer.to_json())
-    processes = distributed.detect(cfg.distributed)
+    processes = launchers.detect(cfg.distributed)
     count = (processes and processes.count) or 1
     platform.configure(cfg.mesh, cfg.microbatch_size, count)  # before JAX is imported
     distributed.join(processes, cfg.distributed)

@@ -836,6 +836,11 @@ mistakes(
         "checkpoint/test_reliability.py -k finite",
     ),
     ("if total > limit:", "if total > 2 * limit:", "checkpoint/test_reliability.py -k parts"),
+)
+mistakes(
+    "checkpoint",
+    "checkpoint/verify.py",
+    "checkpoint/test_reliability.py",
     (
         "for _, file in stored if file not in read}",
         "for _, file in stored}",

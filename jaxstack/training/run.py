@@ -14,8 +14,9 @@ from typing import NoReturn, TypeVar
 import jax
 
 from jaxstack import sharding
-from jaxstack.checkpoint import manifest, run_dir, store
-from jaxstack.checkpoint.store import Checkpoints, CheckpointScan
+from jaxstack.checkpoint import manifest, run_dir, store, verify
+from jaxstack.checkpoint.store import Checkpoints
+from jaxstack.checkpoint.verify import CheckpointScan
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, DistributedConfig
@@ -157,7 +158,7 @@ class Run:
             "data": (dataset.fingerprint, len(dataset.train), len(dataset.eval), dataset.tokenizer.to_json()),
             "pipeline.partition's file": str(self._ctx.pipeline),
         })  # fmt: skip
-        found = store.scan(self._saved)
+        found = verify.scan(self._saved)
         for number, reason in found.skipped.items():
             self.console.print(f"skipped the checkpoint of step {number}: {reason}", style="yellow")
         if found.lost:
@@ -271,7 +272,7 @@ class Run:
         loop = loop.roll_back(spike, limit=self._cfg.train.max_bad_steps)
         self.goodput.enter("checkpoint")
         self._checkpoints.wait()
-        if loop.step and (reason := store.corruption(self._saved, loop.step)):
+        if loop.step and (reason := verify.corruption(self._saved, loop.step)):
             raise RunError(
                 Exit.NOT_SAVED,
                 f"the run has to be rolled back to step {loop.step}, whose checkpoint is corrupt: {reason}. Check the "

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxstack.checkpoint import manifest, run_dir
+from jaxstack.checkpoint import manifest, run_dir, verify
 from jaxstack.checkpoint import store as checkpoint
 from jaxstack.cli import supervise
 from jaxstack.common import files
@@ -104,7 +104,7 @@ def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
     state, write, older = {"w": jnp.ones(3)}, manifest.write, []
 
     def fail(path, sums):
-        older.append(checkpoint.scan(tmp_path).step)
+        older.append(verify.scan(tmp_path).step)
         raise OSError(28, "No space left on device")
 
     with checkpoint.Checkpoints(CheckpointConfig(keep=1), tmp_path) as checkpoints:
@@ -114,7 +114,7 @@ def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
         checkpoints.save(2, state, {})
         with pytest.raises(RunError, match="step 2 could not be written"):
             checkpoints.wait()
-        assert (older, checkpoint.scan(tmp_path).step) == ([1], 1)
+        assert (older, verify.scan(tmp_path).step) == ([1], 1)
         assert "it has no manifest" in manifest.corruption(tmp_path / "2")
         monkeypatch.setattr(manifest, "write", write)
         checkpoints.save(3, state, {})
@@ -128,25 +128,25 @@ def test_the_newest_whole_step_is_found(tmp_path):
     (tmp_path / "notes").mkdir()
     HARM["state/d/array is missing"](tmp_path / "16")
     HARM["it has no manifest"](tmp_path / "12")
-    found = checkpoint.scan(tmp_path)
+    found = verify.scan(tmp_path)
     assert (found.step, list(found.skipped), found.lost) == (8, [16, 12], False)
     assert manifest.complete_steps(tmp_path) == [16, 8, 4]
     for number in (4, 8):
         HARM["empty directory"](tmp_path / str(number))
-    assert checkpoint.scan(tmp_path).lost, "one was sealed once"
+    assert verify.scan(tmp_path).lost, "one was sealed once"
     with pytest.raises(
         ConfigError, match=r"not hold a valid checkpoint .*step 16: state/d/array is missing; step 12: it was"
     ):
-        checkpoint.latest_valid_step(tmp_path)
+        verify.latest_valid_step(tmp_path)
 
 
 def test_a_first_checkpoint_that_was_not_finished_is_no_loss(tmp_path):
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "half").touch()
     (tmp_path / "8").mkdir()
-    assert not checkpoint.scan(tmp_path).lost
+    assert not verify.scan(tmp_path).lost
     (tmp_path / "8" / "half").touch()
-    assert checkpoint.scan(tmp_path).lost, "two are more than one crash leaves"
+    assert verify.scan(tmp_path).lost, "two are more than one crash leaves"
 
 
 def test_set_aside_tidied_and_removed(tmp_path):
@@ -190,7 +190,7 @@ def test_a_state_that_is_not_finite_is_refused(bad, tmp_path):
         assert raised.value.code is Exit.DIVERGED
         assert not manifest.steps(tmp_path)
         checkpoints.save(3, state, {"next_batch": 5})
-    assert checkpoint.scan(tmp_path).step == 3
+    assert verify.scan(tmp_path).step == 3
     assert checkpoint.metadata(tmp_path, 3) == {"next_batch": 5}
 
 
@@ -304,23 +304,23 @@ def test_what_is_not_loaded_is_not_verified(rng, tmp_path, monkeypatch):
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
     wanted |= {"opt_state": {"w": ..., "v": ...}}
     path = tmp_path / "2"
-    unread = checkpoint._unread(path, wanted)
+    unread = verify._unread(path, wanted)
     everything = manifest.read(path)
     assert sum(everything[name][0] for name in unread) > 0.45 * sum(size for size, _ in everything.values())
     for name in unread:
         (path / name).write_bytes(rng.bytes(everything[name][0]))
-    assert "has changed" in checkpoint.corruption(tmp_path, 2)
-    assert checkpoint.latest_valid_step(tmp_path) == 1
-    assert checkpoint.latest_valid_step(tmp_path, wanted) == 2
+    assert "has changed" in verify.corruption(tmp_path, 2)
+    assert verify.latest_valid_step(tmp_path) == 1
+    assert verify.latest_valid_step(tmp_path, wanted) == 2
     found = checkpoint.restore(tmp_path, 2, wanted)
     jax.tree.map(np.testing.assert_array_equal, found["params"], state["params"])
     for name in everything.keys() - unread:  # every other file counts, the index that names them among these
         if everything[name][0]:
             content = (path / name).read_bytes()
             (path / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
-            assert f"{name} has changed" in checkpoint.corruption(tmp_path, 2, wanted)
+            assert f"{name} has changed" in verify.corruption(tmp_path, 2, wanted)
             (path / name).write_bytes(content)
-    assert checkpoint.corruption(tmp_path, 2, wanted) is None
+    assert verify.corruption(tmp_path, 2, wanted) is None
 
 
 def test_the_index_of_a_store_is_read_to_its_leaves(tmp_path):
@@ -332,7 +332,7 @@ def test_the_index_of_a_store_is_read_to_its_leaves(tmp_path):
         with tensorstore.Transaction() as transaction:
             for i in range(20):
                 store.with_transaction(transaction)[f"{array}/c/{i}"] = bytes([i]) * 100
-    stored = checkpoint._stored(tmp_path)
+    stored = verify._stored(tmp_path)
     assert {array for array, _ in stored} == {"", "params.layers.w", "params.layers.v", "step"}
     newest = {f"d/{path.name}" for path in (tmp_path / "d").iterdir()}
     assert {file for _, file in stored} <= newest

@@ -20,7 +20,7 @@ import test_meshes
 from families import EXPERTS, FAMILIES
 
 from jaxstack.checkpoint import run_dir as rundir
-from jaxstack.checkpoint import store
+from jaxstack.checkpoint import verify
 from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.cli import generate as command
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig, RunConfig, SampleConfig
@@ -353,9 +353,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_only_parameters_are_verified_and_read(run_dir, monkeypatch):
     """Of the newest step and of one that is named: AdamW's state is two thirds of a checkpoint."""
-    asked, changed = [], store._content_corruption
+    asked, changed = [], verify._content_corruption
     monkeypatch.setattr(
-        store, "_content_corruption", lambda path, tree: asked.append((path, tree)) or changed(path, tree)
+        verify, "_content_corruption", lambda path, tree: asked.append((path, tree)) or changed(path, tree)
     )
     cfg = init_from.find(str(run_dir), "run")
     ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))

@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lines import values
 
 from jaxstack import data
-from jaxstack.checkpoint import manifest, run_dir, store
+from jaxstack.checkpoint import manifest, run_dir, verify
 from jaxstack.common.errors import Exit
 from jaxstack.config import Config, ConfigError, DistributedConfig, MeshConfig, flat, parse
 from jaxstack.data.tokens import Tokens
-from jaxstack.runtime import distributed, platform
+from jaxstack.runtime import distributed, launchers, platform
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -207,7 +207,7 @@ import jax
 index, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
 import numpy as np
-from jaxstack.checkpoint import manifest, store
+from jaxstack.checkpoint import manifest, store, verify
 from jaxstack.runtime import distributed
 from jaxstack.config import CheckpointConfig, MeshConfig
 from jaxstack.sharding import make_mesh
@@ -228,7 +228,7 @@ with store.Checkpoints(CheckpointConfig(keep=2), directory) as checkpoints:
 saved = dict(hashed)
 assert manifest.complete_steps(directory) == [2, 1], "a save is over on every process once the manifest is written"
 hashed.clear()
-assert store.scan(directory).step == 2
+assert verify.scan(directory).step == 2
 started = dict(hashed)
 distributed.barrier()
 if index == 0:
@@ -237,7 +237,7 @@ if index == 0:
     content[len(content) // 3] ^= 4
     file.write_bytes(content)
 distributed.barrier()
-found = store.scan(directory)
+found = verify.scan(directory)
 print(json.dumps({"saved": saved, "started": started, "step": found.step, "skipped": found.skipped}))
 """
 
@@ -266,7 +266,7 @@ def test_two_processes_share_the_hashing(tmp_path):
     assert "has changed since it was written" in why
     assert {one["step"] for one in said} == {1}
     # Whoever starts next, in whatever number, sees the same.
-    assert store.scan(tmp_path).skipped == {2: why}
+    assert verify.scan(tmp_path).skipped == {2: why}
 
 
 # Rows.
@@ -390,21 +390,21 @@ PORT = 61440 + 81234 % 4096
     ],
 )
 def test_who_is_detected(env, expected, monkeypatch):
-    monkeypatch.setattr(distributed, "has_tpu_chips", lambda: False)
-    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: object())
-    found = distributed.detect(DistributedConfig(), env)
-    assert found == (expected and distributed.Processes(*expected))
-    assert distributed.detect(DistributedConfig(num_processes=1), env) is None
-    said = distributed.detect(DistributedConfig("h:5", 3, 0), env)
-    assert said == distributed.Processes("--distributed.*", "h:5", 3, 0)
+    monkeypatch.setattr(launchers, "has_tpu_chips", lambda: False)
+    monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: object())
+    found = launchers.detect(DistributedConfig(), env)
+    assert found == (expected and launchers.Processes(*expected))
+    assert launchers.detect(DistributedConfig(num_processes=1), env) is None
+    said = launchers.detect(DistributedConfig("h:5", 3, 0), env)
+    assert said == launchers.Processes("--distributed.*", "h:5", 3, 0)
 
 
 @pytest.mark.parametrize("hosts", ["10.0.0.2", "a:0:10.0.0.2,b:1:10.0.0.3"])
 def test_a_tpu_virtual_machine_asks_its_metadata(hosts, monkeypatch):
-    monkeypatch.setattr(distributed, "has_tpu_chips", lambda: True)
-    monkeypatch.setattr(distributed, "_tpu_hosts", lambda: hosts)
-    assert (distributed.detect(DistributedConfig(), {}) is not None) == ("," in hosts)
-    assert distributed.detect(DistributedConfig(), {"TPU_SKIP_MDS_QUERY": "1"}) is None
+    monkeypatch.setattr(launchers, "has_tpu_chips", lambda: True)
+    monkeypatch.setattr(launchers, "_tpu_hosts", lambda: hosts)
+    assert (launchers.detect(DistributedConfig(), {}) is not None) == ("," in hosts)
+    assert launchers.detect(DistributedConfig(), {"TPU_SKIP_MDS_QUERY": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -419,9 +419,9 @@ def test_a_tpu_virtual_machine_asks_its_metadata(hosts, monkeypatch):
     ],
 )
 def test_an_environment_that_says_half_of_it(env, words, monkeypatch):
-    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
-        distributed.detect(DistributedConfig(), env)
+        launchers.detect(DistributedConfig(), env)
     for word in words:
         assert word in str(error.value)
 
@@ -497,7 +497,7 @@ def test_the_kubernetes_file_is_whole():
     assert host == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert int(port) in [p["port"] for p in service["spec"]["ports"]]
     assert env["JAX_NUM_PROCESSES"] == str(spec["completions"])
-    found = distributed.detect(DistributedConfig(), POD | env | {"JAX_PROCESS_ID": "1"})
+    found = launchers.detect(DistributedConfig(), POD | env | {"JAX_PROCESS_ID": "1"})
     assert found is not None
     assert found.count == spec["completions"]
     check_flags([word for word in container["command"] + container["args"] if word.startswith("--")])
