@@ -27,7 +27,7 @@ def case(name: str) -> dict[str, Any]:
     begin = time.perf_counter()
     r = report(name)
     seconds = time.perf_counter() - begin
-    ctx, state, batch = aot.placed(cfg, target)
+    ctx, state, batch = aot.abstract_inputs(cfg, target)
     measured, predicted = hlo.sent(r.collectives), hlo.sent(r.expected)
     kinds = [kind for kind in sorted({*measured, *predicted}) if measured[kind] > 0.001 * sum(measured.values())]
     return {

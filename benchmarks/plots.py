@@ -140,7 +140,7 @@ def roofline() -> None:
     name, chip, *flags = ROOFLINE
     cfg = parse.parse_config([f"--config={name}", *flags])
     cfg = resolve(cfg, cfg.model.vocab)
-    plot.draw(roof.report(cfg, chip, roof.Limits(CHIPS[chip])), DOCS / "roofline.png")
+    plot.draw(roof.make_roofline(cfg, chip, roof.ChipLimits(CHIPS[chip])), DOCS / "roofline.png")
     print("docs/roofline.png")
 
 

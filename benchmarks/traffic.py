@@ -86,7 +86,7 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
 def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
     """A model on 16 stages: its operations, and the bytes that a device sends along `pipe` for each microbatch."""
     from jaxstack.config import parse, resolve
-    from jaxstack.planner import estimate, roofline
+    from jaxstack.planner import estimate, roofline, roofline_step
 
     flags = [f"--config={DENSE}", *DEEP, "--mesh.data=1", "--data.packing=false", f"--data.seq_len={length}"]
     cfg = parse.parse_config([*flags, f"--model.tied_embeddings={str(tied).lower()}"])
@@ -99,7 +99,7 @@ def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
         if "pipe" in c.axes:
             what = next((name for name in sent if name in c.where), "head")  # the other one is cross-entropy's
             sent[what] += c.sent / cfg.pipeline.microbatches
-    return roofline.operations(cfg, ctx), sent
+    return roofline_step.operations(cfg, ctx), sent
 
 
 def stages(length: int) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def stages(length: int) -> list[dict[str, Any]]:
     microbatches = next(int(flag.split("=")[1]) for flag in DEEP if "microbatches" in flag)
     found = []
     for chip, link, bandwidth in LINKS:
-        limits = roofline.Limits(CHIPS[chip])
+        limits = roofline.ChipLimits(CHIPS[chip])
         work = [op for op in operations if op.of_layer or op.name.startswith(("head", "cross-entropy"))]
         found.append(
             {

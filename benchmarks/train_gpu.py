@@ -394,7 +394,7 @@ def ahead_of_time(target: str, given: argparse.Namespace, kernels: dict[str, str
                     "remat": remat,
                     "batch": batch,
                     "kernels_asked": kernels,
-                    "kernels": aot.placed(cfg, f"{target}:1x1x1")[0].kernels,
+                    "kernels": aot.abstract_inputs(cfg, f"{target}:1x1x1")[0].kernels,
                     "compile_s": round(time.perf_counter() - begin, 1),
                     "arguments": r.arguments,
                     "temporary": r.temporary,

@@ -63,7 +63,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
     # ---- devices and compiled steps
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
-    ctx = Context.create(pipeline_costs.settled(cfg, mesh), mesh)
+    ctx = Context.create(pipeline_costs.resolve_partition(cfg, mesh), mesh)
     abstract = abstract_state(cfg, ctx)  # shapes, dtypes and shardings, no arrays
     train_step = jit_train_step(cfg, ctx, abstract)  # (state, batch) -> (state, metrics); donates the state
     eval_step = jax.jit(make_eval_step(cfg, ctx))  # (params, batch) -> (sum of nats, number of tokens)

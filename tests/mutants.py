@@ -757,13 +757,17 @@ mistakes(
     "aot",
     "planner/estimate.py",
     "planner/test_aot.py",
-    ("gradients = (e if t.grad_accum == 1 else 8) * some", "gradients = e * some"),
-    ('remat {t.remat}": layers * saved', 'remat {t.remat}": saved'),
     (
-        '"leave": int(remat in ("full", "dots"))',
-        '"leave": int(remat == "full")',
-        "sharding/test_collectives.py -k formula",
+        "return (8 if accumulates else _itemsize(cfg)) * weights.trained",
+        "return _itemsize(cfg) * weights.trained",
     ),
+    ('remat {t.remat}": layers * saved', 'remat {t.remat}": saved'),
+)
+mistakes(
+    "aot",
+    "planner/traffic.py",
+    "sharding/test_collectives.py -k formula",
+    ('"attention_out": int(remat in ("full", "dots"))', '"attention_out": int(remat == "full")'),
     (
         "2 * accum * ctx.pipeline.schedule.ticks",
         "accum * ctx.pipeline.schedule.ticks",
@@ -773,10 +777,16 @@ mistakes(
 mistakes(
     "plan", "planner/roofline.py", "planner/test_roofline.py -k 'hand or conventions or tenths or fused'",
     ("return max((computing, \"compute\"), (moving, \"memory\"))", "return min((computing, \"compute\"), (moving, \"memory\"))"),
-    ("flops = 2 * tokens * inner * outer", "flops = tokens * inner * outer"),
-    ("product = 2 * s.tokens * _seen(m, s.seq_len) * width", "product = 2 * s.tokens * s.seq_len * width"),
+)  # fmt: skip
+mistakes(
+    "plan", "planner/roofline_ops.py", "planner/test_roofline.py -k 'hand or conventions or tenths or fused'",
+    ("flops = 2 * m.tokens * m.inputs * m.outputs", "flops = m.tokens * m.inputs * m.outputs"),
+    ("product = 2 * s.tokens * keys_seen(m, s.seq_len) * width", "product = 2 * s.tokens * s.seq_len * width"),
     ("return total / len(m.windows)", "return total"),
-    ("8 * count + 2 * estimate.bytes_of(state.opt_state)", "8 * count + formula.bytes_of(state.opt_state)"),
+)  # fmt: skip
+mistakes(
+    "plan", "planner/roofline_step.py", "planner/test_roofline.py -k 'hand or conventions or tenths or fused'",
+    ("8 * count + 2 * shards.bytes_of(state.opt_state)", "8 * count + shards.bytes_of(state.opt_state)"),
     ("bytes=head[0].bytes + (4 - e) * logits", "bytes=head[0].bytes + 4 * logits"),
 )  # fmt: skip
 

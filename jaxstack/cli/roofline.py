@@ -85,12 +85,12 @@ def roofline(words: list[str]) -> None:
     data = measure.this_chip(device, cfg.train.dtype) if name == "here" else CHIPS[name]
     if not (link or data.interconnect_bandwidth) and ctx.mesh is not None and ctx.mesh.size > 1:
         raise ConfigError("--link is missing: a mesh of several devices needs the GB/s that one sends")
-    limits = roof.Limits(data, matmul, bandwidth, 1e9 * link or None)
+    limits = roof.ChipLimits(data, matmul, bandwidth, 1e9 * link or None)
     here = name in (at_hand, "here")
     if own["measure"] == "yes" and not here:
         raise ConfigError(f"--measure=yes, but the device at hand is {device.device_kind}; use --chip here")
     measured = measure.parts(cfg, ctx, device) if here and own["measure"] != "no" else {}
-    report = roof.report(cfg, name, limits, traffic, int(devices), measured)  # type: ignore[arg-type]
+    report = roof.make_roofline(cfg, name, limits, traffic, int(devices), measured)  # type: ignore[arg-type]
     print(report)
     if own["json"]:
         Path(own["json"]).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
