@@ -1,4 +1,4 @@
-"""The parts that `tests/faults` puts together, each by itself: seals, policies, spikes, meshes of what is left."""
+"""The parts that `tests/faults` combines, one at a time: manifests, policies, spikes, meshes of the remaining devices."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ from jaxstack.training import step
 
 
 def make(directory: Path, number: int) -> Path:
-    """Something like a checkpoint, sealed."""
+    """Creates files like those of a checkpoint, with a manifest."""
     path = directory / str(number)
     (path / "state" / "d").mkdir(parents=True)
     (path / "state" / "d" / "array").write_bytes(bytes(range(200)))
@@ -53,8 +53,7 @@ def test_a_seal_breaks(why, tmp_path):
 
 
 def test_the_files_of_a_checkpoint_are_shared_out(tmp_path, monkeypatch):
-    """By who wrote them after a save, who also sees to it that they reach the disk; by their sizes before a load,
-    whatever the number of processes."""
+    """After a save, each process hashes what it wrote and forces it to disk. Before a load, files are divided by size."""
     path, synced, fsync = tmp_path / "7", [], os.fsync
     monkeypatch.setattr(manifest.os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or fsync(file))
     wrote = {
@@ -82,7 +81,7 @@ def test_the_files_of_a_checkpoint_are_shared_out(tmp_path, monkeypatch):
 
 
 def test_a_seal_waits_for_what_every_process_wrote(tmp_path, monkeypatch):
-    """A file that nobody vouches for, or that is not seen here, is no part of a whole checkpoint."""
+    """A checkpoint is not complete with a file that no process hashed, or that is not visible here."""
     path = make(tmp_path, 7)
     sums = manifest.read(path)
     (path / manifest.NAME).unlink()
@@ -100,7 +99,7 @@ def test_a_seal_waits_for_what_every_process_wrote(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
-    """Whatever happens between commit and seal: with `keep=1` the older one is all there is."""
+    """Whatever happens between commit and manifest: with `keep=1` only the older checkpoint is complete."""
     state, write, older = {"w": jnp.ones(3)}, manifest.write, []
 
     def fail(path, sums):
@@ -118,7 +117,7 @@ def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
         assert "it has no manifest" in manifest.corruption(tmp_path / "2")
         monkeypatch.setattr(manifest, "write", write)
         checkpoints.save(3, state, {})
-    assert manifest.steps(tmp_path) == [3, 2], "what was never sealed is for the next start"
+    assert manifest.steps(tmp_path) == [3, 2], "the next start removes what has no manifest"
 
 
 def test_the_newest_whole_step_is_found(tmp_path):
@@ -133,7 +132,7 @@ def test_the_newest_whole_step_is_found(tmp_path):
     assert manifest.complete_steps(tmp_path) == [16, 8, 4]
     for number in (4, 8):
         HARM["empty directory"](tmp_path / str(number))
-    assert verify.scan(tmp_path).lost, "one was sealed once"
+    assert verify.scan(tmp_path).lost, "one was complete once"
     with pytest.raises(
         ConfigError, match=r"not hold a valid checkpoint .*step 16: state/d/array is missing; step 12: it was"
     ):
@@ -146,7 +145,7 @@ def test_a_first_checkpoint_that_was_not_finished_is_no_loss(tmp_path):
     (tmp_path / "8").mkdir()
     assert not verify.scan(tmp_path).lost
     (tmp_path / "8" / "half").touch()
-    assert verify.scan(tmp_path).lost, "two are more than one crash leaves"
+    assert verify.scan(tmp_path).lost, "one crash leaves at most one"
 
 
 def test_set_aside_tidied_and_removed(tmp_path):
@@ -182,7 +181,7 @@ def test_what_the_policies_keep(policy, kept, tmp_path):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_state_that_is_not_finite_is_refused(bad, tmp_path):
-    """Whatever the leaf; integers cannot be it, and what is finite is saved and sealed."""
+    """Any leaf counts, except integers. A finite state is saved, with a manifest."""
     state = {"step": jnp.int32(3), "params": {"w": jnp.ones((3, 2))}, "opt_state": jnp.zeros(4)}
     with checkpoint.Checkpoints(CheckpointConfig(), tmp_path) as checkpoints:
         with pytest.raises(RunError, match="after step 3 is not finite") as raised:
@@ -195,7 +194,7 @@ def test_a_state_that_is_not_finite_is_refused(bad, tmp_path):
 
 
 def test_a_checkpoint_is_read_in_parts_no_larger_than_its_largest_array(rng, tmp_path, monkeypatch):
-    """Each opens the checkpoint anew and asks for nothing that another has read, or that nobody wants."""
+    """Each read opens the checkpoint anew, and reads only arrays that are wanted and were not read before."""
     monkeypatch.setattr(checkpoint, "_AT_A_TIME", 40)
     state = {
         name: jnp.asarray(rng.normal(size=size), jnp.float32)
@@ -220,7 +219,7 @@ def test_a_checkpoint_is_read_in_parts_no_larger_than_its_largest_array(rng, tmp
 
 
 def test_a_spike_is_what_its_definition_says(rng):
-    """Against NumPy, on both sides of the limit; before the window is full there is no verdict."""
+    """Compared with NumPy on both sides of the limit. Before the window is full, no step is a spike."""
     cfg = SpikeConfig(window=16, threshold=4.0)
     for scale in (1e-4, 0.3):  # a deviation below the floor of a hundredth, and above
         recent = (2 + scale * rng.standard_normal(16)).astype(np.float32)
@@ -294,9 +293,12 @@ def test_a_course_steps_over_what_a_spike_was_read_from():
 
 
 def test_what_is_not_loaded_is_not_verified(rng, tmp_path, monkeypatch):
-    """An optimizer's damaged state is no reason not to read parameters; it is one to go on from an older step."""
+    """A damaged optimizer state does not prevent reading the parameters. A run resumes from an older step instead."""
     monkeypatch.setattr(checkpoint, "_FILE", 1 << 16)
-    draw = lambda: jnp.asarray(rng.normal(size=(64, 512)), jnp.float32)  # noqa: E731  128 kB: no file holds two
+
+    def draw() -> jax.Array:
+        return jnp.asarray(rng.normal(size=(64, 512)), jnp.float32)  # 128 kB: no file holds two
+
     state = {"params": {"w": draw(), "v": draw()}, "opt_state": {"w": draw(), "v": draw()}, "step": jnp.int32(1)}
     with checkpoint.Checkpoints(CheckpointConfig(keep=2), tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
@@ -324,7 +326,7 @@ def test_what_is_not_loaded_is_not_verified(rng, tmp_path, monkeypatch):
 
 
 def test_the_index_of_a_store_is_read_to_its_leaves(tmp_path):
-    """An index of a large checkpoint is a tree of nodes, whose keys leave out what those below have in common."""
+    """The index of a large checkpoint is a tree, whose keys omit the common prefix of the nodes below."""
     config = {"max_decoded_node_bytes": 200, "max_inline_value_bytes": 10}
     spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/"}, "config": config}
     store = tensorstore.KvStore.open(spec).result()
@@ -353,8 +355,12 @@ def test_a_seal_is_of_all_files_but_itself_and_of_their_sizes(tmp_path):
 
 
 def supervised(codes, newest, monkeypatch, tries=3):
-    """The exit code of a supervised run, and the seconds before each new start. `codes`: what each try ends with;
-    `newest`: the newest checkpoint before the first try and after each."""
+    """Returns the exit code of a supervised run, and the seconds before each restart.
+
+    Args:
+      codes: exit code of each try.
+      newest: newest checkpoint before the first try and after each.
+    """
     monkeypatch.setattr("signal.signal", lambda *_: None)
     steps, ends, waits = iter(newest), iter(codes), []
     supervisor = supervise.Supervisor(lambda: next(steps), tries, wait_s=2.0)
@@ -396,7 +402,7 @@ def test_waits_between_tries_have_an_end(monkeypatch):
     ],
 )
 def test_a_watch_judges_by_what_it_heard(moved, heard, ends, said, monkeypatch):
-    """Once, at the time 1000: seconds since something was finished here, and since each other process was heard."""
+    """Checked once, at time 1000: seconds since the last progress here, and since each other process's heartbeat."""
     now, found = 1000.0, []
     watching = watchdog.Watchdog(lost_s=60, stalled_s=100)
     watching._progress, watching._count = now - moved, len(heard) + 1

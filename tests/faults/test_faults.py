@@ -14,7 +14,7 @@ import harness
 import jax
 import numpy as np
 import pytest
-from harness import STEPS, finish, held_at, is_sealed, kill, losses, run, start, two, wait_for_line, wait_until
+from harness import STEPS, finish, held_at, is_complete, kill, losses, run, start, two, wait_for_line, wait_until
 from lines import lines, values
 from orbax.checkpoint import v1 as ocp
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lines that are easy to learn, so that a loss falls quickly and a spike stands out."""
+    """Writes lines that are easy to learn, so that the loss falls quickly and a spike is clear."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"{i % 10} is {'even' if i % 2 == 0 else 'odd'};\n" for i in range(2000)))
     return path
@@ -35,7 +35,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing happened to; all of its checkpoints are kept."""
+    """Runs without any fault, and keeps all checkpoints."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
     run(f"--data.path={text}", f"--run.dir={run_dir}", "--checkpoint.keep=100")
     return run_dir
@@ -48,7 +48,7 @@ def argv(text: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A disk that holds three checkpoints."""
+    """Mounts a disk that holds three checkpoints."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "none", disk], check=False).returncode:
@@ -58,7 +58,7 @@ def small_disk(tmp_path: Path):
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint as the library reads it, whatever the run's mesh was."""
+    """Returns every array of a checkpoint as the library reads it, whatever mesh saved it."""
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     saved = ocp.metadata(path).metadata
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), saved)
@@ -66,7 +66,7 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def assert_equal(run_dir: Path, other: Path, step: int = STEPS) -> None:
-    """Bit for bit: every line, and every array of a step."""
+    """Compares every line, and every array of a step, bit for bit."""
     assert values(run_dir) == values(other)
     a, b = (arrays(d / "checkpoints" / str(step)) for d in (run_dir, other))
     assert a.keys() == b.keys()
@@ -78,7 +78,7 @@ def assert_equal(run_dir: Path, other: Path, step: int = STEPS) -> None:
 
 
 def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
-    """Every other time in the middle of a save. No committed step is lost, and the end is the straight one."""
+    """Every other time during a save. No committed step is lost, and the end equals that of an undisturbed run."""
     run_dir, newest, moments = tmp_path / "run", 0, []
     saved = run_dir / "checkpoints"
     # Slowed down, so that a life is longer than two saves and not all of the run.
@@ -112,7 +112,7 @@ def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
 
 @pytest.mark.parametrize("step", [4, 12])
 def test_killed_between_commit_and_seal(step, argv, straight, tmp_path):
-    """The step was not finished: the one before it is taken, or at the first the run begins again."""
+    """The step was not finished: the step before is used, or the run starts from the beginning if there is none."""
     patch = (
         "import os, signal, jaxstack.checkpoint.manifest as s\nwrite = s.write\n"
         f"s.write = lambda p, sums: os.kill(os.getpid(), signal.SIGKILL) if p.name == '{step}' else write(p, sums)"
@@ -120,7 +120,7 @@ def test_killed_between_commit_and_seal(step, argv, straight, tmp_path):
     run(*argv, patch=patch, code=-signal.SIGKILL)
     run_dir = tmp_path / "run"
     assert (run_dir / "checkpoints" / str(step)).is_dir()
-    assert not is_sealed(run_dir, step)
+    assert not is_complete(run_dir, step)
     out, _ = run(*argv)
     assert f"skipped the checkpoint of step {step}: it was not finished" in out
     assert (f"resumed from step {step - 4}" in out) == (step > 4)
@@ -146,12 +146,12 @@ def test_a_full_disk(text, straight, small_disk):
 
 
 def test_a_read_only_disk(text, small_disk):
-    """At the start it is the user's mistake; under a run the step stands that was saved before."""
+    """At the start it is the user's mistake. During the run, the last saved step stays intact."""
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     run_dir = small_disk / "run"
     argv = [f"--data.path={text}", f"--run.dir={run_dir}", "--train.steps=4000", "--checkpoint.keep=100"]
     process = start(*argv)
-    wait_until(lambda: is_sealed(run_dir, 4), process)
+    wait_until(lambda: is_complete(run_dir, 4), process)
     # A disk in use cannot be made read-only from here; another one over it can be.
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", run_dir / "checkpoints"], check=True)
     ((_, err),) = finish(process, code=Exit.NOT_SAVED)
@@ -166,7 +166,7 @@ def test_a_read_only_disk(text, small_disk):
 
 
 def test_the_error_of_the_last_save_is_not_swallowed(argv, tmp_path):
-    """It comes when training is over, from a thread that nobody waits for but us."""
+    """The error comes after training, from a background thread."""
     patch = (
         "import jaxstack.checkpoint.store as c\nsave = c.ocp.save_async\n"
         "class Fails:\n"
@@ -182,7 +182,7 @@ def test_the_error_of_the_last_save_is_not_swallowed(argv, tmp_path):
 
 
 def flip(path: Path) -> None:
-    """One bit of the largest file, where the arrays are."""
+    """Flips one bit of the largest file, which holds arrays."""
     file = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1 << 4
@@ -204,7 +204,7 @@ def empty(path: Path) -> None:
 
 
 def halve(path: Path) -> None:
-    """As a copy that was interrupted."""
+    """Removes half of the files, as an interrupted copy would."""
     for file in [p for p in path.rglob("*") if p.is_file()][::2]:
         file.unlink()
     (path / manifest.NAME).unlink(missing_ok=True)
@@ -226,7 +226,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
 def test_a_damaged_checkpoint_is_passed_over(damage, argv, straight, tmp_path):
-    """What is taken is the newest that is whole; from there the run is the straight one."""
+    """The newest valid step is used, and the run then equals an undisturbed one."""
     run_dir = tmp_path / "run"
     shutil.copytree(straight, run_dir)
     for step in (16, 20, 24):
@@ -262,10 +262,10 @@ def test_nothing_whole_is_an_error_and_no_new_beginning(argv, straight, tmp_path
 
 
 def test_two_trainers(argv, tmp_path):
-    """The second is refused and changes nothing; a dead one's lock is free."""
+    """The second is refused and changes nothing. The lock of a dead process is free."""
     argv = (*argv, "--train.steps=4000", "--train.eval_every=4000")
     first = start(*argv)
-    wait_until(lambda: is_sealed(tmp_path / "run", 4), first)
+    wait_until(lambda: is_complete(tmp_path / "run", 4), first)
     _, err = run(*argv, code=Exit.USER_ERROR)
     assert f"in use by process {first.pid} on " in err
     assert err.count("\n") == 1
@@ -276,7 +276,7 @@ def test_two_trainers(argv, tmp_path):
 
 
 def stop_after(steps: int) -> str:
-    """Ends a run in order after some steps."""
+    """Returns a patch that stops a run cleanly after some steps."""
     return (
         "import jaxstack.runtime.distributed as d, jaxstack.config.parse as c, sys\nstop, calls = d.should_stop, []\n"
         f"d.should_stop = lambda *a: (calls.append(1), len(calls) == {steps} or stop(*a))[1]\n"
@@ -290,7 +290,7 @@ def stop_after(steps: int) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop(number, argv, straight, tmp_path):
-    """The step is finished and saved, wherever it was; the exit code says so, and the same command goes on."""
+    """The current step is finished and saved, the exit code says so, and the same command resumes."""
     process = start(*argv, patch=held_at(10, tmp_path / "go"))
     wait_for_line(process, "held")
     process.send_signal(number)
@@ -298,7 +298,7 @@ def test_asked_to_stop(number, argv, straight, tmp_path):
     (tmp_path / "go").touch()
     ((out, err),) = finish(process, code=Exit.STOPPED)
     (step,) = {line["step"] for line in lines(tmp_path / "run") if line.get("event") == "stopped"}
-    assert is_sealed(tmp_path / "run", step)
+    assert is_complete(tmp_path / "run", step)
     assert f"stopped as requested after step {step}, which is saved" in err
     out, _ = run(*argv)
     assert f"resumed from step {step}" in out
@@ -306,10 +306,10 @@ def test_asked_to_stop(number, argv, straight, tmp_path):
 
 
 def test_a_second_interrupt_leaves_at_once(argv, straight, tmp_path):
-    """In a step that takes for ever."""
+    """It ends a step that would take forever."""
     process = start(*argv, patch=held_at(15, tmp_path / "never"))
     wait_for_line(process, "held")
-    wait_until(lambda: is_sealed(tmp_path / "run", 8), process)
+    wait_until(lambda: is_complete(tmp_path / "run", 8), process)
     process.send_signal(signal.SIGINT)
     wait_for_line(process, "interrupt again to exit now")
     assert process.poll() is None
@@ -326,7 +326,7 @@ def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
         "d.to_global_batch = lambda *a: (time.sleep(0.3), w(*a))[1]"
     )
     processes = two(*argv, "--mesh.data=4", patches=(slow, slow))
-    wait_until(lambda: is_sealed(tmp_path / "run", 4), processes[0])
+    wait_until(lambda: is_complete(tmp_path / "run", 4), processes[0])
     processes[1].send_signal(signal.SIGTERM)
     finish(*processes, code=Exit.STOPPED)
     step = manifest.complete_steps(tmp_path / "run" / "checkpoints")[0]
@@ -343,12 +343,12 @@ def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_of_two_dies_or_hangs(number, index, argv, tmp_path):
-    """The other says which within a bounded time; a start of both goes on."""
+    """The other process names it within a bounded time, and starting both again resumes the run."""
     lost_s = 6
     processes = two(
         *argv, "--mesh.data=4", f"--distributed.lost_s={lost_s}", "--train.steps=4000", "--train.eval_every=4000"
     )
-    wait_until(lambda: is_sealed(tmp_path / "run", 8), processes[0])
+    wait_until(lambda: is_complete(tmp_path / "run", 8), processes[0])
     processes[index].send_signal(number)
     ((_, err),) = finish(processes[1 - index], code=Exit.PEER_LOST)
     assert f"process {index} of 2 " in err.splitlines()[-1]
@@ -364,8 +364,8 @@ def test_one_of_two_dies_or_hangs(number, index, argv, tmp_path):
 
 
 def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
-    """What it wrote is vouched for by nobody, so there is no seal; the step before it is taken, unless it is damaged,
-    which both see though one of them reads the file."""
+    """Without its digests there is no manifest, so both use the step before. If that is damaged, both skip it, although
+    only one of them reads the file."""
     dies = (
         "import os, signal, jaxstack.checkpoint.manifest as s\nhash_files = s.hash_files\n"
         "s.hash_files = lambda p, n: os.kill(os.getpid(), signal.SIGKILL) if p.name == '12' else hash_files(p, n)"
@@ -393,7 +393,7 @@ def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
     "flags", [["--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2"], ["--mesh.pipe=2", "--mesh.data=4"]]
 )
 def test_another_mesh(flags, text, tmp_path):
-    """Values are exact, the next loss agrees to 1e-6. Three layers do not divide by two stages: number 24."""
+    """Values are exact, and the next loss agrees to 1e-6. Three layers are not divisible by two stages: number 24."""
     argv = [f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--model.num_layers=3", "--checkpoint.keep=100"]
     run(*argv)
     other = tmp_path / "other"
@@ -430,7 +430,7 @@ def test_a_mesh_that_does_not_divide_is_refused(argv, straight, tmp_path):
 
 
 def poisoned(*indices: int, how: str) -> str:
-    """Spoils the batches of these indices, wherever they come up."""
+    """Returns a patch that spoils the batches of these indices whenever they are read."""
     return (
         "import numpy as np, jaxstack.data.windows as w, jaxstack.data as d\nread = w.prefetch\n"
         "def prefetch(*a, **k):\n"
@@ -463,7 +463,7 @@ def test_batches_that_are_not_finite_in_a_row_stop_the_run(argv, tmp_path):
 
 
 def test_a_state_that_is_not_finite_is_never_saved(argv, tmp_path):
-    """A finite gradient, and an update that overflows: the step itself cannot tell."""
+    """The gradient is finite and the update overflows, which the step itself does not detect."""
     flags = ["--optim.name=sgd", "--optim.lr=1e39", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
     _, err = run(*argv, *flags, "--checkpoint.every=1", code=Exit.DIVERGED)
     assert "the state after step 1 is not finite, so it was not saved" in err
@@ -503,7 +503,7 @@ def test_a_spike_of_the_loss(action, argv, tmp_path):
 
 
 def test_going_back_to_a_damaged_checkpoint(argv, tmp_path):
-    """It is not loaded: the run ends, and the next start takes an older one."""
+    """It is not loaded: the run ends, and the next start uses an older one."""
     flags = [*argv, "--train.steps=40", "--train.spike.action=rollback", "--train.spike.window=8", "--optim.lr=0.02"]
     damage = (
         "import jaxstack.checkpoint.store as c, jaxstack.runtime.distributed as d\n"
@@ -532,7 +532,7 @@ def test_going_back_to_a_damaged_checkpoint(argv, tmp_path):
 
 
 def test_every_array_that_differs_is_named(argv, straight, tmp_path):
-    """The seal holds and config.yaml was tampered with: only the arrays can tell."""
+    """The manifest matches and config.yaml was edited, so only the arrays show the difference."""
     run_dir = tmp_path / "run"
     shutil.copytree(straight, run_dir)
     saved = run_dir / "config.yaml"
@@ -602,13 +602,13 @@ def test_a_damaged_token_file(harm, word, tokens, tmp_path):
 
 @pytest.mark.parametrize("harm", [flip_file, lambda f: os.truncate(f, 1000), Path.unlink])
 def test_a_token_file_that_changes_under_the_run(harm, tokens, tmp_path):
-    """Named and refused; put back, it goes on from the newest checkpoint."""
+    """The file is named. Once it is restored, the run resumes from the newest checkpoint."""
     kept = tmp_path / "kept"
     shutil.copy2(tokens, kept)
     argv = ["--data.source=tokens", f"--data.path={tokens}", f"--run.dir={tmp_path / 'run'}"]
     process = start(*argv, patch=held_at(10, tmp_path / "go"))
     wait_for_line(process, "held")
-    wait_until(lambda: is_sealed(tmp_path / "run", 4), process)
+    wait_until(lambda: is_complete(tmp_path / "run", 4), process)
     harm(tokens)
     (tmp_path / "go").touch()
     ((_, err),) = finish(process, code=Exit.USER_ERROR)
@@ -620,7 +620,7 @@ def test_a_token_file_that_changes_under_the_run(harm, tokens, tmp_path):
 
 
 def test_text_that_changed_between_two_starts(text, straight, tmp_path):
-    """The batches would be others. Under another name it is other data, which is said."""
+    """The batches would differ. A file with another name is other data, which is reported."""
     shutil.copytree(straight, tmp_path / "run")
     shutil.copy(text, tmp_path / "text.txt")
     flags = [f"--run.dir={tmp_path / 'run'}", "--train.steps=26"]
@@ -636,9 +636,9 @@ def test_text_that_changed_between_two_starts(text, straight, tmp_path):
 
 
 def test_clock_jumps(argv, straight, tmp_path):
-    """Back a day and forward a month between saves: no duration is wrong, none is forgotten, and nothing else is wrong.
+    """The clock jumps back a day and forward a month between saves: all durations are right, and nothing else changes.
 
-    Both clocks are faked. The one that only goes forward moves by 1/16 s whenever it is read.
+    Both clocks are fake. The monotonic one advances by 1/16 s at each read.
     """
     read = tmp_path / "read"
     patch = (
@@ -695,7 +695,7 @@ def child_of(process: subprocess.Popen[str]) -> int | None:
 def test_the_supervisor_starts_a_killed_run_again(argv, straight, tmp_path):
     process = supervised("--wait_s=0.1", argv=argv)
     for step in (4, 12):
-        wait_until(lambda step=step: is_sealed(tmp_path / "run", step), process)
+        wait_until(lambda step=step: is_complete(tmp_path / "run", step), process)
         os.kill(child_of(process), signal.SIGKILL)
     ((_, err),) = finish(process)
     assert err.count("the run ended with SIGKILL") == 2
@@ -703,7 +703,7 @@ def test_the_supervisor_starts_a_killed_run_again(argv, straight, tmp_path):
 
 
 def test_the_supervisor_gives_up_with_the_reason(argv, tmp_path):
-    """After tries that commit nothing new; at once on a mistake, and when it is itself asked to stop."""
+    """After tries without a new checkpoint; at once after a user's mistake, and when it is asked to stop itself."""
     process = supervised("--wait_s=0.1", "--tries=2", argv=[*argv, "--optim.lr=1e38", "--optim.name=sgd",
                          "--optim.clip_norm=null", "--optim.warmup_steps=0", "--checkpoint.every=1"])  # fmt: skip
     ((_, err),) = finish(process, code=Exit.DIVERGED)
@@ -714,7 +714,7 @@ def test_the_supervisor_gives_up_with_the_reason(argv, tmp_path):
     process = supervised(
         argv=[*argv, f"--run.dir={tmp_path / 'other'}", "--train.steps=4000", "--train.eval_every=4000"]
     )
-    wait_until(lambda: is_sealed(tmp_path / "other", 4), process)
+    wait_until(lambda: is_complete(tmp_path / "other", 4), process)
     process.send_signal(signal.SIGTERM)
     finish(process, code=Exit.STOPPED)
 
@@ -729,7 +729,7 @@ def test_the_supervisor_goes_on_with_the_devices_that_are_left(argv, tmp_path):
 
 
 def test_nothing_is_written_outside_the_run(argv, tmp_path):
-    """Not in the folder it is started in, nor beside the run or the text."""
+    """Neither to the working directory, nor beside the run or the text."""
     folder = tmp_path / "folder"
     folder.mkdir()
     code = f"import os; os.chdir({str(folder)!r})"
@@ -739,7 +739,7 @@ def test_nothing_is_written_outside_the_run(argv, tmp_path):
 
 
 def test_no_file_unpickles():
-    """Nor does one run code from YAML, or load arrays that may hold objects."""
+    """No file runs code from YAML either, or loads arrays that may contain objects."""
     for path in [*(harness.ROOT / "jaxstack").rglob("*.py"), harness.ROOT / "train.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Several processes as one run: real ones, two of four CPU devices each, against one of eight; and who is detected."""
+"""Runs of several processes: two with four CPU devices each, compared with one with eight; and the launchers."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ def free_port() -> int:
 
 
 def start(*argv: str, devices: int, code: tuple[str, ...] = (str(ROOT / "train.py"),)) -> subprocess.Popen[str]:
-    """A process of its own; most of its time would be compilation, so XLA does not optimise."""
+    """Starts a process. XLA does not optimize, since compilation would take most of the time."""
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     env["XLA_FLAGS"] = os.environ["XLA_FLAGS"] + " --xla_cpu_multi_thread_eigen=false"
     return subprocess.Popen(
@@ -87,8 +87,11 @@ def finish(*processes: subprocess.Popen[str], code: int = 0) -> list[tuple[str, 
 
 
 def assert_equal_lines(a: list[dict], b: list[dict]) -> None:
-    """Equal but for the order of summation: between processes gloo adds eight float32 parts in another order than XLA
-    does within one. A unit in the last place, 1e-7, is what one step shows; twelve are given ten of them."""
+    """Compares lines up to the order of summation.
+
+    Gloo sums eight float32 parts in another order than XLA does within a process. One step differs by 1e-7, a unit in
+    the last place; ten of them are allowed for twelve steps.
+    """
     assert [line.keys() for line in a] == [line.keys() for line in b]
     for x, y in zip(a, b, strict=True):
         np.testing.assert_allclose([*x.values()], [*y.values()], rtol=1e-6, err_msg=f"{x} {y}")
@@ -103,7 +106,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_two_processes_equal_one(text, tmp_path):
-    """The same lines and samples from 2 x 4 devices as from 1 x 8, and each goes on from the other's checkpoint."""
+    """2 x 4 devices give the same lines and samples as 1 x 8, and each run resumes from the other's checkpoint."""
     one, two = tmp_path / "one", tmp_path / "two"
     argv = [*SMALL, f"--data.path={text}"]
     (out, _), (quiet, _) = finish(*start_two(*argv, f"--run.dir={two}"))
@@ -132,7 +135,7 @@ def test_two_processes_equal_one(text, tmp_path):
 
 @pytest.mark.slow
 def test_the_stages_of_a_pipeline_lie_on_two_processes(text, tmp_path):
-    """Uneven stages, one a process; another run goes on from their checkpoint without a pipeline, on its own."""
+    """Each process has one of two uneven stages. A single process resumes from their checkpoint without a pipeline."""
     two, plain = tmp_path / "two", tmp_path / "plain"
     argv = [*SMALL, f"--data.path={text}", "--model.num_layers=3"]
     argv += ["--sample.prompts=[]", "--train.ngram_baseline=false"]
@@ -151,7 +154,7 @@ def test_the_stages_of_a_pipeline_lie_on_two_processes(text, tmp_path):
 
 
 def test_processes_that_differ_are_refused(text, tmp_path):
-    """One line each and exit code 2, where they would train on something that no single process would."""
+    """Each prints one line and exits with code 2, instead of training on what no single process would."""
     port = free_port()
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}"]
     outputs = finish(*(start(*argv, *flags_of(i, 2, port), f"--run.seed={i}", devices=4) for i in range(2)), code=2)
@@ -162,7 +165,7 @@ def test_processes_that_differ_are_refused(text, tmp_path):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_that_never_joins(index, text, tmp_path):
-    """Neither the coordinator nor a worker waits longer than it was told to; each says for whom it waited."""
+    """Coordinator and worker wait no longer than the timeout, and each names what it waited for."""
     port = free_port()
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--distributed.timeout_s=3"]
     ((_, err),) = finish(start(*argv, *flags_of(index, 2, port), devices=4), code=Exit.NOT_JOINED)
@@ -175,7 +178,7 @@ def test_a_process_that_never_joins(index, text, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "killed"])
 def test_the_failure_of_one_process_ends_the_others(how, text, tmp_path):
-    """Within a bounded time, with the reason; none is left hanging."""
+    """The other process ends within a bounded time and reports the reason; it does not hang."""
     failing = (
         "import sys; sys.argv[0] = 'train.py'; import os, signal, train; from jaxstack.runtime import distributed\n"
         "whole, calls = distributed.to_global_batch, []\n"
@@ -243,7 +246,7 @@ print(json.dumps({"saved": saved, "started": started, "step": found.step, "skipp
 
 
 def test_two_processes_share_the_hashing(tmp_path):
-    """Each hashes what it wrote, and half of what is loaded; a changed byte is seen by one and acted upon by both."""
+    """Each hashes what it wrote, and half of what is loaded. A changed byte is found by one and skipped by both."""
     port, env = free_port(), os.environ | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", SAVES]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
@@ -279,7 +282,7 @@ def make_tokens() -> Tokens:
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_rows_of_all_processes_are_the_batch(packing):
-    """Whatever the rows of each: training batches across two epochs, and a held-out one that is padded."""
+    """However rows are divided: training batches across two epochs, and a padded held-out batch."""
     reading = {"seq_len": 8, "batch_size": 6, "packing": packing}
     for read in (
         lambda rows: data.batches(make_tokens(), seed=3, rows=rows, **reading)[4],
@@ -297,7 +300,7 @@ def test_the_rows_of_all_processes_are_the_batch(packing):
 
 
 class Half:
-    """A sharding as the process sees it that holds some of the devices."""
+    """A sharding as seen by a process that has only some of the devices."""
 
     def __init__(self, sharding: NamedSharding, devices: list) -> None:
         self.sharding, self.devices = sharding, devices
@@ -324,7 +327,7 @@ def test_the_rows_of_a_process_are_those_of_its_devices(devices, rows):
 
 
 def test_a_batch_is_put_together_of_rows_that_lie_apart(monkeypatch):
-    """With the device's callback for every part, as in several processes."""
+    """JAX asks for each shard through a callback, as with several processes."""
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     half = Half(NamedSharding(mesh, PartitionSpec("data")), [])
     parts = []
@@ -458,7 +461,7 @@ def test_a_process_makes_its_part_of_the_devices(monkeypatch):
 
 
 def test_how_a_run_was_started_is_no_part_of_it(tmp_path):
-    """What process 0 was told would be wrong for any other, and for the next start."""
+    """What process 0 was given would be wrong for other processes, and for the next start."""
     run = Config().run
     cfg = Config(run=dataclasses.replace(run, dir=str(tmp_path)), distributed=DistributedConfig("a:1", 2, 0, 7))
     run_dir.write(cfg, {})

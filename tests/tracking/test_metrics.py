@@ -1,4 +1,4 @@
-"""Throughput by a clock and chips that the test holds in its hand, every figure worked out beside it."""
+"""Throughput and goodput by a fake clock on known chips; every expected figure is computed beside it."""
 
 import dataclasses
 import math

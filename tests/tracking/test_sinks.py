@@ -1,4 +1,4 @@
-"""What leaves a run for TensorBoard and Weights & Biases is what metrics.jsonl says."""
+"""TensorBoard and Weights & Biases get exactly the records of metrics.jsonl."""
 
 import os
 import struct
@@ -27,7 +27,7 @@ def config(run_dir: Path, *names: str) -> Config:
 
 
 def events(directory: Path) -> list:
-    """Everything in the event files of a directory, in the order of their names; TensorBoard reads them so."""
+    """Returns everything in the event files of a directory, in the order of their names, as TensorBoard reads them."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     found = []
     for path in sorted(directory.glob("events.*")):
@@ -40,7 +40,8 @@ def events(directory: Path) -> list:
 
 
 def curve(found: list, tag: str) -> dict[int, float]:
-    """Values by step, as TensorBoard shows them: a file that begins at a step takes away what was there from it on."""
+    """Returns values by step as TensorBoard shows them. A file that begins at a step hides earlier values from there
+    on."""
     values: dict[int, float] = {}
     for event in found:
         if event.session_log.status == event.session_log.START:
@@ -87,7 +88,7 @@ def test_tensorboard_of_a_run(tmp_path):
 
 
 class Wandb(types.ModuleType):
-    """What we use of the package, written down."""
+    """The part of the package that jaxstack uses."""
 
     Error = type("Error", (Exception,), {})
 
@@ -153,7 +154,7 @@ def test_none_is_the_default_and_nothing_else_passes():
 
 @pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
-    """The package itself: a run that goes on is one run there."""
+    """With the real package, a resumed run continues the same W&B run."""
     pytest.importorskip("wandb")
     monkeypatch.setitem(os.environ, "WANDB_MODE", "offline")
     (tmp_path / "text").write_text("abc def ghi\n" * 400)
