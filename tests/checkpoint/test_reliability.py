@@ -1,4 +1,4 @@
-"""The parts that `tests/faults` combines, one at a time: manifests, policies, spikes, meshes of the remaining devices."""
+"""The parts that `tests/faults` combines, one at a time: manifests, policies, spikes, meshes of fewer devices."""
 
 import os
 import shutil
@@ -53,7 +53,7 @@ def test_a_seal_breaks(why, tmp_path):
 
 
 def test_the_files_of_a_checkpoint_are_shared_out(tmp_path, monkeypatch):
-    """After a save, each process hashes what it wrote and forces it to disk. Before a load, files are divided by size."""
+    """After a save, each process syncs and hashes what it wrote. Before a load, files are divided by size."""
     path, synced, fsync = tmp_path / "7", [], os.fsync
     monkeypatch.setattr(manifest.os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or fsync(file))
     wrote = {
