@@ -62,8 +62,8 @@ class PretrainedFolder:
         many = max(prod(p.shape[: p.batch_axes]) for p in flat_spec(self._spec).values())
         if many > len(held):  # checked before names are generated, since the number may be absurd
             raise ConfigError(
-                f"{self.folder} holds {len(held)} tensors, but its config.json requires {many} of one kind; use the "
-                f"config.json of the same model"
+                f"{self.folder} holds {len(held)} tensors, but its config.json requires {many} of one kind. Use the "
+                f"config.json of the same model."
             )
         expected = weights.hf_tensors(self.family, self._spec)
         prefix = next(p for p in PREFIXES if any(name.startswith(p) for name in expected))
@@ -79,20 +79,20 @@ class PretrainedFolder:
         ):
             if found:
                 raise ConfigError(
-                    f"{self.folder} {what} {weights.format_names(found)}; use tensors and a config.json of the same "
-                    f"{self.family} model"
+                    f"{self.folder} {what} {weights.format_names(found)}. Use tensors and a config.json of the same "
+                    f"{self.family} model."
                 )
         for name, tensor in expected.items():
             info = held[names[name]]
             if info.shape != tensor.shape:
                 raise ConfigError(
                     f"{info.file}: {names[name]} has shape {list(info.shape)}, but config.json requires "
-                    f"{list(tensor.shape)}; use tensors and a config.json of the same model"
+                    f"{list(tensor.shape)}. Use tensors and a config.json of the same model."
                 )
             if info.dtype not in safetensors.DTYPES:
                 raise ConfigError(
-                    f"{info.file}: {names[name]} has dtype {info.dtype}; save it as one of "
-                    f"{', '.join(safetensors.DTYPES)}"
+                    f"{info.file}: {names[name]} has dtype {info.dtype}. Save it as one of "
+                    f"{', '.join(safetensors.DTYPES)}."
                 )
         return names
 
@@ -106,8 +106,8 @@ class PretrainedFolder:
             equal = equal and np.array_equal(self._tensors.read(one, part), self._tensors.read(other, part))
         if not equal:
             raise ConfigError(
-                f"{self.folder} has tie_word_embeddings=true, but {one} is not equal to {other}; set it to false to "
-                f"read both"
+                f"{self.folder} has tie_word_embeddings=true, but {one} is not equal to {other}. Set it to false to "
+                f"read both."
             )
 
     def read_params(self, ctx: Context | None = None) -> PyTree:

@@ -33,7 +33,7 @@ def import_safetensors() -> ModuleType:
     try:
         import safetensors.numpy
     except ImportError:
-        raise ConfigError("Hugging Face weights need the safetensors library; install jaxstack[hf]") from None
+        raise ConfigError("Hugging Face weights need the safetensors library. Install jaxstack[hf].") from None
     return safetensors
 
 
@@ -78,12 +78,12 @@ class TensorFiles:
             # `pread` reads only the parts that are asked for, and the file's pages do not count as our memory.
             file = self._stack.enter_context(self._safetensors.safe_open(path, "numpy", backend="pread"))
         except (OSError, self._safetensors.SafetensorError) as error:
-            raise ConfigError(f"{path} is not a complete safetensors file: {error}; fetch or save it again") from None
+            raise ConfigError(f"{path} is not a complete safetensors file: {error}. Fetch or save it again.") from None
         self._open[path] = file
         held = set(file.keys())
         if names is not None and held != names:
             raise ConfigError(
-                f"{path} holds other tensors than {INDEX} lists, such as {min(held ^ names)}; fetch or save both again"
+                f"{path} holds other tensors than {INDEX} lists, such as {min(held ^ names)}. Fetch or save both again."
             )
         for name in held:
             part = file.get_slice(name)
@@ -95,38 +95,38 @@ class TensorFiles:
         try:
             return self._open[info.file].get_slice(name)[index]
         except (OSError, self._safetensors.SafetensorError) as error:
-            raise ConfigError(f"{info.file} cannot be read: {error}; fetch or save it again") from None
+            raise ConfigError(f"{info.file} cannot be read: {error}. Fetch or save it again.") from None
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
     """Returns the files of a folder, each with the tensors that the index lists for it, or `None` without an index."""
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():
-        raise ConfigError(f"{folder} holds both {SINGLE} and {INDEX}; remove one of them")
+        raise ConfigError(f"{folder} holds both {SINGLE} and {INDEX}. Remove one of them.")
     if single.exists():
         return {single: None}
     if not index.exists():
         pickled = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         if pickled:
             raise ConfigError(
-                f"{folder} holds {pickled[0]} and no {SINGLE}; a pickled file can run any code and is not read: "
-                f"convert it with transformers' save_pretrained or safetensors' convert"
+                f"{folder} holds {pickled[0]} and no {SINGLE}. A pickled file can run any code and is not read. "
+                f"Convert it with transformers' save_pretrained or safetensors' convert."
             )
-        raise ConfigError(f"{folder} holds neither {SINGLE} nor {INDEX}; give the folder of a complete model")
+        raise ConfigError(f"{folder} holds neither {SINGLE} nor {INDEX}. Give the folder of a complete model.")
     try:
         names = json.loads(index.read_text("utf-8"))["weight_map"]
         entries = [(str(name), Path(file)) for name, file in names.items()]
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is not an index of tensors ({error!r}); fetch or save it again") from None
+        raise ConfigError(f"{index} is not an index of tensors ({error!r}). Fetch or save it again.") from None
     found: dict[Path, set[str] | None] = {}
     for name, file in entries:
         if file.name != str(file) or file.suffix != ".safetensors":
             raise ConfigError(
-                f"{index} assigns {name} to {str(file)!r}, which is not a safetensors file of its folder; fetch or "
-                f"save it again"
+                f"{index} assigns {name} to {str(file)!r}, which is not a safetensors file of its folder. Fetch or "
+                f"save it again."
             )
         if not (folder / file).is_file():
-            raise ConfigError(f"{index} lists {file}, which does not exist; fetch or save the whole model again")
+            raise ConfigError(f"{index} lists {file}, which does not exist. Fetch or save the whole model again.")
         held = found.setdefault(folder / file, set())
         assert held is not None
         held.add(name)
@@ -178,16 +178,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
       ConfigError: the name exists already, or the folder cannot be created or written.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is never overwritten; name another folder")
+        raise ConfigError(f"{folder} exists and is never overwritten. Name another folder.")
     beside = folder.absolute().parent / f".{folder.absolute().name}.{os.getpid()}"
     try:
         beside.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be created: {error}; name another folder") from None
+        raise ConfigError(f"{folder} cannot be created: {error}. Name another folder.") from None
     try:
         yield beside
         os.replace(beside, folder)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; free some space, or name another folder") from None
+        raise ConfigError(f"{folder} cannot be written: {error}. Free some space, or name another folder.") from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -188,12 +188,12 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
     unnamed = sorted(declared.keys() - rows.keys())
     if unnamed:
         raise ConfigError(
-            f"the family {family} has no tensors for {format_names(unnamed)}; export a model of that family"
+            f"the family {family} has no tensors for {format_names(unnamed)}. Export a model of that family."
         )
     missing = sorted(rows.keys() - declared.keys())
     if missing:
         raise ConfigError(
-            f"the family {family} has {format_names(missing)}, but this model does not; export a model of that family"
+            f"the family {family} has {format_names(missing)}, but this model does not. Export a model of that family."
         )
     return rows
 

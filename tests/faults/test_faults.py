@@ -613,7 +613,7 @@ def test_a_token_file_that_changes_under_the_run(harm, tokens, tmp_path):
     (tmp_path / "go").touch()
     ((_, err),) = finish(process, code=Exit.USER_ERROR)
     assert f"{tokens} " in err.splitlines()[-1]
-    assert "under the run" in err
+    assert "during the run" in err
     shutil.copy2(kept, tokens)
     out, _ = run(*argv)
     assert "resumed from step" in out

@@ -329,7 +329,7 @@ def test_what_cannot_be_continued_says_so():
     for prompts, words in (
         ([], "no prompts"),
         ([[1], []], "prompt 2 of 2 is empty"),
-        ([[61]], "has the id 61; ids are below 61"),
+        ([[61]], "has the id 61. Ids are below 61"),
         ([[1] * 60], "learned positions ends at 64"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -287,19 +287,19 @@ def test_what_acts_on_training_alone_is_named():
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("llama3_8b", {"model_type": "bert"}, 'model_type="bert" is not supported; use a model of one of the families'),
+        ("llama3_8b", {"model_type": "bert"}, 'model_type="bert" is not supported. Use a model of one of the families'),
         ("llama3_8b", {"model_type": "gone"}, "has no model_type"),
         ("llama3_8b", {"hidden_size": "gone"}, "has no hidden_size"),
-        ("llama3_8b", {"hidden_size": "4096"}, 'hidden_size="4096" is not supported; give a value of type int'),
+        ("llama3_8b", {"hidden_size": "4096"}, 'hidden_size="4096" is not supported. Give a value of type int'),
         ("llama3_8b", {"hidden_size": 4096.5}, "hidden_size=4096.5"),
         ("llama3_8b", {"hidden_size": True}, "hidden_size=true"),
         ("llama3_8b", {"hidden_size": -4096}, "does not describe a valid model: model.d_model=-4096"),
         ("llama3_8b", {"num_attention_heads": 33}, "does not describe a valid model"),
         ("llama3_8b", {"num_hidden_layers": 10**15}, "num_hidden_layers=1000000000000000 is not supported"),
         ("llama3_8b", {"rms_norm_eps": float("nan")}, "does not describe a valid model: model.norm_eps=nan"),
-        ("llama3_8b", {"attention_bias": True}, "attention_bias=true is not supported; only false"),
+        ("llama3_8b", {"attention_bias": True}, "attention_bias=true is not supported. Only false"),
         ("llama3_8b", {"mlp_bias": 0.5}, "mlp_bias=0.5"),
-        ("llama3_8b", {"hidden_act": "relu"}, 'hidden_act="relu" is not supported; use one of silu'),
+        ("llama3_8b", {"hidden_act": "relu"}, 'hidden_act="relu" is not supported. Use one of silu'),
         ("llama3_8b", {"hidden_act": ["silu"]}, "hidden_act="),
         ("llama3_8b", {"quantization_config": {"bits": 4}}, "quantization_config="),
         ("llama3_8b", {"sliding_window": 4096}, "sliding_window=4096"),
@@ -319,7 +319,7 @@ def test_what_acts_on_training_alone_is_named():
         ("qwen3_0.6b", {"layer_types": ["linear_attention"] * 28}, "layer_types="),
         ("gemma2_2b", {"sliding_window": None}, "sliding_window=null"),
         ("gemma2_2b", {"sliding_window": 4096.0}, "sliding_window=4096.0"),
-        ("gemma2_2b", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is not supported; give a positive"),
+        ("gemma2_2b", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is not supported. Give a positive"),
         ("gemma2_2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=false"),
         ("gpt2", {"scale_attn_weights": None}, "scale_attn_weights=null"),
@@ -436,7 +436,7 @@ FAULTS = {
     "missing": (tensors(lambda t: t.pop(NORM)), "lacks model.norm.weight"),
     "too many": (tensors(lambda t: t.update(score=t[NORM])), "has unexpected tensors score"),
     "no head": (tensors(lambda t: t.pop(HEAD)), "lacks lm_head.weight"),
-    "pickle": (pickled, "pytorch_model.bin and no model.safetensors; a pickled file can run any code"),
+    "pickle": (pickled, "pytorch_model.bin and no model.safetensors. A pickled file can run any code"),
     "nothing": (lambda folder: (folder / tensor_files.SINGLE).unlink(), "holds neither"),
     "two": (lambda folder: (folder / tensor_files.INDEX).write_text("{}"), "holds both"),
     "index text": (index("x"), "is not an index of tensors"),
@@ -488,7 +488,7 @@ def test_names_and_tensors_that_older_files_have(tmp_path, rng):
 def test_without_safetensors_one_line_says_so(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ConfigError, match=r"need the safetensors library; install jaxstack\[hf\]"):
+    with pytest.raises(ConfigError, match=r"need the safetensors library. Install jaxstack\[hf\]"):
         hf.PretrainedFolder(folder)
 
 
