@@ -201,9 +201,9 @@ mistakes(
     ("logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)", "logits = jnp.matmul(x, head)"),
     ("d_logits *= 1 - jnp.square(logits / softcap)", "d_logits *= 1 - jnp.abs(logits / softcap)"),
     ("top = lax.pmax(lax.stop_gradient(logits).max(-1), vocab_axes)", "top = lax.stop_gradient(logits).max(-1)"),
-    ("held = (own >= 0) & (own < head.shape[1])", "held = (own >= 0) & (own <= head.shape[1])"),
+    ("is_local = (local >= 0) & (local < head.shape[1])", "is_local = (local >= 0) & (local <= head.shape[1])"),
     ("return d_total.astype(dx.dtype) * dx, d_total", "return dx, d_total"),
-    ("whole = s - s % size\n", "whole = s - size\n"),
+    ("in_full_chunks = s - s % size\n", "in_full_chunks = s - size\n"),
     ("weights[..., None] * (jnp.exp(logits - lse[..., None]) - at_target)", "jnp.exp(logits - lse[..., None]) - at_target"),
 )  # fmt: skip
 mistakes(
@@ -222,7 +222,7 @@ mistakes(
 )  # fmt: skip
 mistakes(
     "kernels", "kernels/implementation.py", "kernels/test_kernels.py kernels/test_attention_kernels.py -k 'mistakes or auto or cannot or choose or default'",
-    ("names = [*AUTO.get(platform, {}).get(op, ()), *table]", "names = [*table]"),
+    ("names = [*AUTO_ORDER.get(platform, {}).get(op, ()), *implementations]", "names = [*implementations]"),
 )  # fmt: skip
 
 mistakes(
@@ -286,9 +286,9 @@ mistakes(
 mistakes(
     "pallas", "kernels/cross_entropy_pallas.py", KERNELS + " -k 'cross_entropy and pallas'",
     ("d = weights * (jnp.exp(capped - lse)", "d = (jnp.exp(capped - lse)"),
-    ("[own - start, lse, weights]", "[own, lse, weights]"),
+    ("[targets - start, lse, weights]", "[targets, lse, weights]"),
     ("return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.sum(0)", "return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.max(0)"),
-    ("whole = V - V % stripe", "whole = V - stripe"),
+    ("in_full_blocks = V - V % block", "in_full_blocks = V - block"),
     ("(jnp.logaddexp, jnp.add)", "(jnp.logaddexp, jnp.maximum)"),
 )  # fmt: skip
 mistakes(
@@ -297,7 +297,7 @@ mistakes(
     KERNELS + " -k 'norm and pallas_gpu'",
     ("wide - wide.sum(-1, keepdims=True) / width", "wide - wide.mean(-1, keepdims=True)"),
     ("dx += d_total.astype(jnp.float32)", "dx = d_total.astype(jnp.float32)"),
-    ("inside = start + j * R +", "inside = j * R +"),
+    ("inside = start + j * s.R +", "inside = j * s.R +"),
     ("(d_normal * normal).sum(-1, keepdims=True) / width", "(d_normal * normal).sum(-1, keepdims=True)"),
 )
 mistakes(

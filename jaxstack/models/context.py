@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig
-from jaxstack.kernels import TABLES, context_order, implementation
+from jaxstack.kernels import OP_IMPLEMENTATIONS, context_order, implementation
 from jaxstack.models.params import Param, Spec, flat_spec, map_spec
 from jaxstack.moe import dispatch, rounds
 from jaxstack.pipeline import Program, resolve
@@ -24,7 +24,7 @@ from jaxstack.sharding import BATCH_AXES, Leaf, Rules, collectives, transformer
 from jaxstack.sharding.collectives import Axes
 from jaxstack.sharding.rules import names_of
 
-OPS = TABLES | {
+OPS = OP_IMPLEMENTATIONS | {
     "moe": dispatch.IMPLEMENTATIONS,
     "decode": {"scan": implementation.Implementation(), "unrolled": implementation.Implementation()},
 }

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack.kernels import TABLES
+from jaxstack.kernels import OP_IMPLEMENTATIONS
 from jaxstack.kernels.implementation import Implementation
 from jaxstack.moe.expert_mlp import Activation, Adapters, Weights, apply_by_expert, expert_mlp
 from jaxstack.moe.pairs import assign_slots, move_rows
 from jaxstack.moe.rounds import Exchange, moe_in_rounds
 from jaxstack.moe.routers import Routing
 
-IMPLEMENTATIONS = {**TABLES["moe"], "reference": Implementation()}
+IMPLEMENTATIONS = {**OP_IMPLEMENTATIONS["moe"], "reference": Implementation()}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxstack import moe
 from jaxstack.kernels import implementation as choice
-from jaxstack.kernels.grouped_matmul import TILES
+from jaxstack.kernels.grouped_matmul import TILE_ROWS
 
 # Relative error of a whole array. float32 rounds at 6e-8, a sum of n terms loses about sqrt(n) of that: 1e-5 leaves
 # room for n in the thousands; no sum here is longer than a few hundred.
@@ -359,7 +359,7 @@ def test_work_does_not_grow_with_experts_times_tokens():
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, weights).jaxpr
     largest = max(np.prod(shape) for shape in shapes_of(jaxpr))
-    assert largest <= max(E * D * F, (T * k + TILES[0]) * F) < T * k * E
+    assert largest <= max(E * D * F, (T * k + TILE_ROWS[0]) * F) < T * k * E
 
 
 # Capacity
@@ -516,7 +516,7 @@ def test_no_array_of_the_exchange_has_room_for_the_worst_case():
     (region,) = jax.make_jaxpr(gradient)(x, weights, routing).jaxpr.eqns
     largest = max(np.prod(shape) for shape in shapes_of(region.params["jaxpr"]))
     rows = 1.25 * T // n * k
-    assert rows * F <= largest <= (rows + TILES[0]) * F  # tiles of the grouped matmul's
+    assert rows * F <= largest <= (rows + TILE_ROWS[0]) * F  # tiles of the grouped matmul's
 
 
 # Whole uses
