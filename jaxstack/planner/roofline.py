@@ -60,7 +60,7 @@ class ChipLimits:
 
     @property
     def link_bandwidth(self) -> float:
-        """Returns the bytes/s that a device sends."""
+        """Bytes/s that a device sends."""
         return self.link or self.chip.interconnect_bandwidth
 
     def seconds(self, op: Op) -> tuple[float, str]:
@@ -120,7 +120,7 @@ class Row:
 
     @property
     def intensity(self) -> float | None:
-        """Returns FLOPs per byte."""
+        """FLOPs per byte."""
         return self.flops / self.bytes if self.bytes else None
 
 
@@ -173,7 +173,7 @@ class Roofline:
 
     @property
     def computing(self) -> float:
-        """Returns the least seconds that a device works in a step, including the idle time of a pipeline."""
+        """Least seconds that a device works in a step, including the idle time of a pipeline."""
         with_bubble = 1 + self.bubble  # only layers wait for other stages
         return sum(
             op.times * self.limits.seconds(op)[0] * (with_bubble if op.of_layer else 1)
@@ -183,17 +183,17 @@ class Roofline:
 
     @property
     def communicating(self) -> float:
-        """Returns the least seconds that a device sends in a step."""
+        """Least seconds that a device sends in a step."""
         return sum(op.times * self.limits.seconds(op)[0] for op in self.ops if op.kind == "transfer")
 
     @property
     def step_seconds(self) -> tuple[float, float]:
-        """Returns the least seconds of a step without and with overlap of communication and computing."""
+        """Least seconds of a step without and with overlap of communication and computing."""
         return self.computing + self.communicating, max(self.computing, self.communicating)
 
     @property
     def tables(self) -> dict[str, list[Row]]:
-        """Returns the rows of one layer and of one step."""
+        """Rows of one layer and of one step."""
         return {"layer": summarize(one_layer(self.ops), self.limits), "step": summarize(self.ops, self.limits)}
 
     def mfu(self, seconds: float) -> flops.Flops:

@@ -93,32 +93,32 @@ class DeviceShapes:
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of the microbatch on this device."""
+        """Tokens of the microbatch on this device."""
         return self.rows * self.length
 
     @property
     def stream(self) -> float:
-        """Returns the elements of the residual stream on this device."""
+        """Elements of the residual stream on this device."""
         return self.tokens * self.model.d_model / self.between
 
     @property
     def heads(self) -> float:
-        """Returns the heads of a device."""
+        """Heads of a device."""
         return self.model.num_heads / self.tensor
 
     @property
     def kv_heads(self) -> float:
-        """Returns the key/value heads of a device."""
+        """Key/value heads of a device."""
         return self.model.kv_heads / self.tensor
 
     @property
     def rounds(self) -> bool:
-        """Returns whether tokens are sent to experts in rounds, whose backward pass repeats all but the last matmul."""
+        """Whether tokens are sent to experts in rounds, whose backward pass repeats all but the last matmul."""
         return shards.runs_in_rounds(self.model.moe, self.expert)
 
     @property
     def pairs(self) -> float:
-        """Returns the pairs of token and expert: all places of a capacity, or the share of an even load."""
+        """Pairs of token and expert: all places of a capacity, or the share of an even load."""
         moe = self.model.moe
         if moe.capacity_factor is None:
             return self.tokens * moe.choices
@@ -169,7 +169,7 @@ class OpBuilder:
 
     @property
     def fused(self) -> bool:
-        """Returns whether memory traffic is that of fused kernels."""
+        """Whether memory traffic is that of fused kernels."""
         return self.traffic == "fused"
 
     def recomputed(self, ops: Iterable[Op], condition: bool = True) -> list[Op]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jaxstack.config import Config
 from jaxstack.models import family
@@ -59,26 +59,6 @@ def _layer(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list
     return [*found, *_norms(build, s), *_rotation(build, s, recomputes_attention), *_mlp(build, s), *_sums(build, s)]
 
 
-@dataclass(frozen=True)
-class _Role:
-    """What a matrix of a layer is for.
-
-    Attributes:
-      output: the last part of the name of the layer's own matrix: `q`, `k`, `v`, `o`, `gate`, `up` or `down`.
-      adapter: which matrix of an adapter this is, `a` or `b`; empty for a matrix of the model.
-    """
-
-    output: str
-    adapter: str
-
-
-def _role(path: str) -> _Role:
-    """Reads the role of a matrix from its name: `w_down`, `lora_a_down` or `lora_b_down`."""
-    leaf = path.rsplit("/", 1)[1]
-    adapter = leaf[5] if leaf.startswith("lora_") else ""
-    return _Role(leaf.rsplit("_", 1)[-1], adapter)
-
-
 def _layer_matmul(build: OpBuilder, s: DeviceShapes, path: str, p: Param, shape: tuple[int, ...]) -> list[Op]:
     """Returns the matmuls of one matrix of a layer."""
     name = path.split("/", 1)[1]
@@ -88,7 +68,6 @@ def _layer_matmul(build: OpBuilder, s: DeviceShapes, path: str, p: Param, shape:
     if p.kind == "router":
         router = Matmul(name, s.tokens / s.between, inputs, outputs, dtype="float32", trained=not p.frozen)
         return build.matmul(router, build.remat in ("selective", "full"))
-    role = _role(path)
     product = Matmul(
         name=name,
         tokens=s.pairs if experts else s.tokens,
@@ -96,39 +75,43 @@ def _layer_matmul(build: OpBuilder, s: DeviceShapes, path: str, p: Param, shape:
         outputs=outputs,
         matrices=shape[1] if experts else 1,
         trained=not p.frozen,
-        quant="none" if experts or role.adapter else build.quant,
+        quant="none" if experts or "lora" in p.axes else build.quant,
     )
-    recomputed = _recomputes_expert(build, s, role) if experts else _recomputes_dense(build, s, role)
+    recomputed = _recomputes_expert(build, s, p) if experts else _recomputes_dense(build, s, p)
     return build.matmul(product, recomputed)
 
 
-def _recomputes_dense(build: OpBuilder, s: DeviceShapes, role: _Role) -> bool:
+def _recomputes_dense(build: OpBuilder, s: DeviceShapes, p: Param) -> bool:
     """Returns whether the backward pass repeats the matmul of a dense matrix.
 
     `selective` saves named values. The input of an adapter's second matrix is not among them, nor is the output of a
     matmul that a norm follows. The last matmul of a block is only repeated if a norm follows it.
     """
     m, selective, full = s.model, build.remat == "selective", build.remat == "full"
-    if role.adapter == "a":
+    if p.axes[-1] == "lora":
         return full or selective
-    normalised = (m.post_norm and role.output in ("o", "down")) or (m.qk_norm and role.output in ("q", "k"))
-    if role.output == "down" and not m.post_norm:
+    roles = set(p.roles)
+    normalised = (m.post_norm and roles & {"attention_output", "mlp_output"}) or (
+        m.qk_norm and roles & {"query", "key"}
+    )
+    if "mlp_output" in roles and not m.post_norm:
         return False
-    return full or (selective and normalised)
+    return full or (selective and bool(normalised))
 
 
-def _recomputes_expert(build: OpBuilder, s: DeviceShapes, role: _Role) -> bool:
+def _recomputes_expert(build: OpBuilder, s: DeviceShapes, p: Param) -> bool:
     """Returns whether the backward pass repeats the matmul of an expert's matrix.
 
     `dots` repeats it because it has a batch dimension, one matrix for each expert. The gradient of the routing weights
     needs the output of the last matmul, and rounds repeat every matmul but the last.
     """
-    last = role.output == "down" and role.adapter != "a"
+    into_adapter = p.axes[-1] == "lora"
+    last = "mlp_output" in p.roles and not into_adapter
     if s.rounds:
         return not last or (build.remat != "none" and s.model.post_norm)
     if last:
         return build.remat != "none"
-    return build.remat in ("full", "dots") or (build.remat == "selective" and role.adapter == "a")
+    return build.remat in ("full", "dots") or (build.remat == "selective" and into_adapter)
 
 
 def _norms(build: OpBuilder, s: DeviceShapes) -> list[Op]:
