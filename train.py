@@ -1,11 +1,12 @@
-"""Trains a decoder language model: `python train.py --config configs/NAME.yaml --model.num_layers=4 ...`
+"""Trains a decoder language model: `python train.py --config NAME --model.num_layers=4 ...`, as `jaxstack train` does.
 
-The loop itself is `jaxstack/train.py`, so that an installed package has it too. `python train.py --help` lists every
-key; CONTRIBUTING.md says where everything else is.
+The loop is in `jaxstack/train.py`, so that an installed package contains it too. `python train.py --help` lists every
+key. CONTRIBUTING.md says where to find everything else.
 """
 
-from jaxstack.config import parse
-from jaxstack.train import main
+import sys
+
+from jaxstack.cli import parser
 
 if __name__ == "__main__":
-    parse.run("train.py", main)
+    parser.run("train.py", ["train", *sys.argv[1:]])

@@ -1,6 +1,6 @@
-"""Writes the curve of a run of `configs/NAME.yaml` to `benchmarks/results/`: `python benchmarks/curve.py RUN NAME`
+"""Keeps the curve of a run: `python benchmarks/curve.py RUN NAME` of `configs/NAME.yaml`, to `benchmarks/results/`.
 
-The result has every evaluation, every 50th training line, the resolved configuration and the seconds of its steps.
+Held: every evaluation, every 50th training line, the resolved configuration, and the seconds that training steps took.
 """
 
 import sys

@@ -1,7 +1,8 @@
-"""Measures how long a user waits before the first step: `python benchmarks/start.py [--rounds 5]`
+"""What a user waits for before the first step: `python benchmarks/start.py [--rounds 5]`
 
-Measures `train.py --help`, and how long a training step with 4 and with 48 layers takes to compile on two simulated CPU
-devices. Depths alternate; the ratio of their medians goes to `benchmarks/results/start.json`. Use an idle machine.
+The seconds of `train.py --help`, and those that a training step takes to compile with 4 and with 48 layers, on two
+simulated CPU devices. Depths alternate; the ratio of their medians goes to `benchmarks/results/start.json`. Run it on a
+machine that does nothing else.
 """
 
 import argparse
@@ -24,7 +25,7 @@ def help_seconds() -> float:
 
 
 def compile_seconds(num_layers: int) -> float:
-    """Empties caches and returns the seconds to trace, lower and compile a step."""
+    """Traces, lowers and compiles; caches are emptied before."""
     import jax
     import jax.numpy as jnp
 

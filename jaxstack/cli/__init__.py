@@ -1,1 +1,1 @@
-"""The commands of `jaxstack`, a module each."""
+"""The commands of `jaxstack`: `parser` lists them, and every command has a module."""

@@ -1,29 +1,42 @@
-"""`jaxstack profile --config NAME --mesh.pipe=4 ... --out costs.json`
+"""Measures what one microbatch of a run costs on the devices of this machine, for `--pipeline.partition=FILE`.
 
-Measures what one microbatch of a run costs on the devices here, and writes it for `--pipeline.partition=costs.json`.
-Configuration and flags are those of `jaxstack train`. The run may have more devices than there are here; then give the
-sizes of all axes of its mesh.
+The configuration is that of `jaxstack train`. If the run has more devices than this machine, give
+all sizes of its mesh.
 """
 
 from pathlib import Path
 
+from jsonargparse import Namespace
+
 from jaxstack import data
-from jaxstack.config import ConfigError, parse, resolve
+from jaxstack.config import ConfigError, resolve
+from jaxstack.config.parse import Parser
 from jaxstack.runtime import platform
 
 
-def main(argv: list[str]) -> None:
-    name, words = parse.take(argv, "--out")
-    if not name:
-        raise ConfigError("--out is missing; name the file to write, such as --out costs.json")
-    out = Path(name)
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("--out", type=str, help="file to write, such as costs.json (required)", metavar="FILE")
+    parser.add_config()
+
+
+def main(args: Namespace) -> None:
+    """Measures, prints a table and writes the file.
+
+    Raises:
+      ConfigError: the file exists, or the run has no pipeline.
+    """
+    if not args.out:
+        raise ConfigError("--out is missing. Name the file to write, such as --out costs.json.")
+    cfg, out = args.cfg, Path(args.out)
     if out.exists():
-        raise ConfigError(f"--out={out} exists; remove it, or name another file")
+        raise ConfigError(f"--out={out} exists. Remove it, or name another file.")
     if not out.parent.is_dir():
-        raise ConfigError(f"--out={out} lies in no directory; make {out.parent}, or name another file")
-    cfg = parse.parse_config(words)
+        raise ConfigError(
+            f"--out={out} is in a directory that does not exist. Make {out.parent}, or name another file."
+        )
     if cfg.mesh.pipe == 1:
-        raise ConfigError("mesh.pipe=1 has no stages to cut; give the mesh of the run, such as --mesh.pipe=4")
+        raise ConfigError("mesh.pipe=1 has no stages to balance. Give the mesh of the run, such as --mesh.pipe=4.")
     cfg = resolve(cfg, cfg.model.vocab_size or data.load(cfg.data).tokenizer.vocab_size)
     platform.configure(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum)
 
@@ -33,6 +46,6 @@ def main(argv: list[str]) -> None:
 
     devices = jax.devices()
     measured = pipeline_costs.measure(cfg, cfg.mesh.resolved_sizes(len(devices)), devices)
-    print(pipeline_costs.format_costs(measured))
+    print(pipeline_costs.table(measured))
     measured.save(out)
     print(f"wrote {out}: use it with --pipeline.partition={out}")

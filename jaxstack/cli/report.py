@@ -1,52 +1,55 @@
-"""`jaxstack report RUN [RUN ...] [--out FILE.html]`
-
-Sums up training runs: a table here, and one page with pictures that any browser opens without a network. The page is
-RUN/report.html of the first run, or FILE.html.
-"""
+"""Summarizes runs: a table here, and one page with charts that any browser opens without a network."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from jsonargparse import Namespace
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from jaxstack.common import files
-from jaxstack.config import ConfigError, parse
+from jaxstack.config import ConfigError
+from jaxstack.config.parse import Parser
 from jaxstack.report import page, runs, style
 
-USAGE = "usage: jaxstack report RUN [RUN ...] [--out FILE.html]"
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("runs", metavar="RUN", type=str, nargs="+", help="run directory")
+    parser.add_argument(
+        "--out", type=str, metavar="FILE", help="page to write, ending in .html (default: report.html in the first run)"
+    )
 
 
-def main(argv: list[str]) -> None:
-    if {"-h", "--help"} & set(argv):
-        return print(__doc__)
-    name, words = parse.take(argv, "--out")
-    for word in words:
-        if word.startswith("-"):
-            raise ConfigError(f"{word} is not known here, or lacks its value; {USAGE}")
-    if not words:
-        raise ConfigError(f"no run is named; {USAGE}")
-    if len(words) > style.MOST_RUNS:
-        raise ConfigError(f"{len(words)} runs are more than colours can tell apart; name {style.MOST_RUNS} or fewer")
-    out = Path(words[0], "report.html") if name is None else Path(name)
-    if out.suffix != ".html":  # nothing else of a run is ever overwritten
-        raise ConfigError(f"--out={out} is no page; name a file that ends in .html")
-    found = runs.read([Path(word) for word in words])
+def main(args: Namespace) -> None:
+    """Prints the table and writes the page.
+
+    Raises:
+      ConfigError: a run cannot be read, or the page cannot be written.
+    """
+    if len(args.runs) > style.MOST_RUNS:
+        raise ConfigError(
+            f"{len(args.runs)} runs are more than colors can distinguish. Name {style.MOST_RUNS} runs or fewer."
+        )
+    out = Path(args.out or Path(args.runs[0], "report.html"))
+    if out.suffix != ".html":  # so that no other file of a run is ever overwritten
+        raise ConfigError(f"--out={out} is not a page. Name a file that ends in .html.")
+    found = runs.read([Path(run) for run in args.runs])
     console = Console(highlight=False, soft_wrap=True)
-    console.print(table(found))
+    console.print(summary_table(found))
     for run in found:
         for gap in run.gaps:
             console.print(f"{run.name}: {gap}", style="yellow", markup=False)
     try:
         files.replace(out, page.page(found))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file with --out") from error
+        raise ConfigError(f"{out} cannot be written ({error.strerror}). Name another file with --out.") from error
     print(f"page     {out}")
 
 
-def table(found: Sequence[runs.Run]) -> Table:
-    """The summary, and below it where the time went."""
+def summary_table(found: Sequence[runs.Run]) -> Table:
+    """Returns the table for the terminal: the summary of each run, and the seconds of each kind."""
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     grid.add_column(no_wrap=True)
     for run in found:

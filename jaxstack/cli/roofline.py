@@ -1,71 +1,68 @@
-"""`jaxstack plan --target v5e:4x4 --config NAME --mesh.tensor=4 ...`
-`jaxstack plan roofline --chip h100 --config NAME --mesh.fsdp=8 ...`
+"""Computes the least time of each part of a layer and of a step on a chip: FLOPs, bytes, and what limits it.
 
-The first compiles the training step for chips that are not here and prints whether it fits, and what it moves along
-each axis of the mesh, both beside the formula.
-
-The second says where the time of a layer and of a step must go on a chip: FLOPs, bytes, what bounds each part and its
-least time, see `jaxstack/planner/roofline.py`. Configuration and flags are those of `jaxstack train`; its own are
-
-    --chip NAME                 of `jaxstack/common/hardware.py`; `here`: measure this device's matmuls and copies;
-    default: the
-                                device at hand, where its data sheet is known
-    --devices N                 fills an axis of the mesh that is left open (default 1)
-    --traffic fused|unfused     of memory (default fused)
-    --matmul_efficiency X       part of the peak that matmuls reach (default 1)
-    --bandwidth_efficiency X    part of the memory's bandwidth (default 1)
-    --link GB                   GB/s that a device sends (default: the chip's to its host or slice)
-    --measure yes|no            time the parts here too (default: where the chip is the one at hand)
-    --json FILE, --plot FILE    write everything, or a picture
+Parts are measured too if the chip is that of this machine. The configuration is that of `jaxstack train`.
 """
 
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from jsonargparse import Namespace
+
+from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common.hardware import CHIPS, name_of
-from jaxstack.config import ConfigError, parse, resolve
+from jaxstack.config import ConfigError
+from jaxstack.config.bounds import PositiveFloat, PositiveFraction, PositiveInt
+from jaxstack.config.parse import Parser
 
-FLAGS = ("chip", "devices", "traffic", "matmul_efficiency", "bandwidth_efficiency", "link", "measure", "json", "plot")
-"""Of `roofline`, beside the configuration's."""
+if TYPE_CHECKING:  # JAX must start after the environment is set
+    import jax
 
-
-def main(argv: list[str]) -> None:
-    if argv[:1] == ["roofline"]:
-        return roofline(argv[1:])
-    from jaxstack.cli.plan import main as compile_ahead
-
-    compile_ahead(argv)
+    from jaxstack.common.hardware import Chip
+    from jaxstack.models.context import Context
 
 
-def roofline(words: list[str]) -> None:
-    if {"-h", "--help"} & set(words):
-        return print(__doc__)
-    own = {}
-    for flag in FLAGS:
-        own[flag], words = parse.take(words, f"--{flag}")
-    cfg = parse.parse_config(words)
-    if cfg.model.vocab_size is None:
-        raise ConfigError("model.vocab_size is missing; no data is read here: set --model.vocab_size=...")
-    cfg = resolve(cfg, cfg.model.vocab_size)
-    chip, traffic = own["chip"], own["traffic"] or "fused"
-    if chip not in (None, "here", *CHIPS):
-        raise ConfigError(f"--chip={chip} must be here or one of {', '.join(CHIPS)}")
-    if traffic not in ("fused", "unfused"):
-        raise ConfigError(f"--traffic={traffic} must be fused or unfused")
-    if own["measure"] not in (None, "yes", "no"):
-        raise ConfigError(f"--measure={own['measure']} must be yes or no")
-    devices = _number("devices", own["devices"], 1)
-    if devices != int(devices):
-        raise ConfigError(f"--devices={own['devices']} must be a whole number")
-    matmul, bandwidth = (_number(name, own[name], 1) for name in ("matmul_efficiency", "bandwidth_efficiency"))
-    for part, value in (("matmul_efficiency", matmul), ("bandwidth_efficiency", bandwidth)):
-        if value > 1:
-            raise ConfigError(f"--{part}={value} must lie between 0 and 1: a part of what the data sheet says")
-    link = _number("link", own["link"], 0)
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument(
+        "--chip",
+        metavar="NAME",
+        type=Literal["here", *CHIPS] | None,
+        help="chip, or `here` to measure this machine's device; null means this machine's device by its data sheet",
+    )
+    parser.add_argument("--devices", type=PositiveInt, default=1, help="devices, for the open axis of the mesh")
+    parser.add_argument(
+        "--traffic", type=Literal["fused", "unfused"], default="fused", help="whether operations are fused in memory"
+    )
+    parser.add_argument(
+        "--matmul_efficiency", type=PositiveFraction, default=1.0, help="fraction of the peak that matmuls reach"
+    )
+    parser.add_argument(
+        "--bandwidth_efficiency", type=PositiveFraction, default=1.0, help="fraction of the memory bandwidth reached"
+    )
+    parser.add_argument(
+        "--link", metavar="GB", type=PositiveFloat | None, help="GB/s that a device sends; null means the chip's figure"
+    )
+    parser.add_argument(
+        "--measure",
+        type=Literal["auto", "yes", "no"],
+        default="auto",
+        help="whether to time the parts too; auto does so if the chip is this machine's device",
+    )
+    parser.add_argument("--json", metavar="FILE", type=str, help="file to write all figures to")
+    parser.add_argument("--plot", metavar="FILE", type=str, help="file to write a picture to")
+    parser.add_config()
 
-    # JAX takes most of a GPU's memory when it starts; only what measures needs any.
-    if own["measure"] == "no":
+
+def main(args: Namespace) -> None:
+    """Prints the tables, and writes the files that are asked for.
+
+    Raises:
+      ConfigError: an argument is missing, or does not suit the chip or the configuration.
+    """
+    cfg = with_vocabulary(args.cfg)
+    if args.measure == "no":  # JAX takes most of a GPU's memory when it starts, and only measuring needs any
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
@@ -73,42 +70,47 @@ def roofline(words: list[str]) -> None:
     from jaxstack.planner import roofline as roof
 
     device = jax.devices()[0]
-    at_hand = name_of(device.device_kind)
-    if chip is None and at_hand is None:
-        raise ConfigError(
-            f"--chip is missing, and of this device ({device.device_kind}) there is no data sheet here; name one of "
-            f"{', '.join(CHIPS)}, or --chip here to measure it"
-        )
-    name = chip or at_hand
-    assert name is not None
-    ctx = roof.context(cfg, int(devices))
-    data = measure.this_chip(device, cfg.train.dtype) if name == "here" else CHIPS[name]
-    if not (link or data.interconnect_bandwidth) and ctx.mesh is not None and ctx.mesh.size > 1:
-        raise ConfigError("--link is missing: a mesh of several devices needs the GB/s that one sends")
-    limits = roof.ChipLimits(data, matmul, bandwidth, 1e9 * link or None)
-    here = name in (at_hand, "here")
-    if own["measure"] == "yes" and not here:
-        raise ConfigError(f"--measure=yes, but the device at hand is {device.device_kind}; use --chip here")
-    measured = measure.parts(cfg, ctx, device) if here and own["measure"] != "no" else {}
-    report = roof.make_roofline(cfg, name, limits, traffic, int(devices), measured)  # type: ignore[arg-type]
+    name = _chip_name(args.chip, device)
+    here = name in ("here", name_of(device.device_kind))
+    if args.measure == "yes" and not here:
+        raise ConfigError(f"--measure=yes, but the device of this machine is {device.device_kind}. Use --chip here.")
+    ctx = roof.context(cfg, args.devices)
+    chip = measure.this_chip(device, cfg.train.dtype) if name == "here" else CHIPS[name]
+    limits = roof.Limits(chip, args.matmul_efficiency, args.bandwidth_efficiency, _link(args.link, chip, ctx))
+    measured = measure.parts(cfg, ctx, device) if here and args.measure != "no" else {}
+    report = roof.report(cfg, name, limits, args.traffic, args.devices, measured)
     print(report)
-    if own["json"]:
-        Path(own["json"]).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {own['json']}")
-    if own["plot"]:
+    if args.json:
+        Path(args.json).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {args.json}")
+    if args.plot:
         from jaxstack.planner import plot
 
-        plot.draw(report, Path(own["plot"]))
-        print(f"wrote {own['plot']}")
+        plot.draw(report, Path(args.plot))
+        print(f"wrote {args.plot}")
 
 
-def _number(name: str, text: str | None, default: float) -> float:
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"--{name}={text} must be a number above 0")
-    return value
+def _chip_name(name: str | None, device: "jax.Device") -> str:
+    """Returns the name of the chip: the given one, or that of this machine's device.
+
+    Raises:
+      ConfigError: no name is given, and this machine's device is not in `CHIPS`.
+    """
+    found = name or name_of(device.device_kind)
+    if found is None:
+        raise ConfigError(
+            f"--chip is missing, and there is no data sheet of this machine's device ({device.device_kind}). Name one "
+            f"of {', '.join(CHIPS)}, or measure this device with --chip here."
+        )
+    return found
+
+
+def _link(gigabytes: float | None, chip: "Chip", ctx: "Context") -> float | None:
+    """Returns the bytes/s that a device sends, or None for the chip's own figure.
+
+    Raises:
+      ConfigError: a mesh of several devices needs it, and neither the flag nor the chip gives it.
+    """
+    if not (gigabytes or chip.interconnect_bandwidth) and ctx.mesh is not None and ctx.mesh.size > 1:
+        raise ConfigError("--link is missing, but the mesh has several devices. Give the GB/s that one device sends.")
+    return 1e9 * gigabytes if gigabytes else None

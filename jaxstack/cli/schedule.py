@@ -1,33 +1,50 @@
-"""Schedules as Gantt charts: `jaxstack schedule 1f1b --stages 4 --microbatches 8 --out chart.png`."""
+"""Prints a pipeline schedule, its idle time and its memory, and draws it as a Gantt chart."""
 
-import argparse
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from jsonargparse import Namespace
+
 from jaxstack.config import ConfigError, PipelineConfig
+from jaxstack.config.bounds import PositiveFloat, PositiveInt
+from jaxstack.config.parse import Parser
+
+SCHEDULES = get_args(get_type_hints(PipelineConfig)["schedule"])
 
 
-def main(argv: list[str]) -> None:
-    arguments = argparse.ArgumentParser(prog="jaxstack schedule", allow_abbrev=False)
-    arguments.add_argument("schedule", choices=get_args(get_type_hints(PipelineConfig)["schedule"]))
-    arguments.add_argument("--stages", type=int, default=4)
-    arguments.add_argument("--microbatches", type=int, default=8)
-    arguments.add_argument("--chunks", type=int, default=1, help="stretches of layers a stage, interleaved_1f1b only")
-    arguments.add_argument("--forward", type=float, default=1.0, help="time of a forward unit")
-    arguments.add_argument("--backward", type=float, default=2.0, help="time of a backward unit")
-    arguments.add_argument("--out", type=Path, help="picture to write, such as chart.png; without it, text alone")
-    given = arguments.parse_args(argv)
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("schedule", metavar="SCHEDULE", choices=SCHEDULES, help=f"one of {', '.join(SCHEDULES)}")
+    parser.add_argument("--stages", type=PositiveInt, default=4, help="pipeline stages")
+    parser.add_argument("--microbatches", type=PositiveInt, default=8, help="microbatches")
+    parser.add_argument(
+        "--chunks", type=PositiveInt, default=1, help="model chunks per stage, for interleaved_1f1b only"
+    )
+    parser.add_argument("--forward", type=PositiveFloat, default=1.0, help="time of a forward unit")
+    parser.add_argument("--backward", type=PositiveFloat, default=2.0, help="time of a backward unit")
+    parser.add_argument("--out", type=str, metavar="FILE", help="picture to write, such as chart.png")
+
+
+def main(args: Namespace) -> None:
+    """Prints the schedule, and writes the picture if `--out` is given.
+
+    Raises:
+      ConfigError: the schedule does not exist for these numbers.
+    """
     from jaxstack.pipeline.plot import draw
     from jaxstack.pipeline.program import SCHEDULES
 
-    schedule = SCHEDULES[given.schedule](given.stages, given.microbatches, given.chunks)
-    if given.chunks != schedule.chunks:
-        raise ConfigError(f"--chunks={given.chunks} is for interleaved_1f1b; {given.schedule} has one chunk a stage")
-    figures = schedule.simulate(given.forward, given.backward)
+    schedule = SCHEDULES[args.schedule](args.stages, args.microbatches, args.chunks)
+    if args.chunks != schedule.chunks:
+        raise ConfigError(
+            f"--chunks={args.chunks} is for interleaved_1f1b, but {args.schedule} has one chunk per stage. "
+            f"Use --chunks=1."
+        )
+    figures = schedule.simulate(args.forward, args.backward)
     print(schedule.text())
     print(
         f"{schedule.ticks} ticks, bubble {figures.bubble:.1%} in lockstep, {figures.free_bubble:.1%} running freely, "
         f"room for {schedule.slots} units a stage"
     )
-    if given.out:
-        draw(schedule, given.out, given.forward, given.backward)
+    if args.out:
+        draw(schedule, Path(args.out), args.forward, args.backward)

@@ -1,8 +1,6 @@
-"""Starts a run again when it dies: `jaxstack supervise [--tries 5] -- jaxstack train ...`
+"""Runs a training command and restarts it when it fails, with a growing delay.
 
-What a run ends with says what to do (`jaxstack.common.errors`): done, or a mistake of the user's, ends the supervisor
-too; everything else is started again, later and later, until so many tries in a row committed nothing new. JAX is not
-imported here, so that a broken accelerator cannot take the supervisor with it.
+It ends when the run is complete, the configuration is wrong, or several tries in a row saved no new checkpoint.
 """
 
 import math
@@ -11,71 +9,107 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from jsonargparse import Namespace
+
 from jaxstack.checkpoint import manifest, run_dir
-from jaxstack.common import errors
 from jaxstack.common.errors import Exit
-from jaxstack.config import Config, ConfigError, MeshConfig, parse
+from jaxstack.config import Config, ConfigError, MeshConfig
+from jaxstack.config.bounds import NonNegativeFloat, PositiveInt
+from jaxstack.config.parse import Parser, parse_config
 
 MAX_WAIT_S = 300
+"""Longest delay before a restart, in seconds."""
+
+_PROGRAM = "jaxstack supervise"
 
 
-def main(argv: list[str]) -> None:
-    parser = parse.Parser(prog=errors.program, description="Starts a run again when it dies.",
-                        usage=f"{errors.program} [options] -- jaxstack train ...")  # fmt: skip
-    parser.add_argument("--tries", type=int, default=5, help="give up after so many in a row without a new checkpoint")
-    parser.add_argument("--wait_s", type=float, default=2.0, help="seconds before the second try; doubled at each")
-    parser.add_argument("--shrink", action="store_true", help="start on the devices that are left, by smaller mesh.data"
-                        " and mesh.fsdp")  # fmt: skip
-    if "--" not in argv:
-        parser.parse_args(argv)  # --help, or a mistake
-        raise ConfigError("no command; write it after --, for example -- jaxstack train --run.dir=runs/first")
-    options, command = parser.parse_args(argv[: argv.index("--")]), argv[argv.index("--") + 1 :]
-    cfg = configuration(command)
-    saved = run_dir.checkpoints(Path(cfg.run.dir))
-    supervisor = Supervisor(lambda: next(iter(manifest.complete_steps(saved)), 0), options.tries, options.wait_s)
-
-    def start() -> subprocess.Popen[bytes]:
-        if not options.shrink or cfg.mesh.open_axis:  # an open axis takes what is there
-            return subprocess.Popen(command)
-        platform, devices = _devices(command)
-        if platform == "cpu" and "JAX_NUM_CPU_DEVICES" not in os.environ:
-            return subprocess.Popen(command)  # as many as the mesh asks for will be made
-        mesh = fitted(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices)
-        if mesh == cfg.mesh:
-            return subprocess.Popen(command)
-        used = math.prod(mesh.sizes.values())
-        print(f"{errors.program}: {devices} devices are left; {used} of them train, with mesh.data={mesh.data} and "
-              f"mesh.fsdp={mesh.fsdp}", file=sys.stderr, flush=True)  # fmt: skip
-        flags = [f"--mesh.data={mesh.data}", f"--mesh.fsdp={mesh.fsdp}"]
-        return subprocess.Popen([*command, *flags], env=os.environ | _leave_idle(platform, devices, used))
-
-    sys.exit(supervisor.run(start))
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.usage = f"{_PROGRAM} [options] -- jaxstack train ..."
+    parser.add_argument(
+        "--tries", type=PositiveInt, default=5, help="number of tries in a row without a new checkpoint, then give up"
+    )
+    parser.add_argument(
+        "--wait_s", type=NonNegativeFloat, default=2.0, help="seconds before the first restart; doubled each time"
+    )
+    parser.add_argument(
+        "--shrink",
+        action="store_true",
+        help="restart on the remaining devices, with smaller mesh.data and mesh.fsdp, if some are lost",
+    )
+    parser.add_argument("command", metavar="COMMAND", type=str, nargs="*", help="training command, after --")
 
 
-def configuration(command: list[str]) -> Config:
-    """The configuration that a command trains.
+def main(args: Namespace) -> None:
+    """Supervises the command, and exits with its last exit code. JAX is never imported in this process.
+
+    A broken accelerator can therefore not end the supervisor.
 
     Raises:
-      ConfigError: it does not train, or training would refuse it.
+      ConfigError: there is no command, or it does not train.
+    """
+    command = args.command
+    if not command:
+        raise ConfigError("the command is missing. Write it after --, such as -- jaxstack train --run.dir=runs/first.")
+    cfg = training_config(command)
+    saved = run_dir.checkpoints(Path(cfg.run.dir))
+    supervisor = Supervisor(lambda: next(iter(manifest.sealed(saved)), 0), args.tries, args.wait_s)
+    sys.exit(supervisor.run(lambda: start(command, cfg, args.shrink)))
+
+
+def training_config(command: Sequence[str]) -> Config:
+    """Returns the configuration that a command trains.
+
+    Raises:
+      ConfigError: the command does not train, or its configuration is wrong.
     """
     for i, word in enumerate(command):
         if Path(word).name == "train.py" or (word == "train" and Path(command[i - 1]).name == "jaxstack"):
-            return parse.parse_config(command[i + 1 :])
-    raise ConfigError(f"the command `{' '.join(command)}` is neither `jaxstack train` nor `python train.py`")
+            return parse_config(command[i + 1 :])
+    raise ConfigError(f"the command `{' '.join(command)}` does not train. Use `jaxstack train` or `python train.py`.")
 
 
-def fitted(mesh: MeshConfig, batch: int, devices: int) -> MeshConfig:
-    """The mesh on fewer devices: what splits a model stays as it is, replicas and then FSDP's parts become fewer.
+def start(command: Sequence[str], cfg: Config, shrink: bool) -> subprocess.Popen[bytes]:
+    """Starts a run.
 
     Args:
-      batch: sequences of one microbatch, which replicas and parts share.
+      command: the training command.
+      cfg: its configuration.
+      shrink: make the mesh smaller if there are fewer devices than it needs.
+    """
+    if not shrink or cfg.mesh.open_axis:  # an open axis takes the devices that there are
+        return subprocess.Popen(command)
+    platform, devices = _devices(command)
+    if platform == "cpu" and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        return subprocess.Popen(command)  # the run makes as many as its mesh needs
+    mesh = fit_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices)
+    if mesh == cfg.mesh:
+        return subprocess.Popen(command)
+    used = math.prod(mesh.sizes.values())
+    print(
+        f"{_PROGRAM}: {devices} devices remain; the run uses {used}, with mesh.data={mesh.data} and "
+        f"mesh.fsdp={mesh.fsdp}",
+        file=sys.stderr,
+        flush=True,
+    )
+    flags = [f"--mesh.data={mesh.data}", f"--mesh.fsdp={mesh.fsdp}"]
+    return subprocess.Popen([*command, *flags], env=os.environ | _hide_devices(platform, devices, used))
+
+
+def fit_mesh(mesh: MeshConfig, batch: int, devices: int) -> MeshConfig:
+    """Returns the largest mesh on fewer devices, with fewer replicas or FSDP shards. Axes that split the model stay.
+
+    Args:
+      mesh: the mesh of the configuration.
+      batch: sequences of one microbatch, which replicas and shards divide among themselves.
+      devices: number of devices.
 
     Raises:
-      ConfigError: the other axes alone need more than there are.
+      ConfigError: the other axes need more devices than there are.
     """
     others = mesh.pipe * mesh.expert * mesh.context * mesh.tensor
     choices = [
@@ -86,29 +120,30 @@ def fitted(mesh: MeshConfig, batch: int, devices: int) -> MeshConfig:
     ]
     if not choices:
         raise ConfigError(
-            f"{devices} devices are left, but mesh.pipe, mesh.expert, mesh.context and mesh.tensor need {others}; give "
-            f"smaller ones"
+            f"{devices} devices remain, but mesh.pipe, mesh.expert, mesh.context and mesh.tensor need {others}. Make "
+            f"these axes smaller."
         )
     _, fsdp, data = max(choices)
     return replace(mesh, data=data, fsdp=fsdp)
 
 
-def _devices(command: list[str]) -> tuple[str, int]:
-    """Platform and number of the devices that a process of the command's interpreter and environment finds."""
+def _devices(command: Sequence[str]) -> tuple[str, int]:
+    """Returns platform and number of devices that the command's interpreter finds in this environment."""
     python = sys.executable if Path(command[0]).name == "jaxstack" else command[0]
     words = [python, "-c", "import jax; print(jax.default_backend(), jax.device_count())"]
     asked = subprocess.run(words, capture_output=True, text=True, check=False)
     if asked.returncode:
-        raise ConfigError(f"--shrink: `{python}` cannot count devices: {asked.stderr.strip().splitlines()[-1:]}")
+        reason = " ".join(asked.stderr.strip().splitlines()[-1:])
+        raise ConfigError(f"--shrink: `{python}` cannot count the devices ({reason}). Check its installation of JAX.")
     platform, count = asked.stdout.split()[-2:]
     return platform, int(count)
 
 
-def _leave_idle(platform: str, devices: int, used: int) -> dict[str, str]:
-    """The environment in which a run sees the first `used` of the devices.
+def _hide_devices(platform: str, devices: int, used: int) -> dict[str, str]:
+    """Returns the environment in which a run finds only the first `used` devices.
 
     Raises:
-      ConfigError: a platform on which there is no such thing.
+      ConfigError: the platform has no such environment.
     """
     if used == devices:
         return {}
@@ -117,54 +152,61 @@ def _leave_idle(platform: str, devices: int, used: int) -> dict[str, str]:
     if platform == "gpu":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
         return {"CUDA_VISIBLE_DEVICES": ",".join(visible[:used])}
-    raise ConfigError(f"--shrink: {used} of {devices} devices would train, and of a {platform} none can be left idle")
+    raise ConfigError(
+        f"--shrink: the run would use {used} of {devices} devices, but a {platform} device cannot be left idle. Choose "
+        f"the mesh yourself."
+    )
 
 
 class Supervisor:
-    """Runs a command until it is done, or trying again has no sense."""
+    """Runs a command until it succeeds, or another try would not help."""
 
-    def __init__(self, newest: Callable[[], int], tries: int, wait_s: float) -> None:
-        """
+    def __init__(self, latest_step: Callable[[], int], tries: int, wait_s: float) -> None:
+        """Makes a supervisor.
+
         Args:
-          newest: the newest step that was committed.
-          tries: in a row that committed nothing new, after which to give up.
-          wait_s: before the second try; doubled at each one more, up to `MAX_WAIT_S`.
+          latest_step: returns the step of the newest complete checkpoint.
+          tries: number of tries in a row without a new checkpoint after which it gives up.
+          wait_s: seconds before the first restart; doubled each time, up to `MAX_WAIT_S`.
         """
-        self._newest, self._tries, self._wait_s = newest, tries, wait_s
+        self._latest_step, self._tries, self._wait_s = latest_step, tries, wait_s
         self._child: subprocess.Popen[bytes] | None = None
-        self._asked = threading.Event()
+        self._stop = threading.Event()
 
     def run(self, start: Callable[[], subprocess.Popen[bytes]]) -> int:
-        """Runs what `start` starts, called anew each time; returns the exit code to end with."""
+        """Runs the process that `start` returns, again and again; returns the exit code to end with."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._forward)
-        reached, failed = self._newest(), 0
+        reached, failed = self._latest_step(), 0
         while True:
             self._child = start()
             code = self._child.wait()
             self._child = None
-            if code in (0, Exit.USER_ERROR) or self._asked.is_set():
+            if code in (0, Exit.USER_ERROR) or self._stop.is_set():
                 return code if code >= 0 else 128 - code
-            step = self._newest()
+            step = self._latest_step()
             failed = 1 if step > reached else failed + 1
             reached = max(step, reached)
-            ended = f"the run ended with {_name(code)}; its newest checkpoint is of step {reached}"
+            ended = f"the run ended with {_code_name(code)}; its newest checkpoint is of step {reached}"
             if failed >= self._tries:
-                print(f"{errors.program}: error: {ended}. Gave up after {failed} tries without a new one: look at "
-                      f"its last lines above", file=sys.stderr)  # fmt: skip
+                print(
+                    f"{_PROGRAM}: error: {ended}. Gave up after {failed} tries without a new checkpoint; see the "
+                    f"run's last lines above.",
+                    file=sys.stderr,
+                )
                 return code if code > 0 else 128 - code
             wait = min(self._wait_s * 2 ** (failed - 1), MAX_WAIT_S)
-            print(f"{errors.program}: {ended}. Starting it again in {wait:g} s", file=sys.stderr, flush=True)
-            if self._asked.wait(wait):
+            print(f"{_PROGRAM}: {ended}. Restarting in {wait:g} s", file=sys.stderr, flush=True)
+            if self._stop.wait(wait):
                 return Exit.STOPPED
 
     def _forward(self, number: int, _: object) -> None:
-        self._asked.set()
-        if self._child is not None and number == signal.SIGTERM:  # a terminal's SIGINT has reached it already
+        self._stop.set()
+        if self._child is not None and number == signal.SIGTERM:  # a terminal has sent SIGINT to the child already
             self._child.send_signal(number)
 
 
-def _name(code: int) -> str:
+def _code_name(code: int) -> str:
     if code < 0:
         return signal.Signals(-code).name
     known = {int(exit): exit.name.lower().replace("_", " ") for exit in Exit}

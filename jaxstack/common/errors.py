@@ -1,6 +1,8 @@
 """The exit codes of a run, and the two errors that end one with a message for the user. See docs/reliability.md."""
 
+import sys
 from enum import IntEnum
+from pathlib import Path
 
 
 class Exit(IntEnum):
@@ -36,5 +38,7 @@ class RunError(Exception):
         self.code = code
 
 
-program = "train.py"
-"""What the user called, with which error lines begin; `cli.run` sets it."""
+def program() -> str:
+    """Returns what the user called, with which error lines begin: `train.py`, or `jaxstack train`."""
+    name = Path(sys.argv[0]).name
+    return f"jaxstack {sys.argv[1]}" if name in ("jaxstack", "__main__.py") and sys.argv[1:] else name

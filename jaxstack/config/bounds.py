@@ -27,10 +27,12 @@ class Interval:
     high_open: bool = False
     """Whether the upper end itself is excluded."""
 
-    def __contains__(self, value: float) -> bool:
-        """Returns whether a number is in the interval. NaN never is."""
-        return (self.low < value if self.low_open else self.low <= value) and (
-            value < self.high if self.high_open else value <= self.high
+    def __contains__(self, value: object) -> bool:
+        """Returns whether a value is a number in the interval. NaN never is."""
+        return (
+            isinstance(value, int | float)
+            and (self.low < value if self.low_open else self.low <= value)
+            and (value < self.high if self.high_open else value <= self.high)
         )
 
     def __repr__(self) -> str:
@@ -68,16 +70,16 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def interval_of(hint: object) -> Interval | None:
+    """Returns the interval of an annotated type, which may be a union with None, or None if it has no bounds."""
+    marks = (mark for part in (hint, *get_args(hint)) for mark in getattr(part, "__metadata__", ()))
+    return next((mark for mark in marks if isinstance(mark, Interval)), None)
+
+
 @functools.cache
-def bounds(group: type) -> dict[str, tuple[Interval, bool]]:
-    """Returns the interval of every bounded field of a dataclass, and whether the field may be None too."""
-    found = {}
-    for name, hint in get_type_hints(group, include_extras=True).items():
-        for part in (hint, *get_args(hint)):
-            for mark in getattr(part, "__metadata__", ()):
-                if isinstance(mark, Interval):
-                    found[name] = (mark, type(None) in get_args(hint))
-    return found
+def _types(group: type) -> dict[str, object]:
+    """Returns the annotated types of a dataclass. Cached, because evaluating annotations takes long."""
+    return get_type_hints(group, include_extras=True)
 
 
 def check_bounds(prefix: str, group: "DataclassInstance") -> None:
@@ -90,13 +92,29 @@ def check_bounds(prefix: str, group: "DataclassInstance") -> None:
     Raises:
       ConfigError: a value is outside its interval.
     """
-    defaults = {field.name: field.default for field in fields(group)}
-    for name, (interval, optional) in bounds(type(group)).items():
-        value = getattr(group, name)
-        if (value is None and optional) or value in interval:
-            continue
-        null = ", or null" if optional else ""
-        default = "null" if defaults[name] is None else defaults[name]
-        raise ConfigError(
-            f"{prefix}.{name}={value} is out of range. Use {interval.advice()}{null}; the default is {default}."
+    for field in fields(group):
+        check_value(
+            f"{prefix}.{field.name}", getattr(group, field.name), _types(type(group))[field.name], field.default
         )
+
+
+def check_value(key: str, value: object, hint: object, default: object) -> None:
+    """Checks that one value is in the interval of its type.
+
+    Args:
+      key: name of the value for the message.
+      value: the value, which has the right type.
+      hint: the type, which may have an interval.
+      default: the default, for the message.
+
+    Raises:
+      ConfigError: the value is outside its interval.
+    """
+    interval, optional = interval_of(hint), type(None) in get_args(hint)
+    if interval is None or (value is None and optional) or value in interval:
+        return
+    null = ", or null" if optional else ""
+    raise ConfigError(
+        f"{key}={value} is out of range. Use {interval.advice()}{null}; the default is "
+        f"{'null' if default is None else default}."
+    )

@@ -1,29 +1,29 @@
-"""From YAML files and dotted flags to a checked `Config`; any mistake becomes one line and exit code 2.
+"""YAML files and dotted flags to a checked `Config`, and back to YAML.
 
-The parser is jsonargparse: types, help and defaults come from the dataclasses of `jaxstack/config.py`. JAX is not
-imported here.
+The parser is jsonargparse: types, help and defaults come from the dataclasses of `jaxstack.config`. JAX is not imported
+here. Every mistake raises `ConfigError`.
 """
 
 import argparse
 import dataclasses
 import difflib
-import errno
 import functools
-import os
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
-from jaxstack.common import errors
-from jaxstack.common.errors import Exit, RunError
 from jaxstack.config import Config, ConfigError, flat
+from jaxstack.config.bounds import check_value
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+GROUPS = tuple(f.name for f in dataclasses.fields(Config))
+"""Groups of keys: `run`, `model`, `data`, ..."""
 
 
 class HelpFormatter(DefaultHelpFormatter):
@@ -41,79 +41,168 @@ def _plain_types(text: str) -> str:
 
 
 class Parser(ArgumentParser):
-    """jsonargparse's parser without abbreviations (a mistyped key must never match another), raising `ConfigError`."""
+    """A parser of one command's arguments that raises `ConfigError` instead of exiting.
+
+    It accepts no abbreviations, since a mistyped key must never match another key.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= {"allow_abbrev": False, "exit_on_error": False, "formatter_class": HelpFormatter}
         super().__init__(*args, **kwargs)
+        self._default_config: str | None = None
+        self._builds_config = False
+
+    def add_config(self, default: str | Path = "quickstart", build: bool = True) -> None:
+        """Adds `--config` and a flag for every key of `Config`.
+
+        Args:
+          default: configuration that is read when the command line has no `--config`.
+          build: whether `read` returns the checked `Config` as `cfg`.
+        """
+        self._default_config, self._builds_config = str(default), build
+        self.add_argument(
+            "--config",
+            action=ActionConfigFile,
+            help=f"YAML file, or name of a configuration that comes with jaxstack (default: {default})",
+        )
+        self.add_class_arguments(Config, as_group=True)
+
+    def read(self, argv: Sequence[str]) -> Namespace:
+        """Returns the values of a command line, with three additions for commands that have a configuration.
+
+        Args:
+          argv: the words after the name of the command.
+
+        Returns:
+          All arguments by name; `cfg`: the checked configuration; `files`: files that `--config` named; `words`: all
+          words except `--config` and its values.
+
+        Raises:
+          ConfigError: an unknown key, a wrong type, an impossible value or a missing file.
+        """
+        if self._default_config is None:
+            return self._within_bounds(self.instantiate(self.parse_args(argv)))
+        names, words = _split_config(argv)
+        named = [config_file(name) for name in names]
+        files = named or [config_file(self._default_config)]
+        for path in files:
+            _check_yaml(path)
+        # Files come first, so that flags override them wherever they are on the command line.
+        values = self.parse_args([*(f"--config={path}" for path in files), *words])
+        for name in GROUPS:
+            if not isinstance(values[name], Namespace):
+                raise ConfigError(
+                    f"{name}={values[name]} is not a group of keys. Write its keys below it, such as "
+                    f"{name}: {{key: value}}."
+                )
+        result = Namespace(**{name: value for name, value in vars(values).items() if name not in (*GROUPS, "config")})
+        result.files, result.words = named, words
+        if self._builds_config:
+            groups = self.instantiate(values)
+            result.cfg = Config(**{name: groups[name] for name in GROUPS})
+            _check_secrets(result.cfg)
+        return self._within_bounds(result)
+
+    def _within_bounds(self, values: Namespace) -> Namespace:
+        """Returns the values of a command line after checking those that are not keys of a configuration."""
+        for action in self._actions:
+            if "." not in action.dest and action.dest in values:
+                check_value(f"--{action.dest}", values[action.dest], getattr(action, "_typehint", None), action.default)
+        return values
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        # Nested failures come as an indented tree; the user needs its text, not its shape.
+        """Raises `ConfigError` with a message of the parser in one line that says what to do."""
+        # Nested failures come as an indented tree, of which the user needs only the text.
         text = " ".join(line.strip(" -") for line in message.splitlines() if line.strip())
         for pattern in _UNKNOWN_KEY:
             if found := re.search(pattern, text):
-                key = ".".join(found.groups())
-                close = difflib.get_close_matches(key, {action.dest for action in self._actions}, n=1)
-                raise ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else self._help))
-        text = _plain_types(text).replace("Parser key ", "")
-        number = re.search(r"Expected a str\. Got value: [\d.]+$", text)
-        quotes = "put it in quotes, since YAML takes what it can for a number, and 10:15 for minutes and seconds"
-        raise ConfigError(f"{text}; {quotes if number else self._help}")
+                raise ConfigError(self._unknown(".".join(found.groups())))
+        if found := re.search(r"argument (\S+): expected", text):
+            raise ConfigError(f"{found[1]} has no value. Give it one, such as {found[1]}=VALUE.")
+        if found := re.search(r"arguments are required: ([\w, ]+)", text):
+            names = [self._display(name) for name in found[1].split(", ")]
+            raise ConfigError(f"{' and '.join(names)} {'are' if names[1:] else 'is'} missing. {self._help}")
+        keys, value = re.findall(r'Parser key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text)
+        if keys and value:
+            raise ConfigError(self._wrong_type(keys[-1], value[1]))
+        if keys and (value := re.search(r"Unable to load config ['\"](.*?)['\"]", text)):
+            raise ConfigError(
+                f"{keys[-1]}={value[1]} is not a group of keys. Write them in braces, such as "
+                f"--{keys[-1]}='{{key: value}}'."
+            )
+        raise ConfigError(f"{_plain_types(text).replace('Parser key ', '')}. {self._help}")
 
     @property
     def _help(self) -> str:
-        return f"`{'python ' * self.prog.endswith('.py')}{self.prog} --help` lists every key and its type"
+        python = "python " if self.prog.endswith(".py") else ""
+        what = "every key and its type" if self._default_config else "all arguments"
+        return f"`{python}{self.prog} --help` lists {what}."
+
+    def _action(self, key: str) -> argparse.Action | None:
+        return next((action for action in self._actions if action.dest == key), None)
+
+    def _display(self, key: str) -> str:
+        """Returns the name under which `--help` shows an argument."""
+        action = self._action(key)
+        if action is None or action.option_strings:
+            return f"--{key}"
+        return str(action.metavar or key)
+
+    def _unknown(self, key: str) -> str:
+        if self._default_config and key in shipped():
+            return f"unknown argument {key}. Did you mean --config {key}?"
+        close = difflib.get_close_matches(key, {action.dest for action in self._actions}, n=1)
+        return f"unknown key {key}. " + (f"Did you mean {close[0]}?" if close else self._help)
+
+    def _wrong_type(self, key: str, value: str) -> str:
+        action = self._action(key)
+        kind = getattr(action, "_typehint", None) or getattr(action, "type", None)
+        name = key if "." in key else self._display(key)
+        if kind is str and re.fullmatch(r"[\d.]+", value):
+            return (
+                f"{name}={value} is a number, but the key takes text. Put the text in quotes: YAML reads 10:15 as "
+                f"minutes and seconds."
+            )
+        return f"{name}={value} is not valid. Use {_type_in_words(kind)}."
 
 
-def run(program: str, main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
-    """Runs a command on its words (none: those of the process); what stops it is one line and an exit code of `Exit`.
-
-    Args:
-      program: what the user called; the line begins with it.
-    """
-    errors.program = program
-    try:
-        main(sys.argv[1:] if argv is None else argv)
-    except ConfigError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        sys.exit(Exit.USER_ERROR)
-    except RunError as error:
-        print(f"{program}: {error}", file=sys.stderr, flush=True)
-        if error.code is Exit.NOT_SAVED:  # the threads of a save that failed may wait for each other for ever
-            sys.stdout.flush()
-            os._exit(error.code)
-        sys.exit(error.code)
-    except OSError as error:
-        if error.errno not in _DISK:
-            raise
-        where = f": {error.filename}" if error.filename else ""
-        print(f"{program}: error: {error.strerror}{where}; make room or mend the disk, and the same command goes on",
-              file=sys.stderr)  # fmt: skip
-        sys.exit(Exit.NOT_SAVED)
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
-        sys.exit(Exit.INTERRUPTED)
+def _type_in_words(kind: Any) -> str:
+    """Returns the values of a type in words: `one of a, b`, `a list of a, b`, `an integer >= 1 or null`."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        part = get_args(kind)[0]
+        return f"a list of {_PLURAL.get(part) or _type_in_words(part).removeprefix('one of ')}"
+    if get_origin(kind) is Annotated:
+        return f"{_type_in_words(kind.__origin__)} {kind.__metadata__[0]!r}"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_type_in_words, get_args(kind)))
+    return _WORDS.get(kind, str(kind))
 
 
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+_PLURAL = {int: "integers", str: "texts"}
 
 
-def take(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of a flag that is no part of the configuration, or None, and the other words."""
-    words = list(argv)
-    for i, word in enumerate(words):
-        if word == flag and words[i + 1 :]:
-            return words[i + 1], words[:i] + words[i + 2 :]
-        if word.startswith(f"{flag}="):
-            return word.removeprefix(f"{flag}="), words[:i] + words[i + 1 :]
-    return None, words
-
-
-_UNKNOWN_KEY = (  # the parser's words for a key it does not have: on the command line, and in a file
+_UNKNOWN_KEY = (  # the parser's words for a key that does not exist: on the command line, and in a file
     r"unrecognized arguments: (?:--)?([\w.]+)",
-    r"Group '([\w.]+)' does not accept option '(\w+)'",
+    r"Group '([\w.]+)' does not accept option '([\w.]+)'",
     r"Option '([\w.]+)' is not accepted",
 )
+
+
+def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the values of `--config` on a command line, and the other words."""
+    names, others, words = [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--config" and words:
+            names.append(words.pop(0))
+        elif word.startswith("--config="):
+            names.append(word.removeprefix("--config="))
+        else:
+            others.append(word)
+    return names, others
 
 
 def shipped() -> dict[str, Path]:
@@ -127,7 +216,7 @@ def shipped() -> dict[str, Path]:
 
 
 def config_file(name: str) -> Path:
-    """The file that `--config=NAME` means: a path, or the name of a shipped one.
+    """Returns the file that `--config=NAME` means: a path, or the name of a shipped configuration.
 
     Raises:
       ConfigError: there is neither.
@@ -141,69 +230,23 @@ def config_file(name: str) -> Path:
 
 
 def parse_config(argv: Sequence[str], default_config: str | Path = "quickstart") -> Config:
-    """The configuration that a command line means, see `parse`."""
-    return parse(argv, default_config)[0]
-
-
-def parse(argv: Sequence[str], default_config: str | Path = "quickstart") -> tuple[Config, bool]:
-    """Parses the command line of `train.py`, which is that of `jaxstack train`.
-
-    It has `--config FILE`, where FILE may be the name of a shipped one, and dotted flags, which override it wherever
-    they stand.
+    """Returns the configuration that the flags of `jaxstack train` give.
 
     Args:
-      argv: the words after the program's name.
-      default_config: what is read when `argv` names none.
-
-    Returns:
-      The configuration, and whether it is only to be shown how it lies on the mesh (`--print_shardings`).
+      argv: `--config FILE` and dotted flags, which override the file wherever they are.
+      default_config: configuration that is read when `argv` has no `--config`.
 
     Raises:
       ConfigError: an unknown key, a wrong type, an impossible value or a missing file.
     """
-    program = errors.program if errors.program in ("train.py", "jaxstack train") else "jaxstack train"
-    parser = _parser(program, str(default_config))
-    named: list[str] = []
-    flags: list[str] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word == "--config" and words:
-            named.append(words.pop(0))
-        elif word.startswith("--config="):
-            named.append(word.removeprefix("--config="))
-        else:
-            flags.append(word)
-    files = [config_file(name) for name in named or [str(default_config)]]
-    for path in files:
-        _check_keys(path)
-    values = parser.parse_args([*(f"--config={path}" for path in files), *flags])
-    for f in dataclasses.fields(Config):
-        if not isinstance(values[f.name], Namespace):
-            raise ConfigError(f"{f.name}={values[f.name]} must be a group of keys, such as {f.name}: {{...}} in YAML")
-    groups = parser.instantiate(values)
-    config = Config(**{f.name: groups[f.name] for f in dataclasses.fields(Config)})
-    for key, value in flat(config).items():
-        if _SECRET.search(str(value)):
-            raise ConfigError(
-                f"{key} holds a password or an access token, which would stand in config.yaml, on the screen and in "
-                f"every checkpoint; give it through the environment (HF_TOKEN, ...) or by the service's own login"
-            )
-    return config, values.print_shardings
+    return _config_parser(str(default_config)).read(argv).cfg
 
 
 @functools.cache
-def _parser(program: str, default_config: str) -> Parser:
-    """Returns the parser of `parse`. Making it takes longer than parsing, since it reads every key's docstring."""
-    parser = Parser(prog=program, description="Trains a decoder language model; writes everything to run.dir.")
-    parser.add_argument(
-        "--config", action=ActionConfigFile, help=f"YAML file of values, or the name of one of configs/ (default: "
-                                                  f"{default_config})"
-    )  # fmt: skip
-    parser.add_argument(
-        "--print_shardings", action="store_true", help="print how every parameter lies on the mesh, and stop"
-    )
-    parser.add_class_arguments(Config, as_group=True)
+def _config_parser(default_config: str) -> Parser:
+    """Returns the parser of `parse_config`. To make it takes longer than to use it, since it reads every docstring."""
+    parser = Parser(prog="jaxstack train")
+    parser.add_config(default_config)
     return parser
 
 
@@ -213,18 +256,29 @@ _SECRET = re.compile(
 )
 
 
-def _check_keys(path: Path) -> None:
-    """YAML itself would quietly take the last of two equal keys.
+def _check_secrets(cfg: Config) -> None:
+    for key, value in flat(cfg).items():
+        if _SECRET.search(str(value)):
+            raise ConfigError(
+                f"{key} contains a password or an access token, which would be written to config.yaml, the screen and "
+                f"every checkpoint. Pass it through the environment (HF_TOKEN, ...) or the service's own login."
+            )
+
+
+def _check_yaml(path: Path) -> None:
+    """Checks that a file is YAML without duplicate keys, of which YAML would silently use the last one.
 
     Raises:
-      ConfigError: a key stands twice in one group, or the file is not YAML.
+      ConfigError: a group contains a key twice, or the file is not YAML.
     """
     try:
         nodes = [yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)]
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}. Correct the file.") from None
     except (OSError, ValueError):
-        return  # the parser will say what is wrong
+        return  # the parser reports the error
+    if not isinstance(nodes[0], yaml.MappingNode):
+        raise ConfigError(f"{path} does not contain keys. Write groups of keys, such as model: {{num_layers: 4}}.")
     while nodes:
         node = nodes.pop()
         if isinstance(node, yaml.MappingNode):
@@ -232,14 +286,14 @@ def _check_keys(path: Path) -> None:
             for i, (key, value) in enumerate(node.value):
                 if key.value in keys[:i]:
                     line = key.start_mark.line + 1
-                    raise ConfigError(f"{path}, line {line}: the key {key.value} stands there twice; leave one of them")
+                    raise ConfigError(f"{path}, line {line}: the key {key.value} occurs twice. Remove one of them.")
                 nodes.append(value)
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML that `--config` reads back to the same values."""
+    """Returns a configuration as YAML that `--config` reads back to the same values."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Stop signals: SIGTERM and SIGINT stop a run after the step, a second SIGINT at once. JAX is not imported here."""
+"""SIGTERM and SIGINT as a request to stop after the step; a second SIGINT leaves at once. JAX is not imported here."""
 
 import os
 import signal
@@ -11,53 +11,49 @@ from contextlib import contextmanager
 from jaxstack.common.errors import Exit
 
 
-class StopRequest:
-    """A request to stop the run.
-
-    Attributes:
-      signal: name of the signal that was received, `SIGTERM` or `SIGINT`; `None` as long as there was none.
-    """
+class Request:
+    """Whether somebody asked the run to stop, and how (`SIGTERM`, `SIGINT`)."""
 
     def __init__(self) -> None:
-        self.signal: str | None = None
+        self.by: str | None = None
 
 
 @contextmanager
-def catch_stop_signals(forward: Callable[[], None] | None = None) -> Iterator[StopRequest]:
-    """Handles SIGTERM and SIGINT inside the context.
+def caught(forward: Callable[[], None] | None = None) -> Iterator[Request]:
+    """Takes both signals while the context lasts.
 
-    A thread receives them at once. Python's own handlers would wait until the main thread returns from XLA, which can
-    take as long as a step.
+    A thread hears them, at once: Python's own handlers would wait until the main thread comes back from XLA, which may
+    be a long step away.
 
     Args:
-      forward: passes the request on to the other processes of a run. The first SIGINT calls it instead of setting the
-        request, and SIGTERM is left to JAX. `None` is for a single process.
+      forward: of a run of several processes, whose request has to reach the others: called at the first SIGINT in
+        place of setting the request. SIGTERM is then left to JAX.
     """
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():  # Python allows handlers in the main thread only
+    request = Request()
+    if threading.current_thread() is not threading.main_thread():  # a notebook's cell; Python allows it nowhere else
         yield request
         return
-    receiver, sender = socket.socketpair()
-    sender.setblocking(False)
-    handled = (signal.SIGINT,) if forward else (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda *_: None) for number in handled}
-    descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    ours, pythons = socket.socketpair()
+    pythons.setblocking(False)
+    taken = (signal.SIGINT,) if forward else (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *_: None) for number in taken}
+    descriptor = signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False)
 
     def listen() -> None:
         interrupts = 0
-        while numbers := receiver.recv(64):
+        while numbers := ours.recv(64):
             for number in numbers:
-                if number not in handled:
+                if number not in taken:
                     continue
                 interrupts += number == signal.SIGINT
                 if interrupts == 2:
-                    print("\nexiting now; committed checkpoints are intact", file=sys.stderr, flush=True)
+                    print("\nleft at once; what was committed stands", file=sys.stderr, flush=True)
                     os._exit(Exit.INTERRUPTED)
                 if forward:
                     forward()
-                elif request.signal is None:
-                    request.signal = signal.Signals(number).name
-                hint = "; interrupt again to exit now" if number == signal.SIGINT else ""
+                elif request.by is None:
+                    request.by = signal.Signals(number).name
+                hint = "; again to leave at once" if number == signal.SIGINT else ""
                 print(f"\nstopping after this step{hint}", file=sys.stderr, flush=True)
 
     threading.Thread(target=listen, daemon=True, name="jaxstack-signals").start()
@@ -67,4 +63,4 @@ def catch_stop_signals(forward: Callable[[], None] | None = None) -> Iterator[St
         signal.set_wakeup_fd(descriptor)
         for number, handler in before.items():
             signal.signal(number, handler)
-        sender.close()
+        pythons.close()

@@ -1,6 +1,8 @@
 """What is installed: the command `jaxstack`, the configurations that come with it, and a wheel that trains anywhere."""
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import jaxstack
-from jaxstack import __main__ as commands
 from jaxstack.cli import supervise
+from jaxstack.cli.parser import COMMANDS
 from jaxstack.common import errors
 from jaxstack.config import ConfigError, parse
 
@@ -28,45 +30,55 @@ def jaxstack_(*argv: str, code: int = 0) -> tuple[str, str]:
 def test_help_of_every_command_comes_without_jax():
     """In one process, so that no command's help can hide behind another's start."""
     code = (
-        "import sys\nfrom jaxstack.__main__ import COMMANDS, main\n"
-        "for name in [None, *COMMANDS]:\n"
-        "    sys.argv = ['jaxstack', *([name] if name else []), '--help']\n"
+        "import sys\nfrom jaxstack.cli.parser import COMMANDS, run\n"
+        "for name in ['', *COMMANDS]:\n"
         "    print('---', name)\n"
-        "    try: main()\n"
+        "    try: run('jaxstack', [*name.split(), '--help'])\n"
         "    except SystemExit as end: assert not end.code, name\n"
         "    assert 'jax' not in sys.modules, name\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name, text in (part.split("\n", 1) for part in done.stdout.split("--- ")[1:]):
-        assert f"jaxstack {name if name != 'None' else 'COMMAND'}" in text
+        assert text.startswith(f"usage: jaxstack {name or 'COMMAND'} "), name
 
 
-def test_every_command_exists():
-    for path, _ in commands.COMMANDS.values():
-        assert (ROOT / "jaxstack" / path).is_file()
+def test_the_overview_lists_every_command_in_its_group():
+    text = jaxstack_("--help")[0]
+    assert text == jaxstack_()[0]
+    for name, command in COMMANDS.items():
+        assert f"\n  {name} " in "\n" + text.split(f"\n{command.group}:\n")[1].split("\n\n")[0]
+        assert command.summary in text
+        assert (ROOT / "jaxstack" / "cli" / f"{command.module}.py").is_file()
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["trian"], ["unknown command trian; did you mean train?"]),
-        (["train", "--model.num_layer=3"], ["did you mean model.num_layers?"]),
+        (["trian"], ["unknown command trian. Did you mean train?"]),
+        (["train", "--model.num_layer=3"], ["Did you mean model.num_layers?"]),
         (["train", "--config=nowhere"], ["--config=nowhere is not a file", "qwen3_0.6b"]),
-        (["train", "--model.num_layers=x"], ["`jaxstack train --help` lists every key"]),
-        (["generate", "nowhere", "x"], ["nowhere is no run"]),
+        (["train", "--model.num_layers=x"], ["model.num_layers=x is not valid. Use an integer >= 1."]),
+        (["train", "--nothing.like.it=1"], ["`jaxstack train --help` lists every key"]),
+        (["train", "quickstart"], ["unknown argument quickstart. Did you mean --config quickstart?"]),
+        (["train", "--model.num_layers"], ["--model.num_layers has no value"]),
+        (["data shwo"], ["unknown command data shwo. Did you mean data show?"]),
+        (["schedule", "1f1b", "--stages=0"], ["--stages=0 is out of range. Use 1 or more; the default is 4."]),
+        (["completion", "csh"], ["SHELL=csh is not valid. Use one of bash, zsh, fish."]),
+        (["generate", "nowhere", "x"], ["nowhere is not a run"]),
         (["report", "nowhere"], ["nowhere is no directory"]),
-        (["export", "nowhere", "out"], ["nowhere is no run"]),
+        (["export", "nowhere", "out"], ["nowhere is not a run"]),
         (["data", "show", "nowhere"], ["nowhere.json does not exist"]),
         (["plan"], ["--target is missing"]),
         (["profile"], ["--out is missing"]),
-        (["supervise", "--", "ls"], ["the command `ls` is neither"]),
+        (["supervise", "--", "ls"], ["the command `ls` does not train"]),
     ],
 )
 def test_a_mistake_is_one_line_by_the_name_of_the_command(argv, words, tmp_path):
     _, err = jaxstack_(*argv, code=errors.Exit.USER_ERROR)
     assert err.count("\n") == 1, err
-    assert err.startswith(f"jaxstack {argv[0]}: error: " if argv[0] in commands.COMMANDS else "jaxstack: error: ")
+    command = " ".join(argv[:2]) if argv[:1] == ["data"] else argv[0] if argv[0] in COMMANDS else ""
+    assert err.startswith(f"jaxstack {command}: error: " if command else "jaxstack: error: ")
     for word in words:
         assert word in err
 
@@ -100,7 +112,43 @@ def test_a_configuration_goes_by_its_path_or_by_its_name(tmp_path, monkeypatch):
     ],
 )
 def test_the_supervisor_knows_every_way_to_train(command):
-    assert supervise.configuration([*command, "--run.dir=x"]).run.dir == "x"
+    assert supervise.training_config([*command, "--run.dir=x"]).run.dir == "x"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["tr"], "train"),
+        (["train", "--model.num_l"], "--model.num_layers"),
+        (["train", "--model.norm", "=", "r"], "rms"),
+        (["train", "--config", "shakespeare_"], "shakespeare_cpu"),
+        (["plan", "ro"], "roofline"),
+        (["plan", "roofline", "--traffic", ""], "fused unfused"),
+        (["data", ""], "build verify show"),
+        (["generate", "RUN", "--sample.rep"], "--sample.repetition_penalty"),
+    ],
+    ids=" ".join,
+)
+def test_bash_completes(words, found, tmp_path):
+    """Words are as bash splits them: `=` is a word."""
+    (tmp_path / "completion").write_text(jaxstack_("completion", "bash")[0])
+    code = (
+        f"source {tmp_path / 'completion'}\n"
+        "complete -p jaxstack >/dev/null || exit 1\n"
+        f"COMP_WORDS=({shlex.join(['jaxstack', *words])})\nCOMP_CWORD={len(words)}\n"
+        '_jaxstack\necho "${COMPREPLY[*]}"'
+    )
+    done = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{found}\n", "")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_every_command_and_key(shell):
+    script = jaxstack_("completion", shell)[0]
+    for word in ("supervise", "roofline", "model.moe.num_experts", "sample.beams", "quickstart"):
+        assert word in script
+    if program := shutil.which(shell):
+        subprocess.run([program, "-n"], input=script, text=True, check=True)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxstack import train
+from jaxstack.cli import parser
 from jaxstack.common import errors
 from jaxstack.config import Config, ConfigError, parse, resolve
 from jaxstack.models import decoder, params
@@ -33,10 +33,9 @@ PARAMETERS = {  # published counts, embeddings counted once
 
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
     """Returns what `train.py` says of a mistake: one line on stderr, before JAX starts, and exit code 2."""
-    monkeypatch.setattr(errors, "program", errors.program)  # `cli.run` sets it
     monkeypatch.setattr(platform, "configure", lambda *args: pytest.fail("the next call would start JAX"))
     with pytest.raises(SystemExit) as end:
-        parse.run("train.py", train.main, list(argv))
+        parser.run("train.py", ["train", *argv])
     assert end.value.code == errors.Exit.USER_ERROR
     out, err = capsys.readouterr()
     assert out == ""
@@ -94,8 +93,8 @@ def test_help_comes_before_anything_slow_is_imported():
 
 
 MISTAKES = {
-    "unknown key": (["--model.num_layer=3"], ["model.num_layer", "did you mean model.num_layers?"]),
-    "unknown group": (["--modl.num_layers=3"], ["modl.num_layers", "did you mean"]),
+    "unknown key": (["--model.num_layer=3"], ["model.num_layer", "Did you mean model.num_layers?"]),
+    "unknown group": (["--modl.num_layers=3"], ["modl.num_layers", "Did you mean"]),
     "wrong type": (["--model.num_layers=three"], ["model.num_layers", "int", "three"]),
     "abbreviation": (["--model.num_l=3"], ["model.num_l"]),
     "wrong choice": (["--optim.name=adam"], ["optim.name", "adamw", "adam"]),
@@ -182,7 +181,7 @@ def test_a_process_ends_by_the_same_line_and_code(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("model:\n  num_layer: 4\n", ["model.num_layer", "did you mean model.num_layers?"]),
+        ("model:\n  num_layer: 4\n", ["model.num_layer", "Did you mean model.num_layers?"]),
         ("modl:\n  num_layers: 4\n", ["modl.num_layers"]),
         ("profile:\n  steps: 10:15\n", ["profile.steps", "615", "quotes"]),
         ("model: 3\n", ["model"]),

@@ -146,7 +146,8 @@ def groups(kind=Config, prefix=""):
 BOUNDS = {
     f"{group}.{name}": (interval, typing.get_type_hints(kind)[name])
     for group, kind in groups()
-    for name, (interval, _) in bounds.bounds(kind).items()
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items()
+    if (interval := bounds.interval_of(hint))
 }
 """Every bounded key: its interval and its type."""
 
@@ -178,7 +179,7 @@ def refusal(values):
         config.resolve(build(Config, values), 256)
     except ConfigError as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if frames[-1].name == "check_bounds":
+        if frames[-1].name == "check_value":
             return str(error).partition("=")[0], str(error)
         frame = [f for f in frames if f.filename in FILES][-1]
         found = [

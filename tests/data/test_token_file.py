@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxstack import data
-from jaxstack.cli.data import main
+from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer
@@ -76,7 +76,7 @@ def test_load_uses_the_tokenizer_of_the_file(tmp_path):
     assert got.tokenizer.name == "chars"
     assert got.tokenizer.decode(got.train.ids[:7]) == "the cat"
     assert got.description == f"{path}: 3 documents, 29 tokens train, 4 tokens held out"
-    with pytest.raises(ConfigError, match=r"data\.tokenizer=gpt2\.json, but .* was made with chars. Remove"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=gpt2\.json, but .* was made with chars; leave"):
         data.load(DataConfig(source="tokens", path=path, tokenizer="gpt2.json"))
 
 
@@ -84,7 +84,7 @@ def test_load_uses_the_tokenizer_of_the_file(tmp_path):
 def test_nothing_is_overwritten(tmp_path, suffix):
     existing = tmp_path / f"t{suffix}"
     existing.write_text("mine")
-    with pytest.raises(ConfigError, match=r"exists and is never overwritten\. Remove it or choose another name"):
+    with pytest.raises(ConfigError, match="exists and is never overwritten; remove it or choose another name"):
         data.write_token_file(tmp_path / "t", DOCUMENTS, ByteTokenizer())
     assert existing.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [existing]
@@ -110,7 +110,7 @@ def test_killed_between_renames_is_no_token_file(file):
 
 
 def test_folder_must_exist(tmp_path):
-    with pytest.raises(ConfigError, match=r"is not a folder. Create it before building t\.bin there"):
+    with pytest.raises(ConfigError, match=r"is no folder; create it before building t\.bin there"):
         data.write_token_file(tmp_path / "no" / "t", DOCUMENTS, ByteTokenizer())
 
 
@@ -149,8 +149,8 @@ def test_changed_after_it_was_built(file, monkeypatch):
         ({"count": -1}, r"declares count, documents, vocab_size = \(-1,"),
         ({"documents": 4}, "does not hold 4 ascending document starts"),
         ({"vocab_size": 400}, "declares vocab_size=400, but its tokenizer has 256"),
-        ({"colour": "red"}, "is not a header of a token file"),
-        ({"tokenizer": {}}, "is not of a known kind"),
+        ({"colour": "red"}, "is no header of a token file"),
+        ({"tokenizer": {}}, "is of no known kind"),
     ],
 )
 def test_bad_headers(file, values, message):
@@ -176,7 +176,7 @@ def test_bad_starts(file):
 
 def test_header_that_is_not_json(file):
     file.with_suffix(".json").write_text("{")
-    with pytest.raises(ConfigError, match="is not a header of a token file"):
+    with pytest.raises(ConfigError, match="is no header of a token file"):
         read_header(file)
 
 
@@ -195,14 +195,14 @@ def text(tmp_path):
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
 def test_build_verify_show(text, tmp_path, capsys, tokenizer):
     out = str(tmp_path / "out")
-    main(["build", "--data.source=path", f"--data.path={text}", f"--data.tokenizer={tokenizer}", out])
+    execute(["data", "build", "--data.source=path", f"--data.path={text}", f"--data.tokenizer={tokenizer}", out])
     printed = capsys.readouterr().out
     assert f"jaxstack train --data.source=tokens --data.path={out}" in printed
     assert "3 documents" in printed
     assert "bytes per token" in printed
-    main(["verify", out])
-    assert "is whole: 3 documents" in capsys.readouterr().out
-    main(["show", out])
+    execute(["data", "verify", out])
+    assert "is intact: 3 documents" in capsys.readouterr().out
+    execute(["data", "show", out])
     assert "begins: 'the cat" in capsys.readouterr().out
     want = data.load(DataConfig(source="path", path=str(text), tokenizer=tokenizer))
     got = data.load(DataConfig(source="tokens", path=out))
@@ -216,7 +216,7 @@ def test_mistakes_are_one_line_and_exit_code_2(text, tmp_path):
 
     missing = run("verify", str(tmp_path / "none"))
     assert missing.returncode == 2
-    assert missing.stderr.startswith("jaxstack data: error: ")
+    assert missing.stderr.startswith("jaxstack data verify: error: ")
     assert missing.stderr.count("\n") == 1
     (text / "image").write_bytes(b"\0")
     binary = run("build", "--data.source=path", f"--data.path={text}", str(tmp_path / "out"))
@@ -231,13 +231,12 @@ def test_mistakes_are_one_line_and_exit_code_2(text, tmp_path):
         (["build", "--data.source=path", "out"], r"data\.path is missing"),
         (["build", "--data.source=disk", "out"], "disk"),
         (["build", "--data.seq_len=4", "out"], r"data\.seq_len"),
-        (["build", "--data.source=tokens", "--data.path=t", "out"], "is a token file already"),
+        (["build", "--data.source=tokens", "--data.path=t", "out"], "is already a token file"),
         (["biuld", "out"], "biuld"),
-        (["build"], "out"),
-        ([], "command"),
+        (["build"], "OUT is missing"),
     ],
 )
 def test_command_line_mistakes(words, message):
     with pytest.raises(ConfigError, match=message) as error:
-        main(words)
+        execute(["data", *words])
     assert "\n" not in str(error.value)

@@ -20,9 +20,9 @@ import test_meshes
 from families import EXPERTS, FAMILIES
 
 from jaxstack.checkpoint import run_dir as rundir
-from jaxstack.checkpoint import verify
+from jaxstack.checkpoint import store
 from jaxstack.checkpoint.store import Checkpoints
-from jaxstack.cli import generate as command
+from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig, RunConfig, SampleConfig
 from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.generate import beam_search, decode, sampling
@@ -329,7 +329,7 @@ def test_what_cannot_be_continued_says_so():
     for prompts, words in (
         ([], "no prompts"),
         ([[1], []], "prompt 2 of 2 is empty"),
-        ([[61]], "has the id 61. Ids are below 61"),
+        ([[61]], "has the id 61; ids are below 61"),
         ([[1] * 60], "learned positions ends at 64"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -353,10 +353,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_only_parameters_are_verified_and_read(run_dir, monkeypatch):
     """Of the newest step and of one that is named: AdamW's state is two thirds of a checkpoint."""
-    asked, changed = [], verify._content_corruption
-    monkeypatch.setattr(
-        verify, "_content_corruption", lambda path, tree: asked.append((path, tree)) or changed(path, tree)
-    )
+    asked, changed = [], store._changed
+    monkeypatch.setattr(store, "_changed", lambda path, tree: asked.append((path, tree)) or changed(path, tree))
     cfg = init_from.find(str(run_dir), "run")
     ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     for number in (None, 3):
@@ -369,7 +367,7 @@ def test_only_parameters_are_verified_and_read(run_dir, monkeypatch):
 
 def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypatch):
     def text(*flags: str) -> str:
-        command.main([str(run_dir), "ab", "--sample.temperature=0", "--sample.tokens=8", *flags])
+        execute(["generate", str(run_dir), "ab", "--sample.temperature=0", "--sample.tokens=8", *flags])
         return capsys.readouterr().out
 
     newest, older = text(), text("--step=3")
@@ -384,7 +382,7 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
         text(), text("--dtype=bfloat16")
     assert computed == [jnp.float32, jnp.bfloat16]
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab\ncde\n"))
-    command.main([str(run_dir), "-", "--sample.temperature=0", "--sample.tokens=8"])
+    execute(["generate", str(run_dir), "-", "--sample.temperature=0", "--sample.tokens=8"])
     first, second = capsys.readouterr().out.split("\n---\n")
     assert first == newest.rstrip("\n")
     assert second.startswith("cde")
@@ -393,22 +391,22 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere", "x"], "nowhere is no run directory"),
+        (["nowhere", "x"], "nowhere is not a run directory"),
         (["RUN", ""], "prompt 1 of 1 is empty"),
         (["RUN", "x" * 60], "learned positions ends at 64"),
         (["RUN", "x", "--sample.top_p=1.5"], "sample.top_p=1.5 is out of range"),
-        (["RUN", "x", "--sample.topk=3"], "unknown key sample.topk; did you mean sample.top_k?"),
-        (["RUN", "x", "--train.dtype=bfloat16"], "unknown key train.dtype; did you mean dtype?"),
+        (["RUN", "x", "--sample.topk=3"], r"unknown key sample.topk\. Did you mean sample.top_k\?"),
+        (["RUN", "x", "--train.dtype=bfloat16"], r"unknown key train.dtype\. Did you mean dtype\?"),
         (["RUN", "x", "--sample.beams=4"], "Use sample.temperature=0 and"),
         (["RUN", "x", "--step=4", "--sample.tokens=3"], "holds no step 4; its steps are"),
         (["RUN", "x", "--stop=ab"], "is 2 tokens"),
-        (["RUN"], "prompts"),
+        (["RUN"], "PROMPT is missing"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
 def test_a_mistake_is_one_line(run_dir, words, message):
     with pytest.raises(ConfigError, match=message) as raised:
-        command.main([str(run_dir) if word == "RUN" else word for word in words])
+        execute(["generate", *(str(run_dir) if word == "RUN" else word for word in words)])
     assert "\n" not in str(raised.value)
 
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxstack.cli import schedule as command
+from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.pipeline import schedule
 from jaxstack.pipeline.schedule import IDLE, Schedule, ScheduleError
@@ -121,10 +121,12 @@ def test_the_drawing_shows_every_unit():
 
 
 def test_a_chart_is_drawn_and_mistakes_are_one_line(tmp_path, capsys):
-    command.main(["interleaved_1f1b", "--stages=2", "--microbatches=4", "--chunks=2", f"--out={tmp_path / 'a.png'}"])
+    execute(
+        ["schedule", "interleaved_1f1b", "--stages=2", "--microbatches=4", "--chunks=2", f"--out={tmp_path / 'a.png'}"]
+    )
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "bubble 12.5% in lockstep" in capsys.readouterr().out
     with pytest.raises(ScheduleError, match="groups of 3 stages"):
-        command.main(["interleaved_1f1b", "--stages=3", "--microbatches=4", "--chunks=2"])
-    with pytest.raises(ConfigError, match="one chunk a stage"):
-        command.main(["gpipe", "--chunks=2"])
+        execute(["schedule", "interleaved_1f1b", "--stages=3", "--microbatches=4", "--chunks=2"])
+    with pytest.raises(ConfigError, match="one chunk per stage"):
+        execute(["schedule", "gpipe", "--chunks=2"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from families import FAMILIES
 
-from jaxstack.cli.plan import main
+from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, TrainConfig
 from jaxstack.models import flops
 from jaxstack.models.context import Context
@@ -74,13 +74,13 @@ def test_the_formula_falls_with_what_is_split_and_recomputed():
     [
         ([], "--target is missing"),
         (["--target=v5e:2x2"], "model.vocab_size is missing"),
-        (["--target=tpu:2x2", "--model.vocab_size=64"], "Use one of v4, v5e"),
+        (["--target=tpu:2x2", "--model.vocab_size=64"], "must be one of v4, v5e"),
     ],
     ids=str,
 )
 def test_mistakes_are_answered(argv, message):
     with pytest.raises(ConfigError, match=message):
-        main(argv)
+        execute(["plan", *argv])
 
 
 @pytest.mark.parametrize(
@@ -90,4 +90,4 @@ def test_a_compiler_that_is_not_installed_is_named_with_its_extra(target, module
     if importlib.util.find_spec(module):
         pytest.skip(f"{module} is installed")
     with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{extra}\]'"):
-        main([f"--target={target}", "--model.vocab_size=64", "--mesh.data=-1"])
+        execute(["plan", f"--target={target}", "--model.vocab_size=64", "--mesh.data=-1"])

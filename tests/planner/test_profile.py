@@ -13,14 +13,12 @@ import test_meshes as meshes
 import test_pipeline as pipelines
 from test_train import ROOT, SMALL, run
 
-from jaxstack.cli import profile as command
+from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.models.context import Context
 from jaxstack.pipeline import Program, Stages, interleaved_one_f_one_b, resolve
 from jaxstack.pipeline.partition import Costs, Partition
 from jaxstack.planner import pipeline_costs as profile
-from jaxstack.planner import pipeline_programs as programs
-from jaxstack.planner import timing
 from jaxstack.sharding import make_mesh
 
 MESH = {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 2}
@@ -42,9 +40,9 @@ def config(**train: Any) -> Config:
 
 
 def test_the_command_writes_costs_that_a_run_can_take(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(timing, "LONG_ENOUGH_S", 0.01)
+    monkeypatch.setattr(profile, "LONG_ENOUGH_S", 0.01)
     out = tmp_path / "costs.json"
-    command.main([*TINY, f"--out={out}"])
+    execute(["profile", *TINY, f"--out={out}"])
     printed = capsys.readouterr().out
     assert printed.endswith(f"wrote {out}: use it with --pipeline.partition={out}\n")
     costs = Costs.load(out)
@@ -57,8 +55,8 @@ def test_the_command_writes_costs_that_a_run_can_take(tmp_path, capsys, monkeypa
     assert costs.spread
     assert "2 x cpu, microbatches of 1 x 32 tokens a replica in float32" in costs.measured_on
     assert costs.memory_bytes is None, "a CPU names no limit"
-    with pytest.raises(ConfigError, match=r"costs.json exists; remove it, or name another file"):
-        command.main([*TINY, "--out", str(out)])
+    with pytest.raises(ConfigError, match=r"costs.json exists\. Remove it, or name another file"):
+        execute(["profile", *TINY, "--out", str(out)])
 
 
 @pytest.mark.slow
@@ -72,7 +70,7 @@ def test_the_command_writes_costs_that_a_run_can_take(tmp_path, capsys, monkeypa
     ],
 )
 def test_every_axis_and_option_can_be_measured(family, mesh, how, monkeypatch):
-    monkeypatch.setattr(timing, "LONG_ENOUGH_S", 0.01)
+    monkeypatch.setattr(profile, "LONG_ENOUGH_S", 0.01)
     cfg = pipelines.config(family, {"pipe": 2, **mesh}, layers=4, batch=16, microbatches=2, **how)
     costs = profile.measure(cfg, cfg.mesh.resolved_sizes(8), jax.devices())
     assert min(costs.forward + costs.backward + costs.stash_bytes + costs.first) > 0
@@ -81,16 +79,16 @@ def test_every_axis_and_option_can_be_measured(family, mesh, how, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--mesh.pipe=2"], "--out is missing; name the file to write"),
-        (["--out=nowhere/costs.json"], "lies in no directory; make nowhere"),
-        (["--out=costs.json"], "mesh.pipe=1 has no stages to cut"),
+        (["--mesh.pipe=2"], r"--out is missing\. Name the file to write"),
+        (["--out=nowhere/costs.json"], "is in a directory that does not exist. Make nowhere"),
+        (["--out=costs.json"], "mesh.pipe=1 has no stages to balance"),
         (["--out=costs.json", "--mesh.pipe=2", "--mesh.context=16", "--model.vocab_size=256"], "needs 16 devices"),
     ],
 )
 def test_the_command_refuses_in_one_line(argv, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=says) as error:
-        command.main([f"--config={ROOT / 'configs' / 'quickstart.yaml'}", *argv])
+        execute(["profile", f"--config={ROOT / 'configs' / 'quickstart.yaml'}", *argv])
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
@@ -101,7 +99,7 @@ def test_state_is_counted_to_the_byte():
     cfg = config(dtype="bfloat16")
     D, F, V = cfg.model.d_model, cfg.model.ff_width, cfg.model.vocab
     layer, norms = 4 * D * D + 3 * D * F, 2 * D  # 8 heads of 8 for queries, keys and values
-    state, shared = profile._state_bytes(cfg, {**MESH, "expert": 1, "context": 1})
+    state, shared = profile._state(cfg, {**MESH, "expert": 1, "context": 1})
     assert state == 12 * (layer / 4 + norms) + 4 * (layer / 2 + norms) + 2 * layer / 2
     ends = 2 * V * D
     counters = 2 * 4  # steps, of the moments and of the learning rate
@@ -117,9 +115,7 @@ def test_residuals_and_the_stream_are_counted_to_the_byte(remat, dtype):
     cfg = replace(cfg, model=replace(cfg.model, num_layers=2), data=replace(cfg.data, batch_size=2))
     cfg = replace(cfg, mesh=replace(cfg.mesh, pipe=1, fsdp=1), pipeline=PipelineConfig())
     ctx = Context.create(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
-    boundary, stash = programs.activation_bytes(
-        cfg, ctx, programs.initial_values(cfg, ctx), programs.random_batch(cfg, ctx)
-    )
+    boundary, stash = profile._stored(cfg, ctx, profile._values(cfg, ctx), profile._batch(cfg, ctx))
     S, D, F, H = cfg.data.seq_len, cfg.model.d_model, cfg.model.ff_width, cfg.model.num_heads
     assert boundary == {"float32": 4, "bfloat16": 2}[dtype] * S / 2 * D
     if remat == "full":
@@ -212,8 +208,8 @@ def test_several_processes_are_sent_to_the_command(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     cfg = pipelines.config("llama3", {"pipe": 2}, layers=4)
     cfg = replace(cfg, pipeline=replace(cfg.pipeline, partition="auto"))
-    with pytest.raises(ConfigError, match=r"this run has 2. Run `jaxstack profile --out") as error:
-        profile.resolve_partition(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
+    with pytest.raises(ConfigError, match=r"this run has 2; run `jaxstack profile --out") as error:
+        profile.settled(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
     assert "\n" not in str(error.value)
 
 

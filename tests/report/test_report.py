@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxstack.cli.report import main
+from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.report import charts, page, runs, style
 from jaxstack.tracking import goodput
@@ -96,15 +96,15 @@ def test_seconds_add_up_and_goodput_is_the_part_of_steps():
         "profile": 0.0, "end": 0.25, "lost": 4.0, "down": 60.5,
     }  # fmt: skip
     assert goodput.fraction(sums) == 4.0 / 85.0
-    assert goodput.work_seconds(LINES) == 24.5  # without `down`
+    assert goodput.total(LINES) == 24.5  # without `down`
     assert goodput.fraction(goodput.spent([{"step": 1, "loss": 1.0}])) is None
 
 
 def test_what_dropped_lines_say_of_earlier_losses_is_kept():
     """A run that goes back behind an earlier restart, since a checkpoint broke: no second is forgotten."""
-    event = goodput.resumed_record(0, [], LINES)
+    event = goodput.resumed(0, [], LINES)
     assert event is not None
-    assert event["lost_s"] == goodput.work_seconds(LINES)
+    assert event["lost_s"] == goodput.total(LINES)
     assert event["down_s"] >= goodput.spent(LINES)["down"]
 
 
@@ -128,9 +128,9 @@ def test_bad_steps_with_lines_of_their_own_are_told_once(tmp_path):
 
 def test_a_clock_that_was_set_back_takes_nothing_away():
     ahead = [training(10, time=time.time() + 1e6)]
-    event = goodput.resumed_record(10, ahead, [])
+    event = goodput.resumed(10, ahead, [])
     assert event == {"step": 10, "event": "resumed", "lost_s": 0.0, "down_s": 0.0}
-    assert goodput.resumed_record(0, [], []) is None
+    assert goodput.resumed(0, [], []) is None
 
 
 def test_the_kinds_on_the_page_are_those_of_the_sums(tmp_path):
@@ -285,7 +285,7 @@ def test_logs_that_are_none(log, words, tmp_path):
     if log is not None:
         (tmp_path / "metrics.jsonl").write_text(log)
     with pytest.raises(ConfigError, match=words):
-        main([str(tmp_path)])
+        execute(["report", str(tmp_path)])
     assert not (tmp_path / "report.html").exists()
 
 
@@ -293,26 +293,26 @@ def test_command_lines_that_mean_nothing(tmp_path):
     run = str(write(tmp_path / "run", LINES))
     many = [str(tmp_path / str(i)) for i in range(style.MOST_RUNS + 1)]
     for argv, words in (
-        ([], "no run is named"),
+        ([], "RUN is missing"),
         ([str(tmp_path / "nowhere")], "is no directory"),
-        ([run, "--open"], "--open is not known"),
-        ([run, "--out"], "lacks its value"),
+        ([run, "--open"], "unknown key open"),
+        ([run, "--out"], "--out has no value"),
         ([run, run], "named twice"),
         (many, "runs are more than"),
-        ([run, "--out", f"{run}/metrics.jsonl"], "is no page"),
+        ([run, "--out", f"{run}/metrics.jsonl"], "is not a page"),
         ([run, "--out", str(tmp_path / "none" / "x.html")], "cannot be written"),
     ):
         with pytest.raises(ConfigError, match=words):
-            main(argv)
+            execute(["report", *argv])
     (Path(run) / "config.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="is no YAML"):
-        main([run])
+        execute(["report", run])
 
 
 def test_the_command_starts_without_jax_and_fails_in_one_line(tmp_path):
     run = write(tmp_path / "a run", LINES)
-    code = "import sys; from jaxstack.cli.report import main; main(sys.argv[1:]); assert 'jax' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
+    code = "import sys; from jaxstack.cli.parser import execute; execute(sys.argv[1:]); assert 'jax' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, "report", str(run)], capture_output=True, text=True, check=True)
     for word in ("30 of 40", "goodput", "4.7%", "lost", "down", "report.html"):
         assert word in done.stdout
     checked((run / "report.html").read_text())
@@ -329,7 +329,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here; the tests above have read the page")
 def test_a_browser_shows_the_page(tmp_path):
     run = write(tmp_path / "run", LINES)
-    main([str(run)])
+    execute(["report", str(run)])
     argv = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}/own"]
     picture = tmp_path / "page.png"
     done = subprocess.run(

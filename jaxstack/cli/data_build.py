@@ -1,0 +1,58 @@
+"""Makes a token file from a data source: OUT.bin, OUT.starts.npy and OUT.json."""
+
+from collections.abc import Iterable, Iterator
+
+from jsonargparse import Namespace
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from jaxstack.config import ConfigError, DataConfig
+from jaxstack.config.parse import Parser
+from jaxstack.data.sources import Document, describe, documents
+from jaxstack.data.tokenizers import make_tokenizer
+from jaxstack.data.tokens import TokenFileHeader, write_token_file
+
+_CHOSEN_IN_TRAINING = {"seq_len", "batch_size", "packing", "eval_fraction"}
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("out", metavar="OUT", type=str, help="name of the token file; its folder must exist")
+    parser.add_class_arguments(DataConfig, "data", skip=_CHOSEN_IN_TRAINING)
+
+
+def main(args: Namespace) -> None:
+    """Writes the token file, in two passes over the source: one for the alphabet, one for the tokens.
+
+    Raises:
+      ConfigError: the source cannot be a token file, or cannot be read.
+    """
+    cfg, out = args.data, args.out
+    if cfg.source == "tokens":
+        raise ConfigError("data.source=tokens is already a token file. Build from stdlib, path or hf.")
+    if cfg.source == "chat":
+        raise ConfigError(
+            "data.source=chat cannot become a token file, which does not mark answers. Train from it directly."
+        )
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
+        alphabet = _counted(documents(cfg), progress, "reading the alphabet")
+        tokenizer = make_tokenizer(cfg.tokenizer, (d.text for d in alphabet))
+        header = write_token_file(out, _counted(documents(cfg), progress, "writing tokens"), tokenizer)
+    print(f"{describe(cfg)} -> {out}: {summary(header)}")
+    print(f"jaxstack train --data.source=tokens --data.path={out}")
+
+
+def _counted(source: Iterable[Document], progress: Progress, verb: str) -> Iterator[Document]:
+    """Yields the documents and shows their number, from the first one on."""
+    task, size = None, 0
+    for n, document in enumerate(source, start=1):
+        if task is None:
+            task = progress.add_task(verb, total=None)
+        size += len(document.text)
+        progress.update(task, description=f"{verb}: {n:,} documents, {size / 1e6:,.1f} M characters")
+        yield document
+
+
+def summary(header: TokenFileHeader) -> str:
+    """Returns the number of documents and tokens of a token file, and its bytes per token."""
+    per_token = header.bytes / header.count
+    return f"{header.documents:,} documents, {header.count:,} tokens, {per_token:.2f} bytes per token"

@@ -1,0 +1,25 @@
+"""Prints what a token file contains, and how its first document begins."""
+
+from jsonargparse import Namespace
+
+from jaxstack.cli.data_build import summary
+from jaxstack.config.parse import Parser
+from jaxstack.data.tokens import read_header, read_token_file
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("file", metavar="FILE", type=str, help="name of the token file")
+
+
+def main(args: Namespace) -> None:
+    """Prints the contents of the file.
+
+    Raises:
+      ConfigError: there is no such token file.
+    """
+    header = read_header(args.file)
+    tokens, tokenizer = read_token_file(args.file)
+    print(f"{args.file}: {summary(header)}")
+    print(f"{header.dtype}, tokenizer {tokenizer.name} with {tokenizer.vocab_size:,} tokens")
+    print(f"begins: {tokenizer.decode(tokens.ids[: min(64, int(tokens.ends[0]))])!r}")

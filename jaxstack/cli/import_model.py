@@ -1,0 +1,96 @@
+"""Makes the run RUN from the Hugging Face folder DIR, with its model, tokenizer and weights.
+
+`jaxstack train --config=RUN/config.yaml` starts the run. All flags of `jaxstack train` can be given.
+"""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from jsonargparse import Namespace
+
+from jaxstack.config import Config, ConfigError, DataConfig, RunConfig, parse, resolve
+from jaxstack.config.parse import Parser
+
+if TYPE_CHECKING:  # `jaxstack.hf` imports JAX, for which help must not wait
+    from jaxstack import hf
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("folder", metavar="DIR", type=str, help="Hugging Face folder: config.json and safetensors")
+    parser.add_argument("out", metavar="RUN", type=str, help="run directory to make")
+    parser.add_config(build=False)
+
+
+def main(args: Namespace) -> None:
+    """Makes the run directory and prints what it contains.
+
+    Raises:
+      ConfigError: the folder cannot be read, or a flag contradicts it.
+    """
+    from jaxstack import data, hf
+    from jaxstack.hf import safetensors
+    from jaxstack.models import family, params
+
+    folder, run, flags = Path(args.folder), Path(args.out), list(args.words)
+    flags.remove(args.folder)
+    flags.remove(args.out)
+    with safetensors.new_folder(run) as made, hf.PretrainedFolder(folder) as found:
+        cfg = run_config(found, run, [*(f"--config={path}" for path in args.files), *flags])
+        name = cfg.data.tokenizer
+        if name not in ("bytes", "chars"):
+            tokenizer = data.make_tokenizer(name, ())
+            cfg = resolve(cfg, tokenizer.vocab_size)
+            (made / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
+        (made / "config.yaml").write_text(parse.to_yaml(cfg))
+    size = params.count(family.spec(cfg.model.base))
+    print(f"{folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
+    if found.ignored_values:
+        shown = ", ".join(f"{key}={value}" for key, value in found.ignored_values.items())
+        print(f"ignored, because they affect only training: {shown}")
+    if name in ("bytes", "chars"):
+        print(f"data.tokenizer={name}, because {folder} has no tokenizer.json. Name the model's own with "
+              f"--data.tokenizer=...")  # fmt: skip
+    print(f"wrote {run}; train it with `jaxstack train --config={run / 'config.yaml'}` and flags for the data")
+
+
+def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) -> Config:
+    """Returns the configuration of the run: the folder's model, tokenizer and weights, and the flags for the rest.
+
+    Args:
+      found: the Hugging Face folder.
+      run: run directory to make.
+      flags: `--config` files, whose model and tokenizer are ignored, and dotted flags.
+
+    Raises:
+      ConfigError: a flag gives another model or directory.
+    """
+    from jaxstack import hf
+
+    folder = found.folder.resolve()
+    begin = RunConfig(dir=str(run), init_from=str(folder))
+    longest = found.model.max_positions or DataConfig.seq_len
+    usual = {"data": {"seq_len": min(longest, DataConfig.seq_len)}}
+    complete = yaml.safe_load(parse.to_yaml(Config(run=begin, model=replace(found.model, max_positions=None))))
+    decided: dict[str, Any] = {
+        "run": {"dir": begin.dir, "init_from": begin.init_from},
+        "model": {key: value for key, value in complete["model"].items() if key != "lora"}
+        | {"max_positions": found.model.max_positions},
+    }
+    if (folder / "tokenizer.json").is_file():
+        decided["data"] = {"tokenizer": str(folder / "tokenizer.json")}
+    with tempfile.TemporaryDirectory() as directory:
+        first, last = Path(directory) / "usual.yaml", Path(directory) / "decided.yaml"
+        first.write_text(yaml.safe_dump(usual))
+        last.write_text(yaml.safe_dump(decided))
+        cfg = parse.parse_config([f"--config={first}", *flags, f"--config={last}"])
+    if different := hf.model_differences(found.model, cfg.model):
+        raise ConfigError(f"{folder} contains another model ({'; '.join(different[:3])}). Remove these flags.")
+    if (cfg.run.dir, cfg.run.init_from) != (begin.dir, begin.init_from):
+        raise ConfigError(f"run.dir and run.init_from are {run} and {folder} here. Remove these flags.")
+    return cfg

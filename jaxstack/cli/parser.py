@@ -1,0 +1,175 @@
+"""The command line `jaxstack COMMAND ...`: which commands exist, their help, and how they end.
+
+A command is a module with two functions: `add_arguments(parser)` declares the arguments, and `main(args)` runs with
+their values. Only the module of the command in use is imported, and neither it nor its help imports JAX.
+"""
+
+import difflib
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jaxstack
+from jaxstack.common.errors import ConfigError, Exit, RunError
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
+    from jaxstack.config.parse import Parser
+
+
+class Command(NamedTuple):
+    """A command of `jaxstack`.
+
+    Attributes:
+      group: heading in `jaxstack --help`.
+      module: module in `jaxstack.cli` that declares and runs it.
+      summary: what it does, in one line.
+    """
+
+    group: str
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("Train", "train", "train a model, or resume a run"),
+    "supervise": Command("Train", "supervise", "restart a run when it fails"),
+    "report": Command("Train", "report", "summarize runs in a table and a page with curves"),
+    "generate": Command("Use a model", "generate", "continue prompts with the model of a run"),
+    "import": Command("Use a model", "import_model", "make a run from a Hugging Face folder"),
+    "export": Command("Use a model", "export_model", "write a run's parameters as a Hugging Face folder"),
+    "data build": Command("Data", "data_build", "make a token file from text"),
+    "data verify": Command("Data", "data_verify", "check a token file against its hashes"),
+    "data show": Command("Data", "data_show", "print what a token file contains"),
+    "plan": Command("Plan", "plan", "compile for chips that are not here: memory and communication"),
+    "plan roofline": Command("Plan", "roofline", "compute the least time of each part of a step on a chip"),
+    "profile": Command("Plan", "profile", "measure the cost of a pipeline's layers"),
+    "schedule": Command("Plan", "schedule", "draw a pipeline schedule as a Gantt chart"),
+    "completion": Command("Shell", "completion", "print a script that completes commands, flags and keys"),
+}
+"""Every command by its name, in the order of `jaxstack --help`."""
+
+
+def run(program: str, words: Sequence[str]) -> None:
+    """Executes a command line and exits with a code of `Exit` if that fails, after one line on stderr.
+
+    Args:
+      program: what the user called, `jaxstack` or `train.py`. Error lines begin with it and the command's name.
+      words: name of the command and its arguments.
+    """
+    name = _command_of(words)
+    program = f"{program} {name}" if name and program == "jaxstack" else program
+    try:
+        execute(words, program)
+    except ConfigError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        sys.exit(Exit.USER_ERROR)
+    except RunError as error:
+        print(f"{program}: {error}", file=sys.stderr, flush=True)
+        if error.code is Exit.NOT_SAVED:  # the threads of a save that failed may wait for each other for ever
+            sys.stdout.flush()
+            os._exit(error.code)
+        sys.exit(error.code)
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        print(
+            f"{program}: error: {error.strerror}{where}. Make room or repair the disk, and run the same command again.",
+            file=sys.stderr,
+        )
+        sys.exit(Exit.NOT_SAVED)
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted. The same command resumes the run from its newest checkpoint.", file=sys.stderr)
+        sys.exit(Exit.INTERRUPTED)
+
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+
+def execute(words: Sequence[str], program: str | None = None) -> None:
+    """Executes a command line: `["plan", "--target=v5e:4x4"]`.
+
+    Args:
+      words: name of the command and its arguments.
+      program: name to show in usage and errors. None means `jaxstack` and the name of the command.
+
+    Raises:
+      ConfigError: the command or an argument is unknown or wrong.
+    """
+    if words[:1] == ["--version"]:
+        print(f"jaxstack {jaxstack.__version__}")
+        return
+    name = _command_of(words)
+    if name is None:
+        print(overview(words))
+        return
+    rest = list(words[len(name.split()) :])
+    module = importlib.import_module(f"jaxstack.cli.{COMMANDS[name].module}")
+    module.main(parser_of(name, program).read(rest))
+
+
+def read_arguments(words: Sequence[str]) -> "Namespace":
+    """Returns the values of a command line without running its command.
+
+    Raises:
+      ConfigError: the command or an argument is unknown or wrong.
+    """
+    name = _command_of(words)
+    if name is None:
+        raise ConfigError(f"{' '.join(words)} is not a command. {_HELP}")
+    return parser_of(name).read(list(words[len(name.split()) :]))
+
+
+def parser_of(name: str, program: str | None = None) -> "Parser":
+    """Returns the parser of a command's arguments.
+
+    Args:
+      name: key of `COMMANDS`.
+      program: name to show in usage and errors. None means `jaxstack` and the name of the command.
+    """
+    from jaxstack.config.parse import Parser  # here: it takes a tenth of a second, for which the overview must not wait
+
+    module = importlib.import_module(f"jaxstack.cli.{COMMANDS[name].module}")
+    parser = Parser(prog=program or f"jaxstack {name}", description=module.__doc__)
+    module.add_arguments(parser)
+    return parser
+
+
+def _command_of(words: Sequence[str]) -> str | None:
+    """Returns the longest name of a command with which the words begin, or None."""
+    names = (" ".join(words[:count]) for count in (2, 1))
+    return next((name for name in names if name in COMMANDS), None)
+
+
+_HELP = "`jaxstack --help` lists all commands."
+
+
+def overview(words: Sequence[str]) -> str:
+    """Returns the help of `jaxstack`, or of the commands that share a first word, such as `data`.
+
+    Raises:
+      ConfigError: the words are not the name of a command or of such a family.
+    """
+    words = [word for word in words if word not in ("-h", "--help")]
+    if words and not any(name.startswith(f"{words[0]} ") for name in COMMANDS):
+        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        raise ConfigError(f"unknown command {words[0]}. " + (f"Did you mean {close[0]}?" if close else _HELP))
+    family = {name: command for name, command in COMMANDS.items() if not words or name.startswith(f"{words[0]} ")}
+    if words[1:]:
+        raise ConfigError(f"unknown command {' '.join(words[:2])}. Use one of {', '.join(family)}.")
+    width = max(map(len, family))
+    lines = [f"usage: jaxstack {words[0] if words else ''} COMMAND ...".replace("  ", " ")]
+    for group in dict.fromkeys(command.group for command in family.values()):
+        rows = [f"  {name:<{width}}  {c.summary}" for name, c in family.items() if c.group == group]
+        lines += ["", f"{group}:", *rows]
+    return "\n".join([*lines, "", "`jaxstack COMMAND --help` lists a command's arguments."])
+
+
+def main() -> None:
+    """Runs the command line of this process."""
+    run("jaxstack", sys.argv[1:])

@@ -1,0 +1,22 @@
+"""Trains a model and writes everything to run.dir. The same command resumes an interrupted run."""
+
+from jsonargparse import Namespace
+
+from jaxstack import train
+from jaxstack.config.parse import Parser
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_config()
+    parser.add_argument(
+        "--print_shardings", action="store_true", help="print how every parameter is sharded on the mesh, and exit"
+    )
+
+
+def main(args: Namespace) -> None:
+    """Trains, or prints the shardings."""
+    if args.print_shardings:
+        train.show(args.cfg)
+    else:
+        train.main(args.cfg)
