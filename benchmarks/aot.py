@@ -1,7 +1,8 @@
-"""Compiles the cases of tests/aot for chips that are not here: `python benchmarks/aot.py tpu` and `... cuda`.
+"""Compiles the cases of tests/aot for chips that this machine does not have.
 
-Each in the environment of its extra (`[test,tpu]`, `[test,cuda13]`); together they write results/aot.json: memory and
-traffic beside the formulas, and what sequence parallelism with selective recomputation saves.
+Run `python benchmarks/aot.py tpu` and `python benchmarks/aot.py cuda`, each in the environment of its extra
+(`[test,tpu]`, `[test,cuda13]`). Together they write results/aot.json: memory and traffic by the compiler and by
+formula, and the memory that sequence parallelism with selective recomputation saves.
 """
 
 import json
@@ -23,11 +24,12 @@ from jaxstack.training import step
 
 
 def case(name: str) -> dict[str, Any]:
+    """Compiles a case and returns its memory, FLOPs and traffic."""
     target, cfg = CASES[name]
     begin = time.perf_counter()
     r = report(name)
     seconds = time.perf_counter() - begin
-    ctx, state, batch = aot.placed(cfg, target)
+    ctx, state, batch = aot.abstract_inputs(cfg, target)
     measured, predicted = hlo.sent(r.collectives), hlo.sent(r.expected)
     kinds = [kind for kind in sorted({*measured, *predicted}) if measured[kind] > 0.001 * sum(measured.values())]
     return {
@@ -60,6 +62,7 @@ def case(name: str) -> dict[str, Any]:
 
 
 def installed(*packages: str) -> dict[str, str]:
+    """Returns the versions of those packages that are installed."""
     found = {}
     for package in packages:
         try:

@@ -1,13 +1,13 @@
-"""What each process hashes of a checkpoint: `python benchmarks/checkpoint_integrity.py [--mib 1024]`
+"""Measures how much of a checkpoint each process hashes: `python benchmarks/checkpoint_integrity.py [--mib 1024]`
 
-Saves a state of random arrays, split over four CPU devices, with one process and with two, and looks for it as a start
-does, with one process and with two again. Counts the bytes that each process hashes. Then measures the rate of SHA-256
-by threads of one process, over files that the page cache holds, as the best of some repetitions. MB a second of the
-clock fall when other work shares the cores, and the load average is noted for that; MB a second of CPU time hardly do.
-If the latter are the same for one thread and for two, the threads do not wait for each other.
+Saves a state of random arrays, sharded over four CPU devices, with one process and with two. Looks for it as a starting
+run does, again with one process and with two, and counts the bytes that each process hashes. Then measures the rate of
+SHA-256 by threads of one process over files in the page cache, as the best of some repetitions. MB per second of wall
+time fall when other work shares the cores, so the result has the load average; MB per second of CPU time hardly do. If
+the latter are equal for one thread and for two, the threads do not wait for each other.
 
-What a checkpoint of 70 billion parameters would take is arithmetic, named so: its bytes, over processes, threads and MB
-a second of CPU time. A file system may be slower than that. Writes results/checkpoint_integrity.json.
+The time for a checkpoint of 70 billion parameters is computed: its bytes over processes, threads and MB per second of
+CPU time. A file system may be slower than that. Writes results/checkpoint_integrity.json.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from record import record
 
 DEVICES = 4
 LARGE = 70 * 10**9 * 12
-"""Bytes of 70 billion parameters with AdamW: three float32 numbers each."""
+"""Bytes of 70 billion parameters with AdamW: three float32 numbers for each."""
 PROCESSES = (1, 8, 64, 256)
 
 
 def work(what: str, index: int, count: int, port: int, folder: Path, mib: int) -> None:
-    """A process: saves a state, or looks for the newest; prints the bytes that it has hashed, and the seconds."""
+    """Saves a state or looks for the latest one, in a process of its own; prints the bytes hashed and the seconds."""
     import jax
 
     if count > 1:
@@ -40,7 +40,7 @@ def work(what: str, index: int, count: int, port: int, folder: Path, mib: int) -
     import numpy as np
 
     from jaxstack import sharding
-    from jaxstack.checkpoint import manifest
+    from jaxstack.checkpoint import manifest, verify
     from jaxstack.checkpoint import store as checkpoint
     from jaxstack.config import CheckpointConfig, MeshConfig
 
@@ -56,7 +56,7 @@ def work(what: str, index: int, count: int, port: int, folder: Path, mib: int) -
         split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
         shape = (mib << 20) // 16 // 4096, 4096
         state = {}
-        for i in range(4):  # drawn where they lie
+        for i in range(4):  # created on their devices
             part = lambda where, i=i: np.random.default_rng((i, where[0].start or 0)).random(  # noqa: E731
                 (len(range(*where[0].indices(shape[0]))), shape[1]), np.float32
             )
@@ -66,13 +66,13 @@ def work(what: str, index: int, count: int, port: int, folder: Path, mib: int) -
             checkpoints.save(1, state, {})
     else:
         begin = time.perf_counter()
-        assert checkpoint.scan(folder).step == 1
+        assert verify.scan(folder).step == 1
     seconds = time.perf_counter() - begin
     print(json.dumps({"bytes": sum(hashed), "files": len(hashed), "seconds": round(seconds, 2)}))
 
 
 def processes(what: str, count: int, folder: Path, mib: int) -> list[dict[str, Any]]:
-    """What each of `count` processes reports."""
+    """Runs `count` processes and returns the report of each."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -86,7 +86,7 @@ def processes(what: str, count: int, folder: Path, mib: int) -> list[dict[str, A
 
 
 def rates(checkpoint: Path, repeats: int) -> dict[str, dict[str, float]]:
-    """MB of SHA-256 over a checkpoint in a second, of the clock and of CPU time, by the number of threads."""
+    """Returns MB per second of SHA-256 over a checkpoint, of wall time and of CPU time, by number of threads."""
     from jaxstack.checkpoint import manifest
 
     wanted, found = manifest.read(checkpoint), {}
@@ -96,7 +96,7 @@ def rates(checkpoint: Path, repeats: int) -> dict[str, dict[str, float]]:
         clock, cpu = [], []
         for _ in range(repeats):
             begin, spent = time.perf_counter(), time.process_time()
-            assert manifest.changed(checkpoint, wanted) is None
+            assert manifest.content_corruption(checkpoint, wanted) is None
             clock.append(time.perf_counter() - begin)
             cpu.append(time.process_time() - spent)
         found[str(threads)] = {

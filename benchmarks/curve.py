@@ -1,6 +1,6 @@
-"""Keeps the curve of a run: `python benchmarks/curve.py RUN NAME` of `configs/NAME.yaml`, to `benchmarks/results/`.
+"""Writes the curve of a run of `configs/NAME.yaml` to `benchmarks/results/`: `python benchmarks/curve.py RUN NAME`
 
-Held: every evaluation, every 50th training line, the resolved configuration, and the seconds that training steps took.
+The result has every evaluation, every 50th training line, the resolved configuration and the seconds of its steps.
 """
 
 import sys

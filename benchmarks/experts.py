@@ -1,8 +1,7 @@
-"""Does a step slow down with the number of experts? `python benchmarks/experts.py [--rounds 9]`, on the CPU.
+"""Measures whether more experts slow a training step down: `python benchmarks/experts.py [--rounds 9]`, on the CPU.
 
-The training step of a small model, dropless, each token through two experts, at 8 and at 64 experts of one size: the
-matmuls are as many, the weights eight times. Interleaved; the median of the ratios is kept in
-`benchmarks/results/experts.json`.
+The model is small and dropless, and each token uses two experts. With 64 experts there are as many FLOPs as with 8, and
+eight times the weights. Steps of both alternate; the median of the ratios goes to `benchmarks/results/experts.json`.
 """
 
 import argparse

@@ -1,8 +1,7 @@
-"""Plain matrix products on one core, XLA beside torch: `python benchmarks/gemm_cpu.py [--rounds 9]`
+"""Compares matmuls of XLA and torch on one core: `python benchmarks/gemm_cpu.py [--rounds 9]`
 
-Needs the extra `[parity]`. The shapes are those of the training step of `train_cpu.py`'s J2, and bound what that step
-can reach. Rounds alternate; the ratio (torch's time over XLA's) is the median over them, and goes to
-`benchmarks/results/gemm_cpu.json`.
+Needs the extra `[parity]`. The shapes are those of job J2 of `train_cpu.py`, whose training step can be no faster.
+Rounds of both alternate. The median of the ratio, torch's time over XLA's, goes to `benchmarks/results/gemm_cpu.json`.
 """
 
 import argparse
@@ -13,7 +12,7 @@ from typing import Any
 
 import record
 
-# [M, K] x [K, N] as in a forward pass, and with the left or right one transposed as in a backward pass.
+# [M, K] x [K, N] as in a forward pass, and with a transposed left or right operand as in a backward pass.
 SHAPES = [(2048, 384, 1536, "nn"), (2048, 1536, 384, "nn"), (2048, 1536, 384, "nt"), (384, 2048, 1536, "tn")]
 
 
@@ -49,7 +48,7 @@ def main() -> None:
         calls = {"xla": lambda f=ours, x=own: f(*x).block_until_ready(), "torch": lambda f=product, x=theirs: f(*x)}
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for call in calls.values():
-            seconds(call)  # compiles, and warms up
+            seconds(call)  # compiles and warms up
         for _ in range(rounds):
             for name, call in calls.items():
                 taken[name].append(seconds(call))

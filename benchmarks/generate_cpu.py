@@ -1,11 +1,11 @@
-"""Our greedy decoding beside `transformers`' on the CPU: `python benchmarks/generate_cpu.py [--models 15M]`
+"""Compares greedy decoding with that of `transformers` on the CPU: `python benchmarks/generate_cpu.py [--models 15M]`
 
-Needs the extra `[parity]`. Three shapes of model (the quickstart's, llama2.c's 15M and 42M), tied embeddings, random
-weights, float32, prompts of 64 tokens, 128 new ones. Three processes (ours; theirs with a thread a core, and with
-one, which a busy machine slows less) take turns, round after round, so that whatever else the machine does hits all
-alike; what counts is the ratio within a round: time of their better one over ours. Ours is timed for 256 new tokens
-too: a token must cost the same late as early, but for attention's own share. Medians are printed and kept in
-`benchmarks/results/generate_cpu.json`.
+Needs the extra `[parity]`. Three model shapes (the quickstart, llama2.c 15M and 42M) have tied embeddings and random
+float32 weights, and continue prompts of 64 tokens by 128. Three processes take turns in rounds, so that other work on
+the machine slows all of them: jaxstack, transformers with a thread for each core, and transformers with one thread,
+which suffers less on a busy machine. The result is the ratio within a round: the time of the better transformers over
+ours. We also measure 256 new tokens, because late tokens must cost as much as early ones, attention excepted. Medians
+are printed and written to `benchmarks/results/generate_cpu.json`.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def theirs(batch: int, shape: dict[str, int], threads: int) -> Any:
 
 
 def serve(run: Any) -> None:
-    """Answers each line `n` with the seconds that n new tokens took, their prompt's among them."""
+    """Answers each line `n` with the seconds that n new tokens and their prompt took."""
     begin = time.perf_counter()
     run(NEW)
     print(json.dumps({"first_step_s": time.perf_counter() - begin}), flush=True)
@@ -94,12 +94,12 @@ def compare(name: str, batch: int, rounds: int) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     names = {"jaxstack": "0", f"transformers, {cores} threads": str(cores), "transformers, 1 thread": "1"}
     workers = {key: Worker("--worker", kind, str(batch), name, job={}) for key, kind in names.items()}
-    workers["jaxstack"].turn(1), workers["jaxstack"].turn(LONG)  # compile
+    workers["jaxstack"].turn(1), workers["jaxstack"].turn(LONG)  # compiles
     seconds: dict[str, list[float]] = {key: [] for key in workers}
     early, late = [], []
     for turn in range(rounds):
         order = list(names)
-        for key in order[turn % 3 :] + order[: turn % 3]:  # nobody always follows the same neighbour
+        for key in order[turn % 3 :] + order[: turn % 3]:  # no process always runs after the same one
             seconds[key].append(workers[key].turn(NEW)["s"])
         first, long = (workers["jaxstack"].turn(n)["s"] for n in (1, LONG))
         early.append((seconds["jaxstack"][-1] - first) / (NEW - 1))

@@ -1,7 +1,7 @@
-"""What saving costs a run: `python benchmarks/goodput.py [--rounds 3]`, to `benchmarks/results/goodput.json`
+"""Measures how long saving interrupts a run: `python benchmarks/goodput.py [--rounds 3]`
 
-The quickstart with a checkpoint every 100 steps, as `train.py` runs it; its own account of every second says how long
-training stood still for saves.
+Runs the quickstart by `train.py` with a checkpoint every 100 steps. The goodput record of the run has the seconds that
+training waited for saves. Writes `benchmarks/results/goodput.json`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def seconds(run_dir: Path) -> dict[str, float]:
-    """Of one run, by kind."""
+    """Runs the quickstart and returns its seconds by kind of work."""
     flags = [f"--run.dir={run_dir}", "--checkpoint.every=100", "--run.log_every=10"]
     subprocess.run([sys.executable, str(ROOT / "train.py"), *flags], check=True, stdout=subprocess.DEVNULL)
     spent: Counter[str] = Counter()

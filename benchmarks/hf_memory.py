@@ -1,10 +1,10 @@
-"""Host memory of Hugging Face weights in and out: `python benchmarks/hf_memory.py [--layers 16]` (extra `[hf]`)
+"""Measures the host memory to import and export Hugging Face weights: `python benchmarks/hf_memory.py [--layers 16]`
 
-Makes a Llama of random values in a temporary folder, in bfloat16, reads it in a process of its own and writes it in
-another; saves it as a checkpoint, and reads that. What counts is the peak of resident memory beyond the arrays
-themselves, which lie in host memory on a CPU, over the bytes of the largest tensor in float32, and over those of the
-largest array of ours, which stacks the layers and is what a checkpoint holds. `--layers` gives the size.
-Writes results/hf_memory.json.
+Needs the extra `[hf]`. Writes a Llama with random bfloat16 weights to a temporary folder, imports it in one process and
+exports it in another, then saves it as a checkpoint and reads that. The result is the peak of resident memory beyond
+the arrays themselves, which a CPU stores in host memory. It is given as a multiple of the largest tensor in float32,
+and of our largest array, which stacks all layers and is what a checkpoint stores. `--layers` sets the size of the
+model. Writes results/hf_memory.json.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def config(layers: int) -> Any:
 
 
 def make(folder: Path, layers: int) -> int:
-    """Saves a model of random values; returns the bytes of its files."""
+    """Writes a model with random weights and returns the bytes of its files."""
     import ml_dtypes
     import numpy as np
 
@@ -56,7 +56,7 @@ def make(folder: Path, layers: int) -> int:
 
 
 def work(what: str, folder: Path, devices: int) -> None:
-    """The worker: reads the model, writes it where that is asked, and prints the peak of memory beyond its arrays."""
+    """Reads the model in its own process, writes it if asked to, and prints the peak of memory beyond its arrays."""
     import jax
 
     from jaxstack import hf, sharding

@@ -1,8 +1,8 @@
-"""Memory of operations and their gradients, compiled for chips that are not here.
+"""Compiles operations and their gradients for chips that this machine does not have, and reads their memory.
 
-`python benchmarks/kernel_memory.py tpu` and `... cuda`, each in the environment of its extra (`[test,tpu]`,
-`[test,cuda13]`); together they write results/kernel_memory.json: bytes beside the arrays that go in and come out, and
-seconds to compile, of every implementation. Nothing is run.
+Run `python benchmarks/kernel_memory.py tpu` and `python benchmarks/kernel_memory.py cuda`, each in the environment of
+its extra (`[test,tpu]`, `[test,cuda13]`). Together they write results/kernel_memory.json: for every implementation, the
+bytes beside its arguments and results, and the seconds to compile. Nothing runs.
 """
 
 import json
@@ -20,7 +20,7 @@ from cases import ATTENTION, attention
 from record import RESULTS, record
 
 TARGETS = {"tpu": "v5e:2x2", "cuda": "h100:1x1x1"}
-NAMES = {  # of implementations, the slowest to compile last
+NAMES = {  # implementations; the one that compiles slowest is last
     "norm": ("xla", "pallas"),
     "cross_entropy": ("xla", "chunked", "pallas"),
     "grouped_matmul, 8 experts": ("ragged", "grouped", "pallas"),
@@ -37,7 +37,7 @@ SHAPES = {
 
 
 def compiled(op: str, implementation: str, target: str) -> Any:
-    """An operation in bfloat16 with its gradients."""
+    """Returns an operation in bfloat16 with its gradients."""
     if op == "attention":
         return attention("llama", implementation, target)
     if op == "norm":

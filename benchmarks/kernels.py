@@ -1,16 +1,17 @@
-"""Every implementation of every hot operation on the device at hand: `python benchmarks/kernels.py [--ops norm ...]`
+"""Measures every implementation of every hot operation on this device: `python benchmarks/kernels.py [--ops norm ...]`
 
-Needs jax, flax, optax, numpy and pyyaml, and nothing of torch. What runs is read from the tables of `jaxstack.kernels`
-and `jaxstack.moe`: an implementation that is added there is measured here, and tokamax beside it where it is installed.
-Shapes are those of models of 1 to 8e9 parameters; arrays are random, in bfloat16. On a CPU: those of `train_cpu.py`, in
-float32.
+Needs jax, flax, optax, numpy and pyyaml, and not torch. The implementations are those of `jaxstack.kernels` and
+`jaxstack.moe`, so a new one is measured too; tokamax is measured if it is installed. Shapes are those of models of 1e9
+to 8e9 parameters with random bfloat16 arrays. On a CPU they are those of `train_cpu.py` in float32.
 
-An operation runs in a loop on the device, so that dispatching it costs nothing; implementations take turns, round
-after round, and the median counts. Beside the time stand FLOP/s and bytes/s by what the operation *needs* (attention:
-what the causal mask leaves, and four matmuls in its backward pass for two in its forward pass; norms: each array once),
-the least time by the chip's data sheet and by what a large matmul and a large copy reach here in the same run, and the
-memory that the compiler plans beside arguments. About five minutes on a GPU; `--seconds` ends it sooner. Writes
-`results/kernels_<device>.json`. `--small` is a smoke test.
+An operation runs in a loop on the device, so that the time has no dispatch. Implementations take turns in rounds, and
+the median counts. The result also has, for each operation:
+    FLOP/s and bytes/s   by what the operation *needs*. Attention needs the pairs that the causal mask leaves, with two
+                         matmuls forward and four backward. A norm needs each array once.
+    least time           by the chip's data sheet, and by a large matmul and a large copy in the same run
+    memory               that the compiler plans beside arguments
+It takes about five minutes on a GPU; `--seconds` ends it sooner. Writes `results/kernels_<device>.json`. `--small` is a
+smoke test.
 """
 
 import argparse
@@ -28,8 +29,8 @@ from typing import Any
 import record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-TURN_S = 0.02  # of one turn of the loop: long beside a dispatch
-SLOW_S = 15.0  # to compile: what takes longer is measured in the first case of its operation alone
+TURN_S = 0.02  # least duration of one loop, long beside a dispatch
+SLOW_S = 15.0  # seconds to compile; slower implementations are only measured in the first case of an operation
 PASSES = ("forward", "forward and backward")
 
 
@@ -38,14 +39,14 @@ class Case:
     """One shape of one operation.
 
     Attributes:
-      op: its key in the tables.
-      name: of the shape.
-      args: arrays, made when the case begins.
-      call: from an implementation's name to a function of them.
-      flops, bytes: needed, by pass.
-      choice: what the tables ask about a case.
-      others: functions to measure beside, by name.
-      differentiated: how many of the arguments get a gradient, from the first on.
+      op: key of the operation in the tables of implementations.
+      name: a description of the shape.
+      args: makes the arrays when the case begins.
+      call: returns the function of the arrays for the name of an implementation.
+      flops, bytes: FLOPs and bytes that the operation needs, by pass.
+      choice: properties of the case by which implementations are selected.
+      others: other functions to measure, by name.
+      differentiated: how many arguments have a gradient, counted from the first.
     """
 
     op: str
@@ -60,13 +61,13 @@ class Case:
 
 
 def tokamax(op: str) -> dict[str, Callable[..., Any]]:
-    """Google's kernels for the operation, as they choose among them; nothing where they are not installed."""
+    """Returns tokamax's kernel for the operation, as tokamax selects it, or nothing if tokamax is not installed."""
     try:
         import tokamax as tk
         from absl import flags
     except ImportError:
         return {}
-    flags.FLAGS(sys.argv[:1])  # its settings are flags of absl, which would else take our command line for theirs
+    flags.FLAGS(sys.argv[:1])  # its settings are flags of absl, which would otherwise parse our command line
     functions: dict[str, Callable[..., Any]] = {
         "attention": lambda q, k, v: tk.dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, is_causal=True),
         "norm": lambda x, g: tk.layer_norm(x, g, None, epsilon=1e-6, subtract_mean=False),
@@ -148,7 +149,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
         )
 
     def grouped(N: int, E: int, D: int, F: int) -> None:
-        loads = np.random.default_rng(0).dirichlet(np.full(E, 2.0)) * N  # uneven: the busiest has about thrice the mean
+        loads = np.random.default_rng(0).dirichlet(np.full(E, 2.0)) * N  # uneven: the largest is about 3 x the mean
         sizes = loads.astype(np.int32)
         sizes[-1] += N - sizes.sum()
         product, arrays = 2.0 * N * D * F, e * (N * D + E * D * F + N * F)
@@ -203,7 +204,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
         linear(64, 32, 64)
         gelu(64, 64)
         return found
-    if platform == "cpu":  # of train_cpu.py's jobs
+    if platform == "cpu":  # shapes of train_cpu.py's jobs
         attention(4, 512, 8, 4, 64)
         attention(16, 256, 6, 6, 64)
         norm(4096, 512)
@@ -227,7 +228,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
 
 
 def both(f: Callable[..., Any], differentiated: int) -> Callable[..., Any]:
-    """`f` and its gradients, by an incoming gradient that is no constant: XLA would make less of it."""
+    """Returns `f` with its gradients. The incoming gradient is not a constant, which XLA could simplify."""
     import jax
 
     def run(*args: Any) -> Any:
@@ -267,7 +268,7 @@ class Loop:
         begin = time.perf_counter()
         jax.block_until_ready([once(*args) for _ in range(3)][-1])
         self.turns = min(max(round(TURN_S / ((time.perf_counter() - begin) / 3)), 1), 2000)
-        if self.compile_s > SLOW_S:  # once is enough: without a loop, calls that queue
+        if self.compile_s > SLOW_S:  # long enough without a loop: calls queue on the device
             self._run = lambda *args: first_of([once(*args) for _ in range(self.turns)][-1])
         else:
             self._run = jax.jit(run).lower(*args).compile()
@@ -306,12 +307,12 @@ def run_case(
                 loops[name, passed] = loop = Loop(f if passed == "forward" else both(f, case.differentiated), args)
                 if loop.compile_s > SLOW_S:
                     slow[case.op, name] = loop.compile_s
-            except Exception as error:  # of any compiler; the others go on
+            except Exception as error:  # from any compiler; other implementations are still measured
                 left_out[f"{name}, {passed}"] = f"{type(error).__name__}: {str(error)[:300]}"
     for turn in range(rounds):
         names = list(loops)
         first = turn % max(len(names), 1)
-        for key in names[first:] + names[:first]:  # nobody always follows the same neighbour
+        for key in names[first:] + names[:first]:  # no implementation always runs after the same one
             loops[key].measure()
     rows = []
     for (name, passed), loop in loops.items():
@@ -332,14 +333,14 @@ def run_case(
             "argument_bytes": loop.memory.argument_size_in_bytes,
         })  # fmt: skip
         share = next(reversed(rows[-1]["of_roofline"].values()), None)
-        note = "  (above what memory gives: held in a cache?)" if share and share > 1.1 else ""
+        note = "  (more than memory provides: probably cached)" if share and share > 1.1 else ""
         print(
             f"  {passed:<22} {name:<18} {1e3 * seconds:>10.3f} ms {flops / seconds / 1e9:>10,.1f} GFLOP/s "
-            f"{size / seconds / 1e9:>8.1f} GB/s {loop.memory.temp_size_in_bytes / 2**20:>9.0f} MiB beside{note}",
+            f"{size / seconds / 1e9:>8.1f} GB/s {loop.memory.temp_size_in_bytes / 2**20:>9.0f} MiB temporary{note}",
             flush=True,
         )
     for name, why in left_out.items():
-        print(f"  {name}: left out: {why[:160]}", flush=True)
+        print(f"  {name}: skipped: {why[:160]}", flush=True)
     return {
         "op": case.op,
         "case": case.name,
@@ -352,12 +353,12 @@ def run_case(
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    arguments.add_argument("--ops", nargs="+", help="default: all that have cases")
-    arguments.add_argument("--implementations", nargs="+", help="default: all that run here")
+    arguments.add_argument("--ops", nargs="+", help="operations to measure (default: all that have cases)")
+    arguments.add_argument("--implementations", nargs="+", help="to measure (default: all that run on this device)")
     arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument("--seconds", type=float, default=280, help="begin no case after so many")
-    arguments.add_argument("--small", action="store_true", help="tiny shapes: does it run?")
-    arguments.add_argument("--out", type=Path, help="folder of the result file (default: results/; of --small: none)")
+    arguments.add_argument("--seconds", type=float, default=280, help="start no case after so many seconds")
+    arguments.add_argument("--small", action="store_true", help="smoke test with tiny shapes")
+    arguments.add_argument("--out", type=Path, help="folder of the result (default: results/; --small: no file)")
     given = arguments.parse_args()
     begin = time.perf_counter()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")

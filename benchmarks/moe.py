@@ -1,8 +1,8 @@
-"""Is a mixture of experts worth it? `python benchmarks/moe.py [--steps 300] [--seeds 3]`, on the CPU.
+"""Compares experts with a dense model of equal active size: `python benchmarks/moe.py [--steps 300] [--seeds 3]`
 
-`configs/moe_quickstart.yaml` beside the dense quickstart of as many active parameters: the same text, the same bytes
-read, the same optimizer. Held-out bits per byte of every seed are printed and kept in `benchmarks/results/moe.json`;
-seconds are not compared, for runs follow each other on a machine that does other things too.
+Trains `configs/moe_quickstart.yaml` and the dense quickstart of as many active parameters on the CPU, on the same text
+for the same number of bytes with the same optimizer. Prints the held-out bits per byte of every seed and writes them
+to `benchmarks/results/moe.json`. Times are not compared, because runs follow each other on a machine with other work.
 """
 
 import argparse
@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def held_out(config: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
-    """Trains one run and returns its last held-out loss, with the routing's figures of its last step."""
+    """Trains one run and returns its last held-out loss and the routing metrics of its last step."""
     from jaxstack.tracking.jsonl import read_lines
 
     run = folder / f"{config}_{seed}"

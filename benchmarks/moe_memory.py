@@ -1,8 +1,9 @@
-"""Memory of experts over an axis, by XLA's compilers: `python benchmarks/moe_memory.py v5p:2x2x2` (`[test,tpu]`) and
-`python benchmarks/moe_memory.py h100:1x1x8` (`[test,cuda13]`, an environment of its own).
+"""Reads the memory of expert parallelism from programs that XLA compiles ahead of time.
 
-The training step of tests/aot's four layers with eight experts on eight devices, 2,048 tokens a device in bfloat16:
-dropless, and with a capacity of 1.25 even shares. Writes results/moe_memory_CHIP.json and prints a table.
+Run `python benchmarks/moe_memory.py v5p:2x2x2` (extra `[test,tpu]`) and `python benchmarks/moe_memory.py h100:1x1x8`
+(extra `[test,cuda13]`), each in an environment of its own. They compile the training step of the four-layer model of
+tests/aot with eight experts on eight devices, 2,048 tokens per device in bfloat16: dropless, and with a capacity of
+1.25 even shares. Each writes results/moe_memory_CHIP.json and prints a table.
 """
 
 import os

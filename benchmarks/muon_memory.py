@@ -1,7 +1,7 @@
-"""Memory of a step with Muon beside one with AdamW: `python benchmarks/muon_memory.py`, on 8 simulated CPU devices.
+"""Compares the memory of a step with Muon and with AdamW: `python benchmarks/muon_memory.py`
 
-A decoder of 4.2e6 parameters a layer, which XLA compiles and does not run. Writes results/muon_memory.json and prints
-the table of docs/parallelism/fsdp.md.
+XLA compiles the step of a decoder with 4.2e6 parameters per layer for eight simulated CPU devices; nothing runs. Writes
+results/muon_memory.json and prints the table of docs/parallelism/fsdp.md.
 """
 
 import math
@@ -33,7 +33,7 @@ CASES: list[tuple[str, int, dict[str, int]]] = [
 
 
 def case(optimizer: str, layers: int, mesh: dict[str, int], options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One row of the result, in bytes of a device."""
+    """Compiles a case and returns its row of the result, in bytes on one device."""
     cfg = Config(
         model=ModelConfig(num_layers=layers, d_model=512, num_heads=8, d_ff=2048, vocab_size=256),
         data=DataConfig(seq_len=128, batch_size=8),

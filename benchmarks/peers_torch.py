@@ -1,10 +1,10 @@
-"""The PyTorch side of the CPU comparison: the same three jobs, eager or compiled, one optimizer step at a time.
+"""Trains the three jobs of the CPU comparison in PyTorch, eager or compiled, one optimizer step at a time.
 
-gpt    nanoGPT's block as its own jobs configure it: LayerNorm and linear layers without biases, learned positions,
-       exact GELU, `scaled_dot_product_attention`, head tied to the embedding.
+gpt    The block of nanoGPT as configured by its own jobs: LayerNorm and linear layers without biases, learned
+       positions, exact GELU, `scaled_dot_product_attention`, head tied to the embedding.
 llama  `transformers.LlamaForCausalLM` with `attn_implementation="sdpa"`.
 
-Both: float32, AdamW as `torch.optim` has it (fused), gradients clipped to a global norm of 1.
+Both use float32, the fused AdamW of `torch.optim`, and gradients clipped to a global norm of 1.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Job:
-    """A model, and the fixed batch it is trained on; sizes in layers, features, heads, sequences and tokens."""
+    """The sizes of a model and of its fixed batch: layers, features, heads, sequences and tokens."""
 
     family: str
     layers: int
@@ -30,8 +30,8 @@ class Job:
 
 
 JOBS = {
-    "J1": Job("gpt", 4, 128, 4, 4, 512, batch=12, seq_len=64, vocab=256),  # nanoGPT's CPU job
-    "J2": Job("gpt", 6, 384, 6, 6, 1536, batch=16, seq_len=256, vocab=256),  # nanoGPT's Shakespeare job, no dropout
+    "J1": Job("gpt", 4, 128, 4, 4, 512, batch=12, seq_len=64, vocab=256),  # the CPU job of nanoGPT
+    "J2": Job("gpt", 6, 384, 6, 6, 1536, batch=16, seq_len=256, vocab=256),  # its Shakespeare job, without dropout
     "J3": Job("llama", 8, 512, 8, 4, 1408, batch=4, seq_len=512, vocab=32_000),
 }
 MODES = ("eager", "compile")
@@ -100,11 +100,14 @@ def _llama(job: Job) -> nn.Module:
 
 
 class Peer:
-    """One job in one mode, on a fixed random batch. `step()` trains once and returns the loss in nats per token."""
+    """One job in one mode on a fixed random batch. `step()` trains once and returns the loss in nats per token."""
 
     def __init__(self, name: str, mode: str, *, threads: int, lr: float = 1e-3) -> None:
         if name not in JOBS or mode not in MODES:
-            raise ValueError(f"no peer {name!r} in mode {mode!r}; jobs: {', '.join(JOBS)}; modes: {', '.join(MODES)}")
+            raise ValueError(
+                f"job {name!r} in mode {mode!r} does not exist. The jobs are {', '.join(JOBS)}; the modes are "
+                f"{', '.join(MODES)}."
+            )
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         job = JOBS[name]

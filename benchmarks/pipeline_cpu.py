@@ -1,8 +1,8 @@
-"""What a pipeline costs beside the same work without: `python benchmarks/pipeline_cpu.py [--rounds 9]`, on the CPU.
+"""Measures how much slower a pipeline is than data parallelism: `python benchmarks/pipeline_cpu.py [--rounds 9]`
 
-The training step of a small model on two devices, as two stages by each schedule and as two replicas; what is
-recomputed is the same. Interleaved; the median of the ratios is kept in `benchmarks/results/pipeline_cpu.json`, beside
-what the bubble alone would cost.
+Runs the training step of a small model on two CPU devices, as two stages by each schedule and as two replicas, with the
+same recomputation. Steps of all alternate. The median of the ratios goes to `benchmarks/results/pipeline_cpu.json`,
+beside the ratio that the bubble alone would give.
 """
 
 import argparse

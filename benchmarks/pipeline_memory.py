@@ -1,7 +1,8 @@
-"""Memory of pipelines by the TPU compiler, beside the formula: `python benchmarks/pipeline_memory.py` (`[test,tpu]`).
+"""Compares the memory of pipelines by the TPU compiler and by formula: `python benchmarks/pipeline_memory.py`
 
-A decoder of 1.4e9 parameters in 4 stages x 4 replicas on 16 TPU v5e, sequences of 2,048 tokens in bfloat16, one
-sequence a device and microbatch. Writes results/pipeline_memory.json and prints the table of docs/pipelines.md.
+Needs the extra `[test,tpu]`. A decoder of 1.4e9 parameters has 4 stages and 4 replicas on 16 TPU v5e, with bfloat16 and
+one sequence of 2,048 tokens per device and microbatch. Writes results/pipeline_memory.json and prints the table of
+docs/pipelines.md.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/benchmarks.md and docs/kernels.md from results/: `python benchmarks/plots.py`
+"""Draws the figures of docs/benchmarks.md and docs/kernels.md from results/: `python benchmarks/plots.py`
 
-A picture whose result is not there is left out and named. The roofline is computed, not measured; no device is needed.
+If a result does not exist, its figure is skipped and named. The roofline is computed and needs no device.
 """
 
 import json
@@ -38,7 +38,7 @@ def save(made: Any, name: str) -> None:
 
 
 def groups(ax: Any, names: list[str], series: dict[str, list[float]], form: str) -> None:
-    """Bars side by side, with their values on them; a value of 0 is none."""
+    """Draws bars side by side with their values above them; 0 means that there is no value."""
     wide = 0.8 / len(series)
     for i, (label, values) in enumerate(series.items()):
         color = OURS if label == "jaxstack" else (THEIRS, *REST)[i % 5]
@@ -57,12 +57,12 @@ def train_cpu(result: dict[str, Any]) -> None:
         ax.bar_label(bars, [f"{v:,.0f}" for v in sides.values()], fontsize=8)
         ax.set_title(f"{name}: {job['speed_against_better_torch']:.2f} x the better torch", fontsize=10)
         ax.tick_params(axis="x", labelsize=8)
-    axes[0].set_ylabel("ms a step, less is better")
+    axes[0].set_ylabel("ms per step, less is better")
     save(made, "benchmark_train_cpu")
 
 
 def kernels(result: dict[str, Any], name: str) -> None:
-    """Time of each implementation, forward and backward, over the fastest of its case."""
+    """Draws the time of each implementation, forward and backward, over the fastest of its case."""
     made, (ax,) = figure(9, 0.34 * sum(len(c["rows"]) for c in result["cases"]) / 2 + 1.6)
     labels, values, colors = [], [], []
     for case in result["cases"]:
@@ -84,12 +84,13 @@ def train_gpu(result: dict[str, Any]) -> None:
     made, (speed, mfu) = figure(10, 3.6, 2)
     jobs = result["jobs"]
     sides = list(dict.fromkeys(side for job in jobs.values() for side in job["sides"]))
-    of = lambda key, scale: {  # noqa: E731
-        side: [scale * (job["sides"].get(side, {}).get(key) or 0) for job in jobs.values()] for side in sides
-    }
-    groups(speed, list(jobs), of("tokens_per_s", 1e-3), "{:.1f}")
-    speed.set_ylabel(f"thousand tokens a second, one {result['device']}")
-    groups(mfu, list(jobs), of("mfu", 100), "{:.1f}")
+
+    def values(key: str, scale: float) -> dict[str, list[float]]:
+        return {side: [scale * (job["sides"].get(side, {}).get(key) or 0) for job in jobs.values()] for side in sides}
+
+    groups(speed, list(jobs), values("tokens_per_s", 1e-3), "{:.1f}")
+    speed.set_ylabel(f"thousand tokens per second, one {result['device']}")
+    groups(mfu, list(jobs), values("mfu", 100), "{:.1f}")
     mfu.set_ylabel("MFU, %, full attention counted")
     save(made, "benchmark_train_gpu")
 
@@ -110,13 +111,13 @@ def train_gpu_aot(result: dict[str, Any]) -> None:
     ]
     ax.set_yticks(range(len(cases)), names, fontsize=8)
     ax.invert_yaxis()
-    ax.set_xlabel("GiB of one device by the compiler, ahead of time; nothing ran")
+    ax.set_xlabel("GiB on one device by the ahead-of-time compiler; nothing ran")
     ax.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     save(made, "benchmark_memory")
 
 
 def quant(result: dict[str, Any]) -> None:
-    """Training losses thin, held-out losses as points."""
+    """Draws training losses as thin lines and held-out losses as points."""
     made, (ax,) = figure(8, 3.2)
     for (kind, curve), color in zip(result["curves"].items(), (REST[0], OURS, THEIRS), strict=False):
         label = "bfloat16" if kind == "none" else kind
@@ -140,7 +141,7 @@ def roofline() -> None:
     name, chip, *flags = ROOFLINE
     cfg = parse.parse_config([f"--config={name}", *flags])
     cfg = resolve(cfg, cfg.model.vocab)
-    plot.draw(roof.report(cfg, chip, roof.Limits(CHIPS[chip])), DOCS / "roofline.png")
+    plot.draw(roof.make_roofline(cfg, chip, roof.ChipLimits(CHIPS[chip])), DOCS / "roofline.png")
     print("docs/roofline.png")
 
 
@@ -148,7 +149,7 @@ def main() -> None:
     drawn = {"train_cpu": train_cpu, "train_gpu": train_gpu, "train_gpu_aot": train_gpu_aot, "quant": quant}
     for name, draw in drawn.items():
         if (result := load(name)) is None:
-            print(f"no results/{name}.json yet")
+            print(f"results/{name}.json does not exist; its figure is skipped")
         else:
             draw(result)
     for path in sorted(RESULTS.glob("kernels_*.json")):

@@ -1,9 +1,8 @@
-"""How near are bfloat16's gradients to float32's? `python benchmarks/precision.py`, on the CPU, in minutes.
+"""Compares gradients in bfloat16 with those in float32: `python benchmarks/precision.py`, on the CPU, in minutes.
 
-Takes the gradient of one step of small models at their initial values, on 128 x 256 bytes of the standard library, in
-bfloat16 and in float32, and writes the relative error of every parameter's gradient to
-`benchmarks/results/precision.json`: on one device, with accumulation, and on eight simulated devices that sum their
-gradients in float32 and in bfloat16.
+Computes the gradient of one step of small models at their initial values, on 128 x 256 bytes of the standard library.
+It does so on one device, with accumulation, and on eight simulated devices that sum gradients in float32 and in
+bfloat16. Writes the relative error of every parameter's gradient to `benchmarks/results/precision.json`.
 """
 
 import dataclasses
@@ -81,7 +80,7 @@ def main() -> None:
         if name not in exact:
             exact[name] = gradients(name, {}, {"dtype": "float32"})
         short = gradients(name, mesh, {"dtype": "bfloat16", **train})
-        # The true gradient of a key's bias is zero where positions are learned: what is left is rounding.
+        # With learned positions the true gradient of a key's bias is zero, so its error is only rounding.
         paths = [path for path in short if not (path.endswith("b_k") and name == "gpt2")]
         errors = {p: float(np.linalg.norm(short[p] - exact[name][p]) / np.linalg.norm(exact[name][p])) for p in paths}
         errors = dict(sorted(errors.items(), key=lambda item: -item[1]))

@@ -1,8 +1,8 @@
-"""The quickstart in bfloat16 beside 8 bits: `python benchmarks/quant.py [--steps 300] [--kinds none int8 fp8]`
+"""Compares the quickstart in bfloat16 and in 8 bits: `python benchmarks/quant.py [--steps 300] [--kinds none int8 fp8]`
 
 Runs `train.py --config configs/quickstart.yaml` with each `train.quant`, with the same data and initial values, and
-writes training curves and held-out losses to `benchmarks/results/quant.json`. It compares losses, not speed: a CPU has
-no matmul of 8 bits worth the name.
+writes training curves and held-out losses to `benchmarks/results/quant.json`. It compares losses and not speed, because
+CPUs have no fast 8-bit matmuls.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from jaxstack.tracking.jsonl import read_lines
 
 ROOT = Path(__file__).parent.parent
 
-TAIL = 50  # steps that the last training loss is a mean of
+TAIL = 50  # the last training loss is the mean over these steps
 
 
 def main() -> None:

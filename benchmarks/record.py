@@ -1,4 +1,4 @@
-"""Writes a benchmark's result with what is needed to repeat it."""
+"""Writes the result of a benchmark with everything that is needed to repeat it."""
 
 import json
 import os
@@ -13,8 +13,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def record(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
-    """Writes `results/<name>.json`, or into another folder: the result, device, versions, command and commit (null
-    outside of git). A benchmark of an accelerator gives its own `device`."""
+    """Writes the result with device, versions, command and commit to `results/<name>.json` or into another folder.
+
+    The commit is null outside of git. A benchmark of an accelerator gives its own `device`.
+    """
     versions = {"python": platform.python_version()}
     for package in ("jax", "jaxlib", "numpy", "flax", "optax", "jax-cuda13-plugin", "torch", "triton", "transformers"):
         try:
@@ -40,7 +42,7 @@ def record(name: str, result: dict[str, Any], folder: Path | None = None) -> Pat
 def _git(*words: str) -> str | None:
     try:
         found = subprocess.run(["git", *words], capture_output=True, text=True, check=True, cwd=RESULTS.parent)
-    except (OSError, subprocess.CalledProcessError):  # a copy of the files alone
+    except (OSError, subprocess.CalledProcessError):  # a copy of the files without git
         return None
     return found.stdout.strip()
 

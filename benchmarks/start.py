@@ -1,8 +1,7 @@
-"""What a user waits for before the first step: `python benchmarks/start.py [--rounds 5]`
+"""Measures how long a user waits before the first step: `python benchmarks/start.py [--rounds 5]`
 
-The seconds of `train.py --help`, and those that a training step takes to compile with 4 and with 48 layers, on two
-simulated CPU devices. Depths alternate; the ratio of their medians goes to `benchmarks/results/start.json`. Run it on a
-machine that does nothing else.
+Measures `train.py --help`, and how long a training step with 4 and with 48 layers takes to compile on two simulated CPU
+devices. Depths alternate; the ratio of their medians goes to `benchmarks/results/start.json`. Use an idle machine.
 """
 
 import argparse
@@ -25,7 +24,7 @@ def help_seconds() -> float:
 
 
 def compile_seconds(num_layers: int) -> float:
-    """Traces, lowers and compiles; caches are emptied before."""
+    """Empties caches and returns the seconds to trace, lower and compile a step."""
     import jax
     import jax.numpy as jnp
 

@@ -1,10 +1,10 @@
-"""What a device sends in a step, and what it holds, by formula: `python benchmarks/traffic.py`, nothing is compiled.
+"""Computes the bytes that a device sends in a step, and its memory, by formula: `python benchmarks/traffic.py`
 
-One job on eight devices, split along one axis of the mesh after the other. The formulas are
-`jaxstack.planner.estimate`'s, which `tests/sharding/test_collectives.py` and `tests/aot` hold against compiled
-programs. A second part is one model on 16 stages: what they exchange for each microbatch, beside the time that a chip
-computes for it. The result is `benchmarks/results/traffic.json`, and the tables of docs/parallelism/ and
-docs/pipelines.md are written anew; `tests/test_docs.py` compares them.
+The first part shards one job on eight devices over one mesh axis after another. The formulas are those of
+`jaxstack.planner.estimate`; `tests/sharding/test_collectives.py` and `tests/aot` compare them with compiled programs.
+The second part is a model on 16 stages: the bytes that they exchange for each microbatch, beside the time that a chip
+computes for it. Nothing is compiled. Writes `benchmarks/results/traffic.json` and the tables of docs/parallelism/ and
+docs/pipelines.md, which `tests/test_docs.py` compares.
 """
 
 import os
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 DENSE, SPARSE = "llama3_8b", "qwen3_30b_a3b"
-CASES: dict[str, tuple[str, list[str]]] = {  # by their mesh, as the pages name it
+CASES: dict[str, tuple[str, list[str]]] = {  # the key is the mesh as the pages name it
     "data=8": (DENSE, ["--mesh.data=8"]),
     "fsdp=8": (DENSE, ["--mesh.fsdp=8"]),
     "data=2 fsdp=4": (DENSE, ["--mesh.data=2", "--mesh.fsdp=4"]),
@@ -44,13 +44,13 @@ SHOWN = {
     "expert": ["expert=8", "expert=8, capacity 1.25", "fsdp=2 expert=4", "fsdp=8, experts"],
     "../pipelines": ["pipe=8", "pipe=2 fsdp=4", "fsdp=8"],
 }
-"""Which cases each page's table has."""
+"""The cases in the table of each page."""
 
 DEEP = [  # Llama 3 70B
     *("--model.num_layers=80", "--model.d_model=8192", "--model.num_heads=64", "--model.d_ff=28672"),
     *("--mesh.pipe=16", "--mesh.tensor=8", "--data.batch_size=64", "--pipeline.microbatches=64", "--train.remat=full"),
 ]
-LINKS = [  # a chip, and bytes/s that a device sends to the stages beside its own
+LINKS = [  # a chip, the name of a link, and the bytes/s that a device sends to the neighbouring stages
     ("v5p", "one of three axes", 600e9 / 3),
     ("h100", "InfiniBand", 400e9 / 8),  # NVIDIA DGX H100 data sheet: a port of 400 Gb/s for each GPU
 ]
@@ -60,6 +60,7 @@ STAGES_HEAD = (
 
 
 def case(config: str, flags: list[str]) -> dict[str, Any]:
+    """Returns the bytes that a device sends and stores for one mesh."""
     from jaxstack import sharding
     from jaxstack.config import parse, resolve
     from jaxstack.models.context import Context
@@ -84,9 +85,9 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
 
 
 def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
-    """A model on 16 stages: its operations, and the bytes that a device sends along `pipe` for each microbatch."""
+    """Returns the operations of a model on 16 stages, and the bytes that a device sends over `pipe` per microbatch."""
     from jaxstack.config import parse, resolve
-    from jaxstack.planner import estimate, roofline
+    from jaxstack.planner import estimate, roofline, roofline_step
 
     flags = [f"--config={DENSE}", *DEEP, "--mesh.data=1", "--data.packing=false", f"--data.seq_len={length}"]
     cfg = parse.parse_config([*flags, f"--model.tied_embeddings={str(tied).lower()}"])
@@ -97,13 +98,13 @@ def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
     sent = {"neighbours": 0.0, "head": 0.0, "embedding": 0.0}
     for c in estimate.traffic(cfg, ctx):
         if "pipe" in c.axes:
-            what = next((name for name in sent if name in c.where), "head")  # the other one is cross-entropy's
+            what = next((name for name in sent if name in c.where), "head")  # else that of cross-entropy
             sent[what] += c.sent / cfg.pipeline.microbatches
-    return roofline.operations(cfg, ctx), sent
+    return roofline_step.operations(cfg, ctx), sent
 
 
 def stages(length: int) -> list[dict[str, Any]]:
-    """What 16 stages exchange for each microbatch of one sequence, beside their computing."""
+    """Returns the bytes that 16 stages exchange for each microbatch of one sequence, and the time that they compute."""
     from jaxstack.common.hardware import CHIPS
     from jaxstack.planner import roofline
 
@@ -112,7 +113,7 @@ def stages(length: int) -> list[dict[str, Any]]:
     microbatches = next(int(flag.split("=")[1]) for flag in DEEP if "microbatches" in flag)
     found = []
     for chip, link, bandwidth in LINKS:
-        limits = roofline.Limits(CHIPS[chip])
+        limits = roofline.ChipLimits(CHIPS[chip])
         work = [op for op in operations if op.of_layer or op.name.startswith(("head", "cross-entropy"))]
         found.append(
             {
@@ -128,7 +129,7 @@ def stages(length: int) -> list[dict[str, Any]]:
 
 
 def stages_rows(found: list[dict[str, Any]]) -> str:
-    """The table of docs/pipelines.md."""
+    """Returns the table of docs/pipelines.md."""
     lines = [STAGES_HEAD, "|---|---|---|---|---|---|---|---|"]
     for row in found:
         ms = {name: 1e3 * size / row["link_bytes_per_s"] for name, size in row["sent_bytes"].items()}
@@ -141,7 +142,7 @@ def stages_rows(found: list[dict[str, Any]]) -> str:
 
 
 def rows(cases: dict[str, Any], names: list[str]) -> str:
-    """A table of a page."""
+    """Returns the table of a page."""
     lines = ["| mesh | sends, GB a step | state, GB | in all, GB |", "|---|---|---|---|"]
     for name in names:
         found = cases[name]

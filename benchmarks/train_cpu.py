@@ -1,10 +1,11 @@
-"""Our training step beside PyTorch's, on the CPU: `python benchmarks/train_cpu.py [--jobs J1 J2 J3] [--rounds 7]`
+"""Compares training steps with PyTorch on the CPU: `python benchmarks/train_cpu.py [--jobs J1 J2 J3] [--rounds 7]`
 
-Needs the extra `[parity]`. Three processes a job (ours, torch eager, torch.compile) take turns of a few steps each,
-round after round, so that whatever else the machine does hits all of them alike. What counts is the ratio within a
-round: time of the better torch mode over ours. Medians are printed and kept in `benchmarks/results/train_cpu.json`.
+Needs the extra `[parity]`. For each job, three processes (jaxstack, torch eager, torch.compile) take turns of a few
+steps in rounds, so that other work on the machine slows all of them. The result is the ratio within a round: the time
+of the better torch mode over ours. Medians are printed and written to `benchmarks/results/train_cpu.json`.
 
-Ours is what `train.py` runs: its device count and flags, `step.jit_train_step`, metrics read one step late.
+Our side runs as `train.py` does: with its device count and flags, `step.jit_train_step`, and metrics that are read one
+step late.
 """
 
 import argparse
@@ -19,11 +20,11 @@ from typing import Any
 import record
 
 ROOT = Path(__file__).parent.parent
-STEPS = {"J1": 30, "J2": 2, "J3": 2}  # steps of a turn: about a second or two
+STEPS = {"J1": 30, "J2": 2, "J3": 2}  # steps of a turn, which takes about a second or two
 
 
 def ours(name: str) -> None:
-    """The worker: trains one job of `peers_torch.JOBS`, whenever a line with a number of steps comes in."""
+    """Trains one job of `peers_torch.JOBS` in a process of its own; each line of input is a number of steps."""
     sys.path.insert(0, str(ROOT))
     from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
     from jaxstack.runtime import platform
@@ -104,7 +105,7 @@ def torch_peer(name: str, mode: str) -> None:
 
 
 def serve(run: Any) -> None:
-    """Answers each line `n` with the seconds a step took, over n steps, and the last loss."""
+    """Answers each line `n` with the seconds per step over n steps, and the last loss."""
     begin = time.perf_counter()
     run(1)
     print(json.dumps({"first_step_s": time.perf_counter() - begin}), flush=True)
@@ -122,7 +123,7 @@ class Worker:
             [sys.executable, self.script, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._say(json.dumps(job))
-        self.first = self._hear()  # what the worker says of itself
+        self.first = self._hear()  # the worker's description of itself
         self.first_step_s = self.first["first_step_s"]
 
     def turn(self, steps: int) -> dict[str, Any]:
@@ -141,7 +142,7 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            sys.exit("a worker ended early; its error stands above")
+            sys.exit("a worker ended early; its error is printed above")
         return json.loads(line)
 
 
@@ -160,7 +161,7 @@ def compare(name: str, rounds: int, accum: int) -> dict[str, Any]:
         worker.turn(2)
     steps, losses = {key: [] for key in workers}, {}
     for turn in range(rounds):
-        # Each round in another order: nobody always follows the same neighbour.
+        # The order changes from round to round, so that no process always runs after the same one.
         names = list(workers)
         for key in names[turn % 3 :] + names[: turn % 3]:
             answer = workers[key].turn(STEPS[name])
@@ -184,8 +185,8 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--jobs", nargs="+", default=["J1", "J2", "J3"])
     arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument("--accum", type=int, default=1, help="microbatches that ours takes a batch in")
-    arguments.add_argument("--name", default="train_cpu", help="of the result file")
+    arguments.add_argument("--accum", type=int, default=1, help="microbatches of jaxstack's side")
+    arguments.add_argument("--name", default="train_cpu", help="name of the result file")
     arguments.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.worker:

@@ -1,28 +1,30 @@
-"""The whole training step on one GPU beside torch.compile's: `python benchmarks/train_gpu.py [--jobs dense_2048 ...]`
+"""Compares the training step on one GPU with torch.compile: `python benchmarks/train_gpu.py [--jobs dense_2048 ...]`
 
-Needs jax, flax, optax, numpy, pyyaml and psutil; torch and transformers for the peer. Nothing is downloaded: weights
-and tokens are random. Each side is a process with its share of the GPU's memory, and they take turns of a few steps,
-round after round, so that whatever else happens to the chip hits both. Ours starts: of each `--remats` it takes the
-largest of the job's batches whose compiled step fits its share, and the fastest of those goes into the rounds; the peer
-takes the same batch, or the largest smaller one that it has memory for.
+Needs jax, flax, optax, numpy, pyyaml and psutil; the peer also needs torch and transformers. Weights and tokens are
+random; nothing is downloaded. Each side is a process with its share of the GPU's memory. Both take turns of a few steps
+in rounds, so that other events on the chip affect both.
 
-The peer is `transformers.LlamaForCausalLM` (`MixtralForCausalLM` for experts) with `attn_implementation="sdpa"`,
-compiled, AdamW as `torch.optim` has it (fused), gradients clipped to a global norm of 1, without recomputation but for
-what torch.compile chooses to recompute:
+Our side starts. For each of `--remats` it selects the largest of the job's batches whose compiled step fits its share
+of memory, and the fastest of these candidates runs in the rounds. The peer takes the same batch, or the largest smaller
+one that fits.
+
+The peer is `transformers.LlamaForCausalLM` (`MixtralForCausalLM` for experts) with `attn_implementation="sdpa"`, the
+fused AdamW of `torch.optim`, and gradients clipped to a global norm of 1. It only recomputes what torch.compile chooses
+to recompute:
     torch_compile   float32 weights and optimizer, bfloat16 by autocast: the same arithmetic as ours
-    torch_bf16      everything in bfloat16: less memory and traffic, another arithmetic
-    torch_eager     as torch_compile, not compiled
+    torch_bf16      everything in bfloat16: less memory and traffic, different arithmetic
+    torch_eager     like torch_compile, but not compiled
 
-MFU by both conventions: attention counted in full (PaLM), or as the causal mask leaves it. Results are added to
-`results/train_gpu.json`, job by job. A call with one peer takes about five minutes a job, mostly of compilation:
+MFU follows two conventions: full attention (PaLM), or only the pairs that the causal mask leaves. Results are added to
+`results/train_gpu.json` job by job. A call with one peer takes about five minutes per job, mostly to compile:
 
     python benchmarks/train_gpu.py --jobs dense_2048
     python benchmarks/train_gpu.py --jobs dense_4096
     python benchmarks/train_gpu.py --jobs moe_2_of_8 moe_8_of_64 --peers
 
-`--small` is a smoke test for any device. `--aot h100` compiles every candidate for a chip that is not here (extra
-`[cuda13]`) and writes what the compiler says of memory to `results/train_gpu_aot.json`; a later run on such a chip
-leaves out what cannot fit.
+`--small` is a smoke test for any device. `--aot h100` compiles every candidate for a chip that this machine does not
+have (extra `[cuda13]`) and writes its memory to `results/train_gpu_aot.json`. A later run on such a chip skips the
+candidates that cannot fit.
 """
 
 import argparse
@@ -43,12 +45,12 @@ import train_cpu
 ROOT = Path(__file__).parent.parent
 NAME = "train_gpu"
 REMATS = ("none", "selective", "dots", "full")
-RESERVED = 0.08  # of the GPU's memory: for CUDA contexts and libraries
+RESERVED = 0.08  # fraction of the GPU's memory that is left to CUDA contexts and libraries
 
 
 @dataclass(frozen=True)
 class Job:
-    """A decoder and its batches; sizes in layers, features, heads, sequences and tokens."""
+    """The sizes of a decoder and its batches: layers, features, heads, sequences and tokens."""
 
     layers: int
     width: int
@@ -64,8 +66,8 @@ class Job:
 JOBS = {
     "dense_2048": Job(24, 2048, 16, 5632, 2048, (32, 16, 8, 4, 2, 1)),  # 1.37e9 parameters
     "dense_4096": Job(24, 2048, 16, 5632, 4096, (16, 8, 4, 2, 1)),
-    "moe_2_of_8": Job(12, 1024, 8, 2816, 2048, (32, 16, 8, 4), experts=8, top_k=2),  # 9.5e8, of which 3.2e8 a token
-    "moe_8_of_64": Job(12, 1024, 8, 704, 2048, (32, 16, 8, 4), experts=64, top_k=8),  # the same, finer
+    "moe_2_of_8": Job(12, 1024, 8, 2816, 2048, (32, 16, 8, 4), experts=8, top_k=2),  # 9.5e8, 3.2e8 active
+    "moe_8_of_64": Job(12, 1024, 8, 704, 2048, (32, 16, 8, 4), experts=64, top_k=8),  # the same with smaller experts
 }
 SMALL = {
     "dense_2048": Job(2, 64, 2, 128, 64, (4, 2), 256),
@@ -109,7 +111,7 @@ def text(job: Job, batch: int) -> Any:
 
 
 def ours(order: dict[str, Any]) -> None:
-    """The worker of our side."""
+    """Runs our side in a process of its own."""
     import jax
     import numpy as np
 
@@ -124,7 +126,7 @@ def ours(order: dict[str, Any]) -> None:
     budget = stats.get("bytes_limit", float("inf"))
 
     def fitting(remat: str) -> tuple[Any, Any, dict[str, Any]] | None:
-        """State and compiled step at the largest batch, and what is to be said of them."""
+        """Returns state and compiled step at the largest batch that fits, and their description."""
         for batch in order["batches"]:
             cfg = config(job, batch, remat, order["kernels"])
             ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, batch, [device]))
@@ -151,7 +153,7 @@ def ours(order: dict[str, Any]) -> None:
                 "flops_per_token": flops._asdict(),
             }
             if total > budget:
-                print(f"  {remat}, batch {batch}: {total / 2**30:.1f} GiB, too much", file=sys.stderr, flush=True)
+                print(f"  {remat}, batch {batch}: {total / 2**30:.1f} GiB does not fit", file=sys.stderr, flush=True)
                 continue
             try:
                 state = make_state(cfg, ctx, abstract)
@@ -165,7 +167,7 @@ def ours(order: dict[str, Any]) -> None:
         return None
 
     def steps(state: Any, advance: Any, count: int) -> tuple[Any, float, float]:
-        """The state, seconds a step and the last loss; metrics are read one step late, as train.py does."""
+        """Returns the state, the seconds per step and the last loss; metrics are read one step late, as in train.py."""
         begin, unread = time.perf_counter(), None
         for _ in range(count):
             state, metrics = advance(state)
@@ -198,13 +200,13 @@ def ours(order: dict[str, Any]) -> None:
     print(json.dumps(first | {"device": device.device_kind}), flush=True)
     for line in sys.stdin:
         state, loss, seconds = steps(state, advance, int(line))
-        # Of this process since its beginning: of all that it tried. What the step itself needs is compiled_bytes.
+        # This peak includes every candidate of this process; compiled_bytes is the memory of the step itself.
         peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
         print(json.dumps({"step_s": seconds, "loss": loss, "peak_bytes": peak}), flush=True)
 
 
 def torch_peer(order: dict[str, Any]) -> None:
-    """The worker of torch's side."""
+    """Runs the side of torch in a process of its own."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -322,7 +324,7 @@ def compare(name: str, job: Job, given: argparse.Namespace, kernels: dict[str, s
     for turn in range(given.rounds):
         keys = list(workers)
         first = turn % len(keys)
-        for key in keys[first:] + keys[:first]:  # nobody always follows the same neighbour
+        for key in keys[first:] + keys[:first]:  # no process always runs after the same one
             last[key] = workers[key].turn(given.steps)
             taken[key].append(last[key]["step_s"])
     for worker in workers.values():
@@ -365,7 +367,7 @@ def compare(name: str, job: Job, given: argparse.Namespace, kernels: dict[str, s
 
 
 def known(name: str) -> list[dict[str, Any]]:
-    """What the ahead-of-time compiler says of a job's candidates."""
+    """Returns the memory of a job's candidates by the ahead-of-time compiler."""
     path = record.RESULTS / f"{NAME}_aot.json"
     found = json.loads(path.read_text())["cases"] if path.exists() else []
     return [case for case in found if case["job"] == name]
@@ -385,7 +387,7 @@ def ahead_of_time(target: str, given: argparse.Namespace, kernels: dict[str, str
                 begin = time.perf_counter()
                 try:
                     r = aot.compile(cfg, f"{target}:1x1x1")
-                except Exception as error:  # the compiler's own: what a device cannot hold is one of them
+                except Exception as error:  # compilers raise their own types, for programs that do not fit among others
                     print(f"{name} {remat} {batch}: {str(error)[:300]}", flush=True)
                     continue
                 row = {
@@ -394,7 +396,7 @@ def ahead_of_time(target: str, given: argparse.Namespace, kernels: dict[str, str
                     "remat": remat,
                     "batch": batch,
                     "kernels_asked": kernels,
-                    "kernels": aot.placed(cfg, f"{target}:1x1x1")[0].kernels,
+                    "kernels": aot.abstract_inputs(cfg, f"{target}:1x1x1")[0].kernels,
                     "compile_s": round(time.perf_counter() - begin, 1),
                     "arguments": r.arguments,
                     "temporary": r.temporary,
@@ -406,22 +408,22 @@ def ahead_of_time(target: str, given: argparse.Namespace, kernels: dict[str, str
                 cases = [c for c in cases if any(c[key] != row[key] for key in same)] + [row]
                 print(json.dumps(row), flush=True)
                 if r.total < 0.35 * CHIPS[target].hbm_bytes:
-                    break  # smaller ones fit
-            record.record(f"{NAME}_aot", {"note": "what the compiler says ahead of time; nothing ran", "cases": cases})
+                    break  # smaller batches fit
+            record.record(f"{NAME}_aot", {"note": "by the ahead-of-time compiler; nothing ran", "cases": cases})
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    arguments.add_argument("--jobs", nargs="+", choices=JOBS, help="default: all of them")
+    arguments.add_argument("--jobs", nargs="+", choices=JOBS, help="jobs to run (default: all)")
     arguments.add_argument("--peers", nargs="*", choices=["torch_compile", "torch_bf16", "torch_eager"])
     arguments.add_argument("--remats", nargs="+", choices=REMATS, default=["selective", "none"])
-    arguments.add_argument("--kernels", nargs="*", default=[], metavar="OP=NAME", help="as kernels.* of train.py")
-    arguments.add_argument("--batches", type=int, nargs="+", help="to try, the largest first; default: the job's")
+    arguments.add_argument("--kernels", nargs="*", default=[], metavar="OP=NAME", help="kernels.* of train.py")
+    arguments.add_argument("--batches", type=int, nargs="+", help="largest first (default: those of the job)")
     arguments.add_argument("--rounds", type=int, default=7)
-    arguments.add_argument("--steps", type=int, default=5, help="of a turn")
-    arguments.add_argument("--small", action="store_true", help="tiny models: does it run?")
-    arguments.add_argument("--aot", metavar="CHIP", help="h100 or h200: compile only, for a chip that is not here")
-    arguments.add_argument("--out", type=Path, help="folder of the result file (default: results/; of --small: none)")
+    arguments.add_argument("--steps", type=int, default=5, help="steps of a turn")
+    arguments.add_argument("--small", action="store_true", help="smoke test with tiny models")
+    arguments.add_argument("--aot", metavar="CHIP", help="h100 or h200: only compile, for a chip that is not here")
+    arguments.add_argument("--out", type=Path, help="folder of the result (default: results/; --small: no file)")
     arguments.add_argument("--worker", help=argparse.SUPPRESS)
     given = arguments.parse_args()
     sys.path.insert(0, str(ROOT))

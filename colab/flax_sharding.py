@@ -27,7 +27,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 from jaxstack.config import MeshConfig
-from jaxstack.sharding import Rules, ShardingError, guard, make_mesh, placed, shard, table
+from jaxstack.sharding import Rules, ShardingError, assert_sharded, make_mesh, shard, shardings_of, summarize
 
 jax.config.update("jax_default_matmul_precision", "float32")  # GPUs and TPUs would round more, and differ more
 devices = (jax.devices() if jax.device_count() >= 8 else jax.devices("cpu"))[:8]
@@ -79,11 +79,11 @@ class NextToken(nnx.Module):
 plain = NextToken(VOCAB, width=128, layers=2, rngs=nnx.Rngs(0))
 
 # %% [markdown]
-# `placed` reads the present sharding of arrays, and `table` prints it. Nothing is split yet: on the mesh, every device would
+# `shardings_of` reads the present sharding of arrays, and `summarize` prints it. Nothing is split yet: on the mesh, every device would
 # hold all of it. The first column has the paths for which you write rules.
 
 # %%
-print(table(*placed(plain), mesh))
+print(summarize(*shardings_of(plain), mesh))
 
 # %% [markdown]
 # ## Rules
@@ -106,14 +106,14 @@ rules = Rules(
     ]
 )
 model = shard(plain, rules, mesh)
-print(table(*placed(model), mesh))
+print(summarize(*shardings_of(model), mesh))
 
 # %% [markdown]
 # Each device now holds about a quarter. `shard` returned a new module with the same values, and `plain` has not changed.
-# `guard` raises an error if more than 5% of the bytes are split over neither `fsdp` nor `tensor`.
+# `assert_sharded` raises an error if more than 5% of the bytes are split over neither `fsdp` nor `tensor`.
 
 # %%
-guard(*placed(model), mesh)
+assert_sharded(*shardings_of(model), mesh)
 assert jax.tree.all(jax.tree.map(np.array_equal, nnx.state(model), nnx.state(plain)))
 
 # %% [markdown]
@@ -140,8 +140,8 @@ jax.debug.visualize_array_sharding(model.embed.embedding[...], scale=0.8)
 # %%
 optimizer = shard(nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param), rules, mesh, like=model)
 
-lies = placed(optimizer)[1]
-assert lies["opt_state/0/mu/blocks/0/up/kernel"] == placed(model)[1]["blocks/0/up/kernel"]
+lies = shardings_of(optimizer)[1]
+assert lies["opt_state/0/mu/blocks/0/up/kernel"] == shardings_of(model)[1]["blocks/0/up/kernel"]
 for path in lies:
     if "blocks/0/up" in path:
         print(f"{path:36}{lies[path]}")
@@ -185,8 +185,8 @@ assert on_eight[-1] < on_eight[0] / 2
 # model.
 
 # %%
-guard(*placed(model), mesh)
-guard(*placed(optimizer), mesh)
+assert_sharded(*shardings_of(model), mesh)
+assert_sharded(*shardings_of(optimizer), mesh)
 
 # %% [markdown]
 # ## The same on one device
@@ -242,8 +242,8 @@ state_rules = Rules(
     ]
 )
 state = shard(plain_state, state_rules, mesh)
-guard(*placed(state), mesh)
-print(table(*placed(state.params), mesh))
+assert_sharded(*shardings_of(state), mesh)
+print(summarize(*shardings_of(state.params), mesh))
 
 # %% [markdown]
 # A linen step is a function from state to state. `out_shardings` gives the result the sharding of the argument.
@@ -286,7 +286,7 @@ np.testing.assert_allclose(on_eight, on_one, rtol=1e-5)  # as above
 kernel_init = linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
 layer = linen.Dense(512, use_bias=False, kernel_init=kernel_init)
 named = layer.init(jax.random.key(0), np.zeros((1, 128), np.float32))
-print(table(*placed(shard(named, Rules(parameters={"embed": "fsdp", "mlp": "tensor"}), mesh)), mesh))
+print(summarize(*shardings_of(shard(named, Rules(parameters={"embed": "fsdp", "mlp": "tensor"}), mesh)), mesh))
 
 # %% [markdown]
 # ## Mistakes

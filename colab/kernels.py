@@ -302,7 +302,7 @@ plt.show()
 # %%
 from jaxstack import kernels
 
-for op, table in kernels.TABLES.items():
+for op, table in kernels.OP_IMPLEMENTATIONS.items():
     print(f"{op:<16}", ", ".join(f"{name} ({'/'.join(entry.platforms)})" for name, entry in table.items()))
 
 # %%

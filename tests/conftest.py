@@ -1,4 +1,4 @@
-"""Every test runs on eight simulated CPU devices, whatever the machine has."""
+"""Configures the tests: eight simulated CPU devices, random inputs from `--seed`, and time limits."""
 
 import atexit
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# Most of a test's time is compilation. Whole runs (tests/test_train.py) take XLA as users do, fully optimised.
+# Compilation dominates the time of a test. Complete runs (tests/test_train.py) use the full optimisation of XLA.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-if version("jaxlib").startswith("0.10."):  # fusions as newer XLA writes them compile for four times as long
+if version("jaxlib").startswith("0.10."):  # its new fusion emitters take four times as long to compile
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-# What one process has compiled, the others read: the workers of pytest-xdist and the runs that tests start inherit it.
+# All processes share one compilation cache: the workers of pytest-xdist and the runs that tests start.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxstack-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 SLOW_LIMIT_S = 3000
-"""The time limit of slow tests and of those that compile ahead of time. pyproject.toml has that of the others."""
+"""The time limit of slow tests and of those that compile ahead of time. pyproject.toml has the limit of the others."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,18 +54,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def entropy(node: pytest.Item | pytest.Collector) -> list[int]:
-    """Returns what seeds a generator: the run's seed and the node's name, so that no test depends on another."""
+    """Returns the seed of a generator, from the run's seed and the node's name, so that tests are independent."""
     folders, _, test = node.nodeid.partition("::")
-    return [node.config.option.seed, *f"tests/{Path(folders).name}::{test}".encode()]  # a moved file draws the same
+    name = f"tests/{Path(folders).name}::{test}"  # without its folder, so that a file keeps its inputs when it moves
+    return [node.config.option.seed, *name.encode()]
 
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Random inputs of this test, the same in every run with the same `--seed`."""
+    """Returns a generator for this test, with the same numbers in every run with the same `--seed`."""
     return np.random.default_rng(entropy(request.node))
 
 
 @pytest.fixture(scope="module")
 def seed(request: pytest.FixtureRequest) -> int:
-    """A seed for what the tests of one file share, such as the truth that they compare with."""
+    """Returns a seed for inputs that the tests of one file share, such as their reference values."""
     return int(np.random.SeedSequence(entropy(request.node)).generate_state(1)[0])

@@ -1,11 +1,11 @@
-"""Prints and bounds what `pip install -e .` brought into the running environment."""
+"""Prints the packages that `pip install -e .` has installed, and fails if they are too many or too large."""
 
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
 MOST_PACKAGES, MOST_MB = 45, 900
-NOT_OURS = {"pip", "setuptools", "jaxstack"}  # of the environment itself
+NOT_OURS = {"pip", "setuptools", "jaxstack"}  # packages of the environment itself
 
 names = sorted({d.metadata["Name"].lower() for d in distributions()} - NOT_OURS)
 site = Path(next(p for p in sys.path if p.endswith("site-packages")))
@@ -13,4 +13,4 @@ megabytes = sum(p.stat().st_size for p in site.rglob("*") if p.is_file() and "__
 print(f"{len(names)} packages, {megabytes:.0f} MB: {' '.join(names)}")
 forbidden = {"torch", "tensorflow"} & set(names)
 if len(names) > MOST_PACKAGES or megabytes > MOST_MB or forbidden:
-    sys.exit(f"more than {MOST_PACKAGES} packages or {MOST_MB} MB, or one of {forbidden}")
+    sys.exit(f"Allowed are {MOST_PACKAGES} packages and {MOST_MB} MB, without torch and tensorflow.")

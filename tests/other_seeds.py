@@ -1,8 +1,8 @@
-"""Runs tests with other random inputs and reports what fails: `python tests/other_seeds.py [--seconds 90]`
+"""Runs tests with other random inputs and reports failures: `python tests/other_seeds.py [--seconds 90]`
 
-The seed follows from the commit, so that every commit explores another one. A failure is a finding about the code or a
-tolerance, and not about the commit: it is printed with the command that reproduces it, and the exit code stays 0. Only
-a run that tests nothing fails.
+The seed depends on the commit, so every commit explores another one. A failure says something about the code or a
+tolerance, not about the commit. It is printed with the command that reproduces it, and the exit code stays 0. Only a
+run that tests nothing fails.
 """
 
 import argparse
@@ -14,9 +14,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILES = [  # numerics at a low cost; what they compile is in the cache of the run before
-    f"tests/test_{name}.py" for name in ("kernels", "attention_kernels", "moe", "context_attention", "partition")
+FILES = [
+    "tests/kernels/test_kernels.py",
+    "tests/kernels/test_attention_kernels.py",
+    "tests/kernels/test_context_attention.py",
+    "tests/moe/test_moe.py",
+    "tests/pipeline/test_partition.py",
 ]
+"""Tests of numerics that run fast, because the previous run has filled the compilation cache."""
 
 
 def seed_of_commit() -> int:
@@ -27,7 +32,7 @@ def seed_of_commit() -> int:
 
 
 def findings(log: str, seed: int) -> list[str]:
-    """Returns a line for each failed test of pytest's output."""
+    """Returns one line for each failed test in the output of pytest."""
     return [
         f"seed {seed}: {test} failed; reproduce with: pytest -n 0 --seed={seed} '{test}'"
         for test in re.findall(r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", log, re.M)
@@ -36,16 +41,16 @@ def findings(log: str, seed: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--seconds", type=float, default=90, help="stop after so long, whatever is left")
+    parser.add_argument("--seconds", type=float, default=90, help="stop after this time, even if tests remain")
     parser.add_argument("--seed", type=int, default=seed_of_commit())
     given = parser.parse_args()
     command = [sys.executable, "-m", "pytest", "-m", "random and not slow", f"--seed={given.seed}", *FILES]
-    with tempfile.TemporaryFile("w+") as log:  # its closing line is no result of the run
+    with tempfile.TemporaryFile("w+") as log:  # a file, since a pipe could fill up and block pytest
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
             ended = process.wait(given.seconds) in (0, 1)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # pytest still lists what failed until then
+            process.send_signal(signal.SIGINT)  # pytest then lists the failures so far
             process.wait()
             ended = True
             print(f"Stopped after {given.seconds:g} s.")

@@ -23,13 +23,13 @@ def test_kernels(tmp_path):
     said = run("kernels.py", "--ops", "norm", "gelu", "--rounds", "1", "--out", str(tmp_path))
     (path,) = tmp_path.glob("kernels_*.json")
     found = json.loads(path.read_text())
-    from jaxstack.kernels import TABLES
+    from jaxstack.kernels import OP_IMPLEMENTATIONS
 
     by_op = {case["op"]: case for case in found["cases"]}
     for op in ("norm", "gelu"):
         ran = {row["implementation"] for row in by_op[op]["rows"]}
         # Every name of the table has run, or it says why not.
-        assert ran | set(by_op[op]["left_out"]) >= set(TABLES[op]), said
+        assert ran | set(by_op[op]["left_out"]) >= set(OP_IMPLEMENTATIONS[op]), said
         assert all(row["ms"] > 0 for row in by_op[op]["rows"])
     assert {"xla", "custom_vjp", "copy"} <= {row["implementation"] for row in by_op["norm"]["rows"]}
 

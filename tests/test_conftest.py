@@ -1,4 +1,4 @@
-"""What tests/conftest.py and pyproject.toml give every test: inputs that repeat, and a limit of time."""
+"""Tests of tests/conftest.py and pyproject.toml: they give every test repeatable inputs and a time limit."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def test_goes_on(): pass
 
 
 def outcome(folder: Path, content: str, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs pytest on a file beside a copy of conftest.py, with the project's own settings."""
+    """Runs pytest on a file in a folder with a copy of conftest.py, using the settings of the project."""
     shutil.copy(TESTS / "conftest.py", folder)
     (folder / "test_inner.py").write_text(content)
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "JAXSTACK_TEST_"))}
@@ -49,6 +49,7 @@ def outcome(folder: Path, content: str, *flags: str, **env: str) -> subprocess.C
 
 
 def draws(folder: Path, *flags: str, **env: str) -> dict[str, str]:
+    """Runs the tests of DRAWS and returns the number that each has drawn."""
     done = outcome(folder, DRAWS, "-n", "0", "-s", *flags, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(re.findall(r"drew (\w+(?: \d)?) (\d+)$", done.stdout, re.M))
@@ -75,7 +76,7 @@ def test_a_test_that_hangs_fails_and_the_others_go_on(tmp_path):
 
 
 def test_so_does_one_that_no_signal_reaches(tmp_path):
-    """As none does within XLA."""
+    """A signal is not handled while XLA runs, so pytest-timeout cannot interrupt the test."""
     done = outcome(tmp_path, DEAF, "-n", "1", "--timeout=1", "-o", "faulthandler_timeout=3")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 1 passed" in done.stdout

@@ -316,6 +316,19 @@ def test_the_readme_and_the_tour_are_short():
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most, name
 
 
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.parent != ROOT and p.name != "changelog.md"], ids=lambda p: p.stem
+)
+def test_a_page_opens_with_what_the_reader_can_do_then_a_command_then_a_table(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    command = next(i for i, line in enumerate(lines) if line.startswith("```"))
+    table = next(i for i, line in enumerate(lines) if line.startswith("| "))
+    assert lines[0].startswith("# ")
+    assert re.match(r"[A-Z]", lines[2])
+    assert command <= 8
+    assert command < table
+
+
 def test_the_navigation_has_every_page_once():
     text = (ROOT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8")
     nav = str(yaml.safe_load(text)["nav"])

@@ -36,9 +36,9 @@ def test_shardings_are_those_on_file(name):
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices())
     state = abstract_state(cfg, Context.create(cfg, mesh))
     declared = params.flat_spec(decoder.spec(cfg.model))
-    leaves, specs = sharding.placed(state.params)
+    leaves, specs = sharding.shardings_of(state.params)
     named = {path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}
-    text = f"{' '.join(MESHES[name])}\n{sharding.table(named, specs, mesh)}\n"
+    text = f"{' '.join(MESHES[name])}\n{sharding.summarize(named, specs, mesh)}\n"
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("JAXSTACK_UPDATE_GOLDEN"):
         path.write_text(text)
@@ -73,12 +73,12 @@ def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
     # Norms and the routers' biases are whole everywhere; before `expert` split the dense parameters, it was 3.9.
     assert held <= 1.1 * whole / 64, f"{held / 2**30:.1f} GiB, {held * 64 / whole:.2f} times the even share"
 
-    # And the guard of a run would have refused the rules that left the dense parameters to `fsdp` alone.
+    # A run's `assert_sharded` would have refused the rules that split dense parameters over `fsdp` only.
     declared = {path: sharding.Leaf(p.shape, p.axes) for path, p in params.flat_spec(decoder.spec(cfg.model)).items()}
     named = {axis for leaf in declared.values() for axis in leaf.axes}
     rules = {axis: names for axis, names in ctx.rules.parameters.items() if axis in named}
-    sharding.guard(declared, sharding.Rules(rules).resolve(declared, ctx.mesh), ctx.mesh)
+    sharding.assert_sharded(declared, sharding.Rules(rules).resolve(declared, ctx.mesh), ctx.mesh)
     if mesh == {"expert": 64}:
         old = sharding.Rules(rules | {"embed": "fsdp"}).resolve(declared, ctx.mesh)
         with pytest.raises(ShardingError, match=r"3\.\d times its even share on expert=64: not all"):
-            sharding.guard(declared, old, ctx.mesh)
+            sharding.assert_sharded(declared, old, ctx.mesh)

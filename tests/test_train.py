@@ -1,4 +1,4 @@
-"""`train.py` as its users run it: whole processes, on a small text."""
+"""`train.py` as users run it: complete processes on a small text."""
 
 import gzip
 import json
@@ -53,7 +53,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """The machine's own, without what conftest.py sets for the tests' process."""
+    """Returns the environment of the machine, without what conftest.py sets for the process of the tests."""
     return {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
 
 
@@ -114,7 +114,7 @@ def test_a_run_directory_holds_what_it_should(straight):
 
 
 def test_interrupted_equals_straight_bit_for_bit(straight, text, tmp_path):
-    """Killed after a checkpoint and started again: equal loss lines, equal parameters and optimizer state."""
+    """A run that is killed after a checkpoint and started again has equal losses, parameters and optimizer state."""
     run_dir = tmp_path / "run"
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={run_dir}"]
     process = start(*argv)
@@ -179,7 +179,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused_and_nothing_is_written(flag
 
 
 def test_a_checkpoint_of_another_shape_is_refused_by_its_arrays(straight, text, tmp_path):
-    """Even where config.yaml was tampered with: the arrays themselves are compared."""
+    """The arrays themselves are compared, so an edited config.yaml does not help."""
     run_dir = tmp_path / "run"
     shutil.copytree(straight[0], run_dir)
     saved = run_dir / "config.yaml"
@@ -192,7 +192,7 @@ def test_a_checkpoint_of_another_shape_is_refused_by_its_arrays(straight, text, 
 
 
 def test_a_tokenizer_of_other_text_is_refused(tmp_path):
-    """As many characters, but others: shapes fit, meanings do not."""
+    """A tokenizer with as many characters, but different ones, fits the shapes but not their meaning."""
     small = [flag for flag in SMALL if not flag.startswith("--train.steps")]
     argv = [*small, "--data.tokenizer=chars", f"--run.dir={tmp_path / 'run'}", "--train.steps=1", *PLAIN]
     for name, letters in (("a", "abc\n"), ("b", "xyz\n")):
@@ -203,7 +203,7 @@ def test_a_tokenizer_of_other_text_is_refused(tmp_path):
 
 
 def test_steps_that_are_not_finite_stop_the_run_and_name_the_batch(text, tmp_path):
-    """A learning rate that breaks the model at once: every later step is skipped, the third in a row ends the run."""
+    """A learning rate breaks the model in step 1. All later steps are skipped; the third in a row ends the run."""
     flags = ["--optim.name=sgd", "--optim.lr=1e30", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
     _, err = run(
         *SMALL,
@@ -226,7 +226,7 @@ def test_steps_that_are_not_finite_stop_the_run_and_name_the_batch(text, tmp_pat
 
 @pytest.mark.slow
 def test_accumulation_on_the_command_line(text, straight, tmp_path):
-    """The same batches in two microbatches: the same losses, up to float32's order of summation."""
+    """The same batches in two microbatches have the same losses, up to the order of float32 sums."""
     run_dir = tmp_path / "run"
     run(*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", "--train.grad_accum=2")
     a, b = ([line["loss"] for line in lines(d) if "loss" in line] for d in (run_dir, straight[0]))
@@ -236,14 +236,14 @@ def test_accumulation_on_the_command_line(text, straight, tmp_path):
 
 
 def test_hundreds_of_held_out_batches(text, tmp_path):
-    """Evaluations in flight at once would wait for each other's collectives for ever on two CPU devices."""
+    """If evaluations ran concurrently, their collectives would deadlock on two CPU devices."""
     flags = ["--train.eval_steps=400", "--train.steps=2", "--data.eval_fraction=0.5", "--data.seq_len=16", *PLAIN]
     run(*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", *flags)
     assert [line["step"] for line in lines(tmp_path / "run") if "eval_loss" in line] == [2]
 
 
 def test_the_environment_of_the_user_wins(text, tmp_path):
-    """One device asked for, one device used, where `train.py` would have made one of each core."""
+    """If the user asks for one device, one is used, although `train.py` would create one per core."""
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--train.steps=1", *PLAIN]
     out, _ = run(*argv, JAX_NUM_CPU_DEVICES="1")
     assert "device   1 x" in out
@@ -251,11 +251,12 @@ def test_the_environment_of_the_user_wins(text, tmp_path):
 
 @pytest.mark.slow
 def test_a_dense_run_is_up_cycled_on_another_mesh(straight, text, tmp_path):
-    """At a learning rate of zero the experts' held-out loss is the dense run's: every expert is its MLP."""
+    """With a learning rate of zero, the held-out loss with experts is that of the dense run, since every expert is its
+    MLP."""
     run_dir, argv = tmp_path / "run", [*SMALL, f"--data.path={text}", f"--run.init_from={straight[0]}"]
     experts = ["--model.moe={num_experts: 4}", "--mesh.expert=2", "--mesh.tensor=2", "--mesh.data=1"]
     out, _ = run(*argv, *experts, f"--run.dir={run_dir}", "--optim.lr=0", "--train.steps=4")
-    assert f"starts with the parameters of {straight[0]}" in out
+    assert f"starting with the parameters of {straight[0]}" in out
     assert "4 x cpu" in out
     dense, grown = (
         [line["eval_loss"] for line in lines(run) if "eval_loss" in line][-1] for run in (straight[0], run_dir)
@@ -282,7 +283,7 @@ def test_shardings_are_printed_and_nothing_is_written(text, tmp_path):
 
 
 def test_some_steps_are_traced(text, tmp_path):
-    """Into the run's directory, with a line that says where; the profiler's own seconds are no part of any step's."""
+    """The trace is in the run's directory, and a line names it. No step includes the profiler's own seconds."""
     run_dir = tmp_path / "run"
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={run_dir}", "--train.steps=6", "--profile.steps=3:4", *PLAIN]
     out, _ = run(*argv)
@@ -306,7 +307,7 @@ def test_some_steps_are_traced(text, tmp_path):
 
 
 def test_batches_of_one(tmp_path):
-    """A tiny text in the smallest batches."""
+    """The run trains a tiny text in batches of one sequence."""
     (tmp_path / "text").write_text("abc def ghi\n" * 40)
     one = ["--data.batch_size=1", "--train.steps=2", "--train.eval_every=2", "--mesh.data=1", *PLAIN]
     run(*SMALL, f"--data.path={tmp_path / 'text'}", f"--run.dir={tmp_path / 'run'}", *one)

@@ -18,7 +18,7 @@ from flax.training import train_state
 from linen_model import CNN
 
 from jaxstack.config import MeshConfig
-from jaxstack.sharding import Rules, guard, make_mesh, placed, shard, table
+from jaxstack.sharding import Rules, assert_sharded, make_mesh, shard, shardings_of, summarize
 
 CLASSES, SIZE, BATCH, STEPS = 4, 12, 32, 60
 RULES = Rules(
@@ -41,8 +41,8 @@ init = jax.jit(functools.partial(model.init, train=False))
 variables = init(jax.random.key(0), np.zeros((1, SIZE, SIZE, 3), np.float32))
 state = TrainState.create(apply_fn=model.apply, tx=optax.adam(1e-2), **variables)
 state = shard(state, RULES, mesh)  # parameters, batch statistics, optimizer, step
-print(table(*placed(state.params), mesh))
-guard(*placed(state), mesh)
+print(summarize(*shardings_of(state.params), mesh))
+assert_sharded(*shardings_of(state), mesh)
 
 
 @jax.jit

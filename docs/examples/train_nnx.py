@@ -15,7 +15,7 @@ from flax import nnx
 from nnx_model import Transformer
 
 from jaxstack.config import MeshConfig
-from jaxstack.sharding import Rules, guard, make_mesh, placed, shard, table
+from jaxstack.sharding import Rules, assert_sharded, make_mesh, shard, shardings_of, summarize
 
 VOCAB, LENGTH, BATCH, STEPS = 64, 32, 16, 60
 RULES = Rules(
@@ -32,9 +32,9 @@ with nnx.use_eager_sharding(False):  # its annotations are logical names; nnx wo
     model = Transformer(VOCAB, width=64, heads=4, layers=1, length=LENGTH, dropout=0.05, rngs=nnx.Rngs(0))
 model = shard(model, RULES, mesh)
 optimizer = shard(nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param), RULES, mesh, like=model)
-print(table(*placed(model), mesh))
-guard(*placed(model), mesh)
-guard(*placed(optimizer), mesh)
+print(summarize(*shardings_of(model), mesh))
+assert_sharded(*shardings_of(model), mesh)
+assert_sharded(*shardings_of(optimizer), mesh)
 
 
 @nnx.jit

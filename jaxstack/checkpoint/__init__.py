@@ -1,1 +1,1 @@
-"""Checkpoints, the manifests that say which are whole, and the run directory that holds them."""
+"""Checkpoints, the manifests that tell which of them are valid, and the run directory that holds them."""

@@ -1,11 +1,11 @@
-"""Seals: what a finished checkpoint must still consist of. JAX is not imported here.
+"""Manifests: the list of files that makes a checkpoint complete. JAX is not imported here.
 
-A store's commit says that a checkpoint was written; it does not notice a bit that flips later, a file that is cut or
-lost in a copy, or a directory that somebody made. The seal is a file in the checkpoint's directory with the size and
-the SHA-256 of every other file there. It is written last, so a step without it was not finished.
+A store's commit says that a checkpoint was written. It does not notice a bit that flips later, a file that is truncated
+or lost in a copy, or a directory that somebody created. The manifest is a file in the checkpoint's directory with the
+size and the SHA-256 of every other file there. It is written last, so a step without a manifest was not finished.
 
-Several processes share the work: after a save each hashes the files that it wrote (`written_by`), and process 0 writes
-the seal; before a load each hashes its `share`.
+Several processes share the work. After a save, each hashes the files that it wrote (`written_by`), and process 0 writes
+the manifest. Before a load, each hashes its `share`.
 """
 
 import hashlib
@@ -17,82 +17,89 @@ import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 from jaxstack.common import files
 
 NAME = "seal.json"
+"""File name of a manifest. It dates from when manifests were called seals, and is kept so that old checkpoints load."""
+
 _REMOVED = ".removed-"
 
-Sums = dict[str, tuple[int, str]]
-"""Size and SHA-256 of files, by their paths within the checkpoint."""
+Digests: TypeAlias = dict[str, tuple[int, str]]
+"""Size and SHA-256 of files, by their paths in the checkpoint."""
 
 _WRITER = re.compile(r"(?:.+\.)?process_(\d+)")
 """Names that orbax gives to what one process writes: `ocdbt.process_3/`, `array_metadatas/process_3`."""
 
 _THREADS = 8
-"""Files that a process hashes at the same time, where it has so many cores. More would outrun most disks."""
+"""Files that a process hashes at the same time, if it has as many cores. Most disks are no faster than this."""
 
 _VISIBLE_S = 60
-"""Seconds that another process's file may take to appear: NFS clients trust what they know of a directory so long."""
+"""Seconds that a file of another process may take to appear. NFS clients cache a directory for that long."""
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps of a run's `checkpoints/`, sealed or not, newest first."""
+    """Returns the steps in a run's `checkpoints/`, complete or not, newest first."""
     found = [int(p.name) for p in directory.glob("*") if p.name.isdecimal() and p.is_dir()]
     return sorted(found, reverse=True)
 
 
-def sealed(directory: Path) -> list[int]:
-    """Steps that have a seal, newest first; whether it holds is for `corruption` to say."""
+def complete_steps(directory: Path) -> list[int]:
+    """Returns the steps that have a manifest, newest first. `corruption` tells whether their files still match it."""
     return [step for step in steps(directory) if (directory / str(step) / NAME).is_file()]
 
 
 def written_by(checkpoint: Path, process: int) -> list[str]:
-    """Returns the files of a checkpoint that a process has written. What no process has marked as its own, such as the
-    index over the arrays of all, was written by process 0."""
+    """Returns the files of a checkpoint that a process has written.
+
+    Files without a process in their path, such as the index over all arrays, were written by process 0.
+    """
     found = []
     for folder, folders, names in os.walk(checkpoint):
-        folders[:] = [name for name in folders if _writer(name) in (None, process)]  # the others need no look
+        folders[:] = [name for name in folders if _writer(name) in (None, process)]  # skip those of other processes
         found += [(Path(folder) / name).relative_to(checkpoint) for name in names]
     by = {path.as_posix(): next((w for part in path.parts if (w := _writer(part)) is not None), 0) for path in found}
     return sorted(name for name, writer in by.items() if writer == process and name != NAME)
 
 
-def sums_of(checkpoint: Path, names: Collection[str]) -> Sums:
-    """Returns the size and the SHA-256 of some files, which reach the disk before this returns. Each process must do it
-    for what it wrote, since no other machine can force its writes to the disk."""
+def hash_files(checkpoint: Path, names: Collection[str]) -> Digests:
+    """Returns the size and SHA-256 of some files, after forcing them to disk.
 
-    def one(name: str) -> tuple[int, str]:
+    Each process must do this for the files that it wrote, since no other machine can force its writes to disk.
+    """
+
+    def sync_and_hash(name: str) -> tuple[int, str]:
         with (checkpoint / name).open("rb") as file:
-            os.fsync(file.fileno())  # what the seal vouches for must not be in memory alone
+            os.fsync(file.fileno())  # files of a manifest must not be in memory only
         return _sha256(checkpoint / name)
 
     with ThreadPoolExecutor(_threads()) as pool:
-        return dict(zip(names, pool.map(one, names), strict=True))
+        return dict(zip(names, pool.map(sync_and_hash, names), strict=True))
 
 
-def write(checkpoint: Path, sums: Mapping[str, tuple[int, str]]) -> None:
-    """Seals a checkpoint with the sums of all processes; the seal itself reaches the disk before this returns.
+def write(checkpoint: Path, digests: Mapping[str, tuple[int, str]]) -> None:
+    """Writes the manifest of a checkpoint from the digests of all processes, and forces it to disk.
 
     Raises:
-      OSError: the directory does not hold exactly the files that the sums are of.
+      OSError: the digests are not those of all files in the directory.
     """
     deadline = time.monotonic() + _VISIBLE_S
-    while absent := [name for name, (size, _) in sums.items() if _size(checkpoint / name) != size]:
+    while absent := [name for name, (size, _) in digests.items() if _size(checkpoint / name) != size]:
         if time.monotonic() > deadline:
-            raise OSError(f"{absent[0]} was written by another process and is not seen here; use a shared file system")
+            raise OSError(f"{absent[0]} was written by another process and is not visible here; use a shared disk")
         time.sleep(0.2)
-    if unknown := sorted(_files(checkpoint) - sums.keys()):
+    if unknown := sorted(_files(checkpoint) - digests.keys()):
         raise OSError(f"no process has written {unknown[0]}")
-    files.replace(checkpoint / NAME, json.dumps({"files": dict(sorted(sums.items()))}, indent=1))
+    files.replace(checkpoint / NAME, json.dumps({"files": dict(sorted(digests.items()))}, indent=1))
     files.sync(checkpoint.parent)
 
 
-def read(checkpoint: Path) -> Sums:
-    """Returns what a seal vouches for.
+def read(checkpoint: Path) -> Digests:
+    """Returns the digests in the manifest of a checkpoint.
 
     Raises:
-      OSError, ValueError: it cannot be read.
+      OSError, ValueError: the manifest cannot be read.
     """
     text = (checkpoint / NAME).read_text()
     try:
@@ -101,30 +108,37 @@ def read(checkpoint: Path) -> Sums:
         raise ValueError(repr(error)) from error
 
 
-def misfit(checkpoint: Path) -> str | None:
-    """Returns why a checkpoint must not be used, by its seal, its list of files and their sizes; None if these agree.
-    This takes no time. The bytes are compared by `changed`."""
+def listing_corruption(checkpoint: Path) -> str | None:
+    """Returns why the list of files and their sizes do not match the manifest, or `None` if they do.
+
+    This takes almost no time. `content_corruption` compares the contents.
+    """
     try:
         wanted = read(checkpoint)
     except FileNotFoundError:
-        return "it was not finished: it has no seal" if any(checkpoint.iterdir()) else "it is an empty directory"
+        return "it was not finished: it has no manifest" if any(checkpoint.iterdir()) else "it is an empty directory"
     except (OSError, ValueError) as error:
-        return f"its seal cannot be read ({error})"
+        return f"its manifest cannot be read ({error})"
     found = _files(checkpoint)
     if lost := sorted(wanted.keys() - found):
         return f"{lost[0]} is missing"
     if strange := sorted(found - wanted.keys()):
-        return f"{strange[0]} does not belong to it"
+        return f"{strange[0]} is not in its manifest"
     for name, (size, _) in wanted.items():
         if (now := _size(checkpoint / name) or 0) != size:
             return f"{name} has {now:,} bytes, not {size:,}"
     return None
 
 
-def changed(checkpoint: Path, wanted: Mapping[str, tuple[int, str]]) -> str | None:
-    """Returns why a checkpoint must not be used, by the bytes of some of its files; None if they are as they were."""
+def content_corruption(checkpoint: Path, wanted: Mapping[str, tuple[int, str]]) -> str | None:
+    """Returns why the contents of some files differ from their digests, or `None` if they do not.
 
-    def one(name: str) -> str | None:
+    Args:
+      checkpoint: its directory.
+      wanted: digests of the files to read.
+    """
+
+    def reason(name: str) -> str | None:
         try:
             same = _sha256(checkpoint / name) == wanted[name]
         except OSError as error:
@@ -132,17 +146,19 @@ def changed(checkpoint: Path, wanted: Mapping[str, tuple[int, str]]) -> str | No
         return None if same else f"{name} has changed since it was written (SHA-256)"
 
     with ThreadPoolExecutor(_threads()) as pool:
-        return next((why for why in pool.map(one, sorted(wanted)) if why), None)
+        return next((why for why in pool.map(reason, sorted(wanted)) if why), None)
 
 
 def corruption(checkpoint: Path) -> str | None:
-    """Returns why a checkpoint must not be used; None if its seal holds. Reads every byte of it."""
-    return misfit(checkpoint) or changed(checkpoint, read(checkpoint))
+    """Returns why a checkpoint must not be used, or `None` if it is valid. This reads every byte."""
+    return listing_corruption(checkpoint) or content_corruption(checkpoint, read(checkpoint))
 
 
-def share(wanted: Mapping[str, tuple[int, str]], process: int, count: int) -> Sums:
-    """Returns the files that one of `count` processes hashes. Each file is in one share, and the shares have about the
-    same number of bytes, whoever wrote the files."""
+def share(wanted: Mapping[str, tuple[int, str]], process: int, count: int) -> Digests:
+    """Returns the files that one of `count` processes hashes before a load.
+
+    Every file is in exactly one share, and all shares have about the same number of bytes.
+    """
     bytes_of, mine = [0] * count, {}
     for name in sorted(wanted, key=lambda name: (-wanted[name][0], name)):
         least = bytes_of.index(min(bytes_of))
@@ -153,21 +169,21 @@ def share(wanted: Mapping[str, tuple[int, str]], process: int, count: int) -> Su
 
 
 def remove(checkpoint: Path) -> None:
-    """Deletes a checkpoint; interrupted at any moment it leaves nothing that looks like one."""
-    gone = checkpoint.with_name(f"{_REMOVED}{checkpoint.name}")
-    checkpoint.rename(gone)
-    shutil.rmtree(gone)
+    """Deletes a checkpoint. If this is interrupted, what remains does not look like a checkpoint."""
+    renamed = checkpoint.with_name(f"{_REMOVED}{checkpoint.name}")
+    checkpoint.rename(renamed)
+    shutil.rmtree(renamed)
 
 
 def remove_partial(directory: Path) -> None:
-    """Removes what an interrupted save or removal left behind. For the holder of the run's lock alone."""
+    """Removes the remains of interrupted saves and deletions. Only the holder of the run's lock may call this."""
     for path in directory.glob("*"):
         if path.name.startswith(_REMOVED) or re.match(r"\d+\.orbax-checkpoint-tmp", path.name):
             shutil.rmtree(path)
 
 
 def quarantine(checkpoint: Path, to: Path) -> Path:
-    """Moves a checkpoint that must not be used out of the way, so that its step can be saved anew; returns where."""
+    """Moves an invalid checkpoint into the directory `to`, so that its step can be saved anew; returns its new path."""
     to.mkdir(exist_ok=True)
     target = next(p for i in range(10**6) if not (p := to / f"{checkpoint.name}{f'.{i}' * bool(i)}").exists())
     return checkpoint.rename(target)
@@ -191,7 +207,7 @@ def _size(path: Path) -> int | None:
 
 
 def _sha256(path: Path) -> tuple[int, str]:
-    """Size and digest; other threads run meanwhile."""
+    """Returns size and digest of a file. Other threads can run meanwhile."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest

@@ -1,20 +1,21 @@
-"""A run's directory: who may write into it, and its configuration. JAX is not imported here."""
+"""The directory of a run: its lock, its configuration, and what may change in it. JAX is not imported here."""
 
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from jaxstack.checkpoint import manifest
 from jaxstack.common import files
 from jaxstack.config import Config, ConfigError, ModelConfig, flat
 from jaxstack.config.parse import parse_config, to_yaml
 
-# A checkpoint holds the arrays of one model and one optimizer. These keys shape or mean them; the rest may change.
+# A checkpoint holds the arrays of one model and one optimizer. Their shape or meaning depends on the fixed keys, except
+# for the free ones. All other keys may change when a run resumes.
 _FIXED = ("model.", "optim.name")
 _FREE = (
     "model.dropout",
@@ -26,115 +27,124 @@ _FREE = (
 )
 
 _LOCK = ".lock"
-LAUNCH = ("run.dir", "distributed.")  # where the run stands and how it was started: no part of what it is
+
+Metadata: TypeAlias = dict[str, Any]
+"""JSON that a checkpoint stores beside its arrays: `config`, `versions`, `data` (a fingerprint) and `next_batch`."""
+
+LAUNCH = ("run.dir", "distributed.")
+"""Keys that say where a run is stored and how it was started. A run may resume with other values of them."""
 
 
 def checkpoints(run: Path) -> Path:
+    """Returns the directory of a run's checkpoints."""
     return run / "checkpoints"
 
 
-def check(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
-    """Makes sure that `run.dir` can hold this run, and makes the directory; writes nothing into it.
+def prepare(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
+    """Creates `run.dir` and makes sure that this run may resume there; changes nothing that is stored in it.
 
     Args:
       cfg: the resolved configuration.
       tokenizer: the tokenizer as JSON, see `jaxstack.data`.
 
     Returns:
-      One line for each value that differs from the run's earlier part.
+      One line for each value that has changed since the earlier part of the run.
 
     Raises:
-      ConfigError: the directory holds a checkpoint that this run cannot or, with `run.resume=false`, must not continue.
+      ConfigError: the directory cannot be written, or holds checkpoints that this run cannot resume from. With
+        `run.resume=false`, it must not hold any.
     """
     run = Path(cfg.run.dir)
-    saved_steps = manifest.sealed(checkpoints(run))
+    saved_steps = manifest.complete_steps(checkpoints(run))
     changes = []
     if saved_steps:
         if not cfg.run.resume:
             raise ConfigError(
-                f"{checkpoints(run)} holds checkpoints and run.resume=false; name another run.dir, or let it resume"
+                f"{checkpoints(run)} holds checkpoints, but run.resume=false. Set another run.dir, or run.resume=true."
             )
         if cfg.train.steps < max(saved_steps):
             raise ConfigError(
-                f"train.steps={cfg.train.steps}, but {run} has trained {max(saved_steps)} steps already; raise "
-                f"train.steps, or name another run.dir"
+                f"train.steps={cfg.train.steps}, but {run} has trained {max(saved_steps)} steps already. Raise "
+                f"train.steps, or set another run.dir."
             )
         if (run / "config.yaml").is_file():
             changes = _changes(run / "config.yaml", cfg)
         if (run / "tokenizer.json").is_file() and json.loads((run / "tokenizer.json").read_text()) != tokenizer:
             raise ConfigError(
-                f"the tokenizer of this data is not that of {run / 'tokenizer.json'}, so the checkpoints would read "
-                f"other text than they learned; use the run's own data, or name another run.dir"
+                f"the tokenizer of this data differs from {run / 'tokenizer.json'}, with which the checkpoints were "
+                f"trained. Use the data of the run, or set another run.dir."
             )
     try:
         run.mkdir(parents=True, exist_ok=True)
-        (run / _LOCK).touch()  # permissions alone do not tell: a file system may be read-only, and root may do anything
+        (run / _LOCK).touch()  # not by permissions: the file system may be read-only
     except OSError as error:
-        raise ConfigError(f"run.dir={cfg.run.dir} cannot be written: {error}; name another run.dir") from error
+        raise ConfigError(f"run.dir={cfg.run.dir} cannot be written ({error}). Set another run.dir.") from error
     return changes
 
 
 def write(cfg: Config, tokenizer: dict[str, object]) -> None:
-    """Writes `config.yaml` and `tokenizer.json`; which of its processes wrote them is not part of a run."""
+    """Writes `config.yaml` and `tokenizer.json`, without the addresses and numbers of the processes."""
     run = Path(cfg.run.dir)
     processes = replace(cfg.distributed, coordinator=None, num_processes=None, process_id=None)
     files.replace(run / "config.yaml", to_yaml(replace(cfg, distributed=processes)))
     files.replace(run / "tokenizer.json", json.dumps(tokenizer))
 
 
-def same_data(metadata: Mapping[str, Any], cfg: Config, fingerprint: str) -> None:
-    """Makes sure that the data is still what a checkpoint was trained on, unless the configuration names other data.
+def require_same_data(metadata: Metadata, cfg: Config, fingerprint: str) -> None:
+    """Makes sure that the data has not changed since a checkpoint, unless the configuration names other data.
 
     Args:
-      metadata: of the checkpoint: its `config`, and the fingerprint of its `data`.
+      metadata: of the checkpoint.
+      cfg: the resolved configuration.
+      fingerprint: of the data that it names now.
 
     Raises:
-      ConfigError: the files have changed under their name.
+      ConfigError: the files have changed, but not their names.
     """
     if metadata["data"] != fingerprint and metadata["config"]["data"] == json.loads(json.dumps(asdict(cfg.data))):
         raise ConfigError(
             f"the text of data.source={cfg.data.source}, data.path={cfg.data.path} has changed since the checkpoints "
-            f"of {cfg.run.dir} were made, so the same batches cannot be read; put the old files back, give the new "
-            f"ones another name, or name another run.dir"
+            f"in {cfg.run.dir} were saved, so the batches would differ. Restore the old files, rename the new ones, or "
+            f"set another run.dir."
         )
 
 
 @contextmanager
 def lock(run: Path) -> Iterator[str | None]:
-    """Keeps every other trainer out of a run's directory for as long as this process lives.
+    """Locks a run's directory, so that no other process can train there.
 
-    The system holds the lock and drops it when the process ends, however it ends; the file says whose it is.
+    The operating system releases the lock when the process ends, however it ends. The file names the holder.
 
     Yields:
-      What there is to say of the last holder, if it ended without giving the lock back.
+      A line about the last holder if it did not shut down cleanly, else `None`.
 
     Raises:
-      ConfigError: another process holds it.
+      ConfigError: another process holds the lock, or the file system has no locks.
     """
-    import fcntl  # not on Windows, where all but training works
+    import fcntl  # not available on Windows, where everything except training works
 
     with (run / _LOCK).open("r+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"run.dir={run} is in use by {file.read() or 'another process'}; wait for it or stop it, or name "
-                f"another run.dir"
+                f"run.dir={run} is in use by {file.read() or 'another process'}. Wait for it, stop it, or set "
+                f"another run.dir."
             ) from None
         except OSError as error:
             raise ConfigError(
-                f"run.dir={run} cannot be locked ({error.strerror}), and without a lock two trainers would destroy "
-                f"each other's checkpoints; use a file system with locks (on Lustre: the mount option flock)"
+                f"run.dir={run} cannot be locked ({error.strerror}), so two processes could overwrite each other's "
+                f"checkpoints. Use a file system with locks (on Lustre: the mount option flock)."
             ) from error
         last = file.read()
-        _say(file, f"process {os.getpid()} on {socket.gethostname()}")
+        _overwrite(file, f"process {os.getpid()} on {socket.gethostname()}")
         try:
-            yield f"{last} trained here and did not end in order" if last else None
+            yield f"the previous run here did not shut down cleanly ({last})" if last else None
         finally:
-            _say(file, "")
+            _overwrite(file, "")
 
 
-def _say(file: TextIO, text: str) -> None:
+def _overwrite(file: TextIO, text: str) -> None:
     file.seek(0)
     file.truncate()
     file.write(text)
@@ -147,12 +157,12 @@ def _changes(saved: Path, cfg: Config) -> list[str]:
     for key in differ:
         if key.startswith(_FIXED) and key not in _FREE:
             raise ConfigError(
-                f"{key}={now[key]} does not fit the checkpoints of {saved.parent}, made with {key}={before.get(key)}; "
-                f"use that value, or name another run.dir"
+                f"{key}={now[key]} does not fit the checkpoints in {saved.parent}, saved with {key}={before.get(key)}. "
+                f"Use that value, or set another run.dir."
             )
     return [f"{key} was {before.get(key)}, is now {now[key]}" for key in differ]
 
 
 def shaping(model: ModelConfig) -> dict[str, object]:
-    """The keys of a model that shape or mean its parameters, and their values."""
+    """Returns the keys of a model, with values, on which the shape or meaning of its parameters depends."""
     return {key: value for key, value in flat(model, "model.").items() if key not in _FREE}

@@ -1,8 +1,7 @@
-"""Checkpoints of the train state, by orbax: written beside the training, committed by rename, sealed, kept by policy.
+"""Checkpoints of the train state: written by orbax in the background, committed by a rename, and deleted by a policy.
 
-A step counts once its seal is written (`jaxstack/checkpoint/manifest.py`); before that nothing older is deleted. All
-processes of a run share the hashing: each sums the files that it wrote, and before a load each verifies its share of
-what is loaded.
+A step is complete once its manifest is written (`jaxstack/checkpoint/manifest.py`). Until then, no older step is
+deleted. Each process of a run hashes the files that it wrote. `jaxstack/checkpoint/verify.py` finds the step to load.
 """
 
 import contextlib
@@ -12,220 +11,82 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 import jaxstack
-from jaxstack.checkpoint import manifest as seal
+from jaxstack.checkpoint import manifest
+from jaxstack.checkpoint.run_dir import Metadata
 from jaxstack.common.errors import Exit, RunError
-from jaxstack.common.tree import flatten
+from jaxstack.common.tree import PyTree, flatten
 from jaxstack.config import CheckpointConfig, ConfigError
 from jaxstack.runtime import distributed
 
 _PROBE_S = 10
-"""Seconds between looks at the disk while a save is waited for."""
+"""Seconds between tests of the disk while waiting for a save."""
 
-_PATIENCE_S = 10**7
-"""What orbax waits for a save, by the wall clock: large models are slow, and clocks are set. That something is wrong is
-told by the disk, and by `train.stalled_s`."""
+_TIMEOUT_S = 10**7
+"""Seconds that orbax waits for a save, by the wall clock. The limit is high: large models are slow, and clocks get
+adjusted. A failing disk, or `train.stalled_s`, ends the wait earlier."""
 
 _CHUNK = 16 << 20
-"""Bytes of an array that are compressed as one: who reads it need not hold all of it compressed, and uses all cores."""
+"""Bytes of an array that are compressed together. Readers hold few of them in memory, and decompress in parallel."""
 
 _FILE = 256 << 20
-"""Bytes of a file of arrays, about: files are what threads and processes share when they hash, and what a load of some
-arrays need not verify. Orbax would write one of 2 GB."""
+"""Approximate bytes of a file of arrays. Threads and processes hash whole files, and a load of some arrays skips whole
+files. The default of orbax is 2 GB."""
 
 _AT_A_TIME = 256 << 20
-"""Bytes of arrays that are read in one go, even where the largest is smaller: each go opens the checkpoint anew."""
+"""Minimum bytes of arrays that are read at a time, since each read opens the checkpoint anew."""
 
 
-@dataclass(frozen=True)
-class CheckpointScan:
-    """What a run's checkpoints hold.
-
-    Attributes:
-      step: the newest whose seal holds; None where there is none.
-      skipped: newer steps, and why each must not be used.
-      lost: nothing can be used of what was there: more than a first checkpoint that a crash kept from being finished.
-    """
-
-    step: int | None
-    skipped: Mapping[int, str]
-    lost: bool = False
-
-    def nothing_whole(self, directory: Path, fix: str) -> ConfigError:
-        """The error of who needs a step, and there is none."""
-        why = "; ".join(f"step {step}: {reason}" for step, reason in self.skipped.items())
-        return ConfigError(f"{directory} holds no whole checkpoint{f' ({why})' * bool(why)}; {fix}")
-
-
-def scan(directory: Path, abstract_state: Any = None) -> CheckpointScan:
-    """Looks for the newest step that may be loaded. All processes of a run call it alike.
-
-    Process 0 goes by seals, lists of files and their sizes; of the step that it names all verify the bytes together. If
-    they have changed, the next older step is tried.
-
-    Args:
-      abstract_state: what is going to be loaded, as for `restore`; by default everything.
-
-    Returns:
-      The same step on all processes. Process 0 alone knows the steps whose seals, files or sizes did not fit.
-
-    Raises:
-      ConfigError: the processes do not see the same directory.
-    """
-    skipped: dict[int, str] = {}
-    while True:
-        step = distributed.broadcast_from_process_0(_likely(directory, skipped) if jax.process_index() == 0 else 0)
-        if step < 0:
-            return CheckpointScan(None, skipped, lost=step == _LOST)
-        distributed.assert_equal_across_processes(
-            {f"checkpoint {directory / str(step)}": (directory / str(step)).is_dir()}
-        )
-        why = _changed(directory / str(step), abstract_state)
-        if why is None:
-            return CheckpointScan(step, skipped)
-        skipped[step] = why
-
-
-_NONE, _LOST = -1, -2
-
-
-def _likely(directory: Path, skipped: dict[int, str]) -> int:
-    """Returns the newest step whose seal, files and sizes fit, and records in `skipped` why newer ones do not.
-    Returns `_NONE` or `_LOST` if there is no such step."""
-    for step in seal.steps(directory):
-        if step not in skipped:
-            why = seal.misfit(directory / str(step))
-            if why is None:
-                return step
-            skipped[step] = why
-    begun = [step for step in skipped if any((directory / str(step)).iterdir())]
-    return _LOST if seal.sealed(directory) or len(begun) > 1 else _NONE
-
-
-def corruption(directory: Path, step: int, abstract_state: Any = None) -> str | None:
-    """Returns why a step must not be loaded, None if it may be. All processes call it alike, and each hashes its share.
-
-    Args:
-      abstract_state: what is going to be loaded, as for `restore`; by default everything. Files that hold only arrays
-        which are not read are not hashed.
-    """
-    path = directory / str(step)
-    # One looks at the list of files: thousands of processes that do would keep a file system busy.
-    why = seal.misfit(path) if jax.process_index() == 0 else None
-    return distributed.objection(why) or _changed(path, abstract_state)
-
-
-def _changed(checkpoint: Path, abstract_state: Any) -> str | None:
-    """Returns why the files to be loaded differ from those that were sealed; all processes return the same."""
-    try:
-        wanted, unread = seal.read(checkpoint), _unread(checkpoint, abstract_state)
-        wanted = {name: sums for name, sums in wanted.items() if name not in unread}
-        why = seal.changed(checkpoint, seal.share(wanted, jax.process_index(), jax.process_count()))
-    except (OSError, ValueError) as error:
-        why = f"its seal cannot be read ({error})"
-    return distributed.objection(why)
-
-
-def _unread(checkpoint: Path, abstract_state: Any) -> set[str]:
-    """The files of a checkpoint that hold nothing but arrays which are `...` in the abstract state."""
-    skipped = {name.replace("/", ".") for name, leaf in flatten(abstract_state).items() if leaf is ...}
-    if not skipped:
-        return set()
-    try:
-        stored = _stored(checkpoint / _STATE)
-    except ValueError:  # the index is damaged, so it cannot say; all files are verified then, and the index is one
-        return set()
-    read = {file for array, file in stored if array not in skipped}
-    return {f"{_STATE}/{file}" for _, file in stored if file not in read}
-
-
-_STATE = "state"
-"""Orbax's name for the one tree that a checkpoint of ours holds."""
-
-
-def _stored(store: Path) -> set[tuple[str, str]]:
-    """Which arrays have bytes in which files, by the index of the store (OCDBT). The index's own files count as an
-    array without a name."""
-    base = tensorstore.KvStore.open({"driver": "file", "path": f"{store.absolute()}/"}).result()
-    manifest = tensorstore.ocdbt.dump(base).result()
-    nodes, stored = [(manifest["versions"][-1]["root"]["location"], b"")], set()
-    while nodes:
-        location, prefix = nodes.pop()
-        stored.add(("", _file(location)))
-        node = tensorstore.ocdbt.dump(base, node=location).result()
-        for entry in node["entries"]:
-            if node["height"]:
-                nodes.append((entry["location"], prefix + entry["subtree_common_prefix"]))
-            elif "indirect_value" in entry:
-                stored.add(((prefix + entry["key"]).decode().split("/")[0], _file(entry["indirect_value"])))
-    return stored
-
-
-def _file(location: str) -> str:
-    """Of `value:ocdbt.process_0/:d/42a2c9b5:0:1938302`, which is kind, folder, file, offset and length."""
-    _, folder, file, _, _ = location.split(":")
-    return folder + file
-
-
-def latest_valid_step(directory: Path, abstract_state: Any = None) -> int:
-    """The step of `scan`, for those who only read.
-
-    Raises:
-      ConfigError: there is none.
-    """
-    found = scan(directory, abstract_state)
-    if found.step is None:
-        raise found.nothing_whole(directory, "let that run reach one")
-    return found.step
-
-
-def metadata(directory: Path, step: int) -> dict[str, Any]:
-    """What `Checkpoints.save` was given beside the state."""
+def metadata(directory: Path, step: int) -> Metadata:
+    """Returns the metadata of a checkpoint."""
     return dict(ocp.metadata(directory.absolute() / str(step)).custom_metadata)
 
 
-def restore(directory: Path, step: int, abstract_state: Any) -> Any:
-    """The state of `step`, laid out as `abstract_state` says; a leaf that is `...` there is not read.
+def restore(directory: Path, step: int, abstract_state: PyTree) -> PyTree:
+    """Returns the state of a step, sharded as in `abstract_state`.
 
-    Beyond the arrays themselves, a host holds about 1.5 times the largest one (or 256 MB) while it reads: what is read,
-    and what is still compressed of it.
+    While it reads, a host needs memory for the arrays themselves and about 1.5 times the largest one, or 256 MB. This
+    is what was just read, and the compressed form of it.
+
+    Args:
+      directory: of the checkpoints.
+      step: to read.
+      abstract_state: shapes, dtypes and shardings. A leaf that is `...` is not read.
 
     Raises:
-      ConfigError: the checkpoint holds other arrays than this configuration makes; names all that differ.
+      ConfigError: arrays of the checkpoint do not have the shapes and dtypes of `abstract_state`; all are named.
     """
     path = directory.absolute() / str(step)
-    # The shapes are compared here since orbax would cast a wrong dtype in silence.
-    saved, wanted = _kinds(ocp.metadata(path).metadata), _kinds(abstract_state)
+    # Orbax would silently cast a wrong dtype, so compare first.
+    saved, wanted = _shapes_and_dtypes(ocp.metadata(path).metadata), _shapes_and_dtypes(abstract_state)
     differ = [name for name in sorted(saved.keys() | wanted.keys()) if wanted.get(name) not in (..., saved.get(name))]
     differ.sort(key=lambda name: not name.startswith("params/"))
     if differ:
         shown = "; ".join(f"{n} is {saved.get(n, 'absent')}, not {wanted.get(n, 'absent')}" for n in differ)
         raise ConfigError(
-            f"the checkpoint {directory / str(step)} does not fit this configuration in {len(differ)} arrays; restore "
-            f"the settings in config.yaml beside it, or name another run.dir ({shown})"
+            f"the checkpoint {directory / str(step)} does not fit this configuration in {len(differ)} arrays "
+            f"({shown}). Use the settings of config.yaml in the run directory, or set another run.dir."
         )
     leaves, tree = jax.tree.flatten(abstract_state)
-    for part in _parts([0 if leaf is ... else math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]):
+    for part in _read_groups([0 if leaf is ... else math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]):
         wanted_now = jax.tree.unflatten(tree, [leaf if i in part else ... for i, leaf in enumerate(leaves)])
-        # Orbax does not wait for the copies to devices, and the memory it read into lives as long as these take.
+        # Orbax does not wait for copies to devices, and its host memory is in use until they are done.
         read = jax.block_until_ready(jax.tree.leaves(ocp.load(path, wanted_now)))
         leaves = [read[i] if i in part else leaf for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(tree, leaves)
 
 
-def _parts(sizes: Sequence[int]) -> list[range]:
-    """Neighbours to read in one go: as much as the largest has, or `_AT_A_TIME`."""
+def _read_groups(sizes: Sequence[int]) -> list[range]:
+    """Groups consecutive arrays to read together: at most the size of the largest array, or `_AT_A_TIME`."""
     limit, parts, total = max([_AT_A_TIME, *sizes]), [range(0)], 0
     for i, size in enumerate(sizes):
         total += size
@@ -237,27 +98,30 @@ def _parts(sizes: Sequence[int]) -> list[range]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the libraries that decide what a state means."""
+    """Returns the versions of Python and of the libraries on which the meaning of a state depends."""
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-    theirs = {name: importlib.metadata.version(name) for name in names}
-    return {"python": sys.version.split()[0], "jaxstack": jaxstack.__version__, **theirs}
+    libraries = {name: importlib.metadata.version(name) for name in names}
+    return {"python": sys.version.split()[0], "jaxstack": jaxstack.__version__, **libraries}
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run, `DIR/<step>/`. As a context manager: leaving it waits for the last save.
+    """Writes the checkpoints of a run to `DIRECTORY/<step>/`. Leaving it as a context manager waits for the last save.
 
-    All processes of a run make one and call it alike; process 0 alone seals and deletes.
+    All processes of a run create one and call it with the same arguments. Only process 0 writes manifests and deletes.
+
+    Attributes:
+      scores: held-out loss by step, for `checkpoint.keep_best`.
     """
 
     def __init__(self, cfg: CheckpointConfig, directory: Path) -> None:
+        """Prepares to save; `directory` is created by the first save."""
         self._cfg, self._directory = cfg, directory
         self._background = ThreadPoolExecutor(1, thread_name_prefix="jaxstack-checkpoint")
         self._pending: Future[None] | None = None
         self._step: int | None = None
-        # A save that fails says so in `wait`, in one line; orbax's threads would each print a traceback beside it.
+        # `wait` reports a failed save in one line; orbax's threads would print a traceback each.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.scores: dict[int, float] = {}
-        """Held-out loss after a step, for `checkpoint.keep_best`."""
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -268,53 +132,55 @@ class Checkpoints:
         except RunError as error:
             if kind is None:
                 raise
-            print(f"beside the error that follows: {error}", file=sys.stderr)  # neither may hide the other
+            print(f"a save failed too: {error}", file=sys.stderr)  # neither error may hide the other
         finally:
             self._background.shutdown(wait=False)
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
-        """Starts writing the state; returns once it is copied, so that the next step may reuse its buffers.
+    def save(self, step: int, state: PyTree, metadata: Metadata) -> None:
+        """Starts to write the state. Returns once it is copied, so that the next step may reuse its buffers.
 
         Args:
-          metadata: what belongs to the state and is no array, as JSON.
+          step: number of the checkpoint.
+          state: the arrays.
+          metadata: JSON to store beside them.
 
         Raises:
-          RunError: an earlier save failed, or the state holds numbers that are not finite, which is never saved.
+          RunError: an earlier save failed, or the state is not finite. Such a state is never saved.
         """
         self.wait()
         if not _finite(state):
             raise RunError(
                 Exit.DIVERGED,
-                f"the state after step {step} holds numbers that are not finite, so it was not saved; {self._stands()}"
-                f": lower optim.lr, or look at the data of the last steps",
+                f"the state after step {step} is not finite, so it was not saved ({self._newest()}). Lower optim.lr, "
+                f"or check the data of the last steps.",
             )
         self._step = step
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             path = self._directory.absolute() / str(step)
-            saving = ocp.Context()
-            saving.asynchronous.timeout_secs = _PATIENCE_S
-            saving.array.saving.storage_options.chunk_byte_size = _CHUNK
-            saving.array.saving.ocdbt_target_data_file_size = _FILE
-            with saving:
+            options = ocp.Context()
+            options.asynchronous.timeout_secs = _TIMEOUT_S
+            options.array.saving.storage_options.chunk_byte_size = _CHUNK
+            options.array.saving.ocdbt_target_data_file_size = _FILE
+            with options:
                 response = ocp.save_async(path, state, custom_metadata=dict(metadata))
         except jax.errors.JaxRuntimeError:
-            raise  # devices and other processes are not the disk
+            raise  # a failure of a device or process, not of the disk
         except Exception as error:
             raise self._failed(error) from error
         self._pending = self._background.submit(self._finish, step, next(_saves), response)
 
     def wait(self) -> None:
-        """Until the save under way is committed and sealed.
+        """Waits until the current save is complete, if there is one.
 
         Raises:
-          RunError: it failed.
+          RunError: the save failed.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             try:
                 while not wait([pending], timeout=_PROBE_S).done:
-                    self._probe()  # orbax's threads may wait for each other long after the disk has failed
+                    self._probe()  # after a disk failure, orbax's threads may wait for each other
                 pending.result()
             except jax.errors.JaxRuntimeError:
                 raise
@@ -323,20 +189,23 @@ class Checkpoints:
 
     def _finish(self, step: int, save: int, response: Any) -> None:
         response.result()  # every process has written, and process 0 has committed
-        path, me = self._directory / str(step), jax.process_index()
-        mine = seal.sums_of(path, seal.written_by(path, me))
-        everyones = distributed.to_first(f"sums/{save}", json.dumps(mine), _PATIENCE_S)
-        if me == 0:
-            seal.write(
-                path, {name: (size, sum) for said in everyones for name, (size, sum) in json.loads(said).items()}
-            )
-        distributed.meet(f"sealed/{save}", _PATIENCE_S)
-        if me == 0:
-            for old in self._superfluous(seal.sealed(self._directory)):
-                seal.remove(self._directory / str(old))
+        path, index = self._directory / str(step), jax.process_index()
+        local = manifest.hash_files(path, manifest.written_by(path, index))
+        gathered = distributed.gather_to_process_0(f"digests/{save}", json.dumps(local), _TIMEOUT_S)
+        if index == 0:
+            digests = [(name, tuple(digest)) for text in gathered for name, digest in json.loads(text).items()]
+            manifest.write(path, dict(digests))
+        distributed.coordinator_barrier(f"complete/{save}", _TIMEOUT_S)
+        if index == 0:
+            for old in self._expired(manifest.complete_steps(self._directory)):
+                manifest.remove(self._directory / str(old))
 
-    def _superfluous(self, steps: list[int]) -> list[int]:
-        """Of the sealed steps, newest first, those that no policy keeps."""
+    def _expired(self, steps: list[int]) -> list[int]:
+        """Returns the steps that no policy keeps.
+
+        Args:
+          steps: all complete steps, newest first.
+        """
         kept = set(steps[: self._cfg.keep])
         if self._cfg.keep_every:
             kept |= {step for step in steps if step % self._cfg.keep_every == 0}
@@ -348,16 +217,16 @@ class Checkpoints:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         try:
             self._probe()
-        except OSError as disk:  # its own word; the store's may be an echo
+        except OSError as disk:  # this names the cause; the store's error may be a consequence
             reason = str(disk.strerror)
         return RunError(
             Exit.NOT_SAVED,
-            f"the checkpoint of step {self._step} could not be written: {reason}; {self._stands()}: make room or mend "
-            f"the disk, and the same command goes on from there",
+            f"the checkpoint of step {self._step} could not be written: {reason} ({self._newest()}). Free space or "
+            f"repair the disk, then run the same command to resume.",
         )
 
     def _probe(self) -> None:
-        """Writes a little where checkpoints go, and raises what is wrong with the disk."""
+        """Writes 1 MB to the directory of the checkpoints, which raises an error if the disk has failed."""
         probe = self._directory / ".probe"
         try:
             probe.write_bytes(bytes(1 << 20))
@@ -365,21 +234,21 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 probe.unlink()
 
-    def _stands(self) -> str:
-        steps = seal.sealed(self._directory)
-        return f"step {steps[0]} in {self._directory} stands" if steps else "no earlier step was saved"
+    def _newest(self) -> str:
+        steps = manifest.complete_steps(self._directory)
+        return f"the newest checkpoint is step {steps[0]} in {self._directory}" if steps else "no step was saved before"
 
 
 _saves = itertools.count()
-"""Numbers the saves of this process, which all processes do alike: a step may be saved twice, after going back."""
+"""Numbers the saves, equally on all processes. The step cannot serve: after a rollback it may be saved again."""
 
 
 @jax.jit
-def _finite(state: Any) -> jax.Array:
+def _finite(state: PyTree) -> jax.Array:
     leaves = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
 
-def _kinds(tree: Any) -> dict[str, Any]:
-    """Shape and dtype of every leaf, by path."""
+def _shapes_and_dtypes(tree: PyTree) -> dict[str, Any]:
+    """Returns shape and dtype of every leaf by path; `...` for a leaf that is `...`."""
     return {p: leaf if leaf is ... else (tuple(leaf.shape), str(leaf.dtype)) for p, leaf in flatten(tree).items()}

@@ -46,6 +46,6 @@ def main(args: Namespace) -> None:
 
     devices = jax.devices()
     measured = pipeline_costs.measure(cfg, cfg.mesh.resolved_sizes(len(devices)), devices)
-    print(pipeline_costs.table(measured))
+    print(pipeline_costs.format_costs(measured))
     measured.save(out)
     print(f"wrote {out}: use it with --pipeline.partition={out}")

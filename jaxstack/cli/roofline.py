@@ -76,9 +76,9 @@ def main(args: Namespace) -> None:
         raise ConfigError(f"--measure=yes, but the device of this machine is {device.device_kind}. Use --chip here.")
     ctx = roof.context(cfg, args.devices)
     chip = measure.this_chip(device, cfg.train.dtype) if name == "here" else CHIPS[name]
-    limits = roof.Limits(chip, args.matmul_efficiency, args.bandwidth_efficiency, _link(args.link, chip, ctx))
+    limits = roof.ChipLimits(chip, args.matmul_efficiency, args.bandwidth_efficiency, _link(args.link, chip, ctx))
     measured = measure.parts(cfg, ctx, device) if here and args.measure != "no" else {}
-    report = roof.report(cfg, name, limits, args.traffic, args.devices, measured)
+    report = roof.make_roofline(cfg, name, limits, args.traffic, args.devices, measured)
     print(report)
     if args.json:
         Path(args.json).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")

@@ -57,7 +57,7 @@ def main(args: Namespace) -> None:
         raise ConfigError("the command is missing. Write it after --, such as -- jaxstack train --run.dir=runs/first.")
     cfg = training_config(command)
     saved = run_dir.checkpoints(Path(cfg.run.dir))
-    supervisor = Supervisor(lambda: next(iter(manifest.sealed(saved)), 0), args.tries, args.wait_s)
+    supervisor = Supervisor(lambda: next(iter(manifest.complete_steps(saved)), 0), args.tries, args.wait_s)
     sys.exit(supervisor.run(lambda: start(command, cfg, args.shrink)))
 
 

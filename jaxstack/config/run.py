@@ -48,6 +48,11 @@ class Config:
         _check_adapters(self)
         _check_lengths(self)
 
+    @property
+    def microbatch_size(self) -> int:
+        """Number of sequences that are processed at a time, over all devices."""
+        return self.data.batch_size // self.train.grad_accum
+
 
 def _check_steps(cfg: Config) -> None:
     data, train = cfg.data, cfg.train

@@ -1,6 +1,7 @@
-"""Text, tokens, windows and batches: NumPy and grain, no JAX.
+"""Reads text and makes tokens, windows and batches, with NumPy and grain, without JAX.
 
-`load(cfg.data)` gives the tokenizer and both texts; `batches` and `eval_batches` cut them into batches.
+`load(cfg.data)` returns the tokenizer, the training text and the held-out text. `batches` and `eval_batches` cut them
+into batches.
 """
 
 import hashlib
@@ -37,32 +38,32 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a run trains on and is measured on."""
+    """The training text and the held-out text of a run."""
 
     tokenizer: Tokenizer
     train: Tokens
     eval: Tokens
     description: str
-    """For people: `Python 3.11 standard library: 1,021 files, 11.4 MB train, 1.2 MB held out`."""
+    """For users: `Python 3.11 standard library: 1,021 files, 11.4 MB train, 1.2 MB held out`."""
     fingerprint: str
-    """SHA-256 of all ids: the same text, read by the same tokenizer, has the same."""
+    """SHA-256 of all ids. It identifies the text and the tokenizer."""
 
 
 def load(cfg: DataConfig) -> Dataset:
-    """Reads the source of a configuration into tokens and holds out a part of them.
+    """Returns the tokens of a configuration's source, with a part of them held out.
 
-    Text is encoded in memory; a token file stays on disk. The tokenizer of a token file is the one it was made with.
+    Text is encoded in memory; a token file stays on disk. A token file determines its own tokenizer.
 
     Raises:
-      ConfigError: nothing to read, something that is not text, or a damaged token file.
+      ConfigError: there is no text to read, a file is not text, or a token file is damaged.
     """
     if cfg.source == "tokens":
         tokens, tokenizer = read_token_file(str(cfg.path))
         fingerprint = read_header(str(cfg.path)).sha256["bin"]
         if cfg.tokenizer not in (DataConfig.tokenizer, tokenizer.name):
             raise ConfigError(
-                f"data.tokenizer={cfg.tokenizer}, but data.path={cfg.path} was made with {tokenizer.name}; leave "
-                f"data.tokenizer out"
+                f"data.tokenizer={cfg.tokenizer}, but data.path={cfg.path} was made with {tokenizer.name}. Remove "
+                f"data.tokenizer."
             )
     elif cfg.source == "chat":
         return _load_chat(cfg)
@@ -81,7 +82,7 @@ def load(cfg: DataConfig) -> Dataset:
 
 
 def _load_chat(cfg: DataConfig) -> Dataset:
-    """Conversations, of which the answers are learned."""
+    """Returns conversations. Only their answers are targets of the loss."""
     saved = chat.read_template(cfg.tokenizer)
     template = (
         chat.PlainTemplate() if saved is None else chat.JinjaTemplate(f"the chat template of {cfg.tokenizer}", saved)
@@ -92,13 +93,13 @@ def _load_chat(cfg: DataConfig) -> Dataset:
     assert tokens.loss_mask is not None
     fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.loss_mask.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
-    words = [
+    parts = [
         f"{tokens.starts.size:,} conversations",
         *([left_out] if left_out else []),
         f"{_format_size(train, tokenizer)} train, {_format_size(held_out, tokenizer)} held out",
-        f"{tokens.loss_mask.mean():.0%} of it answers",
+        f"{tokens.loss_mask.mean():.0%} of the tokens in answers",
     ]
-    return Dataset(tokenizer, train, held_out, f"{cfg.path}: {', '.join(words)}", fingerprint)
+    return Dataset(tokenizer, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
 
 
 def _format_size(tokens: Tokens, tokenizer: Tokenizer) -> str:

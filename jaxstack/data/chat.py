@@ -1,7 +1,7 @@
-"""Conversations: read from JSON lines, rendered by a chat template, encoded with a mask of what the assistant said.
+"""Reads conversations from JSON lines, renders them with a chat template, and encodes them with a mask of the answers.
 
-Templates are programs that come with a model. They run in jinja2's sandbox, which lets them reach nothing but the
-conversation.
+Templates are programs that come with a model. They run in jinja2's sandbox, which gives them access to the
+conversation only.
 """
 
 import json
@@ -9,53 +9,52 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from jaxstack.config import ConfigError
-from jaxstack.data.tokenizers import HFTokenizer, Tokenizer, id_dtype
+from jaxstack.data.tokenizers import HFTokenizer, SavedTemplate, Tokenizer, id_dtype
 from jaxstack.data.tokens import Tokens
 
-Message = dict[str, str]
-Spans = list[tuple[int, int]]
+Message: TypeAlias = dict[str, str]
+"""A message with its `role` and `content`."""
+
+Spans: TypeAlias = list[tuple[int, int]]
+"""Start and end of each answer in a text, in characters. An answer includes the end of its turn."""
 
 ROLES = ("system", "user", "assistant")
-_UNSUPPORTED_KEYS = (
-    "tools",
-    "functions",
-    "documents",
-    "chat_template_kwargs",
-)  # keys beside the messages that mean something
+_UNSUPPORTED_KEYS = ("tools", "functions", "documents", "chat_template_kwargs")  # they would change the conversation
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the name that errors give them: the file and the line."""
+    """Messages, and their name in error messages: the file and the line."""
 
     name: str
     messages: list[Message]
 
 
 class ChatTemplate(Protocol):
-    """What writes messages as one text."""
+    """Renders messages as one text."""
 
     def render(self, messages: Sequence[Message]) -> tuple[str, Spans]:
-        """The text, and where in it the assistant's answers lie, the end of each turn included: [start, end) in
-        characters.
+        """Returns the text, and the spans of the assistant's answers in it.
 
         Raises:
-          ConfigError: the template refuses the messages, or does not tell where the answers are.
+          ConfigError: the template rejects the messages, or the spans of the answers cannot be determined.
         """
         ...
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The text after which an answer begins."""
+        """Returns the text that precedes an answer."""
         ...
 
 
 class PlainTemplate:
-    """The template of `bytes` and `chars`: no download, no jinja2. A zero byte ends an answer, as it ends a document.
+    """The template of `bytes` and `chars`, which needs no download and no jinja2.
+
+    A zero byte ends an answer, as it ends a document:
 
     <|user|>
     What is a lens?
@@ -64,10 +63,11 @@ class PlainTemplate:
     """
 
     def render(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+        """Returns the text, and the spans of the answers, see `ChatTemplate.render`."""
         text, spans = "", []
         for message in messages:
             if "\0" in message["content"]:
-                raise ConfigError("a message holds a zero byte, which ends an answer here; remove it")
+                raise ConfigError("a message contains a zero byte, which marks the end of an answer. Remove it.")
             text += f"<|{message['role']}|>\n"
             said = message["content"] + "\0" * (message["role"] == "assistant")
             if message["role"] == "assistant":
@@ -76,35 +76,36 @@ class PlainTemplate:
         return text, spans
 
     def prompt(self, messages: Sequence[Message]) -> str:
+        """Returns the text that precedes an answer."""
         return f"{self.render(messages)[0]}<|assistant|>\n"
 
 
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # characters that are none: no text has them
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which do not occur in text
 
 
 class JinjaTemplate:
-    """A chat template as Hugging Face's models have them.
+    """A chat template of a Hugging Face model.
 
-    Where it marks the answers by `{% generation %}`, they are what is marked. Otherwise the text up to an answer is
-    rendered, and with it: the first must be how the second begins, and the second how the whole begins.
+    If the template marks answers by `{% generation %}`, those are the spans. Otherwise the text is rendered three
+    times: up to an answer, up to its end, and complete. Each must be a prefix of the next.
 
     Args:
-      name: for errors.
-      saved: its `source`, and the special `tokens` that it may name.
+      name: the name of the template in error messages.
+      saved: its source, and the special tokens that it may refer to.
 
     Raises:
-      ConfigError: no jinja2, or no template.
+      ConfigError: jinja2 is not installed, or the source is not a template.
     """
 
-    def __init__(self, name: str, saved: dict[str, Any]) -> None:
+    def __init__(self, name: str, saved: SavedTemplate) -> None:
         try:
             import jinja2
             from jinja2 import ext, nodes, sandbox
         except ImportError:
-            raise ConfigError(f"{name} needs the jinja2 library; install jaxstack[hf]") from None
+            raise ConfigError(f"{name} needs the jinja2 library. Install jaxstack[hf].") from None
 
         class Marks(ext.Extension):
-            """`{% generation %}...{% endgeneration %}`"""
+            """Surrounds the content of `{% generation %}...{% endgeneration %}` with marks."""
 
             tags = {"generation"}  # noqa: RUF012
 
@@ -119,22 +120,22 @@ class JinjaTemplate:
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
 
-        def to_json(value: Any, **how: Any) -> str:
-            return json.dumps(value, **{"ensure_ascii": False} | how)
+        def to_json(value: Any, **options: Any) -> str:
+            return json.dumps(value, **{"ensure_ascii": False} | options)
 
-        # As transformers sets it up, but without `strftime_now`: the data would change with the day. Templates that
-        # ask whether it is defined, as Llama 3's do, have a fixed date for that.
-        made = sandbox.ImmutableSandboxedEnvironment(
+        # The same environment as in transformers, except for `strftime_now`, which would make the data depend on the
+        # date. Templates that check whether it is defined, such as those of Llama 3, then use a fixed date.
+        environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Marks, ext.loopcontrols]
         )
-        made.filters["tojson"] = to_json
-        made.globals["raise_exception"] = refuse
+        environment.filters["tojson"] = to_json
+        environment.globals["raise_exception"] = refuse
         self._name, self._tokens = name, saved["tokens"]
         self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", saved["source"]) is not None
         try:
-            self._template = made.from_string(saved["source"])
+            self._template = environment.from_string(saved["source"])
         except jinja2.TemplateError as error:
-            raise ConfigError(f"{name} is no template: {error}; give the model's own") from None
+            raise ConfigError(f"{name} is not a template: {error}. Use the template of the model.") from None
 
     def _text(self, messages: Sequence[Message], prompt: bool) -> str:
         try:
@@ -145,36 +146,40 @@ class JinjaTemplate:
                 documents=None,
                 **self._tokens,
             )
-        except Exception as error:  # it is a program, and may fail like one
+        except Exception as error:  # a template is a program, which may raise anything
             shown = " ".join(str(error).split()) or type(error).__name__
             roles = ", ".join(m["role"] for m in messages) or "none"
-            raise ConfigError(f"{self._name} cannot write these messages ({roles}): {shown}") from None
+            raise ConfigError(
+                f"{self._name} cannot render these messages ({roles}): {shown}. Change them or the template."
+            ) from None
 
     def render(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+        """Returns the text, and the spans of the answers, see `ChatTemplate.render`."""
         if any(mark in message["content"] for mark in (_OPEN, _CLOSE) for message in messages):
-            raise ConfigError("a message holds U+FDD0 or U+FDD1, which are no characters; remove it")
-        whole = self._text(messages, prompt=False)
+            raise ConfigError("a message contains U+FDD0 or U+FDD1, which are not characters. Remove it.")
+        text = self._text(messages, prompt=False)
         if self._marks:
-            return _remove_marks(whole, self._name)
+            return _remove_marks(text, self._name)
         spans = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 before, after = self._text(messages[:i], prompt=True), self._text(messages[: i + 1], prompt=False)
-                if not after.startswith(before) or not whole.startswith(after) or not after[len(before) :].strip():
+                if not after.startswith(before) or not text.startswith(after) or not after[len(before) :].strip():
                     raise ConfigError(
-                        f"{self._name} writes the messages before the answer in message {i + 1} otherwise than it "
-                        f"writes them with it, so where the answer lies is not known; mark answers in the template by "
-                        f"{{% generation %}} and {{% endgeneration %}}"
+                        f"{self._name} renders the messages before the answer in message {i + 1} differently with and "
+                        f"without that answer, so its position is not known. Mark answers in the template by "
+                        f"{{% generation %}} and {{% endgeneration %}}."
                     )
                 spans.append((len(before), len(before) + _answer_length(after[len(before) :], message["content"])))
-        return whole, spans
+        return text, spans
 
     def prompt(self, messages: Sequence[Message]) -> str:
+        """Returns the text that precedes an answer."""
         return self._text(messages, prompt=True).replace(_OPEN, "").replace(_CLOSE, "")
 
 
 def _remove_marks(text: str, name: str) -> tuple[str, Spans]:
-    """The text without marks, and what lay between them."""
+    """Returns the text without marks, and the spans between them."""
     plain, spans, start = "", [], None
     for piece in re.split(f"([{_OPEN}{_CLOSE}])", text):
         if piece == _OPEN and start is None:
@@ -183,25 +188,27 @@ def _remove_marks(text: str, name: str) -> tuple[str, Spans]:
             spans.append((start, len(plain)))
             start = None
         elif piece in (_OPEN, _CLOSE):
-            raise ConfigError(f"{name} has {{% generation %}} within {{% generation %}}; mark each answer once")
+            raise ConfigError(f"{name} has {{% generation %}} within {{% generation %}}. Mark each answer once.")
         else:
             plain += piece
     return plain, spans
 
 
 def _answer_length(written: str, content: str) -> int:
-    """Of an answer with the end of its turn, without the white space that templates put between turns; where nothing
-    else ends the turn, with it."""
+    """Returns the length of an answer with the end of its turn.
+
+    White space between turns is not included, unless nothing else ends the turn.
+    """
     at = written.rfind(content.strip())
     end = written[at + len(content.strip()) :] if at >= 0 else written
     return len(written.rstrip()) if end.strip() else len(written)
 
 
-def read_template(tokenizer: str) -> dict[str, Any] | None:
-    """The chat template that lies beside a tokenizer.json, as `JinjaTemplate` takes it; None for `bytes` and `chars`.
+def read_template(tokenizer: str) -> SavedTemplate | None:
+    """Returns the chat template in the folder of a tokenizer.json, or `None` for `bytes` and `chars`.
 
     Raises:
-      ConfigError: there is none, or it cannot be read.
+      ConfigError: the template is missing or cannot be read.
     """
     if tokenizer in ("bytes", "chars"):
         return None
@@ -211,20 +218,20 @@ def read_template(tokenizer: str) -> dict[str, Any] | None:
         if (folder / "tokenizer_config.json").is_file():
             settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
             if not isinstance(settings, dict):
-                raise ValueError("it holds no JSON object")
+                raise ValueError("it is not a JSON object")
         source = settings.get("chat_template")
         if (folder / "chat_template.jinja").is_file():
             source = (folder / "chat_template.jinja").read_text("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder}: tokenizer_config.json or chat_template.jinja cannot be read: {error}; give the model's own"
+            f"{folder}: tokenizer_config.json or chat_template.jinja cannot be read: {error}. Use the model's own."
         ) from None
-    if isinstance(source, list):  # several, by name
+    if isinstance(source, list):  # a list of named templates
         source = next((t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ConfigError(
-            f"data.source=chat: beside data.tokenizer={tokenizer} there is neither a chat_template.jinja nor a "
-            f"tokenizer_config.json with a chat_template; put the template of the model's instructed kin there"
+            f"data.source=chat: the folder of data.tokenizer={tokenizer} has neither a chat_template.jinja nor a "
+            f"tokenizer_config.json with a chat_template. Copy the template of the instruction-tuned model there."
         )
     named = {key: value for key, value in settings.items() if key.endswith("_token")}
     contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
@@ -232,20 +239,20 @@ def read_template(tokenizer: str) -> dict[str, Any] | None:
 
 
 def template_for(tokenizer: Tokenizer) -> ChatTemplate:
-    """The template that a run's tokenizer was saved with.
+    """Returns the template that was saved with the tokenizer of a run.
 
     Raises:
-      ConfigError: it was saved with none.
+      ConfigError: the run has no template.
     """
     if not isinstance(tokenizer, HFTokenizer):
         return PlainTemplate()
     if tokenizer.chat is None:
-        raise ConfigError("this run knows no chat template; those that train with data.source=chat do")
+        raise ConfigError("this run has no chat template. Use a run that trained with data.source=chat.")
     return JinjaTemplate(f"the chat template of {tokenizer.name}", tokenizer.chat)
 
 
 def end_of_turn_id(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    """The token that ends an answer; None: the template has none that is one token alone."""
+    """Returns the token that ends an answer, or `None` if the end of an answer is not a single token."""
     said = "Yes."
     text, spans = template.render([{"role": "user", "content": said}, {"role": "assistant", "content": said}])
     end = text[spans[-1][0] : spans[-1][1]].rpartition(said)[2].strip(" \n") if spans else ""
@@ -254,16 +261,18 @@ def end_of_turn_id(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 
 
 def read_conversations(path: str) -> Iterator[Conversation]:
-    """The conversations of a file, one JSON object a line: `{"messages": [{"role": ..., "content": ...}, ...]}`, or
-    `{"prompt": ..., "completion": ...}`, which is what a user says and an assistant answers. Empty lines are passed
-    over, and so are keys beside them that say nothing about the conversation (an id, a source).
+    """Yields the conversations of a file with one JSON object per line.
+
+    An object is `{"messages": [{"role": ..., "content": ...}, ...]}`, or `{"prompt": ..., "completion": ...}` for one
+    message of the user and one of the assistant. Empty lines are skipped. Other keys, such as an id or a source, are
+    ignored unless they change the conversation.
 
     Raises:
-      ConfigError: no such file, or a line that is no conversation; names the file and the line.
+      ConfigError: the file does not exist, or a line is not a conversation. The message has the file and the line.
     """
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"data.path={path} is no file; give a file of conversations in JSON, one a line")
+        raise ConfigError(f"data.path={path} is not a file. Give a file with one conversation in JSON per line.")
     empty = True
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -273,50 +282,50 @@ def read_conversations(path: str) -> Iterator[Conversation]:
             try:
                 values = json.loads(line.decode())
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{name} is not JSON ({error}); each line is one object, in UTF-8") from None
+                raise ConfigError(f"{name} is not JSON ({error}). Write one object per line, in UTF-8.") from None
             try:
                 yield Conversation(name, _messages(values))
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
             empty = False
     if empty:
-        raise ConfigError(f"data.path={path} holds no conversation; give a file with some")
+        raise ConfigError(f"data.path={path} has no conversations. Give a file with at least one.")
 
 
 def _messages(values: Any) -> list[Message]:
     if not isinstance(values, dict):
-        raise ConfigError("this is no JSON object; write {\"messages\": [...]}")  # fmt: skip
+        raise ConfigError("this is not a JSON object. Write {\"messages\": [...]}.")  # fmt: skip
     if changes := [key for key in _UNSUPPORTED_KEYS if values.get(key)]:
-        raise ConfigError(f"{changes[0]} cannot be had here; write what it says into the messages")
+        raise ConfigError(f"{changes[0]} is not supported. Write its content into the messages.")
     if "messages" not in values:
         if not {"prompt", "completion"} <= values.keys():
             shown = ", ".join(sorted(map(str, values))) or "nothing"
-            raise ConfigError(f"there are neither messages nor prompt and completion, but {shown}")
+            raise ConfigError(f"the keys are {shown}. Write messages, or prompt and completion.")
         said = [("user", values["prompt"]), ("assistant", values["completion"])]
         values = {"messages": [{"role": role, "content": content} for role, content in said]}
     messages = values["messages"]
     if not isinstance(messages, list):
-        raise ConfigError("messages is no list")
+        raise ConfigError("messages is not a list. Write a list of messages.")
     for i, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
             keys = ", ".join(message) if isinstance(message, dict) else type(message).__name__
-            raise ConfigError(f"message {i} has {keys}; a message has role and content and nothing else")
+            raise ConfigError(f"message {i} has {keys}. Give it role and content and nothing else.")
         if message["role"] not in ROLES:
-            raise ConfigError(f"message {i} has the role {message['role']!r}; the roles are {', '.join(ROLES)}")
+            raise ConfigError(f"message {i} has the role {message['role']!r}. Use one of {', '.join(ROLES)}.")
         if not isinstance(message["content"], str):
-            raise ConfigError(f"message {i} has a content that is {type(message['content']).__name__}, not text")
+            raise ConfigError(f"message {i} has content of type {type(message['content']).__name__}. Write text.")
         if any("\ud800" <= char <= "\udfff" for char in message["content"]):
-            raise ConfigError(f"message {i} holds half a character (a lone surrogate, such as \\ud800); remove it")
+            raise ConfigError(f"message {i} contains half a character (a lone surrogate, such as \\ud800). Remove it.")
         if message["role"] == "assistant" and not message["content"].strip():
-            raise ConfigError(f"message {i} is an empty answer; remove it, or the whole conversation")
+            raise ConfigError(f"message {i} is an empty answer. Remove it, or the whole conversation.")
     if not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError("no message is the assistant's, so there is nothing to learn; remove the conversation")
+        raise ConfigError("no message is the assistant's, so nothing can be learned. Remove the conversation.")
     return messages
 
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A conversation as text, and where its answers lie."""
+    """A conversation as text, and the spans of its answers."""
 
     name: str
     text: str
@@ -326,10 +335,10 @@ class RenderedConversation:
 def render_conversations(
     conversations: Iterable[Conversation], template: ChatTemplate
 ) -> Iterator[RenderedConversation]:
-    """Each conversation as text.
+    """Yields each conversation as text.
 
     Raises:
-      ConfigError: names the file and the line.
+      ConfigError: the template cannot render a conversation. The message has the file and the line.
     """
     for conversation in conversations:
         try:
@@ -342,16 +351,16 @@ def render_conversations(
 def encode_conversations(
     conversations: Iterable[RenderedConversation], tokenizer: Tokenizer, seq_len: int
 ) -> tuple[Tokens, str]:
-    """All conversations in memory, without a separator: a template says itself how they end.
+    """Encodes all conversations in memory, without end-of-document ids, since the template ends them itself.
 
-    A token is part of an answer if one of its characters is. Conversations of more than `seq_len` + 1 tokens are left
-    out: cut, they would teach an answer without its question, or half of one.
+    A token belongs to an answer if any of its characters does. Conversations of more than `seq_len` + 1 tokens are
+    left out. If they were cut, the model would learn from an answer without its question, or from half an answer.
 
     Returns:
-      The tokens, and what there is to say of those left out, or nothing.
+      The tokens, and a note for users about the conversations that were left out, or an empty string.
 
     Raises:
-      ConfigError: all are too long, or one has no token to learn.
+      ConfigError: all conversations are too long, or one has no token to learn.
     """
     pieces, masks, names, too_long = [], [], [], []
     for one in conversations:
@@ -359,10 +368,10 @@ def encode_conversations(
         answers = np.zeros(ids.size, bool)
         for start, end in one.spans:
             touched = np.flatnonzero((ends > start) & (starts < end))
-            if touched.size:  # tokens of no width lie between
+            if touched.size:  # includes tokens without characters in between
                 answers[touched[0] : touched[-1] + 1] = True
         if not answers[1:].any():
-            raise ConfigError(f"{one.name}: as the template writes it, no token is an answer's; remove the line")
+            raise ConfigError(f"{one.name}: no token of the rendered text belongs to an answer. Remove the line.")
         if ids.size > seq_len + 1:
             too_long.append(ids.size)
             continue
@@ -373,7 +382,9 @@ def encode_conversations(
     if too_long:
         longest = f"the longest has {max(too_long):,} tokens"
         if not pieces:
-            raise ConfigError(f"none of {len(too_long):,} conversations fits into data.seq_len={seq_len}; {longest}")
+            raise ConfigError(
+                f"none of {len(too_long):,} conversations fits into data.seq_len={seq_len} ({longest}). Raise it."
+            )
         said = f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})"
     bounds = np.cumsum([0, *(piece.size for piece in pieces)], dtype=np.int64)
     ids = np.concatenate(pieces).astype(id_dtype(tokenizer.vocab_size), copy=False)

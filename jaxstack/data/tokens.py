@@ -1,7 +1,8 @@
 """Token ids of many documents, their split into training and held-out text, and the token file.
 
-A token file is three files: `NAME.bin` (raw little-endian ids), `NAME.starts.npy` (where each document begins) and
-`NAME.json` (what they are, and their hashes). It is memory-mapped: training reads the pages that its windows touch.
+A token file consists of three files: `NAME.bin` (raw little-endian ids), `NAME.starts.npy` (the start of each
+document) and `NAME.json` (the header, with hashes). It is memory-mapped, so training reads only the pages of its
+windows.
 """
 
 import hashlib
@@ -14,84 +15,87 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from jaxstack.config import ConfigError
 from jaxstack.data.sources import Document
-from jaxstack.data.tokenizers import Tokenizer, tokenizer_from_json
+from jaxstack.data.tokenizers import JsonObject, Tokenizer, tokenizer_from_json
 
 
 @dataclass(frozen=True)
 class FileState:
-    """A file as it was when it was opened: reading a map of one that is cut since would kill the process."""
+    """The state of a file when it was opened. Reading the map of a file truncated since then kills the process."""
 
     path: Path
     state: tuple[int, int, int]
 
     @classmethod
     def of(cls, path: Path) -> "FileState":
+        """Returns the present state of a file."""
         found = path.stat()
         return cls(path, (found.st_ino, found.st_size, found.st_mtime_ns))
 
     def require_unchanged(self) -> None:
-        """
+        """Checks that the file is still the same.
+
         Raises:
-          ConfigError: the file is gone, or is another.
+          ConfigError: the file is missing or was changed.
         """
         try:
             now = FileState.of(self.path)
         except OSError as error:
             raise ConfigError(
-                f"{self.path} vanished under the run ({error.strerror}); put it back, and the same command goes on "
-                f"from the newest checkpoint"
+                f"{self.path} disappeared during the run ({error.strerror}). Restore it and run the same command again "
+                f"to continue from the newest checkpoint."
             ) from None
         if now != self:
             raise ConfigError(
-                f"{self.path} was changed under the run; put the old file back, and the same command goes on from the "
-                f"newest checkpoint"
+                f"{self.path} was changed during the run. Restore the old file and run the same command again to "
+                f"continue from the newest checkpoint."
             )
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Documents as ranges of one array of ids, which they share: a split copies no ids and keeps a memory map."""
+    """Documents as ranges of one shared array of ids. A split does not copy the ids, and a memory map stays one."""
 
     ids: np.ndarray
-    """Token ids, any unsigned dtype; the documents of a split lie scattered in it."""
+    """Token ids, any unsigned dtype. The documents of a split are scattered in it."""
     starts: np.ndarray
-    """[documents] int64, ascending: where each document begins in `ids`."""
+    """Start of each document in `ids`, ascending, int64 [documents]."""
     ends: np.ndarray
-    """[documents] int64: where each ends; its separator, if it has one, belongs to it."""
+    """End of each document, int64 [documents]. The end-of-document id, if there is one, is part of the document."""
     vocab_size: int
-    """Every id must be below this; checked as windows are read."""
+    """A bound of the ids, which is checked when windows are read."""
     names: tuple[str, ...] | None = None
-    """[documents] names for error messages; a token file has none."""
+    """Name of each document for error messages. `None` for a token file, which has no names."""
     domains: np.ndarray | None = None
-    """[documents] int32 domain of each, where `data.domains` names some."""
-    file_state: "FileState | None" = None
-    """Of the file that `ids` is mapped from."""
+    """Domain of each document, int32 [documents]. `None` without `data.domains`."""
+    file_state: FileState | None = None
+    """State of the file that `ids` maps. `None` if the ids are in memory."""
     loss_mask: np.ndarray | None = None
-    """As long as `ids`, bool: what is learned, of conversations. They are never cut."""
+    """Whether each id of `ids` is a target of the loss, bool; only conversations, which are never cut, have it. `None`
+    means all ids."""
 
     def __len__(self) -> int:
         return int((self.ends - self.starts).sum())
 
     def documents(self, which: np.ndarray) -> "Tokens":
-        """Some of the documents, in the order of `which` ([n] indices, or a mask over all)."""
+        """Returns some of the documents, in the order of `which`: indices [n], or a mask over all."""
         names = None if self.names is None else tuple(np.array(self.names, object)[which])
         domains = None if self.domains is None else self.domains[which]
         return replace(self, starts=self.starts[which], ends=self.ends[which], names=names, domains=domains)
 
     def clip(self, start: int, end: int) -> "Tokens":
-        """What lies at `start <= offset < end` in `ids`; documents are cut at both ends."""
+        """Returns the part of the documents with `start <= offset < end` in `ids`; documents are cut at both ends."""
         starts, ends = np.maximum(self.starts, start), np.minimum(self.ends, end)
         return replace(self, starts=starts, ends=ends).documents(starts < ends)
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
-    """All documents in memory, each followed by the separator where the tokenizer has one."""
+    """Encodes all documents in memory, each followed by the end-of-document id if the tokenizer has one."""
     pieces, names = [], []
     for document in documents:
         names.append(document.name)
@@ -102,25 +106,27 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
 
 
 def assign_domains(tokens: Tokens, patterns: tuple[str, ...]) -> Tokens:
-    """The tokens, each document in the domain of the first pattern that matches its whole name.
+    """Returns the tokens with a domain for each document: the first pattern that matches its full name.
 
     Raises:
-      ConfigError: a document that no pattern matches, a pattern that no document has first, or no regular expression.
+      ConfigError: a document that no pattern matches, a pattern without documents, or an invalid regular expression.
     """
     assert tokens.names is not None
     try:
         compiled = [re.compile(pattern) for pattern in patterns]
     except re.error as error:
-        raise ConfigError(f"data.domains: {error.pattern!r} is no regular expression ({error}); correct it") from None
+        raise ConfigError(
+            f"data.domains: {error.pattern!r} is not a regular expression ({error}). Correct it."
+        ) from None
     domains = np.empty(len(tokens.names), np.int32)
     for i, name in enumerate(tokens.names):
         domain = next((d for d, pattern in enumerate(compiled) if pattern.fullmatch(name)), None)
         if domain is None:
-            raise ConfigError(f"data.domains: no pattern matches the document {name}; add one, for example .*")
+            raise ConfigError(f"data.domains: no pattern matches the document {name}. Add a pattern, for example '.*'.")
         domains[i] = domain
     for d, pattern in enumerate(patterns):
         if not (domains == d).any():
-            raise ConfigError(f"data.domains: no document belongs to the domain {pattern!r}; correct the pattern")
+            raise ConfigError(f"data.domains: no document belongs to the domain {pattern!r}. Correct the pattern.")
     return replace(tokens, domains=domains)
 
 
@@ -130,21 +136,21 @@ def _with_eos(document: Document, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def split(tokens: Tokens, eval_fraction: float) -> tuple[Tokens, Tokens]:
-    """Training text and held-out text: the same two for every seed and on every machine.
+    """Splits tokens into training text and held-out text, the same for every seed and on every machine.
 
-    With ten documents or more, whole documents are held out: they are taken in the order of a hash of their index
-    until about `eval_fraction` of the tokens is reached. A document longer than that always trains. With fewer, or
-    when the shorter ones do not suffice, the end of the text is held out, as in nanoGPT: the first 90% train. Of
-    conversations whole ones are held out however few or long they are, one at least.
+    With ten documents or more, complete documents are held out. They are taken in the order of a hash of their index
+    until about `eval_fraction` of the tokens is reached. A longer document is never held out. With fewer documents, or
+    if the shorter ones do not suffice, the end of the text is held out, as in nanoGPT. Conversations are always held
+    out complete, at least one.
 
     Raises:
-      ConfigError: a single conversation.
+      ConfigError: there is only one conversation.
     """
     lengths = tokens.ends - tokens.starts
     budget = len(tokens) * eval_fraction
     uncut = tokens.loss_mask is not None
     if uncut and lengths.size < 2:
-        raise ConfigError("there is one conversation alone, and one has to be held out; add some")
+        raise ConfigError("there is only one conversation, and one must be held out. Add more.")
     eligible = np.arange(lengths.size) if uncut else np.flatnonzero(lengths <= budget)
     if uncut or (lengths.size >= 10 and lengths[eligible].sum() >= budget):
         shuffled = eligible[np.argsort(_hash(eligible), kind="stable")]
@@ -161,7 +167,7 @@ def split(tokens: Tokens, eval_fraction: float) -> tuple[Tokens, Tokens]:
 
 
 def _hash(index: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele et al. 2014): scatters [n] indices over 64 bits."""
+    """Returns 64-bit hashes of indices [n] by the finaliser of SplitMix64 (Steele et al. 2014)."""
     x = index.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -171,27 +177,27 @@ def _hash(index: np.ndarray) -> np.ndarray:
 # --- the token file ---------------------------------------------------------------------------------------------------
 
 _VERSION = 1
-_SUFFIXES = (".bin", ".starts.npy", ".json")  # in the order of writing: the header comes last and makes it whole
+_SUFFIXES = (".bin", ".starts.npy", ".json")  # in the order of writing: the header comes last and completes the file
 _FULL_CHECK_BYTES = 1 << 30
 _CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class TokenFileHeader:
-    """`NAME.json`: what a token file holds."""
+    """The content of `NAME.json`."""
 
     version: int
     dtype: Literal["uint16", "uint32"]
     count: int
-    """Tokens."""
+    """Number of tokens."""
     documents: int
     vocab_size: int
     bytes: int
-    """UTF-8 bytes of the text, separators not counted."""
-    tokenizer: dict[str, Any]
+    """UTF-8 bytes of the text, without end-of-document ids."""
+    tokenizer: JsonObject
     """`to_json()` of the tokenizer."""
     sha256: dict[str, str]
-    """Of `.bin` and of `.starts.npy`."""
+    """Hashes of `.bin` and `.starts.npy`, under `bin` and `starts`."""
 
 
 def _part(path: str | Path, suffix: str) -> Path:
@@ -202,22 +208,22 @@ def _part(path: str | Path, suffix: str) -> Path:
 
 
 def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer) -> TokenFileHeader:
-    """Streams documents into a token file and returns its header; one document at a time is held in memory.
+    """Writes documents into a token file, one at a time, and returns its header.
 
-    Everything is written in a temporary folder beside it and moved at the end, the header last: an interrupted build
-    leaves nothing that `read_token_file` would take for whole.
+    The files are written to a temporary folder beside their destination and moved at the end, the header last. So
+    `read_token_file` never accepts an interrupted build.
 
     Args:
       path: `NAME`, or any of the three file names.
 
     Raises:
-      ConfigError: one of the files exists (nothing is overwritten), or the folder does not.
+      ConfigError: one of the files exists already, or the folder does not exist.
     """
     targets = [_part(path, suffix) for suffix in _SUFFIXES]
     _refuse_existing(targets)
     folder = targets[0].parent
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; create it before building {targets[0].name} there")
+        raise ConfigError(f"{folder} is not a folder. Create it before building {targets[0].name} there.")
     dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     starts = array("q")
     count = size = 0
@@ -241,7 +247,7 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
         _refuse_existing(targets)
         for part, target in zip(parts, targets, strict=True):
             with open(part, "rb") as file:
-                os.fsync(file.fileno())  # the header must not reach the disk before what it vouches for
+                os.fsync(file.fileno())  # the header must not reach the disk before the data that it describes
             part.rename(target)
     return header
 
@@ -249,44 +255,44 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
 def _refuse_existing(targets: list[Path]) -> None:
     for target in targets:
         if target.exists():
-            raise ConfigError(f"{target} exists and is never overwritten; remove it or choose another name")
+            raise ConfigError(f"{target} exists and is never overwritten. Remove it or choose another name.")
 
 
 def read_header(path: str | Path) -> TokenFileHeader:
-    """The header of a token file.
+    """Returns the header of a token file.
 
     Raises:
-      ConfigError: it is missing or not one of ours.
+      ConfigError: it is missing or invalid.
     """
     file = _part(path, ".json")
     try:
         header = TokenFileHeader(**json.loads(file.read_text()))
     except FileNotFoundError:
         raise ConfigError(
-            f"{file} does not exist; make a token file with `jaxstack data build` (an interrupted build "
-            f"leaves none: remove its other files and build again)"
+            f"{file} does not exist. Make a token file with `jaxstack data build` (after an interrupted build, remove "
+            f"its other files first)."
         ) from None
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{file} is no header of a token file ({error}); build the file again") from None
+        raise ConfigError(f"{file} is not a header of a token file ({error}). Build the file again.") from None
     if header.version != _VERSION or header.dtype not in ("uint16", "uint32"):
         raise ConfigError(
-            f"{file} has format version {header.version} and dtype {header.dtype}; this code reads version {_VERSION} "
-            f"with uint16 or uint32: build the file again"
+            f"{file} has format version {header.version} and dtype {header.dtype}, but version {_VERSION} with uint16 "
+            f"or uint32 is required. Build the file again."
         )
     numbers = (header.count, header.documents, header.vocab_size)
     if not all(isinstance(n, int) and n > 0 for n in numbers):
-        raise ConfigError(f"{file} declares count, documents, vocab_size = {numbers}; build the file again")
+        raise ConfigError(f"{file} declares count, documents, vocab_size = {numbers}. Build the file again.")
     return header
 
 
 def read_token_file(path: str | Path) -> tuple[Tokens, Tokenizer]:
     """Memory-maps a token file and rebuilds its tokenizer.
 
-    A file below 1 GiB is read here, a second or two: its hash must be its header's, its ids in the vocabulary. Of a
-    larger one the ids are compared as windows are read, and `jaxstack data verify` does the rest.
+    A file below 1 GiB is read and checked at once, which takes a second or two: its hashes and the range of its ids.
+    The ids of a larger file are checked when windows are read; `jaxstack data verify` checks all of it.
 
     Raises:
-      ConfigError: a missing, truncated or impossible file; the message names the file and what to do.
+      ConfigError: a file is missing, truncated or invalid.
     """
     header = read_header(path)
     tokens = _map(path, header)
@@ -296,16 +302,16 @@ def read_token_file(path: str | Path) -> tuple[Tokens, Tokenizer]:
     if tokenizer.vocab_size != header.vocab_size:
         raise ConfigError(
             f"{_part(path, '.json')} declares vocab_size={header.vocab_size}, but its tokenizer has "
-            f"{tokenizer.vocab_size}; build the file again"
+            f"{tokenizer.vocab_size}. Build the file again."
         )
     return tokens, tokenizer
 
 
 def verify_token_file(path: str | Path) -> TokenFileHeader:
-    """Reads a whole token file and compares its hashes and its ids with the header.
+    """Reads a whole token file, checks its hashes and ids against the header, and returns the header.
 
     Raises:
-      ConfigError: at the first thing that is wrong.
+      ConfigError: a file is missing, truncated or invalid.
     """
     header = read_header(path)
     _map(path, header)
@@ -317,35 +323,35 @@ def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
     file, starts_file = _part(path, ".bin"), _part(path, ".starts.npy")
     for needed in (file, starts_file):
         if not needed.is_file():
-            raise ConfigError(f"{needed} is missing; it belongs beside {_part(path, '.json').name}: build it again")
+            raise ConfigError(f"{needed} is missing beside {_part(path, '.json').name}. Build the token file again.")
     dtype = np.dtype(header.dtype).newbyteorder("<")
     expected, found = header.count * dtype.itemsize, file.stat().st_size
     if expected != found:
         raise ConfigError(
-            f"{file} is truncated or not its header's: expected {expected:,} bytes ({header.count:,} tokens of "
-            f"{dtype.itemsize}), found {found:,}; copy or build it again"
+            f"{file} is truncated or belongs to another header: expected {expected:,} bytes ({header.count:,} tokens "
+            f"of {dtype.itemsize}), found {found:,}. Copy or build it again."
         )
     try:
         starts = np.load(starts_file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{starts_file} cannot be read ({error}); build the file again") from None
+        raise ConfigError(f"{starts_file} cannot be read ({error}). Build the file again.") from None
     fits = starts.shape == (header.documents,) and starts.dtype == np.int64
     ends = np.append(starts[1:], header.count) if fits else starts
     if not fits or starts[0] != 0 or (starts > ends).any():
         raise ConfigError(
             f"{starts_file} does not hold {header.documents:,} ascending document starts within {header.count:,} "
-            f"tokens; build the file again"
+            f"tokens. Build the file again."
         )
     with open(file, "rb") as opened:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
-        pages.madvise(mmap.MADV_RANDOM)  # windows are read in random order: what lies behind one is not wanted
+        pages.madvise(mmap.MADV_RANDOM)  # windows are read in random order, so reading ahead is wasted
     ids = np.frombuffer(pages, dtype)
     return Tokens(ids, np.asarray(starts), ends, header.vocab_size, file_state=FileState.of(file))
 
 
 def _check_ids(path: str | Path, header: TokenFileHeader) -> None:
-    """Reads the file from end to end, not through the map, whose pages come one at a time."""
+    """Checks hashes and ids. It reads the file in large chunks, since a memory map would be read page by page."""
     file, dtype = _part(path, ".bin"), np.dtype(header.dtype).newbyteorder("<")
     digest = hashlib.sha256()
     for start in range(0, header.count, _CHUNK):
@@ -355,14 +361,14 @@ def _check_ids(path: str | Path, header: TokenFileHeader) -> None:
             at = int(np.argmax(chunk >= header.vocab_size))
             raise ConfigError(
                 f"{file} holds id {chunk[at]:,} at token {start + at:,}, past the vocabulary of "
-                f"{header.vocab_size:,}; build the file again"
+                f"{header.vocab_size:,}. Build the file again."
             )
     starts = _part(path, ".starts.npy")
     for part, found, key in ((file, digest.hexdigest(), "bin"), (starts, _sha256(starts), "starts")):
         if found != header.sha256.get(key):
             raise ConfigError(
-                f"{part} has sha256 {found[:12]}..., but its header says {str(header.sha256.get(key))[:12]}...; it was "
-                f"changed after it was built: build it again"
+                f"{part} has sha256 {found[:12]}..., but its header has {str(header.sha256.get(key))[:12]}..., so it "
+                f"was changed after it was built. Build it again."
             )
 
 

@@ -1,15 +1,14 @@
-"""Windows of a text as batches: batch = f(seed, step), so a run resumes at any step without any saved reader state.
+"""Cuts text into windows and batches. A batch depends only on seed and step, so resuming needs no saved reader state.
 
-Arrays carry their axes as a suffix: B batch, S sequence, T = S + 1 tokens read, P pieces of a stream, W windows, D
-documents.
+Suffixes: B batch, S sequence, T = S + 1 tokens read, P pieces of a stream, W windows, D documents.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -17,29 +16,30 @@ from jaxstack.config import ConfigError
 from jaxstack.data.tokens import Tokens
 
 if TYPE_CHECKING:
-    import grain  # imported by the functions that use it: it imports JAX, which the command line must not wait for
+    import grain  # it imports JAX, so only the functions that use it import it: the command line must start fast
 
-Batch = dict[str, np.ndarray]
+Batch: TypeAlias = dict[str, np.ndarray]
+"""The arrays of a batch by name, see `batches`."""
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Pieces of `ids` laid end to end, readable at any place without being copied together."""
+    """Pieces of `ids`, concatenated without a copy and readable from any offset."""
 
     ids: np.ndarray
     starts_P: np.ndarray
-    """int64: where each piece begins in `ids`."""
+    """Start of each piece in `ids`, int64."""
     bounds_P: np.ndarray
-    """int64, one more than pieces: where each begins in the stream, then the stream's length."""
+    """Start of each piece in the stream, then the length of the stream, int64 [P + 1]."""
     domains_P: np.ndarray | None = None
-    """int32 domain of each piece, where documents have one."""
+    """Domain of each piece, int32. `None` if documents have no domain."""
     loss_mask: np.ndarray | None = None
-    """As long as `ids`: what is learned, where not all is."""
+    """Whether each id of `ids` is a target of the loss. `None` means all."""
 
     @classmethod
     def from_documents(cls, tokens: Tokens, order: np.ndarray | None = None) -> "TokenStream":
-        """The documents in the given order ([documents] indices; none: as they are)."""
-        tokens = replace(tokens, names=None)  # may be millions, and nobody asks a stream for them
+        """Returns the documents in the order of these indices [documents]. `None` keeps their order."""
+        tokens = replace(tokens, names=None)  # there may be millions, and a stream does not need them
         if order is not None:
             tokens = tokens.documents(order)
         tokens = tokens.documents(tokens.ends > tokens.starts)
@@ -47,9 +47,9 @@ class TokenStream:
         return cls(tokens.ids, tokens.starts, bounds, tokens.domains, tokens.loss_mask)
 
     def merge_adjacent(self) -> "TokenStream":
-        """The same stream, with pieces that touch in `ids` made one: an uncut text becomes a single piece.
+        """Returns the same stream with adjacent pieces of `ids` merged, so that an uncut text is a single piece.
 
-        Pieces of domains stay apart.
+        Pieces that have domains are not merged.
         """
         if self.domains_P is not None:
             return self
@@ -61,11 +61,11 @@ class TokenStream:
         return int(self.bounds_P[-1])
 
     def locate(self, first_B: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Reads `length` tokens from each place of the stream; beyond its end, the last one.
+        """Locates `length` tokens from each offset of the stream. Past the end, the last token is repeated.
 
         Returns:
-          where each token lies in `ids`, the piece it lies in, and its place within the part of that piece that the
-          row holds; [B, T].
+          For each token [B, T]: its index in `ids`, its piece, and its position within the part of that piece that is
+          in the row.
         """
         at_BT = np.minimum(first_B[:, None] + np.arange(length), len(self) - 1)
         piece_BT = np.searchsorted(self.bounds_P, at_BT, side="right") - 1
@@ -75,37 +75,40 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class _Windows:
-    """One pass over the text: a stream, where in it the windows begin, in the order of training, and how many tokens
-    of it belong to each; a row is filled up behind them."""
+    """Windows over a stream, in the order of training."""
 
     stream: TokenStream
     first_W: np.ndarray
+    """Start of each window in the stream."""
     length_W: np.ndarray
+    """Number of tokens of each window. The rest of its row is filled with the tokens that follow."""
 
     @classmethod
     def full_length(cls, stream: TokenStream, first_W: np.ndarray, seq_len: int) -> "_Windows":
-        """Windows that are full."""
+        """Returns windows of `seq_len` + 1 tokens."""
         return cls(stream, first_W, np.full(first_W.size, seq_len + 1))
 
     def make_batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
+        """Returns the batch of these windows."""
         return _make_batch(self.stream, self.first_W[window_B], self.length_W[window_B], seq_len, packing, vocab_size)
 
 
 def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _Windows:
-    """Windows of whole documents, of one each, or with packing of as many as fit; none is cut.
+    """Returns windows of complete documents: one in each window, or as many as fit with packing.
 
-    Packing is best-fit decreasing (Ding et al. 2024, arXiv:2404.10830, section 3.1): the longest document first, each
-    into the fullest window that has room. It follows from the lengths alone, so that epochs have equally many windows.
+    Packing is best-fit decreasing (Ding et al. 2024, arXiv:2404.10830, section 3.1): it places the longest documents
+    first, each into the fullest window that has room. It depends on the lengths alone, so all epochs have the same
+    number of windows.
     """
     room, length_D = seq_len + 1, tokens.ends - tokens.starts
     assert tokens.starts.size
-    assert length_D.max() <= room, "what does not fit has been left out"
+    assert length_D.max() <= room, "documents that do not fit must be left out before"
     if not packing:
         stream = TokenStream.from_documents(tokens)
         return _Windows(stream, stream.bounds_P[:-1], length_D)
     windows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # windows, by the tokens that fit
-    some = 0  # bit i: there is one with room for exactly i
+    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # windows, by the number of tokens that still fit
+    some = 0  # bit i is set if some window has room for exactly i tokens
     for document in np.argsort(-length_D, kind="stable").tolist():
         size = int(length_D[document])
         if fitting := some >> size:
@@ -126,18 +129,21 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _Windows:
 
 
 def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int, Callable[[int], _Windows]]:
-    """Windows in an epoch, and the function that gives epoch `e` (the last two are kept).
+    """Returns the number of windows in an epoch, and a function that returns the windows of epoch `e`.
 
-    Without packing the documents are one stream, cut at a random offset in [0, seq_len) that differs from epoch to
-    epoch: a text that is read many times would otherwise be cut at the same places each time, and a token that
-    falls just behind a cut would never be predicted from more than a few tokens. With packing each epoch permutes the
-    documents, which moves the cuts too. The windows are permuted in both cases, so that a batch is not one document.
-    What is left over at the ends, less than two windows, is dropped; another epoch reads it. Conversations are never
-    cut, see `document_windows`; their windows are permuted.
+    The function caches the last two epochs. Each epoch cuts the text at other offsets. Otherwise a token just after a
+    cut would only ever be predicted from a few tokens.
 
-    NumPy permutes, not grain's shuffle: that one takes milliseconds an index when there are few windows, and makes
-    epoch `e` of seed `s` epoch `e - 1` of seed `s + 1`. It costs 8 bytes a window: 0.2 GB for 100 GB of uint16 tokens
-    in windows of 2048.
+    - Without packing, the documents are one stream, cut at a random offset in [0, seq_len).
+    - With packing, each epoch permutes the documents, which moves the cuts.
+    - Conversations are never cut, see `document_windows`.
+
+    The windows are then permuted, so that a batch mixes documents. Less than two windows of tokens remain at the ends.
+    They are dropped, but other epochs read them.
+
+    NumPy permutes the windows. The shuffle of grain takes milliseconds per index if there are few windows, and its
+    epoch `e` of seed `s` equals epoch `e - 1` of seed `s + 1`. A permutation needs 8 bytes per window: 0.2 GB for
+    100 GB of uint16 tokens in windows of 2048.
     """
     if tokens.loss_mask is not None:
         once = document_windows(tokens, seq_len, packing)
@@ -151,7 +157,7 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
     if total < seq_len + 1:
         raise ConfigError(
             f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of text for one window, but there are {total:,} to "
-            f"train on; lower data.seq_len or use more text"
+            f"train on. Lower data.seq_len or use more text."
         )
     plain = None if packing else TokenStream.from_documents(tokens).merge_adjacent()
     windows = (total - 1) // seq_len if packing else max(1, (total - seq_len) // seq_len)
@@ -174,7 +180,7 @@ def _make_batch(
     ids_BT = stream.ids[index_BT]
     if (largest := int(ids_BT.max())) >= vocab_size:
         raise ConfigError(
-            f"the text holds id {largest:,}, past the vocabulary of {vocab_size:,}; build the token file again"
+            f"the text holds id {largest:,}, past the vocabulary of {vocab_size:,}. Build the token file again."
         )
     ids_BT = ids_BT.astype(np.int32)
     batch = {
@@ -190,7 +196,7 @@ def _make_batch(
         batch["segment_ids"] = (piece_BS - piece_BT[:, :1] + 1).astype(np.int32)
         batch["positions"] = np.ascontiguousarray(position_BT[:, :-1], dtype=np.int32)
     if stream.loss_mask is not None:
-        # Behind its last token a row goes on with what follows in the stream. Nothing sees that, and it weighs nothing.
+        # After the window, the row contains tokens that follow in the stream. They are masked and have weight 0.
         inside_BS = np.arange(1, seq_len + 1) < length_B[:, None]
         batch["loss_weights"] *= stream.loss_mask[index_BT[:, 1:]] & inside_BS
     return batch
@@ -199,35 +205,40 @@ def _make_batch(
 def batches(
     tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, packing: bool, rows: np.ndarray | None = None
 ) -> "grain.MapDataset[Batch]":
-    """Training batches without end: `ds[step]` is the batch of optimizer step `step`, whatever was read before.
+    """Returns an endless dataset of training batches: `ds[step]` is the batch of optimizer step `step`.
 
-    Sample `i` is window `i % windows` of epoch `i // windows`; a batch may span two epochs. An epoch's order is that
-    of `np.random.default_rng([seed, epoch])`.
+    A batch does not depend on the batches that were read before. Sample `i` is window `i % windows` of epoch
+    `i // windows`, so a batch may span two epochs. `np.random.default_rng([seed, epoch])` determines the order of an
+    epoch.
 
     Args:
       tokens: the text.
-      seq_len: S, tokens a row; one more is read.
-      batch_size: B, rows a batch, over all devices.
+      seq_len: S, the tokens of a row. One more token is read for the targets.
+      batch_size: B, the rows of a batch over all devices.
       seed: 0 or more.
-      packing: each epoch permutes the documents, lays them end to end and cuts them (no padding); rows carry what
-        attention within documents needs.
-      rows: the rows of each batch to read, as indices; none: all.
+      packing: whether each epoch permutes, concatenates and cuts the documents, without padding. Batches then have
+        `segment_ids` and `positions`, so that attention stays within documents.
+      rows: indices of the rows of each batch to read. `None` means all.
 
     Returns:
-      Batches of [B, S] arrays: `tokens` and `targets` (int32; targets are the tokens one place later), `loss_weights`
-      (float32; 1, or 0 where a target belongs to another document than its token, or to no answer of a conversation,
-      and must not count), and with packing
-      `segment_ids` (int32; 1, 2, ... along the row) and `positions` (int32; from 0 at each document's first token in
-      the row). With domains also `gate_ids` (int32), the domain of each token.
+      Batches of [B, S] arrays:
+      - `tokens`, int32.
+      - `targets`, int32: the tokens one position later.
+      - `loss_weights`, float32: 0 for a target in another document than its token, or outside the answers of a
+        conversation; otherwise 1.
+      - `segment_ids`, int32, with packing: 1, 2, ... along the row.
+      - `positions`, int32, with packing: they count from 0 at the first token of each document in the row.
+      - `gate_ids`, int32, with domains: the domain of each token.
 
     Raises:
-      ConfigError: the text is shorter than one window; when read, an id past the vocabulary or a file that changed.
+      ConfigError: the text is shorter than one window. Reading a batch raises it too, for an id past the vocabulary or
+        a file that has changed.
     """
     import grain
 
     windows, epoch = _epochs(tokens, seq_len, seed, packing)
 
-    def read(samples: Any) -> Batch:
+    def read(samples: Sequence[int]) -> Batch:
         if tokens.file_state:
             tokens.file_state.require_unchanged()
         own = slice(None) if rows is None else rows
@@ -238,18 +249,25 @@ def batches(
             parts.append(now.make_batch(window_B[index_B == index], seq_len, packing, tokens.vocab_size))
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts[1:] else parts[0]
 
-    # Without end: not all of int64, where grain's length of a dataset in batches of one would leave it by rounding.
+    # 2**62 samples are practically endless. With 2**63 - 1, rounding would make grain's length exceed int64.
     return grain.MapDataset.range(2**62).batch(batch_size, batch_fn=read)
 
 
 def eval_batches(
     tokens: Tokens, *, seq_len: int, batch_size: int, steps: int, packing: bool, rows: np.ndarray | None = None
 ) -> "grain.MapDataset[Batch]":
-    """Held-out batches, the same ones each time: windows that do not overlap, spread evenly over the whole text.
+    """Returns a dataset of held-out batches, always the same: disjoint windows, spread evenly over the whole text.
 
-    There are `steps` of them, or as many as the text fills. The last one is then padded with copies of its last
-    window whose `loss_weights` are 0, so that every batch has one shape. Batches are read when they are asked for, and
-    of each the `rows` ([n] indices; none: all).
+    A batch is read when it is requested. If the text does not fill `steps` batches, there are fewer, and the last one
+    is padded with copies of its last window. The `loss_weights` of these copies are 0.
+
+    Args:
+      tokens: the held-out text.
+      seq_len: S, the tokens of a row.
+      batch_size: B, the rows of a batch over all devices.
+      steps: the largest number of batches.
+      packing: whether batches have `segment_ids` and `positions`, see `batches`.
+      rows: indices of the rows of each batch to read. `None` means all.
 
     Raises:
       ConfigError: the held-out text is shorter than one window.
@@ -263,14 +281,14 @@ def eval_batches(
         if len(stream) - 1 < seq_len:
             raise ConfigError(
                 f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of held-out text for one window, but there are "
-                f"{len(stream):,}; raise data.eval_fraction, lower data.seq_len or use more text"
+                f"{len(stream):,}. Raise data.eval_fraction, lower data.seq_len or use more text."
             )
         once = _Windows.full_length(stream, np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len)
     windows = once.first_W.size
     count = min(windows, steps * batch_size)
     spread_W = np.arange(count) * windows // count
 
-    def read(samples: Any) -> Batch:
+    def read(samples: Sequence[int]) -> Batch:
         if tokens.file_state:
             tokens.file_state.require_unchanged()
         row_B = np.arange(batch_size) if rows is None else rows
@@ -285,7 +303,7 @@ def eval_batches(
 def prefetch(ds: "grain.MapDataset[Batch]", start: int = 0, depth: int = 2) -> Iterator[tuple[int, Batch]]:
     """Yields (step, batch) from step `start` to the end of `ds`, while a thread reads `depth` batches ahead.
 
-    An exception of the reader is raised at the step it belongs to. Closing the generator ends the thread.
+    An exception of the thread is raised at the step of its batch. Closing the generator ends the thread.
     """
     end = len(ds)
     with ThreadPoolExecutor(1, thread_name_prefix="jaxstack-prefetch") as reader:
@@ -303,9 +321,9 @@ def prefetch(ds: "grain.MapDataset[Batch]", start: int = 0, depth: int = 2) -> I
 def describe_batch(
     tokens: Tokens, step: int, *, seq_len: int, batch_size: int, seed: int, packing: bool, rows: int = 4
 ) -> str:
-    """One line that tells what the batch of a step was read from, for error messages; of `rows` rows at most.
+    """Returns one line for error messages that lists the sources of at most `rows` rows of a batch.
 
-    Offsets count from the beginning of the document, or of the token file where documents have no names.
+    Offsets count from the beginning of the document, or of the token file if documents have no names.
     """
     windows, epoch = _epochs(tokens, seq_len, seed, packing)
     texts = []
@@ -320,7 +338,7 @@ def describe_batch(
 
 
 def _source_ranges(tokens: Tokens, stream: TokenStream, first: int, length: int) -> Iterator[str]:
-    """The documents, or ranges of the token file, that a window of a stream was read from."""
+    """Yields the documents, or the ranges of the token file, from which a window of a stream was read."""
     place = first
     while place < first + length:
         piece = int(np.searchsorted(stream.bounds_P, place, side="right")) - 1

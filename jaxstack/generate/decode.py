@@ -207,17 +207,17 @@ def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int)
       ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than learned positions.
     """
     if not prompts:
-        raise ConfigError("there are no prompts; give one or more")
+        raise ConfigError("there are no prompts. Give one or more.")
     for i, prompt in enumerate(prompts, start=1):
         if not prompt:
-            raise ConfigError(f"prompt {i} of {len(prompts)} is empty; give it at least one token")
+            raise ConfigError(f"prompt {i} of {len(prompts)} is empty. Give it at least one token.")
         unknown = [token for token in prompt if not 0 <= token < vocabulary]
         if unknown:
-            raise ConfigError(f"prompt {i} of {len(prompts)} has the id {unknown[0]}; ids are below {vocabulary}")
+            raise ConfigError(f"prompt {i} of {len(prompts)} has the id {unknown[0]}. Ids are below {vocabulary}.")
         if cfg.positions == "learned" and cfg.max_positions is not None and len(prompt) + tokens > cfg.max_positions:
             raise ConfigError(
                 f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} adds more, but the "
-                f"model's table of learned positions ends at {cfg.max_positions}; shorten the prompt or sample.tokens"
+                f"model's table of learned positions ends at {cfg.max_positions}. Shorten the prompt or sample.tokens."
             )
 
 

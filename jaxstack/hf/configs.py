@@ -27,12 +27,12 @@ class _Keys:
 
     def __init__(self, where: str, values: Any) -> None:
         if not isinstance(values, dict):
-            raise ConfigError(f"{where} is not a JSON object; give the model's own config.json")
+            raise ConfigError(f"{where} is not a JSON object. Give the model's own config.json.")
         self.where, self._left = where, dict(values)
 
     def take(self, key: str, *default: Any) -> Any:
         if key not in self._left and not default:
-            raise ConfigError(f"{self.where} has no {key}; copy it from the model's own config.json")
+            raise ConfigError(f"{self.where} has no {key}. Copy it from the model's own config.json.")
         return self._left.pop(key, *default)
 
     def rename(self, aliases: dict[str, str]) -> None:
@@ -43,17 +43,17 @@ class _Keys:
         """Takes a key that is absent or has one of these values."""
         value = self.take(key, allowed[0])
         if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
-            raise self.error(key, value, f"only {' or '.join(json.dumps(a) for a in allowed)} is supported")
+            raise self.error(key, value, f"Only {' or '.join(json.dumps(a) for a in allowed)} is supported")
 
     def error(self, key: str, value: Any, fix: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {key}={json.dumps(value)} is not supported; {fix}")
+        return ConfigError(f"{self.where}: {key}={json.dumps(value)} is not supported. {fix}.")
 
     def require_empty(self) -> None:
         if self._left:
             shown = ", ".join(f"{key}={json.dumps(value)[:40]}" for key, value in sorted(self._left.items())[:6])
             raise ConfigError(
-                f"{self.where} has {len(self._left)} unknown keys ({shown}), which may change the model; remove those "
-                f"that do not"
+                f"{self.where} has {len(self._left)} unknown keys ({shown}), which may change the model. Remove those "
+                f"that do not."
             )
 
 
@@ -73,7 +73,7 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
     keys = _Keys(where, values)
     name = keys.take("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise keys.error("model_type", name, f"use a model of one of the families {', '.join(FAMILIES)}")
+        raise keys.error("model_type", name, f"Use a model of one of the families {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     keys.rename(family.aliases)
     ignored = {key: value for key in sorted(TRAINING) if (value := keys.take(key, None))}
@@ -85,10 +85,10 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
         default = (family.defaults[key],) if key in family.defaults else ()
         ours[path] = _typed(keys, key, keys.take(key, *default), path)
     if ours["num_layers"] > _MOST_LAYERS:
-        raise keys.error(family.key_of("num_layers"), ours["num_layers"], f"use at most {_MOST_LAYERS}")
+        raise keys.error(family.key_of("num_layers"), ours["num_layers"], f"Use at most {_MOST_LAYERS}")
     activation = keys.take(family.activation)
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise keys.error(family.activation, activation, f"use one of {', '.join(ACTIVATIONS)}")
+        raise keys.error(family.activation, activation, f"Use one of {', '.join(ACTIVATIONS)}")
     ours["activation"] = ACTIVATIONS[activation]
     if family.query_scalar:
         keys.expect("hidden_act", *ACTIVATIONS)  # these models do not read it
@@ -118,14 +118,14 @@ def _typed(keys: _Keys, key: str, value: Any, path: str) -> Any:
     if float in kinds and type(value) is int:
         value = float(value)
     if type(value) not in kinds:
-        raise keys.error(key, value, f"give a value of type {' or '.join(k.__name__ for k in kinds)}")
+        raise keys.error(key, value, f"Give a value of type {' or '.join(k.__name__ for k in kinds)}")
     return value
 
 
 def _number(keys: _Keys, key: str, *default: Any) -> float:
     value = keys.take(key, *default)
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise keys.error(key, value, "give a positive number")
+        raise keys.error(key, value, "Give a positive number")
     return float(value)
 
 
@@ -136,14 +136,14 @@ def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
     """
     written = {key: value for key in ("rope_parameters", "rope_scaling") if (value := keys.take(key, None)) is not None}
     if len(written) > 1:
-        raise ConfigError(f"{keys.where} has both rope_parameters and rope_scaling; remove one")
+        raise ConfigError(f"{keys.where} has both rope_parameters and rope_scaling. Remove one.")
     name, values = next(iter(written.items()), ("rope_parameters", {}))
     rope = _Keys(f"{keys.where}: {name}", values)
     outside = keys.take("rope_theta", None)
     usual = outside or family.defaults.get("rope_theta")
     theta = _number(rope, "rope_theta", *([] if usual is None else [usual]))
     if outside not in (None, theta):
-        raise keys.error("rope_theta", outside, f"{name} has {theta}, so remove one of them")
+        raise keys.error("rope_theta", outside, f"Remove it or the other value, {theta} in {name}")
     kind = rope.take("rope_type", rope.take("type", "default"))
     rope.take("type", None)
     rope.expect("partial_rotary_factor", 1.0)
@@ -152,7 +152,7 @@ def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
         scaling = {key: _number(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
         scaling["original_max_position"] = int(_number(rope, "original_max_position_embeddings"))
     elif kind != "default":
-        raise rope.error("rope_type", kind, "use default or llama3")
+        raise rope.error("rope_type", kind, "Use default or llama3")
     rope.require_empty()
     return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -170,13 +170,13 @@ def _windows(keys: _Keys, family: Family, layers: int) -> tuple[int, ...]:
         elif not keys.take("use_sliding_window", False):
             size = None
     if size is not None and (type(size) is not int or size < 1):
-        raise keys.error("sliding_window", size, "give a positive number of tokens, or null")
+        raise keys.error("sliding_window", size, "Give a positive number of tokens, or null")
     if types is None:
         types = list(itertools.islice(itertools.cycle(family.layer_types), layers))
     if not isinstance(types, list) or len(types) != layers or not all(kind in (FULL, SLIDING) for kind in types):
-        raise keys.error("layer_types", types, f"list {FULL} or {SLIDING} for each of {layers} layers")
+        raise keys.error("layer_types", types, f"List {FULL} or {SLIDING} for each of {layers} layers")
     if SLIDING in types and size is None and family.lists_layer_types:
-        raise keys.error("sliding_window", size, f"give a number of tokens for the layers of {SLIDING}")
+        raise keys.error("sliding_window", size, f"Give a number of tokens for the layers of {SLIDING}")
     return _period(tuple(size or 0 if kind == SLIDING else 0 for kind in types))
 
 
@@ -252,7 +252,7 @@ def family_of(model: ModelConfig) -> str:
     assert nearest is not None
     raise ConfigError(
         f"no Hugging Face family has this model; the nearest is {nearest[0]}, which differs: "
-        f"{', '.join(nearest[1][:4])}; train a model of a family to export it"
+        f"{', '.join(nearest[1][:4])}. Train a model of a family to export it."
     )
 
 
@@ -293,5 +293,5 @@ def read_config(folder: Path) -> tuple[str, ModelConfig, JsonObject]:
     try:
         values = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; give the model's own config.json") from None
+        raise ConfigError(f"{path} cannot be read: {error}. Give the model's own config.json.") from None
     return from_json(str(path), values)

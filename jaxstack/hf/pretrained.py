@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a model with its parameters, and a model's parameters as a folder."""
+"""Reads the model and parameters of a Hugging Face folder, and writes a folder from a model and its parameters."""
 
 import json
 import re
@@ -10,31 +10,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.common.tree import flatten, path_of
+from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.hf import configs, safetensors, weights
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec, map_spec
 
-PREFIXES = ("transformer.", "model.")  # which a model saved without its head does not write
+PREFIXES = ("transformer.", "model.")
+"""Prefixes of tensor names that are missing if a model was saved without its head."""
 
 
 class PretrainedFolder:
-    """A folder with a `config.json` and `model*.safetensors`, checked whole; parameters are read when asked for.
+    """A folder with a `config.json` and `model*.safetensors`. The folder is checked at once, parameters are read later.
 
-    Use as a context manager: leaving it closes the files.
+    Use it as a context manager, which closes the files.
 
     Attributes:
-      folder: where it lies.
-      family: its `model_type`.
-      model: what its `config.json` says.
-      ignored_values: values of it that act on training alone and are not taken over.
-      dtypes: of its tensors, in safetensors' words.
+      folder: the path of the folder.
+      family: the `model_type` of the model.
+      model: the model that its `config.json` describes.
+      ignored_values: keys and values of `config.json` that affect training alone and are not imported.
+      dtypes: the dtypes of its tensors, as safetensors spells them.
 
     Raises:
-      ConfigError: a family, key or value that we do not have, damaged files, or tensors that are not those of the
-        model: too few, too many, of another shape or dtype.
+      ConfigError: an unsupported family, key or value, damaged files, or tensors that do not match the model: missing,
+        unknown, or of another shape or dtype.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,12 +57,13 @@ class PretrainedFolder:
         self._tensors.__exit__()
 
     def _match_names(self) -> dict[str, str]:
-        """Their names by the table's; both are the same but for a prefix."""
+        """Returns the name in the files of each expected tensor; the two differ at most in a prefix."""
         held = {name: h for name, h in self._tensors.infos.items() if not re.fullmatch(weights.BUFFERS, name)}
         many = max(prod(p.shape[: p.batch_axes]) for p in flat_spec(self._spec).values())
-        if many > len(held):  # before they are listed: the number may be absurd
+        if many > len(held):  # checked before names are generated, since the number may be absurd
             raise ConfigError(
-                f"{self.folder} holds {len(held)} tensors, but by its config.json {many} of one kind alone"
+                f"{self.folder} holds {len(held)} tensors, but its config.json requires {many} of one kind. Use the "
+                f"config.json of the same model."
             )
         expected = weights.hf_tensors(self.family, self._spec)
         prefix = next(p for p in PREFIXES if any(name.startswith(p) for name in expected))
@@ -73,29 +75,29 @@ class PretrainedFolder:
             del held["lm_head.weight"]
         for what, found in (
             ("lacks", sorted(set(names.values()) - held.keys())),
-            ("holds, beyond the model's,", sorted(held.keys() - set(names.values()))),
+            ("has unexpected tensors", sorted(held.keys() - set(names.values()))),
         ):
             if found:
                 raise ConfigError(
-                    f"{self.folder} {what} {weights.format_names(found)}; its tensors and its config.json must "
-                    f"be of one {self.family} model"
+                    f"{self.folder} {what} {weights.format_names(found)}. Use tensors and a config.json of the same "
+                    f"{self.family} model."
                 )
         for name, tensor in expected.items():
             info = held[names[name]]
             if info.shape != tensor.shape:
                 raise ConfigError(
-                    f"{info.file}: {names[name]} is {list(info.shape)}, but {list(tensor.shape)} by config.json; "
-                    f"the two must be of one model"
+                    f"{info.file}: {names[name]} has shape {list(info.shape)}, but config.json requires "
+                    f"{list(tensor.shape)}. Use tensors and a config.json of the same model."
                 )
             if info.dtype not in safetensors.DTYPES:
                 raise ConfigError(
-                    f"{info.file}: {names[name]} is of dtype {info.dtype}; save it as one of "
-                    f"{', '.join(safetensors.DTYPES)}"
+                    f"{info.file}: {names[name]} has dtype {info.dtype}. Save it as one of "
+                    f"{', '.join(safetensors.DTYPES)}."
                 )
         return names
 
     def _require_equal(self, one: str, other: str) -> None:
-        """A tied head may be stored a second time, if it is the same."""
+        """Checks that a tied head that is stored again equals the embedding."""
         infos = self._tensors.infos
         equal = other in infos and infos[one].shape == infos[other].shape
         rows = infos[one].shape[0] if equal and infos[one].shape else 0
@@ -104,55 +106,56 @@ class PretrainedFolder:
             equal = equal and np.array_equal(self._tensors.read(one, part), self._tensors.read(other, part))
         if not equal:
             raise ConfigError(
-                f"{self.folder} has tie_word_embeddings=true, but {one} is not {other}; with false both are read"
+                f"{self.folder} has tie_word_embeddings=true, but {one} is not equal to {other}. Set it to false to "
+                f"read both."
             )
 
-    def read_params(self, ctx: Context | None = None) -> Any:
-        """The parameters as `model.spec` declares them, float32, each shard read where it belongs and no more.
+    def read_params(self, ctx: Context | None = None) -> PyTree:
+        """Returns the parameters that `decoder.spec` declares, float32; every device reads only its own shards.
 
         Args:
-          ctx: the mesh and how parameters lie on it, a pipeline's stages included; by default one device.
+          ctx: the mesh, the sharding of parameters and the pipeline's stages. `None` means one device.
         """
         ctx = ctx or Context()
         layers = None if ctx.pipeline is None else ctx.pipeline.stages.layer_of_slot
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         where = map_spec(lambda p: one, self._spec) if ctx.mesh is None else ctx.parameters(self._spec)
-        rows = weights.weight_map(self.family, self._spec)
+        names = weights.weight_map(self.family, self._spec)
 
         def fetch(name: str, index: tuple[slice, ...]) -> np.ndarray:
             return self._tensors.read(self._names[name], index)
 
-        def place(keys: tuple[Any, ...], p: Param, lies: Any) -> jax.Array:
-            sharding = lies if ctx.mesh is None else ctx.sharding(lies)
-            row = rows[path_of(keys)]
-            read = lambda index: weights.read_param(p, row, fetch, index, layers)  # noqa: E731
+        def place(keys: tuple[Any, ...], p: Param, where: Any) -> jax.Array:
+            sharding = where if ctx.mesh is None else ctx.sharding(where)
+            name = names[path_of(keys)]
+
+            def read(index: tuple[slice, ...] | None) -> np.ndarray:
+                return weights.read_param(p, name, fetch, index, layers)
+
             return jax.make_array_from_callback(p.shape, sharding, read)
 
         stored = ctx.pad_to_stages(self._spec)
         return jax.tree_util.tree_map_with_path(place, stored, where, is_leaf=lambda x: isinstance(x, Param))
 
 
-def save_pretrained(folder: Path, cfg: ModelConfig, values: Any, dtype: str, seq_len: int, end: int | None) -> str:
-    """Writes `config.json` and tensors into an empty folder, such that `transformers` loads them.
+def save_pretrained(folder: Path, cfg: ModelConfig, values: PyTree, dtype: str, seq_len: int, end: int | None) -> str:
+    """Writes `config.json` and tensors that `transformers` can load into an empty folder, and returns the family.
 
     Args:
-      folder: where.
-      cfg: the model; it must be one of a family's.
-      values: its parameters, on the CPU, each in one piece.
-      dtype: of the tensors, `float32` or `bfloat16`.
-      seq_len: tokens that it was trained on, for a model that does not say how far its positions reach.
-      end: token at the end of a document.
-
-    Returns:
-      The family.
+      folder: the folder.
+      cfg: the model, which one of the families must be able to express.
+      values: its parameters on the CPU, not sharded.
+      dtype: dtype of the tensors, `float32` or `bfloat16`.
+      seq_len: the sequence length of training, for a model without `max_positions`.
+      end: the token at the end of a document, if there is one.
     """
     family, spec = configs.family_of(cfg), decoder.spec(cfg)
     declared, leaves, kind = flat_spec(spec), flatten(values), jnp.dtype(dtype)
     assert {path: leaf.shape for path, leaf in leaves.items()} == {path: p.shape for path, p in declared.items()}
     tensors = weights.hf_tensors(family, spec)
     sizes = {name: kind.itemsize * prod(tensor.shape) for name, tensor in tensors.items()}
-    made = ((name, weights.build_tensor(tensor, declared, leaves, kind)) for name, tensor in tensors.items())
-    safetensors.write_tensors(folder, sizes, made)
+    arrays = ((name, weights.build_tensor(tensor, declared, leaves, kind)) for name, tensor in tensors.items())
+    safetensors.write_tensors(folder, sizes, arrays)
     config = configs.to_json(family, cfg, seq_len, end) | {"torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return family

@@ -1,5 +1,8 @@
-"""A folder of `model*.safetensors` files: tensors by name, read in parts and written in few; nothing else of it is
-trusted than what was checked. Headers are checked by safetensors: offsets, sizes, overlaps, the end of the file."""
+"""Reads and writes folders of `model*.safetensors` files. Tensors are read in parts and written a file at a time.
+
+The safetensors library checks each file: offsets, sizes, overlaps and the end of the file. Nothing else in the folder
+is trusted without a check.
+"""
 
 import contextlib
 import json
@@ -8,6 +11,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,13 +20,12 @@ from jaxstack.config import ConfigError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("F32", "F16", "BF16")
-FILE_BYTES = (
-    256e6  # a file is as large as this or as the largest tensor, whichever is more: so much is in memory at once
-)
+FILE_BYTES = 256e6
+"""The size of a written file, or that of the largest tensor if it is larger: the memory that writing needs."""
 
 
-def import_safetensors() -> Any:
-    """The package `safetensors`.
+def import_safetensors() -> ModuleType:
+    """Returns the package `safetensors`.
 
     Raises:
       ConfigError: it is not installed.
@@ -30,13 +33,13 @@ def import_safetensors() -> Any:
     try:
         import safetensors.numpy
     except ImportError:
-        raise ConfigError("Hugging Face weights need the safetensors library; install jaxstack[hf]") from None
+        raise ConfigError("Hugging Face weights need the safetensors library. Install jaxstack[hf].") from None
     return safetensors
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Of one tensor: the file that holds it, its shape and its dtype in safetensors' words."""
+    """The file that holds a tensor, its shape, and its dtype as safetensors spells it."""
 
     file: Path
     shape: tuple[int, ...]
@@ -44,13 +47,13 @@ class TensorInfo:
 
 
 class TensorFiles:
-    """The tensors of a folder. Use as a context manager: leaving it closes the files.
+    """The tensors of a folder. Use it as a context manager, which closes the files.
 
     Attributes:
-      infos: by name.
+      infos: the tensors by name.
 
     Raises:
-      ConfigError: no such files, a damaged one, or an index that does not fit them.
+      ConfigError: no safetensors files, a damaged file, or an index that does not match the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,57 +73,60 @@ class TensorFiles:
         self._stack.close()
 
     def _add(self, path: Path, names: set[str] | None) -> None:
-        """Opens a file, which holds tensors of these names and no others (None: of any)."""
+        """Opens a file, which must hold exactly the tensors `names`; `None` allows any tensors."""
         try:
-            # Not mapped into memory: only what is asked for is read, and pages of files do not count as ours.
+            # `pread` reads only the parts that are asked for, and the file's pages do not count as our memory.
             file = self._stack.enter_context(self._safetensors.safe_open(path, "numpy", backend="pread"))
         except (OSError, self._safetensors.SafetensorError) as error:
-            raise ConfigError(f"{path} is no whole safetensors file: {error}; fetch or save it again") from None
+            raise ConfigError(f"{path} is not a complete safetensors file: {error}. Fetch or save it again.") from None
         self._open[path] = file
         held = set(file.keys())
         if names is not None and held != names:
             raise ConfigError(
-                f"{path} holds other tensors than {INDEX} says, such as {min(held ^ names)}; fetch or save both again"
+                f"{path} holds other tensors than {INDEX} lists, such as {min(held ^ names)}. Fetch or save both again."
             )
         for name in held:
             part = file.get_slice(name)
             self.infos[name] = TensorInfo(path, tuple(part.get_shape()), part.get_dtype())
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor, in its own dtype."""
+        """Returns a part of a tensor in the dtype of the file."""
         info = self.infos[name]
         try:
             return self._open[info.file].get_slice(name)[index]
         except (OSError, self._safetensors.SafetensorError) as error:
-            raise ConfigError(f"{info.file} cannot be read: {error}; fetch or save it again") from None
+            raise ConfigError(f"{info.file} cannot be read: {error}. Fetch or save it again.") from None
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files of a folder, and the names that its index gives them."""
+    """Returns the files of a folder, each with the tensors that the index lists for it, or `None` without an index."""
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():
-        raise ConfigError(f"{folder} holds both {SINGLE} and {INDEX}; remove the one that is not meant")
+        raise ConfigError(f"{folder} holds both {SINGLE} and {INDEX}. Remove one of them.")
     if single.exists():
         return {single: None}
     if not index.exists():
         pickled = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         if pickled:
             raise ConfigError(
-                f"{folder} holds {pickled[0]} and no {SINGLE}; a pickled file can run any code and is not read: "
-                f"convert it, with transformers' save_pretrained or safetensors' convert"
+                f"{folder} holds {pickled[0]} and no {SINGLE}. A pickled file can run any code and is not read. "
+                f"Convert it with transformers' save_pretrained or safetensors' convert."
             )
-        raise ConfigError(f"{folder} holds neither {SINGLE} nor {INDEX}; give the folder of a whole model")
+        raise ConfigError(f"{folder} holds neither {SINGLE} nor {INDEX}. Give the folder of a complete model.")
     try:
         names = json.loads(index.read_text("utf-8"))["weight_map"]
         entries = [(str(name), Path(file)) for name, file in names.items()]
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is no index of tensors ({error!r}); fetch or save it again") from None
+        raise ConfigError(f"{index} is not an index of tensors ({error!r}). Fetch or save it again.") from None
     found: dict[Path, set[str] | None] = {}
     for name, file in entries:
         if file.name != str(file) or file.suffix != ".safetensors":
-            raise ConfigError(f"{index} puts {name} into {str(file)!r}, which is no safetensors file of its folder")
+            raise ConfigError(
+                f"{index} assigns {name} to {str(file)!r}, which is not a safetensors file of its folder. Fetch or "
+                f"save it again."
+            )
         if not (folder / file).is_file():
-            raise ConfigError(f"{index} names {file}, which is not there; fetch or save the whole model again")
+            raise ConfigError(f"{index} lists {file}, which does not exist. Fetch or save the whole model again.")
         held = found.setdefault(folder / file, set())
         assert held is not None
         held.add(name)
@@ -131,9 +137,9 @@ def write_tensors(folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[s
     """Writes tensors into a folder, a file at a time.
 
     Args:
-      folder: must be there, and empty.
-      sizes: bytes of every tensor, in the order in which they come.
-      tensors: names and values; no more than one file's are held.
+      folder: an existing, empty folder.
+      sizes: bytes of each tensor, in the order of `tensors`.
+      tensors: names and values. At most those of one file are in memory.
     """
     import_safetensors()
     from safetensors.numpy import save_file
@@ -158,7 +164,7 @@ def write_tensors(folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[s
             assert (name, value.nbytes) == (expected, sizes[expected])
             held[name] = value
         try:
-            save_file(held, folder / file, metadata={"format": "pt"})  # transformers asks for it
+            save_file(held, folder / file, metadata={"format": "pt"})  # transformers requires the metadata
         except import_safetensors().SafetensorError as error:
             raise OSError(str(error)) from error
         del held, value
@@ -166,22 +172,22 @@ def write_tensors(folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[s
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to fill, which gets its name once it is whole; what fails leaves nothing.
+    """Yields a temporary folder to fill. It gets its name at the end of the block; after an error it is removed.
 
     Raises:
-      ConfigError: there is something of that name, or it cannot be made.
+      ConfigError: the name exists already, or the folder cannot be created or written.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists, and nothing is overwritten; name another folder")
+        raise ConfigError(f"{folder} exists and is never overwritten. Name another folder.")
     beside = folder.absolute().parent / f".{folder.absolute().name}.{os.getpid()}"
     try:
         beside.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error}; name another folder") from None
+        raise ConfigError(f"{folder} cannot be created: {error}. Name another folder.") from None
     try:
         yield beside
         os.replace(beside, folder)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; make room, or name another folder") from None
+        raise ConfigError(f"{folder} cannot be written: {error}. Free some space, or name another folder.") from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)

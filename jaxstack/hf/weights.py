@@ -1,35 +1,40 @@
-"""Where each of our parameters lies among the tensors of a Hugging Face model: one table a family.
+"""Maps each parameter to the tensors of a Hugging Face model: one weight map for each family.
 
-A table says `our path: (their name, how it lies there)`; `{}` in a name is the number of the layer, a second one that
-of the expert. It must be complete: a parameter without a name, or a name without a parameter, is an error.
+A weight map has entries `parameter path: (tensor name, layout)`. In a name, the first `{}` is the number of the layer
+and the second that of the expert. A parameter without a tensor, or a tensor without a parameter, is an error.
 
 Suffixes: D width, H heads, K head width, F hidden width of the MLP, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from jaxstack.config import ConfigError
 from jaxstack.models.params import Param, Spec, flat_spec
 
-PIECE_BYTES = 32e6  # of a tensor that are read at a time
+PIECE_BYTES = 32e6
+"""Bytes of a tensor that are read at a time."""
 
-Index = tuple[slice, ...]  # of each dimension, with start and stop
+Index = tuple[slice, ...]
+"""A slice for each dimension, with start and stop."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How an array of ours, one layer and one expert of it, lies in a tensor of theirs, which has one or two axes.
+    """The layout of a parameter, of one layer and one expert, in a Hugging Face tensor of one or two axes.
 
-    Inputs are joined there to one axis (H * K), and so are outputs; a vector is one axis.
+    The tensor joins all input dimensions (such as H * K) in one axis, and all output dimensions in another. A vector
+    has one axis.
 
     Attributes:
-      transposed: [outputs, inputs], as in `nn.Linear`; else [inputs, outputs], as we and GPT-2's `Conv1D` keep it.
-      part, parts: which of so many equal parts of their last axis.
+      transposed: whether the tensor is [outputs, inputs], as in `nn.Linear`, and not [inputs, outputs], as in jaxstack
+        and in GPT-2's `Conv1D`.
+      part: the index of this parameter's part along the last axis.
+      parts: the number of equal parts that the last axis holds.
     """
 
     transposed: bool = False
@@ -37,7 +42,7 @@ class TensorLayout:
     parts: int = 1
 
     def _axes(self, p: Param) -> tuple[tuple[int, ...], ...]:
-        """For each of their axes, which of our dimensions are joined in it."""
+        """Returns the dimensions of the parameter that each axis of the tensor joins."""
         own = tuple(range(len(p.shape) - p.batch_axes))
         if p.kind == "vector":
             return (own,)
@@ -45,7 +50,7 @@ class TensorLayout:
         return (outputs, inputs) if self.transposed else (inputs, outputs)
 
     def shape(self, p: Param) -> tuple[int, ...]:
-        """Of their whole tensor."""
+        """Returns the shape of the whole tensor."""
         own = p.shape[p.batch_axes :]
         *first, last = (prod(own[d] for d in axis) for axis in self._axes(p))
         return (*first, last * self.parts)
@@ -53,22 +58,23 @@ class TensorLayout:
     def read_pieces(
         self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]
     ) -> Iterator[tuple[Index, np.ndarray]]:
-        """A part of our array in pieces, each with where it belongs within the part.
+        """Yields a part of the parameter in pieces, each with its index within the part.
 
         Args:
-          p: the declaration.
-          index: the part, of the dimensions after layers and experts.
-          fetch: reads a part of their tensor.
+          p: the declaration of the parameter.
+          index: the part, without the dimensions of layers and experts.
+          fetch: reads a part of the tensor.
         """
-        rows = self._axes(p)[0][0]  # pieces are cut along their first axis, which lies in one stretch of the file
+        # Pieces are slices of the tensor's first axis, because these are contiguous in the file.
+        rows = self._axes(p)[0][0]
         row_bytes = 4 * prod(s.stop - s.start for s in index) / (index[rows].stop - index[rows].start)
         step = max(int(PIECE_BYTES / row_bytes), 1)
         for start in range(index[rows].start, index[rows].stop, step):
             cut = slice(start, min(start + step, index[rows].stop))
             to = slice(cut.start - index[rows].start, cut.stop - index[rows].start)
-            whole = (slice(None),) * len(index)
+            full = (slice(None),) * len(index)
             piece = self._piece(p, (*index[:rows], cut, *index[rows + 1 :]), fetch)
-            yield (*whole[:rows], to, *whole[rows + 1 :]), piece
+            yield (*full[:rows], to, *full[rows + 1 :]), piece
 
     def _piece(self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]) -> np.ndarray:
         own, axes = p.shape[p.batch_axes :], self._axes(p)
@@ -87,7 +93,7 @@ class TensorLayout:
         return fetch(tuple(where)).reshape(shape)[tuple(inner)].transpose(np.argsort(order))
 
     def to_hf(self, p: Param, values: np.ndarray) -> np.ndarray:
-        """Our array of one layer and one expert as it lies there: their tensor, or its part."""
+        """Returns the tensor, or its part, that holds a parameter of one layer and one expert."""
         axes = self._axes(p)
         sizes = [prod(values.shape[d] for d in axis) for axis in axes]
         return values.transpose([d for axis in axes for d in axis]).reshape(sizes)
@@ -105,7 +111,7 @@ LLAMA: WeightMap = {
     "layers/attention/w_k": ("model.layers.{}.self_attn.k_proj.weight", TRANSPOSED),
     "layers/attention/w_v": ("model.layers.{}.self_attn.v_proj.weight", TRANSPOSED),
     "layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", TRANSPOSED),
-    # After attention, but before the MLP; in Gemma 2 the same name is a norm of attention's output.
+    # This norm precedes the MLP. In Gemma 2 the same name is a norm of the output of attention.
     "layers/mlp_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", SAME),
     "layers/mlp/w_gate": ("model.layers.{}.mlp.gate_proj.weight", TRANSPOSED),
     "layers/mlp/w_up": ("model.layers.{}.mlp.up_proj.weight", TRANSPOSED),
@@ -119,13 +125,13 @@ QWEN3: WeightMap = LLAMA | {
 }
 
 
-def _experts(dense: WeightMap, room: str, **names: str) -> WeightMap:
-    """The table of a model whose MLPs are experts, in the module `room` of a layer."""
-    table = {path: row for path, row in dense.items() if not path.startswith("layers/mlp/")}
-    table["layers/moe/router"] = (f"model.layers.{{}}.{room}.gate.weight", TRANSPOSED)
-    for ours, theirs in names.items():
-        table[f"layers/moe/{ours}"] = (f"model.layers.{{}}.{room}.experts.{{}}.{theirs}.weight", TRANSPOSED)
-    return table
+def _experts(dense: WeightMap, module: str, **tensors: str) -> WeightMap:
+    """Returns the weight map of a model whose MLPs are experts, in the module `module` of a layer."""
+    found = {path: row for path, row in dense.items() if not path.startswith("layers/mlp/")}
+    found["layers/moe/router"] = (f"model.layers.{{}}.{module}.gate.weight", TRANSPOSED)
+    for ours, theirs in tensors.items():
+        found[f"layers/moe/{ours}"] = (f"model.layers.{{}}.{module}.experts.{{}}.{theirs}.weight", TRANSPOSED)
+    return found
 
 
 WEIGHT_MAPS: dict[str, WeightMap] = {
@@ -164,44 +170,46 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "mixtral": _experts(LLAMA, "block_sparse_moe", w_gate="w1", w_up="w3", w_down="w2"),
     "qwen3_moe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
 }
-"""By their `model_type`."""
+"""The weight maps by `model_type`."""
 
-# Constants that older files hold beside the weights: causal masks, and the frequencies of RoPE.
 BUFFERS = r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq"
+"""Matches constants that older files hold beside the weights: causal masks and the frequencies of RoPE."""
 
 
 def weight_map(family: str, spec: Spec) -> WeightMap:
-    """The family's table, held against the parameters of a model.
+    """Returns the weight map of a family after checking that it fits the parameters of a model.
 
     Raises:
-      ConfigError: a parameter that the family has no name for, or a name of the family that has no parameter.
+      ConfigError: a parameter for which the family has no tensor, or a tensor for which the model has no parameter.
     """
     declared, rows = flat_spec(spec), dict(WEIGHT_MAPS[family])
     if "head/w" not in declared:  # tied to the embedding
         del rows["head/w"]
     unnamed = sorted(declared.keys() - rows.keys())
     if unnamed:
-        raise ConfigError(f"the family {family} has no names for {format_names(unnamed)}; export a model of its kind")
+        raise ConfigError(
+            f"the family {family} has no tensors for {format_names(unnamed)}. Export a model of that family."
+        )
     missing = sorted(rows.keys() - declared.keys())
     if missing:
         raise ConfigError(
-            f"the family {family} has {format_names(missing)}, which this model has not; export one of its kind"
+            f"the family {family} has {format_names(missing)}, but this model does not. Export a model of that family."
         )
     return rows
 
 
 def format_names(names: list[str]) -> str:
-    """The first few of them."""
+    """Returns the first eight names as text, and the number of the others."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One of their tensors.
+    """A tensor of a Hugging Face model.
 
     Attributes:
-      shape: its own.
-      sources: for each of its parts the path of ours, its layout, and the numbers of layer and expert.
+      shape: its shape.
+      sources: for each of its parts, the parameter's path, the layout, and the numbers of layer and expert.
     """
 
     shape: tuple[int, ...]
@@ -209,7 +217,7 @@ class HFTensor:
 
 
 def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
-    """Every tensor that a model has there, by name, in our order."""
+    """Returns every tensor of a model by name, in the order of the parameters."""
     found: dict[str, HFTensor] = {}
     declared = flat_spec(spec)
     for path, (name, layout) in weight_map(family, spec).items():
@@ -224,21 +232,22 @@ def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
 
 def read_param(
     p: Param,
-    row: tuple[str, TensorLayout],
+    entry: tuple[str, TensorLayout],
     fetch: Callable[[str, Index], np.ndarray],
     index: tuple[slice, ...] | None = None,
     layers: np.ndarray | None = None,
 ) -> np.ndarray:
-    """A part of one parameter, float32, from their tensors.
+    """Returns a part of one parameter, float32, from the tensors of a Hugging Face model.
 
     Args:
-      p: the declaration.
-      row: of the table.
+      p: the declaration of the parameter.
+      entry: its entry in the weight map.
       fetch: reads a part of a tensor.
-      index: the part of our array; by default all.
-      layers: which layer each row of a stacked array holds, -1: none, which is zeros; by default their order.
+      index: the part of the parameter. `None` means all of it.
+      layers: the layer that each row of a stacked parameter holds. -1 marks an empty row, which is filled with zeros.
+        `None` means that the rows are the layers in their order.
     """
-    name, layout = row
+    name, layout = entry
     where = tuple(
         slice(*s.indices(n)[:2]) for s, n in zip(index or (slice(None),) * len(p.shape), p.shape, strict=True)
     )
@@ -258,15 +267,17 @@ def read_param(
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """An empty float32 array such that JAX on a CPU takes it as it is, without a copy (64 bytes)."""
+    """Returns an uninitialised float32 array, aligned to 64 bytes: JAX on a CPU uses such memory without a copy."""
     size = 4 * prod(shape)
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size].view(np.float32).reshape(shape)
 
 
-def build_tensor(tensor: HFTensor, declared: dict[str, Param], values: dict[str, Any], dtype: Any) -> np.ndarray:
-    """One of their tensors from our parameters, in one piece of memory."""
+def build_tensor(
+    tensor: HFTensor, declared: dict[str, Param], values: Mapping[str, ArrayLike], dtype: DTypeLike
+) -> np.ndarray:
+    """Returns a tensor of a Hugging Face model, contiguous in memory, from the parameters by path."""
     parts = [layout.to_hf(declared[path], np.asarray(values[path])[at]) for path, layout, at in tensor.sources]
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0].astype(dtype, copy=False))

@@ -1,4 +1,7 @@
-"""Hot operations: a file an op, with its reference, its faster forms and its public function; `choice.py` chooses."""
+"""The operations that take most of the time, each with a reference and faster implementations.
+
+Each op has a file or a folder with its public function. `implementation.py` selects the implementation.
+"""
 
 from jaxstack.kernels.activation import IMPLEMENTATIONS as _GELU
 from jaxstack.kernels.activation import gelu
@@ -11,14 +14,14 @@ from jaxstack.kernels.cross_entropy import cross_entropy
 from jaxstack.kernels.embedding import embedding_lookup
 from jaxstack.kernels.grouped_matmul import IMPLEMENTATIONS as _GROUPED_MATMUL
 from jaxstack.kernels.grouped_matmul import grouped_matmul
-from jaxstack.kernels.implementation import Table
+from jaxstack.kernels.implementation import Implementations
 from jaxstack.kernels.linear import IMPLEMENTATIONS as _LINEAR
 from jaxstack.kernels.linear import add_in_float32, linear
 from jaxstack.kernels.norm import IMPLEMENTATIONS as _NORM
 from jaxstack.kernels.norm import layer_norm, rms_norm
 from jaxstack.kernels.quantized_matmul import quantized_matmul
 
-TABLES: dict[str, Table] = {
+OP_IMPLEMENTATIONS: dict[str, Implementations] = {
     "attention": _ATTENTION,
     "linear": _LINEAR,
     "norm": _NORM,
@@ -26,10 +29,10 @@ TABLES: dict[str, Table] = {
     "cross_entropy": _CROSS_ENTROPY,
     "moe": _GROUPED_MATMUL,
 }
-"""The implementations of every op, by the op's key in the configuration."""
+"""The implementations of every op, by the op's key in `kernels` of the configuration."""
 
 __all__ = [
-    "TABLES",
+    "OP_IMPLEMENTATIONS",
     "add_in_float32",
     "attention",
     "cached_attention",

@@ -1,4 +1,4 @@
-"""Exact GELU with its derivative saved: one `erf` a training step in place of two."""
+"""Exact GELU. The implementation "saved" computes one `erf` per training step instead of two."""
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ IMPLEMENTATIONS = {"xla": Implementation(), "saved": Implementation()}
 
 
 def gelu(x: jax.Array, *, implementation: str = "xla") -> jax.Array:
-    """x * Phi(x), Phi the standard normal's distribution function (Hendrycks and Gimpel 2016); any shape, x's dtype.
+    """Returns x * Phi(x) for x of any shape, in x's dtype (Hendrycks and Gimpel 2016).
 
-    "saved" keeps the derivative, which shares its `erf` with the value, from the forward pass.
-    Raises ValueError for an unknown implementation.
+    Phi is the distribution function of the standard normal. "saved" computes the derivative in the forward pass, where
+    it shares its `erf` with the value, and saves it. Raises ValueError for an unknown implementation.
     """
     if resolve_implementation("gelu", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "saved":
         return _gelu_saved(x)

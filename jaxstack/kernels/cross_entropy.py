@@ -7,18 +7,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack.kernels import cross_entropy_pallas
-from jaxstack.kernels.implementation import Implementation, float32_at_most, resolve_implementation
+from jaxstack.kernels.implementation import Implementation, exceeds_float32, resolve_implementation
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import Axes
 
 IMPLEMENTATIONS = {
     "xla": Implementation(),
     "chunked": Implementation(),
-    "pallas_gpu": Implementation(("gpu",), float32_at_most),
-    "pallas_tpu": Implementation(("tpu",), float32_at_most),
+    "pallas_gpu": Implementation(("gpu",), exceeds_float32),
+    "pallas_tpu": Implementation(("tpu",), exceeds_float32),
 }
 
-CHUNK_TOKENS = 512  # tokens whose logits are held at a time
+CHUNK_TOKENS = 512
+"""Tokens whose logits are in memory at a time, in the implementation "chunked"."""
 
 
 def cross_entropy(
@@ -31,21 +32,29 @@ def cross_entropy(
     vocab_axes: Axes = (),
     implementation: str = "xla",
 ) -> jax.Array:
-    """Sum over tokens of weight * negative log-likelihood (nats) of the target under softmax(x @ head): float32 scalar.
+    """Returns the sum over tokens of weight * negative log-likelihood (nats) of the target, a float32 scalar.
 
-    x [B, S, D], head [D, V], targets [B, S] integers, weights [B, S] (0 leaves a token out).
-    softcap: logits become softcap * tanh(logit / softcap) (Gemma 2).
-    vocab_axes: mesh axes that the vocabulary is split over: head is this device's part [D, V/n] of it, targets are ids
-    of the whole. Devices exchange two numbers a token and never hold the logits of others (Megatron-LM, Shoeybi et al.
-    2019, section 3).
+    The likelihood is softmax(x @ head).
 
-    "xla" holds all B x S x V logits. "chunked" holds those of a chunk of tokens and takes the gradients of x and head
-    from them while they are there, so it needs no more than the gradients themselves beyond one chunk and never
-    computes a logit twice (Liger Kernel, Hsu et al. 2024, section 3.2). weights get no gradient from it. "pallas_*"
-    never holds logits (Cut Cross-Entropy, Wijmans et al. 2025, but with the gradients by XLA's matmuls): a third more
-    FLOPs, no sums over chunks, and the memory of one stripe of the vocabulary.
+    Implementations:
+      - "xla" has all B x S x V logits in memory.
+      - "chunked" has the logits of one chunk of tokens in memory. It computes the gradients of x and head from them in
+        the forward pass, so it computes every logit once (Liger Kernel, Hsu et al. 2024, section 3.2).
+      - "pallas_*" has no logits in memory (Cut Cross-Entropy, Wijmans et al. 2025, but with the gradients by XLA's
+        matmuls). It needs a third more FLOPs, no sums over chunks, and memory for VOCAB_BLOCK logit gradients a token.
 
-    Raises ValueError for an unknown implementation.
+    Args:
+      x: hidden states [B, S, D].
+      head: [D, V], or this device's shard of it [D, V/n] with `vocab_axes`.
+      targets: integers [B, S], ids of the full vocabulary.
+      weights: [B, S]; a weight of 0 excludes a token. Weights get no gradient.
+      softcap: replaces each logit by softcap * tanh(logit / softcap) (Gemma 2). `None` means no cap.
+      vocab_axes: mesh axes that split the vocabulary. Devices exchange two numbers per token, and no logits
+        (Megatron-LM, Shoeybi et al. 2019, section 3).
+      implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
+
+    Raises:
+      ValueError: the implementation is unknown or does not support the arguments.
     """
     weights = lax.stop_gradient(weights.astype(jnp.float32))
     name = resolve_implementation("cross_entropy", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
@@ -59,26 +68,28 @@ def cross_entropy(
 
 
 def _nll(options, x, head, targets):
-    """Negative log-likelihoods of the targets, the (capped) logits and log-sum-exps they come from, and where the
-    target's logit is."""
+    """Returns the negative log-likelihoods, the (capped) logits, their log-sum-exps, and the targets' local indices."""
     softcap, vocab_axes = options
     logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    own = targets - collectives.index(vocab_axes) * head.shape[1]
+    local = targets - collectives.index(vocab_axes) * head.shape[1]
     if not vocab_axes:
         lse = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
-        return lse - chosen, logits, lse, own
+        chosen = jnp.take_along_axis(logits, local[..., None], axis=-1)[..., 0]
+        return lse - chosen, logits, lse, local
     top = lax.pmax(lax.stop_gradient(logits).max(-1), vocab_axes)
     lse = top + jnp.log(collectives.all_reduce(jnp.exp(logits - top[..., None]).sum(-1), vocab_axes))
-    held = (own >= 0) & (own < head.shape[1])
-    chosen = jnp.take_along_axis(logits, jnp.where(held, own, 0)[..., None], axis=-1)[..., 0]
-    return lse - collectives.all_reduce(jnp.where(held, chosen, 0.0), vocab_axes), logits, lse, own
+    is_local = (local >= 0) & (local < head.shape[1])
+    chosen = jnp.take_along_axis(logits, jnp.where(is_local, local, 0)[..., None], axis=-1)[..., 0]
+    return lse - collectives.all_reduce(jnp.where(is_local, chosen, 0.0), vocab_axes), logits, lse, local
 
 
 def _scan_chunks(chunk, total, *tokens):
-    """Sums `summand`, joins `rows` of `chunk(*tokens) -> summand, rows` over chunks of axis 1 of [B, S, ...]."""
+    """Applies `chunk(*tokens) -> summand, rows` to chunks of axis 1 of arrays [B, S, ...].
+
+    Returns the sum of the summands and the concatenated rows.
+    """
     b, s = tokens[0].shape[:2]
     size = min(s, max(1, CHUNK_TOKENS // b))
 
@@ -86,11 +97,11 @@ def _scan_chunks(chunk, total, *tokens):
         summand, rows = chunk(*(lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in tokens))
         return jax.tree.map(jnp.add, total, summand), rows
 
-    whole = s - s % size
-    total, rows = lax.scan(step, total, jnp.arange(0, whole, size))
+    in_full_chunks = s - s % size
+    total, rows = lax.scan(step, total, jnp.arange(0, in_full_chunks, size))
     rows = jnp.concatenate(jnp.unstack(rows), axis=1)
-    if whole < s:
-        total, rest = step(total, whole, s - whole)
+    if in_full_chunks < s:
+        total, rest = step(total, in_full_chunks, s - in_full_chunks)
         rows = jnp.concatenate([rows, rest], axis=1)
     return total, rows
 
@@ -108,8 +119,8 @@ def _chunked_forward(options, x, head, targets, weights):
     softcap, _ = options
 
     def chunk(x, targets, weights):
-        nll, logits, lse, own = _nll(options, x, head, targets)
-        at_target = own[..., None] == jnp.arange(head.shape[1])
+        nll, logits, lse, local = _nll(options, x, head, targets)
+        at_target = local[..., None] == jnp.arange(head.shape[1])
         d_logits = weights[..., None] * (jnp.exp(logits - lse[..., None]) - at_target)
         if softcap is not None:
             d_logits *= 1 - jnp.square(logits / softcap)
@@ -138,19 +149,19 @@ def _pallas(options, x, head, targets, weights):
 
 def _pallas_forward(options, x, head, targets, weights):
     platform, softcap, vocab_axes = options
-    own = targets - collectives.index(vocab_axes) * head.shape[1]
-    lse, chosen = cross_entropy_pallas.statistics(platform, softcap, x, head, own)
+    local = targets - collectives.index(vocab_axes) * head.shape[1]
+    lse, chosen = cross_entropy_pallas.statistics(platform, softcap, x, head, local)
     if vocab_axes:
         top = lax.pmax(lse, vocab_axes)
         lse = top + jnp.log(collectives.all_reduce(jnp.exp(lse - top), vocab_axes))
         chosen = collectives.all_reduce(chosen, vocab_axes)
-    return (weights * (lse - chosen)).sum(), (x, head, own, lse, weights)
+    return (weights * (lse - chosen)).sum(), (x, head, local, lse, weights)
 
 
 def _pallas_backward(options, residuals, d_total):
     platform, softcap, _ = options
-    x, head, own, lse, weights = residuals
-    dx, d_head = cross_entropy_pallas.gradients(platform, softcap, x, head, own, lse, weights * d_total)
+    x, head, local, lse, weights = residuals
+    dx, d_head = cross_entropy_pallas.gradients(platform, softcap, x, head, local, lse, weights * d_total)
     return dx, d_head, None, None
 
 

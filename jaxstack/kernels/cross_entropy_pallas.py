@@ -1,17 +1,24 @@
-"""Cross-entropy over stripes of the vocabulary, for GPU (Triton) and TPU (Mosaic): logits live on the chip alone.
+"""Pallas kernels for cross-entropy over blocks of the vocabulary, on GPU (Triton) and TPU (Mosaic).
 
-Suffixes: T tokens, D width, V vocabulary (of this device); R tokens, J words and K widths of a block.
+Logits exist only on the chip. Suffixes: T tokens, D width, V vocabulary entries on this device; a block has R tokens,
+J vocabulary entries and K elements of the width.
 
-Two kernels, both a product x @ head that never leaves the chip as it is. `_statistics` keeps of a token's logits in a
-block their log-sum-exp and the target's logit. `_d_logits` makes the gradient of the logits of one stripe of the
-vocabulary, in x's dtype, from which XLA's matmuls make that of x and of the head's stripe. So logits are computed twice
-and there are four products in place of three; fused products for both gradients would compute them three times, and
-on GPU no block of a gradient as wide as a model fits in registers.
+Both kernels compute blocks of logits = x @ head and reduce each block before it leaves the chip:
+
+- `_statistics` returns two numbers per token: the log-sum-exp of its logits and the logit of its target.
+- `_d_logits` returns the gradient of the logits for VOCAB_BLOCK vocabulary entries, in x's dtype. XLA's matmuls then
+  compute the gradients of x and of this part of the head.
+
+So the logits are computed twice, and there are four products instead of three. Kernels that also fused both gradients
+would compute the logits three times, and on GPU the registers cannot hold a block of a gradient that is as wide as the
+model.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,46 +28,51 @@ from jax.experimental.pallas import triton
 from jaxstack.kernels import pallas_call
 from jaxstack.sharding import collectives
 
-VOCAB_BLOCK = 8192  # words whose d_logits are held at a time
-_LOW = float(jnp.finfo(jnp.float32).min)
+VOCAB_BLOCK = 8192
+"""Vocabulary entries whose logit gradients are in memory at a time."""
+_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-class Tiles(NamedTuple):
+class BlockSizes(NamedTuple):
+    """Largest block of a kernel: tokens, vocabulary entries, and elements of the width."""
+
     tokens: int
-    words: int
-    widths: int
+    vocab: int
+    width: int
 
 
-GPU = Tiles(128, 128, 64)
-TPU = Tiles(512, 1024, 512)
-_VMEM = 64 << 20  # bytes: a product of two tiles in float32 is 2 MiB, and what is made of it several times as much
+GPU = BlockSizes(128, 128, 64)
+TPU = BlockSizes(512, 1024, 512)
+_VMEM = 64 << 20  # bytes: a float32 block of logits is 2 MiB, and its intermediate values are several times as large
 
 
-def statistics(platform, softcap, x, head, own):
-    """Log-sum-exp of the logits, and the logit of word `own` or 0 where it is not in the head: float32 [T] each."""
-    lse, chosen = (a[..., 0] for a in _blocks(platform, partial(_statistics, softcap), x, head, [own], stripe=False))
+def statistics(platform, softcap, x, head, targets):
+    """Returns the log-sum-exp of the logits, and the target's logit or 0 if `head` lacks it: float32 [T] each."""
+    results = _blocks(platform, partial(_statistics, softcap), x, head, [targets], full=False)
+    lse, chosen = (a[..., 0] for a in results)
     top = lse.max(0)
     return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.sum(0)
 
 
-def gradients(platform, softcap, x, head, own, lse, weights):
-    """Of the sum of weights * (lse - chosen) by x [T, D] and by the head [D, V]."""
+def gradients(platform, softcap, x, head, targets, lse, weights):
+    """Returns the gradients of the sum of weights * (lse - target's logit) with respect to x [T, D] and head [D, V]."""
     V = head.shape[1]
-    stripe = min(V, VOCAB_BLOCK)
+    block = min(V, VOCAB_BLOCK)
 
-    def one(carry, start, size=stripe):
+    def one_block(carry, start, size=block):
         dx, d_head = carry
         part = lax.dynamic_slice_in_dim(head, start, size, axis=1)
-        (d_logits,) = _blocks(platform, partial(_d_logits, softcap), x, part, [own - start, lse, weights], stripe=True)
+        per_token = [targets - start, lse, weights]
+        (d_logits,) = _blocks(platform, partial(_d_logits, softcap), x, part, per_token, full=True)
         dx += lax.dot_general(d_logits, part, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         d_part = lax.dot_general(x, d_logits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return (dx, lax.dynamic_update_slice_in_dim(d_head, d_part.astype(head.dtype), start, axis=1)), None
 
     carry = collectives.zeros(x.shape, jnp.float32, x), collectives.zeros(head.shape, head.dtype, x)
-    whole = V - V % stripe
-    carry, _ = lax.scan(one, carry, jnp.arange(0, whole, stripe, dtype=own.dtype))
-    if whole < V:
-        carry, _ = one(carry, whole, V - whole)
+    in_full_blocks = V - V % block
+    carry, _ = lax.scan(one_block, carry, jnp.arange(0, in_full_blocks, block, dtype=targets.dtype))
+    if in_full_blocks < V:
+        carry, _ = one_block(carry, in_full_blocks, V - in_full_blocks)
     return carry[0].astype(x.dtype), carry[1]
 
 
@@ -68,148 +80,206 @@ def _capped(softcap, logits):
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _statistics(softcap, logits, words, inside, own):
-    """Of a block of logits [R, J]: two numbers a token, [R, 1]."""
-    logits = jnp.where(inside, _capped(softcap, logits), _LOW)
+def _statistics(softcap, logits, entries, inside, targets):
+    """Reduces a block of logits [R, J] to two numbers per token, [R, 1] each."""
+    logits = jnp.where(inside, _capped(softcap, logits), _LOWEST)
     top = logits.max(-1, keepdims=True)
     lse = top + jnp.log(jnp.where(inside, jnp.exp(logits - top), 0.0).sum(-1, keepdims=True))
-    return [lse, jnp.where(inside & (words == own), logits, 0.0).sum(-1, keepdims=True)]
+    return [lse, jnp.where(inside & (entries == targets), logits, 0.0).sum(-1, keepdims=True)]
 
 
-def _d_logits(softcap, logits, words, inside, own, lse, weights):
+def _d_logits(softcap, logits, entries, inside, targets, lse, weights):
+    """Returns the gradient of a block of logits, [R, J]."""
     capped = _capped(softcap, logits)
-    d = weights * (jnp.exp(capped - lse) - jnp.where(words == own, 1.0, 0.0))
+    d = weights * (jnp.exp(capped - lse) - jnp.where(entries == targets, 1.0, 0.0))
     return [d if softcap is None else d * (1 - jnp.square(capped / softcap))]
 
 
-def _blocks(platform, finish, x, head, tokens, *, stripe):
-    """Products of blocks of x [T, D] and head [D, V], each finished by `finish`, with `tokens` [T] beside them.
+class _Static(NamedTuple):
+    """The compile-time arguments of a kernel.
 
-    Returns the finished blocks [T, V] in x's dtype (`stripe`), or two numbers a token, float32 [N, T, 1]: on GPU of
-    each block of words, on TPU, where blocks come one after another, of all (N is 1).
+    Attributes:
+      finish: (logits [R, J], vocabulary entries [1, J], whether they exist [1, J], *values [R, 1]) -> results.
+      full: whether the result is a block [R, J] in `dtype`; otherwise it is two numbers per token.
+      dtype: dtype of x and of a full result.
+      T, D, V: sizes of the arrays.
+      R, J, K: sizes of a block.
+    """
+
+    finish: Callable[..., list[jax.Array]]
+    full: bool
+    dtype: jnp.dtype
+    T: int
+    D: int
+    V: int
+    R: int
+    J: int
+    K: int
+
+    @property
+    def vocab_blocks(self) -> int:
+        return pl.cdiv(self.V, self.J)
+
+    @property
+    def width_blocks(self) -> int:
+        return pl.cdiv(self.D, self.K)
+
+    @property
+    def name(self) -> str:
+        return "d_logits" if self.full else "log_sum_exp"
+
+    def outs(self, vocab_blocks: int) -> list[pallas_call.Out]:
+        if self.full:
+            return [((self.T, self.V), self.dtype)]
+        return [((vocab_blocks, self.T, 1), jnp.dtype(jnp.float32))] * 2
+
+    def dot(self, x, head, k):
+        """Multiplies a block of x [R, K] and of head [K, J], block k of the width, in float32."""
+        if self.D % self.K:  # memory beyond the width is undefined, and 0 * NaN is NaN
+            x = jnp.where(k * self.K + lax.broadcasted_iota(jnp.int32, (1, self.K), 1) < self.D, x, 0)
+            head = jnp.where(k * self.K + lax.broadcasted_iota(jnp.int32, (self.K, 1), 0) < self.D, head, 0)
+        precision = lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
+        return jnp.dot(x, head, preferred_element_type=jnp.float32, precision=precision)
+
+    def results(self, j, logits, values):
+        """Applies `finish` to the logits of block j of the vocabulary."""
+        entries = j * self.J + lax.broadcasted_iota(jnp.int32, (1, self.J), 1)
+        return self.finish(logits, entries, entries < self.V, *values)
+
+
+def _blocks(platform, finish, x, head, per_token, *, full):
+    """Computes x [T, D] @ head [D, V] in blocks and applies `finish` to each, with the arrays `per_token` [T].
+
+    Returns the blocks [T, V] in x's dtype if `full`; otherwise two numbers per token, float32 [N, T, 1]. On GPU, N is
+    the number of vocabulary blocks. On TPU the vocabulary blocks run in sequence and are combined, so N is 1.
     """
     (T, D), V = x.shape, head.shape[1]
-    tokens = [a[:, None] for a in tokens]  # [T, 1]: along the rows of a block
+    per_token = [a[:, None] for a in per_token]  # [T, 1]: one value for each row of a block
     if platform == "gpu":
-        R, J, K = (min(t, max(16, pl.next_power_of_2(n))) for t, n in zip(GPU, (T, V, D), strict=True))
+        block = [min(t, max(16, pl.next_power_of_2(n))) for t, n in zip(GPU, (T, V, D), strict=True)]
+        return _blocks_gpu(_Static(finish, full, x.dtype, T, D, V, *block), x, head, per_token)
+    # A block is the whole axis, or a multiple of the memory tile: 16 rows of 2 bytes, 128 columns.
+    block = [n if n <= t else t for t, n in zip(TPU, (T, V, D), strict=True)]
+    return _blocks_tpu(_Static(finish, full, x.dtype, T, D, V, *block), x, head, per_token)
+
+
+def _blocks_gpu(s: _Static, x, head, per_token):
+    """Runs one program for each vocabulary block and token block.
+
+    Neighbouring programs share a block of the head, which is larger than a block of x.
+    """
+    width = s.width_blocks * s.K
+    token = pl.BlockSpec((s.R, 1), lambda j, i: (i, 0))
+    if s.full:
+        out_specs = [pl.BlockSpec((s.R, s.J), lambda j, i: (i, j))]
     else:
-        # A whole axis, or a part of it that fits the tiles of memory: 16 rows of 2 bytes, 128 columns.
-        R, J, K = (n if n <= t else t for t, n in zip(TPU, (T, V, D), strict=True))
-    turns = pl.cdiv(D, K)
-    blocks = pl.cdiv(V, J)
-    outs = [((T, V), x.dtype)] if stripe else [((blocks if platform == "gpu" else 1, T, 1), jnp.float32)] * 2
-
-    def product(x_block, head_block, k):
-        if D % K:  # beyond the width lies anything, and 0 * NaN is NaN
-            x_block = jnp.where(k * K + lax.broadcasted_iota(jnp.int32, (1, K), 1) < D, x_block, 0)
-            head_block = jnp.where(k * K + lax.broadcasted_iota(jnp.int32, (K, 1), 0) < D, head_block, 0)
-        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        return jnp.dot(x_block, head_block, preferred_element_type=jnp.float32, precision=precision)
-
-    def finished(j, logits, values):
-        words = j * J + lax.broadcasted_iota(jnp.int32, (1, J), 1)
-        return finish(logits, words, words < V, *values)
-
-    def kernel_gpu(x_ref, head_ref, *refs):
-        j, i = pl.program_id(0), pl.program_id(1)
-        rows = i * R + lax.broadcasted_iota(jnp.int32, (R, 1), 0) < T
-        words = j * J + lax.broadcasted_iota(jnp.int32, (1, J), 1) < V
-
-        def turn(k, total):
-            widths = k * K + jnp.arange(K) < D
-            a = triton.load(x_ref.at[:, pl.ds(k * K, K)], mask=rows & widths, other=0)
-            b = triton.load(head_ref.at[pl.ds(k * K, K), :], mask=widths[:, None] & words, other=0)
-            return total + product(a, b, k)
-
-        logits = lax.fori_loop(0, turns, turn, jnp.zeros((R, J), jnp.float32))
-        ins, results = refs[: len(tokens)], refs[len(tokens) :]
-        values = [triton.load(ref.at[:, :], mask=rows, other=0) for ref in ins]
-        for ref, value in zip(results, finished(j, logits, values), strict=True):
-            value = value.astype(ref.dtype)
-            if stripe:
-                triton.store(ref.at[:, :], value, mask=rows & words)
-            else:
-                triton.store(ref.at[:, :, :], value[None], mask=rows[None])
-
-    def kernel_tpu(x_ref, head_ref, *refs):
-        j, k = pl.program_id(1), pl.program_id(2)
-        ins, results, (total, *sums) = (
-            refs[: len(tokens)],
-            refs[len(tokens) :][: len(outs)],
-            refs[len(tokens) + len(outs) :],
-        )
-
-        @pl.when(k == 0)
-        def _():
-            total[...] = jnp.zeros_like(total)
-
-        total[...] += product(x_ref[...], head_ref[...], k)
-
-        @pl.when(k == turns - 1)
-        def _():
-            values = finished(j, total[...], [ref[...] for ref in ins])
-            if stripe:
-                results[0][...] = values[0].astype(x.dtype)
-            else:
-                for ref, value, combine in zip(sums, values, (jnp.logaddexp, jnp.add), strict=True):
-
-                    @pl.when(j == 0)
-                    def _(ref=ref, value=value):
-                        ref[...] = value
-
-                    @pl.when(j > 0)
-                    def _(ref=ref, value=value, combine=combine):
-                        ref[...] = combine(ref[...], value)
-
-        if not stripe:
-
-            @pl.when((k == turns - 1) & (j == blocks - 1))
-            def _():
-                for ref, value in zip(results, sums, strict=True):
-                    ref[...] = value[...]
-
-    name = "d_logits" if stripe else "log_sum_exp"
-    if platform == "gpu":
-        # Neighbouring programs share a block of the head, the larger of the two.
-        width = turns * K
-        token = pl.BlockSpec((R, 1), lambda j, i: (i, 0))
-        return pallas_call.gpu(
-            kernel_gpu,
-            x,
-            head,
-            *tokens,
-            out=outs,
-            warps=8 if R * J >= 128 * 128 else 4,
-            stages=3,
-            grid=(blocks, pl.cdiv(T, R)),
-            in_specs=[
-                pl.BlockSpec((R, width), lambda j, i: (i, 0)),
-                pl.BlockSpec((width, J), lambda j, i: (0, j)),
-                *[token] * len(tokens),
-            ],
-            out_specs=[pl.BlockSpec((R, J), lambda j, i: (i, j))]
-            if stripe
-            else [pl.BlockSpec((1, R, 1), lambda j, i: (j, i, 0))] * 2,
-            name=name,
-        )
-    token = pl.BlockSpec((R, 1), lambda i, j, k: (i, 0))
-    return pallas_call.tpu(
-        kernel_tpu,
+        out_specs = [pl.BlockSpec((1, s.R, 1), lambda j, i: (j, i, 0))] * 2
+    return pallas_call.gpu(
+        partial(_kernel_gpu, s),
         x,
         head,
-        *tokens,
-        out=outs,
+        *per_token,
+        out=s.outs(s.vocab_blocks),
+        warps=8 if s.R * s.J >= 128 * 128 else 4,
+        stages=3,
+        grid=(s.vocab_blocks, pl.cdiv(s.T, s.R)),
+        in_specs=[
+            pl.BlockSpec((s.R, width), lambda j, i: (i, 0)),
+            pl.BlockSpec((width, s.J), lambda j, i: (0, j)),
+            *[token] * len(per_token),
+        ],
+        out_specs=out_specs,
+        name=s.name,
+    )
+
+
+def _kernel_gpu(s: _Static, x_ref, head_ref, *refs):
+    """Loops over the width in blocks of K, with the logits in registers, and stores what `finish` returns."""
+    j, i = pl.program_id(0), pl.program_id(1)
+    rows = i * s.R + lax.broadcasted_iota(jnp.int32, (s.R, 1), 0) < s.T
+    entries = j * s.J + lax.broadcasted_iota(jnp.int32, (1, s.J), 1) < s.V
+
+    def add_block(k, total):
+        widths = k * s.K + jnp.arange(s.K) < s.D
+        a = triton.load(x_ref.at[:, pl.ds(k * s.K, s.K)], mask=rows & widths, other=0)
+        b = triton.load(head_ref.at[pl.ds(k * s.K, s.K), :], mask=widths[:, None] & entries, other=0)
+        return total + s.dot(a, b, k)
+
+    logits = lax.fori_loop(0, s.width_blocks, add_block, jnp.zeros((s.R, s.J), jnp.float32))
+    split = len(refs) - len(s.outs(0))
+    values = [triton.load(ref.at[:, :], mask=rows, other=0) for ref in refs[:split]]
+    for ref, value in zip(refs[split:], s.results(j, logits, values), strict=True):
+        value = value.astype(ref.dtype)
+        if s.full:
+            triton.store(ref.at[:, :], value, mask=rows & entries)
+        else:
+            triton.store(ref.at[:, :, :], value[None], mask=rows[None])
+
+
+def _blocks_tpu(s: _Static, x, head, per_token):
+    """Runs a grid of token blocks, vocabulary blocks and width blocks. The last two run in order, for the sums."""
+    token = pl.BlockSpec((s.R, 1), lambda i, j, k: (i, 0))
+    if s.full:
+        out_specs = [pl.BlockSpec((s.R, s.J), lambda i, j, k: (i, j))]
+    else:
+        out_specs = [pl.BlockSpec((None, s.R, 1), lambda i, j, k: (0, i, 0))] * 2
+    sums = [] if s.full else [pltpu.VMEM((s.R, 1), jnp.float32)] * 2
+    return pallas_call.tpu(
+        partial(_kernel_tpu, s),
+        x,
+        head,
+        *per_token,
+        out=s.outs(1),
         semantics=("parallel", "arbitrary", "arbitrary"),
         vmem=_VMEM,
-        grid=(pl.cdiv(T, R), blocks, turns),
+        grid=(pl.cdiv(s.T, s.R), s.vocab_blocks, s.width_blocks),
         in_specs=[
-            pl.BlockSpec((R, K), lambda i, j, k: (i, k)),
-            pl.BlockSpec((K, J), lambda i, j, k: (k, j)),
-            *[token] * len(tokens),
+            pl.BlockSpec((s.R, s.K), lambda i, j, k: (i, k)),
+            pl.BlockSpec((s.K, s.J), lambda i, j, k: (k, j)),
+            *[token] * len(per_token),
         ],
-        out_specs=[pl.BlockSpec((R, J), lambda i, j, k: (i, j))]
-        if stripe
-        else [pl.BlockSpec((None, R, 1), lambda i, j, k: (0, i, 0))] * 2,
-        scratch_shapes=[pltpu.VMEM((R, J), jnp.float32), *[pltpu.VMEM((R, 1), jnp.float32)] * (0 if stripe else 2)],
-        name=name,
+        out_specs=out_specs,
+        scratch_shapes=[pltpu.VMEM((s.R, s.J), jnp.float32), *sums],
+        name=s.name,
     )
+
+
+def _kernel_tpu(s: _Static, x_ref, head_ref, *refs):
+    """Adds one block of the width to the logits in VMEM, and finishes them after the last one.
+
+    The numbers per token are combined over the vocabulary blocks in VMEM and stored after the last one.
+    """
+    j, k = pl.program_id(1), pl.program_id(2)
+    num_results = len(s.outs(0))
+    num_inputs = len(refs) - 1 - num_results * (1 if s.full else 2)
+    inputs, results = refs[:num_inputs], refs[num_inputs : num_inputs + num_results]
+    logits, *sums = refs[num_inputs + num_results :]
+
+    @pl.when(k == 0)
+    def _():
+        logits[...] = jnp.zeros_like(logits)
+
+    logits[...] += s.dot(x_ref[...], head_ref[...], k)
+
+    @pl.when(k == s.width_blocks - 1)
+    def _():
+        values = s.results(j, logits[...], [ref[...] for ref in inputs])
+        if s.full:
+            results[0][...] = values[0].astype(s.dtype)
+            return
+        for ref, value, combine in zip(sums, values, (jnp.logaddexp, jnp.add), strict=True):
+
+            @pl.when(j == 0)
+            def _(ref=ref, value=value):
+                ref[...] = value
+
+            @pl.when(j > 0)
+            def _(ref=ref, value=value, combine=combine):
+                ref[...] = combine(ref[...], value)
+
+    if not s.full:
+
+        @pl.when((k == s.width_blocks - 1) & (j == s.vocab_blocks - 1))
+        def _():
+            for ref, value in zip(results, sums, strict=True):
+                ref[...] = value[...]

@@ -1,4 +1,4 @@
-"""Looking up rows of a table: the embedding of tokens and of positions."""
+"""Embedding lookup, for tokens and learned positions."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,11 @@ from jaxstack.sharding import collectives
 
 
 def embedding_lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns the rows of a table: table [V, D], ids integers [...] in [0, V) -> [..., D] in the table's dtype.
+    """Returns rows of a table [V, D] by ids [...], integers in [0, V): [..., D] in the table's dtype.
 
-    The gradient of the table is summed in float32 and rounded to the table's dtype once. Autodiff would add one row
-    after another in the table's dtype, and a bfloat16 sum stops growing once it is 256 times as large as a summand:
-    on text, the gradient of a frequent token would be lost.
+    The gradient of the table is summed in float32 and rounded to the table's dtype once. Autodiff would sum in the
+    table's dtype. A bfloat16 sum stops growing once it is 256 times as large as a summand, so most of the gradient of
+    a frequent token would be lost.
     """
     return _lookup(*collectives.match_varying(table, ids))
 
@@ -26,7 +26,7 @@ def _forward(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple[jax.Arr
 
 
 def _backward(residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, None]:
-    table, ids = residuals  # of the table, shape and dtype alone are read
+    table, ids = residuals  # only the shape and the dtype of the table are used
     zeros = collectives.zeros(table.shape, jnp.float32, dy)
     return zeros.at[ids].add(dy.astype(jnp.float32)).astype(table.dtype), None
 

@@ -1,54 +1,59 @@
-"""Matmuls of rows that are sorted by expert, each expert's rows with its own matrix.
+"""Matmuls of rows that are sorted by expert with one matrix per expert.
 
-Suffixes: N rows, E experts, I and O the widths that go in and come out.
+Suffixes: N rows, E experts, I input width, O output width.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxstack.kernels import grouped_matmul_pallas
-from jaxstack.kernels.implementation import Implementation, float32_at_most, resolve_implementation
+from jaxstack.kernels.implementation import Implementation, exceeds_float32, resolve_implementation
 from jaxstack.sharding import collectives
 
 IMPLEMENTATIONS = {
     "ragged": Implementation(),
     "grouped": Implementation(),
-    "pallas_gpu": Implementation(("gpu",), float32_at_most),
-    "pallas_tpu": Implementation(("tpu",), float32_at_most),
+    "pallas_gpu": Implementation(("gpu",), exceeds_float32),
+    "pallas_tpu": Implementation(("tpu",), exceeds_float32),
 }
 
-State = tuple[jax.Array, jax.Array]  # the next row, and what is carried
-Body = Callable[[jax.Array, int, jax.Array], jax.Array]
+State = tuple[jax.Array, jax.Array]
+"""The next row, and the carry of a loop over tiles."""
+TileBody = Callable[[jax.Array, int, jax.Array], jax.Array]
+"""(first row, number of rows, carry) -> carry."""
 
-TILES = (256, 32)
-"""Rows of a tile: large ones while an expert has that many left, then small ones.
+TILE_ROWS = (256, 32)
+"""Rows of a tile: large tiles while an expert has enough rows left, then small ones.
 
-Small tiles waste little on experts with few rows; large ones spread the cost of adding up a weight's gradient.
+Small tiles waste little work on experts with few rows. Large tiles reduce the number of additions to the gradient of a
+weight.
 """
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, *, implementation: str = "ragged") -> jax.Array:
     """Multiplies the first sizes[0] rows of x with w[0], the next sizes[1] with w[1], and so on.
 
-    "ragged" is `lax.ragged_dot`: a kernel on TPU; XLA:CPU and XLA:GPU compute it as a matmul of all rows with every
-    expert (docs/kernels.md). The others do work proportional to the rows. "grouped": plus at most a small tile for each
-    expert, in a loop over tiles with as many turns as there are rows. (A batched matmul over tiles with each tile's
-    weights gathered is no loop, but copies a weight for each tile.) "pallas_*": plus at most a tile for each expert.
+    Implementations:
+      - "ragged" is `lax.ragged_dot`. On TPU it is a kernel. XLA:CPU and XLA:GPU compute it as a matmul of all rows with
+        every expert (docs/kernels.md).
+      - "grouped" loops over tiles of rows. Its work is proportional to the rows, plus at most a small tile per expert.
+        A batched matmul over tiles would need no loop, but it would copy a weight for each tile.
+      - "pallas_*" does work proportional to the rows, plus at most a tile per expert.
 
     Args:
       x: [N, I].
       w: [E, I, O].
-      sizes: integers [E], with a sum of at most N.
+      sizes: integers [E] with a sum of at most N.
+      implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
 
     Returns:
-      [N, O] in x's dtype; rows beyond the sum of sizes hold anything finite.
+      [N, O] in x's dtype. Rows beyond the sum of sizes contain arbitrary finite values.
 
     Raises:
-      ValueError: an unknown implementation.
+      ValueError: the implementation is unknown or does not support the arguments.
     """
     name = resolve_implementation("moe", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
     x, w, sizes = collectives.match_varying(x, w, sizes)
@@ -59,10 +64,10 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, *, implementati
     return grouped_matmul_pallas.grouped_matmul(name.removeprefix("pallas_"), x, w, sizes)
 
 
-def _tiles(start: jax.Array, end: jax.Array, carry: jax.Array, body: Body) -> jax.Array:
-    """carry = body(first row, rows, carry) over tiles that cover rows start to end; the last may reach beyond it."""
-    for rows in TILES:
-        beyond = rows - 1 if rows == TILES[-1] else 0
+def _tiles(start: jax.Array, end: jax.Array, carry: jax.Array, body: TileBody) -> jax.Array:
+    """Runs `body` over tiles that cover rows start .. end - 1. The last tile may extend beyond the end."""
+    for rows in TILE_ROWS:
+        beyond = rows - 1 if rows == TILE_ROWS[-1] else 0
 
         def fits(state: State, rows: int = rows, beyond: int = beyond) -> jax.Array:
             return state[0] + rows <= end + beyond
@@ -75,12 +80,12 @@ def _tiles(start: jax.Array, end: jax.Array, carry: jax.Array, body: Body) -> ja
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    """Room for a tile that reaches beyond the end."""
-    return jnp.pad(x, ((0, TILES[0]), (0, 0)))
+    """Returns x with zero rows at the end, for tiles that extend beyond it."""
+    return jnp.pad(x, ((0, TILE_ROWS[0]), (0, 0)))
 
 
 def _rows_times_experts(x: jax.Array, w: jax.Array, sizes: jax.Array, w_axis: int) -> jax.Array:
-    """[N, O]: each row of x times its expert's matrix, contracted over the matrix's axis `w_axis` (0: w, 1: w^T)."""
+    """Multiplies each row of x with its expert's matrix, or with its transpose if `w_axis` is 1: [N, O]."""
     N, E = x.shape[0], w.shape[0]
     ends = jnp.cumsum(sizes)
     x = _padded(x)
@@ -91,7 +96,7 @@ def _rows_times_experts(x: jax.Array, w: jax.Array, sizes: jax.Array, w_axis: in
 
         def tile(row: jax.Array, rows: int, out: jax.Array) -> jax.Array:
             y = lax.dot_general(lax.dynamic_slice_in_dim(x, row, rows), matrix, (((1,), (w_axis,)), ((), ())))
-            # What a last tile writes beyond its expert's rows, the next expert overwrites.
+            # The last tile may write beyond its expert's rows; the next expert overwrites these.
             return lax.dynamic_update_slice_in_dim(out, y.astype(out.dtype), row, 0)
 
         return _tiles(ends[e] - sizes[e], ends[e], out, tile)
@@ -104,11 +109,11 @@ def _grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     return _rows_times_experts(x, w, sizes, 0)
 
 
-def _grouped_forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+def _grouped_forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return _rows_times_experts(x, w, sizes, 0), (x, w, sizes)
 
 
-def _grouped_backward(residuals: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _grouped_backward(residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = residuals
     ends = jnp.cumsum(sizes)
     x_padded, dy_padded = _padded(x), _padded(dy)

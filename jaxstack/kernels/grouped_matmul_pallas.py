@@ -1,11 +1,11 @@
-"""Grouped matmuls that visit only the tiles which hold rows, for GPU (Triton) and TPU (Mosaic).
+"""Pallas kernels for grouped matmuls that compute only the tiles with rows, on GPU (Triton) and TPU (Mosaic).
 
-Suffixes: N rows, E groups (experts), A and B the widths that go in and come out; M rows, J and K widths of a tile.
+Suffixes: N rows, E groups (experts), A input width, B output width; a tile has M rows, and J and K are widths of tiles.
 
-A tile of rows may hold rows of several groups, and is visited once for each. Which tile and which group a visit has is
-worked out beforehand from the sizes (MegaBlocks, Gale et al. 2022, arXiv:2211.15841, section 5.1; its form for TPU is
-JAX's `megablox`), and there are at most E more visits than tiles, so the grid is static. Rows that are in no group come
-last and are made zero.
+A tile of rows may contain rows of several groups. The kernel visits it once for each of them. The tile and the group
+of every visit are computed from the group sizes before the kernel runs (MegaBlocks, Gale et al. 2022,
+arXiv:2211.15841, section 5.1; JAX's `megablox` is the same for TPU). There are at most E more visits than tiles, so
+the grid is static. Rows without a group come last, and their results are zeros.
 """
 
 from functools import partial
@@ -21,20 +21,27 @@ from jax.experimental.pallas import triton
 from jaxstack.kernels import pallas_call
 
 
-class Tiles(NamedTuple):
+class TileSizes(NamedTuple):
+    """Largest tile of a kernel: rows, elements of the width that is summed over, elements of the output's width."""
+
     rows: int
-    inner: int  # the width that is summed over
+    inner: int
     outer: int
 
 
-GPU = Tiles(64, 64, 128)
-TPU = Tiles(256, 512, 1024)
-_VMEM = 64 << 20
+GPU = TileSizes(64, 64, 128)
+TPU = TileSizes(256, 512, 1024)
+_VMEM = 64 << 20  # bytes
 
 
 class Visits(NamedTuple):
-    """Int32 arrays, one number a visit: which tile of rows, which group (E: none), and its rows start .. end - 1. One
-    more, `first`: whether it is the first of its group."""
+    """The visits of a kernel, as int32 arrays with one entry each.
+
+    Attributes:
+      tile: index of the tile of rows.
+      group: index of the group, or E for rows without a group.
+      start, end: the group's rows are start .. end - 1.
+    """
 
     tile: jax.Array
     group: jax.Array
@@ -44,6 +51,7 @@ class Visits(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_matmul(platform, x, w, sizes):
+    """Returns y[i] = x[i] @ w[group of i] for x [N, A], w [E, A, B] and group sizes [E]: [N, B] in x's dtype."""
     return _rows_times(platform, x, w, sizes, transposed=False)
 
 
@@ -62,10 +70,13 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def visits(sizes, rows: int, tile_rows: int) -> Visits:
-    """Every tile of `rows` rows with every group that has rows in it, in the order of rows. A group without rows has
-    one visit too, since somebody must write the gradient of its weights; what remains of the grid visits nothing."""
+    """Returns the visits of every tile with every group that has rows in it, in the order of rows.
+
+    A group without rows has one visit too, which writes the gradient of its weights. The remaining steps of the grid
+    are visits without rows.
+    """
     E, tiles = sizes.shape[0], pl.cdiv(rows, tile_rows)
-    ends = jnp.append(jnp.cumsum(sizes), rows).astype(jnp.int32)  # the last group is of the rows that are in none
+    ends = jnp.append(jnp.cumsum(sizes), rows).astype(jnp.int32)  # the last group has the rows without a group
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     first = jnp.minimum(starts // tile_rows, tiles - 1)
     last = jnp.where(ends > starts, (ends - 1) // tile_rows, first)
@@ -80,23 +91,24 @@ def visits(sizes, rows: int, tile_rows: int) -> Visits:
 
 
 def _dot(a, b, contract):
-    # float32 exactly, as XLA does on CPU; on GPU it would otherwise be TF32.
+    # The default precision of float32 on GPU would be TF32.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32, precision=precision)
 
 
 def _rows_times(platform, x, w, sizes, transposed):
-    """y[i] = x[i] @ w[group of i], or by its transpose: [N, A] to [N, B]."""
+    """Returns y[i] = x[i] @ w[group of i], or x[i] @ w[group of i]^T if `transposed`: [N, A] to [N, B]."""
     if x.shape[0] == 0:
         return jnp.zeros((0, w.shape[1 if transposed else 2]), x.dtype)
     return (_rows_gpu if platform == "gpu" else _rows_tpu)(x, w, sizes, transposed)
 
 
 def _rows_gpu(x, w, sizes, transposed):
+    """Runs one program for each visit and block of the output's width; it loops over the width that is summed."""
     (N, A), E = x.shape, w.shape[0]
     B = w.shape[1 if transposed else 2]
     M, K, J = (min(t, max(16, pl.next_power_of_2(n))) for t, n in zip(GPU, (N, A, B), strict=True))
-    turns = pl.cdiv(A, K)
+    width_blocks = pl.cdiv(A, K)
     plan = visits(sizes, N, M)
 
     def kernel(tile_ref, group_ref, start_ref, end_ref, x_ref, w_ref, y_ref):
@@ -107,7 +119,7 @@ def _rows_gpu(x, w, sizes, transposed):
         rows = (row >= start) & (row < end)
         expert = jnp.minimum(group, E - 1)
 
-        def turn(k, total):
+        def add_block(k, total):
             width = k * K + jnp.arange(K)
             a = triton.load(x_ref.at[row[:, None], width[None, :]], mask=rows[:, None] & (width < A)[None, :], other=0)
             if transposed:
@@ -124,9 +136,9 @@ def _rows_gpu(x, w, sizes, transposed):
             )
             return total + _dot(a, b, ((1,), (0,)))
 
-        # Rows of no group take no turn, and are zero.
-        taken = jnp.where((group < E) & (end > start), jnp.int32(turns), jnp.int32(0))
-        total = lax.fori_loop(jnp.int32(0), taken, turn, jnp.zeros((M, J), jnp.float32))
+        # The loop runs 0 times for rows without a group, so that their results are zeros.
+        trips = jnp.where((group < E) & (end > start), jnp.int32(width_blocks), jnp.int32(0))
+        total = lax.fori_loop(jnp.int32(0), trips, add_block, jnp.zeros((M, J), jnp.float32))
         triton.store(
             y_ref.at[row[:, None], column[None, :]],
             total.astype(x.dtype),
@@ -140,9 +152,11 @@ def _rows_gpu(x, w, sizes, transposed):
 
 
 def _weights_gpu(x, dy, sizes, dtype):
-    """dw[e] = x_e^T dy_e over the rows of each group: [E, A, B]."""
+    """Returns dw[e] = x_e^T dy_e, summed over the rows of each group: [E, A, B].
+
+    It runs one program for each group and block [J, K] of its matrix; the program loops over the group's rows.
+    """
     (N, A), B, E = x.shape, dy.shape[1], sizes.shape[0]
-    # What is summed over are rows.
     M, J, K = (min(t, max(16, pl.next_power_of_2(n))) for t, n in zip(GPU, (N, A, B), strict=True))
     ends = jnp.cumsum(sizes).astype(jnp.int32)
 
@@ -151,7 +165,7 @@ def _weights_gpu(x, dy, sizes, dtype):
         start, end = start_ref[e], end_ref[e]
         into, out = j * J + jnp.arange(J), k * K + jnp.arange(K)
 
-        def turn(t, total):
+        def add_rows(t, total):
             row = start + t * M + jnp.arange(M)
             a = triton.load(
                 x_ref.at[row[:, None], into[None, :]], mask=(row < end)[:, None] & (into < A)[None, :], other=0
@@ -161,7 +175,7 @@ def _weights_gpu(x, dy, sizes, dtype):
             )
             return total + _dot(a.T, b, ((1,), (0,)))
 
-        total = lax.fori_loop(jnp.int32(0), pl.cdiv(end - start, M), turn, jnp.zeros((J, K), jnp.float32))
+        total = lax.fori_loop(jnp.int32(0), pl.cdiv(end - start, M), add_rows, jnp.zeros((J, K), jnp.float32))
         triton.store(
             dw_ref.at[e, into[:, None], out[None, :]],
             total.astype(dtype),
@@ -183,54 +197,62 @@ def _weights_gpu(x, dy, sizes, dtype):
 
 
 def _fit(tile, n):
-    """A whole axis, or a multiple of 128 that is at most `tile`; one that divides the axis if there is any."""
+    """Returns n if it fits in a tile; otherwise a multiple of 128 up to `tile`, one that divides n if there is one."""
     if n <= tile:
         return n
     return next((t for t in range(tile, 127, -128) if n % t == 0), tile)
 
 
+def _rows_kernel_tpu(E, A, K, transposed, tile_ref, group_ref, start_ref, end_ref, x_ref, w_ref, y_ref, total):
+    """Adds one block of the summed width to `total` in VMEM, and writes the group's rows after the last block.
+
+    Visits of one tile follow each other. The first one zeroes the tile of y, and each one writes its own rows.
+    """
+    v, k = pl.program_id(1), pl.program_id(2)
+    tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
+    has_rows, M = (group < E) & (end > start), y_ref.shape[0]
+
+    @pl.when((k == 0) & ((v == 0) | (tile != tile_ref[jnp.maximum(v - 1, 0)])))
+    def _():
+        y_ref[...] = jnp.zeros_like(y_ref)
+
+    @pl.when(has_rows & (k == 0))
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    @pl.when(has_rows)
+    def _():
+        a, b = x_ref[...], w_ref[...]
+        if A % K:  # memory beyond the width is undefined, and 0 * NaN is NaN
+            inside = k * K + lax.broadcasted_iota(jnp.int32, (1, K), 1) < A
+            a = jnp.where(inside, a, jnp.zeros((), a.dtype))
+            inside = k * K + lax.broadcasted_iota(jnp.int32, b.shape, 1 if transposed else 0) < A
+            b = jnp.where(inside, b, jnp.zeros((), b.dtype))
+        total[...] += _dot(a, b, ((1,), (1 if transposed else 0,)))
+
+    @pl.when(has_rows & (k == pl.cdiv(A, K) - 1))
+    def _():
+        row = tile * M + lax.broadcasted_iota(jnp.int32, (M, 1), 0)
+        in_group = (row >= start) & (row < end)
+        y_ref[...] = jnp.where(in_group, total[...], y_ref[...].astype(jnp.float32)).astype(y_ref.dtype)
+
+
 def _rows_tpu(x, w, sizes, transposed):
+    """Runs a grid of output blocks, visits and blocks of the summed width. The last two run in order.
+
+    The visits are prefetched to scalar memory, where the index maps of the blocks read them.
+    """
     (N, A), E = x.shape, w.shape[0]
     B = w.shape[1 if transposed else 2]
     M, K, J = min(TPU.rows, N), _fit(TPU.inner, A), _fit(TPU.outer, B)
-    turns = pl.cdiv(A, K)
     plan = visits(sizes, N, M)
-
-    def kernel(tile_ref, group_ref, start_ref, end_ref, x_ref, w_ref, y_ref, total):
-        v, k = pl.program_id(1), pl.program_id(2)
-        tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
-        full = (group < E) & (end > start)
-
-        @pl.when((k == 0) & ((v == 0) | (tile != tile_ref[jnp.maximum(v - 1, 0)])))
-        def _():
-            y_ref[...] = jnp.zeros_like(y_ref)
-
-        @pl.when(full & (k == 0))
-        def _():
-            total[...] = jnp.zeros_like(total)
-
-        @pl.when(full)
-        def _():
-            a, b = x_ref[...], w_ref[...]
-            if A % K:  # beyond the width lies anything, and 0 * NaN is NaN
-                inside = k * K + lax.broadcasted_iota(jnp.int32, (1, K), 1) < A
-                a = jnp.where(inside, a, jnp.zeros((), a.dtype))
-                inside = k * K + lax.broadcasted_iota(jnp.int32, b.shape, 1 if transposed else 0) < A
-                b = jnp.where(inside, b, jnp.zeros((), b.dtype))
-            total[...] += _dot(a, b, ((1,), (1 if transposed else 0,)))
-
-        @pl.when(full & (k == turns - 1))
-        def _():
-            row = tile * M + lax.broadcasted_iota(jnp.int32, (M, 1), 0)
-            mine = (row >= start) & (row < end)
-            y_ref[...] = jnp.where(mine, total[...], y_ref[...].astype(jnp.float32)).astype(x.dtype)
 
     def matrix(j, v, k, tile, group, start, end):
         expert = jnp.minimum(group[v], E - 1)
         return (expert, j, k) if transposed else (expert, k, j)
 
     (y,) = pallas_call.tpu(
-        kernel,
+        partial(_rows_kernel_tpu, E, A, K, transposed),
         *plan,
         x,
         w,
@@ -239,7 +261,7 @@ def _rows_tpu(x, w, sizes, transposed):
         vmem=_VMEM,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(pl.cdiv(B, J), plan.tile.shape[0], turns),
+            grid=(pl.cdiv(B, J), plan.tile.shape[0], pl.cdiv(A, K)),
             in_specs=[
                 pl.BlockSpec((M, K), lambda j, v, k, tile, *_: (tile[v], k)),
                 pl.BlockSpec((None, J, K) if transposed else (None, K, J), matrix),
@@ -253,6 +275,10 @@ def _rows_tpu(x, w, sizes, transposed):
 
 
 def _weights_tpu(x, dy, sizes, dtype):
+    """Returns what `_weights_gpu` does. The grid has the blocks of a matrix and, in order, the visits.
+
+    The sum of a group is in VMEM from its first visit to its last, which writes it.
+    """
     (N, A), B, E = x.shape, dy.shape[1], sizes.shape[0]
     if N == 0:
         return jnp.zeros((E, A, B), dtype)
@@ -272,9 +298,9 @@ def _weights_tpu(x, dy, sizes, dtype):
         @pl.when((group < E) & (end > start))
         def _():
             row = tile * M + lax.broadcasted_iota(jnp.int32, (M, 1), 0)
-            mine = (row >= start) & (row < end)
-            # Of the others, and of what lies beyond the last row, neither factor may be anything but 0: 0 * NaN is NaN.
-            a, b = (jnp.where(mine, ref[...], jnp.zeros((), ref.dtype)) for ref in (x_ref, dy_ref))
+            in_group = (row >= start) & (row < end)
+            # Rows of other groups and memory beyond the last row must be 0 in both factors, because 0 * NaN is NaN.
+            a, b = (jnp.where(in_group, ref[...], jnp.zeros((), ref.dtype)) for ref in (x_ref, dy_ref))
             total[...] += _dot(a, b, ((0,), (0,)))
 
         @pl.when((group < E) & (group != after))

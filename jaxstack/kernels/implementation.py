@@ -1,8 +1,10 @@
-"""Which implementation of an op runs where: what can run at all, and which of those `auto` takes.
+"""Selects the implementation of an op: which ones can run on a platform, and which one `auto` means.
 
-An op's file has a table `IMPLEMENTATIONS` of its names. `pallas` stands for the Pallas kernel of the platform at hand,
-`pallas_gpu` or `pallas_tpu`. A name that cannot run is an error; only `auto` goes on to the next one.
+The file of an op names its implementations in `IMPLEMENTATIONS`. `pallas` means the Pallas kernel of the platform,
+`pallas_gpu` or `pallas_tpu`. Naming an implementation that cannot run is an error; `auto` tries the next one instead.
 """
+
+from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -10,12 +12,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-OpCase = Mapping[str, Any]
-"""What an implementation may depend on beside the platform: `dtype`, and what the op's own file names."""
+if TYPE_CHECKING:
+    import jax
+
+OpCase: TypeAlias = Mapping[str, Any]
+"""The properties of a call that an implementation may depend on: `dtype`, and others that the op's file defines."""
+
+InterpretSetting: TypeAlias = Any
+"""False to compile Pallas kernels, True to interpret them, or `pltpu.InterpretParams(...)` for TPU kernels."""
 
 
 @dataclass(frozen=True)
@@ -23,26 +31,27 @@ class Implementation:
     """One way to compute an op.
 
     Attributes:
-      platforms: `cpu`, `gpu`, `tpu`; where it runs.
-      unsupported_reason: what of a case it cannot do, in words that end a sentence; empty where it can. It is asked
-      with as much of
-        a case as is known, and says nothing of what is not.
+      platforms: platforms that it runs on, of `cpu`, `gpu` and `tpu`.
+      unsupported_reason: returns why it cannot compute a case, as the predicate of a sentence about it, or "" if it
+        can. A case may lack properties that are not known yet; the function ignores those.
     """
 
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     unsupported_reason: Callable[[OpCase], str] = lambda case: ""
 
 
-def float32_at_most(case: OpCase) -> str:
-    """What keeps a kernel that computes in float32 from a case, see `Implementation.unsupported_reason`."""
+Implementations: TypeAlias = Mapping[str, Implementation]
+"""The implementations of one op, by name."""
+
+
+def exceeds_float32(case: OpCase) -> str:
+    """Returns why a kernel that computes in float32 cannot compute a case, or "" if it can."""
     if case.get("dtype") is not None and np.dtype(case["dtype"]).itemsize > 4:
         return f"computes in float32, which is less than {np.dtype(case['dtype']).name}"
     return ""
 
 
-Table = Mapping[str, Implementation]
-
-AUTO: dict[str, dict[str, tuple[str, ...]]] = {
+AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {  # benchmarks/results/train_cpu.json, generate_cpu.json
         "attention": ("chunked",),
         "linear": ("barrier",),
@@ -52,12 +61,12 @@ AUTO: dict[str, dict[str, tuple[str, ...]]] = {
         "gelu": ("saved",),
         "cross_entropy": ("chunked",),
     },
-    # Nothing has been measured on an accelerator: these go by what the compilers say (docs/kernels.md), and a Pallas
-    # kernel of ours has to be named until a device has shown its values and its speed.
+    # Nothing has been measured on an accelerator yet. These choices follow from the compilers' output
+    # (docs/kernels.md). `auto` does not select our Pallas kernels until a device has confirmed values and speed.
     # Attention: all but "xla" need memory linear in the sequence. cuDNN's kernel is NVIDIA's own and comes first where
-    # it computes the definition; "chunked" needs a thousand times its memory, and 23 s to compile for an H100.
-    # Norms stay with XLA, which fuses them with what lies around them; ragged_dot multiplies all rows with all experts
-    # on GPU, and is a kernel of XLA's on TPU.
+    # it computes the definition. "chunked" needs a thousand times its memory, and 23 s to compile for an H100.
+    # Norms use XLA, which fuses them with neighbouring operations. On GPU, ragged_dot multiplies all rows with all
+    # experts; on TPU it is a kernel of XLA.
     "gpu": {
         "attention": ("cudnn", "chunked"),
         "cross_entropy": ("chunked",),
@@ -65,59 +74,67 @@ AUTO: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tpu": {"attention": ("chunked",), "cross_entropy": ("chunked",)},
 }
-"""What `auto` tries on a platform, in this order, and why; an op that is not named takes the first of its table."""
+"""The implementations that `auto` tries first on a platform, in order. After them it tries the others of the op."""
 
 
-def platform_of(device: Any) -> str:
-    """`cpu`, `gpu` or `tpu`; a plugin of CUDA or ROCm may give its own name."""
+def platform_of(device: jax.Device) -> str:
+    """Returns `cpu`, `gpu` or `tpu`. Plugins of CUDA and ROCm may use other names for `gpu`."""
     return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
 
 
-def select_implementation(op: str, table: Table, wanted: str, platform: str, case: OpCase) -> str:
-    """The implementation of an op that runs: a name of its table other than `auto` and `pallas`.
+def select_implementation(op: str, implementations: Implementations, wanted: str, platform: str, case: OpCase) -> str:
+    """Returns the name of the implementation to run, which is neither `auto` nor `pallas`.
+
+    Args:
+      op: name of the op in the configuration, such as "attention".
+      implementations: the implementations of the op.
+      wanted: a name of these, "pallas" or "auto".
+      platform: `cpu`, `gpu` or `tpu`.
+      case: the known properties of the call.
 
     Raises:
-      ValueError: no such implementation, or it cannot run there or do this.
+      ValueError: the implementation does not exist, or it does not support the platform or the case.
     """
     if wanted == "auto":
-        names = [*AUTO.get(platform, {}).get(op, ()), *table]
-        return next(name for name in names if not _obstacle(table[name], platform, case))
+        names = [*AUTO_ORDER.get(platform, {}).get(op, ()), *implementations]
+        return next(name for name in names if not _unsupported_reason(implementations[name], platform, case))
     name = f"pallas_{platform}" if wanted == "pallas" else wanted
-    able = [other for other in table if not _obstacle(table[other], platform, case)]
-    if name not in table:
+    able = [other for other in implementations if not _unsupported_reason(implementations[other], platform, case)]
+    if name not in implementations:
         raise ValueError(f"{op} has no implementation {wanted!r} on {platform}; use one of {', '.join(able)}, or auto")
-    if why := _obstacle(table[name], platform, case):
+    if why := _unsupported_reason(implementations[name], platform, case):
         raise ValueError(f"{op}={wanted} {why}; use one of {', '.join(able)}, or auto")
     return name
 
 
-def resolve_implementation(op: str, table: Table, wanted: str, case: OpCase) -> str:
-    """`select_implementation` for a function that is called by itself, on JAX's default platform; a definite name is
-    taken as it is.
+def resolve_implementation(op: str, implementations: Implementations, wanted: str, case: OpCase) -> str:
+    """Returns the name of the implementation to run for a function that is called directly.
+
+    For "auto" and "pallas" it calls `select_implementation` with JAX's default platform. For other names it checks the
+    case, but not the platform.
 
     Raises:
       ValueError: see `select_implementation`.
     """
-    if wanted in table:
-        if why := table[wanted].unsupported_reason(case):
-            able = [name for name in table if not table[name].unsupported_reason(case)]
+    if wanted in implementations:
+        if why := implementations[wanted].unsupported_reason(case):
+            able = [name for name in implementations if not implementations[name].unsupported_reason(case)]
             raise ValueError(f"{op}={wanted} {why}; use one of {', '.join(able)}, or auto")
         return wanted
     import jax
 
-    name = select_implementation(op, table, wanted, platform_of(jax.devices()[0]), case)
+    name = select_implementation(op, implementations, wanted, platform_of(jax.devices()[0]), case)
     if wanted == "auto":
-        _say_once(op, name)
+        _log_once(op, name)
     return name
 
 
-_INTERPRET: ContextVar[Any] = ContextVar("interpret", default=False)
+_INTERPRET: ContextVar[InterpretSetting] = ContextVar("interpret", default=False)
 
 
 @contextmanager
-def interpret_mode(how: Any = True) -> Iterator[None]:
-    """Within it Pallas kernels are traced to be interpreted, on any platform: `how` is True, or for TPU kernels
-    `pltpu.InterpretParams(...)`."""
+def interpret_mode(how: InterpretSetting = True) -> Iterator[None]:
+    """Interprets the Pallas kernels that are traced within this context, on any platform."""
     token = _INTERPRET.set(how)
     try:
         yield
@@ -125,16 +142,17 @@ def interpret_mode(how: Any = True) -> Iterator[None]:
         _INTERPRET.reset(token)
 
 
-def interpret() -> Any:
+def interpret_setting() -> InterpretSetting:
+    """Returns the setting of the innermost `interpret_mode`, or False outside of it."""
     return _INTERPRET.get()
 
 
 @cache
-def _say_once(op: str, name: str) -> None:
+def _log_once(op: str, name: str) -> None:
     logging.getLogger("jaxstack.kernels").info("%s runs as %s", op, name)
 
 
-def _obstacle(implementation: Implementation, platform: str, case: OpCase) -> str:
+def _unsupported_reason(implementation: Implementation, platform: str, case: OpCase) -> str:
     if platform not in implementation.platforms:
         return f"runs on {' and '.join(implementation.platforms)}, not on {platform}"
     return implementation.unsupported_reason(case)

@@ -1,4 +1,4 @@
-"""Linear layers: one contraction of activations with a weight, and a bias."""
+"""Linear layers: a contraction of activations with a weight, and an optional bias."""
 
 from functools import partial
 
@@ -27,16 +27,24 @@ def linear(
 ) -> jax.Array:
     """Contracts the last `in_axes` axes of x with the first `in_axes` of w: [..., *in] x [*in, *out] -> [..., *out].
 
-    w [D, H, K] makes heads, w [H, K, D] with in_axes=2 joins them again. b [*out] is added where given, in float32.
+    For example, w [D, H, K] splits the width into heads, and w [H, K, D] with in_axes=2 merges them.
 
-    "barrier" computes the same values, but puts an optimization barrier between the matmuls of the backward pass and
-    what produces their operands: XLA:CPU otherwise fuses elementwise producers into a matmul, which takes it off the
-    fast matmul library, or computes them once for each of the two matmuls. Of the two operands of w's gradient it has
-    XLA:CPU transpose the smaller one, which is a slow copy.
+    "barrier" computes the same values with an optimization barrier between the matmuls of the backward pass and the
+    producers of their operands. Without it, XLA:CPU fuses elementwise producers into a matmul, which then does not use
+    the fast matmul library, or it computes them once for each of the two matmuls. "barrier" also orders the operands
+    of w's gradient so that XLA:CPU transposes the smaller one, because this copy is slow.
 
-    quant: "none", or "int8" or "fp8": see `quantized_matmul`, which alone reads split_in and split_out.
+    Args:
+      x: [..., *in].
+      w: [*in, *out].
+      b: [*out], added in float32, or None for no bias.
+      in_axes: number of contracted axes.
+      quant: "none", "int8" or "fp8"; see `quantized_matmul`.
+      split_in, split_out: see `quantized_matmul`; not used with quant="none".
+      implementation: a name of `IMPLEMENTATIONS` or "auto".
 
-    Raises ValueError for an unknown implementation.
+    Raises:
+      ValueError: the implementation is unknown.
     """
     barrier = resolve_implementation("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "barrier"
     if quant != "none":
@@ -50,10 +58,10 @@ def linear(
 
 
 def add_in_float32(x: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns x + b in x's dtype: x [..., *rest], b [*rest] of any float dtype.
+    """Returns x + b in x's dtype, for x [..., *rest] and b [*rest] of any float dtype.
 
-    The sum is taken in float32 and rounded once. So is the gradient of b, which is a sum over all tokens: in bfloat16
-    it would lose up to half of its digits or more, depending on how XLA orders the sum.
+    The sum is computed in float32 and rounded once, and so is the gradient of b. This gradient is a sum over all
+    tokens, which in bfloat16 would lose half of its digits or more, depending on XLA's order of summation.
     """
     return (x.astype(jnp.float32) + b.astype(jnp.float32)).astype(x.dtype)
 
@@ -74,7 +82,7 @@ def _backward(in_axes, residuals, dy):
     dx = jnp.tensordot(dy, w, (tuple(range(len(batch), dy.ndim)), tuple(range(in_axes, w.ndim))))
     if x.size <= dy.size:
         dw = jnp.tensordot(x, dy, (batch, batch))
-    else:  # the first operand is transposed in memory: let it be the smaller one
+    else:  # XLA:CPU transposes the first operand, so the smaller one comes first
         dw = jnp.tensordot(dy, x, (batch, batch))
         dw = jnp.moveaxis(dw, range(-in_axes, 0), range(in_axes))
     return dx, dw

@@ -8,28 +8,30 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack.kernels import norm_pallas
-from jaxstack.kernels.implementation import Implementation, OpCase, float32_at_most, resolve_implementation
+from jaxstack.kernels.implementation import Implementation, OpCase, exceeds_float32, resolve_implementation
 from jaxstack.sharding import collectives
 
 
-def _unfit(case: OpCase) -> str:
+def _unsupported_reason(case: OpCase) -> str:
+    """Returns why the Pallas kernels cannot compute a case; see `Implementation.unsupported_reason`."""
     if case.get("d_model", 1) > 16384:
         return f"takes rows of up to 16384 numbers, and these have {case['d_model']}"
-    return float32_at_most(case)
+    return exceeds_float32(case)
 
 
 IMPLEMENTATIONS = {
     "xla": Implementation(),
     "custom_vjp": Implementation(),
-    "pallas_gpu": Implementation(("gpu",), _unfit),
-    "pallas_tpu": Implementation(("tpu",), _unfit),
+    "pallas_gpu": Implementation(("gpu",), _unsupported_reason),
+    "pallas_tpu": Implementation(("tpu",), _unsupported_reason),
 }
 
 
 @overload
 def rms_norm(
     x: jax.Array, scale: jax.Array, *, eps: float, unit_offset: bool = False, implementation: str = "xla"
-) -> jax.Array: ...
+) -> jax.Array:
+    """Returns the norm of x."""
 
 
 @overload
@@ -41,7 +43,8 @@ def rms_norm(
     eps: float,
     unit_offset: bool = False,
     implementation: str = "xla",
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the norm of x + residual, and the sum."""
 
 
 def rms_norm(
@@ -53,14 +56,24 @@ def rms_norm(
     unit_offset: bool = False,
     implementation: str = "xla",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich 2019); x [..., D], scale [D].
+    """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich 2019), in x's dtype.
 
-    residual [..., D]: the norm is of x + residual, and the sum is returned after it.
-    unit_offset multiplies by 1 + scale (Gemma). "custom_vjp" writes the gradient out by hand: it saves x and one
-    number a row, where autodiff makes XLA:CPU materialise the broadcast scale and the normalised x. "pallas_*" is one
-    pass over memory in either direction, the sum with the residual included.
+    Implementations:
+      - "xla" is the definition.
+      - "custom_vjp" has a hand-written gradient. It saves x and one number per row. With autodiff, XLA:CPU would
+        materialize the broadcast scale and the normalized x.
+      - "pallas_*" makes one pass over memory in each direction, including the sum with the residual.
 
-    Raises ValueError for an unknown implementation.
+    Args:
+      x: [..., D].
+      scale: [D].
+      residual: [..., D]. If given, the function returns the norm of x + residual, and the sum.
+      eps: added to the mean of squares.
+      unit_offset: whether to multiply by 1 + scale (Gemma).
+      implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
+
+    Raises:
+      ValueError: the implementation is unknown or does not support the arguments.
     """
     gain = scale.astype(jnp.float32) + 1 if unit_offset else scale.astype(jnp.float32)
     name = resolve_implementation("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]})
@@ -68,20 +81,27 @@ def rms_norm(
         y, total = _pallas(name, eps, False, x, residual, gain, jnp.zeros_like(gain))
         return y if total is None else (y, total)
     total = x if residual is None else x + residual
-    y = (
-        _rms_explicit(eps, *collectives.match_varying(total, gain))
-        if name == "custom_vjp"
-        else _rms(eps, total, gain)[0]
-    )
+    if name == "custom_vjp":
+        y = _rms_custom_vjp(eps, *collectives.match_varying(total, gain))
+    else:
+        y = _rms(eps, total, gain)[0]
     return y if residual is None else (y, total)
 
 
 def layer_norm(
     x: jax.Array, scale: jax.Array, bias: jax.Array | None, *, eps: float, implementation: str = "xla"
 ) -> jax.Array:
-    """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last axis (Ba et al. 2016); x [..., D], scale [D].
+    """Returns (x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last axis (Ba et al. 2016), in x's dtype.
 
-    bias [D], or None for none. Implementations: see `rms_norm`. Raises ValueError for an unknown implementation.
+    Args:
+      x: [..., D].
+      scale: [D].
+      bias: [D], or None for no bias.
+      eps: added to the variance.
+      implementation: see `rms_norm`.
+
+    Raises:
+      ValueError: the implementation is unknown or does not support the arguments.
     """
     gain = scale.astype(jnp.float32)
     shift = jnp.zeros_like(gain) if bias is None else bias.astype(jnp.float32)
@@ -89,17 +109,17 @@ def layer_norm(
     if name.startswith("pallas_"):
         return _pallas(name, eps, True, x, None, gain, shift)[0]
     if name == "custom_vjp":
-        return _layer_explicit(eps, *collectives.match_varying(x, gain, shift))
+        return _layer_custom_vjp(eps, *collectives.match_varying(x, gain, shift))
     return _layer(eps, x, gain, shift)[0]
 
 
-def _pallas(name, eps, centre, x, residual, gain, shift):
-    o = norm_pallas.Options(name.removeprefix("pallas_"), eps, centre)
+def _pallas(name, eps, center, x, residual, gain, shift):
+    o = norm_pallas.Options(name.removeprefix("pallas_"), eps, center)
     if residual is None:
         x, gain, shift = collectives.match_varying(x, gain, shift)
     else:
         x, residual, gain, shift = collectives.match_varying(x, residual, gain, shift)
-    return norm_pallas.normalise(o, x, residual, gain, shift)
+    return norm_pallas.normalize(o, x, residual, gain, shift)
 
 
 def _rms(eps, x, gain):
@@ -133,7 +153,7 @@ def _layer_backward(eps, residuals, dy):
     return dx.astype(x.dtype), (dy * normal).sum(tokens), dy.sum(tokens)
 
 
-_rms_explicit = partial(jax.custom_vjp, nondiff_argnums=(0,))(lambda eps, x, gain: _rms(eps, x, gain)[0])
-_rms_explicit.defvjp(_rms, _rms_backward)
-_layer_explicit = partial(jax.custom_vjp, nondiff_argnums=(0,))(lambda *args: _layer(*args)[0])
-_layer_explicit.defvjp(_layer, _layer_backward)
+_rms_custom_vjp = partial(jax.custom_vjp, nondiff_argnums=(0,))(lambda eps, x, gain: _rms(eps, x, gain)[0])
+_rms_custom_vjp.defvjp(_rms, _rms_backward)
+_layer_custom_vjp = partial(jax.custom_vjp, nondiff_argnums=(0,))(lambda *args: _layer(*args)[0])
+_layer_custom_vjp.defvjp(_layer, _layer_backward)

@@ -1,55 +1,64 @@
-"""The two ways to call a Pallas kernel, with what both need said: the compiler meant, interpretation, the types of what
-comes out."""
+"""Wrappers of `pl.pallas_call` for Triton and Mosaic: compiler parameters, interpret mode and the types of results."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
 
-from jaxstack.kernels.implementation import interpret
+from jaxstack.kernels.implementation import interpret_setting
 from jaxstack.sharding import collectives
 
-Out = tuple[tuple[int, ...], Any]
-"""Shape and dtype."""
+Out = tuple[tuple[int, ...], jax.typing.DTypeLike]
+"""Shape and dtype of a result."""
+
+Kernel = Callable[..., None]
+"""A Pallas kernel: a function of the references of its inputs, results and scratch arrays."""
 
 
 def gpu(
-    kernel: Callable[..., None], *args: Any, out: Sequence[Out], warps: int = 4, stages: int = 2, **options: Any
-) -> Any:
-    """A kernel for Triton. All shapes in it are powers of two: what of a block lies beyond its array is masked."""
+    kernel: Kernel, *args: jax.Array, out: Sequence[Out], warps: int = 4, stages: int = 2, **options: Any
+) -> list[jax.Array]:
+    """Runs a Triton kernel. Blocks must have powers of two as sizes; the kernel masks what is beyond its arrays.
+
+    `options` are those of `pl.pallas_call`.
+    """
     args = collectives.match_varying(*args)
     return pl.pallas_call(
         kernel,
-        out_shape=[_struct(o, args[0]) for o in out],
+        out_shape=[_result_type(o, args[0]) for o in out],
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=bool(interpret()),
+        interpret=bool(interpret_setting()),
         **options,
     )(*args)
 
 
 def tpu(
-    kernel: Callable[..., None],
-    *args: Any,
+    kernel: Kernel,
+    *args: jax.Array,
     out: Sequence[Out],
-    semantics: tuple[Any, ...],
+    semantics: tuple[Literal["parallel", "arbitrary"], ...],
     vmem: int | None = None,
     **options: Any,
-) -> Any:
-    """A kernel for Mosaic. `semantics`: of each axis of the grid, `parallel`, or `arbitrary` where order matters;
-    `vmem`: bytes that it needs, where that is more than the compiler's 16 MiB."""
+) -> list[jax.Array]:
+    """Runs a Mosaic kernel.
+
+    `semantics` has one entry for each axis of the grid: "arbitrary" where the order of its steps matters, else
+    "parallel". `vmem` is the VMEM in bytes that the kernel needs; `None` means the compiler's limit of 16 MiB.
+    `options` are those of `pl.pallas_call`.
+    """
     args = collectives.match_varying(*args)
     return pl.pallas_call(
         kernel,
-        out_shape=[_struct(o, args[0]) for o in out],
+        out_shape=[_result_type(o, args[0]) for o in out],
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem),
-        interpret=interpret(),
+        interpret=interpret_setting(),
         **options,
     )(*args)
 
 
-def _struct(out: Out, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """Without it, a result within `shard_map` has no type: a kernel may do anything with what differs by device."""
+def _result_type(out: Out, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """Adds the varying mesh axes of `like` to a shape and a dtype. `shard_map` cannot infer them for a kernel."""
     return jax.ShapeDtypeStruct(*out, manual_axis_type=jax.typeof(like).mat)

@@ -1,14 +1,15 @@
-"""Matmuls in 8 bits for training, with scales made on the spot.
+"""Matmuls in 8 bits for training, with dynamic scales.
 
-An operand is divided by a scale of each slice along which the product is summed (a token's row of activations, an
-output channel's column of a weight) so that its largest number becomes the largest of the format, and rounded. Products
-are summed exactly (int32) or in float32, and multiplied by both scales. So outliers of one token or channel cost others
-no precision, and a value does not depend on which tokens share a device, as one scale for a whole tensor would.
+Each operand gets one scale for every slice that the product sums over: a token's row of activations, or an output
+channel's column of a weight. The slice is divided by its scale, so that its largest number becomes the largest of the
+format, and rounded. Products are summed exactly (int32) or in float32, and multiplied by both scales. Outliers of one
+token or channel thus do not reduce the precision of others. Values do not depend on which tokens share a device, as
+they would with one scale per tensor.
 
-The product and the gradient of x are in 8 bits. The gradient of w is in the dtype that the operands came in, as in
-SwitchBack (Wortsman et al. 2023, arXiv:2304.13013, section 2.2): it is the longest sum, over all tokens, to which the
-noise of rounding adds up, and its scales would be of features over tokens, which is where the outliers are. Rounding is
-to nearest: what stochastic rounding is for, gradients of weights in 8 bits, there is not.
+The product and the gradient of x are computed in 8 bits. The gradient of w is computed in the operands' dtype, as in
+SwitchBack (Wortsman et al. 2023, arXiv:2304.13013, section 2.2). It is the longest sum, over all tokens, and would
+accumulate the most rounding noise. Its scales would be per feature over tokens, which is where the outliers are.
+Rounding is to nearest. Stochastic rounding would serve 8-bit gradients of weights, which are not computed here.
 """
 
 from functools import partial
@@ -23,6 +24,8 @@ from jaxstack.sharding.collectives import Axes
 
 
 class _Format(NamedTuple):
+    """The dtypes of values, of incoming gradients and of the sums of products."""
+
     values: jnp.dtype
     gradients: jnp.dtype
     sums: jnp.dtype
@@ -30,11 +33,11 @@ class _Format(NamedTuple):
 
 FORMATS = {
     "int8": _Format(jnp.dtype(jnp.int8), jnp.dtype(jnp.int8), jnp.dtype(jnp.int32)),
-    # Precision for values, range for gradients (Micikevicius et al. 2022, arXiv:2209.05433, section 3).
+    # Values need precision and gradients need range (Micikevicius et al. 2022, arXiv:2209.05433, section 3).
     "fp8": _Format(jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2), jnp.dtype(jnp.float32)),
 }
 _LIMIT = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-_DEEPEST = (2**31 - 1) // 127**2  # terms of a sum that int32 holds, whatever they are
+_MAX_DEPTH = (2**31 - 1) // 127**2  # the largest number of products of int8 whose sum always fits in int32
 
 
 def quantized_matmul(
@@ -47,18 +50,26 @@ def quantized_matmul(
     split_out: Axes = (),
     barrier: bool = False,
 ) -> jax.Array:
-    """Contracts the last `in_axes` axes of x with the first `in_axes` of w, [..., *in] x [*in, *out] -> [..., *out] in
-    x's dtype, by a product of 8-bit numbers.
+    """Contracts the last `in_axes` axes of x with the first `in_axes` of w, with 8-bit operands.
 
-    Rows and columns of zeros give exact zeros. A number that is not finite makes all that its scale touches NaN or
-    infinite. Nothing is clipped.
+    Rows and columns of zeros give exact zeros. If a slice contains a number that is not finite, all products with this
+    slice are NaN or infinite. Nothing is clipped.
 
-    kind: "int8", or "fp8": e4m3, and e5m2 for the gradient that comes in.
-    split_in, split_out: mesh axes that split the contracted axes of both and the rest of w's: a scale is that of the
-    whole, for which devices exchange one number a row.
-    barrier: see `kernels.linear`.
+    Args:
+      x: [..., *in].
+      w: [*in, *out].
+      kind: "int8", or "fp8" for e4m3, with e5m2 for the incoming gradient.
+      in_axes: number of contracted axes.
+      split_in: mesh axes that split the contracted axes of both operands. Scales are those of the full slices, for
+        which devices exchange one number per row.
+      split_out: mesh axes that split the other axes of w.
+      barrier: see "barrier" in `kernels.linear`.
 
-    Raises ValueError for an unknown kind, or a sum that int32 may not hold.
+    Returns:
+      [..., *out] in x's dtype.
+
+    Raises:
+      ValueError: the kind is unknown, or a sum might not fit in int32.
     """
     if kind not in FORMATS:
         raise ValueError(f"quant has no kind {kind!r}; use one of {', '.join(FORMATS)}")
@@ -66,26 +77,28 @@ def quantized_matmul(
         depth = collectives.count(axes)
         for size in shape:
             depth *= size
-        if kind == "int8" and depth > _DEEPEST:
-            raise ValueError(f"quant=int8 sums {depth} products, and int32 holds {_DEEPEST}; use fp8 or none")
+        if kind == "int8" and depth > _MAX_DEPTH:
+            raise ValueError(f"quant=int8 sums {depth} products, but int32 can sum only {_MAX_DEPTH}; use fp8 or none")
     return _matmul((kind, in_axes, split_in, split_out, barrier), *collectives.match_varying(x, w))
 
 
 def quantize(x: jax.Array, dims: tuple[int, ...], dtype: jnp.dtype, axes: Axes = ()) -> tuple[jax.Array, jax.Array]:
-    """8-bit numbers and float32 scales, one for all of `dims` [..., 1 in place of each of them]; x is about their
-    product. `axes`: mesh axes that split `dims`."""
+    """Returns 8-bit values and float32 scales whose product is approximately x.
+
+    Each scale covers the dimensions `dims`, which have size 1 in the scales. `axes` are mesh axes that split `dims`.
+    """
     wide = x.astype(jnp.float32)
     top = jnp.abs(wide).max(dims, keepdims=True)
     if axes:
         top = lax.pmax(collectives.varying(top, axes), axes)
-    # Where all is zero (or as good as), any scale will do that is not.
+    # The lower bound avoids a division by zero for slices of zeros.
     scale = jnp.maximum(top, 1e-30) / _LIMIT[dtype.name]
     values = wide / scale
     return (jnp.round(values) if dtype == jnp.int8 else values).astype(dtype), scale
 
 
 def _product(kind, a, b, a_dims, b_dims, a_dtype, axes, out_dtype):
-    """Sums over a_dims of a, which are its last, and b_dims of b."""
+    """Returns the 8-bit product of a and b, summed over a_dims (the last dimensions of a) and b_dims."""
     f = FORMATS[kind]
     (a, a_scale), (b, b_scale) = quantize(a, a_dims, a_dtype, axes), quantize(b, b_dims, f.values, axes)
     sums = lax.dot_general(a, b, ((a_dims, b_dims), ((), ())), preferred_element_type=f.sums)
@@ -96,7 +109,7 @@ def _product(kind, a, b, a_dims, b_dims, a_dtype, axes, out_dtype):
 
 
 def _dims(in_axes, x, w):
-    """The contracted axes of x and of w, and of the output's gradient and w where that of x is made."""
+    """Returns the contracted axes of (x, w) in the product, and of (dy, w) in the gradient of x."""
     tokens, out = x.ndim - in_axes, w.ndim - in_axes
     return (
         (tuple(range(tokens, x.ndim)), tuple(range(in_axes))),

@@ -16,15 +16,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig
-from jaxstack.kernels import TABLES, context_order, implementation
+from jaxstack.kernels import OP_IMPLEMENTATIONS, context_order, implementation
 from jaxstack.models.params import Param, Spec, flat_spec, map_spec
-from jaxstack.moe import dispatch
+from jaxstack.moe import dispatch, rounds
 from jaxstack.pipeline import Program, resolve
 from jaxstack.sharding import BATCH_AXES, Leaf, Rules, collectives, transformer
 from jaxstack.sharding.collectives import Axes
 from jaxstack.sharding.rules import names_of
 
-OPS = TABLES | {
+OPS = OP_IMPLEMENTATIONS | {
     "moe": dispatch.IMPLEMENTATIONS,
     "decode": {"scan": implementation.Implementation(), "unrolled": implementation.Implementation()},
 }
@@ -127,7 +127,7 @@ class Context:
     def trip_counts(self) -> dict[str, float]:
         """Mean turns of the loops whose number XLA does not know, by their names: of the rounds to experts those of
         even routing, of a pipeline's loops those of its table."""
-        return {dispatch.SCOPE: 1.0, **(self.pipeline.trip_counts if self.pipeline is not None else {})}
+        return {rounds.SCOPE: 1.0, **(self.pipeline.trip_counts if self.pipeline is not None else {})}
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -243,7 +243,7 @@ class Context:
             # A vector is used in float32, and so its gradient is summed in float32 where it meets activations.
             summed = self._grad_sync_axes(p) if p.is_cast or gathered else ()
             dtype = self.reduce_dtype if p.is_cast else jnp.float32
-            value = collectives.use_parameter(collectives.Use(gathered, summed, dtype), value)
+            value = collectives.gather_parameter(collectives.ParamGather(gathered, summed, dtype), value)
             return checkpoint_name(value, "weight") if gathers else value
 
         return map_spec(whole, spec, params)

@@ -139,10 +139,16 @@ def attention_spec(cfg: ModelConfig) -> Spec:
     D, H, G, K = cfg.d_model, cfg.num_heads, cfg.kv_heads, cfg.head_width
     std = cfg.init_std
     spec: dict[str, Any] = {
-        "w_q": Param((D, H, K), ("embed", "heads", "head_dim"), std=std),
-        "w_k": Param((D, G, K), ("embed", "kv_heads", "head_dim"), std=std),
+        "w_q": Param((D, H, K), ("embed", "heads", "head_dim"), std=std, roles=("query",)),
+        "w_k": Param((D, G, K), ("embed", "kv_heads", "head_dim"), std=std, roles=("key",)),
         "w_v": Param((D, G, K), ("embed", "kv_heads", "head_dim"), std=std),
-        "w_o": Param((H, K, D), ("heads", "head_dim", "embed"), in_axes=2, std=std / (2 * cfg.num_layers) ** 0.5),
+        "w_o": Param(
+            (H, K, D),
+            ("heads", "head_dim", "embed"),
+            in_axes=2,
+            std=std / (2 * cfg.num_layers) ** 0.5,
+            roles=("attention_output",),
+        ),
     }
     if cfg.bias:
         spec |= {
@@ -212,7 +218,7 @@ def mlp_spec(cfg: ModelConfig) -> Spec:
     std = cfg.init_std
     spec = {
         "w_up": Param((D, F), ("embed", "mlp"), std=std),
-        "w_down": Param((F, D), ("mlp", "embed"), std=std / (2 * cfg.num_layers) ** 0.5),
+        "w_down": Param((F, D), ("mlp", "embed"), std=std / (2 * cfg.num_layers) ** 0.5, roles=("mlp_output",)),
     }
     if cfg.gated:
         spec["w_gate"] = Param((D, F), ("embed", "mlp"), std=std)
@@ -230,7 +236,7 @@ def moe_spec(cfg: ModelConfig) -> Spec:
     down = cfg.init_std / (2 * cfg.num_layers) ** 0.5
     spec: dict[str, Any] = {
         "w_up": Param((E, D, F), ("experts", "expert_embed", "mlp"), std=cfg.init_std),
-        "w_down": Param((E, F, D), ("experts", "mlp", "expert_embed"), std=down),
+        "w_down": Param((E, F, D), ("experts", "mlp", "expert_embed"), std=down, roles=("mlp_output",)),
     }
     if cfg.gated:
         spec["w_gate"] = Param((E, D, F), ("experts", "expert_embed", "mlp"), std=cfg.init_std)
@@ -300,17 +306,20 @@ def moe(
             lambda a: collectives.gather(a.reshape(*x.shape[:2], -1), between, 1).reshape(tokens, -1), routing
         )
     )
-    y, dropped = experts.moe_mlp(
-        h.reshape(tokens, -1),
-        entered,
-        {name: params[name] for name in ("w_up", "w_gate", "w_down") if name in params},
+    options = experts.MoEOptions(
         num_experts=cfg.moe.num_experts,
         activation=lambda a: activate(cfg.activation, a, ctx),
         expert_axis=experts_axis[0] if experts_axis else None,
         capacity_factor=cfg.moe.capacity_factor,
         rows=rows,
-        mask=None if counted is None else counted.reshape(-1),
         implementation=ctx.moe,
+    )
+    y, dropped = experts.moe_mlp(
+        h.reshape(tokens, -1),
+        entered,
+        {name: params[name] for name in ("w_up", "w_gate", "w_down") if name in params},
+        options,
+        mask=None if counted is None else counted.reshape(-1),
         adapters={
             f"w_{name}": found for name in ("up", "gate", "down") if (found := lora.get_adapter(cfg.lora, params, name))
         },

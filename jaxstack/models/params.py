@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxstack.common.tree import path_of
 
-Role: TypeAlias = Literal["token_table", "head"]
+Role: TypeAlias = Literal["token_table", "head", "query", "key", "attention_output", "mlp_output"]
 """What a parameter is for, see `Param.roles`."""
 
 
@@ -30,7 +30,8 @@ class Param:
       std: of `normal`.
       frozen: never changes; neither gradients nor optimizer have a part of it.
       roles: what a parameter is for, where other code must find it whatever its path, see `find_role`. `token_table` is
-        the embedding of tokens, `head` the output matrix; tied embeddings are both.
+        the embedding of tokens, `head` the output matrix; tied embeddings are both. In a layer, `query`, `key`,
+        `attention_output` and `mlp_output` are the matrices whose outputs have these names, and their adapters.
     """
 
     shape: tuple[int, ...]

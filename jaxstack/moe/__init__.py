@@ -7,7 +7,7 @@ Suffixes: T tokens of this shard, k choices of a token, N rows of (token, choice
 width of an expert.
 """
 
-from jaxstack.moe.dispatch import moe_mlp, upcycle
+from jaxstack.moe.dispatch import MoEOptions, moe_mlp, upcycle
 from jaxstack.moe.metrics import balance_loss, entropy_sum, load, summary, z_loss
 from jaxstack.moe.routers import (
     Routing,
@@ -20,6 +20,7 @@ from jaxstack.moe.routers import (
 )
 
 __all__ = [
+    "MoEOptions",
     "Routing",
     "balance_loss",
     "by_domain",

@@ -1,1 +1,1 @@
-"""What a run would cost: compiling ahead of time, formulas of memory and traffic, rooflines, costs of layers."""
+"""Estimates what a run costs before it starts: programs compiled ahead of time, memory, traffic, rooflines, layers."""

@@ -1,13 +1,13 @@
-"""Ahead of time: compiles the training step for chips that are not here, and reads what it needs and what it moves.
+"""Compiles the training step ahead of time for chips that this machine does not have, and reads its memory and traffic.
 
-XLA's compilers for TPU and CUDA run on any machine; only the description of the target is needed. A target is
-`v5e:4x4` (a TPU and its topology) or `h100:1x8x8` (slices x hosts x GPUs of a host). `jaxstack plan` is this
-as a command.
+XLA's compilers for TPU and CUDA run on any machine; they only need a description of the target. A target is `v5e:4x4`
+(a TPU and its topology) or `h100:1x8x8` (slices x hosts x GPUs of a host). `jaxstack plan` is the command for it.
 
-Kernels are those that `auto` takes on the target, or those that `kernels.*` names.
+Kernels are those that `auto` selects for the target, or those that `kernels.*` names.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from jaxstack.common.hardware import CHIPS
-from jaxstack.common.tree import Batch
+from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo
@@ -25,7 +25,7 @@ from jaxstack.training import step
 from jaxstack.training.state import TrainState, abstract_state
 
 TARGETS = ("v4", "v5e", "v5p", "v6e", "h100", "h200")
-"""Chips that can be compiled for, of `chips.CHIPS`."""
+"""The chips of `hardware.CHIPS` that programs can be compiled for."""
 
 _HOPPER = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -34,25 +34,25 @@ _HOPPER = """gpu_device_info {
   device_memory_size: %d shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
 } platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "%s\""""
-"""What the CUDA compiler asks of a device, as an H100 SXM5 and an H200 answer it: XLA's `GpuTargetConfigProto`."""
+"""The description of an H100 SXM5 or an H200 for the CUDA compiler, as XLA's `GpuTargetConfigProto`."""
 
 
 class Unavailable(RuntimeError):
-    """The compiler for a target is not installed; the message names the extra that brings it."""
+    """Raised when the compiler for a target is not installed; the message names the extra that installs it."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a compiled training step needs and moves, measured and by formula.
+class CompiledStep:
+    """A compiled training step with its memory and collectives, by the compiler and by formula.
 
     Attributes:
-      compiled: the step.
-      device_kind: of the target, as JAX names it.
-      arguments: bytes of state and batch on a device; the state is donated, and what comes back lies in its place.
-      temporary: bytes beside them.
-      memory: the formula's, by what it is for.
-      collectives: what the program moves.
-      expected: what the formula says that it moves.
+      compiled: the program.
+      device_kind: JAX's name of the target.
+      arguments: bytes of state and batch on a device. The state is donated, so the new state takes no further bytes.
+      temporary: bytes that the program needs beside its arguments.
+      memory: bytes by formula, by purpose.
+      collectives: the collectives of the program.
+      expected: the collectives by formula.
       hbm: bytes of the target's memory.
     """
 
@@ -67,7 +67,7 @@ class Report:
 
     @property
     def total(self) -> int:
-        """Bytes that a device needs, the program itself aside."""
+        """Bytes that a device needs, without the program itself."""
         return self.arguments + self.temporary
 
     def __str__(self) -> str:
@@ -82,25 +82,25 @@ class Report:
             f"  {'there is':<44} {self.hbm / gib:>8.3f}"
             f"  ({'it fits' if self.total <= self.hbm else 'it does NOT fit'})",
             "",
-            hlo.table(self.collectives, self.expected),
+            hlo.format_traffic(self.collectives, self.expected),
         ]
         return "\n".join(lines)
 
 
-def devices(target: str) -> list[Any]:
-    """Descriptions of a target's devices.
+def devices(target: str) -> list[jax.Device]:
+    """Returns descriptions of a target's devices.
 
     Raises:
-      ConfigError: no such target.
-      Unavailable: its compiler is not installed.
+      ConfigError: if the target does not exist.
+      Unavailable: if its compiler is not installed.
     """
     chip, _, topology = target.partition(":")
     if chip not in TARGETS or not topology:
         raise ConfigError(
-            f"target={target} must be one of {', '.join(TARGETS)} with a topology: v5e:4x4 is 16 TPUs, h100:1x8x8 is 1 "
-            f"slice of 8 hosts of 8 GPUs"
+            f"target={target} is not a chip with a topology. Use one of {', '.join(TARGETS)}: v5e:4x4 is 16 TPUs, "
+            f"h100:1x8x8 is 1 slice of 8 hosts of 8 GPUs."
         )
-    # Read when the compiler is loaded: there is no metadata server to ask, and no driver to check.
+    # Both are read when the compiler is loaded: this machine has no metadata server and no driver.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from jax.experimental import topologies
@@ -108,18 +108,19 @@ def devices(target: str) -> list[Any]:
     gpu = CHIPS[chip].kinds[0].startswith("NVIDIA")
     arguments: dict[str, Any] = {"platform": "tpu", "topology_name": target}
     if gpu:
-        free = 84942979072 if chip == "h100" else CHIPS[chip].hbm_bytes  # what a driver leaves of it, where it was seen
+        free = 84942979072 if chip == "h100" else CHIPS[chip].hbm_bytes  # what the driver of an H100 leaves free
         description = _HOPPER % (CHIPS[chip].hbm_bandwidth, free, CHIPS[chip].kinds[0])
         arguments = {"platform": "cuda", "topology_name": chip, "topology": topology, "target_config": description}
     try:
         return list(topologies.get_topology_desc(**arguments).devices)
-    except Exception as error:  # the plugins raise what they like, and JAX says no more than that there is none
+    except Exception as error:  # plugins raise exceptions of any type
         if _missing("jax_cuda13_plugin" if gpu else "libtpu"):
-            extra, brings = ("cuda13", "the CUDA compiler") if gpu else ("tpu", "the TPU compiler")
+            extra, compiler = ("cuda13", "CUDA") if gpu else ("tpu", "TPU")
             raise Unavailable(
-                f"target={target} needs {brings}: pip install -e '.[{extra}]', in an environment of its own"
+                f"target={target} needs the {compiler} compiler. Install it in an environment of its own: "
+                f"pip install -e '.[{extra}]'."
             ) from error
-        raise ConfigError(f"target={target} cannot be described: {error}") from error
+        raise ConfigError(f"target={target} cannot be described: {error}. Use a topology that exists.") from error
 
 
 def _missing(module: str) -> bool:
@@ -128,8 +129,8 @@ def _missing(module: str) -> bool:
     return find_spec(module) is None
 
 
-def placed(cfg: Config, target: str) -> tuple[Context, TrainState, Batch]:
-    """The context of a run on a target, its abstract state, and an abstract batch."""
+def abstract_inputs(cfg: Config, target: str) -> tuple[Context, TrainState, Batch]:
+    """Returns the context of a run on a target, its abstract state, and an abstract batch."""
     batch = cfg.data.batch_size
     ctx = Context.create(cfg, make_mesh(cfg.mesh, batch // cfg.train.grad_accum, devices(target)))
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
@@ -142,14 +143,14 @@ def placed(cfg: Config, target: str) -> tuple[Context, TrainState, Batch]:
     return ctx, abstract_state(cfg, ctx), arrays  # type: ignore[return-value]
 
 
-def compile(cfg: Config, target: str) -> Report:
-    """Compiles the training step of a resolved configuration for `target`, and reads the result."""
-    ctx, state, batch = placed(cfg, target)
+def compile(cfg: Config, target: str) -> CompiledStep:
+    """Compiles the training step of a resolved configuration for a target."""
+    ctx, state, batch = abstract_inputs(cfg, target)
     assert ctx.mesh is not None
     jitted: Any = step.jit_train_step(cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
     memory = compiled.memory_analysis()
-    return Report(
+    return CompiledStep(
         compiled=compiled,
         device_kind=ctx.mesh.devices.flat[0].device_kind,
         arguments=memory.argument_size_in_bytes,
@@ -161,10 +162,11 @@ def compile(cfg: Config, target: str) -> Report:
     )
 
 
-def matmul_flops(f: Any, *args: Any) -> float:
-    """FLOPs of the matmuls of one device in a function, loops counted out, by its jaxpr; a multiply-add is two.
+def matmul_flops(f: Callable[..., PyTree], *args: PyTree) -> float:
+    """Counts the FLOPs of the matmuls of a function on one device by its jaxpr; a multiply-add is two.
 
-    What a Pallas kernel computes, and a loop whose turns are not known, is not counted.
+    The body of a scan counts once for each turn. The result is too small if the function has Pallas kernels or `while`
+    loops, whose trip counts are not known.
     """
     return _flops(jax.make_jaxpr(f)(*args).jaxpr)
 
@@ -180,7 +182,7 @@ def _flops(jaxpr: Any) -> float:
                 depth *= left[dim]
             total += 2 * depth * equation.outvars[0].aval.size
         elif equation.primitive.name.startswith("ragged_dot"):
-            # Rows of one expert after another [N, I]: each times its own matrix [E, I, O], or with its own row [N, O].
+            # Rows [N, I] grouped by expert, times the matrix of their expert [E, I, O], or times rows [N, O].
             left, right = (x.aval.shape for x in equation.invars[:2])
             outputs = equation.outvars[0].aval.shape[-1]
             total += 2 * left[0] * left[1] * outputs if len(right) == 3 else 2 * left[0] * left[1] * right[1]

@@ -1,7 +1,7 @@
-"""What a compiled program moves between devices, read from XLA's text of it (HLO, after optimisation).
+"""Reads the collectives of a compiled program from its text (HLO after optimisation).
 
-Each backend writes collectives in its own way: plain (CPU), as start and done (GPU), inside fusions and in steps that
-overlap with arithmetic (TPU). `collectives` makes one list of them all.
+Backends write collectives in different ways: plain (CPU), as a start and a done (GPU), or inside fusions and in several
+steps that overlap with arithmetic (TPU). `collectives` returns one list for all of them.
 """
 
 import math
@@ -13,21 +13,23 @@ from typing import NamedTuple
 import numpy as np
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+"""The kinds of collectives that are read."""
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4,
           "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
 
 
 class Collective(NamedTuple):
-    """One transfer of one array, as often as a step makes it.
+    """A collective on one array, and how often a step runs it.
 
     Attributes:
       kind: one of `KINDS`.
-      axes: mesh axes that it runs along.
-      devices: in one group.
-      dtype, shape: of the whole: what is gathered to, scattered from, reduced, exchanged or passed on.
-      bytes: of the whole.
-      times: in one step, loops counted out.
+      axes: mesh axes that it runs over.
+      devices: devices in one group.
+      dtype, shape: of the full array: the result of a gather, the operand of a scatter, or the array that is reduced,
+        exchanged or permuted.
+      bytes: bytes of the full array.
+      times: runs in one step, counting every turn of loops.
       where: JAX's name of the operation, for people.
     """
 
@@ -42,8 +44,10 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends in a step, by the algorithm that sends the least: a ring (Patarasuk and Yuan 2009,
-        J. Parallel Distrib. Comput. 69, section 3) where devices combine or collect."""
+        """Bytes that a device sends in a step, by the algorithm that sends the least.
+
+        For reductions and gathers it is a ring (Patarasuk and Yuan 2009, J. Parallel Distrib. Comput. 69, section 3).
+        """
         passed = {"all-reduce": 2 * (self.devices - 1) / self.devices, "collective-permute": 1.0}
         return self.times * self.bytes * passed.get(self.kind, (self.devices - 1) / self.devices)
 
@@ -64,22 +68,23 @@ _CALLED = re.compile(
 )
 
 
-def collectives(text: str, mesh: Mapping[str, int], turns: Mapping[str, float] | None = None) -> list[Collective]:
-    """Every collective of a module, in the order of its computations.
+def collectives(text: str, mesh: Mapping[str, int], trip_counts: Mapping[str, float] | None = None) -> list[Collective]:
+    """Returns every collective of a module, in the order of its computations.
 
-    Where XLA has combined several arrays into one operation, each array is one entry.
+    If XLA has combined several arrays into one operation, each array is one entry.
 
     Args:
-      text: `jax.stages.Compiled.as_text()`.
-      mesh: axes and sizes, the slowest axis first: devices are numbered in this order, as `jax.sharding.Mesh` has them.
-      turns: of loops whose number of turns XLA cannot know, on average over their runs, by JAX's name of the scope
-        that the loop stands in, such as `Program.trip_counts` of a pipeline.
+      text: the result of `jax.stages.Compiled.as_text()`.
+      mesh: axes and sizes, the slowest axis first; devices are numbered in this order, as in `jax.sharding.Mesh`.
+      trip_counts: mean trip counts of loops whose counts XLA does not know, by the name scope of the loop; see
+        `Context.trip_counts`.
 
     Raises:
-      ValueError: a collective in a loop whose number of turns is not known, or along no axes of the mesh.
+      ValueError: if a collective is in a loop whose trip count is not known, or its groups do not follow axes of the
+        mesh.
     """
     computations, entry = _computations(text)
-    times = _times(computations, entry, turns or {})
+    times = _times(computations, entry, trip_counts or {})
     found = []
     for name, instructions in computations.items():
         if not times.get(name):
@@ -90,10 +95,13 @@ def collectives(text: str, mesh: Mapping[str, int], turns: Mapping[str, float] |
                 continue
             count = times[name]
             if math.isinf(count):
-                raise ValueError(f"{i.name} lies in a loop whose number of turns XLA does not know: {i.rest[-200:]}")
+                raise ValueError(
+                    f"{i.name} is in a loop whose trip count XLA does not know. Name the loop in `trip_counts`: "
+                    f"{i.rest[-200:]}"
+                )
             axes, devices = _axes(i, mesh)
             arrays = _moved(kind, i, devices)
-            if name.startswith("all-reduce-scatter"):  # TPU's fusion of an all-reduce with the slice that is kept
+            if name.startswith("all-reduce-scatter"):  # a fusion of an all-reduce and a slice (TPU)
                 kind = "reduce-scatter"
             where = re.search(r'op_name="([^"]*)"', i.rest)
             for dtype, shape in arrays:
@@ -105,15 +113,15 @@ def collectives(text: str, mesh: Mapping[str, int], turns: Mapping[str, float] |
 
 
 def sent(found: Iterable[Collective]) -> Counter[tuple[str, str]]:
-    """Bytes that a device sends in a step, by mesh axes (joined by `+`) and kind."""
+    """Sums the bytes that a device sends in a step by mesh axes (joined by `+`) and kind."""
     total: Counter[tuple[str, str]] = Counter()
     for c in found:
         total["+".join(c.axes), c.kind] += c.sent  # type: ignore[assignment]
     return total
 
 
-def table(found: Iterable[Collective], expected: Iterable[Collective]) -> str:
-    """Lines of text: what moves along each axis, in MiB a device and step, beside the formula."""
+def format_traffic(found: Iterable[Collective], expected: Iterable[Collective]) -> str:
+    """Returns a table of the MiB that a device sends in a step over each axis, beside those by formula."""
     measured, predicted = sent(found), sent(expected)
     lines = [f"{'axes':<22} {'collective':<18} {'MiB sent':>12} {'formula':>12}"]
     for axes, kind in sorted({*measured, *predicted}):
@@ -123,7 +131,7 @@ def table(found: Iterable[Collective], expected: Iterable[Collective]) -> str:
 
 
 def shapes(text: str) -> set[tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every array in the program's text."""
+    """Returns dtype and shape of every array in the program's text."""
     return {(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(text) if dtype in _BYTES}
 
 
@@ -140,36 +148,39 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
             entry = head.group(2) if head.group(1) else entry
         elif current is not None and (found := _LINE.match(line)):
             current.append(_Instruction(*found.groups()))
-    assert entry, "no ENTRY computation: this is not the text of an HLO module"
+    assert entry, "this text has no ENTRY computation, so it is not an HLO module"
     return computations, entry
 
 
 def _times(computations: dict[str, list[_Instruction]], entry: str, known: Mapping[str, float]) -> dict[str, float]:
-    """How often each computation runs; infinity in loops whose number of turns is not known."""
+    """Returns how often each computation runs; infinity means that it is in a loop whose trip count is not known."""
     calls: dict[str, list[tuple[str, float]]] = {name: [] for name in computations}
     for name, instructions in computations.items():
         for i in instructions:
             if i.op.endswith(("-done", "-update")):
-                continue  # they name the computation that their start has run
-            turns = _turns(i, computations, known) if i.op == "while" else 1
+                continue  # it names the computation that its start runs
+            trips = _trip_count(i, computations, known) if i.op == "while" else 1
             for group in _CALLED.findall(i.rest):
                 for called in re.findall(r"[\w.-]+", group):
                     if called in calls:
-                        calls[name].append((called, turns))
+                        calls[name].append((called, trips))
     times = dict.fromkeys(computations, 0.0)
 
     def run(name: str, count: float) -> None:
         times[name] += count
-        for called, turns in calls[name]:
-            run(called, count * turns)
+        for called, trips in calls[name]:
+            run(called, count * trips)
 
     run(entry, 1)
     return times
 
 
-def _turns(loop: _Instruction, computations: dict[str, list[_Instruction]], known: Mapping[str, float]) -> float:
-    """Turns of a while loop: as XLA notes it, as is known of its scope, or from a condition `i < constant` (a scan
-    counts up from 0 by 1). JAX writes a scope within a derivative as `jvp(scope)`."""
+def _trip_count(loop: _Instruction, computations: dict[str, list[_Instruction]], known: Mapping[str, float]) -> float:
+    """Returns the trip count of a while loop.
+
+    It is what XLA notes, what is known of the loop's scope, or the constant of its condition `i < constant` (a scan
+    counts up from 0 by 1). Within a derivative, JAX writes a scope as `jvp(scope)`.
+    """
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(noted.group(1))
     if (scope := re.search(r'op_name="[^"]*?(\w+)\)*/while"', loop.rest)) and scope.group(1) in known:
@@ -184,29 +195,31 @@ def _turns(loop: _Instruction, computations: dict[str, list[_Instruction]], know
 
 
 def _continues(i: _Instruction, instructions: list[_Instruction]) -> bool:
-    """Whether this is a later step of a collective that was counted where it started: TPU's fusions carry one through
-    several computations, each of which repeats it."""
+    """Returns whether this is a later step of a collective that was counted where it started.
+
+    Fusions on TPUs carry a collective through several computations, each of which repeats it.
+    """
     started = any('custom_call_target="AsyncCollectiveStart"' in j.rest for j in instructions)
     return "chain_id=" in i.rest and not started
 
 
 def _moved(kind: str, i: _Instruction, devices: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each array that moves, whole."""
+    """Returns dtype and shape of each full array that the collective runs on."""
     arrays = [(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(re.sub(r"\{[^{}]*\}", "", i.type))]
     if i.op.endswith("-start") and kind in ("all-gather", "reduce-scatter"):
         arrays = arrays[len(arrays) // 2 :]  # operands, then results
     elif i.op == "collective-permute-start":
-        arrays = [array for array in arrays if array != ("u32", ())]  # what the backend keeps
-        arrays = arrays[len(arrays) // 2 :]  # operands, then results: of several permutes that XLA has combined
+        arrays = [array for array in arrays if array != ("u32", ())]  # state of the backend
+        arrays = arrays[len(arrays) // 2 :]  # operands, then results; XLA may combine several permutes
     if kind == "reduce-scatter":
         return [(dtype, (devices, *shape)) for dtype, shape in arrays]
-    if kind == "all-to-all" and len(arrays) == devices:  # a part for each device
+    if kind == "all-to-all" and len(arrays) == devices:  # one part for each device
         return [(arrays[0][0], (devices, *arrays[0][1]))]
     return arrays
 
 
 def _axes(i: _Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """Mesh axes along which the devices of a group differ, and how many they are."""
+    """Returns the mesh axes over which the devices of a group differ, and the size of a group."""
     sizes = tuple(mesh.values())
     if i.op.startswith("collective-permute"):
         found = re.search(r"source_target_pairs=\{(.*?)\}\}", i.rest)
@@ -218,12 +231,12 @@ def _axes(i: _Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], in
     places = np.unravel_index(groups, sizes)
     axes = tuple(a for a, axis in zip(mesh, places, strict=True) if (axis[:, :1] != axis).any())
     if math.prod(mesh[a] for a in axes) != groups.shape[1]:
-        raise ValueError(f"{i.name}: groups {groups.tolist()} are not those of {axes} in the mesh {dict(mesh)}")
+        raise ValueError(f"{i.name}: groups {groups.tolist()} do not follow the axes {axes} of the mesh {dict(mesh)}")
     return axes, groups.shape[1]
 
 
 def _groups(rest: str, devices: int) -> np.ndarray:
-    """Devices of each group [groups, devices of one], in any of the three notations."""
+    """Returns the devices of each group [groups, devices of one], from any of the three notations."""
     if found := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
         return np.array([[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", found.group(1))])
     if re.search(r"replica_groups=\{\}", rest):
@@ -241,10 +254,10 @@ def _groups(rest: str, devices: int) -> np.ndarray:
         order = [k for k, inside in enumerate(within) if not inside] + [k for k, inside in enumerate(within) if inside]
         size = math.prod(n for n, inside in zip(named.values(), within, strict=True) if inside)
         return grid.transpose(order).reshape(-1, size)
-    raise ValueError(f"cannot read the groups of devices in {rest[:300]}")
+    raise ValueError(f"the groups of devices cannot be read from {rest[:300]}")
 
 
 def _iota(shape: str, source: str, order: str | None) -> np.ndarray:
-    """`[2,4]<=[4,2]T(1,0)`: the numbers from 0, laid out as `source`, transposed by `order`, reshaped to `shape`."""
+    """Returns the groups of `[2,4]<=[4,2]T(1,0)`: 0, 1, ... as `source`, transposed by `order`, reshaped to `shape`."""
     grid = np.arange(math.prod(_dims(source))).reshape(_dims(source))
     return (grid if order is None else grid.transpose(_dims(order))).reshape(_dims(shape))

@@ -1,13 +1,11 @@
-"""Times the parts of a layer, and a step, on the device at hand, beside `roofline`; and what a device without a data
-sheet reaches.
+"""Measures the parts of one layer, the optimizer and a whole step on this machine's device, beside the roofline.
 
-Each part is a jitted function of its own on arrays as large as a device's share: norms and pointwise work then read
-and write memory, as the roofline counts them, while the whole layer may do better, for XLA fuses what it can.
+Each part is a jitted function of its own, on arrays as large as a device's share. Norms and pointwise work then read
+and write memory, as the roofline counts them. A whole layer may be faster, because XLA fuses operations.
 """
 
-import time
 from collections.abc import Callable
-from statistics import median
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,108 +13,72 @@ import jax.numpy as jnp
 
 from jaxstack import kernels
 from jaxstack.common.hardware import Chip
+from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config
 from jaxstack.kernels import implementation
-from jaxstack.models import decoder, layers, params
+from jaxstack.models import family, layers, params
 from jaxstack.models.blocks import remat
 from jaxstack.models.context import Context, implementations
-from jaxstack.planner.roofline import Op, of_one_layer, operations
+from jaxstack.planner import shards
+from jaxstack.planner.roofline_ops import Op
+from jaxstack.planner.roofline_step import one_layer, operations
+from jaxstack.planner.timing import seconds_per_call, seconds_per_run
 from jaxstack.sharding import make_mesh
 from jaxstack.training import step
-from jaxstack.training.state import abstract_state, make_optimizer, make_state
-
-ROUNDS = 5
-LONG_ENOUGH_S = 0.03  # of one round: what a call costs the host is small beside it
-
-
-def seconds(f: Callable[..., Any], *args: Any) -> float:
-    """Of one call of a jitted function, the median of rounds; calls queue on the device, and the last is waited for."""
-    jax.block_until_ready(f(*args))
-
-    def taken(calls: int) -> float:
-        begin, out = time.perf_counter(), None
-        for _ in range(calls):
-            out = f(*args)
-        jax.block_until_ready(out)
-        return time.perf_counter() - begin
-
-    calls = max(1, round(LONG_ENOUGH_S / max(taken(1), 1e-6)))
-    return median(taken(calls) for _ in range(ROUNDS)) / calls
+from jaxstack.training.state import TrainState, abstract_state, make_optimizer, make_state
 
 
 def this_chip(device: jax.Device, dtype: str) -> Chip:
-    """What this device reaches in a large matmul and a large copy, in the place of a data sheet."""
+    """Measures a large matmul and a large copy on a device, and returns them in place of a data sheet."""
     n = 1024 if device.platform == "cpu" else 8192
     a, b = (jax.device_put(_random((n, n), dtype, i), device) for i in range(2))
-    peak = 2 * n**3 / seconds(jax.jit(jnp.matmul), a, b)
+    peak = 2 * n**3 / seconds_per_call(jax.jit(jnp.matmul), a, b)
     big = jax.device_put(_random(((1 << 25) if device.platform == "cpu" else (1 << 29),), dtype, 2), device)
-    bandwidth = 2 * big.nbytes / seconds(jax.jit(lambda x: -x), big)
+    bandwidth = 2 * big.nbytes / seconds_per_call(jax.jit(jnp.negative), big)
     stats = device.memory_stats() or {}
     return Chip((device.device_kind,), {dtype: peak}, bandwidth, stats.get("bytes_limit", 0), 0.0, "measured here")
 
 
 def parts(cfg: Config, ctx: Context, device: jax.Device) -> dict[str, float]:
-    """Seconds of each part of one layer on one microbatch, forward and backward and what is recomputed; `layer`: all of
-    it at once, where the mesh leaves a layer whole; `optimizer` and `step` where there is one device.
+    """Measures the parts of one layer on one microbatch in seconds, forward, backward and recomputed work.
+
+    The result also has `layer`, all of a layer at once, where the mesh does not shard a layer; and `optimizer` and
+    `step` where the mesh has one device.
 
     Args:
       cfg: the run, resolved.
-      ctx: of `roofline.context`.
-      device: that does a device's share of the work.
+      ctx: the context of `roofline.context`.
+      device: the device that does a device's share of the work.
     """
-    assert ctx.mesh is not None
+    sizes = shards.mesh_sizes(ctx)
     own = Context(
         dtype=ctx.dtype,
         quant=cfg.train.quant,
         remat=ctx.remat,
         **implementations(implementation.platform_of(device), cfg.kernels, _cases(cfg, ctx)),
     )
-    sizes, m, dtype = ctx.mesh.shape, cfg.model, str(ctx.dtype)
-    ops = of_one_layer(operations(cfg, ctx, "fused"))
-    rows = cfg.data.batch_size // cfg.train.grad_accum // ctx.replicas
-    rows //= 1 if ctx.pipeline is None else ctx.pipeline.schedule.microbatches
-    length, T = cfg.data.seq_len // sizes["context"], sizes["tensor"]
-    x = _random((rows, length // (T if ctx.sequence_parallel_axes else 1), m.d_model), dtype, 0)
+    ops = one_layer(operations(cfg, ctx, "fused"))
+    T = sizes["tensor"]
+    rows, length = shards.microbatch_rows(cfg, ctx), cfg.data.seq_len // sizes["context"]
+    x = _random((rows, length // (T if ctx.sequence_parallel_axes else 1), cfg.model.d_model), str(ctx.dtype), 0)
     with jax.default_device(device):
-        found = {"matmul": _matmuls(ops, own)}
-        q = _random((rows, length, m.num_heads // T, m.head_width), dtype, 1)
-        kv = _random((rows, length, m.kv_heads // T, m.head_width), dtype, 2)
-        scale = m.head_width**-0.5
-
-        def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            # Of alternating windows the widest.
-            window = 0 if 0 in m.windows else max(m.windows)
-            return kernels.attention(q, k, v, scale=scale, window=window, softcap=m.attention_softcap,
-                                     implementation=own.attention)  # fmt: skip
-
-        found["attention"] = _there_and_back(attention, (q, kv, kv), _runs(ops, "attention"))
-        gain = {"scale": jnp.ones(m.d_model)} | ({"bias": jnp.zeros(m.d_model)} if m.bias else {})
-        norms = [op for op in ops if op.part == "normalisation" and not op.recomputes and "gradient" not in op.name]
-        wide = [op for op in norms if "queries" not in op.name]
-        found["normalisation"] = len(wide) * _there_and_back(
-            lambda x: layers.norm(m, gain, x, own), (x,), _runs(ops, wide[0].name)
-        )
-        up = _random((rows, length, _hidden(cfg) // T), dtype, 3)
-        act = lambda g, u: layers.activate(m.activation, g, own) * u  # noqa: E731
-        alone = lambda g: layers.activate(m.activation, g, own)  # noqa: E731
-        name = "activation and gate" if m.gated else "activation"
-        found["pointwise"] = _there_and_back(
-            act if m.gated else alone, (up, up) if m.gated else (up,), _runs(ops, name)
-        )
-        found["pointwise"] += 2 * seconds(jax.jit(jnp.add), x, x)
-        if m.positions == "rope":
-            rope = layers.rope_tables(m, jnp.arange(length))
-            turn = lambda q, k: (layers.rotate(q, rope), layers.rotate(k, rope))  # noqa: E731
-            found["pointwise"] += _there_and_back(turn, (q, kv), _runs(ops, "rotation"))
-        if T * sizes["context"] * sizes["expert"] == 1 and not (m.moe.num_experts and m.moe.router == "domain"):
+        found = {
+            "matmul": _matmuls(ops, own),
+            "attention": _attention(cfg, own, ops, rows, length, T),
+            "normalisation": _norms(cfg, own, ops, x),
+            "pointwise": _pointwise(cfg, own, ops, x, rows, length, T),
+        }
+        if T * sizes["context"] * sizes["expert"] == 1 and not (
+            cfg.model.moe.num_experts and cfg.model.moe.router == "domain"
+        ):
             found["layer"] = _layer(cfg, own, x)
-    if ctx.mesh.size == 1:
+    if shards.device_count(ctx) == 1:
         found |= _step(cfg, device)
     return found
 
 
 def _cases(cfg: Config, ctx: Context) -> dict[str, implementation.OpCase]:
-    """What the choice of kernels goes by, as for a run."""
+    """Returns the shapes by which kernels are selected, as for a run."""
     m = cfg.model
     width = {"dtype": ctx.dtype, "d_model": m.d_model}
     return {
@@ -127,129 +89,191 @@ def _cases(cfg: Config, ctx: Context) -> dict[str, implementation.OpCase]:
     }
 
 
-def _hidden(cfg: Config) -> int:
-    """Activations of the MLP a token."""
-    m, moe = cfg.model, cfg.model.moe
-    return (moe.choices + moe.shared_experts) * m.expert_width if moe.num_experts else m.ff_width
-
-
 def _random(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
-    """Never zeros: a chip may be faster on them."""
+    """Returns random values: a chip may be faster on zeros."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype))
 
 
+def _heads(cfg: Config, dtype: str, rows: int, length: int, tensor: int) -> tuple[jax.Array, jax.Array]:
+    """Returns random queries, and random keys or values, of the heads on one device."""
+    m = cfg.model
+    q = _random((rows, length, m.num_heads // tensor, m.head_width), dtype, 1)
+    return q, _random((rows, length, m.kv_heads // tensor, m.head_width), dtype, 2)
+
+
+def _attention(cfg: Config, ctx: Context, ops: list[Op], rows: int, length: int, tensor: int) -> float:
+    """Returns the seconds of attention in one layer; where windows alternate, with the widest one."""
+    m = cfg.model
+    q, kv = _heads(cfg, str(ctx.dtype), rows, length, tensor)
+    window = 0 if 0 in m.windows else max(m.windows)
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scale = m.head_width**-0.5
+        return kernels.attention(
+            q, k, v, scale=scale, window=window, softcap=m.attention_softcap, implementation=ctx.attention
+        )
+
+    return _forward_and_backward(attention, (q, kv, kv), _runs(ops, "attention"))
+
+
+def _norms(cfg: Config, ctx: Context, ops: list[Op], x: jax.Array) -> float:
+    """Returns the seconds of the norms of the residual stream in one layer."""
+    m = cfg.model
+    gain = {"scale": jnp.ones(m.d_model)} | ({"bias": jnp.zeros(m.d_model)} if m.bias else {})
+    norms = [op for op in ops if op.part == "normalisation" and not op.recomputes and "gradient" not in op.name]
+    wide = [op for op in norms if "queries" not in op.name]
+
+    def norm(x: jax.Array) -> jax.Array:
+        return layers.norm(m, gain, x, ctx)
+
+    return len(wide) * _forward_and_backward(norm, (x,), _runs(ops, wide[0].name))
+
+
+def _pointwise(cfg: Config, ctx: Context, ops: list[Op], x: jax.Array, rows: int, length: int, tensor: int) -> float:
+    """Returns the seconds of activation and gate, residual sums and rotation in one layer."""
+    m, moe = cfg.model, cfg.model.moe
+    width = (moe.choices + moe.shared_experts) * m.expert_width if moe.num_experts else m.ff_width
+    up = _random((rows, length, width // tensor), str(ctx.dtype), 3)
+
+    def activation(gate: jax.Array, up: jax.Array | float = 1.0) -> jax.Array:
+        activated = layers.activate(m.activation, gate, ctx)
+        return activated * up if m.gated else activated
+
+    name = "activation and gate" if m.gated else "activation"
+    seconds = _forward_and_backward(activation, (up, up) if m.gated else (up,), _runs(ops, name))
+    seconds += 2 * seconds_per_call(jax.jit(jnp.add), x, x)
+    if m.positions == "rope":
+        rope = layers.rope_tables(m, jnp.arange(length))
+
+        def rotate(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return layers.rotate(q, rope), layers.rotate(k, rope)
+
+        q, kv = _heads(cfg, str(ctx.dtype), rows, length, tensor)
+        seconds += _forward_and_backward(rotate, (q, kv), _runs(ops, "rotation"))
+    return seconds
+
+
 def _runs(ops: list[Op], name: str) -> int:
-    """How often the forward pass of an operation runs."""
-    return 1 + sum(op.name == f"{name}, again" for op in ops)
+    """Returns how often the forward pass of an operation runs."""
+    return 1 + sum(op.name == f"{name}, recomputed" for op in ops)
 
 
-def _there_and_back(f: Callable[..., Any], args: tuple[Any, ...], forward: int) -> float:
-    """Seconds of so many forward passes and one backward pass."""
+def _forward_and_backward(f: Callable[..., PyTree], args: tuple[jax.Array, ...], forward: int) -> float:
+    """Returns the seconds of a number of forward passes and one backward pass."""
     once = jax.jit(f)
     dy = jax.tree.map(jnp.ones_like, jax.eval_shape(once, *args))
-    both = jax.jit(lambda args, dy: jax.vjp(f, *args)[1](dy))
-    # What the backward pass alone takes is not seen by itself; XLA drops of the first pass what it does not need.
-    return forward * seconds(once, *args) + max(seconds(both, args, dy) - seconds(once, *args), 0.0)
+
+    @jax.jit
+    def both(args: tuple[jax.Array, ...], dy: PyTree) -> PyTree:
+        return jax.vjp(f, *args)[1](dy)
+
+    # A backward pass cannot be measured alone. XLA removes what its gradient does not use of the forward pass.
+    return forward * seconds_per_call(once, *args) + max(
+        seconds_per_call(both, args, dy) - seconds_per_call(once, *args), 0.0
+    )
 
 
 def _matmuls(ops: list[Op], ctx: Context) -> float:
+    """Returns the seconds of all weight matmuls of one layer; equal ones are measured once."""
     total = 0.0
-    known: dict[Any, float] = {}
+    known: dict[tuple[object, ...], float] = {}
     for op in ops:
         if op.matrix is None:
             continue
-        tokens, inner, outer, matrices = op.matrix
         form = next((form for form in ("gradient of input", "gradient") if op.name.endswith(form)), "forward")
-        key = (*op.matrix, op.dtype, form)
+        # 8-bit matmuls are measured in the compute dtype; `layer` includes the cost of `train.quant`.
+        dtype = op.dtype if op.dtype == "float32" else str(ctx.dtype)
+        key = (op.matrix, op.dtype, form)
         if key not in known:
-            # In 8 bits it is not timed by itself: the whole layer is, with what `train.quant` costs around it.
-            dtype = op.dtype if op.dtype == "float32" else str(ctx.dtype)
-            x, dy = _random((tokens, inner), dtype, 4), _random((tokens, outer), dtype, 5)
-            w = _random((matrices, inner, outer), dtype, 6)
-            if matrices == 1:
-                forms: dict[str, Any] = {
-                    "forward": (lambda x, w, dy: x @ w),
-                    "gradient of input": (lambda x, w, dy: dy @ w.T),
-                    "gradient": (lambda x, w, dy: x.T @ dy),
-                }
-                known[key] = seconds(jax.jit(forms[form]), x, w[0], dy)
-            else:
-                sizes = jnp.full((matrices,), tokens // matrices, jnp.int32)
-                product = lambda x, w, sizes=sizes: kernels.grouped_matmul(  # noqa: E731
-                    x, w, sizes, implementation=ctx.moe
-                )
-                which = {"forward": lambda x, w, dy: product(x, w),
-                         "gradient of input": lambda x, w, dy: jax.vjp(lambda x: product(x, w), x)[1](dy),
-                         "gradient": lambda x, w, dy: jax.vjp(lambda w: product(x, w), w)[1](dy)}[form]  # fmt: skip
-                known[key] = seconds(jax.jit(which), x, w, dy)
+            known[key] = _matmul(op.matrix, dtype, form, ctx.moe)
         total += known[key] * op.times
     return total
 
 
-def _layer(cfg: Config, ctx: Context, x: jax.Array) -> float:
-    period = len(cfg.model.windows)
-    spec = params.map_spec(lambda p: p, decoder.spec(_short(cfg).model))["layers"]
-    values = params.cast_matrices(spec, params.init(jax.random.key(0), spec), ctx.dtype)
-    weights = [jax.tree.map(lambda a, i=i: a[i], values) for i in range(period)]
-    tokens = jnp.zeros(x.shape[:2], jnp.int32)
+def _matmul(matrix: tuple[int, int, int, int], dtype: str, form: str, experts: str) -> float:
+    """Returns the seconds of one matmul: `forward`, `gradient of input` or `gradient` of the weight."""
+    tokens, inputs, outputs, matrices = matrix
+    x, dy = _random((tokens, inputs), dtype, 4), _random((tokens, outputs), dtype, 5)
+    w = _random((matrices, inputs, outputs), dtype, 6)
+    sizes = jnp.full((matrices,), tokens // matrices, jnp.int32)
 
-    def one(weights: Any, x: jax.Array) -> jax.Array:
-        layer_inputs = decoder.make_layer_inputs(cfg.model, {"tokens": tokens}, ctx)
-        return remat(ctx, lambda w, x: decoder.scan_block(cfg.model, ctx, w, x, 0, layer_inputs)[0])(weights, x)
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        if matrices == 1:
+            return x @ w[0]
+        return kernels.grouped_matmul(x, w, sizes, implementation=experts)
 
     @jax.jit
-    def both(weights: Any, x: jax.Array, dy: jax.Array) -> Any:
-        y, back = jax.vjp(one, weights, x)
-        return y, back(dy)
+    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> PyTree:
+        if form == "forward":
+            return product(x, w)
+        if form == "gradient of input":
+            return jax.vjp(lambda x: product(x, w), x)[1](dy)
+        return jax.vjp(lambda w: product(x, w), w)[1](dy)
 
-    return seconds(both, weights, x, x) / period
-
-
-def _short(cfg: Config) -> Config:
-    from dataclasses import replace
-
-    return replace(cfg, model=replace(cfg.model, num_layers=len(cfg.model.windows)))
+    return seconds_per_call(run, x, w, dy)
 
 
-def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
-    """A whole training step, and its optimizer alone."""
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, [device]))
-    abstract = abstract_state(cfg, ctx)
-    state = make_state(cfg, ctx, abstract)
+def _layer(cfg: Config, ctx: Context, x: jax.Array) -> float:
+    """Returns the seconds of one whole layer, as a mean over the alternating windows."""
+    model = replace(cfg.model, num_layers=len(cfg.model.windows))
+    name, stack = family.only_stack(model)
+    spec = family.spec(model)[name]
+    values = params.cast_matrices(spec, params.init(jax.random.key(0), spec), ctx.dtype)
+    weights = [jax.tree.map(lambda a, i=i: a[i], values) for i in range(stack.period)]
+    tokens = jnp.zeros(x.shape[:2], jnp.int32)
+
+    def forward(weights: PyTree, x: jax.Array) -> jax.Array:
+        layer_inputs = family.of(model).make_layer_inputs(model, {"tokens": tokens}, ctx)
+        return remat(ctx, lambda w, x: stack.step(model, ctx, w, x, 0, layer_inputs)[0])(weights, x)
+
+    @jax.jit
+    def both(weights: PyTree, x: jax.Array, dy: jax.Array) -> PyTree:
+        y, backward = jax.vjp(forward, weights, x)
+        return y, backward(dy)
+
+    return seconds_per_call(both, weights, x, x) / stack.period
+
+
+def _random_batch(cfg: Config) -> Batch:
+    """Returns a batch of random tokens, each row one document."""
     shape = (cfg.data.batch_size, cfg.data.seq_len)
     ids = jax.random.randint(jax.random.key(0), shape, 0, cfg.model.vocab)
     batch = {"tokens": ids, "targets": ids, "loss_weights": jnp.ones(shape)}
     if cfg.data.packing:
-        batch |= {
-            "segment_ids": jnp.zeros(shape, jnp.int32),
-            "positions": jnp.broadcast_to(jnp.arange(shape[1]), shape),
-        }
+        batch["segment_ids"] = jnp.zeros(shape, jnp.int32)
+        batch["positions"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     if cfg.model.moe.num_experts and cfg.model.moe.router == "domain":
         batch["gate_ids"] = jax.random.randint(jax.random.key(1), shape, 0, cfg.model.moe.num_experts)
-    batch = jax.device_put(batch, ctx.sharding(ctx.batch))
-    optimizer = make_optimizer(cfg)
+    return batch
 
-    def update(values: Any, opt_state: Any) -> Any:
+
+def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
+    """Measures a whole training step, and the optimizer alone."""
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, [device]))
+    abstract = abstract_state(cfg, ctx)
+    state = make_state(cfg, ctx, abstract)
+    batch = jax.device_put(_random_batch(cfg), ctx.sharding(ctx.batch))
+    train_step, optimizer = step.jit_train_step(cfg, ctx, abstract), make_optimizer(cfg)
+
+    def run_steps(count: int) -> TrainState:
+        nonlocal state
+        for _ in range(count):
+            state, _ = train_step(state, batch)
+        return state
+
+    def update(values: PyTree, opt_state: PyTree) -> PyTree:
         grads = jax.tree.map(lambda p: p.astype(ctx.dtype), values)
         changes, opt_state = optimizer.update(grads, opt_state, values)
         return jax.tree.map(lambda p, c: p + c.astype(p.dtype), values, changes), opt_state
 
-    train_step: Any = step.jit_train_step(cfg, ctx, abstract)
-    state, metrics = train_step(state, batch)
-    times = []
-    for _ in range(ROUNDS):
-        jax.block_until_ready(state)
-        begin = time.perf_counter()
-        state, metrics = train_step(state, batch)
-        jax.block_until_ready(metrics)
-        times.append(time.perf_counter() - begin)
-    change = jax.jit(update, donate_argnums=(0, 1))
-    held = change(state.params, state.opt_state)
-    changes = []
-    for _ in range(ROUNDS):
-        jax.block_until_ready(held)
-        begin = time.perf_counter()
-        held = change(*held)
-        jax.block_until_ready(held)
-        changes.append(time.perf_counter() - begin)
-    return {"step": median(times), "optimizer": median(changes)}
+    seconds = {"step": seconds_per_run(run_steps)}
+    jitted: Any = jax.jit(update, donate_argnums=(0, 1))
+    updated = state.params, state.opt_state
+
+    def run_updates(count: int) -> PyTree:
+        nonlocal updated
+        for _ in range(count):
+            updated = jitted(*updated)
+        return updated
+
+    return seconds | {"optimizer": seconds_per_run(run_updates)}

@@ -1,21 +1,21 @@
-"""The picture of a roofline: a chip's roof, and where the parts of one layer lie under it."""
+"""Draws a roofline: the attainable FLOP/s of a chip, and the parts of one layer below it."""
 
 from pathlib import Path
 
-from jaxstack.planner.roofline import Report
+from jaxstack.planner.roofline import Roofline
 
 COLORS = {"matmul": "#1b6ca8", "attention": "#d1495b", "normalisation": "#66a182", "pointwise": "#edae49"}
 
 
-def draw(report: Report, path: Path) -> None:
-    """Attainable FLOP/s against FLOPs a byte, and beside it each part's share of FLOPs, bytes and least time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: it takes a second
+def draw(roofline: Roofline, path: Path) -> None:
+    """Draws attainable FLOP/s over FLOPs per byte, and the share of each part in FLOPs, bytes and least time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
     from matplotlib.figure import Figure
 
-    limits = report.limits
-    peak = limits.peak(report.dtype) * limits.matmul_efficiency
+    limits = roofline.limits
+    peak = limits.peak(roofline.dtype) * limits.matmul_efficiency
     bandwidth = limits.chip.hbm_bandwidth * limits.bandwidth_efficiency
-    rows = [row for row in report.tables["layer"] if row.name in COLORS]
+    rows = [row for row in roofline.tables["layer"] if row.name in COLORS]
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     roof, bars = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -29,19 +29,19 @@ def draw(report: Report, path: Path) -> None:
             roof.plot([row.intensity], [reached], "o", color=COLORS[row.name], markersize=8)
             roof.annotate(row.name, (row.intensity, reached), xytext=(7, -14 if i % 2 else 6),
                           textcoords="offset points", fontsize=9)  # fmt: skip
-            if row.name in report.measured:
-                real = row.flops / report.measured[row.name] / 1e12
+            if row.name in roofline.measured:
+                real = row.flops / roofline.measured[row.name] / 1e12
                 roof.plot([row.intensity], [real], "x", color=COLORS[row.name], markersize=8)
     roof.set(xscale="log", yscale="log", xlabel="FLOPs a byte of memory traffic", ylabel="TFLOP/s")
-    crosses = "; crosses: measured" if report.measured else ""
-    roof.set_title(f"One layer on {report.chip}, {report.dtype}{crosses}", fontsize=10)
+    crosses = "; crosses: measured" if roofline.measured else ""
+    roof.set_title(f"One layer on {roofline.chip}, {roofline.dtype}{crosses}", fontsize=10)
     shares = {
         "FLOPs": [row.flops for row in rows],
         "bytes": [row.bytes for row in rows],
         "least time": [row.seconds for row in rows],
     }
-    if all(row.name in report.measured for row in rows):
-        shares["measured"] = [report.measured[row.name] for row in rows]
+    if all(row.name in roofline.measured for row in rows):
+        shares["measured"] = [roofline.measured[row.name] for row in rows]
     for place, values in enumerate(shares.values()):
         left = 0.0
         for row, value in zip(rows, values, strict=True):

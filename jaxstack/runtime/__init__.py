@@ -1,1 +1,1 @@
-"""What surrounds the process: platform, joining other processes, requests to stop, processes that die or hang."""
+"""The environment of a process: CPU devices, joining other processes, stop signals, and the watchdog."""

@@ -1,7 +1,7 @@
-"""What must be decided before JAX starts: how many devices the CPU is, and the flags of that choice.
+"""Settings that must be made before JAX starts: the number of CPU devices, and the XLA flags that go with it.
 
-JAX is not imported here. Whatever the user's environment says (`JAX_PLATFORMS`, `JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`)
-stands; nothing here changes it.
+JAX is not imported here. Variables that the user has set (`JAX_PLATFORMS`, `JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`) are not
+changed.
 """
 
 import math
@@ -16,16 +16,16 @@ MAX_CPU_DEVICES = 8  # every device holds its own copy of the state
 
 
 def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
-    """Devices to make of this process's CPU: its part of what the mesh asks for, simulated where there are fewer cores.
+    """Returns the number of CPU devices of this process: its share of the mesh, even if there are fewer cores.
 
-    Where `mesh` leaves an axis open (-1) that is the physical cores, or fewer if they do not divide the batch: XLA runs
-    a batched matmul, and many an elementwise loop, on one core of a device; with a device per core and the batch split
-    among them everything is parallel.
+    If an axis of `mesh` is -1, this is the number of physical cores, or less if they do not divide the batch. XLA runs
+    a batched matmul, and many elementwise loops, on a single core of a device. One device per core, with the batch
+    split over them, uses all cores.
 
     Args:
-      mesh: sizes.
-      batch: sequences of one microbatch.
-      processes: that make up the mesh.
+      mesh: sizes of the axes.
+      batch: number of sequences in one microbatch.
+      processes: number of processes that share the mesh.
     """
     fixed = math.prod(mesh.known_sizes.values())
     share = max(fixed // processes, 1)
@@ -39,20 +39,20 @@ def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
 
 
 def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
-    """Sets the environment that JAX reads when it is imported. Changes nothing on an accelerator's side.
+    """Sets the variables that JAX reads when it is imported. They do not affect accelerators.
 
     Args:
-      mesh: sizes.
-      batch: sequences of one microbatch.
-      processes: that make up the mesh.
+      mesh: sizes of the axes.
+      batch: number of sequences in one microbatch.
+      processes: number of processes that share the mesh.
     """
     devices = cpu_devices(mesh, batch, processes)
     if devices > 1 and not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
-        # Each device has its core: a thread pool shared by them would only make them wait for each other.
+        # Each device has its own core: with a shared thread pool, devices would wait for each other.
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 
 
 def seconds_since_start() -> float:
-    """Age of this process: what a user has waited since the command."""
+    """Returns the age of this process: how long the user has waited since the command."""
     return time.time() - psutil.Process().create_time()

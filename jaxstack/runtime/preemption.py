@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a request to stop after the step; a second SIGINT leaves at once. JAX is not imported here."""
+"""Stop signals: SIGTERM and SIGINT stop a run after the step, a second SIGINT at once. JAX is not imported here."""
 
 import os
 import signal
@@ -11,49 +11,53 @@ from contextlib import contextmanager
 from jaxstack.common.errors import Exit
 
 
-class Request:
-    """Whether somebody asked the run to stop, and how (`SIGTERM`, `SIGINT`)."""
+class StopRequest:
+    """A request to stop the run.
+
+    Attributes:
+      signal: name of the signal that was received, `SIGTERM` or `SIGINT`; `None` as long as there was none.
+    """
 
     def __init__(self) -> None:
-        self.by: str | None = None
+        self.signal: str | None = None
 
 
 @contextmanager
-def caught(forward: Callable[[], None] | None = None) -> Iterator[Request]:
-    """Takes both signals while the context lasts.
+def catch_stop_signals(forward: Callable[[], None] | None = None) -> Iterator[StopRequest]:
+    """Handles SIGTERM and SIGINT inside the context.
 
-    A thread hears them, at once: Python's own handlers would wait until the main thread comes back from XLA, which may
-    be a long step away.
+    A thread receives them at once. Python's own handlers would wait until the main thread returns from XLA, which can
+    take as long as a step.
 
     Args:
-      forward: of a run of several processes, whose request has to reach the others: called at the first SIGINT in
-        place of setting the request. SIGTERM is then left to JAX.
+      forward: passes the request on to the other processes of a run. The first SIGINT calls it instead of setting the
+        request, and SIGTERM is left to JAX. `None` is for a single process.
     """
-    request = Request()
-    if threading.current_thread() is not threading.main_thread():  # a notebook's cell; Python allows it nowhere else
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():  # Python allows handlers in the main thread only
         yield request
         return
-    ours, pythons = socket.socketpair()
-    pythons.setblocking(False)
-    taken = (signal.SIGINT,) if forward else (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda *_: None) for number in taken}
-    descriptor = signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    handled = (signal.SIGINT,) if forward else (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *_: None) for number in handled}
+    descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
     def listen() -> None:
         interrupts = 0
-        while numbers := ours.recv(64):
+        while numbers := receiver.recv(64):
             for number in numbers:
-                if number not in taken:
+                if number not in handled:
                     continue
                 interrupts += number == signal.SIGINT
                 if interrupts == 2:
-                    print("\nleft at once; what was committed stands", file=sys.stderr, flush=True)
+                    print("\nexiting now; committed checkpoints are intact", file=sys.stderr, flush=True)
                     os._exit(Exit.INTERRUPTED)
                 if forward:
                     forward()
-                elif request.by is None:
-                    request.by = signal.Signals(number).name
-                hint = "; again to leave at once" if number == signal.SIGINT else ""
+                elif request.signal is None:
+                    request.signal = signal.Signals(number).name
+                hint = "; interrupt again to exit now" if number == signal.SIGINT else ""
                 print(f"\nstopping after this step{hint}", file=sys.stderr, flush=True)
 
     threading.Thread(target=listen, daemon=True, name="jaxstack-signals").start()
@@ -63,4 +67,4 @@ def caught(forward: Callable[[], None] | None = None) -> Iterator[Request]:
         signal.set_wakeup_fd(descriptor)
         for number, handler in before.items():
             signal.signal(number, handler)
-        pythons.close()
+        sender.close()

@@ -1,8 +1,8 @@
-"""A run never hangs in silence: the watch ends this process when another is lost, or when nothing moves any more.
+"""The watchdog: ends this process when another process is lost, or when no step finishes for too long.
 
-Collectives wait without end for a process that died, and whoever waits cannot look. So two threads do: one tells the
-others, through the coordinator that JAX has, that this process lives, and reads the same of them; one judges what it
-has heard, since the first may itself be waiting for a coordinator that does not answer.
+Collectives wait forever for a process that died, and block the thread that runs them. So two other threads watch. One
+sends heartbeats to the other processes through JAX's coordinator, and receives theirs. The second decides who is lost,
+since the first one may itself be blocked by a coordinator that does not answer.
 """
 
 import ctypes
@@ -20,41 +20,42 @@ from jaxstack.runtime import distributed
 
 _ALIVE, _ENDED = "jaxstack/alive/", "jaxstack/ended/"
 
+_LOST = "is lost: killed, stopped, or disconnected"
+_RESTART = "Committed checkpoints are intact. Start all processes again."
 
-_GONE = "is gone: killed, stopped, or cut off. What was committed stands: start all processes again"
 
-
-class Watch:
-    """Watches from entering to leaving the context."""
+class Watchdog:
+    """Watches over this process and the others inside the context."""
 
     def __init__(self, lost_s: float, stalled_s: float) -> None:
-        """
+        """Prepares the watchdog; entering the context starts it.
+
         Args:
-          lost_s: silence of another process, in seconds, after which it is lost.
-          stalled_s: seconds without `moved` after which this process gives up.
+          lost_s: seconds without a heartbeat after which another process is lost.
+          stalled_s: seconds without `report_progress` after which this process ends.
         """
         import jax
-        from jax._src.distributed import global_state  # the key-value store has no public name; orbax takes it so too
+        from jax._src.distributed import global_state  # the key-value store has no public name; orbax uses it too
 
-        self._me, self._count = jax.process_index(), jax.process_count()
+        self._index, self._count = jax.process_index(), jax.process_count()
         self._client: Any = global_state.client if self._count > 1 else None
         self._coordinator = str(global_state.coordinator_address)
         self._lost_s, self._stalled_s = lost_s, stalled_s
         self._over, self._failed = threading.Event(), threading.Event()
-        self._moved = time.monotonic()
-        self._heard = dict.fromkeys(set(range(self._count)) - {self._me}, self._moved)
+        self._progress = time.monotonic()
+        self._heard = dict.fromkeys(set(range(self._count)) - {self._index}, self._progress)
         self._beats: dict[int, str] = {}
         self._ends: dict[int, str] = {}
 
-    def moved(self) -> None:
-        """Something was finished."""
-        self._moved = time.monotonic()
+    def report_progress(self) -> None:
+        """Restarts the time limit `stalled_s`, because something was finished."""
+        self._progress = time.monotonic()
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "Watchdog":
         if self._client:
             self._catch_abort()
-        for work in (self._judge, self._talk) if self._client else (self._judge,):
-            threading.Thread(target=work, daemon=True, name=f"jaxstack-watch{work.__name__}").start()
+        for work in (self._check_loop, self._heartbeat_loop) if self._client else (self._check_loop,):
+            threading.Thread(target=work, daemon=True, name=f"jaxstack-watchdog{work.__name__}").start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -62,83 +63,95 @@ class Watch:
             import jax
 
             self._failed.set()
-            self._say_end(str(error).strip().splitlines()[0] if str(error) else type(error).__name__)
+            self._announce_end(str(error).strip().splitlines()[0] if str(error) else type(error).__name__)
             if isinstance(error, jax.errors.JaxRuntimeError):
-                # A collective that broke may be the echo of another's death, which then is the thing to say.
-                print(f"process {self._me} of {self._count} failed; looking for {self._lost_s:.0f} s whether another "
-                      f"was the cause", file=sys.stderr, flush=True)  # fmt: skip
+                # A collective may have failed because another process died; then that is the error to report.
+                print(
+                    f"process {self._index} of {self._count} failed; checking for {self._lost_s:.0f} s whether another "
+                    f"process was the cause",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 time.sleep(self._lost_s + 2 * self._beat_s)
         self._over.set()
 
     def _catch_abort(self) -> None:
-        """JAX aborts, with a stack trace of C++, the moment that the connection to the coordinator breaks.
+        """Catches the abort of JAX when the connection to the coordinator breaks.
 
-        What it has to say is said here, with our exit code, if that is why. Only a handler of C is called at all then.
+        JAX would print a C++ stack trace. This prints one line and ends with our exit code instead, if process 0 is
+        lost. Only a C handler is called at that point.
         """
         libc = ctypes.CDLL(None)
 
         def aborted(_: int) -> None:
             if self._over.is_set():
-                os._exit(1)  # this process has said why it ends
-            if self._me and not distributed.answers(self._coordinator):
-                self._end(Exit.PEER_LOST, f"process 0 of {self._count} {_GONE}")
-            libc.signal(signal.SIGABRT, 0)  # something else: the default, which follows
+                os._exit(1)  # this process has already printed why it ends
+            if self._index and not distributed.is_listening(self._coordinator):
+                self._end(Exit.PEER_LOST, f"process 0 of {self._count} {_LOST}. {_RESTART}")
+            libc.signal(signal.SIGABRT, 0)  # another cause: restore the default action, which follows
 
-        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)  # kept, for C does not count references
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)  # C holds no reference, so we do
         libc.signal(signal.SIGABRT, self._handler)
 
     @property
     def _beat_s(self) -> float:
         return self._lost_s / 6
 
-    def _say_end(self, why: str) -> None:
+    def _announce_end(self, reason: str) -> None:
         try:
-            self._client.key_value_set(f"{_ENDED}{self._me}", why, allow_overwrite=True)
+            self._client.key_value_set(f"{_ENDED}{self._index}", reason, allow_overwrite=True)
         except RuntimeError:
-            return  # the coordinator is gone, and the others will see that themselves
+            return  # the coordinator is lost, which the others will notice themselves
 
-    def _talk(self) -> None:
+    def _heartbeat_loop(self) -> None:
+        """Sends heartbeats, and records those of the other processes and why they ended."""
         beat = 0
         while not self._over.wait(self._beat_s):
             beat += 1
             try:
-                self._client.key_value_set(f"{_ALIVE}{self._me}", str(beat), allow_overwrite=True)
-                said = [*self._client.key_value_dir_get(_ALIVE), *self._client.key_value_dir_get(_ENDED)]
+                self._client.key_value_set(f"{_ALIVE}{self._index}", str(beat), allow_overwrite=True)
+                entries = [*self._client.key_value_dir_get(_ALIVE), *self._client.key_value_dir_get(_ENDED)]
             except RuntimeError:
-                continue  # nothing was heard; judging that is the other thread's
+                continue  # nothing was received; the other thread decides what that means
             now = time.monotonic()
-            for key, value in said:
+            for key, value in entries:
                 index = int(key.rsplit("/", 1)[1])
-                if index == self._me:
+                if index == self._index:
                     continue
                 if key.startswith(_ENDED):
                     self._ends.setdefault(index, value)
                 elif self._beats.get(index) != value:
                     self._beats[index], self._heard[index] = value, now
 
-    def _judge(self) -> None:
+    def _check_loop(self) -> None:
+        """Ends this process if it makes no progress, or if another process is lost or has ended."""
         ended_at: float | None = None
         while not self._over.wait(min(self._beat_s, 5)):
             now = time.monotonic()
-            if now - self._moved > self._stalled_s and not self._failed.is_set():
-                self._end(Exit.STALLED, f"nothing was finished for {self._stalled_s:.0f} s (train.stalled_s)")
+            if now - self._progress > self._stalled_s and not self._failed.is_set():
+                self._end(
+                    Exit.STALLED,
+                    f"no progress for train.stalled_s={self._stalled_s:g} s. Find out what blocks the run, or "
+                    f"raise train.stalled_s if steps take this long.",
+                )
             lost = [i for i, heard in self._heard.items() if now - heard > self._lost_s and i not in self._ends]
             if lost:
                 if len(lost) == len(self._heard) and 0 in lost:
-                    lost = [0]  # the others are heard through it
+                    lost = [0]  # heartbeats of the others pass through process 0
                 who = " and ".join(f"process {i}" for i in sorted(lost))
                 self._end(
                     Exit.PEER_LOST,
-                    f"{who} of {self._count} {_GONE} (nothing heard for distributed.lost_s={self._lost_s:g} s)",
+                    f"{who} of {self._count} {_LOST} (no heartbeat for distributed.lost_s={self._lost_s:g} s). "
+                    f"{_RESTART}",
                 )
             if self._ends and not self._failed.is_set():
                 ended_at = ended_at or now
-                if now - ended_at > 2 * self._beat_s:  # else this process is about to say the same itself
-                    index, why = next(iter(self._ends.items()))
-                    self._end(Exit.PEER_LOST, f"process {index} of {self._count} ended: {why}")
+                if now - ended_at > 2 * self._beat_s:  # before that, this process may report the same error itself
+                    index, reason = next(iter(self._ends.items()))
+                    self._end(Exit.PEER_LOST, f"process {index} of {self._count} ended: {reason}")
 
     def _end(self, code: Exit, message: str) -> None:
         if not self._over.is_set():
-            where = f" [process {self._me} of {self._count}]" if self._client else ""
+            where = f" [process {self._index} of {self._count}]" if self._client else ""
             print(f"{errors.program()}: error: {message}{where}", file=sys.stderr, flush=True)
             os._exit(code)

@@ -1,9 +1,9 @@
-"""Meshes, the rules that map arrays to them, and any Flax model placed by those rules."""
+"""Device meshes, the rules that map arrays to them, and sharding of any Flax model by these rules."""
 
-from jaxstack.sharding.flax import placed, shard
+from jaxstack.sharding.flax import shard, shardings_of
 from jaxstack.sharding.mesh import AXES, BATCH_AXES, make_mesh
 from jaxstack.sharding.rules import Leaf, Rules, ShardingError, transformer
-from jaxstack.sharding.summary import guard, over_even_split, replicated_fraction, table
+from jaxstack.sharding.summary import assert_sharded, replicated_fraction, replication_factor, summarize
 
 __all__ = [
     "AXES",
@@ -11,12 +11,12 @@ __all__ = [
     "Leaf",
     "Rules",
     "ShardingError",
-    "guard",
+    "assert_sharded",
     "make_mesh",
-    "over_even_split",
-    "placed",
     "replicated_fraction",
+    "replication_factor",
     "shard",
-    "table",
+    "shardings_of",
+    "summarize",
     "transformer",
 ]

@@ -1,7 +1,7 @@
-"""Collectives of local functions, by the names of mesh axes; each does nothing where there is nothing to do.
+"""Collectives for functions inside `jax.shard_map`, which see one device's shard of every array.
 
-A function inside `jax.shard_map` sees its device's part of every array. These are the ways in which parts meet. Axis
-names come as tuples, the slowest axis first as in a PartitionSpec; the empty tuple is one part.
+Mesh axes are given as tuples of names, the slowest axis first as in a PartitionSpec. With an empty tuple every
+collective returns its input.
 """
 
 from functools import partial
@@ -11,36 +11,39 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxstack.common.tree import PyTree
+
 Axes = tuple[str, ...]
+"""Names of mesh axes, the slowest first."""
 
 
 def gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Every part, joined along `dim`. Its gradient is `reduce_scatter`."""
+    """Returns the shards of all devices along `axes`, concatenated along `dim`. Its gradient is `reduce_scatter`."""
     return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """The sum over `axes`, of which each device keeps its part along `dim`. Its gradient is `gather`."""
+    """Returns this device's shard along `dim` of the sum over `axes`. Its gradient is `gather`."""
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
 def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
-    """The sum over `axes`, on every device."""
+    """Returns the sum over `axes`, on every device."""
     return lax.psum(x, axes) if axes else x
 
 
 def index(axes: Axes) -> jax.Array | int:
-    """Which part this device holds."""
+    """Returns the index of this device's shard along `axes`."""
     return lax.axis_index(axes) if axes else 0
 
 
 def count(axes: Axes) -> int:
-    """How many parts there are."""
+    """Returns the number of shards along `axes`."""
     return lax.axis_size(axes) if axes else 1
 
 
 def local_slice(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """This device's part along `dim` of an array that all devices hold in full."""
+    """Returns this device's shard along `dim` of an array that every device stores in full."""
     if not axes:
         return x
     size = x.shape[dim] // count(axes)
@@ -48,90 +51,93 @@ def local_slice(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def all_gather_invariant(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """`gather`, typed as equal on all devices. It is a sum of parts among zeros: for small arrays."""
+    """Returns the result of `gather`, typed as equal on all devices.
+
+    It sums zero-padded shards, which sends more than a gather. Use it for small arrays.
+    """
     if not axes:
         return x
     shape = (*x.shape[:dim], x.shape[dim] * count(axes), *x.shape[dim + 1 :])
-    whole = varying(jnp.zeros(shape, x.dtype), varies_along(x))
-    return all_reduce(lax.dynamic_update_slice_in_dim(whole, x, index(axes) * x.shape[dim], dim), axes)
+    padded = varying(jnp.zeros(shape, x.dtype), varies_along(x))
+    return all_reduce(lax.dynamic_update_slice_in_dim(padded, x, index(axes) * x.shape[dim], dim), axes)
 
 
 def varies_along(x: jax.Array | jax.ShapeDtypeStruct) -> Axes:
-    """The axes along which an array may differ from device to device, by its type."""
+    """Returns the mesh axes along which the type of an array allows it to differ between devices."""
     kind = x.manual_axis_type if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).mat
     return tuple(sorted(kind.varying)) if kind else ()
 
 
 def varying(x: jax.Array, axes: Axes) -> jax.Array:
-    """The same value, typed as one that may differ along `axes`.
+    """Returns the same value, typed as one that may differ along `axes`.
 
-    Gradients with respect to it stay apart, one a device, and can be summed once and late; those with respect to an
-    array that is equal on all devices are summed wherever it meets one that is not.
+    Its gradient is local to each device, so you can sum it over devices once, at the end. Autodiff sums the gradient of
+    an array that is equal on all devices at every operation with a varying array.
     """
     missing = tuple(axis for axis in axes if axis not in varies_along(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def match_varying(*arrays: Any) -> tuple[Any, ...]:
-    """The arrays (or None), each typed as differing along every axis that any of them does.
+    """Returns the arrays (or None), each typed as varying along every axis that any of them varies along.
 
-    A hand-written gradient needs it: it sums over its own elements, and knows nothing of sums over devices.
+    A `jax.custom_vjp` needs it: its backward pass sums over local elements only, not over devices.
     """
     axes = tuple(sorted({axis for x in jax.tree.leaves(arrays) for axis in varies_along(x)}))
     return jax.tree.map(lambda x: varying(x, axes), arrays)
 
 
-class Use(NamedTuple):
-    """How a stored parameter becomes one that a device computes with, and how its gradient goes back.
+class ParamGather(NamedTuple):
+    """How a stored parameter is gathered for the computation, and how its gradient is reduced.
 
     Attributes:
-      gathered: the dimensions that are gathered, and the mesh axes that each is split over.
-      summed: mesh axes over which the gradient is summed beside those, since each device has seen other tokens.
-      dtype: in which gradients are reduced over devices.
+      dims: the dimensions to gather, each with the mesh axes that split it.
+      sum_axes: other mesh axes to sum the gradient over, because each device has processed other tokens.
+      reduce_dtype: dtype in which gradients are reduced over devices.
     """
 
-    gathered: tuple[tuple[int, Axes], ...]
-    summed: Axes
-    dtype: Any
+    dims: tuple[tuple[int, Axes], ...]
+    sum_axes: Axes
+    reduce_dtype: jax.typing.DTypeLike
 
 
-def use_parameter(use: Use, x: jax.Array) -> jax.Array:
-    """Returns the whole parameter in x's dtype, typed as varying along all axes of `use`.
+def gather_parameter(how: ParamGather, x: jax.Array) -> jax.Array:
+    """Returns the full parameter in x's dtype, typed as varying along all mesh axes of `how`.
 
-    The gradient that comes back is converted to `use.dtype`, scattered and summed over devices, and rounded to x's
-    dtype once. Autodiff would reduce it in x's dtype, rounding at every hop from device to device.
+    The gradient is converted to `how.reduce_dtype`, reduce-scattered and summed over devices, and rounded to x's dtype
+    once. Autodiff would reduce it in x's dtype, with a rounding at every hop from device to device.
     """
-    summed = tuple(axis for axis in use.summed if axis not in varies_along(x))
-    if not summed and not use.gathered:
+    sum_axes = tuple(axis for axis in how.sum_axes if axis not in varies_along(x))
+    if not sum_axes and not how.dims:
         return x
-    return _use_parameter(use._replace(summed=summed, dtype=jnp.dtype(use.dtype)), x)
+    return _gather_parameter(ParamGather(how.dims, sum_axes, jnp.dtype(how.reduce_dtype)), x)
 
 
-def _gather_all(use: Use, x: jax.Array) -> jax.Array:
-    x = varying(x, use.summed)
-    for dim, axes in use.gathered:
+def _gather_all(how: ParamGather, x: jax.Array) -> jax.Array:
+    x = varying(x, how.sum_axes)
+    for dim, axes in how.dims:
         x = gather(x, axes, dim)
     return x
 
 
-def _scatter_all(use: Use, _: None, dy: jax.Array) -> tuple[jax.Array]:
-    dx = dy.astype(use.dtype)
-    # Scattered first, so that only what a device keeps is summed over the other axes.
-    for dim, axes in reversed(use.gathered):
+def _scatter_all(how: ParamGather, _: None, dy: jax.Array) -> tuple[jax.Array]:
+    dx = dy.astype(how.reduce_dtype)
+    # Scatter first: the sum over the other axes then moves only this device's shard.
+    for dim, axes in reversed(how.dims):
         dx = reduce_scatter(dx, axes, dim)
-    return (all_reduce(dx, use.summed).astype(dy.dtype),)
+    return (all_reduce(dx, how.sum_axes).astype(dy.dtype),)
 
 
-_use_parameter = partial(jax.custom_vjp, nondiff_argnums=(0,))(_gather_all)
-# The plain function runs forward, so that policies of recomputation see its gathers.
-_use_parameter.defvjp(lambda use, x: (_gather_all(use, x), None), _scatter_all)
+_gather_parameter = partial(jax.custom_vjp, nondiff_argnums=(0,))(_gather_all)
+# The forward rule calls the plain function, so that remat policies apply to its gathers.
+_gather_parameter.defvjp(lambda how, x: (_gather_all(how, x), None), _scatter_all)
 
 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros, typed as differing along the axes that `like` does: where a loop's sums begin."""
+    """Returns zeros that vary along the same mesh axes as `like`, to initialise the sums of a loop."""
     return varying(jnp.zeros(shape, dtype), varies_along(like))
 
 
-def match_varying_tree(new: Any, old: Any) -> Any:
-    """A tree, typed as differing along the axes that another one does: what a loop's body returns for its carry."""
+def match_varying_tree(new: PyTree, old: PyTree) -> PyTree:
+    """Returns the tree `new`, typed as varying along the axes of `old`: for the carry that a loop's body returns."""
     return jax.tree.map(lambda a, b: varying(a, varies_along(b)), new, old)

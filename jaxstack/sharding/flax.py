@@ -1,7 +1,7 @@
-"""Anyone's model on a mesh, in one call: nnx modules, linen variables, plain trees, and what optimizers keep for them.
+"""Shards any model on a mesh in one call: nnx modules, linen variables, plain trees, and their optimizer state.
 
-The user's model imports nothing from here. Flax itself is read through `sys.modules`: a tree can hold objects of
-`flax.nnx` only where somebody has imported it, and plain trees should not pay for the import.
+The model does not import this package. Flax is read through `sys.modules`: a tree contains objects of `flax.nnx` only
+if the program has imported it, and plain trees need not wait for the import.
 """
 
 import sys
@@ -12,60 +12,60 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxstack.common.tree import path_of
+from jaxstack.common.tree import PyTree, path_of
 from jaxstack.sharding.rules import Leaf, MeshAxes, Rules, ShardingError, names_of
 
 
-def shard(tree: Any, rules: Rules, mesh: Mesh, *, like: Any = None) -> Any:
-    """Puts every array of a model, an optimizer state or a whole train state where the rules say. Values do not change.
+def shard(tree: PyTree, rules: Rules, mesh: Mesh, *, like: PyTree = None) -> PyTree:
+    """Shards every array of a model, an optimizer state or a whole train state by the rules. Values do not change.
 
-    What it takes, and gives back as the same type:
-      - a plain tree of arrays (dicts, lists, dataclasses, optax states, `flax.training.train_state.TrainState`).
-      - linen variables. `nn.Partitioned` and `nn.LogicallyPartitioned` boxes are read for their names, and kept.
-      - an nnx module, `nnx.Optimizer`, `nnx.State`, or a tree of them. `out_sharding` of a variable is read for its
-        names, and kept. A new module is returned; the one given is untouched.
-      - any of these with `jax.ShapeDtypeStruct` for arrays: they come back with `.sharding` set, for
-        `jax.jit(init, out_shardings=...)` of what no single device could hold.
-      - inside `jax.jit`: the layout becomes a constraint on the function's results.
+    It accepts these trees, and returns the same type:
+      - A plain tree of arrays (dicts, lists, dataclasses, optax states, `flax.training.train_state.TrainState`).
+      - Linen variables. The names of `nn.Partitioned` and `nn.LogicallyPartitioned` boxes are read; boxes are kept.
+      - An nnx module, `nnx.Optimizer`, `nnx.State`, or a tree of them. The names in `out_sharding` of a variable are
+        read and kept. It returns a new module and does not change the given one.
+      - Any of these with `jax.ShapeDtypeStruct` for arrays. The result has `.sharding` set, for
+        `jax.jit(init, out_shardings=...)` of a model that is too large for one device.
+      - Tracers inside `jax.jit`. The sharding becomes a constraint on them.
 
-    How an array is placed, the first that applies:
-      1. It belongs to an optimizer and *follows a parameter*: its path ends with the parameter's path, and it has the
-        same shape. The parameters are those of `like`; in a train state, a tree that has `params` (or `model`) beside
-        `opt_state`, they are found without it. An annotation that differs from the parameter's (nnx's
-        `optimizer_sharding`) is obeyed instead.
-      2. The first pattern of `rules.paths` that matches its path.
-      3. The names that it is annotated with, by `rules.parameters`. Where that is empty they must be mesh axes.
-        Mappings that the model itself carries (`sharding_rules`, `nn.logical_axis_rules`) are not read.
+    The first of these that applies to an array decides its sharding:
+      1. The array belongs to an optimizer and *follows a parameter*: its path ends with the parameter's path, and both
+        have the same shape. The parameters are those of `like`. In a train state, which is a tree with `params` (or
+        `model`) beside `opt_state`, they are found without `like`. If the array has an annotation that differs from
+        the parameter's (nnx's `optimizer_sharding`), the annotation is used instead.
+      2. The first pattern of `rules.paths` that matches the path.
+      3. The annotated names, mapped by `rules.parameters`. If that is empty, the names must be mesh axes. Mappings
+        inside the model (`sharding_rules`, `nn.logical_axis_rules`) are not read.
       4. Arrays of one element (step counters, a learned scale) and the keys and counters of `nnx.Rngs` are replicated.
-    Anything else is an error, batch statistics included: they are arrays like others, and a rule reaches them.
+    Any other array is an error. This includes batch statistics: give them a rule.
 
     Args:
-      tree: what to place.
-      rules: by names, by paths, or both.
-      mesh: the devices, with automatic axes; `make_mesh`, or one of your own with any axes.
-      like: for optimizer states: the parameters (or the module) that the optimizer was made for, placed or not.
+      tree: the arrays to shard.
+      rules: rules by names, by paths, or both.
+      mesh: the devices, with automatic axes: from `make_mesh`, or your own mesh with any axes.
+      like: the parameters (or the module) that an optimizer state belongs to, sharded or not.
 
     Raises:
       ShardingError: see `Rules.resolve`; or a leaf is not an array, or the mesh has explicit axes.
     """
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ShardingError(
-            f"the mesh has axes of the types {mesh.axis_types}, and a model that names no sharding in its operations "
-            f"needs automatic ones; make it with axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+            f"the mesh has axes of the types {mesh.axis_types}, but a model without shardings in its operations needs "
+            f"automatic ones; make it with axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
         )
     arrays, rebuild = _read(tree)
     specs = _resolve(arrays, None if like is None else _read(like)[0], rules, mesh)
     return rebuild([_place(a.value, NamedSharding(mesh, _canonical(specs[a.path], mesh))) for a in arrays])
 
 
-def placed(tree: Any) -> tuple[dict[str, Leaf], dict[str, PartitionSpec]]:
-    """How the arrays of a tree really lie, for `table` and `guard`: what they are, and the spec of each.
+def shardings_of(tree: PyTree) -> tuple[dict[str, Leaf], dict[str, PartitionSpec]]:
+    """Returns the arrays of a tree and their present shardings by path, for `summarize` and `assert_sharded`.
 
     Args:
-      tree: anything that `shard` takes; arrays, or structures with shardings.
+      tree: any tree that `shard` accepts, with arrays or with `jax.ShapeDtypeStruct` that have a sharding.
 
     Raises:
-      ShardingError: an array is spread over devices in a way that does not name the axes of a mesh.
+      ShardingError: an array is split over devices by a sharding that does not name mesh axes.
     """
     leaves, specs = {}, {}
     for a in _read(tree)[0]:
@@ -75,7 +75,7 @@ def placed(tree: Any) -> tuple[dict[str, Leaf], dict[str, PartitionSpec]]:
         elif sharding is None or sharding.is_fully_replicated:
             spec = PartitionSpec()
         else:
-            raise ShardingError(f"{a.path}: laid out by {sharding}, which names no mesh axes; place it with `shard`")
+            raise ShardingError(f"{a.path}: its sharding {sharding} does not name mesh axes; shard it with `shard`")
         leaves[a.path], specs[a.path] = a.leaf, spec
     return leaves, specs
 
@@ -84,9 +84,9 @@ class _Array(NamedTuple):
     """One leaf of a tree.
 
     Attributes:
-      path: without the `value` that Flax's boxes append.
+      path: path without the `value` that Flax's boxes append.
       value: array, ShapeDtypeStruct or number.
-      leaf: what rules need to know of it.
+      leaf: shape and annotation, which the rules read.
     """
 
     path: str
@@ -95,14 +95,14 @@ class _Array(NamedTuple):
 
 
 def _read(tree: Any) -> tuple[list[_Array], Callable[[list[Any]], Any]]:
-    """Every array of a tree, and the function that puts others in their places."""
+    """Returns every array of a tree, and a function that rebuilds the tree from new values."""
     nnx: Any = sys.modules.get("flax.nnx")
     meta: Any = sys.modules.get("flax.core.meta")
     graph = None
     if nnx is not None:
         nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Pytree))
         if any(isinstance(x, nnx.Pytree) for x in nodes):
-            # A graph, not a tree: what two modules share is one array, and must stay one.
+            # This is a graph, not a tree: two modules may share one array, which must stay one array.
             graph, tree = nnx.split(tree)
     boxes = (*((nnx.Variable,) if nnx else ()), *((meta.AxisMetadata,) if meta else ()))
     arrays = []
@@ -115,7 +115,7 @@ def _read(tree: Any) -> tuple[list[_Array], Callable[[list[Any]], Any]]:
         for inner, value in inside:
             if len(inside) == 1:
                 arrays.append(_array(path, value, _annotation(item)))
-            else:  # a variable that holds a tree has no names for the dimensions of each array
+            else:  # a variable that contains a tree does not name the dimensions of each array
                 arrays.append(_array(f"{path}/{path_of(inner[1:])}", value, None))
     structure = jax.tree.structure(tree)
 
@@ -131,7 +131,7 @@ def _array(path: str, value: Any, axes: tuple[MeshAxes, ...] | None) -> _Array:
         value = jnp.asarray(value)  # `TrainState.create` starts with the number 0
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise ShardingError(
-            f"{path}: a leaf of type {type(value).__name__} is no array; keep it out of the tree, or make it static"
+            f"{path}: a leaf of type {type(value).__name__} is not an array; keep it out of the tree, or make it static"
         )
     if axes is None and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         axes = ()
@@ -139,7 +139,7 @@ def _array(path: str, value: Any, axes: tuple[MeshAxes, ...] | None) -> _Array:
 
 
 def _annotation(box: Any) -> tuple[MeshAxes, ...] | None:
-    """The names that a linen box or an nnx variable gives to its dimensions; none means replicated."""
+    """Returns the names of the dimensions of a linen box or an nnx variable, or None without annotation."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(box, nnx.Variable):
         names = box.get_metadata().get("out_sharding")
@@ -153,8 +153,10 @@ def _annotation(box: Any) -> tuple[MeshAxes, ...] | None:
 
 
 def _resolve(arrays: list[_Array], like: list[_Array] | None, rules: Rules, mesh: Mesh) -> dict[str, PartitionSpec]:
-    """The spec of every array. Parameters and what follows none of them go through the rules together, so that a rule
-    that either uses is used."""
+    """Returns the spec of every array.
+
+    The parameters and the arrays that do not follow one are resolved together, because an unused rule is an error.
+    """
     parameters, root = _parameters(arrays, like)
     asked = {a.path: a.leaf for a in like or ()}
     source = {}
@@ -163,7 +165,7 @@ def _resolve(arrays: list[_Array], like: list[_Array] | None, rules: Rules, mesh
         if owner is None and like is not None and a.path in asked:
             raise ShardingError(
                 f"{a.path}: the shape is {a.leaf.shape}, but {asked[a.path].shape} in `like`; pass the parameters that "
-                f"this state was made for"
+                f"this state belongs to"
             )
         if owner is None:
             asked[a.path] = a.leaf
@@ -173,7 +175,7 @@ def _resolve(arrays: list[_Array], like: list[_Array] | None, rules: Rules, mesh
 
 
 def _parameters(arrays: list[_Array], like: list[_Array] | None) -> tuple[dict[str, _Array], str]:
-    """What optimizer state can follow, by the path that it repeats; and where in the tree itself it lies."""
+    """Returns the parameters that optimizer state can follow, by path, and their prefix in the tree itself."""
     if like is not None:
         return {a.path: a for a in like}, ""
     tops = {a.path.split("/")[0] for a in arrays}
@@ -185,7 +187,7 @@ def _parameters(arrays: list[_Array], like: list[_Array] | None) -> tuple[dict[s
 
 
 def _owner(a: _Array, parameters: Mapping[str, _Array]) -> _Array | None:
-    """The parameter that an array of the optimizer follows: the one with the longest path that its own ends with."""
+    """Returns the parameter that an optimizer's array follows: the longest path that the array's path ends with."""
     parts = a.path.split("/")
     for start in range(len(parts)):
         owner = parameters.get("/".join(parts[start:]))
@@ -196,7 +198,7 @@ def _owner(a: _Array, parameters: Mapping[str, _Array]) -> _Array | None:
 
 
 def _canonical(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The spec as XLA would write it: results of a step then compare equal to its inputs, and it compiles once."""
+    """Returns the spec in XLA's form, so that the results of a step compare equal to its inputs: it compiles once."""
     entries: list[MeshAxes] = []
     for entry in spec:
         names = tuple(name for name in names_of(entry) if mesh.shape[name] > 1)

@@ -1,4 +1,4 @@
-"""The device mesh: sizes to a grid of devices, fast links inside and slow ones outside."""
+"""Builds the device mesh: a grid of devices with fast links along inner axes and slow ones along outer axes."""
 
 import itertools
 import math
@@ -12,24 +12,25 @@ from jax.sharding import AxisType, Mesh
 from jaxstack.config import ConfigError, MeshConfig
 
 AXES = tuple(MeshConfig().sizes)
-"""Mesh axes, outermost (slowest links) first. All always exist: size 1 costs nothing, and rules need no branches."""
+"""Mesh axes, outermost (slowest links) first. Every mesh has all of them, if only with size 1, so that rules need not
+check which axes exist."""
 
 BATCH_AXES = ("data", "fsdp", "expert")
-"""Axes that the batch is split over."""
+"""Mesh axes that split the batch."""
 
 
 def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over `devices` (all of them by default), with automatic axes.
+    """Returns the mesh over `devices`, with automatic axes.
 
-    Several slices (TPU) or hosts (GPU) lie along the outermost axes that they divide.
+    Several slices (TPU) or hosts (GPU) are placed along the outermost axes that they divide.
 
     Args:
-      cfg: sizes.
-      batch: sequences of one microbatch; the axes that share it must divide it.
-      devices: what to build on.
+      cfg: sizes of the axes; -1 takes the devices that are left.
+      batch: sequences of one microbatch. The axes that split it must divide it.
+      devices: the devices. `None` means all devices of the run.
 
     Raises:
-      ConfigError: the sizes do not make the number of devices, or do not divide the batch.
+      ConfigError: the product of the sizes is not the number of devices, or the sizes do not divide the batch.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = _sizes(cfg, len(devices))
@@ -43,12 +44,12 @@ def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None 
             f"{_product({a: sizes[a] for a in BATCH_AXES})} does not divide the {batch} sequences of a microbatch; "
             f"{advice}a data.batch_size that is a multiple of {replicas} (and of train.grad_accum)"
         )
-    # Auto is said aloud: `jax.make_mesh` would default to explicit axes.
+    # `jax.make_mesh` would default to explicit axes.
     return Mesh(_grid(tuple(sizes.values()), devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _sizes(cfg: MeshConfig, devices: int) -> dict[str, int]:
-    """The sizes with -1 filled in."""
+    """Returns the size of every axis, with -1 replaced by the devices that are left."""
     sizes = cfg.resolved_sizes(devices)
     if math.prod(sizes.values()) != devices:
         nearest = _product(_nearest(sizes, devices), "--mesh.{}={}", " ")
@@ -60,7 +61,7 @@ def _sizes(cfg: MeshConfig, devices: int) -> dict[str, int]:
 
 
 def _nearest(sizes: dict[str, int], devices: int) -> dict[str, int]:
-    """The factorisation of `devices` over the same axes that changes the sizes least, in ratio."""
+    """Returns the factorisation of `devices` over the same axes that changes the sizes least, by ratio."""
     axes = [axis for axis, size in sizes.items() if size > 1] or ["data"]
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     choices = [
@@ -77,7 +78,7 @@ def _product(sizes: dict[str, int], form: str = "mesh.{}={}", joint: str = " x "
 
 
 def _grid(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
-    """Devices in the mesh's shape, so that neighbours along inner axes are neighbours in the machine."""
+    """Returns the devices in the mesh's shape, with neighbours along inner axes close to each other in the machine."""
     by_slice = getattr(devices[0], "slice_index", None) is not None
     islands = {d.slice_index if by_slice else d.process_index for d in devices}
     outer, left = [], len(islands)

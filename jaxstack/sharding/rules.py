@@ -1,4 +1,7 @@
-"""Rules: which mesh axes a dimension is split over. A model names logical axes, or nothing; it knows no mesh."""
+"""Rules that map each dimension of an array to mesh axes, by its logical name or by the array's path.
+
+Models are independent of meshes: they name the dimensions of their arrays, or nothing.
+"""
 
 import math
 import re
@@ -12,20 +15,21 @@ from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.sharding.mesh import BATCH_AXES
 
 MeshAxes = str | tuple[str, ...] | None
+"""The mesh axes of one dimension: a name, several names (the slowest first), or None to replicate."""
 
 
 class ShardingError(ConfigError):
-    """Rules that do not fit a model or a mesh: one line that names the parameter, the rule and the fix."""
+    """Raised for rules that do not fit a model or a mesh; the message names the parameter, the rule and the fix."""
 
 
 class Leaf(NamedTuple):
-    """What rules need to know of an array.
+    """The shape and the annotation of an array, which rules read.
 
     Attributes:
       shape: dimensions.
-      axes: the logical names of its dimensions, where it has them. An entry may be a tuple of names; dimensions after
-        the last entry are replicated, as in a PartitionSpec.
-      itemsize: bytes an element, for tables.
+      axes: logical names of the dimensions. `None` means no annotation. An entry may be a tuple of names. Dimensions
+        after the last entry are replicated, as in a PartitionSpec.
+      itemsize: bytes per element, for `summarize` and `assert_sharded`.
     """
 
     shape: tuple[int, ...]
@@ -35,14 +39,16 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """Logical axes, or paths, to mesh axes. None replicates; a tuple splits over several, the slowest first.
+    """Maps logical axes, or paths, to mesh axes. None replicates; a tuple splits over several, the slowest first.
 
     Attributes:
-      parameters: for dimensions with a logical name (`{"embed": "fsdp", "heads": "tensor"}`). Left empty, the names
-        that arrays carry are mesh axes themselves. The two do not mix: once there is one rule, every name needs one.
-      paths: for arrays by their path, in order, the first match wins: a regular expression that must match the whole
-        path (`r"layers/.*/kernel"`), and one entry a dimension; `()` replicates an array of any rank. Tried first.
-      activations: for dimensions of activations.
+      parameters: mesh axes by the logical name of a parameter's dimension, such as `{"embed": "fsdp", "heads":
+        "tensor"}`. If empty, annotated names must be mesh axes. The two cannot be mixed: with one rule, every name
+        needs a rule.
+      paths: pairs of a regular expression and one entry for each dimension. The expression must match the whole path
+        of an array, such as `r"layers/.*/kernel"`. The first match applies, before any rule of `parameters`. The entry
+        `()` replicates an array of any rank.
+      activations: mesh axes by the logical name of an activation's dimension.
     """
 
     parameters: Mapping[str, MeshAxes] = field(default_factory=dict)
@@ -50,17 +56,17 @@ class Rules:
     activations: Mapping[str, MeshAxes] = field(default_factory=dict)
 
     def activation(self, axes: Sequence[str]) -> PartitionSpec:
-        """How an activation with these logical axes is split."""
+        """Returns the spec of an activation with these logical axes."""
         return PartitionSpec(*(self._named(self.activations, axis, "activations") for axis in axes))
 
     def resolve(self, leaves: Mapping[str, Leaf], mesh: Mesh) -> dict[str, PartitionSpec]:
-        """How every array of a model is split.
+        """Returns the spec of every array of a model, by path.
 
-        An array of one element is replicated and needs no rule.
+        Arrays of one element are replicated and need no rule.
 
         Raises:
-          ShardingError: an array that no rule reaches, a rule that nothing uses, a pattern of the wrong rank, a mesh
-            axis that does not exist or is claimed twice, a dimension that its mesh axes do not divide.
+          ShardingError: no rule reaches an array, nothing uses a rule, a pattern has the wrong rank, a mesh axis does
+            not exist or is claimed twice, or the mesh axes of a dimension do not divide it.
         """
         patterns = [self._pattern(pattern, entries) for pattern, entries in self.paths]
         used_paths: set[int] = set()
@@ -105,11 +111,11 @@ class Rules:
             return re.compile(pattern)
         except re.error as error:
             raise ShardingError(
-                f"Rules.paths: {pattern!r} is no regular expression ({error}); 'anything' is written .* there"
+                f"Rules.paths: {pattern!r} is not a regular expression ({error}); write .* to match anything"
             ) from error
 
     def _entry(self, path: str, axis: MeshAxes, mesh: Mesh) -> MeshAxes:
-        """The mesh axes of one dimension, by the name or names that an array's annotation gives it."""
+        """Returns the mesh axes of a dimension by its annotated name or names."""
         if not self.parameters:
             for name in names_of(axis):
                 if name not in mesh.shape:
@@ -145,21 +151,21 @@ class Rules:
                 raise ShardingError(f"Rules.paths: nothing uses the rule {pattern.pattern!r}; correct or remove it")
             earlier = next(p.pattern for p in patterns if p.fullmatch(late))
             raise ShardingError(
-                f"Rules.paths: nothing uses the rule {pattern.pattern!r}, because {earlier!r} stands before it and "
-                f"takes all that it matches ({late}, for one); put the narrower rule first, or remove it"
+                f"Rules.paths: nothing uses the rule {pattern.pattern!r}, because {earlier!r} comes before it and "
+                f"matches the same arrays (such as {late}); put the narrower rule first, or remove it"
             )
         for name in self.parameters:
             if name not in used_names:
                 raise ShardingError(f"Rules.parameters: nothing uses the rule {name!r}; correct or remove it")
 
-    def _named(self, table: Mapping[str, MeshAxes], axis: str, which: str, path: str = "") -> MeshAxes:
-        if axis not in table:
+    def _named(self, rules: Mapping[str, MeshAxes], axis: str, which: str, path: str = "") -> MeshAxes:
+        if axis not in rules:
             where = f"{path}: " if path else ""
-            known = f"which has {', '.join(sorted(table))}" if table else "which is empty"
+            known = f"which has {', '.join(sorted(rules))}" if rules else "which is empty"
             raise ShardingError(
                 f"{where}no rule for the logical axis {axis!r} in Rules.{which}, {known}; add it (None replicates)"
             )
-        return table[axis]
+        return rules[axis]
 
     def _fit(
         self, path: str, shape: tuple[int, ...], entries: Sequence[MeshAxes], source: str, mesh: Mesh
@@ -180,30 +186,33 @@ class Rules:
                 claimed.add(name)
             parts = math.prod(mesh.shape[name] for name in names)
             if shape[dim] % parts:
-                what = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
-                work = [str(n) for n in range(1, parts) if shape[dim] % n == 0]
+                sizes = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
+                fits = [str(n) for n in range(1, parts) if shape[dim] % n == 0]
                 raise ShardingError(
-                    f"{path}: by {source}, dimension {dim} of {shape} is split over {what}, which does not divide "
-                    f"{shape[dim]}; it divides into {' or '.join(work)}. Use such a mesh, make the dimension "
+                    f"{path}: by {source}, dimension {dim} of {shape} is split over {sizes}, which does not divide "
+                    f"{shape[dim]}; it divides into {' or '.join(fits)}. Use such a mesh, make the dimension "
                     f"{-(-shape[dim] // parts) * parts}, or replicate it (None)"
                 )
         return PartitionSpec(*(entry if entry is None or isinstance(entry, str) else tuple(entry) for entry in entries))
 
 
 def names_of(entry: MeshAxes) -> tuple[str, ...]:
-    """The mesh axes of one entry of a PartitionSpec."""
+    """Returns the mesh axes of one entry of a PartitionSpec as a tuple."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def transformer(cfg: MeshConfig) -> Rules:
-    """The rules of our own models: FSDP, Megatron's tensor and sequence parallelism, context, expert, stages.
+    """Returns the rules of this package's models.
 
-    `embed` is the width in dense parameters, which the axis `expert` stores in parts as `fsdp` does. `expert_embed` is
-    the width in the experts' own weights, whose axis `experts` takes the mesh axis `expert`.
+    They implement FSDP, Megatron's tensor and sequence parallelism, and context, expert and pipeline parallelism.
+
+    `embed` is the width of dense parameters, which the mesh axes `fsdp` and `expert` split. `expert_embed` is the width
+    of the experts' weights, which `fsdp` splits; the mesh axis `expert` splits their dimension `experts`.
 
     `residual` is the sequence between the tensor-parallel matmuls, `sequence` the sequence within them. The stages of a
-    pipeline split the head by its vocabulary. A table that is not the head too they split by its width (`input_embed`):
-    the parts of each looked-up row are gathered. Rows of a split vocabulary must be summed, which sends twice as much.
+    pipeline split the head by its vocabulary. They split an untied embedding by its width (`input_embed`) and gather
+    the parts of the looked-up rows. With a split vocabulary the rows would have to be summed, which sends twice as
+    much.
     """
     return Rules(
         parameters={

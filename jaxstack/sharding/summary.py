@@ -1,4 +1,4 @@
-"""What rules have made of a model: a table to read, and a guard that refuses a state replicated against expectation."""
+"""Shows how the arrays of a model are sharded, and raises an error if too much of the state is replicated."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,18 +8,18 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxstack.sharding.rules import Leaf, MeshAxes, ShardingError, names_of
 
 STATE_AXES = ("fsdp", "tensor", "expert", "pipe")
-"""Mesh axes whose purpose is to hold the state in parts. `data` replicates it, `context` splits activations alone."""
+"""Mesh axes that split the state. `data` replicates it, and `context` splits only activations."""
 
 
-def table(leaves: Mapping[str, Leaf], specs: Mapping[str, PartitionSpec], mesh: Mesh) -> str:
-    """One line an array: path, shape, logical axes, spec, bytes on each device; the last line has the sums.
+def summarize(leaves: Mapping[str, Leaf], specs: Mapping[str, PartitionSpec], mesh: Mesh) -> str:
+    """Returns one line for each array (path, shape, logical axes, spec, bytes per device) and a last line of sums.
 
-    An array counts as replicated if every device holds all of it. What is split over one axis of several is not, though
-    it lies on more than one device; "bytes per device" has the whole truth.
+    The replicated fraction counts arrays that every device stores in full. An array that is split over one of several
+    mesh axes does not count, although several devices store each part. See "bytes per device" for the exact memory.
 
     Args:
       leaves: the arrays, by path.
-      specs: how each is split (`Rules.resolve`, `placed`).
+      specs: the sharding of each array, from `Rules.resolve` or `shardings_of`.
       mesh: the devices.
     """
     rows = [("parameter", "shape", "axes", "spec", "bytes per device")]
@@ -43,15 +43,18 @@ def table(leaves: Mapping[str, Leaf], specs: Mapping[str, PartitionSpec], mesh: 
     return "\n".join(lines)
 
 
-def over_even_split(
+def replication_factor(
     leaves: Mapping[str, Leaf],
     specs: Mapping[str, PartitionSpec],
     mesh: Mesh,
     axes: Sequence[str] = STATE_AXES,
 ) -> float:
-    """How many times its even share of the state a device holds: 1 where every array is split over all of `axes`."""
+    """Returns the bytes of the state on a device, divided by its even share over `axes`.
+
+    The factor is 1 if every array is split over all of these axes.
+    """
     parts = math.prod(mesh.shape[axis] for axis in axes if axis in mesh.shape)
-    return _held(leaves, specs, mesh, axes) / (sum(_bytes(leaf) for leaf in leaves.values()) / parts)
+    return _device_bytes(leaves, specs, mesh, axes) / (sum(_bytes(leaf) for leaf in leaves.values()) / parts)
 
 
 def replicated_fraction(
@@ -60,18 +63,18 @@ def replicated_fraction(
     mesh: Mesh,
     axes: Sequence[str] | None = None,
 ) -> float:
-    """The fraction of all bytes that lies in arrays which no mesh axis of `axes` (by default: none at all) splits.
+    """Returns the fraction of all bytes in arrays that no mesh axis of `axes` splits. `None` means all mesh axes.
 
     Axes of size one split nothing. On a mesh of one device nothing is replicated.
     """
     if mesh.size == 1:
         return 0.0
-    whole = sum(_bytes(leaf) for leaf in leaves.values())
-    alone = sum(_bytes(leaf) for path, leaf in leaves.items() if not _split_over(specs[path], mesh, axes))
-    return alone / max(whole, 1)
+    total = sum(_bytes(leaf) for leaf in leaves.values())
+    replicated = sum(_bytes(leaf) for path, leaf in leaves.items() if not _split_over(specs[path], mesh, axes))
+    return replicated / max(total, 1)
 
 
-def guard(
+def assert_sharded(
     leaves: Mapping[str, Leaf],
     specs: Mapping[str, PartitionSpec],
     mesh: Mesh,
@@ -79,27 +82,27 @@ def guard(
     limit: float = 0.05,
     slack: int = 2**30,
 ) -> None:
-    """Refuses a state that is replicated though the mesh has axes to split it over.
+    """Raises an error if the state is replicated although the mesh has axes that could split it.
 
-    Two things are refused: arrays that none of the axes splits, and a device that holds more than twice its even share
-    because what one axis splits the others do not.
+    It checks two things: the fraction of bytes that none of the axes splits, and the bytes on a device. These may be
+    at most twice the even share, which they exceed if each array is split over only some of the axes.
 
     Args:
       leaves: the arrays, by path.
-      specs: how each is split (`Rules.resolve`); what `placed` reads from the arrays themselves proves more.
-      mesh: the devices. Without an axis of `axes` of size two or more there is nothing to refuse.
-      axes: mesh axes of which one at least should split an array.
-      limit: the fraction of all bytes that may be split over none of them (norms, biases).
-      slack: bytes that a device may hold beyond its even share, however small that share is.
+      specs: the sharding of each array. `shardings_of` reads it from the arrays themselves; `Rules.resolve` plans it.
+      mesh: the devices. If no axis of `axes` has two or more devices, every state passes.
+      axes: mesh axes; at least one of them should split an array.
+      limit: fraction of all bytes that may be split over none of them, such as norms and biases.
+      slack: bytes that a device may store beyond its even share, even if the share is small.
 
     Raises:
-      ShardingError: more is; or the mesh has none of `axes`, so that nothing could ever be refused.
+      ShardingError: a limit is exceeded, or the mesh has none of `axes`, so that every state would pass.
     """
     known = [axis for axis in axes if axis in mesh.shape]
     if not known:
         raise ShardingError(
-            f"guard: the mesh has {', '.join(mesh.shape)}, and none of {', '.join(axes)}; name its axes that should "
-            f"split the state (axes=...)"
+            f"assert_sharded: the mesh has {', '.join(mesh.shape)}, and none of {', '.join(axes)}; name its axes that "
+            f"should split the state (axes=...)"
         )
     large = [axis for axis in known if mesh.shape[axis] > 1]
     if not large:
@@ -107,36 +110,38 @@ def guard(
     sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in large)
     fraction = replicated_fraction(leaves, specs, mesh, large)
     if fraction > limit:
-        alone = [path for path in leaves if not _split_over(specs[path], mesh, large)]
-        alone.sort(key=lambda path: -_bytes(leaves[path]))
+        unsplit = [path for path in leaves if not _split_over(specs[path], mesh, large)]
+        unsplit.sort(key=lambda path: -_bytes(leaves[path]))
         raise ShardingError(
-            f"guard: {fraction:.1%} of the state is split over none of {sizes}, where {limit:.1%} is the limit: "
-            f"{_named(leaves, alone)}. Give these a rule that splits them, take the axes out of the mesh, or raise "
-            f"the limit"
+            f"assert_sharded: {fraction:.1%} of the state is split over none of {sizes}, where {limit:.1%} is the "
+            f"limit: {_first_three(leaves, unsplit)}. Give these a rule that splits them, take the axes out of the "
+            f"mesh, or raise the limit"
         )
-    held, times = _held(leaves, specs, mesh, large), over_even_split(leaves, specs, mesh, large)
-    if times > 2 and held * (1 - 1 / times) > slack:
+    stored, times = _device_bytes(leaves, specs, mesh, large), replication_factor(leaves, specs, mesh, large)
+    if times > 2 and stored * (1 - 1 / times) > slack:
         partly = [path for path in leaves if _split_over(specs[path], mesh, large) != set(large)]
         partly.sort(key=lambda path: -_part(leaves[path], specs[path], mesh, large))
         raise ShardingError(
-            f"guard: a device holds {held / 2**30:.1f} GiB of the state, {times:.1f} times its even share on {sizes}: "
-            f"not all of these axes split {_named(leaves, partly)}. Give these a rule that does, or "
+            f"assert_sharded: a device holds {stored / 2**30:.1f} GiB of the state, {times:.1f} times its even share "
+            f"on {sizes}: not all of these axes split {_first_three(leaves, partly)}. Give these a rule that does, or "
             f"take axes out of the mesh"
         )
 
 
-def _named(leaves: Mapping[str, Leaf], paths: Sequence[str]) -> str:
-    """The first three of some arrays, and how many more there are."""
+def _first_three(leaves: Mapping[str, Leaf], paths: Sequence[str]) -> str:
+    """Returns the path and shape of the first three arrays, and the number of the others."""
     named = ", ".join(f"{path} {leaves[path].shape}" for path in paths[:3])
     return named + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def _part(leaf: Leaf, spec: PartitionSpec, mesh: Mesh, axes: Sequence[str]) -> float:
-    """Bytes of an array on a device of a mesh that has only these axes."""
+    """Returns the bytes of an array on a device of a mesh that has only these axes."""
     return _bytes(leaf) / math.prod(mesh.shape[axis] for axis in _split_over(spec, mesh, axes))
 
 
-def _held(leaves: Mapping[str, Leaf], specs: Mapping[str, PartitionSpec], mesh: Mesh, axes: Sequence[str]) -> float:
+def _device_bytes(
+    leaves: Mapping[str, Leaf], specs: Mapping[str, PartitionSpec], mesh: Mesh, axes: Sequence[str]
+) -> float:
     return sum(_part(leaf, specs[path], mesh, axes) for path, leaf in leaves.items())
 
 
@@ -149,13 +154,13 @@ def _parts(spec: PartitionSpec, mesh: Mesh) -> int:
 
 
 def _split_over(spec: PartitionSpec, mesh: Mesh, axes: Sequence[str] | None) -> set[str]:
-    """The mesh axes, out of `axes`, that cut the array in two or more."""
+    """Returns the mesh axes, out of `axes`, that split the array in two or more parts."""
     names = {name for entry in spec for name in names_of(entry) if mesh.shape[name] > 1}
     return names if axes is None else names & set(axes)
 
 
 def _entries(entries: Sequence[MeshAxes]) -> str:
-    """`embed, mlp`; a dimension without a name is `-`, several names are joined by `+`."""
+    """Returns the names as text: `embed, mlp`. A dimension without a name is `-`; several names are joined by `+`."""
     if not any(names_of(entry) for entry in entries):
         return "-"
     return ", ".join("+".join(names_of(entry)) or "-" for entry in entries)

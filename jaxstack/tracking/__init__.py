@@ -1,1 +1,1 @@
-"""What a run tells of itself: metrics.jsonl, the screen, other services, throughput, goodput and traces."""
+"""What a run records: metrics.jsonl, the console, other services, throughput, goodput and traces."""

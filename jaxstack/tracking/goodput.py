@@ -1,36 +1,36 @@
-"""Where the seconds of a run go: the account that a process keeps, and sums over metrics.jsonl. No JAX here."""
+"""Goodput: how a process spends its seconds, and sums over metrics.jsonl. JAX is not imported here."""
 
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from jaxstack.runtime import platform
+from jaxstack.tracking.jsonl import Record
 
 
 class GoodputRecorder:
-    """Where the seconds of this process go. Every moment belongs to one kind of `KINDS`, so nothing is left out."""
+    """Records how this process spends its seconds. Every moment belongs to exactly one of `KINDS`."""
 
     KINDS = ("start", "compile", "step", "data", "evaluation", "checkpoint", "profile", "end")
-    """`start`: until the first step is asked for; `compile`: until it is done; `data`: waiting for batches;
-    `checkpoint`: what training waited for saves; `profile`: what the profiler took beside the steps that it traced;
-    `end`: samples, pictures, leaving."""
+    """`start`: until the first batch is requested. `compile`: until the first step is done. `data`: waiting for
+    batches. `checkpoint`: waiting for saves. `profile`: overhead of the profiler, outside of the traced steps. `end`:
+    samples, plots and shutdown."""
 
     def __init__(self) -> None:
-        self._spent = dict.fromkeys(self.KINDS, 0.0)
-        # Age by the wall clock, which may have been set since; all else by a clock that only goes forward.
-        self._spent["start"] = max(platform.seconds_since_start(), 0.0)
+        self._seconds = dict.fromkeys(self.KINDS, 0.0)
+        # The age of the process comes from the wall clock, which may have been adjusted; the rest is monotonic.
+        self._seconds["start"] = max(platform.seconds_since_start(), 0.0)
         self._kind, self._since = "start", time.perf_counter()
 
     def enter(self, kind: str) -> None:
-        """From now on time is spent on `kind`."""
+        """Counts the time from now on as `kind`."""
         now = time.perf_counter()
-        self._spent[self._kind] += now - self._since
+        self._seconds[self._kind] += now - self._since
         self._kind, self._since = kind, now
 
     @contextmanager
     def during(self, kind: str) -> Iterator[None]:
-        """Time is spent on `kind` while the context lasts, then again on what it was before."""
+        """Counts the time inside the context as `kind`, and then again as the kind before."""
         before = self._kind
         self.enter(kind)
         try:
@@ -39,18 +39,19 @@ class GoodputRecorder:
             self.enter(before)
 
     def take(self) -> dict[str, float]:
-        """Seconds by kind since this was last asked; kinds without any are left out."""
+        """Returns the seconds of each kind since the last call, without kinds that took no time."""
         self.enter(self._kind)
-        spent = {kind: round(seconds, 4) for kind, seconds in self._spent.items() if seconds >= 5e-5}
-        self._spent = dict.fromkeys(self.KINDS, 0.0)
-        return spent
+        taken = {kind: round(seconds, 4) for kind, seconds in self._seconds.items() if seconds >= 5e-5}
+        self._seconds = dict.fromkeys(self.KINDS, 0.0)
+        return taken
 
 
-def spent(records: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by kind that lines of metrics.jsonl account for; of a whole run they add up to its wall clock.
+def spent(records: Iterable[Record]) -> dict[str, float]:
+    """Returns the seconds of each kind that records of metrics.jsonl account for.
 
-    Beside `GoodputRecorder.KINDS` there are `lost`, work that had to be done again, and `down`, when no process ran
-    (and what a killed one did after its last line). Waiting to be prolonged after it had finished is no part of a run.
+    The sums of a whole run add up to its wall clock time. They contain `GoodputRecorder.KINDS` and two more: `lost` is
+    work that had to be done again. `down` is time without a process, and what a killed process did after its last
+    line. The pause between a finished run and its extension is not counted.
     """
     sums = dict.fromkeys([*GoodputRecorder.KINDS, "lost", "down"], 0.0)
     for record in records:
@@ -62,22 +63,27 @@ def spent(records: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def fraction(sums: dict[str, float]) -> float | None:
-    """Goodput: the share of all seconds that went into steps which were kept. None where nothing was timed."""
+    """Returns the goodput: the fraction of all seconds spent on steps that were kept. `None` if nothing was timed."""
     return sums["step"] / everything if (everything := sum(sums.values())) else None
 
 
-def total(records: Iterable[dict[str, Any]]) -> float:
-    """Seconds of work that lines of metrics.jsonl account for, done or lost: all of `spent` but `down`."""
+def work_seconds(records: Iterable[Record]) -> float:
+    """Returns the seconds of work that records account for, kept or lost: all of `spent` except `down`."""
     sums = spent(records)
     return round(sum(sums.values()) - sums["down"], 4)
 
 
-def resumed(step: int, kept: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The line that a run writes when it goes on from `step`; None for a new one.
+def resumed_record(step: int, kept: list[Record], dropped: list[Record]) -> Record | None:
+    """Returns the record that a run writes when it resumes from `step`, or `None` for a new run.
 
-    `lost_s`: work that has to be done again; `down_s`: from the last line until this process began, by wall clocks,
-    which may have been set in between (then 0), and 0 after a finished run. What dropped lines say of earlier losses
-    goes into this one.
+    `lost_s` is work that has to be done again. `down_s` is the time between the last record and the start of this
+    process. It is measured by wall clocks: it is 0 if the clock was set back in between, and after a finished run. The
+    losses that dropped records contain are added.
+
+    Args:
+      step: from which the run resumes.
+      kept: records up to that step.
+      dropped: records of later steps, which will be run again.
     """
     before = [record for record in [*kept, *dropped] if "time" in record]
     if not before:
@@ -85,4 +91,4 @@ def resumed(step: int, kept: list[dict[str, Any]], dropped: list[dict[str, Any]]
     began = time.time() - platform.seconds_since_start()
     down = 0.0 if before[-1].get("event") == "finished" else max(began - before[-1]["time"], 0.0)
     down += spent(dropped)["down"]
-    return {"step": step, "event": "resumed", "lost_s": total(dropped), "down_s": round(down, 4)}
+    return {"step": step, "event": "resumed", "lost_s": work_seconds(dropped), "down_s": round(down, 4)}

@@ -1,6 +1,6 @@
-"""Where else the lines of metrics.jsonl go: TensorBoard, Weights & Biases. Each is imported when `run.sinks` names it.
+"""Other services that get the records of metrics.jsonl: TensorBoard and Weights & Biases.
 
-JAX is not imported here.
+Each package is imported only if `run.sinks` names it. JAX is not imported here.
 """
 
 import importlib
@@ -14,27 +14,28 @@ from typing import Any, Protocol
 
 from jaxstack.common import files
 from jaxstack.config import Config, ConfigError
+from jaxstack.tracking.jsonl import Record
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-"""What each takes; the extra that brings it is called as the sink is."""
+"""The package that each sink needs. The extra that installs it has the name of the sink."""
 
 
-def check(names: Iterable[str]) -> None:
-    """Makes sure that what the sinks take is installed.
+def require_packages(names: Iterable[str]) -> None:
+    """Makes sure that the packages of the named sinks are installed.
 
     Raises:
-      ConfigError: it is not.
+      ConfigError: a package is not installed.
     """
     for name in names:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise ConfigError(
-                f"run.sinks names {name}, but the package {PACKAGES[name]} is not installed; pip install "
-                f"'jaxstack[{name}]', or leave it out"
+                f"run.sinks names {name}, but the package {PACKAGES[name]} is not installed. Run pip install "
+                f"'jaxstack[{name}]', or remove {name} from run.sinks."
             )
 
 
-def scalars(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a line; those within `seconds` as `seconds/step`, ..."""
+def scalars(record: Record, prefix: str = "") -> dict[str, float]:
+    """Returns the numbers of a record by name. Numbers in a nested dict are named `seconds/step` and so on."""
     found: dict[str, float] = {}
     for key, value in record.items():
         if isinstance(value, dict):
@@ -44,36 +45,43 @@ def scalars(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
-def text(record: dict[str, Any]) -> str:
-    """The words of an event: which, and what there is to say of it; empty for other lines."""
+def text(record: Record) -> str:
+    """Returns the strings of an event, joined. Other records have none, so the result is empty."""
     return "; ".join(f"{value}" for value in record.values() if isinstance(value, str))
 
 
 class Sink(Protocol):
-    def write(self, record: dict[str, Any]) -> None: ...
+    """A service that gets every record of a run."""
+
+    def write(self, record: Record) -> None:
+        """Sends one record."""
 
     def rewind(self, after: int) -> None:
-        """Steps beyond `after` are going to be run again."""
+        """Prepares for steps later than `after` to be run again."""
 
-    def close(self, failed: bool) -> None: ...
+    def close(self, failed: bool) -> None:
+        """Ends the service's run, and tells it whether the run failed."""
 
 
 class TensorBoard:
-    """Event files in tensorboard/ of the run directory; what is run again takes the place of what was."""
+    """Writes event files to `tensorboard/` in the run directory. Steps that are run again replace the earlier ones."""
 
     def __init__(self, cfg: Config, start: int) -> None:
+        """Opens an event file for steps later than `start`."""
         self._open = importlib.import_module(PACKAGES["tensorboard"]).SummaryWriter
         self._directory = Path(cfg.run.dir, "tensorboard")
         self._writer: Any = None
         self.rewind(start)
 
     def rewind(self, after: int) -> None:
+        """Starts a new event file, which hides earlier values of steps later than `after`."""
         if self._writer is not None:
             self._writer.close()
-        suffix = f".{time.time_ns()}"  # two files of one second would be one
+        suffix = f".{time.time_ns()}"  # two files opened within one second would have the same name
         self._writer = self._open(str(self._directory), purge_step=after + 1, filename_suffix=suffix)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
+        """Adds the numbers of a record as curves, and the strings of an event as text."""
         for name, value in scalars(record).items():
             if name != "step":
                 self._writer.add_scalar(f"event/{name}" if "event" in record else name, value, record["step"])
@@ -81,17 +89,23 @@ class TensorBoard:
             self._writer.add_text("event", words, record["step"])
 
     def close(self, failed: bool) -> None:
+        """Closes the event file."""
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """A run there; its id stays in the run directory, so that a run that goes on is one run there too.
+    """Logs to one run of Weights & Biases. Its id is kept in the run directory, so a resumed run stays one run there.
 
-    Project and account are what the environment says (`WANDB_PROJECT`, else `jaxstack`); `WANDB_MODE=offline` writes
-    into wandb/ of the run directory alone.
+    The environment names project and account (`WANDB_PROJECT`, by default `jaxstack`). `WANDB_MODE=offline` writes only
+    to `wandb/` in the run directory.
     """
 
     def __init__(self, cfg: Config, start: int) -> None:
+        """Begins or resumes the run there.
+
+        Raises:
+          ConfigError: the service cannot be used.
+        """
         wandb = importlib.import_module(PACKAGES["wandb"])
         known = Path(cfg.run.dir, "wandb_id")
         if not known.is_file():
@@ -104,24 +118,28 @@ class WeightsAndBiases:
                 resume="allow",
                 dir=cfg.run.dir,
                 config=asdict(cfg),
-                settings=wandb.Settings(console="off", silent=True),  # the screen is ours
+                settings=wandb.Settings(console="off", silent=True),  # the progress bar needs the terminal
             )
         except wandb.Error as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"run.sinks=[wandb]: {reason}; `wandb login`, or set WANDB_MODE=offline") from error
-        # Steps by a metric of ours: W&B's own count never goes back, and a run may.
+            raise ConfigError(
+                f"run.sinks=[wandb] cannot be used: {reason}. Run `wandb login`, or set WANDB_MODE=offline."
+            ) from error
+        # Use our own step as the x-axis: the step count of W&B never decreases, but a rollback's does.
         self._run.define_metric("*", step_metric="step")
 
     def rewind(self, after: int) -> None:
-        """Nothing can be taken out there; what is run again is logged again, under the same steps."""
+        """Does nothing: W&B cannot remove records. Steps that are run again are logged again under the same number."""
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
+        """Logs the numbers of a record, and the strings of an event."""
         numbers = scalars(record)
         if "event" in record:
             numbers = {name if name == "step" else f"event/{name}": value for name, value in numbers.items()}
         self._run.log(numbers | ({"event": words} if (words := text(record)) else {}))
 
     def close(self, failed: bool) -> None:
+        """Ends the run there with an exit code."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -129,7 +147,7 @@ _KINDS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {"tensorboard": 
 
 
 class Sinks:
-    """All sinks of a run, none before `begin`. As a context manager: leaving it closes them."""
+    """Passes records on to all sinks of a run, once `open` was called. Leaving it as a context manager closes them."""
 
     def __init__(self) -> None:
         self._sinks: list[Sink] = []
@@ -141,15 +159,17 @@ class Sinks:
         for sink in self._sinks:
             sink.close(failed=kind is not None)
 
-    def begin(self, cfg: Config, start: int) -> None:
-        """Opens what `run.sinks` names, for lines of steps after `start`."""
+    def open(self, cfg: Config, start: int) -> None:
+        """Opens the sinks that `run.sinks` names, for records of steps later than `start`."""
         for name in cfg.run.sinks:
             self._sinks.append(_KINDS[name](cfg, start))
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
+        """Sends one record to every sink."""
         for sink in self._sinks:
             sink.write(record)
 
     def rewind(self, after: int) -> None:
+        """Tells every sink that steps later than `after` will be run again."""
         for sink in self._sinks:
             sink.rewind(after)

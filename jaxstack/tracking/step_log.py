@@ -1,4 +1,4 @@
-"""How far a run has come: where it stands, and what is told of its steps and evaluations."""
+"""The position of the training loop, and the log of its steps and evaluations."""
 
 import math
 import time
@@ -10,50 +10,60 @@ import jax
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.config import Config
 from jaxstack.data.loader import DataLoader
-from jaxstack.runtime import platform, watchdog
-from jaxstack.tracking import goodput, jsonl, throughput
+from jaxstack.runtime import platform
+from jaxstack.runtime.watchdog import Watchdog
+from jaxstack.tracking import goodput
+from jaxstack.tracking.console import Console
+from jaxstack.tracking.goodput import GoodputRecorder
+from jaxstack.tracking.jsonl import JsonLines, Record
+from jaxstack.tracking.throughput import ThroughputMeter
 
 
 @dataclass(frozen=True)
 class LoopState:
-    """Where a run stands.
+    """The position of the training loop.
 
     Attributes:
-      done: steps that its state has done.
-      batch: index of the batch that comes next; ahead of `done` by those that were stepped over.
-      newest: steps that its newest checkpoint has.
-      returns: to that checkpoint.
+      step: number of steps done.
+      batch: index of the next batch. It exceeds `step` by the number of batches that rollbacks have skipped.
+      saved: step of the newest checkpoint.
+      rollbacks: number of rollbacks to that checkpoint.
     """
 
-    done: int
+    step: int
     batch: int
-    newest: int
-    returns: int = 0
+    saved: int
+    rollbacks: int = 0
 
-    def stepped(self) -> "LoopState":
-        return replace(self, done=self.done + 1, batch=self.batch + 1)
+    def advance(self) -> "LoopState":
+        """Returns the position after one more step."""
+        return replace(self, step=self.step + 1, batch=self.batch + 1)
 
-    def saved(self) -> "LoopState":
-        return replace(self, newest=self.done, returns=0)
+    def after_save(self) -> "LoopState":
+        """Returns the position after the current step was saved."""
+        return replace(self, saved=self.step, rollbacks=0)
 
-    def back(self, spike: int, most: int) -> "LoopState":
-        """At the newest checkpoint again; the batches up to the spike's are stepped over.
+    def roll_back(self, spike: int, limit: int) -> "LoopState":
+        """Returns the position at the newest checkpoint, past all batches up to that of the spike.
 
         Args:
-          spike: the step that it came at: this one, or the one before where that was read late.
-          most: returns to one checkpoint.
+          spike: step of the spike. It is the current step, or the one before, since metrics are read one step late.
+          limit: maximum number of rollbacks to one checkpoint.
 
         Raises:
-          RunError: it was more than `most` times.
+          RunError: the limit is exceeded.
         """
-        if self.returns == most:
-            raise RunError(Exit.DIVERGED, f"stopped at step {self.done}: {most + 1} spikes after step {self.newest}, "
-                                           f"to which the run went back each time")  # fmt: skip
-        return LoopState(self.newest, spike + self.batch - self.done, self.newest, self.returns + 1)
+        if self.rollbacks == limit:
+            raise RunError(
+                Exit.DIVERGED,
+                f"stopped at step {self.step}: {limit + 1} spikes after step {self.saved}, and the run was rolled back "
+                f"each time. Lower optim.lr, or check the data of these steps.",
+            )
+        return LoopState(self.saved, spike + self.batch - self.step, self.saved, self.rollbacks + 1)
 
 
 class StepLogger:
-    """Tells of steps and evaluations, in metrics.jsonl and on the screen.
+    """Logs steps and evaluations to metrics.jsonl and the console.
 
     Metrics are read one step late: while the host waits for step n, the device already runs step n + 1.
     """
@@ -62,101 +72,114 @@ class StepLogger:
         self,
         cfg: Config,
         loader: DataLoader,
-        log: jsonl.JsonLines,
-        screen: jsonl.Screen,
-        meter: throughput.ThroughputMeter,
-        watching: watchdog.Watch,
-        account: goodput.GoodputRecorder,
+        log: JsonLines,
+        console: Console,
+        throughput: ThroughputMeter,
+        watchdog: Watchdog,
+        recorder: GoodputRecorder,
     ) -> None:
-        self._cfg, self._loader, self._log, self._screen = cfg, loader, log, screen
-        self._meter, self._watching, self._account = meter, watching, account
-        self._bad: jsonl.Record = {}
-        self._unread: tuple[int, int, dict[str, jax.Array], float] | None = None
+        """Connects the logger to what it writes to, and to the clocks that it reads."""
+        self._cfg, self._loader, self._log, self._console = cfg, loader, log, console
+        self._throughput, self._watchdog, self._goodput = throughput, watchdog, recorder
+        self._bad: Record = {}
+        self._unread: tuple[LoopState, dict[str, jax.Array], float] | None = None
 
-    def step(self, number: int, batch: int, device_values: dict[str, jax.Array], waited: float) -> int | None:
-        """Takes the metrics of a step that has been started, and tells of the one before, see `flush`.
+    def log_step(self, loop: LoopState, metrics: dict[str, jax.Array], waited: float) -> int | None:
+        """Takes the metrics of a step that was started, and logs the step before it. See `flush`.
 
         Args:
-          batch: index of the step's batch.
-          waited: seconds, for that batch.
+          loop: position after the step.
+          metrics: of the step, still on the devices.
+          waited: seconds that the loop waited for the batch of the step.
         """
         spike = self.flush()
-        self._unread = (number, batch, device_values, waited)
+        self._unread = (loop, metrics, waited)
         return spike
 
     def flush(self) -> int | None:
-        """Tells of the step that was started last, and waits for it.
+        """Waits for the step that was started last, and logs it.
 
         Returns:
-          Its number if the run is to go back before it, for it was a spike.
+          The step's number if it was a spike before which the run has to be rolled back, else `None`.
 
         Raises:
-          RunError: it was one bad step too many.
+          RunError: too many steps in a row were skipped.
         """
         if self._unread is None:
             return None
-        (number, batch, device_values, waited), self._unread = self._unread, None
-        values = {name: value.item() for name, value in jax.device_get(device_values).items()}
-        self._meter.finished(waited)
-        self._watching.moved()
-        timed = self._meter.take() if number % self._cfg.run.log_every == 0 or number == self._cfg.train.steps else {}
-        if not self._meter.started:
-            self._screen.say(f"first step done {platform.seconds_since_start():.1f} s after the command")
-            self._meter.restart()  # compilation is not training time
-            self._account.enter("step")
+        (loop, metrics, waited), self._unread = self._unread, None
+        step = loop.step
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        self._throughput.count_step(waited)
+        self._watchdog.report_progress()
+        due = step % self._cfg.run.log_every == 0 or step == self._cfg.train.steps
+        timed = self._throughput.take() if due else {}
+        if not self._throughput.started:
+            self._console.print(f"first step done {platform.seconds_since_start():.1f} s after the command")
+            self._throughput.restart()  # compilation is not training time
+            self._goodput.enter("step")
         bad = values["spike"] or values["skipped_in_a_row"]
-        event = {name: values[name] for name in ("loss", "grad_norm", "skipped")}
-        if (
-            bad
-        ):  # a line of its own, for that of the step may not be written; before it, so that it is the last of its step
-            event |= {"batch": self._loader.describe_batch(batch)}
-            self._log.write({"step": number, "event": "spike" if values["spike"] else "skipped", **event})
+        if bad:  # before the step's own record, which may not be due, so that this one is the last of its step
+            event = {name: values[name] for name in ("loss", "grad_norm", "skipped")}
+            self._bad = event | {"batch": self._loader.describe_batch(loop.batch - 1)}
+            self._log.write({"step": step, "event": "spike" if values["spike"] else "skipped", **self._bad})
         if timed:
-            self._log.write({"step": number, **values, **timed, "time": time.time(), "seconds": self._account.take()})
-        self._screen.step(number, values["loss"], timed.get("tokens_per_s"))
-        if not bad:
-            return None
-        self._bad = event
-        what = f"loss {values['loss']}, gradient norm {values['grad_norm']}; batch of {event['batch']}"
-        name = f"a spike{'' if values['skipped_in_a_row'] else ', not'} skipped" if values["spike"] else "skipped"
-        self._screen.say(f"step {number} {name}: {what}", style="yellow")
-        if values["skipped_in_a_row"] >= self._cfg.train.max_bad_steps:
-            count = values["skipped_in_a_row"]
-            raise RunError(Exit.DIVERGED, f"stopped at step {number}, {count} in a row skipped: {what}")
-        return number if values["spike"] and self._cfg.train.spike.action == "rollback" else None
+            self._log.write({"step": step, **values, **timed, "time": time.time(), "seconds": self._goodput.take()})
+        self._console.show_step(step, values["loss"], timed.get("tokens_per_s"))
+        return self._report_bad_step(step, values) if bad else None
 
-    def log_rollback(self, course: LoopState, spike: int) -> None:
-        """Tells of a return to a checkpoint; what was logged since then is taken out, and what is unread is dropped."""
-        self._unread = None
-        lost = goodput.total(self._log.rewind(course.done))
-        was = {"spike": spike, "spike_loss": self._bad["loss"], "batch": self._bad["batch"]}  # its own line is out too
-        self._log.write({"step": course.done, "event": "rolled back", **was, "lost_s": lost})
-        self._screen.say(f"went back from step {spike} to {course.done}, and steps over the batches between", "yellow")
-        self._meter.restart()
+    def _report_bad_step(self, step: int, values: dict[str, float]) -> int | None:
+        """Prints that a step was a spike or was skipped; returns and raises as `flush`."""
+        skipped = values["skipped_in_a_row"]
+        name = f"was a spike and was {'' if skipped else 'not '}skipped" if values["spike"] else "was skipped"
+        reason = f"loss {values['loss']}, gradient norm {values['grad_norm']}, batch of {self._bad['batch']}"
+        self._console.print(f"step {step} {name}: {reason}", style="yellow")
+        if skipped >= self._cfg.train.max_bad_steps:
+            raise RunError(
+                Exit.DIVERGED,
+                f"stopped at step {step} after {skipped} skipped steps in a row: {reason}. Lower optim.lr, or check "
+                f"the data of these steps.",
+            )
+        return step if values["spike"] and self._cfg.train.spike.action == "rollback" else None
 
-    def evaluated(self, number: int) -> bool:
-        """Whether the log has this evaluation, from before an interruption."""
-        return any(r["step"] == number and "eval_loss" in r for r in self._log.records)
-
-    def evaluation(self, number: int, sums: Iterable[tuple[jax.Array, jax.Array]]) -> float:
-        """Tells of an evaluation after step `number`.
+    def log_rollback(self, loop: LoopState, spike: int) -> None:
+        """Logs a rollback, removes the records of later steps, and discards metrics that were not read.
 
         Args:
-          sums: of nats and of tokens, for each batch. They are waited for one at a time: programs in flight that do
-            not depend on each other can block each other's collectives.
+          loop: position after the rollback.
+          spike: step of the spike.
+        """
+        self._unread = None
+        lost = goodput.work_seconds(self._log.rewind(loop.step))
+        # The spike's own record was removed too, so this one repeats what it said.
+        was = {"spike": spike, "spike_loss": self._bad["loss"], "batch": self._bad["batch"]}
+        self._log.write({"step": loop.step, "event": "rolled back", **was, "lost_s": lost})
+        self._console.print(
+            f"rolled back from step {spike} to {loop.step}; the batches in between are skipped", "yellow"
+        )
+        self._throughput.restart()
 
-        Returns:
-          The held-out loss in nats per token.
+    def is_evaluated(self, step: int) -> bool:
+        """Returns whether the log has the evaluation of a step, possibly from before an interruption."""
+        return any(r["step"] == step and "eval_loss" in r for r in self._log.records)
+
+    def log_evaluation(self, step: int, sums: Iterable[tuple[jax.Array, jax.Array]]) -> float:
+        """Logs an evaluation, and returns the held-out loss in nats per token.
+
+        Args:
+          step: after which the model was evaluated.
+          sums: of nats and of tokens, for each batch. They are waited for one at a time: if independent programs run
+            at the same time, their collectives can block each other.
         """
         nats = tokens = 0.0
-        for one in sums:
-            some_nats, some_tokens = jax.device_get(one)
-            nats, tokens = nats + float(some_nats), tokens + float(some_tokens)
-            self._watching.moved()
-        first = jax.process_index() == 0  # it alone has all rows counted, and writes
-        bits = nats / math.log(2) / self._loader.held_out_bytes if first else math.nan
-        self._log.write({"step": number, "eval_loss": nats / tokens, "eval_bits_per_byte": bits})
-        self._screen.say(
-            f"step {number:>6}  held-out loss {nats / tokens:.4f} nats per token, {bits:.3f} bits per byte"
+        for batch_sums in sums:
+            batch_nats, batch_tokens = jax.device_get(batch_sums)
+            nats, tokens = nats + float(batch_nats), tokens + float(batch_tokens)
+            self._watchdog.report_progress()
+        # Only process 0 counts the bytes of all rows, and only process 0 writes.
+        bits = nats / math.log(2) / self._loader.held_out_bytes if jax.process_index() == 0 else math.nan
+        self._log.write({"step": step, "eval_loss": nats / tokens, "eval_bits_per_byte": bits})
+        self._console.print(
+            f"step {step:>6}  held-out loss {nats / tokens:.4f} nats per token, {bits:.3f} bits per byte"
         )
         return nats / tokens

@@ -1,4 +1,4 @@
-"""Throughput, MFU and memory of the training loop; `jaxstack.tracking.goodput` says where its seconds go."""
+"""Throughput, MFU and memory use of the training loop. See `jaxstack.tracking.goodput` for how its time is spent."""
 
 import time
 from collections.abc import Iterator
@@ -11,9 +11,10 @@ from jaxstack.models import flops as plan
 
 
 class ThroughputMeter:
-    """Times finished steps. The clock stands still until `restart`, so compilation and evaluation are not counted."""
+    """Times finished steps. The clock does not run before `restart`, so compilation and evaluation are not counted."""
 
     def __init__(self, cfg: Config, devices: list[jax.Device]) -> None:
+        """Prepares a meter for the model and batches of `cfg`, on the devices of the mesh."""
         flops = plan.flops_per_token(cfg.model, cfg.data.seq_len)
         self._conventions = {"mfu": flops.full, "mfu_causal": flops.causal}
         self._tokens = cfg.data.batch_size * cfg.data.seq_len
@@ -24,32 +25,32 @@ class ThroughputMeter:
 
     @property
     def started(self) -> bool:
-        """Whether the clock has been started; before that the first step is compiled."""
+        """Whether the clock was started. Until then, the first step is being compiled."""
         return self._since is not None
 
     def restart(self) -> None:
-        """Starts the clock, and forgets what was timed before."""
+        """Starts the clock anew, and discards the steps timed so far."""
         self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The clock stands still while the context lasts."""
+        """Stops the clock inside the context."""
         began = time.perf_counter()
         yield
         if self._since is not None:
             self._since += time.perf_counter() - began
 
-    def finished(self, waited: float) -> None:
-        """One more step is done; the loop had waited so many seconds for its batch."""
+    def count_step(self, waited: float) -> None:
+        """Counts a finished step, whose batch the loop waited for `waited` seconds."""
         self._steps += 1
         self._waited += waited
 
     def take(self) -> dict[str, float | None]:
-        """Means since the clock was started or last read; None where no step was timed.
+        """Returns means since the clock was started or last read, or `None` for each if no step was timed.
 
-        `tokens_per_s` over all devices, `step_time_s` and `data_wait_s` in seconds a step, `mfu` by the
-        full-attention convention and `mfu_causal` by the causal one. `peak_bytes_in_use` is the most that one of this
-        process's devices has held since the beginning; left out where the device does not tell, as a CPU.
+        `tokens_per_s` is the sum over all devices. `step_time_s` and `data_wait_s` are seconds per step. `mfu` uses
+        the full-attention convention and `mfu_causal` the causal one. `peak_bytes_in_use` is the largest memory use of
+        any device of this process since it started; devices that do not report it, such as CPUs, leave it out.
         """
         names = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s")
         if self._since is None or not self._steps:

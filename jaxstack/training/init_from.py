@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxstack import hf
-from jaxstack.checkpoint import manifest, run_dir, store
+from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.config import Config, ConfigError, parse
 from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import family, lora, params, surgery
@@ -62,10 +62,10 @@ def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
     if ctx.pipeline is None or ctx.pipeline.stages.is_layer_order:
         wanted = replace(wanted, opt_state=jax.tree.map(lambda _: ..., wanted.opt_state))
     if number is None:
-        number = store.latest_valid_step(saved, wanted)
+        number = verify.latest_valid_step(saved, wanted)
     elif number not in manifest.steps(saved):
         raise ConfigError(f"{saved} holds no step {number}; its steps are {sorted(manifest.steps(saved))}")
-    elif why := store.corruption(saved, number, wanted):
+    elif why := verify.corruption(saved, number, wanted):
         raise ConfigError(f"step {number} in {saved} must not be used: {why}")
     values = layout.unpack(store.restore(saved, number, wanted)).params
     if not run.model.lora.rank:

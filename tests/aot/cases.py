@@ -103,7 +103,7 @@ def attention(name: str, implementation: str, target: str) -> jax.stages.Compile
     return f.lower(q, k, v, d_out, ids).compile()
 
 
-def attention_step(implementation: str, target: str, **mesh: int) -> tuple[aot.Report, int]:
+def attention_step(implementation: str, target: str, **mesh: int) -> tuple[aot.CompiledStep, int]:
     """A training step of a small model with that attention, and the bytes of one layer's scores on a device."""
     model = ModelConfig(num_layers=2, d_model=256, num_heads=4, num_kv_heads=2, d_ff=256, vocab_size=256)
     cfg = replace(config(model, 4, 2048, **mesh), kernels=KernelsConfig(attention=implementation))
@@ -112,7 +112,7 @@ def attention_step(implementation: str, target: str, **mesh: int) -> tuple[aot.R
 
 
 @functools.cache
-def report(name: str) -> aot.Report:
+def report(name: str) -> aot.CompiledStep:
     target, cfg = CASES[name]
     return aot.compile(cfg, target)
 

@@ -140,6 +140,6 @@ def small_step(target: str, **mesh: int) -> str:
     cfg = config(model, 8, 256, "none", **mesh)
     on = KernelsConfig(attention="pallas", norm="pallas", cross_entropy="pallas", moe="pallas")
     cfg = replace(cfg, kernels=on, train=replace(cfg.train, quant="int8"))
-    ctx, state, batch = aot.placed(cfg, target)
+    ctx, state, batch = aot.abstract_inputs(cfg, target)
     jitted: Any = step.jit_train_step(cfg, ctx, state)
     return jitted.lower(state, batch).compile().as_text()

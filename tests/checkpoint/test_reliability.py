@@ -1,4 +1,4 @@
-"""The parts that `tests/faults` puts together, each by itself: seals, policies, spikes, meshes of what is left."""
+"""The parts that `tests/faults` combines, one at a time: manifests, policies, spikes, meshes of fewer devices."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxstack.checkpoint import manifest, run_dir
+from jaxstack.checkpoint import manifest, run_dir, verify
 from jaxstack.checkpoint import store as checkpoint
 from jaxstack.cli import supervise
 from jaxstack.common import files
@@ -23,13 +23,13 @@ from jaxstack.training import step
 
 
 def make(directory: Path, number: int) -> Path:
-    """Something like a checkpoint, sealed."""
+    """Creates files like those of a checkpoint, with a manifest."""
     path = directory / str(number)
     (path / "state" / "d").mkdir(parents=True)
     (path / "state" / "d" / "array").write_bytes(bytes(range(200)))
     (path / "_METADATA").write_text("{}")
     (path / "empty").touch()
-    manifest.write(path, manifest.sums_of(path, manifest.written_by(path, 0)))
+    manifest.write(path, manifest.hash_files(path, manifest.written_by(path, 0)))
     return path
 
 
@@ -37,9 +37,9 @@ HARM = {
     "has changed since it was written": lambda p: (p / "state/d/array").write_bytes(bytes([1, *range(1, 200)])),
     "has 100 bytes, not 200": lambda p: (p / "state/d/array").write_bytes(bytes(100)),
     "state/d/array is missing": lambda p: (p / "state/d/array").unlink(),
-    "more does not belong to it": lambda p: (p / "more").touch(),
-    "it has no seal": lambda p: (p / manifest.NAME).unlink(),
-    "its seal cannot be read": lambda p: (p / manifest.NAME).write_text('{"files": [1]}'),
+    "more is not in its manifest": lambda p: (p / "more").touch(),
+    "it has no manifest": lambda p: (p / manifest.NAME).unlink(),
+    "its manifest cannot be read": lambda p: (p / manifest.NAME).write_text('{"files": [1]}'),
     "empty directory": lambda p: (shutil.rmtree(p), p.mkdir()),
 }
 
@@ -53,8 +53,7 @@ def test_a_seal_breaks(why, tmp_path):
 
 
 def test_the_files_of_a_checkpoint_are_shared_out(tmp_path, monkeypatch):
-    """By who wrote them after a save, who also sees to it that they reach the disk; by their sizes before a load,
-    whatever the number of processes."""
+    """After a save, each process syncs and hashes what it wrote. Before a load, files are divided by size."""
     path, synced, fsync = tmp_path / "7", [], os.fsync
     monkeypatch.setattr(manifest.os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or fsync(file))
     wrote = {
@@ -67,7 +66,7 @@ def test_the_files_of_a_checkpoint_are_shared_out(tmp_path, monkeypatch):
         (path / name).write_bytes(bytes(100 + size))
     for process in (0, 1, 2, 12):
         assert manifest.written_by(path, process) == sorted(wrote.get(process, []))
-    sums = {name: sum for process in wrote for name, sum in manifest.sums_of(path, wrote[process]).items()}
+    sums = {name: sum for process in wrote for name, sum in manifest.hash_files(path, wrote[process]).items()}
     assert sorted(synced) == sorted((path / name).stat().st_ino for name in sums)
     manifest.write(path, sums)
     assert manifest.corruption(path) is None
@@ -82,7 +81,7 @@ def test_the_files_of_a_checkpoint_are_shared_out(tmp_path, monkeypatch):
 
 
 def test_a_seal_waits_for_what_every_process_wrote(tmp_path, monkeypatch):
-    """A file that nobody vouches for, or that is not seen here, is no part of a whole checkpoint."""
+    """A checkpoint is not complete with a file that no process hashed, or that is not visible here."""
     path = make(tmp_path, 7)
     sums = manifest.read(path)
     (path / manifest.NAME).unlink()
@@ -94,17 +93,17 @@ def test_a_seal_waits_for_what_every_process_wrote(tmp_path, monkeypatch):
     assert manifest.corruption(path) is None
     (path / manifest.NAME).unlink()
     monkeypatch.setattr(manifest, "_VISIBLE_S", 0)
-    with pytest.raises(OSError, match="absent was written by another process and is not seen here"):
+    with pytest.raises(OSError, match="absent was written by another process and is not visible here"):
         manifest.write(path, sums | {"absent": (3, "")})
-    assert "no seal" in manifest.corruption(path)
+    assert "no manifest" in manifest.corruption(path)
 
 
 def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
-    """Whatever happens between commit and seal: with `keep=1` the older one is all there is."""
+    """Whatever happens between commit and manifest: with `keep=1` only the older checkpoint is complete."""
     state, write, older = {"w": jnp.ones(3)}, manifest.write, []
 
     def fail(path, sums):
-        older.append(checkpoint.scan(tmp_path).step)
+        older.append(verify.scan(tmp_path).step)
         raise OSError(28, "No space left on device")
 
     with checkpoint.Checkpoints(CheckpointConfig(keep=1), tmp_path) as checkpoints:
@@ -114,11 +113,11 @@ def test_a_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch):
         checkpoints.save(2, state, {})
         with pytest.raises(RunError, match="step 2 could not be written"):
             checkpoints.wait()
-        assert (older, checkpoint.scan(tmp_path).step) == ([1], 1)
-        assert "it has no seal" in manifest.corruption(tmp_path / "2")
+        assert (older, verify.scan(tmp_path).step) == ([1], 1)
+        assert "it has no manifest" in manifest.corruption(tmp_path / "2")
         monkeypatch.setattr(manifest, "write", write)
         checkpoints.save(3, state, {})
-    assert manifest.steps(tmp_path) == [3, 2], "what was never sealed is for the next start"
+    assert manifest.steps(tmp_path) == [3, 2], "the next start removes what has no manifest"
 
 
 def test_the_newest_whole_step_is_found(tmp_path):
@@ -127,28 +126,30 @@ def test_the_newest_whole_step_is_found(tmp_path):
     (tmp_path / "20.orbax-checkpoint-tmp-3").mkdir()
     (tmp_path / "notes").mkdir()
     HARM["state/d/array is missing"](tmp_path / "16")
-    HARM["it has no seal"](tmp_path / "12")
-    found = checkpoint.scan(tmp_path)
+    HARM["it has no manifest"](tmp_path / "12")
+    found = verify.scan(tmp_path)
     assert (found.step, list(found.skipped), found.lost) == (8, [16, 12], False)
-    assert manifest.sealed(tmp_path) == [16, 8, 4]
+    assert manifest.complete_steps(tmp_path) == [16, 8, 4]
     for number in (4, 8):
         HARM["empty directory"](tmp_path / str(number))
-    assert checkpoint.scan(tmp_path).lost, "one was sealed once"
-    with pytest.raises(ConfigError, match=r"no whole checkpoint .*step 16: state/d/array is missing; step 12: it was"):
-        checkpoint.latest_valid_step(tmp_path)
+    assert verify.scan(tmp_path).lost, "one was complete once"
+    with pytest.raises(
+        ConfigError, match=r"not hold a valid checkpoint .*step 16: state/d/array is missing; step 12: it was"
+    ):
+        verify.latest_valid_step(tmp_path)
 
 
 def test_a_first_checkpoint_that_was_not_finished_is_no_loss(tmp_path):
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "half").touch()
     (tmp_path / "8").mkdir()
-    assert not checkpoint.scan(tmp_path).lost
+    assert not verify.scan(tmp_path).lost
     (tmp_path / "8" / "half").touch()
-    assert checkpoint.scan(tmp_path).lost, "two are more than one crash leaves"
+    assert verify.scan(tmp_path).lost, "one crash leaves at most one"
 
 
 def test_set_aside_tidied_and_removed(tmp_path):
-    saved, aside = tmp_path / "checkpoints", tmp_path / "passed_over"
+    saved, aside = tmp_path / "checkpoints", tmp_path / "quarantine"
     for _ in range(3):  # the same step may come again
         manifest.quarantine(make(saved, 4), aside)
     assert sorted(p.name for p in aside.iterdir()) == ["4", "4.1", "4.2"]
@@ -175,25 +176,25 @@ def test_what_the_policies_keep(policy, kept, tmp_path):
     checkpoints = checkpoint.Checkpoints(CheckpointConfig(**policy), tmp_path)
     checkpoints.scores = {10: 1.5, 20: 2.0, 30: 1.0, 40: 3.0, 70: 0.1}
     steps = [60, 50, 40, 30, 20, 10]
-    assert {*steps} - {*checkpoints._superfluous(steps)} == kept
+    assert {*steps} - {*checkpoints._expired(steps)} == kept
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_state_that_is_not_finite_is_refused(bad, tmp_path):
-    """Whatever the leaf; integers cannot be it, and what is finite is saved and sealed."""
+    """Any leaf counts, except integers. A finite state is saved, with a manifest."""
     state = {"step": jnp.int32(3), "params": {"w": jnp.ones((3, 2))}, "opt_state": jnp.zeros(4)}
     with checkpoint.Checkpoints(CheckpointConfig(), tmp_path) as checkpoints:
-        with pytest.raises(RunError, match="after step 3 holds numbers that are not finite") as raised:
+        with pytest.raises(RunError, match="after step 3 is not finite") as raised:
             checkpoints.save(3, state | {"opt_state": jnp.zeros(4).at[2].set(bad)}, {})
         assert raised.value.code is Exit.DIVERGED
         assert not manifest.steps(tmp_path)
         checkpoints.save(3, state, {"next_batch": 5})
-    assert checkpoint.scan(tmp_path).step == 3
+    assert verify.scan(tmp_path).step == 3
     assert checkpoint.metadata(tmp_path, 3) == {"next_batch": 5}
 
 
 def test_a_checkpoint_is_read_in_parts_no_larger_than_its_largest_array(rng, tmp_path, monkeypatch):
-    """Each opens the checkpoint anew and asks for nothing that another has read, or that nobody wants."""
+    """Each read opens the checkpoint anew, and reads only arrays that are wanted and were not read before."""
     monkeypatch.setattr(checkpoint, "_AT_A_TIME", 40)
     state = {
         name: jnp.asarray(rng.normal(size=size), jnp.float32)
@@ -218,7 +219,7 @@ def test_a_checkpoint_is_read_in_parts_no_larger_than_its_largest_array(rng, tmp
 
 
 def test_a_spike_is_what_its_definition_says(rng):
-    """Against NumPy, on both sides of the limit; before the window is full there is no verdict."""
+    """Compared with NumPy on both sides of the limit. Before the window is full, no step is a spike."""
     cfg = SpikeConfig(window=16, threshold=4.0)
     for scale in (1e-4, 0.3):  # a deviation below the floor of a hundredth, and above
         recent = (2 + scale * rng.standard_normal(16)).astype(np.float32)
@@ -274,27 +275,30 @@ def test_a_lock_is_exclusive_and_says_who(tmp_path):
             pass
     (tmp_path / ".lock").write_text("process 9 on a")
     with run_dir.lock(tmp_path) as left:
-        assert left == "process 9 on a trained here and did not end in order"
+        assert left == "the previous run here did not shut down cleanly (process 9 on a)"
 
 
 def test_a_course_steps_over_what_a_spike_was_read_from():
-    course = step_log.LoopState(done=4, batch=4, newest=4)
+    loop = step_log.LoopState(step=4, batch=4, saved=4)
     for _ in range(3):
-        course = course.stepped()
-    late = course.back(spike=6, most=2)  # told when the step after it was on its way
-    assert (late.done, late.batch, late.newest) == (4, 6, 4)
-    again = late.stepped().back(spike=5, most=2)
-    assert (again.done, again.batch) == (4, 7), "the batches of three steps are behind it"
+        loop = loop.advance()
+    late = loop.roll_back(spike=6, limit=2)  # told when the step after it was on its way
+    assert (late.step, late.batch, late.saved) == (4, 6, 4)
+    again = late.advance().roll_back(spike=5, limit=2)
+    assert (again.step, again.batch) == (4, 7), "the batches of three steps are behind it"
     with pytest.raises(RunError, match="3 spikes after step 4") as error:
-        again.stepped().back(spike=5, most=2)
+        again.advance().roll_back(spike=5, limit=2)
     assert error.value.code == Exit.DIVERGED
-    assert again.stepped().saved() == step_log.LoopState(done=5, batch=8, newest=5), "a new checkpoint, a new count"
+    assert again.advance().after_save() == step_log.LoopState(step=5, batch=8, saved=5), "a new checkpoint, a new count"
 
 
 def test_what_is_not_loaded_is_not_verified(rng, tmp_path, monkeypatch):
-    """An optimizer's damaged state is no reason not to read parameters; it is one to go on from an older step."""
+    """A damaged optimizer state does not prevent reading the parameters. A run resumes from an older step instead."""
     monkeypatch.setattr(checkpoint, "_FILE", 1 << 16)
-    draw = lambda: jnp.asarray(rng.normal(size=(64, 512)), jnp.float32)  # noqa: E731  128 kB: no file holds two
+
+    def draw() -> jax.Array:
+        return jnp.asarray(rng.normal(size=(64, 512)), jnp.float32)  # 128 kB: no file holds two
+
     state = {"params": {"w": draw(), "v": draw()}, "opt_state": {"w": draw(), "v": draw()}, "step": jnp.int32(1)}
     with checkpoint.Checkpoints(CheckpointConfig(keep=2), tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
@@ -302,27 +306,27 @@ def test_what_is_not_loaded_is_not_verified(rng, tmp_path, monkeypatch):
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
     wanted |= {"opt_state": {"w": ..., "v": ...}}
     path = tmp_path / "2"
-    unread = checkpoint._unread(path, wanted)
+    unread = verify._unread(path, wanted)
     everything = manifest.read(path)
     assert sum(everything[name][0] for name in unread) > 0.45 * sum(size for size, _ in everything.values())
     for name in unread:
         (path / name).write_bytes(rng.bytes(everything[name][0]))
-    assert "has changed" in checkpoint.corruption(tmp_path, 2)
-    assert checkpoint.latest_valid_step(tmp_path) == 1
-    assert checkpoint.latest_valid_step(tmp_path, wanted) == 2
+    assert "has changed" in verify.corruption(tmp_path, 2)
+    assert verify.latest_valid_step(tmp_path) == 1
+    assert verify.latest_valid_step(tmp_path, wanted) == 2
     found = checkpoint.restore(tmp_path, 2, wanted)
     jax.tree.map(np.testing.assert_array_equal, found["params"], state["params"])
     for name in everything.keys() - unread:  # every other file counts, the index that names them among these
         if everything[name][0]:
             content = (path / name).read_bytes()
             (path / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
-            assert f"{name} has changed" in checkpoint.corruption(tmp_path, 2, wanted)
+            assert f"{name} has changed" in verify.corruption(tmp_path, 2, wanted)
             (path / name).write_bytes(content)
-    assert checkpoint.corruption(tmp_path, 2, wanted) is None
+    assert verify.corruption(tmp_path, 2, wanted) is None
 
 
 def test_the_index_of_a_store_is_read_to_its_leaves(tmp_path):
-    """An index of a large checkpoint is a tree of nodes, whose keys leave out what those below have in common."""
+    """The index of a large checkpoint is a tree, whose keys omit the common prefix of the nodes below."""
     config = {"max_decoded_node_bytes": 200, "max_inline_value_bytes": 10}
     spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/"}, "config": config}
     store = tensorstore.KvStore.open(spec).result()
@@ -330,7 +334,7 @@ def test_the_index_of_a_store_is_read_to_its_leaves(tmp_path):
         with tensorstore.Transaction() as transaction:
             for i in range(20):
                 store.with_transaction(transaction)[f"{array}/c/{i}"] = bytes([i]) * 100
-    stored = checkpoint._stored(tmp_path)
+    stored = verify._stored(tmp_path)
     assert {array for array, _ in stored} == {"", "params.layers.w", "params.layers.v", "step"}
     newest = {f"d/{path.name}" for path in (tmp_path / "d").iterdir()}
     assert {file for _, file in stored} <= newest
@@ -342,17 +346,21 @@ def test_a_seal_is_of_all_files_but_itself_and_of_their_sizes(tmp_path):
     (tmp_path / "d").mkdir()
     for name in ("a", "d/b"):
         (tmp_path / name).write_bytes(b"12345")
-    manifest.write(tmp_path, manifest.sums_of(tmp_path, ["a", "d/b"]))
+    manifest.write(tmp_path, manifest.hash_files(tmp_path, ["a", "d/b"]))
     assert manifest.written_by(tmp_path, 0) == ["a", "d/b"]
-    assert manifest.misfit(tmp_path) is None
+    assert manifest.listing_corruption(tmp_path) is None
     for size in (4, 6):
         (tmp_path / "a").write_bytes(b"x" * size)
-        assert manifest.misfit(tmp_path) == f"a has {size} bytes, not 5"
+        assert manifest.listing_corruption(tmp_path) == f"a has {size} bytes, not 5"
 
 
 def supervised(codes, newest, monkeypatch, tries=3):
-    """The exit code of a supervised run, and the seconds before each new start. `codes`: what each try ends with;
-    `newest`: the newest checkpoint before the first try and after each."""
+    """Returns the exit code of a supervised run, and the seconds before each restart.
+
+    Args:
+      codes: exit code of each try.
+      newest: newest checkpoint before the first try and after each.
+    """
     monkeypatch.setattr("signal.signal", lambda *_: None)
     steps, ends, waits = iter(newest), iter(codes), []
     supervisor = supervise.Supervisor(lambda: next(steps), tries, wait_s=2.0)
@@ -387,23 +395,23 @@ def test_waits_between_tries_have_an_end(monkeypatch):
     [
         (0, {1: 0}, {}, None),
         (99, {1: 59}, {}, None),
-        (101, {1: 0}, {}, "nothing was finished for 100 s"),
-        (0, {1: 61, 2: 0}, {}, "process 1 of 3 is gone"),
-        (0, {1: 61, 2: 61}, {}, "process 1 and process 2 of 3 is gone"),
+        (101, {1: 0}, {}, "no progress for train.stalled_s=100 s"),
+        (0, {1: 61, 2: 0}, {}, "process 1 of 3 is lost"),
+        (0, {1: 61, 2: 61}, {}, "process 1 and process 2 of 3 is lost"),
         (0, {1: 61, 2: 0}, {1: "done"}, None),  # it said that it ends, and nobody waits long for that yet
     ],
 )
 def test_a_watch_judges_by_what_it_heard(moved, heard, ends, said, monkeypatch):
-    """Once, at the time 1000: seconds since something was finished here, and since each other process was heard."""
+    """Checked once, at time 1000: seconds since the last progress here, and since each other process's heartbeat."""
     now, found = 1000.0, []
-    watching = watchdog.Watch(lost_s=60, stalled_s=100)
-    watching._moved, watching._count = now - moved, len(heard) + 1
+    watching = watchdog.Watchdog(lost_s=60, stalled_s=100)
+    watching._progress, watching._count = now - moved, len(heard) + 1
     watching._heard, watching._ends = {i: now - seconds for i, seconds in heard.items()}, ends
     monkeypatch.setattr("time.monotonic", lambda: now)
     looks = iter([False, True])
     monkeypatch.setattr(watching, "_over", SimpleNamespace(wait=lambda _: next(looks)))
     monkeypatch.setattr(watching, "_end", lambda code, message: found.append((code, message)))
-    watching._judge()
+    watching._check_loop()
     if said is None:
         assert not found
     else:

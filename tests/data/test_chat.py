@@ -72,18 +72,18 @@ def test_both_formats(tmp_path):
     [
         ("{", "line 2 is not JSON"),
         ("[" * 100_000, "line 2 is not JSON"),
-        ("3", "line 2: this is no JSON object"),
-        ({"text": "a"}, "line 2: there are neither messages nor prompt and completion, but text"),
-        ({"messages": {}}, "line 2: messages is no list"),
-        ({"messages": ["hi"]}, "line 2: message 1 has str; a message has role and content"),
-        ({"messages": [{"role": "user"}]}, "line 2: message 1 has role; a message has role and content"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "line 2: message 1 has the role 'tool'; the roles are"),
+        ("3", "line 2: this is not a JSON object"),
+        ({"text": "a"}, "line 2: the keys are text. Write messages"),
+        ({"messages": {}}, "line 2: messages is not a list"),
+        ({"messages": ["hi"]}, "line 2: message 1 has str. Give it role and content"),
+        ({"messages": [{"role": "user"}]}, "line 2: message 1 has role. Give it role and content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "line 2: message 1 has the role 'tool'. Use one of"),
         ({"messages": [{"role": "user", "content": "a", "weight": 0}]}, "message 1 has role, content, weight"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, "line 2: message 1 has a content that is list, not text"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "line 2: message 1 has content of type list. Write text"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 2: no message is the assistant's"),
         (pair("a", " \n"), "line 2: message 2 is an empty answer"),
-        (pair("a", "\ud800"), "line 2: message 2 holds half a character"),
-        ({**pair("a", "b"), "tools": [1]}, "line 2: tools cannot be had here"),
+        (pair("a", "\ud800"), "line 2: message 2 contains half a character"),
+        ({**pair("a", "b"), "tools": [1]}, "line 2: tools is not supported"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(tmp_path, line, message):
@@ -95,9 +95,9 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path, line, message):
 
 
 def test_files_that_hold_nothing(tmp_path):
-    with pytest.raises(ConfigError, match="is no file; give a file of conversations"):
+    with pytest.raises(ConfigError, match=r"is not a file\. Give a file with one conversation"):
         list(chat.read_conversations(str(tmp_path)))
-    with pytest.raises(ConfigError, match="holds no conversation"):
+    with pytest.raises(ConfigError, match="has no conversations"):
         list(chat.read_conversations(write(tmp_path / "a.jsonl", "", "")))
     (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"line 1 is not JSON .*UTF-8"):
@@ -129,18 +129,18 @@ def test_answers_are_found_by_marks_and_by_prefixes():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{% if %}", "the template is no template"),
-        ("{{ raise_exception('only users\nhere') }}", r"cannot write these messages \(.*\): only users here"),
-        ("{{ messages[9].content }}", "cannot write these messages"),
-        ("{% for i in range(10000000) %}x{% endfor %}", "cannot write these messages .*Range too big"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot write these messages .*unsafe"),
-        ("{{ messages.append(1) }}", "cannot write these messages .*safe"),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", "cannot write these messages .*unsafe"),
-        ("{% include '/etc/passwd' %}", "cannot write these messages .*loader"),
-        ("{{ messages | length }}", "otherwise than it writes them with it"),
-        ("{{ messages[-1].content }}", "otherwise than it writes them with it"),
-        ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", "where the answer"),
-        ("{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}", "mark each answer once"),
+        ("{% if %}", "the template is not a template"),
+        ("{{ raise_exception('only users\nhere') }}", r"cannot render these messages \(.*\): only users here"),
+        ("{{ messages[9].content }}", "cannot render these messages"),
+        ("{% for i in range(10000000) %}x{% endfor %}", "cannot render these messages .*Range too big"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot render these messages .*unsafe"),
+        ("{{ messages.append(1) }}", "cannot render these messages .*safe"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "cannot render these messages .*unsafe"),
+        ("{% include '/etc/passwd' %}", "cannot render these messages .*loader"),
+        ("{{ messages | length }}", "differently with and without"),
+        ("{{ messages[-1].content }}", "differently with and without"),
+        ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", "its position is"),
+        ("{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}", "Mark each answer once"),
     ],
 )
 def test_templates_that_fail_or_reach_out_of_the_sandbox(source, message):
@@ -150,14 +150,14 @@ def test_templates_that_fail_or_reach_out_of_the_sandbox(source, message):
 
 
 def test_content_cannot_mark():
-    with pytest.raises(ConfigError, match="no characters"):
+    with pytest.raises(ConfigError, match="not characters"):
         jinja(MARKED).render([{"role": "user", "content": "\ufdd0a\ufdd1"}, *TURNS[1:3]])
 
 
 def test_templates_beside_a_tokenizer(tmp_path):
     name = str(tmp_path / "tokenizer.json")
     assert chat.read_template("bytes") is None
-    with pytest.raises(ConfigError, match=r"there is neither a chat_template\.jinja nor"):
+    with pytest.raises(ConfigError, match=r"has neither a chat_template\.jinja nor"):
         chat.read_template(name)
     settings = {"chat_template": "one", "bos_token": {"content": "<s>"}, "pad_token": None, "model_max_length": 3}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -174,7 +174,7 @@ def test_templates_beside_a_tokenizer(tmp_path):
 
 def test_missing_jinja2_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ConfigError, match=r"install jaxstack\[hf\]"):
+    with pytest.raises(ConfigError, match=r"Install jaxstack\[hf\]"):
         chat.JinjaTemplate("x", {"source": "", "tokens": {}})
 
 
@@ -226,7 +226,7 @@ def test_a_token_is_learned_if_one_of_its_characters_is_an_answers(pieces, learn
     tokens, _ = chat.encode_conversations([first], Pieces("ab", "cd", "ef", "gh", "i"), 500)
     assert tokens.loss_mask.tolist() == [True, False, False, True, True]
     # Nothing comes before the first token, so it is never a target.
-    with pytest.raises(ConfigError, match="x: as the template writes it, no token is an answer's"):
+    with pytest.raises(ConfigError, match="x: no token of the rendered text belongs to an answer"):
         chat.encode_conversations([chat.RenderedConversation("x", "abcdefghi", [(0, 2)])], Pieces("ab", "cdefghi"), 500)
 
 
@@ -240,7 +240,7 @@ def test_long_conversations_are_left_out_whole_and_counted():
     tokens, said = chat.encode_conversations(rendered, ByteTokenizer(), sizes[1] - 1)  # one more token is read
     assert tokens.names == ("line 1", "line 2")
     assert said == f"1 left out, longer than data.seq_len={sizes[1] - 1} (the longest has {sizes[2]} tokens)"
-    with pytest.raises(ConfigError, match=f"none of 3 conversations fits into data.seq_len=10; .* {sizes[2]} tokens"):
+    with pytest.raises(ConfigError, match=f"none of 3 conversations fits into data.seq_len=10 .* {sizes[2]} tokens"):
         chat.encode_conversations(rendered, ByteTokenizer(), 10)
 
 
@@ -325,8 +325,8 @@ def test_whole_conversations_are_held_out_however_few(tmp_path):
     found = load(tmp_path, many(3), seq_len=200)
     assert (found.train.starts.size, found.eval.starts.size) == (2, 1)
     assert "3 conversations, " in found.description
-    assert "of it answers" in found.description
-    with pytest.raises(ConfigError, match="one conversation alone"):
+    assert "of the tokens in answers" in found.description
+    with pytest.raises(ConfigError, match="only one conversation"):
         load(tmp_path, many(1), seq_len=200)
 
 
@@ -365,7 +365,7 @@ def test_a_tokenizer_folder_with_its_template(tmp_path, template):
     assert found.tokenizer.decode(learned) == "Ja 🙂.<|im_end|>  No.\n<|im_end|>"
     rebuilt = tokenizer_from_json(json.loads(json.dumps(found.tokenizer.to_json())))
     assert chat.template_for(rebuilt).render(TURNS) == jinja(template, bos_token="<s>").render(TURNS)
-    with pytest.raises(ConfigError, match="knows no chat template"):
+    with pytest.raises(ConfigError, match="has no chat template"):
         chat.template_for(data.make_tokenizer(name, ()))
 
 

@@ -64,13 +64,13 @@ def test_make_tokenizer_reads_texts_only_for_chars(tmp_path):
 
     assert data.make_tokenizer("bytes", never()).name == "bytes"
     assert data.make_tokenizer("chars", ["ba", "nan"]).vocab_size == 3
-    with pytest.raises(ConfigError, match=r"data\.tokenizer=gpt9 is no file; use bytes, chars"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=gpt9 is not a file. Use bytes, chars"):
         data.make_tokenizer("gpt9", never())
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
         data.make_tokenizer(str(broken), never())
-    with pytest.raises(ConfigError, match="no known kind"):
+    with pytest.raises(ConfigError, match="not of a known kind"):
         data.tokenizer_from_json({"kind": "words"})
 
 
@@ -78,9 +78,9 @@ def test_missing_libraries_name_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"install jaxstack\[hf\]"):
+    with pytest.raises(ConfigError, match=r"Install jaxstack\[hf\]"):
         data.make_tokenizer(str(tmp_path / "tokenizer.json"), [])
-    with pytest.raises(ConfigError, match=r"install jaxstack\[hf\]"):
+    with pytest.raises(ConfigError, match=r"Install jaxstack\[hf\]"):
         read(source="hf", path="some/dataset")
 
 
@@ -188,11 +188,11 @@ def test_path_reads_a_folder_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "does not exist; give a text file or a folder"),
+        (None, "does not exist. Give a text file or a folder"),
         ({}, "is a folder without files"),
         ({"a": b""}, "holds no text"),
         (b"", "is empty"),
-        (b"a\0b", r"is a binary file \(it holds a zero byte\); convert"),
+        (b"a\0b", r"is a binary file \(it holds a zero byte\). Convert"),
         ({"ok": b"ok", "x.png": b"\x89PNG\0"}, r"x\.png is a binary file .* move it out of the folder"),
         (b"abc\xff", r"is not UTF-8 text \(byte 3\)"),
     ],
@@ -216,7 +216,7 @@ def test_hf_dataset_from_a_folder(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "one", "n": 1}\n{"text": "two", "n": 2}\n')
     folder = str(tmp_path)
     assert [d.text for d in read(source="hf", path=folder)] == ["one", "two"]
-    with pytest.raises(ConfigError, match=r"data\.hf_column=body is no column .*'text'"):
+    with pytest.raises(ConfigError, match=r"data\.hf_column=body is not a column .*'text'"):
         read(source="hf", path=folder, hf_column="body")
     with pytest.raises(ConfigError, match=r"data\.hf_column=n holds int in row 0"):
         read(source="hf", path=folder, hf_column="n")

@@ -76,7 +76,7 @@ def test_load_uses_the_tokenizer_of_the_file(tmp_path):
     assert got.tokenizer.name == "chars"
     assert got.tokenizer.decode(got.train.ids[:7]) == "the cat"
     assert got.description == f"{path}: 3 documents, 29 tokens train, 4 tokens held out"
-    with pytest.raises(ConfigError, match=r"data\.tokenizer=gpt2\.json, but .* was made with chars; leave"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=gpt2\.json, but .* was made with chars. Remove"):
         data.load(DataConfig(source="tokens", path=path, tokenizer="gpt2.json"))
 
 
@@ -84,7 +84,7 @@ def test_load_uses_the_tokenizer_of_the_file(tmp_path):
 def test_nothing_is_overwritten(tmp_path, suffix):
     existing = tmp_path / f"t{suffix}"
     existing.write_text("mine")
-    with pytest.raises(ConfigError, match="exists and is never overwritten; remove it or choose another name"):
+    with pytest.raises(ConfigError, match=r"exists and is never overwritten\. Remove it or choose another name"):
         data.write_token_file(tmp_path / "t", DOCUMENTS, ByteTokenizer())
     assert existing.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [existing]
@@ -110,7 +110,7 @@ def test_killed_between_renames_is_no_token_file(file):
 
 
 def test_folder_must_exist(tmp_path):
-    with pytest.raises(ConfigError, match=r"is no folder; create it before building t\.bin there"):
+    with pytest.raises(ConfigError, match=r"is not a folder. Create it before building t\.bin there"):
         data.write_token_file(tmp_path / "no" / "t", DOCUMENTS, ByteTokenizer())
 
 
@@ -149,8 +149,8 @@ def test_changed_after_it_was_built(file, monkeypatch):
         ({"count": -1}, r"declares count, documents, vocab_size = \(-1,"),
         ({"documents": 4}, "does not hold 4 ascending document starts"),
         ({"vocab_size": 400}, "declares vocab_size=400, but its tokenizer has 256"),
-        ({"colour": "red"}, "is no header of a token file"),
-        ({"tokenizer": {}}, "is of no known kind"),
+        ({"colour": "red"}, "is not a header of a token file"),
+        ({"tokenizer": {}}, "is not of a known kind"),
     ],
 )
 def test_bad_headers(file, values, message):
@@ -176,7 +176,7 @@ def test_bad_starts(file):
 
 def test_header_that_is_not_json(file):
     file.with_suffix(".json").write_text("{")
-    with pytest.raises(ConfigError, match="is no header of a token file"):
+    with pytest.raises(ConfigError, match="is not a header of a token file"):
         read_header(file)
 
 

@@ -1,4 +1,4 @@
-"""Real runs of `train.py` on a small text, to be killed, starved and misled."""
+"""Runs of `train.py` on a small text, to be killed, interrupted and damaged."""
 
 import os
 import signal
@@ -35,10 +35,12 @@ SMALL = [
 
 
 def start(*argv: str, patch: str = "", devices: int = 1) -> subprocess.Popen[str]:
-    """A process of its own. It would compile most of its time, so XLA does not optimise.
+    """Starts a process. XLA does not optimize, since compilation would take most of the time.
 
     Args:
-      patch: Python that runs before `train.main`; a fault that cannot be had from outside.
+      argv: flags of the run.
+      patch: Python that runs before `train.main`, for faults that cannot be caused from outside.
+      devices: number of simulated CPU devices.
     """
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
     quick = os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")  # tests/conftest.py says more
@@ -53,7 +55,7 @@ def start(*argv: str, patch: str = "", devices: int = 1) -> subprocess.Popen[str
 
 
 def finish(*processes: subprocess.Popen[str], code: int = 0, timeout: float = 600) -> list[tuple[str, str]]:
-    """What they printed, once all have ended, each with `code`."""
+    """Waits for processes to end with `code`, and returns what they printed."""
     printed = [process.communicate(timeout=timeout) for process in processes]
     for process, (out, err) in zip(processes, printed, strict=True):
         assert process.returncode == code, f"exit code {process.returncode}, not {code}\n{out}\n{err}"
@@ -65,7 +67,7 @@ def run(*argv: str, code: int = 0, patch: str = "", devices: int = 1) -> tuple[s
 
 
 def wait_until(ready: Callable[[], object], process: subprocess.Popen[str], timeout: float = 600) -> None:
-    """Until something is so, or the process has ended."""
+    """Waits until a condition is true, or the process has ended."""
     deadline = time.monotonic() + timeout
     while not ready() and process.poll() is None:
         assert time.monotonic() < deadline, "it never came"
@@ -73,13 +75,13 @@ def wait_until(ready: Callable[[], object], process: subprocess.Popen[str], time
 
 
 def wait_for_line(process: subprocess.Popen[str], words: str) -> None:
-    """Until a line on stderr has these words. What comes after it is left to `finish`."""
+    """Waits for a line with these words on stderr. Later lines are left to `finish`."""
     assert process.stderr is not None
     assert any(words in line for line in process.stderr), f"it ended without: {words}"
 
 
 def held_at(batch: int, go: Path) -> str:
-    """A patch: the batch of this number comes once the file `go` is there, however slow the machine is."""
+    """Returns a patch: the run waits at this batch until the file `go` exists, however slow the machine is."""
     return (
         "import pathlib, sys, time, jaxstack.runtime.distributed as d\nw, calls = d.to_global_batch, []\n"
         "def held(*args):\n"
@@ -91,7 +93,7 @@ def held_at(batch: int, go: Path) -> str:
     )
 
 
-def is_sealed(run_dir: Path, step: int) -> bool:
+def is_complete(run_dir: Path, step: int) -> bool:
     return (run_dir / "checkpoints" / str(step) / manifest.NAME).is_file()
 
 
@@ -109,7 +111,7 @@ def files(directory: Path) -> dict[Path, bytes]:
 
 
 def two(*argv: str, patches: tuple[str, str] = ("", "")) -> list[subprocess.Popen[str]]:
-    """Two processes of one run, of two devices each."""
+    """Starts two processes of one run, with two devices each."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

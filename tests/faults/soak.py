@@ -40,7 +40,7 @@ DAMAGE = {
     "a flipped bit": flip,
     "a file cut short": lambda path: os.truncate(largest(path), largest(path).stat().st_size // 2),
     "a lost file": lambda path: largest(path).unlink(),
-    "a lost seal": lambda path: (path / manifest.NAME).unlink(),
+    "a lost manifest": lambda path: (path / manifest.NAME).unlink(),
     "an empty step": lambda path: (path.parent / str(int(path.name) + 1)).mkdir(exist_ok=True),
     "a stale temporary directory": lambda path: (path.parent / "9.orbax-checkpoint-tmp-1").mkdir(exist_ok=True),
 }
@@ -63,8 +63,8 @@ def main() -> None:
         until = time.monotonic() + 60 * given.minutes
         while time.monotonic() < until:
             process = harness.start(*argv, f"--run.dir={run_dir}")
-            known = next(iter(manifest.sealed(saved)), 0)
-            harness.wait_until(lambda known=known: next(iter(manifest.sealed(saved)), 0) > known + 40, process)
+            known = next(iter(manifest.complete_steps(saved)), 0)
+            harness.wait_until(lambda known=known: next(iter(manifest.complete_steps(saved)), 0) > known + 40, process)
             time.sleep(random.uniform(0, 2))
             if random.random() < 0.3:
                 process.send_signal(signal.SIGTERM)
@@ -75,10 +75,10 @@ def main() -> None:
                 happened["killed"] += 1
             if random.random() < 0.6:
                 what = random.choice(list(DAMAGE))
-                DAMAGE[what](saved / str(manifest.sealed(saved)[0]))
+                DAMAGE[what](saved / str(manifest.complete_steps(saved)[0]))
                 happened[what] += 1
-            print(f"step {next(iter(manifest.sealed(saved)), 0)}: {dict(happened)}", flush=True)
-        steps = manifest.sealed(saved)[0] + 20
+            print(f"step {next(iter(manifest.complete_steps(saved)), 0)}: {dict(happened)}", flush=True)
+        steps = manifest.complete_steps(saved)[0] + 20
         argv[-2] = f"--train.steps={steps}"
         harness.run(*argv, f"--run.dir={run_dir}")
         harness.run(*argv, f"--run.dir={folder / 'straight'}")

@@ -14,7 +14,7 @@ import harness
 import jax
 import numpy as np
 import pytest
-from harness import STEPS, finish, held_at, is_sealed, kill, losses, run, start, two, wait_for_line, wait_until
+from harness import STEPS, finish, held_at, is_complete, kill, losses, run, start, two, wait_for_line, wait_until
 from lines import lines, values
 from orbax.checkpoint import v1 as ocp
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lines that are easy to learn, so that a loss falls quickly and a spike stands out."""
+    """Writes lines that are easy to learn, so that the loss falls quickly and a spike is clear."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"{i % 10} is {'even' if i % 2 == 0 else 'odd'};\n" for i in range(2000)))
     return path
@@ -35,7 +35,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing happened to; all of its checkpoints are kept."""
+    """Runs without any fault, and keeps all checkpoints."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
     run(f"--data.path={text}", f"--run.dir={run_dir}", "--checkpoint.keep=100")
     return run_dir
@@ -48,7 +48,7 @@ def argv(text: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A disk that holds three checkpoints."""
+    """Mounts a disk that holds three checkpoints."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "none", disk], check=False).returncode:
@@ -58,7 +58,7 @@ def small_disk(tmp_path: Path):
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint as the library reads it, whatever the run's mesh was."""
+    """Returns every array of a checkpoint as the library reads it, whatever mesh saved it."""
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     saved = ocp.metadata(path).metadata
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), saved)
@@ -66,7 +66,7 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def assert_equal(run_dir: Path, other: Path, step: int = STEPS) -> None:
-    """Bit for bit: every line, and every array of a step."""
+    """Compares every line, and every array of a step, bit for bit."""
     assert values(run_dir) == values(other)
     a, b = (arrays(d / "checkpoints" / str(step)) for d in (run_dir, other))
     assert a.keys() == b.keys()
@@ -78,7 +78,7 @@ def assert_equal(run_dir: Path, other: Path, step: int = STEPS) -> None:
 
 
 def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
-    """Every other time in the middle of a save. No committed step is lost, and the end is the straight one."""
+    """Every other time during a save. No committed step is lost, and the end equals that of an undisturbed run."""
     run_dir, newest, moments = tmp_path / "run", 0, []
     saved = run_dir / "checkpoints"
     # Slowed down, so that a life is longer than two saves and not all of the run.
@@ -91,10 +91,10 @@ def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
         if i % 2:
             wait_until(lambda: list(saved.glob("*tmp*")), process)
         else:
-            wait_until(lambda known=newest: next(iter(manifest.sealed(saved)), 0) > known, process)
+            wait_until(lambda known=newest: next(iter(manifest.complete_steps(saved)), 0) > known, process)
             time.sleep(rng.uniform(0, 0.3))
         kill(process)
-        now = next(iter(manifest.sealed(saved)), 0)
+        now = next(iter(manifest.complete_steps(saved)), 0)
         assert now >= newest, "a committed step was lost"
         assert now == 0 or manifest.corruption(saved / str(now)) is None
         newest = now
@@ -112,7 +112,7 @@ def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
 
 @pytest.mark.parametrize("step", [4, 12])
 def test_killed_between_commit_and_seal(step, argv, straight, tmp_path):
-    """The step was not finished: the one before it is taken, or at the first the run begins again."""
+    """The step was not finished: the step before is used, or the run starts from the beginning if there is none."""
     patch = (
         "import os, signal, jaxstack.checkpoint.manifest as s\nwrite = s.write\n"
         f"s.write = lambda p, sums: os.kill(os.getpid(), signal.SIGKILL) if p.name == '{step}' else write(p, sums)"
@@ -120,11 +120,11 @@ def test_killed_between_commit_and_seal(step, argv, straight, tmp_path):
     run(*argv, patch=patch, code=-signal.SIGKILL)
     run_dir = tmp_path / "run"
     assert (run_dir / "checkpoints" / str(step)).is_dir()
-    assert not is_sealed(run_dir, step)
+    assert not is_complete(run_dir, step)
     out, _ = run(*argv)
-    assert f"passed over step {step}: it was not finished" in out
+    assert f"skipped the checkpoint of step {step}: it was not finished" in out
     assert (f"resumed from step {step - 4}" in out) == (step > 4)
-    assert (run_dir / "passed_over" / str(step)).is_dir()
+    assert (run_dir / "quarantine" / str(step)).is_dir()
     assert_equal(run_dir, straight)
 
 
@@ -136,7 +136,7 @@ def test_a_full_disk(text, straight, small_disk):
     argv = [f"--data.path={text}", f"--run.dir={run_dir}", "--checkpoint.keep=100"]
     _, err = run(*argv, code=Exit.NOT_SAVED)
     assert "No space left" in err.splitlines()[-1]
-    kept = manifest.sealed(run_dir / "checkpoints")
+    kept = manifest.complete_steps(run_dir / "checkpoints")
     assert kept
     assert all(manifest.corruption(run_dir / "checkpoints" / str(step)) is None for step in kept)
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
@@ -146,18 +146,18 @@ def test_a_full_disk(text, straight, small_disk):
 
 
 def test_a_read_only_disk(text, small_disk):
-    """At the start it is the user's mistake; under a run the step stands that was saved before."""
+    """At the start it is the user's mistake. During the run, the last saved step stays intact."""
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     run_dir = small_disk / "run"
     argv = [f"--data.path={text}", f"--run.dir={run_dir}", "--train.steps=4000", "--checkpoint.keep=100"]
     process = start(*argv)
-    wait_until(lambda: is_sealed(run_dir, 4), process)
+    wait_until(lambda: is_complete(run_dir, 4), process)
     # A disk in use cannot be made read-only from here; another one over it can be.
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", run_dir / "checkpoints"], check=True)
     ((_, err),) = finish(process, code=Exit.NOT_SAVED)
     subprocess.run(["umount", run_dir / "checkpoints"], check=True)
     assert "Read-only file system" in err.splitlines()[-1]
-    newest = manifest.sealed(run_dir / "checkpoints")[0]
+    newest = manifest.complete_steps(run_dir / "checkpoints")[0]
     assert manifest.corruption(run_dir / "checkpoints" / str(newest)) is None
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     _, err = run(*argv, code=Exit.USER_ERROR)
@@ -166,7 +166,7 @@ def test_a_read_only_disk(text, small_disk):
 
 
 def test_the_error_of_the_last_save_is_not_swallowed(argv, tmp_path):
-    """It comes when training is over, from a thread that nobody waits for but us."""
+    """The error comes after training, from a background thread."""
     patch = (
         "import jaxstack.checkpoint.store as c\nsave = c.ocp.save_async\n"
         "class Fails:\n"
@@ -175,14 +175,14 @@ def test_the_error_of_the_last_save_is_not_swallowed(argv, tmp_path):
     )
     _, err = run(*argv, patch=patch, code=Exit.NOT_SAVED)
     assert f"the checkpoint of step {STEPS} could not be written" in err
-    assert f"step {STEPS - 4} in" in err
+    assert f"the newest checkpoint is step {STEPS - 4} in" in err
 
 
 # 4 to 7: damaged, cut, lost, unfinished, left behind.
 
 
 def flip(path: Path) -> None:
-    """One bit of the largest file, where the arrays are."""
+    """Flips one bit of the largest file, which holds arrays."""
     file = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1 << 4
@@ -204,7 +204,7 @@ def empty(path: Path) -> None:
 
 
 def halve(path: Path) -> None:
-    """As a copy that was interrupted."""
+    """Removes half of the files, as an interrupted copy would."""
     for file in [p for p in path.rglob("*") if p.is_file()][::2]:
         file.unlink()
     (path / manifest.NAME).unlink(missing_ok=True)
@@ -220,13 +220,13 @@ DAMAGE = {
     lose: "is missing",
     empty: "it is an empty directory",
     halve: "it was not finished",
-    spoil_the_seal: "its seal cannot be read",
+    spoil_the_seal: "its manifest cannot be read",
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
 def test_a_damaged_checkpoint_is_passed_over(damage, argv, straight, tmp_path):
-    """What is taken is the newest that is whole; from there the run is the straight one."""
+    """The newest valid step is used, and the run then equals an undisturbed one."""
     run_dir = tmp_path / "run"
     shutil.copytree(straight, run_dir)
     for step in (16, 20, 24):
@@ -235,8 +235,8 @@ def test_a_damaged_checkpoint_is_passed_over(damage, argv, straight, tmp_path):
     (run_dir / "checkpoints" / ".removed-3").mkdir()
     out, _ = run(*argv)
     for step in (16, 20, 24):
-        assert f"passed over step {step}: " in out
-        assert (run_dir / "passed_over" / str(step)).is_dir()
+        assert f"skipped the checkpoint of step {step}: " in out
+        assert (run_dir / "quarantine" / str(step)).is_dir()
     assert out.count(DAMAGE[damage]) == 3, out
     assert "resumed from step 12" in out
     assert not list((run_dir / "checkpoints").glob("*tmp*"))
@@ -251,7 +251,7 @@ def test_nothing_whole_is_an_error_and_no_new_beginning(argv, straight, tmp_path
         flip(path)
     before = harness.files(run_dir)
     _, err = run(*argv, code=Exit.USER_ERROR)
-    assert "holds no whole checkpoint" in err
+    assert "does not hold a valid checkpoint" in err
     after = harness.files(run_dir)
     assert {k: v for k, v in after.items() if k.name != ".lock"} == {
         k: v for k, v in before.items() if k.name != ".lock"
@@ -262,21 +262,21 @@ def test_nothing_whole_is_an_error_and_no_new_beginning(argv, straight, tmp_path
 
 
 def test_two_trainers(argv, tmp_path):
-    """The second is refused and changes nothing; a dead one's lock is free."""
+    """The second is refused and changes nothing. The lock of a dead process is free."""
     argv = (*argv, "--train.steps=4000", "--train.eval_every=4000")
     first = start(*argv)
-    wait_until(lambda: is_sealed(tmp_path / "run", 4), first)
+    wait_until(lambda: is_complete(tmp_path / "run", 4), first)
     _, err = run(*argv, code=Exit.USER_ERROR)
     assert f"in use by process {first.pid} on " in err
     assert err.count("\n") == 1
     kill(first)
     out, _ = run(*argv, patch=stop_after(3))
     assert f"process {first.pid} on " in out
-    assert "did not end in order" in out
+    assert "did not shut down cleanly" in out
 
 
 def stop_after(steps: int) -> str:
-    """Ends a run in order after some steps."""
+    """Returns a patch that stops a run cleanly after some steps."""
     return (
         "import jaxstack.runtime.distributed as d, jaxstack.cli.parser as c, sys\nstop, calls = d.should_stop, []\n"
         f"d.should_stop = lambda *a: (calls.append(1), len(calls) == {steps} or stop(*a))[1]\n"
@@ -290,7 +290,7 @@ def stop_after(steps: int) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop(number, argv, straight, tmp_path):
-    """The step is finished and saved, wherever it was; the exit code says so, and the same command goes on."""
+    """The current step is finished and saved, the exit code says so, and the same command resumes."""
     process = start(*argv, patch=held_at(10, tmp_path / "go"))
     wait_for_line(process, "held")
     process.send_signal(number)
@@ -298,20 +298,20 @@ def test_asked_to_stop(number, argv, straight, tmp_path):
     (tmp_path / "go").touch()
     ((out, err),) = finish(process, code=Exit.STOPPED)
     (step,) = {line["step"] for line in lines(tmp_path / "run") if line.get("event") == "stopped"}
-    assert is_sealed(tmp_path / "run", step)
-    assert f"stopped as asked after step {step}, which is saved" in err
+    assert is_complete(tmp_path / "run", step)
+    assert f"stopped as requested after step {step}, which is saved" in err
     out, _ = run(*argv)
     assert f"resumed from step {step}" in out
     assert_equal(tmp_path / "run", straight)
 
 
 def test_a_second_interrupt_leaves_at_once(argv, straight, tmp_path):
-    """In a step that takes for ever."""
+    """It ends a step that would take forever."""
     process = start(*argv, patch=held_at(15, tmp_path / "never"))
     wait_for_line(process, "held")
-    wait_until(lambda: is_sealed(tmp_path / "run", 8), process)
+    wait_until(lambda: is_complete(tmp_path / "run", 8), process)
     process.send_signal(signal.SIGINT)
-    wait_for_line(process, "again to leave at once")
+    wait_for_line(process, "interrupt again to exit now")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     finish(process, code=Exit.INTERRUPTED)
@@ -326,10 +326,10 @@ def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
         "d.to_global_batch = lambda *a: (time.sleep(0.3), w(*a))[1]"
     )
     processes = two(*argv, "--mesh.data=4", patches=(slow, slow))
-    wait_until(lambda: is_sealed(tmp_path / "run", 4), processes[0])
+    wait_until(lambda: is_complete(tmp_path / "run", 4), processes[0])
     processes[1].send_signal(signal.SIGTERM)
     finish(*processes, code=Exit.STOPPED)
-    step = manifest.sealed(tmp_path / "run" / "checkpoints")[0]
+    step = manifest.complete_steps(tmp_path / "run" / "checkpoints")[0]
     assert 4 < step < STEPS
     # Number 13: one process goes on with what two began, on a mesh of its own.
     out, _ = run(*argv, "--mesh.data=1")
@@ -343,32 +343,32 @@ def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_of_two_dies_or_hangs(number, index, argv, tmp_path):
-    """The other says which within a bounded time; a start of both goes on."""
+    """The other process names it within a bounded time, and starting both again resumes the run."""
     lost_s = 6
     processes = two(
         *argv, "--mesh.data=4", f"--distributed.lost_s={lost_s}", "--train.steps=4000", "--train.eval_every=4000"
     )
-    wait_until(lambda: is_sealed(tmp_path / "run", 8), processes[0])
+    wait_until(lambda: is_complete(tmp_path / "run", 8), processes[0])
     processes[index].send_signal(number)
     ((_, err),) = finish(processes[1 - index], code=Exit.PEER_LOST)
     assert f"process {index} of 2 " in err.splitlines()[-1]
-    assert "is gone: killed, stopped, or cut off" in err.splitlines()[-1]
+    assert "is lost: killed, stopped, or disconnected" in err.splitlines()[-1]
     # The coordinator's death closes the connection to it, which may be noticed first; other silences are waited for.
     if (number, index) != (signal.SIGKILL, 0):
-        assert f"nothing heard for distributed.lost_s={lost_s} s" in err.splitlines()[-1]
+        assert f"no heartbeat for distributed.lost_s={lost_s} s" in err.splitlines()[-1]
     kill(processes[index])
-    step = manifest.sealed(tmp_path / "run" / "checkpoints")[0]
+    step = manifest.complete_steps(tmp_path / "run" / "checkpoints")[0]
     assert step >= 8
     again = two(*argv, "--mesh.data=4", f"--train.steps={step + 2}")
     assert f"resumed from step {step}" in finish(*again)[0][0]
 
 
 def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
-    """What it wrote is vouched for by nobody, so there is no seal; the step before it is taken, unless it is damaged,
-    which both see though one of them reads the file."""
+    """Without its digests there is no manifest, so both use the step before. If that is damaged, both skip it, although
+    only one of them reads the file."""
     dies = (
-        "import os, signal, jaxstack.checkpoint.manifest as s\nsums_of = s.sums_of\n"
-        "s.sums_of = lambda p, n: os.kill(os.getpid(), signal.SIGKILL) if p.name == '12' else sums_of(p, n)"
+        "import os, signal, jaxstack.checkpoint.manifest as s\nhash_files = s.hash_files\n"
+        "s.hash_files = lambda p, n: os.kill(os.getpid(), signal.SIGKILL) if p.name == '12' else hash_files(p, n)"
     )
     flags = [*argv, "--mesh.data=4", "--distributed.lost_s=6"]
     first, second = two(*flags, patches=("", dies))
@@ -376,14 +376,14 @@ def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
     finish(first, code=Exit.PEER_LOST)
     saved = tmp_path / "run" / "checkpoints"
     assert (saved / "12").is_dir()
-    assert manifest.sealed(saved) == [8, 4]
+    assert manifest.complete_steps(saved) == [8, 4]
     flip(saved / "8")
     (out, _), _ = finish(*two(*flags, "--train.steps=10"))
-    assert "passed over step 12: it was not finished: it has no seal" in out
-    assert "passed over step 8: " in out
+    assert "skipped the checkpoint of step 12: it was not finished: it has no manifest" in out
+    assert "skipped the checkpoint of step 8: " in out
     assert "has changed since it was written" in out
     assert "resumed from step 4" in out
-    assert manifest.sealed(saved) == [10, 8]
+    assert manifest.complete_steps(saved) == [10, 8]
 
 
 # 12, 13, 24: another mesh.
@@ -393,7 +393,7 @@ def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
     "flags", [["--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2"], ["--mesh.pipe=2", "--mesh.data=4"]]
 )
 def test_another_mesh(flags, text, tmp_path):
-    """Values are exact, the next loss agrees to 1e-6. Three layers do not divide by two stages: number 24."""
+    """Values are exact, and the next loss agrees to 1e-6. Three layers are not divisible by two stages: number 24."""
     argv = [f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--model.num_layers=3", "--checkpoint.keep=100"]
     run(*argv)
     other = tmp_path / "other"
@@ -430,7 +430,7 @@ def test_a_mesh_that_does_not_divide_is_refused(argv, straight, tmp_path):
 
 
 def poisoned(*indices: int, how: str) -> str:
-    """Spoils the batches of these indices, wherever they come up."""
+    """Returns a patch that spoils the batches of these indices whenever they are read."""
     return (
         "import numpy as np, jaxstack.data.windows as w, jaxstack.data as d\nread = w.prefetch\n"
         "def prefetch(*a, **k):\n"
@@ -441,13 +441,13 @@ def poisoned(*indices: int, how: str) -> str:
     )
 
 
-NAN = "'weights': batch['weights'] * np.nan"
+NAN = "'loss_weights': batch['loss_weights'] * np.nan"
 NOISE = "'targets': np.random.default_rng(0).integers(128, 256, batch['targets'].shape).astype('int32')"
 
 
 def test_a_batch_that_is_not_finite_changes_nothing(argv, tmp_path):
     out, _ = run(*argv, patch=poisoned(9, how=NAN))
-    assert "step 10 skipped: loss nan" in out
+    assert "step 10 was skipped: loss nan" in out
     assert "batch of step 9: text.txt tokens" in out
     recorded = {line["step"]: line for line in lines(tmp_path / "run") if "loss" in line}
     assert recorded[10]["skipped"] == recorded[STEPS]["skipped"] == 1
@@ -458,15 +458,15 @@ def test_a_batch_that_is_not_finite_changes_nothing(argv, tmp_path):
 
 def test_batches_that_are_not_finite_in_a_row_stop_the_run(argv, tmp_path):
     _, err = run(*argv, "--train.max_bad_steps=3", patch=poisoned(9, 10, 11, how=NAN), code=Exit.DIVERGED)
-    assert "stopped at step 12, 3 in a row skipped: loss nan" in err
-    assert manifest.sealed(tmp_path / "run" / "checkpoints")[0] == 8
+    assert "stopped at step 12 after 3 skipped steps in a row: loss nan" in err
+    assert manifest.complete_steps(tmp_path / "run" / "checkpoints")[0] == 8
 
 
 def test_a_state_that_is_not_finite_is_never_saved(argv, tmp_path):
-    """A finite gradient, and an update that overflows: the step itself cannot tell."""
+    """The gradient is finite and the update overflows, which the step itself does not detect."""
     flags = ["--optim.name=sgd", "--optim.lr=1e39", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
     _, err = run(*argv, *flags, "--checkpoint.every=1", code=Exit.DIVERGED)
-    assert "the state after step 1 holds numbers that are not finite, so it was not saved" in err
+    assert "the state after step 1 is not finite, so it was not saved" in err
     assert not manifest.steps(tmp_path / "run" / "checkpoints")
 
 
@@ -478,14 +478,14 @@ def test_a_spike_of_the_loss(action, argv, tmp_path):
     run_dir = tmp_path / "run"
     recorded = {line["step"]: line for line in lines(run_dir) if "loss" in line}
     events = [line for line in lines(run_dir) if line.get("event") == "rolled back"]
-    assert "step 30 a spike" in out
+    assert "step 30 was a spike" in out
     assert "batch of step 29: text.txt tokens" in out
     assert recorded[40]["skipped"] == (action == "skip")
     assert sorted(recorded) == list(range(1, 41))
     if action == "rollback":
         assert [(event["step"], event["spike"]) for event in events] == [(28, 30)]
         assert "step 29: text.txt tokens" in events[0]["batch"]
-        assert "went back from step 30 to 28" in out
+        assert "rolled back from step 30 to 28" in out
         # Steps 29, 30, ... have the batches after the spike's: no spike comes again, here or after a new start.
         assert not any(line["spike"] for line in recorded.values())
         again = tmp_path / "again"
@@ -503,10 +503,11 @@ def test_a_spike_of_the_loss(action, argv, tmp_path):
 
 
 def test_going_back_to_a_damaged_checkpoint(argv, tmp_path):
-    """It is not loaded: the run ends, and the next start takes an older one."""
+    """It is not loaded: the run ends, and the next start uses an older one."""
     flags = [*argv, "--train.steps=40", "--train.spike.action=rollback", "--train.spike.window=8", "--optim.lr=0.02"]
     damage = (
-        "import jaxstack.checkpoint.store as c, jaxstack.runtime.distributed as d\nmeet, saves = d.meet, []\n"
+        "import jaxstack.checkpoint.store as c, jaxstack.runtime.distributed as d\n"
+        "meet, saves = d.coordinator_barrier, []\n"
         "def damaged(key, *a):\n"
         "    meet(key, *a)\n"
         "    saves.append(key)\n"
@@ -514,13 +515,16 @@ def test_going_back_to_a_damaged_checkpoint(argv, tmp_path):
         f"        path = max(__import__('pathlib').Path({str(tmp_path / 'run/checkpoints/28/state')!r}).rglob('d/*'),"
         " key=lambda p: p.stat().st_size)\n"
         "        path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])\n"
-        "d.meet = damaged\n"
+        "d.coordinator_barrier = damaged\n"
     )
     _, err = run(*flags, patch=damage + poisoned(29, how=NOISE), code=Exit.NOT_SAVED)
-    assert "the run must go back to step 28, which must not be used: state/ocdbt.process_0/d/" in err.splitlines()[-1]
+    assert (
+        "the run has to be rolled back to step 28, whose checkpoint is corrupt: state/ocdbt.process_0/d/"
+        in err.splitlines()[-1]
+    )
     assert "has changed since it was written" in err
     out, _ = run(*flags, "--train.steps=29")
-    assert "passed over step 28" in out
+    assert "skipped the checkpoint of step 28" in out
     assert "resumed from step 24" in out
 
 
@@ -528,7 +532,7 @@ def test_going_back_to_a_damaged_checkpoint(argv, tmp_path):
 
 
 def test_every_array_that_differs_is_named(argv, straight, tmp_path):
-    """The seal holds and config.yaml was tampered with: only the arrays can tell."""
+    """The manifest matches and config.yaml was edited, so only the arrays show the difference."""
     run_dir = tmp_path / "run"
     shutil.copytree(straight, run_dir)
     saved = run_dir / "config.yaml"
@@ -598,25 +602,25 @@ def test_a_damaged_token_file(harm, word, tokens, tmp_path):
 
 @pytest.mark.parametrize("harm", [flip_file, lambda f: os.truncate(f, 1000), Path.unlink])
 def test_a_token_file_that_changes_under_the_run(harm, tokens, tmp_path):
-    """Named and refused; put back, it goes on from the newest checkpoint."""
+    """The file is named. Once it is restored, the run resumes from the newest checkpoint."""
     kept = tmp_path / "kept"
     shutil.copy2(tokens, kept)
     argv = ["--data.source=tokens", f"--data.path={tokens}", f"--run.dir={tmp_path / 'run'}"]
     process = start(*argv, patch=held_at(10, tmp_path / "go"))
     wait_for_line(process, "held")
-    wait_until(lambda: is_sealed(tmp_path / "run", 4), process)
+    wait_until(lambda: is_complete(tmp_path / "run", 4), process)
     harm(tokens)
     (tmp_path / "go").touch()
     ((_, err),) = finish(process, code=Exit.USER_ERROR)
     assert f"{tokens} " in err.splitlines()[-1]
-    assert "under the run" in err
+    assert "during the run" in err
     shutil.copy2(kept, tokens)
     out, _ = run(*argv)
     assert "resumed from step" in out
 
 
 def test_text_that_changed_between_two_starts(text, straight, tmp_path):
-    """The batches would be others. Under another name it is other data, which is said."""
+    """The batches would differ. A file with another name is other data, which is reported."""
     shutil.copytree(straight, tmp_path / "run")
     shutil.copy(text, tmp_path / "text.txt")
     flags = [f"--run.dir={tmp_path / 'run'}", "--train.steps=26"]
@@ -632,9 +636,9 @@ def test_text_that_changed_between_two_starts(text, straight, tmp_path):
 
 
 def test_clock_jumps(argv, straight, tmp_path):
-    """Back a day and forward a month between saves: no duration is wrong, none is forgotten, and nothing else is wrong.
+    """The clock jumps back a day and forward a month between saves: all durations are right, and nothing else changes.
 
-    Both clocks are faked. The one that only goes forward moves by 1/16 s whenever it is read.
+    Both clocks are fake. The monotonic one advances by 1/16 s at each read.
     """
     read = tmp_path / "read"
     patch = (
@@ -691,7 +695,7 @@ def child_of(process: subprocess.Popen[str]) -> int | None:
 def test_the_supervisor_starts_a_killed_run_again(argv, straight, tmp_path):
     process = supervised("--wait_s=0.1", argv=argv)
     for step in (4, 12):
-        wait_until(lambda step=step: is_sealed(tmp_path / "run", step), process)
+        wait_until(lambda step=step: is_complete(tmp_path / "run", step), process)
         os.kill(child_of(process), signal.SIGKILL)
     ((_, err),) = finish(process)
     assert err.count("the run ended with SIGKILL") == 2
@@ -699,7 +703,7 @@ def test_the_supervisor_starts_a_killed_run_again(argv, straight, tmp_path):
 
 
 def test_the_supervisor_gives_up_with_the_reason(argv, tmp_path):
-    """After tries that commit nothing new; at once on a mistake, and when it is itself asked to stop."""
+    """After tries without a new checkpoint; at once after a user's mistake, and when it is asked to stop itself."""
     process = supervised("--wait_s=0.1", "--tries=2", argv=[*argv, "--optim.lr=1e38", "--optim.name=sgd",
                          "--optim.clip_norm=null", "--optim.warmup_steps=0", "--checkpoint.every=1"])  # fmt: skip
     ((_, err),) = finish(process, code=Exit.DIVERGED)
@@ -710,7 +714,7 @@ def test_the_supervisor_gives_up_with_the_reason(argv, tmp_path):
     process = supervised(
         argv=[*argv, f"--run.dir={tmp_path / 'other'}", "--train.steps=4000", "--train.eval_every=4000"]
     )
-    wait_until(lambda: is_sealed(tmp_path / "other", 4), process)
+    wait_until(lambda: is_complete(tmp_path / "other", 4), process)
     process.send_signal(signal.SIGTERM)
     finish(process, code=Exit.STOPPED)
 
@@ -725,7 +729,7 @@ def test_the_supervisor_goes_on_with_the_devices_that_are_left(argv, tmp_path):
 
 
 def test_nothing_is_written_outside_the_run(argv, tmp_path):
-    """Not in the folder it is started in, nor beside the run or the text."""
+    """Neither to the working directory, nor beside the run or the text."""
     folder = tmp_path / "folder"
     folder.mkdir()
     code = f"import os; os.chdir({str(folder)!r})"
@@ -735,7 +739,7 @@ def test_nothing_is_written_outside_the_run(argv, tmp_path):
 
 
 def test_no_file_unpickles():
-    """Nor does one run code from YAML, or load arrays that may hold objects."""
+    """No file runs code from YAML either, or loads arrays that may contain objects."""
     for path in [*(harness.ROOT / "jaxstack").rglob("*.py"), harness.ROOT / "train.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -752,7 +756,7 @@ def test_policies_keep_the_best_and_every_so_many(argv, tmp_path):
     run(*argv, "--checkpoint.keep=1", "--checkpoint.keep_every=12", "--checkpoint.keep_best=1", "--train.eval_every=4")
     recorded = {line["step"]: line["eval_loss"] for line in lines(tmp_path / "run") if "eval_loss" in line}
     best = min(recorded, key=recorded.__getitem__)
-    assert set(manifest.sealed(tmp_path / "run" / "checkpoints")) == {12, 24, best}
+    assert set(manifest.complete_steps(tmp_path / "run" / "checkpoints")) == {12, 24, best}
     metadata = store.metadata(tmp_path / "run" / "checkpoints", 24)
     assert metadata["next_batch"] == 24
     assert metadata["versions"]["jax"] == jax.__version__

@@ -20,7 +20,7 @@ import test_meshes
 from families import EXPERTS, FAMILIES
 
 from jaxstack.checkpoint import run_dir as rundir
-from jaxstack.checkpoint import store
+from jaxstack.checkpoint import verify
 from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig, RunConfig, SampleConfig
@@ -329,7 +329,7 @@ def test_what_cannot_be_continued_says_so():
     for prompts, words in (
         ([], "no prompts"),
         ([[1], []], "prompt 2 of 2 is empty"),
-        ([[61]], "has the id 61; ids are below 61"),
+        ([[61]], "has the id 61. Ids are below 61"),
         ([[1] * 60], "learned positions ends at 64"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -353,8 +353,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_only_parameters_are_verified_and_read(run_dir, monkeypatch):
     """Of the newest step and of one that is named: AdamW's state is two thirds of a checkpoint."""
-    asked, changed = [], store._changed
-    monkeypatch.setattr(store, "_changed", lambda path, tree: asked.append((path, tree)) or changed(path, tree))
+    asked, changed = [], verify._content_corruption
+    monkeypatch.setattr(
+        verify, "_content_corruption", lambda path, tree: asked.append((path, tree)) or changed(path, tree)
+    )
     cfg = init_from.find(str(run_dir), "run")
     ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     for number in (None, 3):

@@ -24,7 +24,7 @@ from test_kernels import (
 )
 
 from jaxstack import kernels
-from jaxstack.kernels import TABLES
+from jaxstack.kernels import OP_IMPLEMENTATIONS
 from jaxstack.kernels import implementation as choice
 from jaxstack.kernels.attention import block_ranges
 from jaxstack.kernels.attention.reference import Options
@@ -244,7 +244,7 @@ def test_lowers_for_tpus_here(monkeypatch):
 
 def choose(wanted, platform, **case):
     return choice.select_implementation(
-        "attention", TABLES["attention"], wanted, platform, {"dtype": jnp.bfloat16} | case
+        "attention", OP_IMPLEMENTATIONS["attention"], wanted, platform, {"dtype": jnp.bfloat16} | case
     )
 
 
@@ -280,7 +280,7 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
 def test_padding_of_prompts_is_a_segment_that_every_kernel_of_a_prompt_knows():
     from jaxstack.models.context import Context
 
-    for name in TABLES["attention"]:
+    for name in OP_IMPLEMENTATIONS["attention"]:
         chosen = Context(attention=name).whole_sequences().attention
         assert chosen == (choose("auto", "gpu", segments=True) if name == "cudnn" else name)
-        assert not TABLES["attention"][chosen].unsupported_reason({"segments": True})
+        assert not OP_IMPLEMENTATIONS["attention"][chosen].unsupported_reason({"segments": True})

@@ -367,7 +367,7 @@ def test_norms(rng, shape, dtype, implementation):
 @pytest.mark.parametrize("implementation", [w for w in ways(norm_module) if "_checked" not in w])
 def test_norm_of_a_sum(rng, monkeypatch, implementation):
     """Both results have a cotangent; on GPU each program goes over several blocks, the last of them not full."""
-    monkeypatch.setattr(norm_pallas, "_PROGRAMS", 2)
+    monkeypatch.setattr(norm_pallas, "_MAX_PROGRAMS", 2)
     shape, eps = (3, 33, 40), 1e-2
     (x, x64), (residual, residual64), (dy, dy64), (d_total, d_total64) = (draw(rng, shape) for _ in range(4))
     scale, scale64 = draw(rng, shape[-1:])
@@ -444,7 +444,7 @@ def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, sof
     monkeypatch.setattr(cross_entropy_module, "CHUNK_TOKENS", 8)  # some cases divide into chunks, some do not
     small = {"GPU": (16, 32, 16), "TPU": (16, 32, 16)}
     for platform, tiles in small.items():
-        monkeypatch.setattr(cross_entropy_pallas, platform, cross_entropy_pallas.Tiles(*tiles))
+        monkeypatch.setattr(cross_entropy_pallas, platform, cross_entropy_pallas.BlockSizes(*tiles))
     monkeypatch.setattr(cross_entropy_pallas, "VOCAB_BLOCK", 48)
     name, how = ways(cross_entropy_module)[implementation]
     (x, x64), (head, head64) = draw(rng, (batch, length, width), dtype), draw(rng, (width, vocab), dtype)
@@ -509,7 +509,7 @@ GROUPED_CASES = {  # sizes of the groups, rows in none, widths in and out, dtype
 def test_grouped_matmul(rng, monkeypatch, sizes, left, inner, outer, dtype, implementation):
     """Rows in no group are NaN where a kernel must not read them."""
     for platform in ("GPU", "TPU"):
-        monkeypatch.setattr(grouped_matmul_pallas, platform, grouped_matmul_pallas.Tiles(16, 16, 16))
+        monkeypatch.setattr(grouped_matmul_pallas, platform, grouped_matmul_pallas.TileSizes(16, 16, 16))
     name, how = ways(grouped_module)[implementation]
     sizes = np.array(sizes, np.int32)
     N, used = sizes.sum() + left, sizes.sum()
@@ -619,7 +619,7 @@ def test_what_is_named_and_cannot_run_is_an_error(monkeypatch):
         "vendor": choice.Implementation(("gpu",), lambda case: "takes no float32" if case["dtype"] == "f4" else ""),
         "pallas_gpu": choice.Implementation(("gpu",)),
     }
-    monkeypatch.setitem(choice.AUTO["gpu"], "op", ("vendor",))
+    monkeypatch.setitem(choice.AUTO_ORDER["gpu"], "op", ("vendor",))
     choose = functools.partial(choice.select_implementation, "op", table)
     assert choose("auto", "gpu", {"dtype": "f2"}) == "vendor"
     assert choose("auto", "gpu", {"dtype": "f4"}) == "xla"

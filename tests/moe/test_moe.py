@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxstack import moe
 from jaxstack.kernels import implementation as choice
-from jaxstack.kernels.grouped_matmul import TILES
+from jaxstack.kernels.grouped_matmul import TILE_ROWS
 
 # Relative error of a whole array. float32 rounds at 6e-8, a sum of n terms loses about sqrt(n) of that: 1e-5 leaves
 # room for n in the thousands; no sum here is longer than a few hundred.
@@ -266,12 +266,16 @@ def draw(rng, T, D, F, E, gated=True):
 def layer(x, router, weights, k, **options):
     """The router's weights take part, so that the gradient reaches them through the gates."""
     options = {"num_experts": router.shape[1], "activation": jax.nn.silu} | options
-    return moe.moe_mlp(x, moe.top_k_softmax(x @ router, k, normalize=k > 1), weights, **options)
+    return moe_mlp(x, moe.top_k_softmax(x @ router, k, normalize=k > 1), weights, **options)
+
+
+def moe_mlp(x, routing, weights, *, mask=None, **options):
+    return moe.moe_mlp(x, routing, weights, moe.MoEOptions(**options), mask=mask)
 
 
 STATIC = ("num_experts", "activation", "capacity_factor", "rows", "implementation")
 jit_layer = jax.jit(layer, static_argnums=3, static_argnames=STATIC)
-jit_moe_mlp = jax.jit(moe.moe_mlp, static_argnames=STATIC)
+jit_moe_mlp = jax.jit(moe_mlp, static_argnames=STATIC)
 
 
 def grads_and_value(x, router, weights, cotangent, k=2, **options):
@@ -324,7 +328,7 @@ def test_bfloat16(rng):
 
     def run(x, weights):
         def loss(x, weights):
-            y, _ = moe.moe_mlp(x, routing, weights, num_experts=4, activation=jax.nn.silu)
+            y, _ = moe_mlp(x, routing, weights, num_experts=4, activation=jax.nn.silu)
             return jnp.sum(y.astype(jnp.float32) * cotangent), y
 
         return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, weights)
@@ -351,11 +355,11 @@ def test_work_does_not_grow_with_experts_times_tokens():
     routing = moe.Routing(jnp.zeros((T, k), jnp.int32), jnp.ones((T, k)), jnp.ones((T, E)), jnp.ones((T, E)))
 
     def loss(x, weights):
-        return moe.moe_mlp(x, routing, weights, num_experts=E, activation=jax.nn.silu)[0].sum()
+        return moe_mlp(x, routing, weights, num_experts=E, activation=jax.nn.silu)[0].sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, weights).jaxpr
     largest = max(np.prod(shape) for shape in shapes_of(jaxpr))
-    assert largest <= max(E * D * F, (T * k + TILES[0]) * F) < T * k * E
+    assert largest <= max(E * D * F, (T * k + TILE_ROWS[0]) * F) < T * k * E
 
 
 # Capacity
@@ -487,7 +491,7 @@ def fixed_on_mesh(x, _, weights, cotangent, routing):
     def local(x, weights, cotangent, routing):
         def loss(x, weights, gates):
             how = {"num_experts": 8, "activation": jax.nn.silu, "expert_axis": "expert"}
-            y, _ = moe.moe_mlp(x, routing._replace(weights=gates), weights, **how)
+            y, _ = moe_mlp(x, routing._replace(weights=gates), weights, **how)
             return jax.lax.psum(jnp.sum(y.astype(jnp.float32) * cotangent.astype(jnp.float32)), "expert"), y
 
         grads, y = jax.grad(loss, (0, 1, 2), has_aux=True)(x, weights, routing.weights)
@@ -506,13 +510,13 @@ def test_no_array_of_the_exchange_has_room_for_the_worst_case():
 
     def loss(x, weights, routing):
         how = {"num_experts": E, "activation": jax.nn.silu, "expert_axis": "expert"}
-        return jax.lax.psum(moe.moe_mlp(x, routing, weights, **how)[0].sum(), "expert")
+        return jax.lax.psum(moe_mlp(x, routing, weights, **how)[0].sum(), "expert")
 
     gradient = jax.shard_map(jax.grad(loss, (0, 1)), mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
     (region,) = jax.make_jaxpr(gradient)(x, weights, routing).jaxpr.eqns
     largest = max(np.prod(shape) for shape in shapes_of(region.params["jaxpr"]))
     rows = 1.25 * T // n * k
-    assert rows * F <= largest <= (rows + TILES[0]) * F  # tiles of the grouped matmul's
+    assert rows * F <= largest <= (rows + TILE_ROWS[0]) * F  # tiles of the grouped matmul's
 
 
 # Whole uses
@@ -549,7 +553,7 @@ def call(**options):
     weights = {"w_up": jnp.zeros((E, 8, 8)), "w_down": jnp.zeros((E, 8, 8))}
     routing = options.pop("routing", None) or moe.top_k_softmax(jnp.zeros((T, E)), 2, normalize=True)
     options = {"num_experts": E, "activation": jax.nn.silu} | options
-    return moe.moe_mlp(jnp.zeros((T, 8)), routing, weights, **options)
+    return moe_mlp(jnp.zeros((T, 8)), routing, weights, **options)
 
 
 def call_on_mesh(**options):
@@ -578,9 +582,9 @@ def call_on_mesh(**options):
         (lambda: call(num_experts=1), r"k=2 choices need as many experts, but num_experts=1"),
         (lambda: call(num_experts=8), r"w_up has 4 experts, but num_experts=8 over 1 shards leaves 8"),
         (lambda: call(implementation="fast"), r"no implementation 'fast'; use one of ragged, grouped, "),
-        (lambda: call(capacity_factor=1.0), r"rows=None must divide the 12 tokens"),
-        (lambda: call(capacity_factor=1.0, rows=5), r"rows=5 must divide"),
-        (lambda: call(capacity_factor=0.0, rows=4), r"capacity_factor=0.0 must be positive"),
+        (lambda: call(capacity_factor=1.0), r"rows=None does not divide the 12 tokens"),
+        (lambda: call(capacity_factor=1.0, rows=5), r"rows=5 does not divide"),
+        (lambda: call(capacity_factor=0.0, rows=4), r"capacity_factor=0.0 is not positive"),
         (
             lambda: call(routing=moe.by_domain(jnp.zeros(12, int), 4), capacity_factor=1.25, rows=4),
             r"capacity_factor=1.25 is counted in each sequence, and a hard gate .* use capacity_factor=None",

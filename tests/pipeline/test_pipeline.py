@@ -277,7 +277,7 @@ def test_everything_that_stages_exchange_in_the_loop(case):
 def test_bytes_along_each_axis_are_what_the_formula_says(case):
     cfg, ctx, found = moved(name_of(case))
     measured, predicted = hlo.sent(found), hlo.sent(estimate.traffic(cfg, ctx))
-    print(hlo.table(found, estimate.traffic(cfg, ctx)))
+    print(hlo.format_traffic(found, estimate.traffic(cfg, ctx)))
     whole = sum(measured.values())
     assert {kind for kind, sent in measured.items() if sent > 0.01 * whole} <= set(predicted)
     for kind, sent in predicted.items():

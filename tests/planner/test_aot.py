@@ -74,7 +74,7 @@ def test_the_formula_falls_with_what_is_split_and_recomputed():
     [
         ([], "--target is missing"),
         (["--target=v5e:2x2"], "model.vocab_size is missing"),
-        (["--target=tpu:2x2", "--model.vocab_size=64"], "must be one of v4, v5e"),
+        (["--target=tpu:2x2", "--model.vocab_size=64"], "Use one of v4, v5e"),
     ],
     ids=str,
 )

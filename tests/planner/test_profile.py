@@ -19,6 +19,8 @@ from jaxstack.models.context import Context
 from jaxstack.pipeline import Program, Stages, interleaved_one_f_one_b, resolve
 from jaxstack.pipeline.partition import Costs, Partition
 from jaxstack.planner import pipeline_costs as profile
+from jaxstack.planner import pipeline_programs as programs
+from jaxstack.planner import timing
 from jaxstack.sharding import make_mesh
 
 MESH = {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 2}
@@ -40,7 +42,7 @@ def config(**train: Any) -> Config:
 
 
 def test_the_command_writes_costs_that_a_run_can_take(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profile, "LONG_ENOUGH_S", 0.01)
+    monkeypatch.setattr(timing, "LONG_ENOUGH_S", 0.01)
     out = tmp_path / "costs.json"
     execute(["profile", *TINY, f"--out={out}"])
     printed = capsys.readouterr().out
@@ -70,7 +72,7 @@ def test_the_command_writes_costs_that_a_run_can_take(tmp_path, capsys, monkeypa
     ],
 )
 def test_every_axis_and_option_can_be_measured(family, mesh, how, monkeypatch):
-    monkeypatch.setattr(profile, "LONG_ENOUGH_S", 0.01)
+    monkeypatch.setattr(timing, "LONG_ENOUGH_S", 0.01)
     cfg = pipelines.config(family, {"pipe": 2, **mesh}, layers=4, batch=16, microbatches=2, **how)
     costs = profile.measure(cfg, cfg.mesh.resolved_sizes(8), jax.devices())
     assert min(costs.forward + costs.backward + costs.stash_bytes + costs.first) > 0
@@ -99,7 +101,7 @@ def test_state_is_counted_to_the_byte():
     cfg = config(dtype="bfloat16")
     D, F, V = cfg.model.d_model, cfg.model.ff_width, cfg.model.vocab
     layer, norms = 4 * D * D + 3 * D * F, 2 * D  # 8 heads of 8 for queries, keys and values
-    state, shared = profile._state(cfg, {**MESH, "expert": 1, "context": 1})
+    state, shared = profile._state_bytes(cfg, {**MESH, "expert": 1, "context": 1})
     assert state == 12 * (layer / 4 + norms) + 4 * (layer / 2 + norms) + 2 * layer / 2
     ends = 2 * V * D
     counters = 2 * 4  # steps, of the moments and of the learning rate
@@ -115,7 +117,9 @@ def test_residuals_and_the_stream_are_counted_to_the_byte(remat, dtype):
     cfg = replace(cfg, model=replace(cfg.model, num_layers=2), data=replace(cfg.data, batch_size=2))
     cfg = replace(cfg, mesh=replace(cfg.mesh, pipe=1, fsdp=1), pipeline=PipelineConfig())
     ctx = Context.create(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
-    boundary, stash = profile._stored(cfg, ctx, profile._values(cfg, ctx), profile._batch(cfg, ctx))
+    boundary, stash = programs.activation_bytes(
+        cfg, ctx, programs.initial_values(cfg, ctx), programs.random_batch(cfg, ctx)
+    )
     S, D, F, H = cfg.data.seq_len, cfg.model.d_model, cfg.model.ff_width, cfg.model.num_heads
     assert boundary == {"float32": 4, "bfloat16": 2}[dtype] * S / 2 * D
     if remat == "full":
@@ -208,8 +212,8 @@ def test_several_processes_are_sent_to_the_command(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     cfg = pipelines.config("llama3", {"pipe": 2}, layers=4)
     cfg = replace(cfg, pipeline=replace(cfg.pipeline, partition="auto"))
-    with pytest.raises(ConfigError, match=r"this run has 2; run `jaxstack profile --out") as error:
-        profile.settled(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
+    with pytest.raises(ConfigError, match=r"this run has 2. Run `jaxstack profile --out") as error:
+        profile.resolve_partition(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
     assert "\n" not in str(error.value)
 
 

@@ -29,7 +29,9 @@ from jaxstack.config import (
 )
 from jaxstack.models import flops as plan
 from jaxstack.planner import aot, estimate, roofline
-from jaxstack.planner.roofline import Limits, Shapes, Work
+from jaxstack.planner.roofline import ChipLimits
+from jaxstack.planner.roofline_ops import PARTS, DeviceShapes, Op, OpBuilder
+from jaxstack.planner.roofline_step import one_layer, operations
 from jaxstack.training import step
 from jaxstack.training.state import abstract_state
 
@@ -81,7 +83,7 @@ def in_program(cfg: Config) -> float:
 )
 def test_flops_are_those_of_the_program(name, remat):
     cfg = config(MODELS[name], remat)
-    assert multiplied(roofline.operations(cfg, roofline.context(cfg), "unfused")) == in_program(cfg)
+    assert multiplied(operations(cfg, roofline.context(cfg), "unfused")) == in_program(cfg)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_a_device_does_its_share(name, mesh):
     if mesh.get("tensor", 1) > 1:
         m = replace(m, vocab_size=64)  # so that the vocabulary divides
     cfg = config(m, "selective", **mesh)
-    assert multiplied(roofline.operations(cfg, roofline.context(cfg), "unfused")) == in_program(cfg)
+    assert multiplied(operations(cfg, roofline.context(cfg), "unfused")) == in_program(cfg)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -111,7 +113,7 @@ def test_flops_without_recomputation_are_the_two_conventions(name):
     cfg, tokens = config(m), 16 * 24
     flops, ctx = plan.flops_per_token(m, 24), roofline.context(cfg)
     for traffic, per_token in (("unfused", flops.full), ("fused", flops.causal)):
-        ops = [op for op in roofline.operations(cfg, ctx, traffic) if not op.recomputes]
+        ops = [op for op in operations(cfg, ctx, traffic) if not op.recomputes]
         assert multiplied(ops) == pytest.approx(per_token * tokens, rel=1e-12)
 
 
@@ -119,18 +121,16 @@ def test_accumulated_and_pipelined_steps_multiply_as_much():
     whole = config(FAMILIES["llama3"])
     for cfg in (config(FAMILIES["llama3"], accum=4), config(replace(FAMILIES["llama3"], vocab_size=64), pipe=2)):
         shares = math.prod(cfg.mesh.sizes.values())
-        ops = roofline.operations(cfg, roofline.context(cfg), "unfused")
+        ops = operations(cfg, roofline.context(cfg), "unfused")
         expected = config(cfg.model) if shares > 1 else whole
-        assert multiplied(ops) * shares == multiplied(
-            roofline.operations(expected, roofline.context(expected), "unfused")
-        )
+        assert multiplied(ops) * shares == multiplied(operations(expected, roofline.context(expected), "unfused"))
 
 
 def test_bytes_by_hand():
     """One matmul, one norm, the optimizer and the weights' cast, of a model without anything else to think of."""
     m = ModelConfig(num_layers=1, d_model=8, num_heads=1, d_ff=16, vocab_size=32, gated=False, positions="none")
     cfg = config(m)
-    ops = {op.name: op for op in roofline.operations(cfg, roofline.context(cfg))}
+    ops = {op.name: op for op in operations(cfg, roofline.context(cfg))}
     tokens, weights = 16 * 24, 4 * 64 + 2 * 128 + 2 * 256 + 3 * 8
     assert ops["mlp/w_up"].bytes == 2 * (tokens * 8 + 8 * 16 + tokens * 16)
     assert ops["attention norm"].bytes == 2 * 2 * tokens * 8
@@ -146,9 +146,9 @@ def test_communication_is_the_formulas():
     cfg = config(replace(FAMILIES["llama3"], vocab_size=64), fsdp=2, tensor=2)
     ctx = roofline.context(cfg)
     sent = sum(c.sent for c in estimate.traffic(cfg, ctx))
-    ops = [op for op in roofline.operations(cfg, ctx) if op.kind == "transfer"]
+    ops = [op for op in operations(cfg, ctx) if op.kind == "transfer"]
     assert sum(op.bytes * op.times for op in ops) == pytest.approx(sent)
-    h100 = Limits(CHIPS["h100"])
+    h100 = ChipLimits(CHIPS["h100"])
     assert sum(op.times * h100.seconds(op)[0] for op in ops) == pytest.approx(sent / 450e9)
     assert {h100.seconds(op)[1] for op in ops} == {"network"}
 
@@ -159,12 +159,12 @@ def test_fused_attention_moves_no_scores():
         moved = []
         for seq in (1024, 2048):
             cfg = replace(config(m), data=DataConfig(seq_len=seq, batch_size=1))
-            ops = roofline.operations(cfg, roofline.context(cfg), traffic)
+            ops = operations(cfg, roofline.context(cfg), traffic)
             moved.append(sum(op.bytes * op.times for op in ops if op.part == "attention"))
         assert moved[1] / moved[0] == pytest.approx(2**power, rel=0.05)  # beside scores, q and k are linear
 
 
-def bert_large() -> list[roofline.Op]:
+def bert_large() -> list[Op]:
     """An encoder layer of BERT-large in float16, batch 8, 512 tokens, as Ivanov et al. 2021 (arXiv:2007.00072, section
     2.2) measured it in PyTorch: biases, exact masks and dropout everywhere, one kernel an operation."""
     m = ModelConfig(
@@ -175,27 +175,27 @@ def bert_large() -> list[roofline.Op]:
         model=m, data=DataConfig(seq_len=512, batch_size=8), train=TrainConfig(dtype="bfloat16", remat="none"),
         mesh=MeshConfig(data=1),
     )  # fmt: skip
-    work = Work("unfused", "none", "float16", 2)
-    ops = roofline.of_one_layer(roofline.operations(cfg, roofline.context(cfg), "unfused"))
+    build = OpBuilder("unfused", "none", "float16", 2)
+    ops = one_layer(operations(cfg, roofline.context(cfg), "unfused"))
     ops = [replace(op, dtype="float16") for op in ops]
     # What our own models do not have: dropout of attention's weights and after the activation.
-    shapes = Shapes(m, 8, 512, 512)
-    weights = [replace(op, part="attention") for op in roofline.dropout(work, "dropout of weights", 8 * 16 * 512 * 512)]
-    return [*ops, *weights, *roofline.dropout(work, "dropout after the activation", shapes.tokens * 4096)]
+    shapes = DeviceShapes(m, 8, 512, 512)
+    weights = [replace(op, part="attention") for op in build.dropout("dropout of weights", 8 * 16 * 512 * 512)]
+    return [*ops, *weights, *build.dropout("dropout after the activation", shapes.tokens * 4096)]
 
 
 CLASSIC = {"contraction": (99.80, 61.0), "normalisation": (0.17, 25.5), "pointwise": (0.03, 13.5)}
 """% of FLOPs and of the time: Ivanov et al. 2021, table 1, on a V100."""
 
 
-def shares(limits: Limits) -> dict[str, tuple[float, float]]:
+def shares(limits: ChipLimits) -> dict[str, tuple[float, float]]:
     """% of FLOPs and of the least time by class of operation. As the paper's, softmax takes its scaling and its dropout
     along."""
     ops = [
         replace(op, kind="normalisation") if op.part == "attention" and op.kind == "pointwise" else op
         for op in bert_large()
     ]
-    rows = roofline.summed(ops, limits, by="kind")
+    rows = roofline.summarize(ops, limits, by="kind")
     flops, seconds = sum(row.flops for row in rows), sum(row.seconds for row in rows)
     return {row.name: (100 * row.flops / flops, 100 * row.seconds / seconds) for row in rows}
 
@@ -210,12 +210,12 @@ def test_data_movement_takes_four_tenths_of_bert_on_a_v100():
     Real kernels reach neither peak. Matmuls at half of theirs alone would put the model 14 points off: what the paper's
     other kernels reach of the bandwidth must be about as little.
     """
-    found = shares(Limits(CHIPS["v100"]))
+    found = shares(ChipLimits(CHIPS["v100"]))
     for kind, (flops, seconds) in CLASSIC.items():
         assert found[kind][0] == pytest.approx(flops, abs=0.15), kind
         assert found[kind][1] == pytest.approx(seconds, abs=5), kind
-    half = shares(Limits(CHIPS["v100"], matmul_efficiency=0.5))["contraction"][1]
-    both = shares(Limits(CHIPS["v100"], matmul_efficiency=0.5, bandwidth_efficiency=0.5))["contraction"][1]
+    half = shares(ChipLimits(CHIPS["v100"], matmul_efficiency=0.5))["contraction"][1]
+    both = shares(ChipLimits(CHIPS["v100"], matmul_efficiency=0.5, bandwidth_efficiency=0.5))["contraction"][1]
     assert 8 < half - CLASSIC["contraction"][1] < 18
     assert both == pytest.approx(found["contraction"][1])
     assert sum(op.flops * op.times for op in bert_large() if op.kind == "contraction") == pytest.approx(
@@ -239,29 +239,29 @@ def test_chips_are_complete_and_no_two_share_a_name():
 
 def test_a_peak_that_a_chip_does_not_have_is_an_error():
     with pytest.raises(ConfigError, match="no peak for bfloat16"):
-        Limits(CHIPS["v100"]).peak("bfloat16")
-    assert Limits(CHIPS["h100"]).peak("float32") == 494.7e12
-    assert Limits(CHIPS["v5e"]).peak("float32") == 197e12
+        ChipLimits(CHIPS["v100"]).peak("bfloat16")
+    assert ChipLimits(CHIPS["h100"]).peak("float32") == 494.7e12
+    assert ChipLimits(CHIPS["v5e"]).peak("float32") == 197e12
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_eight_bits_take_two_of_three_products(quant):
     cfg = config(FAMILIES["llama3"])
     low = replace(cfg, train=replace(cfg.train, quant=quant))
-    plain, eight = (roofline.operations(c, roofline.context(c)) for c in (cfg, low))
+    plain, eight = (operations(c, roofline.context(c)) for c in (cfg, low))
     assert multiplied(eight) == multiplied(plain)
     layers = sum(op.flops * op.times for op in plain if op.part == "matmul" and op.of_layer)
     in_eight = sum(op.flops * op.times for op in eight if op.dtype == {"int8": "int8", "fp8": "float8"}[quant])
     assert in_eight == pytest.approx(layers * 2 / 3)
     with pytest.raises(ConfigError, match="no peak"):
-        [Limits(CHIPS["a100" if quant == "fp8" else "v100"]).seconds(op) for op in eight]
+        [ChipLimits(CHIPS["a100" if quant == "fp8" else "v100"]).seconds(op) for op in eight]
 
 
 def test_muon_pays_for_its_iterations():
     adamw = config(FAMILIES["llama3"])
     muon = replace(adamw, optim=OptimConfig(name="muon"))
     by_part = [
-        sum(op.flops * op.times for op in roofline.operations(cfg, roofline.context(cfg)) if op.part == "optimizer")
+        sum(op.flops * op.times for op in operations(cfg, roofline.context(cfg)) if op.part == "optimizer")
         for cfg in (adamw, muon)
     ]
     assert by_part[1] > 2 * by_part[0]
@@ -282,12 +282,12 @@ def test_the_command_prints_tables_and_writes_files(tmp_path):
     out = command("roofline", *TINY, "--chip", "v5p", "--mesh.fsdp=2", "--json", str(tmp_path / "r.json"),
                   "--plot", str(tmp_path / "r.png"), "--train.dtype=bfloat16")  # fmt: skip
     assert out.returncode == 0, out.stderr
-    for part in roofline.PARTS:
+    for part in PARTS:
         assert out.stdout.count(part) >= 1, out.stdout
     assert "communication hidden" in out.stdout
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["devices"] == 2
-    assert {row["part"] for row in found["step"]} == set(roofline.PARTS)
+    assert {row["part"] for row in found["step"]} == set(PARTS)
     assert (tmp_path / "r.png").stat().st_size > 10_000
 
 

@@ -96,15 +96,15 @@ def test_seconds_add_up_and_goodput_is_the_part_of_steps():
         "profile": 0.0, "end": 0.25, "lost": 4.0, "down": 60.5,
     }  # fmt: skip
     assert goodput.fraction(sums) == 4.0 / 85.0
-    assert goodput.total(LINES) == 24.5  # without `down`
+    assert goodput.work_seconds(LINES) == 24.5  # without `down`
     assert goodput.fraction(goodput.spent([{"step": 1, "loss": 1.0}])) is None
 
 
 def test_what_dropped_lines_say_of_earlier_losses_is_kept():
     """A run that goes back behind an earlier restart, since a checkpoint broke: no second is forgotten."""
-    event = goodput.resumed(0, [], LINES)
+    event = goodput.resumed_record(0, [], LINES)
     assert event is not None
-    assert event["lost_s"] == goodput.total(LINES)
+    assert event["lost_s"] == goodput.work_seconds(LINES)
     assert event["down_s"] >= goodput.spent(LINES)["down"]
 
 
@@ -128,9 +128,9 @@ def test_bad_steps_with_lines_of_their_own_are_told_once(tmp_path):
 
 def test_a_clock_that_was_set_back_takes_nothing_away():
     ahead = [training(10, time=time.time() + 1e6)]
-    event = goodput.resumed(10, ahead, [])
+    event = goodput.resumed_record(10, ahead, [])
     assert event == {"step": 10, "event": "resumed", "lost_s": 0.0, "down_s": 0.0}
-    assert goodput.resumed(0, [], []) is None
+    assert goodput.resumed_record(0, [], []) is None
 
 
 def test_the_kinds_on_the_page_are_those_of_the_sums(tmp_path):

@@ -1,4 +1,4 @@
-"""Several processes as one run: real ones, two of four CPU devices each, against one of eight; and who is detected."""
+"""Runs of several processes: two with four CPU devices each, compared with one with eight; and the launchers."""
 
 import dataclasses
 import json
@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lines import values
 
 from jaxstack import data
-from jaxstack.checkpoint import manifest, run_dir, store
+from jaxstack.checkpoint import manifest, run_dir, verify
 from jaxstack.common.errors import Exit
 from jaxstack.config import Config, ConfigError, DistributedConfig, MeshConfig, flat, parse
 from jaxstack.data.tokens import Tokens
-from jaxstack.runtime import distributed, platform
+from jaxstack.runtime import distributed, launchers, platform
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -55,7 +55,7 @@ def free_port() -> int:
 
 
 def start(*argv: str, devices: int, code: tuple[str, ...] = (str(ROOT / "train.py"),)) -> subprocess.Popen[str]:
-    """A process of its own; most of its time would be compilation, so XLA does not optimise."""
+    """Starts a process. XLA does not optimize, since compilation would take most of the time."""
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     env["XLA_FLAGS"] = os.environ["XLA_FLAGS"] + " --xla_cpu_multi_thread_eigen=false"
     return subprocess.Popen(
@@ -87,8 +87,11 @@ def finish(*processes: subprocess.Popen[str], code: int = 0) -> list[tuple[str, 
 
 
 def assert_equal_lines(a: list[dict], b: list[dict]) -> None:
-    """Equal but for the order of summation: between processes gloo adds eight float32 parts in another order than XLA
-    does within one. A unit in the last place, 1e-7, is what one step shows; twelve are given ten of them."""
+    """Compares lines up to the order of summation.
+
+    Gloo sums eight float32 parts in another order than XLA does within a process. One step differs by 1e-7, a unit in
+    the last place; ten of them are allowed for twelve steps.
+    """
     assert [line.keys() for line in a] == [line.keys() for line in b]
     for x, y in zip(a, b, strict=True):
         np.testing.assert_allclose([*x.values()], [*y.values()], rtol=1e-6, err_msg=f"{x} {y}")
@@ -103,7 +106,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_two_processes_equal_one(text, tmp_path):
-    """The same lines and samples from 2 x 4 devices as from 1 x 8, and each goes on from the other's checkpoint."""
+    """2 x 4 devices give the same lines and samples as 1 x 8, and each run resumes from the other's checkpoint."""
     one, two = tmp_path / "one", tmp_path / "two"
     argv = [*SMALL, f"--data.path={text}"]
     (out, _), (quiet, _) = finish(*start_two(*argv, f"--run.dir={two}"))
@@ -132,7 +135,7 @@ def test_two_processes_equal_one(text, tmp_path):
 
 @pytest.mark.slow
 def test_the_stages_of_a_pipeline_lie_on_two_processes(text, tmp_path):
-    """Uneven stages, one a process; another run goes on from their checkpoint without a pipeline, on its own."""
+    """Each process has one of two uneven stages. A single process resumes from their checkpoint without a pipeline."""
     two, plain = tmp_path / "two", tmp_path / "plain"
     argv = [*SMALL, f"--data.path={text}", "--model.num_layers=3"]
     argv += ["--sample.prompts=[]", "--train.ngram_baseline=false"]
@@ -151,7 +154,7 @@ def test_the_stages_of_a_pipeline_lie_on_two_processes(text, tmp_path):
 
 
 def test_processes_that_differ_are_refused(text, tmp_path):
-    """One line each and exit code 2, where they would train on something that no single process would."""
+    """Each prints one line and exits with code 2, instead of training on what no single process would."""
     port = free_port()
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}"]
     outputs = finish(*(start(*argv, *flags_of(i, 2, port), f"--run.seed={i}", devices=4) for i in range(2)), code=2)
@@ -162,12 +165,12 @@ def test_processes_that_differ_are_refused(text, tmp_path):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_that_never_joins(index, text, tmp_path):
-    """Neither the coordinator nor a worker waits longer than it was told to; each says for whom it waited."""
+    """Coordinator and worker wait no longer than the timeout, and each names what it waited for."""
     port = free_port()
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--distributed.timeout_s=3"]
     ((_, err),) = finish(start(*argv, *flags_of(index, 2, port), devices=4), code=Exit.NOT_JOINED)
     assert err.count("\n") == 1, err
-    who = "not all of the others came" if index == 0 else "nothing answers there"
+    who = "some processes did not join" if index == 0 else "nothing is listening there"
     for word in (f"process {index} of 2", f"127.0.0.1:{port}", "waited 3 s", who, "--distributed.timeout_s"):
         assert word in err
 
@@ -175,7 +178,7 @@ def test_a_process_that_never_joins(index, text, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "killed"])
 def test_the_failure_of_one_process_ends_the_others(how, text, tmp_path):
-    """Within a bounded time, with the reason; none is left hanging."""
+    """The other process ends within a bounded time and reports the reason; it does not hang."""
     failing = (
         "import sys; sys.argv[0] = 'train.py'; import os, signal\n"
         "from jaxstack.cli import parser; from jaxstack.runtime import distributed\n"
@@ -198,7 +201,7 @@ def test_the_failure_of_one_process_ends_the_others(how, text, tmp_path):
     assert bad.returncode != 0
     assert good.returncode == Exit.PEER_LOST
     last = said.splitlines()[-1]
-    assert ("process 1 of 2 ended: OSError" if how == "raises" else "process 1 of 2 is gone") in last
+    assert ("process 1 of 2 ended: OSError" if how == "raises" else "process 1 of 2 is lost") in last
 
 
 SAVES = """
@@ -208,7 +211,7 @@ import jax
 index, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
 import numpy as np
-from jaxstack.checkpoint import manifest, store
+from jaxstack.checkpoint import manifest, store, verify
 from jaxstack.runtime import distributed
 from jaxstack.config import CheckpointConfig, MeshConfig
 from jaxstack.sharding import make_mesh
@@ -227,9 +230,9 @@ with store.Checkpoints(CheckpointConfig(keep=2), directory) as checkpoints:
     checkpoints.save(1, state, {})
     checkpoints.save(2, state, {})
 saved = dict(hashed)
-assert manifest.sealed(directory) == [2, 1], "a save is over on every process once the seal is written"
+assert manifest.complete_steps(directory) == [2, 1], "a save is over on every process once the manifest is written"
 hashed.clear()
-assert store.scan(directory).step == 2
+assert verify.scan(directory).step == 2
 started = dict(hashed)
 distributed.barrier()
 if index == 0:
@@ -238,13 +241,13 @@ if index == 0:
     content[len(content) // 3] ^= 4
     file.write_bytes(content)
 distributed.barrier()
-found = store.scan(directory)
-print(json.dumps({"saved": saved, "started": started, "step": found.step, "passed over": found.skipped}))
+found = verify.scan(directory)
+print(json.dumps({"saved": saved, "started": started, "step": found.step, "skipped": found.skipped}))
 """
 
 
 def test_two_processes_share_the_hashing(tmp_path):
-    """Each hashes what it wrote, and half of what is loaded; a changed byte is seen by one and acted upon by both."""
+    """Each hashes what it wrote, and half of what is loaded. A changed byte is found by one and skipped by both."""
     port, env = free_port(), os.environ | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", SAVES]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
@@ -262,12 +265,12 @@ def test_two_processes_share_the_hashing(tmp_path):
     for shares in (wrote, read):
         for share in shares:  # a few kB of index and metadata beside 4 MB of arrays, all of them one process's
             assert sum(share.values()) == pytest.approx(sum(sealed.values()) / 2, rel=0.01)
-    (why,) = {one["passed over"]["2"] for one in said}
+    (why,) = {one["skipped"]["2"] for one in said}
     assert "ocdbt.process_1/d/" in why
     assert "has changed since it was written" in why
     assert {one["step"] for one in said} == {1}
     # Whoever starts next, in whatever number, sees the same.
-    assert store.scan(tmp_path).skipped == {2: why}
+    assert verify.scan(tmp_path).skipped == {2: why}
 
 
 # Rows.
@@ -280,7 +283,7 @@ def make_tokens() -> Tokens:
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_rows_of_all_processes_are_the_batch(packing):
-    """Whatever the rows of each: training batches across two epochs, and a held-out one that is padded."""
+    """However rows are divided: training batches across two epochs, and a padded held-out batch."""
     reading = {"seq_len": 8, "batch_size": 6, "packing": packing}
     for read in (
         lambda rows: data.batches(make_tokens(), seed=3, rows=rows, **reading)[4],
@@ -298,7 +301,7 @@ def test_the_rows_of_all_processes_are_the_batch(packing):
 
 
 class Half:
-    """A sharding as the process sees it that holds some of the devices."""
+    """A sharding as seen by a process that has only some of the devices."""
 
     def __init__(self, sharding: NamedSharding, devices: list) -> None:
         self.sharding, self.devices = sharding, devices
@@ -320,12 +323,12 @@ class Half:
 def test_the_rows_of_a_process_are_those_of_its_devices(devices, rows):
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec("data"))
-    here = distributed.rows_here(Half(sharding, [mesh.devices.flat[i] for i in devices]), 8)
+    here = distributed.local_rows(Half(sharding, [mesh.devices.flat[i] for i in devices]), 8)
     assert here.tolist() == rows
 
 
 def test_a_batch_is_put_together_of_rows_that_lie_apart(monkeypatch):
-    """With the device's callback for every part, as in several processes."""
+    """JAX asks for each shard through a callback, as with several processes."""
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     half = Half(NamedSharding(mesh, PartitionSpec("data")), [])
     parts = []
@@ -376,10 +379,10 @@ PORT = 61440 + 81234 % 4096
             ("Slurm", f"node012:{PORT}", 4, 2, None),
         ),
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "x:1"}, ("Slurm", "x:1", 4, 2, None)),
-        (SLURM | JAX, ("JAX_COORDINATOR_ADDRESS and its like", "a:1", 2, 1, None)),
+        (SLURM | JAX, ("JAX_COORDINATOR_ADDRESS", "a:1", 2, 1, None)),
         (MPI, ("Open MPI", f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 3, (1,))),
         (MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        (JAX, ("JAX_COORDINATOR_ADDRESS and its like", "a:1", 2, 1, None)),
+        (JAX, ("JAX_COORDINATOR_ADDRESS", "a:1", 2, 1, None)),
         (JAX | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, ("the TPU's hosts", None, None, None, None)),
@@ -387,25 +390,25 @@ PORT = 61440 + 81234 % 4096
         ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, ("the TPU's hosts", None, None, None, None)),
         (POD, ("Kubernetes", None, None, None, None)),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
-        (POD | JAX, ("JAX_COORDINATOR_ADDRESS and its like", "a:1", 2, 1, None)),
+        (POD | JAX, ("JAX_COORDINATOR_ADDRESS", "a:1", 2, 1, None)),
     ],
 )
 def test_who_is_detected(env, expected, monkeypatch):
-    monkeypatch.setattr(distributed, "tpu_chips", lambda: False)
-    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: object())
-    found = distributed.detect(DistributedConfig(), env)
-    assert found == (expected and distributed.Processes(*expected))
-    assert distributed.detect(DistributedConfig(num_processes=1), env) is None
-    said = distributed.detect(DistributedConfig("h:5", 3, 0), env)
-    assert said == distributed.Processes("--distributed.*", "h:5", 3, 0)
+    monkeypatch.setattr(launchers, "has_tpu_chips", lambda: False)
+    monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: object())
+    found = launchers.detect(DistributedConfig(), env)
+    assert found == (expected and launchers.Processes(*expected))
+    assert launchers.detect(DistributedConfig(num_processes=1), env) is None
+    said = launchers.detect(DistributedConfig("h:5", 3, 0), env)
+    assert said == launchers.Processes("--distributed.*", "h:5", 3, 0)
 
 
 @pytest.mark.parametrize("hosts", ["10.0.0.2", "a:0:10.0.0.2,b:1:10.0.0.3"])
 def test_a_tpu_virtual_machine_asks_its_metadata(hosts, monkeypatch):
-    monkeypatch.setattr(distributed, "tpu_chips", lambda: True)
-    monkeypatch.setattr(distributed, "_tpu_hosts", lambda: hosts)
-    assert (distributed.detect(DistributedConfig(), {}) is not None) == ("," in hosts)
-    assert distributed.detect(DistributedConfig(), {"TPU_SKIP_MDS_QUERY": "1"}) is None
+    monkeypatch.setattr(launchers, "has_tpu_chips", lambda: True)
+    monkeypatch.setattr(launchers, "_tpu_hosts", lambda: hosts)
+    assert (launchers.detect(DistributedConfig(), {}) is not None) == ("," in hosts)
+    assert launchers.detect(DistributedConfig(), {"TPU_SKIP_MDS_QUERY": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -420,9 +423,9 @@ def test_a_tpu_virtual_machine_asks_its_metadata(hosts, monkeypatch):
     ],
 )
 def test_an_environment_that_says_half_of_it(env, words, monkeypatch):
-    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
-        distributed.detect(DistributedConfig(), env)
+        launchers.detect(DistributedConfig(), env)
     for word in words:
         assert word in str(error.value)
 
@@ -459,14 +462,14 @@ def test_a_process_makes_its_part_of_the_devices(monkeypatch):
 
 
 def test_how_a_run_was_started_is_no_part_of_it(tmp_path):
-    """What process 0 was told would be wrong for any other, and for the next start."""
+    """What process 0 was given would be wrong for other processes, and for the next start."""
     run = Config().run
     cfg = Config(run=dataclasses.replace(run, dir=str(tmp_path)), distributed=DistributedConfig("a:1", 2, 0, 7))
     run_dir.write(cfg, {})
     saved = parse.parse_config([f"--config={tmp_path / 'config.yaml'}"], tmp_path)
     assert saved == dataclasses.replace(cfg, distributed=DistributedConfig(timeout_s=7))
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-    assert run_dir.check(cfg, {}) == []
+    assert run_dir.prepare(cfg, {}) == []
 
 
 # The files that users copy.
@@ -498,7 +501,7 @@ def test_the_kubernetes_file_is_whole():
     assert host == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert int(port) in [p["port"] for p in service["spec"]["ports"]]
     assert env["JAX_NUM_PROCESSES"] == str(spec["completions"])
-    found = distributed.detect(DistributedConfig(), POD | env | {"JAX_PROCESS_ID": "1"})
+    found = launchers.detect(DistributedConfig(), POD | env | {"JAX_PROCESS_ID": "1"})
     assert found is not None
     assert found.count == spec["completions"]
     check_flags([word for word in container["command"] + container["args"] if word.startswith("--")])

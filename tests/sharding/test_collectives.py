@@ -13,7 +13,7 @@ import pytest
 
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from jaxstack.models.context import Context
-from jaxstack.moe import dispatch
+from jaxstack.moe import rounds
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
 from jaxstack.training.gradients import make_gradients
@@ -115,7 +115,7 @@ def test_fsdp_holds_the_whole_weights_of_one_layer_at_a_time(remat):
 
 def test_experts_exchange_tokens_and_never_weights():
     found = moved(moe=True, expert=4)
-    pairs = dispatch.room_of_shard(B // 4 * S * 2, 4)
+    pairs = rounds.room_of_shard(B // 4 * S * 2, 4)
     assert pairs == 1.25 * B * S * 2 / 16  # of the four shards' to one other, in one round
     trips = per_layer(found, "all-to-all", "expert")
     # There and back; backward there again, gradients there and back. With the rows go their experts' numbers and their
@@ -155,7 +155,7 @@ def test_the_ring_passes_keys_and_values_on_and_gathers_nothing():
 def test_bytes_along_each_axis_are_what_the_formula_says(how):
     cfg, ctx, text = compiled(**how)
     found, expected = hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts), estimate.traffic(cfg, ctx)
-    print(hlo.table(found, expected))
+    print(hlo.format_traffic(found, expected))
     measured, predicted = hlo.sent(found), hlo.sent(expected)
     kinds = {kind for kind, sent in measured.items() if sent > 0.01 * sum(measured.values())}
     assert kinds <= set(predicted)
@@ -198,7 +198,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
         ("all-gather", ("data",), (4, 3), 1),
     ]
     assert [c.sent for c in found] == [7 * 128 / 2, 12, 28, 36, 20, 24, 24]
-    with pytest.raises(ValueError, match="number of turns"):
+    with pytest.raises(ValueError, match="trip count"):
         hlo.collectives(module.replace("direction=LT", "direction=GT"), {"data": 2, "fsdp": 2, "tensor": 2})
-    with pytest.raises(ValueError, match="are not those of"):
+    with pytest.raises(ValueError, match="do not follow the axes"):
         hlo.collectives(module.replace("{{0,4},{1,5},{2,6},{3,7}}", "{{0,3},{1,2}}"), {"a": 2, "b": 2, "c": 2})

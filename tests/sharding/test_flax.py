@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import MeshConfig
-from jaxstack.sharding import Rules, ShardingError, guard, make_mesh, placed, shard
+from jaxstack.sharding import Rules, ShardingError, assert_sharded, make_mesh, shard, shardings_of
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MODELS = [EXAMPLES / "nnx_model.py", EXAMPLES / "linen_model.py"]
@@ -42,7 +42,7 @@ def specs(tree) -> dict[str, P]:
     for x in jax.tree.leaves(nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree):
         assert isinstance(x.sharding, NamedSharding)
         assert x.sharding.mesh.size == 8
-    return placed(tree)[1]
+    return shardings_of(tree)[1]
 
 
 def data(x) -> np.ndarray:
@@ -98,7 +98,7 @@ def test_rules_errors_come_through(mesh):
 
 
 def test_what_is_no_array(mesh):
-    with pytest.raises(ShardingError, match="name: a leaf of type str is no array"):
+    with pytest.raises(ShardingError, match="name: a leaf of type str is not an array"):
         shard({"name": "x"}, Rules(), mesh)
 
 
@@ -406,8 +406,8 @@ def test_a_train_state_in_one_call(variables, mesh):
 def test_the_guard_reads_the_arrays(mesh):
     whole, rules = plain(), PLAIN
     with pytest.raises(ShardingError, match=r"100\.0% of the state .* layers/0/w"):
-        guard(*placed(whole), mesh)
-    guard(*placed(shard(whole, rules, mesh)), mesh, limit=0.2)
+        assert_sharded(*shardings_of(whole), mesh)
+    assert_sharded(*shardings_of(shard(whole, rules, mesh)), mesh, limit=0.2)
 
 
 # Training.
@@ -453,13 +453,13 @@ def test_an_nnx_model_trains_as_on_one_device(mesh, names_are_logical):
         if parallel:
             model, optimizer = shard(model, NNX_RULES, mesh), shard(optimizer, NNX_RULES, mesh, like=model)
             batch = jax.device_put(ids, NamedSharding(mesh, P(("data", "fsdp"))))
-            before = placed(model)[1], placed(optimizer)[1]
+            before = shardings_of(model)[1], shardings_of(optimizer)[1]
         losses, grads = [], None
         for _ in range(2):
             loss, grads = step(model, optimizer, batch)
             losses.append(float(loss))
         if parallel:
-            assert before == (placed(model)[1], placed(optimizer)[1])  # a step leaves the layout as it was
+            assert before == (shardings_of(model)[1], shardings_of(optimizer)[1])  # a step leaves the layout as it was
         results.append((losses, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(model, nnx.Param))))
     one, eight = results
     np.testing.assert_allclose(eight[0], one[0], rtol=1e-5)
@@ -488,7 +488,7 @@ def test_a_linen_model_trains_as_on_one_device(variables, images, mesh):
     np.testing.assert_allclose(b[1], a[1], rtol=1e-5)
     assert_close(b[2], a[2])
     assert_close(b[0].batch_stats, a[0].batch_stats)
-    assert placed(b[0])[1] == placed(shard(state, CNN_RULES, mesh))[1]
+    assert shardings_of(b[0])[1] == shardings_of(shard(state, CNN_RULES, mesh))[1]
     eight(b[0], jax.device_put(images, rows), jax.device_put(labels, rows))
     assert eight._cache_size() == 1  # the second step is the first one's program
 

@@ -1,4 +1,4 @@
-"""Rules and their errors, the table's figures, and the guard."""
+"""Rules and their errors, the figures of `summarize`, and the limits of `assert_sharded`."""
 
 import jax
 import numpy as np
@@ -7,7 +7,16 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxstack.config import MeshConfig
-from jaxstack.sharding import Leaf, Rules, ShardingError, guard, make_mesh, over_even_split, replicated_fraction, table
+from jaxstack.sharding import (
+    Leaf,
+    Rules,
+    ShardingError,
+    assert_sharded,
+    make_mesh,
+    replicated_fraction,
+    replication_factor,
+    summarize,
+)
 
 KERNEL, BIAS = Leaf((8, 16), ("embed", "mlp")), Leaf((16,), ("mlp",))
 NAMES = {"embed": "fsdp", "mlp": "tensor"}
@@ -129,7 +138,7 @@ def test_a_rule_that_nothing_uses(rules, named, mesh):
 @pytest.mark.parametrize("second", ["a/kernel", ".*/kernel"], ids=["narrower", "the same"])
 def test_a_rule_behind_another(second, mesh):
     text = refused(Rules(paths=[(".*/kernel", ()), (second, ("fsdp", None))]), {"a/kernel": Leaf((8, 16))}, mesh)
-    says(text, f"nothing uses the rule {second!r}", "'.*/kernel' stands before it", "a/kernel", "narrower rule first")
+    says(text, f"nothing uses the rule {second!r}", "'.*/kernel' comes before it", "a/kernel", "narrower rule first")
 
 
 def test_a_pattern_of_the_wrong_rank(mesh):
@@ -148,7 +157,7 @@ def test_a_pattern_that_gives_text_for_a_sequence(mesh):
 
 
 def test_a_pattern_that_is_no_regular_expression(mesh):
-    says(refused(Rules(paths=[("*/kernel", ())]), {"a": BIAS}, mesh), "'*/kernel'", "no regular expression", ".*")
+    says(refused(Rules(paths=[("*/kernel", ())]), {"a": BIAS}, mesh), "'*/kernel'", "is not a regular expression", ".*")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +202,7 @@ def test_activations(mesh):
         Rules().activation(("heads",))
 
 
-# The table and the guard, by figures worked out by hand.
+# `summarize` and `assert_sharded`, by figures worked out by hand.
 
 LEAVES = {
     "kernel": Leaf((8, 16), ("embed", "mlp")),  # 512 bytes, in 4 parts
@@ -205,7 +214,7 @@ SPECS = {"kernel": P("fsdp", "tensor"), "table": P(None, "fsdp"), "norm": P(None
 
 
 def test_the_table(mesh):
-    lines = table(LEAVES, SPECS, mesh).splitlines()
+    lines = summarize(LEAVES, SPECS, mesh).splitlines()
     cells = [[cell for cell in line.split("  ") if cell] for line in lines]
     assert [[cell.strip() for cell in row] for row in cells] == [
         ["parameter", "shape", "axes", "spec", "bytes per device"],
@@ -220,7 +229,7 @@ def test_the_table(mesh):
 
 
 def test_several_axes_of_one_dimension_in_the_table(mesh):
-    text = table({"a": Leaf((1024, 1024))}, {"a": P(("data", "fsdp"))}, mesh)
+    text = summarize({"a": Leaf((1024, 1024))}, {"a": P(("data", "fsdp"))}, mesh)
     says(text, "data+fsdp", "1,048,576\n", "total 4,194,304 bytes", "0.0% replicated")
 
 
@@ -234,16 +243,16 @@ def test_what_counts_as_replicated(mesh):
 
 def test_the_guard_lets_the_small_stay_whole(mesh):
     leaves = {"kernel": Leaf((96,)), "norm": Leaf((4,))}
-    guard(leaves, {"kernel": P("fsdp"), "norm": P()}, mesh, limit=0.04)
+    assert_sharded(leaves, {"kernel": P("fsdp"), "norm": P()}, mesh, limit=0.04)
     with pytest.raises(ShardingError, match=r"4\.0% of the state .* limit: norm \(4,\)\."):
-        guard(leaves, {"kernel": P("fsdp"), "norm": P()}, mesh, limit=0.039)
+        assert_sharded(leaves, {"kernel": P("fsdp"), "norm": P()}, mesh, limit=0.039)
 
 
 def test_the_guard_names_the_largest_first(mesh):
     leaves = {f"w{n}": Leaf((n, 2)) for n in range(1, 6)} | {"split": Leaf((10, 2))}
     specs = {path: P("data") for path in leaves} | {"split": P("tensor")}
     with pytest.raises(ShardingError) as error:
-        guard(leaves, specs, mesh)  # data=2 splits all of them, but its purpose is another
+        assert_sharded(leaves, specs, mesh)  # data=2 splits all of them, but its purpose is another
     says(str(error.value), "60.0%", "fsdp=2, tensor=2", "w5 (5, 2), w4 (4, 2), w3 (3, 2) and 2 more", "raise the limit")
 
 
@@ -252,27 +261,27 @@ def test_the_guard_refuses_what_only_one_of_two_axes_splits():
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4, data=1), 2)
     leaves = {"many": Leaf((8 * 2**28,)), "few": Leaf((2, 2**28))}  # 8 GiB and 2 GiB; 1.25 GiB would be even
     specs = {"many": P(("fsdp", "tensor")), "few": P(None, "fsdp")}
-    assert over_even_split(leaves, specs, mesh) == 2 / 1.25
-    guard(leaves, specs, mesh)
+    assert replication_factor(leaves, specs, mesh) == 2 / 1.25
+    assert_sharded(leaves, specs, mesh)
     leaves["few"] = Leaf((4, 2**28))  # 1 GiB of each on a device, and even 1.5
-    guard(leaves, specs | {"few": P("tensor")}, mesh)
+    assert_sharded(leaves, specs | {"few": P("tensor")}, mesh)
     specs["few"] = P()
     with pytest.raises(ShardingError, match=r"33.3% of the state is split over none of fsdp=2, tensor=4"):
-        guard(leaves, specs, mesh)
+        assert_sharded(leaves, specs, mesh)
     with pytest.raises(ShardingError, match=r"holds 5\.0 GiB of the state, 3\.3 times .*: .* split few \(4, "):
-        guard(leaves, specs, mesh, limit=0.5)
-    guard(leaves, specs, mesh, limit=0.5, slack=4 * 2**30)
+        assert_sharded(leaves, specs, mesh, limit=0.5)
+    assert_sharded(leaves, specs, mesh, limit=0.5, slack=4 * 2**30)
 
 
 def test_the_guard_has_nothing_to_say_of_data_alone():
-    guard({"w": Leaf((8,))}, {"w": P()}, make_mesh(MeshConfig(data=8), 8))
+    assert_sharded({"w": Leaf((8,))}, {"w": P()}, make_mesh(MeshConfig(data=8), 8))
 
 
 def test_the_guard_on_a_mesh_with_other_axes():
     grid = np.array(jax.devices()).reshape(2, 4)
     mesh = Mesh(grid, ("replica", "model"), axis_types=(AxisType.Auto,) * 2)
     with pytest.raises(ShardingError, match=r"the mesh has replica, model, and none of fsdp, .*axes="):
-        guard({"w": Leaf((8,))}, {"w": P()}, mesh)
+        assert_sharded({"w": Leaf((8,))}, {"w": P()}, mesh)
     with pytest.raises(ShardingError, match="split over none of model=4"):
-        guard({"w": Leaf((8,))}, {"w": P()}, mesh, axes=("model",))
-    guard({"w": Leaf((8,))}, {"w": P("model")}, mesh, axes=("model",))
+        assert_sharded({"w": Leaf((8,))}, {"w": P()}, mesh, axes=("model",))
+    assert_sharded({"w": Leaf((8,))}, {"w": P("model")}, mesh, axes=("model",))

@@ -1,4 +1,4 @@
-"""Throughput by a clock and chips that the test holds in its hand, every figure worked out beside it."""
+"""Throughput and goodput by a fake clock on known chips; every expected figure is computed beside it."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ def test_figures_of_timed_steps(clock):
     assert set(timed.take().values()) == {None}
     for wait in (0.25, 0.5, 0.0):
         clock.t += 2.0
-        timed.finished(wait)
+        timed.count_step(wait)
     with timed.paused():
         clock.t += 1000
     taken = timed.take()
@@ -57,7 +57,7 @@ def test_figures_of_timed_steps(clock):
         abs=0,
     )
     clock.t += 3.0  # what was taken is forgotten
-    timed.finished(1.0)
+    timed.count_step(1.0)
     again = timed.take()
     assert (again["step_time_s"], again["data_wait_s"]) == (3.0, 1.0)
     assert set(timed.take().values()) == {None}
@@ -68,7 +68,7 @@ def test_without_a_known_peak_there_is_no_mfu(clock, dtype, kind):
     timed = meter(dataclasses.replace(CFG, train=TrainConfig(dtype=dtype)), kind)
     timed.restart()
     clock.t += 1.0
-    timed.finished(0.0)
+    timed.count_step(0.0)
     taken = timed.take()
     assert (taken["mfu"], taken["mfu_causal"], taken["tokens_per_s"]) == (None, None, 24.0)
 
@@ -104,7 +104,7 @@ def test_every_second_belongs_to_one_kind(clock):
 def test_time_that_is_lost_when_a_run_goes_on(clock, monkeypatch, kept, dropped, lost, down):
     monkeypatch.setattr("time.time", lambda: 1000.0)
     before, after = ([{"step": 1, "time": time, **more} for time, more in lines] for lines in (kept, dropped))
-    assert goodput.resumed(4, before, after) == {"step": 4, "event": "resumed", "lost_s": lost, "down_s": down}
+    assert goodput.resumed_record(4, before, after) == {"step": 4, "event": "resumed", "lost_s": lost, "down_s": down}
 
 
 def test_lines_are_finite_json_and_steps_that_come_again_are_taken_out(tmp_path):

@@ -1,4 +1,4 @@
-"""What leaves a run for TensorBoard and Weights & Biases is what metrics.jsonl says."""
+"""TensorBoard and Weights & Biases get exactly the records of metrics.jsonl."""
 
 import os
 import struct
@@ -27,7 +27,7 @@ def config(run_dir: Path, *names: str) -> Config:
 
 
 def events(directory: Path) -> list:
-    """Everything in the event files of a directory, in the order of their names; TensorBoard reads them so."""
+    """Returns everything in the event files of a directory, in the order of their names, as TensorBoard reads them."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     found = []
     for path in sorted(directory.glob("events.*")):
@@ -40,7 +40,8 @@ def events(directory: Path) -> list:
 
 
 def curve(found: list, tag: str) -> dict[int, float]:
-    """Values by step, as TensorBoard shows them: a file that begins at a step takes away what was there from it on."""
+    """Returns values by step as TensorBoard shows them. A file that begins at a step hides earlier values from there
+    on."""
     values: dict[int, float] = {}
     for event in found:
         if event.session_log.status == event.session_log.START:
@@ -53,7 +54,7 @@ def curve(found: list, tag: str) -> dict[int, float]:
 
 def test_tensorboard_has_every_line_and_forgets_what_is_run_again(tmp_path):
     with sinks.Sinks() as others:
-        others.begin(config(tmp_path, "tensorboard"), 0)
+        others.open(config(tmp_path, "tensorboard"), 0)
         log = jsonl.JsonLines(tmp_path / "metrics.jsonl", others)
         for record in RECORDS:
             log.write(record)
@@ -68,7 +69,7 @@ def test_tensorboard_has_every_line_and_forgets_what_is_run_again(tmp_path):
     ]
     assert texts == [b"spike; step 1: text", b"rolled back"]
     with sinks.Sinks() as others:
-        others.begin(config(tmp_path, "tensorboard"), 1)
+        others.open(config(tmp_path, "tensorboard"), 1)
         others.write({"step": 2, "loss": 3.0})
     assert curve(events(tmp_path / "tensorboard"), "loss") == {1: 5.5, 2: 3.0}
 
@@ -87,7 +88,7 @@ def test_tensorboard_of_a_run(tmp_path):
 
 
 class Wandb(types.ModuleType):
-    """What we use of the package, written down."""
+    """The part of the package that jaxstack uses."""
 
     Error = type("Error", (Exception,), {})
 
@@ -114,11 +115,11 @@ def test_weights_and_biases_has_every_line_and_one_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for record in RECORDS[:2], RECORDS[2:]:
         with sinks.Sinks() as others:
-            others.begin(config(tmp_path, "wandb"), 0)
+            others.open(config(tmp_path, "wandb"), 0)
             for line in record:
                 others.write(line)
     others = sinks.Sinks()
-    others.begin(config(tmp_path, "wandb"), 0)
+    others.open(config(tmp_path, "wandb"), 0)
     others.__exit__(KeyError)
     assert len({how["id"] for how in wandb.begun}) == 1
     assert all(how["resume"] == "allow" and how["dir"] == str(tmp_path) for how in wandb.begun)
@@ -131,15 +132,15 @@ def test_weights_and_biases_has_every_line_and_one_run(tmp_path, monkeypatch):
         {"step": 2, "eval_loss": 4.0},
     ]
     wandb.init = lambda **_: (_ for _ in ()).throw(Wandb.Error("no API key\nmore"))
-    with pytest.raises(ConfigError, match=r"run.sinks=\[wandb\]: no API key; `wandb login`"):
-        sinks.Sinks().begin(config(tmp_path, "wandb"), 0)
+    with pytest.raises(ConfigError, match=r"run.sinks=\[wandb\] cannot be used: no API key"):
+        sinks.Sinks().open(config(tmp_path, "wandb"), 0)
 
 
 @pytest.mark.parametrize("name", sinks.PACKAGES)
 def test_a_package_that_is_missing_is_named_with_its_extra(name, monkeypatch):
     monkeypatch.setitem(sinks.PACKAGES, name, "no_such_package")
-    with pytest.raises(ConfigError, match=rf"no_such_package is not installed; pip install 'jaxstack\[{name}\]'"):
-        sinks.check([name])
+    with pytest.raises(ConfigError, match=rf"no_such_package is not installed. Run pip install 'jaxstack\[{name}\]'"):
+        sinks.require_packages([name])
 
 
 def test_none_is_the_default_and_nothing_else_passes():
@@ -153,7 +154,7 @@ def test_none_is_the_default_and_nothing_else_passes():
 
 @pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
-    """The package itself: a run that goes on is one run there."""
+    """With the real package, a resumed run continues the same W&B run."""
     pytest.importorskip("wandb")
     monkeypatch.setitem(os.environ, "WANDB_MODE", "offline")
     (tmp_path / "text").write_text("abc def ghi\n" * 400)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxstack.kernels.attention import chunked, reference
 from jaxstack.kernels.attention.reference import MASKED, Mask, Options, heads_first, heads_last, masked_scores
-from jaxstack.kernels.implementation import Implementation, OpCase, interpret, resolve_implementation
+from jaxstack.kernels.implementation import Implementation, OpCase, interpret_setting, resolve_implementation
 from jaxstack.sharding import collectives
 
 _WIDEST = {"cudnn": 128, "pallas_gpu": 256, "pallas_tpu": 256}  # heads, in elements; cuDNN's take 256 since Hopper
@@ -135,7 +135,7 @@ def options(q, k, scale, causal, window, softcap, implementation, **case: Any) -
         raise ValueError(f"window={window} needs causal=True and a positive size (0: all keys)")
     case |= {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap}
     name = resolve_implementation("attention", IMPLEMENTATIONS, implementation, case)
-    return Options(scale, causal, window, softcap, name, interpret())
+    return Options(scale, causal, window, softcap, name, interpret_setting())
 
 
 def _attend(o: Options, q, k, v, segment_ids):

@@ -1,0 +1,89 @@
+"""The MLPs of experts, on rows that are sorted by expert or padded to a fixed number for each.
+
+Suffixes: N rows, E experts of this shard, D width, F hidden width of an expert, r rank of an adapter.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxstack.kernels import grouped_matmul
+from jaxstack.moe.pairs import move_rows, sort_by
+
+Weights: TypeAlias = dict[str, jax.Array]
+"""`w_up` [E, D, F], `w_down` [E, F, D] and, for a gated MLP, `w_gate` [E, D, F]."""
+
+Adapters: TypeAlias = dict[str, tuple[jax.Array, jax.Array]]
+"""By the name of a weight, the matrices a [E, I, r] and b [E, r, O] of its adapter: x w + (x a) b."""
+
+Activation: TypeAlias = Callable[[jax.Array], jax.Array]
+Matmul: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def expert_mlp(
+    x: jax.Array,
+    weights: Weights,
+    adapters: Adapters,
+    activation: Activation,
+    matmul: Matmul,
+    scale: jax.Array | None = None,
+) -> jax.Array:
+    """Computes the experts' MLP.
+
+    Args:
+      x: rows, in the order that `matmul` takes them.
+      weights: of the experts.
+      adapters: of the weights; `{}` means none.
+      activation: elementwise; hidden = activation(gate) * up, or activation(up).
+      matmul: product of rows and a weight.
+      scale: [..., 1], float32; multiplies the hidden layer. `None` means 1.
+    """
+
+    def product(x: jax.Array, name: str) -> jax.Array:
+        y = matmul(x, weights[name])
+        if name in adapters:
+            a, b = adapters[name]
+            y = y + matmul(matmul(x, a), b)
+        return y
+
+    up = checkpoint_name(product(x, "w_up"), "mlp_up")
+    if "w_gate" in weights:
+        hidden = activation(checkpoint_name(product(x, "w_gate"), "mlp_gate")) * up
+    else:
+        hidden = activation(up)
+    if scale is not None:
+        hidden = (hidden.astype(jnp.float32) * scale).astype(hidden.dtype)
+    return product(hidden, "w_down")
+
+
+def apply_by_expert(
+    x: jax.Array,
+    experts: jax.Array,
+    num_experts: int,
+    mlp: Callable[..., jax.Array],
+    implementation: str,
+    sorting: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Computes each row with its own expert: sorts the rows, multiplies, and restores their order.
+
+    Args:
+      x: [N, D].
+      experts: expert of each row, [N]; `num_experts` marks an empty row.
+      num_experts: E.
+      mlp: of sorted rows, with the matmul that is given as `matmul`.
+      implementation: of `kernels.grouped_matmul`.
+      sorting: result of `sort_by(experts)`. `None` means that it is computed here.
+
+    Returns:
+      [N, D]; the values of empty rows have no meaning.
+    """
+    order, back = sort_by(experts) if sorting is None else sorting
+    starts = jnp.searchsorted(experts[order], jnp.arange(num_experts + 1))
+    sizes = jnp.diff(starts).astype(jnp.int32)
+    matmul = partial(grouped_matmul, sizes=sizes, implementation=implementation)
+    y = mlp(move_rows(x, order, back), matmul=matmul)
+    return move_rows(y, back, order)

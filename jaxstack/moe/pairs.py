@@ -1,0 +1,68 @@
+"""Moves of rows without a scatter: sorting, slots of a fixed size, and gathers whose gradient is a gather.
+
+JAX's own gradient of a gather is a scatter, which is a loop over rows on CPU and needs atomics on GPU.
+
+Suffixes: N rows, M rows after a move, C slots of a group, D width.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstack.sharding import collectives
+
+
+def sort_by(*keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the stable order of N items by keys (the first key counts most), int32 [N], and its inverse."""
+    operands = collectives.match_varying(*keys, jnp.arange(keys[0].size, dtype=jnp.int32))
+    order = lax.sort(operands, num_keys=len(keys))[-1]
+    # Sorting again is quicker than scattering: no scatter loop on CPU, no atomics on GPU.
+    return order, lax.sort((order, operands[-1]), num_keys=1)[1]
+
+
+def assign_slots(groups: jax.Array, num_groups: int, capacity: int, priority: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gives each of N items a slot in its group, the highest priority first and then the earliest item.
+
+    Args:
+      groups: group of each item, [N].
+      num_groups: number of groups.
+      capacity: slots of a group, C.
+      priority: [N].
+
+    Returns:
+      The item in each slot, [num_groups * C], or N where the slot is empty; and the slot of each item, [N], or
+      num_groups * C where the group was full.
+    """
+    N = groups.size
+    order, back = sort_by(groups, -lax.stop_gradient(priority))
+    starts = jnp.searchsorted(groups[order], jnp.arange(num_groups + 1))
+    rank = back - starts[groups]
+    slot = jnp.where(rank < capacity, groups * capacity + rank, num_groups * capacity)
+    place = starts[:-1, None] + jnp.arange(capacity)
+    source = jnp.where(place < starts[1:, None], order[jnp.minimum(place, N - 1)], N)
+    return source.reshape(-1), slot
+
+
+def move_rows(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """Returns y with y[i] = x[source[i]], and zeros where source[i] is not a row of x.
+
+    Args:
+      x: [N, D].
+      source: [M], without repeated rows of x.
+      target: [N], the inverse: the row of y that each row of x went to, or M or more if it went nowhere.
+
+    Returns:
+      [M, D].
+    """
+    return _move(*collectives.match_varying(x, source, target))
+
+
+@jax.custom_vjp
+def _move(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
+
+
+_move.defvjp(
+    lambda x, source, target: (_move(x, source, target), (source, target)),
+    lambda indices, dy: (_move(dy, *reversed(indices)), None, None),
+)

@@ -1,0 +1,236 @@
+"""The programs by which `pipeline_costs` measures a stage: each runs one part of a model in a loop."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxstack import pipeline
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import Config
+from jaxstack.models import family, params
+from jaxstack.models.blocks import group_layers, split_microbatches
+from jaxstack.models.context import Context
+from jaxstack.pipeline.execute import SplitVJP, add_at, add_trees, index_leading, read_at, write_at
+from jaxstack.sharding import collectives
+from jaxstack.sharding.collectives import varies_along, varying
+from jaxstack.training import losses
+from jaxstack.training.pipelined import pipeline_fns
+
+PARTS = ("layer", "layer_backward", "embedding", "embedding_backward", "head", "head_and_backward")
+"""The parts of a model that are measured."""
+
+Body = Callable[[jax.Array, PyTree], PyTree]
+"""The body of a loop: it takes an index, 0 or 1 alternately, and the carry, and returns the next carry."""
+Loops = dict[str, tuple[Body, Callable[[], PyTree]]]
+"""For each part, the body of its loop and a function that returns the first carry."""
+
+
+def initial_values(cfg: Config, ctx: Context) -> PyTree:
+    """Returns initial parameters in the compute dtype."""
+    assert ctx.mesh is not None
+    spec = family.spec(cfg.model)
+    shardings = jax.tree.map(ctx.sharding, ctx.parameters(spec))
+
+    def make() -> PyTree:
+        return params.cast_matrices(spec, params.init(jax.random.key(0), spec), ctx.dtype)
+
+    on_cpu = ctx.mesh.devices.flat[0].platform == "cpu"
+    options = {"xla_backend_optimization_level": 0} if on_cpu else None  # this runs once, as in `make_state`
+    return jax.jit(make, out_shardings=shardings, compiler_options=options)()
+
+
+def random_batch(cfg: Config, ctx: Context) -> Batch:
+    """Returns a batch of random tokens; with packing, each row is one document."""
+    rng, shape = np.random.default_rng(0), (cfg.data.batch_size, cfg.data.seq_len)
+
+    def ids(below: int) -> np.ndarray:
+        return rng.integers(0, below, shape).astype(np.int32)
+
+    batch = {
+        "tokens": ids(cfg.model.vocab),
+        "targets": ids(cfg.model.vocab),
+        "loss_weights": np.ones(shape, np.float32),
+    }
+    if cfg.data.packing:
+        batch["segment_ids"] = np.zeros(shape, np.int32)
+        batch["positions"] = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    if cfg.data.domains:
+        batch["gate_ids"] = ids(cfg.model.moe.num_experts)
+    return jax.device_put(batch, ctx.sharding(ctx.batch))
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """The model as one device of a stage computes it, on two groups of layers and two microbatches.
+
+    Attributes:
+      fns: the functions of the stage.
+      layer: the layer's forward and backward pass apart; backward needs a forward pass to be traced before.
+      shared: parameters outside the layers.
+      stacked: parameters of the layers.
+      microbatches: both microbatches.
+    """
+
+    fns: pipeline.PipelineFns
+    layer: SplitVJP
+    shared: PyTree
+    stacked: PyTree
+    microbatches: PyTree
+
+    @classmethod
+    def create(cls, cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> "_Stage":
+        """Builds the stage on a device's shards of parameters and batch."""
+        values, batch = ctx.defer_grad_sync(family.spec(cfg.model), values), ctx.shard_sequence(batch)
+        rows, length = batch["tokens"].shape
+        if cfg.model.dropout:
+            batch = batch | {"rows": ctx.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
+        fns = pipeline_fns(cfg, ctx, losses.BatchTotals(1.0, float(rows * length), float(rows)))
+        name, stack = family.only_stack(cfg.model)
+        shared, stacks = family.split_stacks(cfg.model, values)
+        return cls(
+            fns, SplitVJP(fns.layer), shared, group_layers(stack.period, stacks[name]), split_microbatches(batch, 2)
+        )
+
+    def inputs(self, i: jax.Array) -> PyTree:
+        """Returns what the functions read of microbatch `i`."""
+        return self.fns.prepare(index_leading(self.microbatches, i))
+
+    def embed(self, i: jax.Array) -> jax.Array:
+        """Returns the residual stream of microbatch `i` before the first layer."""
+        return self.fns.embed(self.shared, self.inputs(i))
+
+    def forward(self, x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array, PyTree, list[jax.Array]]:
+        """Runs group `i` and returns the residual stream, the penalty, auxiliary values and residuals."""
+        return self.layer.forward(index_leading(self.stacked, i), x, i, self.inputs(i))
+
+    def loss(self, shared: PyTree, y: jax.Array, i: jax.Array) -> jax.Array:
+        """Returns the loss of microbatch `i`, given the residual stream after the last layer."""
+        assert self.fns.loss is not None
+        return self.fns.loss(shared, y, self.inputs(i))
+
+
+def _zeros(tree: PyTree) -> PyTree:
+    """Returns float32 zeros that vary over the same mesh axes."""
+    return jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), tree)
+
+
+def _ones(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a scalar 1 that varies over the same mesh axes."""
+    return varying(jnp.ones((), like.dtype), varies_along(like))
+
+
+def _layer_loops(stage: _Stage, embedded: jax.Array, x: jax.Array) -> Loops:
+    """Builds the loops over a group of layers: forward writes residuals, backward reads them and sums gradients."""
+    start = jnp.int32(0)
+    _, penalty, _, residuals = jax.eval_shape(lambda: stage.forward(embedded, start))
+    stash = [collectives.zeros((2, *r.shape), r.dtype, r) for r in residuals]
+
+    def layer(i: jax.Array, carry: PyTree) -> PyTree:
+        x, stash = carry
+        y, _, _, residuals = stage.forward(x, i)
+        return y, [write_at(s, r, i) for s, r in zip(stash, residuals, strict=True)]
+
+    def layer_backward(i: jax.Array, carry: PyTree) -> PyTree:
+        (dx, sums, stash), weights = carry, index_leading(stage.stacked, i)
+        residuals = [read_at(s, i) for s in stash]
+        dweights, dx = stage.layer.backward(residuals, weights, i, stage.inputs(i), dx, _ones(penalty))
+        return dx, jax.tree.map(lambda s, d: add_at(s, d, i), sums, dweights), stash
+
+    def begin_backward() -> PyTree:
+        _, full = _repeat(jnp.int32(2), layer, (x, stash))
+        return x, _zeros(stage.stacked), full
+
+    return {"layer": (layer, lambda: (x, stash)), "layer_backward": (layer_backward, begin_backward)}
+
+
+def _embedding_loops(stage: _Stage, embedded: jax.Array) -> Loops:
+    """Builds the loops over the embedding and its backward pass."""
+
+    def embedding(i: jax.Array, _: jax.Array) -> jax.Array:
+        return stage.embed(i)
+
+    def embedding_backward(i: jax.Array, sums: PyTree) -> PyTree:
+        _, pull = jax.vjp(lambda shared: stage.fns.embed(shared, stage.inputs(i)), stage.shared)
+        return add_trees(sums, *pull(embedded))
+
+    return {
+        "embedding": (embedding, lambda: embedded),
+        "embedding_backward": (embedding_backward, lambda: _zeros(stage.shared)),
+    }
+
+
+def _head_loops(stage: _Stage, x: jax.Array) -> Loops:
+    """Builds the loops over head and loss, without and with their backward pass."""
+    outputs = jnp.stack([x, x / 2])
+
+    def head(i: jax.Array, loss: jax.Array) -> jax.Array:
+        return loss + stage.loss(stage.shared, index_leading(outputs, i), i)
+
+    def head_and_backward(i: jax.Array, carry: PyTree) -> PyTree:
+        _, loss, sums = carry
+        part, pull = jax.vjp(lambda shared, y: stage.loss(shared, y, i), stage.shared, index_leading(outputs, i))
+        dshared, dy = pull(_ones(part))
+        return dy, loss + part, add_trees(sums, dshared)
+
+    return {
+        "head": (head, lambda: jnp.zeros(())),
+        "head_and_backward": (head_and_backward, lambda: (x, jnp.zeros(()), _zeros(stage.shared))),
+    }
+
+
+def part_program(cfg: Config, ctx: Context, name: str) -> Callable[[PyTree, Batch, int], jax.Array]:
+    """Builds `run(values, batch, turns)`, which takes so many microbatches through one part of the model.
+
+    Turns alternate between the two groups, slots and microbatches. The result depends on everything that was computed,
+    so that XLA cannot remove it.
+    """
+
+    def local(values: PyTree, batch: Batch, turns: jax.Array) -> jax.Array:
+        stage = _Stage.create(cfg, ctx, values, batch)
+        embedded = stage.embed(jnp.int32(0))
+        y = jax.eval_shape(lambda: stage.forward(embedded, jnp.int32(0)))[0]
+        x = varying(embedded, varies_along(y))
+        loops = _layer_loops(stage, embedded, x) | _embedding_loops(stage, embedded) | _head_loops(stage, x)
+        body, begin = loops[name]
+        ends = jax.tree.leaves(_repeat(turns, body, begin()))
+        firsts = [collectives.all_reduce(a.ravel()[0].astype(jnp.float32), varies_along(a)) for a in ends]
+        return jnp.stack(firsts).sum()
+
+    replicated = PartitionSpec()
+    return jax.jit(ctx.local(local, (ctx.parameters(family.spec(cfg.model)), ctx.batch, replicated), replicated))
+
+
+def _repeat(turns: jax.Array, body: Body, carry: PyTree) -> PyTree:
+    """Runs a body so many times, with index 0 and 1 alternately."""
+
+    def as_(types: PyTree, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda a, t: varying(a, varies_along(t)), tree, types)
+
+    carry = as_(jax.eval_shape(body, jnp.int32(0), carry), carry)
+    return lax.fori_loop(0, turns, lambda i, carry: as_(carry, body(i % 2, carry)), carry)
+
+
+def activation_bytes(cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> tuple[float, float]:
+    """Returns the bytes on a device of the residual stream, and of the residuals of a group of layers."""
+    assert ctx.mesh is not None
+
+    def local(values: PyTree, batch: Batch) -> tuple[jax.Array, list[jax.Array]]:
+        stage, start = _Stage.create(cfg, ctx, values, batch), jnp.int32(0)
+        x, *_, residuals = stage.forward(stage.embed(start), start)
+        return x[None], [r[None] for r in residuals]
+
+    sharded = PartitionSpec(ctx.mesh.axis_names)
+    run = ctx.local(local, (ctx.parameters(family.spec(cfg.model)), ctx.batch), sharded)
+    x, residuals = jax.eval_shape(run, values, batch)
+    return bytes_of_arrays([x]) / ctx.mesh.size, bytes_of_arrays(residuals) / ctx.mesh.size
+
+
+def bytes_of_arrays(leaves: Sequence[jax.ShapeDtypeStruct]) -> float:
+    """Returns the bytes of arrays, given by their shapes and dtypes."""
+    return float(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves))

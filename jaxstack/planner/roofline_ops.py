@@ -1,0 +1,296 @@
+"""The operations that a roofline is made of, with the FLOPs and bytes of each.
+
+Memory traffic follows one of two models:
+
+fused    A matmul reads its operands and writes its result once. Attention does not write scores, recomputes them in the
+         backward pass (FlashAttention, Dao et al. 2022, section 3.1), and skips what the causal mask hides. Each norm,
+         rotation, activation and residual sum is one pass that reads its inputs and writes its outputs once. Sums of
+         gradients, biases and dropout are part of a neighbouring pass. Logits are written in float32.
+unfused  Each operation is one kernel, as in an eager framework. Scores, attention weights and masks of all pairs of
+         tokens, masked pairs included, are read and written. Every sum of gradients, bias and dropout is a pass.
+
+Caches are not modelled: every operation reads its inputs from memory. The load of experts is assumed to be even.
+
+Suffixes: B rows of one microbatch on one device, S tokens of a row, D width, H heads, G key/value heads, K head width.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxstack.config import ModelConfig
+from jaxstack.planner import shards
+
+Traffic = Literal["fused", "unfused"]
+Part = Literal["matmul", "attention", "normalisation", "pointwise", "optimizer", "communication"]
+PARTS: tuple[Part, ...] = ("matmul", "attention", "normalisation", "pointwise", "optimizer", "communication")
+Kind = Literal["contraction", "normalisation", "pointwise", "transfer"]
+
+FLOPS_PER_ELEMENT = {
+    "softmax": 5, "softmax backward": 4, "norm": 7, "norm backward": 12, "activation": 8, "activation backward": 8,
+    "rotation": 3, "adamw": 14,
+}  # fmt: skip
+"""Approximate FLOPs per element. They do not change any bound, because memory bounds all of these operations."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation that a device runs in a training step.
+
+    Attributes:
+      name: a description for people.
+      part: the row of the report that counts it.
+      kind: how it is computed: a `contraction` runs on the matrix units, a `normalisation` reduces and then scales, a
+        `transfer` sends to other devices, and `pointwise` is everything else.
+      flops: FLOPs of one run.
+      bytes: bytes that one run reads and writes in memory; for a transfer, bytes that a device sends.
+      times: runs in a step.
+      of_layer: runs in one layer and microbatch; 0 for operations outside the layers.
+      dtype: dtype of a contraction's operands.
+      recomputes: whether it repeats earlier work, for `train.remat` or within attention's kernel. Such FLOPs are not
+        part of the model's FLOPs.
+      matrix: for a weight matmul, (tokens, inputs, outputs, number of matrices), from which it can be measured.
+    """
+
+    name: str
+    part: Part
+    kind: Kind
+    flops: float
+    bytes: float
+    times: float = 1.0
+    of_layer: int = 0
+    dtype: str = "bfloat16"
+    recomputes: bool = False
+    matrix: tuple[int, int, int, int] | None = None
+
+
+def pointwise_op(name: str, flops: float, bytes: float, times: float = 1.0) -> Op:
+    """Returns a pointwise operation whose bytes are given."""
+    return Op(name, "pointwise", "pointwise", flops, bytes, times)
+
+
+@dataclass(frozen=True)
+class DeviceShapes:
+    """The sizes of one pass over one microbatch on one device.
+
+    Attributes:
+      model: the model.
+      rows: sequences of the microbatch on this device.
+      length: tokens of a sequence on this device.
+      seq_len: tokens of a whole sequence.
+      tensor: devices of tensor parallelism.
+      between: devices that shard the residual stream between attention and MLP.
+      expert: devices of expert parallelism.
+    """
+
+    model: ModelConfig
+    rows: int
+    length: int
+    seq_len: int
+    tensor: int = 1
+    between: int = 1
+    expert: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the microbatch on this device."""
+        return self.rows * self.length
+
+    @property
+    def stream(self) -> float:
+        """Elements of the residual stream on this device."""
+        return self.tokens * self.model.d_model / self.between
+
+    @property
+    def heads(self) -> float:
+        """Heads of a device."""
+        return self.model.num_heads / self.tensor
+
+    @property
+    def kv_heads(self) -> float:
+        """Key/value heads of a device."""
+        return self.model.kv_heads / self.tensor
+
+    @property
+    def rounds(self) -> bool:
+        """Whether tokens are sent to experts in rounds, whose backward pass repeats all but the last matmul."""
+        return shards.runs_in_rounds(self.model.moe, self.expert)
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of token and expert: all places of a capacity, or the share of an even load."""
+        moe = self.model.moe
+        if moe.capacity_factor is None:
+            return self.tokens * moe.choices
+        return shards.pair_capacity(moe, self.rows, self.length, self.expert)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A weight and the tokens that are multiplied with it.
+
+    Attributes:
+      name: a description for people.
+      tokens: rows of the input.
+      inputs, outputs: sizes of the weight.
+      matrices: matrices of this size, among which the tokens are distributed.
+      dtype: dtype of the operands; empty for the compute dtype.
+      trained: whether the weight has a gradient.
+      quant: the 8-bit type of its operands, or `none`.
+    """
+
+    name: str
+    tokens: float
+    inputs: float
+    outputs: float
+    matrices: int = 1
+    dtype: str = ""
+    trained: bool = True
+    quant: str = "none"
+
+
+@dataclass(frozen=True)
+class OpBuilder:
+    """Builds operations for one model of memory traffic and one way to compute.
+
+    Attributes:
+      traffic: the model of memory traffic.
+      remat: `train.remat`.
+      dtype: compute dtype.
+      itemsize: bytes of the compute dtype.
+      quant: `train.quant`.
+    """
+
+    traffic: Traffic
+    remat: str
+    dtype: str
+    itemsize: int
+    quant: str = "none"
+
+    @property
+    def fused(self) -> bool:
+        """Whether memory traffic is that of fused kernels."""
+        return self.traffic == "fused"
+
+    def recomputed(self, ops: Iterable[Op], condition: bool = True) -> list[Op]:
+        """Returns the operations as the backward pass repeats them, or none if the condition is false."""
+        return [replace(op, name=f"{op.name}, recomputed", recomputes=True) for op in ops] if condition else []
+
+    def elementwise(self, name: str, elements: float, arrays: float, flops: float = 1) -> Op:
+        """Returns one pass that reads or writes a number of arrays in the compute dtype."""
+        size = self.itemsize * arrays * elements
+        return Op(name, "pointwise", "pointwise", flops * elements, size, dtype=self.dtype)
+
+    def elementwise_pair(
+        self, name: str, elements: float, arrays: tuple[int, int], recomputed: bool = False, flops: float = 1
+    ) -> list[Op]:
+        """Returns a pass of the forward and one of the backward pass; `arrays` are those of each."""
+        forward = self.elementwise(name, elements, arrays[0], flops)
+        backward = self.elementwise(f"{name}, gradient", elements, arrays[1], flops)
+        return [forward, backward, *self.recomputed([forward], recomputed)]
+
+    def dropout(self, name: str, elements: float) -> list[Op]:
+        """Returns unfused dropout and its gradient: each reads, writes, and has a mask of one byte per element."""
+        size = (2 * self.itemsize + 1) * elements
+        forward = Op(name, "pointwise", "pointwise", elements, size, dtype=self.dtype)
+        return [forward, replace(forward, name=f"{name}, gradient")]
+
+    def norm(self, name: str, elements: float, recomputed: bool, incoming: int = 1) -> list[Op]:
+        """Returns a norm and its gradient.
+
+        The gradient adds up `incoming` gradients of the norm's output, and the gradient of the residual stream.
+        """
+
+        def one(name: str, arrays: int, flops: str) -> Op:
+            return replace(
+                self.elementwise(name, elements, arrays, FLOPS_PER_ELEMENT[flops]),
+                part="normalisation",
+                kind="normalisation",
+            )
+
+        forward = one(name, 2, "norm")
+        backward = one(f"{name}, gradient", 3 + incoming if self.fused else 5, "norm backward")
+        # Unfused: the gradient of x reads two arrays and writes one, the gradient of the gain reads two.
+        # Each sum is a pass of its own.
+        sums = [] if self.fused else [self.elementwise("sums of gradients", elements, 3) for _ in range(incoming)]
+        return [forward, backward, *sums, *self.recomputed([forward], recomputed)]
+
+    def matmul(self, m: Matmul, recomputed: bool = False) -> list[Op]:
+        """Returns a weight's matmul, its repetition, and the gradients of its input and of a trained weight.
+
+        With 8-bit operands, the forward matmul and the gradient of the input are preceded by a pass that reads their
+        operands and writes them as bytes.
+        """
+        dtype = m.dtype or self.dtype
+        e = 4 if dtype == "float32" else self.itemsize
+        flops = 2 * m.tokens * m.inputs * m.outputs
+        x, w, y = m.tokens * m.inputs, m.matrices * m.inputs * m.outputs, m.tokens * m.outputs
+        matrix = (round(m.tokens), round(m.inputs), round(m.outputs), m.matrices)
+        low, size = ({"int8": "int8", "fp8": "float8"}[m.quant], 1) if m.quant != "none" else (dtype, e)
+
+        def one(name: str, dtype: str, read: float, written: float) -> Op:
+            return Op(name, "matmul", "contraction", flops, read + e * written, dtype=dtype, matrix=matrix)
+
+        forward = [one(m.name, low, size * (x + w), y)]
+        backward = [one(f"{m.name}, gradient of input", low, size * (y + w), x)]
+        if m.quant != "none":
+            forward.insert(0, pointwise_op(f"{m.name}, to 8 bits", x + w, (e + 1) * (x + w)))
+            backward.insert(0, pointwise_op(f"{m.name}, gradient to 8 bits", y + w, (e + 1) * (y + w)))
+        if m.trained:
+            backward.append(one(f"{m.name}, gradient", dtype, e * (x + y), w))
+        return [*forward, *backward, *self.recomputed(forward, recomputed)]
+
+    def attention(self, s: DeviceShapes, recomputed: bool) -> list[Op]:
+        """Returns scores, softmax and the weighted mean of values, forward and backward."""
+        return self._fused_attention(s, recomputed) if self.fused else self._unfused_attention(s, recomputed)
+
+    def _fused_attention(self, s: DeviceShapes, recomputed: bool) -> list[Op]:
+        m = s.model
+        arrays = s.tokens * s.heads * m.head_width + s.tokens * s.kv_heads * m.head_width
+        width = s.heads * m.head_width
+        product = 2 * s.tokens * keys_seen(m, s.seq_len) * width  # FLOPs of one of attention's matmuls
+        statistics = 4 * s.tokens * s.heads
+
+        def kernel(name: str, products: int, times: int) -> Op:
+            size = self.itemsize * times * arrays + (statistics if times else 0)
+            return Op(name, "attention", "contraction", products * product, size, dtype=self.dtype)
+
+        forward, backward = kernel("attention", 2, 2), kernel("attention, gradients", 4, 4)
+        scores = replace(kernel("attention, scores in the backward pass", 1, 0), recomputes=True)
+        return [forward, backward, scores, *self.recomputed([forward], recomputed)]
+
+    def _unfused_attention(self, s: DeviceShapes, recomputed: bool) -> list[Op]:
+        m, e = s.model, self.itemsize
+        arrays = s.tokens * s.heads * m.head_width + s.tokens * s.kv_heads * m.head_width
+        pairs = s.tokens * s.seq_len * s.heads
+        product = 2 * pairs * m.head_width
+
+        def contraction(name: str) -> Op:
+            return Op(name, "attention", "contraction", product, e * (pairs + arrays), dtype=self.dtype)
+
+        def over_pairs(name: str, passes: int, kind: Kind = "pointwise", flops: float = 1) -> Op:
+            return Op(name, "attention", kind, flops * pairs, e * passes * pairs, dtype=self.dtype)
+
+        scores = [
+            contraction("scores"),
+            over_pairs("scale and mask", 2),
+            over_pairs("softmax", 2, "normalisation", FLOPS_PER_ELEMENT["softmax"]),
+        ]
+        mean = contraction("mean of values")
+        backward = [
+            *(contraction(f"{name}, gradients") for name in ("mean of values", "mean of values")),
+            over_pairs("softmax, gradient", 3, "normalisation", FLOPS_PER_ELEMENT["softmax backward"]),
+            over_pairs("scale and mask, gradient", 2),
+            *(contraction(f"{name}, gradients") for name in ("scores", "scores")),
+        ]
+        repeated = [*scores, mean] if recomputed else scores if self.remat == "selective" else []
+        return [*scores, mean, *backward, *self.recomputed(repeated)]
+
+
+def keys_seen(m: ModelConfig, seq_len: int) -> float:
+    """Returns the keys that a token attends to under causal mask and windows, as a mean over tokens and layers."""
+    total = 0.0
+    for window in m.windows:
+        w = min(window or seq_len, seq_len)
+        total += (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len
+    return total / len(m.windows)

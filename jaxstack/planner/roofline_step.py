@@ -1,0 +1,241 @@
+"""The operations that one device runs in a training step: those of the layers, of both ends, and of the update."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from jaxstack.config import Config
+from jaxstack.models import family
+from jaxstack.models.context import Context
+from jaxstack.models.params import Param, find_role
+from jaxstack.planner import estimate, shards
+from jaxstack.planner.roofline_ops import FLOPS_PER_ELEMENT, DeviceShapes, Matmul, Op, OpBuilder, Traffic, pointwise_op
+from jaxstack.training.state import abstract_state
+
+
+def operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op]:
+    """Returns everything that one device does in a training step, including communication.
+
+    With a pipeline, the operations are those of a mean stage; its idle time is not an operation.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context; the mesh may be abstract.
+      traffic: how operations read and write memory, see `roofline_ops`.
+    """
+    sizes, t = shards.mesh_sizes(ctx), cfg.train
+    shapes = DeviceShapes(
+        model=cfg.model,
+        rows=shards.microbatch_rows(cfg, ctx),
+        length=cfg.data.seq_len // sizes["context"],
+        seq_len=cfg.data.seq_len,
+        tensor=sizes["tensor"],
+        between=sizes["tensor"] if ctx.sequence_parallel_axes else 1,
+        expert=sizes["expert"],
+    )
+    build = OpBuilder(traffic, t.remat, str(ctx.dtype), ctx.dtype.itemsize, t.quant)
+    passes = t.grad_accum * shards.microbatches(ctx)  # of embedding and head
+    layers = cfg.model.num_layers / sizes["pipe"]  # of a mean stage
+    found = [replace(op, times=op.times * passes * layers, of_layer=1) for op in _layer(build, shapes, cfg, ctx)]
+    found += [replace(op, times=op.times * passes) for op in _ends(build, shapes, cfg, ctx)]
+    return [op for op in (*found, *_update(cfg, ctx), *_communication(cfg, ctx)) if op.times]
+
+
+def one_layer(ops: Iterable[Op]) -> list[Op]:
+    """Returns the operations of one layer on one microbatch, forward and backward."""
+    layer = [op for op in ops if op.of_layer]
+    least = min((op.times for op in layer), default=1.0)
+    return [replace(op, times=round(op.times / least)) for op in layer]
+
+
+def _layer(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list[Op]:
+    """Returns one layer, forward and backward, on one microbatch."""
+    found: list[Op] = []
+    for path, p in shards.flat_params(cfg, ctx).items():
+        if p.stacked and p.kind in ("matrix", "router"):
+            found += _layer_matmul(build, s, path, p, shards.used_shape(p, ctx))
+    recomputes_attention = build.remat in ("full", "dots")
+    found += build.attention(s, recomputes_attention)
+    return [*found, *_norms(build, s), *_rotation(build, s, recomputes_attention), *_mlp(build, s), *_sums(build, s)]
+
+
+def _layer_matmul(build: OpBuilder, s: DeviceShapes, path: str, p: Param, shape: tuple[int, ...]) -> list[Op]:
+    """Returns the matmuls of one matrix of a layer."""
+    name = path.split("/", 1)[1]
+    experts = "experts" in p.axes
+    lead = p.batch_axes
+    inputs, outputs = math.prod(shape[lead:][: p.in_axes]), math.prod(shape[lead:][p.in_axes :])
+    if p.kind == "router":
+        router = Matmul(name, s.tokens / s.between, inputs, outputs, dtype="float32", trained=not p.frozen)
+        return build.matmul(router, build.remat in ("selective", "full"))
+    product = Matmul(
+        name=name,
+        tokens=s.pairs if experts else s.tokens,
+        inputs=inputs,
+        outputs=outputs,
+        matrices=shape[1] if experts else 1,
+        trained=not p.frozen,
+        quant="none" if experts or "lora" in p.axes else build.quant,
+    )
+    recomputed = _recomputes_expert(build, s, p) if experts else _recomputes_dense(build, s, p)
+    return build.matmul(product, recomputed)
+
+
+def _recomputes_dense(build: OpBuilder, s: DeviceShapes, p: Param) -> bool:
+    """Returns whether the backward pass repeats the matmul of a dense matrix.
+
+    `selective` saves named values. The input of an adapter's second matrix is not among them, nor is the output of a
+    matmul that a norm follows. The last matmul of a block is only repeated if a norm follows it.
+    """
+    m, selective, full = s.model, build.remat == "selective", build.remat == "full"
+    if p.axes[-1] == "lora":
+        return full or selective
+    roles = set(p.roles)
+    normalised = (m.post_norm and roles & {"attention_output", "mlp_output"}) or (
+        m.qk_norm and roles & {"query", "key"}
+    )
+    if "mlp_output" in roles and not m.post_norm:
+        return False
+    return full or (selective and bool(normalised))
+
+
+def _recomputes_expert(build: OpBuilder, s: DeviceShapes, p: Param) -> bool:
+    """Returns whether the backward pass repeats the matmul of an expert's matrix.
+
+    `dots` repeats it because it has a batch dimension, one matrix for each expert. The gradient of the routing weights
+    needs the output of the last matmul, and rounds repeat every matmul but the last.
+    """
+    into_adapter = p.axes[-1] == "lora"
+    last = "mlp_output" in p.roles and not into_adapter
+    if s.rounds:
+        return not last or (build.remat != "none" and s.model.post_norm)
+    if last:
+        return build.remat != "none"
+    return build.remat in ("full", "dots") or (build.remat == "selective" and into_adapter)
+
+
+def _norms(build: OpBuilder, s: DeviceShapes) -> list[Op]:
+    """Returns the norms of one layer."""
+    m, recomputed = s.model, build.remat != "none"
+    into_mlp = (2 if m.gated else 1) if not m.moe.num_experts else 2 + m.moe.shared_experts
+    found = build.norm("attention norm", s.stream, recomputed, 3)
+    found += build.norm("MLP norm", s.stream, recomputed, into_mlp)
+    if m.post_norm:
+        found += [op for name in ("attention", "MLP") for op in build.norm(f"norm after {name}", s.stream, recomputed)]
+    if m.qk_norm:
+        found += build.norm("norms of queries and keys", _queries_and_keys(s), recomputed)
+    return found
+
+
+def _queries_and_keys(s: DeviceShapes) -> float:
+    return s.tokens * s.model.head_width * (s.heads + s.kv_heads)
+
+
+def _rotation(build: OpBuilder, s: DeviceShapes, recomputed: bool) -> list[Op]:
+    """Returns rotary embeddings: unfused, two products, a half turn and a sum."""
+    if s.model.positions != "rope":
+        return []
+    arrays = 2 if build.fused else 7
+    flops = FLOPS_PER_ELEMENT["rotation"]
+    return build.elementwise_pair("rotation", _queries_and_keys(s), (arrays, arrays), recomputed, flops)
+
+
+def _hidden(s: DeviceShapes) -> float:
+    """Returns the elements of one activation of the MLP or of the experts."""
+    m = s.model
+    if not m.moe.num_experts:
+        return s.tokens * m.ff_width / s.tensor
+    shared = s.tokens * m.moe.shared_experts * m.expert_width / s.tensor
+    return s.pairs * m.expert_width / s.tensor + shared
+
+
+def _mlp(build: OpBuilder, s: DeviceShapes) -> list[Op]:
+    """Returns activation and gate of the MLP, and the copies of tokens to and from experts."""
+    m, recomputed, flops = s.model, build.remat != "none", FLOPS_PER_ELEMENT["activation"]
+    found: list[Op] = []
+    if m.moe.num_experts:
+        sent = s.pairs * m.d_model
+        found += build.elementwise_pair("tokens to experts", sent, (2, 2), recomputed)
+        found += build.elementwise_pair("combined expert outputs", sent + s.tokens * m.d_model, (1, 2))
+    hidden = _hidden(s)
+    if m.gated and build.fused:
+        return [*found, *build.elementwise_pair("activation and gate", hidden, (3, 5), recomputed, flops)]
+    found += build.elementwise_pair("activation", hidden, (2, 3), recomputed, flops)
+    return [*found, *build.elementwise_pair("gate", hidden, (3, 6), recomputed)] if m.gated else found
+
+
+def _sums(build: OpBuilder, s: DeviceShapes) -> list[Op]:
+    """Returns residual sums, and what is unfused beside them: biases and dropout."""
+    m = s.model
+    found = [build.elementwise("residual sum", s.stream, 3) for _ in range(2)]
+    if m.bias:
+        heads = s.heads + 2 * s.kv_heads
+        outputs = s.tokens * heads * m.head_width + _hidden(s) * (2 if m.gated else 1) + 2 * s.stream
+        found.append(build.elementwise("gradients of biases", outputs, 1))
+        found += [] if build.fused else [build.elementwise("biases", outputs, 2)]
+    if m.dropout and not build.fused:
+        found += [op for _ in range(2) for op in build.dropout("dropout", s.stream)]
+    return found
+
+
+def _ends(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list[Op]:
+    """Returns embedding, final norm, head and loss, forward and backward, on one microbatch."""
+    e, spec = build.itemsize, ctx.pad_to_stages(family.spec(cfg.model))
+    (_, embedding), (_, weight) = find_role(spec, "token_table"), find_role(spec, "head")
+    table = shards.used_shape(embedding, ctx)
+    vocab = table[0] if weight is embedding else shards.used_shape(weight, ctx)[1]
+    logits = float(s.tokens * vocab)
+    head = build.matmul(Matmul("head", s.tokens, s.model.d_model, vocab, trained=not weight.frozen))
+    # The head writes logits in float32; their gradient is read in the compute dtype.
+    head[0] = replace(head[0], bytes=head[0].bytes + (4 - e) * logits)
+    softmax = FLOPS_PER_ELEMENT["softmax"] * logits
+    found = [
+        *head,
+        Op("cross-entropy", "normalisation", "normalisation", softmax, 4 * logits),
+        Op("cross-entropy, gradient", "normalisation", "normalisation", 3 * logits, (4 + e) * logits),
+        *build.norm("final norm", s.stream, recomputed=False),
+        build.elementwise("embedding", s.stream, 2),
+    ]
+    if not embedding.frozen:
+        size = e * (s.stream + math.prod(table))
+        found.append(replace(pointwise_op("embedding, gradient", s.stream, size), dtype=build.dtype))
+    return found
+
+
+def _update(cfg: Config, ctx: Context) -> list[Op]:
+    """Returns casts of weights, sums of gradients over microbatches, and the optimizer."""
+    spec, e, accum = shards.flat_params(cfg, ctx), ctx.dtype.itemsize, cfg.train.grad_accum
+    sums = accum > 1 or ctx.pipeline is not None
+    stored = {path: math.prod(shards.stored_shape(p, ctx)) for path, p in spec.items()}
+    trained = [path for path, p in spec.items() if not p.frozen]
+    count = float(sum(stored[path] for path in trained))
+    found = []
+    if e != 4:
+        cast = sum(stored[path] for path, p in spec.items() if p.is_cast)
+        found.append(pointwise_op(f"weights to {ctx.dtype}", 0, (4 + e) * cast))
+    if sums:
+        gathered = float(sum(math.prod(shards.used_shape(spec[path], ctx)) for path in trained))
+        found.append(pointwise_op("sums of gradients", gathered, 8 * gathered, accum))
+    state = abstract_state(cfg, ctx)
+    gradients = (4 if sums else e) * count
+    moved = 8 * count + 2 * shards.bytes_of(state.opt_state) + (2 if cfg.optim.clip_norm else 1) * gradients
+    found.append(Op(cfg.optim.name, "optimizer", "pointwise", FLOPS_PER_ELEMENT["adamw"] * count, moved))
+    matrices = shards.muon_matrices(cfg, ctx).items()
+    return [*found, *(_orthogonalisation(spec[path], shared.matrices) for path, (shared, _) in matrices)]
+
+
+def _orthogonalisation(p: Param, matrices: int) -> Op:
+    """Returns the five Newton-Schulz iterations of Muon in float32: X X^T, its square, and their product with X."""
+    rest = p.shape[p.batch_axes :]
+    short, long = sorted((math.prod(rest[: p.in_axes]), math.prod(rest[p.in_axes :])))
+    flops = matrices * 5 * (4 * short * short * long + 2 * short**3)
+    size = 4 * matrices * 5 * (4 * short * long + 4 * short * short)
+    return Op("orthogonalisation", "optimizer", "contraction", flops, size, dtype="float32")
+
+
+def _communication(cfg: Config, ctx: Context) -> list[Op]:
+    """Returns the collectives of the step as transfers."""
+    return [
+        Op(f"{c.kind} over {'+'.join(c.axes)}: {c.where}", "communication", "transfer", 0, c.sent / c.times, c.times)
+        for c in estimate.traffic(cfg, ctx)
+    ]

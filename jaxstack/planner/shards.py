@@ -1,0 +1,106 @@
+"""How large a device's part of each array is: the arithmetic that the estimates and the roofline share."""
+
+import math
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxstack.common.tree import PyTree
+from jaxstack.config import Config, MoEConfig
+from jaxstack.models import family
+from jaxstack.models.context import Context
+from jaxstack.models.params import Param, flat_spec
+from jaxstack.moe import rounds
+from jaxstack.sharding.rules import names_of
+from jaxstack.training import optimizer
+
+DimAxes = list[tuple[str, ...]]
+"""For each dimension of an array, the mesh axes that shard it."""
+
+
+def mesh_sizes(ctx: Context) -> Mapping[str, int]:
+    """Returns the size of every axis of a context's mesh."""
+    assert ctx.mesh is not None
+    return ctx.mesh.shape
+
+
+def device_count(ctx: Context) -> int:
+    """Returns the number of devices of a context's mesh."""
+    return math.prod(mesh_sizes(ctx).values())
+
+
+def flat_params(cfg: Config, ctx: Context) -> dict[str, Param]:
+    """Returns the declaration of every stored parameter by its path; a pipeline's padding is included."""
+    return flat_spec(ctx.pad_to_stages(family.spec(cfg.model)))
+
+
+def param_axes(p: Param, ctx: Context) -> DimAxes:
+    """Returns the mesh axes that shard each dimension of a parameter by the rules of a context.
+
+    With `ctx.with_gathered_params` these are the axes under which a layer uses the parameter.
+    """
+    return [names_of(ctx.rules.parameters[axis]) for axis in p.axes]
+
+
+def shard_shape(p: Param, axes: DimAxes, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape of a device's shard of a parameter."""
+    return tuple(size // math.prod(sizes[a] for a in names) for size, names in zip(p.shape, axes, strict=True))
+
+
+def stored_shape(p: Param, ctx: Context) -> tuple[int, ...]:
+    """Returns the shape of the shard of a parameter that a device stores."""
+    return shard_shape(p, param_axes(p, ctx), mesh_sizes(ctx))
+
+
+def used_shape(p: Param, ctx: Context) -> tuple[int, ...]:
+    """Returns the shape of the shard that a layer computes with, after FSDP has gathered the parameter."""
+    return shard_shape(p, param_axes(p, ctx.with_gathered_params), mesh_sizes(ctx))
+
+
+def bytes_of(tree: PyTree) -> float:
+    """Returns the bytes that an abstract tree takes on one device."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def microbatches(ctx: Context) -> int:
+    """Returns the microbatches of the pipeline, or 1; gradient accumulation is a loop outside of them."""
+    return 1 if ctx.pipeline is None else ctx.pipeline.schedule.microbatches
+
+
+def microbatch_rows(cfg: Config, ctx: Context) -> int:
+    """Returns the sequences of one microbatch on one device."""
+    return cfg.data.batch_size // cfg.train.grad_accum // ctx.replicas // microbatches(ctx)
+
+
+def runs_in_rounds(moe: MoEConfig, shards: int) -> bool:
+    """Returns whether tokens are sent to experts in rounds: dropless routing over an axis of `shards` devices."""
+    return moe.num_experts > 0 and moe.capacity_factor is None and shards > 1
+
+
+def pair_capacity(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
+    """Returns how many pairs of token and expert the buffers of a device hold.
+
+    Dropless routing needs room for one round of its exchange. A capacity factor limits the pairs of each expert.
+    """
+    if moe.capacity_factor is None:
+        return shards * rounds.room_of_shard(rows * length * moe.choices, shards)
+    per_expert = min(math.ceil(moe.capacity_factor * length * moe.choices / moe.num_experts), length)
+    return moe.num_experts * rows * per_expert
+
+
+def muon_matrices(cfg: Config, ctx: Context) -> dict[str, tuple[optimizer.Sharing, tuple[int, ...]]]:
+    """Returns, for each parameter that Muon updates, how devices share its matrices and the shard of one matrix.
+
+    The result is empty when the optimizer is not Muon.
+    """
+    if cfg.optim.name != "muon":
+        return {}
+    sizes = mesh_sizes(ctx)
+    found = {}
+    for path, p in flat_params(cfg, ctx).items():
+        if p.is_hidden_matrix and not p.frozen:
+            axes = param_axes(p, ctx)
+            shared = optimizer.sharing(p, p.shape, PartitionSpec(*(names or None for names in axes)), sizes)
+            found[path] = shared, shard_shape(p, axes, sizes)[p.batch_axes :]
+    return found

@@ -1,0 +1,233 @@
+"""A formula for every collective of a training step.
+
+Scalars and other small arrays, such as sums of losses and routing statistics, are left out.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from jaxstack.config import Config
+from jaxstack.models.context import Context
+from jaxstack.models.params import Param
+from jaxstack.planner import shards
+from jaxstack.planner.hlo import Collective
+
+HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
+"""Names of the compute dtypes in XLA's programs."""
+
+TENSOR, PIPE, CONTEXT, EXPERT = ("tensor",), ("pipe",), ("context",), ("expert",)
+
+
+@dataclass
+class _Traffic:
+    """Collects the collectives of one training step on one device.
+
+    Attributes:
+      cfg: the resolved configuration.
+      ctx: its context; the mesh may be abstract.
+      collectives: those added so far.
+    """
+
+    cfg: Config
+    ctx: Context
+    collectives: list[Collective] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        cfg, ctx = self.cfg, self.ctx
+        self.sizes = shards.mesh_sizes(ctx)
+        self.dtype = HLO_DTYPES[cfg.train.dtype]
+        self.rows = shards.microbatch_rows(cfg, ctx)
+        self.length = cfg.data.seq_len // self.sizes["context"]
+        self.stream = (self.rows, self.length, cfg.model.d_model)
+        accum = cfg.train.grad_accum
+        self.layer_runs = accum * cfg.model.num_layers
+        self.microbatches = accum * shards.microbatches(ctx)  # of embedding and head
+        if ctx.pipeline is not None:
+            tables = ctx.pipeline.forward, ctx.pipeline.backward
+            self.layer_runs = accum * ctx.pipeline.stages.period * sum(int(u.groups_T.sum()) for u in tables) // 2
+        m, remat = cfg.model, cfg.train.remat
+        # How often the backward pass repeats a part of the forward pass. `attention_out` is the reduction after
+        # attention: its result, the residual stream between attention and MLP, is saved by `selective`.
+        self.repeats = {
+            "layer_in": int(remat != "none"),
+            "attention_out": int(remat in ("full", "dots")),
+            "attention": int(remat in ("full", "dots")),
+            "post_norm": int(remat != "none" and m.post_norm),
+            "dispatch": int(remat in ("full", "dots")),
+        }
+
+    def add(
+        self, kind: str, axes: tuple[str, ...], shape: tuple[int, ...], times: int, where: str, dtype: str = ""
+    ) -> None:
+        """Adds a collective over those axes that have several devices, by default in the compute dtype."""
+        dtype = dtype or self.dtype
+        axes = tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
+        if axes and times:
+            size = math.prod(shape) * (2 if dtype == "bf16" else 4)
+            devices = math.prod(self.sizes[a] for a in axes)
+            self.collectives.append(Collective(kind, axes, devices, dtype, shape, size, times, where))
+
+
+def traffic(cfg: Config, ctx: Context) -> list[Collective]:
+    """Returns every collective of one training step on one device.
+
+    Collectives that `train.remat` recomputes are counted again.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context; the mesh may be abstract.
+    """
+    t = _Traffic(cfg, ctx)
+    _tensor_traffic(t)
+    if ctx.pipeline is not None:
+        _pipeline_traffic(t)
+    _context_traffic(t)
+    if cfg.model.moe.num_experts:
+        _expert_traffic(t)
+    for path, p in shards.flat_params(cfg, ctx).items():
+        _parameter_traffic(t, path, p)
+    _muon_traffic(t)
+    return t.collectives
+
+
+def _tensor_traffic(t: _Traffic) -> None:
+    """Adds the activations that tensor parallelism sends.
+
+    For each layer and microbatch there are two all-reduces in each pass (Shoeybi et al. 2019, section 3). With sequence
+    parallelism each of them is a reduce-scatter and an all-gather (Korthikanti et al. 2022, section 4.2.2).
+    """
+    m, repeats, stream, runs, ends = t.cfg.model, t.repeats, t.stream, t.layer_runs, t.microbatches
+    attention_out = max(repeats["attention_out"], repeats["post_norm"])
+    in_rounds = shards.runs_in_rounds(m.moe, t.sizes["expert"])
+    saves_tokens = m.moe.num_experts and not m.moe.shared_experts and not in_rounds
+    mlp_in = repeats["dispatch"] if saves_tokens else repeats["layer_in"]
+    tied = m.tied_embeddings
+    embedded = stream if tied else (*stream[:2], m.d_model // t.sizes["pipe"])  # the part that a stage looks up
+    if t.ctx.sequence_parallel_axes:
+        t.add("all-gather", TENSOR, stream, runs * (2 + repeats["layer_in"] + mlp_in), "inputs of attention and MLP")
+        t.add("all-gather", TENSOR, stream, runs * 2, "gradients of their outputs")
+        outputs = 4 + attention_out + repeats["post_norm"]
+        t.add("reduce-scatter", TENSOR, stream, runs * outputs, "outputs of attention and MLP")
+        t.add("all-gather", TENSOR, stream, ends, "head")
+        t.add("all-gather", TENSOR, embedded, ends, "gradient of the embedding")
+        t.add("reduce-scatter", TENSOR, embedded, ends, "embedding")
+        t.add("reduce-scatter", TENSOR, stream, ends, "gradient of the head")
+    else:
+        t.add("all-reduce", TENSOR, stream, runs * (4 + attention_out + repeats["post_norm"]), "layers")
+        t.add("all-reduce", (*PIPE, *TENSOR) if tied else TENSOR, embedded, ends, "embedding")
+        t.add("all-reduce", (*PIPE, *TENSOR), stream, ends, "gradient of the head")
+    t.add("all-reduce", (*PIPE, *TENSOR), (t.rows, t.length), ends * 3, "cross-entropy", "f32")
+
+
+def _pipeline_traffic(t: _Traffic) -> None:
+    """Adds what the stages of a pipeline exchange.
+
+    Neighbours exchange activations and cotangents at every tick, idle ticks included. For each microbatch, the output
+    of the last stage is broadcast to all stages and its gradient is summed over them. Untied embeddings are gathered
+    and their cotangent is scattered; tied embeddings are summed and their cotangent is broadcast.
+    """
+    ctx, ends = t.ctx, t.microbatches
+    assert ctx.pipeline is not None
+    between = t.sizes["tensor"] if ctx.sequence_parallel_axes else 1
+    residual = (t.rows, t.length // between, t.cfg.model.d_model)
+    accum = t.cfg.train.grad_accum
+    t.add("collective-permute", PIPE, residual, 2 * accum * ctx.pipeline.schedule.ticks, "to neighbours")
+    t.add("all-reduce", PIPE, residual, ends, "the last stage's output to the head")
+    if ctx.sequence_parallel_axes:  # otherwise `_tensor_traffic` sums it over `pipe` and `tensor` at once
+        t.add("all-reduce", PIPE, residual, ends, "gradient of the head")
+    if t.cfg.model.tied_embeddings:
+        t.add("all-reduce", PIPE, residual, ends, "the first stage's cotangent to the embedding")
+        if ctx.sequence_parallel_axes:
+            t.add("all-reduce", PIPE, residual, ends, "embedding")
+    else:
+        t.add("all-gather", PIPE, residual, ends, "embedding")
+        t.add("reduce-scatter", PIPE, residual, ends, "the first stage's cotangent to the embedding")
+
+
+def _context_traffic(t: _Traffic) -> None:
+    """Adds the keys and values that context parallelism sends.
+
+    A ring sends keys and values once for each shard in each pass, and their gradients in float32 in the backward pass.
+    """
+    m, runs, count = t.cfg.model, t.layer_runs, t.sizes["context"]
+    keys = (t.rows, t.length, m.kv_heads // t.sizes["tensor"], m.head_width)
+    if t.ctx.context_method == "ring":
+        # The result of the last hop is not used. With two shards there is no loop: XLA then drops that hop, and the
+        # recomputation shares its hop with the backward pass.
+        hops = runs * (count * (2 + t.repeats["attention"]) if count > 2 else 2)
+        t.add("collective-permute", CONTEXT, keys, 2 * hops, "keys and values")
+        t.add("collective-permute", CONTEXT, keys, 2 * runs * count, "gradients of keys and values", "f32")
+        if t.cfg.data.packing:
+            t.add("collective-permute", CONTEXT, (t.rows, t.length), hops, "segments", "s32")
+    else:
+        passes = 1 + int(t.cfg.train.remat != "none")
+        sequence = (t.rows, t.length * count, *keys[2:])
+        t.add("all-gather", CONTEXT, sequence, runs * 2 * passes, "keys and values")
+        t.add("reduce-scatter", CONTEXT, sequence, runs * 2, "gradients of keys and values")
+
+
+def _expert_traffic(t: _Traffic) -> None:
+    """Adds the tokens that are sent to experts and back in each pass, counted in pairs of token and expert."""
+    moe, runs, repeats = t.cfg.model.moe, t.layer_runs, t.repeats
+    recomputes = int(t.cfg.train.remat != "none")
+    pairs = shards.pair_capacity(moe, t.rows, t.length, t.sizes["expert"])
+    if moe.capacity_factor is None:  # one round there and back: routing is assumed to be even
+        forward = 1 + repeats["post_norm"]
+        trips = 2 * forward + 3
+        t.add("all-to-all", EXPERT, (pairs,), runs * (forward + 1), "expert ids", "s32")
+        t.add("all-to-all", EXPERT, (pairs, 1), runs * (forward + 2), "routing weights and their gradients", "f32")
+    else:
+        # The gradient of the routing weights needs the results that come back, so that exchange is repeated.
+        trips = 4 + recomputes + repeats["dispatch"]
+    t.add("all-to-all", EXPERT, (pairs, t.cfg.model.d_model), runs * trips, "tokens to experts and back")
+    if t.ctx.sequence_parallel_axes:
+        choices = (t.rows, t.length, moe.choices)
+        t.add("all-gather", TENSOR, choices, runs * (1 + recomputes), "routing weights", "f32")
+        t.add("all-gather", TENSOR, choices, runs * (1 + recomputes), "routing choices", "s32")
+        t.add("reduce-scatter", TENSOR, choices, runs, "gradient of routing weights", "f32")
+
+
+def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
+    """Adds the gathers of one parameter and the sums of its gradient.
+
+    FSDP gathers weights in both passes and scatters gradients in one (Rajbhandari et al. 2020, arXiv:1910.02054,
+    section 7). A pipeline gathers weights and sums gradients once a step.
+    """
+    if p.kind == "vector" and p.axes[-1] == "router":
+        return  # the load of experts updates this bias; it has no gradient
+    cfg, ctx, accum = t.cfg, t.ctx, t.cfg.train.grad_accum
+    L = cfg.model.num_layers
+    stored_axes, used_axes = shards.param_axes(p, ctx), shards.param_axes(p, ctx.with_gathered_params)
+    sharded_over = {a for names in stored_axes for a in names}
+    fsdp_axes = tuple(sharded_over - {a for names in used_axes for a in names})
+    stored, used, layers = shards.stored_shape(p, ctx), shards.used_shape(p, ctx), 1
+    if p.stacked and ctx.pipeline is None:
+        stored, used, layers = stored[1:], used[1:], L
+    dtype, reduce_dtype = (t.dtype, HLO_DTYPES[cfg.train.reduce_dtype]) if p.is_cast else ("f32", "f32")
+    uses = 2 if {"token_table", "head"} <= set(p.roles) else 1
+    # XLA moves the gather of a weight out of the loop over microbatches, but not out of the loop over layers.
+    gathers = 2 * accum * L if p.stacked else uses
+    if ctx.pipeline is not None:
+        gathers = uses = 1
+    t.add("all-gather", fsdp_axes, used, gathers, f"{path}, gathered", dtype)
+    if p.frozen:
+        return
+    t.add("reduce-scatter", fsdp_axes, used, accum * layers * uses, f"gradient of {path}", reduce_dtype)
+    summed_over = tuple(a for a in ctx.axes("batch", "sequence", "residual") if a not in sharded_over)
+    if p.axes[-1] == "head_dim" and len(p.axes) == 1 + p.stacked and "tensor" not in summed_over:
+        summed_over = (*summed_over, "tensor")  # norms of queries and keys see the heads of one device
+    if accum == 1 and ctx.pipeline is None:
+        t.add("all-reduce", summed_over, stored, layers, f"gradient of {path}", reduce_dtype)
+    else:
+        summed = (L, *stored) if layers > 1 else stored
+        t.add("all-reduce", summed_over, summed, 1, f"gradient of {path}", reduce_dtype)
+
+
+def _muon_traffic(t: _Traffic) -> None:
+    """Adds the matrices that Muon exchanges, so that each device orthogonalises some whole ones in float32."""
+    for path, (shared, one) in shards.muon_matrices(t.cfg, t.ctx).items():
+        padded = shared.matrices * shared.devices
+        own = padded // math.prod(t.sizes[a] for a in shared.replicas)
+        for _, axes in shared.exchanged:
+            t.add("all-to-all", axes, (own, *one), 2, f"Muon, {path}", "f32")
+        t.add("all-gather", shared.replicas, (padded, *one), 1, f"Muon, {path}", "f32")

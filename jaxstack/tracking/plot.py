@@ -1,0 +1,34 @@
+"""loss.png: the loss curves of a run."""
+
+from pathlib import Path
+
+from jaxstack.tracking.jsonl import Record, is_step
+
+
+def plot_loss(records: list[Record], path: Path, baseline: tuple[str, float] | None = None) -> None:
+    """Draws training and held-out loss against steps.
+
+    Args:
+      records: of metrics.jsonl.
+      path: of the PNG file.
+      baseline: name and value, in nats per token, of a loss to draw as a horizontal line.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    train = [(r["step"], r["loss"]) for r in records if is_step(r) and r["loss"] is not None]
+    held_out = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
+    if train:
+        axes.plot(*zip(*train, strict=True), label="training", linewidth=1)
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), label="held out", marker="o", markersize=4)
+    if baseline:
+        axes.axhline(baseline[1], linestyle="--", color="gray", label=baseline[0])
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+    plt.close(figure)

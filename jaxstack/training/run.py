@@ -1,0 +1,341 @@
+"""A run: its directory, and everything that records, saves or guards the training loop."""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, TypeVar
+
+import jax
+
+from jaxstack import sharding
+from jaxstack.checkpoint import manifest, run_dir, store, verify
+from jaxstack.checkpoint.store import Checkpoints
+from jaxstack.checkpoint.verify import CheckpointScan
+from jaxstack.common.errors import Exit, RunError
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import Config, DistributedConfig
+from jaxstack.data import Dataset, ngram
+from jaxstack.data.loader import DataLoader
+from jaxstack.models import family, params
+from jaxstack.models.context import Context
+from jaxstack.runtime import distributed, preemption
+from jaxstack.runtime.watchdog import Watchdog
+from jaxstack.tracking import goodput
+from jaxstack.tracking.console import Console
+from jaxstack.tracking.goodput import GoodputRecorder
+from jaxstack.tracking.jsonl import JsonLines
+from jaxstack.tracking.plot import plot_loss
+from jaxstack.tracking.profiler import Profiler
+from jaxstack.tracking.sinks import Sinks
+from jaxstack.tracking.step_log import LoopState, StepLogger
+from jaxstack.tracking.throughput import ThroughputMeter
+from jaxstack.training import init_from
+from jaxstack.training.checkpoint_layout import checkpoint_layout
+from jaxstack.training.state import TrainState, make_state
+
+T = TypeVar("T")
+EvalStep = Callable[[PyTree, Batch], tuple[jax.Array, jax.Array]]
+
+
+class Run:
+    """The services of a training loop: lock, watchdog, stop signals, console, checkpoints, profiler and logs.
+
+    Entering the context starts them, and leaving it ends them in reverse order. All processes of a run call all methods
+    in the same order. Only process 0 prints, and writes what is not a checkpoint.
+
+    Attributes:
+      console: prints lines and the progress bar.
+      goodput: records how the time is spent.
+      throughput: times the steps.
+      profiler: runs the steps, and traces some.
+      logger: logs steps and evaluations; set by `begin`.
+    """
+
+    logger: StepLogger
+
+    def __init__(self, cfg: Config, dataset: Dataset, ctx: Context, abstract: TrainState, loader: DataLoader) -> None:
+        """Prepares a run; nothing is started or written yet.
+
+        Args:
+          cfg: the resolved configuration.
+          dataset: what the run is trained on.
+          ctx: its execution context.
+          abstract: shapes, dtypes and shardings of the state, see `abstract_state`.
+          loader: of the batches.
+        """
+        assert ctx.mesh is not None
+        self._mesh = ctx.mesh
+        self._cfg, self._dataset, self._ctx, self._abstract, self._loader = cfg, dataset, ctx, abstract, loader
+        self._layout = checkpoint_layout(cfg, ctx, abstract)
+        self._directory = Path(cfg.run.dir)
+        self._saved = run_dir.checkpoints(self._directory)
+        self._metadata = {"config": asdict(cfg), "versions": store.versions(), "data": dataset.fingerprint}
+        self._is_first = jax.process_index() == 0
+        self._log = JsonLines(None)
+        self._sinks = Sinks()
+        self._watchdog = Watchdog(cfg.distributed.lost_s, cfg.train.stalled_s)
+        self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
+        self.console = Console(cfg.train.steps, shown=self._is_first)
+        self.goodput = GoodputRecorder()
+        self.throughput = ThroughputMeter(cfg, list(self._mesh.devices.flat))
+        self.profiler = Profiler(cfg.profile, self._directory, self.console.print, self.goodput, self.throughput)
+        self._waited = 0.0
+
+    def __enter__(self) -> "Run":
+        with ExitStack() as stack:
+            stack.enter_context(self._watchdog)
+            self._last_holder = stack.enter_context(run_dir.lock(self._directory)) if self._is_first else None
+            # One of several processes passes an interrupt on as SIGTERM, which JAX makes known to the others.
+            forward = _terminate_self if jax.process_count() > 1 else None
+            self._stop_request = stack.enter_context(preemption.catch_stop_signals(forward))
+            stack.enter_context(self.console)
+            stack.enter_context(self._checkpoints)
+            stack.enter_context(self.profiler)
+            stack.enter_context(self._sinks)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+
+    def print_header(self, changes: list[str]) -> None:
+        """Prints what will be trained and on what, and what has changed since the earlier part of the run."""
+        cfg, ctx, console, devices = self._cfg, self._ctx, self.console, list(self._mesh.devices.flat)
+        processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        console.print(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
+        spec = family.spec(cfg.model)
+        console.print(f"model    {params.count(spec):,} parameters, {cfg.model.num_layers} layers")
+        if cfg.model.lora.rank:
+            trained = params.count(params.partition(spec, spec)[0])
+            console.print(f"adapters {trained:,} parameters of rank {cfg.model.lora.rank}; all others are frozen")
+        if ctx.pipeline is not None:
+            console.print(f"pipeline {ctx.pipeline}")
+            if explanation := ctx.pipeline.explain():
+                console.print(explanation)
+        console.print(f"kernels  {', '.join(f'{op} {name}' for op, name in ctx.kernels.items())}")
+        console.print(f"data     {self._dataset.description}")
+        console.print(f"run      {self._directory}/")
+        for change in changes:
+            console.print(f"changed  {change}", style="yellow")
+        if self._last_holder:
+            console.print(self._last_holder, style="yellow")
+
+    def restore_or_init(self) -> tuple[TrainState, LoopState]:
+        """Returns the state of the newest valid checkpoint, or an initial state if there is none. Writes nothing.
+
+        Raises:
+          ConfigError: the processes differ in configuration or data, or there are checkpoints but none is valid, or
+            the data has changed.
+          ShardingError: the parameters are not sharded over the mesh.
+        """
+        cfg = self._cfg
+        self._found = self._find_checkpoint()
+        start = self._found.step or 0
+        if start:
+            run_dir.require_same_data(store.metadata(self._saved, start), cfg, self._dataset.fingerprint)
+        elif cfg.run.init_from:
+            self.console.print(f"starting with the parameters of {cfg.run.init_from}")
+        state, next_batch = self._restore(start)
+        if start:
+            self.console.print(f"resumed from step {start}")
+        axes = ("pipe", "fsdp", "expert", "tensor")
+        sharding.assert_sharded(*sharding.shardings_of(state.params), self._mesh, axes=axes, limit=0.1)
+        return state, LoopState(step=start, batch=next_batch, saved=start)
+
+    def _find_checkpoint(self) -> CheckpointScan:
+        """Returns the newest valid checkpoint, once all processes agree on configuration, data and partition."""
+        dataset = self._dataset
+        distributed.assert_equal_across_processes({
+            "configuration": replace(self._cfg, distributed=DistributedConfig()),
+            "data": (dataset.fingerprint, len(dataset.train), len(dataset.eval), dataset.tokenizer.to_json()),
+            "pipeline.partition's file": str(self._ctx.pipeline),
+        })  # fmt: skip
+        found = verify.scan(self._saved)
+        for number, reason in found.skipped.items():
+            self.console.print(f"skipped the checkpoint of step {number}: {reason}", style="yellow")
+        if found.lost:
+            raise found.error(self._saved, "Restore a copy, or set another run.dir.")
+        return found
+
+    def _restore(self, step: int) -> tuple[TrainState, int]:
+        """Returns the state after a step, and the index of the next batch. Step 0 is initialized anew."""
+        if step:
+            state = self._layout.unpack(store.restore(self._saved, step, self._layout.abstract))
+            return state, store.metadata(self._saved, step)["next_batch"]
+        if self._cfg.run.init_from:
+            return init_from.start_from(self._cfg, self._ctx, self._abstract), 0
+        return make_state(self._cfg, self._ctx, self._abstract), 0
+
+    def begin(self, loop: LoopState) -> None:
+        """Opens the log and shows the progress bar. This is the first method that changes the run directory.
+
+        Args:
+          loop: position at which training begins.
+        """
+        if self._is_first:
+            self._log = self._open_log(loop.step)
+        self._checkpoints.scores |= {r["step"]: r["eval_loss"] for r in self._log.records if "eval_loss" in r}
+        self.logger = StepLogger(
+            self._cfg, self._loader, self._log, self.console, self.throughput, self._watchdog, self.goodput
+        )
+        self.console.start(loop.step)
+
+    def _open_log(self, start: int) -> JsonLines:
+        """Returns metrics.jsonl as it was after step `start`, and cleans up the run directory."""
+        log = JsonLines(self._directory / "metrics.jsonl", self._sinks)
+        run_dir.write(self._cfg, self._dataset.tokenizer.to_json())
+        manifest.remove_partial(self._saved)
+        for number in self._found.skipped:
+            moved = manifest.quarantine(self._saved / str(number), self._directory / "quarantine")
+            self.console.print(f"moved the checkpoint of step {number} to {moved}/")
+        dropped = log.rewind(start)
+        self._sinks.open(self._cfg, start)
+        if record := goodput.resumed_record(start, log.records, dropped):
+            log.write(record)
+        return log
+
+    def next_batch(self, batches: Iterator[T]) -> T:
+        """Returns the next batch, and counts the time until it is there as `data`."""
+        self.goodput.enter("data")
+        began = time.perf_counter()
+        batch = next(batches)
+        self._waited = time.perf_counter() - began
+        self.goodput.enter("step" if self.throughput.started else "compile")
+        return batch
+
+    def log_step(self, loop: LoopState, metrics: dict[str, jax.Array]) -> int | None:
+        """Takes the metrics of a step that was started, and logs the step before it, see `StepLogger`."""
+        return self.logger.log_step(loop, metrics, self._waited)
+
+    def should_stop(self, loop: LoopState) -> bool:
+        """Returns whether all processes stop after this step. Every process calls this at every step."""
+        return distributed.should_stop(loop.step, self._stop_request.signal is not None)
+
+    def evaluate(self, loop: LoopState, eval_step: EvalStep, values: PyTree) -> None:
+        """Computes and logs the held-out loss, unless the log has it from before an interruption.
+
+        Args:
+          loop: position of the loop.
+          eval_step: returns the sums of nats and of tokens of a batch.
+          values: parameters.
+        """
+        if distributed.broadcast_from_process_0(self.logger.is_evaluated(loop.step)):
+            return
+        self.goodput.enter("evaluation")
+        sums = (eval_step(values, self._loader.to_devices(batch)) for batch in self._loader.held_out_batches)
+        self._checkpoints.scores[loop.step] = self.logger.log_evaluation(loop.step, sums)
+        if self.throughput.started:
+            self.throughput.restart()
+
+    def save(self, loop: LoopState, state: TrainState) -> LoopState:
+        """Starts to write a checkpoint in the background, and returns the position after it."""
+        self.goodput.enter("checkpoint")
+        metadata = self._metadata | {"next_batch": loop.batch}
+        self._checkpoints.save(loop.step, self._layout.pack(state), metadata)
+        self.throughput.restart()
+        return loop.after_save()
+
+    def stop(self, loop: LoopState) -> NoReturn:
+        """Ends a run that was asked to stop, once all processes have saved the current step.
+
+        Raises:
+          RunError: always, with `Exit.STOPPED`.
+        """
+        self._checkpoints.wait()
+        distributed.barrier()
+        self._log.write({"step": loop.step, "event": "stopped", "time": time.time(), "seconds": self.goodput.take()})
+        raise RunError(
+            Exit.STOPPED,
+            f"stopped as requested after step {loop.step}, which is saved. Run the same command to resume.",
+        )
+
+    def restore_before(self, spike: int, loop: LoopState) -> tuple[TrainState, LoopState]:
+        """Returns the state of the newest checkpoint, and the position there, past the batches up to the spike's.
+
+        The caller deletes its own state first: two may not fit into memory.
+
+        Args:
+          spike: step of the spike.
+          loop: position of the loop.
+
+        Raises:
+          RunError: too many rollbacks to that checkpoint, or it is corrupt.
+        """
+        loop = loop.roll_back(spike, limit=self._cfg.train.max_bad_steps)
+        self.goodput.enter("checkpoint")
+        self._checkpoints.wait()
+        if loop.step and (reason := verify.corruption(self._saved, loop.step)):
+            raise RunError(
+                Exit.NOT_SAVED,
+                f"the run has to be rolled back to step {loop.step}, whose checkpoint is corrupt: {reason}. Check the "
+                f"disk and run the same command; it resumes from the newest valid checkpoint.",
+            )
+        state, _ = self._restore(loop.step)
+        self.logger.log_rollback(loop, spike)
+        return state, loop
+
+    def end_loop(self) -> None:
+        """Removes the progress bar, and counts time from now on as `end`."""
+        self.console.stop()
+        self.goodput.enter("end")
+
+    def finish(self, texts: list[str]) -> None:
+        """Waits for the last checkpoint, and writes n-gram comparison, samples and plot.
+
+        Args:
+          texts: samples, one for each of `sample.prompts`.
+        """
+        self._checkpoints.wait()
+        if self._is_first:
+            self._write_report(texts)
+        distributed.barrier()
+
+    def _write_report(self, texts: list[str]) -> None:
+        cfg, console, directory, steps = self._cfg, self.console, self._directory, self._cfg.train.steps
+        baseline = self._compare_with_ngrams() if cfg.train.ngram_baseline else None
+        if texts:
+            (directory / "samples.txt").write_text("\n\n".join(texts) + "\n")
+        for prompt, text in zip(cfg.sample.prompts, texts, strict=True):
+            console.print(f"--- {prompt.strip()}", style="bold")
+            console.print(text)
+        plot_loss(self._log.records, directory / "loss.png", baseline)
+        self._log.write({"step": steps, "event": "finished", "time": time.time(), "seconds": self.goodput.take()})
+        console.print(
+            f"{directory}/ contains loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To continue, "
+            f"raise --train.steps. To start a new run, set another --run.dir. To see its curves: "
+            f"jaxstack report {directory}"
+        )
+
+    def _compare_with_ngrams(self) -> tuple[str, float]:
+        """Prints the held-out loss beside that of an n-gram model, and returns name and nats per token of the latter.
+
+        The n-gram model is fitted on the same data, unless the log has it from an earlier start.
+        """
+        data, steps, records = self._cfg.data, self._cfg.train.steps, self._log.records
+        final = next(r for r in records if r["step"] == steps and "eval_loss" in r)
+        fitted = next((r for r in records if r["step"] == steps and "ngram_order" in r), None)
+        if fitted is None:
+            loader = self._loader
+            order, bits = ngram.baseline(loader.first_batches(steps), loader.global_held_out_batches)
+            fitted = {"step": steps, "ngram_order": order, "ngram_bits_per_byte": bits}
+            self._log.write(fitted)
+        order, bits = fitted["ngram_order"], fitted["ngram_bits_per_byte"]
+        read = steps * data.batch_size * data.seq_len
+        held_out = f"held out, this model      {final['eval_bits_per_byte']:.3f} bits per byte"
+        self.console.print(held_out, style="bold")
+        self.console.print(
+            f"held out, byte {order}-grams    {bits:.3f} bits per byte, fitted on the same {read:,} bytes"
+        )
+        return f"byte {order}-gram", bits * math.log(2)
+
+
+def _terminate_self() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
