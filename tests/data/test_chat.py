@@ -1,4 +1,4 @@
-"""Conversations: reading, templates and their sandbox, which tokens are learned, windows of whole conversations."""
+"""Tests of conversations: files, templates and their sandbox, the loss mask, and windows of complete conversations."""
 
 import json
 import sys
@@ -118,10 +118,11 @@ def test_the_plain_template():
 
 def test_answers_are_found_by_marks_and_by_prefixes():
     assert answers(jinja(MARKED)) == answers(jinja(CHATML)) == ["Ja 🙂.<|im_end|>", "  No.\n<|im_end|>"]
-    # What ends a turn belongs to it, be it white space alone; white space between turns does not.
+    # The end of a turn belongs to the answer, even if it is only white space. White space between turns does not.
     assert answers(jinja(LLAMA2), TURNS[1:]) == [" Ja 🙂. </s>", "   No.\n </s>"]
     lines = jinja("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}")
-    assert answers(lines, TURNS[1:3]) == ["assistant: Ja 🙂.\n\n"]  # without a prompt the role is part of the answer
+    # Without a generation prompt the role is part of the answer.
+    assert answers(lines, TURNS[1:3]) == ["assistant: Ja 🙂.\n\n"]
     assert jinja(MARKED, bos_token="<s>").prompt(TURNS[:1]).startswith("<s><|im_start|>system")
     assert "\ufdd0" not in jinja(MARKED).prompt(TURNS)
 
@@ -186,13 +187,13 @@ def test_the_mask_is_that_of_the_answers(make):
     (one,) = chat.render_conversations([chat.Conversation("x", TURNS)], chat.PlainTemplate())
     tokenizer = make(one.text)
     tokens, said = chat.encode_conversations([one], tokenizer, 500)
-    assert tokenizer.decode(tokens.ids) == one.text  # no separator
+    assert tokenizer.decode(tokens.ids) == one.text  # without an end-of-document id
     assert tokenizer.decode(tokens.ids[tokens.loss_mask]) == "Ja 🙂.\0  No.\n\0"
     assert said == ""
 
 
 class Pieces:
-    """A tokenizer of given pieces; where one is empty, its token stands for no character."""
+    """A tokenizer with given pieces. The token of an empty piece represents no character."""
 
     name, vocab_size, separator = "pieces", 100, None
 
@@ -209,14 +210,11 @@ class Pieces:
 @pytest.mark.parametrize(
     ("pieces", "learned"),
     [
-        (
-            ("ab", "cd", "efg", "hi"),
-            "0110",
-        ),  # the answer is the span of d, e, f: tokens that straddle either edge count
-        (("abc", "def", "ghi"), "010"),  # tokens that end and begin at its edges
+        (("ab", "cd", "efg", "hi"), "0110"),  # the answer spans d, e, f; tokens that cross its edges count
+        (("abc", "def", "ghi"), "010"),  # tokens that end and begin at the edges
         (("abc", "d", "ef", "g", "hi"), "01100"),
-        (("ab", "cdefgh", "i"), "010"),  # one token around all of it
-        (("abc", "", "d", "", "ef", "", "ghi"), "0011100"),  # tokens of no width within the answer, and beside it
+        (("ab", "cdefgh", "i"), "010"),  # one token that contains the whole answer
+        (("abc", "", "d", "", "ef", "", "ghi"), "0011100"),  # tokens without characters in the answer and beside it
     ],
 )
 def test_a_token_is_learned_if_one_of_its_characters_is_an_answers(pieces, learned):
@@ -225,7 +223,7 @@ def test_a_token_is_learned_if_one_of_its_characters_is_an_answers(pieces, learn
     first = chat.RenderedConversation("x", "abcdefghi", [(0, 2), (7, 9)])
     tokens, _ = chat.encode_conversations([first], Pieces("ab", "cd", "ef", "gh", "i"), 500)
     assert tokens.loss_mask.tolist() == [True, False, False, True, True]
-    # Nothing comes before the first token, so it is never a target.
+    # The first token is never a target, since no token precedes it.
     with pytest.raises(ConfigError, match="x: no token of the rendered text belongs to an answer"):
         chat.encode_conversations([chat.RenderedConversation("x", "abcdefghi", [(0, 2)])], Pieces("ab", "cdefghi"), 500)
 
@@ -237,7 +235,7 @@ def test_long_conversations_are_left_out_whole_and_counted():
         )
     ]
     sizes = [len(one.text.encode()) for one in rendered]
-    tokens, said = chat.encode_conversations(rendered, ByteTokenizer(), sizes[1] - 1)  # one more token is read
+    tokens, said = chat.encode_conversations(rendered, ByteTokenizer(), sizes[1] - 1)  # windows have seq_len + 1 tokens
     assert tokens.names == ("line 1", "line 2")
     assert said == f"1 left out, longer than data.seq_len={sizes[1] - 1} (the longest has {sizes[2]} tokens)"
     with pytest.raises(ConfigError, match=f"none of 3 conversations fits into data.seq_len=10 .* {sizes[2]} tokens"):
@@ -268,7 +266,7 @@ def test_every_answer_is_learned_once_an_epoch_in_sight_of_its_question(tmp_path
         for segment in np.unique(row["segment_ids"]) if packing else [None]:
             own = np.ones(S, bool) if segment is None else row["segment_ids"] == segment
             if not row["loss_weights"][own].any():
-                continue  # what follows in the stream, behind the row's last token
+                continue  # tokens that follow the window in the stream
             start = int(np.flatnonzero(own)[0])
             text = bytes(ids[start : np.flatnonzero(row["loss_weights"] * own)[-1] + 2].astype(np.uint8)).decode()
             answer = bytes(row["targets"][(row["loss_weights"] > 0) & own].astype(np.uint8)).decode()
@@ -284,7 +282,7 @@ def test_every_answer_is_learned_once_an_epoch_in_sight_of_its_question(tmp_path
     assert sorted(learned) == sorted(expected)
     assert all(text.endswith("\0") for text in learned)
     assert len(rows) < len(expected) * 0.8 if packing else len(rows) == len(expected)
-    # The batch is a function of seed and step, whatever was read before.
+    # A batch depends only on seed and step, not on the batches read before.
     again = data.batches(found.train, seed=1, **reading)
     for step in (9, 2):
         np.testing.assert_array_equal(ds[step]["tokens"], again[step]["tokens"])
@@ -298,8 +296,11 @@ def test_every_answer_is_learned_once_an_epoch_in_sight_of_its_question(tmp_path
 
 
 def test_what_follows_a_conversation_in_its_row_weighs_nothing():
-    """Two conversations of three tokens, all answers: of the second in the first's row nothing counts; packed behind
-    it, all but its first token, which would be a target of the other's last."""
+    """Uses two conversations of three tokens, all in answers.
+
+    In the row of the first, no target of the second counts. If the second is packed behind the first, all its tokens
+    count except the first one, which would be predicted from the other conversation.
+    """
     both = data.Tokens(np.arange(6, dtype=np.uint8), np.array([0, 3]), np.array([3, 6]), 9, loss_mask=np.ones(6, bool))
     alone = document_windows(both, 5, packing=False).make_batch(np.array([0, 1]), 5, False, 9)
     assert alone["tokens"][0].tolist() == [0, 1, 2, 3, 4]
@@ -377,7 +378,10 @@ def test_masks_are_those_of_transformers(tmp_path):
     ours = chat.JinjaTemplate(name, chat.read_template(name))
     rng = np.random.default_rng(0)
     words = ["the", " answer", "Grüße", " 世界", "\n", "🙂", " is", "\n\n", " and "]
-    said = lambda: "".join(rng.choice(words, 8)) + "."  # noqa: E731
+
+    def said() -> str:
+        return "".join(rng.choice(words, 8)) + "."
+
     for turns in (1, 2, 3):
         messages = [{"role": role, "content": said()} for _ in range(turns) for role in ("user", "assistant")]
         expected = theirs.apply_chat_template(

@@ -1,4 +1,4 @@
-"""Text to tokens: tokenizers, sources, the split and `load`."""
+"""Tests of tokenizers, sources, the split and `load`."""
 
 import json
 import subprocess
@@ -127,7 +127,7 @@ def test_hf_sentencepiece_bytes_fall_back(tmp_path):
 
 
 def test_hf_tokenizer_with_gaps_and_a_template(tmp_path):
-    """Ids that leave some out, and a template that would put a token before every text."""
+    """Builds a tokenizer with unused ids and a template that would add a token before every text."""
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra [hf]")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 7, "?": 3, "<s>": 9}, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -273,10 +273,10 @@ def test_many_documents_are_held_out_whole(fraction):
 
 
 def test_split_is_the_same_everywhere():
-    """A golden value: who trains elsewhere holds out the same documents."""
+    """The hashes are fixed, so that every machine holds out the same documents."""
     tokens = data.encode([Document(str(i), "x" * 10) for i in range(40)], CharTokenizer("x"))
     assert data.split(tokens, 0.1)[1].names == ("3", "10", "18", "21")
-    assert _hash(np.arange(1)) == 0xE220A8397B1DCDAF  # SplitMix64's first number for seed 0
+    assert _hash(np.arange(1)) == 0xE220A8397B1DCDAF  # the first number of SplitMix64 for seed 0
 
 
 @pytest.mark.parametrize("lengths", [[10] * 10, [1, 11] + [11] * 8])

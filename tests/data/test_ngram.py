@@ -1,4 +1,4 @@
-"""The byte n-gram against a dictionary that counts one byte at a time."""
+"""Compares the byte n-gram model with a dictionary that counts one byte at a time."""
 
 import math
 from collections import Counter, defaultdict
@@ -10,7 +10,7 @@ from jaxstack.data.ngram import baseline, best_order, bits_per_byte, probabiliti
 
 
 def slow_probabilities(train, held_out, order):
-    """Witten-Bell by its definition: for each text of lists of ints, p of every byte."""
+    """Returns the probability of every byte of each text, a list of ints, by the definition of Witten and Bell."""
     followers = defaultdict(Counter)
     for text in train:
         for i, byte in enumerate(text):
@@ -31,7 +31,10 @@ def slow_probabilities(train, held_out, order):
 @pytest.fixture
 def texts():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.choice(np.array([0, 7, 255], np.uint8), size=shape, p=[0.6, 0.3, 0.1])  # noqa: E731
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.choice(np.array([0, 7, 255], np.uint8), size=shape, p=[0.6, 0.3, 0.1])
+
     train = [draw(30, 9), draw(50).tobytes(), draw(3), b"\x07"]
     return train, [draw(10, 9), draw(40), np.array([0, 1, 7, 2], np.uint8)]
 
@@ -84,7 +87,7 @@ def test_best_order(texts):
 
 
 def test_the_baseline_reads_what_the_model_read_and_is_scored_where_it_was(rng):
-    """A row is left out if none of its targets counts, as in a padded batch; the last target is read too."""
+    """Rows without a target that counts, as in a padded batch, are skipped. The last target of a row is included."""
     rows = rng.integers(97, 101, (6, 30))
     weights = np.ones((6, 29), np.float32)
     weights[1, 3:], weights[4] = 0, 0

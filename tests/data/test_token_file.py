@@ -1,4 +1,4 @@
-"""Token files: written whole or not at all, checked when read, and their command line."""
+"""Tests of token files: they are complete or absent, they are checked when read, and they have commands."""
 
 import json
 import mmap
@@ -103,7 +103,7 @@ def test_interrupted_write_leaves_nothing(tmp_path):
 
 
 def test_killed_between_renames_is_no_token_file(file):
-    """The header is moved last: without it the rest is not read."""
+    """The header is moved last. Without it, the other files are not read."""
     file.with_suffix(".json").unlink()
     with pytest.raises(ConfigError, match=r"t\.json does not exist.*an interrupted build"):
         data.read_token_file(file)
@@ -132,13 +132,13 @@ def test_ids_past_the_vocabulary(file, monkeypatch):
 
 def test_changed_after_it_was_built(file, monkeypatch):
     ids = np.fromfile(f"{file}.bin", "<u2")
-    ids[5] ^= 1  # a flipped bit is still a token: only the hash tells
+    ids[5] ^= 1  # an id with a flipped bit is still valid, so only the hash reveals it
     ids.tofile(f"{file}.bin")
     for read in (data.read_token_file, verify_token_file):
         with pytest.raises(ConfigError, match=r"t\.bin has sha256 .* changed after it was built"):
             read(file)
     monkeypatch.setattr("jaxstack.data.tokens._FULL_CHECK_BYTES", 0)
-    data.read_token_file(file)  # a large file is not read from end to end at every start
+    data.read_token_file(file)  # a large file is not completely read at every start
 
 
 @pytest.mark.parametrize(

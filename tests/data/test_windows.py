@@ -1,4 +1,4 @@
-"""Windows and batches, against slow implementations on random documents."""
+"""Compares windows and batches with slow implementations on random documents."""
 
 import threading
 
@@ -13,7 +13,7 @@ S, B = 8, 4
 
 
 def make_tokens(lengths, seed=0, vocab_size=1 << 16):
-    """Documents whose ids are all different, so that a window tells where it came from."""
+    """Builds documents whose ids are all different, so that the ids of a window identify its source."""
     ends = np.cumsum(lengths, dtype=np.int64)
     ids = np.random.default_rng(seed).permutation(ends[-1]).astype(np.uint16)
     names = tuple(f"doc{i}" for i in range(len(lengths)))
@@ -59,7 +59,7 @@ def test_shapes_dtypes_and_shift(tokens, packing):
 
 
 def test_windows_of_a_text(tokens):
-    """Each epoch is one cut of the text: every window once, one after the other from a random offset."""
+    """Each epoch contains every window once. The windows are consecutive from a random offset."""
     place = np.argsort(tokens.ids)
     windows = (len(tokens) - S) // S
     ds = make(tokens, batch_size=1)
@@ -89,7 +89,7 @@ def test_batches_span_epochs(tokens):
 
 
 def slow_packing(tokens, order, window):
-    """Segment ids, positions and weights of one window, a token at a time."""
+    """Computes segment ids, positions and weights of one window, a token at a time."""
     stream = [(d, i) for d in order for i in range(tokens.starts[d], tokens.ends[d])]
     row = {k: [] for k in ("tokens", "targets", "loss_weights", "segment_ids", "positions")}
     segment, position = 1, 0

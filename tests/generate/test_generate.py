@@ -1,4 +1,4 @@
-"""Generation: the cache against the uncached forward pass, samplers against NumPy, beams against brute force."""
+"""Compares the KV cache with the uncached forward pass, samplers with NumPy, and beam search with brute force."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ from jaxstack.training import init_from
 from jaxstack.training.state import abstract_state, make_state
 
 MODELS = FAMILIES | EXPERTS
-PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13]]  # with 12 tokens more, windows of 6 tokens slide
+PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13]]  # 12 more tokens let windows of 6 tokens slide
 GREEDY = SampleConfig(tokens=12, temperature=0)
 SAMPLED = SampleConfig(tokens=12, temperature=1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
 UNROLLED = Context(decode="unrolled")
@@ -48,7 +48,7 @@ def slow(cases: list[Any]) -> list[Any]:
 
 @functools.cache
 def values_of(cfg: ModelConfig) -> Any:
-    """Parameters away from the initial ones, where norms and biases are not all alike and texts are no single token."""
+    """Returns parameters with varied norms and biases. With the initial ones, a text would repeat a single token."""
     leaves, tree = jax.tree.flatten(params.init(jax.random.key(0), decoder.spec(cfg)))
     rng = np.random.default_rng(1)
     return jax.tree.unflatten(tree, [leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves])
@@ -59,7 +59,7 @@ def gate_of(cfg: ModelConfig) -> int | None:
 
 
 def assert_greedy(cfg: ModelConfig, prompts: list[list[int]], tokens: int, form: str) -> None:
-    """Every token is the likeliest of the uncached forward pass."""
+    """Checks that every token is the likeliest one in the uncached forward pass."""
     values, gate = values_of(cfg), gate_of(cfg)
     sample = replace(GREEDY, tokens=tokens)
     rows = decode.generate(cfg, values, prompts, sample, gate=gate, ctx=Context(decode=form))
@@ -67,7 +67,7 @@ def assert_greedy(cfg: ModelConfig, prompts: list[list[int]], tokens: int, form:
     for row, text in zip(whole, rows, strict=True):
         row[: len(text)] = text
     gates = None if gate is None else jnp.full_like(whole, gate)
-    logits, _ = decoder.forward(decode.dropless(cfg), values, whole, gate_ids=gates)  # each row alone, and aligned left
+    logits, _ = decoder.forward(decode.dropless(cfg), values, whole, gate_ids=gates)  # rows are aligned left here
     for prompt, text, scores in zip(prompts, rows, np.asarray(logits), strict=True):
         assert len(text) == len(prompt) + tokens
         assert text[: len(prompt)] == prompt
@@ -85,7 +85,10 @@ def test_every_greedy_token_is_the_likeliest_of_the_uncached_forward(name, form)
     [((1, 6), [1, 5]), ((64, 130), [63, 129]), ((150, 0), [149, 168]), ((1000, 129), [168, 128])],
 )
 def test_a_layer_holds_what_its_window_sees(windows, tokens, form):
-    """Windows within the prompts' 128 slots, beyond them, and beyond all 168; the newest token is not held yet."""
+    """Tests windows within the 128 slots of the prompts, beyond them, and beyond all 168 slots.
+
+    A cache entry for the newest token is not needed.
+    """
     cfg = replace(FAMILIES["llama3"], windows=windows)
     prompts = [[1, 2, 3], np.random.default_rng(0).integers(0, cfg.vocab, 100).tolist()]
     assert_greedy(cfg, prompts, 40, form)
@@ -108,7 +111,7 @@ def test_a_sampled_text_follows_from_its_prompt_and_seed_alone(name):
     prompts = [*PROMPTS, PROMPTS[1]]
     rows = decode.generate(cfg, values_of(cfg), prompts, SAMPLED, **how)
     assert rows == decode.generate_uncached(cfg, values_of(cfg), prompts, SAMPLED, window=32, **how)
-    assert rows[1] != rows[3]  # the same prompt again is another sample
+    assert rows[1] != rows[3]  # an equal prompt gives another sample
     run = decode.make_generate(cfg, SAMPLED, gate=gate_of(cfg))
     for prompt, text in zip(PROMPTS, rows, strict=False):
         assert run(values_of(cfg), [prompt], 3) == [text]
@@ -138,7 +141,7 @@ MORE_MESHES = [
 def test_a_mesh_writes_what_one_device_writes(name, mesh, sample):
     def texts(mesh: dict[str, int]) -> list[list[int]]:
         cfg = test_meshes.config("gemma2" if name == "deep" else name, mesh)
-        if name == "deep":  # windows, and two chunks a stage: rows are not the layers in their order
+        if name == "deep":  # windows, and two chunks per stage, so that rows are not in the order of the layers
             chunks = PipelineConfig(schedule="interleaved_1f1b", chunks=2) if "pipe" in mesh else PipelineConfig()
             cfg = replace(cfg, model=replace(cfg.model, num_layers=8), pipeline=chunks)
         devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
@@ -181,7 +184,7 @@ def best_of_all(cfg: ModelConfig, prompt: list[int], tokens: int, penalty: float
 @pytest.mark.slow
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """In place of a model: a Markov chain, whose first token follows the last row of its table."""
+    """Replaces the model by a Markov chain. Its first token has the probabilities of the last row of the table."""
 
     first: jax.Array
     ctx: Context
@@ -198,11 +201,14 @@ class Chain:
 @pytest.mark.parametrize(
     ("first", "beams", "penalty", "text"),
     [
-        ([0.5, 0.3, 0.2], 1, 0.0, [0]),  # likelihoods of 0.5 for 0, and of 0.3 x 0.9 for 1 0
-        ([0.5, 0.3, 0.2], 1, 1.0, [1, 0]),  # ln 0.5 = -0.693, ln 0.27 / 2 = -0.655: a beam goes on beside what ended
+        # The likelihood of 0 is 0.5, that of 1 0 is 0.3 x 0.9.
+        ([0.5, 0.3, 0.2], 1, 0.0, [0]),
+        # ln 0.5 = -0.693 and ln 0.27 / 2 = -0.655: the beam continues after a text has ended.
+        ([0.5, 0.3, 0.2], 1, 1.0, [1, 0]),
         ([0.5, 0.3, 0.2], 2, 1.0, [2, 2, 2]),  # ln (0.2 x 0.97 x 0.97) / 3 = -0.557
         ([0.5, 0.3, 0.2], 2, 0.0, [0]),
-        ([0.55, 0.2, 0.25], 1, 1.0, [2, 2, 2]),  # -0.598 for 0; ln 0.25 / 3 = -0.462 could be, and -0.482 comes of it
+        # The value of 0 is -0.598. The bound ln 0.25 / 3 = -0.462 exceeds it, and the text reaches -0.482.
+        ([0.55, 0.2, 0.25], 1, 1.0, [2, 2, 2]),
     ],
 )
 def test_beams_by_hand(first, beams, penalty, text):
@@ -224,7 +230,7 @@ def test_eight_beams_find_no_text_worth_less_than_greedy():
     prompts = [[1], [2], [3], [4]]
     greedy = decode.generate(cfg, values_of(cfg), prompts, GREEDY)
     wide = decode.generate(cfg, values_of(cfg), prompts, replace(GREEDY, beams=8))
-    assert (likelihood(wide) >= likelihood(greedy) - 1e-4).all()  # float32 sums
+    assert (likelihood(wide) >= likelihood(greedy) - 1e-4).all()  # rounding of float32 sums
 
 
 LOGITS = np.asarray([2.0, 1.5, 0.3, -0.4, 1.9, -3.0, 0.0, 1.2])
@@ -232,7 +238,7 @@ USED = np.asarray([1, 0, 0, 1, 0, 0, 1, 0], bool)
 
 
 def distribution(sample: SampleConfig) -> np.ndarray:
-    """What `sample` means, in float64 and word for word."""
+    """Returns the distribution that `sample` defines, in float64, step by step."""
     logits = LOGITS.copy()
     for i in np.flatnonzero(USED):
         logits[i] = logits[i] / sample.repetition_penalty if logits[i] > 0 else logits[i] * sample.repetition_penalty
@@ -269,7 +275,7 @@ def test_samples_follow_the_distribution(flags, rng):
     assert not counts[expected == 0].any()
     there = expected > 0
     assert there.sum() < LOGITS.size or not flags.keys() & {"top_k", "top_p", "min_p"}
-    # Once in a million runs.
+    # This fails once in a million runs.
     assert scipy.stats.chisquare(counts[there], expected[there] * draws).pvalue > 1e-6
 
 
@@ -325,7 +331,7 @@ def test_ids_that_the_tokenizer_does_not_have_are_never_written():
 
 
 def test_what_cannot_be_continued_says_so():
-    cfg = FAMILIES["gpt2"]  # its table of positions has 64 rows
+    cfg = FAMILIES["gpt2"]  # its table has 64 positions
     for prompts, words in (
         ([], "no prompts"),
         ([[1], []], "prompt 2 of 2 is empty"),
@@ -338,7 +344,7 @@ def test_what_cannot_be_continued_says_so():
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has saved two checkpoints, of steps 3 and 5."""
+    """Creates a run with two checkpoints, of steps 3 and 5."""
     path = tmp_path_factory.mktemp("run")
     shape = replace(FAMILIES["gpt2"], vocab_size=256)
     cfg = Config(model=shape, run=RunConfig(dir=str(path)), data=DataConfig(seq_len=64))
@@ -352,7 +358,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_only_parameters_are_verified_and_read(run_dir, monkeypatch):
-    """Of the newest step and of one that is named: AdamW's state is two thirds of a checkpoint."""
+    """Applies to the newest step and to a given step. The state of AdamW is two thirds of a checkpoint."""
     asked, changed = [], verify._content_corruption
     monkeypatch.setattr(
         verify, "_content_corruption", lambda path, tree: asked.append((path, tree)) or changed(path, tree)

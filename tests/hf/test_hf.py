@@ -1,6 +1,6 @@
-"""Hugging Face folders in and out: what is read, what is written, and what is refused in one line.
+"""Tests of Hugging Face folders: reading, writing, and the errors for invalid ones.
 
-Most of it needs only safetensors. The slow tests hold imports and exports against transformers (extra `[parity]`).
+Most tests need only safetensors. The slow tests compare imports and exports with transformers (extra `[parity]`).
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def save(folder, cfg, values, dtype="float32"):
 
 @pytest.fixture
 def folder(tmp_path, rng):
-    """A small Llama as a Hugging Face folder."""
+    """Saves a small Llama as a Hugging Face folder."""
     return save(tmp_path / "llama", MODELS["llama"], random_values(MODELS["llama"], rng))
 
 
@@ -69,8 +69,8 @@ def change_json(path, **values):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_out_and_in_again(name, tmp_path, rng, monkeypatch):
-    monkeypatch.setattr(tensor_files, "FILE_BYTES", 1)  # as many files as that makes
-    monkeypatch.setattr(weights, "PIECE_BYTES", 1000)  # and tensors in many pieces
+    monkeypatch.setattr(tensor_files, "FILE_BYTES", 1)  # one file for every tensor
+    monkeypatch.setattr(weights, "PIECE_BYTES", 1000)  # and many pieces for every tensor
     cfg = MODELS[name]
     values = random_values(cfg, rng)
     folder = save(tmp_path / "out", cfg, values)
@@ -86,12 +86,17 @@ def test_out_and_in_again(name, tmp_path, rng, monkeypatch):
 
 
 def in_their_words(name, cfg, values):
-    """Every tensor of the file as transformers' modules have it, and where each number of it comes from: the names and
-    layouts are written out here, family by family, and share nothing with our tables."""
+    """Returns every tensor of the file as the modules of transformers have it.
+
+    The names and layouts are repeated here for each family, independent of the weight maps of jaxstack.
+    """
     V, L = values, values["layers"]
     att = L["attention"]
     D = cfg.d_model
-    linear = lambda w, inputs=1: w.reshape(int(np.prod(w.shape[:inputs])), -1).T  # noqa: E731  [outputs, inputs]
+
+    def linear(w: np.ndarray, inputs: int = 1) -> np.ndarray:
+        return w.reshape(int(np.prod(w.shape[:inputs])), -1).T  # [outputs, inputs]
+
     found = {}
     if name == "gpt2":
         table, last = V["embedding"], V["final_norm"]
@@ -128,7 +133,7 @@ def in_their_words(name, cfg, values):
         if not cfg.moe.num_experts:
             found |= {f"{h}mlp.{x}_proj.weight": linear(L["mlp"][f"w_{x}"][i]) for x in ("gate", "up", "down")}
             continue
-        # Mixtral: w2(silu(w1 x) * w3 x).
+        # Mixtral computes w2(silu(w1 x) * w3 x).
         room, *theirs = {
             "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
             "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -258,14 +263,14 @@ PUBLISHED = {
         "router_aux_loss_coef": 0.001, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""The `config.json` of published models, keys and values as their files have them."""
+"""The `config.json` of published models, with the keys and values of their files."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_those_of_our_configs(name):
     ours = parse.parse_config([f"--config={name}"]).model
     family, theirs, _ = hf.from_json("config.json", PUBLISHED[name])
-    # Our GPT-2's vocabulary is padded to a multiple of 64, and its table is as long as the run's sequences.
+    # The vocabulary of our GPT-2 is padded to a multiple of 64. Its table has as many positions as a sequence.
     ours = dataclasses.replace(ours, vocab_size=theirs.vocab_size, max_positions=theirs.max_positions)
     assert hf.model_differences(theirs, ours) == []
     written = hf.to_json(family, theirs, 1, None)
@@ -353,7 +358,7 @@ def test_both_ways_to_write_rope_and_windows_say_the_same():
 @pytest.mark.parametrize("name", ["deepseek", "domain", "capacity"])
 def test_only_a_model_of_a_family_is_exported(name):
     cfg = EXPERTS[name]
-    if name == "capacity":  # how it trains, not what it is
+    if name == "capacity":  # a capacity affects only training
         assert hf.family_of(cfg) == "mixtral"
         return
     with pytest.raises(ConfigError, match=r"no Hugging Face family has this model; the nearest is \w+, which differs"):
@@ -372,7 +377,7 @@ def test_a_table_holds_every_weight_or_says_which_it_lacks(family, name):
 
 
 def tensors(change):
-    """A fault: the file's tensors, changed."""
+    """Returns a fault that changes the tensors of the file."""
 
     def apply(folder):
         values = safetensors.load_file(folder / tensor_files.SINGLE)
@@ -383,7 +388,7 @@ def tensors(change):
 
 
 def header(change):
-    """A fault: the header of the file, changed; the length before it fits."""
+    """Returns a fault that changes the header of the file. The length before the header is correct."""
 
     def apply(folder):
         raw = (folder / tensor_files.SINGLE).read_bytes()
@@ -473,7 +478,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder):
 
 
 def test_names_and_tensors_that_older_files_have(tmp_path, rng):
-    """GPT-2 of the hub has no prefix and holds its causal masks; others hold a tied head a second time."""
+    """GPT-2 on the hub has no prefix and stores its causal masks; other models store a tied head again."""
     cfg = MODELS["gpt2"]
     values = random_values(cfg, rng)
     folder = save(tmp_path / "model", cfg, values)
@@ -537,8 +542,11 @@ def test_mistakes_on_the_command_line(argv, words, folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_begins_with_a_folder_and_is_exported(tmp_path, rng):
-    """By their commands: the first loss is the folder's model's, at a learning rate of zero it comes back bit for bit,
-    and a run begins with a run that has not begun. Mistakes end with code 2 and one line."""
+    """Uses the commands: the first loss is that of the folder's model.
+
+    At a learning rate of zero, the export equals the import bit for bit. A run can begin with a run that has no steps.
+    Mistakes end with exit code 2 and one line.
+    """
     cfg = dataclasses.replace(MODELS["qwen3"], vocab_size=256)
     folder = save(tmp_path / "model", cfg, random_values(cfg, rng), "bfloat16")
     (tmp_path / "text.txt").write_text("the cat sat on the mat, the cat did. " * 200)
@@ -568,7 +576,7 @@ def test_a_run_begins_with_a_folder_and_is_exported(tmp_path, rng):
 
 @pytest.fixture
 def parity():
-    """The module of the comparisons with transformers, whose models these tests take."""
+    """Returns the module tests/hf/test_parity.py, which builds models of transformers."""
     pytest.importorskip("torch", reason="needs the extra [parity]")
     pytest.importorskip("transformers", reason="needs the extra [parity]")
     import test_parity
@@ -579,7 +587,7 @@ def parity():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "mistral", "qwen3", "gemma2", "mixtral", "qwen3_moe"])
 def test_what_transformers_saves_is_the_same_model_here_and_back(name, parity, tmp_path, rng):
-    """Equal parameters as in tests/hf/test_parity.py, and with them its losses, gradients and first training steps."""
+    """The parameters equal those of tests/hf/test_parity.py, which compares losses, gradients and training steps."""
     torch, cfg = parity.torch, parity.CONFIGS[name]
     theirs = parity.build(name, rng)
     theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
@@ -634,7 +642,7 @@ def test_a_tokenizer_comes_along_and_goes_back(parity, tmp_path, rng):
         vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
-    cfg = dataclasses.replace(MODELS["llama"], vocab_size=320)  # padded
+    cfg = dataclasses.replace(MODELS["llama"], vocab_size=320)  # more than the tokenizer has
     folder = save(tmp_path / "model", cfg, random_values(cfg, rng))
     tokenizer.save(str(folder / "tokenizer.json"))
     execute(["import", str(folder), str(tmp_path / "run")])

@@ -1,12 +1,13 @@
-"""The model's switches against Hugging Face's code, with the same random weights: GPT-2, Llama 3, Mistral, Qwen3,
-Gemma 2, Mixtral and Qwen3-MoE.
+"""Compares the decoder with transformers, using the same random weights.
 
-The tables of `jaxstack.hf` say where each of our parameters lies among theirs. Logits, loss, every gradient and five
-steps of AdamW then have to agree in float32. Needs the extra `[parity]`.
+The models are GPT-2, Llama 3, Mistral, Qwen3, Gemma 2, Mixtral and Qwen3-MoE. The weight maps of `jaxstack.hf` relate
+our parameters to theirs. Logits, loss, every gradient and five steps of AdamW must agree in float32. The tests need
+the extra `[parity]`.
 
-Tolerances of one pass are two to four times the worst seen over many seeds: a float32 is known to 6e-8, and sums in
-another order, through layers of sharp softmaxes and of norms, make up to a few hundred of that. They may not be looser:
-GPT-2 with the exact GELU in place of its approximation is off by just 1e-4 in logits and 4e-4 in gradients.
+The tolerances of one pass are two to four times the worst difference seen over many seeds. Float32 has a relative
+precision of 6e-8. Sums in another order, through layers of sharp softmaxes and norms, magnify it a few hundred times.
+Looser tolerances would hide errors: GPT-2 with the exact GELU instead of its approximation differs by just 1e-4 in
+logits and 4e-4 in gradients.
 """
 
 import dataclasses
@@ -30,36 +31,36 @@ transformers = pytest.importorskip("transformers", reason="needs the extra [pari
 
 pytestmark = pytest.mark.slow
 
-# More than one chunk of the chunked kernels (64 rows of attention, 512 tokens of cross-entropy), and no multiple of it.
+# More than one chunk of the chunked kernels (64 rows of attention, 512 tokens of cross-entropy), but not a multiple.
 BATCH, LENGTH = 8, 72
 
 CONTEXTS = {"xla": Context(), "cpu": Context(**implementations("cpu"))}
 
 CHANGES: dict[str, dict] = {
     "gpt2": {"max_positions": 80},
-    # Wavelengths of 6, 20, 63 and 199 tokens: one is left alone, one lies between, two are slowed in full.
+    # Wavelengths of 6, 20, 63 and 199 tokens: one is unchanged, one is scaled in part, two are scaled in full.
     "llama3": {"rope_theta": 100.0, "rope_scaling": RopeScaling(factor=4.0, original_max_position=32)},
     "mistral": {"rope_scaling": RopeScaling(), "windows": (6,)},
     "qwen3": {"tied_embeddings": True},
     "gemma2": {"num_layers": 4},  # two periods of a window of 6 tokens and full attention
-    # Their loss has no part for balance here; weights that sum to 1, and such that do not.
+    # Their loss has no auxiliary part here. The weights of experts sum to 1 in one model and do not in the other.
     "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, aux_loss_weight=0.0)},
     "qwen3_moe": {"moe": MoEConfig(num_experts=5, top_k=3, d_ff=24, normalize=False, aux_loss_weight=0.0)},
 }
 LIKE = {"mistral": "llama3", "qwen3_moe": "qwen3"}
 ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for name, like in LIKE.items()}
-# A large epsilon, so that where it is added shows.
+# A large epsilon reveals the place where it is added.
 CONFIGS = {name: dataclasses.replace(ALL[name], norm_eps=0.01, **changes) for name, changes in CHANGES.items()}
-THEIRS = {"llama3": "llama"}  # by their `model_type`, where it is not our name
+THEIRS = {"llama3": "llama"}  # their `model_type`, if our name differs
 
 
 def their_config(family: str, cfg: ModelConfig):
-    """The configuration of the Hugging Face model that `cfg` should be equal to."""
+    """Returns the configuration of the Hugging Face model that `cfg` should equal."""
     common = {
         "vocab_size": cfg.vocab,
         "tie_word_embeddings": cfg.tied_embeddings,
-        "attn_implementation": "eager",  # the one that applies Gemma 2's softcap
-        # Their defaults lie outside this vocabulary, or (Gemma: pad 0) keep a row of the embedding from its gradient.
+        "attn_implementation": "eager",  # the only implementation that applies the softcap of Gemma 2
+        # Their defaults exceed this vocabulary, or give a row of the embedding no gradient (the pad id 0 of Gemma).
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "num_hidden_layers": cfg.num_layers,
         "hidden_size": cfg.d_model,
@@ -96,15 +97,15 @@ def their_config(family: str, cfg: ModelConfig):
         )
     return transformers.Gemma2Config(
         **common,
-        query_pre_attn_scalar=round(cfg.attention_scale**-2),  # scores are divided by its root
+        query_pre_attn_scalar=round(cfg.attention_scale**-2),  # scores are divided by its square root
         attn_logit_softcapping=cfg.attention_softcap,
         final_logit_softcapping=cfg.logit_softcap,
-        sliding_window=cfg.windows[0],  # of layers 0, 2, ...; counts the token itself, as ours does
+        sliding_window=cfg.windows[0],  # for layers 0, 2, ...; it includes the token itself, as ours does
     )
 
 
 def build(family: str, rng: np.random.Generator):
-    """Their model with every weight random: no zeros and ones for anything to hide behind."""
+    """Builds their model with random values for every weight, since zeros and ones could hide errors."""
     theirs = transformers.AutoModelForCausalLM.from_config(their_config(family, CONFIGS[family])).eval()
     with torch.no_grad():
         for weight in theirs.parameters():
@@ -113,7 +114,7 @@ def build(family: str, rng: np.random.Generator):
 
 
 def as_saved(family: str, named):
-    """Pairs of name and array as their files have them: in the module the experts of a layer are one tensor."""
+    """Yields pairs of name and array as in their files. In their modules, the experts of a layer are one tensor."""
     names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     for name, tensor in named:
         whole = tensor.numpy(force=True)
@@ -129,7 +130,7 @@ def as_saved(family: str, named):
 
 
 def to_ours(family: str, named):
-    """Pairs of name and tensor (weights, or gradients: the map is linear) as our tree; a tied weight comes once."""
+    """Returns pairs of name and tensor, of weights or gradients, as a tree of ours. A tied weight occurs once."""
     theirs, spec = dict(as_saved(family, named)), decoder.spec(CONFIGS[family])
     rows = hf.weight_map(THEIRS.get(family, family), spec)
 
@@ -146,7 +147,7 @@ def random_batch(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, np.nda
 
 
 def their_loss(theirs, batch: dict[str, np.ndarray]):
-    """Weighted mean over tokens of the negative log-likelihood; their own `labels=` takes no weights."""
+    """Returns the weighted mean of the negative log-likelihood over tokens, since their `labels=` has no weights."""
     tokens, targets, weights = (torch.from_numpy(batch[name]) for name in ("tokens", "targets", "loss_weights"))
     logits = theirs(tokens).logits
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -154,12 +155,12 @@ def their_loss(theirs, batch: dict[str, np.ndarray]):
 
 
 def assert_near(got, expected, tolerance: float) -> None:
-    """Holds the relative norm of each parameter's difference, in each layer by itself, under `tolerance`."""
+    """Checks that the relative norm of the difference of each parameter, by layer, is below `tolerance`."""
     got, expected, off = flatten(got), flatten(expected), {}
     for path in got:
         rows = len(got[path]) if path.startswith("layers/") else 1
-        # A key bias adds the same to all scores of a query, which softmax ignores: its gradient is rounding alone, and
-        # is measured against the query bias's.
+        # A key bias adds the same value to all scores of a query, which softmax ignores. So its gradient is pure
+        # rounding, and is compared with the norm of the query bias's gradient.
         scale = expected[path.replace("/b_k", "/b_q")].reshape(rows, -1)
         difference = np.reshape(got[path] - expected[path], (rows, -1))
         off[path] = (np.linalg.norm(difference, axis=1) / np.linalg.norm(scale, axis=1)).max()
@@ -168,7 +169,7 @@ def assert_near(got, expected, tolerance: float) -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_tables_use_every_weight_once(family, rng):
-    """Every element of their weights gets a number of its own; ours hold each number once."""
+    """Gives every element of their weights its own number. Our parameters then contain each number once."""
     theirs = dict(build(family, rng).named_parameters())
     count = sum(w.numel() for w in theirs.values())
     numbers = torch.arange(count).split([w.numel() for w in theirs.values()])
@@ -204,9 +205,9 @@ def test_loss_and_every_gradient(family, context, rng):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_five_steps_of_adamw(family, rng):
-    """Clipping, decay of matrices alone and AdamW's arithmetic: the losses, and where every weight went."""
-    # A large epsilon, so that where it is added shows, and so that a gradient of mere rounding moves nothing. A router
-    # takes small steps: large ones magnify rounding until one token of hundreds chooses another expert, now and then.
+    """Compares clipping, weight decay of matrices only and the arithmetic of AdamW: losses and every final weight."""
+    # A large epsilon reveals the place where it is added, and a gradient of pure rounding then moves nothing. Routers
+    # take small steps, because large ones magnify rounding: now and then a token would choose another expert.
     lr = 1e-3 if CONFIGS[family].moe.num_experts else 1e-2
     optim = OptimConfig(lr=lr, warmup_steps=0, schedule="constant", weight_decay=0.1, clip_norm=1.0, eps=1e-4)
     data, train = DataConfig(seq_len=LENGTH, batch_size=BATCH), TrainConfig(steps=5)
@@ -218,7 +219,7 @@ def test_five_steps_of_adamw(family, rng):
     train_step = jax.jit(step.make_train_step(cfg, CONTEXTS["cpu"]))
     weights = list(theirs.parameters())
     groups = [
-        {"params": [w for w in weights if w.ndim > 1], "weight_decay": optim.weight_decay},  # embeddings too
+        {"params": [w for w in weights if w.ndim > 1], "weight_decay": optim.weight_decay},  # including embeddings
         {"params": [w for w in weights if w.ndim == 1], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.b1, optim.b2), eps=optim.eps)
@@ -235,8 +236,9 @@ def test_five_steps_of_adamw(family, rng):
         adamw.step()
         expected.append(loss.item())
     assert max(norms) > optim.clip_norm, "nothing was clipped"
-    # Where the loss bends sharply, a step can magnify rounding some 25 times. Seen: 6e-6 in losses, 1e-4 in weights;
-    # a wrong beta of 0.89 shows as 3e-4 and 9e-3, decay of vectors or none, clipping or none as more.
+    # Where the loss has a strong curvature, a step can magnify rounding about 25 times. The largest differences seen
+    # are 6e-6 in losses and 1e-4 in weights. A wrong beta of 0.89 gives 3e-4 and 9e-3. Decay of vectors, no decay, and
+    # missing clipping give more.
     np.testing.assert_allclose(got, expected, rtol=1e-4)
     end = to_ours(family, theirs.named_parameters())
     moved, they_moved = (jax.tree.map(np.subtract, values, start) for values in (state.params, end))
