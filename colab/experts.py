@@ -56,7 +56,7 @@ import optax
 from IPython.display import HTML, display
 
 from jaxstack import sharding
-from jaxstack.models import blocks, decoder, flops, layers, params
+from jaxstack.models import blocks, decoder, flops, layers, moe_layer, params
 from jaxstack.models.context import Context
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, make_optimizer, make_state
@@ -239,7 +239,7 @@ def choices(cfg: Config, values: Any, tokens: np.ndarray) -> np.ndarray:
         h = layers.norm(m, weights["attention_norm"], x, ctx)
         h, _ = layers.attention(m, weights["attention"], h, ctx, given, window=0)
         h = layers.norm(m, weights["mlp_norm"], x + h, ctx)
-        found.append(layers.route(m, weights["moe"], h.reshape(-1, m.d_model), None).experts)
+        found.append(moe_layer.route(m, weights["moe"], h.reshape(-1, m.d_model), None).experts)
         x, _ = blocks.block(m, weights, x, ctx, given, window=0)
     return np.stack(jax.device_get(found)).reshape(m.num_layers, *tokens.shape, CHOICES)
 

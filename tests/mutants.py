@@ -48,21 +48,41 @@ mistakes(
     ("activate(cfg.activation, gate, ctx) * up", "activate(cfg.activation, up, ctx) * gate"),
     ("jax.nn.gelu(x, approximate=True)", "jax.nn.gelu(x, approximate=False)"),
     ("cfg.d_model**0.5, x.dtype", "cfg.vocab**0.5, x.dtype"),
+)  # fmt: skip
+
+mistakes(
+    "layers", "models/moe_layer.py", BY_HAND,
     ("d_ff=F * cfg.moe.shared_experts", "d_ff=F"),
     ('cfg.moe.router == "sigmoid":\n        spec["balance"]', 'cfg.moe.router == "softmax":\n        spec["balance"]'),
+)  # fmt: skip
+
+mistakes(
+    "layers", "models/layers.py", BY_HAND,
     ("x / (1.0 - rate), 0.0", "x / rate, 0.0", "models/test_model.py -k dropout"),
     ("jax.random.bernoulli(k, 1.0 - rate,", "jax.random.bernoulli(k, rate,", "models/test_model.py -k dropout"),
     ("lambda i: jax.random.fold_in(key, i)", "lambda i: jax.random.fold_in(key, 0 * i)", "models/test_model.py -k dropout"),
     ('in_axes=2, std=std / (2 * cfg.num_layers) ** 0.5)', "in_axes=2, std=std)", "models/test_model.py -k spread"),
     ('"w_down": Param((F, D), ("mlp", "embed"), std=std / (2 * cfg.num_layers) ** 0.5)',
      '"w_down": Param((F, D), ("mlp", "embed"), std=std)', "models/test_model.py -k spread"),
+)  # fmt: skip
+
+mistakes(
+    "layers", "models/moe_layer.py", BY_HAND,
     ("down = cfg.init_std / (2 * cfg.num_layers) ** 0.5", "down = cfg.init_std / cfg.num_layers**0.5",
      "models/test_model.py -k spread"),
+)  # fmt: skip
+
+mistakes(
+    "layers", "models/layers.py", BY_HAND,
     ('init="zeros" if unit_offset else "ones"', 'init="ones" if unit_offset else "zeros"', "models/test_model.py -k spread"),
+)  # fmt: skip
+
+mistakes(
+    "layers", "models/moe_layer.py", BY_HAND,
     ('Param((D, E), ("embed", "router"), "router", std=cfg.init_std)',
      'Param((D, E), ("embed", "router"), "matrix", std=cfg.init_std)',
      "models/test_model.py -k cast"),
-    ("gate.reshape(-1))", "gate.T.reshape(-1))", BY_HAND + " -k 'domain or timestep'"),
+    ("gate_ids.reshape(-1))", "gate_ids.T.reshape(-1))", BY_HAND + " -k 'domain or timestep'"),
 )  # fmt: skip
 
 mistakes(

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.models import layers
+from jaxstack.models import layers, moe_layer
 from jaxstack.models.context import Context
 from jaxstack.models.layers import Aux, LayerInputs
 from jaxstack.models.params import Params
@@ -92,7 +92,7 @@ def block(
       cache: see `layers.attention`.
 
     Returns:
-      The residual stream and auxiliary values: with experts those of `layers.moe`, with a cache those of
+      The residual stream and auxiliary values: with experts those of `moe_layer.moe`, with a cache those of
       `layers.attention`.
     """
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
@@ -106,7 +106,7 @@ def block(
 
     h = layers.norm(cfg, params["mlp_norm"], x, ctx)
     if cfg.moe.num_experts:
-        h, routed = layers.moe(cfg, params["moe"], h, ctx, layer_inputs.gate_ids, layer_inputs.counted)
+        h, routed = moe_layer.moe(cfg, params["moe"], h, ctx, layer_inputs)
         aux = aux | routed
     else:
         h = layers.mlp(cfg, params["mlp"], h, ctx)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxstack import kernels, pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.models import layers, lora
+from jaxstack.models import layers, lora, moe_layer
 from jaxstack.models.blocks import Stack, block, group_layers, remat, scan_stack, split_microbatches, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.layers import Aux, LayerInputs
@@ -44,7 +44,7 @@ def spec(cfg: ModelConfig) -> Spec:
         "attention_norm": layers.norm_spec(cfg, D, "norm"),
         "attention": layers.attention_spec(cfg),
         "mlp_norm": layers.norm_spec(cfg, D, "norm"),
-        **({"moe": layers.moe_spec(cfg)} if cfg.moe.num_experts else {"mlp": layers.mlp_spec(cfg)}),
+        **({"moe": moe_layer.moe_spec(cfg)} if cfg.moe.num_experts else {"mlp": layers.mlp_spec(cfg)}),
     }
     if cfg.post_norm:
         layer["attention_post_norm"] = layers.norm_spec(cfg, D, "norm")
@@ -173,7 +173,7 @@ def hidden_states(
 
     Returns:
       Normalised hidden states [B, S, D] in `ctx.dtype`, and auxiliary values, each [L, ...]: with experts those of
-      `layers.moe`, with a cache the `keys` and `values` of these tokens.
+      `moe_layer.moe`, with a cache the `keys` and `values` of these tokens.
     """
     ctx = ctx or Context()
     params = cast_matrices(spec(cfg), params, ctx.dtype)

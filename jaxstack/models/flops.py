@@ -1,4 +1,4 @@
-"""What a model costs, by formula: FLOPs per token, and the share of a chip's peak that a run reaches (MFU)."""
+"""Formulas of a model's compute: FLOPs per token, and the share of a chip's peak that a run reaches (MFU)."""
 
 from math import prod
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from jaxstack.models.params import Param
 
 
 class Flops(NamedTuple):
-    """FLOPs of training on one token (forward and backward: three times the forward pass), by both conventions.
+    """FLOPs of training on one token (forward and backward, three times the forward pass), by two conventions.
 
     Attributes:
       full: attention counted as if every token saw the whole sequence (PaLM, arXiv:2204.02311, appendix B).
@@ -24,8 +24,11 @@ class Flops(NamedTuple):
 
 
 def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
-    """Weights that a token is multiplied with: matrices and the head, tied or not; embedding look-ups are none. Of all,
-    or of those that are frozen or not."""
+    """Returns the number of weights that a token is multiplied with: matrices and the head, tied or not.
+
+    Embedding look-ups are no multiplications. `frozen` restricts the count to frozen or to trained weights; `None`
+    means both.
+    """
     leaves = jax.tree.leaves(family.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
     leaves = [p for p in leaves if frozen in (None, p.frozen)]
     head = cfg.d_model * cfg.vocab if cfg.tied_embeddings and frozen in (None, bool(cfg.lora.rank)) else 0
@@ -37,13 +40,13 @@ def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
 
 
 def flops_per_token(cfg: ModelConfig, seq_len: int) -> Flops:
-    """FLOPs of one training token; a multiply-add is two. Recomputation (remat) is not counted, as is usual.
+    """Returns the FLOPs of one training token; a multiply-add is two. Recomputation (remat) is not counted.
 
     Per layer, the two attention matmuls of the forward pass cost 4 * H * K FLOPs for each (query, key) pair.
 
     Args:
       cfg: the model.
-      seq_len: tokens a sequence, S.
+      seq_len: number of tokens of a sequence, S.
     """
     S = seq_len
     per_pair = 4 * cfg.num_heads * cfg.head_width
@@ -52,19 +55,19 @@ def flops_per_token(cfg: ModelConfig, seq_len: int) -> Flops:
         window = cfg.windows[i % len(cfg.windows)] or S
         w = min(window, S)
         seen += (w * (w + 1) / 2 + (S - w) * w) / S
-    # What is frozen is multiplied forward and for the gradient of its input, and has none of its own.
+    # A frozen weight is multiplied forward and for the gradient of its input; it has no gradient of its own.
     dense = 6.0 * matmul_params(cfg) - 2.0 * matmul_params(cfg, frozen=True)
     return Flops(dense + 3.0 * per_pair * S * cfg.num_layers, dense + 3.0 * per_pair * seen)
 
 
 def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float | None:
-    """Model FLOPs utilisation as a fraction, or None where the peak is not known: never a guess.
+    """Returns model FLOPs utilisation as a fraction, or None where the peak is not known.
 
     Args:
-      flops_per_s: model FLOPs done in a second by all devices together.
-      device_kind: as JAX names it.
-      devices: how many.
-      dtype: of the matmuls; only of bfloat16 is it told, the one that runs are compared by.
+      flops_per_s: model FLOPs that all devices together do in a second.
+      device_kind: JAX's name of the device.
+      devices: number of devices.
+      dtype: dtype of the matmuls. Utilisation is given for bfloat16 only, by which runs are usually compared.
     """
     name = hardware.name_of(device_kind)
     peak = hardware.CHIPS[name].flops.get("bfloat16") if name and dtype == "bfloat16" else None

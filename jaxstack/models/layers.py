@@ -1,24 +1,21 @@
-"""The parts of a block as declaration and function: norms, rotary positions, attention, MLP, dropout.
+"""The layers of a block, as declarations and functions: norms, rotary positions, attention, MLP, embedding, dropout.
 
 Suffixes: B batch, S sequence, D width, H query heads, G key/value heads, K head width, F hidden width of the MLP.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
-from jaxstack import moe as experts
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.models import lora
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, Params, Spec
-from jaxstack.moe import Routing
 from jaxstack.sharding import collectives
 
 Aux: TypeAlias = dict[str, jax.Array]
@@ -54,7 +51,7 @@ class LayerInputs:
 
 
 def norm_spec(cfg: ModelConfig, width: int, axis: str, kind: str | None = None) -> Spec:
-    """RMSNorm or LayerNorm (`kind`, by default `cfg.norm`) over an axis of `width`."""
+    """Declares an RMSNorm or LayerNorm over an axis of `width`; `kind` is `rms` or `layer`, by default `cfg.norm`."""
     kind = kind or cfg.norm
     unit_offset = cfg.norm_unit_offset and kind == "rms"
     spec = {"scale": Param((width,), (axis,), "vector", init="zeros" if unit_offset else "ones")}
@@ -73,7 +70,7 @@ def norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, kind: str
 
 
 def rope_tables(cfg: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of RoPE (Su et al. 2021, arXiv:2104.09864, section 3.4.2), float32.
+    """Returns cosine and sine of RoPE (Su et al. 2021, arXiv:2104.09864, section 3.4.2), float32.
 
     With `cfg.rope_scaling.factor` above 1, low frequencies are slowed as in Llama 3.1 (Hugging Face's `llama3` type).
 
@@ -88,7 +85,7 @@ def rope_tables(cfg: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.
     scaling = cfg.rope_scaling
     if scaling.factor != 1:
         turns = scaling.original_max_position * frequencies / (2 * jnp.pi)  # within the original context
-        # 0 where a full turn takes too long (slow down in full), 1 where many turns fit (leave alone).
+        # 0 where few turns fit (the frequency is scaled in full), 1 where many turns fit (it stays as it is).
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         keep = jnp.clip(keep, 0.0, 1.0)
         frequencies = frequencies * (keep + (1 - keep) / scaling.factor)
@@ -97,7 +94,7 @@ def rope_tables(cfg: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Applies RoPE in the half-rotation form: dimension i is paired with i + K/2, as in Hugging Face's models.
+    """Applies RoPE in the half-rotation form: dimension i forms a pair with i + K/2, as in Hugging Face's models.
 
     Args:
       x: queries or keys [B, S, H, K].
@@ -119,26 +116,35 @@ def linear(
     back: bool = False,
     in_axes: int = 1,
 ) -> jax.Array:
-    """The projection `w_<name>` with its adapter, and with the bias `b_<name>` where one is declared: into a
-    tensor-parallel region, whose devices hold its columns, split along the axis `over`.
+    """Computes the projection `w_<name>`, with its adapter and its bias `b_<name>` where they are declared.
 
-    back: out of such a region, whose devices hold its rows: this device's share of the sum. The bias is added once,
-    after that.
+    Args:
+      cfg: the model.
+      params: a group of parameters.
+      name: of the projection.
+      x: input, [..., in].
+      ctx: execution context.
+      over: logical axis of the tensor-parallel region. By default the projection leads into the region: each device has
+        some of the columns.
+      back: the projection leads out of the region: each device has some of the rows, and the result is its share of a
+        sum. The bias is then left out; the caller adds it once, after summing.
+      in_axes: number of dimensions that are contracted.
     """
     b = None if back else params.get(f"b_{name}")
     split: dict[str, Any] = {"split_in" if back else "split_out": ctx.axes(over)}
     w = params[f"w_{name}"]
     y = kernels.linear(x, w, b, in_axes=in_axes, quant=ctx.quant, implementation=ctx.linear, **split)
-    if adapter := lora.get_adapter(cfg.lora, params, name):  # as small as it is, it keeps its digits under train.quant
+    if adapter := lora.get_adapter(cfg.lora, params, name):  # adapters are small, and are not quantized
         inner = kernels.linear(x, adapter[0], in_axes=in_axes, implementation=ctx.linear)
         y = y + kernels.linear(inner, adapter[1], implementation=ctx.linear)
     return y
 
 
 def attention_spec(cfg: ModelConfig) -> Spec:
+    """Declares the projections of attention, with biases and norms of queries and keys where they are asked for."""
     D, H, G, K = cfg.d_model, cfg.num_heads, cfg.kv_heads, cfg.head_width
     std = cfg.init_std
-    spec: dict[str, Any] = {
+    spec: Spec = {
         "w_q": Param((D, H, K), ("embed", "heads", "head_dim"), std=std, roles=("query",)),
         "w_k": Param((D, G, K), ("embed", "kv_heads", "head_dim"), std=std, roles=("key",)),
         "w_v": Param((D, G, K), ("embed", "kv_heads", "head_dim"), std=std),
@@ -214,6 +220,7 @@ def attention(
 
 
 def mlp_spec(cfg: ModelConfig) -> Spec:
+    """Declares the two projections of an MLP, or three if it is gated."""
     D, F = cfg.d_model, cfg.ff_width
     std = cfg.init_std
     spec = {
@@ -230,110 +237,8 @@ def mlp_spec(cfg: ModelConfig) -> Spec:
     return spec
 
 
-def moe_spec(cfg: ModelConfig) -> Spec:
-    """A router, `num_experts` MLPs, and one MLP as wide as the shared experts together."""
-    D, E, F = cfg.d_model, cfg.moe.num_experts, cfg.expert_width
-    down = cfg.init_std / (2 * cfg.num_layers) ** 0.5
-    spec: dict[str, Any] = {
-        "w_up": Param((E, D, F), ("experts", "expert_embed", "mlp"), std=cfg.init_std),
-        "w_down": Param((E, F, D), ("experts", "mlp", "expert_embed"), std=down, roles=("mlp_output",)),
-    }
-    if cfg.gated:
-        spec["w_gate"] = Param((E, D, F), ("experts", "expert_embed", "mlp"), std=cfg.init_std)
-    if cfg.moe.router in ("softmax", "sigmoid"):
-        spec["router"] = Param((D, E), ("embed", "router"), "router", std=cfg.init_std)
-    if cfg.moe.router == "sigmoid":
-        spec["balance"] = Param((E,), ("router",), "vector", init="zeros")
-    if cfg.moe.shared_experts:
-        spec["shared"] = mlp_spec(replace(cfg, d_ff=F * cfg.moe.shared_experts))
-    return spec
-
-
-def route(cfg: ModelConfig, params: Params, x: jax.Array, gate: jax.Array | None) -> Routing:
-    """Who goes where, for tokens [T, D]; `gate` [T] is the domain or timestep of each, for the hard gates."""
-    moe = cfg.moe
-    if moe.router in ("domain", "timestep"):
-        if gate is None:
-            raise ValueError(f"model.moe.router={moe.router} decides by `gate`: give each token's {moe.router}")
-        if moe.router == "domain":
-            return experts.by_domain(gate, moe.num_experts)
-        return experts.by_timestep(gate, moe.num_experts, moe.max_timestep)
-    # A dot carries its precision to its gradients; the default would round both sides to bfloat16 on TPU, TF32 on GPU.
-    logits = jnp.dot(x.astype(jnp.float32), params["router"], precision=lax.Precision.HIGHEST)
-    if moe.router == "softmax":
-        return experts.top_k_softmax(logits, moe.top_k, normalize=moe.normalize)
-    return experts.sigmoid_groups(
-        logits, params["balance"], moe.top_k, groups=moe.num_groups, top_groups=moe.top_k_groups, scale=moe.routed_scale
-    )
-
-
-def moe(
-    cfg: ModelConfig,
-    params: Params,
-    x: jax.Array,
-    ctx: Context,
-    gate: jax.Array | None = None,
-    counted: jax.Array | None = None,
-) -> tuple[jax.Array, Aux]:
-    """Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), with shared experts (DeepSeekMoE, arXiv:2401.06066).
-
-    The router works on the residual stream's layout, where each token is on one device of a tensor group; its choices
-    then enter the tensor-parallel region beside the tokens.
-
-    Args:
-      x: [B, S/n, D].
-      gate: domain or timestep of each token, for the hard gates: [B, S/n].
-      counted: tokens that the sums count [B, S]; None: all.
-
-    Returns:
-      [B, S/n, D], and sums over this device's rows and counted tokens, which add up over devices and microbatches:
-      `balance_loss`, `z_loss`, `dropped`, `entropy` and `load` [E], see `jaxstack.moe.metrics`.
-    """
-    rows, (between, experts_axis) = x.shape[0], (ctx.sequence_parallel_axes, ctx.axes("experts"))
-    routing = route(cfg, params, x.reshape(-1, x.shape[-1]), None if gate is None else gate.reshape(-1))
-    mask = None if counted is None else ctx.slice_for_sequence_parallel(counted).reshape(-1)
-    aux = {
-        "balance_loss": experts.balance_loss(routing, rows, ctx.axes("residual"), mask),
-        "z_loss": experts.z_loss(routing, mask),
-        "entropy": experts.entropy_sum(routing, mask),
-        "load": experts.load(routing, mask),
-    }
-    aux = {name: collectives.all_reduce(value, between) for name, value in aux.items()}
-    h = ctx.gather_activations(x, "mlp")
-    tokens = h.shape[0] * h.shape[1]
-    entered = Routing(
-        *jax.tree.map(
-            lambda a: collectives.gather(a.reshape(*x.shape[:2], -1), between, 1).reshape(tokens, -1), routing
-        )
-    )
-    options = experts.MoEOptions(
-        num_experts=cfg.moe.num_experts,
-        activation=lambda a: activate(cfg.activation, a, ctx),
-        expert_axis=experts_axis[0] if experts_axis else None,
-        capacity_factor=cfg.moe.capacity_factor,
-        rows=rows,
-        implementation=ctx.moe,
-    )
-    y, dropped = experts.moe_mlp(
-        h.reshape(tokens, -1),
-        entered,
-        {name: params[name] for name in ("w_up", "w_gate", "w_down") if name in params},
-        options,
-        mask=None if counted is None else counted.reshape(-1),
-        adapters={
-            f"w_{name}": found for name in ("up", "gate", "down") if (found := lora.get_adapter(cfg.lora, params, name))
-        },
-    )
-    y = y.reshape(h.shape)
-    # Each device of a tensor group has entered the same tokens and dropped the same.
-    aux["dropped"] = collectives.all_reduce(dropped, between) / collectives.count(between)
-    if cfg.moe.shared_experts:
-        y = y + mlp_products(cfg, params["shared"], h, ctx)
-    return ctx.reduce_activations(y, "mlp"), aux
-
-
 def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
-    """The non-linearity `ModelConfig.activation`, elementwise."""
+    """Applies the non-linearity `ModelConfig.activation`, elementwise."""
     match name:
         case "silu":
             return jax.nn.silu(x)
@@ -341,17 +246,20 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
             return jax.nn.gelu(x, approximate=True)
         case "gelu":
             return kernels.gelu(x, implementation=ctx.gelu)
-    raise ValueError(f"no activation {name!r}")
+    raise ValueError(f"activation {name!r} does not exist; use silu, gelu or gelu_tanh")
 
 
 def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
-    """Two layers with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202); [B, S/n, D]."""
+    """Computes two projections with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202).
+
+    x and the result are [B, S/n, D].
+    """
     y = ctx.reduce_activations(mlp_products(cfg, params, ctx.gather_activations(x, "mlp"), ctx), "mlp")
     return kernels.add_in_float32(y, params["b_down"]) if cfg.bias else y
 
 
 def mlp_products(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
-    """The MLP within a tensor-parallel region, [B, S, D]: this device's share of the sum over the hidden width."""
+    """Computes the MLP in a tensor-parallel region: this device's share of the sum over the hidden width, [B, S, D]."""
     up = checkpoint_name(linear(cfg, params, "up", x, ctx, "mlp"), "mlp_up")
     if cfg.gated:
         gate = checkpoint_name(linear(cfg, params, "gate", x, ctx, "mlp"), "mlp_gate")
@@ -362,21 +270,23 @@ def mlp_products(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -
 
 
 def table_axes(cfg: ModelConfig) -> tuple[str, str]:
-    """Returns the logical axes of the token table: a table that is also the head is split as the head is."""
+    """Returns the logical axes of the token table; a table that is also the head is sharded like the head."""
     return ("vocab", "embed") if cfg.tied_embeddings else ("input_vocab", "input_embed")
 
 
 def embed(cfg: ModelConfig, params: Params, tokens: jax.Array, positions: jax.Array, ctx: Context) -> jax.Array:
-    """Rows of the token table and, where there is one, of the position table; [B, S/n, D].
+    """Looks up tokens in the token table and, with learned positions, adds rows of the position table; [B, S/n, D].
 
-    A device holds a part of the vocabulary: it looks up the tokens that it has and the sum over devices is the rest
-    (Megatron-LM, Shoeybi et al. 2019, section 3). The stages of a pipeline hold parts of each row, which are gathered;
-    tied embeddings are split over them by vocabulary as well.
+    Each device has a part of the vocabulary. It looks up the tokens that it has, and the sum over devices fills in the
+    others (Megatron-LM, Shoeybi et al. 2019, section 3). The stages of a pipeline have parts of each row, which are
+    gathered; tied embeddings are split over the stages by vocabulary as well.
 
     Args:
-      params: the `embedding` group.
+      cfg: the model.
+      params: the group `embedding`.
       tokens: ids [B, S].
-      positions: of each token of the residual stream, [S/n] or [B, S/n].
+      positions: position of each token of the residual stream, [S/n] or [B, S/n].
+      ctx: execution context.
     """
     rows, width = table_axes(cfg)
     table, axes = params["tokens"], ctx.axes(rows)
@@ -397,11 +307,13 @@ def embed(cfg: ModelConfig, params: Params, tokens: jax.Array, positions: jax.Ar
 def dropout(key: jax.Array | None, rate: float, x: jax.Array, dropout_ids: jax.Array | None) -> jax.Array:
     """Zeroes elements with probability `rate` and scales up the rest; without a key, or at rate 0, returns `x`.
 
-    What is dropped follows from the key and each token's number, so that it is the same under every layout.
+    The mask depends on the key and each token's number, so that it is the same on every mesh.
 
     Args:
+      key: of this mask. `None` disables dropout.
+      rate: probability of a zero.
       x: [B, S, D].
-      dropout_ids: a number for each token of the batch [B, S].
+      dropout_ids: number of each token in the batch [B, S].
     """
     if key is None or rate == 0.0:
         return x

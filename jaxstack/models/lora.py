@@ -1,58 +1,59 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) as a transformation of a model's declarations.
 
-Beside a matrix `w_q` stand `lora_a_q` and `lora_b_q`, and the layer computes x w + alpha / rank (x a) b: a second path,
-and not x (w + a b). It costs T rank (in + out) multiplications more than the model alone, and its gradient needs none
-with respect to w: of the three products that training makes of T tokens and a matrix, two are left. Merged in every
-step, the third would come back (the gradients of a and b go through that of w, which is as large as w), and in bfloat16
-what an adapter adds would be rounded away where it is less than 1/256 of the weight.
+A matrix `w_q` gets two more, `lora_a_q` and `lora_b_q`, and the layer computes x w + alpha / rank (x a) b. This second
+path costs T rank (in + out) more multiplications for T tokens. Training then needs no gradient with respect to w, which
+leaves two of the three products of tokens and matrix. Computing x (w + a b) instead would have two disadvantages:
+
+- It needs the third product, since the gradients of a and b follow from that of w, which is as large as w.
+- In bfloat16, an adapter's share would be rounded away where it is less than 1/256 of the weight.
 """
 
 import re
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxstack.config import ConfigError, LoraConfig
-from jaxstack.models.params import Param, Spec, flat_spec, map_spec
+from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec
 
 A, B = "lora_a_", "lora_b_"
 
 
 def add_adapters(spec: Spec, cfg: LoraConfig) -> Spec:
-    """The declarations of a model with adapters beside its layers' matrices, and all else frozen.
+    """Adds adapters to the declarations of a model, and freezes everything else.
 
-    With inputs [in] and outputs [out] of a matrix, one adapter a layer and an expert: a [in, rank] starts normal with
-    standard deviation in ** -0.5, so that x a is as large as x; b [rank, out] starts with zeros, so that nothing is
-    added. What is split of the matrix is split of them likewise.
+    Each matrix [in, out] of each layer and expert has an adapter of its own. a [in, rank] starts normal with standard
+    deviation in ** -0.5, so that x a is as large as x; b [rank, out] starts with zeros, so that the model starts
+    unchanged. Adapters are sharded along the axes that their matrix is sharded along.
 
     Raises:
-      ConfigError: a pattern of `targets` that no matrix has.
+      ConfigError: a pattern of `targets` that matches no matrix.
     """
     matrices = [path for path, p in flat_spec(spec["layers"]).items() if p.kind == "matrix"]
     for pattern in cfg.targets:
         if not any(re.fullmatch(pattern, path) for path in matrices):
             raise ConfigError(
-                f"model.lora.targets: no matrix of a block is called {pattern!r}; they are {', '.join(matrices)}"
+                f"model.lora.targets: the pattern {pattern!r} matches no matrix of a layer; use names among "
+                f"{', '.join(matrices)}"
             )
     targets = {path for path in matrices if any(re.fullmatch(pattern, path) for pattern in cfg.targets)}
 
-    def beside(group: Spec, at: str) -> Spec:
-        found: dict[str, Any] = {}
+    def with_adapters(group: Spec, prefix: str) -> Spec:
+        found: Spec = {}
         for name, below in group.items():
             if isinstance(below, dict):
-                found[name] = beside(below, f"{at}{name}/")
+                found[name] = with_adapters(below, f"{prefix}{name}/")
                 continue
             found[name] = below
-            if f"{at}{name}" in targets:
+            if f"{prefix}{name}" in targets:
                 suffix = name.removeprefix("w_")
                 found[f"{A}{suffix}"], found[f"{B}{suffix}"] = _adapter(below, cfg.rank)
         return found
 
     frozen = map_spec(lambda p: replace(p, frozen=True), spec)
-    return {**frozen, "layers": beside(frozen["layers"], "")}
+    return {**frozen, "layers": with_adapters(frozen["layers"], "")}
 
 
 def _adapter(p: Param, rank: int) -> tuple[Param, Param]:
@@ -75,16 +76,15 @@ def _adapter(p: Param, rank: int) -> tuple[Param, Param]:
     return a, b
 
 
-def get_adapter(cfg: LoraConfig, params: Any, name: str) -> tuple[jax.Array, jax.Array] | None:
-    """The adapter of the matrix `w_<name>` in a group of parameters, alpha / rank multiplied into b; None: it has
-    none."""
+def get_adapter(cfg: LoraConfig, params: Params, name: str) -> tuple[jax.Array, jax.Array] | None:
+    """Returns the adapter (a, b alpha / rank) of the matrix `w_<name>` in a group of parameters, or None."""
     if f"{A}{name}" not in params:
         return None
     return params[f"{A}{name}"], params[f"{B}{name}"] * (cfg.alpha / cfg.rank)
 
 
-def merge_adapters(cfg: LoraConfig, params: Any) -> Any:
-    """The parameters of the model without adapters, with what they add in its matrices; float32."""
+def merge_adapters(cfg: LoraConfig, params: Params) -> Params:
+    """Adds the adapters to their matrices, and returns the parameters of the model without adapters; float32."""
     if not isinstance(params, dict):
         return params
     found = {name: merge_adapters(cfg, below) for name, below in params.items() if not name.startswith((A, B))}

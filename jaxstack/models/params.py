@@ -1,6 +1,7 @@
-"""One declaration per parameter, and everything that derives from it: values, abstract trees, counts, casts."""
+"""Declarations of parameters, and what derives from them: initial values, abstract trees, counts, casts."""
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, TypeAlias
@@ -8,8 +9,9 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from jaxstack.common.tree import path_of
+from jaxstack.common.tree import PyTree, path_of
 
 Role: TypeAlias = Literal["token_table", "head", "query", "key", "attention_output", "mlp_output"]
 """What a parameter is for, see `Param.roles`."""
@@ -21,17 +23,17 @@ class Param:
 
     Attributes:
       shape: dimensions, inputs before outputs.
-      axes: the logical name of each dimension.
+      axes: logical name of each dimension.
       kind: `matrix` is contracted with its input, `table` is looked up by row (embeddings), `vector` acts
         elementwise (norms, biases). Vectors are neither decayed nor cast to the compute dtype. A `router` is a matrix
         that is not cast.
-      in_axes: leading dimensions (after `layers` and `experts`) that a matrix contracts.
-      init: how it starts; `normal` has mean 0 and standard deviation `std`.
-      std: of `normal`.
-      frozen: never changes; neither gradients nor optimizer have a part of it.
-      roles: what a parameter is for, where other code must find it whatever its path, see `find_role`. `token_table` is
-        the embedding of tokens, `head` the output matrix; tied embeddings are both. In a layer, `query`, `key`,
-        `attention_output` and `mlp_output` are the matrices whose outputs have these names, and their adapters.
+      in_axes: number of leading dimensions (after `layers` and `experts`) that a matrix contracts.
+      init: initial values; `normal` has mean 0 and standard deviation `std`.
+      std: standard deviation for `init='normal'`.
+      frozen: whether the parameter never changes; it has neither gradients nor optimizer state.
+      roles: how other code finds a parameter without knowing its path, see `find_role`. `token_table` is the embedding
+        of tokens, `head` the output matrix; tied embeddings are both. In a layer, `query`, `key`, `attention_output` and
+        `mlp_output` are the matrices whose outputs have these names, and their adapters.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +50,7 @@ class Param:
 
     @property
     def is_cast(self) -> bool:
-        """Whether a forward pass takes it in the compute dtype; vectors and routers stay in float32."""
+        """Whether a forward pass uses it in the compute dtype; vectors and routers stay in float32."""
         return self.kind in ("matrix", "table")
 
     @property
@@ -58,12 +60,12 @@ class Param:
 
     @property
     def batch_axes(self) -> int:
-        """Leading dimensions that count matrices: layers, experts."""
+        """Number of leading dimensions that count matrices: layers, experts."""
         return self.stacked + int("experts" in self.axes)
 
     @property
     def is_hidden_matrix(self) -> bool:
-        """A matrix between two hidden widths: what Muon orthogonalises. The head is none."""
+        """Whether it is a matrix between two hidden widths, which Muon orthogonalises; the head is not."""
         return self.kind == "matrix" and "vocab" not in self.axes
 
 
@@ -75,7 +77,7 @@ Params: TypeAlias = dict[str, Any]
 
 
 def flat_spec(spec: Spec) -> dict[str, Param]:
-    """Every declaration under its path, in the tree's own order."""
+    """Returns every declaration by its path, in the tree's own order."""
     leaves = jax.tree_util.tree_leaves_with_path(spec, is_leaf=lambda x: isinstance(x, Param))
     return {path_of(keys): p for keys, p in leaves}
 
@@ -86,29 +88,34 @@ def find_role(spec: Spec, role: Role) -> tuple[str, Param]:
     return path, p
 
 
-def map_spec(f: Any, spec: Spec, *rest: Any) -> Any:
-    """`jax.tree.map` with the declarations as leaves."""
+def map_spec(f: Callable[..., Any], spec: Spec, *rest: PyTree) -> PyTree:
+    """Maps a function over trees like `jax.tree.map`, with the declarations as leaves."""
     return jax.tree.map(f, spec, *rest, is_leaf=lambda x: isinstance(x, Param))
 
 
 def stack(spec: Spec, layers: int) -> Spec:
-    """The declarations of `layers` equal blocks, stacked on a new leading axis."""
+    """Stacks the declarations of `layers` equal blocks on a new leading axis."""
     return map_spec(lambda p: replace(p, shape=(layers, *p.shape), axes=("layers", *p.axes)), spec)
 
 
-def partition(spec: Spec, values: Any) -> tuple[Any, Any]:
-    """What is trained and what is frozen of a tree that is laid out as the declarations are (they themselves, for
-    example), each without the groups that have nothing of it. Where nothing is frozen: the tree, and nothing."""
+def partition(spec: Spec, values: PyTree) -> tuple[PyTree, PyTree]:
+    """Splits a tree with the structure of the declarations into its trained and its frozen part.
+
+    Groups without leaves are left out of either part. If nothing is frozen, the parts are the tree and an empty one.
+    """
     if isinstance(spec, Param):
         return (None, values) if spec.frozen else (values, None)
     parts = {name: partition(below, values[name]) for name, below in spec.items()}
-    there = lambda part: part is not None and not (isinstance(part, dict) and not part)  # noqa: E731
-    trained, frozen = ({name: part[i] for name, part in parts.items() if there(part[i])} for i in (0, 1))
+    trained, frozen = ({name: part[i] for name, part in parts.items() if not _is_empty(part[i])} for i in (0, 1))
     return trained, frozen
 
 
-def combine(trained: Any, frozen: Any) -> Any:
-    """The whole of what `partition` has parted."""
+def _is_empty(part: PyTree) -> bool:
+    return part is None or (isinstance(part, dict) and not part)
+
+
+def combine(trained: PyTree, frozen: PyTree) -> PyTree:
+    """Returns the tree that `partition` has split."""
     if not (isinstance(trained, dict) and isinstance(frozen, dict)):
         return frozen if trained is None else trained
     names = [*trained, *(name for name in frozen if name not in trained)]
@@ -116,25 +123,26 @@ def combine(trained: Any, frozen: Any) -> Any:
 
 
 def count(spec: Spec) -> int:
-    """Number of parameters."""
+    """Returns the number of parameters."""
     return sum(prod(p.shape) for p in jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, Param)))
 
 
-def abstract(spec: Spec, dtype: Any = jnp.float32) -> Any:
-    """Shapes without values."""
+def abstract(spec: Spec, dtype: DTypeLike = jnp.float32) -> Params:
+    """Returns shapes and dtypes without values."""
     return map_spec(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), spec)
 
 
-def init(key: jax.Array, spec: Spec, layers: np.ndarray | None = None) -> Any:
-    """Initial values, float32.
+def init(key: jax.Array, spec: Spec, layers: np.ndarray | None = None) -> Params:
+    """Draws initial values, float32.
 
-    Each array's key is folded from its path and, where layers are stacked, from the layer's index, so that values do
-    not depend on the mesh, on how layers are grouped, or on which other parameters exist.
+    Each array's key is folded from its path and, where layers are stacked, from the layer's index. So values depend
+    neither on the mesh, nor on how layers are grouped, nor on which other parameters exist.
 
     Args:
-      key: of all randomness.
+      key: PRNG key that all values derive from.
       spec: declarations.
-      layers: which layer each row of the stacked arrays holds, -1: none, which is zeros; by default their order.
+      layers: layer in each slot of the stacked arrays; -1 means an empty slot, which is zeros. `None` means that slot i
+        has layer i.
     """
 
     def one(keys: tuple[Any, ...], p: Param) -> jax.Array:
@@ -157,6 +165,6 @@ def init(key: jax.Array, spec: Spec, layers: np.ndarray | None = None) -> Any:
     return jax.tree_util.tree_map_with_path(one, spec, is_leaf=lambda x: isinstance(x, Param))
 
 
-def cast_matrices(spec: Spec, params: Any, dtype: Any) -> Any:
-    """The parameters as a forward pass in `dtype` takes them: matrices and tables cast, vectors as they are."""
+def cast_matrices(spec: Spec, params: Params, dtype: DTypeLike) -> Params:
+    """Casts matrices and tables to the dtype of a forward pass; vectors and routers stay as they are."""
     return map_spec(lambda p, v: v.astype(dtype) if p.is_cast else v, spec, params)

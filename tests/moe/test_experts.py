@@ -12,7 +12,7 @@ from families import EXPERTS, FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
-from jaxstack.models import decoder, flops, layers, params, surgery
+from jaxstack.models import decoder, flops, params, surgery
 from jaxstack.models.context import Context, implementations
 from jaxstack.training import losses, step
 from jaxstack.training.gradients import make_gradients
@@ -113,7 +113,7 @@ def test_logits_of_tokens_in_bfloat16_are_a_product_in_float32(name, rng):
     values = {"router": router, "balance": jnp.zeros(E)}
 
     def logits(x, router):
-        return layers.route(cfg, values | {"router": router}, x, None).logits
+        return moe_layer.route(cfg, values | {"router": router}, x, None).logits
 
     made, pull = jax.vjp(logits, x, router)
     d = jnp.asarray(rng.standard_normal(made.shape), jnp.float32)
@@ -275,7 +275,7 @@ def test_an_expert_is_as_wide_as_it_was_and_shared_ones_keep_it_from_being_a_mod
     assert {path: v.shape for path, v in flatten(found).items()} == {
         path: p.shape for path, p in params.flat_spec(decoder.spec(dense)).items()
     }
-    with pytest.raises(ConfigError, match="with 1 shared experts is no hard gate"):
+    with pytest.raises(ConfigError, match="with 1 shared experts is not a hard gate"):
         surgery.extract_expert(dataclasses.replace(cfg, moe=dataclasses.replace(moe, shared_experts=1)), values, 1)
 
 
@@ -314,11 +314,11 @@ def test_mistakes_are_named(rng):
         Config(data=DataConfig(domains=("a",)))
     with pytest.raises(ConfigError, match="needs diffusion time"):
         Config(model=EXPERTS["timestep"])
-    with pytest.raises(ValueError, match=r"decides by `gate`"):
+    with pytest.raises(ValueError, match=r"needs the batch array `gate_ids`"):
         decoder.forward(EXPERTS["domain"], randomised(EXPERTS["domain"], rng), np.zeros((1, 4), np.int32))
     with pytest.raises(ConfigError, match="no hard gate"):
         surgery.extract_expert(EXPERTS["mixtral"], {}, 0)
-    with pytest.raises(ConfigError, match=r"there is no expert 3"):
+    with pytest.raises(ConfigError, match=r"expert 3 does not exist"):
         surgery.extract_expert(EXPERTS["domain"], {}, 3)
     with pytest.raises(ConfigError, match="d_ff=7 differs"):
         surgery.upcycle(FAMILIES["llama3"], {}, MoEConfig(num_experts=2, d_ff=7), jax.random.key(0))
