@@ -12,7 +12,7 @@ from families import EXPERTS, FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
-from jaxstack.models import decoder, flops, params, surgery
+from jaxstack.models import decoder, flops, moe_layer, params, surgery
 from jaxstack.models.context import Context, implementations
 from jaxstack.training import losses, step
 from jaxstack.training.gradients import make_gradients
@@ -316,7 +316,7 @@ def test_mistakes_are_named(rng):
         Config(model=EXPERTS["timestep"])
     with pytest.raises(ValueError, match=r"needs the batch array `gate_ids`"):
         decoder.forward(EXPERTS["domain"], randomised(EXPERTS["domain"], rng), np.zeros((1, 4), np.int32))
-    with pytest.raises(ConfigError, match="no hard gate"):
+    with pytest.raises(ConfigError, match="is not a hard gate"):
         surgery.extract_expert(EXPERTS["mixtral"], {}, 0)
     with pytest.raises(ConfigError, match=r"expert 3 does not exist"):
         surgery.extract_expert(EXPERTS["domain"], {}, 3)
