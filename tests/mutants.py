@@ -196,7 +196,7 @@ mistakes(
 
 mistakes(
     "step", "training/pipelined.py", STEP,
-    ("_, scatter = jax.vjp(partial(whole, trained_spec), trained)", "_, scatter = jax.vjp(partial(whole, spec), trained)",
+    ("_, scatter = jax.vjp(partial(gather, trained_spec), trained)", "_, scatter = jax.vjp(partial(gather, spec), trained)",
      PIPELINE, {"equivalent": "the tests of pipelines freeze nothing, and then both specs are one"}),
 )  # fmt: skip
 

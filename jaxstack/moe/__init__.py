@@ -1,7 +1,7 @@
-"""Mixture of experts: who goes where (`routers`), the way there and back (`dispatch`), and sums (`stats`).
+"""Mixture of experts: routers choose experts, `dispatch` sends tokens to them and back, `metrics` sums statistics.
 
-All are local functions over plain arrays. They run as they are on one device; inside a fully manual
-`jax.shard_map(check_vma=True)` they take the names of the mesh axes that they speak over. None of them sums over data.
+All functions work on local arrays. They run as they are on one device. Inside a fully manual
+`jax.shard_map(check_vma=True)` they take the names of the mesh axes that they communicate over. None sums over data.
 
 Suffixes: T tokens of this shard, k choices of a token, N rows of (token, choice) pairs, E experts, D width, F hidden
 width of an expert.

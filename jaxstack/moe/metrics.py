@@ -1,7 +1,7 @@
-"""What a router's choices cost and looked like, as sums over tokens or rows.
+"""Auxiliary losses and statistics of a router's choices, as sums over tokens or rows.
 
 Sums are additive: over microbatches, gradient accumulation and every mesh axis that tokens are split over, the parts
-add up to the number that one device gets from the whole batch. Nobody takes a mean before everything is added, so no
+add up to the value that one device gets from the whole batch. No mean is taken before everything is added, so no
 split (and no pipeline bubble) changes the loss. The caller divides once, at the end, by what each docstring names.
 
 Suffixes: T tokens of this shard, k choices, E experts.
@@ -17,28 +17,31 @@ from jaxstack.moe.routers import Routing
 def balance_loss(
     routing: Routing, batch_rows: int, sequence_axes: tuple[str, ...] = (), mask: jax.Array | None = None
 ) -> jax.Array:
-    """Sequence-wise balance loss (DeepSeek-V3, arXiv:2412.19437, equations 17-20), summed over sequences.
+    """Returns the sequence-wise balance loss (DeepSeek-V3, arXiv:2412.19437, equations 17-20), summed over sequences.
 
-    A sequence of s tokens has sum_e f_e * P_e, with f_e = E / (k s) * (its pairs that chose expert e) and P_e its mean
-    score of e; 1 for even routing. The loss of Switch (arXiv:2101.03961, equation 4) is this over a whole batch, which
-    would depend on how the batch is split; over a sequence it does not. Divide by (sequences in the step x layers).
+    The loss of a sequence of s tokens is sum_e f_e * P_e. f_e is E / (k s) times the number of its pairs that chose
+    expert e, and P_e is its mean score of e. It is 1 for even routing. The loss of Switch (arXiv:2101.03961, eq. 4) is
+    the same over a whole batch, which would depend on how the batch is split; over a sequence it does not. Divide by
+    (sequences in the step x layers).
 
     Where sequences are split over `sequence_axes`, the counts are added over those axes first. They are constants to
-    the gradient and the loss is linear in P: so each shard keeps its own tokens' share of P, shares add up over those
-    axes as over any other, and nothing is counted twice.
+    the gradient, and the loss is linear in P. So each shard keeps its own tokens' share of P, the shares add up over
+    those axes as over any other, and nothing is counted twice.
 
     Args:
-      routing: of T tokens, which lie as [batch_rows, T / batch_rows], flattened.
-      batch_rows: sequences, or parts of sequences, on this shard.
+      routing: of tokens [batch_rows, T / batch_rows], flattened.
+      batch_rows: number of sequences, or parts of sequences, on this shard.
       sequence_axes: mesh axes that a sequence is split over.
-      mask: tokens that count, [T]; None: all. A sequence without any adds 0.
+      mask: tokens that count, [T]. `None` means all. A sequence without any adds 0.
 
     Returns:
       This shard's share of the sum over its sequences, float32.
     """
     experts, scores = routing.experts, routing.scores
     if experts.shape[0] % batch_rows:
-        raise ValueError(f"batch_rows={batch_rows} does not divide the {experts.shape[0]} tokens")
+        raise ValueError(
+            f"batch_rows={batch_rows} does not divide the {experts.shape[0]} tokens; give the number of sequences"
+        )
     k, E = experts.shape[1], scores.shape[1]
     counted = jnp.ones_like(scores[:, 0]) if mask is None else mask.astype(jnp.float32)
     chosen = _chosen(routing) * counted[:, None]
@@ -52,7 +55,7 @@ def balance_loss(
 
 
 def z_loss(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
-    """ST-MoE's router z-loss (arXiv:2202.08906, equation 5): logsumexp(logits)^2, summed over tokens.
+    """Returns ST-MoE's router z-loss (arXiv:2202.08906, equation 5): logsumexp(logits)^2, summed over tokens.
 
     Divide by (tokens in the step x layers). 0 for a hard gate, which has no logits.
     """
@@ -63,29 +66,29 @@ def z_loss(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
 
 
 def load(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
-    """Pairs (token, choice) that chose each expert, dropped ones included; float32 [E], exact up to 2^24 an expert."""
+    """Counts the pairs (token, choice) of each expert, including dropped ones: float32 [E], exact up to 2^24."""
     chosen = lax.stop_gradient(_chosen(routing))
     return jnp.sum(chosen if mask is None else chosen * mask[:, None], axis=0)
 
 
 def entropy_sum(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
-    """Entropy of the scores in nats, summed over tokens; log(E) a token where the router has no opinion."""
+    """Returns the entropy of the scores in nats, summed over tokens; equal scores have log(E) a token."""
     entropy = jax.scipy.special.entr(lax.stop_gradient(routing.scores)).sum(-1)
     return jnp.sum(entropy if mask is None else entropy * mask)
 
 
 def summary(counts: jax.Array, dropped: jax.Array, entropy: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
-    """Figures for the log from sums over a step; leading axes (layers) are kept.
+    """Returns figures for the log from sums over a step; leading axes (layers) are kept.
 
     Args:
-      counts: `load`, [..., E].
-      dropped: pairs that found no place (`moe_mlp`), [...].
-      entropy: `entropy_sum`, [...].
-      tokens: tokens in the step, [].
+      counts: from `load`, [..., E].
+      dropped: number of dropped pairs, from `moe_mlp`, [...].
+      entropy: from `entropy_sum`, [...].
+      tokens: number of tokens in the step, [].
 
     Returns:
-      `max_over_mean`: load of the busiest expert over the mean load, 1 to E. `dropped_fraction`: of all pairs.
-      `entropy`: nats a token.
+      `max_over_mean`: load of the busiest expert over the mean load, 1 to E. `dropped_fraction`: dropped pairs over all
+      pairs. `entropy`: nats a token.
     """
     pairs = jnp.maximum(counts.sum(-1), 1.0)
     return {
@@ -96,6 +99,6 @@ def summary(counts: jax.Array, dropped: jax.Array, entropy: jax.Array, tokens: j
 
 
 def _chosen(routing: Routing) -> jax.Array:
-    """1 where a token chose an expert, float32 [T, E]."""
+    """Returns 1 where a token chose an expert and 0 elsewhere, float32 [T, E]."""
     E = routing.scores.shape[1]
     return (routing.experts[..., None] == jnp.arange(E)).any(1).astype(jnp.float32)

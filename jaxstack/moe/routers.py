@@ -1,9 +1,9 @@
-"""Routers: each decides, for every token on its own, which experts see it and with what weight. One result type.
+"""Routers: each chooses the experts of a token and their weights, independently of all other tokens.
 
 Suffixes: T tokens, E experts, k choices of a token, G groups of experts.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from jax import lax
 
 
 class Routing(NamedTuple):
-    """What a router decided for T tokens.
+    """The choices of a router for T tokens.
 
     Attributes:
       experts: the chosen experts, distinct within a token, int32 [T, k].
       weights: the gate of each chosen expert, float32 [T, k].
       scores: affinities that sum to 1 over the experts, float32 [T, E]; the balance loss reads them.
-      logits: the scores before their softmax or sigmoid, float32 [T, E]; the z-loss reads them. None for a hard gate,
+      logits: the scores before their softmax or sigmoid, float32 [T, E]; the z-loss reads them. `None` for a hard gate,
         which computes no logits.
     """
 
@@ -29,13 +29,13 @@ class Routing(NamedTuple):
 
 
 def top_k_softmax(logits: jax.Array, k: int, *, normalize: bool) -> Routing:
-    """Softmax over all experts, of which the k likeliest are taken (Shazeer et al. 2017, arXiv:1701.06538).
+    """Chooses the k most probable experts of a softmax over all (Shazeer et al. 2017, arXiv:1701.06538).
 
     Args:
       logits: [T, E].
-      k: choices of a token.
-      normalize: divide a token's weights by their sum, as Mixtral (arXiv:2401.04088, section 2.1) and Qwen3 do; a
-        softmax over the chosen logits alone (Shazeer, section 2.1) is the same thing.
+      k: number of choices of a token.
+      normalize: divide a token's weights by their sum, as Mixtral (arXiv:2401.04088, section 2.1) and Qwen3 do. A
+        softmax over the chosen logits alone (Shazeer, section 2.1) gives the same weights.
 
     Raises:
       ValueError: more choices than experts, or one choice whose normalised weight would always be 1.
@@ -58,19 +58,19 @@ def top_k_softmax(logits: jax.Array, k: int, *, normalize: bool) -> Routing:
 def sigmoid_groups(
     logits: jax.Array, bias: jax.Array, k: int, *, groups: int = 1, top_groups: int = 1, scale: float = 1.0
 ) -> Routing:
-    """DeepSeek-V3's router (arXiv:2412.19437, section 2.1.2), as its released modelling code computes it.
+    """Chooses experts like DeepSeek-V3's released modelling code (arXiv:2412.19437, section 2.1.2).
 
     Affinities are sigmoids. Experts are *chosen* by affinity plus bias, from the `top_groups` groups whose two best
-    experts have the largest sum; they are *weighted* by the affinity alone, divided by the sum over the chosen (with
-    one choice it stays as it is: divided it would always be 1). Experts outside of the kept groups are never chosen,
-    also where a bias makes every kept one negative.
+    experts have the largest sum. They are *weighted* by the affinity alone, divided by the sum over the chosen ones.
+    With one choice the weight is not divided, since it would always be 1. Experts outside of the kept groups are never
+    chosen, even where a bias makes every kept one negative.
 
     Args:
       logits: [T, E].
-      bias: [E]; gets no gradient, `update_bias` moves it.
-      k: choices of a token.
-      groups: equal parts of the experts, E / groups neighbours each.
-      top_groups: groups that a token may choose from.
+      bias: [E]; it has no gradient, `update_bias` moves it.
+      k: number of choices of a token.
+      groups: number of equal groups of the experts, each of E / groups neighbours.
+      top_groups: number of groups that a token may choose from.
       scale: multiplies the weights (`routed_scaling_factor`).
 
     Raises:
@@ -81,7 +81,7 @@ def sigmoid_groups(
     if groups < 1 or E % groups:
         raise ValueError(f"groups={groups} does not divide the {E} experts; use a divisor of {E}")
     if not 1 <= top_groups <= groups:
-        raise ValueError(f"top_groups={top_groups} must lie between 1 and groups={groups}")
+        raise ValueError(f"top_groups={top_groups} is not between 1 and groups={groups}; choose a number in that range")
     if top_groups * (E // groups) < k:
         raise ValueError(
             f"top_groups={top_groups} groups of {E // groups} experts hold fewer than k={k}; "
@@ -98,15 +98,15 @@ def sigmoid_groups(
     experts = _top(biased, k)
     weights = _pick(affinity, experts)
     if k > 1:
-        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # 1e-20: theirs
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # 1e-20 as in DeepSeek's code
     return Routing(experts, weights * scale, affinity / (affinity.sum(-1, keepdims=True) + 1e-20), logits)
 
 
 def by_domain(domain_ids: jax.Array, num_experts: int) -> Routing:
-    """Hard gate: expert i serves domain i, with a weight of exactly 1.
+    """Chooses expert i for the tokens of domain i, with a weight of exactly 1: a hard gate.
 
-    A traced id cannot raise. One that names no expert gets a weight of NaN, so that the loss says that something is
-    wrong instead of training an expert on it; `check_domains` says what, before the batch goes to the device.
+    A traced id cannot raise. An id without an expert gets a weight of NaN, so that the loss shows the mistake and no
+    expert is trained on it. `check_domains` raises an error before the batch is sent to the device.
 
     Args:
       domain_ids: integers in [0, num_experts), [T].
@@ -115,13 +115,15 @@ def by_domain(domain_ids: jax.Array, num_experts: int) -> Routing:
 
 
 def by_timestep(timesteps: jax.Array, num_experts: int, max_timestep: float) -> Routing:
-    """Hard gate over a diffusion's time: expert floor(t * E / max_timestep), with a weight of exactly 1.
+    """Chooses expert floor(t * E / max_timestep) for diffusion time t, with a weight of exactly 1: a hard gate.
 
-    Each expert serves an equal stretch of noise levels (eDiff-I, Balaji et al. 2022, arXiv:2211.01324, section 4). A
-    continuous t may be max_timestep itself, which belongs to the last stretch; a t outside of it gets a weight of NaN.
+    Each expert has an equal range of noise levels (eDiff-I, Balaji et al. 2022, arXiv:2211.01324, section 4). A
+    continuous t may equal max_timestep, which belongs to the last range. A t out of range gets a weight of NaN.
 
     Args:
       timesteps: integers in [0, max_timestep) or reals in [0, max_timestep], [T].
+      num_experts: E.
+      max_timestep: end of the time range.
     """
     if jnp.issubdtype(timesteps.dtype, jnp.integer):
         return _hard(timesteps.astype(jnp.int32) * num_experts // int(max_timestep), num_experts)
@@ -130,50 +132,52 @@ def by_timestep(timesteps: jax.Array, num_experts: int, max_timestep: float) -> 
     return _hard(jnp.where(timesteps == max_timestep, num_experts - 1, expert), num_experts)
 
 
-def check_domains(ids: Any, num_experts: int) -> None:
-    """Host-side guard of `by_domain`.
+def check_domains(ids: np.typing.ArrayLike, num_experts: int) -> None:
+    """Checks on the host the ids that are given to `by_domain`.
 
     Raises:
-      ValueError: an id that names no expert.
+      ValueError: an id without an expert.
     """
     ids = np.asarray(ids)
     bad = ids[(ids < 0) | (ids >= num_experts)]
     if bad.size:
         raise ValueError(
-            f"domain id {bad.flat[0]} names no expert: {bad.size} of {ids.size} ids lie outside of "
+            f"domain id {bad.flat[0]} has no expert: {bad.size} of {ids.size} ids are outside of "
             f"0 to {num_experts - 1}; raise moe.num_experts or renumber the domains"
         )
 
 
 def update_bias(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
-    """Balancing without a loss (Wang et al. 2024, arXiv:2408.15664, algorithm 1): busy experts down, idle ones up.
+    """Lowers the bias of experts with more than the mean load, and raises that of the others.
+
+    This balances without a loss (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
 
     Args:
       bias: [..., E].
-      counts: pairs that each expert was chosen for in the whole step, summed over microbatches and shards, [..., E].
-      rate: size of the step (0.001 in the paper).
+      counts: number of pairs of each expert in the step, summed over microbatches and shards, [..., E].
+      rate: size of the change (0.001 in the paper).
     """
     return bias + rate * jnp.sign(counts.mean(-1, keepdims=True) - counts).astype(bias.dtype)
 
 
 def _check_choices(k: int, num_experts: int) -> None:
     if not 1 <= k <= num_experts:
-        raise ValueError(f"k={k} must lie between 1 and the number of experts, {num_experts}; change moe.k")
+        raise ValueError(f"k={k} is not between 1 and the number of experts, {num_experts}; change moe.top_k")
 
 
 def _top(scores: jax.Array, k: int) -> jax.Array:
-    """Indices of the k largest, int32 [T, k]; the lower index wins a tie."""
+    """Returns the indices of the k largest, int32 [T, k]; the lower index wins a tie."""
     return lax.top_k(lax.stop_gradient(scores), k)[1].astype(jnp.int32)
 
 
 def _pick(scores: jax.Array, experts: jax.Array) -> jax.Array:
-    """scores[t, experts[t, i]], as a comparison: the gradient of a lookup is a scatter, a slow loop on CPU."""
+    """Returns scores[t, experts[t, i]] by comparison: the gradient of a lookup is a scatter, a slow loop on CPU."""
     chosen = experts[..., None] == jnp.arange(scores.shape[-1])
     return jnp.where(chosen, scores[:, None, :], 0.0).sum(-1)
 
 
 def _hard(expert: jax.Array, num_experts: int) -> Routing:
-    """One expert a token, with all of the score, so that the entropy is 0."""
+    """Returns one expert a token, which has all of the score, so that the entropy is 0."""
     valid = (expert >= 0) & (expert < num_experts)
     expert = jnp.clip(expert, 0, num_experts - 1)
     chosen = expert[:, None] == jnp.arange(num_experts)

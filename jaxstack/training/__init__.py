@@ -1,1 +1,1 @@
-"""The training step: losses, optimizers, the train state, and what a run begins with."""
+"""The train state, losses, optimizers and the training step; the first parameters of a run, and the run itself."""

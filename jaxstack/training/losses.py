@@ -1,4 +1,4 @@
-"""The training objective."""
+"""The training objective: the loss of a batch, the auxiliary losses of experts, and the totals they are divided by."""
 
 from typing import NamedTuple
 
@@ -18,17 +18,20 @@ from jaxstack.sharding import collectives
 def next_token(
     cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Aux]:
-    """Sum of weight * negative log-likelihood over a batch, in nats.
+    """Returns the sum of weight * negative log-likelihood over a batch, in nats.
 
-    A sum and not a mean: only who knows all microbatches can divide by the right number of tokens.
+    It is a sum, because only the caller has the totals of all microbatches, which a mean is divided by.
 
     Args:
-      batch: `tokens`, `targets` [B, S] ids and `loss_weights` [B, S]; with packing `positions` and `segment_ids` too,
-      with a
-        hard gate `gate`: the domain or timestep of each token.
+      cfg: the model.
+      params: its parameters, float32.
+      batch: ids `tokens` and `targets` [B, S], and `loss_weights` [B, S]; with packing also `positions` and
+        `segment_ids`, with a hard gate `gate_ids`, see the family's `make_layer_inputs`.
+      ctx: execution context.
+      dropout_key: `None` disables dropout.
 
     Returns:
-      The sum, a float32 scalar, and the model's auxiliary values: sums too.
+      The sum, a float32 scalar, and the model's auxiliary values, which are sums, too.
     """
     model = family.of(cfg)
     hidden, aux = model.hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
@@ -64,12 +67,13 @@ def batch_totals(weights: jax.Array, ctx: Context) -> BatchTotals:
 
 
 def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals) -> jax.Array | float:
-    """What a mixture of experts adds to the objective, from this device's sums of one microbatch.
+    """Returns what a mixture of experts adds to the objective, from this device's sums of one microbatch.
 
-    Shares add up over devices and microbatches to the number that one device gets from the whole batch.
+    The shares add up over devices and microbatches to the value that one device gets from the whole batch.
 
     Args:
-      aux: of `next_token`.
+      cfg: the model.
+      aux: from `next_token`.
       totals: of the whole batch, from `batch_totals`.
     """
     if not aux:
@@ -82,7 +86,7 @@ def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals) -> jax.Array | fl
 
 
 def routing_metrics(aux: Aux, totals: BatchTotals) -> dict[str, jax.Array]:
-    """Figures for the log from a whole step's sums: the worst layer's load, the rest as means over layers."""
+    """Returns figures for the log, from the sums of a step: the load of the worst layer, the others as layer means."""
     if not aux:
         return {}
     tokens, sequences = (jnp.maximum(n, 1.0) for n in (totals.tokens, totals.sequences))

@@ -1,7 +1,6 @@
 """Loss and gradients of a batch on the stages of a pipeline."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jaxstack.models import family, params
 from jaxstack.models.blocks import group_layers, remat, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.layers import Aux, LayerInputs
-from jaxstack.models.params import Params
+from jaxstack.models.params import Params, Spec
 from jaxstack.pipeline import PipelineFns
 from jaxstack.training import losses
 
@@ -51,34 +50,41 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
     return PipelineFns(prepare=prepare, embed=embed, layer=remat(ctx, step), loss=loss)
 
 
-def with_frozen(work: PipelineFns, held: Any) -> PipelineFns:
-    """PipelineFns on all parameters as work on those that are trained: `held` beside the shared ones, and as a layer's
-    parameters, of each block of the step, the pair (trained, frozen)."""
-    first, layer, last = work.embed, work.layer, work.loss
-    assert last is not None
+def with_frozen(fns: PipelineFns, frozen: Params) -> PipelineFns:
+    """Returns functions of the trained parameters, from functions of all parameters.
+
+    `frozen` are the shared parameters that are frozen. In place of its parameters, a layer then takes pairs (trained,
+    frozen), one for each block of the step.
+    """
+    embed, layer, loss = fns.embed, fns.layer, fns.loss
+    assert loss is not None
     return PipelineFns(
-        prepare=work.prepare,
-        embed=lambda shared, layer_inputs: first(params.combine(shared, held), layer_inputs),
+        prepare=fns.prepare,
+        embed=lambda shared, inputs: embed(params.combine(shared, frozen), inputs),
         layer=lambda pair, *rest: layer([params.combine(*one) for one in zip(*pair, strict=True)], *rest),
-        loss=lambda shared, x, layer_inputs: last(params.combine(shared, held), x, layer_inputs),
+        loss=lambda shared, x, inputs: loss(params.combine(shared, frozen), x, inputs),
     )
 
 
 def pipelined_gradients(
     cfg: Config,
     ctx: Context,
-    values: Any,
+    values: Params,
     batch: Batch,
     key: jax.Array | None,
     totals: losses.BatchTotals,
-) -> tuple[tuple[jax.Array, Aux], Any]:
-    """This device's share of loss, auxiliary values and gradients, by the pipeline's table.
+) -> tuple[tuple[jax.Array, Aux], Params]:
+    """Returns this device's share of loss, auxiliary values and gradients, by the pipeline's table.
 
-    What is stored in parts (FSDP) is gathered before the pipeline runs, and its gradients are scattered after it.
+    Parameters that are stored in shards (FSDP) are gathered before the pipeline runs, and their gradients are scattered
+    after it.
 
     Args:
-      values: parameters, such that their gradients stay apart.
+      cfg: the run.
+      ctx: execution context.
+      values: parameters, from `Context.defer_grad_sync`.
       batch: this device's rows.
+      key: for dropout. `None` disables it.
       totals: of the whole batch, from `losses.batch_totals`.
     """
     assert ctx.pipeline is not None
@@ -86,21 +92,21 @@ def pipelined_gradients(
     spec = family.spec(cfg.model)
     (trained_spec, frozen_spec), (trained, frozen) = params.partition(spec, spec), params.partition(spec, values)
 
-    def whole(spec: Any, values: Any) -> tuple[Any, list[Any]]:
+    def gather(spec: Spec, values: Params) -> tuple[Params, list[Params]]:
         values = ctx.gather_params(spec, values)
         shared, stacks = family.split_stacks(cfg.model, values)
         return shared, group_layers(stack.period, stacks.get(name, {}))
 
     if key is not None:
         batch = {**batch, "key": jax.random.key_data(key)}
-    shared, stacked = whole(trained_spec, params.cast_matrices(trained_spec, trained, ctx.dtype))
+    shared, stacked = gather(trained_spec, params.cast_matrices(trained_spec, trained, ctx.dtype))
     micros = split_microbatches(batch, ctx.pipeline.schedule.microbatches)
-    work = pipeline_fns(cfg, ctx, totals)
+    fns = pipeline_fns(cfg, ctx, totals)
     constants = None
     if frozen:
-        held, constants = whole(frozen_spec, params.cast_matrices(frozen_spec, frozen, ctx.dtype))
-        work = with_frozen(work, held)
-    sums = pipeline.execute(ctx.pipeline, work, "pipe", shared, stacked, micros, constants)
-    _, scatter = jax.vjp(partial(whole, trained_spec), trained)  # linear: its forward half is not run
+        shared_frozen, constants = gather(frozen_spec, params.cast_matrices(frozen_spec, frozen, ctx.dtype))
+        fns = with_frozen(fns, shared_frozen)
+    sums = pipeline.execute(ctx.pipeline, fns, "pipe", shared, stacked, micros, constants)
+    _, scatter = jax.vjp(partial(gather, trained_spec), trained)  # linear: its forward half is not run
     (grads,) = scatter((sums.shared, sums.stacked))
     return (sums.loss, ctx.to_layer_order(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.aux))), grads

@@ -1,17 +1,17 @@
 """The pure train step and the evaluation step."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxstack.common.tree import Batch
+from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, SpikeConfig
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
+from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
 from jaxstack.training import losses
 from jaxstack.training import optimizer as optim
@@ -20,11 +20,13 @@ from jaxstack.training.state import TrainState, make_optimizer
 
 
 def is_spike(cfg: SpikeConfig, recent: jax.Array, updates: jax.Array, loss: jax.Array) -> jax.Array:
-    """Whether a loss leaps out of those of the last good steps, see `SpikeConfig`.
+    """Returns whether a loss is far above those of the last good steps, see `SpikeConfig`.
 
     Args:
-      recent: [window] losses.
-      updates: good steps so far; before a whole window of them there is no verdict.
+      cfg: window and threshold.
+      recent: losses of the last good steps [window].
+      updates: number of good steps so far; below `window` the result is False.
+      loss: of this step.
     """
     middle = jnp.median(recent)
     deviation = 1.4826 * jnp.median(jnp.abs(recent - middle))
@@ -35,11 +37,11 @@ def is_spike(cfg: SpikeConfig, recent: jax.Array, updates: jax.Array, loss: jax.
 def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the pure `train_step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
-    A step whose loss or gradient norm is not finite leaves parameters and optimizer as they were; so does a spike of
-    the loss, unless `train.spike.action` is to report it alone.
+    A step whose loss or gradient norm is not finite changes neither parameters nor optimizer. Nor does a spike of the
+    loss, unless `train.spike.action` is `report`.
 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
-    `skipped_in_a_row`, `spike` (0 or 1), and of a mixture of experts those of `losses.routing_metrics`.
+    `skipped_in_a_row`, `spike` (0 or 1), and with a mixture of experts those of `losses.routing_metrics`.
     """
     optimizer, spec = make_optimizer(cfg, ctx), family.spec(cfg.model)
     schedule = optim.schedule(cfg.optim, cfg.train.steps)
@@ -57,12 +59,12 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
         if cfg.train.spike.action != "report":
             good &= ~spike
 
-        def update(values: Any, opt_state: Any) -> tuple[Any, Any]:
+        def update(values: Params, opt_state: PyTree) -> tuple[Params, PyTree]:
             changes, opt_state = optimizer.update(grads, opt_state, values)
             values = optax.apply_updates(values, changes)
             return family.of(cfg.model).update_router_bias(cfg.model, values, sums, ctx), opt_state
 
-        # A branch and not a `where`: that would copy the old state so as to choose from it after the update.
+        # A `where` would need a copy of the old state after the update, so this is a branch.
         trained, frozen = params.partition(spec, state.params)
         trained, opt_state = jax.lax.cond(good, update, lambda *old: old, trained, state.opt_state)
         bad = 1 - good.astype(jnp.int32)
@@ -81,7 +83,7 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": schedule(updates),  # the optimizer counts updates, and a skipped step is none
+            "lr": schedule(updates),  # the optimizer does not count skipped steps
             "tokens": sums["tokens"],
             **routed,
             "skipped": new.skipped,
@@ -93,16 +95,18 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
     return train_step
 
 
-def jit_train_step(cfg: Config, ctx: Context, abstract: TrainState) -> Callable[[TrainState, Batch], Any]:
-    """The train step, compiled at its first call; the state is donated and comes back laid out as it went in."""
+def jit_train_step(
+    cfg: Config, ctx: Context, abstract: TrainState
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Returns the jitted train step. The state is donated; the new state has the same shardings."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(make_train_step(cfg, ctx), donate_argnums=0, out_shardings=(shardings, None))
 
 
-def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
     """Builds `eval_step(params, batch) -> (sum of nats, weighted tokens)`, without dropout."""
 
-    def work(values: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def work(values: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         batch = ctx.shard_sequence(batch)
         total, _ = losses.next_token(cfg.model, values, batch, ctx)
         return collectives.all_reduce(total, ctx.token_axes), collectives.all_reduce(

@@ -150,7 +150,7 @@ def test_an_id_without_expert_is_loud():
     assert np.isnan(by_timestep(jnp.array([-1, 0, 10]), 2, 10).weights[:, 0]).tolist() == [True, False, True]
     assert np.isnan(by_timestep(jnp.array([-0.1, 1.1]), 2, 1.0).weights).all()
     moe.check_domains(np.array([0, 2]), 3)
-    with pytest.raises(ValueError, match=r"domain id 3 names no expert: 2 of 4 .* outside of 0 to 2"):
+    with pytest.raises(ValueError, match=r"domain id 3 has no expert: 2 of 4 .* outside of 0 to 2"):
         moe.check_domains(np.array([[0, 3], [-1, 2]]), 3)
 
 
@@ -576,7 +576,7 @@ def call_on_mesh(**options):
         ),
         (
             lambda: moe.sigmoid_groups(jnp.zeros((2, 6)), jnp.zeros(6), 3, groups=3, top_groups=4),
-            r"top_groups=4 must lie between 1 and groups=3",
+            r"top_groups=4 is not between 1 and groups=3",
         ),
         (lambda: moe.balance_loss(moe.by_domain(jnp.zeros(6, int), 2), 4), r"batch_rows=4 does not divide the 6"),
         (lambda: call(num_experts=1), r"k=2 choices need as many experts, but num_experts=1"),
