@@ -61,9 +61,9 @@ mistakes(
     ("x / (1.0 - rate), 0.0", "x / rate, 0.0", "models/test_model.py -k dropout"),
     ("jax.random.bernoulli(k, 1.0 - rate,", "jax.random.bernoulli(k, rate,", "models/test_model.py -k dropout"),
     ("lambda i: jax.random.fold_in(key, i)", "lambda i: jax.random.fold_in(key, 0 * i)", "models/test_model.py -k dropout"),
-    ('in_axes=2, std=std / (2 * cfg.num_layers) ** 0.5)', "in_axes=2, std=std)", "models/test_model.py -k spread"),
-    ('"w_down": Param((F, D), ("mlp", "embed"), std=std / (2 * cfg.num_layers) ** 0.5)',
-     '"w_down": Param((F, D), ("mlp", "embed"), std=std)', "models/test_model.py -k spread"),
+    ("in_axes=2,\n            std=std / (2 * cfg.num_layers) ** 0.5,", "in_axes=2,\n            std=std,", "models/test_model.py -k spread"),
+    ('"w_down": Param((F, D), ("mlp", "embed"), std=std / (2 * cfg.num_layers) ** 0.5',
+     '"w_down": Param((F, D), ("mlp", "embed"), std=std', "models/test_model.py -k spread"),
 )  # fmt: skip
 
 mistakes(

@@ -32,8 +32,8 @@ class Param:
       std: standard deviation for `init='normal'`.
       frozen: whether the parameter never changes; it has neither gradients nor optimizer state.
       roles: how other code finds a parameter without knowing its path, see `find_role`. `token_table` is the embedding
-        of tokens, `head` the output matrix; tied embeddings are both. In a layer, `query`, `key`, `attention_output` and
-        `mlp_output` are the matrices whose outputs have these names, and their adapters.
+        of tokens, `head` the output matrix; tied embeddings are both. In a layer, `query`, `key`, `attention_output`
+        and `mlp_output` are the matrices whose outputs have these names, and their adapters.
     """
 
     shape: tuple[int, ...]
