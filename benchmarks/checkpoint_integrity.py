@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,14 @@ def work(what: str, index: int, count: int, port: int, folder: Path, mib: int) -
         split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
         shape = (mib << 20) // 16 // 4096, 4096
         state = {}
-        for i in range(4):  # created on their devices
-            part = lambda where, i=i: np.random.default_rng((i, where[0].start or 0)).random(  # noqa: E731
-                (len(range(*where[0].indices(shape[0]))), shape[1]), np.float32
-            )
-            state[f"array_{i}"] = jax.make_array_from_callback(shape, split, part)
+
+        def shard(array: int, where: tuple[slice, ...]) -> np.ndarray:
+            """Returns the random values of one shard."""
+            rows = len(range(*where[0].indices(shape[0])))
+            return np.random.default_rng((array, where[0].start or 0)).random((rows, shape[1]), np.float32)
+
+        for i in range(4):
+            state[f"array_{i}"] = jax.make_array_from_callback(shape, split, partial(shard, i))
         begin = time.perf_counter()
         with checkpoint.Checkpoints(CheckpointConfig(), folder) as checkpoints:
             checkpoints.save(1, state, {})

@@ -17,6 +17,7 @@ SHAPES = [(2048, 384, 1536, "nn"), (2048, 1536, 384, "nn"), (2048, 1536, 384, "n
 
 
 def seconds(call: Any) -> float:
+    """Returns the seconds of one call."""
     begin = time.perf_counter()
     for _ in range(10):
         call()

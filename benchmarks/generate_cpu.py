@@ -29,6 +29,7 @@ PROMPT, NEW, LONG = 64, 128, 256
 
 
 def ours(batch: int, shape: dict[str, int]) -> Any:
+    """Returns a function that decodes with jaxstack."""
     sys.path.insert(0, str(train_cpu.ROOT))
     import jax
     import numpy as np
@@ -54,6 +55,7 @@ def ours(batch: int, shape: dict[str, int]) -> Any:
 
 
 def theirs(batch: int, shape: dict[str, int], threads: int) -> Any:
+    """Returns a function that decodes with transformers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -91,6 +93,7 @@ def serve(run: Any) -> None:
 
 
 def compare(name: str, batch: int, rounds: int) -> dict[str, Any]:
+    """Runs all sides in rounds and returns their times and ratios."""
     cores = len(os.sched_getaffinity(0))
     names = {"jaxstack": "0", f"transformers, {cores} threads": str(cores), "transformers, 1 thread": "1"}
     workers = {key: Worker("--worker", kind, str(batch), name, job={}) for key, kind in names.items()}
@@ -121,6 +124,8 @@ def compare(name: str, batch: int, rounds: int) -> dict[str, Any]:
 
 
 class Worker(train_cpu.Worker):
+    """A process that decodes on request."""
+
     script = __file__
 
 

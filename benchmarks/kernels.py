@@ -80,6 +80,7 @@ def tokamax(op: str) -> dict[str, Callable[..., Any]]:
 
 
 def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
+    """Returns the cases of all operations."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -240,8 +241,10 @@ def both(f: Callable[..., Any], differentiated: int) -> Callable[..., Any]:
 
 
 class Loop:
-    """A function that runs again and again on the device. A barrier ties each turn to the one before it, so that none
-    is left out. How many turns it has is known when it is compiled: else a GPU would ask the host before each."""
+    """A function that runs repeatedly on the device.
+
+    A barrier makes each turn depend on the last one, so that XLA removes none. The number of turns is a constant of the
+    program, because a GPU would otherwise ask the host before every turn."""
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...]) -> None:
         import jax
@@ -284,6 +287,7 @@ class Loop:
 def run_case(
     case: Case, table: Any, platform: str, rounds: int, peaks: Any, only: list[str] | None, slow: dict[Any, float]
 ) -> dict[str, Any]:
+    """Measures every implementation of a case and returns its record."""
     from jaxstack.kernels import implementation as choice
 
     loops: dict[tuple[str, str], Loop] = {}

@@ -38,6 +38,8 @@ MODES = ("eager", "compile")
 
 
 class Block(nn.Module):
+    """The transformer block of nanoGPT."""
+
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.heads = job.heads
@@ -60,6 +62,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """A model of nanoGPT."""
+
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.tokens = nn.Embedding(job.vocab, job.width)
@@ -81,6 +85,7 @@ class GPT(nn.Module):
 
 
 def _llama(job: Job) -> nn.Module:
+    """Returns a Llama of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -28,6 +28,7 @@ CASES = {
 
 
 def config(mesh: MeshConfig, pipeline: PipelineConfig, batch: int) -> Config:
+    """Returns a small model on a mesh."""
     return Config(
         model=ModelConfig(num_layers=8, d_model=256, num_heads=4, vocab_size=256),
         data=DataConfig(seq_len=256, batch_size=batch),

@@ -29,6 +29,7 @@ CASES = [
 
 
 def case(schedule: str, microbatches: int, chunks: int, remat: str) -> dict[str, Any]:
+    """Compiles a case and returns its row of the result."""
     cfg = pipelined(schedule, microbatches, chunks, model=LARGE, remat=remat, **STAGES)
     begin = time.perf_counter()
     r = aot.compile(cfg, TARGET)

@@ -16,11 +16,13 @@ ROOFLINE = ("llama3_8b", "h100", "--mesh.fsdp=8", "--mesh.data=1", "--train.dtyp
 
 
 def load(name: str) -> dict[str, Any] | None:
+    """Reads a result; `None` means that it does not exist."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def figure(width: float, height: float, columns: int = 1) -> Any:
+    """Returns a figure and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -33,6 +35,7 @@ def figure(width: float, height: float, columns: int = 1) -> Any:
 
 
 def save(made: Any, name: str) -> None:
+    """Writes a figure to docs/."""
     made.savefig(DOCS / f"{name}.png", dpi=120, metadata={"Software": None})
     print(f"docs/{name}.png")
 
@@ -50,6 +53,7 @@ def groups(ax: Any, names: list[str], series: dict[str, list[float]], form: str)
 
 
 def train_cpu(result: dict[str, Any]) -> None:
+    """Draws the time per step of all sides on the CPU."""
     made, axes = figure(9, 3.2, len(result["jobs"]))
     for ax, (name, job) in zip(axes, result["jobs"].items(), strict=True):
         sides = job["step_ms"]
@@ -81,6 +85,7 @@ def kernels(result: dict[str, Any], name: str) -> None:
 
 
 def train_gpu(result: dict[str, Any]) -> None:
+    """Draws tokens per second and MFU of all sides on the GPU."""
     made, (speed, mfu) = figure(10, 3.6, 2)
     jobs = result["jobs"]
     sides = list(dict.fromkeys(side for job in jobs.values() for side in job["sides"]))
@@ -96,6 +101,7 @@ def train_gpu(result: dict[str, Any]) -> None:
 
 
 def train_gpu_aot(result: dict[str, Any]) -> None:
+    """Draws the memory of the candidates on the GPU."""
     cases = sorted(result["cases"], key=lambda c: (c["job"], c["remat"], c["batch"], c["total"]))
     made, (ax,) = figure(9, 0.32 * len(cases) + 1.2)
     gib = 2**30
@@ -131,6 +137,7 @@ def quant(result: dict[str, Any]) -> None:
 
 
 def roofline() -> None:
+    """Draws the roofline of Llama 3 8B on an H100."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path.insert(0, str(ROOT))
     from jaxstack.common.hardware import CHIPS

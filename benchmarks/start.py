@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def help_seconds() -> float:
+    """Returns the seconds of `train.py --help`."""
     begin = time.perf_counter()
     subprocess.run([sys.executable, str(ROOT / "train.py"), "--help"], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begin

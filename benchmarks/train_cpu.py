@@ -89,6 +89,7 @@ def ours(name: str) -> None:
 
 
 def torch_peer(name: str, mode: str) -> None:
+    """Trains one job in PyTorch, in a process of its own."""
     sys.stdin.readline()
     import os
 
@@ -116,6 +117,8 @@ def serve(run: Any) -> None:
 
 
 class Worker:
+    """A process that trains on request."""
+
     script = __file__
 
     def __init__(self, *words: str, job: dict[str, Any]) -> None:
@@ -147,6 +150,7 @@ class Worker:
 
 
 def compare(name: str, rounds: int, accum: int) -> dict[str, Any]:
+    """Runs all sides of a job in rounds and returns their times and ratios."""
     from dataclasses import asdict
 
     import peers_torch

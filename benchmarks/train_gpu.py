@@ -76,6 +76,7 @@ SMALL = {
 
 
 def config(job: Job, batch: int, remat: str, kernels: dict[str, str]) -> Any:
+    """Returns the configuration of a job."""
     from jaxstack.config import (
         Config,
         DataConfig,
@@ -105,6 +106,7 @@ def config(job: Job, batch: int, remat: str, kernels: dict[str, str]) -> Any:
 
 
 def text(job: Job, batch: int) -> Any:
+    """Returns random tokens."""
     import numpy as np
 
     return np.random.default_rng(0).integers(0, job.vocab, (batch, job.seq_len + 1)).astype(np.int32)
@@ -274,6 +276,7 @@ def torch_peer(order: dict[str, Any]) -> None:
 
 
 def _transformers(job: Job) -> Any:
+    """Returns the model of the peer."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     common: dict[str, Any] = {
@@ -296,10 +299,13 @@ def _transformers(job: Job) -> Any:
 
 
 class Worker(train_cpu.Worker):
+    """A process that trains on request."""
+
     script = __file__
 
 
 def compare(name: str, job: Job, given: argparse.Namespace, kernels: dict[str, str]) -> dict[str, Any]:
+    """Runs both sides of a job in rounds and returns their times and ratios."""
     share = (1 - RESERVED) / (1 + len(given.peers))
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.3f}"
     order = {
@@ -374,6 +380,7 @@ def known(name: str) -> list[dict[str, Any]]:
 
 
 def ahead_of_time(target: str, given: argparse.Namespace, kernels: dict[str, str]) -> None:
+    """Compiles the candidates of all jobs for a chip that this machine does not have, and writes their memory."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     from jaxstack.common.hardware import CHIPS
     from jaxstack.planner import aot
