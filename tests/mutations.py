@@ -1,11 +1,11 @@
-"""Breaks the code, one small mistake at a time, and sees whether the quick tests notice.
+"""Makes small mistakes in the code, one at a time, and checks whether the quick tests fail.
 
     python tests/mutations.py [--only ROOM] [--missing] [--sample N --seed S] [--list]
 
 Run it by hand. The mistakes are in tests/mutants.py, each with the tests that should fail. The tool changes copies of
-the tree, never the checkout. It writes each result into benchmarks/results/mutations.json, beside those of mutants that
-this call does not run; a sample writes nothing. The exit code is 1 if a mutant survives that tests/mutants.py does not
-explain.
+the tree, never the checkout. It writes each result into benchmarks/results/mutations.json and keeps the results of
+mutants that this call does not run; a sample writes nothing. The exit code is 1 if a mutant survives and
+tests/mutants.py does not explain why.
 """
 
 import argparse
@@ -36,22 +36,22 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
 AT_A_TIME = 2
 SAMPLED_S = 30
-"""A sample is of mutants that were killed within so many seconds."""
+"""A sample is drawn from the mutants that were killed within so many seconds."""
 BAD = ("not explained", "pytest failed no test, but ended with code")
-"""What the reasons of records begin with that the exit code must report."""
+"""The beginnings of those reasons in records that make the exit code 1."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake.
+    """A mistake in one file.
 
     Attributes:
       room: the part of the package, for `--only` and for the table.
       file: path of the changed file.
-      old, new: the text, which must occur exactly once in the file, and what replaces it.
+      old, new: the text, which must occur exactly once in the file, and its replacement.
       tests: arguments of pytest that select the quick tests to run.
-      equivalent: why no test could notice; empty if one could.
-      survives: why the quick tests may let it pass; empty if they must not.
+      equivalent: why no test could fail; empty if one could.
+      survives: why the quick tests may pass; empty if they must fail.
     """
 
     room: str
@@ -67,21 +67,21 @@ class Mutant:
         return f"{self.room}-{zlib.crc32(f'{self.file}{self.old}{self.new}'.encode()):08x}"
 
     def applied(self, tree: Path) -> str:
-        """The changed text of the file.
+        """Returns the changed text of the file.
 
         Raises:
-          ValueError: the old text does not occur exactly once, so that the mutant has to be written anew.
+          ValueError: if the old text does not occur exactly once, so that the mutant must be rewritten.
         """
         text = (tree / self.file).read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
-            raise ValueError(f"{self.name}: {self.file} holds {self.old!r} {count} times, not once; correct the mutant")
+            raise ValueError(f"{self.name}: {self.file} has {self.old!r} {count} times, not once. Correct the mutant.")
         if self.old == self.new:
-            raise ValueError(f"{self.name}: the mutant changes nothing in {self.file}")
+            raise ValueError(f"{self.name}: the mutant does not change {self.file}. Correct the mutant.")
         return text.replace(self.old, self.new)
 
 
 def copy_tree(to: Path) -> None:
-    """Copies what git tracks, and new files that it does not ignore."""
+    """Copies the files that git tracks, and new files that it does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
     )
@@ -92,9 +92,9 @@ def copy_tree(to: Path) -> None:
 
 
 def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[int | None, str]:
-    """Runs pytest in a tree. Returns its exit code, None if it reached the time limit, and its output."""
+    """Runs pytest in a tree. Returns its exit code, or `None` after the time limit, and its output."""
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--durations=0", *tests]
-    # Without byte code: two mutants of one size, written within a second, would share it.
+    # Without byte code, which two mutants of one size, written within a second, would share.
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -113,7 +113,7 @@ def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[int | None,
 
 
 def selected(tests: str) -> list[str]:
-    """Arguments of pytest; files are named from within `tests/`."""
+    """Returns the arguments of pytest; tests are named relative to `tests/`."""
     return [f"tests/{word}" if re.match(r"(\w+/)?test_\w+\.py", word) else word for word in shlex.split(tests)]
 
 
@@ -146,19 +146,19 @@ def clean(tree: Path, records: list[dict[str, Any]], limit_s: float) -> None:
     """Makes sure that the tests which killed a mutant pass without one.
 
     Raises:
-      RuntimeError: one of them fails, so that what it killed says nothing.
+      RuntimeError: if one of them fails, so that the mutants it killed prove nothing.
     """
     nodes = {record["by"] for record in records if "::" in record.get("by", "")}
     if nodes:
         code, output = run_tests(tree, sorted(nodes), limit_s)
         if code:
-            raise RuntimeError(f"tests fail without a mutant, so that nothing is known:\n{output[-3000:]}")
+            raise RuntimeError(f"tests fail without a mutant, so the results prove nothing:\n{output[-3000:]}")
 
 
 def run(
     mutants: list[Mutant], limit_s: float, save: Callable[[dict[str, Any]], None], check: bool = True
 ) -> list[dict[str, Any]]:
-    """Judges the mutants, two at a time, and calls `save` with the record of each. `check`: see `clean`."""
+    """Judges the mutants, two at a time, and calls `save` with each record; `check` calls `clean` at the end."""
     for mutant in mutants:
         mutant.applied(ROOT)
     trees: queue.Queue[Path] = queue.Queue()
@@ -187,7 +187,7 @@ def run(
 
 
 def summed_up(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many mutants were killed: of all, and of those that are not equivalent."""
+    """Counts the killed mutants, and their fraction of those that are not equivalent."""
     counts = Counter(record["result"] for record in records)
     rooms = {room: Counter(r["result"] for r in records if r["room"] == room) for room in {r["room"] for r in records}}
     return {
@@ -199,7 +199,7 @@ def summed_up(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Results:
-    """The committed results, a record for each mutant that still exists."""
+    """The committed results: a record for each mutant that still exists."""
 
     def __init__(self, mutants: list[Mutant]) -> None:
         known = {mutant.name: i for i, mutant in enumerate(mutants)}
@@ -228,11 +228,9 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", help="run the mutants of one room, or the one of this name")
-    parser.add_argument("--missing", action="store_true", help="run what the results do not have, or have as survived")
-    parser.add_argument(
-        "--sample", type=int, help="run so many of those that the results have as killed, drawn at random"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="decides what --sample draws")
+    parser.add_argument("--missing", action="store_true", help="run the mutants that have no result or have survived")
+    parser.add_argument("--sample", type=int, help="run so many of those that were killed, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --sample")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--limit_s", type=float, default=300.0, help="time limit of one mutant, in seconds")
     options = parser.parse_args()
@@ -246,7 +244,7 @@ def main() -> int:
         mutants = [m for m in mutants if killed.get(m.name, SAMPLED_S) < SAMPLED_S]
         mutants = random.Random(options.seed).sample(mutants, min(options.sample, len(mutants)))
     if not mutants:
-        print(f"nothing to run; the rooms are {', '.join(sorted({m.room for m in MUTANTS}))}")
+        print(f"there is nothing to run. The rooms are {', '.join(sorted({m.room for m in MUTANTS}))}")
         return 2
     if options.list:
         for m in mutants:

@@ -1,4 +1,4 @@
-"""The benchmarks of accelerators run, on tiny shapes: what is broken in them shows before a GPU is rented."""
+"""Runs the benchmarks of accelerators on tiny shapes, so that errors show before a GPU is rented."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_kernels(tmp_path):
     by_op = {case["op"]: case for case in found["cases"]}
     for op in ("norm", "gelu"):
         ran = {row["implementation"] for row in by_op[op]["rows"]}
-        # Every name of the table has run, or it says why not.
+        # Every implementation has run, or has a reason why not.
         assert ran | set(by_op[op]["left_out"]) >= set(OP_IMPLEMENTATIONS[op]), said
         assert all(row["ms"] > 0 for row in by_op[op]["rows"])
     assert {"xla", "custom_vjp", "copy"} <= {row["implementation"] for row in by_op["norm"]["rows"]}
@@ -42,7 +42,7 @@ def test_every_operation_has_a_case():
 
 @pytest.mark.slow
 def test_the_whole_step(tmp_path):
-    """Both families, our side alone; torch's where the extra `[parity]` is."""
+    """Runs both families on our side, and on the side of torch if the extra `[parity]` is installed."""
     words = ("--rounds", "2", "--steps", "2", "--remats", "selective", "--out", str(tmp_path))
     said = run("train_gpu.py", *words)
     jobs = json.loads((tmp_path / "train_gpu.json").read_text())["jobs"]
@@ -50,9 +50,9 @@ def test_the_whole_step(tmp_path):
     for job in jobs.values():
         ours = job["sides"]["jaxstack"]
         assert ours["tokens_per_s"] > 0
-        assert ours["batch"] == 4  # the largest
-        assert ours["mfu"] is None  # a CPU has no peak here
+        assert ours["batch"] == 4  # the largest one
+        assert ours["mfu"] is None  # the peak of a CPU is not known
         for peer, ratio in job["speed_against"].items():
             assert ratio > 0, peer
-            # The same model on the same tokens: at the first step ln(256), and learned by heart a little since.
+            # The same model on the same tokens: ln(256) at the first step, and slightly less after memorizing.
             assert abs(job["sides"][peer]["last_loss"] - ours["last_loss"]) < 1

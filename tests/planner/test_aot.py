@@ -1,4 +1,4 @@
-"""What needs no compiler of another chip: counts against formulas, and what the command answers to mistakes."""
+"""Ahead-of-time compilation without another chip's compiler: counts against formulas, and errors of the command."""
 
 import dataclasses
 import importlib.util
@@ -45,10 +45,10 @@ def test_memory_of_the_state_is_what_lies_on_a_device(accum):
     state = make_state(cfg, ctx, abstract)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=ctx.sharding(ctx.batch))}
     memory = estimate.memory(cfg, ctx, abstract, batch)
-    lies = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    assert memory["parameters, float32"] + memory["optimizer state"] == lies
+    stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert memory["parameters, float32"] + memory["optimizer state"] == stored
     assert memory["batch"] == 8 * 32 * 4 / 4
-    # In float32, a gradient is as large as its parameter; with accumulation there is a sum and a microbatch's.
+    # In float32, a gradient is as large as its parameter; accumulation adds that of a microbatch.
     assert memory["gradients"] == memory["parameters, float32"] * accum
 
 

@@ -1,4 +1,4 @@
-"""FLOPs by formula against counts by hand and by XLA; MFU only where the peak is known."""
+"""Compares FLOPs by formula with counts by hand and by XLA; MFU exists only for chips whose peak is known."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def test_gpt2_by_hand():
         tied_embeddings=True,
     )
     flops = plan.flops_per_token(cfg, 1024)
-    weights = 12 * 12 * 768**2 + 50257 * 768  # 12 D^2 a layer, and the head; no look-ups
+    weights = 12 * 12 * 768**2 + 50257 * 768  # 12 D^2 for each layer, and the head; look-ups do not count
     assert plan.matmul_params(cfg) == weights
     assert flops.full == 6 * weights + 12 * 12 * 768 * 1024  # 12 L H K S
     assert flops.causal == 6 * weights + 12 * 12 * 768 * 1025 / 2
@@ -33,7 +33,7 @@ def test_gpt2_by_hand():
 
 @pytest.mark.parametrize(
     ("family", "layer"),
-    [  # attention has 3 x 32 x 32; of experts a token meets those that it chose, shared ones, and the router
+    [  # attention has 3 x 32 x 32; a token uses the experts that it chose, the shared ones, and the router
         ("mixtral", 3 * 1024 + 2 * 3 * 32 * 96 + 32 * 4),
         ("deepseek", 3 * 1024 + (3 + 1) * 3 * 32 * 32 + 32 * 8),
         ("domain", 3 * 1024 + 3 * 32 * 96),
@@ -54,7 +54,7 @@ def test_a_sliding_window_bounds_what_is_seen():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_formula_against_the_matmuls_in_the_program(family):
-    """Counts the multiply-adds of every dot in the traced forward pass, scans unrolled by their length."""
+    """Counts the multiply-adds of every dot in the traced forward pass; the body of a scan counts for every turn."""
     cfg = FAMILIES[family]
     tokens = jax.ShapeDtypeStruct((2, 24), jnp.int32)
     jaxpr = jax.make_jaxpr(lambda v, t: decoder.forward(cfg, v, t)[0])(params.abstract(decoder.spec(cfg)), tokens)

@@ -1,4 +1,4 @@
-"""What a pipeline's layers cost, and stages that are cut by it."""
+"""Tests the measured costs of a pipeline's layers, and the stages that are cut by them."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def test_the_command_writes_costs_that_a_run_can_take(tmp_path, capsys, monkeypa
     assert min(*costs.first, costs.last[0], costs.bandwidth, costs.latency) > 0
     assert costs.spread
     assert "2 x cpu, microbatches of 1 x 32 tokens a replica in float32" in costs.measured_on
-    assert costs.memory_bytes is None, "a CPU names no limit"
+    assert costs.memory_bytes is None, "a CPU has no limit"
     with pytest.raises(ConfigError, match=r"costs.json exists\. Remove it, or name another file"):
         execute(["profile", *TINY, "--out", str(out)])
 
@@ -96,15 +96,15 @@ def test_the_command_refuses_in_one_line(argv, says, tmp_path, monkeypatch):
 
 
 def test_state_is_counted_to_the_byte():
-    """AdamW on 2 x FSDP, 2 x tensor, 2 stages: the matrices' parameters and moments lie in four parts (the
-    vocabulary's in eight), their gradients and bfloat16 copies in two (four). Norms are whole and not copied."""
+    """AdamW on 2 x FSDP, 2 x tensor and 2 stages shards parameters and moments of matrices in four, of the vocabulary
+    in eight. Gradients and bfloat16 copies are sharded in two and in four. Norms are neither sharded nor copied."""
     cfg = config(dtype="bfloat16")
     D, F, V = cfg.model.d_model, cfg.model.ff_width, cfg.model.vocab
     layer, norms = 4 * D * D + 3 * D * F, 2 * D  # 8 heads of 8 for queries, keys and values
     state, shared = profile._state_bytes(cfg, {**MESH, "expert": 1, "context": 1})
     assert state == 12 * (layer / 4 + norms) + 4 * (layer / 2 + norms) + 2 * layer / 2
     ends = 2 * V * D
-    counters = 2 * 4  # steps, of the moments and of the learning rate
+    counters = 2 * 4  # the steps of the moments and of the learning rate
     assert shared == 12 * (ends / 8 + D) + 4 * (ends / 4 + D) + 2 * ends / 4 + counters
 
 
@@ -129,7 +129,7 @@ def test_residuals_and_the_stream_are_counted_to_the_byte(remat, dtype):
 
 
 def unequal(layers: int, **change: Any) -> Costs:
-    """The first layer takes as long as all others."""
+    """Returns costs in which the first layer takes as long as all others together."""
     forward = np.array([layers - 1.0] + [1.0] * (layers - 1))
     same = (1.0,) * layers
     costs = Costs(forward, 2 * forward, same, same, 0.0, (0.0, 0.0), (0.0, 0.0), True, 1.0, 0.0, "paper")
@@ -169,7 +169,7 @@ def test_equal_layers_are_cut_evenly_and_without_costs_nothing_is_explained(tmp_
 
 
 def test_a_stage_stores_as_many_rows_as_the_longest_block():
-    """What `Partition.stage_bytes` counts is what the executor allocates."""
+    """`Partition.stage_bytes` counts the bytes that the executor allocates."""
     schedule, layers = interleaved_one_f_one_b(2, 4, 2), (1, 4, 2, 1)
     program = Program(schedule, Stages(2, layers))
     rows = len(program.stages.layer_of_slot) / 2
@@ -219,7 +219,7 @@ def test_several_processes_are_sent_to_the_command(monkeypatch):
 
 @pytest.fixture(scope="module")
 def measured_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], str]:
-    """Two steps with `auto`: run directory, its command, its output."""
+    """Trains two steps with `auto`; returns the run directory, the command and its output."""
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text((ROOT / "CONTRIBUTING.md").read_text())
     run_dir = tmp_path_factory.mktemp("measured") / "run"
@@ -249,7 +249,7 @@ def test_a_run_goes_on_under_its_cut_and_under_another(measured_run):
     out, _ = run(*argv, "--train.steps=3")
     assert "resumed from step 2" in out
     assert "layers 0 | 1-2;" in out
-    assert json.loads(path.read_text()) == changed, "read again, not measured again"
+    assert json.loads(path.read_text()) == changed, "the costs are read again, not measured again"
     out, _ = run(*argv, "--train.steps=4", "--pipeline.partition=even")
     assert "resumed from step 3" in out
     assert "layers 0-1 | 2;" in out

@@ -1,4 +1,4 @@
-"""The roofline's FLOPs against those of the real program, exactly; its shares and traffic; a classic observation."""
+"""Compares the FLOPs of the roofline with the real program, exactly; tests shares, traffic and a published result."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ from jaxstack.training.state import abstract_state
 
 LORA = LoraConfig(rank=4, targets=("attention/w_q", "attention/w_o", "mlp/w_up", "mlp/w_down"))
 USUAL = ("llama3", "gemma2", "lora", "deepseek")
-"""A dense model, one with other norms and windows, adapters, experts."""
+"""A dense model, one with post-norms and windows, one with adapters, and one with experts."""
 MODELS = (
     FAMILIES
     | {
@@ -63,7 +63,7 @@ def multiplied(ops) -> float:
 
 
 def in_program(cfg: Config) -> float:
-    """FLOPs of the matmuls of one device, counted in the traced training step."""
+    """Counts the FLOPs of one device's matmuls in the traced training step."""
     n = math.prod(cfg.mesh.sizes.values())
     ctx = replace(
         roofline.context(cfg), mesh=sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:n]), moe="ragged"
@@ -106,10 +106,10 @@ def test_a_device_does_its_share(name, mesh):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_without_recomputation_are_the_two_conventions(name):
-    """Full attention is what the unfused program computes, the causal part what the fused one does."""
+    """The unfused program computes full attention, the fused one only the causal part."""
     m = MODELS[name]
     if m.moe.capacity_factor is not None:
-        m = replace(m, moe=replace(m.moe, capacity_factor=None))  # room that is not filled is no work of the model
+        m = replace(m, moe=replace(m.moe, capacity_factor=None))  # the model's FLOPs leave out empty places
     cfg, tokens = config(m), 16 * 24
     flops, ctx = plan.flops_per_token(m, 24), roofline.context(cfg)
     for traffic, per_token in (("unfused", flops.full), ("fused", flops.causal)):
@@ -127,7 +127,7 @@ def test_accumulated_and_pipelined_steps_multiply_as_much():
 
 
 def test_bytes_by_hand():
-    """One matmul, one norm, the optimizer and the weights' cast, of a model without anything else to think of."""
+    """Checks one matmul, one norm, the optimizer and the cast of weights, in a minimal model."""
     m = ModelConfig(num_layers=1, d_model=8, num_heads=1, d_ff=16, vocab_size=32, gated=False, positions="none")
     cfg = config(m)
     ops = {op.name: op for op in operations(cfg, roofline.context(cfg))}
@@ -161,12 +161,15 @@ def test_fused_attention_moves_no_scores():
             cfg = replace(config(m), data=DataConfig(seq_len=seq, batch_size=1))
             ops = operations(cfg, roofline.context(cfg), traffic)
             moved.append(sum(op.bytes * op.times for op in ops if op.part == "attention"))
-        assert moved[1] / moved[0] == pytest.approx(2**power, rel=0.05)  # beside scores, q and k are linear
+        assert moved[1] / moved[0] == pytest.approx(2**power, rel=0.05)  # queries and keys grow linearly
 
 
 def bert_large() -> list[Op]:
-    """An encoder layer of BERT-large in float16, batch 8, 512 tokens, as Ivanov et al. 2021 (arXiv:2007.00072, section
-    2.2) measured it in PyTorch: biases, exact masks and dropout everywhere, one kernel an operation."""
+    """Returns an encoder layer of BERT-large in float16 with batch 8 and 512 tokens.
+
+    Ivanov et al. 2021 (arXiv:2007.00072, section 2.2) measured it in PyTorch, with biases, exact masks and dropout
+    everywhere and one kernel for each operation.
+    """
     m = ModelConfig(
         num_layers=1, d_model=1024, num_heads=16, d_ff=4096, vocab_size=2, norm="layer", positions="none", gated=False,
         activation="gelu", bias=True, dropout=0.1,
@@ -178,19 +181,19 @@ def bert_large() -> list[Op]:
     build = OpBuilder("unfused", "none", "float16", 2)
     ops = one_layer(operations(cfg, roofline.context(cfg), "unfused"))
     ops = [replace(op, dtype="float16") for op in ops]
-    # What our own models do not have: dropout of attention's weights and after the activation.
+    # Our models have no dropout of attention weights and none after the activation.
     shapes = DeviceShapes(m, 8, 512, 512)
     weights = [replace(op, part="attention") for op in build.dropout("dropout of weights", 8 * 16 * 512 * 512)]
     return [*ops, *weights, *build.dropout("dropout after the activation", shapes.tokens * 4096)]
 
 
 CLASSIC = {"contraction": (99.80, 61.0), "normalisation": (0.17, 25.5), "pointwise": (0.03, 13.5)}
-"""% of FLOPs and of the time: Ivanov et al. 2021, table 1, on a V100."""
+"""Percent of FLOPs and of the time on a V100: Ivanov et al. 2021, table 1."""
 
 
 def shares(limits: ChipLimits) -> dict[str, tuple[float, float]]:
-    """% of FLOPs and of the least time by class of operation. As the paper's, softmax takes its scaling and its dropout
-    along."""
+    """Returns percent of FLOPs and of least time by kind of operation; softmax includes scaling and dropout, as in the
+    paper."""
     ops = [
         replace(op, kind="normalisation") if op.part == "attention" and op.kind == "pointwise" else op
         for op in bert_large()
@@ -201,14 +204,16 @@ def shares(limits: ChipLimits) -> dict[str, tuple[float, float]]:
 
 
 def test_data_movement_takes_four_tenths_of_bert_on_a_v100():
-    """The paper: 99.8% of the FLOPs are matmuls', which take 61.0% of the time. The ratio of the chip's two peaks alone
-    says 99.7% and 59.6%; it has 2.4 points less for normalisation and 3.9 more for pointwise work.
+    """In the paper, matmuls have 99.8% of the FLOPs and take 61.0% of the time.
 
-    FLOPs are off by a tenth of a point, for an activation counts as 8 here and as 1 there. Time may be off by 5 points:
-    where the border between softmax, its scaling and its dropout lies moves as many.
+    The chip's two peaks alone predict 99.7% and 59.6%, with 2.4 points less for normalisation and 3.9 points more for
+    pointwise work.
 
-    Real kernels reach neither peak. Matmuls at half of theirs alone would put the model 14 points off: what the paper's
-    other kernels reach of the bandwidth must be about as little.
+    FLOPs differ by a tenth of a point, because an activation counts as 8 FLOPs here and as 1 there. Time may differ by
+    5 points, because the assignment of scaling and dropout to softmax changes it by as much.
+
+    Real kernels reach neither peak. With matmuls at half of their peak the model would be 14 points off, so the other
+    kernels of the paper must reach about as little of the bandwidth.
     """
     found = shares(ChipLimits(CHIPS["v100"]))
     for kind, (flops, seconds) in CLASSIC.items():
@@ -229,7 +234,7 @@ def test_chips_are_complete_and_no_two_share_a_name():
     for name, chip in CHIPS.items():
         assert chip.source, name
         assert {name_of(kind) for kind in chip.kinds} == {name}
-        # In units that are not mistaken: TFLOP/s, TB/s and tens of GB.
+        # Catches wrong units: TFLOP/s, TB/s and tens of GB.
         assert 1e14 < max(chip.flops.values()) < 1e16, name
         assert 3e11 <= chip.hbm_bandwidth < 1e13, name
         assert 3e10 < chip.interconnect_bandwidth < chip.hbm_bandwidth / 2, name
