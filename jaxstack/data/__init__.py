@@ -103,6 +103,7 @@ def _load_chat(cfg: DataConfig) -> Dataset:
 
 
 def _format_size(tokens: Tokens, tokenizer: Tokenizer) -> str:
+    """Returns the size of a text in bytes or tokens, for users."""
     count = len(tokens)
     if tokenizer.name == "bytes":
         return f"{count / 1e6:,.1f} MB" if count >= 100_000 else f"{count:,} bytes"

@@ -138,6 +138,7 @@ class JinjaTemplate:
             raise ConfigError(f"{name} is not a template: {error}. Use the template of the model.") from None
 
     def _text(self, messages: Sequence[Message], prompt: bool) -> str:
+        """Runs the template on messages, with or without the prompt for an answer."""
         try:
             return self._template.render(
                 messages=[dict(m) for m in messages],
@@ -293,6 +294,7 @@ def read_conversations(path: str) -> Iterator[Conversation]:
 
 
 def _messages(values: Any) -> list[Message]:
+    """Returns the messages of a JSON value after checking them."""
     if not isinstance(values, dict):
         raise ConfigError("this is not a JSON object. Write {\"messages\": [...]}.")  # fmt: skip
     if changes := [key for key in _UNSUPPORTED_KEYS if values.get(key)]:

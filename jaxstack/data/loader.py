@@ -28,7 +28,7 @@ class DataLoader:
         Args:
           cfg: sizes and seed.
           dataset: training and held-out tokens.
-          sharding: of a batch over its rows.
+          sharding: the sharding of a batch over its rows.
         """
         window_args: dict[str, Any] = {name: getattr(cfg.data, name) for name in ("seq_len", "batch_size", "packing")}
         self._window_args = window_args
@@ -42,7 +42,7 @@ class DataLoader:
 
     @cached_property
     def held_out_bytes(self) -> int:
-        """Number of bytes of the held-out targets, without those of loss weight 0."""
+        """The number of bytes of the held-out targets, without targets of loss weight 0."""
         count = self._dataset.tokenizer.num_bytes
         return sum(count(b["targets"][b["loss_weights"] > 0]) for b in self.global_held_out_batches)
 
@@ -61,5 +61,5 @@ class DataLoader:
         return distributed.to_global_batch(batch, self._sharding, self._local_rows, self._cfg.data.batch_size)
 
     def describe_batch(self, index: int) -> str:
-        """Returns one line that says what a batch was read from."""
+        """Returns one line that lists the sources of a batch."""
         return data.describe_batch(self._dataset.train, index, seed=self._cfg.run.seed, **self._window_args)

@@ -47,6 +47,7 @@ def best_order(
 
 
 def _bits(train: Texts, held_out: Texts, orders: Sequence[int], context_bytes: int) -> dict[int, float]:
+    """Returns the bits per byte of each order."""
     assert set(orders) <= set(range(1, 9)), f"orders {list(orders)} must be between 1 and 8"
     _, offset = _flatten(held_out)
     scored = offset >= context_bytes

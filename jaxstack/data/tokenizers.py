@@ -142,6 +142,7 @@ class CharTokenizer:
 
 
 def _code_points(text: str) -> np.ndarray:
+    """Returns the Unicode code points of a text, uint32."""
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 

@@ -131,6 +131,7 @@ def assign_domains(tokens: Tokens, patterns: tuple[str, ...]) -> Tokens:
 
 
 def _with_eos(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+    """Encodes a document, followed by the end-of-document id if the tokenizer has one."""
     ids = tokenizer.encode(document.text)
     return ids if tokenizer.eos_id is None else np.append(ids, ids.dtype.type(tokenizer.eos_id))
 
@@ -201,6 +202,7 @@ class TokenFileHeader:
 
 
 def _part(path: str | Path, suffix: str) -> Path:
+    """Returns the path of one of the three files, given `NAME` or the path of any of them."""
     name = str(path)
     for known in _SUFFIXES:
         name = name.removesuffix(known)
@@ -253,6 +255,7 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
 
 
 def _refuse_existing(targets: list[Path]) -> None:
+    """Raises ConfigError if one of the files exists."""
     for target in targets:
         if target.exists():
             raise ConfigError(f"{target} exists and is never overwritten. Remove it or choose another name.")
@@ -286,7 +289,7 @@ def read_header(path: str | Path) -> TokenFileHeader:
 
 
 def read_token_file(path: str | Path) -> tuple[Tokens, Tokenizer]:
-    """Memory-maps a token file and rebuilds its tokenizer.
+    """Maps a token file into memory and rebuilds its tokenizer.
 
     A file below 1 GiB is read and checked at once, which takes a second or two: its hashes and the range of its ids.
     The ids of a larger file are checked when windows are read; `jaxstack data verify` checks all of it.
@@ -320,6 +323,7 @@ def verify_token_file(path: str | Path) -> TokenFileHeader:
 
 
 def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
+    """Maps the ids into memory after checking the sizes of the files and the document starts."""
     file, starts_file = _part(path, ".bin"), _part(path, ".starts.npy")
     for needed in (file, starts_file):
         if not needed.is_file():
@@ -373,5 +377,6 @@ def _check_ids(path: str | Path, header: TokenFileHeader) -> None:
 
 
 def _sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

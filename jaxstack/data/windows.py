@@ -176,6 +176,7 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
 def _make_batch(
     stream: TokenStream, first_B: np.ndarray, length_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int
 ) -> Batch:
+    """Returns the batch of the windows that begin at `first_B` and have `length_B` tokens."""
     index_BT, piece_BT, position_BT = stream.locate(first_B, seq_len + 1)
     ids_BT = stream.ids[index_BT]
     if (largest := int(ids_BT.max())) >= vocab_size:

@@ -31,6 +31,7 @@ class _Keys:
         self.where, self._left = where, dict(values)
 
     def take(self, key: str, *default: Any) -> Any:
+        """Returns the value of a key, or the default if there is one, and removes the key."""
         if key not in self._left and not default:
             raise ConfigError(f"{self.where} has no {key}. Copy it from the model's own config.json.")
         return self._left.pop(key, *default)
@@ -46,9 +47,11 @@ class _Keys:
             raise self.error(key, value, f"Only {' or '.join(json.dumps(a) for a in allowed)} is supported")
 
     def error(self, key: str, value: Any, fix: str) -> ConfigError:
+        """Returns the error for an unsupported value."""
         return ConfigError(f"{self.where}: {key}={json.dumps(value)} is not supported. {fix}.")
 
     def require_empty(self) -> None:
+        """Checks that every key was taken."""
         if self._left:
             shown = ", ".join(f"{key}={json.dumps(value)[:40]}" for key, value in sorted(self._left.items())[:6])
             raise ConfigError(
@@ -123,6 +126,7 @@ def _typed(keys: _Keys, key: str, value: Any, path: str) -> Any:
 
 
 def _number(keys: _Keys, key: str, *default: Any) -> float:
+    """Takes a key that must be a positive number."""
     value = keys.take(key, *default)
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise keys.error(key, value, "Give a positive number")

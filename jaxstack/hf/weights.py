@@ -77,6 +77,7 @@ class TensorLayout:
             yield (*full[:rows], to, *full[rows + 1 :]), piece
 
     def _piece(self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]) -> np.ndarray:
+        """Returns a contiguous piece of the parameter."""
         own, axes = p.shape[p.batch_axes :], self._axes(p)
         where: list[slice] = []
         shape: list[int] = []
