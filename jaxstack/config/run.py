@@ -67,7 +67,7 @@ def _check_steps(cfg: Config) -> None:
 
 
 def _check_mesh_batch(cfg: Config) -> None:
-    batch = cfg.data.batch_size // cfg.train.grad_accum
+    batch = cfg.microbatch_size
     for axis in ("data", "fsdp", "expert"):
         size = cfg.mesh.known_sizes[axis]
         require(

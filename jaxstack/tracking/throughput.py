@@ -50,7 +50,7 @@ class ThroughputMeter:
 
         `tokens_per_s` is the sum over all devices. `step_time_s` and `data_wait_s` are seconds per step. `mfu` uses
         the full-attention convention and `mfu_causal` the causal one. `peak_bytes_in_use` is the largest memory use of
-        any device of this process since it started; devices that do not report it, such as CPUs, leave it out.
+        any device of this process since it started. It is missing if devices do not report it, such as CPUs.
         """
         names = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s")
         if self._since is None or not self._steps:
