@@ -86,7 +86,7 @@ def start(command: Sequence[str], cfg: Config, shrink: bool) -> subprocess.Popen
     platform, devices = _devices(command)
     if platform == "cpu" and "JAX_NUM_CPU_DEVICES" not in os.environ:
         return subprocess.Popen(command)  # the run makes as many as its mesh needs
-    mesh = fit_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices)
+    mesh = fit_mesh(cfg.mesh, cfg.microbatch_size, devices)
     if mesh == cfg.mesh:
         return subprocess.Popen(command)
     used = math.prod(mesh.sizes.values())
