@@ -635,7 +635,7 @@ mistakes(
     ('max((record.get("skipped") or skipped) - skipped, 0)', '(record.get("skipped") or 0)'),
     ("names.count(path.name) == 1", "names.count(path.name) >= 1"),
     ("if len(set(row)) > 1}", "if len(row) > 1}"),
-    ("whole // size:,} {unit} {whole % size // part}", "whole // size:,} {unit} {whole // part}"),
+    ("total // size:,} {unit} {total % size // part}", "total // size:,} {unit} {total // part}"),
 )
 mistakes(
     "report", "tracking/jsonl.py", "tracking/test_metrics.py",

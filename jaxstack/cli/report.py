@@ -28,35 +28,35 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: a run cannot be read, or the page cannot be written.
     """
-    if len(args.runs) > style.MOST_RUNS:
+    if len(args.runs) > style.MAX_RUNS:
         raise ConfigError(
-            f"{len(args.runs)} runs are more than colors can distinguish. Name {style.MOST_RUNS} runs or fewer."
+            f"{len(args.runs)} runs are more than colors can distinguish. Name {style.MAX_RUNS} runs or fewer."
         )
     out = Path(args.out or Path(args.runs[0], "report.html"))
     if out.suffix != ".html":  # so that no other file of a run is ever overwritten
         raise ConfigError(f"--out={out} is not a page. Name a file that ends in .html.")
-    found = runs.read([Path(run) for run in args.runs])
+    found = runs.read_runs([Path(run) for run in args.runs])
     console = Console(highlight=False, soft_wrap=True)
     console.print(summary_table(found))
     for run in found:
         for gap in run.gaps:
             console.print(f"{run.name}: {gap}", style="yellow", markup=False)
     try:
-        files.replace(out, page.page(found))
+        files.replace(out, page.render(found))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         raise ConfigError(f"{out} cannot be written ({error.strerror}). Name another file with --out.") from error
     print(f"page     {out}")
 
 
-def summary_table(found: Sequence[runs.Run]) -> Table:
-    """Returns the table for the terminal: the summary of each run, and the seconds of each kind."""
+def summary_table(found: Sequence[runs.LoggedRun]) -> Table:
+    """Returns the table for the terminal: the summary of each run, and the seconds of each category."""
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     grid.add_column(no_wrap=True)
     for run in found:
         grid.add_column(Text(run.name), justify="right")
-    figures = [runs.summary(run) for run in found]
+    figures = [runs.summarize(run) for run in found]
     for key in figures[0]:
         grid.add_row(key, *(row[key] for row in figures))
-    for kind in runs.kinds(found):
-        grid.add_row(Text(f"  {kind}", style="dim"), *("{} {:>6}".format(*runs.share(run, kind)) for run in found))
+    for name in runs.time_categories(found):
+        grid.add_row(Text(f"  {name}", style="dim"), *("{} {:>6}".format(*runs.time_share(run, name)) for run in found))
     return grid

@@ -1,30 +1,33 @@
-"""The pictures of the page: SVG that takes its colours from the page's style, so that light and dark both read."""
+"""The charts of the page, as SVG in the colors of the page's style sheet, for light and dark."""
 
 import html
 import re
 from collections.abc import Callable, Sequence
 from io import StringIO
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxstack.report import style
-from jaxstack.report.runs import Run, events, kinds, share
+from jaxstack.report.runs import LoggedRun, list_events, time_categories, time_share
 
-POINTS = 2000
-"""Of one line in a picture, at most."""
+if TYPE_CHECKING:  # matplotlib takes a second to import, and errors must not wait for it
+    from matplotlib.axes import Axes
+
+MAX_POINTS = 2000
+"""Points of one curve at most."""
 
 
 class Chart(NamedTuple):
-    """A figure of metrics.jsonl against steps.
+    """A chart of one value of metrics.jsonl over steps.
 
     Attributes:
-      key: its name there.
-      title: with the unit.
-      factor: from the file's unit to the picture's.
-      scale: `zero` is linear from zero.
-      noisy: drawn raw and smoothed, as the loss.
+      key: name of the value in metrics.jsonl.
+      title: heading, with the unit.
+      factor: factor from the unit in the file to the unit of the chart.
+      scale: vertical scale: `linear`, `log`, or `zero` for linear from zero.
+      noisy: whether to draw the raw curve and a smoothed one.
     """
 
     key: str
@@ -47,34 +50,37 @@ CHARTS = (
 )
 
 MARKS = {"spike": "^", "skipped": "x", "rolled back": "<", "resumed": ">"}
-"""Events that are marked, by matplotlib's markers."""
+"""Marked events, with their matplotlib markers."""
 
 
-def thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most `POINTS` points: the ends, and the least and greatest of equal stretches, so that no spike is lost."""
-    if len(steps) <= POINTS:
+def thin_out(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns at most `MAX_POINTS` points of a curve: its ends, and the minimum and maximum of equal intervals.
+
+    No spike is lost.
+    """
+    if len(steps) <= MAX_POINTS:
         return steps, values
-    edges = np.linspace(0, len(steps), POINTS // 2).astype(int)
+    edges = np.linspace(0, len(steps), MAX_POINTS // 2).astype(int)
     lowest = [a + values[a:b].argmin() for a, b in pairwise(edges)]
     highest = [a + values[a:b].argmax() for a, b in pairwise(edges)]
     keep = np.unique([0, *lowest, *highest, len(steps) - 1])
     return steps[keep], values[keep]
 
 
-def width(lines: int) -> int:
-    """Lines that a smoothed point is the mean of: a fiftieth, and an odd number, so that it has a middle."""
+def smoothing_width(lines: int) -> int:
+    """Returns the number of lines of which a smoothed point is the mean: a fiftieth of all, and odd."""
     return max(lines // 50, 2) // 2 * 2 + 1
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The mean of each value and its neighbours, as many on both sides; see `width`.
+    """Returns the mean of each value and its neighbors, equally many on both sides; see `smoothing_width`.
 
-    Towards the ends they are fewer, so that a falling line does not lean there. Nothing is ever subtracted: behind a
-    loss of 1e30 all is as before.
+    There are fewer towards the ends, so that a falling curve is not distorted there. No running sum is used: it would
+    be inexact after a loss of 1e30.
     """
     if not values.size:
         return values
-    size = min(width(len(values)), (len(values) - 1) // 2 * 2 + 1)
+    size = min(smoothing_width(len(values)), (len(values) - 1) // 2 * 2 + 1)
     half = size // 2
 
     def end(ordered: np.ndarray) -> np.ndarray:
@@ -84,84 +90,99 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.concatenate([end(values), middle, end(values[::-1])[::-1]])
 
 
-def loss(runs: Sequence[Run]) -> str:
-    """Training loss raw and smoothed, held-out loss, and marks where something happened."""
+def loss_chart(runs: Sequence[LoggedRun]) -> str:
+    """Returns the SVG of the training loss, raw and smoothed, the held-out loss, and marks at events."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes: "Axes") -> None:
         for i, run in enumerate(runs):
             color = style.run_color(i)
             steps, values = run.series(LOSS.key)
             _curve(axes, steps, values, color)
-            dots = {"linewidth": 1.2, "linestyle": ":", "marker": "o", "markersize": 5, "clip_on": False}
-            axes.plot(*thin(*run.series("eval_loss")), color=color, **dots)
-            _mark(axes, run, color, _last(runs))
-        axes.set_ylim(*limits(runs))
+            dots: dict[str, Any] = {
+                "linewidth": 1.2,
+                "linestyle": ":",
+                "marker": "o",
+                "markersize": 5,
+                "clip_on": False,
+            }
+            axes.plot(*thin_out(*run.series("eval_loss")), color=color, **dots)
+            _mark(axes, run, color, _last_step(runs))
+        axes.set_ylim(*loss_limits(runs))
 
     return _figure(LOSS.title, runs, draw, "linear", (1080, 400))
 
 
-def _curve(axes: Any, steps: np.ndarray, values: np.ndarray, color: str) -> None:
-    axes.plot(*thin(steps, values), color=color, linewidth=0.8, alpha=0.45)
-    axes.plot(*thin(steps, smooth(values)), color=color, linewidth=1.8)
+def _curve(axes: "Axes", steps: np.ndarray, values: np.ndarray, color: str) -> None:
+    axes.plot(*thin_out(steps, values), color=color, linewidth=0.8, alpha=0.45)
+    axes.plot(*thin_out(steps, smooth(values)), color=color, linewidth=1.8)
 
 
-def limits(runs: Sequence[Run]) -> tuple[float, float]:
-    """Least and greatest loss in the picture: nearly all, since a few spikes would flatten everything else."""
+def loss_limits(runs: Sequence[LoggedRun]) -> tuple[float, float]:
+    """Returns the lowest and highest loss of the chart. They exclude a few spikes, which would flatten the rest."""
     inner: list[float] = []
     for run in runs:
         values, held_out = run.series(LOSS.key)[1], run.series("eval_loss")[1]
         inner += [*(np.quantile(values, [0.001, 0.999]) if values.size else ()), *smooth(values), *held_out]
     low, high = (min(inner), max(inner)) if inner else (0.0, 1.0)
     room = 0.05 * (high - low) or 1.0
-    return low - room, high + 2 * room  # above: the marks
+    return low - room, high + 2 * room  # more above, for the marks
 
 
-def hidden(runs: Sequence[Run]) -> int:
-    """Training losses that the picture does not show: beyond its edges, or not finite."""
-    low, high = limits(runs)
-    seen = sum(int(((low <= values) & (values <= high)).sum()) for values in (run.series("loss")[1] for run in runs))
-    return sum(len(run.training) for run in runs) - seen
+def count_hidden(runs: Sequence[LoggedRun]) -> int:
+    """Returns the number of training losses that the chart does not show: beyond its limits, or not finite."""
+    low, high = loss_limits(runs)
+    visible = sum(int(((low <= values) & (values <= high)).sum()) for values in (run.series("loss")[1] for run in runs))
+    return sum(len(run.training) for run in runs) - visible
 
 
-def _mark(axes: Any, run: Run, color: str, last: float) -> None:
-    """Marks at the top of the picture; no two of a kind in the same place."""
-    at = axes.get_xaxis_transform()  # upwards 1 is the top, whatever the loss
+def _mark(axes: "Axes", run: LoggedRun, color: str, last: float) -> None:
+    """Draws the marks of events at the top of the chart, without duplicates in one place."""
+    at = axes.get_xaxis_transform()  # the vertical coordinate 1 is the top, whatever the loss
     for kind, marker in MARKS.items():
-        places = {round(step / last * 1000): step for step, name, _ in events(run) if name == kind}
+        places = {round(event.step / last * 1000): event.step for event in list_events(run) if event.kind == kind}
         steps = [*places.values()]
-        look = {"color": color, "marker": marker, "markersize": 7, "linestyle": "none", "clip_on": False}
+        look: dict[str, Any] = {
+            "color": color,
+            "marker": marker,
+            "markersize": 7,
+            "linestyle": "none",
+            "clip_on": False,
+        }
         height = 0.92 if kind == "skipped" else 0.97  # a spike that was skipped has both
         axes.plot(steps, [height] * len(steps), transform=at, **look)
         if kind in ("rolled back", "resumed"):
             axes.vlines(steps, 0, 0.9, color=color, linewidth=0.9, alpha=0.7, linestyles="--", transform=at)
 
 
-def drawn(chart: Chart, runs: Sequence[Run]) -> str | None:
-    """One of `CHARTS`; None where no run has figures for it."""
+def metric_chart(chart: Chart, runs: Sequence[LoggedRun]) -> str | None:
+    """Returns the SVG of a chart, or None if no run has values for it."""
     found = [run.series(chart.key) for run in runs]
     if not any(values.size for _, values in found):
         return None
 
-    def draw(axes: Any) -> None:
+    def draw(axes: "Axes") -> None:
         for i, (steps, values) in enumerate(found):
             if chart.noisy:
                 _curve(axes, steps, values * chart.factor, style.run_color(i))
             else:
-                axes.plot(*thin(steps, values * chart.factor), color=style.run_color(i), linewidth=1.6)
+                axes.plot(*thin_out(steps, values * chart.factor), color=style.run_color(i), linewidth=1.6)
 
     return _figure(chart.title, runs, draw, chart.scale, (530, 270))
 
 
-def _last(runs: Sequence[Run]) -> float:
+def _last_step(runs: Sequence[LoggedRun]) -> float:
     return max(max(record["step"] for record in run.records) for run in runs) or 1
 
 
-def _figure(title: str, runs: Sequence[Run], draw: Callable[[Any], None], scale: str, size: tuple[int, int]) -> str:
-    import matplotlib  # here: it takes a second, and mistakes answer before
+def _figure(
+    title: str, runs: Sequence[LoggedRun], draw: "Callable[[Axes], None]", scale: str, size: tuple[int, int]
+) -> str:
+    """Returns the SVG of a chart of `size` pixels, whose curves `draw` adds."""
+    import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    points = 72  # an inch, in the units of matplotlib's SVG: one of them is a pixel of the page
+    points = 72  # points per inch; a point of matplotlib's SVG is a pixel of the page
     figure = Figure(figsize=(size[0] / points, size[1] / points), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
@@ -169,8 +190,8 @@ def _figure(title: str, runs: Sequence[Run], draw: Callable[[Any], None], scale:
     axes.patch.set_visible(False)
     draw(axes)
     for drawing in (*axes.lines, *axes.collections):
-        drawing.set_in_layout(False)  # a mark on the edge shall not move the axes
-    axes.set_xlim(0, _last(runs))
+        drawing.set_in_layout(False)  # a mark on the edge must not move the axes
+    axes.set_xlim(0, _last_step(runs))
     _ticks(axes, scale, size[0] // 95)
     axes.set_xlabel("optimizer step", color=style.INK, fontsize=12)
     axes.tick_params(colors=style.INK, labelsize=12, length=0, which="both")
@@ -180,13 +201,13 @@ def _figure(title: str, runs: Sequence[Run], draw: Callable[[Any], None], scale:
         spine.set_visible(side == "bottom")
         spine.set_color(style.GRID)
     out = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # the page's fonts; equal every time
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # the page's fonts; reproducible ids
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return _inline(out.getvalue(), title)
 
 
-def _ticks(axes: Any, scale: str, most: int) -> None:
-    """The vertical scale, and numbers without powers of ten where they fit; at most so many steps are named."""
+def _ticks(axes: "Axes", scale: str, most: int) -> None:
+    """Sets the vertical scale, labels without powers of ten where they fit, and at most `most` labels of steps."""
     from matplotlib import ticker
 
     if scale == "zero":
@@ -205,29 +226,29 @@ def _ticks(axes: Any, scale: str, most: int) -> None:
 
 
 def _inline(svg: str, title: str) -> str:
-    """A picture as a part of the page: no prologue, no size of its own, names that no other picture has."""
+    """Returns an SVG as a part of the page: without prologue and size, and with ids that no other chart has."""
     own = re.sub(r"\W+", "-", title)
     body = svg[svg.index("<svg") :]
     head, rest = body.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', head)
     assert box, head
     rest = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{own}-", rest)
-    rest = style.variables(rest)
+    rest = style.use_page_colors(rest)
     label = html.escape(title)
     return f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} role="img" aria-label="{label}">{rest.strip()}'
 
 
-def bar(run: Run) -> str:
-    """A run's seconds by kind as one bar; the greater parts are named in it."""
-    everything = sum(run.spent.values())
+def time_bar(run: LoggedRun) -> str:
+    """Returns the SVG of a bar of a run's seconds by category, with labels where they fit."""
+    total = sum(run.spent.values())
     parts, at = [], 0.0
-    for kind in kinds([run]):
-        part = 100 * run.spent[kind] / everything
-        tip = html.escape(" ".join([kind, *share(run, kind)]))
-        parts.append(f'<rect class="{style.tone(kind)}" x="{at:.3f}%" width="{part:.3f}%" height="100%">'
-                     f"<title>{tip}</title></rect>")  # fmt: skip
-        if part >= 2 * len(kind) + 8:  # there is room for it
-            parts.append(f'<text x="{at + part / 2:.3f}%" y="50%">{html.escape(kind)} {part:.0f}%</text>')
+    for name in time_categories([run]):
+        part = 100 * run.spent[name] / total
+        tip = html.escape(" ".join([name, *time_share(run, name)]))
+        box = f'class="{style.css_class(name)}" x="{at:.3f}%" width="{part:.3f}%" height="100%"'
+        parts.append(f"<rect {box}><title>{tip}</title></rect>")
+        if part >= 2 * len(name) + 8:  # there is room for the label
+            parts.append(f'<text x="{at + part / 2:.3f}%" y="50%">{html.escape(name)} {part:.0f}%</text>')
         at += part
-    label = html.escape(f"Seconds of {run.name} by kind")
+    label = html.escape(f"Seconds of {run.name} by category")
     return f'<svg class="bar" role="img" aria-label="{label}">{"".join(parts)}</svg>'

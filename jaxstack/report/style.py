@@ -1,6 +1,7 @@
-"""How the page looks, in light and dark. Pictures name their colours by the variables that stand here."""
+"""Colors and style sheet of the page, in light and dark. Charts name their colors by variables of this sheet."""
 
 import re
+from string import Template
 
 _RUNS = (  # light, dark
     ("#2563eb", "#6ea8fe"),
@@ -12,9 +13,10 @@ _RUNS = (  # light, dark
     ("#a16207", "#facc15"),
     ("#db2777", "#f472b6"),
 )
-MOST_RUNS = len(_RUNS)
+MAX_RUNS = len(_RUNS)
+"""Runs on one page at most, which is the number of colors."""
 
-_KINDS = {
+_CATEGORIES = {
     "step": "#15803d",
     "compile": "#7c3aed",
     "start": "#64748b",
@@ -27,86 +29,94 @@ _KINDS = {
     "down": "#7f1d1d",
 }
 
-# What matplotlib writes where the page's variables shall stand; nothing else is drawn in these colours.
-INK, GRID = "#000001", "#000002"
+# Placeholders that matplotlib writes, and `use_page_colors` replaces. Nothing else is drawn in these colors.
+INK = "#000001"
+"""Placeholder for the color of text."""
+GRID = "#000002"
+"""Placeholder for the color of grid lines."""
 
 
 def run_color(i: int) -> str:
-    """The colour to draw run i in."""
+    """Returns the placeholder for the color of run i."""
     return f"#0001{i:02}"
 
 
-def variables(svg: str) -> str:
-    """A picture in the colours of the page."""
+def use_page_colors(svg: str) -> str:
+    """Returns the SVG with placeholders replaced by the color variables of the page."""
     svg = re.sub(r"#0001(\d\d)", lambda found: f"var(--run{int(found[1])})", svg)
     return svg.replace(INK, "var(--soft)").replace(GRID, "var(--line)")
 
 
-def tone(kind: str) -> str:
-    """The class of a kind of seconds."""
-    return f"k-{kind}" if kind in _KINDS else "k-other"
+def css_class(category: str) -> str:
+    """Returns the CSS class of a category of time."""
+    return f"k-{category}" if category in _CATEGORIES else "k-other"
 
 
-def sheet() -> str:
-    """The style sheet."""
+def style_sheet() -> str:
+    """Returns the style sheet of the page."""
     light, dark = ("".join(f"--run{i}: {pair[shade]}; " for i, pair in enumerate(_RUNS)) for shade in (0, 1))
-    tones = "".join(f".{tone(kind)} {{ fill: {color}; background: {color} }}\n" for kind, color in _KINDS.items())
-    return f"""\
-:root {{ color-scheme: light dark; --ink: #1e293b; --soft: #64748b; --line: #e2e8f0; --back: #f8fafc; --card: #fff;
-  {light}}}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e2e8f0; --soft: #94a3b8; --line: #334155; --back: #0f172a; --card: #1e293b;
-    {dark}}}
-}}
-* {{ box-sizing: border-box }}
-body {{ margin: 0; background: var(--back); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif }}
-main {{ max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px }}
-h1 {{ margin: 0 0 4px; font-size: 26px; letter-spacing: -.01em }}
-h2 {{ margin: 0 0 14px; font-size: 18px }}
-section {{ margin-top: 24px; padding: 20px 24px; background: var(--card); border: 1px solid var(--line);
-  border-radius: 10px }}
-.runs {{ display: flex; flex-wrap: wrap; gap: 4px 28px; overflow-wrap: anywhere }}
-.run small {{ margin-left: 10px; color: var(--soft) }}
-.gap {{ margin: 10px 0 0; padding: 6px 12px; border-left: 3px solid var(--run1) }}
-.swatch {{ display: inline-block; width: 11px; height: 11px; margin-right: 8px; border-radius: 3px }}
-.pair {{ display: flex; flex-wrap: wrap; gap: 0 24px }}
-.pair section {{ flex: 1 1 auto; min-width: min(470px, 100%); max-width: 100% }}
-.pair .note, .pair .account {{ width: 0; min-width: 100% }} /* the tables alone say how wide a section is */
-.part {{ display: inline-block; min-width: 4.4em; text-align: right; color: var(--soft); font-weight: 400 }}
-.note, .legend {{ margin: 14px 0 0; color: var(--soft); font-size: 13.5px }}
-.scroll {{ overflow-x: auto }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: 5px 28px 5px 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top;
-  font-weight: 400; overflow-wrap: anywhere }}
-tbody tr:last-child > * {{ border-bottom: 0 }}
-thead th {{ color: var(--soft); font-weight: 600; white-space: nowrap }}
-th[scope=row] {{ color: var(--soft) }}
-.figures {{ min-width: 100% }}
-.figures td, .figures thead th {{ padding: 5px 0 5px 28px; text-align: right; white-space: nowrap }}
-.figures th[scope=row] {{ padding-right: 0 }}
-.figures td {{ font-weight: 600 }}
-.config td, .config th[scope=row] {{ font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }}
-.config th[scope=row] {{ white-space: nowrap }}
-.config td {{ white-space: pre-wrap }}
-.account {{ margin-bottom: 12px }}
-.bar {{ display: block; width: 100%; height: 30px; border-radius: 6px; overflow: hidden }}
-.bar text {{ fill: #fff; font-size: 13px; font-weight: 600; text-anchor: middle; dominant-baseline: central }}
-{tones}.k-other {{ fill: #94a3b8; background: #94a3b8 }}
-figure {{ margin: 0 }}
-figure svg {{ display: block; width: 100%; min-width: 360px; height: auto; margin-top: 6px }}
-section > figure svg {{ min-width: 700px }} /* the loss: a narrow screen scrolls */
-figure svg text {{ font-family: inherit !important }}
-figcaption {{ font-weight: 600 }}
-.grid {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 28px 32px;
-  margin-top: 28px }}
-.legend {{ display: flex; flex-wrap: wrap; gap: 2px 22px; margin-top: 8px }}
-.stroke {{ display: inline-block; width: 26px; margin-right: 7px; border-top: 3px solid currentColor;
-  vertical-align: middle }}
-.faint {{ border-top-width: 1px; opacity: .6 }}
-.dots {{ border-top-style: dotted }}
-details + details {{ margin-top: 10px }}
-summary {{ cursor: pointer }}
-details .scroll {{ margin-top: 10px }}
-@media print {{ body {{ background: none }} section {{ break-inside: avoid }} }}
-"""
+    categories = "".join(
+        f".{css_class(name)} {{ fill: {color}; background: {color} }}\n" for name, color in _CATEGORIES.items()
+    )
+    return _SHEET.substitute(light=light, dark=dark, categories=categories)
+
+
+_SHEET = Template("""\
+:root { color-scheme: light dark; --ink: #1e293b; --soft: #64748b; --line: #e2e8f0; --back: #f8fafc; --card: #fff;
+  $light}
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e2e8f0; --soft: #94a3b8; --line: #334155; --back: #0f172a; --card: #1e293b;
+    $dark}
+}
+* { box-sizing: border-box }
+body { margin: 0; background: var(--back); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif }
+main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px }
+h1 { margin: 0 0 4px; font-size: 26px; letter-spacing: -.01em }
+h2 { margin: 0 0 14px; font-size: 18px }
+section { margin-top: 24px; padding: 20px 24px; background: var(--card); border: 1px solid var(--line);
+  border-radius: 10px }
+.runs { display: flex; flex-wrap: wrap; gap: 4px 28px; overflow-wrap: anywhere }
+.run small { margin-left: 10px; color: var(--soft) }
+.gap { margin: 10px 0 0; padding: 6px 12px; border-left: 3px solid var(--run1) }
+.swatch { display: inline-block; width: 11px; height: 11px; margin-right: 8px; border-radius: 3px }
+.pair { display: flex; flex-wrap: wrap; gap: 0 24px }
+.pair section { flex: 1 1 auto; min-width: min(470px, 100%); max-width: 100% }
+.pair .note, .pair .account { width: 0; min-width: 100% } /* only tables set the width of a section */
+.part { display: inline-block; min-width: 4.4em; text-align: right; color: var(--soft); font-weight: 400 }
+.note, .legend { margin: 14px 0 0; color: var(--soft); font-size: 13.5px }
+.scroll { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: 5px 28px 5px 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top;
+  font-weight: 400; overflow-wrap: anywhere }
+tbody tr:last-child > * { border-bottom: 0 }
+thead th { color: var(--soft); font-weight: 600; white-space: nowrap }
+th[scope=row] { color: var(--soft) }
+.figures { min-width: 100% }
+.figures td, .figures thead th { padding: 5px 0 5px 28px; text-align: right; white-space: nowrap }
+.figures th[scope=row] { padding-right: 0 }
+.figures td { font-weight: 600 }
+.config td, .config th[scope=row] { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
+.config th[scope=row] { white-space: nowrap }
+.config td { white-space: pre-wrap }
+.account { margin-bottom: 12px }
+.bar { display: block; width: 100%; height: 30px; border-radius: 6px; overflow: hidden }
+.bar text { fill: #fff; font-size: 13px; font-weight: 600; text-anchor: middle; dominant-baseline: central }
+$categories.k-other { fill: #94a3b8; background: #94a3b8 }
+figure { margin: 0 }
+figure svg { display: block; width: 100%; min-width: 360px; height: auto; margin-top: 6px }
+section > figure svg { min-width: 700px } /* the loss: a narrow screen scrolls */
+figure svg text { font-family: inherit !important }
+figcaption { font-weight: 600 }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 28px 32px;
+  margin-top: 28px }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 22px; margin-top: 8px }
+.stroke { display: inline-block; width: 26px; margin-right: 7px; border-top: 3px solid currentColor;
+  vertical-align: middle }
+.faint { border-top-width: 1px; opacity: .6 }
+.dots { border-top-style: dotted }
+details + details { margin-top: 10px }
+summary { cursor: pointer }
+details .scroll { margin-top: 10px }
+@media print { body { background: none } section { break-inside: avoid } }
+""")

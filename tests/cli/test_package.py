@@ -66,7 +66,7 @@ def test_the_overview_lists_every_command_in_its_group():
         (["schedule", "1f1b", "--stages=0"], ["--stages=0 is out of range. Use 1 or more; the default is 4."]),
         (["completion", "csh"], ["SHELL=csh is not valid. Use one of bash, zsh, fish."]),
         (["generate", "nowhere", "x"], ["nowhere is not a run"]),
-        (["report", "nowhere"], ["nowhere is no directory"]),
+        (["report", "nowhere"], ["nowhere is not a directory"]),
         (["export", "nowhere", "out"], ["nowhere is not a run"]),
         (["data", "show", "nowhere"], ["nowhere.json does not exist"]),
         (["plan"], ["--target is missing"]),

@@ -115,15 +115,15 @@ def test_bad_steps_with_lines_of_their_own_are_told_once(tmp_path):
         {"step": 20, "event": "spike", "loss": 9.0, "grad_norm": 1.0, "skipped": 2, "batch": "step 19: b"},
     ]
     lines = [training(10), *own, training(20, spike=1, skipped=2), training(30, skipped=3)]
-    (run,) = runs.read([write(tmp_path / "run", lines)])
-    assert runs.events(run) == [
+    (run,) = runs.read_runs([write(tmp_path / "run", lines)])
+    assert runs.list_events(run) == [
         (12, "skipped", "loss -; batch of step 11: a"),
         (20, "spike", "loss 9.0000; batch of step 19: b"),
         (30, "skipped", "1 of the steps since the line before"),  # as lines of earlier versions say it
     ]
     assert run.series("loss")[0].tolist() == [10, 20, 30]
     assert goodput.spent(lines)["step"] == 4.5
-    checked(page.page([run]))
+    checked(page.render([run]))
 
 
 def test_a_clock_that_was_set_back_takes_nothing_away():
@@ -134,13 +134,13 @@ def test_a_clock_that_was_set_back_takes_nothing_away():
 
 
 def test_the_kinds_on_the_page_are_those_of_the_sums(tmp_path):
-    (run,) = runs.read([write(tmp_path / "run", LINES)])
-    assert runs.kinds([run])[0] == "step"
-    assert set(runs.kinds([run])) == {kind for kind, seconds in run.spent.items() if seconds}
-    assert runs.share(run, "down") == ("60.5 s", "71.2%")
-    widths = [float(part) for part in re.findall(r' width="([\d.]+)%"', charts.bar(run))]
+    (run,) = runs.read_runs([write(tmp_path / "run", LINES)])
+    assert runs.time_categories([run])[0] == "step"
+    assert set(runs.time_categories([run])) == {kind for kind, seconds in run.spent.items() if seconds}
+    assert runs.time_share(run, "down") == ("60.5 s", "71.2%")
+    widths = [float(part) for part in re.findall(r' width="([\d.]+)%"', charts.time_bar(run))]
     assert abs(sum(widths) - 100) < 0.01 * len(widths)
-    figures = runs.summary(run)
+    figures = runs.summarize(run)
     assert figures["goodput"] == "4.7%"
     assert figures["wall clock"] == "1 min 25 s"
     assert figures["last step"] == "30 of 40"
@@ -150,11 +150,11 @@ def test_the_kinds_on_the_page_are_those_of_the_sums(tmp_path):
 
 
 def test_events_are_named_with_what_they_cost(tmp_path):
-    (run,) = runs.read([write(tmp_path / "run", LINES)])
-    assert [(step, kind) for step, kind, _ in runs.events(run)] == [
+    (run,) = runs.read_runs([write(tmp_path / "run", LINES)])
+    assert [(step, kind) for step, kind, _ in runs.list_events(run)] == [
         (10, "resumed"), (20, "rolled back"), (30, "spike"), (30, "skipped"), (30, "stopped"),
     ]  # fmt: skip
-    words = " ".join(what for *_, what in runs.events(run))
+    words = " ".join(what for *_, what in runs.list_events(run))
     for word in ("2.5 s of work lost", "1 min 0 s down", "from the spike at step 25", "2 of the steps"):
         assert word in words
 
@@ -162,8 +162,8 @@ def test_events_are_named_with_what_they_cost(tmp_path):
 def test_the_figures_of_a_run_by_hand(tmp_path):
     lines = [*LINES, {"step": 30, "eval_loss": 0.9}, {"step": 30, "eval_loss": None}, training(40, mfu=0.25)]
     end = {"step": 40, "event": "finished", "time": 150.0}
-    (run,) = runs.read([write(tmp_path / "run", [*lines, end])])
-    assert runs.summary(run) == {
+    (run,) = runs.read_runs([write(tmp_path / "run", [*lines, end])])
+    assert runs.summarize(run) == {
         "last step": "40 of 40",
         "ended": "finished",
         "last loss (nats per token)": "0.1500",
@@ -173,32 +173,32 @@ def test_the_figures_of_a_run_by_hand(tmp_path):
         "wall clock": "1 min 27 s",  # 85 s, and two more
         "goodput": "6.3%",  # 5.5 of 87
     }
-    (again,) = runs.read([write(tmp_path / "again", [*lines, end, training(50)])])
-    assert runs.summary(again)["ended"] == "no end in the log"
-    assert runs.summary(again)["last step"] == "50 of 40"
+    (again,) = runs.read_runs([write(tmp_path / "again", [*lines, end, training(50)])])
+    assert runs.summarize(again)["ended"] == "no end in the log"
+    assert runs.summarize(again)["last step"] == "50 of 40"
 
 
 def test_runs_of_one_name_go_by_their_paths(tmp_path):
     paths = [write(tmp_path / folder, LINES) for folder in ("a/run", "b/run", "b/other")]
-    assert [run.name for run in runs.read(paths)] == [str(paths[0]), str(paths[1]), "other"]
+    assert [run.name for run in runs.read_runs(paths)] == [str(paths[0]), str(paths[1]), "other"]
 
 
 def test_differences_leave_out_where_a_run_stands(tmp_path):
     others = CONFIG.replace("0.001", "3e-4").replace("somewhere", "elsewhere") + "data:\n  packing: true\n"
-    found = runs.read([write(tmp_path / "a", LINES), write(tmp_path / "b", LINES, others)])
+    found = runs.read_runs([write(tmp_path / "a", LINES), write(tmp_path / "b", LINES, others)])
     # 3e-4 without a dot is a word to YAML 1.1, and shown as it stands
-    assert runs.differences(found) == {"optim.lr": ["0.001", "3e-4"], "data.packing": ["-", "true"]}
+    assert runs.config_differences(found) == {"optim.lr": ["0.001", "3e-4"], "data.packing": ["-", "true"]}
 
 
 def test_one_page_of_several_runs(tmp_path):
     lines = [training(i, mfu=0.4, moe_load_max_over_mean=1.5, moe_dropped_fraction=0.0) for i in range(1, 9)]
-    found = runs.read([write(tmp_path / "a", LINES), write(tmp_path / "b", lines, CONFIG.replace("2", "3"))])
-    read = checked(page.page(found))
+    found = runs.read_runs([write(tmp_path / "a", LINES), write(tmp_path / "b", lines, CONFIG.replace("2", "3"))])
+    read = checked(page.render(found))
     figures = [tag for tag, _ in read.tags if tag == "figure"]
     assert len(figures) == 7, "loss, speed, MFU, gradient, rate, load, dropped"
-    for word in ("What differs", "model.num_layers", "Model FLOPs utilisation", "Router load", "rolled back"):
+    for word in ("Differences", "model.num_layers", "Model FLOPs utilisation", "Router load", "rolled back"):
         assert word in read.text
-    drawn = charts.loss(found)
+    drawn = charts.loss_chart(found)
     assert "var(--run0)" in drawn
     assert "var(--run1)" in drawn
     assert "#0" not in drawn, "a colour that the page does not set reads in light or in dark, not in both"
@@ -207,8 +207,8 @@ def test_one_page_of_several_runs(tmp_path):
 def test_what_comes_from_files_is_text(tmp_path):
     config = "sample:\n  prompts: ['<script>alert(1)</script>']\n'<i>key': \"'\\\"&\"\n"
     lines = [*LINES, {"step": 31, "event": "<img src=x onerror=alert(1)>", "seconds": {"<u>": 1.0, '"><u>': 9.0}}]
-    found = runs.read([write(tmp_path / "<b>x", lines, config), write(tmp_path / '"$y', lines)])
-    text = page.page(found)
+    found = runs.read_runs([write(tmp_path / "<b>x", lines, config), write(tmp_path / '"$y', lines)])
+    text = page.render(found)
     read = checked(text)
     assert not {tag for tag, _ in read.tags} & {"script", "img", "u"}
     for word in ("<b>x", "<script>alert(1)</script>", "<i>key", "<img src=x onerror=alert(1)>", "<u>", '"$y'):
@@ -219,15 +219,15 @@ def test_lines_are_thinned_and_keep_their_spikes(tmp_path):
     n = 100_000
     values = np.sin(np.arange(n) / 1e4)
     values[77_777], values[33_333] = 50.0, -50.0
-    steps, kept = charts.thin(np.arange(n), values)
-    assert len(steps) <= charts.POINTS
+    steps, kept = charts.thin_out(np.arange(n), values)
+    assert len(steps) <= charts.MAX_POINTS
     assert (np.diff(steps) > 0).all()
     assert {0, 33_333, 77_777, n - 1} <= set(steps)
     assert np.array_equal(values[steps], kept)
     lines = [{"step": i, "loss": 1.0 + i % 7} for i in range(1, 30_001)]
-    text = page.page(runs.read([write(tmp_path / "run", lines)]))
+    text = page.render(runs.read_runs([write(tmp_path / "run", lines)]))
     assert len(text) < 1_000_000
-    assert "Of up to 30,000 lines a picture shows at most 2,000 points" in checked(text).text
+    assert "The logs have up to 30,000 lines. A chart shows at most 2,000 points" in checked(text).text
 
 
 def test_smoothing_is_a_mean_of_neighbours(rng):
@@ -246,32 +246,32 @@ def test_a_run_from_before_seconds_were_recorded_gets_the_rest_of_the_page(tmp_p
     old = [{"step": i, "loss": None if i == 2 else 1.0} for i in (1, 2, 3)]
     path = write(tmp_path / "run", old)
     (path / "config.yaml").unlink()
-    (run,) = runs.read([path])
-    read = checked(page.page([run]))
+    (run,) = runs.read_runs([path])
+    read = checked(page.render([run]))
     for word in (
-        "3 training lines do not say where their seconds went",
+        "3 training lines do not record how their seconds were spent",
         "There is no config.yaml",
-        "beyond the picture's edge: 1.",
+        "beyond the edge of the chart: 1.",
     ):
         assert word in read.text
-    assert runs.summary(run)["goodput"] == "-"
+    assert runs.summarize(run)["goodput"] == "-"
 
 
 def test_a_log_that_was_cut(tmp_path):
     path = write(tmp_path / "run", LINES)
     log = path / "metrics.jsonl"
     log.write_text(log.read_text()[:-20])  # within the last line, as a crash does
-    (run,) = runs.read([path])
+    (run,) = runs.read_runs([path])
     assert (len(run.records), run.gaps) == (len(LINES) - 1, ())
     lines = log.read_text().splitlines()
     log.write_text("\n".join([lines[0], "{", *lines[1:]]))
-    assert "Line 2 of metrics.jsonl is broken" in runs.read([path])[0].gaps[0]
+    assert "Line 2 of metrics.jsonl is not valid JSON" in runs.read_runs([path])[0].gaps[0]
 
 
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        (None, "holds no metrics.jsonl"),
+        (None, "contains no metrics.jsonl"),
         ("", "no training line yet"),
         ('{"step": 1, "eval_loss": 2.0}\n', "no training line yet"),
         ('{"loss": 1.0}\n', "line 1 of"),
@@ -291,10 +291,10 @@ def test_logs_that_are_none(log, words, tmp_path):
 
 def test_command_lines_that_mean_nothing(tmp_path):
     run = str(write(tmp_path / "run", LINES))
-    many = [str(tmp_path / str(i)) for i in range(style.MOST_RUNS + 1)]
+    many = [str(tmp_path / str(i)) for i in range(style.MAX_RUNS + 1)]
     for argv, words in (
         ([], "RUN is missing"),
-        ([str(tmp_path / "nowhere")], "is no directory"),
+        ([str(tmp_path / "nowhere")], "is not a directory"),
         ([run, "--open"], "unknown key open"),
         ([run, "--out"], "--out has no value"),
         ([run, run], "named twice"),
@@ -305,7 +305,7 @@ def test_command_lines_that_mean_nothing(tmp_path):
         with pytest.raises(ConfigError, match=words):
             execute(["report", *argv])
     (Path(run) / "config.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match="is no YAML"):
+    with pytest.raises(ConfigError, match="is not YAML"):
         execute(["report", run])
 
 
