@@ -88,10 +88,10 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"--distributed\.coordinator=10\.": "two machines; tests/runtime/test_processes.py",
     r"^plan (?!roofline)": "a compiler of an extra; tests/aot",
     r"^python benchmarks/": "measured on its own; tests/test_benchmarks.py runs the ones for accelerators, small",
-    r"^plan roofline": "tests/planner/test_roofline.py",
+    r"^plan roofline(?!.*llama3_8b)": "tests/planner/test_roofline.py",
     r"--kernels\.attention=pallas": "an error on a CPU; tests/kernels/test_attention_kernels.py",
     r"^(report|generate|export) runs/gpt2": "what an accelerator has trained; run with runs/quickstart",
-    r"--config (configs/models/)?(llama3_8b|gpt2)\b(?!.*--print_shardings)": "accelerators; test_config.py builds it",
+    r"--config (configs/models/)?(llama3_8b|gpt2)\b(?!.*(--print_shardings|--chip))": "accelerators; test_config.py builds it",
     r"\bshakespeare(\.yaml| |$)": "an hour; configs/shakespeare_cpu.yaml is run",
     r"gpt2/tokenizer\.json": "a download; tests/data/test_data.py",
     r"--run\.sinks": "packages of extras; tests/tracking/test_sinks.py",
@@ -104,7 +104,7 @@ STEPS = ["--train.steps=2", "--train.eval_every=2", "--train.eval_steps=1", "--c
 ALONE = ["--train.ngram_baseline=false", "--sample.prompts=[]", "--optim.name=sgd"]  # Muon compiles for longest
 SHORT = [*STEPS, *ALONE, "--data.seq_len=32", "--data.batch_size=8"]
 RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that matches
-    (r"--print_shardings", []),
+    (r"--print_shardings|^plan roofline", []),
     (r"--pipeline\.partition=", [*STEPS, *ALONE, "--data.seq_len=32"]),
     (r"^profile ", ["--data.seq_len=32"]),
     (r"--data\.source=chat", [*STEPS, *ALONE]),
@@ -113,7 +113,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),
     (r"^generate", ["--sample.tokens=8"]),
-    (r"^(report|data|import|export|schedule) ", []),
+    (r"^(report|data|import|export|schedule|completion) |^--help$", []),
 ]
 
 
@@ -235,8 +235,8 @@ def test_the_commands_run(tmp_path):
         if command.words[0] in ("import", "export"):  # another page's; nothing is overwritten
             shutil.rmtree(path / command.words[2], ignore_errors=True)
         flags = next(flags for pattern, flags in RUN if re.search(pattern, command.text))
-        printed = start(command.line, path, flags)
-        missing = [line for line in command.output if line not in ("", "...") and line not in printed.splitlines()]
+        printed = [line.rstrip() for line in start(command.line, path, flags).splitlines()]
+        missing = [line for line in command.output if line not in ("...", *printed)]
         assert not missing, f"{command.page}: {command.line} does not print {missing}"
         done.add(command.text)
     for made in ("runs/quickstart/report.html", "both.html", "my_texts.bin", "OUT/config.json", "costs.json"):
@@ -309,6 +309,13 @@ def test_tests_and_files_that_documents_name_exist():
                 assert not name or name in named_in(ROOT / path), f"{page.name}: {code} does not exist"
             elif re.fullmatch(r"test_\w+", code):
                 assert code in tests, f"{page.name}: {code} is not a test"
+
+
+def test_the_page_of_commands_lists_all_with_their_summaries():
+    from jaxstack.cli.parser import COMMANDS
+
+    shown = {name.strip("`"): what for name, what, _ in table_below("docs/commands.md", "| command |")}
+    assert shown == {name: command.summary for name, command in COMMANDS.items()}
 
 
 def test_the_readme_and_the_tour_are_short():
