@@ -265,9 +265,9 @@ def test_a_dense_run_is_up_cycled_on_another_mesh(straight, text, tmp_path):
     routed = [line for line in lines(run_dir) if "loss" in line]
     assert all(1 <= line["moe_load_max_over_mean"] <= 4 and line["moe_dropped_fraction"] == 0 for line in routed)
     _, err = run(*argv, "--model.d_ff=128", f"--run.dir={tmp_path / 'other'}", code=2)
-    assert "holds another model" in err
+    assert "has another model" in err
     _, err = run(*SMALL, f"--data.path={text}", "--run.init_from=nowhere", f"--run.dir={tmp_path / 'other'}", code=2)
-    assert "run.init_from=nowhere is no run directory" in err
+    assert "run.init_from=nowhere is not a folder of a run" in err
 
 
 def test_shardings_are_printed_and_nothing_is_written(text, tmp_path):

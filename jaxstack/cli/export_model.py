@@ -69,10 +69,10 @@ def _read_params(run: Path) -> "Params":
     from jaxstack.models.context import Context
     from jaxstack.training import init_from
 
-    source: Config | hf.PretrainedFolder = init_from.find(str(run), "RUN")
+    source: Config | hf.PretrainedFolder = init_from.find_source(str(run), "RUN")
     if isinstance(source, hf.PretrainedFolder):
         with source:
             return source.read_params()
     alone = replace(source, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
     mesh = sharding.make_mesh(alone.mesh, 1, jax.devices()[:1])
-    return init_from.restore(alone, Context.create(alone, mesh))
+    return init_from.restore_params(alone, Context.create(alone, mesh))

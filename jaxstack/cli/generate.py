@@ -178,8 +178,8 @@ def read_params(run: Path, cfg: Config, ctx: "Context", step: int | None) -> "Pa
     from jaxstack import hf
     from jaxstack.training import init_from
 
-    source = init_from.find(str(run), "RUN")
+    source = init_from.find_source(str(run), "RUN")
     if isinstance(source, hf.PretrainedFolder):
         with source:
             return source.read_params(ctx)
-    return init_from.restore(replace(cfg, run=replace(cfg.run, dir=source.run.dir)), ctx, step)
+    return init_from.restore_params(replace(cfg, run=replace(cfg.run, dir=source.run.dir)), ctx, step)

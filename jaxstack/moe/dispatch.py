@@ -1,6 +1,11 @@
 """Sends tokens to their experts and back: dropless or with a capacity, on one device or over a mesh axis.
 
-What is sent to an expert is a *pair* (token, choice).
+What is sent to an expert is a *pair* (token, choice). Over an expert axis, `lax.all_to_all` sends each pair to the shard
+of its expert and back. Its buffers have one static size per pair of shards. With a capacity they are exact,
+[E, rows * C, D]. Without one, the pairs are sent in rounds, see `jaxstack.moe.rounds`.
+
+For a remat policy, the tokens at their experts are named "moe_tokens" (recomputing them repeats the exchange), and the
+projections "mlp_up" and "mlp_gate"; rounds save none of them.
 
 Suffixes: T tokens of this shard, k choices of a token, N = T * k pairs, E experts (`E_local` on this shard), D width,
 F hidden width of an expert, n shards of the expert axis, C slots.
@@ -67,16 +72,9 @@ def moe_mlp(
     nothing. A hard gate has no capacity: it may send a whole sequence to one expert, however even the experts' loads
     are over many sequences.
 
-    Over an expert axis, `lax.all_to_all` sends each pair to the shard of its expert and back. Its buffers have one
-    static size per pair of shards. With a capacity they are exact, [E, rows * C, D]. Without one, the pairs are sent in
-    rounds, see `jaxstack.moe.rounds`.
-
     Results and gradients are those of one device. The gradients of the weights are of the tokens that came to this
     shard: nothing is summed over any axis here. Nothing non-linear follows `w_down`, so F may be a slice of the hidden
     width (tensor parallelism); the result is then a partial sum that the caller adds up.
-
-    For a remat policy the tokens as they reach the experts are named "moe_tokens" (recomputing them repeats the
-    exchange), the projections "mlp_up" and "mlp_gate"; rounds save none of them.
 
     Args:
       x: [T, D], this shard's tokens; with a capacity, whole sequences [rows, T / rows], flattened.

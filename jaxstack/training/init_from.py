@@ -1,8 +1,7 @@
-"""What a run begins with: the parameters of another run, or of a Hugging Face folder."""
+"""Initial parameters from another run, or from a Hugging Face folder."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -12,49 +11,57 @@ from jaxstack.config import Config, ConfigError, parse
 from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import family, lora, params, surgery
 from jaxstack.models.context import Context
+from jaxstack.models.params import Params
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import TrainState, abstract_state, make_state
 
 
-def find(name: str, key: str) -> Config | PretrainedFolder:
-    """The run, as its configuration with `run.dir` where it lies, or the folder. A run that has not reached a
-    checkpoint holds what it begins with, its own `run.init_from`.
+def find_source(name: str, key: str) -> Config | PretrainedFolder:
+    """Returns a run, as its configuration with its present folder in `run.dir`, or a Hugging Face folder.
+
+    A run without a checkpoint is replaced by the source of its own initial parameters, `run.init_from`.
 
     Args:
-      name: of the directory.
-      key: what names it, for errors.
+      name: path of the folder.
+      key: configuration key or flag that names it, for errors.
 
     Raises:
-      ConfigError: it is neither, or holds no parameters.
+      ConfigError: the folder is neither, or has no parameters.
     """
     seen: list[Path] = []
     while True:
         path = Path(name)
         if path in seen:
-            raise ConfigError(f"{key}={seen[0]} begins with itself; name what holds parameters")
+            raise ConfigError(f"{key}={seen[0]} is initialised from itself; name a run with a checkpoint")
         seen.append(path)
         if not (path / "config.yaml").exists():
             if (path / "config.json").exists():
                 return PretrainedFolder(path)
             raise ConfigError(
-                f"{key}={path} is no run directory: it holds no config.yaml; nor a Hugging Face folder: no config.json"
+                f"{key}={path} is not a folder of a run (config.yaml) or of a Hugging Face model (config.json); "
+                f"check the path"
             )
         run = parse.parse_config([f"--config={path / 'config.yaml'}"], path)
         if manifest.steps(run_dir.checkpoints(path)):
             return replace(run, run=replace(run.run, dir=str(path)))
         if run.run.init_from is None:
-            raise ConfigError(f"{key}={path} holds no checkpoint; let that run reach one")
+            raise ConfigError(f"{key}={path} has no checkpoint; train that run until it has saved one")
         name = run.run.init_from
 
 
-def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
-    """The parameters of a run after a step, by default of its newest whole checkpoint, as its model lies on this mesh;
-    adapters are merged, so that they are those of `run.model.base`.
+def restore_params(run: Config, ctx: Context, number: int | None = None) -> Params:
+    """Restores the parameters of a run, sharded for the mesh of the context.
 
-    The optimizer's state is not read, unless a pipeline stores its layers in another order, which moves all at once.
+    Adapters are merged, so the result has the parameters of `run.model.base`. The optimizer's state is not read, unless
+    a pipeline stores layers in another order: then the state is reordered as one.
+
+    Args:
+      run: the run.
+      ctx: execution context.
+      number: step of the checkpoint. `None` means the newest valid one.
 
     Raises:
-      ConfigError: no such checkpoint, or one that is damaged.
+      ConfigError: no such checkpoint, or a damaged one.
     """
     saved = run_dir.checkpoints(Path(run.run.dir))
     layout = checkpoint_layout(run, ctx, abstract_state(run, ctx))
@@ -64,41 +71,43 @@ def restore(run: Config, ctx: Context, number: int | None = None) -> Any:
     if number is None:
         number = verify.latest_valid_step(saved, wanted)
     elif number not in manifest.steps(saved):
-        raise ConfigError(f"{saved} holds no step {number}; its steps are {sorted(manifest.steps(saved))}")
+        raise ConfigError(f"{saved} has no step {number}; use one of {sorted(manifest.steps(saved))}")
     elif why := verify.corruption(saved, number, wanted):
-        raise ConfigError(f"step {number} in {saved} must not be used: {why}")
+        raise ConfigError(f"step {number} in {saved} is damaged: {why}; use another step")
     values = layout.unpack(store.restore(saved, number, wanted)).params
     if not run.model.lora.rank:
         return values
     shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(run.model.base)))
-    merge = lambda adapters, base: lora.merge_adapters(run.model.lora, params.combine(adapters, base))  # noqa: E731
+
+    def merge(adapters: Params, base: Params) -> Params:
+        return lora.merge_adapters(run.model.lora, params.combine(adapters, base))
+
     return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(*params.partition(family.spec(run.model), values))
 
 
-def start_from(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
-    """The first state of a run that begins with the parameters of another run or a Hugging Face folder,
-    `run.init_from`.
+def init_state_from(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
+    """Returns the first state of a run with the parameters of `run.init_from`: another run or a Hugging Face folder.
 
-    Where this run has experts and the other has none, the other is up-cycled. Adapters of the other are merged, and
-    those of this run begin anew.
+    If this run has experts and the other has none, the other is up-cycled. Adapters of the other run are merged; those
+    of this run get new initial values.
 
     Raises:
-      ConfigError: neither is there, no checkpoint in the run, or another model.
+      ConfigError: a source that does not exist, has no checkpoint, or has another model.
     """
     name = cfg.run.init_from
-    source = find(str(name), "run.init_from")
+    source = find_source(str(name), "run.init_from")
     there, here = source.model.base, cfg.model.base
     grows = bool(cfg.model.moe.num_experts and not there.moe.num_experts)
     if different := hf.model_differences(replace(there, moe=here.moe) if grows else there, here):
         raise ConfigError(
-            f"run.init_from={name} holds another model ({'; '.join(different[:3])}); give this run the model keys of "
+            f"run.init_from={name} has another model ({'; '.join(different[:3])}); give this run the model keys of "
             f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder"
         )
     if isinstance(source, PretrainedFolder):
         with source:
             values = source.read_params(ctx)
     else:
-        values = restore(source, ctx)
+        values = restore_params(source, ctx)
     if grows:
         key = jax.random.key(cfg.run.seed)
         shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(here)))

@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules: a direction, then decay on matrices, then the learning rate.
 
-What optax has is optax's. Muon's and Adafactor's directions are here, for they must know which dimensions of an array
-count its matrices, and where its parts lie.
+Most parts are optax's. The directions of Muon and Adafactor are written here, because they depend on which dimensions
+of an array count its matrices, and on how it is sharded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonState, scale_by_muon
 
+from jaxstack.common.tree import PyTree
 from jaxstack.config import OptimConfig
 from jaxstack.models.params import Param, Spec, map_spec
 from jaxstack.sharding import collectives
@@ -21,14 +22,14 @@ from jaxstack.sharding.rules import names_of
 
 
 def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
-    """Learning rate of each update, by the count of updates made before it.
+    """Returns the learning rate of each update, as a function of the number of updates before it.
 
-    The first update of a warm-up of W has `lr / W`, the last of all has `lr * final_lr_fraction`. `wsd` is warm-up,
-    stable, decay (Hu et al. 2024, arXiv:2404.06395, section 4).
+    The first update of a warm-up of W steps has `lr / W`, the last of the run has `lr * final_lr_fraction`. `wsd` is
+    warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395, section 4).
 
     Args:
       cfg: peak and shape.
-      steps: updates of the whole run.
+      steps: number of updates of the run.
     """
     peak, final, warmup = cfg.lr, cfg.lr * cfg.final_lr_fraction, cfg.warmup_steps
     after = max(steps - warmup, 1)
@@ -39,26 +40,26 @@ def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
         "wsd": optax.linear_schedule(peak, final, decay, transition_begin=max(after - decay, 0)),
         "constant": optax.constant_schedule(peak),
     }[cfg.schedule]
-    whole = optax.join_schedules([optax.linear_schedule(0.0, peak, max(warmup, 1)), tail], [warmup])
-    return lambda count: whole(count + 1)
+    joined = optax.join_schedules([optax.linear_schedule(0.0, peak, max(warmup, 1)), tail], [warmup])
+    return lambda count: joined(count + 1)
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration x, x x^T x, (x x^T)^2 x (Jordan et al. 2024)."""
 NEWTON_SCHULZ_STEPS = 5
 ELEMENTS_AT_ONCE = 2**24
-"""Matrices are iterated on together up to this size, and one after the other beyond."""
+"""Matrices of up to this many elements in total are iterated together; larger ones follow one after the other."""
 
 
 def newton_schulz(x: jax.Array) -> jax.Array:
     """Moves the singular values of each matrix [N, in, out] near one (Jordan et al. 2024), in float32.
 
-    A value that is at least a tenth of the matrix's norm ends between 0.68 and 1.14; a smaller one grows by at most
-    3.4445 a step.
+    A value that is at least a tenth of the matrix's norm ends between 0.68 and 1.14. A smaller one is multiplied by at
+    most 3.4445 in a step.
     """
     a, b, c = NEWTON_SCHULZ
     tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x  # the smaller x x^T
+    x = x.mT if tall else x  # so that x x^T is the smaller of the two products
     x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-8)
 
     def iterate(_: int, x: jax.Array) -> jax.Array:
@@ -70,14 +71,14 @@ def newton_schulz(x: jax.Array) -> jax.Array:
 
 
 class Sharing(NamedTuple):
-    """How the devices of a mesh share out the matrices of a parameter.
+    """How the devices of a mesh divide the matrices of a parameter among them.
 
     Attributes:
-      exchanged: of an array [N, in, out], each dimension that is split and the mesh axes that split it; their devices
-        exchange parts of many matrices for a few whole ones.
-      replicas: mesh axes along which all devices hold the same; each takes a part of the matrices.
-      devices: how many share the matrices of a device's layers and experts.
-      matrices: how many each takes; where the devices do not divide them, some take fewer.
+      exchanged: for an array [N, in, out], each dimension that is sharded and the mesh axes that it is sharded over.
+        Their devices exchange shards of many matrices for a few complete ones.
+      replicas: mesh axes over which the array is replicated; each device takes some of the matrices.
+      devices: number of devices that divide the matrices of a device's layers and experts.
+      matrices: largest number of matrices of a device; where the count does not divide, some devices take fewer.
     """
 
     exchanged: list[tuple[int, tuple[str, ...]]]
@@ -87,7 +88,14 @@ class Sharing(NamedTuple):
 
 
 def sharing(p: Param, shape: Sequence[int], split: PartitionSpec | None, sizes: Mapping[str, int]) -> Sharing:
-    """How a mesh shares out the matrices of a parameter of this shape, laid out by `split` (None: it is whole)."""
+    """Returns how devices divide the matrices of a parameter.
+
+    Args:
+      p: the parameter's declaration.
+      shape: of the array, which may have padding for the stages of a pipeline.
+      split: how it is sharded. `None` means not at all.
+      sizes: axes of the mesh.
+    """
     entries = [*map(names_of, split or ()), *[()] * len(shape)][: len(shape)]
     axes = [tuple(axis for axis in entry if sizes[axis] > 1) for entry in entries]
     used = {axis for entry in axes for axis in entry}
@@ -100,16 +108,16 @@ def sharing(p: Param, shape: Sequence[int], split: PartitionSpec | None, sizes: 
 
 
 def orthogonalized(p: Param, x: jax.Array, sharding: NamedSharding | None = None) -> jax.Array:
-    """`newton_schulz` of every matrix of a parameter, times the scale that makes it as large as AdamW's update.
+    """Applies `newton_schulz` to every matrix of a parameter, and scales the result to the size of AdamW's update.
 
-    An iteration needs whole matrices, and a device has a part of every matrix of its layers and experts. Devices
-    exchange these (all-to-all), so that each has a few whole ones, and exchange them back. Zeros take the places that
-    are left over.
+    An iteration needs complete matrices, but a device has a shard of every matrix of its layers and experts. Devices
+    exchange shards (all-to-all) so that each has a few complete matrices, and exchange the results back. If the count
+    does not divide, it is padded with zeros.
 
     Args:
       p: the parameter's declaration.
-      x: its momentum, as the parameter lies.
-      sharding: how that is; None: on one device.
+      x: its momentum, sharded like the parameter.
+      sharding: how it is sharded. `None` means one device.
     """
     lead, outputs = p.batch_axes, p.batch_axes + p.in_axes
     height, width = prod(p.shape[lead:outputs]), prod(p.shape[outputs:])
@@ -136,16 +144,16 @@ def orthogonalized(p: Param, x: jax.Array, sharding: NamedSharding | None = None
 
     if sharding is None or sharding.mesh.size == 1:
         return local(x)
-    # Nothing is differentiated here, so the types that say what differs between devices are not needed.
+    # Nothing is differentiated here, so device-varying types are not needed.
     return jax.shard_map(local, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)(x)
 
 
-def _muon(cfg: OptimConfig, spec: Spec, shardings: Any) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for hidden matrices, Adam for the rest.
+def _muon(cfg: OptimConfig, spec: Spec, shardings: PyTree) -> optax.GradientTransformation:
+    """Builds Muon (Jordan et al. 2024) for hidden matrices, and Adam for the other parameters.
 
-    The momentum is optax's: Nesterov's, with the bias corrections of Nadam (Dozat 2016), which Jordan's has not; the
-    two agree after some 1 / (1 - b1) steps. Updates are scaled to AdamW's typical size, 0.2 root mean square (Liu et
-    al. 2025, arXiv:2502.16982, section 2.2), so that one learning rate serves both.
+    The momentum is optax's: Nesterov's, with the bias corrections of Nadam (Dozat 2016). Jordan's Muon does not have
+    them; the two agree after about 1 / (1 - b1) steps. Updates are scaled to AdamW's typical size, a root mean square
+    of 0.2 (Liu et al. 2025, arXiv:2502.16982, section 2.2), so that one learning rate fits both.
     """
     of_optax = scale_by_muon(beta=cfg.b1)
 
@@ -167,26 +175,27 @@ def _muon(cfg: OptimConfig, spec: Spec, shardings: Any) -> optax.GradientTransfo
 
 
 class AdafactorState(NamedTuple):
-    """Means of squared gradients; of each parameter either `rows` and `columns` or `elements`, the rest is empty.
+    """Means of squared gradients. A parameter has either `rows` and `columns` or `elements`; the others are empty.
 
     Attributes:
-      updates: made so far.
-      rows: over a matrix's outputs, [layers, experts, in].
-      columns: over its inputs, [layers, experts, out].
-      elements: of what is not factored, as the parameter.
+      updates: number of updates so far.
+      rows: means over a matrix's outputs, [layers, experts, in].
+      columns: means over its inputs, [layers, experts, out].
+      elements: of parameters that are not factored, with their shape.
     """
 
     updates: jax.Array
-    rows: Any
-    columns: Any
-    elements: Any
+    rows: PyTree
+    columns: PyTree
+    elements: PyTree
 
 
 def _adafactor(spec: Spec) -> optax.GradientTransformation:
-    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235, algorithms 4 and 5) without relative steps.
+    """Builds Adafactor (Shazeer & Stern 2018, arXiv:1804.04235, algorithms 4 and 5) without relative steps.
 
-    Each matrix of each layer and expert is factored and clipped by itself, as if layers were not stacked. Optax's would
-    clip all layers together. Matrices with less than 128 inputs or outputs are not factored, nor are vectors.
+    Each matrix of each layer and expert is factored and clipped by itself, as if layers were not stacked; optax's
+    version would clip all layers together. Vectors, and matrices with fewer than 128 inputs or outputs, are not
+    factored.
     """
     epsilon, threshold = 1e-30, 1.0
     none = optax.MaskedNode()
@@ -238,15 +247,15 @@ def _adafactor(spec: Spec) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: Any = None) -> optax.GradientTransformation:
-    """The update rule: clip, direction, decoupled weight decay on matrices and tables, learning rate.
+def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: PyTree = None) -> optax.GradientTransformation:
+    """Builds the update rule: clipping, direction, decoupled weight decay on matrices and tables, learning rate.
 
     Args:
-      cfg: which, and its numbers.
-      steps: updates of the whole run, for the schedule.
+      cfg: name and settings.
+      steps: number of updates of the run, for the schedule.
       spec: the model's declarations, which tell matrices from norms and biases.
-      shardings: how the parameters lie, a tree of NamedSharding like `spec`; None: on one device. What needs whole
-        matrices (Muon) is then shared out among the devices.
+      shardings: how the parameters are sharded, a tree of NamedSharding like `spec`. `None` means one device. Muon,
+        which needs complete matrices, then divides them among the devices.
     """
     direction = {
         "adamw": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),

@@ -363,10 +363,10 @@ def test_only_parameters_are_verified_and_read(run_dir, monkeypatch):
     monkeypatch.setattr(
         verify, "_content_corruption", lambda path, tree: asked.append((path, tree)) or changed(path, tree)
     )
-    cfg = init_from.find(str(run_dir), "run")
+    cfg = init_from.find_source(str(run_dir), "run")
     ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     for number in (None, 3):
-        init_from.restore(cfg, ctx, number)
+        init_from.restore_params(cfg, ctx, number)
     assert [path.name for path, _ in asked] == ["5", "3"]
     for _, tree in asked:
         assert {*jax.tree.leaves(tree.opt_state)} == {...}
@@ -406,7 +406,7 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
         (["RUN", "x", "--sample.topk=3"], r"unknown key sample.topk\. Did you mean sample.top_k\?"),
         (["RUN", "x", "--train.dtype=bfloat16"], r"unknown key train.dtype\. Did you mean dtype\?"),
         (["RUN", "x", "--sample.beams=4"], "Use sample.temperature=0 and"),
-        (["RUN", "x", "--step=4", "--sample.tokens=3"], "holds no step 4; its steps are"),
+        (["RUN", "x", "--step=4", "--sample.tokens=3"], "has no step 4; use one of"),
         (["RUN", "x", "--stop=ab"], "is 2 tokens"),
         (["RUN"], "PROMPT is missing"),
     ],

@@ -526,7 +526,7 @@ def test_import_and_export_of_a_run_that_has_not_begun(folder, tmp_path, capsys)
         (["export", "{full}", "{new}", "--dtype=int8"], "--dtype=int8 is not valid. Use one of float32, bfloat16"),
         (["export", "{full}", "{new}", "--fast"], "unknown key fast"),
         (["export", "{full}", "{full}"], "exists and is never overwritten"),
-        (["export", "{full}", "{new}"], "holds no checkpoint"),
+        (["export", "{full}", "{new}"], "has no checkpoint"),
     ],
 )
 def test_mistakes_on_the_command_line(argv, words, folder, tmp_path):
@@ -571,7 +571,7 @@ def test_a_run_begins_with_a_folder_and_is_exported(tmp_path, rng):
     assert error.count("\n") == 1
     error = run(train, *SMALL, f"--data.path={tmp_path / 'text.txt'}", f"--run.init_from={folder}",
                 f"--run.dir={tmp_path / 'third'}", code=2)  # fmt: skip
-    assert "holds another model (model." in error
+    assert "has another model (model." in error
 
 
 @pytest.fixture
