@@ -1,7 +1,7 @@
 """Sends tokens to their experts and back: dropless or with a capacity, on one device or over a mesh axis.
 
-What is sent to an expert is a *pair* (token, choice). Over an expert axis, `lax.all_to_all` sends each pair to the shard
-of its expert and back. Its buffers have one static size per pair of shards. With a capacity they are exact,
+What is sent to an expert is a *pair* (token, choice). Over an expert axis, `lax.all_to_all` sends each pair to the
+shard of its expert and back. Its buffers have one static size per pair of shards. With a capacity they are exact,
 [E, rows * C, D]. Without one, the pairs are sent in rounds, see `jaxstack.moe.rounds`.
 
 For a remat policy, the tokens at their experts are named "moe_tokens" (recomputing them repeats the exchange), and the
