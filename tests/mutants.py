@@ -247,8 +247,8 @@ mistakes(
 
 mistakes(
     "attention", "kernels/attention/reference.py", KERNELS + " -k 'test_attention and not mistakes'",
-    ("rows[:, None] - keys < o.window", "rows[:, None] - keys <= o.window"),
-    ("seen = rows[:, None] >= keys", "seen = rows[:, None] > keys"),
+    ("q_positions[:, None] - k_positions < o.window", "q_positions[:, None] - k_positions <= o.window"),
+    ("visible = q_positions[:, None] >= k_positions", "visible = q_positions[:, None] > k_positions"),
     ("jax.nn.softmax(scores, axis=-1).astype(v.dtype)", "jax.nn.softmax(scores.astype(v.dtype), axis=-1)"),
     ("return x.reshape(b, s, g, h // g, width).transpose(0, 2, 1, 3, 4)",
      "return x.reshape(b, s, h // g, g, width).transpose(0, 3, 1, 2, 4)"),
@@ -260,16 +260,16 @@ mistakes(
     ("o.scale * weights * (d_weights - delta[..., None])", "o.scale * weights * d_weights"),
     ("d_scores *= 1 - jnp.square(jnp.clip(scores / o.softcap, -1, 1))", "d_scores *= 1 - jnp.abs(jnp.clip(scores / o.softcap, -1, 1))"),
     ("max(0, start - o.window + 1) if o.window", "max(0, start - o.window + 2) if o.window"),
-    ("min(met, end + o.window - 1) if o.window", "min(met, end + o.window - 2) if o.window"),
+    ("min(other_length, end + o.window - 1) if o.window", "min(other_length, end + o.window - 2) if o.window"),
     ("(top + jnp.log(total))[..., 0]", "jnp.log(total)[..., 0]"),
-    ("return dq_rows + more, (dk, dv)", "return more, (dk, dv)"),
+    ("return dq_group + more, (dk, dv)", "return more, (dk, dv)"),
 )  # fmt: skip
 mistakes(
     "attention",
     "kernels/attention/__init__.py",
     KERNELS + " -k held",
-    ("seen &= distance < window", "seen &= distance <= window"),
-    ("seen = distance > 0", "seen = distance >= 0"),
+    ("visible &= distance < window", "visible &= distance <= window"),
+    ("visible = distance > 0", "visible = distance >= 0"),
     ("mixed += weights[..., slots:] *", "mixed = weights[..., slots:] *"),
 )
 mistakes(
@@ -279,7 +279,7 @@ mistakes(
     ("np.stack([low, high[::-1]], axis=1)", "np.stack([low, high], axis=1)"),
     ("start = jnp.where(source < me, 0, half)", "start = jnp.where(source > me, 0, half)"),
     ("out * jnp.exp(lse - total)[..., None]", "out * jnp.exp(total - lse)[..., None]"),
-    ("for x in _next(axis, d_block))  #", "for x in d_block)  #"),
+    ("for x in _next(axis, d_block))\n    return heads_last", "for x in d_block)\n    return heads_last"),
     ("causal=o.window > 0", "causal=False"),
     ("jnp.abs(me - source) * half", "(source - me) * half"),
     ("source = (me - t) % shards\n        result", "source = (me + t) % shards\n        result"),
@@ -288,20 +288,23 @@ mistakes(
     "attention",
     "kernels/attention/block_ranges.py",
     "kernels/test_attention_kernels.py -k 'visit'",
-    ("(first + 1) // keys if o.causal", "(last + 1) // keys if o.causal"),
-    ("np.minimum((last + o.window - 1) // rows + 1, blocks)", "np.minimum((last + o.window - 1) // rows, blocks)"),
+    ("(first + 1) // block_kv if o.causal", "(last + 1) // block_kv if o.causal"),
+    (
+        "np.minimum((last + o.window - 1) // block_q + 1, blocks)",
+        "np.minimum((last + o.window - 1) // block_q, blocks)",
+    ),
     ("(least[:, None, :] <= own_most[:, :, None])", "(least[:, None, :] < own_most[:, :, None])"),
-    ("np.maximum(first - o.window + 1, 0) // keys", "np.maximum(first - o.window, 0) // keys"),
+    ("np.maximum(first - o.window + 1, 0) // block_kv", "np.maximum(first - o.window, 0) // block_kv"),
 )
 mistakes(
     "pallas",
     "kernels/attention/pallas_gpu.py",
     "kernels/test_attention_kernels.py -k 'gpu and values'",
-    ("shrink = jnp.exp2(top - higher)", "shrink = jnp.exp2(higher - top)"),
+    ("rescale = jnp.exp2(top - higher)", "rescale = jnp.exp2(higher - top)"),
     ("return o.softcap * _LOG2E * share, 1 - share * share", "return o.softcap * _LOG2E * share, 1 - share"),
-    ("top + jnp.log2(total), mask=rows < static.length", "top + jnp.log(total), mask=rows < static.length"),
+    ("top + jnp.log2(total), mask=queries < static.length", "top + jnp.log(total), mask=queries < static.length"),
     ("_store(static, dq_ref, start, o.scale * dq)", "_store(static, dq_ref, start, dq)"),
-    ("seen &= rows - keys < o.window", "seen &= rows - keys <= o.window"),
+    ("visible &= queries - keys < o.window", "visible &= queries - keys <= o.window"),
 )
 mistakes(
     "pallas", "kernels/cross_entropy_pallas.py", KERNELS + " -k 'cross_entropy and pallas'",

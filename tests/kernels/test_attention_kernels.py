@@ -166,7 +166,7 @@ def test_visits_are_the_blocks_that_are_seen(rng, turn):
         starts, ends = (visits.inner_low, visits.inner_high) if inner else (visits.low, visits.high)
         return {(own, met) for own in range(len(starts)) for met in range(starts[own], ends[own])}
 
-    by_rows, by_keys = block_ranges.of_rows(o, length, rows, keys), block_ranges.of_keys(o, length, rows, keys)
+    by_rows, by_keys = block_ranges.key_blocks(o, length, rows, keys), block_ranges.query_blocks(o, length, rows, keys)
     assert pairs(by_rows, False) == any_
     assert pairs(by_rows, True) == all_
     assert {(row, key) for key, row in pairs(by_keys, False)} == any_
@@ -182,17 +182,17 @@ def test_visits_by_formula(n, window):
     o = Options(1.0, True, 16 * window, None)
     band = min(window + 1, n) if window else n  # a window of w blocks touches w + 1
     expected = n * band - band * (band - 1) // 2
-    for visits in (block_ranges.of_rows(o, 16 * n, 16, 16), block_ranges.of_keys(o, 16 * n, 16, 16)):
+    for visits in (block_ranges.key_blocks(o, 16 * n, 16, 16), block_ranges.query_blocks(o, 16 * n, 16, 16)):
         assert visits.total == expected
-    full = block_ranges.of_rows(Options(1.0, False, 0, None), 16 * n, 16, 16)
+    full = block_ranges.key_blocks(Options(1.0, False, 0, None), 16 * n, 16, 16)
     assert full.total == n * n
 
 
 def test_documents_do_not_visit_each_other():
     """Packed documents of 3, 1 and 4 blocks: each its own triangle."""
     o, ids = Options(1.0, True, 0, None), jnp.asarray(segment_ids(2, (48, 16, 64)))
-    for visits in (block_ranges.of_rows(o, 128, 16, 16), block_ranges.of_keys(o, 128, 16, 16)):
-        low, _, _, high = jnp.moveaxis(block_ranges.table(visits, (ids, ids), 16, 16), -1, 0)
+    for visits in (block_ranges.key_blocks(o, 128, 16, 16), block_ranges.query_blocks(o, 128, 16, 16)):
+        low, _, _, high = jnp.moveaxis(block_ranges.to_array(visits, (ids, ids), 16, 16), -1, 0)
         assert (high - low).sum(1).tolist() == [6 + 1 + 10] * 2
 
 
@@ -253,8 +253,8 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
     assert choose("auto", "gpu", **plain) == choose("cudnn", "gpu", **plain) == "cudnn"
     assert (choose("auto", "tpu", **plain), choose("pallas", "tpu", **plain)) == ("chunked", "pallas_tpu")
     for change, words in [
-        ({"softcap": 50.0}, "caps no scores"),
-        ({"segments": True}, "knows no segments"),
+        ({"softcap": 50.0}, "does not cap scores"),
+        ({"segments": True}, "does not support segments"),
         ({"head_dim": 256}, "takes heads up to 128 wide, not 256"),
         ({"head_dim": 20}, "multiples of 8, not 20"),
         ({"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
@@ -273,7 +273,9 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
             with pytest.raises(ValueError, match=f"attention=pallas .*{words}.*; use one of xla, chunked"):
                 choose("pallas", platform, **plain | change)
     x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
-    with pytest.raises(ValueError, match="cudnn knows no segments; use one of xla, chunked, pallas_gpu, pallas_tpu"):
+    with pytest.raises(
+        ValueError, match="cudnn does not support segments; use one of xla, chunked, pallas_gpu, pallas_tpu"
+    ):
         kernels.attention(x, x, x, scale=1.0, segment_ids=jnp.zeros((1, 4)), implementation="cudnn")
 
 

@@ -2,17 +2,16 @@
 
 | implementation | what it is | file |
 |---|---|---|
-| `xla` | the definition: all scores at once | `definition.py` |
+| `xla` | the definition: all scores at once | `reference.py` |
 | `chunked` | a chunk of scores at a time, by XLA | `chunked.py` |
-| `cudnn` | NVIDIA's kernel, through `jax.nn.dot_product_attention` | `vendor.py` |
-| `pallas_gpu` | ours, by Triton | `pallas_gpu.py` |
-| `pallas_tpu` | ours, by Mosaic | `pallas_tpu.py` |
+| `cudnn` | NVIDIA's kernel, through `jax.nn.dot_product_attention` | `cudnn.py` |
+| `pallas_gpu` | our kernel for GPUs, by Triton | `pallas_gpu.py` |
+| `pallas_tpu` | our kernel for TPUs, by Mosaic | `pallas_tpu.py` |
 
-Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G query heads a kv head, K head width,
-T keys held in a cache.
+Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G query heads per kv head, K head width,
+T slots of a KV cache.
 
-`../context_attention.py` is built of the parts of `chunked`, for rows and keys that are different stretches of one
-sequence.
+`../context_attention.py` uses the functions of `chunked` for queries and keys from different parts of a sequence.
 """
 
 from functools import partial
@@ -26,7 +25,7 @@ from jaxstack.kernels.attention.reference import MASKED, Mask, Options, heads_fi
 from jaxstack.kernels.implementation import Implementation, OpCase, interpret_setting, resolve_implementation
 from jaxstack.sharding import collectives
 
-_WIDEST = {"cudnn": 128, "pallas_gpu": 256, "pallas_tpu": 256}  # heads, in elements; cuDNN's take 256 since Hopper
+_MAX_HEAD_DIM = {"cudnn": 128, "pallas_gpu": 256, "pallas_tpu": 256}  # cuDNN supports 256 on Hopper and later
 _DTYPES = {
     "cudnn": ("bfloat16", "float16"),
     "pallas_gpu": ("float32", "bfloat16", "float16"),
@@ -34,12 +33,12 @@ _DTYPES = {
 }
 
 
-def _limits(name: str, case: OpCase) -> str:
-    """What of a case a kernel does not do, as a choice says it."""
+def _unsupported_reason(name: str, case: OpCase) -> str:
+    """Returns why a kernel cannot compute a case; see `Implementation.unsupported_reason`."""
     if case.get("sequence_shards", 1) > 1:
         return "takes whole sequences, and this one is split over mesh axis context"
-    if case.get("head_dim", 0) > _WIDEST[name]:
-        return f"takes heads up to {_WIDEST[name]} wide, not {case['head_dim']}"
+    if case.get("head_dim", 0) > _MAX_HEAD_DIM[name]:
+        return f"takes heads up to {_MAX_HEAD_DIM[name]} wide, not {case['head_dim']}"
     if "dtype" in case and (dtype := jnp.dtype(case["dtype"]).name) not in _DTYPES[name]:
         return f"takes {' and '.join(_DTYPES[name])}, not {dtype}"
     if name != "cudnn":
@@ -47,16 +46,16 @@ def _limits(name: str, case: OpCase) -> str:
     if case.get("head_dim", 0) % 8:
         return f"takes head widths that are multiples of 8, not {case['head_dim']}"
     if case.get("softcap") is not None:
-        return "caps no scores"
-    return "knows no segments" if case.get("segments") else ""
+        return "does not cap scores"
+    return "does not support segments" if case.get("segments") else ""
 
 
 IMPLEMENTATIONS = {
     "xla": Implementation(),
     "chunked": Implementation(),
-    "cudnn": Implementation(("gpu",), partial(_limits, "cudnn")),
-    "pallas_gpu": Implementation(("gpu",), partial(_limits, "pallas_gpu")),
-    "pallas_tpu": Implementation(("tpu",), partial(_limits, "pallas_tpu")),
+    "cudnn": Implementation(("gpu",), partial(_unsupported_reason, "cudnn")),
+    "pallas_gpu": Implementation(("gpu",), partial(_unsupported_reason, "pallas_gpu")),
+    "pallas_tpu": Implementation(("tpu",), partial(_unsupported_reason, "pallas_tpu")),
 }
 
 
@@ -72,21 +71,30 @@ def attention(
     segment_ids: jax.Array | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Softmax over `scale * q k^T`, times `v`: [B, S, H, K] in q's dtype, the softmax in float32.
+    """Returns softmax(scale * q k^T) v: [B, S, H, K] in q's dtype, with the softmax in float32.
 
-    q [B, S, H, K], k and v [B, S, G, K] with H a multiple of G: query head h reads kv head h // (H // G).
-    window: 0 for all keys, else token i sees the `window` tokens i - window + 1 .. i (Mistral, Gemma).
-    softcap: scores become softcap * tanh(score / softcap) before they are masked (Gemma 2).
-    segment_ids: [B, S] integers; a token sees only tokens of its own segment.
+    Implementations:
+      - "xla" has all S x S scores in memory.
+      - "chunked" has the scores of one chunk in memory, which is linear in S. It saves only the output and the
+        log-sum-exp, and recomputes the scores in the backward pass. It skips keys that the causal mask or the window
+        hides from a chunk (FlashAttention, Dao et al. 2022, section 3.1; chunks as in Rabe and Staats 2021).
+      - "pallas_gpu", "pallas_tpu" and "cudnn" do the same in one kernel, with the scores on the chip
+        (FlashAttention-2, Dao 2023, arXiv:2307.08691). They skip blocks outside the mask.
 
-    "xla" holds all S x S scores. "chunked" holds those of one chunk, so memory is linear in S: it saves only the output
-    and the log-sum-exp, recomputes scores in the backward pass, and never computes a chunk's scores against keys that
-    the causal mask or the window hides (FlashAttention, Dao et al. 2022, section 3.1; chunks of rows as in Rabe and
-    Staats 2021). "pallas_gpu", "pallas_tpu" and "cudnn" do the same in one kernel (FlashAttention-2, Dao 2023,
-    arXiv:2307.08691), which keeps scores on the chip; blocks outside the mask are skipped.
+    Args:
+      q: queries [B, S, H, K], with H a multiple of G. Query head h uses kv head h // (H // G).
+      k: keys [B, S, G, K].
+      v: values [B, S, G, K].
+      scale: factor of the scores.
+      causal: whether a token attends only to itself and earlier tokens.
+      window: with a positive number, token i attends only to tokens i - window + 1 .. i (Mistral, Gemma). 0 means all.
+      softcap: replaces each score by softcap * tanh(score / softcap) before masking (Gemma 2). `None` means no cap.
+      segment_ids: integers [B, S]; a token attends only to its own segment. `None` means one segment.
+      implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
 
-    Raises ValueError for heads that do not group, a window without a causal mask, an unknown implementation, or one
-    that cannot do this.
+    Raises:
+      ValueError: H is not a multiple of G, a window has no causal mask, or the implementation is unknown or does not
+        support the arguments.
     """
     o = options(q, k, scale, causal, window, softcap, implementation, segments=segment_ids is not None)
     q, k, v = collectives.match_varying(q, k, v)
@@ -105,41 +113,47 @@ def cached_attention(
     window: int = 0,
     softcap: float | None = None,
 ) -> jax.Array:
-    """What `attention` gives the last token of each row, by held keys and values of those before it: [B, 1, H, K].
+    """Returns the result of `attention` for the newest token of each sequence, with a KV cache: [B, 1, H, K].
 
-    The held ones are read where they lie; the token's own are scored apart, so that nothing is joined or copied.
+    The cache is read in place. The scores of the token's own key are computed separately, so that nothing is
+    concatenated to the cache or copied.
 
-    q [B, 1, H, K], k and v [B, 1, G, K]: of the token.
-    keys, values: [B, G, T, K], held in T slots.
-    distance: tokens from each slot's token to this one [B, T]; 0 or less: not of this row, and not seen.
+    Args:
+      q: query of the token [B, 1, H, K].
+      k: key of the token [B, 1, G, K].
+      v: value of the token [B, 1, G, K].
+      keys: cached keys in T slots [B, G, T, K].
+      values: cached values [B, G, T, K].
+      distance: number of tokens from the token of each slot to this one [B, T]. 0 or less masks the slot.
+      scale, window, softcap: see `attention`.
     """
     g, slots = keys.shape[1], keys.shape[2]
     o = Options(scale, False, 0, softcap)
     q_BG1RK, none = heads_first(q, g), jnp.zeros((0,))
-    seen = distance > 0
+    visible = distance > 0
     if window:
-        seen &= distance < window
-    held = jnp.where(seen[:, None, None, None], masked_scores(o, q_BG1RK, keys, none, none, None, None), MASKED)
+        visible &= distance < window
+    cached = jnp.where(visible[:, None, None, None], masked_scores(o, q_BG1RK, keys, none, none, None, None), MASKED)
     own = masked_scores(o, q_BG1RK, k.swapaxes(1, 2), none, none, None, None)
-    weights = jax.nn.softmax(jnp.concatenate([held, own], axis=-1), axis=-1).astype(v.dtype)
+    weights = jax.nn.softmax(jnp.concatenate([cached, own], axis=-1), axis=-1).astype(v.dtype)
     mixed = jnp.einsum("bgcrt,bgtk->bgcrk", weights[..., :slots], values, preferred_element_type=jnp.float32)
     mixed += weights[..., slots:] * v.swapaxes(1, 2)[:, :, :, None]
     return heads_last(mixed.astype(q.dtype))
 
 
 def options(q, k, scale, causal, window, softcap, implementation, **case: Any) -> Options:
-    """The options in one, or what is wrong with them; `case`: what else is known of it."""
+    """Checks the arguments of `attention` and returns them as `Options`; `case` has more properties of the call."""
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} kv heads evenly; use a divisor")
     if window < 0 or (window and not causal):
-        raise ValueError(f"window={window} needs causal=True and a positive size (0: all keys)")
+        raise ValueError(f"window={window} needs causal=True and a positive size; use window=0 to attend to all keys")
     case |= {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap}
     name = resolve_implementation("attention", IMPLEMENTATIONS, implementation, case)
     return Options(scale, causal, window, softcap, name, interpret_setting())
 
 
 def _attend(o: Options, q, k, v, segment_ids):
-    match o.name:  # a kernel's file is imported where it is used: Pallas takes a while
+    match o.name:  # kernels are imported only when used, because importing Pallas takes time
         case "cudnn":
             from jaxstack.kernels.attention import cudnn
 

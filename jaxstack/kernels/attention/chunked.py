@@ -1,8 +1,8 @@
 """Attention with memory linear in the sequence, by XLA: FlashAttention (Dao et al. 2022, arXiv:2205.14135).
 
-The forward pass goes over chunks of rows (Rabe and Staats 2021, arXiv:2112.05682), the backward pass over chunks of
-keys, so that each writes all but one of its results once. Chunks that the causal mask or the window hides are not
-computed. Shape suffixes: see `definition.py`.
+The forward pass loops over chunks of queries (Rabe and Staats 2021, arXiv:2112.05682), and the backward pass over
+chunks of keys. Each pass then writes all but one of its results only once. Scores that the causal mask or the window
+hides are not computed, chunk by chunk. Shape suffixes: see `reference.py`.
 """
 
 from functools import partial
@@ -16,20 +16,27 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack.kernels.attention.reference import (
     Mask,
     Options,
-    dots,
+    add_offset,
     heads_first,
     heads_last,
     masked_scores,
-    moved,
-    tokens,
+    row_dots,
+    slice_tokens,
 )
 
-_CHUNK = 64  # rows (forward) or keys (backward) worked on at a time
-_MAX_GROUPS = 16  # chunks traced one by one; a longer sequence scans over the chunks of each group
+_CHUNK = 64  # queries (forward) or keys (backward) of a chunk
+_MAX_GROUPS = 16  # groups of chunks to trace; a longer sequence scans over the chunks of each group
 
 
 class _Group(NamedTuple):
-    """`chunks` chunks of `size` rows from `start` on, and the keys that any of them meets; or the other way round."""
+    """A range of queries that is computed chunk by chunk, or of keys in the backward pass.
+
+    Attributes:
+      start: first query (key) of the group.
+      size: queries (keys) of a chunk.
+      chunks: number of chunks.
+      low, high: the chunks need keys (queries) low .. high - 1.
+    """
 
     start: int
     size: int
@@ -38,12 +45,16 @@ class _Group(NamedTuple):
     high: int
 
 
-def _groups(o: Options, length: int, met: int, mask: Mask, over: str) -> list[_Group]:
-    """Cuts `length` rows (keys), which meet `met` keys (rows), into at most _MAX_GROUPS groups of whole chunks and a
-    shorter last chunk; into one chunk where the options do not ask for chunks."""
+def _groups(o: Options, length: int, other_length: int, mask: Mask, over: str) -> list[_Group]:
+    """Divides `length` queries (or keys, as `over` says) into at most _MAX_GROUPS groups of full chunks.
+
+    A shorter last chunk is a group of its own. `other_length` is the number of keys (queries). Implementations other
+    than "chunked" have one chunk.
+    """
     size = _CHUNK if o.name == "chunked" else length
     chunks, rest = divmod(length, size)
-    # Groups differ in what they meet. With an offset, which is not known while tracing, all meet all: one is enough.
+    # Groups differ in the keys (queries) that they need. An offset is not known while tracing, so all are needed and
+    # one group is enough.
     per_group = -(-chunks // (_MAX_GROUPS if mask.offset is None else 1))
     groups = [(c * size, size, min(per_group, chunks - c)) for c in range(0, chunks, per_group or 1)]
     if rest:
@@ -51,19 +62,20 @@ def _groups(o: Options, length: int, met: int, mask: Mask, over: str) -> list[_G
     result = []
     for start, size, count in groups:
         end = start + size * count
-        low, high = 0, met
+        low, high = 0, other_length
         if mask.offset is not None or not o.causal:
             pass
-        elif over == "rows":  # keys that rows start .. end - 1 see
+        elif over == "queries":  # the keys that queries start .. end - 1 attend to
             low, high = max(0, start - o.window + 1) if o.window else 0, end
-        else:  # rows that see keys start .. end - 1
-            low, high = start, min(met, end + o.window - 1) if o.window else met
+        else:  # the queries that attend to keys start .. end - 1
+            low, high = start, min(other_length, end + o.window - 1) if o.window else other_length
         result.append(_Group(start, size, count, low, high))
     return result
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(o: Options, q, k, v, mask: Mask):
+    """Returns the output [B, S, H, K] for queries q [B, S, H, K], keys k and values v [B, T, G, K]."""
     return _attend_forward(o, q, k, v, mask)[0]
 
 
@@ -78,7 +90,7 @@ def _attend_backward(o: Options, residuals, d_out):
     q, k, v, mask, out, lse = residuals
     q_BGSRK, d_out_BGSRK, out_BGSRK = (heads_first(x, k.shape[2]) for x in (q, d_out, out))
     k_BGTK, v_BGTK = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    delta = dots(d_out_BGSRK, out_BGSRK)
+    delta = row_dots(d_out_BGSRK, out_BGSRK)
     dq, dk, dv = backward(o, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse, delta, mask, q.dtype)
     dk, dv = dk.swapaxes(1, 2), dv.swapaxes(1, 2)
     return heads_last(dq).astype(q.dtype), dk, dv, None
@@ -88,19 +100,22 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 
 def forward(o: Options, q_BGSRK, k_BGTK, v_BGTK, mask: Mask, dtype):
-    """Output [B, G, S, R, K] in `dtype`, and the log-sum-exp [B, G, S, R] of the scores in float32.
+    """Returns the output [B, G, S, R, K] in `dtype`, and the log-sum-exp [B, G, S, R] of the scores in float32.
 
-    A row that sees nothing has a log-sum-exp of about float32's lowest number, and some mean of values for its output.
+    For a query without visible keys, the log-sum-exp is about float32's lowest number, and the output is an arbitrary
+    mean of values.
     """
     outs, lses = [], []
-    for group in _groups(o, q_BGSRK.shape[2], k_BGTK.shape[2], mask, over="rows"):
+    for group in _groups(o, q_BGSRK.shape[2], k_BGTK.shape[2], mask, over="queries"):
         keys = group.low + jnp.arange(group.high - group.low)
-        k_group, v_group, k_segments = (tokens(x, group.low, keys.size) for x in (k_BGTK, v_BGTK, mask.key_segments))
+        k_group, v_group, k_segments = (
+            slice_tokens(x, group.low, keys.size) for x in (k_BGTK, v_BGTK, mask.key_segments)
+        )
 
         def chunk(start):
-            rows = moved(start + jnp.arange(group.size), mask.offset)
-            q_chunk, q_segments = tokens(q_BGSRK, start, group.size), tokens(mask.row_segments, start, group.size)
-            scores = masked_scores(o, q_chunk, k_group, rows, keys, q_segments, k_segments)
+            positions = add_offset(start + jnp.arange(group.size), mask.offset)
+            q_chunk, q_segments = (slice_tokens(x, start, group.size) for x in (q_BGSRK, mask.query_segments))
+            scores = masked_scores(o, q_chunk, k_group, positions, keys, q_segments, k_segments)
             top = scores.max(-1, keepdims=True)
             weights = jnp.exp(scores - top)
             total = weights.sum(-1, keepdims=True)
@@ -115,7 +130,7 @@ def forward(o: Options, q_BGSRK, k_BGTK, v_BGTK, mask: Mask, dtype):
 
 
 def _over_chunks(group: _Group, chunk):
-    """Results of `chunk(start)` for each chunk of the group, joined along axis 2."""
+    """Returns the results of `chunk(start)` for all chunks of a group, concatenated along axis 2."""
     if group.chunks == 1:
         return chunk(group.start)
     stacked = lax.map(chunk, group.start + group.size * jnp.arange(group.chunks))
@@ -123,46 +138,50 @@ def _over_chunks(group: _Group, chunk):
 
 
 def backward(o: Options, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse_BGSR, delta_BGSR, mask: Mask, dtype):
-    """Gradients by q in float32, by k and v in `dtype`; `delta` is the dot product of each output with its gradient.
+    """Returns the gradients of q in float32, and of k and v in `dtype`.
 
-    Where `out` and `lse` count more keys than these, the gradients by q are the share of these keys.
+    `delta` is the dot product of each output with its gradient. If `lse` and `delta` cover more keys than these, the
+    gradient of q is the part that comes from these keys.
     """
     dq = jnp.zeros_like(q_BGSRK, jnp.float32)
     dks, dvs = [], []
     for group in _groups(o, k_BGTK.shape[2], q_BGSRK.shape[2], mask, over="keys"):
-        rows = moved(group.low + jnp.arange(group.high - group.low), mask.offset)
-        q_rows, d_out_rows, lse, delta, q_segments = (
-            tokens(x, group.low, rows.size) for x in (q_BGSRK, d_out_BGSRK, lse_BGSR, delta_BGSR, mask.row_segments)
+        positions = add_offset(group.low + jnp.arange(group.high - group.low), mask.offset)
+        q_group, d_out_group, lse, delta, q_segments = (
+            slice_tokens(x, group.low, positions.size)
+            for x in (q_BGSRK, d_out_BGSRK, lse_BGSR, delta_BGSR, mask.query_segments)
         )
 
         def chunk(start):
             keys = start + jnp.arange(group.size)
-            k_chunk, v_chunk, k_segments = (tokens(x, start, group.size) for x in (k_BGTK, v_BGTK, mask.key_segments))
-            scores = masked_scores(o, q_rows, k_chunk, rows, keys, q_segments, k_segments)
+            k_chunk, v_chunk, k_segments = (
+                slice_tokens(x, start, group.size) for x in (k_BGTK, v_BGTK, mask.key_segments)
+            )
+            scores = masked_scores(o, q_group, k_chunk, positions, keys, q_segments, k_segments)
             weights = jnp.exp(scores - lse[..., None])
-            d_weights = jnp.einsum("bgcrk,bgtk->bgcrt", d_out_rows, v_chunk, preferred_element_type=jnp.float32)
+            d_weights = jnp.einsum("bgcrk,bgtk->bgcrt", d_out_group, v_chunk, preferred_element_type=jnp.float32)
             d_scores = o.scale * weights * (d_weights - delta[..., None])
-            if o.softcap is not None:  # masked scores are far outside tanh's range, but their weights are 0
+            if o.softcap is not None:  # masked scores are outside the range of tanh, but their weights are 0
                 d_scores *= 1 - jnp.square(jnp.clip(scores / o.softcap, -1, 1))
-            weights, d_scores = weights.astype(q_rows.dtype), d_scores.astype(q_rows.dtype)
-            dq_rows = jnp.einsum("bgcrt,bgtk->bgcrk", d_scores, k_chunk, preferred_element_type=jnp.float32)
-            dk = jnp.einsum("bgcrt,bgcrk->bgtk", d_scores, q_rows, preferred_element_type=dtype)
-            dv = jnp.einsum("bgcrt,bgcrk->bgtk", weights, d_out_rows, preferred_element_type=dtype)
-            return dq_rows, dk, dv
+            weights, d_scores = weights.astype(q_group.dtype), d_scores.astype(q_group.dtype)
+            dq_group = jnp.einsum("bgcrt,bgtk->bgcrk", d_scores, k_chunk, preferred_element_type=jnp.float32)
+            dk = jnp.einsum("bgcrt,bgcrk->bgtk", d_scores, q_group, preferred_element_type=dtype)
+            dv = jnp.einsum("bgcrt,bgcrk->bgtk", weights, d_out_group, preferred_element_type=dtype)
+            return dq_group, dk, dv
 
         low, high = group.low, group.high
         if group.chunks == 1:
-            dq_rows, dk, dv = chunk(group.start)
-            dq = dq.at[:, :, low:high].add(dq_rows)
+            dq_group, dk, dv = chunk(group.start)
+            dq = dq.at[:, :, low:high].add(dq_group)
         else:
 
-            def add_chunk(dq_rows, start):
+            def add_chunk(dq_group, start):
                 more, dk, dv = chunk(start)
-                return dq_rows + more, (dk, dv)
+                return dq_group + more, (dk, dv)
 
             starts = group.start + group.size * jnp.arange(group.chunks)
-            dq_rows, stacked = lax.scan(add_chunk, dq[:, :, low:high], starts)
-            dq = dq.at[:, :, low:high].set(dq_rows)
+            dq_group, stacked = lax.scan(add_chunk, dq[:, :, low:high], starts)
+            dq = dq.at[:, :, low:high].set(dq_group)
             dk, dv = (jnp.concatenate(jnp.unstack(x), axis=2) for x in stacked)
         dks.append(dk)
         dvs.append(dv)

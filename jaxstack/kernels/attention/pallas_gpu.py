@@ -1,13 +1,17 @@
-"""Attention in one kernel for GPUs, by Triton: FlashAttention-2 (Dao 2023, arXiv:2307.08691), forward and backward.
+"""Pallas kernels for attention on GPU, by Triton: FlashAttention-2 (Dao 2023, arXiv:2307.08691), with gradients.
 
-A program has a block of rows and goes over the keys that they see (forward, gradient by q), or a block of keys and goes
-over the rows that see them (gradients by k and v; there over all the query heads that share the keys, too). Scores of a
-block live in registers. Arrays are read where they lie, [B, S, H, K]; what a block has beyond the end of the sequence
-or of a head, whose sizes are padded to powers of two, is not read and counts as zeros.
+- `_forward_kernel` and `_dq_kernel`: a program has one block of queries and loops over the key blocks that they attend
+  to.
+- `_dkv_kernel`: a program has one block of keys and loops over the query blocks that attend to them, in all query heads
+  of the kv head.
 
-Exponentials are powers of two: scores carry a factor of log2(e), and so do the log-sum-exps that are saved.
+The scores of a block stay in registers. Arrays are read in place as [B, S, H, K]. Block sizes and the head width are
+padded to powers of two; loads beyond the sequence or the head are masked to zeros.
 
-Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G, K head width; C rows and T keys of a block.
+Exponentials are powers of two. Scores and the saved log-sum-exps therefore contain a factor of log2(e).
+
+Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G, K head width; C queries and T keys of a
+block.
 """
 
 import math
@@ -22,24 +26,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxstack.kernels.attention import block_ranges
-from jaxstack.kernels.attention.reference import MASKED, Options, dots
+from jaxstack.kernels.attention.reference import MASKED, Options, row_dots
 from jaxstack.sharding import collectives
 
 _LOG2E = math.log2(math.e)
 
 
 class _Tiling(NamedTuple):
-    """Rows and keys of a block, warps of a program, loads under way; for one kernel."""
+    """Queries and keys of a block, warps of a program and pipeline stages of its loads, for one kernel."""
 
-    rows: int
-    keys: int
+    block_q: int
+    block_kv: int
     warps: int
     stages: int
 
 
 def _tilings(width: int, dtype) -> dict[str, _Tiling]:
-    """Nobody has measured them. They are as large as an H100's registers and shared memory (227 KB) seem to allow, by
-    its compiler, which accepts them all (tests/aot)."""
+    """Returns the tiling of each kernel for a head width and a dtype.
+
+    The tilings have not been measured. They are as large as the registers and the shared memory (227 KB) of an H100
+    seem to allow. The compiler for the H100 accepts all of them (tests/aot).
+    """
     if width > 128:
         return {"forward": _Tiling(64, 32, 8, 2), "dq": _Tiling(32, 32, 8, 1), "dkv": _Tiling(32, 32, 8, 1)}
     if jnp.dtype(dtype).itemsize > 2:
@@ -49,30 +56,35 @@ def _tilings(width: int, dtype) -> dict[str, _Tiling]:
 
 
 class _Static(NamedTuple):
-    """What a kernel knows while it is compiled: the options, its tiling, and the sizes of the sequence and of a head.
+    """The compile-time arguments of a kernel.
 
-    ends: whether any block has visits with a mask before and after its inner ones.
+    Attributes:
+      o: the options.
+      tiling: the tiling of this kernel.
+      length: tokens of a sequence, S.
+      width: head width, K.
+      masked_ends: whether any block has masked visits before, and after, its inner ones.
     """
 
     o: Options
     tiling: _Tiling
     length: int
     width: int
-    ends: tuple[bool, bool] = (True, True)
+    masked_ends: tuple[bool, bool] = (True, True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(o: Options, q, k, v, segment_ids):
-    """Output [B, S, H, K] in q's dtype, for q [B, S, H, K], k and v [B, S, G, K], segment_ids [B, S] or None."""
+    """Returns the output [B, S, H, K] in q's dtype, for q [B, S, H, K], k and v [B, S, G, K], segment_ids [B, S]."""
     return _forward(o, q, k, v, segment_ids)[0]
 
 
 def _forward(o: Options, q, k, v, segment_ids):
     (b, s, h, width), r = q.shape, q.shape[2] // k.shape[2]
-    head, kv, number = _head(q), _head(k, r), pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
+    head, kv, per_token = _head(q), _head(k, r), pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
     out, lse_BHS = _call(
-        _forward_kernel, "rows", _Static(o, _tilings(width, q.dtype)["forward"], s, width), h, segment_ids,
-        (q, k, v), (head, kv, kv), ((q.shape, q.dtype), ((b, h, s), jnp.float32)), (head, number),
+        _forward_kernel, "queries", _Static(o, _tilings(width, q.dtype)["forward"], s, width), h, segment_ids,
+        (q, k, v), (head, kv, kv), ((q.shape, q.dtype), ((b, h, s), jnp.float32)), (head, per_token),
     )  # fmt: skip
     out, lse_BHS = checkpoint_name(out, "attention"), checkpoint_name(lse_BHS, "attention_lse")
     return out, (q, k, v, segment_ids, out, lse_BHS)
@@ -81,18 +93,18 @@ def _forward(o: Options, q, k, v, segment_ids):
 def _backward(o: Options, residuals, d_out):
     q, k, v, segment_ids, out, lse_BHS = residuals
     (_, s, h, width), g, r = q.shape, k.shape[2], q.shape[2] // k.shape[2]
-    inputs = (q, k, v, d_out, lse_BHS, dots(out, d_out).swapaxes(1, 2))
+    inputs = (q, k, v, d_out, lse_BHS, row_dots(out, d_out).swapaxes(1, 2))
     tilings = _tilings(width, q.dtype)
-    head, kv, number = _head(q), _head(k, r), pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
+    head, kv, per_token = _head(q), _head(k, r), pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
     (dq,) = _call(
-        _dq_kernel, "rows", _Static(o, tilings["dq"], s, width), h, segment_ids,
-        inputs, (head, kv, kv, head, number, number), ((q.shape, q.dtype),), (head,),
+        _dq_kernel, "queries", _Static(o, tilings["dq"], s, width), h, segment_ids,
+        inputs, (head, kv, kv, head, per_token, per_token), ((q.shape, q.dtype),), (head,),
     )  # fmt: skip
-    kv, numbers = _head(k), pl.BlockSpec((None, r, s), lambda i, g, b: (b, g, 0))
+    kv, per_token = _head(k), pl.BlockSpec((None, r, s), lambda i, g, b: (b, g, 0))
     heads = pl.BlockSpec((None, s, r, _padded(width)), lambda i, g, b: (b, 0, g, 0))
     dk, dv = _call(
         _dkv_kernel, "keys", _Static(o, tilings["dkv"], s, width), g, segment_ids,
-        inputs, (heads, kv, kv, heads, numbers, numbers), ((k.shape, k.dtype), (v.shape, v.dtype)), (kv, kv),
+        inputs, (heads, kv, kv, heads, per_token, per_token), ((k.shape, k.dtype), (v.shape, v.dtype)), (kv, kv),
     )  # fmt: skip
     return dq, dk, dv, None
 
@@ -105,44 +117,51 @@ def _padded(width: int) -> int:
 
 
 def _head(x, shared: int = 1) -> pl.BlockSpec:
-    """One head of [B, S, H, K]; `shared`: query heads that share it."""
+    """Returns the spec of one head of [B, S, H, K]; `shared` query heads use the same one."""
     _, s, _, width = x.shape
     return pl.BlockSpec((None, s, None, _padded(width)), lambda i, h, b: (b, 0, h // shared, 0))
 
 
 def _call(kernel, over, static: _Static, heads, segment_ids, inputs, in_specs, results, out_specs):
-    """Runs the kernel for each block of `over` (rows or keys), head and sequence."""
+    """Runs the kernel on a grid of blocks of `over` ("queries" or "keys"), heads and sequences."""
     o, tiling, s, *_ = static
-    if over == "rows":
-        visits, own, met = block_ranges.of_rows(o, s, tiling.rows, tiling.keys), tiling.rows, tiling.keys
+    if over == "queries":
+        ranges = block_ranges.key_blocks(o, s, tiling.block_q, tiling.block_kv)
+        block, visited_block = tiling.block_q, tiling.block_kv
     else:
-        visits, own, met = block_ranges.of_keys(o, s, tiling.rows, tiling.keys), tiling.keys, tiling.rows
-    count, sequences = len(visits.low), inputs[0].shape[0]
-    ends = bool((visits.low < visits.inner_low).any()), bool((visits.inner_high < visits.high).any())
+        ranges = block_ranges.query_blocks(o, s, tiling.block_q, tiling.block_kv)
+        block, visited_block = tiling.block_kv, tiling.block_q
+    count, sequences = len(ranges.low), inputs[0].shape[0]
+    masked_ends = bool((ranges.low < ranges.inner_low).any()), bool((ranges.inner_high < ranges.high).any())
     if segment_ids is not None:
         segment_ids = segment_ids.astype(jnp.int32)
-    table = block_ranges.table(visits, None if segment_ids is None else (segment_ids, segment_ids), own, met)
-    # Under a causal mask the last rows have the most keys: they start first. So do the first keys, with the most rows.
-    last = count - 1 if over == "rows" else 0
-    place = lambda i: jnp.abs(last - i)  # noqa: E731
+    both_segments = None if segment_ids is None else (segment_ids, segment_ids)
+    visits = block_ranges.to_array(ranges, both_segments, block, visited_block)
+    # Under a causal mask the last queries attend to the most keys, and the first keys have the most queries. These
+    # blocks run first, so that no long program is left at the end.
+    first = count - 1 if over == "queries" else 0
+
+    def block_index(i):
+        return jnp.abs(first - i)
+
     segments = None if segment_ids is None else pl.BlockSpec((None, s), lambda i, h, b: (b, 0))
-    row = pl.BlockSpec((None, None, 4), lambda i, h, b: (b if table.shape[0] > 1 else 0, place(i), 0))
-    table, segment_ids, *inputs = collectives.match_varying(table, segment_ids, *inputs)
-    kind = jax.typeof(table).mat
+    block_visits = pl.BlockSpec((None, None, 4), lambda i, h, b: (b if visits.shape[0] > 1 else 0, block_index(i), 0))
+    visits, segment_ids, *inputs = collectives.match_varying(visits, segment_ids, *inputs)
+    kind = jax.typeof(visits).mat
     return pl.pallas_call(
-        partial(kernel, static._replace(ends=ends), place),
+        partial(kernel, static._replace(masked_ends=masked_ends), block_index),
         grid=(count, heads, sequences),
-        in_specs=[row, segments, *in_specs],
+        in_specs=[block_visits, segments, *in_specs],
         out_specs=list(out_specs),
         out_shape=[jax.ShapeDtypeStruct(*result, manual_axis_type=kind) for result in results],
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
         interpret=o.interpret,
         name=f"attention_{kernel.__name__.strip('_').removesuffix('_kernel')}",
-    )(table, segment_ids, *inputs)
+    )(visits, segment_ids, *inputs)
 
 
 def _load(static: _Static, ref, start, size, head=None):
-    """Tokens start .. start + size - 1 of [S, K], or of a head of [S, R, K], with zeros to [size, padded K]."""
+    """Loads tokens start .. start + size - 1 of [S, K], or of a head of [S, R, K], with zeros: [size, padded K]."""
     mask = None
     if static.length % size:
         mask = (start + jnp.arange(size) < static.length)[:, None]
@@ -153,8 +172,8 @@ def _load(static: _Static, ref, start, size, head=None):
     return plgpu.load(ref.at[where], mask=mask, other=None if mask is None else 0)
 
 
-def _load_numbers(static: _Static, ref, start, size, head=None):
-    """Tokens start .. start + size - 1 of [S], or of a head of [R, S]; zeros beyond the end."""
+def _load_vector(static: _Static, ref, start, size, head=None):
+    """Loads tokens start .. start + size - 1 of [S], or of a head of [R, S], with zeros beyond the end."""
     where = pl.dslice(start, size) if head is None else (head, pl.dslice(start, size))
     if static.length % size == 0:
         return ref[where]
@@ -168,50 +187,50 @@ def _store(static: _Static, ref, start, value):
 
 
 def _dot(a, b, over=(1, 0)):
-    """Contracts axis over[0] of a with axis over[1] of b, in float32."""
+    """Contracts axis over[0] of a with axis over[1] of b in float32."""
     return lax.dot_general(a, b, (((over[0],), (over[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _scores(o: Options, raw):
-    """Scaled and capped scores times log2(e), and the slope of the cap, or None."""
+    """Returns the scaled and capped scores times log2(e), and the derivative of the cap, or None without a cap."""
     if o.softcap is None:
         return o.scale * _LOG2E * raw, None
     share = jnp.tanh(o.scale / o.softcap * raw)
     return o.softcap * _LOG2E * share, 1 - share * share
 
 
-def _seen(static: _Static, rows, keys, row_segments, key_segments):
-    """What rows see of keys, arrays that broadcast against each other."""
+def _visible(static: _Static, queries, keys, query_segments, key_segments):
+    """Returns which keys each query attends to. The arguments broadcast against each other."""
     o = static.o
-    if o.causal:  # and then no row of the sequence sees what lies beyond its end
-        seen = rows >= keys
+    if o.causal:  # the causal mask also hides keys beyond the end of the sequence
+        visible = queries >= keys
         if o.window:
-            seen &= rows - keys < o.window
+            visible &= queries - keys < o.window
     else:
-        seen = keys < static.length
-    if row_segments is not None:
-        seen &= row_segments == key_segments
-    return seen
+        visible = keys < static.length
+    if query_segments is not None:
+        visible &= query_segments == key_segments
+    return visible
 
 
-def _visit(static: _Static, table_ref, segmented, step, carry):
-    """carry = step(masked, i, carry) for each block i that is visited."""
-    low, inner_low, inner_high, high = (table_ref[n] for n in range(4))
+def _for_each_visit(static: _Static, visits_ref, segmented, step, carry):
+    """Runs carry = step(masked, i, carry) for each visited block i, and returns the carry."""
+    low, inner_low, inner_high, high = (visits_ref[n] for n in range(4))
     masked, inner = partial(step, True), partial(step, False)
     if segmented:
         return lax.fori_loop(low, high, masked, carry)
-    if static.ends[0]:
+    if static.masked_ends[0]:
         carry = lax.fori_loop(low, inner_low, masked, carry)
     carry = lax.fori_loop(inner_low, inner_high, inner, carry)
-    return lax.fori_loop(inner_high, high, masked, carry) if static.ends[1] else carry
+    return lax.fori_loop(inner_high, high, masked, carry) if static.masked_ends[1] else carry
 
 
-def _forward_kernel(static: _Static, place, table_ref, segments_ref, q_ref, k_ref, v_ref, out_ref, lse_ref):
+def _forward_kernel(static: _Static, block_index, visits_ref, segments_ref, q_ref, k_ref, v_ref, out_ref, lse_ref):
     o, (block, size, *_) = static.o, static.tiling
-    start = place(pl.program_id(0)) * block
-    rows = start + jnp.arange(block)
+    start = block_index(pl.program_id(0)) * block
+    queries = start + jnp.arange(block)
     q = _load(static, q_ref, start, block)
-    row_segments = None if segments_ref is None else _load_numbers(static, segments_ref, start, block)[:, None]
+    query_segments = None if segments_ref is None else _load_vector(static, segments_ref, start, block)[:, None]
 
     def step(masked, j, carry):
         acc, top, total = carry
@@ -219,88 +238,90 @@ def _forward_kernel(static: _Static, place, table_ref, segments_ref, q_ref, k_re
         scores, _ = _scores(o, _dot(q, k, (1, 1)))
         if masked:
             keys = j * size + jnp.arange(size)
-            key_segments = None if segments_ref is None else _load_numbers(static, segments_ref, j * size, size)[None]
-            seen = _seen(static, rows[:, None], keys[None], row_segments, key_segments)
-            scores = jnp.where(seen, scores, MASKED)
+            key_segments = None if segments_ref is None else _load_vector(static, segments_ref, j * size, size)[None]
+            visible = _visible(static, queries[:, None], keys[None], query_segments, key_segments)
+            scores = jnp.where(visible, scores, MASKED)
         higher = jnp.maximum(top, scores.max(1))
         weights = jnp.exp2(scores - higher[:, None])
         if masked:
-            weights = jnp.where(seen, weights, 0.0)
-        shrink = jnp.exp2(top - higher)
-        total = total * shrink + weights.sum(1)
+            weights = jnp.where(visible, weights, 0.0)
+        rescale = jnp.exp2(top - higher)
+        total = total * rescale + weights.sum(1)
         v = _load(static, v_ref, j * size, size)
-        acc = acc * shrink[:, None] + _dot(weights.astype(v.dtype), v)
+        acc = acc * rescale[:, None] + _dot(weights.astype(v.dtype), v)
         return acc, higher, total
 
-    nothing = jnp.zeros((block, q.shape[1]), jnp.float32), jnp.full((block,), MASKED), jnp.zeros((block,), jnp.float32)
-    acc, top, total = _visit(static, table_ref, segments_ref is not None, step, nothing)
-    total = jnp.where(total == 0, 1.0, total)  # a row that sees nothing gets zeros
+    initial = jnp.zeros((block, q.shape[1]), jnp.float32), jnp.full((block,), MASKED), jnp.zeros((block,), jnp.float32)
+    acc, top, total = _for_each_visit(static, visits_ref, segments_ref is not None, step, initial)
+    total = jnp.where(total == 0, 1.0, total)  # the output is 0 for a query without visible keys
     _store(static, out_ref, start, acc / total[:, None])
-    plgpu.store(lse_ref.at[pl.dslice(start, block)], top + jnp.log2(total), mask=rows < static.length)
+    plgpu.store(lse_ref.at[pl.dslice(start, block)], top + jnp.log2(total), mask=queries < static.length)
 
 
-def _dq_kernel(static, place, table_ref, segments_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dq_ref):
+def _dq_kernel(
+    static, block_index, visits_ref, segments_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dq_ref
+):
     o, (block, size, *_) = static.o, static.tiling
-    start = place(pl.program_id(0)) * block
-    rows = start + jnp.arange(block)
+    start = block_index(pl.program_id(0)) * block
+    queries = start + jnp.arange(block)
     q, d_out = _load(static, q_ref, start, block), _load(static, d_out_ref, start, block)
-    lse, delta = (_load_numbers(static, ref, start, block)[:, None] for ref in (lse_ref, delta_ref))
-    row_segments = None if segments_ref is None else _load_numbers(static, segments_ref, start, block)[:, None]
+    lse, delta = (_load_vector(static, ref, start, block)[:, None] for ref in (lse_ref, delta_ref))
+    query_segments = None if segments_ref is None else _load_vector(static, segments_ref, start, block)[:, None]
 
     def step(masked, j, dq):
         k, v = _load(static, k_ref, j * size, size), _load(static, v_ref, j * size, size)
         scores, slope = _scores(o, _dot(q, k, (1, 1)))
         if masked:
             keys = j * size + jnp.arange(size)
-            key_segments = None if segments_ref is None else _load_numbers(static, segments_ref, j * size, size)[None]
-            seen = _seen(static, rows[:, None], keys[None], row_segments, key_segments)
-            scores = jnp.where(seen, scores, MASKED)
+            key_segments = None if segments_ref is None else _load_vector(static, segments_ref, j * size, size)[None]
+            visible = _visible(static, queries[:, None], keys[None], query_segments, key_segments)
+            scores = jnp.where(visible, scores, MASKED)
         weights = jnp.exp2(scores - lse)
         if masked:
-            weights = jnp.where(seen, weights, 0.0)
+            weights = jnp.where(visible, weights, 0.0)
         d_scores = weights * (_dot(d_out, v, (1, 1)) - delta)
         if slope is not None:
             d_scores *= slope
         return dq + _dot(d_scores.astype(k.dtype), k)
 
-    dq = _visit(static, table_ref, segments_ref is not None, step, jnp.zeros(q.shape, jnp.float32))
+    dq = _for_each_visit(static, visits_ref, segments_ref is not None, step, jnp.zeros(q.shape, jnp.float32))
     _store(static, dq_ref, start, o.scale * dq)
 
 
 def _dkv_kernel(
-    static, place, table_ref, segments_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref
+    static, block_index, visits_ref, segments_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref
 ):
     o, (size, block, *_) = static.o, static.tiling
-    start = place(pl.program_id(0)) * block
+    start = block_index(pl.program_id(0)) * block
     keys = start + jnp.arange(block)
     k, v = _load(static, k_ref, start, block), _load(static, v_ref, start, block)
-    key_segments = None if segments_ref is None else _load_numbers(static, segments_ref, start, block)[:, None]
+    key_segments = None if segments_ref is None else _load_vector(static, segments_ref, start, block)[:, None]
 
     def head(r, carry):
         def step(masked, i, carry):
             dk, dv = carry
             q, d_out = (_load(static, ref, i * size, size, r) for ref in (q_ref, d_out_ref))
-            lse, delta = (_load_numbers(static, ref, i * size, size, r)[None] for ref in (lse_ref, delta_ref))
+            lse, delta = (_load_vector(static, ref, i * size, size, r)[None] for ref in (lse_ref, delta_ref))
             scores, slope = _scores(o, _dot(k, q, (1, 1)))
             if masked:
-                rows = i * size + jnp.arange(size)
-                row_segments = None
+                queries = i * size + jnp.arange(size)
+                query_segments = None
                 if segments_ref is not None:
-                    row_segments = _load_numbers(static, segments_ref, i * size, size)[None]
-                seen = _seen(static, rows[None], keys[:, None], row_segments, key_segments)
-                scores = jnp.where(seen, scores, MASKED)
+                    query_segments = _load_vector(static, segments_ref, i * size, size)[None]
+                visible = _visible(static, queries[None], keys[:, None], query_segments, key_segments)
+                scores = jnp.where(visible, scores, MASKED)
             weights = jnp.exp2(scores - lse)
             if masked:
-                weights = jnp.where(seen, weights, 0.0)
+                weights = jnp.where(visible, weights, 0.0)
             dv += _dot(weights.astype(d_out.dtype), d_out)
             d_scores = weights * (_dot(v, d_out, (1, 1)) - delta)
             if slope is not None:
                 d_scores *= slope
             return dk + _dot(d_scores.astype(q.dtype), q), dv
 
-        return _visit(static, table_ref, segments_ref is not None, step, carry)
+        return _for_each_visit(static, visits_ref, segments_ref is not None, step, carry)
 
-    nothing = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    dk, dv = lax.fori_loop(0, q_ref.shape[1], head, nothing)
+    initial = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    dk, dv = lax.fori_loop(0, q_ref.shape[1], head, initial)
     _store(static, dk_ref, start, o.scale * dk)
     _store(static, dv_ref, start, dv)

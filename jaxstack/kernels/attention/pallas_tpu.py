@@ -1,17 +1,20 @@
-"""Attention in one kernel for TPUs, by Mosaic: FlashAttention-2 (Dao 2023, arXiv:2307.08691), forward and backward.
+"""Pallas kernels for attention on TPU, by Mosaic: FlashAttention-2 (Dao 2023, arXiv:2307.08691), with gradients.
 
-The grid goes over blocks of rows and, innermost, the blocks of keys that they see (forward, gradient by q), or over
-blocks of keys and the rows that see them (gradients by k and v; there over all the query heads that share the keys,
-too). Sums live in VMEM until the innermost loop ends. A block has as many turns as the longest has visits; those that
-it does not need do nothing and name the block that is there already, so that nothing is fetched. Which blocks are
-visited is read from scalar memory, as in JAX's splash attention.
+- `_forward_kernel` and `_dq_kernel`: the grid has blocks of queries and, as its innermost axis, the key blocks that
+  they attend to.
+- `_dkv_kernel`: the grid has blocks of keys and, as its inner axes, the query heads of the kv head and the query blocks
+  that attend to the keys.
 
-Scores lie transposed, [T, C]: what a row has one of, such as its maximum, then runs along the lanes, as it is stored,
-and reductions over keys go over sublanes. The forward kernel therefore takes v as [K, T], and gives its output as
-[K, C]. Arrays come with heads before tokens, which on TPU is a copy; the sequence is padded with zeros to whole blocks
-in that same copy.
+Sums are in VMEM until the innermost axis ends. Its size is the largest number of visits of any block. A step without a
+visit computes nothing and has the block index of the last visit, so that nothing is fetched. The kernels read the
+visits from scalar memory, as JAX's splash attention does.
 
-Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G, K head width; C rows and T keys of a block.
+Scores are transposed, [T, C]. Values per query, such as the maximum, are then stored along the lanes, and reductions
+over keys run over sublanes. The forward kernel therefore takes v as [K, T] and returns its output as [K, C]. The
+kernels need heads before tokens, which is a copy on TPU. The same copy pads the sequence with zeros to full blocks.
+
+Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G, K head width; C queries and T keys of a
+block.
 """
 
 from functools import partial
@@ -24,45 +27,52 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxstack.kernels.attention import block_ranges as blocks
-from jaxstack.kernels.attention.reference import MASKED, Options, dots
+from jaxstack.kernels.attention import block_ranges
+from jaxstack.kernels.attention.reference import MASKED, Options, row_dots
 from jaxstack.sharding import collectives
 
-_BLOCKS = (512, 384, 256, 128)  # rows and keys of a block, the best first; the last is what sequences are padded to
+_BLOCKS = (512, 384, 256, 128)  # tokens of a block, in order of preference; sequences are padded to multiples of one
 
 
 class _Static(NamedTuple):
-    """What a kernel knows while it is compiled.
+    """The compile-time arguments of a kernel.
 
-    length, block: tokens of a sequence, and rows or keys of a block.
-    blocks, turns: blocks of a sequence, and the most that one of them visits.
-    apart: whether each sequence of a batch has its own visits.
+    Attributes:
+      o: the options.
+      length: tokens of a sequence.
+      block: tokens of a block of queries or keys.
+      blocks: number of blocks of a sequence.
+      max_visits: largest number of visits of a block.
+      per_sequence: whether each sequence of the batch has its own visits.
     """
 
     o: Options
     length: int
     block: int
     blocks: int
-    turns: int
-    apart: bool
+    max_visits: int
+    per_sequence: bool
 
-    def visit(self, table, b, i, t):
-        """The block that block i visits in turn t, whether its pairs need no mask, and whether they do."""
+    def visit(self, visits, b, i, t):
+        """Returns the block that block i visits at step t, whether it needs no mask, and whether it needs one.
+
+        Both flags are false if block i has no visit at step t.
+        """
         low, inner_low, inner_high, high = (
-            table[((b * self.blocks if self.apart else 0) + i) * 4 + n] for n in range(4)
+            visits[((b * self.blocks if self.per_sequence else 0) + i) * 4 + n] for n in range(4)
         )
-        met = low + t
-        inner = (met >= inner_low) & (met < inner_high)
-        return met, inner, (met < high) & ~inner
+        visited = low + t
+        inner = (visited >= inner_low) & (visited < inner_high)
+        return visited, inner, (visited < high) & ~inner
 
-    def fetched(self, table, b, i, t):
-        """The same block, or in turns without a visit that of the last."""
-        low, *_, high = (table[((b * self.blocks if self.apart else 0) + i) * 4 + n] for n in range(4))
+    def fetched(self, visits, b, i, t):
+        """Returns the block that block i visits at step t, or its last one if there is no visit."""
+        low, *_, high = (visits[((b * self.blocks if self.per_sequence else 0) + i) * 4 + n] for n in range(4))
         return jnp.maximum(jnp.minimum(low + t, high - 1), 0)
 
 
 def _block_of(length: int) -> int:
-    """The largest block with which padding adds no more than an eighth to the sequence in the smallest blocks."""
+    """Returns the largest block that pads a sequence to at most 9/8 of its length in the smallest blocks."""
     least = _padded(length, _BLOCKS[-1])
     return next(block for block in _BLOCKS if _padded(length, block) <= least * 9 // 8)
 
@@ -72,33 +82,33 @@ def _padded(length: int, block: int) -> int:
 
 
 def _heads_first(x, block: int):
-    """[B, S, H, K] to [B, H, S, K], the sequence padded with zeros to whole blocks."""
+    """Reorders [B, S, H, K] to [B, H, S, K] and pads the sequence with zeros to full blocks."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0))).swapaxes(1, 2)
 
 
-def _numbers(x, block: int):
-    """[B, H, S] to [B, H, 1, S], padded with zeros."""
+def _per_token(x, block: int):
+    """Reshapes [B, H, S] to [B, H, 1, S] and pads it with zeros to full blocks."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block)))[:, :, None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(o: Options, q, k, v, segment_ids):
-    """Output [B, S, H, K] in q's dtype, for q [B, S, H, K], k and v [B, S, G, K], segment_ids [B, S] or None."""
+    """Returns the output [B, S, H, K] in q's dtype, for q [B, S, H, K], k and v [B, S, G, K], segment_ids [B, S]."""
     return _forward(o, q, k, v, segment_ids)[0]
 
 
 def _forward(o: Options, q, k, v, segment_ids):
     (b, s, h, width), block = q.shape, _block_of(q.shape[1])
-    static, table, segments = _visits(o, "rows", s, block, segment_ids)
+    static, visits, segments = _visits(o, "queries", s, block, segment_ids)
     length = static.blocks * block
-    row, row_number, key, _ = _specs(static, h // k.shape[2], width)
+    query, query_vector, key, _ = _specs(static, h // k.shape[2], width)
     values = pl.BlockSpec((None, None, width, block), _swapped(key.index_map))
     out_BHKS, lse_BH1S = _call(
-        _forward_kernel, static, (b, h, static.blocks, static.turns), table,
+        _forward_kernel, static, (b, h, static.blocks, static.max_visits), visits,
         (*segments, *(_heads_first(x, block) for x in (q, k)), _heads_first(v, block).swapaxes(2, 3)),
-        (*_segment_specs(static, segments), row, key, values),
+        (*_segment_specs(static, segments), query, key, values),
         (((b, h, width, length), q.dtype), ((b, h, 1, length), jnp.float32)),
-        (pl.BlockSpec((None, None, width, block), _swapped(row.index_map)), row_number),
+        (pl.BlockSpec((None, None, width, block), _swapped(query.index_map)), query_vector),
         [(width, block), (1, block), (1, block)],
     )  # fmt: skip
     out = checkpoint_name(_tokens_first(out_BHKS, s), "attention")
@@ -110,24 +120,24 @@ def _backward(o: Options, residuals, d_out):
     q, k, v, segment_ids, out, lse_BHS = residuals
     (b, s, h, width), g, block = q.shape, k.shape[2], _block_of(q.shape[1])
     heads = [_heads_first(x, block) for x in (q, k, v, d_out)]
-    numbers = [lse_BHS[:, :, None], _numbers(dots(out, d_out).swapaxes(1, 2), block)]
+    vectors = [lse_BHS[:, :, None], _per_token(row_dots(out, d_out).swapaxes(1, 2), block)]
 
-    static, table, segments = _visits(o, "rows", s, block, segment_ids)
+    static, visits, segments = _visits(o, "queries", s, block, segment_ids)
     length = static.blocks * block
-    row, row_number, key, _ = _specs(static, h // g, width)
+    query, query_vector, key, _ = _specs(static, h // g, width)
     (dq_BHKS,) = _call(
-        _dq_kernel, static, (b, h, static.blocks, static.turns), table, (*segments, *heads, *numbers),
-        (*_segment_specs(static, segments), row, key, key, row, row_number, row_number),
+        _dq_kernel, static, (b, h, static.blocks, static.max_visits), visits, (*segments, *heads, *vectors),
+        (*_segment_specs(static, segments), query, key, key, query, query_vector, query_vector),
         (((b, h, width, length), q.dtype),),
-        (pl.BlockSpec((None, None, width, block), _swapped(row.index_map)),),
+        (pl.BlockSpec((None, None, width, block), _swapped(query.index_map)),),
         [(width, block)],
     )  # fmt: skip
 
-    static, table, segments = _visits(o, "keys", s, block, segment_ids)
-    key, _, row, row_number = _specs(static, h // g, width, keys=True)
+    static, visits, segments = _visits(o, "keys", s, block, segment_ids)
+    key, _, query, query_vector = _specs(static, h // g, width, keys=True)
     dk_BGSK, dv_BGSK = _call(
-        _dkv_kernel, static, (b, g, static.blocks, h // g, static.turns), table, (*segments, *heads, *numbers),
-        (*_segment_specs(static, segments, keys=True), row, key, key, row, row_number, row_number),
+        _dkv_kernel, static, (b, g, static.blocks, h // g, static.max_visits), visits, (*segments, *heads, *vectors),
+        (*_segment_specs(static, segments, keys=True), query, key, key, query, query_vector, query_vector),
         (((b, g, length, width), k.dtype), ((b, g, length, width), v.dtype)), (key, key),
         [(block, width), (block, width)],
     )  # fmt: skip
@@ -143,65 +153,78 @@ def _tokens_first(x_BHKS, s: int):
 
 
 def _visits(o: Options, over: str, s: int, block: int, segment_ids):
-    """What kernels over rows or keys know, their table of visits for the scalar memory, and the segments: of rows
-    [B, 1, S], of keys [B, S, 1]; or None and None."""
-    visits = (blocks.of_rows if over == "rows" else blocks.of_keys)(o, s, block, block)
+    """Returns the static arguments, the visits, and the segment ids of a kernel over "queries" or "keys".
+
+    The visits are a flat array for the scalar memory. The ids are [B, 1, S] for queries and [B, S, 1] for keys, or None
+    and None.
+    """
+    ranges = (block_ranges.key_blocks if over == "queries" else block_ranges.query_blocks)(o, s, block, block)
     both = None if segment_ids is None else (segment_ids, segment_ids)
-    table = blocks.table(visits, both, block, block)
-    static = _Static(o, s, block, len(visits.low), visits.most, segment_ids is not None)
+    visits = block_ranges.to_array(ranges, both, block, block).reshape(-1)
+    static = _Static(o, s, block, len(ranges.low), ranges.max_visits, segment_ids is not None)
     if segment_ids is None:
-        return static, table.reshape(-1), (None, None)
+        return static, visits, (None, None)
     ids = jnp.pad(segment_ids.astype(jnp.int32), ((0, 0), (0, -s % block)), mode="edge")
-    return static, table.reshape(-1), (ids[:, None, :], ids[:, :, None])
+    return static, visits, (ids[:, None, :], ids[:, :, None])
 
 
 def _specs(static: _Static, shared: int, width: int, keys: bool = False):
-    """Specs of the blocks that a grid goes over and of those that they visit: heads [S, K] and numbers [1, S] of each.
+    """Returns the specs of a grid's own blocks and of the blocks that they visit, each for [S, K] and for [1, S].
 
-    The grid is (B, H, blocks of rows, turns), or with `keys` (B, G, blocks of keys, R, turns).
+    The grid is (B, H, blocks of queries, visits), or with `keys` (B, G, blocks of keys, R, visits).
     """
 
-    def own(b, h, i, *_):
+    def own_block(b, h, i, *_):
         return b, h, i, 0
 
-    def met(b, h, i, *rest):
-        *r, t, table = rest
+    def visited_block(b, h, i, *rest):
+        *r, t, visits = rest
         head = h * shared + r[0] if keys else lax.div(h, shared)
-        return b, head, static.fetched(table, b, i, t), 0
+        return b, head, static.fetched(visits, b, i, t), 0
 
     result = []
-    for where in (own, met):
-        result.append(pl.BlockSpec((None, None, static.block, width), where))
-        result.append(pl.BlockSpec((None, None, 1, static.block), _swapped(where)))
+    for index_map in (own_block, visited_block):
+        result.append(pl.BlockSpec((None, None, static.block, width), index_map))
+        result.append(pl.BlockSpec((None, None, 1, static.block), _swapped(index_map)))
     return result
 
 
-def _swapped(where):
-    def index_map(*grid):
-        b, h, i, zero = where(*grid)
+def _swapped(index_map):
+    """Returns the index map of the array with its last two axes swapped."""
+
+    def swapped(*grid):
+        b, h, i, zero = index_map(*grid)
         return b, h, zero, i
 
-    return index_map
+    return swapped
 
 
 def _segment_specs(static: _Static, segments, keys: bool = False):
-    """Of the rows' segments and the keys'."""
+    """Returns the specs of the queries' and of the keys' segment ids."""
     if segments[0] is None:
         return None, None
-    own = lambda b, h, i, *_: i  # noqa: E731
-    met = lambda b, h, i, *rest: static.fetched(rest[-1], b, i, rest[-2])  # noqa: E731
-    rows, keys_ = (met, own) if keys else (own, met)
+
+    def own_block(b, h, i, *_):
+        return i
+
+    def visited_block(b, h, i, *rest):
+        return static.fetched(rest[-1], b, i, rest[-2])
+
+    query_block, key_block = (visited_block, own_block) if keys else (own_block, visited_block)
     return (
-        pl.BlockSpec((None, 1, static.block), lambda b, *rest: (b, 0, rows(b, *rest))),
-        pl.BlockSpec((None, static.block, 1), lambda b, *rest: (b, keys_(b, *rest), 0)),
+        pl.BlockSpec((None, 1, static.block), lambda b, *rest: (b, 0, query_block(b, *rest))),
+        pl.BlockSpec((None, static.block, 1), lambda b, *rest: (b, key_block(b, *rest), 0)),
     )
 
 
-def _call(kernel, static: _Static, grid, table, inputs, in_specs, results, out_specs, scratch):
-    """Runs the kernel on a grid whose last axes, all but the first three, add up. scratch: shapes in float32."""
+def _call(kernel, static: _Static, grid, visits, inputs, in_specs, results, out_specs, scratch):
+    """Runs the kernel on a grid. All axes but the first three run in order, because the kernel sums over them.
+
+    `scratch` are the shapes of float32 arrays in VMEM.
+    """
     semantics: tuple[Any, ...] = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
-    table, *inputs = collectives.match_varying(table, *inputs)
-    kind = jax.typeof(table).mat
+    visits, *inputs = collectives.match_varying(visits, *inputs)
+    kind = jax.typeof(visits).mat
     return pl.pallas_call(
         partial(kernel, static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -215,43 +238,43 @@ def _call(kernel, static: _Static, grid, table, inputs, in_specs, results, out_s
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         interpret=static.o.interpret,
         name=f"attention_{kernel.__name__.strip('_').removesuffix('_kernel')}",
-    )(table, *inputs)
+    )(visits, *inputs)
 
 
 def _dot(a, b, over=(1, 0)):
-    """Contracts axis over[0] of a with axis over[1] of b, in float32."""
+    """Contracts axis over[0] of a with axis over[1] of b in float32."""
     return lax.dot_general(a, b, (((over[0],), (over[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _scores(o: Options, raw):
-    """Scaled and capped scores, and the slope of the cap, or None."""
+    """Returns the scaled and capped scores, and the derivative of the cap, or None without a cap."""
     if o.softcap is None:
         return o.scale * raw, None
     share = jnp.tanh(o.scale / o.softcap * raw)
     return o.softcap * share, 1 - share * share
 
 
-def _seen(static: _Static, i, j, row_segments_ref, key_segments_ref):
-    """What rows of block i see of keys of block j, [T, C]."""
+def _visible(static: _Static, i, j, query_segments_ref, key_segments_ref):
+    """Returns which keys of block j each query of block i attends to, [T, C]."""
     o, shape = static.o, (static.block, static.block)
-    keys, rows = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-    if o.causal:  # and then no row of the sequence sees the padding, which comes after it
-        ahead = rows - keys + (i - j) * static.block
-        seen = ahead >= 0
+    keys, queries = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    if o.causal:  # the causal mask also hides the padding, which follows the sequence
+        distance = queries - keys + (i - j) * static.block
+        visible = distance >= 0
         if o.window:
-            seen &= ahead < o.window
+            visible &= distance < o.window
     else:
-        seen = keys < static.length - j * static.block
-    if row_segments_ref is not None:
-        seen &= row_segments_ref[...] == key_segments_ref[...]
-    return seen
+        visible = keys < static.length - j * static.block
+    if query_segments_ref is not None:
+        visible &= query_segments_ref[...] == key_segments_ref[...]
+    return visible
 
 
 def _forward_kernel(
-    static, table, row_segments, key_segments, q_ref, k_ref, v_ref, out_ref, lse_ref, acc_ref, top_ref, total_ref
+    static, visits, query_segments, key_segments, q_ref, k_ref, v_ref, out_ref, lse_ref, acc_ref, top_ref, total_ref
 ):
     b, _, i, t = (pl.program_id(n) for n in range(4))
-    j, inner, masked = static.visit(table, b, i, t)
+    j, inner, masked = static.visit(visits, b, i, t)
 
     @pl.when(t == 0)
     def begin():
@@ -259,79 +282,79 @@ def _forward_kernel(
         top_ref[...] = jnp.full_like(top_ref, MASKED)
         total_ref[...] = jnp.zeros_like(total_ref)
 
-    def step(seen):
+    def step(visible):
         scores, _ = _scores(static.o, _dot(k_ref[...], q_ref[...], (1, 1)))
-        if seen is not None:
-            scores = jnp.where(seen, scores, MASKED)
+        if visible is not None:
+            scores = jnp.where(visible, scores, MASKED)
         top = top_ref[...]
         higher = jnp.maximum(top, scores.max(0, keepdims=True))
         weights = jnp.exp(scores - higher)
-        if seen is not None:
-            weights = jnp.where(seen, weights, 0.0)
-        shrink = jnp.exp(top - higher)
+        if visible is not None:
+            weights = jnp.where(visible, weights, 0.0)
+        rescale = jnp.exp(top - higher)
         top_ref[...] = higher
-        total_ref[...] = total_ref[...] * shrink + weights.sum(0, keepdims=True)
-        acc_ref[...] = acc_ref[...] * shrink + _dot(v_ref[...], weights.astype(v_ref.dtype))
+        total_ref[...] = total_ref[...] * rescale + weights.sum(0, keepdims=True)
+        acc_ref[...] = acc_ref[...] * rescale + _dot(v_ref[...], weights.astype(v_ref.dtype))
 
     pl.when(inner)(lambda: step(None))
-    pl.when(masked)(lambda: step(_seen(static, i, j, row_segments, key_segments)))
+    pl.when(masked)(lambda: step(_visible(static, i, j, query_segments, key_segments)))
 
-    @pl.when(t == static.turns - 1)
+    @pl.when(t == static.max_visits - 1)
     def finish():
         total = total_ref[...]
-        total = jnp.where(total == 0, 1.0, total)  # a row that sees nothing gets zeros
+        total = jnp.where(total == 0, 1.0, total)  # the output is 0 for a query without visible keys
         out_ref[...] = (acc_ref[...] / total).astype(out_ref.dtype)
         lse_ref[...] = top_ref[...] + jnp.log(total)
 
 
-def _weights(static: _Static, seen, k_ref, q_ref, lse_ref):
-    """What each row [C] takes of each key [T], and the slope of the cap, or None."""
+def _weights(static: _Static, visible, k_ref, q_ref, lse_ref):
+    """Returns the attention weights [T, C], and the derivative of the cap, or None without a cap."""
     scores, slope = _scores(static.o, _dot(k_ref[...], q_ref[...], (1, 1)))
-    if seen is None:
+    if visible is None:
         return jnp.exp(scores - lse_ref[...]), slope
-    weights = jnp.exp(jnp.where(seen, scores, MASKED) - lse_ref[...])
-    return jnp.where(seen, weights, 0.0), slope
+    weights = jnp.exp(jnp.where(visible, scores, MASKED) - lse_ref[...])
+    return jnp.where(visible, weights, 0.0), slope
 
 
 def _dq_kernel(
-    static, table, row_segments, key_segments, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dq_ref, acc_ref
+    static, visits, query_segments, key_segments, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dq_ref, acc_ref
 ):
     b, _, i, t = (pl.program_id(n) for n in range(4))
-    j, inner, masked = static.visit(table, b, i, t)
+    j, inner, masked = static.visit(visits, b, i, t)
 
     @pl.when(t == 0)
     def begin():
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def step(seen):
-        weights, slope = _weights(static, seen, k_ref, q_ref, lse_ref)
+    def step(visible):
+        weights, slope = _weights(static, visible, k_ref, q_ref, lse_ref)
         d_scores = weights * (_dot(v_ref[...], d_out_ref[...], (1, 1)) - delta_ref[...])
         if slope is not None:
             d_scores *= slope
         acc_ref[...] += _dot(k_ref[...], d_scores.astype(k_ref.dtype), (0, 0))
 
     pl.when(inner)(lambda: step(None))
-    pl.when(masked)(lambda: step(_seen(static, i, j, row_segments, key_segments)))
+    pl.when(masked)(lambda: step(_visible(static, i, j, query_segments, key_segments)))
 
-    @pl.when(t == static.turns - 1)
+    @pl.when(t == static.max_visits - 1)
     def finish():
         dq_ref[...] = (static.o.scale * acc_ref[...]).astype(dq_ref.dtype)
 
 
 def _dkv_kernel(
-    static, table, row_segments, key_segments, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref,
+    static, visits, query_segments, key_segments, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref,
     dk_acc_ref, dv_acc_ref,
 ):  # fmt: skip
     b, _, j, r, t = (pl.program_id(n) for n in range(5))
-    i, inner, masked = static.visit(table, b, j, t)
+    i, inner, masked = static.visit(visits, b, j, t)
 
     @pl.when((r == 0) & (t == 0))
     def begin():
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)
 
-    def step(seen):
-        weights, slope = _weights(static, seen, k_ref, q_ref, lse_ref)
+    def step(visible):
+        weights, slope = _weights(static, visible, k_ref, q_ref, lse_ref)
         dv_acc_ref[...] += _dot(weights.astype(d_out_ref.dtype), d_out_ref[...])
         d_scores = weights * (_dot(v_ref[...], d_out_ref[...], (1, 1)) - delta_ref[...])
         if slope is not None:
@@ -339,9 +362,9 @@ def _dkv_kernel(
         dk_acc_ref[...] += _dot(d_scores.astype(q_ref.dtype), q_ref[...])
 
     pl.when(inner)(lambda: step(None))
-    pl.when(masked)(lambda: step(_seen(static, i, j, row_segments, key_segments)))
+    pl.when(masked)(lambda: step(_visible(static, i, j, query_segments, key_segments)))
 
-    @pl.when((r == pl.num_programs(3) - 1) & (t == static.turns - 1))
+    @pl.when((r == pl.num_programs(3) - 1) & (t == static.max_visits - 1))
     def finish():
         dk_ref[...] = (static.o.scale * dk_acc_ref[...]).astype(dk_ref.dtype)
         dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
