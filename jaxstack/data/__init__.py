@@ -89,13 +89,13 @@ def _load_chat(cfg: DataConfig) -> Dataset:
     )
     rendered = [*chat.render_conversations(chat.read_conversations(str(cfg.path)), template)]
     tokenizer = make_tokenizer(cfg.tokenizer, (one.text for one in rendered), saved)
-    tokens, left_out = chat.encode_conversations(rendered, tokenizer, cfg.seq_len)
+    tokens, note = chat.encode_conversations(rendered, tokenizer, cfg.seq_len)
     assert tokens.loss_mask is not None
     fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.loss_mask.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
     parts = [
         f"{tokens.starts.size:,} conversations",
-        *([left_out] if left_out else []),
+        *([note] if note else []),
         f"{_format_size(train, tokenizer)} train, {_format_size(held_out, tokenizer)} held out",
         f"{tokens.loss_mask.mean():.0%} of the tokens in answers",
     ]

@@ -365,30 +365,30 @@ def encode_conversations(
       ConfigError: all conversations are too long, or one has no token to learn.
     """
     pieces, masks, names, too_long = [], [], [], []
-    for one in conversations:
-        ids, starts, ends = tokenizer.encode_with_offsets(one.text)
+    for conversation in conversations:
+        ids, starts, ends = tokenizer.encode_with_offsets(conversation.text)
         answers = np.zeros(ids.size, bool)
-        for start, end in one.spans:
+        for start, end in conversation.spans:
             touched = np.flatnonzero((ends > start) & (starts < end))
             if touched.size:  # includes tokens without characters in between
                 answers[touched[0] : touched[-1] + 1] = True
         if not answers[1:].any():
-            raise ConfigError(f"{one.name}: no token of the rendered text belongs to an answer. Remove the line.")
+            raise ConfigError(f"{conversation.name}: no token of the rendered text is an answer's. Remove the line.")
         if ids.size > seq_len + 1:
             too_long.append(ids.size)
             continue
         pieces.append(ids)
         masks.append(answers)
-        names.append(one.name)
-    said = ""
+        names.append(conversation.name)
+    note = ""
     if too_long:
         longest = f"the longest has {max(too_long):,} tokens"
         if not pieces:
             raise ConfigError(
                 f"none of {len(too_long):,} conversations fits into data.seq_len={seq_len} ({longest}). Raise it."
             )
-        said = f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})"
+        note = f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})"
     bounds = np.cumsum([0, *(piece.size for piece in pieces)], dtype=np.int64)
     ids = np.concatenate(pieces).astype(id_dtype(tokenizer.vocab_size), copy=False)
     tokens = Tokens(ids, bounds[:-1], bounds[1:], tokenizer.vocab_size, tuple(names), loss_mask=np.concatenate(masks))
-    return tokens, said
+    return tokens, note

@@ -108,20 +108,20 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _Windows:
         return _Windows(stream, stream.bounds_P[:-1], length_D)
     windows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(room + 1)]  # windows, by the number of tokens that still fit
-    some = 0  # bit i is set if some window has room for exactly i tokens
+    free_sizes = 0  # bit i is set if some window has room for exactly i tokens
     for document in np.argsort(-length_D, kind="stable").tolist():
         size = int(length_D[document])
-        if fitting := some >> size:
+        if fitting := free_sizes >> size:
             left = size + (fitting & -fitting).bit_length() - 1
             window = with_room[left].pop()
             if not with_room[left]:
-                some &= ~(1 << left)
+                free_sizes &= ~(1 << left)
         else:
             left, window = room, len(windows)
             windows.append([])
         windows[window].append(document)
         with_room[left - size].append(window)
-        some |= 1 << (left - size)
+        free_sizes |= 1 << (left - size)
     stream = TokenStream.from_documents(tokens, np.concatenate(windows))
     last_W = np.cumsum([len(window) for window in windows])
     first_W = stream.bounds_P[np.append(0, last_W[:-1])]
@@ -141,18 +141,18 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
     The windows are then permuted, so that a batch mixes documents. Less than two windows of tokens remain at the ends.
     They are dropped, but other epochs read them.
 
-    NumPy permutes the windows. The shuffle of grain takes milliseconds per index if there are few windows, and its
-    epoch `e` of seed `s` equals epoch `e - 1` of seed `s + 1`. A permutation needs 8 bytes per window: 0.2 GB for
+    NumPy permutes the windows. The shuffle of grain takes milliseconds per index if there are few windows. Its
+    epoch `e` of seed `s` also equals epoch `e - 1` of seed `s + 1`. A permutation needs 8 bytes per window: 0.2 GB for
     100 GB of uint16 tokens in windows of 2048.
     """
     if tokens.loss_mask is not None:
-        once = document_windows(tokens, seq_len, packing)
+        all_windows = document_windows(tokens, seq_len, packing)
 
         def shuffled(index: int) -> _Windows:
-            order_W = np.random.default_rng([seed, index]).permutation(once.first_W.size)
-            return _Windows(once.stream, once.first_W[order_W], once.length_W[order_W])
+            order_W = np.random.default_rng([seed, index]).permutation(all_windows.first_W.size)
+            return _Windows(all_windows.stream, all_windows.first_W[order_W], all_windows.length_W[order_W])
 
-        return once.first_W.size, lru_cache(maxsize=2)(shuffled)
+        return all_windows.first_W.size, lru_cache(maxsize=2)(shuffled)
     total = len(tokens)
     if total < seq_len + 1:
         raise ConfigError(
@@ -246,8 +246,8 @@ def batches(
         index_B, window_B = np.divmod(np.asarray(samples)[own], windows)
         parts = []
         for index in np.unique(index_B).tolist():
-            now = epoch(index)
-            parts.append(now.make_batch(window_B[index_B == index], seq_len, packing, tokens.vocab_size))
+            epoch_windows = epoch(index)
+            parts.append(epoch_windows.make_batch(window_B[index_B == index], seq_len, packing, tokens.vocab_size))
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts[1:] else parts[0]
 
     # 2**62 samples are practically endless. With 2**63 - 1, rounding would make grain's length exceed int64.
@@ -276,7 +276,7 @@ def eval_batches(
     import grain
 
     if tokens.loss_mask is not None:
-        once = document_windows(tokens, seq_len, packing)
+        all_windows = document_windows(tokens, seq_len, packing)
     else:
         stream = TokenStream.from_documents(tokens) if packing else TokenStream.from_documents(tokens).merge_adjacent()
         if len(stream) - 1 < seq_len:
@@ -284,8 +284,8 @@ def eval_batches(
                 f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of held-out text for one window, but there are "
                 f"{len(stream):,}. Raise data.eval_fraction, lower data.seq_len or use more text."
             )
-        once = _Windows.full_length(stream, np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len)
-    windows = once.first_W.size
+        all_windows = _Windows.full_length(stream, np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len)
+    windows = all_windows.first_W.size
     count = min(windows, steps * batch_size)
     spread_W = np.arange(count) * windows // count
 
@@ -294,7 +294,7 @@ def eval_batches(
             tokens.file_state.require_unchanged()
         row_B = np.arange(batch_size) if rows is None else rows
         window_B = np.minimum(samples[0] + row_B, count - 1)
-        batch = once.make_batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
+        batch = all_windows.make_batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
         batch["loss_weights"][row_B >= len(samples)] = 0
         return batch
 
@@ -330,10 +330,9 @@ def describe_batch(
     texts = []
     for sample in range(step * batch_size, step * batch_size + min(rows, batch_size)):
         index, window = divmod(sample, windows)
-        now = epoch(index)
-        texts.append(
-            " + ".join(_source_ranges(tokens, now.stream, int(now.first_W[window]), int(now.length_W[window])))
-        )
+        epoch_windows = epoch(index)
+        first, length = int(epoch_windows.first_W[window]), int(epoch_windows.length_W[window])
+        texts.append(" + ".join(_source_ranges(tokens, epoch_windows.stream, first, length)))
     more = f"; and {batch_size - rows} more rows" if batch_size > rows else ""
     return f"step {step}: {'; '.join(texts)}{more}"
 

@@ -224,7 +224,7 @@ def test_a_token_is_learned_if_one_of_its_characters_is_an_answers(pieces, learn
     tokens, _ = chat.encode_conversations([first], Pieces("ab", "cd", "ef", "gh", "i"), 500)
     assert tokens.loss_mask.tolist() == [True, False, False, True, True]
     # The first token is never a target, since no token precedes it.
-    with pytest.raises(ConfigError, match="x: no token of the rendered text belongs to an answer"):
+    with pytest.raises(ConfigError, match="x: no token of the rendered text is an answer's"):
         chat.encode_conversations([chat.RenderedConversation("x", "abcdefghi", [(0, 2)])], Pieces("ab", "cdefghi"), 500)
 
 
