@@ -1,10 +1,10 @@
 """Measures the host memory to import and export Hugging Face weights: `python benchmarks/hf_memory.py [--layers 16]`
 
-Needs the extra `[hf]`. Writes a Llama with random bfloat16 weights to a temporary folder, imports it in one process and
-exports it in another, then saves it as a checkpoint and reads that. The result is the peak of resident memory beyond
+Needs the extra `[hf]`. Writes a Llama with random bfloat16 weights to a temporary folder. One process imports it,
+another exports it. Then it is saved as a checkpoint and read again. The result is the peak of resident memory beyond
 the arrays themselves, which a CPU stores in host memory. It is given as a multiple of the largest tensor in float32,
-and of our largest array, which stacks all layers and is what a checkpoint stores. `--layers` sets the size of the
-model. Writes results/hf_memory.json.
+and of our largest array, which stacks all layers, as in a checkpoint. `--layers` sets the size of the model. Writes
+results/hf_memory.json.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Compares experts with a dense model of equal active size: `python benchmarks/moe.py [--steps 300] [--seeds 3]`
 
-Trains `configs/moe_quickstart.yaml` and the dense quickstart of as many active parameters on the CPU, on the same text
-for the same number of bytes with the same optimizer. Prints the held-out bits per byte of every seed and writes them
-to `benchmarks/results/moe.json`. Times are not compared, because runs follow each other on a machine with other work.
+Trains `configs/moe_quickstart.yaml` and the dense quickstart of as many active parameters on the CPU. Text, number of
+bytes and optimizer are the same. Prints the held-out bits per byte of every seed and writes them to
+`benchmarks/results/moe.json`. Times are not compared, because runs follow each other on a machine with other work.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Compares training steps with PyTorch on the CPU: `python benchmarks/train_cpu.py [--jobs J1 J2 J3] [--rounds 7]`
 
 Needs the extra `[parity]`. For each job, three processes (jaxstack, torch eager, torch.compile) take turns of a few
-steps in rounds, so that other work on the machine slows all of them. The result is the ratio within a round: the time
-of the better torch mode over ours. Medians are printed and written to `benchmarks/results/train_cpu.json`.
+steps. Turns alternate in rounds, so that other work on the machine slows all of them. The result is the ratio within a
+round: the time of the better torch mode over ours. Medians are printed and written to
+`benchmarks/results/train_cpu.json`.
 
 Our side runs as `train.py` does: with its device count and flags, `step.jit_train_step`, and metrics that are read one
 step late.

@@ -5,8 +5,8 @@ random; nothing is downloaded. Each side is a process with its share of the GPU'
 in rounds, so that other events on the chip affect both.
 
 Our side starts. For each of `--remats` it selects the largest of the job's batches whose compiled step fits its share
-of memory, and the fastest of these candidates runs in the rounds. The peer takes the same batch, or the largest smaller
-one that fits.
+of memory. The fastest of these candidates runs in the rounds. The peer takes the same batch, or the largest smaller one
+that fits.
 
 The peer is `transformers.LlamaForCausalLM` (`MixtralForCausalLM` for experts) with `attn_implementation="sdpa"`, the
 fused AdamW of `torch.optim`, and gradients clipped to a global norm of 1. It only recomputes what torch.compile chooses

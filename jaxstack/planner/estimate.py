@@ -1,4 +1,4 @@
-"""Estimates by formula, without compiling: the memory of a training step here, its collectives in `traffic`.
+"""Estimates the memory of a training step by formula, without compiling; `traffic` does so for its collectives.
 
 The formulas count the arrays of a step. They leave out scalars and small arrays, and the copies and paddings that XLA
 adds.
@@ -47,7 +47,7 @@ class _Activations:
       heads: queries, keys, values and the output of attention.
       hidden: one activation of the MLP or of the experts.
       sent: tokens that are sent to experts.
-      saved_hidden, saved_sent: what of these two the backward pass may save.
+      saved_hidden, saved_sent: elements of these two that a remat policy may save.
       scores: attention scores that the implementation writes.
     """
 

@@ -178,8 +178,8 @@ def _times(computations: dict[str, list[_Instruction]], entry: str, known: Mappi
 def _trip_count(loop: _Instruction, computations: dict[str, list[_Instruction]], known: Mapping[str, float]) -> float:
     """Returns the trip count of a while loop.
 
-    It is what XLA notes, what is known of the loop's scope, or the constant of its condition `i < constant` (a scan
-    counts up from 0 by 1). Within a derivative, JAX writes a scope as `jvp(scope)`.
+    The sources are, in this order: XLA's note, the known count of the loop's scope, and the constant of a condition
+    `i < constant`, because a scan counts up from 0 by 1. Within a derivative, JAX writes a scope as `jvp(scope)`.
     """
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(noted.group(1))

@@ -167,7 +167,7 @@ def _forward_and_backward(f: Callable[..., PyTree], args: tuple[jax.Array, ...],
     def both(args: tuple[jax.Array, ...], dy: PyTree) -> PyTree:
         return jax.vjp(f, *args)[1](dy)
 
-    # A backward pass cannot be measured alone. XLA removes what its gradient does not use of the forward pass.
+    # A backward pass cannot be measured alone: XLA keeps those parts of the forward pass that the gradient uses.
     return forward * seconds_per_call(once, *args) + max(
         seconds_per_call(both, args, dy) - seconds_per_call(once, *args), 0.0
     )

@@ -1,4 +1,4 @@
-"""Measures what the layers of a run cost on this machine; `pipeline.partition` cuts stages by these costs.
+"""Measures the costs of the layers of a run on this machine; `pipeline.partition` cuts stages by them.
 
 `jaxstack profile` is the command for it. All groups of layers run the same program, so one of them is measured for all.
 It runs as in the pipeline's executor: it reads weights from a slot, writes residuals to a slot and reads them back, and
@@ -178,8 +178,8 @@ def _part_seconds(cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> di
 def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
     """Returns the bytes of state on a device while a pipeline runs: of one group of layers, and of everything else.
 
-    Parameters and optimizer state are counted as they are stored, gradients as the executor sums them (float32,
-    gathered), and copies of the weights where the executor reads them gathered or in another dtype.
+    Parameters and optimizer state are counted as they are stored. Gradients are counted as the executor sums them:
+    gathered, in float32. Copies of weights are counted where the executor reads them gathered or in another dtype.
     """
     sizes = {axis: mesh[axis] for axis in AXES}
     ctx = Context(mesh=AbstractMesh(tuple(sizes.values()), AXES), rules=transformer(cfg.mesh))  # type: ignore[arg-type]

@@ -98,7 +98,7 @@ class _Stage:
         )
 
     def inputs(self, i: jax.Array) -> PyTree:
-        """Returns what the functions read of microbatch `i`."""
+        """Returns the inputs of the functions for microbatch `i`."""
         return self.fns.prepare(index_leading(self.microbatches, i))
 
     def embed(self, i: jax.Array) -> jax.Array:

@@ -109,7 +109,7 @@ class Row:
       flops: FLOPs of all its operations.
       bytes: bytes of all its operations.
       seconds: their least time.
-      bound: what bounds most of that time.
+      bound: the limit of most of that time: `compute`, `memory` or `network`.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Roofline:
 
     Attributes:
       chip: name of the chip.
-      limits: what the chip reaches.
+      limits: the chip and the fractions of its peaks that programs reach.
       devices: devices of the mesh.
       traffic: the model of memory traffic.
       dtype: dtype of matmuls.
@@ -303,7 +303,7 @@ def make_roofline(
     Args:
       cfg: the run, resolved.
       chip: name of the chip, for people.
-      limits: what the chip reaches.
+      limits: the chip and the fractions of its peaks that programs reach.
       traffic: the model of memory traffic.
       devices: devices of the mesh; an axis of size -1 takes those that the other axes leave.
       measured: measured seconds of `measure.parts`.

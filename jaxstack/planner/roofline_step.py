@@ -165,7 +165,7 @@ def _mlp(build: OpBuilder, s: DeviceShapes) -> list[Op]:
 
 
 def _sums(build: OpBuilder, s: DeviceShapes) -> list[Op]:
-    """Returns residual sums, and what is unfused beside them: biases and dropout."""
+    """Returns residual sums, gradients of biases, and the unfused passes of biases and dropout."""
     m = s.model
     found = [build.elementwise("residual sum", s.stream, 3) for _ in range(2)]
     if m.bias:

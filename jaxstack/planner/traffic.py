@@ -47,7 +47,7 @@ class _Traffic:
             self.layer_runs = accum * ctx.pipeline.stages.period * sum(int(u.groups_T.sum()) for u in tables) // 2
         m, remat = cfg.model, cfg.train.remat
         # How often the backward pass repeats a part of the forward pass. `attention_out` is the reduction after
-        # attention: its result, the residual stream between attention and MLP, is saved by `selective`.
+        # attention; `selective` saves its result, the residual stream between attention and MLP.
         self.repeats = {
             "layer_in": int(remat != "none"),
             "attention_out": int(remat in ("full", "dots")),
@@ -120,7 +120,7 @@ def _tensor_traffic(t: _Traffic) -> None:
 
 
 def _pipeline_traffic(t: _Traffic) -> None:
-    """Adds what the stages of a pipeline exchange.
+    """Adds the activations and cotangents that the stages of a pipeline exchange.
 
     Neighbours exchange activations and cotangents at every tick, idle ticks included. For each microbatch, the output
     of the last stage is broadcast to all stages and its gradient is summed over them. Untied embeddings are gathered
