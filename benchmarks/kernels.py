@@ -369,7 +369,7 @@ def main() -> None:
 
     import jax
 
-    from jaxstack.common.hardware import CHIPS, name_of
+    from jaxstack.common.hardware import CHIPS, chip_name
     from jaxstack.kernels import implementation as choice
     from jaxstack.models.context import OPS
     from jaxstack.planner import measure
@@ -378,7 +378,7 @@ def main() -> None:
     platform = choice.platform_of(device)
     dtype = "float32" if platform == "cpu" else "bfloat16"
     peaks: dict[str, tuple[float, float]] = {}
-    if (name := name_of(device.device_kind)) is not None:
+    if (name := chip_name(device.device_kind)) is not None:
         peaks["data sheet"] = (CHIPS[name].flops[dtype], CHIPS[name].hbm_bandwidth)
     if not given.small:
         here = measure.this_chip(device, dtype)

@@ -1,8 +1,7 @@
 """jaxstack: a JAX-based functional training stack.
 
-Every room of the package is an attribute, and so are the modules that other projects use most: `jaxstack.model`,
-`jaxstack.params`. They are imported when they are first used, so importing the package costs nothing, and JAX starts
-only when it is needed.
+Every room of the package is an attribute, and so are the modules that other projects use most: `jaxstack.model` and
+`jaxstack.params`. Each is imported at its first use, so that importing the package is fast and does not start JAX.
 """
 
 import importlib
@@ -17,7 +16,7 @@ _MODULES = {"model": "models.decoder", "params": "models.params"} | {
         "report", "runtime", "sharding", "tracking", "training",
     )
 }  # fmt: skip
-"""Public name -> module."""
+"""Module of each public name, within the package."""
 
 
 def __getattr__(name: str) -> ModuleType:

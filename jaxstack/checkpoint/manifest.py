@@ -91,8 +91,8 @@ def write(checkpoint: Path, digests: Mapping[str, tuple[int, str]]) -> None:
         time.sleep(0.2)
     if unknown := sorted(_files(checkpoint) - digests.keys()):
         raise OSError(f"no process has written {unknown[0]}")
-    files.replace(checkpoint / NAME, json.dumps({"files": dict(sorted(digests.items()))}, indent=1))
-    files.sync(checkpoint.parent)
+    files.write_atomic(checkpoint / NAME, json.dumps({"files": dict(sorted(digests.items()))}, indent=1))
+    files.sync_directory(checkpoint.parent)
 
 
 def read(checkpoint: Path) -> Digests:

@@ -86,8 +86,8 @@ def write(cfg: Config, tokenizer: dict[str, object]) -> None:
     """Writes `config.yaml` and `tokenizer.json`, without the addresses and numbers of the processes."""
     run = Path(cfg.run.dir)
     processes = replace(cfg.distributed, coordinator=None, num_processes=None, process_id=None)
-    files.replace(run / "config.yaml", to_yaml(replace(cfg, distributed=processes)))
-    files.replace(run / "tokenizer.json", json.dumps(tokenizer))
+    files.write_atomic(run / "config.yaml", to_yaml(replace(cfg, distributed=processes)))
+    files.write_atomic(run / "tokenizer.json", json.dumps(tokenizer))
 
 
 def require_same_data(metadata: Metadata, cfg: Config, fingerprint: str) -> None:

@@ -42,7 +42,7 @@ def main(args: Namespace) -> None:
         for gap in run.gaps:
             console.print(f"{run.name}: {gap}", style="yellow", markup=False)
     try:
-        files.replace(out, page.render(found))
+        files.write_atomic(out, page.render(found))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         raise ConfigError(f"{out} cannot be written ({error.strerror}). Name another file with --out.") from error
     print(f"page     {out}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from jsonargparse import Namespace
 
 from jaxstack.cli.plan import with_vocabulary
-from jaxstack.common.hardware import CHIPS, name_of
+from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import ConfigError
 from jaxstack.config.bounds import PositiveFloat, PositiveFraction, PositiveInt
 from jaxstack.config.parse import Parser
@@ -71,7 +71,7 @@ def main(args: Namespace) -> None:
 
     device = jax.devices()[0]
     name = _chip_name(args.chip, device)
-    here = name in ("here", name_of(device.device_kind))
+    here = name in ("here", chip_name(device.device_kind))
     if args.measure == "yes" and not here:
         raise ConfigError(f"--measure=yes, but the device of this machine is {device.device_kind}. Use --chip here.")
     ctx = roof.context(cfg, args.devices)
@@ -96,7 +96,7 @@ def _chip_name(name: str | None, device: "jax.Device") -> str:
     Raises:
       ConfigError: no name is given, and this machine's device is not in `CHIPS`.
     """
-    found = name or name_of(device.device_kind)
+    found = name or chip_name(device.device_kind)
     if found is None:
         raise ConfigError(
             f"--chip is missing, and there is no data sheet of this machine's device ({device.device_kind}). Name one "

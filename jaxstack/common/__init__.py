@@ -1,1 +1,1 @@
-"""What every room may use: errors and exit codes, files, paths of trees, data sheets of accelerators."""
+"""What every room may use: errors and exit codes, atomic writes, paths of pytrees, data sheets of accelerators."""

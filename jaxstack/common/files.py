@@ -1,22 +1,22 @@
-"""Files that are written whole or not at all."""
+"""Atomic writes of text files."""
 
 import os
 from pathlib import Path
 
 
-def replace(path: Path, text: str) -> None:
-    """Writes a text file: a reader, and a crash at any moment, meet the old text or the new one."""
+def write_atomic(path: Path, text: str) -> None:
+    """Writes a text file atomically: after a crash, and for any reader, it has either the old text or the new one."""
     scratch = path.with_name(f".{path.name}.new")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     scratch.rename(path)
-    sync(path.parent)
+    sync_directory(path.parent)
 
 
-def sync(directory: Path) -> None:
-    """Makes the renames in a directory outlast a loss of power."""
+def sync_directory(directory: Path) -> None:
+    """Syncs a directory to disk, so that its renames survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

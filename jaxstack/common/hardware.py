@@ -1,4 +1,4 @@
-"""Accelerators as data: what one device computes, holds and moves at most, by its maker's data sheet."""
+"""Peak compute, memory and bandwidth of accelerators, by their makers' data sheets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """One device; of several makes of a chip, the one that `kinds` names.
+    """The figures of one device. Variants of a chip, such as SXM and PCIe, are separate entries.
 
     Attributes:
-      kinds: `jax.Device.device_kind`.
-      flops: dense FLOP/s of its matrix units by dtype of the operands, without sparsity. `float32` is true float32
-        where the chip has it: JAX's default for float32 on a GPU is TensorFloat-32, which is `tensorfloat32`.
-      hbm_bandwidth: bytes/s of its memory.
-      hbm_bytes: bytes of it.
-      interconnect_bandwidth: bytes/s that it sends to devices of its host or slice, over all its links together, in one
-      direction. source: of these figures.
+      kinds: values of `jax.Device.device_kind` that mean this chip.
+      flops: dense FLOP/s of the matrix units by dtype of the operands, without sparsity. `float32` is true float32 if
+        the chip has it. JAX's default for float32 on a GPU is TensorFloat-32, which is `tensorfloat32` here.
+      hbm_bandwidth: bytes/s of the memory.
+      hbm_bytes: bytes of the memory.
+      interconnect_bandwidth: bytes/s that the device sends to devices of its host or slice, over all links together, in
+        one direction.
+      source: data sheet that these figures are from.
     """
 
     kinds: tuple[str, ...]
@@ -85,9 +86,9 @@ CHIPS: dict[str, Chip] = {
         ("TPU v6 lite", "TPU v6e"), {"bfloat16": 918e12, "int8": 1836e12}, 1640e9, 32 << 30, 448e9, _TPU.format("v6e")
     ),
 }  # fmt: skip
-"""By the name that commands take. Bandwidths and peaks are what no program exceeds, not what one reaches."""
+"""Every chip by the name that commands take. No program exceeds these figures, and few reach them."""
 
 
-def name_of(device_kind: str) -> str | None:
-    """The name in `CHIPS` of what JAX calls so, or None: never a guess."""
+def chip_name(device_kind: str) -> str | None:
+    """Returns the name in `CHIPS` of a device kind of JAX, or None if the kind is not listed."""
     return next((name for name, chip in CHIPS.items() if device_kind in chip.kinds), None)

@@ -30,13 +30,17 @@ class HelpFormatter(DefaultHelpFormatter):
     """Help that shows types as users write them: `int >= 1 or null`, without the syntax of Python's annotations."""
 
     def _expand_help(self, action: argparse.Action) -> str:
-        return _plain_types(super()._expand_help(action))
+        text = _plain_types(super()._expand_help(action))
+        return re.sub(r" \(required(, type: str)?\)$", "", text)
 
 
 def _plain_types(text: str) -> str:
     """Returns the text with Python's type annotations in plain words."""
     text = re.sub(r"Annotated\[(int|float), ([^\[\]]+|in [\[(][^\])]*[\])])\]", r"\1 \2", text)
+    text = re.sub(r"tuple\[(.+?), \.\.\.\]", r"list of \1", text).replace("default: ()", "default: []")
+    text = re.sub(r"(?<=default: )(True|False)\b", lambda found: found[1].lower(), text)
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).replace("typing.", "")
+    text = re.sub(r"Literal\[([^\]]*)\]", lambda found: f"one of {found[1]}".replace("'", ""), text)
     return re.sub(r"Optional\[(.+?[\])]?)\](?=,|$)", r"\1 or null", text).replace(" | null", " or null")
 
 
@@ -109,6 +113,16 @@ class Parser(ArgumentParser):
             if "." not in action.dest and action.dest in values:
                 check_value(f"--{action.dest}", values[action.dest], getattr(action, "_typehint", None), action.default)
         return values
+
+    def format_help(self, formatter: argparse.HelpFormatter | None = None) -> str:
+        """Returns the help, with a usage line that does not repeat every key."""
+        if self.usage is None and any("." in action.dest for action in self._actions):
+            words = [str(a.metavar) + " ..." * (a.nargs == "+") for a in self._actions if not a.option_strings]
+            config = ["[--config NAME]"] if self._default_config else []
+            self.usage = " ".join(["%(prog)s", *words, "[options]", *config, "[--GROUP.KEY=VALUE ...]"])
+        for action in self._actions:
+            action.help = _HELP_TEXTS.get(str(action.help).partition(".")[0], action.help)
+        return super().format_help(formatter)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raises `ConfigError` with a message of the parser in one line that says what to do."""
@@ -183,6 +197,11 @@ def _type_in_words(kind: Any) -> str:
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 _PLURAL = {int: "integers", str: "texts"}
 
+
+_HELP_TEXTS = {  # by the first sentence of the parser's own text
+    "Path to a configuration file": "keys of this group as YAML, or a YAML file of them",
+    "Print the configuration after applying all other arguments and exit": "print the configuration as YAML, and exit",
+}
 
 _UNKNOWN_KEY = (  # the parser's words for a key that does not exist: on the command line, and in a file
     r"unrecognized arguments: (?:--)?([\w.]+)",

@@ -69,6 +69,6 @@ def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float
       devices: number of devices.
       dtype: dtype of the matmuls. Utilisation is given for bfloat16 only, by which runs are usually compared.
     """
-    name = hardware.name_of(device_kind)
+    name = hardware.chip_name(device_kind)
     peak = hardware.CHIPS[name].flops.get("bfloat16") if name and dtype == "bfloat16" else None
     return None if peak is None else flops_per_s / (peak * devices)

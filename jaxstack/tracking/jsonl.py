@@ -38,7 +38,7 @@ class JsonLines:
         dropped = [record for record in self.records if record["step"] > after]
         self.records = [record for record in self.records if record["step"] <= after]
         if self._path:
-            files.replace(self._path, "".join(json.dumps(record) + "\n" for record in self.records))
+            files.write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in self.records))
         if self._sinks:
             self._sinks.rewind(after)
         return dropped

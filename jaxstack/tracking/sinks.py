@@ -109,7 +109,7 @@ class WeightsAndBiases:
         wandb = importlib.import_module(PACKAGES["wandb"])
         known = Path(cfg.run.dir, "wandb_id")
         if not known.is_file():
-            files.replace(known, os.urandom(4).hex())
+            files.write_atomic(known, os.urandom(4).hex())
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "jaxstack"),

@@ -256,14 +256,14 @@ def test_the_mesh_of_the_devices_that_are_left(sizes, batch, devices, fits):
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "x"
-    files.replace(path, "old")
+    files.write_atomic(path, "old")
 
     def fails(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", fails)
     with pytest.raises(OSError, match="No space"):
-        files.replace(path, "new")
+        files.write_atomic(path, "new")
     assert path.read_text() == "old"
 
 

@@ -15,7 +15,7 @@ from families import EXPERTS, FAMILIES
 
 from jaxstack import sharding
 from jaxstack.cli.parser import execute
-from jaxstack.common.hardware import CHIPS, name_of
+from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import (
     Config,
     ConfigError,
@@ -233,7 +233,7 @@ def test_chips_are_complete_and_no_two_share_a_name():
     assert len(kinds) == len(set(kinds))
     for name, chip in CHIPS.items():
         assert chip.source, name
-        assert {name_of(kind) for kind in chip.kinds} == {name}
+        assert {chip_name(kind) for kind in chip.kinds} == {name}
         # Catches wrong units: TFLOP/s, TB/s and tens of GB.
         assert 1e14 < max(chip.flops.values()) < 1e16, name
         assert 3e11 <= chip.hbm_bandwidth < 1e13, name
