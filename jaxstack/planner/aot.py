@@ -132,7 +132,7 @@ def _missing(module: str) -> bool:
 def abstract_inputs(cfg: Config, target: str) -> tuple[Context, TrainState, Batch]:
     """Returns the context of a run on a target, its abstract state, and an abstract batch."""
     batch = cfg.data.batch_size
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, batch // cfg.train.grad_accum, devices(target)))
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices(target)))
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
     if cfg.data.packing:
         kinds |= {"positions": jnp.int32, "segment_ids": jnp.int32}

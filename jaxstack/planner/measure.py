@@ -249,7 +249,7 @@ def _random_batch(cfg: Config) -> Batch:
 
 def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
     """Measures a whole training step, and the optimizer alone."""
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, [device]))
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, [device]))
     abstract = abstract_state(cfg, ctx)
     state = make_state(cfg, ctx, abstract)
     batch = jax.device_put(_random_batch(cfg), ctx.sharding(ctx.batch))

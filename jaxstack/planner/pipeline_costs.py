@@ -89,7 +89,7 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
             f"mesh.expert={mesh['expert']} x mesh.context={mesh['context']} x mesh.tensor={mesh['tensor']} needs "
             f"{replica} devices, but there are {len(devices)}. Measure on a machine where a replica of a stage fits."
         )
-    sequences = cfg.data.batch_size // cfg.train.grad_accum // math.prod(mesh[axis] for axis in BATCH_AXES)
+    sequences = cfg.microbatch_size // math.prod(mesh[axis] for axis in BATCH_AXES)
     even = replace(cfg, pipeline=replace(cfg.pipeline, partition="even"))
     rows = sequences // pipeline.resolve(even, mesh["pipe"], sequences).schedule.microbatches
     small = _two_groups(cfg, mesh, rows)

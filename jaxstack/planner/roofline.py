@@ -82,7 +82,7 @@ def context(cfg: Config, devices: int = 1) -> Context:
     """
     sizes = cfg.mesh.resolved_sizes(devices)
     replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
-    sequences = cfg.data.batch_size // cfg.train.grad_accum
+    sequences = cfg.microbatch_size
     if sequences % replicas:
         raise ConfigError(
             f"a batch of {sequences} sequences does not divide among {replicas} replicas of the mesh. Set "

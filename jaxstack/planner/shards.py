@@ -70,7 +70,7 @@ def microbatches(ctx: Context) -> int:
 
 def microbatch_rows(cfg: Config, ctx: Context) -> int:
     """Returns the sequences of one microbatch on one device."""
-    return cfg.data.batch_size // cfg.train.grad_accum // ctx.replicas // microbatches(ctx)
+    return cfg.microbatch_size // ctx.replicas // microbatches(ctx)
 
 
 def runs_in_rounds(moe: MoEConfig, shards: int) -> bool:
