@@ -22,7 +22,7 @@ _MODULES = {"model": "models.decoder", "params": "models.params"} | {
 def __getattr__(name: str) -> ModuleType:
     if name in _MODULES:
         return importlib.import_module(f"jaxstack.{_MODULES[name]}")
-    raise AttributeError(f"module 'jaxstack' has no attribute {name!r}; it has {', '.join(_MODULES)}")
+    raise AttributeError(f"module 'jaxstack' has no attribute {name!r}. It has {', '.join(_MODULES)}.")
 
 
 def __dir__() -> list[str]:

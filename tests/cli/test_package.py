@@ -49,6 +49,10 @@ def test_the_overview_lists_every_command_in_its_group():
     for name, command in COMMANDS.items():
         assert f"\n  {name} " in "\n" + text.split(f"\n{command.group}:\n")[1].split("\n\n")[0]
         assert command.summary in text
+
+
+def test_every_command_exists():
+    for command in COMMANDS.values():
         assert (ROOT / "jaxstack" / "cli" / f"{command.module}.py").is_file()
 
 
