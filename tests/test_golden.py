@@ -1,6 +1,6 @@
-"""How published models lie on a mesh, kept as files, so that a changed rule shows in review.
+"""Compares the shardings of published models with files, so that a changed rule is visible in review.
 
-After a change that is meant: `JAXSTACK_UPDATE_GOLDEN=1 pytest tests/test_golden.py`, and read the difference.
+After an intended change: `JAXSTACK_UPDATE_GOLDEN=1 pytest tests/test_golden.py`, and read the difference.
 """
 
 import math

@@ -124,7 +124,7 @@ def test_interrupted_equals_straight_bit_for_bit(straight, text, tmp_path):
     process.communicate()
     out, _ = run(*argv)
     assert "resumed from step " in out
-    # What differs between the two runs is named, here the directory alone, which is no difference.
+    # A resumed run names the keys that changed. Here only the directory differs, which does not count.
     assert "changed" not in out
     assert values(run_dir) == values(straight[0])
     for a, b in zip(*(arrays(d / "checkpoints" / "12") for d in (run_dir, straight[0])), strict=True):
@@ -300,7 +300,7 @@ def test_some_steps_are_traced(text, tmp_path):
     own = sum(seconds.get("profile", 0) for seconds in spent)
     assert own > 0
     assert sum(line["step_time_s"] or 0 for line in timed.values()) < sum(sum(s.values()) for s in spent) - own
-    # What a resumed run has done before cannot be traced, which is said.
+    # Steps before the resumed one cannot be traced, and the run says so.
     shutil.rmtree(run_dir / "checkpoints" / "6")
     out, _ = run(*argv, "--profile.steps=1:2")
     assert "profile  steps 1 to 2 were done before" in out

@@ -85,7 +85,7 @@ def test_norms():
 
 
 def test_the_loss_never_holds_its_logits():
-    """At 8192 tokens, width 2048 and 131072 words: 4 GiB of logits, of which the kernel needs 15% at most."""
+    """At 8192 tokens, width 2048 and a vocabulary of 131072: the kernel needs at most 15% of the 4 GiB of logits."""
     ratios = {name: programs.loss_memory(ONE, name) for name in ("xla", "chunked", "pallas_gpu")}
     assert ratios["pallas_gpu"] <= 0.15 < ratios["chunked"] <= 0.35 < 1 <= ratios["xla"]
     programs.odd_loss(ONE, "gpu")

@@ -547,9 +547,9 @@ def test_every_array_that_differs_is_named(argv, straight, tmp_path):
     [
         ("modle:\n  num_layers: 2\n", "modle"),
         ("model:\n  num_layers: two\n", "num_layers"),
-        ("model:\n  num_layers: 2\n  num_layers: 3\n", "line 3: the key num_layers stands there twice"),
+        ("model:\n  num_layers: 2\n  num_layers: 3\n", "line 3: the key num_layers occurs twice"),
         ("model: !!python/object/apply:os.mkdir [PWNED]\n", "tag"),
-        ("run:\n  init_from: https://me:secret@example.org/x\n", "run.init_from holds a password"),
+        ("run:\n  init_from: https://me:secret@example.org/x\n", "run.init_from contains a password"),
         ("model: [\n", "c.yaml"),
     ],
 )

@@ -149,8 +149,8 @@ def test_fresh_adapters_change_nothing_and_merged_ones_compute_the_same(family, 
     assert jax.tree.structure(merged) == jax.tree.structure(base)
     got, want = forward(cfg, values, tokens)[0], forward(cfg.base, merged, tokens)[0]
     assert np.abs(want - expected).max() > 0.1
-    # The same sums in another order: float32's rounding, of logits of the order of one through two layers. A router may
-    # choose otherwise on a tie, and then the rest of that row differs; a tie in two of the four rows is no chance.
+    # The same sums in another order: float32's rounding, of logits of the order of one through two layers. On a
+    # tie, a router may choose another expert, and the rest of that row differs. Two ties in four rows are unlikely.
     differ = (np.abs(got - want) > 5e-5).any((1, 2))
     assert tokens.shape[0] == 4
     assert differ.sum() <= int(cfg.moe.num_experts > 0)

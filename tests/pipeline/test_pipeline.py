@@ -42,7 +42,7 @@ Case = tuple[str, dict[str, Any], dict[str, Any]]
 def case(
     family: str, schedule: str, pipe: int, microbatches: int, chunks: int = 1, layers: int = 8, **how: Any
 ) -> Case:
-    """A row of the table; what is no key of `meshes.config` is an axis of the mesh."""
+    """Returns a row of the table; a name that `meshes.config` does not have is an axis of the mesh."""
     run = {k: v for k, v in how.items() if k in ("accum", "packing", "remat", "dropout")}
     mesh = {"pipe": pipe} | {k: v for k, v in how.items() if k not in run}
     least = microbatches * run.get("accum", 1) * math.prod(mesh.get(axis, 1) for axis in BATCH_AXES)
@@ -285,7 +285,7 @@ def test_bytes_along_each_axis_are_what_the_formula_says(case):
         np.testing.assert_allclose(measured[kind], sent, rtol=0.02, atol=0.002 * whole, err_msg=str(kind))
 
 
-# Where layers lie.
+# Stages and their layers.
 
 
 def test_rows_hold_every_layer_once():
@@ -381,7 +381,7 @@ def test_without_a_number_microbatches_are_four_a_stage_at_most():
 @pytest.mark.parametrize(
     ("how", "optim"),
     [
-        ({"schedule": TWO, "chunks": 2}, "muon"),  # its state holds Adam's too, of what is no matrix
+        ({"schedule": TWO, "chunks": 2}, "muon"),  # its state has Adam's moments too, for arrays that are not matrices
         pytest.param({"schedule": TWO, "chunks": 2}, "adamw", marks=pytest.mark.slow),
         pytest.param({"schedule": ONE}, "muon", marks=pytest.mark.slow),
         pytest.param({"schedule": ONE}, "adamw", marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""What devices send each other in a step, read from the compiled program and held against the papers and the formula.
+"""Compares the bytes that devices send in a step, read from the compiled program, with the papers and the formula.
 
 `pytest -rP tests/sharding/test_collectives.py` shows bytes per axis beside the formula.
 """
