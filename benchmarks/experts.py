@@ -19,7 +19,7 @@ from jaxstack.runtime import platform
 
 
 def config(experts: int, batch: int) -> Config:
-    """Returns a small model with so many experts."""
+    """Returns a small model with `experts` experts."""
     return Config(
         model=ModelConfig(
             num_layers=4,

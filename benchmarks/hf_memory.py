@@ -30,7 +30,7 @@ SHAPES = {"d_model": 2048, "num_heads": 16, "num_kv_heads": 4, "d_ff": 8192, "vo
 
 
 def config(layers: int) -> Any:
-    """Returns the configuration of a Llama with so many layers."""
+    """Returns the configuration of a Llama with `layers` layers."""
     from jaxstack.config import ModelConfig
 
     return ModelConfig(num_layers=layers, **SHAPES, max_positions=4096)

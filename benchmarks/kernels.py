@@ -360,7 +360,7 @@ def main() -> None:
     arguments.add_argument("--ops", nargs="+", help="operations to measure (default: all that have cases)")
     arguments.add_argument("--implementations", nargs="+", help="to measure (default: all that run on this device)")
     arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument("--seconds", type=float, default=280, help="start no case after so many seconds")
+    arguments.add_argument("--seconds", type=float, default=280, help="seconds after which no new case starts")
     arguments.add_argument("--small", action="store_true", help="smoke test with tiny shapes")
     arguments.add_argument("--out", type=Path, help="folder of the result (default: results/; --small: no file)")
     given = arguments.parse_args()

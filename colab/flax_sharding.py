@@ -43,7 +43,7 @@ print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
 BATCH, LENGTH, VOCAB, STEPS = 32, 16, 64, 20
 
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), BATCH, devices)
-rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))  # how a batch lies: in quarters
+rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))  # splits a batch into quarters
 print(dict(mesh.shape))
 
 # %% [markdown]
@@ -140,11 +140,11 @@ jax.debug.visualize_array_sharding(model.embed.embedding[...], scale=0.8)
 # %%
 optimizer = shard(nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param), rules, mesh, like=model)
 
-lies = shardings_of(optimizer)[1]
-assert lies["opt_state/0/mu/blocks/0/up/kernel"] == shardings_of(model)[1]["blocks/0/up/kernel"]
-for path in lies:
+specs = shardings_of(optimizer)[1]
+assert specs["opt_state/0/mu/blocks/0/up/kernel"] == shardings_of(model)[1]["blocks/0/up/kernel"]
+for path in specs:
     if "blocks/0/up" in path:
-        print(f"{path:36}{lies[path]}")
+        print(f"{path:36}{specs[path]}")
 
 # %% [markdown]
 # ## Twenty steps

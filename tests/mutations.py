@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
 AT_A_TIME = 2
 SAMPLED_S = 30
-"""A sample is drawn from the mutants that were killed within so many seconds."""
+"""A sample is drawn from the mutants that were killed within this many seconds."""
 BAD = ("not explained", "pytest failed no test, but ended with code")
 """The beginnings of those reasons in records that make the exit code 1."""
 
@@ -229,7 +229,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", help="run the mutants of one room, or the one of this name")
     parser.add_argument("--missing", action="store_true", help="run the mutants that have no result or have survived")
-    parser.add_argument("--sample", type=int, help="run so many of those that were killed, drawn at random")
+    parser.add_argument("--sample", type=int, help="run this many of those that were killed, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="seed of --sample")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--limit_s", type=float, default=300.0, help="time limit of one mutant, in seconds")

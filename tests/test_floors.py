@@ -45,7 +45,7 @@ def room(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that a file imports, wherever the statement stands, as written."""
+    """Every module that a file imports, wherever the statement is, as written."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

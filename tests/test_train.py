@@ -105,7 +105,7 @@ def test_a_run_directory_holds_what_it_should(straight):
     assert all(contract <= set(line) for line in steps)
     assert all(line["mfu"] is None for line in steps), "no peak is known for a CPU"
     assert [line["step"] for line in lines(run_dir) if "eval_loss" in line] == [4, 8, 12]
-    assert abs(steps[0]["loss"] - math.log(256)) < 0.1, "an untrained model knows nothing"
+    assert abs(steps[0]["loss"] - math.log(256)) < 0.1, "an untrained model predicts all bytes alike"
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (run_dir / "samples.txt").read_text().startswith("import os\n\ndef ")

@@ -12,6 +12,7 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 EXEMPT = {
     "docs/glossary.md",  # lists them
     "docs/changelog.md",  # tells what changed
+    "tests/mutants.py",  # quotes lines of the code, and names of tests
     "tests/same_programs.py",  # compares commits before and after the renaming
 }
 SCOPES = {
@@ -42,7 +43,7 @@ def patterns(heading: str) -> Iterator[tuple[re.Pattern[str], str]]:
     """Yields the retired expressions of a table, with what to use instead."""
     for retired, instead in rows(heading):
         text = retired.removeprefix("`").removesuffix("`")
-        if heading == "Retired phrases":  # a phrase may go on in the next line, also of a comment
+        if heading == "Retired phrases":  # a phrase may continue in the next line, also of a comment
             yield re.compile(text.replace(" ", r"[\s#]+"), re.IGNORECASE), instead
         else:
             yield re.compile(text), instead

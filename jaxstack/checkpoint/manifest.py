@@ -183,7 +183,7 @@ def remove_partial(directory: Path) -> None:
 
 
 def quarantine(checkpoint: Path, to: Path) -> Path:
-    """Moves an invalid checkpoint into the directory `to`, so that its step can be saved anew; returns its new path."""
+    """Moves an invalid checkpoint into the directory `to`, which makes room for its step; returns the new path."""
     to.mkdir(exist_ok=True)
     target = next(p for i in range(10**6) if not (p := to / f"{checkpoint.name}{f'.{i}' * bool(i)}").exists())
     return checkpoint.rename(target)

@@ -43,7 +43,7 @@ _FILE = 256 << 20
 files. The default of orbax is 2 GB."""
 
 _AT_A_TIME = 256 << 20
-"""Minimum bytes of arrays that are read at a time, since each read opens the checkpoint anew."""
+"""Minimum bytes of arrays that are read at a time, since each read opens the checkpoint again."""
 
 
 def metadata(directory: Path, step: int) -> Metadata:

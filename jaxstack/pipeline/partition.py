@@ -365,7 +365,7 @@ def _fastest(seconds_IJ: np.ndarray, model_chunks: int, weight: float) -> np.nda
     limit, total = np.inf, 0.0
     while lowest <= limit and weight * lowest + total < least:
         edges = _best_edges(np.where(seconds_IJ <= limit, seconds_IJ, np.inf), model_chunks, np.add)
-        assert edges is not None, "the cut with the lowest maximum meets every limit"
+        assert edges is not None, "the cut with the lowest maximum is within every limit"
         slowest, total = times(edges).max(), times(edges).sum()
         if weight * slowest + total < least:
             best, least = edges, weight * slowest + total

@@ -150,7 +150,7 @@ def format_costs(costs: Costs) -> str:
 
 
 def _two_groups(cfg: Config, mesh: Mapping[str, int], rows: int) -> Config:
-    """Returns the run on one replica of a stage, with two groups of layers and two microbatches of so many rows.
+    """Returns the run on one replica of a stage, with two groups of layers and two microbatches of `rows` rows.
 
     The loops that are measured alternate between the two, so that no turn finds the data of the last one in a cache.
     """

@@ -185,7 +185,7 @@ def _head_loops(stage: _Stage, x: jax.Array) -> Loops:
 
 
 def part_program(cfg: Config, ctx: Context, name: str) -> Callable[[PyTree, Batch, int], jax.Array]:
-    """Builds `run(values, batch, turns)`, which takes so many microbatches through one part of the model.
+    """Builds `run(values, batch, turns)`, which runs `turns` microbatches through one part of the model.
 
     Turns alternate between the two groups, slots and microbatches. The result depends on everything that was computed,
     so that XLA cannot remove it.
@@ -207,7 +207,7 @@ def part_program(cfg: Config, ctx: Context, name: str) -> Callable[[PyTree, Batc
 
 
 def _repeat(turns: jax.Array, body: Body, carry: PyTree) -> PyTree:
-    """Runs a body so many times, with index 0 and 1 alternately."""
+    """Runs a body `turns` times, with index 0 and 1 alternately."""
 
     def as_(types: PyTree, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda a, t: varying(a, varies_along(t)), tree, types)

@@ -18,7 +18,7 @@ def seconds_per_run(run: Callable[[int], PyTree]) -> float:
     """Returns the seconds of one run of a program, as a median of several measurements.
 
     Args:
-      run: runs the program so many times and returns arrays to wait for. The time that `run(0)` takes is subtracted.
+      run: runs the program that many times and returns arrays to wait for. The time that `run(0)` takes is subtracted.
     """
 
     def call(count: int) -> float:

@@ -29,7 +29,7 @@ class ThroughputMeter:
         return self._since is not None
 
     def restart(self) -> None:
-        """Starts the clock anew, and discards the steps timed so far."""
+        """Restarts the clock, and discards the steps timed so far."""
         self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
 
     @contextmanager

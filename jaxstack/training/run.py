@@ -166,7 +166,7 @@ class Run:
         return found
 
     def _restore(self, step: int) -> tuple[TrainState, int]:
-        """Returns the state after a step, and the index of the next batch. Step 0 is initialized anew."""
+        """Returns the state after a step, and the index of the next batch. Step 0 is initialized again."""
         if step:
             state = self._layout.unpack(store.restore(self._saved, step, self._layout.abstract))
             return state, store.metadata(self._saved, step)["next_batch"]

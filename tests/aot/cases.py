@@ -55,7 +55,7 @@ def experts(capacity_factor: float | None) -> Config:
 
 STAGES = {"pipe": 4, "data": 4}
 CASES = {
-    # A small head: what the plain loss holds of larger logits, the formula knows to 25% only (`estimate.memory`).
+    # A small head: for larger logits, the formula is only within 25% of what the plain loss stores (`estimate.memory`).
     "v5e_dense": ("v5e:4x4", config(replace(DENSE, vocab_size=4096), 32, 1024, fsdp=4, tensor=4)),
     "v5p_moe": ("v5p:2x2x2", config(MOE, 16, 1024, expert=4, tensor=2)),
     "v5p_experts_dropless": ("v5p:2x2x2", experts(None)),

@@ -43,7 +43,7 @@ def test_stages(name, ticks):
 
 
 def test_hosts_hold_whole_groups_of_the_inner_axes():
-    """Only replicas talk across hosts: each group of fsdp and tensor lies within one."""
+    """Only replicas talk across hosts: each group of fsdp and tensor is within one."""
     from cases import CASES
 
     from jaxstack.planner import aot

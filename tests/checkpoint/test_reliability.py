@@ -194,7 +194,7 @@ def test_a_state_that_is_not_finite_is_refused(bad, tmp_path):
 
 
 def test_a_checkpoint_is_read_in_parts_no_larger_than_its_largest_array(rng, tmp_path, monkeypatch):
-    """Each read opens the checkpoint anew, and reads only arrays that are wanted and were not read before."""
+    """Each read opens the checkpoint again, and reads only arrays that are wanted and were not read before."""
     monkeypatch.setattr(checkpoint, "_AT_A_TIME", 40)
     state = {
         name: jnp.asarray(rng.normal(size=size), jnp.float32)
@@ -376,7 +376,7 @@ def supervised(codes, newest, monkeypatch, tries=3):
         ([7, 0], [0, 0], 0, [2]),
         ([1, 1, 1], [5, 5, 5, 5], 1, [2, 4]),  # nothing new in three tries
         ([-9, -9, -9], [0, 0, 0, 0], 128 + 9, [2, 4]),
-        ([1, 1, 1, 1, 1], [0, 0, 10, 10, 10], 1, [2, 2, 4]),  # a checkpoint starts the count anew
+        ([1, 1, 1, 1, 1], [0, 0, 10, 10, 10], 1, [2, 2, 4]),  # a checkpoint restarts the count
         ([1, 1, 1, 0], [0, 10, 20, 30], 0, [2, 2, 2]),
         ([1, 1, 1], [9, 3, 3, 3], 1, [2, 4]),  # an older one is none
     ],

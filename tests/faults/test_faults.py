@@ -331,7 +331,7 @@ def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
     finish(*processes, code=Exit.STOPPED)
     step = manifest.complete_steps(tmp_path / "run" / "checkpoints")[0]
     assert 4 < step < STEPS
-    # Number 13: one process goes on with what two began, on a mesh of its own.
+    # Number 13: one process resumes a run of two, on another mesh.
     out, _ = run(*argv, "--mesh.data=1")
     assert f"resumed from step {step}" in out
     # Across processes gloo adds the parts in another order than XLA within one, a unit in the last place (1e-7) a step.

@@ -65,8 +65,8 @@ def check(rng, implementation, shape, options, ids, dtype=jnp.float32, scale=0.4
         assert_close(actual, expected, dtype)
 
 
-# Of the sizes, none is a multiple of a block, and of the widths only 16 a power of two. In the interpreter what lies
-# beyond an array is NaN.
+# No size is a multiple of a block, and of the widths only 16 is a power of two. In the interpreter, memory beyond an
+# array is NaN.
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(
     ("shape", "options", "segments", "dtype"),
@@ -97,7 +97,7 @@ def test_the_cases_of_the_definition(rng, implementation, case):
 @pytest.mark.parametrize("turn", range(6))
 def test_any_case_at_all(rng, implementation, turn):
     """Lengths from one token on, widths, groups, windows, caps, scores large enough to leave one key alone, and ids in
-    any order: a segment's tokens need not lie together."""
+    any order: a segment's tokens need not be contiguous."""
     g = int(rng.integers(1, 3))
     shape = (
         int(rng.integers(1, 3)),
@@ -164,7 +164,7 @@ def test_visits_are_the_blocks_that_are_seen(rng, turn):
 
     def pairs(visits, inner):
         starts, ends = (visits.inner_low, visits.inner_high) if inner else (visits.low, visits.high)
-        return {(own, met) for own in range(len(starts)) for met in range(starts[own], ends[own])}
+        return {(own, other) for own in range(len(starts)) for other in range(starts[own], ends[own])}
 
     by_rows, by_keys = block_ranges.key_blocks(o, length, rows, keys), block_ranges.query_blocks(o, length, rows, keys)
     assert pairs(by_rows, False) == any_

@@ -181,7 +181,7 @@ def test_attention_to_what_is_held(rng, options):
     held_k[:, :, slots], held_v[:, :, slots] = (np.asarray(x[:, :11]).swapaxes(1, 2) for x in (k, v))
     distance = np.zeros((2, 14), np.int32)
     distance[:, slots] = 11 - np.arange(11)
-    distance[1, slots[:7]] = 0  # of no one's text
+    distance[1, slots[:7]] = 0  # of no document
     out = kernels.cached_attention(
         q[:, 11:], k[:, 11:], v[:, 11:], jnp.asarray(held_k), jnp.asarray(held_v), jnp.asarray(distance), scale=0.4,
         **options,

@@ -1,4 +1,4 @@
-"""The interface of a model family: nothing outside of it knows the groups of parameters, and another family trains."""
+"""The interface of a model family: nothing outside of it names the groups of parameters, and another family trains."""
 
 import ast
 import dataclasses

@@ -211,7 +211,7 @@ def test_only_adapters_move_and_have_moments(family, optim, rng):
 
 
 def trained(cfg, batch, steps):
-    """The losses of so many steps; the base has stayed, bit for bit, the adapters have not, and they alone have
+    """Returns the losses of `steps` steps; the base has stayed, bit for bit, the adapters have not, and they alone have
     moments."""
     state = jax.jit(lambda: init_state(cfg))()
     before, spec = flatten(jax.device_get(state.params)), decoder.spec(cfg.model)

@@ -290,16 +290,16 @@ def test_bytes_along_each_axis_are_what_the_formula_says(case):
 
 def test_rows_hold_every_layer_once():
     for layers, stages, period in [((2, 2, 2, 1), 4, 1), ((3, 1, 2, 2), 2, 1), ((4, 2, 2, 2), 2, 2), ((5,), 1, 1)]:
-        lie = Stages(stages, layers, period)
+        placed = Stages(stages, layers, period)
         L, longest = sum(layers), max(layers)
-        assert sorted(lie.layer_of_slot[lie.layer_of_slot >= 0]) == list(range(L))
-        assert (lie.layer_of_slot[lie.slot_of_layer] == np.arange(L)).all()
-        assert len(lie.layer_of_slot) == len(layers) * longest
+        assert sorted(placed.layer_of_slot[placed.layer_of_slot >= 0]) == list(range(L))
+        assert (placed.layer_of_slot[placed.slot_of_layer] == np.arange(L)).all()
+        assert len(placed.layer_of_slot) == len(layers) * longest
         starts = np.concatenate([[0], np.cumsum(layers)])
         for g, (start, count) in enumerate(zip(starts, layers, strict=False)):
-            rows = lie.layer_of_slot.reshape(stages, lie.chunks, longest)[g % stages, g // stages]
+            rows = placed.layer_of_slot.reshape(stages, placed.chunks, longest)[g % stages, g // stages]
             assert rows.tolist() == [*range(start, start + count), *[-1] * (longest - count)]
-        assert (lie.group_of_slot * period == lie.layer_of_slot[::period])[lie.group_of_slot >= 0].all()
+        assert (placed.group_of_slot * period == placed.layer_of_slot[::period])[placed.group_of_slot >= 0].all()
     assert Stages(4, (2, 2, 2, 2)).is_layer_order
     assert not Stages(2, (2, 2, 2, 2)).is_layer_order
     assert not Stages(2, (2, 1)).is_layer_order

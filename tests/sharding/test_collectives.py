@@ -121,7 +121,7 @@ def test_experts_exchange_tokens_and_never_weights():
     # There and back; backward there again, gradients there and back. With the rows go their experts' numbers and their
     # gates, whose gradients come back.
     assert trips == {(4, pairs, D): 5, (4, pairs): 2, (4, pairs, 1): 3}
-    # A device holds 2 of the 8 experts, and their gradients are summed with no one's.
+    # A device holds 2 of the 8 experts, and their gradients are not summed with others.
     assert not any(F in c.shape for c in found)
     # All other weights are stored in parts: attention's matrices and the router are gathered in each pass.
     width = D // H

@@ -283,7 +283,7 @@ def test_nnx_optimizer(mesh):
 
 
 def test_nnx_optimizer_with_a_layout_of_its_own(mesh, names_are_logical):
-    """nnx lets a variable say that its moments lie otherwise than itself."""
+    """In nnx, a variable may give its moments another sharding than its own."""
     kernel = {"out_sharding": ("embed", None), "optimizer_sharding": ("embed", "mlp")}
     model = nnx.Linear(8, 16, use_bias=False, kernel_metadata=kernel, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)

@@ -32,7 +32,7 @@ def events(directory: Path) -> list:
     found = []
     for path in sorted(directory.glob("events.*")):
         content = path.read_bytes()
-        while content:  # each: length, its checksum, so many bytes, their checksum
+        while content:  # each: a length, its checksum, that many bytes, their checksum
             (length,) = struct.unpack("<Q", content[:8])
             found.append(event_pb2.Event.FromString(content[12 : 12 + length]))
             content = content[16 + length :]

@@ -223,7 +223,7 @@ EXPERTS_MODEL = dataclasses.replace(
     ids=str,
 )
 def test_muon_shares_out_whole_matrices_and_gathers_no_stack(mesh, rng, monkeypatch):
-    """Three layers, which no mesh divides. The state stays as it lies, and one device's values come out."""
+    """No mesh divides three layers. The sharding of the state does not change; the values are those of one device."""
     monkeypatch.setattr(optimizer, "ELEMENTS_AT_ONCE", 64 * 64)  # some one after the other
     how = {"name": "muon", "lr": 1.0, "warmup_steps": 0, "weight_decay": 0.1}
     cfg = Config(model=EXPERTS_MODEL, optim=OptimConfig(**how), mesh=MeshConfig(**{"data": 1} | mesh))

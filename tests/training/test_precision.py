@@ -142,7 +142,7 @@ MESHES = [
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [pytest.param(c, id=name_of(c)) for c in MESHES])
 def test_devices_sum_gradients_in_the_dtype_that_is_asked_for(case, reduce_dtype):
-    """In the traced step, and so under every accumulation: weights travel in bfloat16, gradients in `reduce_dtype`."""
+    """In the traced step, and so for every accumulation: weights are in bfloat16, gradients in `reduce_dtype`."""
     family, mesh, how = case
     cfg = config(family, mesh, "bfloat16", tokens=meshes.BATCH * meshes.SEQ, **how)
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, reduce_dtype=reduce_dtype))

@@ -242,7 +242,7 @@ def test_recent_losses_are_those_of_the_last_good_steps_oldest_first(rng):
 
 @pytest.mark.parametrize("action", ["report", "skip", "rollback"])
 def test_a_spike_is_skipped_unless_it_is_only_reported(action, rng):
-    """The last losses were 1, so that a loss of about 3 is a spike, once there have been so many good steps."""
+    """The last losses were 1, so that a loss of about 3 is a spike, after enough good steps."""
     cfg = spiking(action=action)
     batch = random_batch(cfg, rng)
     state, train_step, _ = build(cfg)
