@@ -396,7 +396,7 @@ mistakes(
      "y = collectives.all_reduce(y, summed)"),
     ('collectives.index(self.axes("batch")) * local_rows + jnp', 'collectives.index(self.axes("batch")) + jnp',
      "test_meshes.py -k numbered"),
-    ("rows[:, None].astype(jnp.uint32) * whole", "rows[:, None].astype(jnp.uint32) * length", "test_meshes.py -k numbered"),
+    ("rows[:, None].astype(jnp.uint32) * row_length", "rows[:, None].astype(jnp.uint32) * length", "test_meshes.py -k numbered"),
     ('"sequence": None, "residual": None}', '"sequence": None}', GENERATE + " -k mesh"),
     ('self.axes("batch", "sequence", "residual") if a not in held', 'self.axes("batch", "sequence") if a not in held',
      MESHES, {"survives": "the types of shard_map sum over axes that are not named: the values agree, the sums are more"}),

@@ -1,1 +1,1 @@
-"""Models as data and pure functions: declarations of parameters, layers, the decoder family, how to compute them."""
+"""Models as declarations of parameters and pure functions: layers, families, and the context that computes them."""

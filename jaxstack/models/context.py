@@ -256,7 +256,7 @@ class Context:
         """
         stored, gathers = self.axes("batch"), self.gathers_params
 
-        def whole(p: Param, value: jax.Array) -> jax.Array:
+        def gather(p: Param, value: jax.Array) -> jax.Array:
             held = ((i, names_of(self.rules.parameters[a])) for i, a in enumerate(p.axes) if a not in OWN_AXES)
             split = ((dim, tuple(axis for axis in axes if axis in stored)) for dim, axes in held)
             gathered = tuple((dim, axes) for dim, axes in split if axes)
@@ -266,7 +266,7 @@ class Context:
             value = collectives.gather_parameter(collectives.ParamGather(gathered, summed, dtype), value)
             return checkpoint_name(value, "weight") if gathers else value
 
-        return map_spec(whole, spec, params)
+        return map_spec(gather, spec, params)
 
     @property
     def with_gathered_params(self) -> "Context":
@@ -328,8 +328,8 @@ class Context:
         """
         axes = self.axes("sequence")
         shards = collectives.count(axes)
-        whole = jnp.asarray(context_order(shards, length * shards))
-        return collectives.local_slice(whole, axes, 0)
+        order = jnp.asarray(context_order(shards, length * shards))
+        return collectives.local_slice(order, axes, 0)
 
     def shard_sequence(self, batch: Batch) -> Batch:
         """Returns this device's tokens of each row [B, S]."""
@@ -342,15 +342,15 @@ class Context:
         """Returns a number for each token of the residual stream, the same on every mesh: uint32 [B, S/n].
 
         Args:
-          rows: indices of this device's rows in the whole batch [B].
+          rows: indices of this device's rows in the global batch [B].
           length: number of tokens of a row on this device, within a tensor-parallel region.
         """
         index = collectives.local_slice(self.token_index(length), self.sequence_parallel_axes, 0)
-        whole = length * collectives.count(self.axes("sequence"))
-        return rows[:, None].astype(jnp.uint32) * whole + index.astype(jnp.uint32)
+        row_length = length * collectives.count(self.axes("sequence"))
+        return rows[:, None].astype(jnp.uint32) * row_length + index.astype(jnp.uint32)
 
     def row_indices(self, local_rows: int) -> jax.Array:
-        """Returns the indices of this device's rows in the whole batch, int32."""
+        """Returns the indices of this device's rows in the global batch, int32."""
         return collectives.index(self.axes("batch")) * local_rows + jnp.arange(local_rows, dtype=jnp.int32)
 
     @property

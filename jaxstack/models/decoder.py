@@ -65,7 +65,7 @@ def stacks(cfg: ModelConfig) -> dict[str, Stack]:
 
 
 def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:
-    """Builds what the layers read beside the residual stream, once for all of them.
+    """Builds what the layers read in addition to the residual stream, once for all of them.
 
     Args:
       cfg: the model.
@@ -76,7 +76,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
         - `loss_weights`: the statistics of routing count the tokens whose weight is not zero. By default all.
         - `distance`: with a cache, for each block of a step, see `layers.attention`.
         - `key`: data of a PRNG key, for dropout.
-        - `rows` [B]: for dropout, index of each row in the whole batch. By default the batch is the whole.
+        - `rows` [B]: for dropout, index of each row in the global batch. By default this batch is the global one.
       ctx: execution context.
     """
     tokens = batch["tokens"]
@@ -254,7 +254,7 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> 
 
 
 def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
-    """Returns the parameters with every router's bias moved against the `load` of a whole step [L, E].
+    """Returns the parameters with every router's bias moved against the `load` of a step [L, E].
 
     The loss has no part in it (Wang et al. 2024, arXiv:2408.15664). Without such a bias, or where it is frozen, the
     parameters are returned as they are.

@@ -31,7 +31,7 @@ class Family(Protocol):
         """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
 
     def make_layer_inputs(self, cfg: ModelConfig, batch: Batch, ctx: Context, /) -> LayerInputs:
-        """Builds what the layers read beside the residual stream, once for all of them."""
+        """Builds what the layers read in addition to the residual stream, once for all of them."""
 
     def embed(self, cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context, /) -> jax.Array:
         """Returns the residual stream before the first layer [B, S/n, D]."""

@@ -25,7 +25,7 @@ Aux: TypeAlias = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerInputs:
-    """What the layers read beside the residual stream. `None` where a model or a batch has no such input.
+    """What the layers read in addition to the residual stream. `None` where a model or a batch has no such input.
 
     Attributes:
       counted: tokens that the statistics of routing count [B, S]. `None` means all.
@@ -206,14 +206,14 @@ def attention(
         "window": window,
         "softcap": cfg.attention_softcap,
     }
-    whole: dict[str, Any] = {"segment_ids": layer_inputs.segment_ids, "implementation": ctx.attention}
+    masked: dict[str, Any] = {"segment_ids": layer_inputs.segment_ids, "implementation": ctx.attention}
     if cache:
         mixed = kernels.cached_attention(q, k, v, cache["keys"], cache["values"], cache["distance"], **options)
     elif ctx.axes("sequence"):
         (axis,) = ctx.axes("sequence")
-        mixed = kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **options, **whole)
+        mixed = kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **options, **masked)
     else:
-        mixed = kernels.attention(q, k, v, **options, **whole)
+        mixed = kernels.attention(q, k, v, **options, **masked)
     y = ctx.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
     y = kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
     return y, {} if cache is None else {"keys": k.swapaxes(1, 2), "values": v.swapaxes(1, 2)}
@@ -246,7 +246,7 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
             return jax.nn.gelu(x, approximate=True)
         case "gelu":
             return kernels.gelu(x, implementation=ctx.gelu)
-    raise ValueError(f"activation {name!r} does not exist; use silu, gelu or gelu_tanh")
+    raise ValueError(f"activation {name!r} does not exist. Use silu, gelu or gelu_tanh")
 
 
 def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:

@@ -35,7 +35,7 @@ def add_adapters(spec: Spec, cfg: LoraConfig) -> Spec:
     for pattern in cfg.targets:
         if not any(re.fullmatch(pattern, path) for path in matrices):
             raise ConfigError(
-                f"model.lora.targets: the pattern {pattern!r} matches no matrix of a layer; use names among "
+                f"model.lora.targets: the pattern {pattern!r} matches no matrix of a layer. Use names among "
                 f"{', '.join(matrices)}"
             )
     targets = {path for path in matrices if any(re.fullmatch(pattern, path) for pattern in cfg.targets)}

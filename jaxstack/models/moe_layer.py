@@ -51,7 +51,7 @@ def route(cfg: ModelConfig, params: Params, x: jax.Array, gate_ids: jax.Array | 
     if moe.router in ("domain", "timestep"):
         if gate_ids is None:
             raise ValueError(
-                f"model.moe.router={moe.router} needs the batch array `gate_ids`; give each token's {moe.router}"
+                f"model.moe.router={moe.router} needs the batch array `gate_ids`. Give each token's {moe.router}"
             )
         if moe.router == "domain":
             return experts.by_domain(gate_ids, moe.num_experts)

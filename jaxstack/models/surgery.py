@@ -26,11 +26,11 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
     """
     if cfg.moe.num_experts or not moe.num_experts:
         raise ConfigError(
-            f"up-cycling starts from a dense model, but this one has {cfg.moe.num_experts} experts; "
-            f"name a dense model, and set model.moe.num_experts of the new one"
+            f"up-cycling starts from a dense model, but this one has {cfg.moe.num_experts} experts. "
+            f"Name a dense model, and set model.moe.num_experts of the new one"
         )
     if moe.d_ff not in (None, cfg.ff_width):
-        raise ConfigError(f"model.moe.d_ff={moe.d_ff} differs from the dense model's {cfg.ff_width}; leave it null")
+        raise ConfigError(f"model.moe.d_ff={moe.d_ff} differs from the dense model's {cfg.ff_width}. Leave it null")
     grown = replace(cfg, moe=moe)
     initial = params.init(key, decoder.spec(grown))
     layers = {name: group for name, group in values["layers"].items() if name != "mlp"}
@@ -47,10 +47,10 @@ def extract_expert(cfg: ModelConfig, values: Params, expert: int) -> tuple[Model
     if cfg.moe.router not in ("domain", "timestep") or cfg.moe.shared_experts or not cfg.moe.num_experts:
         raise ConfigError(
             f"model.moe.router={cfg.moe.router} with {cfg.moe.shared_experts} shared experts is not a hard gate, so "
-            f"one expert alone is not the model; use a model with router=domain or timestep and shared_experts=0"
+            f"one expert alone is not the model. Use a model with router=domain or timestep and shared_experts=0"
         )
     if not 0 <= expert < cfg.moe.num_experts:
-        raise ConfigError(f"expert {expert} does not exist; use one from 0 to {cfg.moe.num_experts - 1}")
+        raise ConfigError(f"expert {expert} does not exist. Use one from 0 to {cfg.moe.num_experts - 1}")
     layers = {name: group for name, group in values["layers"].items() if name != "moe"}
     layers["mlp"] = {name: w[:, expert] for name, w in values["layers"]["moe"].items()}
     return replace(cfg, moe=MoEConfig(), d_ff=cfg.expert_width), {**values, "layers": layers}

@@ -176,7 +176,7 @@ def upcycle(dense: dict[str, jax.Array], num_experts: int) -> dict[str, jax.Arra
     """
     biases = sorted(name for name in dense if not name.startswith("w_"))
     if biases:
-        raise ValueError(f"experts have no biases, but the dense MLP has {', '.join(biases)}; use model.bias=false")
+        raise ValueError(f"experts have no biases, but the dense MLP has {', '.join(biases)}. Use model.bias=false")
     return {
         name: jnp.broadcast_to(w[..., None, :, :], (*w.shape[:-2], num_experts, *w.shape[-2:]))
         for name, w in dense.items()
@@ -189,31 +189,31 @@ def _check(x: jax.Array, routing: Routing, weights: Weights, options: MoEOptions
     if options.capacity_factor is not None and routing.logits is None:
         raise ValueError(
             f"capacity_factor={options.capacity_factor} is counted in each sequence, and a hard gate may send a whole "
-            "sequence to one expert; use capacity_factor=None"
+            "sequence to one expert. Use capacity_factor=None"
         )
     if options.implementation not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"moe has no implementation {options.implementation!r}; use one of {names}")
+        raise ValueError(f"moe has no implementation {options.implementation!r}. Use one of {names}")
     if k > num_experts:
-        raise ValueError(f"k={k} choices need as many experts, but num_experts={num_experts}; lower k")
+        raise ValueError(f"k={k} choices need as many experts, but num_experts={num_experts}. Lower k")
     n = 1 if options.expert_axis is None else lax.axis_size(options.expert_axis)
     if num_experts % n:
         raise ValueError(
-            f"mesh.expert={n} does not divide moe.num_experts={num_experts}; each shard must hold as many experts"
+            f"mesh.expert={n} does not divide moe.num_experts={num_experts}. Use a number of shards that divides it"
         )
     for name, w in weights.items():
         if w.shape[0] != num_experts // n:
             raise ValueError(
                 f"{name} has {w.shape[0]} experts, but num_experts={num_experts} over {n} shards leaves "
-                f"{num_experts // n} to each; shard its first axis over the expert axis"
+                f"{num_experts // n} to each. Shard its first axis over the expert axis"
             )
     if options.implementation == "reference" and options.expert_axis is not None:
-        raise ValueError("implementation='reference' runs on one device; use expert_axis=None, or 'grouped'")
+        raise ValueError("implementation='reference' runs on one device. Use expert_axis=None, or 'grouped'")
     if options.capacity_factor is not None:
         if options.capacity_factor <= 0:
-            raise ValueError(f"capacity_factor={options.capacity_factor} is not positive; use None for no limit")
+            raise ValueError(f"capacity_factor={options.capacity_factor} is not positive. Use None for no limit")
         if options.rows is None or tokens % options.rows:
             raise ValueError(
-                f"rows={options.rows} does not divide the {tokens} tokens; a capacity holds for each sequence, so give "
-                f"the number of sequences"
+                f"rows={options.rows} does not divide the {tokens} tokens. A capacity holds for each "
+                f"sequence, so give the number of sequences"
             )

@@ -1,7 +1,7 @@
 """Auxiliary losses and statistics of a router's choices, as sums over tokens or rows.
 
 Sums are additive: over microbatches, gradient accumulation and every mesh axis that tokens are split over, the parts
-add up to the value that one device gets from the whole batch. No mean is taken before everything is added, so no
+add up to the value that one device gets from the global batch. No mean is taken before everything is added, so no
 split (and no pipeline bubble) changes the loss. The caller divides once, at the end, by what each docstring names.
 
 Suffixes: T tokens of this shard, k choices, E experts.
@@ -40,7 +40,7 @@ def balance_loss(
     experts, scores = routing.experts, routing.scores
     if experts.shape[0] % batch_rows:
         raise ValueError(
-            f"batch_rows={batch_rows} does not divide the {experts.shape[0]} tokens; give the number of sequences"
+            f"batch_rows={batch_rows} does not divide the {experts.shape[0]} tokens. Give the number of sequences"
         )
     k, E = experts.shape[1], scores.shape[1]
     counted = jnp.ones_like(scores[:, 0]) if mask is None else mask.astype(jnp.float32)

@@ -43,8 +43,8 @@ def top_k_softmax(logits: jax.Array, k: int, *, normalize: bool) -> Routing:
     _check_choices(k, logits.shape[-1])
     if normalize and k == 1:
         raise ValueError(
-            "k=1 with normalize=True makes every weight 1 and leaves the router without a gradient; "
-            "use normalize=False (Switch Transformer, arXiv:2101.03961), or k=2"
+            "k=1 with normalize=True makes every weight 1 and leaves the router without a gradient. "
+            "Use normalize=False (Switch Transformer, arXiv:2101.03961), or k=2"
         )
     logits = logits.astype(jnp.float32)
     scores = jax.nn.softmax(logits)
@@ -79,13 +79,13 @@ def sigmoid_groups(
     E = logits.shape[-1]
     _check_choices(k, E)
     if groups < 1 or E % groups:
-        raise ValueError(f"groups={groups} does not divide the {E} experts; use a divisor of {E}")
+        raise ValueError(f"groups={groups} does not divide the {E} experts. Use a divisor of {E}")
     if not 1 <= top_groups <= groups:
-        raise ValueError(f"top_groups={top_groups} is not between 1 and groups={groups}; choose a number in that range")
+        raise ValueError(f"top_groups={top_groups} is not between 1 and groups={groups}. Choose a number in that range")
     if top_groups * (E // groups) < k:
         raise ValueError(
-            f"top_groups={top_groups} groups of {E // groups} experts hold fewer than k={k}; "
-            f"raise top_groups or lower k"
+            f"top_groups={top_groups} groups of {E // groups} experts hold fewer than k={k}. "
+            f"Raise top_groups or lower k"
         )
     logits = logits.astype(jnp.float32)
     affinity = jax.nn.sigmoid(logits)
@@ -143,7 +143,7 @@ def check_domains(ids: np.typing.ArrayLike, num_experts: int) -> None:
     if bad.size:
         raise ValueError(
             f"domain id {bad.flat[0]} has no expert: {bad.size} of {ids.size} ids are outside of "
-            f"0 to {num_experts - 1}; raise moe.num_experts or renumber the domains"
+            f"0 to {num_experts - 1}. Raise moe.num_experts or renumber the domains"
         )
 
 
@@ -162,7 +162,7 @@ def update_bias(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
 
 def _check_choices(k: int, num_experts: int) -> None:
     if not 1 <= k <= num_experts:
-        raise ValueError(f"k={k} is not between 1 and the number of experts, {num_experts}; change moe.top_k")
+        raise ValueError(f"k={k} is not between 1 and the number of experts, {num_experts}. Change moe.top_k")
 
 
 def _top(scores: jax.Array, k: int) -> jax.Array:

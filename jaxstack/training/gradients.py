@@ -23,7 +23,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     """Builds `gradients(params, batch, key) -> (loss, gradients, sums)`, of the mean over the weighted tokens.
 
     The results depend neither on `train.grad_accum` nor on the mesh: every microbatch on every device divides its sum
-    by the totals of the whole batch. With accumulation, gradients are summed over devices once.
+    by the totals of the global batch. With accumulation, gradients are summed over devices once.
 
     - `params`, `batch`: global arrays. `key` is for dropout; `None` disables it.
     - `loss`: the likelihood's part of the objective alone.
@@ -74,8 +74,8 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     def gradients(values: Params, batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Params, Metrics]:
         if ctx.mesh is None:
             return work(values, batch, key)
-        where, whole = ctx.parameters(spec), PartitionSpec()
+        where, replicated = ctx.parameters(spec), PartitionSpec()
         trained = params.partition(spec, where)[0]
-        return ctx.local(work, (where, ctx.batch, whole), (whole, trained, whole))(values, batch, key)
+        return ctx.local(work, (where, ctx.batch, replicated), (replicated, trained, replicated))(values, batch, key)
 
     return gradients

@@ -32,20 +32,20 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
     while True:
         path = Path(name)
         if path in seen:
-            raise ConfigError(f"{key}={seen[0]} is initialised from itself; name a run with a checkpoint")
+            raise ConfigError(f"{key}={seen[0]} is initialised from itself. Name a run with a checkpoint")
         seen.append(path)
         if not (path / "config.yaml").exists():
             if (path / "config.json").exists():
                 return PretrainedFolder(path)
             raise ConfigError(
-                f"{key}={path} is not a folder of a run (config.yaml) or of a Hugging Face model (config.json); "
-                f"check the path"
+                f"{key}={path} is not a folder of a run (config.yaml) or of a Hugging Face model (config.json). "
+                f"Check the path"
             )
         run = parse.parse_config([f"--config={path / 'config.yaml'}"], path)
         if manifest.steps(run_dir.checkpoints(path)):
             return replace(run, run=replace(run.run, dir=str(path)))
         if run.run.init_from is None:
-            raise ConfigError(f"{key}={path} has no checkpoint; train that run until it has saved one")
+            raise ConfigError(f"{key}={path} has no checkpoint. Train that run until it has saved one")
         name = run.run.init_from
 
 
@@ -71,9 +71,9 @@ def restore_params(run: Config, ctx: Context, number: int | None = None) -> Para
     if number is None:
         number = verify.latest_valid_step(saved, wanted)
     elif number not in manifest.steps(saved):
-        raise ConfigError(f"{saved} has no step {number}; use one of {sorted(manifest.steps(saved))}")
+        raise ConfigError(f"{saved} has no step {number}. Use one of {sorted(manifest.steps(saved))}")
     elif why := verify.corruption(saved, number, wanted):
-        raise ConfigError(f"step {number} in {saved} is damaged: {why}; use another step")
+        raise ConfigError(f"step {number} in {saved} is damaged: {why}. Use another step")
     values = layout.unpack(store.restore(saved, number, wanted)).params
     if not run.model.lora.rank:
         return values
@@ -100,7 +100,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState) -> TrainSta
     grows = bool(cfg.model.moe.num_experts and not there.moe.num_experts)
     if different := hf.model_differences(replace(there, moe=here.moe) if grows else there, here):
         raise ConfigError(
-            f"run.init_from={name} has another model ({'; '.join(different[:3])}); give this run the model keys of "
+            f"run.init_from={name} has another model ({'; '.join(different[:3])}). Give this run the model keys of "
             f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder"
         )
     if isinstance(source, PretrainedFolder):

@@ -39,7 +39,7 @@ def next_token(
 
 
 class BatchTotals(NamedTuple):
-    """The numbers that the sums of a whole step are divided by: float32 scalars, equal on all devices.
+    """The numbers that the sums of a step are divided by: float32 scalars, equal on all devices.
 
     A token counts if its loss weight is not zero, however large it is: a statistic of routing says where tokens went.
 
@@ -69,12 +69,12 @@ def batch_totals(weights: jax.Array, ctx: Context) -> BatchTotals:
 def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals) -> jax.Array | float:
     """Returns what a mixture of experts adds to the objective, from this device's sums of one microbatch.
 
-    The shares add up over devices and microbatches to the value that one device gets from the whole batch.
+    The shares add up over devices and microbatches to the value that one device gets from the global batch.
 
     Args:
       cfg: the model.
       aux: from `next_token`.
-      totals: of the whole batch, from `batch_totals`.
+      totals: of the global batch, from `batch_totals`.
     """
     if not aux:
         return 0.0

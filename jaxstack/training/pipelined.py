@@ -26,7 +26,7 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
     Args:
       cfg: the run.
       ctx: execution context of the parameters as they are stored.
-      totals: of the whole batch, from `losses.batch_totals`.
+      totals: of the global batch, from `losses.batch_totals`.
     """
     model, (_, stack) = family.of(cfg.model), family.only_stack(cfg.model)
     ctx = ctx.with_gathered_params
@@ -85,7 +85,7 @@ def pipelined_gradients(
       values: parameters, from `Context.defer_grad_sync`.
       batch: this device's rows.
       key: for dropout. `None` disables it.
-      totals: of the whole batch, from `losses.batch_totals`.
+      totals: of the global batch, from `losses.batch_totals`.
     """
     assert ctx.pipeline is not None
     name, stack = family.only_stack(cfg.model)

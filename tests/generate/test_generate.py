@@ -406,7 +406,7 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
         (["RUN", "x", "--sample.topk=3"], r"unknown key sample.topk\. Did you mean sample.top_k\?"),
         (["RUN", "x", "--train.dtype=bfloat16"], r"unknown key train.dtype\. Did you mean dtype\?"),
         (["RUN", "x", "--sample.beams=4"], "Use sample.temperature=0 and"),
-        (["RUN", "x", "--step=4", "--sample.tokens=3"], "has no step 4; use one of"),
+        (["RUN", "x", "--step=4", "--sample.tokens=3"], "has no step 4. Use one of"),
         (["RUN", "x", "--stop=ab"], "is 2 tokens"),
         (["RUN"], "PROMPT is missing"),
     ],

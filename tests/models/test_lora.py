@@ -119,7 +119,7 @@ def test_split_and_join(rng):
         (lambda: replace(config("llama3"), run=RunConfig()), r"run\.init_from is not set. Name a run or a Hugging"),
         (
             lambda: decoder.spec(replace(ALL["llama3"], lora=replace(LORA, targets=("attention",)))),
-            r"the pattern 'attention' matches no matrix of a layer; use names among attention/w_k, .*mlp/w_up",
+            r"the pattern 'attention' matches no matrix of a layer. Use names among attention/w_k, .*mlp/w_up",
         ),
     ],
 )

@@ -568,7 +568,7 @@ def call_on_mesh(**options):
     [
         (lambda: moe.top_k_softmax(jnp.zeros((2, 4)), 5, normalize=True), r"k=5 .* number of experts, 4"),
         (lambda: moe.top_k_softmax(jnp.zeros((2, 4)), 0, normalize=True), r"k=0 "),
-        (lambda: moe.top_k_softmax(jnp.zeros((2, 4)), 1, normalize=True), r"without a gradient; use normalize=False"),
+        (lambda: moe.top_k_softmax(jnp.zeros((2, 4)), 1, normalize=True), r"without a gradient. Use normalize=False"),
         (lambda: moe.sigmoid_groups(jnp.zeros((2, 6)), jnp.zeros(6), 2, groups=4), r"groups=4 does not divide the 6"),
         (
             lambda: moe.sigmoid_groups(jnp.zeros((2, 6)), jnp.zeros(6), 3, groups=3, top_groups=1),
@@ -581,13 +581,13 @@ def call_on_mesh(**options):
         (lambda: moe.balance_loss(moe.by_domain(jnp.zeros(6, int), 2), 4), r"batch_rows=4 does not divide the 6"),
         (lambda: call(num_experts=1), r"k=2 choices need as many experts, but num_experts=1"),
         (lambda: call(num_experts=8), r"w_up has 4 experts, but num_experts=8 over 1 shards leaves 8"),
-        (lambda: call(implementation="fast"), r"no implementation 'fast'; use one of ragged, grouped, "),
+        (lambda: call(implementation="fast"), r"no implementation 'fast'. Use one of ragged, grouped, "),
         (lambda: call(capacity_factor=1.0), r"rows=None does not divide the 12 tokens"),
         (lambda: call(capacity_factor=1.0, rows=5), r"rows=5 does not divide"),
         (lambda: call(capacity_factor=0.0, rows=4), r"capacity_factor=0.0 is not positive"),
         (
             lambda: call(routing=moe.by_domain(jnp.zeros(12, int), 4), capacity_factor=1.25, rows=4),
-            r"capacity_factor=1.25 is counted in each sequence, and a hard gate .* use capacity_factor=None",
+            r"capacity_factor=1.25 is counted in each sequence, and a hard gate .* Use capacity_factor=None",
         ),
         (lambda: call_on_mesh(num_experts=5), r"mesh.expert=2 does not divide moe.num_experts=5"),
         (lambda: call_on_mesh(), r"w_up has 4 experts, but num_experts=4 over 2 shards leaves 2 to each"),
