@@ -462,10 +462,13 @@ mistakes(
     ("counts = is_layer & unit.active\n            sums", "counts = is_layer\n            sums"),
     ("layer = row.backward_groups - 1 - i", "layer = i"),
     ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", "pipeline/test_pipeline.py -k 'auxiliary'", {"survives": "no caller reads the sum of penalties, whose gradients are taken by themselves"}),
-    ("_send(dx, self.axis, -1)", "_send(dx, self.axis, 1)"),
+    (" send(dx, self.axis, -1)", " send(dx, self.axis, 1)"),
     ("stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), self.stacked),",
      "stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), self.stacked),", "training/test_precision.py -k 'near and pipe'"),
-    ("group * P + rest % P", "group + rest % P", "pipeline/test_pipeline.py -k autodiff"),
+)  # fmt: skip
+mistakes(
+    "pipeline", "pipeline/reference.py", "pipeline/test_pipeline.py -k autodiff",
+    ("group * P + rest % P", "group + rest % P"),
 )  # fmt: skip
 mistakes(
     "pipeline",

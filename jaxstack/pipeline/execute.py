@@ -6,7 +6,7 @@ sends the results to its neighbours by one permute in each direction.
 
 Gradients are explicit. The VJP of every layer is taken when the layer runs forward, and its residuals are stored in
 the stash slot of the unit. The backward unit applies the VJP and adds to float32 sums. Autodiff through the loop would
-run all forward units before the first backward unit, which is GPipe. `forward` is that reference.
+run all forward units before the first backward unit, which is GPipe. `reference.forward` does that.
 
 The amount of work depends on the tick. Loops with a trip count of 0 or more replace branches, because a loop updates
 its sums in place where each branch of a `lax.cond` might copy them. The trip count is equal on all stages, so
@@ -16,15 +16,27 @@ collectives inside a loop are safe.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxstack.common.tree import PyTree
-from jaxstack.pipeline.program import Program, Stages, Units
+from jaxstack.pipeline.operations import (
+    add_at,
+    add_trees,
+    broadcast,
+    fori_loop,
+    index_leading,
+    read_at,
+    run_if,
+    send,
+    write_at,
+    zeros,
+)
+from jaxstack.pipeline.program import Program, Units
+from jaxstack.pipeline.split_vjp import SplitVJP
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import varies_along, varying
 
@@ -193,7 +205,7 @@ class _Run:
     group_of_slot: jax.Array
 
     @cached_property
-    def vjp(self) -> "SplitVJP":
+    def vjp(self) -> SplitVJP:
         return SplitVJP(self.layer)
 
     @property
@@ -219,26 +231,26 @@ class _Run:
         m = varying(jnp.int32(0), axes)
         inputs = (self.inputs_of(m), index_leading(self.constants, m))
         weights, group = index_leading(self.stacked, m), self.group_of_slot[0]
-        x = _zeros(jax.eval_shape(lambda: self.fns.embed(self.shared, self.inputs_of(jnp.int32(0)))), axes)
+        x = zeros(jax.eval_shape(lambda: self.fns.embed(self.shared, self.inputs_of(jnp.int32(0)))), axes)
         y = jax.eval_shape(lambda: self.layer(weights, x, group, inputs)[0])
         x = varying(x, varies_along(y))
         _, penalty, aux, residuals = jax.eval_shape(lambda: self.vjp.forward(weights, x, group, inputs))
         loss = jax.eval_shape(
             lambda: self.loss(
-                self.shared, _broadcast(x, self.stage, self.last_stage, self.axis), self.inputs_of(jnp.int32(0))
+                self.shared, broadcast(x, self.stage, self.last_stage, self.axis), self.inputs_of(jnp.int32(0))
             )
         )
         sums = Sums(
-            loss=_zeros(loss),
-            penalty=_zeros(penalty, axes),
-            aux=jax.tree.map(lambda a: varying(_zeros(a, lead=(len(self.group_of_slot),)), axes), aux),
+            loss=zeros(loss),
+            penalty=zeros(penalty, axes),
+            aux=jax.tree.map(lambda a: varying(zeros(a, lead=(len(self.group_of_slot),)), axes), aux),
             shared=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), self.shared),
             stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), self.stacked),
         )
-        stash = [varying(_zeros(r, lead=(slots, self.program.stages.max_groups)), axes) for r in residuals]
+        stash = [varying(zeros(r, lead=(slots, self.program.stages.max_groups)), axes) for r in residuals]
         outputs = None
         if not self.program.loss_follows_forward:
-            outputs = varying(_zeros(x, lead=(slots,)), varies_along(x))
+            outputs = varying(zeros(x, lead=(slots,)), varies_along(x))
         return _State(x, x, stash, outputs, sums)
 
     def tick(self, state: _State, row: _TickRow) -> tuple[_State, None]:
@@ -254,7 +266,7 @@ class _Run:
         if jax.tree.leaves(self.shared):
             shared = self.run_embed_grad(shared, row, dx)
         sums = Sums(loss, penalty, aux, shared, stacked)
-        return _State(_send(x, self.axis, 1), _send(dx, self.axis, -1), stash, outputs, sums), None
+        return _State(send(x, self.axis, 1), send(dx, self.axis, -1), stash, outputs, sums), None
 
     def run_forward(
         self, state: _State, row: _TickRow, unit: _Unit
@@ -267,7 +279,7 @@ class _Run:
         def embed(x: jax.Array, m: jax.Array) -> jax.Array:
             return jnp.where(self.stage == 0, self.fns.embed(self.shared, self.inputs_of(m)), x)
 
-        x = _run_if("embed", row.embed_at >= 0, embed, state.x, row.embed_at)
+        x = run_if("embed", row.embed_at >= 0, embed, state.x, row.embed_at)
         inputs = self.inputs_of(unit.microbatch)
 
         def layer_forward(i: jax.Array, carry: PyTree) -> PyTree:
@@ -286,7 +298,7 @@ class _Run:
             return jnp.where(is_layer, y, x), stash, penalty + jnp.where(counts, share, 0), aux
 
         carry = (x, state.stash, state.sums.penalty, state.sums.aux)
-        return _fori_loop("forward", row.forward_groups, layer_forward, carry)
+        return fori_loop("forward", row.forward_groups, layer_forward, carry)
 
     def run_loss(self, state: _State, row: _TickRow, output: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
         """Computes the loss of the last stage's output on all stages, which divide the work of the head.
@@ -296,13 +308,13 @@ class _Run:
 
         def loss_and_grad(carry: PyTree, operands: PyTree) -> PyTree:
             (dx, loss, grads), (output, m) = carry, operands
-            y, inputs = _broadcast(output, self.stage, self.last_stage, self.axis), self.inputs_of(m)
+            y, inputs = broadcast(output, self.stage, self.last_stage, self.axis), self.inputs_of(m)
             share, pull = jax.vjp(lambda shared, y: self.loss(shared, y, inputs), self.shared, y)
             dshared, dy = pull(varying(jnp.ones((), share.dtype), varies_along(share)))
             return jnp.where(self.stage == self.last_stage, dy, dx), loss + share, add_trees(grads, dshared)
 
         carry = (state.dx, state.sums.loss, state.sums.shared)
-        return _run_if("loss", row.loss_at >= 0, loss_and_grad, carry, (output, row.loss_at))
+        return run_if("loss", row.loss_at >= 0, loss_and_grad, carry, (output, row.loss_at))
 
     def run_backward(
         self, sums: PyTree, stash: list[jax.Array], row: _TickRow, unit: _Unit, dx: jax.Array
@@ -311,7 +323,7 @@ class _Run:
 
         Returns the cotangents for the previous stage, and the sums of the stacked gradients.
         """
-        inputs, one = self.inputs_of(unit.microbatch), _zeros(self.vjp.penalty) + 1
+        inputs, one = self.inputs_of(unit.microbatch), zeros(self.vjp.penalty) + 1
 
         def layer_backward(i: jax.Array, carry: PyTree) -> PyTree:
             dx, sums = carry
@@ -326,7 +338,7 @@ class _Run:
             sums = jax.tree.map(lambda s, d: add_at(s, jnp.where(counts, d, 0), slot), sums, dweights)
             return jnp.where(is_layer, dy, dx), sums
 
-        return _fori_loop("backward", row.backward_groups, layer_backward, (dx, sums))
+        return fori_loop("backward", row.backward_groups, layer_backward, (dx, sums))
 
     def run_embed_grad(self, sums: PyTree, row: _TickRow, dx: jax.Array) -> PyTree:
         """Adds the gradient of the embedding to the sums of the shared gradients, and returns them."""
@@ -339,176 +351,4 @@ class _Run:
             x, pull = jax.vjp(lambda shared: varying(self.fns.embed(shared, inputs), (self.axis,)), self.shared)
             return add_trees(grads, *pull(varying(jnp.where(self.stage == 0, dx, 0), varies_along(x))))
 
-        return _run_if("embed_grad", row.embed_grad_at >= 0, embed_grad, sums, (dx, row.embed_grad_at))
-
-
-def forward(
-    stages: Stages, fns: PipelineFns, axis: str, shared: PyTree, stacked: PyTree, microbatches: PyTree
-) -> tuple[jax.Array, jax.Array, PyTree]:
-    """Runs all layers forward, with the microbatches following each other from stage to stage.
-
-    Autodiff through it is GPipe (Huang et al. 2019, arXiv:1811.06965). Tests compare `execute` with it. The arguments
-    are those of `execute`.
-
-    Returns:
-      The output of the last layer [M, ...], equal on all stages; and penalty and aux of this stage's layers, summed
-      over microbatches, aux by layer slot.
-    """
-    P, V, max_groups = stages.stages, stages.chunks, stages.max_groups
-    M = jax.tree.leaves(microbatches)[0].shape[0]
-    stage = lax.axis_index(axis)
-    group_of_slot = collectives.local_slice(jnp.asarray(stages.group_of_slot), (axis,), 0)
-
-    def inputs_of(m: jax.Array) -> PyTree:
-        return fns.prepare(index_leading(microbatches, m))
-
-    embedded = lax.map(lambda m: fns.embed(shared, inputs_of(m)), jnp.arange(M))
-
-    def tick(carry: PyTree, now: jax.Array) -> tuple[PyTree, jax.Array]:
-        x, penalty, sums = carry
-        # Groups of P microbatches take turns on the chunks, as in `schedule.interleaved_one_f_one_b`.
-        since = now - stage
-        group, rest = jnp.divmod(since, V * P)
-        chunk, m = rest // P, group * P + rest % P
-        active = (since >= 0) & (m < M)
-        m, chunk = jnp.where(active, m, 0), jnp.where(active, chunk, 0)
-        x = jnp.where((stage == 0) & (chunk == 0), index_leading(embedded, m), x)
-        inputs = inputs_of(m)
-
-        def one_group(carry: PyTree, i: jax.Array) -> tuple[PyTree, None]:
-            x, penalty, sums = carry
-            slot = chunk * max_groups + i
-            is_layer = group_of_slot[slot] >= 0
-            y, share, extra = fns.layer(index_leading(stacked, slot), x, group_of_slot[slot], inputs)
-            sums = jax.tree.map(lambda s, e: add_at(s, jnp.where(is_layer & active, e, 0), slot), sums, extra)
-            return (jnp.where(is_layer, y, x), penalty + jnp.where(is_layer & active, share, 0), sums), None
-
-        (x, penalty, sums), _ = lax.scan(one_group, (x, penalty, sums), jnp.arange(max_groups))
-        return (_send(x, axis, 1), penalty, sums), x
-
-    m0 = varying(jnp.int32(0), (axis,))
-    x0 = varying(jnp.zeros_like(embedded[0]), (axis,))
-
-    def first_group() -> tuple[jax.Array, jax.Array, PyTree]:
-        return fns.layer(index_leading(stacked, m0), x0, group_of_slot[0], inputs_of(m0))
-
-    x0 = varying(x0, varies_along(jax.eval_shape(first_group)[0]))
-    _, penalty0, aux0 = jax.eval_shape(first_group)
-    sums = jax.tree.map(lambda a: _zeros(a, (axis,), (len(group_of_slot),)), aux0)
-    # The tick at which each microbatch leaves the last layer.
-    end_ticks = np.asarray([P - 1 + m // P * V * P + (V - 1) * P + m % P for m in range(M)])
-    (_, penalty, sums), outputs = lax.scan(tick, (x0, _zeros(penalty0, (axis,)), sums), jnp.arange(end_ticks.max() + 1))
-    return _broadcast(outputs[end_ticks], stage, P - 1, axis), penalty, sums
-
-
-class SplitVJP:
-    """The VJP of a layer in two halves, for a backward pass that runs in a later tick.
-
-    The pullback holds arrays that the backward half can obtain again: the weights, the index of the layer group and
-    the inputs. `forward` returns only the other arrays, as residuals. A layer under `jax.checkpoint` has little but
-    `x` among them. The arrays are told apart by identity, with the same result in every trace.
-
-    Attributes:
-      penalty: shape, dtype and varying axes of the layer's penalty; None before the first call of `forward`.
-    """
-
-    penalty: jax.ShapeDtypeStruct | None = None
-
-    def __init__(self, layer: Callable[..., tuple[jax.Array, jax.Array, PyTree]]) -> None:
-        self._layer = layer
-        self._structure: PyTree = None
-        self._argument_of_leaf: list[int | None] = []
-
-    def forward(
-        self, weights: PyTree, x: jax.Array, group: jax.Array, inputs: PyTree
-    ) -> tuple[jax.Array, jax.Array, PyTree, list[jax.Array]]:
-        """Returns output, penalty, aux and the residuals."""
-
-        def f(weights: PyTree, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], PyTree]:
-            y, penalty, aux = self._layer(weights, x, group, inputs)
-            return (y, penalty), aux
-
-        (y, penalty), pull, aux = jax.vjp(f, weights, x, has_aux=True)
-        kind = jax.typeof(penalty)
-        self.penalty = jax.ShapeDtypeStruct(kind.shape, kind.dtype, manual_axis_type=kind.mat)
-        leaves, self._structure = jax.tree.flatten(pull)
-        arguments = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((weights, group, inputs)))}
-        self._argument_of_leaf = [arguments.get(id(leaf)) for leaf in leaves]
-        residuals = [leaf for leaf, i in zip(leaves, self._argument_of_leaf, strict=True) if i is None]
-        return y, penalty, aux, residuals
-
-    def backward(
-        self,
-        residuals: list[jax.Array],
-        weights: PyTree,
-        group: jax.Array,
-        inputs: PyTree,
-        dy: jax.Array,
-        dpenalty: jax.Array,
-    ) -> tuple[PyTree, jax.Array]:
-        """Returns the gradients of the weights and of x."""
-        arguments, rest = jax.tree.leaves((weights, group, inputs)), iter(residuals)
-        leaves = [next(rest) if i is None else arguments[i] for i in self._argument_of_leaf]
-        return jax.tree.unflatten(self._structure, leaves)((dy, dpenalty))
-
-
-def _fori_loop(name: str, trips: jax.Array, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-    """Runs `lax.fori_loop` in the named scope that `Program.trip_counts` has the trip count of."""
-    with jax.named_scope(f"pipeline_{name}"):
-        return lax.fori_loop(0, trips, body, carry)
-
-
-def _run_if(name: str, flag: jax.Array, f: Callable[[Any, Any], Any], carry: Any, operands: Any) -> Any:
-    """Returns `f(carry, operands)` where the flag is true, else `carry`, by a loop with a trip count of 1 or 0."""
-
-    def once(i: jax.Array, carry: Any) -> Any:
-        # Without the dependence on i, XLA would hoist the work out of the loop and run it at every tick.
-        late = jax.tree.map(lambda a: lax.optimization_barrier((i, a))[1], operands)
-        return jax.tree.map(lambda new, old: varying(new, varies_along(old)), f(carry, late), carry)
-
-    return _fori_loop(name, flag.astype(jnp.int32), once, carry)
-
-
-def _broadcast(x: jax.Array, stage: jax.Array, source: int, axis: str) -> jax.Array:
-    """Returns the value of stage `source` on all stages."""
-    return lax.psum(jnp.where(stage == source, x, 0), axis)
-
-
-def _send(x: jax.Array, axis: str, by: int) -> jax.Array:
-    """Sends x `by` stages further round the ring of stages, and returns the received value."""
-    size = lax.axis_size(axis)
-    return lax.ppermute(x, axis, [(s, (s + by) % size) for s in range(size)])
-
-
-def index_leading(tree: PyTree, at: jax.Array) -> PyTree:
-    """Returns entry `at` of the leading dimension of every array of a tree."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), tree)
-
-
-def read_at(a: jax.Array, *at: jax.Array) -> jax.Array:
-    """Returns `a[at]`, for one index or several on the leading dimensions."""
-    start: list[jax.Array | int] = [*at, *[0] * (a.ndim - len(at))]
-    return lax.dynamic_slice(a, start, (*(1,) * len(at), *a.shape[len(at) :])).reshape(a.shape[len(at) :])
-
-
-def write_at(a: jax.Array, value: jax.Array, *at: jax.Array) -> jax.Array:
-    """Returns `a` with `a[at]` replaced by `value`, for one index or several on the leading dimensions."""
-    start: list[jax.Array | int] = [*at, *[0] * (a.ndim - len(at))]
-    return lax.dynamic_update_slice(a, value.reshape((1,) * len(at) + value.shape), start)
-
-
-def add_at(a: jax.Array, value: jax.Array, at: jax.Array) -> jax.Array:
-    """Adds `value`, one entry [...] or several [n, ...], to the entries of `a` from `at` on."""
-    value = value.reshape(-1, *a.shape[1:]).astype(a.dtype)
-    old = lax.dynamic_slice_in_dim(a, at, value.shape[0])
-    return lax.dynamic_update_slice_in_dim(a, old + value, at, 0)
-
-
-def add_trees(sums: PyTree, shares: PyTree) -> PyTree:
-    """Adds one tree of arrays to another in the dtypes of the first."""
-    return jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, shares)
-
-
-def _zeros(like: Any, axes: collectives.Axes = (), lead: tuple[int, ...] = ()) -> jax.Array:
-    """Zeros of shape [*lead, *like.shape], that vary along `axes` and along the axes that `like` varies along."""
-    return varying(collectives.zeros((*lead, *like.shape), like.dtype, like), axes)
+        return run_if("embed_grad", row.embed_grad_at >= 0, embed_grad, sums, (dx, row.embed_grad_at))

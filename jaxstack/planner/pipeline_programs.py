@@ -16,7 +16,8 @@ from jaxstack.config import Config
 from jaxstack.models import family, params
 from jaxstack.models.blocks import group_layers, split_microbatches
 from jaxstack.models.context import Context
-from jaxstack.pipeline.execute import SplitVJP, add_at, add_trees, index_leading, read_at, write_at
+from jaxstack.pipeline.operations import add_at, add_trees, index_leading, read_at, write_at
+from jaxstack.pipeline.split_vjp import SplitVJP
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import varies_along, varying
 from jaxstack.training import losses

@@ -1,0 +1,78 @@
+"""Operations that the programs of pipelines share: loops in named scopes, sends between stages, access to slots."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstack.common.tree import PyTree
+from jaxstack.sharding import collectives
+from jaxstack.sharding.collectives import varies_along, varying
+
+Carry = TypeVar("Carry")
+
+
+def fori_loop(name: str, trips: jax.Array, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
+    """Runs `lax.fori_loop` in the named scope that `Program.trip_counts` has the trip count of."""
+    with jax.named_scope(f"pipeline_{name}"):
+        return lax.fori_loop(0, trips, body, carry)
+
+
+def run_if(
+    name: str, flag: jax.Array, f: Callable[[PyTree, PyTree], PyTree], carry: PyTree, operands: PyTree
+) -> PyTree:
+    """Returns `f(carry, operands)` where the flag is true, else `carry`, by a loop with a trip count of 1 or 0."""
+
+    def once(i: jax.Array, carry: PyTree) -> PyTree:
+        # Without the dependence on i, XLA would hoist the work out of the loop and run it at every tick.
+        late = jax.tree.map(lambda a: lax.optimization_barrier((i, a))[1], operands)
+        return jax.tree.map(lambda new, old: varying(new, varies_along(old)), f(carry, late), carry)
+
+    return fori_loop(name, flag.astype(jnp.int32), once, carry)
+
+
+def broadcast(x: jax.Array, stage: jax.Array, source: int, axis: str) -> jax.Array:
+    """Returns the value of stage `source` on all stages."""
+    return lax.psum(jnp.where(stage == source, x, 0), axis)
+
+
+def send(x: jax.Array, axis: str, by: int) -> jax.Array:
+    """Sends x `by` stages further round the ring of stages, and returns the received value."""
+    size = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(s, (s + by) % size) for s in range(size)])
+
+
+def index_leading(tree: PyTree, at: jax.Array) -> PyTree:
+    """Returns entry `at` of the leading dimension of every array of a tree."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), tree)
+
+
+def read_at(a: jax.Array, *at: jax.Array) -> jax.Array:
+    """Returns `a[at]`, for one index or several on the leading dimensions."""
+    start: list[jax.Array | int] = [*at, *[0] * (a.ndim - len(at))]
+    return lax.dynamic_slice(a, start, (*(1,) * len(at), *a.shape[len(at) :])).reshape(a.shape[len(at) :])
+
+
+def write_at(a: jax.Array, value: jax.Array, *at: jax.Array) -> jax.Array:
+    """Returns `a` with `a[at]` replaced by `value`, for one index or several on the leading dimensions."""
+    start: list[jax.Array | int] = [*at, *[0] * (a.ndim - len(at))]
+    return lax.dynamic_update_slice(a, value.reshape((1,) * len(at) + value.shape), start)
+
+
+def add_at(a: jax.Array, value: jax.Array, at: jax.Array) -> jax.Array:
+    """Adds `value`, one entry [...] or several [n, ...], to the entries of `a` from `at` on."""
+    value = value.reshape(-1, *a.shape[1:]).astype(a.dtype)
+    old = lax.dynamic_slice_in_dim(a, at, value.shape[0])
+    return lax.dynamic_update_slice_in_dim(a, old + value, at, 0)
+
+
+def add_trees(sums: PyTree, shares: PyTree) -> PyTree:
+    """Adds one tree of arrays to another in the dtypes of the first."""
+    return jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, shares)
+
+
+def zeros(like: jax.Array | jax.ShapeDtypeStruct, axes: collectives.Axes = (), lead: tuple[int, ...] = ()) -> jax.Array:
+    """Returns zeros of shape [*lead, *like.shape], typed as varying along `axes` and along the axes of `like`."""
+    return varying(collectives.zeros((*lead, *like.shape), like.dtype, like), axes)
