@@ -11,17 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 from jax.sharding import AbstractMesh
 
-from jaxstack import pipeline
 from jaxstack.common.hardware import Chip
 from jaxstack.config import Config, ConfigError
 from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner.roofline_ops import PARTS, Op, Traffic
 from jaxstack.planner.roofline_step import one_layer, operations
-from jaxstack.sharding import AXES, BATCH_AXES, transformer
+from jaxstack.sharding import AXES, BATCH_AXES
 
 
 @dataclass(frozen=True)
@@ -88,16 +86,7 @@ def context(cfg: Config, devices: int = 1) -> Context:
             f"a batch of {sequences} sequences does not divide among {replicas} replicas of the mesh. Set "
             f"data.batch_size to a multiple of {replicas * cfg.train.grad_accum}."
         )
-    mesh = AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES)
-    return Context(
-        mesh=mesh,  # type: ignore[arg-type]
-        rules=transformer(cfg.mesh),
-        pipeline=pipeline.resolve(cfg, sizes["pipe"], sequences // replicas) if sizes["pipe"] > 1 else None,
-        context_method=cfg.mesh.context_method,
-        dtype=jax.numpy.dtype(cfg.train.dtype),
-        quant=cfg.train.quant,
-        remat=cfg.train.remat,
-    )
+    return Context.create(cfg, AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES))
 
 
 @dataclass(frozen=True)
