@@ -87,6 +87,7 @@ def library_page(room: str) -> str:
     homes = {name.asname or name.name: f"{n.module}.{name.name}" for n in imports for name in n.names}
     names = [*(name for name in homes if name in exported), *(name for name in exported if name not in homes)]
     where = [(name, homes.get(name, f"jaxstack.{room}.{name}")) for name in names]
+    where = [(name, home) for name, home in where if home.startswith(f"jaxstack.{room}.")]  # others have another page
     heading = {"show_root_heading": True, "show_root_toc_entry": True}
     parts = [_shown(home, heading=name, toc_label=name, **heading) for name, home in where]
     return "\n".join((title, _shown(f"jaxstack.{room}", members=False), *parts))
