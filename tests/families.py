@@ -63,4 +63,4 @@ EXPERTS = {
     "domain": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=3, router="domain")),
     "timestep": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=4, router="timestep", max_timestep=100)),
 }
-"""Models with experts, one of every router."""
+"""Models with experts: one for every router."""

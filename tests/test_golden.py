@@ -57,7 +57,7 @@ def test_shardings_are_those_on_file(name):
     ids=str,
 )
 def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
-    """Parameters and optimizer of models with experts, on 64 devices that are not here."""
+    """Models with experts, with parameters and optimizer, on an abstract mesh of 64 devices."""
     flags = [
         f"--config={name}",
         "--mesh.data=1",

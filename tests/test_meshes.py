@@ -1,4 +1,4 @@
-"""Layout never changes values: on every mesh, loss and every gradient are those of one device.
+"""The mesh does not change values: on every mesh, loss and gradients equal those of one device.
 
 `python tests/test_meshes.py` prints the table of docs/meshes.md, and with `--measure` what each case shows.
 """
@@ -137,7 +137,7 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
 def gradients(
     cfg: Config, seed: int, make: Any = make_gradients, batch: Arrays | None = None
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """Loss and routing's sums, gradients and initial values on the mesh of `cfg`, layers in the model's order.
+    """Returns loss and routing's sums, gradients, and initial values on the mesh of `cfg`, layers in the model's order.
 
     Gradients are taken away from the initial values, where norms and biases are not all alike and hide nothing. The
     batch is random unless it is given.
@@ -185,7 +185,7 @@ def on_one_device(family: str, how: tuple[tuple[str, Any], ...], seed: int) -> A
 
 
 def compare(case: Case, seed: int) -> tuple[float, float]:
-    """Relative errors of the loss (or of routing's worst sum) and of the worst gradient, against one device.
+    """Returns relative errors against one device: of the loss (or the worst sum of routing) and of the worst gradient.
 
     That one neither accumulates nor recomputes.
     """
@@ -195,7 +195,7 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
 
 
 def errors(family: str, one: Any, other: Any) -> tuple[float, float]:
-    """Relative errors of the sums and of the gradients of `other` against `one`, the worst of each."""
+    """Returns the largest relative errors of sums and of gradients of `other` against `one`."""
     (sums, grads, initial), (other_sums, other_grads, other_initial) = one, other
     for path, value in initial.items():
         assert (value == other_initial[path]).all(), f"initial values of {path} differ"
@@ -223,7 +223,7 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_device(case, seed):
 
 
 def test_a_mesh_of_ones_is_no_mesh_at_all():
-    """Not only as fast: the same program, operation for operation."""
+    """The program is the same, operation for operation."""
     cfg = config("softmax", {}, accum=2, remat="selective", dropout=0.1)
     ctx = Context.create(cfg, make_mesh(cfg.mesh, BATCH, jax.devices()[:1]))
     values = params.abstract(decoder.spec(cfg.model))
@@ -237,7 +237,7 @@ def test_a_mesh_of_ones_is_no_mesh_at_all():
 
 
 def test_tokens_are_numbered_alike_on_every_mesh():
-    """Rows over data; of a row each context shard has an early and a late chunk, which tensor shards part further."""
+    """Rows are split over data. A context shard has an early and a late chunk of a row, split further over tensor."""
     cfg = config("llama3", {"data": 2, "context": 2, "tensor": 2})
     ctx = Context.create(cfg, make_mesh(cfg.mesh, BATCH, jax.devices()))
     P = jax.sharding.PartitionSpec
@@ -252,7 +252,7 @@ def test_tokens_are_numbered_alike_on_every_mesh():
 
 
 def table(seed: int | None = None) -> str:
-    """The cases as Markdown; with a seed they are run, and the table shows what was measured too."""
+    """Returns the cases as a Markdown table. With a seed, it runs them and adds the measured errors."""
     lines = ["| model | mesh | devices |", "|---|---|---|"]
     if seed is not None:
         lines = ["| model | mesh | devices | loss | worst gradient |", "|---|---|---|---|---|"]

@@ -64,7 +64,7 @@ def norm(cfg, p, x, kind=None):
 
 
 def rotated(cfg, x, position):
-    """One head's vector at a position: each pair (i, i + K/2) is a complex number, turned."""
+    """Rotates one head's vector at a position: each pair (i, i + K/2) is a complex number."""
     half = len(x) // 2
     frequency = np.array([cfg.rope_theta ** (-2 * i / len(x)) for i in range(half)])
     s = cfg.rope_scaling
@@ -80,7 +80,7 @@ def rotated(cfg, x, position):
 
 
 def attention(cfg, p, x, window, segments, positions):
-    """Of one sequence [S, D]."""
+    """Computes attention of one sequence [S, D]."""
     heads, groups, width = (
         cfg.num_heads,
         cfg.num_kv_heads or cfg.num_heads,
@@ -116,7 +116,7 @@ def mlp(cfg, p, x):
 
 
 def choose(moe, p, x, gate):
-    """The experts of one token, their weights, its scores, and its logits."""
+    """Returns the experts of one token, their weights, its scores and its logits."""
     E = moe.num_experts
     if moe.router == "domain":
         return [gate], [1.0], None, None
@@ -137,7 +137,7 @@ def choose(moe, p, x, gate):
 
 
 def experts(cfg, p, x, gates, counts, sums):
-    """Of one sequence [S, D]; adds to `sums` what the objective and the log are made of, of the tokens that count."""
+    """Computes experts for one sequence [S, D], and adds the statistics of its counted tokens to `sums`."""
     moe, S = cfg.moe, len(x)
     routed = [choose(moe, p, row, gates[t]) for t, row in enumerate(x)]
     pairs = [(t, e, w) for t, (chosen, weights, *_) in enumerate(routed) for e, w in zip(chosen, weights, strict=True)]
@@ -162,7 +162,7 @@ def experts(cfg, p, x, gates, counts, sums):
 
 
 def by_hand(cfg, values, tokens, segments, positions, gates, weights):
-    """Logits of a batch [B, S, V], and sums over layers and tokens of what the experts count."""
+    """Returns logits of a batch [B, S, V], and the experts' statistics, summed over layers and tokens."""
     E = cfg.moe.num_experts
     sums = {"balance": 0.0, "z": 0.0, "entropy": 0.0, "dropped": 0, "load": np.zeros(E)}
     rows = []
@@ -185,7 +185,7 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
 
 
 def drawn(cfg, rng):
-    """Parameters without zeros and ones, exact in float64, and a batch of packed documents."""
+    """Returns parameters without zeros and ones, exact in float64, and a batch of packed documents."""
     values = jax.tree.map(
         lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), params.abstract(decoder.spec(cfg))
     )
@@ -205,7 +205,7 @@ def drawn(cfg, rng):
 
 
 def shapes_of(cfg):
-    """Every parameter's shape, by its path."""
+    """Returns every parameter's shape by its path."""
     V, D, L, H = cfg.vocab_size, cfg.d_model, cfg.num_layers, cfg.num_heads
     G, K, F = cfg.num_kv_heads or H, cfg.head_dim or D // H, cfg.d_ff or 4 * D
     norm = lambda path, width: {f"{path}/{n}": width for n in ("scale", *["bias"] * (cfg.norm == "layer" and cfg.bias))}  # noqa: E731
@@ -246,7 +246,7 @@ def test_parameters_are_those_of_the_definition(name):
 
 
 def merged(cfg, tree):
-    """Each matrix with alpha / rank times the product of its adapter's two added, one layer and expert at a time."""
+    """Adds alpha / rank times a b of its adapter to each matrix, one layer and expert at a time."""
     if not isinstance(tree, dict):
         return tree
     found = {name: merged(cfg, below) for name, below in tree.items() if not name.startswith("lora_")}
@@ -267,7 +267,7 @@ def expected_of(cfg, values, batch):
 
 @pytest.mark.parametrize("name", MODELS | ADAPTED)
 def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
-    """Everything absolute about the forward pass: scales, epsilons, constants, order of operations, sums and means."""
+    """The forward pass has the right scales, epsilons, constants, order of operations, sums and means."""
     cfg = (MODELS | ADAPTED)[name]
     values, batch = drawn(cfg, rng)
 
@@ -307,7 +307,7 @@ def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "gated_bias", "domain"])
 def test_bfloat16_is_near_the_definition(name, rng):
-    """Not of a learned router: of two experts that are nearly as good it may take the other."""
+    """Learned routers are left out: of two nearly equal experts, bfloat16 may choose the other."""
     cfg = MODELS[name]
     values, batch = drawn(cfg, rng)
     matrices = params.cast_matrices(decoder.spec(cfg), values, jnp.bfloat16)

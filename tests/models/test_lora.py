@@ -1,4 +1,4 @@
-"""Adapters: their declarations, what they compute, what they leave alone, and whole runs with them."""
+"""Adapters: their declarations, what they compute and do not change, and complete runs with them."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def batch_of(cfg, rng):
 
 
 def values_of(cfg, rng, std=0.3):
-    """Parameters with adapters that do something."""
+    """Returns parameters whose adapters are not zero."""
     trained, frozen = params.partition(decoder.spec(cfg), initial(cfg))
     return params.combine(jax.tree.map(lambda v: v + rng.normal(0, std, v.shape).astype(np.float32), trained), frozen)
 
@@ -203,7 +203,7 @@ def test_gradients_are_those_of_the_merged_model_by_the_chain_rule_and_by_differ
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "optim"), [("llama3", "lion"), ("deepseek", "muon"), ("gpt2", "adafactor")])
 def test_only_adapters_move_and_have_moments(family, optim, rng):
-    """`deepseek` has a bias that balances its experts without a gradient: it stays too."""
+    """`deepseek` has a bias that balances its experts without a gradient; it does not change, either."""
     cfg = config(family, name=optim)
     batch = batch_of(cfg.model, rng)
     heard = trained(cfg, lambda i: batch, 12)
@@ -234,7 +234,7 @@ def trained(cfg, batch, steps):
 
 @pytest.mark.slow
 def test_the_gradient_of_a_frozen_matrix_is_not_computed():
-    """Two of the three products of training are left, and those of the adapters."""
+    """Two of the three products of a matrix remain, and the products of the adapters."""
     cfg = config("llama3", replace(LORA, rank=1))
     cfg = replace(cfg, model=replace(cfg.model, d_model=128, head_dim=32, d_ff=256, vocab_size=512))
     flops = {}
@@ -260,7 +260,7 @@ def conversations(path):
 
 
 def test_adapters_learn_answers_by_heart(tmp_path):
-    """The base is wide enough at random (init_std) for adapters to find every answer in it."""
+    """The random base has a large enough init_std for adapters to fit every answer."""
     found = data.load(DataConfig(source="chat", path=conversations(tmp_path / "colours.jsonl"), seq_len=96))
     cfg = config("llama3", LoraConfig(rank=8), lr=2e-2)
     cfg = replace(cfg, model=replace(cfg.model, vocab_size=256, init_std=0.3))
@@ -278,7 +278,7 @@ def run(*argv):
 
 @pytest.mark.slow
 def test_from_a_folder_to_a_chat_and_back(tmp_path):
-    """Import, LoRA on instructions, stop and resume, export, and answers: each as its command."""
+    """Runs each command: import, LoRA on instructions, stop and resume, export, and answers."""
     pytest.importorskip("safetensors")
     base_cfg = replace(ALL["llama3"], vocab_size=256, init_std=0.3)
     folder, tuned, out = (tmp_path / name for name in ("folder", "tuned", "out"))

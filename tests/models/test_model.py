@@ -1,4 +1,4 @@
-"""The decoder family: what every switch must keep true, whatever the values are."""
+"""Properties of the decoder family that hold for every switch and all values."""
 
 import dataclasses
 import inspect
@@ -23,7 +23,7 @@ CONTEXTS = {
 
 
 def randomised(cfg: ModelConfig, rng: np.random.Generator):
-    """Parameters with no zeros and no ones, so that nothing hides behind an initial value."""
+    """Returns parameters without zeros and ones, so that no initial value hides a mistake."""
     return jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), jnp.float32), params.abstract(decoder.spec(cfg))
     )
@@ -51,7 +51,7 @@ def test_every_parameter_of_every_layer_is_read(family, rng):
 
 
 def test_key_bias_cannot_matter_without_positions_in_the_scores(rng):
-    """A bias on keys adds the same score to every key of a query, which softmax ignores: the one excuse made above."""
+    """A bias on keys adds the same score to every key of a query, which softmax ignores; it is the exception above."""
     cfg = FAMILIES["gpt2"]
     values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
     shifted = jax.tree.map(lambda leaf: leaf, values)
@@ -63,7 +63,7 @@ def test_key_bias_cannot_matter_without_positions_in_the_scores(rng):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_causality_by_gradients(family, context, rng):
-    """Logits at t move with the token embeddings at 0..t, and with none behind t."""
+    """Logits at t depend on the token embeddings at 0..t, and on none after t."""
     cfg = FAMILIES[family]
     values, tokens = randomised(cfg, rng), tokens_for(cfg, rng, batch=1)
     t = int(rng.integers(0, tokens.shape[1] - 1))
@@ -84,7 +84,7 @@ def test_causality_by_gradients(family, context, rng):
 
 
 def test_sliding_window_by_gradients(rng):
-    """With one layer of window 4, the state at t moves with tokens t-3..t alone."""
+    """With one layer of window 4, the state at t depends on tokens t-3..t alone."""
     cfg = ModelConfig(**SMALL | {"num_layers": 1}, windows=(4,))
     values = randomised(cfg, rng)
     x = jnp.asarray(rng.normal(size=(1, 16, cfg.d_model)), jnp.float32)
@@ -101,7 +101,7 @@ def test_sliding_window_by_gradients(rng):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_equal_separate_ones(family, context, rng):
-    """Logits of documents packed in one row are those of each document on its own."""
+    """Logits of documents packed in one row equal those of each document on its own."""
     cfg = FAMILIES[family]
     values = randomised(cfg, rng)
     lengths = [5, 1, 11, 7]
@@ -121,7 +121,7 @@ def test_packed_documents_equal_separate_ones(family, context, rng):
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_remat_changes_no_gradient(family, context, policies, rng):
-    """`dots` and `full` name no residuals of a kernel: they are one path, whichever kernels there are."""
+    """`dots` and `full` name no residuals of kernels, so one set of kernels is enough for them."""
     cfg = FAMILIES[family]
     values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
 
@@ -159,7 +159,7 @@ def test_remat_policies_recompute_what_they_say():
 
 @pytest.mark.parametrize("scaling", [RopeScaling(), RopeScaling(factor=8.0, original_max_position=64)])
 def test_rope_against_complex_numbers_in_float64(scaling, rng):
-    """RoPE is the product with exp(i * position * frequency), pairs (i, i + K/2): written as that, in float64."""
+    """RoPE equals the product of pairs (i, i + K/2) with exp(i * position * frequency), in float64."""
     cfg = ModelConfig(**SMALL | {"d_model": 64}, rope_theta=10000.0, rope_scaling=scaling)
     K = cfg.head_width
     x = rng.normal(size=(2, 40, 4, K))
@@ -183,7 +183,7 @@ def test_rope_against_complex_numbers_in_float64(scaling, rng):
 
 
 def test_initial_values_follow_from_seed_and_path_alone():
-    """Layer i starts the same in a deeper model, a wider head, with or without other parameters."""
+    """Layer i starts the same in a deeper model, with a wider head, and with or without other parameters."""
     small = ModelConfig(**SMALL)
     deep = dataclasses.replace(small, num_layers=5)
     other = dataclasses.replace(small, tied_embeddings=True, qk_norm=True)
@@ -197,7 +197,7 @@ def test_initial_values_follow_from_seed_and_path_alone():
 
 
 def expected_start(path: str, cfg: ModelConfig) -> float:
-    """What a parameter begins with: a standard deviation; 0 or 1 for a constant."""
+    """Initial values have the declared standard deviation, or are 0 or 1."""
     name = path.rsplit("/", 1)[-1]
     if name == "scale":
         return float(not cfg.norm_unit_offset)
@@ -235,7 +235,7 @@ def test_one_layout_however_the_windows_alternate():
 
 
 def test_layers_and_rows_are_dealt_out_in_turns():
-    """Block i of step n is layer n * period + i; microbatch i has rows i, i + M, ...; a key goes to each."""
+    """Block i of step n is layer n * period + i; microbatch i has rows i, i + M, ...; each gets the key."""
     cfg = ModelConfig(**SMALL | {"num_layers": 6}, windows=(8, 0))
     even, odd = blocks.group_layers(len(cfg.windows), {"x": jnp.arange(6)})
     assert (even["x"].tolist(), odd["x"].tolist()) == ([0, 2, 4], [1, 3, 5])
@@ -269,7 +269,7 @@ def test_bfloat16_is_near_float32(rng):
 
 @pytest.mark.parametrize("family", FAMILIES | EXPERTS)
 def test_matrices_and_tables_are_cast_and_nothing_else(family):
-    """Norms, biases and all of a router keep their digits: a rounded logit sends a token elsewhere."""
+    """Norms, biases and routers are not cast: a rounded logit could choose another expert."""
     spec = decoder.spec((FAMILIES | EXPERTS)[family])
     cast = jax.eval_shape(lambda v: params.cast_matrices(spec, v, jnp.bfloat16), params.abstract(spec))
     for path, leaf in flatten(cast).items():
@@ -294,7 +294,7 @@ def test_dropout_is_off_without_a_key_and_unbiased_with_one(rng):
 
 
 def test_every_mask_of_dropout_has_a_key_of_its_own(rng, monkeypatch):
-    """The embedding's, and two in each layer: two steps of the scan, of two layers each."""
+    """The embedding has one mask and each layer two, over two scan steps of two layers each."""
     cfg = dataclasses.replace(FAMILIES["llama3"], num_layers=4, windows=(4, 0), dropout=0.5)
     keys = []
 

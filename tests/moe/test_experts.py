@@ -1,4 +1,4 @@
-"""Models with experts: the whole step, its sums, and the ways from and to dense models. `test_moe.py` has the parts."""
+"""Models with experts: training step, its sums, conversion from and to dense models. `test_moe.py` tests the parts."""
 
 import dataclasses
 import math
@@ -73,7 +73,7 @@ def test_every_implementation_is_the_reference(name, rng):
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_every_parameter_is_read(name, rng):
-    """By a finite difference, since the balancing bias is read though it has no gradient."""
+    """It uses finite differences, since the balancing bias is read but has no gradient."""
     cfg = EXPERTS[name]
     values, batch = randomised(cfg, rng), random_batch(cfg, rng)
     loss = jax.jit(lambda v: losses.next_token(cfg, v, batch, Context())[0])
@@ -90,7 +90,7 @@ def test_every_parameter_is_read(name, rng):
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])
 def test_every_product_with_the_router_has_the_highest_precision(name):
-    """Forward, recomputed and backward, as lowered: TPUs and GPUs round what has the default precision."""
+    """In the lowered program: forward, recomputed and backward. TPUs and GPUs round products of default precision."""
     moe = dataclasses.replace(EXPERTS[name].moe, num_experts=7, num_groups=1, top_k_groups=1)
     cfg = dataclasses.replace(EXPERTS[name], moe=moe)
     run = dataclasses.replace(run_config("mixtral"), model=cfg, train=TrainConfig(dtype="bfloat16", remat="full"))
@@ -127,7 +127,7 @@ def test_logits_of_tokens_in_bfloat16_are_a_product_in_float32(name, rng):
 
 @pytest.mark.parametrize("name", ["mixtral", "capacity", "deepseek"])
 def test_sums_do_not_depend_on_accumulation(name, rng):
-    """The neighbours' auxiliary losses do (MaxText's fell from 457 to 2.0 with two microbatches)."""
+    """MaxText's auxiliary loss does: it fell from 457 to 2.0 with two microbatches."""
     batch = random_batch(EXPERTS[name], rng)
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape) < 0.7
     batch["loss_weights"][2] = 0
@@ -145,7 +145,7 @@ def test_sums_do_not_depend_on_accumulation(name, rng):
     [("mixtral", "float32"), ("mixtral", "bfloat16"), ("capacity", "float32"), ("deepseek", "bfloat16")],
 )
 def test_padding_changes_no_statistic_no_loss_and_no_gradient(name, dtype, rng):
-    """Rows of padding, and padding behind the tokens of each row; not the latter with a capacity, which counts it."""
+    """Padding is rows, and the ends of rows; with a capacity, which counts padding, only rows."""
     run = run_config(name, dtype=dtype)
     moe = dataclasses.replace(run.model.moe, aux_loss_weight=1.0, z_loss_weight=0.1)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, moe=moe))
@@ -172,7 +172,7 @@ def test_padding_changes_no_statistic_no_loss_and_no_gradient(name, dtype, rng):
 
 
 def test_means_of_what_counts_are_those_of_even_scores(rng):
-    """A router of zeros: every statistic of every token is known, and what does not count changes no mean."""
+    """With a router of zeros every statistic has a known value, and uncounted tokens change no mean."""
     cfg = run_config("mixtral")
     values, batch = randomised(cfg.model, rng), random_batch(cfg.model, rng)
     values["layers"]["moe"]["router"] *= 0
@@ -191,7 +191,7 @@ def test_means_of_what_counts_are_those_of_even_scores(rng):
 
 
 def test_the_balance_loss_is_in_the_gradient_by_its_weight(rng):
-    """The router's gradient is that of likelihood plus weight x loss, to first order in the weight: it is linear."""
+    """The router's gradient is that of likelihood plus weight x loss, which is linear in the weight."""
     batch, values = random_batch(EXPERTS["mixtral"], rng), randomised(EXPERTS["mixtral"], rng)
 
     def router(balance: float, z: float):

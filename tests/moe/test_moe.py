@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 
 
 def assert_close(actual, truth):
-    """Each leaf, relative to the truth's norm, or to a root mean square of 1e-2 where that is larger."""
+    """Compares each leaf relative to the truth's norm, or to a root mean square of 1e-2 if that is larger."""
     assert jax.tree.structure(actual) == jax.tree.structure(truth)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(truth), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -70,7 +70,7 @@ def numpy_sigmoid_router(logits, bias, k, groups, top_groups, scale):
 
 
 def check_router(rng, route, reference, logits):
-    """Choice, weights and scores, and the weights' and scores' gradients against the slope of the numpy side."""
+    """Compares choices, weights and scores, and the gradients of weights and scores with NumPy's slopes."""
     routing = jax.jit(route)(logits)
     experts, weights, scores = reference(np.asarray(logits, np.float64))
     np.testing.assert_array_equal(routing.experts, experts)
@@ -216,7 +216,7 @@ def test_even_routing_has_balance_1():
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_sums_are_the_same_under_every_split(rng, masked):
-    """By rows (microbatches), over a data axis, and over an axis that cuts sequences; with the gradient."""
+    """Sums add up over rows (microbatches), a data axis, and an axis that splits sequences; so do gradients."""
     B, S, E = 4, 16, 6
     logits = normal(rng, B, S, E)
     mask = jnp.asarray(rng.random((B, S)) < 0.6) if masked else jnp.ones((B, S), bool)
@@ -256,7 +256,7 @@ def test_summary():
 
 
 def draw(rng, T, D, F, E, gated=True):
-    """Tokens, router, experts and a cotangent; about unit scale throughout."""
+    """Returns tokens, router, experts and a cotangent, all of about unit scale."""
     weights = {"w_up": normal(rng, E, D, F) / D**0.5, "w_down": normal(rng, E, F, D) / F**0.5}
     if gated:
         weights["w_gate"] = normal(rng, E, D, F) / D**0.5
@@ -264,7 +264,7 @@ def draw(rng, T, D, F, E, gated=True):
 
 
 def layer(x, router, weights, k, **options):
-    """The router's weights take part, so that the gradient reaches them through the gates."""
+    """Computes routing and experts, so that gradients reach the router through the gates."""
     options = {"num_experts": router.shape[1], "activation": jax.nn.silu} | options
     return moe_mlp(x, moe.top_k_softmax(x @ router, k, normalize=k > 1), weights, **options)
 
@@ -279,7 +279,7 @@ jit_moe_mlp = jax.jit(moe_mlp, static_argnames=STATIC)
 
 
 def grads_and_value(x, router, weights, cotangent, k=2, **options):
-    """((dx, drouter, dweights), (y, dropped)) on one device. The loss itself may cancel to almost 0: not compared."""
+    """Returns ((dx, drouter, dweights), (y, dropped)) on one device, without the loss, which may cancel to almost 0."""
 
     def loss(x, router, weights):
         y, dropped = layer(x, router, weights, k, **options)
@@ -320,7 +320,7 @@ def test_dropless_equals_the_reference(rng, implementation, T, E, k, gated):
 
 
 def test_bfloat16(rng):
-    """Weights' gradients are added up in float32 and returned in the weights' dtype; outputs keep x's."""
+    """Gradients of weights are summed in float32 and returned in the weights' dtype; outputs have x's dtype."""
     x, router, weights, cotangent = draw(rng, 300, 8, 12, 4, gated=False)
     low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (x, weights))
     exact = jax.tree.map(lambda a: a.astype(jnp.float32), low)
@@ -366,7 +366,7 @@ def test_work_does_not_grow_with_experts_times_tokens():
 
 
 def kept_pairs(routing, rows, capacity_factor):
-    """Which pairs an expert keeps, one expert and sequence at a time: bool [T, k]."""
+    """Returns which pairs an expert keeps, computed one expert and sequence at a time: bool [T, k]."""
     experts, gates = np.asarray(routing.experts), np.asarray(routing.weights)
     (T, k), E = experts.shape, routing.scores.shape[1]
     capacity = ceil(capacity_factor * (T // rows) * k / E)
@@ -409,7 +409,7 @@ def test_capacity_gradients_and_independence_of_rows(rng):
 
 
 def on_mesh(shape, names, inputs, rows, **options):
-    """The same as `grads_and_value`, with tokens over every axis but `tensor`, and hidden widths over `tensor`."""
+    """Returns `grads_and_value` with tokens sharded over every axis but `tensor`, and hidden widths over `tensor`."""
     mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
     tokens = tuple(name for name in names if name != "tensor")
     hidden = "tensor" if "tensor" in names else None
@@ -441,7 +441,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def one_device(seed):
-    """Inputs of 8 sequences, and what the definition makes of them without and with a capacity."""
+    """Returns inputs of 8 sequences, and the reference's results without and with a capacity."""
     inputs = draw(np.random.default_rng(seed), 64, 8, 12, 8, gated=False)
     return inputs, {
         None: grads_and_value(*inputs, implementation="reference"),
@@ -464,14 +464,14 @@ def test_expert_axis_with_ragged_dot(one_device):
 
 
 def test_everybody_to_one_expert(rng):
-    """The worst case of the exchange, four rounds of it: nothing is lost."""
+    """In the worst case of the exchange, which takes four rounds, nothing is lost."""
     x, router, weights, cotangent = draw(rng, 32, 8, 12, 8)
     inputs = (jnp.abs(x), router.at[:, 6:8].add(10.0), weights, cotangent)
     assert_close(on_mesh(*MESHES["expert4"], inputs, 8), grads_and_value(*inputs))
 
 
 def test_rounds_in_bfloat16_are_near_float32(rng):
-    """Values and every gradient, over several rounds: their sums are in float32."""
+    """Values and gradients over several rounds are summed in float32."""
     x, router, weights, cotangent = draw(rng, 256, 16, 24, 8)
     inputs = (jnp.abs(x), router.at[:, 6:8].add(3.0), weights, cotangent)  # most go to the last shard
     low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), inputs)
@@ -485,7 +485,7 @@ def test_rounds_in_bfloat16_are_near_float32(rng):
 
 
 def fixed_on_mesh(x, _, weights, cotangent, routing):
-    """(y, (dx, dweights, dgates)) over four shards of experts, where tokens go as `routing` says."""
+    """Returns (y, (dx, dweights, dgates)) over four shards of experts, with a given routing."""
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
 
     def local(x, weights, cotangent, routing):
@@ -502,7 +502,7 @@ def fixed_on_mesh(x, _, weights, cotangent, routing):
 
 
 def test_no_array_of_the_exchange_has_room_for_the_worst_case():
-    """Forward and backward: n shards have room for 1.25 even shares together, not for n of them."""
+    """Forward and backward, n shards together have room for 1.25 even shares, not for n."""
     T, D, F, E, k, n = 4096, 16, 24, 8, 2, 8
     mesh = jax.make_mesh((n,), ("expert",), axis_types=(AxisType.Auto,))
     x, weights = jnp.zeros((T, D)), {"w_up": jnp.zeros((E, D, F)), "w_down": jnp.zeros((E, F, D))}
@@ -523,7 +523,7 @@ def test_no_array_of_the_exchange_has_room_for_the_worst_case():
 
 
 def test_a_hard_gate_is_the_expert_as_a_dense_mlp(rng):
-    """Bit for bit: sums of small integers are exact in float32, in whatever order a processor takes them."""
+    """They are equal bit for bit: sums of small integers are exact in float32, in any order."""
     x, _, weights, _ = jax.tree.map(lambda a: jnp.round(a * 2) if a.ndim > 1 else a, draw(rng, 600, 32, 48, 4))
     ids = rng.integers(0, 4, 600)
     routing = by_domain(jnp.asarray(ids), 4)

@@ -1,4 +1,4 @@
-"""The program does not grow with depth, and so neither does the time to compile it (benchmarks/start.py takes that)."""
+"""The program does not grow with depth, so the time to compile it does not either (benchmarks/start.py measures it)."""
 
 import re
 from collections import Counter

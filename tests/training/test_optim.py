@@ -1,4 +1,4 @@
-"""Schedules and optimizers by their closed forms, and what Muon moves on a mesh."""
+"""Schedules and optimizers against their closed forms, and what Muon communicates on a mesh."""
 
 import dataclasses
 import math
@@ -103,7 +103,7 @@ def adam(g: np.ndarray, old: list[np.ndarray], n: int, _: Param) -> list[np.ndar
 
 
 def lion(g: np.ndarray, old: list[np.ndarray], n: int, _: Param) -> list[np.ndarray]:
-    """Chen et al. 2023, arXiv:2302.06675, algorithm 2."""
+    """Computes an update of Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
     return [np.sign(0.7 * old[0] + 0.3 * g), 0.9 * old[0] + 0.1 * g, old[1]]
 
 
@@ -120,7 +120,7 @@ def matrices(p: Param, x: np.ndarray) -> np.ndarray:
 
 
 def adafactor(g: np.ndarray, old: list[np.ndarray], n: int, p: Param) -> list[np.ndarray]:
-    """Of every second moment the best product of a column and a row, V = R C / sum(R); each matrix by itself."""
+    """Factors the second moments of each matrix by itself: V = R C / sum(R)."""
     v = (1 - n**-0.8) * old[0] + n**-0.8 * g**2
     moment, gradient = matrices(p, v), matrices(p, g)
     if p.kind != "vector" and min(moment.shape[1:]) >= 128:
@@ -132,7 +132,7 @@ def adafactor(g: np.ndarray, old: list[np.ndarray], n: int, p: Param) -> list[np
 
 
 def muon(g: np.ndarray, old: list[np.ndarray], n: int, p: Param) -> list[np.ndarray]:
-    """By singular values: each passes the polynomial a s + b s^3 + c s^5 five times, and the vectors stay."""
+    """Applies the polynomial a s + b s^3 + c s^5 to the singular values five times; the singular vectors stay."""
     if p.kind != "matrix" or "vocab" in p.axes:
         return adam(g, old, n, p)
     m = 0.7 * old[0] + 0.3 * g
@@ -147,7 +147,7 @@ def muon(g: np.ndarray, old: list[np.ndarray], n: int, p: Param) -> list[np.ndar
 
 @pytest.mark.parametrize("direction", [adam, muon, adafactor, lion, sgd])
 def test_one_step_and_three_steps_are_the_closed_form(direction, rng):
-    """In float64, with decay of everything but vectors, and with clipping by the global norm."""
+    """The closed forms are in float64, with decay of all but vectors, and with clipping by the global norm."""
     spec = WIDE if direction is adafactor else SPEC
     name = {"adam": "adamw"}.get(direction.__name__, direction.__name__)
     tx = optimizer.optimizer(dataclasses.replace(RULE, name=name), 4, spec)
@@ -178,7 +178,7 @@ def test_one_step_and_three_steps_are_the_closed_form(direction, rng):
 
 
 def test_muon_is_optaxs(rng):
-    """On one device, over three steps, with optax's own iteration."""
+    """Compares three steps on one device with optax's own iteration."""
     spec = SPEC["layers"]["w_o"]
     grads = [jnp.asarray(rng.normal(size=spec.shape), jnp.float32) for _ in range(3)]
     ours = optimizer.optimizer(
@@ -258,7 +258,7 @@ def test_muon_shares_out_whole_matrices_and_gathers_no_stack(mesh, rng, monkeypa
 
 @pytest.mark.slow
 def test_memory_of_muon_is_no_more_than_thrice_that_of_adamw():
-    """34e6 parameters over fsdp=8, and twice as many layers: what the iteration needs grows with layers / devices."""
+    """With 34e6 parameters over fsdp=8, and with twice as many layers, temporary memory grows with layers / devices."""
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "muon_memory.py"))
     options = {"xla_backend_optimization_level": 2}  # tests/conftest.py has XLA compile quickly and badly
     rows = [benchmark["case"](*case, options) for case in benchmark["CASES"]]

@@ -119,7 +119,7 @@ def test_every_gradient_in_bfloat16_is_near_that_in_float32(case):
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, those of its inner jaxprs included."""
+    """Yields all equations of a jaxpr, including those of inner jaxprs."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
@@ -142,7 +142,7 @@ MESHES = [
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [pytest.param(c, id=name_of(c)) for c in MESHES])
 def test_devices_sum_gradients_in_the_dtype_that_is_asked_for(case, reduce_dtype):
-    """In the traced step, and so for every accumulation: weights are in bfloat16, gradients in `reduce_dtype`."""
+    """The traced step gathers weights in bfloat16 and sums gradients in `reduce_dtype`."""
     family, mesh, how = case
     cfg = config(family, mesh, "bfloat16", tokens=meshes.BATCH * meshes.SEQ, **how)
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, reduce_dtype=reduce_dtype))

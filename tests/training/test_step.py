@@ -39,7 +39,7 @@ def config(**groups) -> Config:
 
 
 def build(cfg: Config, devices: int = 1, **how):
-    """A state on a mesh, the jitted step, and its context."""
+    """Returns a state on a mesh, the jitted step, and its context."""
     mesh = make_mesh(MeshConfig(devices), cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:devices])
     ctx = dataclasses.replace(Context.create(cfg, mesh), **how)
     return make_state(cfg, ctx, abstract_state(cfg, ctx)), jax.jit(step.make_train_step(cfg, ctx)), ctx
@@ -62,7 +62,7 @@ SGD = OptimConfig(name="sgd", lr=1e4, b1=0.0, warmup_steps=0, schedule="constant
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch(rng):
-    """Rows differ widely in how many tokens count; one step of SGD moves by the gradient."""
+    """Rows differ widely in how many tokens count; one step of SGD changes parameters by the gradient."""
     whole = config(optim=SGD)
     batch = random_batch(whole, rng)
     state, one_step, _ = build(whole)
@@ -129,7 +129,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(poison, rng):
 
 
 def test_it_learns_a_markov_chain_down_to_its_entropy():
-    """Tokens of a random first-order chain: no model can go below the chain's entropy, and this one comes near it."""
+    """On tokens of a random first-order chain, the loss comes close to the chain's entropy, its lower bound."""
     rng = np.random.default_rng(5)
     V = 8
     transition = rng.dirichlet(np.full(V, 0.3), V)
@@ -242,7 +242,7 @@ def test_recent_losses_are_those_of_the_last_good_steps_oldest_first(rng):
 
 @pytest.mark.parametrize("action", ["report", "skip", "rollback"])
 def test_a_spike_is_skipped_unless_it_is_only_reported(action, rng):
-    """The last losses were 1, so that a loss of about 3 is a spike, after enough good steps."""
+    """The last losses were 1, so a loss of about 3 is a spike after enough good steps."""
     cfg = spiking(action=action)
     batch = random_batch(cfg, rng)
     state, train_step, _ = build(cfg)
@@ -288,7 +288,7 @@ def test_evaluation_sums_over_weights_and_drops_nothing(rng):
 
 
 def test_microbatches_are_summed_in_float32_whatever_the_dtype_of_the_pass(rng):
-    """The step's gradient is the sum of what each microbatch gives on its own, added in float64 here."""
+    """The step's gradient is the sum of the gradients of each microbatch, added in float64."""
     cfg = config(train=TrainConfig(steps=10, grad_accum=8, dtype="bfloat16"))
     # All tokens count: then the divisors differ by a power of two, and nothing rounds otherwise.
     batch, ctx = random_batch(cfg, rng, weights=False), Context(dtype=jnp.bfloat16)
