@@ -1,4 +1,4 @@
-"""Schedules as Gantt charts: `jaxstack schedule 1f1b --stages 4 --microbatches 8 --out chart.png`."""
+"""Draws schedules as Gantt charts: `jaxstack schedule 1f1b --stages 4 --microbatches 8 --out chart.png`."""
 
 from pathlib import Path
 
@@ -6,14 +6,15 @@ from jaxstack.pipeline.schedule import IDLE, Schedule
 
 
 def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float = 2.0) -> None:
-    """Writes a picture of a schedule in lockstep; a tick is as long as the units that any stage runs in it.
+    """Writes a picture of a schedule in lockstep. A tick is as long as its longest forward and backward unit.
 
-    Numbers are microbatches; the further a chunk is from the first layers, the darker its units.
+    Numbers are microbatches. Units of later chunks are darker.
 
     Args:
-      schedule: the table.
-      path: of the picture; its suffix is the format.
-      forward, backward: time of one unit.
+      schedule: the schedule.
+      path: file of the picture; its suffix is the format.
+      forward: time of one forward unit.
+      backward: time of one backward unit, in the same unit of time.
     """
     import matplotlib
 
@@ -32,10 +33,10 @@ def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float =
     figure, axes = plt.subplots(figsize=(12, 0.5 * schedule.stages + 1.5), layout="constrained")
     now = 0.0
     for tick in range(schedule.ticks):
-        for kind, table, length, _ in kinds:
-            if (table[tick] == IDLE).all():
+        for kind, unit_TP, length, _ in kinds:
+            if (unit_TP[tick] == IDLE).all():
                 continue
-            for stage, unit in enumerate(table[tick].tolist()):
+            for stage, unit in enumerate(unit_TP[tick].tolist()):
                 if unit != IDLE:
                     microbatch, chunk = divmod(unit, schedule.chunks)
                     shade = shades[kind, chunk]

@@ -1,4 +1,4 @@
-"""What is compiled for chips that are not here, by tests and by benchmarks/aot.py."""
+"""Cases that the tests and benchmarks/aot.py compile for chips that this machine lacks."""
 
 import functools
 from dataclasses import replace
@@ -28,7 +28,7 @@ LARGE = ModelConfig(num_layers=24, d_model=2048, num_heads=16, d_ff=5632, vocab_
 
 
 def config(model: ModelConfig, batch: int, seq: int, remat: str = "selective", **mesh: Any) -> Config:
-    """Attention is XLA's, whatever `auto` takes: what is held here is how memory and traffic follow from a layout."""
+    """Uses XLA's attention for every platform, because these cases test how memory and traffic follow from a layout."""
     return Config(
         model=model,
         kernels=KernelsConfig(attention="xla", cross_entropy="xla"),  # what the formula is fitted to
@@ -39,7 +39,7 @@ def config(model: ModelConfig, batch: int, seq: int, remat: str = "selective", *
 
 
 def pipelined(schedule: str, microbatches: int, chunks: int = 1, seq: int = 2048, **how: Any) -> Config:
-    """Stages of a dense model, a sequence a device and microbatch."""
+    """Stages of a dense model, with one sequence per device and microbatch."""
     mesh = {k: v for k, v in how.items() if k in ("pipe", "data", "fsdp", "tensor")}
     sequences = microbatches * mesh.get("data", 1) * mesh.get("fsdp", 1)
     cfg = config(how.get("model", DENSE), sequences, seq, how.get("remat", "full"), **mesh)
@@ -86,7 +86,7 @@ ATTENTION = {  # B, S, H, G, K and options: Llama's, and Gemma 2's of 2e9 parame
 
 
 def attention(name: str, implementation: str, target: str) -> jax.stages.Compiled:
-    """Attention and its gradients in bfloat16, compiled for one device of a target."""
+    """Compiles attention and its gradients in bfloat16 for one device of a target."""
     (b, s, h, g, width), options = ATTENTION[name]
     where = SingleDeviceSharding(aot.devices(target)[0])
     shapes = [(b, s, n, width) for n in (h, g, g, h)]
@@ -104,7 +104,7 @@ def attention(name: str, implementation: str, target: str) -> jax.stages.Compile
 
 
 def attention_step(implementation: str, target: str, **mesh: int) -> tuple[aot.CompiledStep, int]:
-    """A training step of a small model with that attention, and the bytes of one layer's scores on a device."""
+    """Compiles a training step of a small model with an attention; also returns the bytes of a layer's scores."""
     model = ModelConfig(num_layers=2, d_model=256, num_heads=4, num_kv_heads=2, d_ff=256, vocab_size=256)
     cfg = replace(config(model, 4, 2048, **mesh), kernels=KernelsConfig(attention=implementation))
     device = 4 // mesh["fsdp"] * model.num_heads // mesh["tensor"]
@@ -133,7 +133,7 @@ def check(name: str) -> dict[tuple[str, str], float]:
 
 
 def dropless_over_capacity(chip: str) -> float:
-    """Temporaries of a step whose experts drop nothing, over those with a capacity of 1.25 even shares."""
+    """Returns the temporary memory of a dropless step divided by that with a capacity of 1.25 even shares."""
     found = {kind: report(f"{chip}_experts_{kind}").temporary for kind in ("dropless", "capacity")}
     print(f"{chip}, MiB of temporaries:", {kind: value >> 20 for kind, value in found.items()})
     return found["dropless"] / found["capacity"]

@@ -1,4 +1,4 @@
-"""Single ops and small steps with kernels on, compiled for a chip by both tests."""
+"""Single ops and small training steps with kernels, which the tests of both platforms compile."""
 
 from collections import Counter
 from dataclasses import replace
@@ -21,19 +21,19 @@ LOGITS = TOKENS * VOCAB * 4
 
 
 def compiled(target: str, f: Any, *shapes: tuple[tuple[int, ...], Any], options: Any = None) -> jax.stages.Compiled:
-    """A function of arrays on one device, and with (shape, dtype) each the program for it."""
+    """Compiles a function of arrays, given as (shape, dtype), for one device."""
     where = SingleDeviceSharding(aot.devices(target)[0])
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in shapes]
     return jax.jit(f).lower(*args).compile(compiler_options=options)
 
 
 def temporary(program: jax.stages.Compiled) -> int:
-    """Bytes that a program needs beside its arguments and results."""
+    """Returns the bytes that a program needs besides its arguments and results."""
     return program.memory_analysis().temp_size_in_bytes
 
 
 def stages_exchange(found: list[hlo.Collective], ticks: int, microbatches: int) -> None:
-    """Holds that the stages exchange these activations in bfloat16, and no others; embeddings are not tied."""
+    """Asserts that the stages exchange exactly these activations, in bfloat16; embeddings are not tied."""
     counts = Counter((c.kind, c.times) for c in found if c.axes == ("pipe",) and c.dtype == "bf16")
     assert counts == {
         ("collective-permute", ticks): 2,  # to the neighbours
@@ -44,7 +44,7 @@ def stages_exchange(found: list[hlo.Collective], ticks: int, microbatches: int) 
 
 
 def with_gradients(f: Any, count: int) -> Any:
-    """A function of f's `count` arguments and of a cotangent: f's value and gradients."""
+    """Returns a function of f's `count` arguments and a cotangent that computes f's value and gradients."""
 
     def run(*args: jax.Array) -> Any:
         value, vjp = jax.vjp(f, *args[:count])
@@ -93,7 +93,7 @@ def loss(target: str, implementation: str) -> jax.stages.Compiled:
 
 
 def loss_memory(target: str, implementation: str) -> float:
-    """Temporaries of the loss with both gradients, as a part of the logits in float32."""
+    """Returns the temporary memory of the loss with both gradients, divided by that of the logits in float32."""
     found = temporary(loss(target, implementation))
     print(f"{target} {implementation}: {found >> 20} MiB, {found / LOGITS:.3f} of the logits")
     return found / LOGITS
@@ -123,7 +123,7 @@ def experts(target: str, implementation: str, rows: int, width: int, hidden: int
 
 
 def low_precision(target: str, kind: str, options: Any = None) -> str:
-    """The program of a linear layer in 8 bits, with both gradients."""
+    """Compiles a linear layer in 8 bits, with both gradients."""
 
     def f(x: Any, w: Any) -> Any:
         return kernels.quantized_matmul(x, w, kind=kind)
@@ -133,7 +133,7 @@ def low_precision(target: str, kind: str, options: Any = None) -> str:
 
 
 def small_step(target: str, **mesh: int) -> str:
-    """The program of a training step of a small mixture of experts with every kernel of this project, in int8."""
+    """Compiles a training step of a small mixture of experts in int8, with all Pallas kernels."""
     model = ModelConfig(
         num_layers=2, d_model=256, num_heads=4, vocab_size=4096, moe=MoEConfig(num_experts=8, top_k=2, d_ff=384)
     )

@@ -1,4 +1,4 @@
-"""The training step, compiled for 8 and 64 H100 by the CUDA plugin on a machine that has none."""
+"""Compiles the training step for 8 and 64 H100 with the CUDA plugin, on a machine without a GPU."""
 
 import re
 
@@ -61,7 +61,7 @@ def test_hosts_hold_whole_groups_of_the_inner_axes():
     + [("llama", "cudnn", "__cudnn$fmhaSoftmaxBackward")],
 )
 def test_attention_kernels(name, implementation, calls):
-    """Beside its arrays a kernel needs a number or two a row; scores of all pairs would be 1 GiB in bfloat16."""
+    """Besides its arrays, a kernel needs one or two numbers per query; all scores would be 1 GiB in bfloat16."""
     compiled = attention(name, implementation, "h100:1x1x1")
     assert calls in compiled.as_text()
     temporary = programs.temporary(compiled)
@@ -71,7 +71,7 @@ def test_attention_kernels(name, implementation, calls):
 
 @pytest.mark.parametrize("implementation", ["pallas", "cudnn"])
 def test_a_step_with_attention_kernels(implementation):
-    """In the one manual region, whose types are checked."""
+    """The kernels run within shard_map, which checks the types."""
     found, scores = attention_step(implementation, "h100:1x1x4", fsdp=2, tensor=2)
     print(f"{implementation}: {found.temporary / 2**20:.1f} MiB, and scores would be {scores / 2**20:.1f}")
     assert found.temporary < scores
@@ -103,20 +103,20 @@ def test_experts_without_a_copy_of_the_rows_for_each():
 
 @pytest.mark.parametrize(("kind", "forward", "backward"), [("int8", "s8", "s8"), ("fp8", "f8e4m3fn", "f8e5m2")])
 def test_products_in_8_bits_are_matmuls_of_8_bits(kind, forward, backward):
-    """As Triton fusions, XLA's choice without a device: forward, and the gradient of x; that of w is of 16 bits."""
+    """Without a device, XLA uses Triton fusions: 8 bits forward and for the gradient of x, 16 bits for that of w."""
     text = programs.low_precision(ONE, kind)
     gemms = re.findall(r"^%gemm_fusion\S* \(\w[\w.]*: (\w+)\[[^:]*: (\w+)\[", text, re.MULTILINE)
     assert sorted(gemms) == sorted([(forward, forward), (backward, forward), ("bf16", "bf16")])
 
 
 def test_products_in_int8_by_the_vendors_library():
-    """Where Triton is off. (Of fp8 this compiler makes products in float16 then.)"""
+    """Triton is off here. (For fp8 this compiler then uses products in float16.)"""
     text = programs.low_precision(ONE, "int8", {"xla_gpu_enable_triton_gemm": False})
     assert len(re.findall(r'= \(s32\[[^\n]*custom_call_target="__cublas\$lt\$matmul"', text)) == 2
 
 
 def test_a_step_with_every_kernel():
-    """FSDP, tensor parallelism and experts over 2 each: kernels within shard_map, in int8."""
+    """The step has FSDP, tensor parallelism and experts over 2 devices each, and kernels within shard_map in int8."""
     text = programs.small_step("h100:1x1x8", fsdp=2, tensor=2, expert=2)
     assert text.count("__gpu$xla.gpu.triton") >= 10
     assert re.search(r" s32\[.*dot\(", text)

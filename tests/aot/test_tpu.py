@@ -1,4 +1,4 @@
-"""The training step, compiled for TPUs by libtpu on a machine that has none."""
+"""Compiles the training step for TPUs with libtpu, on a machine without a TPU."""
 
 import re
 
@@ -59,7 +59,7 @@ def test_sequence_parallelism_and_selective_recomputation_need_a_quarter_of_the_
 
 
 def test_selective_recomputation_costs_at_most_a_twentieth_more_flops():
-    """Matmuls of one device's step, counted in its jaxpr: what the backward pass repeats are scores of attention."""
+    """Counts the matmuls of a step in its jaxpr: the backward pass repeats only the scores of attention."""
     flops = {}
     for name in ("v5p_plain_1.4b", "v5p_selective_1.4b"):
         target, cfg = CASES[name]
@@ -72,7 +72,7 @@ def test_selective_recomputation_costs_at_most_a_twentieth_more_flops():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_memory_of_a_pipeline_does_not_grow_with_its_microbatches(schedule):
-    """4 stages, 4 replicas: 32 microbatches in the room of 8. GPipe's, beside it, grows by the residuals of 24."""
+    """With 4 stages and 4 replicas, 32 microbatches need the memory of 8. GPipe's grows by the residuals of 24."""
     totals = {}
     for name in (f"v5e_{schedule}_8", f"v5e_{schedule}_32", "v5e_gpipe_8", "v5e_gpipe_32"):
         check(name)
@@ -100,7 +100,7 @@ def test_a_target_that_is_none_is_named():
 @pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_kernels(name, target):
-    """A kernel needs copies of its arrays with heads before tokens; on v5e they are not even in the memory."""
+    """A kernel needs copies of its arrays with heads before tokens; on v5e they need no HBM."""
     compiled = attention(name, "pallas_tpu", target)
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3  # forward, by q, by k and v
     temporary = programs.temporary(compiled)
@@ -110,7 +110,7 @@ def test_attention_kernels(name, target):
 
 
 def test_a_step_with_attention_kernels():
-    """In the one manual region, whose types are checked; and the kernel's residuals are saved, not computed again."""
+    """The kernels run within shard_map, which checks the types; their residuals are saved, not recomputed."""
     found, scores = attention_step("pallas", "v5e:2x2", fsdp=2, tensor=2)
     assert found.compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
     print(f"{found.temporary / 2**20:.1f} MiB, and scores would be {scores / 2**20:.1f}")
@@ -137,7 +137,7 @@ def test_experts(shape):
 
 
 def test_products_in_int8_are_convolutions_of_int8():
-    """Forward, and the gradient of x; that of w is of 16 bits."""
+    """The product and the gradient of x are in 8 bits, the gradient of w in 16 bits."""
     text = programs.low_precision(ONE, "int8")
     shapes = dict(re.findall(r"%([\w.-]+) = \(?(\w+)\[", text))
     found = re.findall(r"= (\w+)\[\S* convolution\(%([\w.-]+), %([\w.-]+)\)", text)
@@ -150,7 +150,7 @@ def test_products_in_int8_are_convolutions_of_int8():
     ("target", "mesh"), [("v5e:2x4", {"fsdp": 2, "tensor": 2, "expert": 2}), ("v5p:2x2x1", {"tensor": 2, "expert": 2})]
 )
 def test_a_step_with_every_kernel(target, mesh):
-    """Kernels within shard_map, in int8."""
+    """The kernels run within shard_map, in int8."""
     text = programs.small_step(target, **mesh)
     assert text.count("tpu_custom_call") >= 10
     assert re.search(r"= s32\[\S* convolution\(", text)

@@ -48,7 +48,7 @@ def segment_ids(batch, lengths):
 
 
 def check(rng, implementation, shape, options, ids, dtype=jnp.float32, scale=0.4, how=True):
-    """Values and gradients of [B, S, H, G, K] against numpy."""
+    """Compares values and gradients for shapes B, S, H, G, K with numpy."""
     b, s, h, g, width = shape
     (q, q64), (k, k64), (v, v64), (d_out, d_out64) = (
         draw(rng, (b, s, n, width), dtype, scale=size) for n, size in ((h, 2.0), (g, 1.0), (g, 1.0), (h, 1.0))
@@ -120,7 +120,7 @@ def test_any_case_at_all(rng, implementation, turn):
 
 @pytest.mark.slow
 def test_nothing_is_raced_for_or_read_before_it_is_written(rng):
-    """TPU semantics: memory that nobody has written is NaN, and so are scratch buffers."""
+    """Under TPU semantics, memory and scratch buffers that have not been written are NaN."""
     how = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     check(rng, "pallas_tpu", (1, 40, 2, 1, 16), {}, segment_ids(1, (10, 30)), how=how)
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -137,11 +137,11 @@ def test_scores_that_leave_one_key_alone(rng, implementation):
     np.testing.assert_allclose(out, f(q, k, v), rtol=1e-5)
 
 
-# What is visited
+# Visited blocks
 
 
 def seen_blocks(o, length, rows, keys):
-    """Blocks (row, key) of which any pair is seen, and those of which all pairs are that have a row."""
+    """Returns the pairs of blocks with any visible pair, and those whose existing pairs are all visible."""
     i, j = np.arange(length)[:, None], np.arange(-(-length // keys) * keys)
     seen = (j < length) & ((j <= i) | (not o.causal)) & ((i - j < o.window) | (o.window == 0))
     any_, all_ = set(), set()
@@ -178,7 +178,7 @@ def test_visits_are_the_blocks_that_are_seen(rng, turn):
 
 @pytest.mark.parametrize(("n", "window"), [(1, 0), (8, 0), (8, 3), (5, 9)])
 def test_visits_by_formula(n, window):
-    """n blocks of 16: the triangle; with a window of w + 1 blocks' tokens less some, a band of w + 1 blocks."""
+    """n blocks of 16 tokens form a triangle. A window just below w + 1 blocks gives a band of w + 1 blocks."""
     o = Options(1.0, True, 16 * window, None)
     band = min(window + 1, n) if window else n  # a window of w blocks touches w + 1
     expected = n * band - band * (band - 1) // 2
@@ -189,7 +189,7 @@ def test_visits_by_formula(n, window):
 
 
 def test_documents_do_not_visit_each_other():
-    """Packed documents of 3, 1 and 4 blocks: each its own triangle."""
+    """Packed documents of 3, 1 and 4 blocks have a triangle each."""
     o, ids = Options(1.0, True, 0, None), jnp.asarray(segment_ids(2, (48, 16, 64)))
     for visits in (block_ranges.key_blocks(o, 128, 16, 16), block_ranges.query_blocks(o, 128, 16, 16)):
         low, _, _, high = jnp.moveaxis(block_ranges.to_array(visits, (ids, ids), 16, 16), -1, 0)
@@ -202,12 +202,12 @@ def test_memory_is_linear(implementation):
     assert long <= 4.1 * short
 
 
-# Where they run
+# Platforms
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_on_a_mesh(rng, implementation):
-    """Within a shard_map the types are checked while tracing; the interpreter itself does not know them."""
+    """Within a shard_map, tracing checks the types; the interpreter does not support them."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     q, k, v, d_out = (draw(rng, (2, 40, n, 16))[0] for n in (4, 2, 2, 4))
     ids = segment_ids(2, (17, 23))
@@ -230,7 +230,7 @@ def test_on_a_mesh(rng, implementation):
 
 
 def test_lowers_for_tpus_here(monkeypatch):
-    """By Mosaic's Python half, under every version of JAX that the tests run with; tests/aot has its compiler."""
+    """Mosaic's Python half lowers the kernels, with every version of JAX under test; tests/aot runs the compiler."""
     monkeypatch.undo()  # blocks are those of every day
     x, ids = jax.ShapeDtypeStruct((1, 300, 2, 48), jnp.bfloat16), jax.ShapeDtypeStruct((1, 300), jnp.int32)
 

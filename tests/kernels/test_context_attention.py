@@ -30,19 +30,19 @@ def mesh_of(**sizes):
 
 
 def draw(rng, batch, length, heads, kv_heads, width, dtype=jnp.float32):
-    """q, k, v and a cotangent of the output."""
+    """Returns q, k, v and a cotangent of the output."""
     return tuple(
         jnp.asarray(rng.standard_normal((batch, length, h, width)), dtype) for h in (heads, kv_heads, kv_heads, heads)
     )
 
 
 def draw_segments(rng, batch, length, segments):
-    """Segments of random lengths; ids rise, and none is like a position."""
+    """Returns segments of random lengths, with increasing ids that differ from positions."""
     return jnp.asarray(1000 + np.sort(rng.integers(0, segments, (batch, length)), axis=1), jnp.int32)
 
 
 def whole(q, k, v, d_out, segment_ids=None, **options):
-    """Output and gradients of one device, in the dtype of the inputs."""
+    """Returns output and gradients on one device, in the dtype of the inputs."""
 
     @jax.jit
     def run(q, k, v, d_out):
@@ -54,7 +54,7 @@ def whole(q, k, v, d_out, segment_ids=None, **options):
 
 
 def sharded(mesh, spec=None, kv_spec=None, **options):
-    """context_attention on arrays in the sequence's balanced order. `spec` and `kv_spec` place [B, S, H]."""
+    """Runs context_attention on arrays in the sequence's balanced order. `spec` and `kv_spec` shard [B, S, H]."""
     spec = spec or PartitionSpec(None, "context")
     kv_spec = kv_spec or spec
 
@@ -71,7 +71,7 @@ def sharded(mesh, spec=None, kv_spec=None, **options):
 
 
 def value_and_gradients(f, mesh, q, k, v, d_out, segment_ids=None):
-    """Output and gradients in the sequence's own order, of a function that takes the balanced one."""
+    """Returns output and gradients by position, of a function that takes the balanced order."""
     balanced = order(mesh.shape["context"], q.shape[1])
 
     @jax.jit
@@ -127,7 +127,7 @@ def test_equals_one_device(rng, monkeypatch, case, method, implementation):
 
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_bfloat16(rng, method):
-    """The truth is float32's, of the same numbers."""
+    """The expected values are computed in float32 from the same numbers."""
     arrays = draw(rng, 1, 64, 4, 2, 8, jnp.bfloat16)
     mesh = mesh_of(context=4)
     f = sharded(mesh, method=method, implementation="chunked")
@@ -145,7 +145,7 @@ def test_beside_a_data_axis(rng, method):
 
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_beside_a_tensor_axis(rng, monkeypatch, method):
-    """Query heads over `tensor` share one kv head: every device holds it, and its gradients add up."""
+    """Query heads over `tensor` share one kv head: every device stores it, and its gradients are summed."""
     monkeypatch.setattr(chunked_module, "_CHUNK", 3)
     monkeypatch.setattr(chunked_module, "_MAX_GROUPS", 1)
     arrays, ids = draw(rng, 2, 32, 4, 1, 8), draw_segments(rng, 2, 32, 3)
@@ -156,7 +156,7 @@ def test_beside_a_tensor_axis(rng, monkeypatch, method):
 
 
 def shapes(shards, tokens, kv_heads=2, segments=False):
-    """A mesh, and abstract q, k, v (and segment ids) of `tokens` tokens a shard."""
+    """Returns a mesh, and abstract q, k, v (and segment ids) of `tokens` tokens per shard."""
     q, k = (jax.ShapeDtypeStruct((1, shards * tokens, h, 8), jnp.float32) for h in (4, kv_heads))
     ids = jax.ShapeDtypeStruct((1, shards * tokens), jnp.int32) if segments else None
     return mesh_of(context=shards), q, k, k, ids
@@ -167,7 +167,7 @@ def gradients(f):
 
 
 def test_ring_sends_and_gathers_nothing():
-    """And only a few times: the steps are a loop, whose length is the number of shards."""
+    """Few permutes are in the program, because the steps are a loop over the shards."""
 
     def collectives(shards, method):
         mesh, *arrays = shapes(shards, 16)
@@ -186,7 +186,7 @@ def test_ring_sends_and_gathers_nothing():
 
 
 def test_ring_saves_its_shard_only():
-    """Between the passes: q, k, v, segment ids, output and log-sum-exp, each of this shard."""
+    """The residuals are q, k, v, segment ids, output and log-sum-exp of this shard."""
 
     def saved(method):
         mesh, q, k, v, ids = shapes(4, 16, segments=True)
@@ -201,7 +201,7 @@ def test_ring_saves_its_shard_only():
 
 
 def array_sizes(jaxpr, on_device=False):
-    """Elements of every array that an equation inside `shard_map` makes, within loops and calls too."""
+    """Returns the sizes of all arrays computed inside `shard_map`, including those in loops and calls."""
     for eqn in jaxpr.eqns:
         if on_device:
             yield from (x.aval.size for x in eqn.outvars if hasattr(x.aval, "size"))
@@ -230,7 +230,7 @@ def test_memory(monkeypatch):
 
 
 def test_selective_recomputation_keeps_the_ring_out_of_the_backward_pass():
-    """A policy that saves the names which `attention` gives its residuals needs no second forward pass."""
+    """A policy that saves the checkpoint names of `attention` does not repeat the forward pass."""
 
     mesh, *arrays, _ = shapes(2, 8)
 
@@ -249,7 +249,7 @@ def test_selective_recomputation_keeps_the_ring_out_of_the_backward_pass():
 
 
 def test_attention_in_a_manual_region(rng):
-    """The whole sequence on every device, query heads over `tensor`: its chunked form takes the types as well."""
+    """Every device has the full sequence and a part of the query heads; "chunked" supports these types too."""
     arrays = draw(rng, 1, 150, 4, 1, 8)
     heads, shared = PartitionSpec(None, None, "tensor"), PartitionSpec()
     f = jax.shard_map(

@@ -40,7 +40,7 @@ CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
 def ways(module):
-    """What is run of an op, by the test's name: an implementation, and how its kernel is interpreted."""
+    """Returns an implementation and its interpret setting, from a part of the test's name."""
     found = {}
     for name in module.IMPLEMENTATIONS:
         found[name] = (name, name.startswith("pallas_"))
@@ -50,7 +50,7 @@ def ways(module):
 
 
 def crossed(module, cases, quick):
-    """Each case with each way; those that are interpreted are slow, and of them `quick` cases alone run every time."""
+    """Combines cases and implementations. Interpreted kernels are slow: only their `quick` cases run every time."""
     return [
         pytest.param(
             *case,
@@ -64,7 +64,7 @@ def crossed(module, cases, quick):
 
 
 def assert_close(actual, truth, dtype=jnp.float32):
-    """Relative to the truth, or to a root mean square of 1 where it is smaller: terms of that size cancel in it."""
+    """Returns the error relative to the truth, or to a root mean square of 1 if the truth is smaller than its terms."""
     actual, truth = np.asarray(actual, np.float64), np.asarray(truth, np.float64)
     assert actual.shape == truth.shape
     error = np.linalg.norm(actual - truth)
@@ -79,13 +79,13 @@ def assert_rounded_once(actual, truth):
 
 
 def draw(rng, shape, dtype=jnp.float32, scale=1.0):
-    """A random array of `dtype` and the same numbers in float64."""
+    """Returns a random array of `dtype`, and the same numbers in float64."""
     x = jnp.asarray(scale * rng.standard_normal(shape), dtype)
     return x, np.asarray(x, np.float64)
 
 
 def value_and_vjp(f, cotangent, *args):
-    """f(*args) and the gradients of <f(*args), cotangent>, under jit."""
+    """Returns f(*args) and the gradients of <f(*args), cotangent>, under jit."""
 
     @jax.jit
     def run(args, cotangent):
@@ -99,7 +99,7 @@ def value_and_vjp(f, cotangent, *args):
 
 
 def numpy_attention(q, k, v, d_out, scale, causal=True, window=0, softcap=None, segment_ids=None):
-    """Output and gradients, one query of one head at a time."""
+    """Returns output and gradients, computed for one query of one head at a time."""
     out, dq, dk, dv = np.zeros_like(q), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     batch, length, heads, _ = q.shape
     for b, h, i in np.ndindex(batch, heads, length):
@@ -174,7 +174,7 @@ def test_attention(rng, case, dtype, implementation):
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"window": 1}, {"softcap": 1.5}], ids=str)
 def test_attention_to_what_is_held(rng, options):
-    """The last of 12 tokens, whose 11 before it lie in 14 slots in any order; the second row has but 4 of them."""
+    """The last of 12 tokens attends to the 11 before it, which are in 14 slots in any order; the second row has 4."""
     (q, q64), (k, k64), (v, v64) = (draw(rng, (2, 12, heads, 8)) for heads in (4, 2, 2))
     slots = rng.permutation(14)[:11]
     held_k, held_v = (np.asarray(rng.standard_normal((2, 2, 14, 8)), np.float32) for _ in range(2))
@@ -193,7 +193,7 @@ def test_attention_to_what_is_held(rng, options):
 
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"causal": False}], ids=["causal", "window", "full"])
 def test_attention_chunks_that_are_scanned(rng, monkeypatch, options):
-    """Chunks in groups, as in a long sequence: 11 chunks in 3 groups (4, 4, 3), and a shorter last one."""
+    """A long sequence has groups of chunks: here 11 chunks in 3 groups (4, 4, 3), and a shorter last chunk."""
     monkeypatch.setattr(chunked_module, "_CHUNK", 4)
     monkeypatch.setattr(chunked_module, "_MAX_GROUPS", 3)
     (q, q64), (k, k64), (v, v64), (d_out, d_out64) = (draw(rng, (1, 47, n, 4)) for n in (2, 1, 1, 2))
@@ -224,7 +224,7 @@ def test_attention_in_a_checkpointed_scan(rng):
 
 
 def largest_intermediate(jaxpr):
-    """Elements of the largest array any equation makes, within loops and calls too."""
+    """Returns the size of the largest array that any equation computes, including those in loops and calls."""
     sizes = [math.prod(v.aval.shape) for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "shape")]
     for eqn in jaxpr.eqns:
         for parameter in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
@@ -286,7 +286,7 @@ def test_linear(rng, x_shape, w_shape, in_axes, dtype, implementation):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_embedding_lookup(rng, dtype):
-    """Rows of a table; a row's gradient is the sum over all that looked it up, rounded once."""
+    """The gradient of a row is the sum over all of its lookups, rounded once."""
     (table, table64), (dy, dy64) = draw(rng, (5, 8), dtype), draw(rng, (3, 200, 8), dtype)
     ids = rng.integers(0, 4, (3, 200)).astype(np.int32)  # nobody looks up the last one
     y, (d_table,) = value_and_vjp(lambda table: kernels.embedding_lookup(table, ids), dy, table)
@@ -314,7 +314,7 @@ NORM_CASES = {
 
 
 def numpy_norm(x, dy, gain, shift, eps, centre):
-    """Values and gradients by x, gain and shift, with the Jacobian of each row written out."""
+    """Returns values and gradients of x, gain and shift, with the Jacobian of each row."""
     width = x.shape[-1]
     y, dx = np.zeros_like(x), np.zeros_like(x)
     d_gain, d_shift = np.zeros(width), np.zeros(width)
@@ -366,7 +366,7 @@ def test_norms(rng, shape, dtype, implementation):
 
 @pytest.mark.parametrize("implementation", [w for w in ways(norm_module) if "_checked" not in w])
 def test_norm_of_a_sum(rng, monkeypatch, implementation):
-    """Both results have a cotangent; on GPU each program goes over several blocks, the last of them not full."""
+    """Both results have a cotangent. On GPU each program loops over several blocks; the last one is not full."""
     monkeypatch.setattr(norm_pallas, "_MAX_PROGRAMS", 2)
     shape, eps = (3, 33, 40), 1e-2
     (x, x64), (residual, residual64), (dy, dy64), (d_total, d_total64) = (draw(rng, shape) for _ in range(4))
@@ -407,7 +407,7 @@ def test_gelu(rng, dtype, implementation):
 
 
 def numpy_cross_entropy(x, head, targets, weights, softcap):
-    """The sum and its gradients by x and head, one token at a time."""
+    """Returns the sum and the gradients of x and head, computed for one token at a time."""
     total, dx, d_head = 0.0, np.zeros_like(x), np.zeros_like(head)
     for token in np.ndindex(targets.shape):
         logits = x[token] @ head
@@ -440,7 +440,7 @@ CROSS_ENTROPY_CASES = {  # batch, length, width, vocabulary, parts, softcap, dty
     crossed(cross_entropy_module, CROSS_ENTROPY_CASES, quick=("parts", "odd")),
 )
 def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, softcap, dtype, implementation):
-    """On one device, and with the vocabulary in `parts` parts on as many."""
+    """It runs on one device, and with the vocabulary split over `parts` devices."""
     monkeypatch.setattr(cross_entropy_module, "CHUNK_TOKENS", 8)  # some cases divide into chunks, some do not
     small = {"GPU": (16, 32, 16), "TPU": (16, 32, 16)}
     for platform, tiles in small.items():
@@ -507,7 +507,7 @@ GROUPED_CASES = {  # sizes of the groups, rows in none, widths in and out, dtype
     ],
 )
 def test_grouped_matmul(rng, monkeypatch, sizes, left, inner, outer, dtype, implementation):
-    """Rows in no group are NaN where a kernel must not read them."""
+    """Rows without a group are NaN, because a kernel must not read them."""
     for platform in ("GPU", "TPU"):
         monkeypatch.setattr(grouped_matmul_pallas, platform, grouped_matmul_pallas.TileSizes(16, 16, 16))
     name, how = ways(grouped_module)[implementation]
@@ -533,7 +533,7 @@ def test_grouped_matmul(rng, monkeypatch, sizes, left, inner, outer, dtype, impl
 
 
 def test_visits_of_any_sizes(rng):
-    """Every row is in one visit of its group, tiles come in order, and each group has a visit, as the kernels need."""
+    """Every row is in one visit of its group, tiles are in order, and each group has a visit."""
     visits = jax.jit(grouped_matmul_pallas.visits, static_argnums=(1, 2))
     for i in range(24):
         E, rows, tile = [(1, 7, 1), (8, 96, 16), (5, 61, 4)][i % 3]  # few shapes to compile, many sizes
@@ -556,7 +556,7 @@ def test_visits_of_any_sizes(rng):
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_what_kernels_give_is_typed_by_what_differs_between_devices(platform):
-    """Traced, not run: what interprets kernels does not know these types. Compiled they are in tests/aot."""
+    """The kernels are only traced, because the interpreter does not support these types. tests/aot compiles them."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     name, ids = f"pallas_{platform}", jnp.zeros((2, 8), jnp.int32)
 
@@ -574,7 +574,7 @@ def test_what_kernels_give_is_typed_by_what_differs_between_devices(platform):
     assert [a.shape for a in found] == [a.shape for a in arrays]
 
 
-# Mistakes
+# Errors
 
 
 def test_mistakes_are_named():
@@ -598,7 +598,7 @@ def test_mistakes_are_named():
         kernels.cross_entropy(y, jnp.zeros((8, 5)), i, jnp.ones((3, 4)), implementation="fast")
 
 
-# Choice
+# Selection of implementations
 
 
 def test_the_configuration_names_what_there_is():

@@ -1,4 +1,4 @@
-"""Matmuls in 8 bits: against integer arithmetic in float64, within the bound of rounding, loud where not finite."""
+"""Compares 8-bit matmuls with integer arithmetic in float64 and with the bound of rounding; NaN must propagate."""
 
 import jax
 import jax.extend.core
@@ -26,7 +26,7 @@ LIMITS = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 
 
 def numpy_quantized(x, dtype):
-    """Rows of x [rows, n] in 8 bits and their scales, in numpy."""
+    """Quantizes the rows of x [rows, n] in numpy; returns values and scales."""
     top = np.maximum(np.abs(x).max(1, keepdims=True), np.float32(1e-30))
     scale = (top / np.float32(LIMITS[dtype])).astype(np.float32)
     values = x / scale
@@ -35,7 +35,7 @@ def numpy_quantized(x, dtype):
 
 
 def numpy_rounding(x, dtype):
-    """What rounding changes of each element at most: half of the distance to its neighbour."""
+    """Returns the largest rounding error of each element, half of the distance to its neighbour."""
     scale = np.abs(x).max(1, keepdims=True) / LIMITS[dtype]
     # The mantissa's bits, and below the smallest normal number steps of one size.
     relative, absolute = {"int8": (0, 0.5), "float8_e4m3fn": (2**-4, 2**-10), "float8_e5m2": (2**-3, 2**-17)}[dtype]
@@ -43,7 +43,7 @@ def numpy_rounding(x, dtype):
 
 
 def product(a, b, a_dtype, b_dtype):
-    """a [m, n] @ b [n, k] in 8 bits, and the bound on its error."""
+    """Returns a [m, n] @ b [n, k] in 8 bits, and the bound on its error."""
     (qa, sa), (qb, sb) = numpy_quantized(a, a_dtype), numpy_quantized(b.T, b_dtype)
     da, db = numpy_rounding(a, a_dtype), numpy_rounding(b.T, b_dtype)
     return sa * (qa @ qb.T) * sb.T, da @ np.abs(b) + np.abs(a) @ db.T + da @ db.T
@@ -122,7 +122,7 @@ def test_sums_that_int32_does_not_hold():
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_scales_are_of_the_whole_where_devices_split_it(rng, kind):
-    """Columns, then rows, over 4 devices: the numbers of one device, but for the order of float32 sums."""
+    """Columns, then rows, are split over 4 devices; values differ from one device only by the order of float32 sums."""
     x, up, down = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((8, 16), (16, 32), (32, 16)))
     mesh = jax.make_mesh((4,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:4])
 
@@ -156,7 +156,7 @@ def eight_bit_products(jaxpr):
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_every_linear_layer_of_a_block_and_no_other(kind):
-    """q, k, v, o, up, gate and down, forward and for the gradient of what goes in; in one scanned layer."""
+    """The scanned layer has 8-bit products for q, k, v, o, up, gate and down, and for the gradients of their inputs."""
     cfg = FAMILIES["llama3"]
     values = params.init(jax.random.key(0), models.spec(cfg))
     ids = jnp.zeros((2, 8), jnp.int32)

@@ -1,4 +1,4 @@
-"""Cuts of the layers into stages: the best of all cuts, better than even ones, true to the simulation. No JAX."""
+"""Cuts of layers into stages: the best of all cuts, better than even ones, in agreement with the simulation. No JAX."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def random_costs(rng: np.random.Generator, layers: int) -> Costs:
 
 
 def by_hand(costs: Costs, schedule: Schedule, layers: tuple[int, ...]) -> tuple[float, float]:
-    """Step by the formula and a stage's bytes, layer by layer."""
+    """Returns the seconds of a step by the formula and the bytes of a stage, computed layer by layer."""
     V, M, G = schedule.chunks, schedule.microbatches, schedule.model_chunks
     boundary = np.broadcast_to(costs.boundary_bytes, costs.layers)
     intervals = list(zip(schedule.forward_MG.ravel(), schedule.backward_MG.ravel(), strict=True))
@@ -192,7 +192,7 @@ def test_the_simulation_by_hand():
 
 
 def test_a_hundred_layers_on_sixteen_stages_take_few_searches(rng, monkeypatch):
-    """One search a limit, and there are 8,256 stretches whose cost could be one."""
+    """Each limit needs one search, and there are 8,256 spans whose cost could be a limit."""
     searches, chain = [], partition._best_edges
     monkeypatch.setattr(partition, "_best_edges", lambda *args: (searches.append(1), chain(*args))[1])
     cut(random_costs(rng, 128), one_f_one_b(16, 64))
@@ -220,7 +220,7 @@ def test_a_partition_holds_every_layer_once():
 
 
 def test_memory_that_holds_no_cut_is_refused_with_what_it_needs():
-    """A layer needs 10, and 1 for each of 7 microbatches in flight: two layers need 34."""
+    """A layer needs 10 bytes, and 1 for each of 7 microbatches in flight, so two layers need 34."""
     schedule, leanest = one_f_one_b(4, 8), 34
     assert cut(PLAIN, schedule, leanest).layers == (2, 2, 2, 2)
     with pytest.raises(ConfigError, match=r"^memory_bytes=33 .* needs 34 .*; use more stages") as error:
@@ -247,7 +247,7 @@ def test_the_table_shows_both_cuts():
 
 @pytest.mark.parametrize("layers", [(2, 2, 2, 2), (2, 3, 1, 2), (1, 1, 1, 5)])
 def test_lockstep_is_what_the_executor_runs(layers):
-    """Where layers cost alike: the program's bubble, over an equal share of the work."""
+    """With layers of equal cost, it is the program's bubble over an even share of the work."""
     schedule = one_f_one_b(4, 8)
     share = 8 * 3 * 8 / 4
     expected = share * (1 + Program(schedule, Stages(4, layers)).bubble)

@@ -121,7 +121,7 @@ def on_one_device(family: str, how: tuple[tuple[str, Any], ...], seed: int) -> A
 
 
 def compare(case: Case, seed: int) -> tuple[float, float]:
-    """As `meshes.compare`."""
+    """Does what `meshes.compare` does, for pipelines."""
     family, mesh, how = case
     plain = tuple((k, v) for k, v in how.items() if k in ("packing", "dropout", "layers", "batch"))
     return meshes.errors(
@@ -140,7 +140,7 @@ def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(case, seed):
 
 
 def by_autodiff(cfg: Config, ctx: Context) -> Any:
-    """`make_gradients` by autodiff through the forward pipeline: GPipe without a table."""
+    """Computes `make_gradients` by autodiff through `pipeline.forward`, which is GPipe without a table."""
 
     def work(values: Any, batch: Any) -> Any:
         totals = losses.batch_totals(batch["loss_weights"], ctx)
@@ -180,7 +180,7 @@ def test_the_table_gives_what_autodiff_does(case, seed):
 
 @functools.cache  # the reference is the same for all
 def objective_of(accum: int, stages: int, microbatches: int, seed: int) -> tuple[float, float, float]:
-    """Loss, auxiliary loss and gradient norm of a mixture of experts."""
+    """Returns loss, auxiliary loss and gradient norm of a mixture of experts."""
     mesh = {"pipe": stages} if stages > 1 else {}
     sums, grads, _ = meshes.gradients(config("softmax", mesh, microbatches=microbatches, accum=accum, layers=4), seed)
     balance = float(sums["balance_loss"].sum())
@@ -202,7 +202,7 @@ SPLITS = [
     "split", [pytest.param(s, marks=() if s == (2, 4, 2) else pytest.mark.slow) for s in SPLITS], ids=str
 )
 def test_auxiliary_loss_and_gradient_norm_know_no_microbatches(split, seed):
-    """Where statistics are means over a microbatch, or bubbles enter them, they differ in the second digit."""
+    """Statistics that were means over a microbatch, or that included bubbles, would differ in the second digit."""
     np.testing.assert_allclose(objective_of(*split, seed), objective_of(1, 1, 1, seed), rtol=1e-6)
 
 
@@ -225,7 +225,7 @@ def traffic_cases(*quick: int) -> Any:
 
 @functools.cache
 def moved(name: str) -> tuple[Config, Context, list[hlo.Collective]]:
-    """What loss and gradients of a case in `TRAFFIC` move between devices."""
+    """Returns configuration, context and collectives of loss and gradients of a case in `TRAFFIC`."""
     family, mesh, how = next(c for c in TRAFFIC if name_of(c) == name)
     cfg = config(family, mesh, **how)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
@@ -390,7 +390,7 @@ def test_without_a_number_microbatches_are_four_a_stage_at_most():
     ids=str,
 )
 def test_a_checkpoint_has_the_layers_in_their_order(how, optim):
-    """A state goes through steps, into the layout of checkpoints, and back; rows without a layer stay zero."""
+    """A state is trained, converted to the layout of checkpoints and back; empty layer slots stay zero."""
     cfg = dataclasses.replace(config("llama3", {"pipe": 2}, layers=5, **how), optim=OptimConfig(name=optim))
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
     abstract = abstract_state(cfg, ctx)
@@ -427,7 +427,7 @@ def assert_states(a: Any, b: Any, *, exactly: bool) -> None:
         assert np.linalg.norm(x - y) <= (0 if exactly else 1e-3 * np.linalg.norm(y)), path
 
 
-# Anyone's functions.
+# `value_and_grad` of any functions.
 
 
 def mesh_of(pipe: int, data: int) -> jax.sharding.Mesh:
@@ -510,7 +510,7 @@ def test_mistakes_of_anyones_are_named(rng):
 
 
 def table(seed: int | None = None) -> str:
-    """As `meshes.table`."""
+    """Returns the table of the documents, as `meshes.table` does."""
     columns = ["model", "layers", "schedule", "stages", "chunks", "microbatches", "beside, and how"]
     columns += [] if seed is None else ["loss", "worst gradient"]
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]

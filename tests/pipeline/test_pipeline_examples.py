@@ -1,4 +1,4 @@
-"""The pipelines of docs/examples: they learn, and their gradients are those of plain autodiff on one device."""
+"""The pipelines of docs/examples learn, and their gradients equal those of autodiff on one device."""
 
 import importlib
 import os

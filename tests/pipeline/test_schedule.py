@@ -1,4 +1,4 @@
-"""Schedules as tables: dependencies, slots, bubbles by closed form, and what is refused. No JAX."""
+"""Schedule tables: dependencies, stash slots, closed forms of bubbles, and errors. No JAX."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def make(name: str, stages: int, chunks: int, microbatches: int) -> Schedule:
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_unit_runs_once_after_what_it_needs(size):
-    """Walks the table tick by tick, as an executor would: with one buffer a neighbour and the slots of the stash."""
+    """Simulates an executor tick by tick, with one buffer per neighbour and the stash slots."""
     s = make(*size)
     P, G = s.stages, s.model_chunks
     sent_forward: dict[int, tuple[int, int]] = {}  # arriving at a stage: microbatch, block

@@ -19,14 +19,14 @@ from jaxstack.sharding import make_mesh
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state
 
-# No two of these, nor a part of one and another, are alike: a shape tells what an array is.
+# All of these sizes, and their parts, differ, so that a shape identifies an array.
 L, B, S, D, F, V, H = 5, 8, 32, 64, 176, 624, 8
 DENSE = ModelConfig(num_layers=L, d_model=D, num_heads=H, d_ff=F, vocab_size=V)
 MOE = ModelConfig(num_layers=L, d_model=D, num_heads=H, vocab_size=V, moe=MoEConfig(num_experts=8, top_k=2, d_ff=F))
 
 
 def compiled(*, moe: bool = False, remat: str = "none", accum: int = 1, **mesh: int) -> tuple[Config, Context, str]:
-    """Loss and gradients on `mesh`, as text."""
+    """Returns the compiled program of loss and gradients on `mesh`, as text."""
     return _compiled(moe, remat, accum, tuple(sorted(mesh.items())))
 
 
@@ -55,7 +55,7 @@ def moved(**how) -> list[hlo.Collective]:
 
 
 def per_layer(found: list[hlo.Collective], kind: str, *axes: str) -> dict[tuple[int, ...], int]:
-    """How often a layer moves arrays of each shape, forward and backward together."""
+    """Counts how often a layer moves arrays of each shape, forward and backward together."""
     counts: dict[tuple[int, ...], int] = {}
     for c in found:
         if c.kind == kind and c.axes == axes and c.times % L == 0:
@@ -67,14 +67,14 @@ STREAM = (B, S, D)
 
 
 def test_tensor_parallelism_all_reduces_four_times_a_layer():
-    """Two in each pass (Shoeybi et al. 2019, section 3), and nothing else."""
+    """Each pass has two all-reduces (Shoeybi et al. 2019, section 3), and nothing else."""
     found = moved(tensor=4, sequence_parallel=False)
     assert {c.kind for c in found} == {"all-reduce"}
     assert per_layer(found, "all-reduce", "tensor") == {STREAM: 4}
 
 
 def test_sequence_parallelism_gathers_and_scatters_in_place_of_all_reduces():
-    """Two of each in each pass (Korthikanti et al. 2022, figure 5); what is all-reduced are gradients of norms [D]."""
+    """Each pass has two of each (Korthikanti et al. 2022, figure 5); only gradients of norms [D] are all-reduced."""
     found = moved(tensor=4)
     assert per_layer(found, "all-gather", "tensor") == {STREAM: 4}
     assert per_layer(found, "reduce-scatter", "tensor") == {(4, B, S // 4, D): 4}
@@ -84,14 +84,14 @@ def test_sequence_parallelism_gathers_and_scatters_in_place_of_all_reduces():
 
 @pytest.mark.parametrize("how", [{}, {"sequence_parallel": False}], ids=str)
 def test_no_device_holds_all_logits(how):
-    """Nothing is as long as the vocabulary: neither logits nor their gradients, nor the head."""
+    """No array that is sent is as long as the vocabulary: neither logits, their gradients, nor the head."""
     arrays = hlo.shapes(compiled(tensor=4, **how)[2])
     assert any(V // 4 in shape for _, shape in arrays)
     assert not any(V in shape for _, shape in arrays)
 
 
 def test_fsdp_scatters_gradients_and_all_reduces_only_parts_of_them():
-    """Weights are gathered in both passes, gradients leave by reduce-scatter; replicas sum what that leaves to each."""
+    """Both passes gather weights; gradients are reduce-scattered, and replicas sum their shards."""
     found = moved(data=2, fsdp=4)
     width = D // H
     parameters = {(D, H, width): 3, (H, width, D): 1, (D, F): 2, (F, D): 1}
@@ -165,7 +165,7 @@ def test_bytes_along_each_axis_are_what_the_formula_says(how):
 
 
 def test_loops_and_groups_are_read_in_every_notation():
-    """XLA's backends write groups of devices and turns of loops in several ways; a wrong reading must not pass."""
+    """XLA's backends write device groups and trip counts in several ways; the parser must reject others."""
     module = """
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %a = f32[8,4]{1,0} all-gather(%x), channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}

@@ -1,4 +1,4 @@
-"""`shard` on models that know nothing of us: every kind of tree, the layouts they end in, and equal training."""
+"""`shard` on models that do not import this package: every kind of tree, its layout, and equal training."""
 
 import ast
 import os
@@ -38,7 +38,7 @@ def mesh() -> Mesh:
 
 
 def specs(tree) -> dict[str, P]:
-    """The layout of every array, read from the arrays; all of them are on all devices."""
+    """Returns the spec of every array, read from the arrays; all arrays are on all devices."""
     for x in jax.tree.leaves(nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree):
         assert isinstance(x.sharding, NamedSharding)
         assert x.sharding.mesh.size == 8
@@ -84,7 +84,7 @@ def test_shapes_without_values(mesh):
 
 
 def test_inside_jit(mesh):
-    """Every device makes its own part: how to start a model that no device could hold."""
+    """Every device creates its own shards, to initialise a model that is too large for one device."""
     new = jax.jit(lambda: shard(jax.tree.map(jnp.asarray, plain()), PLAIN, mesh))()
     assert specs(new) == specs(shard(plain(), PLAIN, mesh))
     assert_same_values(plain(), new)
@@ -103,7 +103,7 @@ def test_what_is_no_array(mesh):
 
 
 def test_a_mesh_with_explicit_axes(mesh):
-    """What `jax.make_mesh` gives when nothing is said."""
+    """`jax.make_mesh` makes explicit axes by default."""
     explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     with pytest.raises(ShardingError, match=r"axis_types=\(jax.sharding.AxisType.Auto,\) \* 6"):
         shard(plain(), PLAIN, explicit)
@@ -118,7 +118,7 @@ def test_keys_and_numbers_need_no_rule(mesh):
 
 
 def test_mesh_axes_of_size_one_are_not_named(mesh):
-    """XLA does not name them in what it returns; if `shard` did, the second step would compile again."""
+    """XLA omits them in the shardings of results; if `shard` kept them, the second step would compile again."""
     new = shard({"w": jnp.ones((4, 4, 2))}, Rules(paths=[("w", (("fsdp", "pipe"), "expert", None))]), mesh)
     assert new["w"].sharding.spec == P("fsdp")
 
@@ -127,7 +127,7 @@ def test_mesh_axes_of_size_one_are_not_named(mesh):
 
 
 def test_moments_follow_their_parameters(mesh):
-    """The rules for parameters are anchored, so that no pattern could reach a moment by its own path."""
+    """The patterns for parameters are anchored, so that none matches the path of a moment."""
     tx = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 2)
     params = plain()
     state = tx.init(params)
@@ -153,7 +153,7 @@ def test_optimizer_state_that_follows_no_parameter_needs_a_rule(mesh):
 
 
 def test_a_state_for_other_parameters(mesh):
-    """The same path with another shape does not follow."""
+    """An array with the same path and another shape does not follow the parameter."""
     state = optax.trace(0.9).init({"w": jnp.ones((4, 4))})
     with pytest.raises(ShardingError, match=r"trace/w: no rule reaches this array of shape \(4, 4\)"):
         shard(state, Rules(paths=[("w", ("fsdp", None))]), mesh, like={"w": jnp.ones((4, 8))})
@@ -165,7 +165,7 @@ def test_a_state_for_other_parameters(mesh):
 
 
 class MLP(nnx.Module):
-    """Plain: no annotation, all kinds of variables."""
+    """A model without annotations, with all kinds of variables."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)])
@@ -245,7 +245,7 @@ def test_every_spelling_of_an_nnx_annotation(key, mesh, names_are_logical):
 
 
 def test_annotations_that_name_mesh_axes(mesh):
-    """Models as Flax's own guide makes them: under a mesh with names, or with whole shardings."""
+    """Flax's guide annotates models with names under a mesh, or with full shardings."""
 
     def linear(annotation) -> nnx.Linear:
         return nnx.Linear(8, 16, use_bias=False, kernel_metadata={"out_sharding": annotation}, rngs=nnx.Rngs(0))
@@ -283,7 +283,7 @@ def test_nnx_optimizer(mesh):
 
 
 def test_nnx_optimizer_with_a_layout_of_its_own(mesh, names_are_logical):
-    """In nnx, a variable may give its moments another sharding than its own."""
+    """In nnx, a variable may have another sharding for its moments."""
     kernel = {"out_sharding": ("embed", None), "optimizer_sharding": ("embed", "mlp")}
     model = nnx.Linear(8, 16, use_bias=False, kernel_metadata=kernel, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
@@ -292,7 +292,7 @@ def test_nnx_optimizer_with_a_layout_of_its_own(mesh, names_are_logical):
 
 
 def test_modules_inside_a_tree(mesh):
-    """Together they need no `like` where names or patterns reach both; what they share stays shared."""
+    """Model and optimizer together need no `like` if rules reach both; shared arrays stay shared."""
     model = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
     tree = {"a": model, "b": [model, jnp.ones(4)]}
     new = shard(tree, Rules(paths=[(".*/kernel", ("fsdp", "tensor")), ("b/1", ())]), mesh)
@@ -304,7 +304,7 @@ def test_modules_inside_a_tree(mesh):
 
 
 class Boxed(nn.Module):
-    """Annotated, one way and the other."""
+    """A model with both kinds of annotations."""
 
     @nn.compact
     def __call__(self, x):
@@ -387,7 +387,7 @@ class TrainState(train_state.TrainState):
 
 
 def test_a_train_state_in_one_call(variables, mesh):
-    """Its patterns begin with `params/`, and the moments follow all the same."""
+    """The patterns begin with `params/`, and the moments still follow."""
     state = TrainState.create(apply_fn=CNN(4).apply, tx=optax.adam(1e-3), **variables)
     new = shard(state, CNN_RULES, mesh)
     assert isinstance(new, TrainState)
@@ -400,7 +400,7 @@ def test_a_train_state_in_one_call(variables, mesh):
     assert specs(abstract) == got
 
 
-# What arrays themselves say.
+# Shardings read from arrays.
 
 
 def test_the_guard_reads_the_arrays(mesh):
@@ -495,7 +495,7 @@ def test_a_linen_model_trains_as_on_one_device(variables, images, mesh):
 
 @pytest.mark.xfail(strict=True, reason="XLA's partitioner, jax 0.10.2; when it passes, docs/flax.md can say so")
 def test_xla_partitions_strided_convolutions_by_both_channels(mesh):
-    """Nothing of ours is in this: the gradient is wrong by half its norm while the value is right."""
+    """This is a bug of XLA, without this package: the value is right, and the gradient is wrong by half its norm."""
 
     def conv(x, w, stride):
         return jax.lax.conv_general_dilated(x, w, (stride,) * 2, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))

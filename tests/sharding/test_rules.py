@@ -39,7 +39,7 @@ def says(text: str, *parts: str) -> None:
         assert part in text, text
 
 
-# What rules give.
+# Specs from rules.
 
 
 def test_names(mesh):
@@ -89,7 +89,7 @@ def test_an_annotation_may_be_shorter_than_the_rank(mesh):
     assert Rules({"embed": "fsdp"}).resolve({"a": Leaf((8, 16), ("embed",))}, mesh) == {"a": P("fsdp")}
 
 
-# What rules refuse: each message names the array, the rule and the way out.
+# Errors: each message names the array, the rule and the fix.
 
 
 def test_an_array_that_no_rule_reaches(mesh):
@@ -111,7 +111,7 @@ def test_a_logical_axis_without_a_rule(mesh):
 
 
 def test_mesh_axes_and_logical_names_do_not_mix(mesh):
-    """`tensor` is a mesh axis, but where there are rules every name needs one."""
+    """`tensor` is a mesh axis, but with any rule every name needs a rule."""
     text = refused(Rules({"embed": "fsdp"}), {"a": Leaf((8, 16), ("embed", "tensor"))}, mesh)
     says(text, "a: ", "no rule for the logical axis 'tensor'")
 
@@ -152,7 +152,7 @@ def test_an_annotation_longer_than_the_rank(mesh):
 
 
 def test_a_pattern_that_gives_text_for_a_sequence(mesh):
-    """Without the error, each letter would be an entry."""
+    """Without this error, each letter would be an entry."""
     says(refused(Rules(paths=[(".*", "fsdp")]), {"a": BIAS}, mesh), "'.*' gives 'fsdp'", "('fsdp',)")
 
 
@@ -257,7 +257,7 @@ def test_the_guard_names_the_largest_first(mesh):
 
 
 def test_the_guard_refuses_what_only_one_of_two_axes_splits():
-    """Most of the state is split 8 times as evenly as can be; what is split twice fills the device all the same."""
+    """Most of the state is split over all 8 devices, but an array split over two of them still fills a device."""
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4, data=1), 2)
     leaves = {"many": Leaf((8 * 2**28,)), "few": Leaf((2, 2**28))}  # 8 GiB and 2 GiB; 1.25 GiB would be even
     specs = {"many": P(("fsdp", "tensor")), "few": P(None, "fsdp")}
