@@ -10,7 +10,6 @@ sequence parallelism), D width, V vocabulary, L layers.
 """
 
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jaxstack.models import layers, lora, moe_layer
 from jaxstack.models.blocks import Stack, block, group_layers, remat, scan_stack, split_microbatches, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.layers import Aux, LayerInputs
-from jaxstack.models.params import Param, Params, Role, Spec, cast_matrices, map_spec
+from jaxstack.models.params import Param, Params, Role, Spec, cast_matrices, unstack
 from jaxstack.models.params import stack as stack_layers
 from jaxstack.moe import update_bias
 from jaxstack.pipeline import PipelineFns
@@ -133,7 +132,7 @@ def scan_block(
 
     Arguments and results are those of `StackStep`.
     """
-    one_layer = map_spec(lambda p: replace(p, shape=p.shape[1:], axes=p.axes[1:]), spec(cfg)["layers"])
+    one_layer = unstack(spec(cfg)["layers"])
     every: list[Aux] = []
     for i, (window, one) in enumerate(zip(cfg.windows, params, strict=True)):
         key = _dropout_keys(layer_inputs)[0]

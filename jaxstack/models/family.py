@@ -5,7 +5,6 @@ A family is a module with the functions of `Family`; `jaxstack.models.decoder` i
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import jax
@@ -16,7 +15,7 @@ from jaxstack.models import decoder
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.layers import Aux, LayerInputs
-from jaxstack.models.params import Params, Spec, map_spec
+from jaxstack.models.params import Params, Spec
 
 Group = TypeVar("Group")
 
@@ -87,8 +86,3 @@ def split_stacks(cfg: ModelConfig, params: Mapping[str, Group]) -> tuple[dict[st
     names = of(cfg).stacks(cfg)
     shared = {name: group for name, group in params.items() if name not in names}
     return shared, {name: params[name] for name in names if name in params}
-
-
-def layer_spec(cfg: ModelConfig, name: str) -> Spec:
-    """Returns the declarations of one layer of a stack, without the leading layer axis."""
-    return map_spec(lambda p: replace(p, shape=p.shape[1:], axes=p.axes[1:]), spec(cfg)[name])

@@ -98,6 +98,11 @@ def stack(spec: Spec, layers: int) -> Spec:
     return map_spec(lambda p: replace(p, shape=(layers, *p.shape), axes=("layers", *p.axes)), spec)
 
 
+def unstack(spec: Spec) -> Spec:
+    """Returns the declarations of one block of a stack, without the leading axis."""
+    return map_spec(lambda p: replace(p, shape=p.shape[1:], axes=p.axes[1:]), spec)
+
+
 def partition(spec: Spec, values: PyTree) -> tuple[PyTree, PyTree]:
     """Splits a tree with the structure of the declarations into its trained and its frozen part.
 
