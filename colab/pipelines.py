@@ -143,11 +143,11 @@ def layer(weights, x):
     return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
 
 
-def first(shared, batch):
+def embed(shared, batch):
     return batch["x"] @ shared["in"]
 
 
-def last(shared, x, batch):
+def loss_fn(shared, x, batch):
     return jnp.square(x @ shared["out"] - batch["y"]).mean()
 
 
@@ -161,7 +161,7 @@ mesh = make_mesh(MeshConfig(pipe=STAGES, data=1), ROWS, devices)
 
 
 def pipelined(schedule: Schedule):
-    return value_and_grad(layer, first, last, schedule=schedule, mesh=mesh)
+    return value_and_grad(layer, embed, loss_fn, schedule=schedule, mesh=mesh)
 
 
 # %% [markdown]
@@ -171,8 +171,8 @@ def pipelined(schedule: Schedule):
 
 # %%
 def plain(shared, stacked, batch):
-    x, _ = jax.lax.scan(lambda x, weights: (layer(weights, x), None), first(shared, batch), stacked)
-    return last(shared, x, batch)
+    x, _ = jax.lax.scan(lambda x, weights: (layer(weights, x), None), embed(shared, batch), stacked)
+    return loss_fn(shared, x, batch)
 
 
 def largest_difference(schedule: Schedule) -> float:

@@ -28,7 +28,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 QUICKSTART = Path("configs/quickstart.yaml")
 
 PROGRAMS = ("$", "gcloud", "jaxstack", "kubectl", "mkdocs", "pip", "pytest", "python", "sbatch")
-OUTPUT = ("device ", "pipeline ", "x = first(", "{", "<|user|>")  # how blocks begin that are not commands
+OUTPUT = ("device ", "pipeline ", "{", "<|user|>")  # how blocks begin that are not commands
 
 
 class Command(NamedTuple):

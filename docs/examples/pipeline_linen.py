@@ -54,12 +54,12 @@ def layer(weights: Any, x: jax.Array) -> jax.Array:
     return mixer.apply({"params": weights}, x)
 
 
-def first(shared: Any, batch: Any) -> jax.Array:
+def embed(shared: Any, batch: Any) -> jax.Array:
     x = stem.apply({"params": shared["stem"]}, batch["images"])
     return x.reshape(x.shape[0], -1, WIDTH)
 
 
-def last(shared: Any, x: jax.Array, batch: Any) -> jax.Array:
+def loss_fn(shared: Any, x: jax.Array, batch: Any) -> jax.Array:
     logits = head.apply({"params": shared["head"]}, x.mean(1))
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
@@ -68,7 +68,7 @@ def last(shared: Any, x: jax.Array, batch: Any) -> jax.Array:
 
 mesh = make_mesh(MeshConfig(pipe=4, data=2), BATCH)
 schedule = interleaved_one_f_one_b(stages=4, microbatches=8, chunks=2)
-gradients = value_and_grad(layer, first, last, schedule=schedule, mesh=mesh, batch_axes=("data",))
+gradients = value_and_grad(layer, embed, loss_fn, schedule=schedule, mesh=mesh, batch_axes=("data",))
 optimizer = optax.adam(5e-3)
 
 

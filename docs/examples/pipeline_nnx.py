@@ -63,11 +63,11 @@ def layer(weights: Any, x: jax.Array) -> jax.Array:
     return nnx.merge(block, weights)(x)
 
 
-def first(shared: Any, batch: Any) -> jax.Array:
+def embed(shared: Any, batch: Any) -> jax.Array:
     return nnx.merge(ends, shared).embed(batch["tokens"])
 
 
-def last(shared: Any, x: jax.Array, batch: Any) -> jax.Array:
+def loss_fn(shared: Any, x: jax.Array, batch: Any) -> jax.Array:
     model = nnx.merge(ends, shared)
     return optax.softmax_cross_entropy_with_integer_labels(model.head(model.norm(x)), batch["targets"]).mean()
 
@@ -76,7 +76,7 @@ def last(shared: Any, x: jax.Array, batch: Any) -> jax.Array:
 
 mesh = make_mesh(MeshConfig(pipe=4, data=2), BATCH)
 schedule = one_f_one_b(stages=4, microbatches=8)
-gradients = value_and_grad(layer, first, last, schedule=schedule, mesh=mesh, batch_axes=("data",))
+gradients = value_and_grad(layer, embed, loss_fn, schedule=schedule, mesh=mesh, batch_axes=("data",))
 optimizer = optax.adamw(5e-3)
 
 

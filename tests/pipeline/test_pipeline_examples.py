@@ -42,8 +42,8 @@ def test_their_gradients_are_those_of_plain_autodiff(name, rng):
         batch = {"images": images, "labels": rng.integers(0, example.CLASSES, example.BATCH, np.int32)}
 
     def plain(shared, stacked):
-        x, _ = jax.lax.scan(lambda x, weights: (example.layer(weights, x), None), example.first(shared, batch), stacked)
-        return example.last(shared, x, batch)
+        x, _ = jax.lax.scan(lambda x, weights: (example.layer(weights, x), None), example.embed(shared, batch), stacked)
+        return example.loss_fn(shared, x, batch)
 
     loss, grads = jax.jit(example.gradients)(example.shared, example.stacked, batch)
     expected, expected_grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(example.shared, example.stacked)
