@@ -191,6 +191,15 @@ def test_a_checkpoint_of_another_shape_is_refused_by_its_arrays(straight, text, 
     assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == before
 
 
+def test_a_folder_of_texts_is_not_a_run(text):
+    """The user has named the folder of the texts instead of a new one: one line, before anything is written."""
+    before = {p: p.read_bytes() for p in text.parent.rglob("*")}
+    _, err = run(*SMALL, f"--data.path={text}", f"--run.dir={text.parent}", code=2)
+    assert err.count("\n") == 1
+    assert "is not a run (it has no config.yaml) and is not empty" in err
+    assert {p: p.read_bytes() for p in text.parent.rglob("*")} == before
+
+
 def test_a_tokenizer_of_other_text_is_refused(tmp_path):
     """A tokenizer with as many characters, but different ones, fits the shapes but not their meaning."""
     small = [flag for flag in SMALL if not flag.startswith("--train.steps")]

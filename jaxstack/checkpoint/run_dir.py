@@ -51,11 +51,16 @@ def prepare(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
       One line for each value that has changed since the earlier part of the run.
 
     Raises:
-      ConfigError: the directory cannot be written, or holds checkpoints that this run cannot resume from. With
-        `run.resume=false`, it must not hold any.
+      ConfigError: the directory holds other files than a run's, cannot be written, or holds checkpoints that this run
+        cannot resume from. With `run.resume=false`, it must not hold any.
     """
     run = Path(cfg.run.dir)
     saved_steps = manifest.complete_steps(checkpoints(run))
+    if not saved_steps and _holds_other_files(run):
+        raise ConfigError(
+            f"run.dir={run} is not a run (it has no config.yaml) and is not empty. Set run.dir to a new folder, such "
+            f"as {run / 'run'}."
+        )
     changes = []
     if saved_steps:
         if not cfg.run.resume:
@@ -142,6 +147,19 @@ def lock(run: Path) -> Iterator[str | None]:
             yield f"the previous run here did not shut down cleanly ({last})" if last else None
         finally:
             _overwrite(file, "")
+
+
+def _holds_other_files(run: Path) -> bool:
+    """Returns whether a folder holds files, but none of those that mark a run; hidden files do not count.
+
+    `prepare` makes the lock, so a run that ended before it wrote its configuration can start again.
+    """
+    try:
+        if not run.is_dir() or (run / "config.yaml").is_file() or (run / _LOCK).is_file():
+            return False
+        return any(not path.name.startswith(".") for path in run.iterdir())
+    except OSError as error:
+        raise ConfigError(f"run.dir={run} cannot be read ({error.strerror}). Set another run.dir.") from error
 
 
 def _overwrite(file: TextIO, text: str) -> None:

@@ -16,7 +16,7 @@ from jaxstack.checkpoint import store as checkpoint
 from jaxstack.cli import supervise
 from jaxstack.common import files
 from jaxstack.common.errors import Exit, RunError
-from jaxstack.config import CheckpointConfig, ConfigError, MeshConfig, SpikeConfig
+from jaxstack.config import CheckpointConfig, Config, ConfigError, MeshConfig, RunConfig, SpikeConfig
 from jaxstack.runtime import watchdog
 from jaxstack.tracking import step_log
 from jaxstack.training import step
@@ -276,6 +276,28 @@ def test_a_lock_is_exclusive_and_says_who(tmp_path):
     (tmp_path / ".lock").write_text("process 9 on a")
     with run_dir.lock(tmp_path) as left:
         assert left == "the previous run here did not shut down cleanly (process 9 on a)"
+
+
+def test_a_folder_of_other_files_does_not_become_a_run(tmp_path):
+    """Nothing is written there. Empty folders, hidden files, and what a run has left behind are accepted."""
+    folder = tmp_path / "texts"
+    cfg = Config(run=RunConfig(dir=str(folder)))
+    folder.mkdir()
+    (folder / "poem.txt").write_text("a rose")
+    with pytest.raises(ConfigError, match=r"run.dir=.*texts is not a run \(it has no config.yaml\) and is not empty"):
+        run_dir.prepare(cfg, {})
+    assert [path.name for path in folder.iterdir()] == ["poem.txt"]
+    (folder / "poem.txt").rename(folder / ".hidden")
+    assert run_dir.prepare(cfg, {}) == []
+    (folder / "profile.json").touch()  # the costs of a pipeline, measured before the first write of a run
+    assert run_dir.prepare(cfg, {}) == [], "the lock marks a run"
+    (folder / ".lock").unlink()
+    (folder / "config.yaml").touch()
+    assert run_dir.prepare(cfg, {}) == []
+    (folder / "config.yaml").unlink()
+    make(folder / "checkpoints", 3)
+    assert run_dir.prepare(cfg, {}) == []
+    assert run_dir.prepare(Config(run=RunConfig(dir=str(tmp_path / "new"))), {}) == []
 
 
 def test_a_course_steps_over_what_a_spike_was_read_from():
