@@ -44,3 +44,8 @@ class DataConfig:
             self.source == "stdlib" or bool(self.path),
             f"data.path is missing, but data.source={self.source} reads from it. Set --data.path=...",
         )
+        require(
+            self.source != "stdlib" or not self.path,
+            f"data.path={self.path} is set, but data.source=stdlib does not read it. Add --data.source=path for text, "
+            f"or --data.source=tokens for a token file.",
+        )

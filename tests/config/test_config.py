@@ -150,6 +150,7 @@ MISTAKES = {
     "dropout": (["--model.dropout=1.0"], ["model.dropout=1.0", "[0, 1)"]),
     "no such config": (["--config=nowhere.yaml"], ["nowhere.yaml"]),
     "no path": (["--data.source=path"], ["data.path", "--data.path="]),
+    "path without source": (["--data.path=my.txt"], ["data.path=my.txt", "--data.source=path", "--data.source=tokens"]),
     "no such text": (["--data.source=path", "--data.path=nowhere.txt"], ["nowhere.txt"]),
     "small vocabulary": (["--model.vocab_size=100"], ["model.vocab_size=100", "256"]),
     "scaling": (["--model.rope_scaling.factor=0.5"], ["factor", "0.5"]),

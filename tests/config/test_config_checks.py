@@ -64,6 +64,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"data.eval_fraction": 1.0}, {"data.eval_fraction": 0.99}),
     ({"data.tokenizer": ""}, {"data.tokenizer": "chars"}),
     ({"data.source": "path"}, {"data.source": "path", "data.path": "x"}),
+    ({"data.path": "x"}, {"data.path": "x", "data.source": "tokens"}),
     ({"train.spike.threshold": 0.0}, {"train.spike.threshold": 0.1}),
     ({"optim.b1": 1.0}, {"optim.b1": 0.99}),
     ({"optim.b2": -0.1}, {"optim.b2": 0.0}),
