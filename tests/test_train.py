@@ -111,6 +111,8 @@ def test_a_run_directory_holds_what_it_should(straight):
     assert (run_dir / "samples.txt").read_text().startswith("import os\n\ndef ")
     for word in ("device", "parameters", "first step done", "held-out loss", "12 of 12"):
         assert word in out
+    (warning,) = [line for line in out.splitlines() if line.startswith("optim.warmup_steps=50 takes all of")]
+    assert "to 0.00168 of optim.lr=0.007" in warning
 
 
 def test_interrupted_equals_straight_bit_for_bit(straight, text, tmp_path):

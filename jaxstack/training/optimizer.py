@@ -44,6 +44,17 @@ def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     return lambda count: joined(count + 1)
 
 
+def warmup_warning(cfg: OptimConfig, steps: int) -> str | None:
+    """Returns a line for the user if the warm-up takes the whole run, else `None`; short trials may want this."""
+    if cfg.warmup_steps < steps:
+        return None
+    return (
+        f"optim.warmup_steps={cfg.warmup_steps} takes all of train.steps={steps}: the learning rate rises until the "
+        f"last step, to {cfg.lr * steps / cfg.warmup_steps:.3g} of optim.lr={cfg.lr:g}. Lower optim.warmup_steps to "
+        f"train at optim.lr."
+    )
+
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration x, x x^T x, (x x^T)^2 x (Jordan et al. 2024)."""
 NEWTON_SCHULZ_STEPS = 5

@@ -37,6 +37,7 @@ from jaxstack.tracking.step_log import LoopState, StepLogger
 from jaxstack.tracking.throughput import ThroughputMeter
 from jaxstack.training import init_from
 from jaxstack.training.checkpoint_layout import checkpoint_layout
+from jaxstack.training.optimizer import warmup_warning
 from jaxstack.training.state import TrainState, make_state
 
 T = TypeVar("T")
@@ -107,7 +108,7 @@ class Run:
         self._stack.__exit__(kind, error, traceback)
 
     def print_header(self, changes: list[str]) -> None:
-        """Prints what will be trained and on what, and what has changed since the earlier part of the run."""
+        """Prints what will be trained and on what, what has changed since the earlier part of the run, and warnings."""
         cfg, ctx, console, devices = self._cfg, self._ctx, self.console, list(self._mesh.devices.flat)
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         console.print(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
@@ -125,6 +126,8 @@ class Run:
         console.print(f"run      {self._directory}/")
         for change in changes:
             console.print(f"changed  {change}", style="yellow")
+        if warning := warmup_warning(cfg.optim, cfg.train.steps):
+            console.print(warning, style="yellow")
         if self._last_holder:
             console.print(self._last_holder, style="yellow")
 

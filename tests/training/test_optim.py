@@ -56,6 +56,20 @@ def test_a_warm_up_longer_than_the_run_only_warms_up():
     np.testing.assert_allclose([schedule(i) for i in range(20)], np.arange(1, 21) / 50, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("warmup", "reached"), [(19, None), (20, "2"), (50, "0.8")])
+def test_a_warm_up_that_takes_the_whole_run_is_told(warmup, reached):
+    """The line names the highest rate, which is that of the last step."""
+    cfg = OptimConfig(lr=2.0, warmup_steps=warmup)
+    told = optimizer.warmup_warning(cfg, 20)
+    if reached is None:
+        assert told is None
+        return
+    assert f"optim.warmup_steps={warmup} takes all of train.steps=20" in told
+    assert f"to {reached} of optim.lr=2." in told
+    highest = max(float(optimizer.schedule(cfg, 20)(count)) for count in range(20))
+    assert float(reached) == pytest.approx(highest)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek"])
 def test_weight_decay_moves_matrices_and_tables_alone(family):
     spec = decoder.spec((FAMILIES | EXPERTS)[family])
