@@ -535,14 +535,14 @@ mistakes(
         "full, other_full = offset >= n - 1, other_offset >= n - 1",
         "full, other_full = offset >= n - 1, other_offset >= 0",
     ),
-    ('[batch["loss_weights"].any(axis=1)]', '[batch["loss_weights"].all(axis=1)]'),
+    ('is_target[:, 1:] = batch["loss_weights"] > 0', 'is_target[:, 1:] = batch["loss_weights"] >= 0'),
 )
 mistakes(
     "tokenizers",
     "data/tokenizers.py",
     "data/test_data.py data/test_chat.py",
     ("np.cumsum(ids & 0xC0 != 0x80) - 1", "np.cumsum(ids & 0xC0 != 0x80)"),
-    ("np.array([len(c.encode()) for c in self.alphabet])", "np.array([len(c) for c in self.alphabet])"),
+    ("_ByteTable([c.encode() for c in self.alphabet])", "_ByteTable([c.encode()[:1] for c in self.alphabet])"),
     ("return np.min_scalar_type(vocab_size - 1)", "return np.min_scalar_type(vocab_size)"),
     ("add_special_tokens=False).ids", "add_special_tokens=True).ids"),
     ("self.vocab_size = max(vocab.values()) + 1", "self.vocab_size = len(vocab)"),

@@ -17,9 +17,12 @@ import pytest
 from lines import lines, values
 from orbax.checkpoint import v1 as ocp
 
+from jaxstack import data
 from jaxstack.checkpoint import manifest
 from jaxstack.common.errors import Exit
 from jaxstack.common.tree import flatten
+from jaxstack.config import DataConfig
+from jaxstack.data import ngram
 
 ROOT = Path(__file__).parent.parent
 
@@ -315,6 +318,48 @@ def test_some_steps_are_traced(text, tmp_path):
     shutil.rmtree(run_dir / "checkpoints" / "6")
     out, _ = run(*argv, "--profile.steps=1:2")
     assert "profile  steps 1 to 2 were done before" in out
+
+
+def test_bits_per_byte_of_a_token_file_are_those_of_its_bytes(text, tmp_path):
+    """The file's own tokenizer counts, while `data.tokenizer` keeps its default. The n-grams are of bytes."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra [hf]")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    content = text.read_text().encode("ascii", "ignore").decode()  # so that a window cuts no character
+    made.train_from_iterator([content], tokenizers.trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet))
+    made.save(str(tmp_path / "tokenizer.json"))
+    saved = data.make_tokenizer(str(tmp_path / "tokenizer.json"), [])
+    data.write_token_file(tmp_path / "text.bin", [data.Document("text", content)], saved)
+    flags = ["--data.source=tokens", f"--data.path={tmp_path / 'text.bin'}", "--train.steps=2", *PLAIN]
+    out, _ = run(*SMALL, *flags, f"--run.dir={tmp_path / 'run'}", "--train.ngram_baseline=true")
+    cfg = DataConfig(source="tokens", path=str(tmp_path / "text.bin"))
+    found, sizes = data.load(cfg), {"seq_len": 32, "batch_size": 4, "packing": False}
+    held_out = [*data.eval_batches(found.eval, steps=2, **sizes)]
+    train = data.batches(found.train, seed=0, **sizes)
+    first = [train[0], train[1]]
+    texts = [[made.decode(row).encode() for b in some for row in complete(b)] for some in (first, held_out)]
+    skipped = [len(made.decode(row[:1]).encode()) for b in held_out for row in complete(b)]
+    size = sum(map(len, texts[1])) - sum(skipped)
+    (evaluation,) = (line for line in lines(tmp_path / "run") if "eval_loss" in line)
+    (ngrams,) = (line for line in lines(tmp_path / "run") if "ngram_order" in line)
+    bits = evaluation["eval_loss"] * 2 * 4 * 32 / math.log(2) / size
+    assert evaluation["eval_bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+    assert bits < 6 < evaluation["eval_loss"] / math.log(2), "a token is several bytes"
+    *_, p = ngram.probabilities(*texts, ngrams["ngram_order"])
+    scored = np.concatenate([np.arange(len(t)) >= n for t, n in zip(texts[1], skipped, strict=True)])
+    assert ngrams["ngram_bits_per_byte"] == pytest.approx(-np.log2(p[scored]).mean(), rel=1e-12)
+    assert (
+        f"{ngrams['ngram_bits_per_byte']:.3f} bits per byte, fitted on the same {ngrams['ngram_train_bytes']:,} bytes"
+        in out
+    )
+    assert f"held out, this model      {bits:.3f} bits per byte" in out
+
+
+def complete(batch: data.Batch) -> list[list[int]]:
+    """Returns the S + 1 tokens of each row."""
+    return np.concatenate([batch["tokens"], batch["targets"][:, -1:]], axis=1).tolist()
 
 
 def test_batches_of_one(tmp_path):

@@ -43,7 +43,6 @@ class Config:
         _check_mesh_batch(self)
         _check_mesh_model(self)
         _check_mesh_sequence(self)
-        _check_baseline(self)
         _check_domains(self)
         _check_adapters(self)
         _check_lengths(self)
@@ -114,21 +113,6 @@ def _check_mesh_sequence(cfg: Config) -> None:
         f"data.seq_len={cfg.data.seq_len} cannot be split into {parts} equal parts, as mesh.context={mesh.context} and "
         f"mesh.tensor={mesh.tensor} with mesh.sequence_parallel={str(mesh.sequence_parallel).lower()} require. Use a "
         f"multiple of {parts}.",
-    )
-
-
-def _check_baseline(cfg: Config) -> None:
-    if not cfg.train.ngram_baseline:
-        return
-    require(
-        cfg.data.tokenizer == "bytes",
-        f"train.ngram_baseline=true counts bytes, but data.tokenizer={cfg.data.tokenizer}. Use "
-        f"train.ngram_baseline=false, or data.tokenizer=bytes.",
-    )
-    require(
-        cfg.data.source != "chat",
-        "train.ngram_baseline=true counts everything that is read, but with data.source=chat only answers are learned. "
-        "Use train.ngram_baseline=false.",
     )
 
 

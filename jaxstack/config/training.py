@@ -83,7 +83,8 @@ class TrainConfig:
     eval_steps: PositiveInt = 20
     """Held-out batches per evaluation, which are the same each time."""
     ngram_baseline: bool = False
-    """At the end, fit a byte n-gram model to the training bytes and print its held-out loss as a baseline."""
+    """At the end, fit a byte n-gram model to the bytes of the training text and print its held-out loss as a baseline.
+    A line says why where it cannot be compared: with source `chat`, and with a tokenizer that drops spaces."""
     max_bad_steps: PositiveInt = 10
     """Limit of bad steps. The run stops after this many steps in a row that changed nothing (a loss or gradient norm
     that is not finite, or a skipped spike), or after this many returns to one checkpoint."""

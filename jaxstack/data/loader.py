@@ -1,5 +1,6 @@
 """The batches of a run: each process reads the rows of a batch that its devices hold."""
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -41,10 +42,18 @@ class DataLoader:
         self.global_held_out_batches = data.eval_batches(dataset.eval, steps=cfg.train.eval_steps, **window_args)
 
     @cached_property
-    def held_out_bytes(self) -> int:
-        """The number of bytes of the held-out targets, without targets of loss weight 0."""
-        count = self._dataset.tokenizer.num_bytes
-        return sum(count(b["targets"][b["loss_weights"] > 0]) for b in self.global_held_out_batches)
+    def held_out_bytes(self) -> float:
+        """The number of bytes of the held-out targets, without targets of loss weight 0. NaN if the ids do not say."""
+        tokenizer = self._dataset.tokenizer
+        if not tokenizer.keeps_text:
+            return math.nan
+        count = tokenizer.num_bytes
+        return sum(count(b["targets"][b["loss_weights"] > 0]) for b in self.global_held_out_batches) or math.nan
+
+    @cached_property
+    def held_out_bytes_per_token(self) -> float:
+        """The mean number of bytes of the held-out targets, without targets of loss weight 0."""
+        return self.held_out_bytes / sum(int((b["loss_weights"] > 0).sum()) for b in self.global_held_out_batches)
 
     def iterate(self, first: int, count: int) -> Iterator[data.Batch]:
         """Yields this process's rows of `count` batches from index `first` on. A thread reads ahead."""

@@ -12,9 +12,12 @@ An n-gram of up to eight bytes is one uint64, so counting is sorting. Peak memor
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from jaxstack.data.tokenizers import Tokenizer
+from jaxstack.data.tokens import Tokens
 from jaxstack.data.windows import Batch
 
 Texts = Sequence[bytes | np.ndarray]
@@ -31,7 +34,7 @@ def bits_per_byte(train: Texts, held_out: Texts, order: int, *, context_bytes: i
       context_bytes: the bytes at the beginning of each held-out text that serve as context and are not scored. A window
         of S + 1 tokens has S targets for a language model; compare it with `context_bytes=1`.
     """
-    return _bits(train, held_out, [order], context_bytes)[order]
+    return _bits(train, held_out, [order], _scored(held_out, context_bytes))[order]
 
 
 def best_order(
@@ -41,17 +44,24 @@ def best_order(
 
     The order is chosen on the held-out text itself, which favours the n-gram model.
     """
-    bits = _bits(train, held_out, orders, context_bytes)
+    return _best(_bits(train, held_out, orders, _scored(held_out, context_bytes)))
+
+
+def _best(bits: dict[int, float]) -> tuple[int, float]:
     best = min(bits, key=bits.__getitem__)
     return best, bits[best]
 
 
-def _bits(train: Texts, held_out: Texts, orders: Sequence[int], context_bytes: int) -> dict[int, float]:
-    """Returns the bits per byte of each order."""
-    assert set(orders) <= set(range(1, 9)), f"orders {list(orders)} must be between 1 and 8"
-    _, offset = _flatten(held_out)
-    scored = offset >= context_bytes
+def _scored(held_out: Texts, context_bytes: int) -> np.ndarray:
+    """Returns whether each held-out byte is scored, bool [bytes]."""
+    scored = _flatten(held_out)[1] >= context_bytes
     assert scored.any(), f"no held-out byte is left to score after context_bytes={context_bytes}"
+    return scored
+
+
+def _bits(train: Texts, held_out: Texts, orders: Sequence[int], scored: np.ndarray) -> dict[int, float]:
+    """Returns the bits per byte of each order, over the held-out bytes that are scored."""
+    assert set(orders) <= set(range(1, 9)), f"orders {list(orders)} must be between 1 and 8"
     return {
         order: float(-np.log2(probability[scored]).mean())
         for order, probability in enumerate(probabilities(train, held_out, max(orders)), start=1)
@@ -100,18 +110,60 @@ def _flatten(rows: Texts) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([a.ravel() for a in arrays]), np.concatenate(offset)
 
 
-def baseline(train: Iterable[Batch], held_out: Iterable[Batch]) -> tuple[int, float]:
-    """Returns `best_order` for the batches of a run.
+class Baseline(NamedTuple):
+    """The best n-gram model of a run's text.
+
+    Attributes:
+      order: the bytes of an n-gram.
+      bits_per_byte: of the held-out targets.
+      train_bytes: bytes of the training targets.
+    """
+
+    order: int
+    bits_per_byte: float
+    train_bytes: int
+
+
+def baseline(
+    train: Iterable[Batch], held_out: Iterable[Batch], tokenizer: Tokenizer, orders: Sequence[int] = range(2, 7)
+) -> Baseline:
+    """Returns the best n-gram model of the bytes that the tokens of a run represent.
+
+    As for the language model, the first token of a row is only context, and targets of loss weight 0 are not scored.
 
     Args:
-      train: the batches of byte tokens that the run trained on.
-      held_out: its evaluation batches. Rows of weight 0 are padding and are skipped.
+      train: the batches that the run trained on.
+      held_out: its evaluation batches.
+      tokenizer: of the tokens. Its ids must represent the complete text, see `obstacle`.
+      orders: of the models to compare.
     """
-    texts = [_windows(batch) for batch in train]
-    scored = [_windows(batch)[batch["loss_weights"].any(axis=1)] for batch in held_out]
-    return best_order(texts, scored, context_bytes=1)
+    texts, train_bytes = [], 0
+    for batch in train:
+        rows, counts = _row_bytes(batch, tokenizer)
+        texts += rows
+        train_bytes += int(counts[:, 1:].sum())
+    scored_texts, masks = [], []
+    for batch in held_out:
+        rows, counts = _row_bytes(batch, tokenizer)
+        scored_texts += rows
+        is_target = np.zeros(counts.shape, bool)
+        is_target[:, 1:] = batch["loss_weights"] > 0
+        masks.append(np.repeat(is_target.ravel(), counts.ravel()))
+    return Baseline(*_best(_bits(texts, scored_texts, orders, np.concatenate(masks))), train_bytes)
 
 
-def _windows(batch: Batch) -> np.ndarray:
-    """Returns the S + 1 bytes of each row: the tokens and the last target, uint8 [B, S + 1]."""
-    return np.concatenate([batch["tokens"], batch["targets"][:, -1:]], axis=1).astype(np.uint8)
+def _row_bytes(batch: Batch, tokenizer: Tokenizer) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns the bytes of each row of S + 1 tokens, and the bytes that each token represents, int64 [B, S + 1]."""
+    ids = np.concatenate([batch["tokens"], batch["targets"][:, -1:]], axis=1)
+    text, counts = tokenizer.to_bytes(ids)
+    counts = counts.reshape(ids.shape)
+    return np.split(text, np.cumsum(counts.sum(axis=1))[:-1]), counts
+
+
+def obstacle(tokens: Tokens, tokenizer: Tokenizer) -> str | None:
+    """Returns why an n-gram model of bytes cannot be compared with a language model of these tokens, if so."""
+    if tokens.loss_mask is not None:
+        return "only the answers of conversations are learned"
+    if not tokenizer.keeps_text:
+        return f"{tokenizer.name} drops spaces, so the number of bytes is unknown"
+    return None

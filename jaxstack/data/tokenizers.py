@@ -5,7 +5,7 @@ A run directory keeps `to_json()` of its tokenizer, so that generation does not 
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypedDict
 
@@ -34,6 +34,8 @@ class Tokenizer(Protocol):
     """A bound of the ids: every id is less."""
     eos_id: int | None
     """The id that ends every document. `None` means that the tokenizer has none."""
+    keeps_text: bool
+    """Whether ids represent the complete text. A tokenizer that drops spaces does not, so `num_bytes` is too small."""
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of a text [tokens] in the smallest unsigned dtype, without an end-of-document id."""
@@ -54,6 +56,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes that ids represent, uint8 [bytes], and the number of bytes of each id [tokens]."""
+        ...
+
     def to_json(self) -> JsonObject:
         """Returns everything that `tokenizer_from_json` needs to rebuild the tokenizer."""
         ...
@@ -64,12 +70,33 @@ def id_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(vocab_size - 1)
 
 
+class _ByteTable:
+    """The bytes of every id of a vocabulary."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self._count = np.array([len(part) for part in parts], np.int64)
+        self._start = np.cumsum(self._count) - self._count
+        self._bytes = np.frombuffer(b"".join(parts), np.uint8)
+
+    def num_bytes(self, ids: ArrayLike) -> int:
+        """Returns the number of bytes of these ids."""
+        return int(self._count[np.asarray(ids, np.int64)].sum())
+
+    def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes of these ids, and the number of bytes of each."""
+        flat = np.asarray(ids, np.int64).ravel()
+        count = self._count[flat]
+        shift = self._start[flat] - (np.cumsum(count) - count)  # from the place in the result to that in the table
+        return self._bytes[np.repeat(shift, count) + np.arange(count.sum())], count
+
+
 class ByteTokenizer:
     """Uses UTF-8 bytes as ids. Byte 0 does not occur in text; it ends each document and counts as one byte."""
 
     name = "bytes"
     vocab_size = 256
     eos_id: int | None = 0
+    keeps_text = True
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of a text [tokens]."""
@@ -89,6 +116,11 @@ class ByteTokenizer:
         """Returns the number of UTF-8 bytes that ids represent."""
         return np.size(ids)
 
+    def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes that ids represent, and the number of bytes of each id."""
+        flat = np.asarray(ids).ravel().astype(np.uint8)
+        return flat, np.ones(flat.size, np.int64)
+
     def to_json(self) -> JsonObject:
         """Returns everything that `tokenizer_from_json` needs."""
         return {"kind": "bytes"}
@@ -99,12 +131,13 @@ class CharTokenizer:
 
     name = "chars"
     eos_id: int | None = None
+    keeps_text = True
 
     def __init__(self, alphabet: str) -> None:
         self.alphabet = "".join(sorted(set(alphabet)))
         self.vocab_size = len(self.alphabet)
         self._points = _code_points(self.alphabet)
-        self._bytes = np.array([len(c.encode()) for c in self.alphabet])
+        self._bytes = _ByteTable([c.encode() for c in self.alphabet])
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the id of each character.
@@ -134,7 +167,11 @@ class CharTokenizer:
 
     def num_bytes(self, ids: ArrayLike) -> int:
         """Returns the number of UTF-8 bytes that ids represent."""
-        return int(self._bytes[np.asarray(ids, np.int64)].sum())
+        return self._bytes.num_bytes(ids)
+
+    def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes that ids represent, and the number of bytes of each id."""
+        return self._bytes.to_bytes(ids)
 
     def to_json(self) -> JsonObject:
         """Returns everything that `tokenizer_from_json` needs."""
@@ -146,6 +183,14 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
+def _byte_level_alphabet() -> dict[str, int]:
+    """Returns the byte that each character of a byte-level vocabulary represents, as GPT-2 numbers them."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # GPT-2, Llama 3, Llama 2, Gemma, BERT
 
 
@@ -153,9 +198,10 @@ class HFTokenizer:
     """Runs a tokenizer.json with the `tokenizers` library (extra `[hf]`).
 
     The end-of-document id is the first of the usual end-of-text tokens that the file declares as special. No other
-    special token is added. `num_bytes` is exact for byte-level BPE (GPT-2, Llama 3, Qwen). For SentencePiece it
-    includes the space that the model puts before a text. `chat` is the chat template that a run saves with its
-    tokenizer, see `jaxstack.data.chat`.
+    special token is added. Special tokens represent no bytes. `num_bytes` is exact for byte-level BPE (GPT-2, Llama 3,
+    Qwen). For SentencePiece it includes the space that the model puts before a text. `keeps_text` is false for other
+    tokenizers that split text at spaces and drop them, such as WordPiece. `chat` is the chat template that a run saves
+    with its tokenizer, see `jaxstack.data.chat`.
     """
 
     def __init__(self, name: str, tokenizer: JsonObject, chat: SavedTemplate | None = None) -> None:
@@ -180,15 +226,20 @@ class HFTokenizer:
         special = {token.content: i for i, token in added.items() if token.special}
         self.eos_id = next((special[t] for t in _END_OF_TEXT if t in special), None)
         # In a byte-level vocabulary one character represents one byte. Elsewhere a meta symbol represents a space.
-        byte_level = '"ByteLevel"' in json.dumps([tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")])
-        self._bytes = np.zeros(self.vocab_size, np.int64)
+        steps = json.dumps([tokenizer.get(step) for step in ("normalizer", "pre_tokenizer", "decoder")])
+        byte_level = '"ByteLevel"' in steps
+        self.keeps_text = byte_level or r"\u2581" in steps or tokenizer.get("pre_tokenizer") is None
+        parts = [b""] * self.vocab_size
         for token, i in vocab.items():
             if i in added:
-                self._bytes[i] = 0 if added[i].special else len(token.encode())
-            elif byte_level or re.fullmatch("<0x[0-9A-F]{2}>", token):
-                self._bytes[i] = len(token) if byte_level else 1
+                parts[i] = b"" if added[i].special else token.encode()
+            elif byte_level:
+                parts[i] = bytes(_BYTE_LEVEL[c] for c in token) if _BYTE_LEVEL.keys() >= set(token) else token.encode()
+            elif found := re.fullmatch("<0x([0-9A-F]{2})>", token):
+                parts[i] = bytes.fromhex(found[1])
             else:
-                self._bytes[i] = len(token.replace("\u2581", " ").encode())
+                parts[i] = token.replace("\u2581", " ").encode()
+        self._bytes = _ByteTable(parts)
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of a text [tokens]."""
@@ -206,7 +257,11 @@ class HFTokenizer:
 
     def num_bytes(self, ids: ArrayLike) -> int:
         """Returns the number of UTF-8 bytes that ids represent."""
-        return int(self._bytes[np.asarray(ids, np.int64)].sum())
+        return self._bytes.num_bytes(ids)
+
+    def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes that ids represent, and the number of bytes of each id."""
+        return self._bytes.to_bytes(ids)
 
     def to_json(self) -> JsonObject:
         """Returns everything that `tokenizer_from_json` needs."""

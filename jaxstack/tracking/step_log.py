@@ -179,7 +179,6 @@ class StepLogger:
         # Only process 0 counts the bytes of all rows, and only process 0 writes.
         bits = nats / math.log(2) / self._loader.held_out_bytes if jax.process_index() == 0 else math.nan
         self._log.write({"step": step, "eval_loss": nats / tokens, "eval_bits_per_byte": bits})
-        self._console.print(
-            f"step {step:>6}  held-out loss {nats / tokens:.4f} nats per token, {bits:.3f} bits per byte"
-        )
+        in_bits = f", {bits:.3f} bits per byte" if math.isfinite(bits) else ""
+        self._console.print(f"step {step:>6}  held-out loss {nats / tokens:.4f} nats per token{in_bits}")
         return nats / tokens

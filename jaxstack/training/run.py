@@ -317,27 +317,31 @@ class Run:
             f"jaxstack report {directory}"
         )
 
-    def _compare_with_ngrams(self) -> tuple[str, float]:
+    def _compare_with_ngrams(self) -> tuple[str, float] | None:
         """Prints the held-out loss beside that of an n-gram model, and returns name and nats per token of the latter.
 
-        The n-gram model is fitted on the same data, unless the log has it from an earlier start.
+        The n-gram model is fitted on the same bytes, unless the log has it from an earlier start. `None`: there is no
+        comparison, and a line says why.
         """
-        data, steps, records = self._cfg.data, self._cfg.train.steps, self._log.records
+        loader, steps, records = self._loader, self._cfg.train.steps, self._log.records
+        tokenizer = self._dataset.tokenizer
+        if reason := ngram.obstacle(self._dataset.train, tokenizer):
+            self.console.print(f"held out, byte n-grams    left out: {reason}")
+            return None
         final = next(r for r in records if r["step"] == steps and "eval_loss" in r)
-        fitted = next((r for r in records if r["step"] == steps and "ngram_order" in r), None)
+        fitted = next((r for r in records if r["step"] == steps and "ngram_train_bytes" in r), None)
         if fitted is None:
-            loader = self._loader
-            order, bits = ngram.baseline(loader.first_batches(steps), loader.global_held_out_batches)
-            fitted = {"step": steps, "ngram_order": order, "ngram_bits_per_byte": bits}
+            found = ngram.baseline(loader.first_batches(steps), loader.global_held_out_batches, tokenizer)
+            fitted = {"step": steps, **{f"ngram_{name}": value for name, value in found._asdict().items()}}
             self._log.write(fitted)
-        order, bits = fitted["ngram_order"], fitted["ngram_bits_per_byte"]
-        read = steps * data.batch_size * data.seq_len
-        held_out = f"held out, this model      {final['eval_bits_per_byte']:.3f} bits per byte"
+        order, bits, read = (fitted[f"ngram_{name}"] for name in ngram.Baseline._fields)
+        own = math.nan if final["eval_bits_per_byte"] is None else final["eval_bits_per_byte"]
+        held_out = f"held out, this model      {own:.3f} bits per byte"
         self.console.print(held_out, style="bold")
         self.console.print(
             f"held out, byte {order}-grams    {bits:.3f} bits per byte, fitted on the same {read:,} bytes"
         )
-        return f"byte {order}-gram", bits * math.log(2)
+        return f"byte {order}-gram", bits * math.log(2) * loader.held_out_bytes_per_token
 
 
 def _terminate_self() -> None:

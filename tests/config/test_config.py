@@ -154,7 +154,6 @@ MISTAKES = {
     "no such text": (["--data.source=path", "--data.path=nowhere.txt"], ["nowhere.txt"]),
     "small vocabulary": (["--model.vocab_size=100"], ["model.vocab_size=100", "256"]),
     "scaling": (["--model.rope_scaling.factor=0.5"], ["factor", "0.5"]),
-    "baseline": (["--data.tokenizer=chars"], ["train.ngram_baseline", "data.tokenizer=chars"]),
     "group as value": (["--model=3"], ["model"]),
     "profile": (["--profile.steps=5"], ["profile.steps=5", "10:15"]),
     "profile backwards": (["--profile.steps=5:3"], ["profile.steps=5:3", "10:15"]),

@@ -9,7 +9,7 @@ import pytest
 from jaxstack import data
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, TrainConfig
-from jaxstack.data import chat
+from jaxstack.data import chat, ngram
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, tokenizer_from_json
 from jaxstack.data.windows import document_windows
 
@@ -331,10 +331,14 @@ def test_whole_conversations_are_held_out_however_few(tmp_path):
         load(tmp_path, many(1), seq_len=200)
 
 
+def test_the_byte_comparison_is_left_out_by_itself(tmp_path):
+    """It was an error that asked for `train.ngram_baseline=false`, which the user had not set."""
+    Config(data=DataConfig(source="chat", path="x"), train=TrainConfig(ngram_baseline=True))
+    found = load(tmp_path, many(3), seq_len=200)
+    assert ngram.obstacle(found.train, found.tokenizer) == "only the answers of conversations are learned"
+
+
 def test_what_cannot_be_combined():
-    chatting = DataConfig(source="chat", path="x")
-    with pytest.raises(ConfigError, match="only answers are learned"):
-        Config(data=chatting, train=TrainConfig(ngram_baseline=True))
     with pytest.raises(ConfigError, match="cannot become a token file"):
         execute(["data", "build", "--data.source=chat", "--data.path=x", "out"])
 

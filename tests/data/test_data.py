@@ -31,6 +31,8 @@ def test_tokenizer_round_trip(tokenizer):
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.decode(ids.tolist()) == TEXT
     assert tokenizer.num_bytes(ids) == len(TEXT.encode())
+    text, counts = tokenizer.to_bytes(ids)
+    assert (text.tobytes(), counts.sum(), counts.size) == (TEXT.encode(), text.size, ids.size)
     rebuilt = data.tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
     assert (rebuilt.name, rebuilt.vocab_size, rebuilt.eos_id) == (
         tokenizer.name,
@@ -109,6 +111,11 @@ def test_hf_tokenizer(tmp_path):
     assert tokenizer.num_bytes(ids) == len(text.encode()) == sum(tokenizer.num_bytes([i]) for i in ids)
     assert tokenizer.eos_id is not None
     assert tokenizer.num_bytes([tokenizer.eos_id]) == 0
+    every = "".join(map(chr, range(0x250))) + TEXT  # all bytes of UTF-8 but those of rare planes
+    found, counts = tokenizer.to_bytes([*tokenizer.encode(every), tokenizer.eos_id])
+    assert found.tobytes() == every.encode()
+    assert counts[-1] == 0
+    assert tokenizer.keeps_text
     rebuilt = data.tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
     assert rebuilt.name == path
     assert rebuilt.encode(text).tolist() == ids.tolist()
@@ -124,6 +131,7 @@ def test_hf_sentencepiece_bytes_fall_back(tmp_path):
     assert ours.eos_id == 5
     assert ours.vocab_size == 6
     assert ours.num_bytes([1, 2, 3, 4, 5]) == len(" the ü".encode())
+    assert ours.to_bytes([1, 2, 3, 4, 5])[0].tobytes() == " the ü".encode()
 
 
 def test_hf_tokenizer_with_gaps_and_a_template(tmp_path):
@@ -136,6 +144,7 @@ def test_hf_tokenizer_with_gaps_and_a_template(tmp_path):
     tokenizer = data.make_tokenizer(str(tmp_path / "tokenizer.json"), [])
     assert tokenizer.vocab_size == 10
     assert tokenizer.encode("a b a").tolist() == [0, 7, 0]
+    assert not tokenizer.keeps_text, "the spaces are gone"
     ids, starts, ends = tokenizer.encode_with_offsets("a b a")
     assert (ids.tolist(), starts.tolist(), ends.tolist()) == ([0, 7, 0], [0, 2, 4], [1, 3, 5])
 

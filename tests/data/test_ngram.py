@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxstack.data.ngram import baseline, best_order, bits_per_byte, probabilities
+from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer
 
 
 def slow_probabilities(train, held_out, order):
@@ -87,13 +88,38 @@ def test_best_order(texts):
 
 
 def test_the_baseline_reads_what_the_model_read_and_is_scored_where_it_was(rng):
-    """Rows without a target that counts, as in a padded batch, are skipped. The last target of a row is included."""
+    """Only targets that count are scored, so none of a padded row. The last target of a row is included."""
     rows = rng.integers(97, 101, (6, 30))
     weights = np.ones((6, 29), np.float32)
     weights[1, 3:], weights[4] = 0, 0
     batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "loss_weights": weights}
+    p = np.array(slow_probabilities(rows.tolist(), rows.tolist(), 3))
+    found = baseline([batch], [batch], ByteTokenizer(), orders=[3])
+    assert found == (3, pytest.approx(-np.log2(p[:, 1:])[weights > 0].mean(), rel=1e-12), weights.size)
+    weights[1, 3:] = 1  # whole rows are scored, as the model's are without packing
     kept = rows[[0, 1, 2, 3, 5]].astype(np.uint8)
-    assert baseline([batch], [batch]) == best_order([rows.astype(np.uint8)], [kept], context_bytes=1)
+    assert baseline([batch], [batch], ByteTokenizer())[:2] == best_order(
+        [rows.astype(np.uint8)], [kept], context_bytes=1
+    )
+
+
+def test_the_baseline_counts_the_bytes_of_tokens_of_any_length(rng):
+    """A token may have several bytes, a part of a character, or none. The first token of a row is only context."""
+    parts = ["a", "\u00e4\u20ac", "\U0001f600b", "the "]
+    tokenizer = CharTokenizer("".join(parts))
+    ids = [tokenizer.encode("".join(rng.choice(parts, 12)))[:13] for _ in range(40)]
+    rows = np.array([row for row in ids if row.size == 13])
+    weights = (rng.random((len(rows), 12)) < 0.8).astype(np.float32)
+    batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "loss_weights": weights}
+    texts = [[*tokenizer.decode(row).encode()] for row in rows]
+    scored = [
+        [counts for char, counts in zip(tokenizer.decode(row), [False, *own], strict=True) for _ in char.encode()]
+        for row, own in zip(rows, weights > 0, strict=True)
+    ]
+    bits = [-math.log2(p) for p in np.concatenate(slow_probabilities(texts, texts, 4))[np.concatenate(scored)]]
+    found = baseline([batch], [batch], tokenizer, orders=[4])
+    assert found == (4, pytest.approx(np.mean(bits), rel=1e-12), tokenizer.num_bytes(rows[:, 1:]))
+    assert len(bits) == tokenizer.num_bytes(rows[:, 1:][weights > 0]), "the bytes by which the model's loss is divided"
 
 
 def test_learns_english():
