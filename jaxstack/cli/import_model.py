@@ -36,6 +36,7 @@ def main(args: Namespace) -> None:
     from jaxstack import data, hf
     from jaxstack.hf import safetensors
     from jaxstack.models import family, params
+    from jaxstack.training import init_from
 
     folder, run, flags = Path(args.folder), Path(args.out), list(args.words)
     flags.remove(args.folder)
@@ -43,8 +44,9 @@ def main(args: Namespace) -> None:
     with safetensors.new_folder(run) as made, hf.PretrainedFolder(folder) as found:
         cfg = run_config(found, run, [*(f"--config={path}" for path in args.files), *flags])
         name = cfg.data.tokenizer
+        tokenizer = data.make_tokenizer(name, ())
+        init_from.require_same_tokenizer(found, str(folder), DataConfig(tokenizer=name), tokenizer)
         if name not in ("bytes", "chars"):
-            tokenizer = data.make_tokenizer(name, ())
             cfg = resolve(cfg, tokenizer.vocab_size)
             (made / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
         (made / "config.yaml").write_text(parse.to_yaml(cfg))

@@ -177,10 +177,11 @@ def resolve(config: Config, vocab_size: int) -> Config:
     Raises:
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it.
     """
-    model, mesh = config.model, config.mesh
+    model, mesh, source = config.model, config.mesh, config.run.init_from
+    advice = "Raise it, or leave it null" if source is None else f"Use the tokenizer of run.init_from={source}"
     require(
         model.vocab_size is None or model.vocab_size >= vocab_size,
-        f"model.vocab_size={model.vocab_size} is less than the tokenizer's {vocab_size}. Raise it, or leave it null.",
+        f"model.vocab_size={model.vocab_size} is less than the tokenizer's {vocab_size}. {advice}.",
     )
     vocabulary, sizes = model.vocab_size or vocab_size, mesh.known_sizes
     shards = sizes["pipe"] * sizes["tensor"]

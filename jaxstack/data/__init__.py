@@ -6,11 +6,12 @@ into batches.
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data import chat, sources
 from jaxstack.data.sources import Document, documents
-from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, tokenizer_from_json
+from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary, tokenizer_from_json
 from jaxstack.data.tokens import Tokens, assign_domains, encode, read_header, read_token_file, split, write_token_file
 from jaxstack.data.windows import Batch, batches, describe_batch, eval_batches, prefetch
 
@@ -30,6 +31,7 @@ __all__ = [
     "make_tokenizer",
     "prefetch",
     "read_token_file",
+    "same_vocabulary",
     "split",
     "tokenizer_from_json",
     "write_token_file",
@@ -60,10 +62,11 @@ def load(cfg: DataConfig) -> Dataset:
     if cfg.source == "tokens":
         tokens, tokenizer = read_token_file(str(cfg.path))
         fingerprint = read_header(str(cfg.path)).sha256["bin"]
-        if cfg.tokenizer not in (DataConfig.tokenizer, tokenizer.name):
+        if cfg.tokenizer != DataConfig.tokenizer and not _is_named(tokenizer, cfg.tokenizer):
             raise ConfigError(
-                f"data.tokenizer={cfg.tokenizer}, but data.path={cfg.path} was made with {tokenizer.name}. Remove "
-                f"data.tokenizer."
+                f"data.tokenizer={cfg.tokenizer}, but data.path={cfg.path} was made with {tokenizer.name}. Build the "
+                f"file again with `jaxstack data build --data.tokenizer={cfg.tokenizer}`, or use "
+                f"--data.tokenizer={tokenizer.name}."
             )
     elif cfg.source == "chat":
         return _load_chat(cfg)
@@ -79,6 +82,13 @@ def load(cfg: DataConfig) -> Dataset:
     sizes = f"{_format_size(train, tokenizer)} train, {_format_size(held_out, tokenizer)} held out"
     name = str(cfg.path) if cfg.source == "tokens" else sources.describe(cfg)
     return Dataset(tokenizer, train, held_out, f"{name}: {count}, {sizes}", fingerprint)
+
+
+def _is_named(tokenizer: Tokenizer, name: str) -> bool:
+    """Returns whether `data.tokenizer` names a tokenizer, or a file with the same vocabulary in another place."""
+    if name == tokenizer.name:
+        return True
+    return Path(name).is_file() and same_vocabulary(make_tokenizer(name, ()).to_json(), tokenizer.to_json())
 
 
 def _load_chat(cfg: DataConfig) -> Dataset:

@@ -311,3 +311,15 @@ def tokenizer_from_json(saved: JsonObject) -> Tokenizer:
         case {"kind": "hf", "name": str(name), "tokenizer": dict(tokenizer)}:
             return HFTokenizer(name, tokenizer, saved.get("chat"))
     raise ConfigError(f"tokenizer {str(saved)[:60]!r} is not of a known kind. Use a tokenizer.json of a run directory.")
+
+
+def same_vocabulary(one: JsonObject, other: JsonObject) -> bool:
+    """Returns whether two tokenizers, as JSON of `to_json`, give the same ids to the same tokens.
+
+    Added tokens are not compared: renaming and adding special tokens is a part of fine-tuning. Nor are the names.
+    """
+    if one["kind"] != "hf" or other["kind"] != "hf":
+        return one == other
+    one, other = one["tokenizer"], other["tokenizer"]
+    vocabulary = (one.get("model") or {}).get("vocab")
+    return one == other or (vocabulary is not None and vocabulary == (other.get("model") or {}).get("vocab"))

@@ -1,5 +1,6 @@
 """Initial parameters from another run, or from a Hugging Face folder."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import jax
 
 from jaxstack import hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
-from jaxstack.config import Config, ConfigError, parse
+from jaxstack.config import Config, ConfigError, DataConfig, parse
+from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import family, lora, params, surgery
 from jaxstack.models.context import Context
@@ -85,17 +87,61 @@ def restore_params(run: Config, ctx: Context, number: int | None = None) -> Para
     return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(*params.partition(family.spec(run.model), values))
 
 
-def init_state_from(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
+def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: DataConfig, tokenizer: Tokenizer) -> None:
+    """Makes sure that the data has the token ids with which a model was trained.
+
+    A source that has no tokenizer.json is not checked.
+
+    Args:
+      source: the run or folder of the model.
+      name: what names it, for errors: `run.init_from=DIR`.
+      cfg: the data.
+      tokenizer: of the data.
+
+    Raises:
+      ConfigError: the source has another tokenizer.
+    """
+    folder = source.folder if isinstance(source, PretrainedFolder) else Path(source.run.dir)
+    path = folder.resolve() / "tokenizer.json"
+    if not path.is_file():
+        return
+    try:
+        saved = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}). Restore it.") from None
+    if isinstance(source, PretrainedFolder):
+        saved = {"kind": "hf", "name": str(path), "tokenizer": saved}
+    if same_vocabulary(saved, tokenizer.to_json()):
+        return
+    flag = f"--data.tokenizer={saved.get('name', saved['kind'])}"
+    if cfg.source == "tokens":
+        made = f"data.path={cfg.path} was made with the tokenizer {tokenizer.name}"
+        advice = f"Build the file again with `jaxstack data build {flag}`"
+    else:
+        made, advice = f"data.tokenizer={cfg.tokenizer}", f"Use {flag}"
+    if saved["kind"] == "chars":
+        advice = f"Use text with exactly the {len(saved['alphabet'])} characters of {path}"
+    raise ConfigError(f"{made}, but {name} has another tokenizer, with other token ids. {advice}.")
+
+
+def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: Tokenizer) -> TrainState:
     """Returns the first state of a run with the parameters of `run.init_from`: another run or a Hugging Face folder.
 
     If this run has experts and the other has none, the other is up-cycled. Adapters of the other run are merged; those
     of this run get new initial values.
 
+    Args:
+      cfg: the resolved configuration of this run.
+      ctx: its execution context.
+      abstract: shapes, dtypes and shardings of its state.
+      tokenizer: of its data.
+
     Raises:
-      ConfigError: a source that does not exist, has no checkpoint, or has another model.
+      ConfigError: a source that does not exist, has no checkpoint, or has another model or tokenizer.
     """
     name = cfg.run.init_from
     source = find_source(str(name), "run.init_from")
+    require_same_tokenizer(source, f"run.init_from={name}", cfg.data, tokenizer)
     there, here = source.model.base, cfg.model.base
     grows = bool(cfg.model.moe.num_experts and not there.moe.num_experts)
     if different := hf.model_differences(replace(there, moe=here.moe) if grows else there, here):

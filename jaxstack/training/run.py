@@ -174,7 +174,7 @@ class Run:
             state = self._layout.unpack(store.restore(self._saved, step, self._layout.abstract))
             return state, store.metadata(self._saved, step)["next_batch"]
         if self._cfg.run.init_from:
-            return init_from.init_state_from(self._cfg, self._ctx, self._abstract), 0
+            return init_from.init_state_from(self._cfg, self._ctx, self._abstract, self._dataset.tokenizer), 0
         return make_state(self._cfg, self._ctx, self._abstract), 0
 
     def begin(self, loop: LoopState) -> None:

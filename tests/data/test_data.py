@@ -1,6 +1,7 @@
 """Tests of tokenizers, sources, the split and `load`."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -132,6 +133,30 @@ def test_hf_sentencepiece_bytes_fall_back(tmp_path):
     assert ours.vocab_size == 6
     assert ours.num_bytes([1, 2, 3, 4, 5]) == len(" the ü".encode())
     assert ours.to_bytes([1, 2, 3, 4, 5])[0].tobytes() == " the ü".encode()
+
+
+def test_which_tokenizers_give_the_same_ids(tmp_path):
+    """Names and added tokens may differ, the vocabulary may not. A token file accepts the same tokenizer elsewhere."""
+    one = {"kind": "hf", "name": "a", "tokenizer": {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}}
+    renamed = {"kind": "hf", "name": "b", "tokenizer": {**one["tokenizer"], "added_tokens": [{"content": "<x>"}]}}
+    swapped = {"kind": "hf", "name": "a", "tokenizer": {"model": {"vocab": {"a": 1, "b": 0}}, "added_tokens": []}}
+    assert data.same_vocabulary(one, renamed)
+    assert not data.same_vocabulary(one, swapped)
+    assert not data.same_vocabulary({"kind": "hf", "tokenizer": {}}, {"kind": "hf", "tokenizer": {"model": None}})
+    assert data.same_vocabulary({"kind": "bytes"}, ByteTokenizer().to_json())
+    assert not data.same_vocabulary({"kind": "bytes"}, one)
+    assert not data.same_vocabulary(CharTokenizer("ab").to_json(), CharTokenizer("ac").to_json())
+
+    pytest.importorskip("tokenizers")
+    here, there = str(tmp_path / "here.json"), str(tmp_path / "there.json")
+    _byte_level().save(here)
+    shutil.copy(here, there)
+    documents = [Document(str(i), "the cat and the hat") for i in range(4)]
+    data.write_token_file(tmp_path / "t", documents, data.make_tokenizer(here, []))
+    found = data.load(DataConfig(source="tokens", path=str(tmp_path / "t"), tokenizer=there))
+    assert found.tokenizer.name == here
+    with pytest.raises(ConfigError, match=r"data.tokenizer=chars, but .* was made with .*here.json. Build the file ag"):
+        data.load(DataConfig(source="tokens", path=str(tmp_path / "t"), tokenizer="chars"))
 
 
 def test_hf_tokenizer_with_gaps_and_a_template(tmp_path):

@@ -76,7 +76,7 @@ def test_load_uses_the_tokenizer_of_the_file(tmp_path):
     assert got.tokenizer.name == "chars"
     assert got.tokenizer.decode(got.train.ids[:7]) == "the cat"
     assert got.description == f"{path}: 3 documents, 29 tokens train, 4 tokens held out"
-    with pytest.raises(ConfigError, match=r"data\.tokenizer=gpt2\.json, but .* was made with chars. Remove"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=gpt2\.json, but .* was made with chars. Build the file"):
         data.load(DataConfig(source="tokens", path=path, tokenizer="gpt2.json"))
 
 

@@ -14,17 +14,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 from families import EXPERTS, FAMILIES
-from test_train import ROOT, SMALL, environment
+from test_train import ROOT, SMALL, environment, run
 
-from jaxstack import hf, sharding
+from jaxstack import data, hf, sharding
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, PipelineConfig, parse
+from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, PipelineConfig, RunConfig, parse
+from jaxstack.data.tokenizers import CharTokenizer
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.hf import weights
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import map_spec
+from jaxstack.training import init_from
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [test] or [hf]")
 
@@ -538,6 +540,63 @@ def test_mistakes_on_the_command_line(argv, words, folder, tmp_path):
         execute([word.format(**names) for word in argv])
     assert words in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "llama"], "nothing is left behind"
+
+
+BPE = {
+    "version": "1.0",
+    "added_tokens": [{"id": 3, "content": "<|endoftext|>", "special": True, "single_word": False, "lstrip": False,
+                      "rstrip": False, "normalized": False}],
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
+}  # fmt: skip
+"""A tokenizer.json of four tokens."""
+
+
+def test_an_imported_model_is_not_trained_on_the_ids_of_another_tokenizer(tmp_path, rng):
+    """The error names the flag that helps, for text and for token files, at `import` and at the start of a run."""
+    pytest.importorskip("tokenizers", reason="needs the extra [hf]")
+    cfg = dataclasses.replace(MODELS["llama"], vocab_size=256)  # bytes would fit
+    folder = save(tmp_path / "llama", cfg, random_values(cfg, rng))
+    (folder / "tokenizer.json").write_text(json.dumps(BPE))
+    (tmp_path / "text").write_text("abab" * 400)
+    imported, own = tmp_path / "run", f"--data.tokenizer={folder / 'tokenizer.json'}"
+    data.write_token_file(tmp_path / "bytes", [data.Document("a", "abab" * 400)] * 2, data.make_tokenizer("bytes", ()))
+    source = f"{folder} has another tokenizer, with other token ids"
+
+    with pytest.raises(ConfigError, match=rf"data.tokenizer=bytes, but {source}. Use {own}\.$"):
+        execute(["import", str(folder), str(imported), "--data.tokenizer=bytes"])
+    small = [word for word in SMALL if not word.startswith(("--model", "--config", "--sample"))] + ["--mesh.data=1"]
+    execute(["import", str(folder), str(imported), *small, f"--data.path={tmp_path / 'text'}"])
+
+    def error(*flags):
+        _, printed = run("--config=" + str(imported / "config.yaml"), *flags, code=2)
+        assert printed.count("\n") == 1
+        assert [path.name for path in imported.iterdir() if path.name == "metrics.jsonl"] == []
+        return printed
+
+    assert f"data.tokenizer=bytes, but run.init_from={source}. Use {own}." in error("--data.tokenizer=bytes")
+    tokens = ["--data.source=tokens", f"--data.path={tmp_path / 'bytes'}"]
+    assert f"made with bytes. Build the file again with `jaxstack data build {own}`" in error(*tokens)
+    again = f"run.init_from={source}. Build the file again with `jaxstack data build {own}`."
+    assert again in error(*tokens, "--data.tokenizer=bytes")
+    config = imported / "config.yaml"
+    config.write_text(config.read_text().replace("vocab_size: 256", "vocab_size: 255"))
+    assert f"less than the tokenizer's 256. Use the tokenizer of run.init_from={folder}." in error(
+        *tokens, "--data.tokenizer=bytes"
+    )
+
+
+def test_the_tokenizer_of_a_run_is_that_of_the_next(tmp_path):
+    """Runs with characters need the same ones; a run that has stored no tokenizer is not checked."""
+    cfg = Config(run=RunConfig(dir=str(tmp_path)))
+    text, chars = DataConfig(source="path", path="x", tokenizer="chars"), CharTokenizer
+    init_from.require_same_tokenizer(cfg, "run.init_from=r", text, chars("ab"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(chars("abc").to_json()))
+    init_from.require_same_tokenizer(cfg, "run.init_from=r", text, chars("cba"))
+    with pytest.raises(ConfigError, match=r"run.init_from=r has another .* Use text with exactly the 3 characters of"):
+        init_from.require_same_tokenizer(cfg, "run.init_from=r", text, chars("abd"))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer.json is not JSON"):
+        init_from.require_same_tokenizer(cfg, "run.init_from=r", text, chars("abd"))
 
 
 @pytest.mark.slow
