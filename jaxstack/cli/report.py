@@ -11,7 +11,7 @@ from rich.text import Text
 from jaxstack.common import files
 from jaxstack.config import ConfigError
 from jaxstack.config.parse import Parser
-from jaxstack.report import page, runs, style
+from jaxstack.report import comparison, page, runs, style
 
 
 def add_arguments(parser: Parser) -> None:
@@ -41,6 +41,8 @@ def main(args: Namespace) -> None:
     for run in found:
         for gap in run.gaps:
             console.print(f"{run.name}: {gap}", style="yellow", markup=False)
+    for note in comparison.compare(found).notes:
+        console.print(note, style="yellow", markup=False)
     try:
         files.write_atomic(out, page.render(found))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
@@ -54,9 +56,8 @@ def summary_table(found: Sequence[runs.LoggedRun]) -> Table:
     grid.add_column(no_wrap=True)
     for run in found:
         grid.add_column(Text(run.name), justify="right")
-    figures = [runs.summarize(run) for run in found]
-    for key in figures[0]:
-        grid.add_row(key, *(row[key] for row in figures))
+    for key, row in comparison.summary_rows(found).items():
+        grid.add_row(key, *map(Text, row))
     for name in runs.time_categories(found):
         grid.add_row(Text(f"  {name}", style="dim"), *("{} {:>6}".format(*runs.time_share(run, name)) for run in found))
     return grid

@@ -2,6 +2,7 @@
 
 import html
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from io import StringIO
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxstack.report import style
+from jaxstack.report.comparison import LossChart
 from jaxstack.report.runs import LoggedRun, list_events, time_categories, time_share
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, and errors must not wait for it
@@ -37,7 +39,6 @@ class Chart(NamedTuple):
     noisy: bool = True
 
 
-LOSS = Chart("loss", "Loss (nats per token)")
 CHARTS = (
     Chart("tokens_per_s", "Throughput (tokens per second, all devices)", scale="zero"),
     Chart("mfu", "Model FLOPs utilisation (% of the peak, full attention)", 100, "zero"),
@@ -90,14 +91,14 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.concatenate([end(values), middle, end(values[::-1])[::-1]])
 
 
-def loss_chart(runs: Sequence[LoggedRun]) -> str:
-    """Returns the SVG of the training loss, raw and smoothed, the held-out loss, and marks at events."""
+def loss_chart(chart: LossChart) -> str:
+    """Returns the SVG of the training loss, raw and smoothed, the held-out loss, the n-grams', and marks at events."""
+    runs = [curves.run for curves in chart.curves]
 
     def draw(axes: "Axes") -> None:
-        for i, run in enumerate(runs):
-            color = style.run_color(i)
-            steps, values = run.series(LOSS.key)
-            _curve(axes, steps, values, color)
+        for curves in chart.curves:
+            color = style.run_color(curves.color)
+            _curve(axes, *curves.training, color)
             dots: dict[str, Any] = {
                 "linewidth": 1.2,
                 "linestyle": ":",
@@ -105,11 +106,13 @@ def loss_chart(runs: Sequence[LoggedRun]) -> str:
                 "markersize": 5,
                 "clip_on": False,
             }
-            axes.plot(*thin_out(*run.series("eval_loss")), color=color, **dots)
-            _mark(axes, run, color, _last_step(runs))
-        axes.set_ylim(*loss_limits(runs))
+            axes.plot(*thin_out(*curves.held_out), color=color, **dots)
+            if curves.ngrams is not None:
+                axes.axhline(curves.ngrams, color=color, linewidth=1.2, linestyle="-.")
+            _mark(axes, curves.run, color, _last_step(runs))
+        axes.set_ylim(*loss_limits(chart))
 
-    return _figure(LOSS.title, runs, draw, "linear", (1080, 400))
+    return _figure(chart.title, runs, draw, "linear", (1080, 400))
 
 
 def _curve(axes: "Axes", steps: np.ndarray, values: np.ndarray, color: str) -> None:
@@ -117,22 +120,24 @@ def _curve(axes: "Axes", steps: np.ndarray, values: np.ndarray, color: str) -> N
     axes.plot(*thin_out(steps, smooth(values)), color=color, linewidth=1.8)
 
 
-def loss_limits(runs: Sequence[LoggedRun]) -> tuple[float, float]:
+def loss_limits(chart: LossChart) -> tuple[float, float]:
     """Returns the lowest and highest loss of the chart. They exclude a few spikes, which would flatten the rest."""
     inner: list[float] = []
-    for run in runs:
-        values, held_out = run.series(LOSS.key)[1], run.series("eval_loss")[1]
+    for curves in chart.curves:
+        values, held_out = curves.training[1], curves.held_out[1]
         inner += [*(np.quantile(values, [0.001, 0.999]) if values.size else ()), *smooth(values), *held_out]
+        inner += [] if curves.ngrams is None else [curves.ngrams]
     low, high = (min(inner), max(inner)) if inner else (0.0, 1.0)
     room = 0.05 * (high - low) or 1.0
     return low - room, high + 2 * room  # more above, for the marks
 
 
-def count_hidden(runs: Sequence[LoggedRun]) -> int:
+def count_hidden(chart: LossChart) -> int:
     """Returns the number of training losses that the chart does not show: beyond its limits, or not finite."""
-    low, high = loss_limits(runs)
-    visible = sum(int(((low <= values) & (values <= high)).sum()) for values in (run.series("loss")[1] for run in runs))
-    return sum(len(run.training) for run in runs) - visible
+    low, high = loss_limits(chart)
+    losses = [curves.training[1] for curves in chart.curves]
+    visible = sum(int(((low <= values) & (values <= high)).sum()) for values in losses)
+    return sum(len(curves.run.training) for curves in chart.curves) - visible
 
 
 def _mark(axes: "Axes", run: LoggedRun, color: str, last: float) -> None:
@@ -227,7 +232,7 @@ def _ticks(axes: "Axes", scale: str, most: int) -> None:
 
 def _inline(svg: str, title: str) -> str:
     """Returns an SVG as a part of the page: without prologue and size, and with ids that no other chart has."""
-    own = re.sub(r"\W+", "-", title)
+    own = f"{re.sub(r'[^A-Za-z0-9]+', '-', title)}-{zlib.crc32(title.encode()):x}"  # titles may have names of runs
     body = svg[svg.index("<svg") :]
     head, rest = body.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', head)

@@ -6,13 +6,13 @@ from html import escape
 from string import Template
 
 from jaxstack.report import charts, style
+from jaxstack.report.comparison import Comparison, compare, summary_rows
 from jaxstack.report.runs import (
     MISSING,
     LoggedRun,
     config_differences,
     format_value,
     list_events,
-    summarize,
     time_categories,
     time_share,
 )
@@ -23,9 +23,11 @@ MAX_EVENTS = 200
 
 def render(runs: Sequence[LoggedRun]) -> str:
     """Returns the whole page as HTML."""
+    found = compare(runs)
+    gaps = [f"{_name(run, runs)}{escape(gap)}" for run in runs for gap in run.gaps] + [*map(escape, found.notes)]
     sections = [
         f"<div class=pair>{_section('Summary', _summary(runs))}{_section('Where the time went', _goodput(runs))}</div>",
-        _section("Training", _charts(runs)),
+        _section("Training", _charts(runs, found)),
         _section("Events", _events(runs)),
         _section("Differences", _differences(runs) if len(runs) > 1 else ""),
         _section("Configuration", "".join(map(_config, runs))),
@@ -34,7 +36,7 @@ def render(runs: Sequence[LoggedRun]) -> str:
         title=escape(", ".join(run.name for run in runs)),
         style=style.style_sheet(),
         runs="".join(_run(i, run) for i, run in enumerate(runs)),
-        gaps="".join(f"<p class=gap>{_name(run, runs)}{escape(gap)}</p>" for run in runs for gap in run.gaps),
+        gaps="".join(f"<p class=gap>{gap}</p>" for gap in gaps),
         sections="".join(sections),
     )
 
@@ -71,8 +73,7 @@ def _heads(runs: Sequence[LoggedRun]) -> list[str]:
 
 
 def _summary(runs: Sequence[LoggedRun]) -> str:
-    found = [summarize(run) for run in runs]
-    return _table(_heads(runs), [[key, *(escape(figures[key]) for figures in found)] for key in found[0]], "figures")
+    return _table(_heads(runs), [[key, *map(escape, row)] for key, row in summary_rows(runs).items()], "figures")
 
 
 def _goodput(runs: Sequence[LoggedRun]) -> str:
@@ -103,17 +104,16 @@ def _share(seconds: str, part: str) -> str:
     return f"{escape(seconds)}<span class=part>{escape(part)}</span>"
 
 
-def _charts(runs: Sequence[LoggedRun]) -> str:
+def _charts(runs: Sequence[LoggedRun], losses: Comparison) -> str:
     found = {chart: charts.metric_chart(chart, runs) for chart in charts.CHARTS}
     pictures = "".join(_picture(chart.title, svg) for chart, svg in found.items() if svg)
     missing = [chart for chart, svg in found.items() if svg is None and not chart.key.startswith("moe_")]
-    return (
-        _picture(charts.LOSS.title, charts.loss_chart(runs), _legend(runs))
-        + f"<div class=grid>{pictures}</div><p class=note>{escape(' '.join(_notes(runs, missing)))}</p>"
-    )
+    *others, last = (_picture(chart.title, charts.loss_chart(chart)) for chart in losses.charts)
+    notes = escape(" ".join(_notes(runs, losses, missing)))
+    return f"{''.join(others)}{last}{_legend(runs)}<div class=grid>{pictures}</div><p class=note>{notes}</p>"
 
 
-def _notes(runs: Sequence[LoggedRun], missing: Sequence[charts.Chart]) -> list[str]:
+def _notes(runs: Sequence[LoggedRun], losses: Comparison, missing: Sequence[charts.Chart]) -> list[str]:
     """Returns sentences about smoothing, and about values that the charts do not show."""
     lines = max(len(run.training) for run in runs)
     middle = f"{charts.smoothing_width(lines):,}" if len(runs) == 1 else "a fiftieth of a run's"
@@ -123,7 +123,7 @@ def _notes(runs: Sequence[LoggedRun], missing: Sequence[charts.Chart]) -> list[s
             f"The logs have up to {lines:,} lines. A chart shows at most {charts.MAX_POINTS:,} points of each curve: "
             "the minimum and maximum of equal intervals."
         )
-    if hidden := charts.count_hidden(runs):
+    if hidden := sum(map(charts.count_hidden, losses.charts)):
         notes.append(f"Training losses that are not finite or beyond the edge of the chart: {hidden:,}.")
     if missing:
         notes.append(f"Not in these logs: {', '.join(chart.title.split(' (')[0] for chart in missing)}.")
@@ -133,10 +133,13 @@ def _notes(runs: Sequence[LoggedRun], missing: Sequence[charts.Chart]) -> list[s
 def _legend(runs: Sequence[LoggedRun]) -> str:
     names = "".join(f"<span>{_swatch(i)}{escape(run.name)}</span>" for i, run in enumerate(runs))
     signs = "".join(f"<span><b>{sign}</b> {kind}</span>" for kind, sign in _SIGNS.items())
+    drawn = any(run.ngrams and run.bits_per_nat for run in runs)
+    ngrams = '<span><i class="stroke dashes"></i>byte n-grams, held out</span>' if drawn else ""
     return (
         f"<p class=legend>{names if len(runs) > 1 else ''}"
         '<span><i class="stroke faint"></i>training, each line</span>'
         '<span><i class=stroke></i>smoothed</span><span><i class="stroke dots"></i>held out</span>'
+        f"{ngrams}"
         f"{signs}</p>"
     )
 
@@ -144,8 +147,8 @@ def _legend(runs: Sequence[LoggedRun]) -> str:
 _SIGNS = dict(zip(charts.MARKS, "▲✕◄►", strict=True))
 
 
-def _picture(title: str, svg: str, below: str = "") -> str:
-    return f"<figure><figcaption>{escape(title)}</figcaption><div class=scroll>{svg}</div>{below}</figure>"
+def _picture(title: str, svg: str) -> str:
+    return f"<figure><figcaption>{escape(title)}</figcaption><div class=scroll>{svg}</div></figure>"
 
 
 def _events(runs: Sequence[LoggedRun]) -> str:

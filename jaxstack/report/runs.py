@@ -1,5 +1,6 @@
 """Reads runs from their directories, and computes the figures of the report."""
 
+import hashlib
 import json
 import math
 from collections import defaultdict
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import yaml
@@ -32,6 +33,7 @@ class LoggedRun:
       records: lines of metrics.jsonl, including at least one training line.
       config: every value of config.yaml by its dotted key; empty if there is no such file.
       gaps: sentences about data that the files lack.
+      tokenizer: its tokenizer. `None` if it is not known.
     """
 
     name: str
@@ -39,6 +41,7 @@ class LoggedRun:
     records: list[Record]
     config: dict[str, Any]
     gaps: tuple[str, ...]
+    tokenizer: "SavedTokenizer | None" = None
 
     @cached_property
     def training(self) -> list[Record]:
@@ -55,6 +58,22 @@ class LoggedRun:
         return self._columns.get(key, (np.array([]), np.array([])))
 
     @cached_property
+    def bits_per_nat(self) -> float | None:
+        """Factor from nats per token to bits per byte, by the newest evaluation. `None` if it is not known."""
+        for record in reversed(self.records):
+            pair = [record.get(key) for key in ("eval_loss", "eval_bits_per_byte")]
+            nats, bits = (float(value) if _finite(value) else 0.0 for value in pair)
+            if nats > 0 and bits > 0:
+                return bits / nats
+        return None
+
+    @cached_property
+    def ngrams(self) -> tuple[int, float] | None:
+        """Order and held-out bits per byte of the n-gram model. `None` if the log does not have it."""
+        orders, bits = self.series("ngram_order")[1], self.series("ngram_bits_per_byte")[1]
+        return (int(orders[-1]), float(bits[-1])) if orders.size and bits.size else None
+
+    @cached_property
     def _columns(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         for record in self.records:
@@ -63,6 +82,21 @@ class LoggedRun:
                     found[key].append((record["step"], value))
         arrays = {key: np.array(pairs, float) for key, pairs in found.items()}
         return {key: (array[:, 0], array[:, 1]) for key, array in arrays.items()}
+
+
+class SavedTokenizer(NamedTuple):
+    """The tokenizer of a run.
+
+    Attributes:
+      name: what users call it.
+      identity: a hash of its content, or the name if that is enough.
+    """
+
+    name: str
+    identity: str
+
+    def __str__(self) -> str:
+        return self.name if self.name == self.identity else f"{self.name} ({self.identity})"
 
 
 def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
@@ -95,7 +129,8 @@ def _read_run(path: Path, name: str) -> LoggedRun:
     untimed = sum(is_step(record) and "seconds" not in record for record in records)
     if untimed:
         gaps.append(f"{untimed:,} training lines do not record how their seconds were spent, so goodput excludes them.")
-    return LoggedRun(name, path, records, _read_config(saved) if saved.is_file() else {}, tuple(gaps))
+    config = _read_config(saved) if saved.is_file() else {}
+    return LoggedRun(name, path, records, config, tuple(gaps), _read_tokenizer(path / "tokenizer.json", config))
 
 
 def _read_records(log: Path) -> tuple[list[Record], list[str]]:
@@ -139,6 +174,18 @@ def _read_config(saved: Path) -> dict[str, Any]:
     return _flat(values) if isinstance(values, dict) else {}
 
 
+def _read_tokenizer(saved: Path, config: dict[str, Any]) -> SavedTokenizer | None:
+    """Returns the tokenizer that a run saved, or else that of its configuration. A token file determines its own."""
+    try:
+        content = json.loads(saved.read_text(encoding="utf-8"))
+        digest = hashlib.sha256(json.dumps({**content, "name": None}, sort_keys=True).encode()).hexdigest()[:8]
+        kind = str(content["kind"])
+    except (OSError, ValueError, TypeError, KeyError):
+        name = config.get("data.tokenizer")
+        return None if name is None else SavedTokenizer(str(name), str(name))
+    return SavedTokenizer(Path(str(content.get("name", kind))).name, kind if kind == "bytes" else digest)
+
+
 def _flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
@@ -146,7 +193,7 @@ def _flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _finite(value: object) -> bool:
+def _finite(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
@@ -217,19 +264,41 @@ def summarize(run: LoggedRun) -> dict[str, str]:
     eval_steps, eval_losses = run.series("eval_loss")
     best = int(eval_losses.argmin()) if eval_losses.size else None
     losses = run.series("loss")[1]
+    bits_steps, bits = run.series("eval_bits_per_byte")
+    fewest = int(bits.argmin()) if bits.size else None
     wall, good = sum(run.spent.values()), goodput.fraction(run.spent)
     return {
+        "parameters": format_number(_last(run, "parameters"), ",.0f"),
+        "tokenizer": MISSING if run.tokenizer is None else str(run.tokenizer),
+        "tokens seen": format_number(_tokens_seen(run, steps), ",.0f"),
         "last step": f"{steps:,} of {planned:,}" if isinstance(planned, int) else f"{steps:,}",
         "ended": ends[-1]["event"] if ends and ends[-1] is run.records[-1] else "no end in the log",
         "last loss (nats per token)": format_number(losses[-1] if losses.size else None, ".4f"),
         "best held-out loss (nats per token)": (
             MISSING if best is None else f"{eval_losses[best]:.4f} at step {eval_steps[best]:,.0f}"
         ),
+        "best held-out loss (bits per byte)": (
+            MISSING if fewest is None else f"{bits[fewest]:.4f} at step {bits_steps[fewest]:,.0f}"
+        ),
+        "byte n-grams, held out (bits per byte)": (
+            MISSING if run.ngrams is None else f"{run.ngrams[1]:.4f} (n = {run.ngrams[0]})"
+        ),
         "tokens per second, median": format_number(_median(run, "tokens_per_s"), ",.0f"),
         "MFU, median": format_number(_median(run, "mfu"), ".1%"),
         "wall clock": format_duration(wall) if wall else MISSING,
         "goodput": format_number(good, ".1%"),
     }
+
+
+def _tokens_seen(run: LoggedRun, steps: int) -> float | None:
+    """Returns the tokens of all optimizer steps so far."""
+    size = [run.config.get(key) for key in ("data.batch_size", "data.seq_len")]
+    return float(steps * size[0] * size[1]) if isinstance(size[0], int) and isinstance(size[1], int) else None
+
+
+def _last(run: LoggedRun, key: str) -> float | None:
+    values = run.series(key)[1]
+    return float(values[-1]) if values.size else None
 
 
 def _median(run: LoggedRun, key: str) -> float | None:

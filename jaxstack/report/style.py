@@ -115,6 +115,7 @@ figcaption { font-weight: 600 }
   vertical-align: middle }
 .faint { border-top-width: 1px; opacity: .6 }
 .dots { border-top-style: dotted }
+.dashes { border-top-width: 2px; border-top-style: dashed }
 details + details { margin-top: 10px }
 summary { cursor: pointer }
 details .scroll { margin-top: 10px }

@@ -10,6 +10,7 @@ import jax
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.config import Config
 from jaxstack.data.loader import DataLoader
+from jaxstack.models import family, params
 from jaxstack.runtime import platform
 from jaxstack.runtime.watchdog import Watchdog
 from jaxstack.tracking import goodput
@@ -81,6 +82,7 @@ class StepLogger:
         """Connects the logger to what it writes to, and to the clocks that it reads."""
         self._cfg, self._loader, self._log, self._console = cfg, loader, log, console
         self._throughput, self._watchdog, self._goodput = throughput, watchdog, recorder
+        self._parameters = params.count(family.spec(cfg.model))
         self._bad: Record = {}
         self._unread: tuple[LoopState, dict[str, jax.Array], float] | None = None
 
@@ -178,7 +180,9 @@ class StepLogger:
             self._watchdog.report_progress()
         # Only process 0 counts the bytes of all rows, and only process 0 writes.
         bits = nats / math.log(2) / self._loader.held_out_bytes if jax.process_index() == 0 else math.nan
-        self._log.write({"step": step, "eval_loss": nats / tokens, "eval_bits_per_byte": bits})
+        self._log.write({
+            "step": step, "eval_loss": nats / tokens, "eval_bits_per_byte": bits, "parameters": self._parameters,
+        })  # fmt: skip
         in_bits = f", {bits:.3f} bits per byte" if math.isfinite(bits) else ""
         self._console.print(f"step {step:>6}  held-out loss {nats / tokens:.4f} nats per token{in_bits}")
         return nats / tokens

@@ -14,7 +14,7 @@ import pytest
 
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
-from jaxstack.report import charts, page, runs, style
+from jaxstack.report import charts, comparison, page, runs, style
 from jaxstack.tracking import goodput
 
 CONFIG = "model:\n  num_layers: 2\noptim:\n  lr: 0.001\nrun:\n  dir: somewhere\ntrain:\n  steps: 40\n"
@@ -160,14 +160,23 @@ def test_events_are_named_with_what_they_cost(tmp_path):
 
 
 def test_the_figures_of_a_run_by_hand(tmp_path):
-    lines = [*LINES, {"step": 30, "eval_loss": 0.9}, {"step": 30, "eval_loss": None}, training(40, mfu=0.25)]
+    lines = [*map(dict, LINES), {"step": 30, "eval_loss": 0.9}, {"step": 30, "eval_loss": None}, training(40, mfu=0.25)]
     end = {"step": 40, "event": "finished", "time": 150.0}
-    (run,) = runs.read_runs([write(tmp_path / "run", [*lines, end])])
+    figures = {"eval_bits_per_byte": 0.5, "parameters": 1_234_567}
+    lines[1] |= figures
+    lines.append({"step": 40, "ngram_order": 5, "ngram_bits_per_byte": 0.75, "ngram_train_bytes": 1000})
+    sizes = CONFIG + "data:\n  batch_size: 4\n  seq_len: 256\n  tokenizer: bytes\n"
+    (run,) = runs.read_runs([write(tmp_path / "run", [*lines, end], sizes)])
     assert runs.summarize(run) == {
+        "parameters": "1,234,567",
+        "tokenizer": "bytes",
+        "tokens seen": "40,960",  # 40 steps of 4 x 256
         "last step": "40 of 40",
         "ended": "finished",
         "last loss (nats per token)": "0.1500",
         "best held-out loss (nats per token)": "0.7000 at step 10",
+        "best held-out loss (bits per byte)": "0.5000 at step 10",
+        "byte n-grams, held out (bits per byte)": "0.7500 (n = 5)",
         "tokens per second, median": "25,000",  # of 10, 20, 30 and 40 thousand
         "MFU, median": "25.0%",
         "wall clock": "1 min 27 s",  # 85 s, and two more
@@ -176,6 +185,71 @@ def test_the_figures_of_a_run_by_hand(tmp_path):
     (again,) = runs.read_runs([write(tmp_path / "again", [*lines, end, training(50)])])
     assert runs.summarize(again)["ended"] == "no end in the log"
     assert runs.summarize(again)["last step"] == "50 of 40"
+
+
+def run_of(folder: Path, tokenizer: dict, *, nats: float, bits: float | None, **data: object) -> Path:
+    """Writes a run of two steps with a tokenizer, one evaluation and the n-grams of its text."""
+    lines = [
+        training(1, loss=2 * nats),
+        {"step": 1, "eval_loss": nats, "eval_bits_per_byte": bits},
+        {"step": 2, "ngram_order": 4, "ngram_bits_per_byte": 3.0},
+    ]
+    values = {"source": "tokens", "tokenizer": "bytes", **data}  # a token file determines its own tokenizer
+    write(folder, lines, CONFIG + json.dumps({"data": values})[1:-1].replace('"data"', "data") + "\n")
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+BYTES = {"kind": "bytes"}
+BPE = {"kind": "hf", "name": "folder/bpe.json", "tokenizer": {"model": 1}}
+
+
+def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
+    """The loss of a BPE token is several bytes'. Both units are of the same held-out text."""
+    a = run_of(tmp_path / "a", BYTES, nats=1.4, bits=2.0)
+    b = run_of(tmp_path / "b", BPE, nats=3.5, bits=1.25)
+    found = runs.read_runs([a, b])
+    (chart,) = comparison.compare(found).charts
+    assert chart.title == "Loss (bits per byte)"
+    assert [curves.held_out[1].tolist() for curves in chart.curves] == [[2.0], [1.25]]
+    assert [curves.training[1].tolist() for curves in chart.curves] == [[4.0], [2.5]]
+    assert [curves.ngrams for curves in chart.curves] == [3.0, pytest.approx(3.0)]
+    assert charts.loss_limits(chart)[0] < 1.25
+    assert charts.loss_limits(chart)[1] > 4.0
+    rows = comparison.summary_rows(found)
+    assert rows["best held-out loss (bits per byte)"] == ["2.0000 at step 1", "1.2500 at step 1"]
+    assert not [key for key in rows if "nats per token" in key]
+    assert rows["tokenizer"][0] == "bytes"
+    assert rows["tokenizer"][1].startswith("bpe.json (")
+    read = checked(page.render(found))
+    for words in ("Loss (bits per byte)", "The tokenizers differ, so losses are in bits per byte", "byte n-grams"):
+        assert words in read.text
+    # The same vocabulary in another folder is the same tokenizer: nats per token, n-grams included.
+    c = run_of(tmp_path / "c", BPE | {"name": "elsewhere/t.json"}, nats=3.5, bits=1.25)
+    (chart,) = comparison.compare(runs.read_runs([b, c])).charts
+    assert chart.title == "Loss (nats per token)"
+    assert [curves.ngrams for curves in chart.curves] == [pytest.approx(3.0 * 3.5 / 1.25)] * 2
+
+
+def test_losses_that_cannot_be_compared_are_apart_and_a_line_says_so(tmp_path, capsys):
+    a, b = run_of(tmp_path / "a", BYTES, nats=1.4, bits=2.0), run_of(tmp_path / "b", BPE, nats=3.5, bits=None)
+    found = runs.read_runs([a, b])
+    shown = comparison.compare(found)
+    assert [chart.title for chart in shown.charts] == ["Loss (bits per byte)", "Loss of b (nats per token)"]
+    assert [[curves.color for curves in chart.curves] for chart in shown.charts] == [[0], [1]]
+    line = "no bits per byte are known of b: these losses cannot be compared with others."
+    assert line in shown.notes[-1]
+    assert comparison.summary_rows(found)["last loss (nats per token)"] == ["-", "7.0000"]
+    assert line in checked(page.render(found)).text
+    execute(["report", str(a), str(b)])
+    assert line in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_line_says_that_the_held_out_text_may_differ(tmp_path):
+    paths = [run_of(tmp_path / name, BYTES, nats=1.4, bits=2.0, path=name) for name in "ab"]
+    (note,) = comparison.compare(runs.read_runs(paths)).notes
+    assert note == "The runs differ in data.path. Compare their losses only if the held-out text is the same."
+    assert comparison.compare(runs.read_runs(paths[:1])).notes == ()
 
 
 def test_runs_of_one_name_go_by_their_paths(tmp_path):
@@ -198,7 +272,8 @@ def test_one_page_of_several_runs(tmp_path):
     assert len(figures) == 7, "loss, speed, MFU, gradient, rate, load, dropped"
     for word in ("Differences", "model.num_layers", "Model FLOPs utilisation", "Router load", "rolled back"):
         assert word in read.text
-    drawn = charts.loss_chart(found)
+    (chart,) = comparison.compare(found).charts
+    drawn = charts.loss_chart(chart)
     assert "var(--run0)" in drawn
     assert "var(--run1)" in drawn
     assert "#0" not in drawn, "a colour that the page does not set reads in light or in dark, not in both"
