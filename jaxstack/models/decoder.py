@@ -13,6 +13,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxstack import kernels, pipeline
 from jaxstack.common.tree import Batch, PyTree
@@ -305,6 +306,24 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
+def _check_tokens(cfg: ModelConfig, tokens: jax.Array) -> None:
+    """Raises a ValueError for tokens that `forward` cannot read; ids are compared only outside of `jax.jit`."""
+    if tokens.ndim != 2:
+        advice = "Use tokens[None] for one row." if tokens.ndim == 1 else "Give one row for each text."
+        raise ValueError(f"tokens have the shape {tokens.shape}, but forward reads rows of tokens [B, S]. {advice}")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens are {tokens.dtype}, but ids are integers. Use tokens.astype('int32').")
+    if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True) or not tokens.size:
+        return
+    ids = np.asarray(tokens)  # in NumPy: a trace would record a constant's operations
+    least, largest = ids.min(), ids.max()
+    if least < 0 or largest >= cfg.vocab:
+        wrong = largest if largest >= cfg.vocab else least
+        raise ValueError(
+            f"tokens contain the id {wrong}, but model.vocab_size={cfg.vocab}. Use ids from 0 to {cfg.vocab - 1}."
+        )
+
+
 def forward(
     cfg: ModelConfig,
     params: Params,
@@ -321,11 +340,17 @@ def forward(
     Args:
       cfg: the model.
       params: as `spec` declares them, float32.
-      tokens: ids [B, S].
+      tokens: ids [B, S], from 0 to `cfg.vocab` - 1. Within `jax.jit` their values are not checked: a token beyond the
+        vocabulary gets the embedding of another one, or zeros. With `jax_debug_nans` it gets NaN, and JAX runs the
+        function again without `jax.jit`, which raises the error.
       ctx: execution context. `None` means one device in float32.
       positions, segment_ids, gate_ids: [B, S], see `make_layer_inputs`.
       dropout_key: `None` disables dropout, for evaluation.
+
+    Raises:
+      ValueError: tokens that are not rows of integers, or, outside of `jax.jit`, an id beyond the vocabulary.
     """
+    _check_tokens(cfg, tokens)
     arrays = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids, "gate_ids": gate_ids}
     batch = {name: array for name, array in arrays.items() if array is not None}
     x, aux = hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)

@@ -284,7 +284,7 @@ def embed(cfg: ModelConfig, params: Params, tokens: jax.Array, positions: jax.Ar
     Args:
       cfg: the model.
       params: the group `embedding`.
-      tokens: ids [B, S].
+      tokens: ids [B, S]. With `jax_debug_nans`, the embedding of an id beyond the vocabulary is NaN.
       positions: position of each token of the residual stream, [S/n] or [B, S/n].
       ctx: execution context.
     """
@@ -296,6 +296,8 @@ def embed(cfg: ModelConfig, params: Params, tokens: jax.Array, positions: jax.Ar
         x = jnp.where(held[..., None], kernels.embedding_lookup(table, jnp.where(held, own, 0)), 0)
     else:
         x = kernels.embedding_lookup(table, tokens)
+    if jax.config.jax_debug_nans:  # type: ignore[attr-defined]  # see `decoder.forward`
+        x = jnp.where(((tokens < 0) | (tokens >= cfg.vocab))[..., None], jnp.nan, x)
     x = ctx.reduce_activations(x, rows)
     if cfg.embedding_scale:
         x = x * jnp.asarray(cfg.d_model**0.5, x.dtype)

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import EXPERTS, FAMILIES, SMALL
+from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import flatten
-from jaxstack.config import ModelConfig, RopeScaling
+from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, RopeScaling
 from jaxstack.models import blocks, decoder, layers, params
 from jaxstack.models.context import Context, implementations
 from jaxstack.models.layers import LayerInputs
+from jaxstack.sharding import make_mesh
 
 CONTEXTS = {
     "xla": Context(),
@@ -48,6 +50,68 @@ def test_every_parameter_of_every_layer_is_read(family, rng):
         else:
             moved = jnp.abs(grad).max()
         assert (moved > 0).all() or path.endswith("/b_k"), f"{path} does not reach the logits"
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_tokens_that_are_not_rows_of_ids_are_refused(kind, rng):
+    """Ids are compared where they are known. The first and the last id of the vocabulary are accepted."""
+    cfg = FAMILIES["llama3"]
+    values = randomised(cfg, rng)
+
+    def forward(tokens):
+        return decoder.forward(cfg, values, kind(tokens))
+
+    with pytest.raises(
+        ValueError, match=r"shape \(3,\), but forward reads rows of tokens \[B, S\]. Use tokens\[None\]"
+    ):
+        forward([1, 2, 3])
+    with pytest.raises(ValueError, match=r"shape \(1, 1, 1\), but forward reads rows"):
+        forward([[[1]]])
+    with pytest.raises(ValueError, match=r"tokens are float32, but ids are integers"):
+        forward(np.zeros((1, 2), np.float32))
+    for wrong in (cfg.vocab, -1):
+        with pytest.raises(
+            ValueError, match=rf"contain the id {wrong}, but model.vocab_size={cfg.vocab}. Use ids from 0"
+        ):
+            forward([[0, wrong]])
+    assert forward([[0, cfg.vocab - 1]])[0].shape == (1, 2, cfg.vocab)
+
+
+def test_a_compiled_forward_reports_an_id_beyond_the_vocabulary_under_debug(rng):
+    """Values within `jax.jit` are not checked otherwise. Valid ids give the same logits."""
+    cfg = FAMILIES["llama3"]
+    values = randomised(cfg, rng)
+
+    def logits(*ids):
+        return jax.jit(lambda tokens: decoder.forward(cfg, values, tokens)[0])(jnp.asarray([ids]))
+
+    plain = logits(0, cfg.vocab - 1)
+    assert np.isfinite(logits(0, cfg.vocab)).all()
+    with jax.debug_nans(True):
+        np.testing.assert_array_equal(logits(0, cfg.vocab - 1), plain)
+        with pytest.raises(ValueError, match=f"contain the id {cfg.vocab}"):  # JAX finds NaN and runs without jit
+            logits(0, cfg.vocab)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_under_debug_the_embedding_of_an_id_beyond_the_vocabulary_is_nan(shards, rng):
+    """Each device compares with the complete vocabulary, not with its part of it."""
+    cfg = dataclasses.replace(FAMILIES["llama3"], vocab_size=64, tied_embeddings=True)
+    run = Config(model=cfg, data=DataConfig(batch_size=2), mesh=MeshConfig(data=1, tensor=shards))
+    ctx = Context.create(run, make_mesh(run.mesh, 2, jax.devices()[:shards]))
+    table = jnp.asarray(rng.normal(size=(64, cfg.d_model)), jnp.float32)
+    tokens = jnp.asarray([[0, 63, 64, -1]])
+
+    def embed(table, tokens):
+        return layers.embed(cfg, {"tokens": table}, tokens, jnp.arange(4), ctx)
+
+    specs = (PartitionSpec("tensor"), PartitionSpec())
+    embed = jax.shard_map(embed, mesh=ctx.mesh, in_specs=specs, out_specs=PartitionSpec(None, "tensor"))
+    with jax.debug_nans(True):
+        compiled = jax.jit(embed).lower(table, tokens).compile()
+    found = compiled(*(jax.device_put(x, s) for x, s in zip((table, tokens), compiled.input_shardings[0], strict=True)))
+    assert np.isnan(found).all(axis=-1).tolist() == [[False, False, True, True]]
+    np.testing.assert_allclose(found[0, :2], table[np.array([0, 63])], rtol=1e-6)
 
 
 def test_key_bias_cannot_matter_without_positions_in_the_scores(rng):
