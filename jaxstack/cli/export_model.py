@@ -12,6 +12,7 @@ from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig, par
 from jaxstack.config.parse import Parser
 
 if TYPE_CHECKING:  # the package imports JAX, for which help must not wait
+    from jaxstack.data.tokenizers import JsonObject
     from jaxstack.models.params import Params
 
 
@@ -36,28 +37,28 @@ def main(args: Namespace) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: an accelerator is not needed
 
     from jaxstack import hf
-    from jaxstack.hf import safetensors
+    from jaxstack.hf import originals, safetensors
 
     with safetensors.new_folder(folder) as made:
         cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
-        end = _write_tokenizer(run, made)
+        tokenizer = json.loads(path.read_text()) if (path := run / "tokenizer.json").is_file() else None
+        end = None if tokenizer is None else _write_tokenizer(tokenizer, made)
         family = hf.save_pretrained(made, cfg.model.base, _read_params(run), args.dtype, cfg.data.seq_len, end)
+        if found := originals.find(run):
+            originals.restore(found, tokenizer, made)
     print(f"wrote {folder}: a {family} model in {args.dtype}")
     if not (folder / "tokenizer.json").is_file():
         print("The folder has no tokenizer.json, because the tokenizer of this run is not of that kind.")
 
 
-def _write_tokenizer(run: Path, folder: Path) -> int | None:
+def _write_tokenizer(saved: "JsonObject", folder: Path) -> int | None:
     """Writes the run's tokenizer and chat template to the folder if there are any; returns the id of the EOS token."""
     from jaxstack import data
 
-    if not (run / "tokenizer.json").is_file():
-        return None
-    saved = json.loads((run / "tokenizer.json").read_text())
     if saved["kind"] == "hf":
-        (folder / "tokenizer.json").write_text(json.dumps(saved["tokenizer"], ensure_ascii=False))
+        (folder / "tokenizer.json").write_text(json.dumps(saved["tokenizer"], ensure_ascii=False), "utf-8")
         if "chat" in saved:
-            (folder / "chat_template.jinja").write_text(saved["chat"]["source"])
+            (folder / "chat_template.jinja").write_text(saved["chat"]["source"], "utf-8")
     return data.tokenizer_from_json(saved).eos_id
 
 

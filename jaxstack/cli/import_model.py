@@ -34,7 +34,7 @@ def main(args: Namespace) -> None:
       ConfigError: the folder cannot be read, or a flag contradicts it.
     """
     from jaxstack import data, hf
-    from jaxstack.hf import safetensors
+    from jaxstack.hf import originals, safetensors
     from jaxstack.models import family, params
     from jaxstack.training import init_from
 
@@ -50,6 +50,7 @@ def main(args: Namespace) -> None:
             cfg = resolve(cfg, tokenizer.vocab_size)
             (made / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
         (made / "config.yaml").write_text(parse.to_yaml(cfg))
+        originals.keep(folder, made)
     size = params.count(family.spec(cfg.model.base))
     print(f"{folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
     if found.ignored_values:

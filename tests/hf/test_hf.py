@@ -5,6 +5,7 @@ Most tests need only safetensors. The slow tests compare imports and exports wit
 
 import dataclasses
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -583,6 +584,54 @@ def test_an_imported_model_is_not_trained_on_the_ids_of_another_tokenizer(tmp_pa
     assert f"less than the tokenizer's 256. Use the tokenizer of run.init_from={folder}." in error(
         *tokens, "--data.tokenizer=bytes"
     )
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_what_came_with_an_import_goes_back(tokenizer, folder, tmp_path):
+    """Byte for byte, even if the folder is gone meanwhile; and after the run has a tokenizer of its own, its files."""
+    files = {
+        "generation_config.json": '{"top_p":0.9,  "eos_token_id": [3, 2]}',
+        "tokenizer_config.json": '{"chat_template": "{{ messages }}", "bos_token": "ab"}',
+        "special_tokens_map.json": '{"bos_token":   "ab"}',
+        "chat_template.jinja": "{{ messages }}\n",
+        "tokenizer.json": json.dumps(BPE, indent=7),
+    }
+    if not tokenizer:
+        files = {"generation_config.json": files["generation_config.json"]}
+    else:
+        pytest.importorskip("tokenizers", reason="needs the extra [hf]")
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    config = json.loads((folder / "config.json").read_text()) | {"bos_token_id": 2, "eos_token_id": [3, 2]}
+    del config["pad_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    run, out = tmp_path / "run", tmp_path / "out"
+    execute(["import", str(folder), str(run)])
+    (tmp_path / "next").mkdir()  # a run that begins with the imported one
+    for path in run.glob("*.*"):
+        text = path.read_text().replace(f"init_from: {folder}", f"init_from: {run}")
+        (tmp_path / "next" / path.name).write_text(text)
+    for name in files:
+        (folder / name).unlink()
+    for begun in (run, tmp_path / "next"):
+        execute(["export", str(begun), str(out)])
+        assert {name: (out / name).read_text() for name in files} == files
+        assert json.loads((out / "config.json").read_text()) == config
+        assert {path.name for path in out.iterdir()} == {*files, "config.json", tensor_files.SINGLE}
+        shutil.rmtree(out)
+    if tokenizer:
+        saved = json.loads((run / "tokenizer.json").read_text())
+        for template in (files["chat_template.jinja"], "{{ other }}"):  # saved by a run on conversations
+            (run / "tokenizer.json").write_text(json.dumps(saved | {"chat": {"source": template, "tokens": {}}}))
+            execute(["export", str(run), str(out)])
+            assert {name: (out / name).read_text() for name in files} == files | {"chat_template.jinja": template}
+            shutil.rmtree(out)
+        saved["tokenizer"]["added_tokens"].append(BPE["added_tokens"][0] | {"id": 4, "content": "<new>"})
+        (run / "tokenizer.json").write_text(json.dumps(saved))
+        execute(["export", str(run), str(out)])
+        assert json.loads((out / "tokenizer.json").read_text()) == saved["tokenizer"]
+        assert not (out / "tokenizer_config.json").exists()
+        assert json.loads((out / "config.json").read_text()) == config | {"eos_token_id": 3}
 
 
 def test_the_tokenizer_of_a_run_is_that_of_the_next(tmp_path):
