@@ -1,7 +1,8 @@
 """Measures how long a user waits before the first step: `python benchmarks/start.py [--rounds 5]`
 
-Measures `train.py --help`, and how long a training step with 4 and with 48 layers takes to compile on two simulated CPU
-devices. Depths alternate; the ratio of their medians goes to `benchmarks/results/start.json`. Use an idle machine.
+Measures the import of the package, the help of every command, and how long a training step with 4 and with 48 layers
+takes to compile on two simulated CPU devices. Depths alternate. The medians and the ratio of the two depths go to
+`benchmarks/results/start.json`. Use an idle machine.
 """
 
 import argparse
@@ -17,10 +18,21 @@ import record
 ROOT = Path(__file__).parent.parent
 
 
-def help_seconds() -> float:
-    """Returns the seconds of `train.py --help`."""
+def shown() -> dict[str, list[str]]:
+    """Returns the commands that are timed by name: the import of the package, and the help of every command."""
+    from jaxstack.cli.parser import COMMANDS
+
+    jaxstack = [sys.executable, "-m", "jaxstack"]
+    found = {"import jaxstack": [sys.executable, "-c", "import jaxstack"]}
+    found["train.py --help"] = [sys.executable, str(ROOT / "train.py"), "--help"]
+    found["jaxstack --help"] = [*jaxstack, "--help"]
+    return found | {f"jaxstack {name} --help": [*jaxstack, *name.split(), "--help"] for name in COMMANDS}
+
+
+def seconds(words: list[str]) -> float:
+    """Runs a command and returns its seconds."""
     begin = time.perf_counter()
-    subprocess.run([sys.executable, str(ROOT / "train.py"), "--help"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(words, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begin
 
 
@@ -58,14 +70,17 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=5)
     rounds = arguments.parse_args().rounds
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    taken: dict[str, list[float]] = {"help": [], "compile_4_layers": [], "compile_48_layers": []}
+    commands = shown()
+    taken: dict[str, list[float]] = {name: [] for name in (*commands, "compile_4_layers", "compile_48_layers")}
     for _ in range(rounds):
-        taken["help"].append(help_seconds())
+        for name, words in commands.items():
+            taken[name].append(seconds(words))
         for layers in (4, 48):
             taken[f"compile_{layers}_layers"].append(compile_seconds(layers))
     medians = {name: round(median(values), 3) for name, values in taken.items()}
     ratio = round(medians["compile_48_layers"] / medians["compile_4_layers"], 3)
-    print(medians, f"48 layers take {ratio} times as long as 4")
+    print("\n".join(f"{value:8.3f} s  {name}" for name, value in medians.items()))
+    print(f"48 layers take {ratio} times as long as 4")
     print(record.record("start", {"rounds": rounds, "seconds": medians, "compile_48_over_4": ratio}))
 
 

@@ -294,7 +294,7 @@ def test_from_a_folder_to_a_chat_and_back(tmp_path):
     run("-m", "jaxstack", "import", str(folder), str(tuned), *flags)
     config_of = f"--config={tuned / 'config.yaml'}"
     said = run("train.py", config_of)
-    assert "of them are trained, rank 8; the rest is frozen" in said
+    assert "parameters of rank 8; all others are frozen" in said
     straight = tmp_path / "straight"
     # The same in two parts: bit for bit.
     run("train.py", config_of, f"--run.dir={straight}", "--train.steps=60")
@@ -307,7 +307,7 @@ def test_from_a_folder_to_a_chat_and_back(tmp_path):
     run("-m", "jaxstack", "export", str(tuned), str(out))
     with hf.PretrainedFolder(out) as exported:
         assert hf.model_differences(exported.model, base_cfg) == []
-        merged = exported.read()
+        merged = exported.read_params()
     cfg = parse.parse_config([config_of], tuned)
     cfg = replace(cfg, run=replace(cfg.run, dir=str(tuned)))
     mesh = sharding.make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1])
