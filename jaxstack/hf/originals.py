@@ -66,7 +66,8 @@ def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
     _copy(("generation_config.json",), originals, out)
     config = _read(out / "config.json")
     for key in SPECIAL_IDS:
-        if tokenizer is not None and not same and config[key] is not None:
+        known = config[key] is not None  # the end of a document in the run's tokenizer
+        if known and (before.get(key) is None or (tokenizer is not None and not same)):
             continue
         if key in before:
             config[key] = before[key]
