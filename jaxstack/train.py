@@ -102,5 +102,4 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         # ---- end
         run.end_loop()
         run.evaluate(loop, eval_step, state.params)  # does nothing if the loop has just evaluated
-        texts = sample_texts(cfg, state.params, dataset.tokenizer, ctx) if cfg.sample.prompts else []
-        run.finish(texts)
+        run.finish(sample_texts(cfg, state.params, dataset, ctx))

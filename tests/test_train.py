@@ -89,7 +89,7 @@ def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return run_dir, out
 
 
-def test_a_run_directory_holds_what_it_should(straight):
+def test_a_run_directory_holds_what_it_should(straight, text):
     run_dir, out = straight
     names = {path.name for path in run_dir.iterdir()}
     assert names == {
@@ -111,7 +111,11 @@ def test_a_run_directory_holds_what_it_should(straight):
     assert abs(steps[0]["loss"] - math.log(256)) < 0.1, "an untrained model predicts all bytes alike"
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (run_dir / "samples.txt").read_text().startswith("import os\n\ndef ")
+    shown = out[out.index("--- sample 1 of 3") :].splitlines()
+    assert [line for line in shown if line.startswith("--- ")] == [f"--- sample {i} of 3" for i in (1, 2, 3)]
+    held_out = text.read_text()[-text.stat().st_size // 10 :]
+    assert shown[1][:10].strip()
+    assert shown[1][:10] in held_out
     for word in ("device", "parameters", "first step done", "held-out loss", "12 of 12"):
         assert word in out
     (warning,) = [line for line in out.splitlines() if line.startswith("optim.warmup_steps=50 takes all of")]

@@ -154,7 +154,8 @@ def _check_adapters(cfg: Config) -> None:
 
 def _check_lengths(cfg: Config) -> None:
     sample, seq_len = cfg.sample, cfg.data.seq_len
-    longest = max((len(prompt.encode()) for prompt in sample.prompts), default=0)
+    prompts = ("?",) if sample.prompts is None else sample.prompts  # those of the held-out text are cut to fit
+    longest = max((len(prompt.encode()) for prompt in prompts), default=0)
     require(
         sample.beams == 1 or not longest or longest + sample.tokens <= seq_len,
         f"sample.tokens={sample.tokens} after a prompt of {longest} bytes is more than data.seq_len={seq_len}, the "

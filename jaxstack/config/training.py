@@ -150,8 +150,9 @@ class CheckpointConfig:
 class SampleConfig:
     """How text is generated, at the end of the run and by `jaxstack generate`. See docs/generation.md."""
 
-    prompts: tuple[str, ...] = ()
-    """Prompts to continue at the end of the run. An empty list means that no samples are generated."""
+    prompts: tuple[str, ...] | None = None
+    """Prompts to continue at the end of the run. Null means three from the held-out text. An empty list means that no
+    samples are generated."""
     tokens: NonNegativeInt = 200
     """Maximum number of tokens to add to each prompt."""
     domain: NonNegativeInt = 0
@@ -179,7 +180,7 @@ class SampleConfig:
             f"sample.beams={self.beams} searches for the most probable text, without sampling or penalties. Use "
             f"sample.temperature=0 and sample.repetition_penalty=1.",
         )
-        require(all(self.prompts), "sample.prompts contains an empty string. Give every prompt a text.")
+        require(all(self.prompts or ()), "sample.prompts contains an empty string. Give every prompt a text.")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import PyTree
 from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
-from jaxstack.data import Tokenizer
+from jaxstack.data import Dataset, Tokenizer
+from jaxstack.data.prompts import held_out_prompts
 from jaxstack.generate import beam_search, sampling
 from jaxstack.generate.kv_cache import CachedDecoder, mask_unknown_ids
 from jaxstack.models import decoder, family
@@ -293,20 +294,25 @@ def generate_uncached(
     return rows
 
 
-def sample_texts(cfg: Config, params: PyTree, tokenizer: Tokenizer, ctx: Context) -> list[str]:
-    """Returns the prompts of `cfg.sample` with their continuations, up to the end of the document.
+def sample_texts(cfg: Config, params: PyTree, dataset: Dataset, ctx: Context) -> list[tuple[str, str]]:
+    """Returns the prompts of `cfg.sample`, or some of the held-out text, and their texts to the end of the document.
 
     The model never reads more than it was trained on. If a prompt and its continuation exceed `data.seq_len`, it reads
     the last `data.seq_len` tokens.
     """
-    sample, prompts = cfg.sample, [tokenizer.encode(prompt).tolist() for prompt in cfg.sample.prompts]
+    sample, tokenizer, texts = cfg.sample, dataset.tokenizer, cfg.sample.prompts
+    if texts is None:
+        texts = held_out_prompts(cfg, dataset.eval, tokenizer)
+    if not texts:
+        return []
+    prompts = [tokenizer.encode(prompt).tolist() for prompt in texts]
     room = cfg.data.seq_len - max(len(prompt) for prompt in prompts)
     seed, options = cfg.run.seed, generate_options(cfg, tokenizer, ctx)
     if sample.tokens <= room or sample.beams > 1:  # `Config` has checked that the texts of beams fit
         rows = generate(cfg.model, params, prompts, sample, seed=seed, **options)
     else:
         rows = generate_uncached(cfg.model, params, prompts, sample, window=cfg.data.seq_len, seed=seed, **options)
-    return [decode_text(tokenizer, row) for row in rows]
+    return [(text, decode_text(tokenizer, row)) for text, row in zip(texts, rows, strict=True)]
 
 
 def generate_options(cfg: Config, tokenizer: Tokenizer, ctx: Context) -> GenerateOptions:

@@ -1,7 +1,18 @@
 """What a run prints: lines of text, and a progress bar on a terminal."""
 
+import re
+
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""Control characters except tabs and newlines, line separators, and what changes the direction of text."""
+
+
+def printable(text: str) -> str:
+    r"""Returns a text with escaped control characters, such as \x1b: a terminal would obey them."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Console:
@@ -35,9 +46,18 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def print(self, text: str = "", style: str | None = None) -> None:
-        """Prints text, in a style of the library rich such as `yellow`."""
-        self._rich.print(text, style=style, markup=False)
+    def print(self, text: str = "", style: str | None = None, bold: str = "") -> None:
+        """Prints text with its control characters escaped.
+
+        Args:
+          text: one or more lines.
+          style: a style of the library rich, such as `yellow`.
+          bold: the beginning of the text that is shown in bold on a terminal.
+        """
+        first = len(printable(bold)) if text.startswith(bold) else 0
+        shown = Text(printable(text), style=style or "")
+        shown.stylize("bold", 0, first)
+        self._rich.print(shown)
 
     def start(self, step: int) -> None:
         """Shows the progress bar of a run that has done `step` steps, while its first step compiles."""

@@ -290,25 +290,25 @@ class Run:
         self.console.stop()
         self.goodput.enter("end")
 
-    def finish(self, texts: list[str]) -> None:
+    def finish(self, samples: list[tuple[str, str]]) -> None:
         """Waits for the last checkpoint, and writes n-gram comparison, samples and plot.
 
         Args:
-          texts: samples, one for each of `sample.prompts`.
+          samples: prompts, and texts that begin with them.
         """
         self._checkpoints.wait()
         if self._is_first:
-            self._write_report(texts)
+            self._write_report(samples)
         distributed.barrier()
 
-    def _write_report(self, texts: list[str]) -> None:
+    def _write_report(self, samples: list[tuple[str, str]]) -> None:
         cfg, console, directory, steps = self._cfg, self.console, self._directory, self._cfg.train.steps
         baseline = self._compare_with_ngrams() if cfg.train.ngram_baseline else None
-        if texts:
-            (directory / "samples.txt").write_text("\n\n".join(texts) + "\n")
-        for prompt, text in zip(cfg.sample.prompts, texts, strict=True):
-            console.print(f"--- {prompt.strip()}", style="bold")
-            console.print(text)
+        if samples:
+            (directory / "samples.txt").write_text("\n\n".join(text for _, text in samples) + "\n")
+        for i, (prompt, text) in enumerate(samples, start=1):
+            console.print(f"--- sample {i} of {len(samples)}")
+            console.print(text, bold=prompt)
         plot_loss(self._log.records, directory / "loss.png", baseline)
         self._log.write({"step": steps, "event": "finished", "time": time.time(), "seconds": self.goodput.take()})
         console.print(

@@ -111,6 +111,8 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (BEAMS | {"sample.tokens": 11, "data.seq_len": 16}, BEAMS | {"sample.tokens": 10, "data.seq_len": 16}),
     (BEAMS | {"sample.tokens": 11, "data.seq_len": 16},
      {"sample.tokens": 11, "data.seq_len": 16, "sample.prompts": ("abcdef",)}),
+    (BEAMS | {"sample.prompts": None, "sample.tokens": 16, "data.seq_len": 16},
+     BEAMS | {"sample.prompts": None, "sample.tokens": 15, "data.seq_len": 16}),
     ({"model.positions": "learned", "model.max_positions": 15, "data.seq_len": 16},
      {"model.positions": "learned", "model.max_positions": 16, "data.seq_len": 16}),
     ({"mesh.data": 3}, {"mesh.data": 4}),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxstack import data
-from jaxstack.config import ConfigError, DataConfig
+from jaxstack.config import Config, ConfigError, DataConfig, RunConfig, SampleConfig
+from jaxstack.data.prompts import held_out_prompts
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer
 from jaxstack.data.tokens import _hash
@@ -335,3 +336,51 @@ def test_room_does_not_import_jax():
     code = "import sys, jaxstack.data, jaxstack.data.ngram, jaxstack.cli.data_build; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def prompts(dataset, seed=0, seq_len=64, **sample):
+    cfg = Config(run=RunConfig(seed=seed), data=DataConfig(seq_len=seq_len), sample=SampleConfig(**sample))
+    return held_out_prompts(cfg, dataset.eval, dataset.tokenizer)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+def test_prompts_begin_lines_of_the_held_out_text(tmp_path, tokenizer, rng):
+    """One document is cut at its end, so that windows may begin within a line and within a character."""
+    lines = [" ".join(f"wört{n:03}" for n in rng.integers(0, 1000, 12)) for _ in range(400)]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    dataset = data.load(DataConfig(source="path", path=str(tmp_path / "text.txt"), tokenizer=tokenizer))
+    held_out = dataset.tokenizer.decode(dataset.eval.ids[int(dataset.eval.starts[0]) :])
+    found = [prompts(dataset, seed) for seed in range(30)]
+    assert found == [prompts(dataset, seed) for seed in range(30)]
+    assert len({*found}) == 30
+    for texts in found:
+        assert len({*texts}) == 3
+        for text in texts:
+            assert f"\n{text} " in held_out  # it begins a line, and ends with a word
+            assert 50 <= len(text) <= 60
+
+
+def test_prompts_fit_the_data(tmp_path, rng):
+    """Short lines are skipped, beam search needs room, and domains and conversations have prompts of their own."""
+    for i in range(20):
+        (tmp_path / f"{i:02}.txt").write_text(f"\n\n#\n  {'even' if i % 2 == 0 else 'odd'} number {i}\n")
+    cfg = DataConfig(source="path", path=str(tmp_path), eval_fraction=0.5, domains=(".*[02468].txt", ".*"))
+    dataset = data.load(cfg)
+    assert {text[:6] for seed in range(9) for text in prompts(dataset, seed)} == {"  even"}
+    assert {len(text) for text in prompts(dataset, seq_len=20, tokens=14, temperature=0, beams=2)} == {6}
+    ends = dataset.eval.ids[dataset.eval.ends - 1]
+    assert not ends.any(), "every document ends with byte 0"
+    assert not any("\0" in text for seed in range(9) for text in prompts(dataset, seed))
+
+    lines = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(20)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    dataset = data.load(DataConfig(source="chat", path=str(tmp_path / "chat.jsonl"), eval_fraction=0.3))
+    for text in prompts(dataset):
+        assert text.startswith("<|user|>\nquestion ")
+        assert text.endswith("\n<|assistant|>\n")
+
+    (tmp_path / "blank.txt").write_text(" \n" * 500)
+    assert prompts(data.load(DataConfig(source="path", path=str(tmp_path / "blank.txt")))) == ()

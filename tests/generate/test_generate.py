@@ -24,6 +24,7 @@ from jaxstack.checkpoint import verify
 from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig, RunConfig, SampleConfig
+from jaxstack.data import Dataset, Tokens
 from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.generate import beam_search, decode, sampling
 from jaxstack.generate.kv_cache import CachedDecoder
@@ -306,12 +307,14 @@ def test_samples_of_a_run_never_see_more_than_it_was_trained_on():
     cfg = Config(model=shape, data=DataConfig(seq_len=48), sample=replace(SAMPLED, prompts=("ab", "c"), tokens=30))
     prompts = [list(b"ab"), list(b"c")]
     short = decode.generate(shape, values_of(shape), prompts, cfg.sample, stop=(0,))
-    assert decode.sample_texts(cfg, values_of(shape), ByteTokenizer(), Context()) == [
-        decode.decode_text(ByteTokenizer(), row) for row in short
+    nothing = Tokens(np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zeros(0, np.int64), 256)
+    dataset = Dataset(ByteTokenizer(), nothing, nothing, "", "")
+    assert decode.sample_texts(cfg, values_of(shape), dataset, Context()) == [
+        (prompt, decode.decode_text(ByteTokenizer(), row)) for prompt, row in zip(("ab", "c"), short, strict=True)
     ]
     longer = replace(cfg, sample=replace(cfg.sample, tokens=80))
-    for text, beginning in zip(
-        decode.sample_texts(longer, values_of(shape), ByteTokenizer(), Context()), short, strict=True
+    for (_, text), beginning in zip(
+        decode.sample_texts(longer, values_of(shape), dataset, Context()), short, strict=True
     ):
         assert text.startswith(decode.decode_text(ByteTokenizer(), beginning)[:20])
     with pytest.raises(ConfigError, match="the limit of beam search"):

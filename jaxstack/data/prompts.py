@@ -1,0 +1,72 @@
+"""Prompts for the samples of a run, taken from its held-out text."""
+
+import re
+
+import numpy as np
+
+from jaxstack.config import Config
+from jaxstack.data.tokenizers import Tokenizer
+from jaxstack.data.tokens import Tokens
+
+COUNT = 3
+"""Number of prompts that a run takes from its held-out text."""
+_WINDOW = 512  # tokens that are searched for a line to begin with
+_LINE = 60  # characters; longer lines are cut after a word
+_WORTHWHILE = 10  # letters and digits; shorter lines are skipped if a longer one follows
+
+
+def held_out_prompts(cfg: Config, held_out: Tokens, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Returns the prompts that a run uses if `sample.prompts` has none: beginnings of lines of the held-out text.
+
+    They depend on the text and on `run.seed` only. A prompt from a conversation is everything before its first answer.
+    With `data.domains`, the prompts belong to `sample.domain`.
+
+    Args:
+      cfg: the seed, the length of a sequence, and how samples are made.
+      held_out: the held-out text.
+      tokenizer: its tokenizer.
+    """
+    if held_out.domains is not None and (own := held_out.domains == cfg.sample.domain).any():
+        held_out = held_out.documents(own)
+    # The model reads at most `seq_len` tokens. Beam search needs room for all tokens that it adds.
+    limit = cfg.data.seq_len - (cfg.sample.tokens if cfg.sample.beams > 1 else 0)
+    rng = np.random.default_rng([cfg.run.seed, COUNT])
+    find = _line if held_out.loss_mask is None else _conversation
+    prompts: dict[str, None] = {}
+    for _ in range(4 * COUNT):  # places without text, or with a text that is a prompt already, are skipped
+        text = find(held_out, tokenizer, rng)
+        if (ids := tokenizer.encode(text)).size > limit:
+            text = tokenizer.decode(ids[:limit]).rstrip("\ufffd")
+        if text.strip():
+            prompts[text] = None
+        if len(prompts) == COUNT:
+            break
+    return tuple(prompts)
+
+
+def _conversation(held_out: Tokens, tokenizer: Tokenizer, rng: np.random.Generator) -> str:
+    """Returns what precedes the first answer of some conversation."""
+    assert held_out.loss_mask is not None
+    document = rng.integers(held_out.starts.size)
+    start, end = int(held_out.starts[document]), int(held_out.ends[document])
+    return tokenizer.decode(held_out.ids[start : start + int(held_out.loss_mask[start:end].argmax())])
+
+
+def _line(held_out: Tokens, tokenizer: Tokenizer, rng: np.random.Generator) -> str:
+    """Returns the beginning of a line after some place; every token is equally likely to be the place."""
+    bounds = np.cumsum(held_out.ends - held_out.starts)
+    place = int(rng.integers(bounds[-1]))
+    document = int(np.searchsorted(bounds, place, side="right"))
+    first, end = int(held_out.starts[document]), int(held_out.ends[document])
+    start = max(end - max(int(bounds[document]) - place, _WINDOW), first)  # with room for some lines
+    if held_out.ids[end - 1] == tokenizer.eos_id:
+        end -= 1
+    text = tokenizer.decode(held_out.ids[start : min(start + _WINDOW, end)]).strip("\ufffd")
+    if start > first:  # the first line may have begun before
+        text = re.sub(r"\A[^\n]*\n|\A\S*\s(?=[^\n]*\Z)", "", text)
+    lines = [line.rstrip() for line in text.splitlines()]
+    line = next((x for x in lines if sum(map(str.isalnum, x)) >= _WORTHWHILE), max(lines, key=len, default=""))
+    if len(line) <= _LINE:
+        return line
+    words = line[: _LINE + 1].rpartition(" ")[0].rstrip()
+    return words or line[:_LINE]
