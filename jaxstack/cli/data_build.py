@@ -6,7 +6,7 @@ from jsonargparse import Namespace
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxstack.config import ConfigError, DataConfig
-from jaxstack.config.parse import Parser
+from jaxstack.config.parse import Parser, user_path
 from jaxstack.data.sources import Document, describe, documents
 from jaxstack.data.tokenizers import make_tokenizer
 from jaxstack.data.tokens import TokenFileHeader, write_token_file
@@ -16,7 +16,7 @@ _CHOSEN_IN_TRAINING = {"seq_len", "batch_size", "packing", "eval_fraction"}
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("out", metavar="OUT", type=str, help="name of the token file; its folder must exist")
+    parser.add_argument("out", metavar="OUT", type=user_path, help="name of the token file; its folder must exist")
     parser.add_class_arguments(DataConfig, "data", skip=_CHOSEN_IN_TRAINING)
 
 

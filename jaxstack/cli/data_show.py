@@ -3,13 +3,13 @@
 from jsonargparse import Namespace
 
 from jaxstack.cli.data_build import summary
-from jaxstack.config.parse import Parser
+from jaxstack.config.parse import Parser, user_path
 from jaxstack.data.tokens import read_header, read_token_file
 
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("file", metavar="FILE", type=str, help="name of the token file")
+    parser.add_argument("file", metavar="FILE", type=user_path, help="name of the token file")
 
 
 def main(args: Namespace) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from jsonargparse import Namespace
 
 from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig, parse
-from jaxstack.config.parse import Parser
+from jaxstack.config.parse import Parser, user_path
 
 if TYPE_CHECKING:  # the package imports JAX, for which help must not wait
     from jaxstack.data.tokenizers import JsonObject
@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # the package imports JAX, for which help must not wait
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("run", metavar="RUN", type=str, help="run directory")
-    parser.add_argument("folder", metavar="DIR", type=str, help="folder to write")
+    parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
+    parser.add_argument("folder", metavar="DIR", type=user_path, help="folder to write")
     parser.add_argument(
         "--dtype", type=Literal["float32", "bfloat16"], default="float32", help="dtype of the weights in the folder"
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_type_hints
 from jsonargparse import Namespace
 
 from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig, SampleConfig, TrainConfig, parse
-from jaxstack.config.parse import Parser
+from jaxstack.config.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.tokenizers import tokenizer_from_json
 from jaxstack.runtime import platform
@@ -26,7 +26,7 @@ DTYPE = get_type_hints(TrainConfig)["dtype"]
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("run", metavar="RUN", type=str, help="run directory")
+    parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
     parser.add_argument(
         "prompts",
         metavar="PROMPT",

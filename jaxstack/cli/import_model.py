@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import Namespace
 
 from jaxstack.config import Config, ConfigError, DataConfig, RunConfig, parse, resolve
-from jaxstack.config.parse import Parser
+from jaxstack.config.parse import Parser, user_path
 
 if TYPE_CHECKING:  # `jaxstack.hf` imports JAX, for which help must not wait
     from jaxstack import hf
@@ -22,9 +22,11 @@ if TYPE_CHECKING:  # `jaxstack.hf` imports JAX, for which help must not wait
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("folder", metavar="DIR", type=str, help="Hugging Face folder: config.json and safetensors")
-    parser.add_argument("out", metavar="RUN", type=str, help="run directory to make")
-    parser.add_config(build=False)
+    parser.add_argument(
+        "folder", metavar="DIR", type=user_path, help="Hugging Face folder: config.json and safetensors"
+    )
+    parser.add_argument("out", metavar="RUN", type=user_path, help="run directory to make")
+    parser.add_config(default=None)
 
 
 def main(args: Namespace) -> None:
@@ -39,8 +41,8 @@ def main(args: Namespace) -> None:
     from jaxstack.training import init_from
 
     folder, run, flags = Path(args.folder), Path(args.out), list(args.words)
-    flags.remove(args.folder)
-    flags.remove(args.out)
+    for path in (args.folder, args.out):
+        flags.remove(next(word for word in flags if user_path(word) == path))
     with safetensors.new_folder(run) as made, hf.PretrainedFolder(folder) as found:
         cfg = run_config(found, run, [*(f"--config={path}" for path in args.files), *flags])
         name = cfg.data.tokenizer

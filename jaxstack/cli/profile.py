@@ -10,13 +10,13 @@ from jsonargparse import Namespace
 
 from jaxstack import data
 from jaxstack.config import ConfigError, resolve
-from jaxstack.config.parse import Parser
+from jaxstack.config.parse import Parser, user_path
 from jaxstack.runtime import platform
 
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("--out", type=str, help="file to write, such as costs.json (required)", metavar="FILE")
+    parser.add_argument("--out", type=user_path, help="file to write, such as costs.json (required)", metavar="FILE")
     parser.add_config()
 
 

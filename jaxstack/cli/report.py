@@ -10,15 +10,18 @@ from rich.text import Text
 
 from jaxstack.common import files
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import Parser
+from jaxstack.config.parse import Parser, user_path
 from jaxstack.report import comparison, page, runs, style
 
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("runs", metavar="RUN", type=str, nargs="+", help="run directory")
+    parser.add_argument("runs", metavar="RUN", type=user_path, nargs="+", help="run directory")
     parser.add_argument(
-        "--out", type=str, metavar="FILE", help="page to write, ending in .html (default: report.html in the first run)"
+        "--out",
+        type=user_path,
+        metavar="FILE",
+        help="page to write, ending in .html (default: report.html in the first run)",
     )
 
 

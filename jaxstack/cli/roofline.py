@@ -14,7 +14,7 @@ from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import ConfigError
 from jaxstack.config.bounds import PositiveFloat, PositiveFraction, PositiveInt
-from jaxstack.config.parse import Parser
+from jaxstack.config.parse import Parser, user_path
 
 if TYPE_CHECKING:  # JAX must start after the environment is set
     import jax
@@ -50,8 +50,8 @@ def add_arguments(parser: Parser) -> None:
         default="auto",
         help="whether to time the parts too; auto does so if the chip is this machine's device",
     )
-    parser.add_argument("--json", metavar="FILE", type=str, help="file to write all figures to")
-    parser.add_argument("--plot", metavar="FILE", type=str, help="file to write a picture to")
+    parser.add_argument("--json", metavar="FILE", type=user_path, help="file to write all figures to")
+    parser.add_argument("--plot", metavar="FILE", type=user_path, help="file to write a picture to")
     parser.add_config()
 
 

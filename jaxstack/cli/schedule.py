@@ -7,7 +7,7 @@ from jsonargparse import Namespace
 
 from jaxstack.config import ConfigError, PipelineConfig
 from jaxstack.config.bounds import PositiveFloat, PositiveInt
-from jaxstack.config.parse import Parser
+from jaxstack.config.parse import Parser, user_path
 
 SCHEDULES = get_args(get_type_hints(PipelineConfig)["schedule"])
 
@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--forward", type=PositiveFloat, default=1.0, help="time of a forward unit")
     parser.add_argument("--backward", type=PositiveFloat, default=2.0, help="time of a backward unit")
-    parser.add_argument("--out", type=str, metavar="FILE", help="picture to write, such as chart.png")
+    parser.add_argument("--out", type=user_path, metavar="FILE", help="picture to write, such as chart.png")
 
 
 def main(args: Namespace) -> None:

@@ -1,12 +1,14 @@
 """Bounds of configuration values, declared in their types: `seq_len: PositiveInt = 256`.
 
-`check_bounds` enforces them and `--help` shows them.
+`check_bounds` enforces them and `--help` shows them. What else concerns values by their type is here too.
 """
 
 import functools
 import math
+import os
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxstack.common.errors import ConfigError
 
@@ -118,3 +120,35 @@ def check_value(key: str, value: object, hint: object, default: object) -> None:
         f"{key}={value} is out of range. Use {interval.advice()}{null}; the default is "
         f"{'null' if default is None else default}."
     )
+
+
+def type_in_words(kind: object) -> str:
+    """Returns the values of a type in words: `one of a, b`, `a list of a, b`, `an integer >= 1 or null`."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        part = get_args(kind)[0]
+        return f"a list of {_PLURAL.get(part) or type_in_words(part).removeprefix('one of ')}"
+    if get_origin(kind) is Annotated:
+        part, interval = get_args(kind)[:2]
+        return f"{type_in_words(part)} {interval!r}"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(type_in_words, get_args(kind)))
+    return _WORDS.get(kind, str(kind))
+
+
+_WORDS: dict[object, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
+_PLURAL: dict[object, str] = {int: "integers", str: "texts"}
+
+
+def expand_home(group: "DataclassInstance", *names: str) -> None:
+    """Replaces a leading `~` by the home directory in paths of a frozen dataclass that is being made."""
+    for name in names:
+        if isinstance(value := getattr(group, name), str):
+            object.__setattr__(group, name, os.path.expanduser(value))

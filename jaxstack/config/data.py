@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxstack.config.bounds import Interval, PositiveInt, check_bounds, require
+from jaxstack.config.bounds import Interval, PositiveInt, check_bounds, expand_home, require
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_bounds("data", self)
+        expand_home(self, "path", "tokenizer")
         require(bool(self.tokenizer), "data.tokenizer is empty. Use bytes, chars, or the path of a tokenizer.json.")
         require(
             self.source == "stdlib" or bool(self.path),

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveInt, check_bounds, require
+from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveInt, check_bounds, expand_home, require
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         check_bounds("pipeline", self)
+        expand_home(self, "partition")
         require(bool(self.partition), "pipeline.partition is empty. Use even, auto, or the path of a file of costs.")
         require(
             self.chunks == 1 or self.schedule == "interleaved_1f1b",

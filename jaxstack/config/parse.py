@@ -8,17 +8,20 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import itertools
+import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
+from jsonargparse._actions import _ActionConfigLoad
 
-from jaxstack.config import Config, ConfigError, flat
-from jaxstack.config.bounds import check_value
+from jaxstack.config import Config, ConfigError, flat, resolve, suggestions, yaml_check
+from jaxstack.config.bounds import check_value, type_in_words
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -51,24 +54,36 @@ class Parser(ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs |= {"allow_abbrev": False, "exit_on_error": False, "formatter_class": HelpFormatter}
+        kwargs |= {
+            "allow_abbrev": False,
+            "exit_on_error": False,
+            "formatter_class": HelpFormatter,
+            "print_config": None,  # ours applies the checks of training
+        }
         super().__init__(*args, **kwargs)
+        self._has_config = False
         self._default_config: str | None = None
-        self._builds_config = False
+        self._words: list[str] = []
 
-    def add_config(self, default: str | Path = "quickstart", build: bool = True) -> None:
+    def add_config(self, default: str | Path | None = "quickstart") -> None:
         """Adds `--config` and a flag for every key of `Config`.
 
         Args:
-          default: configuration that is read when the command line has no `--config`.
-          build: whether `read` returns the checked `Config` as `cfg`.
+          default: configuration that is read when the command line has no `--config`; `read` then returns the checked
+            `Config` as `cfg`. None means that the command makes its own configuration from the words.
         """
-        self._default_config, self._builds_config = str(default), build
+        self._has_config, self._default_config = True, None if default is None else str(default)
+        shown = f" (default: {default})" if default else ""
         self.add_argument(
             "--config",
             action=ActionConfigFile,
-            help=f"YAML file, or name of a configuration that comes with jaxstack (default: {default})",
+            metavar="NAME",
+            help=f"YAML file, or name of a configuration that comes with jaxstack{shown}",
         )
+        if default is not None:
+            self.add_argument(
+                "--print_config", action="store_true", help="check the configuration, print it as YAML, and exit"
+            )
         self.add_class_arguments(Config, as_group=True)
 
     def read(self, argv: Sequence[str]) -> Namespace:
@@ -84,28 +99,50 @@ class Parser(ArgumentParser):
         Raises:
           ConfigError: an unknown key, a wrong type, an impossible value or a missing file.
         """
-        if self._default_config is None:
+        self._words = list(argv)
+        kinds = {a.dest: getattr(a, "_typehint", None) for a in self._actions if not isinstance(a, _ActionConfigLoad)}
+        self._check_groups({key: kind for key, kind in kinds.items() if "." in key})
+        if not self._has_config:
             return self._within_bounds(self.instantiate(self.parse_args(argv)))
         names, words = _split_config(argv)
         named = [config_file(name) for name in names]
-        files = named or [config_file(self._default_config)]
+        files = named or [config_file(name) for name in [self._default_config] if name]
         for path in files:
-            _check_yaml(path)
+            yaml_check.check_file(path, {key: kind for key, kind in kinds.items() if "." in key})
         # Files come first, so that flags override them wherever they are on the command line.
         values = self.parse_args([*(f"--config={path}" for path in files), *words])
-        for name in GROUPS:
-            if not isinstance(values[name], Namespace):
-                raise ConfigError(
-                    f"{name}={values[name]} is not a group of keys. Write its keys below it, such as "
-                    f"{name}: {{key: value}}."
-                )
         result = Namespace(**{name: value for name, value in vars(values).items() if name not in (*GROUPS, "config")})
         result.files, result.words = named, words
-        if self._builds_config:
+        if self._default_config is not None:
             groups = self.instantiate(values)
             result.cfg = Config(**{name: groups[name] for name in GROUPS})
             _check_secrets(result.cfg)
+            if values.print_config:
+                _check_vocabulary(result.cfg)
+                print(to_yaml(result.cfg), end="")
+                sys.exit()
         return self._within_bounds(result)
+
+    def _check_groups(self, kinds: dict[str, Any]) -> None:
+        """Checks the YAML of flags that set a whole group, such as `--model.moe='{num_experts: 8}'`."""
+        groups = {key[:i] for key in kinds for i, char in enumerate(key) if char == "."}
+        for word, following in itertools.pairwise([*self._words, ""]):
+            if word == "--":
+                return
+            key, equals, value = word.removeprefix("--").partition("=")
+            value = value if equals else following
+            if not word.startswith("--") or key not in groups or not value:
+                continue
+            if os.path.isfile(value):
+                yaml_check.check_file(Path(value), kinds, key)
+            elif value.lstrip().startswith("{"):
+                yaml_check.check_text(value, f"--{key}", kinds, key)
+            else:
+                some = next(name for name in kinds if name.startswith(f"{key}."))
+                raise ConfigError(
+                    f"--{key}={value} is not a group of keys. Set its keys one by one, such as --{some}=VALUE, or "
+                    f"together: --{key}='{{{some.rpartition('.')[2]}: VALUE}}'."
+                )
 
     def _within_bounds(self, values: Namespace) -> Namespace:
         """Returns the values of a command line after checking those that are not keys of a configuration."""
@@ -128,9 +165,15 @@ class Parser(ArgumentParser):
         """Raises `ConfigError` with a message of the parser in one line that says what to do."""
         # Nested failures come as an indented tree, of which the user needs only the text.
         text = " ".join(line.strip(" -") for line in message.splitlines() if line.strip())
+        if found := re.search(r"unrecognized arguments: (.*)", text):
+            word = max((word for word in self._words if found[1].startswith(word)), key=len, default=found[1])
+            following = [*self._words, "", ""][self._words.index(word) + 1] if word in self._words else ""
+            raise ConfigError(suggestions.unknown_argument(word, following, self._names()))
         for pattern in _UNKNOWN_KEY:
             if found := re.search(pattern, text):
-                raise ConfigError(self._unknown(".".join(found.groups())))
+                raise ConfigError(suggestions.unknown_key(".".join(found.groups()), self._names()))
+        if found := re.search(r"argument (\S+): ignored explicit argument", text):
+            raise ConfigError(f"{found[1]} takes no value. Write {found[1]} alone.")
         if found := re.search(r"argument (\S+): expected", text):
             raise ConfigError(f"{found[1]} has no value. Give it one, such as {found[1]}=VALUE.")
         if found := re.search(r"arguments are required: ([\w, ]+)", text):
@@ -139,17 +182,12 @@ class Parser(ArgumentParser):
         keys, value = re.findall(r'Parser key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text)
         if keys and value:
             raise ConfigError(self._wrong_type(keys[-1], value[1]))
-        if keys and (value := re.search(r"Unable to load config ['\"](.*?)['\"]", text)):
-            raise ConfigError(
-                f"{keys[-1]}={value[1]} is not a group of keys. Write them in braces, such as "
-                f"--{keys[-1]}='{{key: value}}'."
-            )
         raise ConfigError(f"{_plain_types(text).replace('Parser key ', '')}. {self._help}")
 
     @property
     def _help(self) -> str:
         python = "python " if self.prog.endswith(".py") else ""
-        what = "every key and its type" if self._default_config else "all arguments"
+        what = "every key and its type" if self._has_config else "all arguments"
         return f"`{python}{self.prog} --help` lists {what}."
 
     def _action(self, key: str) -> argparse.Action | None:
@@ -162,49 +200,29 @@ class Parser(ArgumentParser):
             return f"--{key}"
         return str(action.metavar or key)
 
-    def _unknown(self, key: str) -> str:
-        if self._default_config and key in shipped():
-            return f"unknown argument {key}. Did you mean --config {key}?"
-        close = difflib.get_close_matches(key, {action.dest for action in self._actions}, n=1)
-        return f"unknown key {key}. " + (f"Did you mean {close[0]}?" if close else self._help)
+    def _names(self) -> suggestions.Names:
+        """Returns the names that the command has."""
+        positionals = {a.dest: str(a.metavar or a.dest) for a in self._actions if not a.option_strings}
+        flags = [option.removeprefix("--") for a in self._actions for option in a.option_strings if option[:2] == "--"]
+        usage = " ".join([self.prog, *positionals.values()])
+        return suggestions.Names(flags, positionals, shipped() if self._has_config else {}, usage, self._help)
 
     def _wrong_type(self, key: str, value: str) -> str:
         action = self._action(key)
         kind = getattr(action, "_typehint", None) or getattr(action, "type", None)
         name = key if "." in key else self._display(key)
-        if kind is str and re.fullmatch(r"[\d.]+", value):
-            return (
-                f"{name}={value} is a number, but the key takes text. Put the text in quotes: YAML reads 10:15 as "
-                f"minutes and seconds."
-            )
-        return f"{name}={value} is not valid. Use {_type_in_words(kind)}."
-
-
-def _type_in_words(kind: Any) -> str:
-    """Returns the values of a type in words: `one of a, b`, `a list of a, b`, `an integer >= 1 or null`."""
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
-    if get_origin(kind) is tuple:
-        part = get_args(kind)[0]
-        return f"a list of {_PLURAL.get(part) or _type_in_words(part).removeprefix('one of ')}"
-    if get_origin(kind) is Annotated:
-        return f"{_type_in_words(kind.__origin__)} {kind.__metadata__[0]!r}"
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_type_in_words, get_args(kind)))
-    return _WORDS.get(kind, str(kind))
-
-
-_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-_PLURAL = {int: "integers", str: "texts"}
+        if value.startswith("="):
+            return f"{name} is followed by a space. Write --{key}=VALUE, without spaces around the equals sign."
+        number = float(value) if re.fullmatch(r"\d+\.0*|\d+\.?\d*e\+?\d+", value) else None
+        such = f", such as {number:.0f}" if number is not None and number.is_integer() else ""
+        return f"{name}={value} is not valid. Use {type_in_words(kind)}{such}."
 
 
 _HELP_TEXTS = {  # by the first sentence of the parser's own text
     "Path to a configuration file": "keys of this group as YAML, or a YAML file of them",
-    "Print the configuration after applying all other arguments and exit": "print the configuration as YAML, and exit",
 }
 
-_UNKNOWN_KEY = (  # the parser's words for a key that does not exist: on the command line, and in a file
-    r"unrecognized arguments: (?:--)?([\w.]+)",
+_UNKNOWN_KEY = (  # the parser's words for a key of a file that does not exist
     r"Group '([\w.]+)' does not accept option '([\w.]+)'",
     r"Option '([\w.]+)' is not accepted",
 )
@@ -240,12 +258,22 @@ def config_file(name: str) -> Path:
     Raises:
       ConfigError: there is neither.
     """
-    if (path := Path(name)).is_file():
+    path, known = Path(name).expanduser(), shipped()
+    if path.is_file():
         return path
-    known = shipped()
-    if name not in known:
-        raise ConfigError(f"--config={name} is not a file. Name a YAML file, or one of {', '.join(known)}.")
-    return known[name]
+    if name in known:
+        return known[name]
+    if (path / "config.yaml").is_file():
+        raise ConfigError(f"--config={name} is a directory. Did you mean --config={path / 'config.yaml'}?")
+    stem = path.name.removesuffix(".yaml").removesuffix(".yml")
+    if close := difflib.get_close_matches(stem, known, n=1):
+        raise ConfigError(f"--config={name} is not a file. Did you mean --config {close[0]}?")
+    raise ConfigError(f"--config={name} is not a file. Name a YAML file, or one of {', '.join(known)}.")
+
+
+def user_path(text: str) -> str:
+    """Returns a path of the command line, with a leading `~` replaced by the home directory."""
+    return os.path.expanduser(text)
 
 
 def parse_config(argv: Sequence[str], default_config: str | Path = "quickstart") -> Config:
@@ -284,31 +312,12 @@ def _check_secrets(cfg: Config) -> None:
             )
 
 
-def _check_yaml(path: Path) -> None:
-    """Checks that a file is YAML without duplicate keys, of which YAML would silently use the last one.
-
-    Raises:
-      ConfigError: a group contains a key twice, or the file is not YAML.
-    """
-    try:
-        nodes = [yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)]
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}. Correct the file.") from None
-    except (OSError, ValueError):
-        return  # the parser reports the error
-    if not isinstance(nodes[0], yaml.MappingNode):
-        raise ConfigError(f"{path} does not contain keys. Write groups of keys, such as model: {{num_layers: 4}}.")
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value]
-            for i, (key, value) in enumerate(node.value):
-                if key.value in keys[:i]:
-                    line = key.start_mark.line + 1
-                    raise ConfigError(f"{path}, line {line}: the key {key.value} occurs twice. Remove one of them.")
-                nodes.append(value)
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
+def _check_vocabulary(cfg: Config) -> None:
+    """Applies the checks that depend on the vocabulary, if its size is given without reading data."""
+    bytes_only = cfg.data.tokenizer == "bytes" and cfg.data.source != "tokens"  # a token file has its own tokenizer
+    vocabulary = 256 if bytes_only else cfg.model.vocab_size
+    if vocabulary is not None:
+        resolve(cfg, vocabulary)
 
 
 def to_yaml(config: Config) -> str:

@@ -13,6 +13,7 @@ from jaxstack.config.bounds import (
     PositiveInt,
     Probability,
     check_bounds,
+    expand_home,
     require,
 )
 
@@ -38,6 +39,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_bounds("run", self)
+        expand_home(self, "dir", "init_from")
         require(bool(self.dir), "run.dir is empty. Name a directory, for example run.dir=runs/first.")
 
 

@@ -70,6 +70,8 @@ def test_every_command_exists():
         (["schedule", "1f1b", "--stages=0"], ["--stages=0 is out of range. Use 1 or more; the default is 4."]),
         (["completion", "csh"], ["SHELL=csh is not valid. Use one of bash, zsh, fish."]),
         (["generate", "nowhere", "x"], ["nowhere is not a run"]),
+        (["generate", "RUN", "--prompts", "x"], ["Write x without it, as in `jaxstack generate RUN PROMPT`."]),
+        (["report", "--run=x"], ["--run is not a flag. Write x without it, as in `jaxstack report RUN`."]),
         (["report", "nowhere"], ["nowhere is not a directory"]),
         (["export", "nowhere", "out"], ["nowhere is not a run"]),
         (["data", "show", "nowhere"], ["nowhere.json does not exist"]),
@@ -102,7 +104,7 @@ def test_a_configuration_goes_by_its_path_or_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").write_text("model: {d_model: 8}")
     assert parse.parse_config(["--config=quickstart"]).model.d_model == 8, "a file that is there is what was meant"
-    with pytest.raises(ConfigError, match=r"configs/gpt2.yaml is not a file\..* gpt2,"):
+    with pytest.raises(ConfigError, match=r"configs/gpt2.yaml is not a file\. Did you mean --config gpt2\?"):
         parse.parse_config(["--config=configs/gpt2.yaml"])
 
 

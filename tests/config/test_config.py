@@ -6,10 +6,11 @@ from pathlib import Path
 
 import jax
 import pytest
+import yaml
 
 from jaxstack.cli import parser
 from jaxstack.common import errors
-from jaxstack.config import Config, ConfigError, parse, resolve
+from jaxstack.config import Config, ConfigError, flat, parse, resolve
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.runtime import platform
@@ -154,7 +155,33 @@ MISTAKES = {
     "no such text": (["--data.source=path", "--data.path=nowhere.txt"], ["nowhere.txt"]),
     "small vocabulary": (["--model.vocab_size=100"], ["model.vocab_size=100", "256"]),
     "scaling": (["--model.rope_scaling.factor=0.5"], ["factor", "0.5"]),
-    "group as value": (["--model=3"], ["model"]),
+    "group as value": (["--model=3"], ["--model=3 is not a group of keys", "--model.num_layers=VALUE"]),
+    "inner group as value": (["--model.moe=8"], ["--model.moe=8 is not a group", "--model.moe.num_experts=VALUE"]),
+    "mesh as value": (["--mesh=8"], ["--mesh=8 is not a group of keys", "--mesh.data=VALUE"]),
+    "group without keys": (["--mesh={}", "--model={num_layers: }"], ["model.num_layers"]),
+    "key twice": (["--model.moe={top_k: 1, top_k: 2}"], ["model.moe.top_k occurs twice"]),
+    "no dashes": (["model.num_layers=8"], ["model.num_layers=8 is not a flag. Write --model.num_layers=8."]),
+    "one dash": (["-model.num_layers=8"], ["-model.num_layers=8 is not a flag. Write --model.num_layers=8."]),
+    "hyphens": (["--model.num-layers", "8"], ["--model.num-layers is not a flag. Write --model.num_layers=8."]),
+    "spaces": (["--model.num_layers", "=", "8"], ["Write --model.num_layers=VALUE, without spaces"]),
+    "no group": (["--num_layers=8"], ["unknown key num_layers. Did you mean model.num_layers?"]),
+    "several groups": (["--top_k=8"], ["Did you mean model.moe.top_k or sample.top_k?"]),
+    "another tool's key": (["--max_steps", "8"], ["max_steps (Hugging Face, Lightning). Use --train.steps=8."]),
+    "another tool's unit": (
+        ["--per_device_train_batch_size=8"],
+        ["Use --data.batch_size=VALUE. It counts the sequences of an optimizer step: sequences per device x devices x"],
+    ),
+    "another tool's flag": (["--bf16"], ["Use --train.dtype=bfloat16."]),
+    "another tool's word for a second key": (["--eval_steps=8"], ["--train.eval_every=8 or --train.eval_steps=VALUE"]),
+    "switch with a value": (["--print_shardings=true"], ["--print_shardings takes no value"]),
+    "number with a point": (["--train.steps=1e3"], ["Use an integer >= 1, such as 1000."]),
+    "near a config": (["--config=quikstart"], ["Did you mean --config quickstart?"]),
+    "file as argument": (["my.yaml"], ["Did you mean --config my.yaml?"]),
+    "print_config checks keys": (["--print_config", "--model.num_heads=7"], ["model.num_heads=7"]),
+    "print_config checks the vocabulary": (
+        ["--print_config", "--mesh.tensor=4", "--model.vocab_size=257"],
+        ["mesh.tensor=4", "--model.vocab_size=260"],
+    ),
     "profile": (["--profile.steps=5"], ["profile.steps=5", "10:15"]),
     "profile backwards": (["--profile.steps=5:3"], ["profile.steps=5:3", "10:15"]),
     "profile past the end": (["--profile.steps=5:9999"], ["profile.steps=5:9999", "train.steps"]),
@@ -183,8 +210,34 @@ def test_a_process_ends_by_the_same_line_and_code(capsys, monkeypatch):
     [
         ("model:\n  num_layer: 4\n", ["model.num_layer", "Did you mean model.num_layers?"]),
         ("modl:\n  num_layers: 4\n", ["modl.num_layers"]),
-        ("profile:\n  steps: 10:15\n", ["profile.steps", "615", "quotes"]),
-        ("model: 3\n", ["model"]),
+        ("profile:\n  steps: 10:15\n", ["profile.steps=10:15 as the number 615", 'Put it in quotes: "10:15".']),
+        ("model: 3\n", ["line 1: model=3 is not a group of keys"]),
+        ("model: {moe: 8}\n", ["line 1: model.moe=8 is not a group of keys"]),
+        ("model:\n", ["line 1: model is a group of keys, but it is empty"]),
+        ("mesh: [8]\n", ["line 1: mesh is a group of keys, but its value is a list"]),
+        ("", ["is empty. Write groups of keys"]),
+        ("# nothing\n", ["is empty"]),
+        ("- model\n", ["does not contain keys"]),
+        ("1: 2\n", ["line 1: 1 is not the name of a key"]),
+        ("run: {seed: 1}\nrun: {seed: 2}\n", ["line 2: the key run occurs twice"]),
+        ("run:\n  seed: 1\n  seed: 2\n", ["line 3: the key run.seed occurs twice"]),
+        ("run: {seed: 1}\nrun.seed: 2\n", ["line 2: the key run.seed occurs twice"]),
+        ("model:\n\tnum_layers: 3\n", ["line 2 begins with a tab", "Indent with spaces."]),
+        ("run: {seed: 1}\n---\nrun: {seed: 2}\n", ["line 2 is not YAML"]),
+        ("config: quickstart\n", ["Write --config on the command line."]),
+        (
+            'run:\n  resume: "yes"\n',
+            ["line 2: run.resume='yes' is text", "Write it without quotes, such as resume: true."],
+        ),
+        ("run: {resume: 'off'}\n", ["such as resume: false."]),
+        ("train: {steps: '5'}\n", ["takes an integer >= 1", "such as steps: 5."]),
+        ("model: {d_ff: '5'}\n", ["takes an integer >= 1 or null"]),
+        ("model: {windows: ['5']}\n", ["model.windows='5' is text"]),
+        ("train: {steps: 010}\n", ["YAML reads train.steps=010 as 8"]),
+        ("run: {dir: yes}\n", ["YAML reads run.dir=yes as true", 'Put it in quotes: "yes".']),
+        ("run: {dir: 5}\n", ["as the number 5", 'Put it in quotes: "5".']),
+        ("learning_rate: 1\n", ["unknown key learning_rate (nanoGPT, MaxText, Hugging Face). Use optim.lr."]),
+        ("training: {global_batch_size: 8}\n", ["training.global_batch_size", "Use data.batch_size."]),
         ("model:\n  d_model: [\n", ["line 3"]),
         ("optim:\n  lr: !!python/object/apply:os.getcwd []\n", ["python/object"]),
     ],
@@ -194,6 +247,43 @@ def test_a_mistake_in_a_file_too(text, words, tmp_path, capsys, monkeypatch):
     said = refused(capsys, monkeypatch, f"--config={tmp_path / 'wrong.yaml'}")
     for word in words:
         assert word in said
+
+
+def test_yaml_reads_what_users_write(tmp_path):
+    """Numbers with exponents are text for YAML 1.1; words such as `on` are booleans."""
+    text = (
+        "optim: {lr: 1e-3, eps: 1E-9}\nrun: {resume: off, dir: ~/runs/x}\ntrain: {steps: 1_000}\nmodel: {qk_norm: Yes}"
+    )
+    (tmp_path / "config.yaml").write_text(text)
+    cfg = parse.parse_config([f"--config={tmp_path / 'config.yaml'}"])
+    assert (cfg.optim.lr, cfg.optim.eps, cfg.run.resume, cfg.train.steps) == (1e-3, 1e-9, False, 1000)
+    assert cfg.model.qk_norm
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    """In every key and argument that is a path: shells expand it only at the beginning of a word."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.yaml").write_text("run: {dir: ~/runs/x}")
+    keys = ["run.dir", "run.init_from", "data.path", "data.tokenizer", "pipeline.partition"]
+    flags = [f"--{key}=~/{key}" for key in keys]
+    values = flat(parse.parse_config(["--config=~/my.yaml", *flags, "--data.source=path"]))
+    assert [values[key] for key in keys] == [f"{tmp_path}/{key}" for key in keys]
+    assert parse.parse_config(["--config=~/my.yaml"]).run.dir == f"{tmp_path}/runs/x"
+    seen = set()
+    for name in parser.COMMANDS:
+        for action in parser.parser_of(name)._actions:
+            if action.metavar in ("RUN", "DIR", "FILE", "OUT"):
+                assert action.type("~/x") == f"{tmp_path}/x", f"{name} {action.dest}"
+                seen.add(f"{name} {action.dest}")
+    assert {"generate run", "import folder", "import out", "report runs", "plan roofline json"} <= seen
+
+
+def test_print_config_prints_the_checked_configuration(capsys):
+    with pytest.raises(SystemExit) as end:
+        parser.read_arguments(["train", "--config=gpt2", "--model.num_layers=3", "--print_config"])
+    assert not end.value.code
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed == yaml.safe_load(parse.to_yaml(parse.parse_config(["--config=gpt2", "--model.num_layers=3"])))
 
 
 def test_mesh_errors_before_compilation():

@@ -1,0 +1,147 @@
+"""Checks of YAML before the parser reads it: mistakes that YAML or the parser would accept, or explain badly."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import yaml
+
+from jaxstack.common.errors import ConfigError
+from jaxstack.config.bounds import type_in_words
+
+_TAG = "tag:yaml.org,2002:"
+_TRUE = ("yes", "true", "on", "y", "1")
+_FALSE = ("no", "false", "off", "n", "0")
+
+
+def check_file(path: Path, kinds: Mapping[str, object], prefix: str = "") -> None:
+    """Checks a YAML file as `check_text` does.
+
+    Raises:
+      ConfigError: the file cannot be read, or `check_text` refuses its text.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}). Name another file.") from None
+    check_text(text, str(path), kinds, prefix)
+
+
+def check_text(text: str, source: str, kinds: Mapping[str, object], prefix: str = "") -> None:
+    """Checks YAML of a configuration.
+
+    Args:
+      text: the YAML.
+      source: where it is from, for messages.
+      kinds: type of every key, by its dotted name.
+      prefix: dotted name of the group whose keys the text contains. Empty means the whole configuration.
+
+    Raises:
+      ConfigError: the text is not YAML or does not contain keys, a key occurs twice, a group has a value, a number or
+        a boolean is in quotes, or YAML would read a value as something else than it looks like.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_syntax_error(error, source)) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}. Correct it.") from None
+    if root is None:
+        raise ConfigError(f"{source} is empty. Write groups of keys, such as model: {{num_layers: 4}}.")
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{source} does not contain keys. Write groups of keys, such as model: {{num_layers: 4}}.")
+    groups = {key[:i] for key in kinds for i, char in enumerate(key) if char == "."}
+    lines: dict[str, int] = {}
+    for key, node in _entries(root, prefix, source, groups):
+        line = node.start_mark.line + 1
+        if key in lines:
+            raise ConfigError(f"{source}, line {line}: the key {key} occurs twice. Remove one of them.")
+        lines[key] = line
+        if key == "config":
+            raise ConfigError(f"{source}, line {line}: config is not a key. Write --config on the command line.")
+        if key in kinds:
+            for value in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+                _check_scalar(f"{source}, line {value.start_mark.line + 1}", key, value, kinds[key])
+
+
+def _entries(
+    root: yaml.MappingNode, prefix: str, source: str, groups: set[str]
+) -> Iterator[tuple[str, yaml.nodes.Node]]:
+    """Yields every dotted key of a mapping with its value, and the keys of its groups instead of the groups."""
+    seen = set()
+    for name, node in root.value:
+        where = f"{source}, line {name.start_mark.line + 1}"
+        if not isinstance(name, yaml.ScalarNode) or name.tag.removeprefix(_TAG) not in ("str", "merge"):
+            shown = name.value if isinstance(name, yaml.ScalarNode) else "a list or mapping"
+            raise ConfigError(
+                f"{where}: {shown} is not the name of a key. Write names, such as model: {{num_layers: 4}}."
+            )
+        key = f"{prefix}.{name.value}" if prefix else str(name.value)
+        if key not in groups:
+            yield key, node
+            continue
+        if key in seen:
+            raise ConfigError(f"{where}: the key {key} occurs twice. Remove one of them.")
+        seen.add(key)
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{where}: {_not_a_group(key, node)}. Write its keys below it, or remove it.")
+        yield from _entries(node, key, source, groups)
+
+
+def _not_a_group(key: str, node: yaml.nodes.Node) -> str:
+    """Returns a sentence that says that the value of a group is not a mapping, without its full stop."""
+    if not isinstance(node, yaml.ScalarNode):
+        return f"{key} is a group of keys, but its value is a list"
+    return f"{key}={node.value} is not a group of keys" if node.value else f"{key} is a group of keys, but it is empty"
+
+
+def _check_scalar(where: str, key: str, node: yaml.nodes.Node, kind: object) -> None:
+    """Refuses text for a number or boolean, and a number or boolean for text."""
+    if not isinstance(node, yaml.ScalarNode):
+        return
+    value, found = str(node.value), node.tag.removeprefix(_TAG)
+    name, wanted = key.rpartition(".")[2], _plain_types(kind)
+    if node.style in ("'", '"') and not wanted & {str, Any}:
+        plain = value
+        if bool in wanted and value.lower() in (*_TRUE, *_FALSE):
+            plain = "true" if value.lower() in _TRUE else "false"
+        raise ConfigError(
+            f"{where}: {key}={value!r} is text in quotes, but the key takes {type_in_words(kind)}. Write it without "
+            f"quotes, such as {name}: {plain}."
+        )
+    if node.style is None and found in ("int", "float", "bool") and wanted == {str}:
+        read = str(yaml.safe_load(value)).lower() if found == "bool" else f"the number {yaml.safe_load(value)}"
+        raise ConfigError(
+            f'{where}: YAML reads {key}={value} as {read}, but the key takes text. Put it in quotes: "{value}".'
+        )
+    if node.style is None and found == "int" and re.match(r"[-+]?0\d|.*:", value) and not wanted & {str, Any}:
+        raise ConfigError(
+            f"{where}: YAML reads {key}={value} as {yaml.safe_load(value)}. Write the number without leading zeros and "
+            f"colons."
+        )
+
+
+def _plain_types(kind: object) -> set[object]:
+    """Returns the classes of the values of a type: of a union's parts, of a list's elements, of a choice's words."""
+    if kind in (None, Any):
+        return {Any}
+    if kind is type(None):
+        return set()
+    if get_origin(kind) is Literal:
+        return {type(value) for value in get_args(kind)}
+    if get_origin(kind) is Annotated:
+        return _plain_types(get_args(kind)[0])
+    parts = [part for part in get_args(kind) if part is not Ellipsis]
+    return set().union(*map(_plain_types, parts)) if parts else {kind}
+
+
+def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> str:
+    """Returns a line that says where and why a text is not YAML."""
+    mark = error.problem_mark or error.context_mark
+    where = f"{source}, line {mark.line + 1}" if mark else source
+    if "'\\t'" in str(error.problem):
+        return f"{where} begins with a tab, which YAML does not allow. Indent with spaces."
+    return f"{where} is not YAML ({error.problem or error.context}). Correct the line."
