@@ -7,7 +7,7 @@ A check raises `ConfigError` with one line that names the key and its value, and
 """
 
 from jaxstack.common.errors import ConfigError
-from jaxstack.config.data import DataConfig
+from jaxstack.config.data import DataConfig, SourceConfig, WeightChange
 from jaxstack.config.model import LoraConfig, ModelConfig, MoEConfig, RopeScaling
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
 from jaxstack.config.run import Config, flat, resolve
@@ -38,8 +38,10 @@ __all__ = [
     "RopeScaling",
     "RunConfig",
     "SampleConfig",
+    "SourceConfig",
     "SpikeConfig",
     "TrainConfig",
+    "WeightChange",
     "flat",
     "resolve",
 ]

@@ -1,22 +1,78 @@
 """Keys of the group `data`: what is read, and how it becomes tokens, sequences and batches."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
 
 from jaxstack.config.bounds import Interval, PositiveInt, check_bounds, expand_home, require
+
+SourceName: TypeAlias = Literal["stdlib", "path", "tokens", "hf", "chat"]
+
+
+class _Short:
+    """Shows a dataclass as users write it in YAML, without the fields that have their defaults."""
+
+    def __repr__(self) -> str:
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}  # type: ignore[arg-type]
+        shown = (f"{name}: {list(value) if isinstance(value, tuple) else value}" for name, value in values.items())
+        return f"{{{', '.join(shown)}}}"
+
+
+@dataclass(frozen=True, repr=False)
+class SourceConfig(_Short):
+    """One source of `data.mixture`. Its other properties are the keys of the group `data`."""
+
+    source: SourceName
+    """As `data.source`."""
+    path: str | None = None
+    """As `data.path`."""
+    weight: float = 1.0
+    """Share of the sequences, relative to the weights of the other sources. With 0 the source is only evaluated."""
+    name: str | None = None
+    """Name in metrics, on the screen and in reports. Null means the last part of the path."""
+    hf_split: str = "train"
+    """As `data.hf_split`."""
+    hf_column: str = "text"
+    """As `data.hf_column`."""
+
+    @property
+    def label(self) -> str:
+        """The name in metrics, on the screen and in reports."""
+        if self.name is not None:
+            return self.name
+        return Path(self.path).name if self.path else self.source
+
+
+@dataclass(frozen=True, repr=False)
+class WeightChange(_Short):
+    """New weights of `data.mixture`, from a step on."""
+
+    step: int
+    """Number of steps that are done before the weights change."""
+    weights: tuple[float, ...]
+    """One weight for each source, in the order of `data.mixture`."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """The data source, its tokenizer, and the shape of a batch."""
 
-    source: Literal["stdlib", "path", "tokens", "hf", "chat"] = "stdlib"
+    source: SourceName = "stdlib"
     """Where text comes from. `stdlib`: the source code of Python's standard library. `path`: a text file or a folder of
     text files. `tokens`: a token file made by `jaxstack data`. `hf`: a Hugging Face dataset (extra `[hf]`). `chat`:
     conversations, where only the answers are learned; see docs/finetuning.md."""
     path: str | None = None
     """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), or JSON Lines file of conversations
     (`chat`)."""
+    mixture: tuple[SourceConfig, ...] = ()
+    """Several sources with weights, in place of `data.source` and `data.path`:
+    `[{source: path, path: a.txt, weight: 3}, {source: tokens, path: b.bin, weight: 1}]`. All of them
+    share one tokenizer."""
+    mixture_changes: tuple[WeightChange, ...] = ()
+    """Steps from which the sources have other weights, in ascending order: `[{step: 900, weights: [1, 4]}]`."""
     tokenizer: str = "bytes"
     """`bytes`, `chars`, or the path of a tokenizer.json (extra `[hf]`)."""
     seq_len: PositiveInt = 256
@@ -41,6 +97,7 @@ class DataConfig:
         check_bounds("data", self)
         expand_home(self, "path", "tokenizer")
         require(bool(self.tokenizer), "data.tokenizer is empty. Use bytes, chars, or the path of a tokenizer.json.")
+        _check_mixture(self)
         require(
             self.source == "stdlib" or bool(self.path),
             f"data.path is missing, but data.source={self.source} reads from it. Set --data.path=...",
@@ -50,3 +107,70 @@ class DataConfig:
             f"data.path={self.path} is set, but data.source=stdlib does not read it. Add --data.source=path for text, "
             f"or --data.source=tokens for a token file.",
         )
+
+    def single_sources(self) -> Iterator["DataConfig"]:
+        """Yields a configuration for each source of the mixture, or this one if there is no mixture."""
+        if not self.mixture:
+            yield self
+        for one in self.mixture:
+            own = {f.name: getattr(one, f.name) for f in fields(one) if f.name not in ("name", "weight")}
+            yield replace(self, mixture=(), mixture_changes=(), **own)
+
+    def weights(self) -> list[tuple[int, tuple[float, ...]]]:
+        """Returns the steps from which weights hold, with the weights; the first step is 0."""
+        if not self.mixture:
+            return [(0, (1.0,))]
+        first = tuple(one.weight for one in self.mixture)
+        return [(0, first), *((change.step, change.weights) for change in self.mixture_changes)]
+
+
+def _check_mixture(cfg: DataConfig) -> None:
+    require(
+        bool(cfg.mixture) or not cfg.mixture_changes,
+        f"data.mixture_changes={list(cfg.mixture_changes)} is set, but data.mixture is empty. Name the sources there.",
+    )
+    if not cfg.mixture:
+        return
+    require(
+        cfg.source == "stdlib" and cfg.path is None,
+        f"data.source={cfg.source}, data.path={cfg.path} are set beside data.mixture, which replaces them. Put this "
+        f"source into the mixture and remove both keys.",
+    )
+    require(
+        not cfg.domains,
+        f"data.domains={list(cfg.domains)} cannot be combined with data.mixture. Use one source, or no domains.",
+    )
+    for one in cfg.mixture:
+        require(
+            one.source == "stdlib" or bool(one.path),
+            f"data.mixture: {one} has no path. Add `path: ...`.",
+        )
+        require(
+            one.source != "stdlib" or not one.path,
+            f"data.mixture: {one} has a path, which the source stdlib does not read. Use source: path or tokens.",
+        )
+        require(
+            bool(one.label) and one.label == " ".join(one.label.split()),
+            f"data.mixture: {one} has a name with spaces at its ends, line breaks, or nothing. Use a plain name.",
+        )
+    labels = [one.label for one in cfg.mixture]
+    require(
+        len(set(labels)) == len(labels),
+        f"data.mixture={list(cfg.mixture)} has two sources named {max(labels, key=labels.count)}. Give each its own "
+        f"`name: ...`.",
+    )
+    for step, weights in cfg.weights():
+        place = f"data.mixture_changes={list(cfg.mixture_changes)}" if step else f"data.mixture={list(cfg.mixture)}"
+        require(
+            len(weights) == len(labels),
+            f"{place} has {len(weights)} weights for the {len(labels)} sources of data.mixture. Give one for each.",
+        )
+        require(
+            all(0 <= w < math.inf for w in weights) and any(weights),
+            f"{place} has the weights {list(weights)}. Use numbers of 0 or more, at least one of them above 0.",
+        )
+    steps = [0, *(change.step for change in cfg.mixture_changes)]
+    require(
+        all(a < b for a, b in pairwise(steps)),
+        f"data.mixture_changes={list(cfg.mixture_changes)} is not in ascending order of steps from 1 on. Sort it.",
+    )

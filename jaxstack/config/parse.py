@@ -326,6 +326,6 @@ def to_yaml(config: Config) -> str:
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {k: plain(v) for k, v in value.items()}
-        return list(value) if isinstance(value, tuple) else value
+        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)

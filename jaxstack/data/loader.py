@@ -1,16 +1,51 @@
 """The batches of a run: each process reads the rows of a batch that its devices hold."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any
 
 import jax
 
 from jaxstack import data
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config
+from jaxstack.data.mixture import WindowSizes
+from jaxstack.data.tokenizers import Tokenizer
 from jaxstack.runtime import distributed
+
+
+class HeldOut:
+    """The held-out batches of a source.
+
+    Attributes:
+      name: of the source.
+      share: its weight in the held-out loss of the run; the sum over all sources is 1.
+      local_batches: this process's rows of the batches.
+      batches: all rows of the batches, read when needed.
+    """
+
+    def __init__(
+        self, source: data.Source, share: float, tokenizer: Tokenizer, cfg: Config, sharding: jax.sharding.Sharding
+    ) -> None:
+        """Reads this process's rows of the held-out batches of a source."""
+        sizes, steps = window_sizes(cfg), cfg.train.eval_steps
+        rows = distributed.local_rows(sharding, cfg.data.batch_size)
+        self.name, self.share, self._tokenizer = source.name, share, tokenizer
+        self.local_batches = [*data.eval_batches(source.eval, steps=steps, rows=rows, **sizes)]
+        self.batches = data.eval_batches(source.eval, steps=steps, **sizes)
+
+    @cached_property
+    def bytes_per_token(self) -> float:
+        """The mean number of bytes of the targets, without those of loss weight 0. NaN if the ids do not say."""
+        if not self._tokenizer.keeps_text:
+            return math.nan
+        targets = [batch["targets"][batch["loss_weights"] > 0] for batch in self.batches]
+        return sum(map(self._tokenizer.num_bytes, targets)) / sum(each.size for each in targets) or math.nan
+
+
+def window_sizes(cfg: Config) -> WindowSizes:
+    """Returns how the texts of a run are cut into batches."""
+    return {"seq_len": cfg.data.seq_len, "batch_size": cfg.data.batch_size, "packing": cfg.data.packing}
 
 
 class DataLoader:
@@ -19,8 +54,7 @@ class DataLoader:
     A training batch depends only on the seed and its index, so a checkpoint stores nothing but the index.
 
     Attributes:
-      held_out_batches: this process's rows of the held-out batches.
-      global_held_out_batches: all rows of the held-out batches, read when needed.
+      held_out: the held-out batches of each source.
     """
 
     def __init__(self, cfg: Config, dataset: data.Dataset, sharding: jax.sharding.Sharding) -> None:
@@ -31,29 +65,37 @@ class DataLoader:
           dataset: training and held-out tokens.
           sharding: the sharding of a batch over its rows.
         """
-        window_args: dict[str, Any] = {name: getattr(cfg.data, name) for name in ("seq_len", "batch_size", "packing")}
-        self._window_args = window_args
         self._cfg, self._dataset, self._sharding = cfg, dataset, sharding
         self._local_rows = distributed.local_rows(sharding, cfg.data.batch_size)
-        self._batches = data.batches(dataset.train, seed=cfg.run.seed, rows=self._local_rows, **window_args)
-        self.held_out_batches = [
-            *data.eval_batches(dataset.eval, steps=cfg.train.eval_steps, rows=self._local_rows, **window_args)
+        texts, names = [one.train for one in dataset.sources], [one.name for one in dataset.sources]
+        self._reader = data.MixtureReader(texts, names, dataset.weights, window_sizes(cfg), cfg.run.seed)
+        self._batches = self._reader.batches(self._local_rows)
+        self.held_out = [
+            HeldOut(source, share, dataset.tokenizer, cfg, sharding)
+            for source, share in zip(dataset.sources, dataset.shares, strict=True)
         ]
-        self.global_held_out_batches = data.eval_batches(dataset.eval, steps=cfg.train.eval_steps, **window_args)
-
-    @cached_property
-    def held_out_bytes(self) -> float:
-        """The number of bytes of the held-out targets, without targets of loss weight 0. NaN if the ids do not say."""
-        tokenizer = self._dataset.tokenizer
-        if not tokenizer.keeps_text:
-            return math.nan
-        count = tokenizer.num_bytes
-        return sum(count(b["targets"][b["loss_weights"] > 0]) for b in self.global_held_out_batches) or math.nan
 
     @cached_property
     def held_out_bytes_per_token(self) -> float:
-        """The mean number of bytes of the held-out targets, without targets of loss weight 0."""
-        return self.held_out_bytes / sum(int((b["loss_weights"] > 0).sum()) for b in self.global_held_out_batches)
+        """The mean number of bytes of a held-out target, in which each source has its share. NaN if one is unknown."""
+        return sum(one.share * one.bytes_per_token for one in self.held_out if one.share)
+
+    def mean_loss(self, losses: Mapping[str, float]) -> float:
+        """Returns the held-out loss of the run, in which each source has its share, given those of the sources."""
+        return sum(one.share * losses[one.name] for one in self.held_out if one.share)
+
+    def describe_sources(self) -> list[str]:
+        """Returns a line for each source of a mixture: its text, its weights and how often the run reads it."""
+        if len(self.held_out) == 1:
+            return []
+        passes, lines = self._reader.passes(self._cfg.train.steps), []
+        for i, source in enumerate(self._dataset.sources):
+            weights = " then ".join(
+                f"{each[i] / sum(each):.3g}" + (f" from step {step:,} on" if step else "")
+                for step, each in self._dataset.weights
+            )
+            lines.append(f"{source.name}: share {weights}, read {passes[i]:,.2f} times; {source.description}")
+        return lines
 
     def iterate(self, first: int, count: int) -> Iterator[data.Batch]:
         """Yields this process's rows of `count` batches from index `first` on. A thread reads ahead."""
@@ -62,7 +104,7 @@ class DataLoader:
 
     def first_batches(self, count: int) -> Iterator[data.Batch]:
         """Returns an iterator over all rows of the first `count` batches."""
-        batches = data.batches(self._dataset.train, seed=self._cfg.run.seed, **self._window_args)
+        batches = self._reader.batches()
         return (batches[i] for i in range(count))
 
     def to_devices(self, batch: data.Batch) -> Batch:
@@ -70,5 +112,5 @@ class DataLoader:
         return distributed.to_global_batch(batch, self._sharding, self._local_rows, self._cfg.data.batch_size)
 
     def describe_batch(self, index: int) -> str:
-        """Returns one line that lists the sources of a batch."""
-        return data.describe_batch(self._dataset.train, index, seed=self._cfg.run.seed, **self._window_args)
+        """Returns one line that lists where a batch was read."""
+        return self._reader.describe(index)

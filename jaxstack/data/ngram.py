@@ -160,9 +160,11 @@ def _row_bytes(batch: Batch, tokenizer: Tokenizer) -> tuple[list[np.ndarray], np
     return np.split(text, np.cumsum(counts.sum(axis=1))[:-1]), counts
 
 
-def obstacle(tokens: Tokens, tokenizer: Tokenizer) -> str | None:
-    """Returns why an n-gram model of bytes cannot be compared with a language model of these tokens, if so."""
-    if tokens.loss_mask is not None:
+def obstacle(texts: Sequence[Tokens], tokenizer: Tokenizer) -> str | None:
+    """Returns why an n-gram model of bytes cannot be compared with a language model of these texts, if so."""
+    if len(texts) > 1:
+        return "the held-out loss is a weighted mean of several sources"
+    if texts[0].loss_mask is not None:
         return "only the answers of conversations are learned"
     if not tokenizer.keeps_text:
         return f"{tokenizer.name} drops spaces, so the number of bytes is unknown"

@@ -203,14 +203,59 @@ def _make_batch(
     return batch
 
 
+class SequenceReader:
+    """Reads the sequences of a text by their number, in the order of training.
+
+    Sequence `i` is window `i % windows` of epoch `i // windows`, and `np.random.default_rng([seed, epoch])` determines
+    the order of an epoch. It does not depend on the sequences that were read before.
+
+    Args:
+      tokens: the text.
+      seq_len: S, the tokens of a row. One more token is read for the targets.
+      seed: 0 or more.
+      packing: whether rows have segment ids and positions, see `batches`.
+
+    Raises:
+      ConfigError: the text is shorter than one window.
+
+    Attributes:
+      windows: number of sequences of one pass over the text.
+    """
+
+    def __init__(self, tokens: Tokens, *, seq_len: int, seed: int, packing: bool) -> None:
+        self.windows, self._epoch = _epochs(tokens, seq_len, seed, packing)
+        self._tokens, self._seq_len, self._packing = tokens, seq_len, packing
+
+    def read(self, sequences: np.ndarray) -> Batch:
+        """Returns the rows of these sequences, whose numbers ascend.
+
+        Raises:
+          ConfigError: an id is past the vocabulary, or the file has changed.
+        """
+        if self._tokens.file_state:
+            self._tokens.file_state.require_unchanged()
+        index_B, window_B = np.divmod(sequences, self.windows)
+        parts = []
+        for index in np.unique(index_B).tolist():
+            windows = self._epoch(index)
+            which = window_B[index_B == index]
+            parts.append(windows.make_batch(which, self._seq_len, self._packing, self._tokens.vocab_size))
+        return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts[1:] else parts[0]
+
+    def describe(self, sequence: int) -> str:
+        """Returns the documents, or the ranges of the token file, from which a sequence is read."""
+        index, window = divmod(sequence, self.windows)
+        windows = self._epoch(index)
+        first, length = int(windows.first_W[window]), int(windows.length_W[window])
+        return " + ".join(_source_ranges(self._tokens, windows.stream, first, length))
+
+
 def batches(
     tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, packing: bool, rows: np.ndarray | None = None
 ) -> "grain.MapDataset[Batch]":
     """Returns an endless dataset of training batches: `ds[step]` is the batch of optimizer step `step`.
 
-    A batch does not depend on the batches that were read before. Sample `i` is window `i % windows` of epoch
-    `i // windows`, so a batch may span two epochs. `np.random.default_rng([seed, epoch])` determines the order of an
-    epoch.
+    A batch has the next `batch_size` sequences of `SequenceReader`, so it may span two epochs.
 
     Args:
       tokens: the text.
@@ -237,18 +282,10 @@ def batches(
     """
     import grain
 
-    windows, epoch = _epochs(tokens, seq_len, seed, packing)
+    reader = SequenceReader(tokens, seq_len=seq_len, seed=seed, packing=packing)
 
     def read(samples: Sequence[int]) -> Batch:
-        if tokens.file_state:
-            tokens.file_state.require_unchanged()
-        own = slice(None) if rows is None else rows
-        index_B, window_B = np.divmod(np.asarray(samples)[own], windows)
-        parts = []
-        for index in np.unique(index_B).tolist():
-            epoch_windows = epoch(index)
-            parts.append(epoch_windows.make_batch(window_B[index_B == index], seq_len, packing, tokens.vocab_size))
-        return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts[1:] else parts[0]
+        return reader.read(np.asarray(samples)[slice(None) if rows is None else rows])
 
     # 2**62 samples are practically endless. With 2**63 - 1, rounding would make grain's length exceed int64.
     return grain.MapDataset.range(2**62).batch(batch_size, batch_fn=read)
@@ -326,13 +363,9 @@ def describe_batch(
 
     Offsets count from the beginning of the document, or of the token file if documents have no names.
     """
-    windows, epoch = _epochs(tokens, seq_len, seed, packing)
-    texts = []
-    for sample in range(step * batch_size, step * batch_size + min(rows, batch_size)):
-        index, window = divmod(sample, windows)
-        epoch_windows = epoch(index)
-        first, length = int(epoch_windows.first_W[window]), int(epoch_windows.length_W[window])
-        texts.append(" + ".join(_source_ranges(tokens, epoch_windows.stream, first, length)))
+    reader = SequenceReader(tokens, seq_len=seq_len, seed=seed, packing=packing)
+    first = step * batch_size
+    texts = [reader.describe(sequence) for sequence in range(first, first + min(rows, batch_size))]
     more = f"; and {batch_size - rows} more rows" if batch_size > rows else ""
     return f"step {step}: {'; '.join(texts)}{more}"
 

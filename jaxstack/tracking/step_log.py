@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -165,24 +165,41 @@ class StepLogger:
         """Returns whether the log has the evaluation of a step, possibly from before an interruption."""
         return any(r["step"] == step and "eval_loss" in r for r in self._log.records)
 
-    def log_evaluation(self, step: int, sums: Iterable[tuple[jax.Array, jax.Array]]) -> float:
+    def log_evaluation(self, step: int, sums: Mapping[str, Iterable[tuple[jax.Array, jax.Array]]]) -> float:
         """Logs an evaluation, and returns the held-out loss in nats per token.
 
         Args:
           step: after which the model was evaluated.
-          sums: of nats and of tokens, for each batch. They are waited for one at a time: if independent programs run
-            at the same time, their collectives can block each other.
+          sums: of nats and of tokens, for each batch of each source, by the sources' names. They are waited for one at
+            a time: if independent programs run at the same time, their collectives can block each other.
         """
+        losses = {name: self._mean_loss(batches) for name, batches in sums.items()}
+        loss = self._loader.mean_loss(losses)
+        # Only process 0 counts the bytes of all rows, and only process 0 writes.
+        first = jax.process_index() == 0
+        bits = loss / math.log(2) / self._loader.held_out_bytes_per_token if first else math.nan
+        record = {"step": step, "eval_loss": loss, "eval_bits_per_byte": bits, "parameters": self._parameters}
+        if len(losses) > 1:
+            record |= {f"eval_loss/{name}": value for name, value in losses.items()}
+            per_token = {one.name: one.bytes_per_token if first else math.nan for one in self._loader.held_out}
+            record |= {f"eval_bits_per_byte/{n}": losses[n] / math.log(2) / per_token[n] for n in losses}
+        self._log.write(record)
+        self._console.print(f"step {step:>6}  held-out loss {_in_words(loss, bits)}")
+        if len(losses) > 1:
+            for name, value in losses.items():
+                self._console.print(f"             {name}: {_in_words(value, record[f'eval_bits_per_byte/{name}'])}")
+        return loss
+
+    def _mean_loss(self, sums: Iterable[tuple[jax.Array, jax.Array]]) -> float:
+        """Returns the mean loss per token, given the sums of nats and of tokens of each batch."""
         nats = tokens = 0.0
         for batch_sums in sums:
             batch_nats, batch_tokens = jax.device_get(batch_sums)
             nats, tokens = nats + float(batch_nats), tokens + float(batch_tokens)
             self._watchdog.report_progress()
-        # Only process 0 counts the bytes of all rows, and only process 0 writes.
-        bits = nats / math.log(2) / self._loader.held_out_bytes if jax.process_index() == 0 else math.nan
-        self._log.write({
-            "step": step, "eval_loss": nats / tokens, "eval_bits_per_byte": bits, "parameters": self._parameters,
-        })  # fmt: skip
-        in_bits = f", {bits:.3f} bits per byte" if math.isfinite(bits) else ""
-        self._console.print(f"step {step:>6}  held-out loss {nats / tokens:.4f} nats per token{in_bits}")
         return nats / tokens
+
+
+def _in_words(loss: float, bits: float) -> str:
+    """Returns a held-out loss in nats per token, and in bits per byte if that is known."""
+    return f"{loss:.4f} nats per token" + (f", {bits:.3f} bits per byte" if math.isfinite(bits) else "")

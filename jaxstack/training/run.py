@@ -123,6 +123,8 @@ class Run:
                 console.print(explanation)
         console.print(f"kernels  {', '.join(f'{op} {name}' for op, name in ctx.kernels.items())}")
         console.print(f"data     {self._dataset.description}")
+        for line in self._loader.describe_sources():
+            console.print(f"         {line}")
         console.print(f"run      {self._directory}/")
         for change in changes:
             console.print(f"changed  {change}", style="yellow")
@@ -158,7 +160,8 @@ class Run:
         dataset = self._dataset
         distributed.assert_equal_across_processes({
             "configuration": replace(self._cfg, distributed=DistributedConfig()),
-            "data": (dataset.fingerprint, len(dataset.train), len(dataset.eval), dataset.tokenizer.to_json()),
+            "data": (dataset.fingerprint, [(len(one.train), len(one.eval)) for one in dataset.sources]),
+            "tokenizer": dataset.tokenizer.to_json(),
             "pipeline.partition's file": str(self._ctx.pipeline),
         })  # fmt: skip
         found = verify.scan(self._saved)
@@ -233,7 +236,10 @@ class Run:
         if distributed.broadcast_from_process_0(self.logger.is_evaluated(loop.step)):
             return
         self.goodput.enter("evaluation")
-        sums = (eval_step(values, self._loader.to_devices(batch)) for batch in self._loader.held_out_batches)
+        sums = {
+            one.name: (eval_step(values, self._loader.to_devices(batch)) for batch in one.local_batches)
+            for one in self._loader.held_out
+        }
         self._checkpoints.scores[loop.step] = self.logger.log_evaluation(loop.step, sums)
         if self.throughput.started:
             self.throughput.restart()
@@ -325,13 +331,13 @@ class Run:
         """
         loader, steps, records = self._loader, self._cfg.train.steps, self._log.records
         tokenizer = self._dataset.tokenizer
-        if reason := ngram.obstacle(self._dataset.train, tokenizer):
+        if reason := ngram.obstacle([source.train for source in self._dataset.sources], tokenizer):
             self.console.print(f"held out, byte n-grams    left out: {reason}")
             return None
         final = next(r for r in records if r["step"] == steps and "eval_loss" in r)
         fitted = next((r for r in records if r["step"] == steps and "ngram_train_bytes" in r), None)
         if fitted is None:
-            found = ngram.baseline(loader.first_batches(steps), loader.global_held_out_batches, tokenizer)
+            found = ngram.baseline(loader.first_batches(steps), loader.held_out[0].batches, tokenizer)
             fitted = {"step": steps, **{f"ngram_{name}": value for name, value in found._asdict().items()}}
             self._log.write(fitted)
         order, bits, read = (fitted[f"ngram_{name}"] for name in ngram.Baseline._fields)

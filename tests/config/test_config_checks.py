@@ -10,7 +10,18 @@ import typing
 import pytest
 
 from jaxstack import config
-from jaxstack.config import Config, ConfigError, bounds, data, model, parallel, run, training
+from jaxstack.config import (
+    Config,
+    ConfigError,
+    SourceConfig,
+    WeightChange,
+    bounds,
+    data,
+    model,
+    parallel,
+    run,
+    training,
+)
 
 FILES = {module.__file__: inspect.getsource(module) for module in (model, data, parallel, training, run)}
 CHECKS = {
@@ -25,6 +36,16 @@ MOE, SIGMOID = {"model.moe.num_experts": 8}, {"model.moe.num_experts": 8, "model
 DOMAIN = {"model.moe.num_experts": 2, "model.moe.router": "domain"}
 BEAMS = {"sample.beams": 4, "sample.temperature": 0.0, "sample.prompts": ("\u00e9\u00e9\u00e9",)}  # six bytes
 THREE = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2, "distributed.process_id": 0}
+
+A, B = SourceConfig("path", "a", 1.0), SourceConfig("path", "b", 1.0)
+AB = {"data.mixture": (A, B)}
+
+
+def mixed(*sources, **changes):
+    """A mixture of these sources, with new weights from a step on."""
+    new = tuple(WeightChange(int(step[1:]), weights) for step, weights in changes.items())
+    return {"data.mixture": sources} | ({"data.mixture_changes": new} if new else {})
+
 
 EDGES = [  # what is refused, and beside it the nearest that is not, or is not by this check
     ({"run.dir": ""}, {"run.dir": "r"}),
@@ -65,6 +86,23 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"data.tokenizer": ""}, {"data.tokenizer": "chars"}),
     ({"data.source": "path"}, {"data.source": "path", "data.path": "x"}),
     ({"data.path": "x"}, {"data.path": "x", "data.source": "tokens"}),
+    ({"data.mixture_changes": (WeightChange(3, (1.0, 2.0)),)}, mixed(A, B, s3=(1.0, 2.0))),
+    (AB | {"data.source": "path", "data.path": "x"}, AB),
+    (AB | {"data.source": "tokens"}, AB),
+    (DOMAIN | AB | {"data.domains": ("a", "b")}, DOMAIN | {"data.domains": ("a", "b")}),
+    (mixed(SourceConfig("path")), mixed(SourceConfig("stdlib"))),
+    (mixed(SourceConfig("stdlib", "x")), mixed(SourceConfig("tokens", "x"))),
+    (mixed(SourceConfig("path", "x", name="")), mixed(SourceConfig("path", "x", name="a b"))),
+    (mixed(SourceConfig("path", "x", name="a ")), mixed(SourceConfig("path", "x", name="a"))),
+    (mixed(A, SourceConfig("path", "b", name="a")), mixed(A, SourceConfig("path", "x/b", name="c"))),
+    (mixed(A, SourceConfig("hf", "x/a")), mixed(A, SourceConfig("hf", "x/a", name="y"))),
+    (mixed(A, B, s3=(1.0,)), mixed(A, B, s3=(1.0, 0.0))),
+    (mixed(A, B, s3=(0.0, 0.0)), mixed(A, B, s3=(0.0, 1.0))),
+    (mixed(A, B, s3=(1.0, math.inf)), mixed(A, B, s3=(0.0, 1e9))),
+    (mixed(SourceConfig("path", "a", -1.0), B), mixed(SourceConfig("path", "a", 0.0), B)),
+    (mixed(SourceConfig("path", "a", 0.0)), mixed(A)),
+    (mixed(A, B, s3=(1.0, 2.0), s2=(1.0, 3.0)), mixed(A, B, s3=(1.0, 2.0), s4=(1.0, 3.0))),
+    (mixed(A, B, s0=(1.0, 2.0)), mixed(A, B, s1=(1.0, 2.0))),
     ({"train.spike.threshold": 0.0}, {"train.spike.threshold": 0.1}),
     ({"optim.b1": 1.0}, {"optim.b1": 0.99}),
     ({"optim.b2": -0.1}, {"optim.b2": 0.0}),

@@ -335,7 +335,7 @@ def test_the_byte_comparison_is_left_out_by_itself(tmp_path):
     """It was an error that asked for `train.ngram_baseline=false`, which the user had not set."""
     Config(data=DataConfig(source="chat", path="x"), train=TrainConfig(ngram_baseline=True))
     found = load(tmp_path, many(3), seq_len=200)
-    assert ngram.obstacle(found.train, found.tokenizer) == "only the answers of conversations are learned"
+    assert ngram.obstacle([found.train], found.tokenizer) == "only the answers of conversations are learned"
 
 
 def test_what_cannot_be_combined():

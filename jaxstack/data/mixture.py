@@ -1,0 +1,102 @@
+"""Training batches of several sources: `MixtureReader` takes each sequence from the source that `Interleaving` names.
+
+A run with one source is a mixture of one.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+import numpy as np
+
+from jaxstack.data.interleave import Interleaving
+from jaxstack.data.tokens import Tokens
+from jaxstack.data.windows import Batch, SequenceReader
+
+if TYPE_CHECKING:
+    import grain
+
+_DESCRIBED = 4  # rows of a batch in an error message
+
+
+class WindowSizes(TypedDict):
+    """How texts are cut into batches."""
+
+    seq_len: int
+    batch_size: int
+    packing: bool
+
+
+class MixtureReader:
+    """Reads the training batches of a run by their index.
+
+    A batch depends on the seed and its index alone. A source of weight 0 in all phases is not read.
+
+    Args:
+      texts: the training text of each source.
+      names: of the sources, for error messages.
+      weights: steps from which weights hold, with the weights, see `DataConfig.weights`.
+      sizes: sequence length, rows of a batch, and packing.
+      seed: of the order of the sequences within each source.
+
+    Raises:
+      ConfigError: a text is shorter than one window.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Tokens],
+        names: Sequence[str],
+        weights: Sequence[tuple[int, Sequence[float]]],
+        sizes: WindowSizes,
+        seed: int,
+    ) -> None:
+        size = self._batch_size = sizes["batch_size"]
+        read = [any(weight > 0 for weight in each) for each in zip(*(w for _, w in weights), strict=True)]
+        self._readers = [
+            SequenceReader(text, seq_len=sizes["seq_len"], seed=seed, packing=sizes["packing"]) if used else None
+            for text, used in zip(texts, read, strict=True)
+        ]
+        self._names = names
+        self._order = Interleaving([(step * size, each) for step, each in weights])
+
+    def batches(self, rows: np.ndarray | None = None) -> "grain.MapDataset[Batch]":
+        """Returns an endless dataset of batches, whose arrays are those of `windows.batches`.
+
+        Args:
+          rows: indices of the rows of each batch to read. `None` means all.
+        """
+        import grain
+
+        def read(samples: Sequence[int]) -> Batch:
+            return self._read(np.asarray(samples)[slice(None) if rows is None else rows])
+
+        return grain.MapDataset.range(2**62).batch(self._batch_size, batch_fn=read)
+
+    def _read(self, sequences: np.ndarray) -> Batch:
+        """Returns the rows of these sequences of the mixture, whose numbers ascend."""
+        source_B, index_B = self._order.locate(sequences)
+        batch: Batch = {}
+        for source in np.unique(source_B).tolist():
+            here, reader = source_B == source, self._readers[source]
+            assert reader is not None
+            for key, values in reader.read(index_B[here]).items():
+                rows = batch.setdefault(key, np.empty((sequences.size, *values.shape[1:]), values.dtype))
+                rows[here] = values
+        return batch
+
+    def passes(self, steps: int) -> list[float]:
+        """Returns how often `steps` steps read the text of each source."""
+        counts = self._order.counts(steps * self._batch_size).tolist()
+        return [count / reader.windows if reader else 0.0 for count, reader in zip(counts, self._readers, strict=True)]
+
+    def describe(self, index: int) -> str:
+        """Returns one line for error messages that lists where the first rows of a batch were read."""
+        first, shown = index * self._batch_size, min(_DESCRIBED, self._batch_size)
+        texts = []
+        for source, number in zip(*self._order.locate(np.arange(first, first + shown)), strict=True):
+            reader = self._readers[source]
+            assert reader is not None
+            name = f"{self._names[source]}: " if len(self._names) > 1 else ""
+            texts.append(name + reader.describe(int(number)))
+        more = f"; and {self._batch_size - shown} more rows" if self._batch_size > shown else ""
+        return f"step {index}: {'; '.join(texts)}{more}"
