@@ -46,6 +46,7 @@ COMMANDS = {
     "data verify": Command("Data", "data_verify", "check a token file against its hashes"),
     "data show": Command("Data", "data_show", "print what a token file contains"),
     "plan": Command("Plan", "plan", "compile for chips that are not here: memory and communication"),
+    "plan bytes": Command("Plan", "plan_bytes", "count the bytes that each part of a step moves on a GPU"),
     "plan roofline": Command("Plan", "roofline", "compute the least time of each part of a step on a chip"),
     "profile": Command("Plan", "profile", "measure the cost of a pipeline's layers"),
     "schedule": Command("Plan", "schedule", "draw a pipeline schedule as a Gantt chart"),

@@ -44,6 +44,7 @@ def order(shards: int, length: int) -> np.ndarray:
     return np.stack([low, high[::-1]], axis=1).reshape(length)
 
 
+@jax.named_scope("attention")
 def context_attention(
     q: jax.Array,
     k: jax.Array,

@@ -22,6 +22,7 @@ CHUNK_TOKENS = 512
 """Tokens whose logits are in memory at a time, in the implementation "chunked"."""
 
 
+@jax.named_scope("cross_entropy")
 def cross_entropy(
     x: jax.Array,
     head: jax.Array,

@@ -7,7 +7,7 @@ Kernels are those that `auto` selects for the target, or those that `kernels.*` 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class CompiledStep:
       memory: bytes by formula, by purpose.
       collectives: the collectives of the program.
       expected: the collectives by formula.
+      trip_counts: mean trip counts of the loops whose counts XLA does not know, by their scope.
       hbm: bytes of the target's memory.
     """
 
@@ -63,6 +64,7 @@ class CompiledStep:
     memory: dict[str, float]
     collectives: list[hlo.Collective]
     expected: list[hlo.Collective]
+    trip_counts: Mapping[str, float]
     hbm: int
 
     @property
@@ -158,6 +160,7 @@ def compile(cfg: Config, target: str) -> CompiledStep:
         memory=estimate.memory(cfg, ctx, state, batch),
         collectives=hlo.collectives(compiled.as_text(), ctx.mesh.shape, ctx.trip_counts),
         expected=estimate.traffic(cfg, ctx),
+        trip_counts=ctx.trip_counts,
         hbm=CHIPS[target.partition(":")[0]].hbm_bytes,
     )
 

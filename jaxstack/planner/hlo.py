@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxstack.planner.hlo_text import Instruction, arrays_of, bytes_of, computations_of, dims, runs_of
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 """The kinds of collectives that are read."""
-
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4,
-          "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
 
 
 class Collective(NamedTuple):
@@ -52,22 +51,6 @@ class Collective(NamedTuple):
         return self.times * self.bytes * passed.get(self.kind, (self.devices - 1) / self.devices)
 
 
-class _Instruction(NamedTuple):
-    name: str
-    type: str
-    op: str
-    rest: str
-
-
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
-_ARRAY = re.compile(r"\b([a-z]+[0-9]*)\[([0-9,]*)\]")
-_CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation)="
-    r"(\{[^}]*\}|%?[\w.-]+)"
-)
-
-
 def collectives(text: str, mesh: Mapping[str, int], trip_counts: Mapping[str, float] | None = None) -> list[Collective]:
     """Returns every collective of a module, in the order of its computations.
 
@@ -83,8 +66,8 @@ def collectives(text: str, mesh: Mapping[str, int], trip_counts: Mapping[str, fl
       ValueError: if a collective is in a loop whose trip count is not known, or its groups do not follow axes of the
         mesh.
     """
-    computations, entry = _computations(text)
-    times = _times(computations, entry, trip_counts or {})
+    computations, entry = computations_of(text)
+    times = runs_of(computations, entry, trip_counts or {})
     found = []
     for name, instructions in computations.items():
         if not times.get(name):
@@ -103,11 +86,9 @@ def collectives(text: str, mesh: Mapping[str, int], trip_counts: Mapping[str, fl
             arrays = _moved(kind, i, devices)
             if name.startswith("all-reduce-scatter"):  # a fusion of an all-reduce and a slice (TPU)
                 kind = "reduce-scatter"
-            where = re.search(r'op_name="([^"]*)"', i.rest)
             for dtype, shape in arrays:
-                size = math.prod(shape) * _BYTES[dtype]
                 found.append(
-                    Collective(kind, axes, devices, dtype, shape, size, round(count), where.group(1) if where else "")
+                    Collective(kind, axes, devices, dtype, shape, bytes_of(dtype, shape), round(count), i.scope)
                 )
     return [c for c in found if c.devices > 1]
 
@@ -130,71 +111,7 @@ def format_traffic(found: Iterable[Collective], expected: Iterable[Collective]) 
     return "\n".join(lines)
 
 
-def shapes(text: str) -> set[tuple[str, tuple[int, ...]]]:
-    """Returns dtype and shape of every array in the program's text."""
-    return {(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(text) if dtype in _BYTES}
-
-
-def _dims(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
-
-
-def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        if head := _HEAD.match(line):
-            current = computations.setdefault(head.group(2), [])
-            entry = head.group(2) if head.group(1) else entry
-        elif current is not None and (found := _LINE.match(line)):
-            current.append(_Instruction(*found.groups()))
-    assert entry, "this text has no ENTRY computation, so it is not an HLO module"
-    return computations, entry
-
-
-def _times(computations: dict[str, list[_Instruction]], entry: str, known: Mapping[str, float]) -> dict[str, float]:
-    """Returns how often each computation runs; infinity means that it is in a loop whose trip count is not known."""
-    calls: dict[str, list[tuple[str, float]]] = {name: [] for name in computations}
-    for name, instructions in computations.items():
-        for i in instructions:
-            if i.op.endswith(("-done", "-update")):
-                continue  # it names the computation that its start runs
-            trips = _trip_count(i, computations, known) if i.op == "while" else 1
-            for group in _CALLED.findall(i.rest):
-                for called in re.findall(r"[\w.-]+", group):
-                    if called in calls:
-                        calls[name].append((called, trips))
-    times = dict.fromkeys(computations, 0.0)
-
-    def run(name: str, count: float) -> None:
-        times[name] += count
-        for called, trips in calls[name]:
-            run(called, count * trips)
-
-    run(entry, 1)
-    return times
-
-
-def _trip_count(loop: _Instruction, computations: dict[str, list[_Instruction]], known: Mapping[str, float]) -> float:
-    """Returns the trip count of a while loop.
-
-    The sources are, in this order: XLA's note, the known count of the loop's scope, and the constant of a condition
-    `i < constant`, because a scan counts up from 0 by 1. Within a derivative, JAX writes a scope as `jvp(scope)`.
-    """
-    if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
-        return int(noted.group(1))
-    if (scope := re.search(r'op_name="[^"]*?(\w+)\)*/while"', loop.rest)) and scope.group(1) in known:
-        return known[scope.group(1)]
-    condition = re.search(r"condition=%?([\w.-]+)", loop.rest)
-    assert condition, loop
-    inside = computations[condition.group(1)]
-    limits = [i.rest for i in inside if i.op == "constant" and i.type.startswith("s32[]")]
-    if len(limits) == 1 and any(i.op == "compare" and "direction=LT" in i.rest for i in inside):
-        return int(limits[0].split(")")[0])
-    return math.inf
-
-
-def _continues(i: _Instruction, instructions: list[_Instruction]) -> bool:
+def _continues(i: Instruction, instructions: list[Instruction]) -> bool:
     """Returns whether this is a later step of a collective that was counted where it started.
 
     Fusions on TPUs carry a collective through several computations, each of which repeats it.
@@ -203,9 +120,9 @@ def _continues(i: _Instruction, instructions: list[_Instruction]) -> bool:
     return "chain_id=" in i.rest and not started
 
 
-def _moved(kind: str, i: _Instruction, devices: int) -> list[tuple[str, tuple[int, ...]]]:
+def _moved(kind: str, i: Instruction, devices: int) -> list[tuple[str, tuple[int, ...]]]:
     """Returns dtype and shape of each full array that the collective runs on."""
-    arrays = [(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(re.sub(r"\{[^{}]*\}", "", i.type))]
+    arrays = arrays_of(i.type)
     if i.op.endswith("-start") and kind in ("all-gather", "reduce-scatter"):
         arrays = arrays[len(arrays) // 2 :]  # operands, then results
     elif i.op == "collective-permute-start":
@@ -218,7 +135,7 @@ def _moved(kind: str, i: _Instruction, devices: int) -> list[tuple[str, tuple[in
     return arrays
 
 
-def _axes(i: _Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+def _axes(i: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
     """Returns the mesh axes over which the devices of a group differ, and the size of a group."""
     sizes = tuple(mesh.values())
     if i.op.startswith("collective-permute"):
@@ -259,5 +176,5 @@ def _groups(rest: str, devices: int) -> np.ndarray:
 
 def _iota(shape: str, source: str, order: str | None) -> np.ndarray:
     """Returns the groups of `[2,4]<=[4,2]T(1,0)`: 0, 1, ... as `source`, transposed by `order`, reshaped to `shape`."""
-    grid = np.arange(math.prod(_dims(source))).reshape(_dims(source))
-    return (grid if order is None else grid.transpose(_dims(order))).reshape(_dims(shape))
+    grid = np.arange(math.prod(dims(source))).reshape(dims(source))
+    return (grid if order is None else grid.transpose(dims(order))).reshape(dims(shape))

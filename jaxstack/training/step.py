@@ -52,7 +52,8 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
         if cfg.model.dropout:
             key = jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)
         loss, grads, sums = gradients(state.params, batch, key)
-        grad_norm = optax.global_norm(grads)
+        with jax.named_scope("optimizer"):
+            grad_norm = optax.global_norm(grads)
         updates = state.step - state.skipped
         spike = is_spike(cfg.train.spike, state.recent, updates, loss)
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -66,7 +67,8 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
 
         # A `where` would need a copy of the old state after the update, so this is a branch.
         trained, frozen = params.partition(spec, state.params)
-        trained, opt_state = jax.lax.cond(good, update, lambda *old: old, trained, state.opt_state)
+        with jax.named_scope("optimizer"):
+            trained, opt_state = jax.lax.cond(good, update, lambda *old: old, trained, state.opt_state)
         bad = 1 - good.astype(jnp.int32)
         new = TrainState(
             step=state.step + 1,

@@ -14,7 +14,7 @@ import pytest
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from jaxstack.models.context import Context
 from jaxstack.moe import rounds
-from jaxstack.planner import estimate, hlo
+from jaxstack.planner import estimate, hlo, hlo_text
 from jaxstack.sharding import make_mesh
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state
@@ -85,7 +85,7 @@ def test_sequence_parallelism_gathers_and_scatters_in_place_of_all_reduces():
 @pytest.mark.parametrize("how", [{}, {"sequence_parallel": False}], ids=str)
 def test_no_device_holds_all_logits(how):
     """No array that is sent is as long as the vocabulary: neither logits, their gradients, nor the head."""
-    arrays = hlo.shapes(compiled(tensor=4, **how)[2])
+    arrays = hlo_text.shapes(compiled(tensor=4, **how)[2])
     assert any(V // 4 in shape for _, shape in arrays)
     assert not any(V in shape for _, shape in arrays)
 
@@ -108,7 +108,7 @@ def test_fsdp_scatters_gradients_and_all_reduces_only_parts_of_them():
 
 @pytest.mark.parametrize("remat", ["none", "selective"])
 def test_fsdp_holds_the_whole_weights_of_one_layer_at_a_time(remat):
-    arrays = hlo.shapes(compiled(data=2, fsdp=4, remat=remat)[2])
+    arrays = hlo_text.shapes(compiled(data=2, fsdp=4, remat=remat)[2])
     assert ("f32", (D, F)) in arrays
     assert not {("f32", (L, D, F)), ("f32", (L, 1, D, F)), ("f32", (L, F, D)), ("f32", (L, D, H, D // H))} & arrays
 

@@ -59,6 +59,7 @@ IMPLEMENTATIONS = {
 }
 
 
+@jax.named_scope("attention")
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -101,6 +102,7 @@ def attention(
     return _attend(o, q, k, v, segment_ids)
 
 
+@jax.named_scope("attention")
 def cached_attention(
     q: jax.Array,
     k: jax.Array,

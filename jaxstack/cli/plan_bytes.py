@@ -1,0 +1,57 @@
+"""Compiles the training step for a chip that is not here, and prints the bytes and FLOPs of each part of the program.
+
+The program is read after the compiler has optimised it. The configuration is that of `jaxstack train`.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from jsonargparse import Namespace
+
+from jaxstack.cli.plan import with_vocabulary
+from jaxstack.config import ConfigError
+from jaxstack.config.parse import Parser
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument(
+        "--target", type=str, help="GPU and topology, such as h100:1x1x8 (required)", metavar="CHIP:TOPOLOGY"
+    )
+    parser.add_argument("--largest", type=int, default=10, help="number of operations to list", metavar="N")
+    parser.add_argument("--json", type=str, help="file to write with every operation and loop", metavar="FILE")
+    parser.add_config()
+
+
+def main(args: Namespace) -> None:
+    """Compiles, prints the tables and writes the file that is asked for.
+
+    Raises:
+      ConfigError: the target is unknown or no GPU, its compiler is not installed, or the configuration does not fit it.
+    """
+    if not args.target:
+        raise ConfigError("--target is missing. Name a GPU and a topology, such as --target h100:1x1x8.")
+    cfg = with_vocabulary(args.cfg)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: the target's chips are not here
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # its keys ignore the scopes that decide the parts
+
+    from jaxstack.common.hardware import CHIPS
+    from jaxstack.planner import aot, step_bytes
+
+    if args.target.startswith("v"):
+        raise ConfigError(
+            f"--target={args.target} is a TPU, whose programs do not show what is kept on the chip. "
+            f"Name a GPU, such as --target h100:1x1x8, or use `jaxstack plan --target {args.target}`."
+        )
+    try:
+        compiled = aot.compile(cfg, args.target)
+    except aot.Unavailable as error:
+        raise ConfigError(str(error)) from error
+    program = step_bytes.read_program(str(compiled.compiled.as_text()), compiled.trip_counts)
+    print(f"{args.target}: {(compiled.arguments + compiled.temporary) / 2**30:.2f} GiB on a device")
+    bandwidth = CHIPS[args.target.partition(":")[0]].hbm_bandwidth
+    print(step_bytes.format_program(program, bandwidth, args.largest))
+    if args.json:
+        Path(args.json).write_text(json.dumps(step_bytes.as_json(program), indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {args.json}")
