@@ -7,7 +7,7 @@ operand once.
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -311,10 +311,10 @@ def format_program(program: Program, bandwidth: float, largest: int = 0) -> str:
             f"{part:<12} {read / 1e9:>9.2f} {written / 1e9:>9.2f} {(read + written) / 1e9:>9.2f} "
             f"{1e3 * (read + written) / bandwidth:>12.2f} {_in_teras(flops):>9}"
         )
-    lines += ["", f"{'loop':<60} {'entered':>9} {'turns':>9}"]
-    for loop in program.loops:
+    lines += ["", f"{'loop':<60} {'loops':>6} {'entered':>8} {'turns':>9}"]
+    for loop, count in Counter(program.loops).items():
         turns = "unknown" if math.isinf(loop.trips) else f"{loop.trips:g}{' (mean)' if loop.is_given else ''}"
-        lines.append(f"{loop.scope[-60:]:<60} {loop.times:>9g} {turns:>9}")
+        lines.append(f"{loop.scope[-60:]:<60} {count:>6} {loop.times:>8g} {turns:>9}")
     if largest:
         lines += ["", f"{'GB':>9} {'runs':>6}  {'part':<12} operation"]
         for o in sorted(program.operations, key=lambda o: -o.bytes)[:largest]:
