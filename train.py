@@ -6,7 +6,7 @@ key. CONTRIBUTING.md says where to find everything else.
 
 import sys
 
-from jaxstack.cli import parser
+from jaxstack.__main__ import main
 
 if __name__ == "__main__":
-    parser.run("train.py", ["train", *sys.argv[1:]])
+    main("train.py", ["train", *sys.argv[1:]])

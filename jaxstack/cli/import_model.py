@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from jsonargparse import Namespace
 
+from jaxstack.common import files
 from jaxstack.config import Config, ConfigError, DataConfig, RunConfig, parse, resolve
 from jaxstack.config.parse import Parser, user_path
 
@@ -89,8 +90,8 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
     }
     if (folder / "tokenizer.json").is_file():
         decided["data"] = {"tokenizer": str(folder / "tokenizer.json")}
-    with tempfile.TemporaryDirectory() as directory:
-        first, last = Path(directory) / "usual.yaml", Path(directory) / "decided.yaml"
+    with files.scratch_folder(Path(tempfile.gettempdir(), "jaxstack")) as scratch:
+        first, last = scratch / "usual.yaml", scratch / "decided.yaml"
         first.write_text(yaml.safe_dump(usual))
         last.write_text(yaml.safe_dump(decided))
         cfg = parse.parse_config([f"--config={first}", *flags, f"--config={last}"])

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jaxstack
-from jaxstack.common.errors import ConfigError, Exit, RunError
+from jaxstack.common.errors import ConfigError, Exit, RunError, one_line
+from jaxstack.runtime import preemption
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -64,32 +65,52 @@ def run(program: str, words: Sequence[str]) -> None:
     """
     name = _command_of(words)
     program = f"{program} {name}" if name and program == "jaxstack" else program
+    advice = " Run the same command to start or resume the run." * (name == "train")
+    interrupted = f"{program}: interrupted.{advice}"
     try:
-        execute(words, program)
-    except ConfigError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        sys.exit(Exit.USER_ERROR)
-    except RunError as error:
-        print(f"{program}: {error}", file=sys.stderr, flush=True)
-        if error.code is Exit.NOT_SAVED:  # the threads of a save that failed may wait for each other for ever
+        with preemption.exit_at_interrupt(interrupted):
+            execute(words, program)
+    except (ConfigError, RunError, OSError) as error:
+        code, text = ending(error, words)
+        print(one_line(f"{program}: {text}"), file=sys.stderr, flush=True)
+        if isinstance(error, RunError) and code is Exit.NOT_SAVED:
             sys.stdout.flush()
-            os._exit(error.code)
-        sys.exit(error.code)
-    except OSError as error:
-        if error.errno not in _DISK:
-            raise
-        where = f": {error.filename}" if error.filename else ""
-        print(
-            f"{program}: error: {error.strerror}{where}. Make room or repair the disk, and run the same command again.",
-            file=sys.stderr,
-        )
-        sys.exit(Exit.NOT_SAVED)
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted. The same command resumes the run from its newest checkpoint.", file=sys.stderr)
+            os._exit(code)  # the threads of a save that failed may wait for each other for ever
+        sys.exit(code)
+    except KeyboardInterrupt:  # from code that handles the signal itself
+        print(interrupted, file=sys.stderr)
         sys.exit(Exit.INTERRUPTED)
 
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+_PATH = {
+    errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
+    errno.ENOTEMPTY, errno.ENXIO, errno.EPERM,
+}  # fmt: skip
+
+
+def ending(error: ConfigError | RunError | OSError, words: Sequence[str]) -> tuple[Exit, str]:
+    """Returns the exit code of an error, and its line for the user.
+
+    Args:
+      error: what ended the command.
+      words: the command line, in which a file that cannot be used may be named.
+
+    Raises:
+      OSError: the error itself, if neither a disk nor a path is the cause.
+    """
+    if isinstance(error, ConfigError):
+        return Exit.USER_ERROR, f"error: {error}"
+    if isinstance(error, RunError):
+        return error.code, str(error)
+    file = str(error.filename or "")
+    if error.errno in _DISK:
+        where = f": {file}" if file else ""
+        return Exit.NOT_SAVED, f"error: {error.strerror}{where}. Make room or repair the disk, and try again."
+    if error.errno in _PATH and file:
+        named = (word for word in words if (value := word.rpartition("=")[2]) and value in file)
+        return Exit.USER_ERROR, f"error: {next(named, file)} cannot be used: {error.strerror}: {file}. Check the path."
+    raise error
 
 
 def execute(words: Sequence[str], program: str | None = None) -> None:

@@ -1,5 +1,6 @@
 """The exit codes of a run, and the two errors that end one with a message for the user. See docs/reliability.md."""
 
+import re
 import sys
 from enum import IntEnum
 from pathlib import Path
@@ -42,3 +43,9 @@ def program() -> str:
     """Returns what the user called, with which error lines begin: `train.py`, or `jaxstack train`."""
     name = Path(sys.argv[0]).name
     return f"jaxstack {sys.argv[1]}" if name in ("jaxstack", "__main__.py") and sys.argv[1:] else name
+
+
+def one_line(text: str) -> str:
+    """Returns a message for users as one line: without control characters, and with very long words cut."""
+    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return re.sub(r"(\S{150})\S{100,}(\S{50})", r"\1...\2", shown)

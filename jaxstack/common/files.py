@@ -1,7 +1,13 @@
-"""Atomic writes of text files."""
+"""Atomic writes of text files, and folders that an interrupted command removes."""
 
 import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+_SCRATCH: set[Path] = set()
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -22,3 +28,26 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def scratch_folder(beside: Path) -> Iterator[Path]:
+    """Makes a hidden folder beside a path, and its parents; removes it after the block or an interrupt.
+
+    Args:
+      beside: path whose name the folder's name begins with. It need not exist.
+    """
+    folder = beside.absolute().parent / f".{beside.absolute().name}.{time.time_ns()}"
+    _SCRATCH.add(folder)
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _SCRATCH.discard(folder)
+
+
+def remove_scratch_folders() -> None:
+    """Removes the folders of `scratch_folder`. Another thread may still write into them."""
+    for folder in tuple(_SCRATCH) * 3:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -64,6 +64,8 @@ BelowOne = Annotated[float, Interval(0, 1, high_open=True)]
 """From 0, included, to 1, excluded: a decay, or a probability that must not be certainty."""
 PositiveFraction = Annotated[float, Interval(0, 1, low_open=True)]
 """From 0, excluded, to 1, included."""
+MAX_INT = 2**32 - 1
+"""Largest integer of any key. A larger seed is not possible, and a larger size would only overflow somewhere else."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -85,14 +87,14 @@ def _types(group: type) -> dict[str, object]:
 
 
 def check_bounds(prefix: str, group: "DataclassInstance") -> None:
-    """Checks that every bounded value of a group is in its interval.
+    """Checks that every value of a group is in its interval, finite, not larger than `MAX_INT`, and valid text.
 
     Args:
       prefix: dotted key of the group, such as `model.moe`.
       group: the dataclass to check.
 
     Raises:
-      ConfigError: a value is outside its interval.
+      ConfigError: a value is outside its interval, not finite, too large, or not text.
     """
     for field in fields(group):
         check_value(
@@ -101,7 +103,7 @@ def check_bounds(prefix: str, group: "DataclassInstance") -> None:
 
 
 def check_value(key: str, value: object, hint: object, default: object) -> None:
-    """Checks that one value is in the interval of its type.
+    """Checks that one value is in the interval of its type, finite, not larger than `MAX_INT`, and valid text.
 
     Args:
       key: name of the value for the message.
@@ -110,16 +112,28 @@ def check_value(key: str, value: object, hint: object, default: object) -> None:
       default: the default, for the message.
 
     Raises:
-      ConfigError: the value is outside its interval.
+      ConfigError: the value is outside its interval, not finite, too large, or not text.
     """
     interval, optional = interval_of(hint), type(None) in get_args(hint)
-    if interval is None or (value is None and optional) or value in interval:
-        return
-    null = ", or null" if optional else ""
-    raise ConfigError(
-        f"{key}={value} is out of range. Use {interval.advice()}{null}; the default is "
-        f"{'null' if default is None else default}."
-    )
+    usual = f"the default is {'null' if default is None else default}"
+    if interval is not None and value not in interval and not (value is None and optional):
+        null = ", or null" if optional else ""
+        raise ConfigError(f"{key}={value} is out of range. Use {interval.advice()}{null}; {usual}.")
+    for part in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(part, float) and not math.isfinite(part):
+            raise ConfigError(f"{key}={part} is not finite. Use a finite number; {usual}.")
+        if isinstance(part, int) and abs(part) > MAX_INT:
+            raise ConfigError(f"{key}={part} is too large. Use {MAX_INT} or less; {usual}.")
+        if isinstance(part, str) and not _is_utf8(part):
+            raise ConfigError(f"{key}={part!r} has a zero byte or is not UTF-8. Use other text, or rename the file.")
+
+
+def _is_utf8(text: str) -> bool:
+    """Returns whether files and file names can contain a text: it is valid Unicode without a zero byte."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def type_in_words(kind: object) -> str:

@@ -29,6 +29,7 @@ class MeshConfig:
     """With `context` above 1: pass keys and values around a ring, or gather them."""
 
     def __post_init__(self) -> None:
+        check_bounds("mesh", self)
         for axis, size in self.sizes.items():
             require(
                 size == -1 or size >= 1,
@@ -121,7 +122,7 @@ class DistributedConfig:
             return
         host, _, port = self.coordinator.rpartition(":")
         require(
-            bool(host) and port.isdecimal() and 0 < int(port) < 65536,
+            bool(host) and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536,
             f"distributed.coordinator={self.coordinator} is not an address. Use host:port, for example 10.0.0.1:8476.",
         )
         require(

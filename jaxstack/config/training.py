@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxstack.config.bounds import (
+    MAX_INT,
     BelowOne,
     Interval,
     NonNegativeFloat,
@@ -193,6 +194,7 @@ class ProfileConfig:
     """Steps to trace into profile/ of the run directory, as `first:last`. Empty means none. In YAML, use quotes."""
 
     def __post_init__(self) -> None:
+        check_bounds("profile", self)
         require(
             not self.steps or self.span is not None,
             f"profile.steps={self.steps} is not a range of steps. Use first:last, counted from 1, such as 10:15, or "
@@ -203,6 +205,7 @@ class ProfileConfig:
     def span(self) -> tuple[int, int] | None:
         """Returns the first and the last step to trace, or None."""
         first, _, last = self.steps.partition(":")
-        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        if not (first.isdecimal() and last.isdecimal() and max(len(first), len(last)) <= len(str(MAX_INT))):
             return None
-        return int(first), int(last)
+        span = int(first), int(last)
+        return span if 1 <= span[0] <= span[1] else None

@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import re
-import tempfile
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from jaxstack.common import files
 from jaxstack.config import ConfigError
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import JsonObject, Tokenizer, tokenizer_from_json
@@ -230,8 +230,8 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
     starts = array("q")
     count = size = 0
     digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory(prefix=f".{targets[0].stem}-", dir=folder) as scratch:
-        parts = [Path(scratch, target.name) for target in targets]
+    with files.scratch_folder(targets[0]) as scratch:
+        parts = [scratch / target.name for target in targets]
         with open(parts[0], "wb") as file:
             for document in documents:
                 ids = _with_eos(document, tokenizer).astype(np.dtype(dtype).newbyteorder("<"))

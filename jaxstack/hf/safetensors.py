@@ -7,7 +7,6 @@ is trusted without a check.
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxstack.common import files
 from jaxstack.config import ConfigError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -179,15 +179,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is never overwritten. Name another folder.")
-    beside = folder.absolute().parent / f".{folder.absolute().name}.{os.getpid()}"
+    begun = False
     try:
-        beside.mkdir(parents=True)
+        with files.scratch_folder(folder) as scratch:
+            begun = True
+            yield scratch
+            os.replace(scratch, folder)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be created: {error}. Name another folder.") from None
-    try:
-        yield beside
-        os.replace(beside, folder)
-    except OSError as error:
+        if not begun:
+            raise ConfigError(f"{folder} cannot be created: {error}. Name another folder.") from None
         raise ConfigError(f"{folder} cannot be written: {error}. Free some space, or name another folder.") from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)

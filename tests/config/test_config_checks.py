@@ -255,3 +255,35 @@ def test_a_bound_says_its_interval_and_the_default(key):
     _, message = refusal({key: value})
     null = ", or null" if type(None) in typing.get_args(kind) else ""
     assert message.startswith(f"{key}={value} is out of range. Use {interval.advice()}{null}; the default is ")
+
+
+def leaves(kind=Config, prefix=""):
+    """Every key, by its dotted name, and its type."""
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            yield from leaves(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "said"),
+    [
+        ("int", bounds.MAX_INT + 1, "=4294967296 is too large. Use 4294967295 or less"),
+        ("float", math.inf, "=inf is not finite. Use a finite number"),
+        ("float", math.nan, "=nan is "),
+        ("str", "a\0b", "='a\\x00b' has a zero byte or is not UTF-8. Use other text"),
+        ("str", "\udcff", "='\\udcff' has a zero byte or is not UTF-8. Use other text"),
+    ],
+)
+def test_no_key_takes_a_value_that_would_fail_later(kind, wrong, said):
+    found = 0
+    for key, hint in leaves():
+        kinds = {kind for part in (hint, *typing.get_args(hint)) for kind in (part, *typing.get_args(part))}
+        if kind not in {getattr(kind, "__name__", "") for kind in kinds} or typing.get_origin(hint) is typing.Literal:
+            continue
+        _, message = refusal({key: (wrong,) if tuple in map(typing.get_origin, (hint, *kinds)) else wrong})
+        if not BOUNDS.get(key, (None,))[0] or wrong in BOUNDS[key][0]:
+            assert message.startswith(f"{key}{said}"), (key, message)
+        found += 1
+    assert found >= 10, "the table of keys has them"
