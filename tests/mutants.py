@@ -699,7 +699,7 @@ mistakes(
 )  # fmt: skip
 mistakes(
     "cli", "cli/parser.py", "config/test_config.py cli/test_package.py -k 'flag or help or config or mistake or resolved'",
-    ('sys.exit(Exit.USER_ERROR)', "sys.exit(1)"),
+    ('return Exit.USER_ERROR, f"error: {error}"', 'return Exit.INTERRUPTED, f"error: {error}"'),
 )  # fmt: skip
 mistakes(
     "cli", "config/parse.py", "config/test_config.py cli/test_package.py -k 'flag or help or config or mistake or resolved'",
