@@ -6,7 +6,7 @@ JAX is imported inside functions: it must start after `platform.configure`, and 
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import Config, resolve
-from jaxstack.runtime import distributed, launchers, platform
+from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
 
@@ -20,6 +20,7 @@ def main(cfg: Config) -> None:
     processes = launchers.detect(cfg.distributed)
     count = (processes and processes.count) or 1
     platform.configure(cfg.mesh, cfg.microbatch_size, count)  # before JAX is imported
+    compile_cache.configure(processes.count if processes else 1)
     distributed.join(processes, cfg.distributed)
     train(cfg, dataset, changes)
 

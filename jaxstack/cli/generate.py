@@ -15,7 +15,7 @@ from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig, Sam
 from jaxstack.config.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.tokenizers import tokenizer_from_json
-from jaxstack.runtime import platform
+from jaxstack.runtime import compile_cache, platform
 
 if TYPE_CHECKING:  # JAX must start after `platform.configure`
     from jaxstack.models.context import Context
@@ -79,6 +79,7 @@ def main(args: Namespace) -> None:
     cfg = replace(cfg, run=replace(cfg.run, seed=seed), sample=sample, train=train)
     cfg = for_prompts(cfg, args.mesh, len(prompts))
     platform.configure(cfg.mesh, cfg.data.batch_size)  # before JAX is imported
+    compile_cache.configure()
     rows = generate(run, cfg, tokenizer, prompts, args.step, stop, answers_only=args.chat)
     print("\n---\n".join(rows))
 

@@ -1,9 +1,17 @@
-"""What a run prints: lines of text, and a progress bar on a terminal."""
+"""What a run prints: lines of text, and on a terminal a spinner while it compiles and then a progress bar."""
 
 import re
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -16,35 +24,39 @@ def printable(text: str) -> str:
 
 
 class Console:
-    """Prints lines and a live progress bar on a terminal. In a pipe or log file, ten plain lines replace the bar."""
+    """Prints lines, and on a terminal a live spinner and progress bar.
+
+    In a pipe or log file, one plain line replaces the spinner, and ten replace the bar.
+    """
 
     def __init__(self, steps: int, shown: bool = True) -> None:
-        """Prepares the console; `start` shows the progress bar.
+        """Prepares the console; `start_spinner` and `start` show something live.
 
         Args:
           steps: of the whole run.
           shown: whether anything is printed. Only process 0 prints.
         """
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=not shown)
-        self._live = self._rich.is_terminal and shown
+        self._live = self._rich.is_interactive and shown  # a dumb terminal cannot erase a line
         self._steps, self._every = steps, max(steps // 10, 1)
         self._speed = ""
-        self._bar = Progress(
+        self._spinner = self._live_line(SpinnerColumn(), TextColumn("{task.description}: {task.elapsed:.0f} s"))
+        self._bar = self._live_line(
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=self._rich,
-            disable=not self._live,
-            transient=True,
         )
+
+    def _live_line(self, *columns: ProgressColumn) -> Progress:
+        return Progress(*columns, console=self._rich, disable=not self._live, transient=True)
 
     def __enter__(self) -> "Console":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self.stop()
 
     def print(self, text: str = "", style: str | None = None, bold: str = "") -> None:
         """Prints text with its control characters escaped.
@@ -59,20 +71,35 @@ class Console:
         shown.stylize("bold", 0, first)
         self._rich.print(shown)
 
+    def start_spinner(self, estimate: float | None) -> None:
+        """Shows that the first step is compiled, and for how many seconds already, until the first step is shown.
+
+        Args:
+          estimate: seconds that it took the last time. `None` means unknown.
+        """
+        text = "compiling the first step" + ("" if estimate is None else f" ({estimate:.0f} s the last time)")
+        if self._live:
+            self._spinner.add_task(text)
+            self._spinner.start()
+        else:
+            self.print(text)
+
     def start(self, step: int) -> None:
-        """Shows the progress bar of a run that has done `step` steps, while its first step compiles."""
-        self._bar.add_task("compiling the first step", total=self._steps, completed=step)
-        self._bar.start()
+        """Prepares the progress bar of a run that has done `step` steps. The first step that is shown shows the bar."""
+        self._bar.add_task("", total=self._steps, completed=step)
 
     def show_step(self, step: int, loss: float, tokens_per_s: float | None = None) -> None:
         """Shows a finished step. `None` for the speed repeats the last one that was measured."""
         if tokens_per_s is not None:
             self._speed = f"  {tokens_per_s:,.0f} tokens/s"
         text = f"loss {loss:.3f}{self._speed}"
+        self._spinner.stop()  # a terminal has room for one live line
+        self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=step, description=text)
         if not self._live and step % self._every == 0:
             self.print(f"step {step:>6} of {self._steps}  {text}")
 
     def stop(self) -> None:
-        """Removes the progress bar."""
+        """Removes the spinner or the progress bar."""
+        self._spinner.stop()
         self._bar.stop()

@@ -24,7 +24,7 @@ from jaxstack.data import Dataset, ngram
 from jaxstack.data.loader import DataLoader
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
-from jaxstack.runtime import distributed, preemption
+from jaxstack.runtime import compile_cache, distributed, preemption
 from jaxstack.runtime.watchdog import Watchdog
 from jaxstack.tracking import goodput
 from jaxstack.tracking.console import Console
@@ -87,6 +87,8 @@ class Run:
         self.throughput = ThroughputMeter(cfg, list(self._mesh.devices.flat))
         self.profiler = Profiler(cfg.profile, self._directory, self.console.print, self.goodput, self.throughput)
         self._waited = 0.0
+        self._program = repr((store.versions(), cfg.model, cfg.data, cfg.train, cfg.optim, cfg.mesh, cfg.kernels))
+        self._began_to_compile: float | None = None
 
     def __enter__(self) -> "Run":
         with ExitStack() as stack:
@@ -108,7 +110,10 @@ class Run:
         self._stack.__exit__(kind, error, traceback)
 
     def print_header(self, changes: list[str]) -> None:
-        """Prints what will be trained and on what, what has changed since the earlier part of the run, and warnings."""
+        """Prints what will be trained and on what, what has changed since the earlier part of the run, and warnings.
+
+        Then it shows the spinner: programs are compiled from here on until the first step is done.
+        """
         cfg, ctx, console, devices = self._cfg, self._ctx, self.console, list(self._mesh.devices.flat)
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         console.print(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
@@ -132,6 +137,8 @@ class Run:
             console.print(warning, style="yellow")
         if self._last_holder:
             console.print(self._last_holder, style="yellow")
+        console.start_spinner(compile_cache.estimate(self._program))
+        self._began_to_compile = time.perf_counter()
 
     def restore_or_init(self) -> tuple[TrainState, LoopState]:
         """Returns the state of the newest valid checkpoint, or an initial state if there is none. Writes nothing.
@@ -219,7 +226,12 @@ class Run:
 
     def log_step(self, loop: LoopState, metrics: dict[str, jax.Array]) -> int | None:
         """Takes the metrics of a step that was started, and logs the step before it, see `StepLogger`."""
-        return self.logger.log_step(loop, metrics, self._waited)
+        spike = self.logger.log_step(loop, metrics, self._waited)
+        if self._began_to_compile is not None and self.throughput.started:
+            if self._is_first:
+                compile_cache.remember(self._program, time.perf_counter() - self._began_to_compile)
+            self._began_to_compile = None
+        return spike
 
     def should_stop(self, loop: LoopState) -> bool:
         """Returns whether all processes stop after this step. Every process calls this at every step."""
