@@ -91,7 +91,11 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.concatenate([end(values), middle, end(values[::-1])[::-1]])
 
 
-def loss_chart(chart: LossChart) -> str:
+WIDE, NARROW, SMALL = (860, 350), (400, 280), (400, 210)
+"""Pixels of a chart: the loss on wide and on narrow windows, and any other. Its text has 12 pixels at this size."""
+
+
+def loss_chart(chart: LossChart, size: tuple[int, int] = WIDE) -> str:
     """Returns the SVG of the training loss, raw and smoothed, the held-out loss, the n-grams', and marks at events."""
     runs = [curves.run for curves in chart.curves]
 
@@ -112,7 +116,7 @@ def loss_chart(chart: LossChart) -> str:
             _mark(axes, curves.run, color, _last_step(runs))
         axes.set_ylim(*loss_limits(chart))
 
-    return _figure(chart.title, runs, draw, "linear", (1080, 400))
+    return _figure(chart.title, runs, draw, "linear", size)
 
 
 def _curve(axes: "Axes", steps: np.ndarray, values: np.ndarray, color: str) -> None:
@@ -172,7 +176,7 @@ def metric_chart(chart: Chart, runs: Sequence[LoggedRun]) -> str | None:
             else:
                 axes.plot(*thin_out(steps, values * chart.factor), color=style.run_color(i), linewidth=1.6)
 
-    return _figure(chart.title, runs, draw, chart.scale, (530, 270))
+    return _figure(chart.title, runs, draw, chart.scale, SMALL)
 
 
 def _last_step(runs: Sequence[LoggedRun]) -> float:
@@ -186,9 +190,11 @@ def _figure(
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     points = 72  # points per inch; a point of matplotlib's SVG is a pixel of the page
-    figure = Figure(figsize=(size[0] / points, size[1] / points), layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=6 / points)  # room for half a mark at the last step
+    figure = Figure(figsize=(size[0] / points, size[1] / points), layout=layout)
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
     figure.patch.set_visible(False)
@@ -199,7 +205,7 @@ def _figure(
     axes.set_xlim(0, _last_step(runs))
     _ticks(axes, scale, size[0] // 95)
     axes.set_xlabel("optimizer step", color=style.INK, fontsize=12)
-    axes.tick_params(colors=style.INK, labelsize=12, length=0, which="both")
+    axes.tick_params(colors=style.INK, labelsize=12, length=0, which="both", pad=7)  # clear of marks at step 0
     axes.grid(color=style.GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
@@ -208,7 +214,7 @@ def _figure(
     out = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # the page's fonts; reproducible ids
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return _inline(out.getvalue(), title)
+    return _inline(out.getvalue(), title, f"{title} {size}")
 
 
 def _ticks(axes: "Axes", scale: str, most: int) -> None:
@@ -222,7 +228,9 @@ def _ticks(axes: "Axes", scale: str, most: int) -> None:
         greatest = max(axis.get_view_interval())
         plain = ticker.ScalarFormatter(useOffset=False)
         plain.set_scientific(False)
-        axis.set_major_formatter(plain if greatest < 1e3 else "{x:,.0f}" if greatest < 1e9 else "{x:.3g}")
+        axis.set_major_formatter(
+            plain if 1e-4 <= greatest < 1e3 else "{x:,.0f}" if 1e3 <= greatest < 1e9 else "{x:.3g}"
+        )
     if scale == "log" and axes.dataLim.y0 > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
@@ -230,30 +238,27 @@ def _ticks(axes: "Axes", scale: str, most: int) -> None:
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
-def _inline(svg: str, title: str) -> str:
-    """Returns an SVG as a part of the page: without prologue and size, and with ids that no other chart has."""
-    own = f"{re.sub(r'[^A-Za-z0-9]+', '-', title)}-{zlib.crc32(title.encode()):x}"  # titles may have names of runs
+def _inline(svg: str, title: str, key: str) -> str:
+    """Returns an SVG as a part of the page: without prologue and size, and with ids of `key`, which is its own."""
+    own = f"{re.sub(r'[^A-Za-z0-9]+', '-', title)}-{zlib.crc32(key.encode()):x}"  # titles may have names of runs
     body = svg[svg.index("<svg") :]
     head, rest = body.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', head)
     assert box, head
     rest = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{own}-", rest)
-    rest = style.use_page_colors(rest)
+    rest = style.use_page_colors(re.sub(r" font-family: [^;]*;", "", rest))  # text has the font of the page
     label = html.escape(title)
     return f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} role="img" aria-label="{label}">{rest.strip()}'
 
 
 def time_bar(run: LoggedRun) -> str:
-    """Returns the SVG of a bar of a run's seconds by category, with labels where they fit."""
+    """Returns a bar of a run's seconds by category, as HTML. The page hides labels that do not fit."""
     total = sum(run.spent.values())
-    parts, at = [], 0.0
+    parts = []
     for name in time_categories([run]):
         part = 100 * run.spent[name] / total
         tip = html.escape(" ".join([name, *time_share(run, name)]))
-        box = f'class="{style.css_class(name)}" x="{at:.3f}%" width="{part:.3f}%" height="100%"'
-        parts.append(f"<rect {box}><title>{tip}</title></rect>")
-        if part >= 2 * len(name) + 8:  # there is room for the label
-            parts.append(f'<text x="{at + part / 2:.3f}%" y="50%">{html.escape(name)} {part:.0f}%</text>')
-        at += part
+        box = f'class="{style.css_class(name)}" style="width:{part:.3f}%" title="{tip}"'
+        parts.append(f"<span {box}><b>{html.escape(name)} {part:.0f}%</b></span>")
     label = html.escape(f"Seconds of {run.name} by category")
-    return f'<svg class="bar" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return f'<div class="bar" role="img" aria-label="{label}">{"".join(parts)}</div>'

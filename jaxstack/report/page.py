@@ -1,12 +1,13 @@
 """The page: one HTML file that loads nothing from a network. All text from a run's files is escaped."""
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from string import Template
 
 from jaxstack.report import charts, style
-from jaxstack.report.comparison import Comparison, compare, summary_rows
+from jaxstack.report.comparison import Comparison, LossChart, compare, summary_rows
 from jaxstack.report.runs import (
     MISSING,
     LoggedRun,
@@ -34,7 +35,7 @@ def render(runs: Sequence[LoggedRun]) -> str:
     ]
     return _PAGE.substitute(
         title=escape(", ".join(run.name for run in runs)),
-        style=style.style_sheet(),
+        style=style.style_sheet(len(runs)),
         runs="".join(_run(i, run) for i, run in enumerate(runs)),
         gaps="".join(f"<p class=gap>{gap}</p>" for gap in gaps),
         sections="".join(sections),
@@ -48,15 +49,24 @@ def _section(title: str, body: str) -> str:
 def _run(i: int, run: LoggedRun) -> str:
     last = max((record["time"] for record in run.records if "time" in record), default=None)
     when = f"last line {time.strftime('%Y-%m-%d %H:%M', time.gmtime(last))} UTC" if last else ""
-    return f"<span class=run>{_swatch(i)}<b>{escape(run.name)}</b><small>{when}</small></span>"
+    return f"<span class=run>{_swatch(i)}<span><b>{_breakable(run.name)}</b> <small>{when}</small></span></span>"
 
 
 def _swatch(i: int) -> str:
     return f'<i class=swatch style="background:var(--run{i})"></i>'
 
 
+def _breakable(name: str) -> str:
+    """Returns a name as HTML that may break into lines after its parts."""
+    return re.sub(r"([_/.])(?=.)", r"\1<wbr>", escape(name))
+
+
+def _named(i: int, run: LoggedRun) -> str:
+    return f"<span class=name>{_swatch(i)}<span>{_breakable(run.name)}</span></span>"
+
+
 def _name(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
-    return f"{escape(run.name)}: " if len(runs) > 1 else ""
+    return f"{_breakable(run.name)}: " if len(runs) > 1 else ""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str:
@@ -68,12 +78,20 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str
     return f'<div class=scroll><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
 
 
-def _heads(runs: Sequence[LoggedRun]) -> list[str]:
-    return ["", *(f"{_swatch(i)}{escape(run.name)}" for i, run in enumerate(runs))] if len(runs) > 1 else []
+def _compared(runs: Sequence[LoggedRun], rows: Iterable[Sequence[str]], kind: str) -> str:
+    """Returns a table of one value for each run. Each value has the name of its run, for windows without columns."""
+    if len(runs) == 1:
+        return _table([], rows, kind)
+    names = [_named(i, run) for i, run in enumerate(runs)]
+
+    def beside(cells: Sequence[str]) -> list[str]:
+        return [f"<span class=of>{name}</span><span>{cell}</span>" for name, cell in zip(names, cells, strict=True)]
+
+    return _table(["", *names], ([first, *beside(cells)] for first, *cells in rows), f"{kind} stacked compared")
 
 
 def _summary(runs: Sequence[LoggedRun]) -> str:
-    return _table(_heads(runs), [[key, *map(escape, row)] for key, row in summary_rows(runs).items()], "figures")
+    return _compared(runs, [[key, *map(escape, row)] for key, row in summary_rows(runs).items()], "figures")
 
 
 def _goodput(runs: Sequence[LoggedRun]) -> str:
@@ -81,7 +99,8 @@ def _goodput(runs: Sequence[LoggedRun]) -> str:
     if not timed:
         return "<p class=note>These logs are from a version that did not record how time was spent.</p>"
     bars = "".join(
-        f"<div class=account>{escape(run.name) if len(runs) > 1 else ''}{charts.time_bar(run)}</div>" for run in timed
+        f"<div class=account>{_breakable(run.name) if len(runs) > 1 else ''}{charts.time_bar(run)}</div>"
+        for run in timed
     )
     rows = [
         [
@@ -93,7 +112,7 @@ def _goodput(runs: Sequence[LoggedRun]) -> str:
     walls = [sum(run.spent.values()) for run in runs]
     rows.append(["wall clock", *(_share(f"{wall:,.1f} s", "100.0%") if wall else MISSING for wall in walls)])
     return (
-        f"{bars}{_table(_heads(runs), rows, 'figures')}"
+        f"{bars}{_compared(runs, rows, 'figures')}"
         "<p class=note>Goodput is the share of <b>step</b>. <b>data</b> is time spent waiting for batches, "
         "<b>checkpoint</b> time spent waiting for saves, <b>lost</b> work repeated after a restart or a rollback, and "
         "<b>down</b> time without a process.</p>"
@@ -108,9 +127,15 @@ def _charts(runs: Sequence[LoggedRun], losses: Comparison) -> str:
     found = {chart: charts.metric_chart(chart, runs) for chart in charts.CHARTS}
     pictures = "".join(_picture(chart.title, svg) for chart, svg in found.items() if svg)
     missing = [chart for chart, svg in found.items() if svg is None and not chart.key.startswith("moe_")]
-    *others, last = (_picture(chart.title, charts.loss_chart(chart)) for chart in losses.charts)
+    curves = "".join(_picture(chart.title, *_both(chart)) for chart in losses.charts)
     notes = escape(" ".join(_notes(runs, losses, missing)))
-    return f"{''.join(others)}{last}{_legend(runs)}<div class=grid>{pictures}</div><p class=note>{notes}</p>"
+    return f"{curves}{_legend(runs)}<div class=grid>{pictures}</div><p class=note>{notes}</p>"
+
+
+def _both(chart: LossChart) -> list[str]:
+    """Returns the chart of the loss for wide and for narrow windows. The page shows one of them."""
+    sizes = {"wide": charts.WIDE, "narrow": charts.NARROW}
+    return [f"<div class={kind}>{charts.loss_chart(chart, size)}</div>" for kind, size in sizes.items()]
 
 
 def _notes(runs: Sequence[LoggedRun], losses: Comparison, missing: Sequence[charts.Chart]) -> list[str]:
@@ -131,7 +156,7 @@ def _notes(runs: Sequence[LoggedRun], losses: Comparison, missing: Sequence[char
 
 
 def _legend(runs: Sequence[LoggedRun]) -> str:
-    names = "".join(f"<span>{_swatch(i)}{escape(run.name)}</span>" for i, run in enumerate(runs))
+    names = "".join(_named(i, run) for i, run in enumerate(runs))
     signs = "".join(f"<span><b>{sign}</b> {kind}</span>" for kind, sign in _SIGNS.items())
     drawn = any(run.ngrams and run.bits_per_nat for run in runs)
     ngrams = '<span><i class="stroke dashes"></i>byte n-grams, held out</span>' if drawn else ""
@@ -147,32 +172,33 @@ def _legend(runs: Sequence[LoggedRun]) -> str:
 _SIGNS = dict(zip(charts.MARKS, "▲✕◄►", strict=True))
 
 
-def _picture(title: str, svg: str) -> str:
-    return f"<figure><figcaption>{escape(title)}</figcaption><div class=scroll>{svg}</div></figure>"
+def _picture(title: str, *drawings: str) -> str:
+    return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(drawings)}</figure>"
 
 
 def _events(runs: Sequence[LoggedRun]) -> str:
     found = [(step, i, kind, detail) for i, run in enumerate(runs) for step, kind, detail in list_events(run)]
     rows = [
-        [f"{step:,}", *([_swatch(i) + escape(runs[i].name)] if len(runs) > 1 else []),
+        [f"{step:,}", *([_named(i, runs[i])] if len(runs) > 1 else []),
          f"{_SIGNS.get(kind, '')} {escape(kind)}", escape(detail)]
         for step, i, kind, detail in sorted(found, key=lambda event: event[0])[-MAX_EVENTS:]
     ]  # fmt: skip
     more = f"<p class=note>The last {MAX_EVENTS} of {len(found):,}.</p>" if len(found) > MAX_EVENTS else ""
     head = ["step", *(["run"] if len(runs) > 1 else []), "event", ""]
-    return _table(head, rows, "events") + more if rows else ""
+    return _table(head, rows, "events stacked") + more if rows else ""
 
 
 def _differences(runs: Sequence[LoggedRun]) -> str:
     rows = [[escape(key), *map(escape, values)] for key, values in config_differences(runs).items()]
-    return _table(_heads(runs), rows, "config") if rows else "<p class=note>The configurations are equal.</p>"
+    return _compared(runs, rows, "config") if rows else "<p class=note>The configurations are equal.</p>"
 
 
 def _config(run: LoggedRun) -> str:
     if not run.config:
         return ""
     rows = [[escape(key), escape(format_value(value))] for key, value in run.config.items()]
-    return f"<details><summary>{escape(run.name)}: {len(rows)} values</summary>{_table([], rows, 'config')}</details>"
+    table = _table([], rows, "config stacked")
+    return f"<details><summary>{_breakable(run.name)}: {len(rows)} values</summary>{table}</details>"
 
 
 _PAGE = Template("""<!DOCTYPE html>

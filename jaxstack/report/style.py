@@ -52,14 +52,29 @@ def css_class(category: str) -> str:
     return f"k-{category}" if category in _CATEGORIES else "k-other"
 
 
-def style_sheet() -> str:
-    """Returns the style sheet of the page."""
-    light, dark = ("".join(f"--run{i}: {pair[shade]}; " for i, pair in enumerate(_RUNS)) for shade in (0, 1))
-    categories = "".join(
-        f".{css_class(name)} {{ fill: {color}; background: {color} }}\n" for name, color in _CATEGORIES.items()
-    )
-    return _SHEET.substitute(light=light, dark=dark, categories=categories)
+def style_sheet(runs: int) -> str:
+    """Returns the style sheet of a page of this many runs.
 
+    Tables with a column for each run are shown row by row on a window that is too narrow for the columns.
+    """
+    columns = _LABEL + _COLUMN * runs
+    light, dark = ("".join(f"--run{i}: {pair[shade]}; " for i, pair in enumerate(_RUNS)) for shade in (0, 1))
+    categories = "".join(f".{css_class(name)} {{ background: {color} }}\n" for name, color in _CATEGORIES.items())
+    return _SHEET.substitute(
+        light=light,
+        dark=dark,
+        categories=categories,
+        width=max(1180, columns),
+        stacked=max(640, columns if runs > 1 else 0),
+        narrow=NARROW,
+    )
+
+
+NARROW = 700
+"""Windows of at most this many pixels show the narrow chart of the loss."""
+
+_LABEL, _COLUMN = 320, 160
+"""Pixels of a table beside the columns of runs (labels and margins), and of each such column."""
 
 _SHEET = Template("""\
 :root { color-scheme: light dark; --ink: #1e293b; --soft: #64748b; --line: #e2e8f0; --back: #f8fafc; --card: #fff;
@@ -71,44 +86,57 @@ _SHEET = Template("""\
 * { box-sizing: border-box }
 body { margin: 0; background: var(--back); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif }
-main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px }
+main { max-width: ${width}px; margin: 0 auto; padding: 32px 24px 64px; overflow-wrap: anywhere }
 h1 { margin: 0 0 4px; font-size: 26px; letter-spacing: -.01em }
 h2 { margin: 0 0 14px; font-size: 18px }
 section { margin-top: 24px; padding: 20px 24px; background: var(--card); border: 1px solid var(--line);
   border-radius: 10px }
-.runs { display: flex; flex-wrap: wrap; gap: 4px 28px; overflow-wrap: anywhere }
+.runs { display: flex; flex-wrap: wrap; gap: 4px 28px }
+.run { display: flex }
 .run small { margin-left: 10px; color: var(--soft) }
 .gap { margin: 10px 0 0; padding: 6px 12px; border-left: 3px solid var(--run1) }
-.swatch { display: inline-block; width: 11px; height: 11px; margin-right: 8px; border-radius: 3px }
+.swatch { display: inline-block; flex: none; width: 11px; height: 11px; margin-right: 8px; border-radius: 3px;
+  print-color-adjust: exact }
+.run > .swatch { margin-top: 6px }
+.name { display: inline-flex; align-items: baseline; max-width: 16em; overflow-wrap: anywhere; text-align: left;
+  white-space: normal }
 .pair { display: flex; flex-wrap: wrap; gap: 0 24px }
 .pair section { flex: 1 1 auto; min-width: min(470px, 100%); max-width: 100% }
 .pair .note, .pair .account { width: 0; min-width: 100% } /* only tables set the width of a section */
 .part { display: inline-block; min-width: 4.4em; text-align: right; color: var(--soft); font-weight: 400 }
 .note, .legend { margin: 14px 0 0; color: var(--soft); font-size: 13.5px }
 .scroll { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: break-word }
 th, td { padding: 5px 28px 5px 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top;
-  font-weight: 400; overflow-wrap: anywhere }
+  font-weight: 400 }
 tbody tr:last-child > * { border-bottom: 0 }
-thead th { color: var(--soft); font-weight: 600; white-space: nowrap }
+thead th { color: var(--soft); font-weight: 600 }
 th[scope=row] { color: var(--soft) }
 .figures { min-width: 100% }
-.figures td, .figures thead th { padding: 5px 0 5px 28px; text-align: right; white-space: nowrap }
+.figures td, .figures thead th { padding: 5px 0 5px 28px; text-align: right }
+.figures td { white-space: nowrap; font-weight: 600 }
+.figures thead .name { text-align: right }
 .figures th[scope=row] { padding-right: 0 }
-.figures td { font-weight: 600 }
 .config td, .config th[scope=row] { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
 .config th[scope=row] { white-space: nowrap }
-.config td { white-space: pre-wrap }
+.config td { white-space: pre-wrap; overflow-wrap: anywhere }
+.events td { white-space: nowrap }
+.events .name { width: max-content }
+.events td:last-child { white-space: normal; overflow-wrap: anywhere }
+.of { display: none } /* the name of a run beside each of its values, if rows are shown one below the other */
 .account { margin-bottom: 12px }
-.bar { display: block; width: 100%; height: 30px; border-radius: 6px; overflow: hidden }
-.bar text { fill: #fff; font-size: 13px; font-weight: 600; text-anchor: middle; dominant-baseline: central }
-$categories.k-other { fill: #94a3b8; background: #94a3b8 }
+.bar { display: flex; height: 30px; border-radius: 6px; overflow: hidden; color: #fff; font-size: 13px;
+  line-height: 30px; text-align: center; print-color-adjust: exact }
+.bar span { overflow: hidden }
+.bar span::before { content: "\\200b" } /* a label that does not fit goes to a second line, which is hidden */
+.bar b { display: inline-block; padding: 0 4px; font-weight: 600; white-space: nowrap }
+$categories.k-other { background: #94a3b8 }
 figure { margin: 0 }
-figure svg { display: block; width: 100%; min-width: 360px; height: auto; margin-top: 6px }
-section > figure svg { min-width: 700px } /* the loss: a narrow screen scrolls */
-figure svg text { font-family: inherit !important }
+figure svg { display: block; width: 100%; height: auto; margin-top: 6px }
+.grid svg, .narrow svg { max-width: 560px }
+.narrow { display: none }
 figcaption { font-weight: 600 }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 28px 32px;
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(max(330px, 34%), 100%), 1fr)); gap: 28px 32px;
   margin-top: 28px }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 22px; margin-top: 8px }
 .stroke { display: inline-block; width: 26px; margin-right: 7px; border-top: 3px solid currentColor;
@@ -119,5 +147,34 @@ figcaption { font-weight: 600 }
 details + details { margin-top: 10px }
 summary { cursor: pointer }
 details .scroll { margin-top: 10px }
-@media print { body { background: none } section { break-inside: avoid } }
+@media (max-width: ${narrow}px) {
+  main { padding: 20px 10px 40px }
+  section { margin-top: 14px; padding: 14px }
+  .wide { display: none }
+  .narrow { display: block }
+}
+@media (max-width: ${stacked}px) {
+  .stacked, .stacked tbody { display: block; min-width: 0 }
+  .stacked thead { display: none }
+  .stacked tr { display: flex; flex-wrap: wrap; gap: 0 20px; padding: 6px 0; border-bottom: 1px solid var(--line) }
+  .stacked tr:last-child { border-bottom: 0 }
+  .stacked th[scope=row], .stacked td { padding: 0; border: 0; text-align: left; white-space: pre-wrap }
+  .compared td { display: flex; flex: 1 1 100%; min-width: 0; justify-content: space-between; gap: 20px }
+  .compared td > :last-child { flex: none; max-width: 75% }
+  .compared .of { display: block; min-width: 0; font: 400 13px/1.7 system-ui, sans-serif; color: var(--soft) }
+  .compared.config td { flex-wrap: wrap; gap: 0 20px }
+  .compared.config .of { flex: 0 0 45% }
+  .stacked .name { display: flex; max-width: 50vw } /* one line: the whole name is at the top, beside the same color */
+  .stacked .of .name { max-width: none }
+  .stacked wbr { display: none }
+  .stacked .name span { overflow: hidden; white-space: nowrap; text-overflow: ellipsis }
+}
+@media print {
+  body { background: none }
+  main { padding: 0 }
+  section { padding: 12px 0; border: 0 }
+  figure, tr, .account { break-inside: avoid }
+  h2 { break-after: avoid }
+  .grid { grid-template-columns: 1fr 1fr }
+}
 """)

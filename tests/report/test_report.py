@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -58,7 +59,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        if tag != "meta":  # it has no end
+        if tag not in ("meta", "wbr"):  # they have no end
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -138,7 +139,7 @@ def test_the_kinds_on_the_page_are_those_of_the_sums(tmp_path):
     assert runs.time_categories([run])[0] == "step"
     assert set(runs.time_categories([run])) == {kind for kind, seconds in run.spent.items() if seconds}
     assert runs.time_share(run, "down") == ("60.5 s", "71.2%")
-    widths = [float(part) for part in re.findall(r' width="([\d.]+)%"', charts.time_bar(run))]
+    widths = [float(part) for part in re.findall(r"width:([\d.]+)%", charts.time_bar(run))]
     assert abs(sum(widths) - 100) < 0.01 * len(widths)
     figures = runs.summarize(run)
     assert figures["goodput"] == "4.7%"
@@ -401,16 +402,119 @@ def test_the_command_starts_without_jax_and_fails_in_one_line(tmp_path):
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+LONG = "an-experiment-with-a-very-long-name-lr7e-3-seed0-trial-0017", "a_name_with_underscores_of_some_length_v2"
+
+
+def long_runs(folder: Path) -> list[runs.LoggedRun]:
+    """Three runs with long names, keys and values, and with large and small numbers."""
+    lines = [
+        training(i * 100_000, loss=3.0, grad_norm=0.1 * i, lr=1e-7, tokens_per_s=7e6 + i, seconds={"step": 9.0})
+        for i in range(1, 11)
+    ]
+    lines += [{"step": 100_000, "eval_loss": 2.25, "eval_bits_per_byte": 1.5, "parameters": 1_234_567_890}]
+    lines += [{"step": 300_000, "event": "skipped", "skipped": 1, "batch": f"step 9: {'a/' * 40}b.py tokens 1-2"}]
+    key = "a_key:\n  of_two_parts_with_a_long_name: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]\n"
+    paths = [write(folder / name, lines, CONFIG.replace("0.001", str(i)) + key) for i, name in enumerate(LONG)]
+    return runs.read_runs([write(folder / "b", LINES), *paths])
+
+
+def test_labels_of_charts_are_within_the_picture(tmp_path):
+    """Widths are those of DejaVu Sans, which is wider than other fonts: a digit has 0.64 of the font's size."""
+    found = long_runs(tmp_path)
+    (losses,) = comparison.compare(found).charts
+    drawn = [charts.loss_chart(losses, size) for size in (charts.WIDE, charts.NARROW)]
+    drawn += [svg for chart in charts.CHARTS if (svg := charts.metric_chart(chart, found))]
+    form = r'<text style="font-size: (\d+)px; text-anchor: (\w+);[^>]* x="([-.\d]+)" y="([-.\d]+)"[^>]*>([^<]+)</text>'
+    labels = 0
+    for svg in drawn:
+        _, _, width, height = map(float, re.findall(r'viewBox="([^"]*)"', svg)[0].split())
+        assert svg.count("<text") == len(re.findall(form, svg))
+        for size, anchor, x, y, text in re.findall(form, svg):
+            room = int(size) * sum(0.32 if letter in ",." else 0.64 for letter in text)
+            left = float(x) - {"start": 0, "middle": room / 2, "end": room}[anchor]
+            assert 0 <= left < left + room <= width, text
+            assert int(size) <= float(y) <= height, text
+            labels += 1
+    assert labels > 40
+
+
+def test_every_value_of_several_runs_has_the_name_of_its_run(tmp_path):
+    """A narrow window shows values one below the other, where no column says whose they are."""
+    found = long_runs(tmp_path)
+    text = page.render(found)
+    checked(text)
+    tables = re.findall(r'<table class="(?:figures|config) stacked compared">.*?</table>', text)
+    assert len(tables) == 3, "summary, time, differences"
+    for row in (row for table in tables for row in re.findall(r"<tr>(.*?)</tr>", table.split("<tbody>")[1])):
+        values = re.findall(r"<td><span class=of>(.*?)</span></span></span><span>.*?</td>", row)
+        assert [re.sub("<.*?>", "", name) for name in values] == [run.name for run in found]
+    (one,) = found[:1]
+    assert "compared" not in page.render([one]).split("</style>")[1]
+    assert "max-width: 800px) {\n  .stacked" in text, "320 pixels for labels, 160 for each run"
+
+
+LAYOUT = """
+const found = [];
+for (const frame of document.querySelectorAll("iframe")) {
+  const page = frame.contentDocument, width = frame.clientWidth;
+  const say = (what, text) => found.push(`${width} pixels, ${what}: ${text}`);
+  page.querySelectorAll("details").forEach(one => one.open = true);
+  for (const one of page.querySelectorAll("html, .scroll"))
+    if (one.scrollWidth > one.clientWidth) say("cut off", one.innerText.slice(0, 60));
+  for (const text of page.querySelectorAll("svg text")) {
+    const box = text.getBoundingClientRect(), svg = text.ownerSVGElement, all = svg.getBoundingClientRect();
+    if (!box.width) continue; // the chart for other windows
+    if (box.left < all.left || box.right > all.right) say("clipped", text.textContent);
+    if (12 * all.width / svg.viewBox.baseVal.width < 8.5) say("tiny", text.textContent);
+  }
+  const texts = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const node = texts.currentNode, parent = node.parentElement;
+    if (parent.closest("svg") || !node.data.trim()) continue;
+    const part = parent.closest(".bar span"), shortened = parent.closest(".stacked .name span");
+    const outer = (part || parent.closest("section, header")).getBoundingClientRect();
+    for (const word of node.data.matchAll(/(?<!\\S)\\S{1,24}(?!\\S)/g)) {
+      const range = page.createRange();
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      const boxes = [...range.getClientRects()].filter(box => box.width && !(part && box.top >= outer.bottom));
+      if (new Set(boxes.map(box => Math.round(box.top))).size > 1) say("broken", word[0]);
+      for (const box of boxes)
+        if (!shortened && (box.left < outer.left - 1 || box.right > outer.right + 1)) say("outside", word[0]);
+    }
+  }
+}
+document.body.innerText = JSON.stringify(found);
+"""
+"""Lists what the page does not show well: text that is cut off, clipped, broken within a word, or too small."""
+
+
+def browse(folder: Path, *argv: str) -> subprocess.CompletedProcess:
+    fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={folder}/own"]
+    return subprocess.run([BROWSER, *fixed, *argv], capture_output=True, text=True, check=True)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here; the tests above have read the page")
+def test_a_window_of_any_width_shows_everything(tmp_path):
+    found = long_runs(tmp_path)
+    frames = []
+    for shown in (found, found[:1], found[1:]):
+        text = re.sub("<meta http-equiv.*?>", "", page.render(shown), flags=re.S)  # it forbids the frame to read it
+        frames += [f'<iframe width={width} srcdoc="{escape(text)}"></iframe>' for width in (360, 400, 800, 1400)]
+    script = f"<script>onload = () => {{{LAYOUT}}}</script>"
+    (tmp_path / "frames.html").write_text(f"<!DOCTYPE html><meta charset=utf-8><body>{''.join(frames)}{script}</body>")
+    done = browse(tmp_path, "--dump-dom", (tmp_path / "frames.html").as_uri())
+    said = set(json.loads(unescape(done.stdout.split("<body>")[1].split("</body>")[0])))
+    assert not said, "\n".join(sorted(said))
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here; the tests above have read the page")
 def test_a_browser_shows_the_page(tmp_path):
     run = write(tmp_path / "run", LINES)
     execute(["report", str(run)])
-    argv = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}/own"]
     picture = tmp_path / "page.png"
-    done = subprocess.run(
-        [BROWSER, *argv, "--window-size=1200,2000", f"--screenshot={picture}", (run / "report.html").as_uri()],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    address = (run / "report.html").as_uri()
+    done = browse(tmp_path, "--window-size=1200,2000", f"--screenshot={picture}", address)
     assert "CONSOLE" not in done.stderr, "nothing that the page's own policy forbids"
 
     from matplotlib.image import imread
