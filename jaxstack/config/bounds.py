@@ -6,7 +6,7 @@
 import functools
 import math
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -148,6 +148,8 @@ def type_in_words(kind: object) -> str:
         return f"{type_in_words(part)} {interval!r}"
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(map(type_in_words, get_args(kind)))
+    if is_dataclass(kind):
+        return f"mappings with {', '.join(f.name for f in fields(kind))}"
     return _WORDS.get(kind, str(kind))
 
 

@@ -38,6 +38,9 @@ class SourceConfig(_Short):
     hf_column: str = "text"
     """As `data.hf_column`."""
 
+    def __post_init__(self) -> None:
+        expand_home(self, "path")
+
     @property
     def label(self) -> str:
         """The name in metrics, on the screen and in reports."""

@@ -85,6 +85,17 @@ class Parser(ArgumentParser):
                 "--print_config", action="store_true", help="check the configuration, print it as YAML, and exit"
             )
         self.add_class_arguments(Config, as_group=True)
+        self._drop_class_help()
+
+    def _drop_class_help(self) -> None:
+        """Removes the flags of the library that explain the classes in lists, such as `--data.mixture.help`."""
+        for action in [a for a in self._actions if a.dest.endswith(".help")]:
+            self._actions.remove(action)
+            for option in action.option_strings:
+                del self._option_string_actions[option]
+            for group in self._action_groups:
+                if action in group._group_actions:
+                    group._group_actions.remove(action)
 
     def read(self, argv: Sequence[str]) -> Namespace:
         """Returns the values of a command line, with three additions for commands that have a configuration.
@@ -182,6 +193,9 @@ class Parser(ArgumentParser):
         keys, value = re.findall(r'Parser key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text)
         if keys and value:
             raise ConfigError(self._wrong_type(keys[-1], value[1]))
+        if found := re.match(r'Parser key "([\w.]+)": (.*[.?])$', text):  # our own words about an entry of a list
+            words = re.sub(r"`[^`]*` lists all arguments\.$", "Add it to the entry.", found[2])
+            raise ConfigError(f"{found[1]}: {words}")
         raise ConfigError(f"{_plain_types(text).replace('Parser key ', '')}. {self._help}")
 
     @property
