@@ -50,6 +50,13 @@ CHARTS = (
     Chart("moe_entropy", "Router entropy (nats per token, mean of layers)"),
 )
 
+
+def source_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
+    """Returns a chart of the held-out loss for each source of the runs' mixtures."""
+    names = dict.fromkeys(name for run in runs for name in run.mixture)
+    return [Chart(f"eval_loss/{name}", f"Held-out loss of {name} (nats per token)", noisy=False) for name in names]
+
+
 MARKS = {"spike": "^", "skipped": "x", "rolled back": "<", "resumed": ">"}
 """Marked events, with their matplotlib markers."""
 

@@ -123,7 +123,8 @@ def summary_rows(runs: Sequence[LoggedRun]) -> dict[str, list[str]]:
     If tokenizers differ, these are losses in nats per token, except where a run has no bits per byte.
     """
     figures = [summarize(run) for run in runs]
-    rows = {key: [each[key] for each in figures] for key in figures[0]}
+    keys = dict.fromkeys(key for each in figures for key in each)
+    rows = {key: [each.get(key, MISSING) for each in figures] for key in keys}
     if not tokenizers_differ(runs):
         return rows
     for key in [key for key in rows if NATS in key]:

@@ -91,7 +91,7 @@ def _compared(runs: Sequence[LoggedRun], rows: Iterable[Sequence[str]], kind: st
 
 
 def _summary(runs: Sequence[LoggedRun]) -> str:
-    return _compared(runs, [[key, *map(escape, row)] for key, row in summary_rows(runs).items()], "figures")
+    return _compared(runs, [[escape(key), *map(escape, row)] for key, row in summary_rows(runs).items()], "figures")
 
 
 def _goodput(runs: Sequence[LoggedRun]) -> str:
@@ -124,7 +124,7 @@ def _share(seconds: str, part: str) -> str:
 
 
 def _charts(runs: Sequence[LoggedRun], losses: Comparison) -> str:
-    found = {chart: charts.metric_chart(chart, runs) for chart in charts.CHARTS}
+    found = {chart: charts.metric_chart(chart, runs) for chart in (*charts.source_charts(runs), *charts.CHARTS)}
     pictures = "".join(_picture(chart.title, svg) for chart, svg in found.items() if svg)
     missing = [chart for chart, svg in found.items() if svg is None and not chart.key.startswith("moe_")]
     curves = "".join(_picture(chart.title, *_both(chart)) for chart in losses.charts)

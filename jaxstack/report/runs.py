@@ -74,6 +74,11 @@ class LoggedRun:
         return (int(orders[-1]), float(bits[-1])) if orders.size and bits.size else None
 
     @cached_property
+    def mixture(self) -> list[str]:
+        """Names of the sources of a mixture. Empty if there is only one source."""
+        return [key.removeprefix("eval_loss/") for key in self._columns if key.startswith("eval_loss/")]
+
+    @cached_property
     def _columns(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         for record in self.records:
@@ -287,6 +292,9 @@ def summarize(run: LoggedRun) -> dict[str, str]:
         "MFU, median": format_number(_median(run, "mfu"), ".1%"),
         "wall clock": format_duration(wall) if wall else MISSING,
         "goodput": format_number(good, ".1%"),
+    } | {
+        f"last held-out loss of {name} (nats per token)": format_number(_last(run, f"eval_loss/{name}"), ".4f")
+        for name in run.mixture
     }
 
 

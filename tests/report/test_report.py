@@ -280,6 +280,18 @@ def test_one_page_of_several_runs(tmp_path):
     assert "#0" not in drawn, "a colour that the page does not set reads in light or in dark, not in both"
 
 
+def test_the_losses_of_the_sources_of_a_mixture(tmp_path):
+    """A chart and a figure for each source; another run of the page may lack them."""
+    lines = [training(10), {"step": 10, "eval_loss": 0.7, "eval_loss/a <b>": 0.5, "eval_loss/c": 0.75}]
+    found = runs.read_runs([write(tmp_path / "mixed", lines), write(tmp_path / "plain", lines[:1])])
+    assert [run.mixture for run in found] == [["a <b>", "c"], []]
+    row = comparison.summary_rows(found)["last held-out loss of c (nats per token)"]
+    assert row == ["0.7500", "-"]
+    read = checked(page.render(found))
+    for name in ("a <b>", "c"):
+        assert f"Held-out loss of {name} (nats per token)" in read.text
+
+
 def test_what_comes_from_files_is_text(tmp_path):
     config = "sample:\n  prompts: ['<script>alert(1)</script>']\n'<i>key': \"'\\\"&\"\n"
     lines = [*LINES, {"step": 31, "event": "<img src=x onerror=alert(1)>", "seconds": {"<u>": 1.0, '"><u>': 9.0}}]
