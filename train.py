@@ -1,7 +1,7 @@
 """Trains a decoder language model: `python train.py --config NAME --model.num_layers=4 ...`, as `jaxstack train` does.
 
-The loop is in `jaxstack/train.py`, so that an installed package contains it too. `python train.py --help` lists every
-key. CONTRIBUTING.md says where to find everything else.
+The loop is in `jaxstack/train.py`, so that an installed package contains it too. `python train.py --help` shows
+the most used keys. CONTRIBUTING.md says where to find everything else.
 """
 
 import sys

@@ -113,7 +113,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),
     (r"^generate", ["--sample.tokens=8"]),
-    (r"^(report|data|import|export|schedule|completion) |^--help$", []),
+    (r"^(report|data|import|export|schedule|completion|help) |^--help$", []),
 ]
 
 
@@ -175,6 +175,10 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
     elif program in ("plan", "profile"):
         cfg = parser.read_arguments([program, *rest]).cfg
         resolve(cfg, cfg.model.vocab_size or 256)
+    elif program == "help":
+        with pytest.raises(SystemExit) as done:
+            parser.execute(["help", *rest])
+        assert not done.value.code
     elif program in {name.split()[0] for name in parser.COMMANDS}:
         parser.read_arguments([program, *rest])
     elif program in ("sbatch", "kubectl"):

@@ -9,7 +9,7 @@ from typing import Literal, get_args, get_origin
 from jsonargparse import Namespace
 
 from jaxstack.cli import parser as commands
-from jaxstack.config.parse import Parser, shipped
+from jaxstack.config.parse import GROUPS, Parser, shipped
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -48,11 +48,14 @@ def _values(hint: object) -> list[str]:
 
 def _words(known: dict[str, Flags]) -> dict[str, list[str]]:
     """Returns what can follow `jaxstack` and each first word: commands, and second words such as `roofline`."""
-    words: dict[str, list[str]] = {"": [*dict.fromkeys(name.split()[0] for name in known), "--help", "--version"]}
+    words: dict[str, list[str]] = {
+        "": [*dict.fromkeys(name.split()[0] for name in known), "help", "--help", "--version"]
+    }
     for name in known:
         first, *second = name.split()
         words.setdefault(first, []).extend(second)
     words["completion"] += SHELLS
+    words["help"] = list(dict.fromkeys([*(name.split()[0] for name in known), *GROUPS]))
     return words
 
 
@@ -133,6 +136,8 @@ def fish(known: dict[str, Flags]) -> str:
     lines = ["# Completion of jaxstack for fish: jaxstack completion fish | source"]
     first = "test (count (commandline -opc)) -eq 1"
     lines += [f"complete -c jaxstack -f -n '{first}' -l {flag}" for flag in ("help", "version")]
+    lines.append(f"complete -c jaxstack -f -n '{first}' -a help -d 'explain a command, a group of keys or a key'")
+    lines.append(f"complete -c jaxstack -f -n '__fish_seen_subcommand_from help' -a {_quoted(' '.join(GROUPS))}")
     for name in dict.fromkeys(name.split()[0] for name in known):
         summary = commands.COMMANDS[name].summary if name in commands.COMMANDS else "commands for token files"
         lines.append(f"complete -c jaxstack -f -n '{first}' -a {name} -d {_quoted(summary)}")

@@ -70,6 +70,9 @@ def run(program: str, words: Sequence[str]) -> None:
     try:
         with preemption.exit_at_interrupt(interrupted):
             execute(words, program)
+    except BrokenPipeError:  # the reader of the output has enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (ConfigError, RunError, OSError) as error:
         code, text = ending(error, words)
         print(one_line(f"{program}: {text}"), file=sys.stderr, flush=True)
@@ -126,6 +129,9 @@ def execute(words: Sequence[str], program: str | None = None) -> None:
     if words[:1] == ["--version"]:
         print(f"jaxstack {jaxstack.__version__}")
         return
+    if words[:1] == ["help"]:
+        execute(help_words(words[1:]))
+        return
     name = _command_of(words)
     if name is None:
         print(overview(words))
@@ -171,6 +177,19 @@ def _command_of(words: Sequence[str]) -> str | None:
 _HELP = "`jaxstack --help` lists all commands."
 
 
+def help_words(words: Sequence[str]) -> list[str]:
+    """Returns the command line that `jaxstack help ...` stands for.
+
+    Args:
+      words: a command, or else a group of keys or a key; flags after it give the values to show.
+    """
+    if words and words[0].startswith("-"):
+        return []
+    if not words or _command_of(words) or any(name.startswith(f"{words[0]} ") for name in COMMANDS):
+        return [*words, "--help"]
+    return ["train", f"--help.{words[0]}", *words[1:]]
+
+
 def overview(words: Sequence[str]) -> str:
     """Returns the help of `jaxstack`, or of the commands that share a first word, such as `data`.
 
@@ -189,7 +208,17 @@ def overview(words: Sequence[str]) -> str:
     for group in dict.fromkeys(command.group for command in family.values()):
         rows = [f"  {name:<{width}}  {c.summary}" for name, c in family.items() if c.group == group]
         lines += ["", f"{group}:", *rows]
-    return "\n".join([*lines, "", "`jaxstack COMMAND --help` lists a command's arguments."])
+    lines += [
+        "",
+        "`jaxstack help COMMAND` lists a command's arguments; `jaxstack help model` and `jaxstack help optim.lr`",
+    ]
+    lines += ["explain a group of keys and a key of the configuration."]
+    if words:
+        from jaxstack.config.parse import GROUPS  # here: it takes a tenth of a second
+
+        if words[0] in GROUPS:
+            lines.append(f"`jaxstack train --help.{words[0]}` explains the group of keys {words[0]}.")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from jaxstack import data
 from jaxstack.config import ConfigError, resolve
 from jaxstack.config.parse import Parser, user_path
 from jaxstack.runtime import platform
@@ -28,6 +27,8 @@ def main(args: Namespace) -> None:
     """
     if not args.out:
         raise ConfigError("--out is missing. Name the file to write, such as --out costs.json.")
+    from jaxstack import data  # here: help need not wait for it
+
     cfg, out = args.cfg, Path(args.out)
     if out.exists():
         raise ConfigError(f"--out={out} exists. Remove it, or name another file.")

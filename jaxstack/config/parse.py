@@ -17,34 +17,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse._actions import _ActionConfigLoad
 
-from jaxstack.config import Config, ConfigError, flat, resolve, suggestions, yaml_check
+from jaxstack.config import Config, ConfigError, flat, key_help, resolve, suggestions, yaml_check
 from jaxstack.config.bounds import check_value, type_in_words
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 GROUPS = tuple(f.name for f in dataclasses.fields(Config))
 """Groups of keys: `run`, `model`, `data`, ..."""
-
-
-class HelpFormatter(DefaultHelpFormatter):
-    """Help that shows types as users write them: `int >= 1 or null`, without the syntax of Python's annotations."""
-
-    def _expand_help(self, action: argparse.Action) -> str:
-        text = _plain_types(super()._expand_help(action))
-        return re.sub(r" \(required(, type: str)?\)$", "", text)
-
-
-def _plain_types(text: str) -> str:
-    """Returns the text with Python's type annotations in plain words."""
-    text = re.sub(r"Annotated\[(int|float), ([^\[\]]+|in [\[(][^\])]*[\])])\]", r"\1 \2", text)
-    text = re.sub(r"tuple\[(.+?), \.\.\.\]", r"list of \1", text).replace("default: ()", "default: []")
-    text = re.sub(r"(?<=default: )(True|False)\b", lambda found: found[1].lower(), text)
-    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).replace("typing.", "")
-    text = re.sub(r"Literal\[([^\]]*)\]", lambda found: f"one of {found[1]}".replace("'", ""), text)
-    return re.sub(r"Optional\[(.+?[\])]?)\](?=,|$)", r"\1 or null", text).replace(" | null", " or null")
 
 
 class Parser(ArgumentParser):
@@ -57,7 +39,7 @@ class Parser(ArgumentParser):
         kwargs |= {
             "allow_abbrev": False,
             "exit_on_error": False,
-            "formatter_class": HelpFormatter,
+            "formatter_class": key_help.HelpFormatter,
             "print_config": None,  # ours applies the checks of training
         }
         super().__init__(*args, **kwargs)
@@ -111,17 +93,15 @@ class Parser(ArgumentParser):
           ConfigError: an unknown key, a wrong type, an impossible value or a missing file.
         """
         self._words = list(argv)
-        kinds = {a.dest: getattr(a, "_typehint", None) for a in self._actions if not isinstance(a, _ActionConfigLoad)}
-        self._check_groups({key: kind for key, kind in kinds.items() if "." in key})
+        kinds = {a.dest: getattr(a, "_typehint", None) for a in self._keys()}
+        self._check_groups(kinds)
+        topics, others = _split_help(argv)
+        if kinds and (any(topics) or (topics and self._has_config)):
+            print(self._help_text(topics, others, kinds))
+            sys.exit()
         if not self._has_config:
             return self._within_bounds(self.instantiate(self.parse_args(argv)))
-        names, words = _split_config(argv)
-        named = [config_file(name) for name in names]
-        files = named or [config_file(name) for name in [self._default_config] if name]
-        for path in files:
-            yaml_check.check_file(path, {key: kind for key, kind in kinds.items() if "." in key})
-        # Files come first, so that flags override them wherever they are on the command line.
-        values = self.parse_args([*(f"--config={path}" for path in files), *words])
+        values, named, words = self._values(argv, kinds)
         result = Namespace(**{name: value for name, value in vars(values).items() if name not in (*GROUPS, "config")})
         result.files, result.words = named, words
         if self._default_config is not None:
@@ -133,6 +113,53 @@ class Parser(ArgumentParser):
                 print(to_yaml(result.cfg), end="")
                 sys.exit()
         return self._within_bounds(result)
+
+    def _values(self, argv: Sequence[str], kinds: dict[str, Any]) -> tuple[Namespace, list[Path], list[str]]:
+        """Returns all values of a command line, the files that `--config` names, and the other words."""
+        names, words = _split_config(argv)
+        named = [config_file(name) for name in names]
+        files = named or [config_file(name) for name in [self._default_config] if name]
+        for path in files:
+            yaml_check.check_file(path, kinds)
+        # Files come first, so that flags override them wherever they are on the command line.
+        return self.parse_args([*(f"--config={path}" for path in files), *words]), named, words
+
+    def _keys(self) -> list[argparse.Action]:
+        """Returns the arguments that are keys of the configuration."""
+        return [a for a in self._actions if "." in a.dest and not isinstance(a, _ActionConfigLoad)]
+
+    def _help_text(self, topics: Sequence[str], argv: Sequence[str], kinds: dict[str, Any]) -> str:
+        """Returns the help of the topics; an empty one stands for the short help.
+
+        Args:
+          topics: groups and keys, or empty.
+          argv: the other words of the command line, which give the values.
+          kinds: type of every key.
+        """
+        if self._has_config:
+            for action in self._actions:  # who asks for help need not give them
+                action.required = action.required and bool(action.option_strings)
+            values, _, words = self._values(argv, kinds)
+        else:
+            values, words = self.get_defaults(), []
+        sections = {a: group for group in self._action_groups for a in group._group_actions if a.dest in kinds}
+        groups: dict[str, key_help.Group] = {}
+        for action, section in sections.items():
+            name = action.dest.rpartition(".")[0]
+            group = groups.setdefault(name, key_help.Group(name, str(section.title), []))
+            key = action.dest
+            text = " ".join((action.help or "").replace("%%", "%").split())
+            group.keys.append(key_help.Key(key, text, kinds[key], action.default, values[key]))
+        flags = ["the flags given"] if any(word.startswith("--") for word in words) else []
+        files = _split_config(argv)[0] or [name for name in [self._default_config] if name]
+        source = "the values of " + " and ".join([*files, *flags]) if files or flags else "their defaults"
+        self._action_groups = [g for g in self._action_groups if not {*g._group_actions} & {*sections}]
+        return "\n\n".join(
+            key_help.topic(topic, [*groups.values()], self._names())
+            if topic
+            else key_help.short(self.format_help(), [*groups.values()], source, self._command)
+            for topic in topics
+        )
 
     def _check_groups(self, kinds: dict[str, Any]) -> None:
         """Checks the YAML of flags that set a whole group, such as `--model.moe='{num_experts: 8}'`."""
@@ -189,20 +216,26 @@ class Parser(ArgumentParser):
             raise ConfigError(f"{found[1]} has no value. Give it one, such as {found[1]}=VALUE.")
         if found := re.search(r"arguments are required: ([\w, ]+)", text):
             names = [self._display(name) for name in found[1].split(", ")]
-            raise ConfigError(f"{' and '.join(names)} {'are' if names[1:] else 'is'} missing. {self._help}")
+            raise ConfigError(
+                f"{' and '.join(names)} {'are' if names[1:] else 'is'} missing. `{self._command} --help` lists them."
+            )
         keys, value = re.findall(r'Parser key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text)
         if keys and value:
             raise ConfigError(self._wrong_type(keys[-1], value[1]))
         if found := re.match(r'Parser key "([\w.]+)": (.*[.?])$', text):  # our own words about an entry of a list
             words = re.sub(r"`[^`]*` lists all arguments\.$", "Add it to the entry.", found[2])
             raise ConfigError(f"{found[1]}: {words}")
-        raise ConfigError(f"{_plain_types(text).replace('Parser key ', '')}. {self._help}")
+        raise ConfigError(f"{key_help.plain_types(text).replace('Parser key ', '')}. {self._help}")
 
     @property
     def _help(self) -> str:
-        python = "python " if self.prog.endswith(".py") else ""
-        what = "every key and its type" if self._has_config else "all arguments"
-        return f"`{python}{self.prog} --help` lists {what}."
+        if self._has_config:
+            return f"`{self._command} --help.all` lists every key and its type."
+        return f"`{self._command} --help` lists all arguments."
+
+    @property
+    def _command(self) -> str:
+        return f"python {self.prog}" if self.prog.endswith(".py") else self.prog
 
     def _action(self, key: str) -> argparse.Action | None:
         return next((action for action in self._actions if action.dest == key), None)
@@ -254,6 +287,13 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             others.append(word)
     return names, others
+
+
+def _split_help(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns what a command line asks help for (`model` of `--help.model`, "" of `--help`), and the other words."""
+    words = [*argv[: argv.index("--")]] if "--" in argv else [*argv]
+    asked = [word for word in words if re.fullmatch(r"-h|--help(\..+)?", word)]
+    return [word.partition(".")[2] for word in asked], [word for word in words if word not in asked]
 
 
 def shipped() -> dict[str, Path]:

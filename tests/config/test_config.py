@@ -10,7 +10,7 @@ import yaml
 
 from jaxstack.cli import parser
 from jaxstack.common import errors
-from jaxstack.config import Config, ConfigError, flat, parse, resolve
+from jaxstack.config import Config, ConfigError, flat, key_help, parse, resolve
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.runtime import platform
@@ -89,8 +89,60 @@ def test_help_comes_before_anything_slow_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "--model.num_layers" in done.stdout
-    assert "Number of transformer blocks. (type: int >= 1, default: 6)" in " ".join(done.stdout.split())
+    assert "  --model.num_layers=4            Number of transformer blocks.\n" in done.stdout
+
+
+def helped(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Returns what a command line prints that asks for help."""
+    with pytest.raises(SystemExit) as end:
+        parser.execute([*argv])
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
+def test_help_is_short_and_shows_the_configuration_that_would_run(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = helped(capsys, "train", "--help")
+    assert text.count("\n") <= 60
+    assert max(map(len, text.splitlines())) <= 80
+    assert "the values of quickstart:" in text
+    values = flat(parse.parse_config([]))
+    lines = dict(
+        line.strip().split()[0].split("=") for line in text.splitlines() if line.startswith("  --") and "=" in line
+    )
+    assert set(lines) == {f"--{group}.{key}" for group, keys in key_help.COMMON.items() for key in keys}
+    for flag, shown in lines.items():
+        assert yaml.safe_load(shown) == values[flag[2:]], flag
+    assert tuple(key_help.COMMON) == parse.GROUPS
+    for argv in (["--model.num_layers=77", "--help"], ["-h", "--model.num_layers", "77"]):
+        text = helped(capsys, "train", "--config", "gpt2", *argv)
+        assert "the values of gpt2 and the flags given:" in text
+        assert "--model.num_layers=77 " in text
+        assert "--model.d_model=768 " in text
+    assert "--optim.lr=0.001" in helped(capsys, "import", "--help"), "which begins with the defaults"
+
+
+def test_help_of_a_topic_has_all_of_it(capsys):
+    text = helped(capsys, "train", "--help.model")
+    everything = helped(capsys, "help", "all")
+    for key, value in flat(parse.parse_config([])).items():
+        line = f"  --{key}={key_help.shown(value)}\n"
+        assert (line in text) == key.startswith("model."), key
+        assert line in everything
+    expected = "  --optim.lr=0.007\n      Peak learning rate. (a number >= 0; default 0.001)\n"
+    for words in (["optim.lr"], ["learning_rate"], ["lr"]):
+        assert helped(capsys, "help", *words) == expected
+    assert helped(capsys, "generate", "--help.sample.top_p").startswith("  --sample.top_p=null\n")
+    assert helped(capsys, "help", "top_k").count("\n  --") == 1, "both keys of this name"
+    assert helped(capsys, "help", "model.moe", "--config=mixtral_8x7b").startswith("model.moe: ")
+    assert helped(capsys, "help", "plan", "roofline") == helped(capsys, "plan", "roofline", "--help")
+    for words in (["help"], ["help", "--help"]):
+        parser.execute(words)
+        assert capsys.readouterr().out == parser.overview([]) + "\n"
+    with pytest.raises(ConfigError, match=r"unknown key modle\. Did you mean model\?"):
+        parser.execute(["help", "modle"])
+    with pytest.raises(ConfigError, match=r"model.num_layers=x is not valid"):
+        parser.execute(["train", "--model.num_layers=x", "--help"])
 
 
 MISTAKES = {
