@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
-from jsonargparse._actions import _ActionConfigLoad
 
 from jaxstack.config import Config, ConfigError, flat, key_help, resolve, suggestions, yaml_check
 from jaxstack.config.bounds import check_value, type_in_words
@@ -126,7 +125,8 @@ class Parser(ArgumentParser):
 
     def _keys(self) -> list[argparse.Action]:
         """Returns the arguments that are keys of the configuration."""
-        return [a for a in self._actions if "." in a.dest and not isinstance(a, _ActionConfigLoad)]
+        with_type = (a for a in self._actions if getattr(a, "_typehint", None) is not None)
+        return [a for a in with_type if "." in a.dest and not a.dest.endswith(".help")]  # a dataclass has its own help
 
     def _help_text(self, topics: Sequence[str], argv: Sequence[str], kinds: dict[str, Any]) -> str:
         """Returns the help of the topics; an empty one stands for the short help.

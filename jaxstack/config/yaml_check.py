@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -63,8 +64,7 @@ def check_text(text: str, source: str, kinds: Mapping[str, object], prefix: str 
         if key == "config":
             raise ConfigError(f"{source}, line {line}: config is not a key. Write --config on the command line.")
         if key in kinds:
-            for value in node.value if isinstance(node, yaml.SequenceNode) else [node]:
-                _check_scalar(f"{source}, line {value.start_mark.line + 1}", key, value, kinds[key])
+            _check_value(source, key, node, kinds[key])
 
 
 def _entries(
@@ -98,10 +98,25 @@ def _not_a_group(key: str, node: yaml.nodes.Node) -> str:
     return f"{key}={node.value} is not a group of keys" if node.value else f"{key} is a group of keys, but it is empty"
 
 
-def _check_scalar(where: str, key: str, node: yaml.nodes.Node, kind: object) -> None:
+def _check_value(source: str, key: str, node: yaml.nodes.Node, kind: object) -> None:
+    """Checks a scalar, every element of a list, and every key of a mapping that becomes a dataclass."""
+    if isinstance(node, yaml.SequenceNode):
+        for part in node.value:
+            _check_value(source, key, part, kind)
+    elif isinstance(node, yaml.MappingNode):
+        hints = [get_type_hints(part, include_extras=True) for part in _plain_types(kind) if is_dataclass(part)]
+        for name, part in _entries(node, "", source, set()):
+            where = f"{source}, line {part.start_mark.line + 1}"
+            if [other.value for other, _ in node.value].count(name) > 1:
+                raise ConfigError(f"{where}: {key} has the key {name} twice. Remove one of them.")
+            for types in hints:
+                _check_value(source, f"{key}.{name}", part, types.get(name))
+    elif isinstance(node, yaml.ScalarNode):
+        _check_scalar(f"{source}, line {node.start_mark.line + 1}", key, node, kind)
+
+
+def _check_scalar(where: str, key: str, node: yaml.ScalarNode, kind: object) -> None:
     """Refuses text for a number or boolean, and a number or boolean for text."""
-    if not isinstance(node, yaml.ScalarNode):
-        return
     value, found = str(node.value), node.tag.removeprefix(_TAG)
     name, wanted = key.rpartition(".")[2], _plain_types(kind)
     if node.style in ("'", '"') and not wanted & {str, Any}:

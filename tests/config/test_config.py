@@ -288,6 +288,8 @@ def test_a_process_ends_by_the_same_line_and_code(capsys, monkeypatch):
         ("train: {steps: 010}\n", ["YAML reads train.steps=010 as 8"]),
         ("run: {dir: yes}\n", ["YAML reads run.dir=yes as true", 'Put it in quotes: "yes".']),
         ("run: {dir: 5}\n", ["as the number 5", 'Put it in quotes: "5".']),
+        ("data: {mixture: [{path: a, path: b}]}\n", ["data.mixture has the key path twice"]),
+        ("data: {mixture: [{path: a, weight: '1'}]}\n", ["data.mixture.weight='1' is text in quotes"]),
         ("learning_rate: 1\n", ["unknown key learning_rate (nanoGPT, MaxText, Hugging Face). Use optim.lr."]),
         ("training: {global_batch_size: 8}\n", ["training.global_batch_size", "Use data.batch_size."]),
         ("model:\n  d_model: [\n", ["line 3"]),
