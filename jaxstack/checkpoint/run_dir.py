@@ -24,6 +24,7 @@ _FREE = (
     "model.moe.bias_update_rate",
     "model.moe.capacity_factor",
     "model.moe.z_loss_weight",
+    "model.pad_vocab_to",
 )
 
 _LOCK = ".lock"

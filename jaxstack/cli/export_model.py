@@ -43,7 +43,8 @@ def main(args: Namespace) -> None:
         cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
         tokenizer = json.loads(path.read_text()) if (path := run / "tokenizer.json").is_file() else None
         end = None if tokenizer is None else _write_tokenizer(tokenizer, made)
-        family = hf.save_pretrained(made, cfg.model.base, _read_params(run), args.dtype, cfg.data.seq_len, end)
+        model = replace(cfg.model.base, pad_vocab_to=None)
+        family = hf.save_pretrained(made, model, _read_params(run), args.dtype, cfg.data.seq_len, end)
         if found := originals.find(run):
             originals.restore(found, tokenizer, made)
     print(f"wrote {folder}: a {family} model in {args.dtype}")
@@ -74,6 +75,7 @@ def _read_params(run: Path) -> "Params":
     if isinstance(source, hf.PretrainedFolder):
         with source:
             return source.read_params()
-    alone = replace(source, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
+    model = replace(source.model, pad_vocab_to=None)
+    alone = replace(source, model=model, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
     mesh = sharding.make_mesh(alone.mesh, 1, jax.devices()[:1])
     return init_from.restore_params(alone, Context.create(alone, mesh))

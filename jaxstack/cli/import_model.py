@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from jsonargparse import Namespace
 
 from jaxstack.common import files
 from jaxstack.config import Config, ConfigError, DataConfig, RunConfig, parse, resolve
+from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.parse import Parser, user_path
 
 if TYPE_CHECKING:  # `jaxstack.hf` imports JAX, for which help must not wait
@@ -27,6 +29,9 @@ def add_arguments(parser: Parser) -> None:
         "folder", metavar="DIR", type=user_path, help="Hugging Face folder: config.json and safetensors"
     )
     parser.add_argument("out", metavar="RUN", type=user_path, help="run directory to make")
+    parser.add_argument(
+        "--pad_vocab_to", type=PositiveInt | None, default=None, help="short for --model.pad_vocab_to, see there"
+    )
     parser.add_config(default=None)
 
 
@@ -44,6 +49,7 @@ def main(args: Namespace) -> None:
     folder, run, flags = Path(args.folder), Path(args.out), list(args.words)
     for path in (args.folder, args.out):
         flags.remove(next(word for word in flags if user_path(word) == path))
+    flags = [re.sub(r"^--pad_vocab_to(?==|$)", "--model.pad_vocab_to", word) for word in flags]
     with safetensors.new_folder(run) as made, hf.PretrainedFolder(folder) as found:
         cfg = run_config(found, run, [*(f"--config={path}" for path in args.files), *flags])
         name = cfg.data.tokenizer
@@ -85,7 +91,7 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
     complete = yaml.safe_load(parse.to_yaml(Config(run=begin, model=replace(found.model, max_positions=None))))
     decided: dict[str, Any] = {
         "run": {"dir": begin.dir, "init_from": begin.init_from},
-        "model": {key: value for key, value in complete["model"].items() if key != "lora"}
+        "model": {key: value for key, value in complete["model"].items() if key not in ("lora", "pad_vocab_to")}
         | {"max_positions": found.model.max_positions},
     }
     if (folder / "tokenizer.json").is_file():

@@ -164,6 +164,9 @@ class ModelConfig:
     """Hidden width of the MLP. Null means 4 * d_model."""
     vocab_size: PositiveInt | None = None
     """Rows of the embedding. Null means the size of the tokenizer's vocabulary."""
+    pad_vocab_to: PositiveInt | None = None
+    """Rows of the embedding with padding, for an even split. The rows from `vocab_size` on are zeros and change no
+    result. Checkpoints and exports do not contain them. Null means no padding."""
     norm: Literal["rms", "layer"] = "rms"
     """Normalization: RMSNorm or LayerNorm."""
     norm_eps: NonNegativeFloat = 1e-6
@@ -215,6 +218,11 @@ class ModelConfig:
         check_bounds("model", self)
         self._check_heads()
         self._check_windows()
+        require(
+            None in (self.pad_vocab_to, self.vocab_size) or self.padded_vocab >= self.vocab,
+            f"model.pad_vocab_to={self.pad_vocab_to} is less than the vocabulary of {self.vocab_size}. Raise it, or "
+            f"leave it null.",
+        )
         require(
             not (self.bias and self.moe.num_experts),
             "model.bias=true, but experts have no biases. Use model.bias=false, or model.moe.num_experts=0.",
@@ -279,3 +287,8 @@ class ModelConfig:
         """Returns `vocab_size`, which `resolve` has filled from the tokenizer."""
         assert self.vocab_size is not None, "vocab_size is filled from the tokenizer before the model is built"
         return self.vocab_size
+
+    @property
+    def padded_vocab(self) -> int:
+        """Returns the number of rows of the embedding, including padding."""
+        return self.pad_vocab_to or self.vocab

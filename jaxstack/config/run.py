@@ -185,17 +185,18 @@ def resolve(config: Config, vocab_size: int) -> Config:
         f"model.vocab_size={model.vocab_size} is less than the tokenizer's {vocab_size}. {advice}.",
     )
     vocabulary, sizes = model.vocab_size or vocab_size, mesh.known_sizes
+    model = replace(model, vocab_size=vocabulary)
     shards = sizes["pipe"] * sizes["tensor"]
     product = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in ("pipe", "tensor") if sizes[axis] > 1)
     require(
-        vocabulary % shards == 0,
-        f"{product} does not divide the vocabulary of {vocabulary}. Pad it with "
-        f"--model.vocab_size={-(-vocabulary // shards) * shards}.",
+        model.padded_vocab % shards == 0,
+        f"{product} does not divide the vocabulary of {model.padded_vocab}. Pad it with "
+        f"--model.pad_vocab_to={-(-vocabulary // shards) * shards}.",
     )
     positions = model.max_positions
     if model.positions == "learned" and positions is None:
         positions = config.data.seq_len
-    return replace(config, model=replace(model, vocab_size=vocabulary, max_positions=positions))
+    return replace(config, model=replace(model, max_positions=positions))
 
 
 def flat(config: "DataclassInstance", prefix: str = "") -> dict[str, object]:

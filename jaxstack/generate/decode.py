@@ -25,7 +25,7 @@ from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
 from jaxstack.data import Dataset, Tokenizer
 from jaxstack.data.prompts import held_out_prompts
 from jaxstack.generate import beam_search, sampling
-from jaxstack.generate.kv_cache import CachedDecoder, mask_unknown_ids
+from jaxstack.generate.kv_cache import CachedDecoder, known_logits
 from jaxstack.models import decoder, family
 from jaxstack.models.context import Context
 from jaxstack.sharding import collectives
@@ -275,11 +275,11 @@ def generate_uncached(
             x, _ = decoder.hidden_states(cfg, params, batch, ctx)
             last = x[own, ends - starts - 1][:, None]
             local = decoder.logits(cfg, params, last, ctx)[:, 0]
-            logits = collectives.all_gather_invariant(local, ctx.axes("vocab"), 1)
+            logits = known_logits(cfg, collectives.all_gather_invariant(local, ctx.axes("vocab"), 1), ids)
             there = jnp.arange(size) < ends[:, None]
             used = jnp.zeros_like(logits, bool).at[own[:, None], buffer].max(there)
             folded = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
-            new = sampling.sample_tokens(mask_unknown_ids(logits, ids), used, folded, sample)
+            new = sampling.sample_tokens(logits, used, folded, sample)
             return collectives.match_varying_tree((buffer.at[own, ends].set(new), ends + 1), carry)
 
         return jax.lax.fori_loop(0, sample.tokens, add_one, (buffer, ends))[0]

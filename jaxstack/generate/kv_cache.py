@@ -123,7 +123,7 @@ class CachedDecoder:
 
     def _logits(self, x: jax.Array) -> jax.Array:
         own = decoder.logits(self.cfg, self.params, x, self.ctx)[:, 0]
-        return mask_unknown_ids(collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 1), self.vocabulary)
+        return known_logits(self.cfg, collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 1), self.vocabulary)
 
 
 def _allocate(a: jax.Array, T: int) -> jax.Array:
@@ -134,6 +134,6 @@ def _allocate(a: jax.Array, T: int) -> jax.Array:
     return jnp.roll(a[..., S - T :, :], S % T, a.ndim - 2)
 
 
-def mask_unknown_ids(logits: jax.Array, vocabulary: int) -> jax.Array:
-    """Returns logits [B, V] with minus infinity for ids that do not exist."""
-    return jnp.where(jnp.arange(logits.shape[1]) < vocabulary, logits, -jnp.inf)
+def known_logits(cfg: ModelConfig, logits: jax.Array, vocabulary: int) -> jax.Array:
+    """Returns logits [B, V] without padding, and with minus infinity for ids that the tokenizer does not have."""
+    return jnp.where(jnp.arange(cfg.vocab) < vocabulary, logits[:, : cfg.vocab], -jnp.inf)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -110,16 +111,17 @@ class PretrainedFolder:
                 f"read both."
             )
 
-    def read_params(self, ctx: Context | None = None) -> PyTree:
+    def read_params(self, ctx: Context | None = None, pad_vocab_to: int | None = None) -> PyTree:
         """Returns the parameters that `decoder.spec` declares, float32; every device reads only its own shards.
 
         Args:
           ctx: the mesh, the sharding of parameters and the pipeline's stages. `None` means one device.
+          pad_vocab_to: see `ModelConfig`.
         """
-        ctx = ctx or Context()
+        ctx, spec = ctx or Context(), decoder.spec(replace(self.model, pad_vocab_to=pad_vocab_to))
         layers = None if ctx.pipeline is None else ctx.pipeline.stages.layer_of_slot
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        where = map_spec(lambda p: one, self._spec) if ctx.mesh is None else ctx.parameters(self._spec)
+        where = map_spec(lambda p: one, spec) if ctx.mesh is None else ctx.parameters(spec)
         names = weights.weight_map(self.family, self._spec)
 
         def fetch(name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -134,7 +136,7 @@ class PretrainedFolder:
 
             return jax.make_array_from_callback(p.shape, sharding, read)
 
-        stored = ctx.pad_to_stages(self._spec)
+        stored = ctx.pad_to_stages(spec)
         return jax.tree_util.tree_map_with_path(place, stored, where, is_leaf=lambda x: isinstance(x, Param))
 
 

@@ -7,7 +7,7 @@ Suffixes: D width, H heads, K head width, F hidden width of the MLP, V vocabular
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -252,8 +252,15 @@ def read_param(
     where = tuple(
         slice(*s.indices(n)[:2]) for s, n in zip(index or (slice(None),) * len(p.shape), p.shape, strict=True)
     )
-    values = _aligned(tuple(s.stop - s.start for s in where))
+    complete = values = _aligned(tuple(s.stop - s.start for s in where))
     lead = p.batch_axes
+    if p.unpadded is not None:
+        complete[...] = 0
+        where = tuple(slice(min(s.start, n), min(s.stop, n)) for s, n in zip(where, p.unpadded, strict=True))
+        values = complete[tuple(slice(s.stop - s.start) for s in where)]
+        if not values.size:
+            return complete
+        p = replace(p, shape=p.unpadded)
     for at in np.ndindex(*values.shape[:lead]):
         numbers = [s.start + i for s, i in zip(where, at, strict=False)]
         if p.stacked and layers is not None:
@@ -264,7 +271,7 @@ def read_param(
         tensor = name.format(*numbers)
         for to, piece in layout.read_pieces(p, where[lead:], lambda part: fetch(tensor, part)):
             values[at][to] = piece
-    return values
+    return complete
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:

@@ -10,7 +10,7 @@ from jaxstack.kernels.attention import attention, cached_attention
 from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
 from jaxstack.kernels.cross_entropy import IMPLEMENTATIONS as _CROSS_ENTROPY
-from jaxstack.kernels.cross_entropy import cross_entropy
+from jaxstack.kernels.cross_entropy import cross_entropy, mask_vocab_padding
 from jaxstack.kernels.embedding import embedding_lookup
 from jaxstack.kernels.grouped_matmul import IMPLEMENTATIONS as _GROUPED_MATMUL
 from jaxstack.kernels.grouped_matmul import grouped_matmul
@@ -44,6 +44,7 @@ __all__ = [
     "grouped_matmul",
     "layer_norm",
     "linear",
+    "mask_vocab_padding",
     "quantized_matmul",
     "rms_norm",
 ]

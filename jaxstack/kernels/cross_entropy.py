@@ -31,6 +31,7 @@ def cross_entropy(
     *,
     softcap: float | None = None,
     vocab_axes: Axes = (),
+    vocab_size: int | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
     """Returns the sum over tokens of weight * negative log-likelihood (nats) of the target, a float32 scalar.
@@ -52,6 +53,7 @@ def cross_entropy(
       softcap: replaces each logit by softcap * tanh(logit / softcap) (Gemma 2). `None` means no cap.
       vocab_axes: mesh axes that split the vocabulary. Devices exchange two numbers per token, and no logits
         (Megatron-LM, Shoeybi et al. 2019, section 3).
+      vocab_size: number of ids, if the head has more columns. The others take no part in the softmax. `None` means all.
       implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
 
     Raises:
@@ -59,21 +61,42 @@ def cross_entropy(
     """
     weights = lax.stop_gradient(weights.astype(jnp.float32))
     name = resolve_implementation("cross_entropy", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
+    if vocab_size == head.shape[1] * collectives.count(vocab_axes):
+        vocab_size = None
+    options = (softcap, vocab_axes, vocab_size)
     if name == "chunked":
-        return _chunked((softcap, vocab_axes), *collectives.match_varying(x, head), targets, weights)
+        return _chunked(options, *collectives.match_varying(x, head), targets, weights)
     if name.startswith("pallas_"):
         x, head = collectives.match_varying(x.reshape(-1, x.shape[-1]), head)
-        options = (name.removeprefix("pallas_"), softcap, vocab_axes)
-        return _pallas(options, x, head, targets.reshape(-1), weights.reshape(-1))
-    return (weights * _nll((softcap, vocab_axes), x, head, targets)[0]).sum()
+        return _pallas((name.removeprefix("pallas_"), *options), x, head, targets.reshape(-1), weights.reshape(-1))
+    return (weights * _nll(options, x, head, targets)[0]).sum()
+
+
+def mask_vocab_padding(logits: jax.Array, vocab_size: int, vocab_axes: Axes = ()) -> jax.Array:
+    """Returns logits [..., V/n] with the lowest number of their dtype for ids from `vocab_size` on.
+
+    Softmax makes them exactly zero. Unlike minus infinity, the number multiplied by zero is not NaN.
+    """
+    V = logits.shape[-1]
+    if vocab_size == V * collectives.count(vocab_axes):
+        return logits
+    exists = _exists(V, vocab_size, vocab_axes)
+    return jnp.where(exists, logits, jnp.finfo(logits.dtype).min)
+
+
+def _exists(V: int, vocab_size: int, vocab_axes: Axes) -> jax.Array:
+    """Returns whether each of this device's V ids exists, bool [V]."""
+    return collectives.index(vocab_axes) * V + jnp.arange(V) < vocab_size
 
 
 def _nll(options, x, head, targets):
     """Returns the negative log-likelihoods, the (capped) logits, their log-sum-exps, and the targets' local indices."""
-    softcap, vocab_axes = options
+    softcap, vocab_axes, vocab_size = options
     logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
+    if vocab_size is not None:
+        logits = mask_vocab_padding(logits, vocab_size, vocab_axes)
     local = targets - collectives.index(vocab_axes) * head.shape[1]
     if not vocab_axes:
         lse = jax.nn.logsumexp(logits, axis=-1)
@@ -117,7 +140,7 @@ def _chunked(options, x, head, targets, weights):
 
 
 def _chunked_forward(options, x, head, targets, weights):
-    softcap, _ = options
+    softcap, vocab_axes, vocab_size = options
 
     def chunk(x, targets, weights):
         nll, logits, lse, local = _nll(options, x, head, targets)
@@ -125,6 +148,8 @@ def _chunked_forward(options, x, head, targets, weights):
         d_logits = weights[..., None] * (jnp.exp(logits - lse[..., None]) - at_target)
         if softcap is not None:
             d_logits *= 1 - jnp.square(logits / softcap)
+        if vocab_size is not None:  # with a softcap, the gradient of padding is 0 times infinity here
+            d_logits = jnp.where(_exists(head.shape[1], vocab_size, vocab_axes), d_logits, 0)
         d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
         dx = jnp.matmul(d_logits, head.T)
         d_head = jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)
@@ -149,20 +174,23 @@ def _pallas(options, x, head, targets, weights):
 
 
 def _pallas_forward(options, x, head, targets, weights):
-    platform, softcap, vocab_axes = options
-    local = targets - collectives.index(vocab_axes) * head.shape[1]
-    lse, chosen = cross_entropy_pallas.statistics(platform, softcap, x, head, local)
+    platform, softcap, vocab_axes, vocab_size = options
+    first = collectives.index(vocab_axes) * head.shape[1]
+    local = targets - first
+    # The number of this device's ids that exist, for each token; one number would need a way of its own into a kernel.
+    ids = None if vocab_size is None else jnp.full_like(local, vocab_size) - first
+    lse, chosen = cross_entropy_pallas.statistics(platform, softcap, x, head, local, ids)
     if vocab_axes:
         top = lax.pmax(lse, vocab_axes)
         lse = top + jnp.log(collectives.all_reduce(jnp.exp(lse - top), vocab_axes))
         chosen = collectives.all_reduce(chosen, vocab_axes)
-    return (weights * (lse - chosen)).sum(), (x, head, local, lse, weights)
+    return (weights * (lse - chosen)).sum(), (x, head, local, ids, lse, weights)
 
 
 def _pallas_backward(options, residuals, d_total):
-    platform, softcap, _ = options
-    x, head, local, lse, weights = residuals
-    dx, d_head = cross_entropy_pallas.gradients(platform, softcap, x, head, local, lse, weights * d_total)
+    platform, softcap, *_ = options
+    x, head, local, ids, lse, weights = residuals
+    dx, d_head = cross_entropy_pallas.gradients(platform, softcap, x, head, local, ids, lse, weights * d_total)
     return dx, d_head, None, None
 
 

@@ -46,16 +46,23 @@ TPU = BlockSizes(512, 1024, 512)
 _VMEM = 64 << 20  # bytes: a float32 block of logits is 2 MiB, and its intermediate values are several times as large
 
 
-def statistics(platform, softcap, x, head, targets):
-    """Returns the log-sum-exp of the logits, and the target's logit or 0 if `head` lacks it: float32 [T] each."""
-    results = _blocks(platform, partial(_statistics, softcap), x, head, [targets], full=False)
+def statistics(platform, softcap, x, head, targets, ids):
+    """Returns the log-sum-exp of the logits, and the target's logit or 0 if `head` lacks it: float32 [T] each.
+
+    `ids` [T] is the number of ids of `head` that exist, the same for each token; `None` means all.
+    """
+    per_token = [targets] if ids is None else [targets, ids]
+    results = _blocks(platform, partial(_statistics, softcap), x, head, per_token, full=False)
     lse, chosen = (a[..., 0] for a in results)
     top = lse.max(0)
     return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.sum(0)
 
 
-def gradients(platform, softcap, x, head, targets, lse, weights):
-    """Returns the gradients of the sum of weights * (lse - target's logit) with respect to x [T, D] and head [D, V]."""
+def gradients(platform, softcap, x, head, targets, ids, lse, weights):
+    """Returns the gradients of the sum of weights * (lse - target's logit) with respect to x [T, D] and head [D, V].
+
+    `ids` is that of `statistics`.
+    """
     V = head.shape[1]
     block = min(V, VOCAB_BLOCK)
 
@@ -63,6 +70,8 @@ def gradients(platform, softcap, x, head, targets, lse, weights):
         dx, d_head = carry
         part = lax.dynamic_slice_in_dim(head, start, size, axis=1)
         per_token = [targets - start, lse, weights]
+        if ids is not None:
+            per_token.append(ids - start)
         (d_logits,) = _blocks(platform, partial(_d_logits, softcap), x, part, per_token, full=True)
         dx += lax.dot_general(d_logits, part, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         d_part = lax.dot_general(x, d_logits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
@@ -80,18 +89,23 @@ def _capped(softcap, logits):
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _statistics(softcap, logits, entries, inside, targets):
+def _statistics(softcap, logits, entries, inside, targets, ids=None):
     """Reduces a block of logits [R, J] to two numbers per token, [R, 1] each."""
+    if ids is not None:
+        inside = inside & (entries < ids)
     logits = jnp.where(inside, _capped(softcap, logits), _LOWEST)
     top = logits.max(-1, keepdims=True)
     lse = top + jnp.log(jnp.where(inside, jnp.exp(logits - top), 0.0).sum(-1, keepdims=True))
+    if ids is not None:  # a block of padding alone has log(0); its number stays finite, so that differences are not NaN
+        lse = jnp.maximum(lse, _LOWEST)
     return [lse, jnp.where(inside & (entries == targets), logits, 0.0).sum(-1, keepdims=True)]
 
 
-def _d_logits(softcap, logits, entries, inside, targets, lse, weights):
+def _d_logits(softcap, logits, entries, inside, targets, lse, weights, ids=None):
     """Returns the gradient of a block of logits, [R, J]."""
     capped = _capped(softcap, logits)
     d = weights * (jnp.exp(capped - lse) - jnp.where(entries == targets, 1.0, 0.0))
+    d = d if ids is None else jnp.where(entries < ids, d, 0.0)
     return [d if softcap is None else d * (1 - jnp.square(capped / softcap))]
 
 

@@ -22,7 +22,7 @@ from jaxstack.models import layers, lora, moe_layer
 from jaxstack.models.blocks import Stack, block, group_layers, remat, scan_stack, split_microbatches, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.layers import Aux, LayerInputs
-from jaxstack.models.params import Param, Params, Role, Spec, cast_matrices, unstack
+from jaxstack.models.params import Param, Params, Role, Spec, cast_matrices, pad, unstack
 from jaxstack.models.params import stack as stack_layers
 from jaxstack.moe import update_bias
 from jaxstack.pipeline import PipelineFns
@@ -36,7 +36,8 @@ def spec(cfg: ModelConfig) -> Spec:
     D, V = cfg.d_model, cfg.vocab
     rows, width = layers.table_axes(cfg)
     roles: tuple[Role, ...] = ("token_table", "head") if cfg.tied_embeddings else ("token_table",)
-    embedding = {"tokens": Param((V, D), (rows, width), "table", std=cfg.init_std, roles=roles)}
+    tokens = Param((V, D), (rows, width), "table", std=cfg.init_std, roles=roles)
+    embedding = {"tokens": pad(tokens, 0, cfg.padded_vocab)}
     if cfg.positions == "learned":
         assert cfg.max_positions is not None, "max_positions is filled from data.seq_len before the model is built"
         embedding["positions"] = Param((cfg.max_positions, D), ("position", width), "table", std=cfg.init_std)
@@ -55,7 +56,8 @@ def spec(cfg: ModelConfig) -> Spec:
         "final_norm": layers.norm_spec(cfg, D, "norm"),
     }
     if not cfg.tied_embeddings:
-        tree["head"] = {"w": Param((D, V), ("embed", "vocab"), std=cfg.init_std, roles=("head",))}
+        w = Param((D, V), ("embed", "vocab"), std=cfg.init_std, roles=("head",))
+        tree["head"] = {"w": pad(w, 1, cfg.padded_vocab)}
     return lora.add_adapters(tree, cfg.lora) if cfg.lora.rank else tree
 
 
@@ -291,6 +293,7 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
         batch["loss_weights"],
         softcap=cfg.logit_softcap,
         vocab_axes=ctx.axes("vocab"),
+        vocab_size=cfg.vocab,
         implementation=ctx.cross_entropy,
     )
 
@@ -298,12 +301,15 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
     """Returns logits [B, S, V/n] in float32 of hidden states [B, S, D].
 
-    `logit_softcap` caps them as in Gemma 2 (arXiv:2408.00118, section 2).
+    `logit_softcap` caps them as in Gemma 2 (arXiv:2408.00118, section 2). The logits of padding (`pad_vocab_to`) are
+    the lowest number of float32, so that softmax makes them zero.
     """
-    w = head(cfg, params, ctx or Context())
+    ctx = ctx or Context()
+    w = head(cfg, params, ctx)
     scores = jnp.einsum("bsd,dv->bsv", hidden, w, preferred_element_type=jnp.float32)
     cap = cfg.logit_softcap
-    return scores if cap is None else cap * jnp.tanh(scores / cap)
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+    return kernels.mask_vocab_padding(scores, cfg.vocab, ctx.axes("vocab"))
 
 
 def _check_tokens(cfg: ModelConfig, tokens: jax.Array) -> None:
@@ -335,7 +341,7 @@ def forward(
     gate_ids: jax.Array | None = None,
     dropout_key: jax.Array | None = None,
 ) -> tuple[jax.Array, Aux]:
-    """Returns logits [B, S, V/n] in float32, and auxiliary values.
+    """Returns logits [B, S, V/n] in float32 (see `logits`), and auxiliary values.
 
     Args:
       cfg: the model.

@@ -1,6 +1,5 @@
 """Formulas of a model's compute: FLOPs per token, and the share of a chip's peak that a run reaches (MFU)."""
 
-from math import prod
 from typing import NamedTuple
 
 import jax
@@ -33,7 +32,7 @@ def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
     leaves = [p for p in leaves if frozen in (None, p.frozen)]
     head = cfg.d_model * cfg.vocab if cfg.tied_embeddings and frozen in (None, bool(cfg.lora.rank)) else 0
     return head + sum(
-        prod(p.shape) * cfg.moe.choices // cfg.moe.num_experts if "experts" in p.axes else prod(p.shape)
+        p.size * cfg.moe.choices // cfg.moe.num_experts if "experts" in p.axes else p.size
         for p in leaves
         if p.kind in ("matrix", "router")
     )

@@ -34,6 +34,8 @@ class Param:
       roles: how other code finds a parameter without knowing its path, see `find_role`. `token_table` is the embedding
         of tokens, `head` the output matrix; tied embeddings are both. In a layer, `query`, `key`, `attention_output`
         and `mlp_output` are the matrices whose outputs have these names, and their adapters.
+      unpadded: shape without the zeros at the ends of padded dimensions, which change no result. `None` means that the
+        array has none.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +46,7 @@ class Param:
     std: float = 0.02
     frozen: bool = False
     roles: tuple[Role, ...] = ()
+    unpadded: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), f"{self.shape} and {self.axes} differ in length"
@@ -62,6 +65,11 @@ class Param:
     def batch_axes(self) -> int:
         """Number of leading dimensions that count matrices: layers, experts."""
         return self.stacked + int("experts" in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Returns the number of elements without padding."""
+        return prod(self.unpadded or self.shape)
 
     @property
     def is_hidden_matrix(self) -> bool:
@@ -103,6 +111,12 @@ def unstack(spec: Spec) -> Spec:
     return map_spec(lambda p: replace(p, shape=p.shape[1:], axes=p.axes[1:]), spec)
 
 
+def pad(p: Param, dim: int, size: int) -> Param:
+    """Returns the declaration with zeros at the end of a dimension, such that it has `size` elements."""
+    shape = (*p.shape[:dim], size, *p.shape[dim + 1 :])
+    return p if shape == p.shape else replace(p, shape=shape, unpadded=p.shape)
+
+
 def partition(spec: Spec, values: PyTree) -> tuple[PyTree, PyTree]:
     """Splits a tree with the structure of the declarations into its trained and its frozen part.
 
@@ -128,8 +142,8 @@ def combine(trained: PyTree, frozen: PyTree) -> PyTree:
 
 
 def count(spec: Spec) -> int:
-    """Returns the number of parameters."""
-    return sum(prod(p.shape) for p in jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, Param)))
+    """Returns the number of parameters, without padding."""
+    return sum(p.size for p in jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, Param)))
 
 
 def abstract(spec: Spec, dtype: DTypeLike = jnp.float32) -> Params:
@@ -152,13 +166,15 @@ def init(key: jax.Array, spec: Spec, layers: np.ndarray | None = None) -> Params
 
     def one(keys: tuple[Any, ...], p: Param) -> jax.Array:
         own = jax.random.fold_in(key, zlib.crc32(path_of(keys).encode()))
-        shape = p.shape[p.stacked :]
+        shape = (p.unpadded or p.shape)[p.stacked :]
 
         def draw(key: jax.Array) -> jax.Array:
             if p.init == "normal":
                 return p.std * jax.random.normal(key, shape, jnp.float32)
             return jnp.full(shape, float(p.init == "ones"), jnp.float32)
 
+        if p.unpadded:
+            return jnp.pad(draw(own), [(0, to - size) for size, to in zip(shape, p.shape, strict=True)])
         if not p.stacked:
             return draw(own)
         numbers = jnp.arange(p.shape[0]) if layers is None else jnp.asarray(layers)

@@ -217,7 +217,7 @@ def _head_bytes(cfg: Config, ctx: Context, weights: _Weights, acts: _Activations
     stream.
     """
     e, sizes = _itemsize(cfg), shards.mesh_sizes(ctx)
-    vocab = cfg.model.vocab // (sizes["tensor"] * sizes["pipe"])
+    vocab = cfg.model.padded_vocab // (sizes["tensor"] * sizes["pipe"])
     rows = shards.microbatch_rows(cfg, ctx)
     if ctx.cross_entropy == "chunked":
         chunk = rows * max(1, CHUNK_TOKENS // rows)

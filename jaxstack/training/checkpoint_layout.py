@@ -1,28 +1,34 @@
-"""The layout of a train state in a checkpoint, which is the same for every pipeline."""
+"""The layout of a train state in a checkpoint, which is the same for every pipeline and every padding."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import path_of
 from jaxstack.config import Config
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
-from jaxstack.training.state import TrainState
+from jaxstack.sharding.rules import names_of
+from jaxstack.training.state import TrainState, init_state
+
+Leaf = jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a state in a checkpoint: layers are in the model's order, whatever pipeline trained them.
+    """The layout of a state in a checkpoint: layers are in the model's order, and nothing is padded.
 
     Attributes:
       abstract: shapes, dtypes and shardings in the checkpoint.
-      pack: converts the state of a run to that of a checkpoint. It copies the layers once, or not at all where the
-        stages store them in the model's order.
-      unpack: the inverse of `pack`, at the same cost.
+      pack: converts the state of a run to that of a checkpoint. It copies the arrays once, or not at all where the run
+        stores them like the checkpoint.
+      unpack: the inverse of `pack`, at the same cost. Leaves that are `...` stay as they are.
     """
 
     abstract: TrainState
@@ -32,27 +38,63 @@ class Layout:
 
 def checkpoint_layout(cfg: Config, ctx: Context, abstract: TrainState) -> Layout:
     """Returns the layout of a run's checkpoints; `abstract` is from `abstract_state`."""
-    if ctx.pipeline is None or ctx.pipeline.stages.is_layer_order:
+    assert ctx.mesh is not None
+    stages = None if ctx.pipeline is None or ctx.pipeline.stages.is_layer_order else ctx.pipeline.stages
+    is_padded, sizes = cfg.model.padded_vocab > cfg.model.vocab, ctx.mesh.shape
+    if stages is None and not is_padded:
         return Layout(abstract, lambda state: state, lambda state: state)
-    stages = ctx.pipeline.stages
     stacked = tuple("/" + path for path, p in params.flat_spec(family.spec(cfg.model)).items() if p.stacked)
+    small = padded = _leaves(abstract)
+    if is_padded:
+        bare = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
+        small = _leaves(jax.eval_shape(lambda: init_state(bare, ctx)))
 
-    def map_layers(f: Callable[[Any], Any], tree: TrainState) -> Any:
-        """Applies `f` to every leaf that is stacked over layers: parameters and the optimizer's arrays for them."""
-        return jax.tree_util.tree_map_with_path(
-            lambda keys, leaf: f(leaf) if path_of(keys).endswith(stacked) else leaf, tree
-        )
+    def is_reordered(path: str) -> bool:  # parameters of layers, and the optimizer's arrays for them
+        return stages is not None and path.endswith(stacked)
 
-    def packed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape, (_, *rest) = (len(stages.slot_of_layer), *leaf.shape[1:]), leaf.sharding.spec
-        # Layers that the stages do not divide are replicated on them while they are saved or restored.
-        first = "pipe" if shape[0] % stages.stages == 0 else None
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=ctx.sharding(PartitionSpec(first, *rest)))
+    def saved(keys: tuple[Any, ...], leaf: Leaf) -> Leaf:
+        path, entries = path_of(keys), (*leaf.sharding.spec, *[None] * leaf.ndim)
+        shape = small[path].shape
+        if is_reordered(path):
+            assert stages is not None
+            shape = (len(stages.slot_of_layer), *shape[1:])
+        shards = [prod(sizes[name] for name in names_of(entry)) for entry in entries]
+        # A dimension that its mesh axes do not divide is replicated over them while it is saved or restored.
+        split = [entry if n % parts == 0 else None for n, entry, parts in zip(shape, entries, shards, strict=False)]
+        return Leaf(shape, leaf.dtype, sharding=ctx.sharding(PartitionSpec(*split)))
 
-    saved = map_layers(packed, abstract)
+    def to_checkpoint(path: str, a: jax.Array) -> jax.Array:
+        if is_reordered(path):
+            assert stages is not None
+            return a[stages.slot_of_layer]
+        return a[tuple(slice(n) for n in small[path].shape)]
 
-    def jitted(f: Callable[[Any], Any], to: TrainState) -> Callable[[TrainState], TrainState]:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, to)
-        return jax.jit(lambda state: map_layers(f, state), out_shardings=shardings)
+    def to_run(path: str, a: jax.Array) -> jax.Array:
+        if is_reordered(path):
+            return ctx.to_stage_order(a)
+        zeros = [(0, to - n) for n, to in zip(a.shape, padded[path].shape, strict=True)]
+        return jnp.pad(a, zeros) if zeros else a
 
-    return Layout(saved, jitted(lambda a: a[stages.slot_of_layer], saved), jitted(ctx.to_stage_order, abstract))
+    in_checkpoint = jax.tree_util.tree_map_with_path(saved, abstract)
+    return Layout(in_checkpoint, _convert(to_checkpoint, in_checkpoint), _convert(to_run, abstract))
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _convert(f: Callable[[str, jax.Array], jax.Array], to: TrainState) -> Callable[[TrainState], TrainState]:
+    """Returns a function that applies `f(path, array)` to the arrays of a state, sharded like those of `to`."""
+    shardings = {path: leaf.sharding for path, leaf in _leaves(to).items()}
+
+    @cache  # each save runs the same program
+    def compiled(paths: tuple[str, ...]) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+        where = {path: shardings[path] for path in paths}
+        return jax.jit(lambda arrays: {path: f(path, a) for path, a in arrays.items()}, out_shardings=where)
+
+    def convert(state: TrainState) -> TrainState:
+        arrays = {path: leaf for path, leaf in _leaves(state).items() if leaf is not ...}
+        done = compiled(tuple(arrays))(arrays)
+        return jax.tree_util.tree_map_with_path(lambda keys, leaf: done.get(path_of(keys), leaf), state)
+
+    return convert

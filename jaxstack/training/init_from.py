@@ -54,8 +54,7 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
 def restore_params(run: Config, ctx: Context, number: int | None = None) -> Params:
     """Restores the parameters of a run, sharded for the mesh of the context.
 
-    Adapters are merged, so the result has the parameters of `run.model.base`. The optimizer's state is not read, unless
-    a pipeline stores layers in another order: then the state is reordered as one.
+    Adapters are merged, so the result has the parameters of `run.model.base`. The optimizer's state is not read.
 
     Args:
       run: the run.
@@ -67,9 +66,7 @@ def restore_params(run: Config, ctx: Context, number: int | None = None) -> Para
     """
     saved = run_dir.checkpoints(Path(run.run.dir))
     layout = checkpoint_layout(run, ctx, abstract_state(run, ctx))
-    wanted = layout.abstract
-    if ctx.pipeline is None or ctx.pipeline.stages.is_layer_order:
-        wanted = replace(wanted, opt_state=jax.tree.map(lambda _: ..., wanted.opt_state))
+    wanted = replace(layout.abstract, opt_state=jax.tree.map(lambda _: ..., layout.abstract.opt_state))
     if number is None:
         number = verify.latest_valid_step(saved, wanted)
     elif number not in manifest.steps(saved):
@@ -149,11 +146,12 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
             f"run.init_from={name} has another model ({'; '.join(different[:3])}). Give this run the model keys of "
             f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder"
         )
+    padding = cfg.model.pad_vocab_to
     if isinstance(source, PretrainedFolder):
         with source:
-            values = source.read_params(ctx)
+            values = source.read_params(ctx, padding)
     else:
-        values = restore_params(source, ctx)
+        values = restore_params(replace(source, model=replace(source.model, pad_vocab_to=padding)), ctx)
     if grows:
         key = jax.random.key(cfg.run.seed)
         shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(here)))

@@ -215,7 +215,12 @@ def _adafactor(spec: Spec) -> optax.GradientTransformation:
         return p.batch_axes + p.in_axes
 
     def factored(p: Param) -> bool:
-        return p.kind != "vector" and min(prod(p.shape[p.batch_axes : outputs(p)]), prod(p.shape[outputs(p) :])) >= 128
+        shape = p.unpadded or p.shape
+        return p.kind != "vector" and min(prod(shape[p.batch_axes : outputs(p)]), prod(shape[outputs(p) :])) >= 128
+
+    def unpadded(p: Param, dims: range) -> float:
+        """Returns the factor that makes a mean over dimensions, with zeros as padding, the mean without them."""
+        return prod(p.shape[dim] / (p.unpadded or p.shape)[dim] for dim in dims)
 
     def init(values: Any) -> AdafactorState:
         def zeros(shape: Any, of_factored: bool) -> Any:
@@ -241,14 +246,17 @@ def _adafactor(spec: Spec) -> optax.GradientTransformation:
             g = g.astype(jnp.float32)
             ins, outs = range(p.batch_axes, outputs(p)), range(outputs(p), g.ndim)
             if factored(p):
-                row, column = mean(row, (g**2).mean(tuple(outs))), mean(column, (g**2).mean(tuple(ins)))
-                of_row = jax.lax.rsqrt((row + epsilon) / (row.mean(tuple(ins), keepdims=True) + epsilon))
+                row = mean(row, (g**2).mean(tuple(outs)) * unpadded(p, outs))
+                correction = unpadded(p, ins)
+                column = mean(column, correction * (g**2).mean(tuple(ins)))
+                of_row = jax.lax.rsqrt((row + epsilon) / (correction * row.mean(tuple(ins), keepdims=True) + epsilon))
                 of_column = jax.lax.rsqrt(column + epsilon)
                 u = g * jnp.expand_dims(of_row, tuple(outs)) * jnp.expand_dims(of_column, tuple(ins))
             else:
                 element = mean(element, g**2)
                 u = g * jax.lax.rsqrt(element + epsilon)
-            size = jnp.sqrt((u**2).mean(tuple(range(p.batch_axes, g.ndim)), keepdims=True))
+            square = (u**2).mean(tuple(range(p.batch_axes, g.ndim)), keepdims=True)
+            size = jnp.sqrt(square * unpadded(p, range(p.batch_axes, g.ndim)))
             return u / jnp.maximum(1.0, size / threshold), row, column, element
 
         found = map_spec(one, spec, grads, state.rows, state.columns, state.elements)

@@ -178,12 +178,12 @@ MISTAKES = {
     "domains": (["--model.moe={num_experts: 2, router: domain}"], ["data.domains", "2 experts"]),
     "mesh and vocabulary": (
         ["--mesh.tensor=4", "--model.vocab_size=257"],
-        ["mesh.tensor=4", "257", "--model.vocab_size=260"],
+        ["mesh.tensor=4", "257", "--model.pad_vocab_to=260"],
     ),
     "chunks": (["--pipeline.chunks=2"], ["pipeline.chunks=2", "pipeline.schedule=interleaved_1f1b"]),
     "stages and vocabulary": (
         ["--mesh.pipe=4", "--mesh.tensor=2", "--model.vocab_size=257"],
-        ["mesh.pipe=4 x mesh.tensor=2", "257", "--model.vocab_size=264"],
+        ["mesh.pipe=4 x mesh.tensor=2", "257", "--model.pad_vocab_to=264"],
     ),
     "mesh and width": (
         [

@@ -209,6 +209,31 @@ def test_the_same_on_any_mesh_and_only_what_a_shard_needs_is_read(name, mesh, tm
     assert count[0] // 2 <= held
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_vocabulary_is_padded_on_the_way_in_and_cut_on_the_way_out(name, tmp_path, rng):
+    """The advice of the error works: 61 rows on four shards. The last shard has padding alone."""
+    cfg = dataclasses.replace(MODELS[name], num_kv_heads=None)
+    values, out = random_values(cfg, rng), tmp_path / "out"
+    folder = save(tmp_path / "model", cfg, values)
+    mesh, again = MeshConfig(data=1, fsdp=2, tensor=4), tmp_path / "run"
+    padded = dataclasses.replace(cfg, pad_vocab_to=80)
+    run = Config(model=padded, mesh=mesh, data=DataConfig(seq_len=32))
+    with hf.PretrainedFolder(folder) as source:
+        found = source.read_params(Context.create(run, sharding.make_mesh(mesh, 16)), 80)
+    table, spec = found["embedding"]["tokens"], decoder.spec(padded)
+    assert {shard.data.shape[0] for shard in table.addressable_shards} == {20}
+    assert jax.tree.map(np.shape, found) == map_spec(lambda p: p.shape, spec)
+    assert not np.asarray(table[61:]).any()
+    equal(map_spec(lambda p, v: v[tuple(slice(n) for n in p.unpadded or p.shape)], spec, found), values)
+
+    flags = [f"--data.path={tmp_path}", "--data.source=path", "--data.tokenizer=chars", "--data.seq_len=32"]
+    execute(["import", str(folder), str(again), "--pad_vocab_to", "80", "--mesh.tensor=4", *flags])
+    assert parse.parse_config([f"--config={again / 'config.yaml'}"]).model.pad_vocab_to == 80
+    execute(["export", str(again), str(out)])
+    for file in ("config.json", tensor_files.SINGLE):
+        assert (out / file).read_bytes() == (folder / file).read_bytes()
+
+
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
     "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
@@ -655,7 +680,7 @@ def test_a_run_begins_with_a_folder_and_is_exported(tmp_path, rng):
     At a learning rate of zero, the export equals the import bit for bit. A run can begin with a run that has no steps.
     Mistakes end with exit code 2 and one line.
     """
-    cfg = dataclasses.replace(MODELS["qwen3"], vocab_size=256)
+    cfg = dataclasses.replace(MODELS["qwen3"], vocab_size=257)
     folder = save(tmp_path / "model", cfg, random_values(cfg, rng), "bfloat16")
     (tmp_path / "text.txt").write_text("the cat sat on the mat, the cat did. " * 200)
 
@@ -668,8 +693,11 @@ def test_a_run_begins_with_a_folder_and_is_exported(tmp_path, rng):
     flags += [f"--data.path={tmp_path / 'text.txt'}", "--train.steps=2", "--optim.lr=0", "--optim.weight_decay=0"]
     run("-m", "jaxstack", "import", str(folder), str(tmp_path / "run"), *flags)
     other, train = tmp_path / "other", str(ROOT / "train.py")
+    mesh = ["--mesh.fsdp=2", "--mesh.tensor=2", "--mesh.data=1"]
+    error = run(train, f"--config={tmp_path / 'run' / 'config.yaml'}", *mesh, code=2)
+    assert "mesh.tensor=2 does not divide the vocabulary of 257. Pad it with --model.pad_vocab_to=258." in error
     run(train, f"--config={tmp_path / 'run' / 'config.yaml'}", f"--run.init_from={tmp_path / 'run'}",
-        f"--run.dir={other}", "--mesh.fsdp=2", "--mesh.tensor=2", "--mesh.data=1")  # fmt: skip
+        f"--run.dir={other}", *mesh, "--model.pad_vocab_to=258")  # fmt: skip
     run("-m", "jaxstack", "export", str(other), str(tmp_path / "out"), "--dtype=bfloat16")
     a, b = (safetensors.load_file(path / tensor_files.SINGLE) for path in (folder, tmp_path / "out"))
     assert a.keys() == b.keys()

@@ -425,22 +425,24 @@ def numpy_cross_entropy(x, head, targets, weights, softcap):
     return total, dx, d_head
 
 
-CROSS_ENTROPY_CASES = {  # batch, length, width, vocabulary, parts, softcap, dtype
-    "plain": (4, 13, 6, 12, 1, None, jnp.float32),
-    "parts": (4, 13, 6, 12, 2, 1.5, jnp.float32),
-    "one_token": (1, 1, 6, 12, 1, None, jnp.float32),
-    "four_parts": (2, 8, 6, 12, 4, None, jnp.float32),
-    "odd": (3, 11, 37, 101, 1, 2.0, jnp.float32),  # several blocks of a kernel along each axis, none of which is full
-    "bfloat16": (4, 13, 6, 12, 2, 1.5, jnp.bfloat16),
+CROSS_ENTROPY_CASES = {  # batch, length, width, vocabulary, padding, parts, softcap, dtype
+    "plain": (4, 13, 6, 12, 0, 1, None, jnp.float32),
+    "parts": (4, 13, 6, 12, 0, 2, 1.5, jnp.float32),
+    "one_token": (1, 1, 6, 12, 0, 1, None, jnp.float32),
+    "four_parts": (2, 8, 6, 12, 0, 4, None, jnp.float32),
+    "odd": (3, 11, 37, 101, 0, 1, 2.0, jnp.float32),  # several blocks of a kernel along each axis; none is full
+    "bfloat16": (4, 13, 6, 12, 0, 2, 1.5, jnp.bfloat16),
+    "padded": (2, 9, 6, 37, 91, 1, 1.5, jnp.float32),  # a block has both, others have padding alone
+    "padded_parts": (2, 9, 6, 37, 91, 2, None, jnp.bfloat16),  # a part has padding alone
 }
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "width", "vocab", "parts", "softcap", "dtype", "implementation"),
-    crossed(cross_entropy_module, CROSS_ENTROPY_CASES, quick=("parts", "odd")),
+    ("batch", "length", "width", "vocab", "padding", "parts", "softcap", "dtype", "implementation"),
+    crossed(cross_entropy_module, CROSS_ENTROPY_CASES, quick=("parts", "odd", "padded")),
 )
-def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, softcap, dtype, implementation):
-    """It runs on one device, and with the vocabulary split over `parts` devices."""
+def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, padding, parts, softcap, dtype, implementation):
+    """It runs on one device, and with the vocabulary split over `parts` devices. Padding has no part in anything."""
     monkeypatch.setattr(cross_entropy_module, "CHUNK_TOKENS", 8)  # some cases divide into chunks, some do not
     small = {"GPU": (16, 32, 16), "TPU": (16, 32, 16)}
     for platform, tiles in small.items():
@@ -448,11 +450,12 @@ def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, sof
     monkeypatch.setattr(cross_entropy_pallas, "VOCAB_BLOCK", 48)
     name, how = ways(cross_entropy_module)[implementation]
     (x, x64), (head, head64) = draw(rng, (batch, length, width), dtype), draw(rng, (width, vocab), dtype)
+    head = jnp.concatenate([head, draw(rng, (width, padding), dtype, 10)[0]], 1)
     targets = rng.integers(0, vocab, (batch, length)).astype(np.int32)
     weights = (rng.random((batch, length)) * (rng.random((batch, length)) < 0.8) + 1e-3).astype(np.float32)
 
     def f(x, head):
-        options = {"softcap": softcap, "implementation": name}
+        options = {"softcap": softcap, "implementation": name, "vocab_size": vocab if padding else None}
         if parts == 1:
             return kernels.cross_entropy(x, head, targets, weights, **options)
         mesh = jax.make_mesh((parts,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:parts])
@@ -481,7 +484,8 @@ def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, parts, sof
     # Float32 logits, log-sum-exps and sums, whatever x is: 2e-7 (measured); with logits in bfloat16 1e-5 and more.
     np.testing.assert_allclose([total, value], truth, rtol=2e-6)
     assert_close(dx, 3 * dx_truth, dtype)
-    assert_close(d_head, 3 * d_head_truth, dtype)
+    assert_close(d_head[:, :vocab], 3 * d_head_truth, dtype)
+    assert not np.asarray(d_head[:, vocab:], np.float32).any()
 
 
 # Grouped matmul
@@ -564,7 +568,13 @@ def test_what_kernels_give_is_typed_by_what_differs_between_devices(platform):
         x = kernels.rms_norm(x, scale, eps=1e-6, implementation=name)
         rows = kernels.grouped_matmul(x.reshape(-1, 16), experts, jnp.array([5, 11]), implementation=name)
         loss = kernels.cross_entropy(
-            rows.reshape(x.shape), head, ids, jnp.ones((2, 8)), vocab_axes=("tensor",), implementation=name
+            rows.reshape(x.shape),
+            head,
+            ids,
+            jnp.ones((2, 8)),
+            vocab_axes=("tensor",),
+            vocab_size=30,
+            implementation=name,
         )
         return jax.lax.psum(loss, "data")
 
