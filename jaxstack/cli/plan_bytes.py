@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 
 from jaxstack.cli.plan import with_vocabulary
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import Parser
+from jaxstack.config.parse import Parser, user_path
 
 
 def add_arguments(parser: Parser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
         "--target", type=str, help="GPU and topology, such as h100:1x1x8 (required)", metavar="CHIP:TOPOLOGY"
     )
     parser.add_argument("--largest", type=int, default=10, help="number of operations to list", metavar="N")
-    parser.add_argument("--json", type=str, help="file to write with every operation and loop", metavar="FILE")
+    parser.add_argument("--json", type=user_path, help="file to write with every operation and loop", metavar="FILE")
     parser.add_config()
 
 

@@ -6,7 +6,6 @@ here. Every mistake raises `ConfigError`.
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import itertools
 import os
@@ -21,6 +20,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsin
 
 from jaxstack.config import Config, ConfigError, flat, key_help, resolve, suggestions, yaml_check
 from jaxstack.config.bounds import check_value, type_in_words
+from jaxstack.config.shipped import config_file, shipped
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -94,7 +94,7 @@ class Parser(ArgumentParser):
         self._words = list(argv)
         kinds = {a.dest: getattr(a, "_typehint", None) for a in self._keys()}
         self._check_groups(kinds)
-        topics, others = _split_help(argv)
+        topics, others = _split_help(argv, {*kinds, *(key.rpartition(".")[0] for key in kinds)})
         if kinds and (any(topics) or (topics and self._has_config)):
             print(self._help_text(topics, others, kinds))
             sys.exit()
@@ -168,9 +168,9 @@ class Parser(ArgumentParser):
             if word == "--":
                 return
             key, equals, value = word.removeprefix("--").partition("=")
-            value = value if equals else following
-            if not word.startswith("--") or key not in groups or not value:
+            if not word.startswith("--") or key not in groups or (not equals and following[:2] in ("", "--")):
                 continue
+            value = value if equals else following
             if os.path.isfile(value):
                 yaml_check.check_file(Path(value), kinds, key)
             elif value.lstrip().startswith("{"):
@@ -203,8 +203,9 @@ class Parser(ArgumentParser):
         """Raises `ConfigError` with a message of the parser in one line that says what to do."""
         # Nested failures come as an indented tree, of which the user needs only the text.
         text = " ".join(line.strip(" -") for line in message.splitlines() if line.strip())
-        if found := re.search(r"unrecognized arguments: (.*)", text):
-            word = max((word for word in self._words if found[1].startswith(word)), key=len, default=found[1])
+        if found := re.search(r"unrecognized arguments:(?: (.*))?", text):
+            rest = found[1] or ""
+            word = max((word for word in self._words if rest.startswith(word)), key=len, default=rest)
             following = [*self._words, "", ""][self._words.index(word) + 1] if word in self._words else ""
             raise ConfigError(suggestions.unknown_argument(word, following, self._names()))
         for pattern in _UNKNOWN_KEY:
@@ -289,40 +290,24 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return names, others
 
 
-def _split_help(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns what a command line asks help for (`model` of `--help.model`, "" of `--help`), and the other words."""
+def _split_help(argv: Sequence[str], names: set[str]) -> tuple[list[str], list[str]]:
+    """Returns what a command line asks help for, and the other words.
+
+    Args:
+      argv: the words. `--help.model`, `--help=model` and `--help model` ask for `model`, and `--help` for nothing.
+      names: groups and keys.
+    """
+    topics, others = [], []
     words = [*argv[: argv.index("--")]] if "--" in argv else [*argv]
-    asked = [word for word in words if re.fullmatch(r"-h|--help(\..+)?", word)]
-    return [word.partition(".")[2] for word in asked], [word for word in words if word not in asked]
-
-
-def shipped() -> dict[str, Path]:
-    """Returns the files of the configurations that come with jaxstack, by name: runnable jobs, then published models.
-
-    An installed package contains them; in a checkout they are beside the package.
-    """
-    inside, beside = (folder / "configs" for folder in Path(__file__).parents[1:3])
-    folder = inside if inside.is_dir() else beside
-    return {path.stem: path for pattern in ("*.yaml", "models/*.yaml") for path in sorted(folder.glob(pattern))}
-
-
-def config_file(name: str) -> Path:
-    """Returns the file that `--config=NAME` means: a path, or the name of a shipped configuration.
-
-    Raises:
-      ConfigError: there is neither.
-    """
-    path, known = Path(name).expanduser(), shipped()
-    if path.is_file():
-        return path
-    if name in known:
-        return known[name]
-    if (path / "config.yaml").is_file():
-        raise ConfigError(f"--config={name} is a directory. Did you mean --config={path / 'config.yaml'}?")
-    stem = path.name.removesuffix(".yaml").removesuffix(".yml")
-    if close := difflib.get_close_matches(stem, known, n=1):
-        raise ConfigError(f"--config={name} is not a file. Did you mean --config {close[0]}?")
-    raise ConfigError(f"--config={name} is not a file. Name a YAML file, or one of {', '.join(known)}.")
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help"):
+            topics.append(words.pop(0) if words and words[0] in names else "")
+        elif word.startswith(("--help.", "--help=")):
+            topics.append(word.removeprefix("--help")[1:])
+        else:
+            others.append(word)
+    return topics, others
 
 
 def user_path(text: str) -> str:
@@ -368,7 +353,8 @@ def _check_secrets(cfg: Config) -> None:
 
 def _check_vocabulary(cfg: Config) -> None:
     """Applies the checks that depend on the vocabulary, if its size is given without reading data."""
-    bytes_only = cfg.data.tokenizer == "bytes" and cfg.data.source != "tokens"  # a token file has its own tokenizer
+    own = any(one.source == "tokens" for one in cfg.data.single_sources())  # a token file has its own tokenizer
+    bytes_only = cfg.data.tokenizer == "bytes" and not own
     vocabulary = 256 if bytes_only else cfg.model.vocab_size
     if vocabulary is not None:
         resolve(cfg, vocabulary)

@@ -37,6 +37,8 @@ def unknown_argument(word: str, following: str, names: Names) -> str:
     is_config = name in names.configs or (names.configs and Path(name).suffix in (".yaml", ".yml"))
     if is_config and not word.startswith("-") and not equals:
         return f"unknown argument {name}. Did you mean --config {name}?"
+    if not name.strip(".= "):
+        return f"unknown argument {word or repr(word)}. Remove it. {names.help}"
     key = name.replace("-", "_")
     if metavar := names.positionals.get(key) or names.positionals.get(key + "s"):
         return f"--{name} is not a flag. Write {value or metavar} without it, as in `{names.usage}`."

@@ -1,5 +1,6 @@
 """Configurations: every file builds, every mistake is one line that names the key and the fix."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import yaml
 
 from jaxstack.cli import parser
 from jaxstack.common import errors
-from jaxstack.config import Config, ConfigError, flat, key_help, parse, resolve
+from jaxstack.config import Config, ConfigError, flat, key_help, parse, resolve, suggestions
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.runtime import platform
@@ -130,6 +131,8 @@ def test_help_of_a_topic_has_all_of_it(capsys):
         assert (line in text) == key.startswith("model."), key
         assert line in everything
     expected = "  --optim.lr=0.007\n      Peak learning rate. (a number >= 0; default 0.001)\n"
+    for words in (["--help=optim.lr"], ["--help", "optim.lr"]):
+        assert helped(capsys, "train", *words) == expected
     for words in (["optim.lr"], ["learning_rate"], ["lr"]):
         assert helped(capsys, "help", *words) == expected
     assert helped(capsys, "generate", "--help.sample.top_p").startswith("  --sample.top_p=null\n")
@@ -212,6 +215,10 @@ MISTAKES = {
     "mesh as value": (["--mesh=8"], ["--mesh=8 is not a group of keys", "--mesh.data=VALUE"]),
     "group without keys": (["--mesh={}", "--model={num_layers: }"], ["model.num_layers"]),
     "key twice": (["--model.moe={top_k: 1, top_k: 2}"], ["model.moe.top_k occurs twice"]),
+    "empty word": ([""], ["unknown argument ''. Remove it."]),
+    "dashes alone": (["--", "x"], ["unknown argument --. Remove it."]),
+    "group without a value": (["--mesh", "--model.num_layers=3"], ["--mesh has no value"]),
+    "group with an empty value": (["--mesh="], ["--mesh= is not a group of keys"]),
     "no dashes": (["model.num_layers=8"], ["model.num_layers=8 is not a flag. Write --model.num_layers=8."]),
     "one dash": (["-model.num_layers=8"], ["-model.num_layers=8 is not a flag. Write --model.num_layers=8."]),
     "hyphens": (["--model.num-layers", "8"], ["--model.num-layers is not a flag. Write --model.num_layers=8."]),
@@ -303,6 +310,28 @@ def test_a_mistake_in_a_file_too(text, words, tmp_path, capsys, monkeypatch):
         assert word in said
 
 
+def test_a_suggestion_works_and_is_never_what_was_typed():
+    names = parser.parser_of("train")._names()
+    for flag in names.flags:
+        last, hyphens = flag.rpartition(".")[2], flag.replace("_", "-")
+        for word in (
+            f"{flag}=1",
+            f"-{flag}=1",
+            f"--{hyphens}=1",
+            f"--{last}=1",
+            f"--x.{last}=1",
+            f"--{flag}s",
+            flag[:-1],
+        ):
+            if word.partition("=")[0].removeprefix("--") in names.flags:
+                continue  # nothing is wrong with it
+            said = suggestions.unknown_argument(word, "", names)
+            advice = re.search(r"(?:Did you mean|Write|Use) (.*?)(?:[.?]$|\. [A-Z])", said)
+            for proposed in advice[1].split(" or ") if advice else ():
+                assert proposed != word
+                assert proposed.removeprefix("--").partition("=")[0] in names.flags, said
+
+
 def test_yaml_reads_what_users_write(tmp_path):
     """Numbers with exponents are text for YAML 1.1; words such as `on` are booleans."""
     text = (
@@ -327,8 +356,9 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     for name in parser.COMMANDS:
         for action in parser.parser_of(name)._actions:
             if action.metavar in ("RUN", "DIR", "FILE", "OUT"):
-                assert action.type("~/x") == f"{tmp_path}/x", f"{name} {action.dest}"
+                assert action.type is parse.user_path, f"{name} {action.dest}: paths need type=user_path"
                 seen.add(f"{name} {action.dest}")
+    assert parse.user_path("~/x") == f"{tmp_path}/x"
     assert {"generate run", "import folder", "import out", "report runs", "plan roofline json"} <= seen
 
 

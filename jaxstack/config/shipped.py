@@ -1,0 +1,35 @@
+"""The configurations that come with jaxstack, and what `--config` names."""
+
+import difflib
+from pathlib import Path
+
+from jaxstack.common.errors import ConfigError
+
+
+def shipped() -> dict[str, Path]:
+    """Returns the files of the configurations that come with jaxstack, by name: runnable jobs, then published models.
+
+    An installed package contains them; in a checkout they are beside the package.
+    """
+    inside, beside = (folder / "configs" for folder in Path(__file__).parents[1:3])
+    folder = inside if inside.is_dir() else beside
+    return {path.stem: path for pattern in ("*.yaml", "models/*.yaml") for path in sorted(folder.glob(pattern))}
+
+
+def config_file(name: str) -> Path:
+    """Returns the file that `--config=NAME` means: a path, or the name of a shipped configuration.
+
+    Raises:
+      ConfigError: there is neither.
+    """
+    path, known = Path(name).expanduser(), shipped()
+    if path.is_file():
+        return path
+    if name in known:
+        return known[name]
+    if (path / "config.yaml").is_file():
+        raise ConfigError(f"--config={name} is a directory. Did you mean --config={path / 'config.yaml'}?")
+    stem = path.name.removesuffix(".yaml").removesuffix(".yml")
+    if close := difflib.get_close_matches(stem, known, n=1):
+        raise ConfigError(f"--config={name} is not a file. Did you mean --config {close[0]}?")
+    raise ConfigError(f"--config={name} is not a file. Name a YAML file, or one of {', '.join(known)}.")
