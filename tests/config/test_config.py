@@ -239,7 +239,7 @@ MISTAKES = {
     "print_config checks keys": (["--print_config", "--model.num_heads=7"], ["model.num_heads=7"]),
     "print_config checks the vocabulary": (
         ["--print_config", "--mesh.tensor=4", "--model.vocab_size=257"],
-        ["mesh.tensor=4", "--model.vocab_size=260"],
+        ["mesh.tensor=4", "--model.pad_vocab_to=260"],
     ),
     "profile": (["--profile.steps=5"], ["profile.steps=5", "10:15"]),
     "profile backwards": (["--profile.steps=5:3"], ["profile.steps=5:3", "10:15"]),
