@@ -3,16 +3,19 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.common.tree import PyTree
+from jaxstack.pipeline import arguments
 from jaxstack.pipeline.execute import PipelineFns, execute
 from jaxstack.pipeline.partition import even
 from jaxstack.pipeline.program import Program, Stages
-from jaxstack.pipeline.schedule import Schedule, ScheduleError
+from jaxstack.pipeline.schedule import Schedule
 from jaxstack.sharding import collectives
 
 ValueAndGrad = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, tuple[PyTree, PyTree]]]
@@ -27,7 +30,7 @@ def value_and_grad(
     schedule: Schedule,
     mesh: Mesh,
     axis: str = "pipe",
-    batch_axes: Sequence[str] = (),
+    batch_axes: str | Sequence[str] = (),
     layers: Sequence[int] | None = None,
 ) -> ValueAndGrad:
     """Returns a function that computes the loss and the gradients of a stack of equal layers in a pipeline.
@@ -46,9 +49,9 @@ def value_and_grad(
       embed: (shared, rows of the batch) -> x, the input of the first layer.
       loss: (shared, output of the last layer, rows of the batch) -> scalar.
       schedule: `gpipe`, `one_f_one_b`, `interleaved_one_f_one_b`, or a table of your own.
-      mesh: the devices. The size of its axis `axis` is the schedule's number of stages.
+      mesh: devices, with automatic or explicit axes. The size of its axis `axis` is the schedule's number of stages.
       axis: mesh axis of the stages.
-      batch_axes: mesh axes that split the rows of the batch.
+      batch_axes: mesh axis or axes that split the rows of the batch.
       layers: number of layers in each model chunk (stages x chunks), in order. `None` divides them as evenly as
         possible.
 
@@ -59,18 +62,14 @@ def value_and_grad(
 
     Raises:
       ConfigError: the mesh and the schedule differ in their number of stages, the model chunks do not add up to the
-        layers, or microbatches and `batch_axes` do not divide the rows.
+        layers, microbatches and `batch_axes` do not divide the rows, a function fails or returns another shape or
+        dtype, or an argument is not what is described above.
     """
-    known = {name: mesh.shape[name] for name in (axis, *batch_axes) if name in mesh.shape}
-    missing = [name for name in (axis, *batch_axes) if name not in known]
-    if missing:
-        raise ScheduleError(f"the mesh has no axis {missing[0]!r}; it has {', '.join(mesh.shape)}")
-    if known[axis] != schedule.stages:
-        raise ScheduleError(
-            f"the schedule has {schedule.stages} stages, but the mesh's axis {axis!r} has {known[axis]} devices; "
-            f"make them equal"
-        )
-    replicas = math.prod(known[name] for name in batch_axes)
+    functions: dict[str, Callable[..., Any]] = {"layer": layer, "embed": embed, "loss": loss}
+    batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    arguments.check_settings(functions, schedule, mesh)
+    arguments.check_axes(schedule, mesh, axis, batch_axes)
+    replicas = math.prod(mesh.shape[name] for name in batch_axes)
     parts = replicas * schedule.microbatches
     fns = PipelineFns(
         prepare=lambda microbatch: microbatch,
@@ -78,13 +77,15 @@ def value_and_grad(
         layer=lambda weights, x, group, microbatch: (layer(weights, x), jnp.zeros(()), ()),
         loss=lambda shared, x, microbatch: loss(shared, x, microbatch) / parts,
     )
-    return _Pipeline(fns, schedule, mesh, axis, tuple(batch_axes), tuple(layers) if layers else None, replicas).run
+    settings = (schedule, mesh, axis, batch_axes, tuple(layers) if layers else None, replicas)
+    return _Pipeline(functions, fns, *settings).run
 
 
 @dataclass(frozen=True, eq=False)
 class _Pipeline:
     """The settings of `value_and_grad`, and the function that it returns as the method `run`."""
 
+    functions: dict[str, Callable[..., Any]]
     fns: PipelineFns
     schedule: Schedule
     mesh: Mesh
@@ -95,13 +96,32 @@ class _Pipeline:
 
     def run(self, shared: PyTree, stacked: PyTree, batch: PyTree) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
         """Returns the loss, and its gradients with respect to shared and stacked."""
-        stages = self.stages(stacked)
-        self.check_rows(batch)
+        arguments.check_scope(self.mesh)
+        arguments.check_trees(shared, stacked, batch)
+        arguments.check_rows(batch, self.schedule.microbatches, self.replicas)
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return self.compute(self.mesh, shared, stacked, batch)
+        # The gradients get the shardings of their parameters, as those of `jax.grad` do on a mesh with explicit axes.
+        automatic = Mesh(self.mesh.devices, self.mesh.axis_names)
+        loss, *grads = jax.tree.map(
+            lambda a: NamedSharding(self.mesh, jax.typeof(a).sharding.spec), (jnp.zeros(()), shared, stacked)
+        )
+        run = jax.sharding.auto_axes(partial(self.compute, automatic), out_sharding=(loss, tuple(grads)))
+        return run(shared, stacked, batch)
+
+    def compute(
+        self, mesh: Mesh, shared: PyTree, stacked: PyTree, batch: PyTree
+    ) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+        """Computes what `run` returns, on a mesh with automatic axes."""
+        depth = jax.tree.leaves(stacked)[0].shape[0]
+        stages = Stages(self.schedule.stages, self.layers or even(depth, self.schedule.model_chunks))
+        arguments.check_layers(stages, stacked)
 
         def local(shared: PyTree, stacked: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
             # Parameters that vary along the batch axes get local gradients, which are reduced once after the pipeline.
             shared, stacked = self.varying(shared), self.varying(stacked)
             microbatches = jax.tree.map(lambda a: a.reshape(self.schedule.microbatches, -1, *a.shape[1:]), batch)
+            self.check_functions(shared, stacked, microbatches)
             sums = execute(Program(self.schedule, stages), self.fns, self.axis, shared, stacked, microbatches)
             return self.all_reduce(sums.loss), self.all_reduce(sums.shared), self.all_reduce(sums.stacked)
 
@@ -110,7 +130,7 @@ class _Pipeline:
         staged, replicated, rows = PartitionSpec(self.axis), PartitionSpec(), PartitionSpec(self.batch_axes or None)
         run_local = jax.shard_map(
             local,
-            mesh=self.mesh,
+            mesh=mesh,
             in_specs=(replicated, staged, rows),
             out_specs=(replicated, replicated, staged),
         )
@@ -119,24 +139,9 @@ class _Pipeline:
             d_stacked = jax.tree.map(lambda a: a[stages.slot_of_layer], d_stacked)
         return loss, (d_shared, d_stacked)
 
-    def stages(self, stacked: PyTree) -> Stages:
-        depths = {leaf.shape[0] for leaf in jax.tree.leaves(stacked)}
-        if len(depths) != 1:
-            raise ScheduleError(f"the leaves of `stacked` must have one leading dimension, not {sorted(depths)}")
-        (depth,) = depths
-        stages = Stages(self.schedule.stages, self.layers or even(depth, self.schedule.model_chunks))
-        if sum(stages.layers) != depth:
-            raise ScheduleError(f"layers={list(stages.layers)} make {sum(stages.layers)}, but `stacked` has {depth}")
-        return stages
-
-    def check_rows(self, batch: PyTree) -> None:
-        parts = self.replicas * self.schedule.microbatches
-        wrong = [size for size in {leaf.shape[0] for leaf in jax.tree.leaves(batch)} if size % parts]
-        if wrong:
-            raise ScheduleError(
-                f"{wrong[0]} rows of the batch do not divide into {self.schedule.microbatches} microbatches on "
-                f"{self.replicas} replicas; use a multiple of {parts}"
-            )
+    def check_functions(self, shared: PyTree, stacked: PyTree, microbatches: PyTree) -> None:
+        weights, microbatch = jax.eval_shape(lambda trees: jax.tree.map(lambda a: a[0], trees), (stacked, microbatches))
+        arguments.check_functions(self.functions, shared, weights, microbatch)
 
     def varying(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda a: collectives.varying(a, self.batch_axes), tree)

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -430,10 +431,8 @@ def assert_states(a: Any, b: Any, *, exactly: bool) -> None:
 # `value_and_grad` of any functions.
 
 
-def mesh_of(pipe: int, data: int) -> jax.sharding.Mesh:
-    return jax.make_mesh(
-        (data, pipe), ("d", "stage"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: pipe * data]
-    )
+def mesh_of(pipe: int, data: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((data, pipe), ("d", "stage"), axis_types=(kind,) * 2, devices=jax.devices()[: pipe * data])
 
 
 def strangers(rng: np.random.Generator, layers: int) -> tuple[Any, Any, Any, Any, Any, Any]:
@@ -455,16 +454,16 @@ def strangers(rng: np.random.Generator, layers: int) -> tuple[Any, Any, Any, Any
 
 
 @pytest.mark.parametrize(
-    ("schedule", "data", "layers"),
+    ("schedule", "data", "layers", "kind"),
     [
-        (one_f_one_b(4, 6), 2, None),
-        (gpipe(2, 3), 4, None),
-        (interleaved_one_f_one_b(2, 4, 2), 2, (1, 3, 2, 1)),
-        (one_f_one_b(4, 4), 1, (1, 2, 3, 1)),
+        (one_f_one_b(4, 6), 2, None, AxisType.Auto),
+        (gpipe(2, 3), 4, None, AxisType.Auto),
+        (interleaved_one_f_one_b(2, 4, 2), 2, (1, 3, 2, 1), AxisType.Explicit),
+        (one_f_one_b(4, 4), 1, (1, 2, 3, 1), AxisType.Auto),
     ],
     ids=str,
 )
-def test_anyones_functions_in_a_pipeline(schedule, data, layers, rng):
+def test_anyones_functions_in_a_pipeline(schedule, data, layers, kind, rng):
     stacked, shared, batch, layer, first, last = strangers(rng, 7)
 
     def plain(shared, stacked):
@@ -473,17 +472,22 @@ def test_anyones_functions_in_a_pipeline(schedule, data, layers, rng):
             x = layer(jax.tree.map(lambda a, i=i: a[i], stacked), x)
         return last(shared, x, batch)
 
+    mesh = mesh_of(schedule.stages, data, kind)
     run = pipeline.value_and_grad(
         jax.checkpoint(layer) if data == 2 else layer,
         first,
         last,
         schedule=schedule,
-        mesh=mesh_of(schedule.stages, data),
+        mesh=mesh,
         axis="stage",
-        batch_axes=("d",),
+        batch_axes="d",
         layers=layers,
     )
-    loss, grads = jax.jit(run)(shared, stacked, batch)
+    rows = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("d")))
+    wide = {"w": jax.device_put(stacked["w"], jax.NamedSharding(mesh, jax.P(None, None, "stage"))), "v": stacked["v"]}
+    loss, grads = jax.jit(run)(shared, wide, rows)
+    if kind == AxisType.Explicit:  # as the gradients of `jax.grad`
+        assert grads[1]["w"].sharding.spec == wide["w"].sharding.spec
     expected, expected_grads = jax.value_and_grad(plain, argnums=(0, 1))(shared, stacked)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
@@ -504,9 +508,62 @@ def test_mistakes_of_anyones_are_named(rng):
         pipeline.value_and_grad(*functions, schedule=interleaved_one_f_one_b(4, 4, 2), **how)(shared, stacked, batch)
     with pytest.raises(ScheduleError, match=r"layers=\[2, 2, 2, 2\] make 8, but `stacked` has 7"):
         pipeline.value_and_grad(*functions, schedule=gpipe(4, 2), layers=(2, 2, 2, 2), **how)(shared, stacked, batch)
-    wrong = stacked | {"v": stacked["v"][:6]}
-    with pytest.raises(ScheduleError, match=r"one leading dimension, not \[6, 7\]"):
-        pipeline.value_and_grad(*functions, schedule=gpipe(4, 2), **how)(shared, wrong, batch)
+
+
+def test_mistakes_in_a_call_or_in_a_function_name_the_argument(rng):
+    stacked, shared, batch, layer, first, last = strangers(rng, 4)
+    explicit = mesh_of(4, 2, AxisType.Explicit)
+    settings: dict[str, Any] = {"schedule": gpipe(4, 3), "mesh": mesh_of(4, 2), "axis": "stage", "batch_axes": ("d",)}
+
+    def refuses(words, functions=(layer, first, last), trees=(shared, stacked, batch), scope=None, **changes):
+        with pytest.raises(ScheduleError, match=words), jax.set_mesh(scope) if scope else nullcontext():
+            jax.eval_shape(pipeline.value_and_grad(*functions, **settings | changes), *trees)
+
+    for words, changes in {
+        "schedule='gpipe' is not a Schedule; make one, such as": {"schedule": "gpipe"},
+        "mesh is a tuple, not a Mesh": {"mesh": (2, 4)},
+        "name an axis twice": {"batch_axes": ("d", "stage")},
+        r"scope \(jax.set_mesh\) has d=2 \(explicit\), stage=4 \(explicit\), but .* stage=4 \(auto\)": {
+            "scope": explicit
+        },
+    }.items():
+        refuses(words, **changes)
+
+    got = r"`layer` \(%s\) got x of float32\[4, 8\] and returned %s"
+    narrow, half, pair = (lambda w, x: x[:, :6]), (lambda w, x: x.astype("bfloat16")), (lambda w, x: (x, None))
+    order = r"takes layer\(weights, x\), embed\(shared, batch\), loss\(shared, x, batch\), in this order"
+    for words, functions in {
+        got % ("<lambda>", r"float32\[4, 6\], but it must return the shape and dtype of x"): (narrow, first, last),
+        got % ("<lambda>", r"bfloat16\[4, 8\].*; cast its result with .astype"): (half, first, last),
+        got % ("<lambda>", r"0 float32\[4, 8\]"): (pair, first, last),
+        r"`embed` \(layer\) failed as embed\(shared, batch\): KeyError: 'w'. It got shared: in float32\[5, 8\], out .*"
+        rf"; batch: x float32\[4, 5\], y .*{order}": (first, layer, last),
+        r"`layer` \(<lambda>\) failed as layer\(weights, x\): .*weights: v": (lambda x, w: layer(w, x), first, last),
+        r"`loss` must return one number .*, not float32\[4, 8\]": (layer, first, lambda shared, x, batch: x),
+        "`embed` must return one array": (layer, lambda shared, batch: batch, last),
+        f"`layer` is not a function, but a dict; .*{order}": (stacked, first, last),
+    }.items():
+        refuses(words, functions)
+
+    call = r"; call it as \(shared, stacked, batch\)"
+    shorter = stacked | {"v": stacked["v"][:3]}
+    for words, trees in {
+        r"arrays of `stacked` must have .*, the layers, but it has stacked/in \(5, 8\), stacked/out \(8,\)" + call: (
+            stacked, shared, batch,
+        ),
+        r"has stacked/v \(3, 16, 8\), stacked/w \(4, 8, 16\)": (shared, shorter, batch),
+        r"arrays of `batch` must have .*, the rows, but it has batch/x \(24, 5\), batch/y \(20,\)" + call: (
+            shared, stacked, batch | {"y": batch["y"][:20]},
+        ),
+        "`stacked` must have .* no array": (shared, {}, batch),
+        r"the rows, but it has batch \(\)": (shared, stacked, batch["y"][0]),
+        "shared/n has the dtype int32, for which there is no gradient; .*nnx.Param": (
+            shared | {"n": jnp.zeros((), jnp.int32)}, stacked, batch,
+        ),
+    }.items():  # fmt: skip
+        refuses(words, trees=trees)
+    with pytest.raises(ScheduleError, match="shared/name is a str, not an array" + call):
+        pipeline.value_and_grad(layer, first, last, **settings)(shared | {"name": "x"}, stacked, batch)
 
 
 def table(seed: int | None = None) -> str:
