@@ -11,7 +11,9 @@ from jaxstack.data.sources import Document, describe, documents
 from jaxstack.data.tokenizers import make_tokenizer
 from jaxstack.data.tokens import TokenFileHeader, write_token_file
 
-_CHOSEN_IN_TRAINING = {"seq_len", "batch_size", "packing", "eval_fraction"}
+_CHOSEN_IN_TRAINING = {
+    "seq_len", "batch_size", "packing", "eval_fraction", "mixture", "mixture_changes", "format", "vocab_size",
+}  # fmt: skip
 
 
 def add_arguments(parser: Parser) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from jaxstack.config.bounds import Interval, PositiveInt, check_bounds, expand_home, require
 
+FormatName: TypeAlias = Literal["jaxstack", "nanogpt", "megatron", "llmc"]
 SourceName: TypeAlias = Literal["stdlib", "path", "tokens", "hf", "chat"]
 
 
@@ -33,6 +34,8 @@ class SourceConfig(_Short):
     """Share of the sequences, relative to the weights of the other sources. With 0 the source is only evaluated."""
     name: str | None = None
     """Name in metrics, on the screen and in reports. Null means the last part of the path."""
+    format: FormatName = "jaxstack"
+    """As `data.format`."""
     hf_split: str = "train"
     """As `data.hf_split`."""
     hf_column: str = "text"
@@ -70,6 +73,10 @@ class DataConfig:
     path: str | None = None
     """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), or JSON Lines file of conversations
     (`chat`)."""
+    format: FormatName = "jaxstack"
+    """Format of a token file. `jaxstack`: that of `jaxstack data build`. The others contain no tokenizer. `nanogpt`: a
+    file of uint16 ids, or a folder with train.bin and val.bin. `megatron`: a pair of .bin and .idx. `llmc`: a file of
+    llm.c."""
     mixture: tuple[SourceConfig, ...] = ()
     """Several sources with weights, in place of `data.source` and `data.path`:
     `[{source: path, path: a.txt, weight: 3}, {source: tokens, path: b.bin, weight: 1}]`. All of them
@@ -77,7 +84,10 @@ class DataConfig:
     mixture_changes: tuple[WeightChange, ...] = ()
     """Steps from which the sources have other weights, in ascending order: `[{step: 900, weights: [1, 4]}]`."""
     tokenizer: str = "bytes"
-    """`bytes`, `chars`, or the path of a tokenizer.json (extra `[hf]`)."""
+    """`bytes`, `chars`, or the path of a tokenizer.json (extra `[hf]`). `ids`: a token file of another program whose
+    tokenizer you do not have; texts are then shown as numbers, and bits per byte are not known."""
+    vocab_size: PositiveInt | None = None
+    """Number of ids, for `data.tokenizer=ids` only."""
     seq_len: PositiveInt = 256
     """Tokens per sequence. One more token is read, because targets are shifted by one."""
     batch_size: PositiveInt = 16
@@ -101,6 +111,7 @@ class DataConfig:
         expand_home(self, "path", "tokenizer")
         require(bool(self.tokenizer), "data.tokenizer is empty. Use bytes, chars, or the path of a tokenizer.json.")
         _check_mixture(self)
+        _check_format(self)
         require(
             self.source == "stdlib" or bool(self.path),
             f"data.path is missing, but data.source={self.source} reads from it. Set --data.path=...",
@@ -176,4 +187,23 @@ def _check_mixture(cfg: DataConfig) -> None:
     require(
         all(a < b for a, b in pairwise(steps)),
         f"data.mixture_changes={list(cfg.mixture_changes)} is not in ascending order of steps from 1 on. Sort it.",
+    )
+
+
+def _check_format(cfg: DataConfig) -> None:
+    for one in cfg.mixture or (cfg,):
+        place = f"data.mixture: {one}" if cfg.mixture else f"data.format={one.format}, data.source={one.source}"
+        require(
+            one.format == "jaxstack" or one.source == "tokens",
+            f"{place}: a format is of token files. Use the source tokens, or leave the format unset.",
+        )
+        require(
+            cfg.tokenizer != "ids" or one.format != "jaxstack",
+            f"data.tokenizer=ids is for token files of other programs, but {place} is not one. Use bytes, chars or the "
+            f"path of a tokenizer.json.",
+        )
+    require(
+        (cfg.tokenizer == "ids") == (cfg.vocab_size is not None),
+        f"data.tokenizer={cfg.tokenizer} with data.vocab_size={cfg.vocab_size} is not complete. Set both for "
+        f"token files without a tokenizer: data.tokenizer=ids and data.vocab_size.",
     )

@@ -4,10 +4,10 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data import chat, sources
+from jaxstack.data.binary import BinaryFile, open_binary, recognize
 from jaxstack.data.sources import documents
 from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary
 from jaxstack.data.tokens import Tokens, assign_domains, encode, read_header, read_token_file, split
@@ -96,16 +96,12 @@ def load(cfg: DataConfig) -> Dataset:
     return Dataset(tokenizer, tuple(found), tuple(cfg.weights()))
 
 
-class _Opened(NamedTuple):
-    """A token file that was opened."""
-
-    tokens: Tokens
-    tokenizer: Tokenizer
-    fingerprint: str
-
-
-def _open(cfg: DataConfig) -> _Opened:
+def _open(cfg: DataConfig) -> BinaryFile:
     """Opens a token file, and checks that its tokenizer is the one that `data.tokenizer` names."""
+    if cfg.format != "jaxstack":
+        return open_binary(cfg)
+    if (found := recognize(Path(str(cfg.path)))) not in (None, "jaxstack"):
+        raise ConfigError(f"data.path={cfg.path} has the format {found}. Use --data.format={found}.")
     tokens, tokenizer = read_token_file(str(cfg.path))
     if cfg.tokenizer != DataConfig.tokenizer and not _is_named(tokenizer, cfg.tokenizer):
         raise ConfigError(
@@ -113,7 +109,7 @@ def _open(cfg: DataConfig) -> _Opened:
             f"file again with `jaxstack data build --data.tokenizer={cfg.tokenizer}`, or use "
             f"--data.tokenizer={tokenizer.name}."
         )
-    return _Opened(tokens, tokenizer, read_header(str(cfg.path)).sha256["bin"])
+    return BinaryFile(tokens, None, tokenizer, read_header(str(cfg.path)).sha256["bin"])
 
 
 def _is_named(tokenizer: Tokenizer, name: str) -> bool:
@@ -123,10 +119,10 @@ def _is_named(tokenizer: Tokenizer, name: str) -> bool:
     return Path(name).is_file() and same_vocabulary(make_tokenizer(name, ()).to_json(), tokenizer.to_json())
 
 
-def _finish(name: str, cfg: DataConfig, file: _Opened) -> Source:
-    """Returns the source of a token file."""
-    train, held_out = split(file.tokens, cfg.eval_fraction)
-    count = _format_count(file.tokens.starts.size, "document")
+def _finish(name: str, cfg: DataConfig, file: BinaryFile) -> Source:
+    """Returns the source of a token file. The end is held out, or documents, unless the file has its own such part."""
+    train, held_out = (file.train, file.held_out) if file.held_out else split(file.train, cfg.eval_fraction)
+    count = _format_count(file.train.starts.size, "document")
     sizes = _format_sizes(train, held_out, file.tokenizer)
     return Source(name, train, held_out, f"{cfg.path}: {count}, {sizes}", file.fingerprint)
 

@@ -166,6 +166,8 @@ def obstacle(texts: Sequence[Tokens], tokenizer: Tokenizer) -> str | None:
         return "the held-out loss is a weighted mean of several sources"
     if texts[0].loss_mask is not None:
         return "only the answers of conversations are learned"
+    if tokenizer.name == "ids":
+        return "the tokenizer of the data is not known"
     if not tokenizer.keeps_text:
         return f"{tokenizer.name} drops spaces, so the number of bytes is unknown"
     return None

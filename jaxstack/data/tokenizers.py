@@ -178,6 +178,52 @@ class CharTokenizer:
         return {"kind": "chars", "alphabet": self.alphabet}
 
 
+class IdTokenizer:
+    """Shows ids as decimal numbers: `17 4 250`. It is for token files whose own tokenizer is not known."""
+
+    name = "ids"
+    eos_id: int | None = None
+    keeps_text = False
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids that a text lists.
+
+        Raises:
+          ConfigError: a word is not a number below `vocab_size`.
+        """
+        for word in text.split():
+            if not (word.isdecimal() and int(word) < self.vocab_size):
+                raise ConfigError(
+                    f"{word!r} is not an id below {self.vocab_size:,}. The tokenizer of this data is not known, so "
+                    f"write ids, such as 17 4 250."
+                )
+        return np.array([int(word) for word in text.split()], id_dtype(self.vocab_size))
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the ids that a text lists, and the start and end of each number, all [tokens]."""
+        spans = np.array([found.span() for found in re.finditer(r"\S+", text)], np.int64).reshape(-1, 2)
+        return self.encode(text), spans[:, 0], spans[:, 1]
+
+    def decode(self, ids: ArrayLike) -> str:
+        """Returns the ids as numbers."""
+        return " ".join(map(str, np.asarray(ids).tolist()))
+
+    def num_bytes(self, ids: ArrayLike) -> int:
+        """Returns 0, because the bytes that ids represent are not known."""
+        return 0
+
+    def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Returns no bytes, because those that ids represent are not known."""
+        return np.zeros(0, np.uint8), np.zeros(np.size(ids), np.int64)
+
+    def to_json(self) -> JsonObject:
+        """Returns everything that `tokenizer_from_json` needs."""
+        return {"kind": "ids", "vocab_size": self.vocab_size}
+
+
 def _code_points(text: str) -> np.ndarray:
     """Returns the Unicode code points of a text, uint32."""
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
@@ -306,6 +352,8 @@ def tokenizer_from_json(saved: JsonObject) -> Tokenizer:
     match saved:
         case {"kind": "bytes"}:
             return ByteTokenizer()
+        case {"kind": "ids", "vocab_size": int(vocab_size)} if vocab_size > 0:
+            return IdTokenizer(vocab_size)
         case {"kind": "chars", "alphabet": str(alphabet)} if alphabet:
             return CharTokenizer(alphabet)
         case {"kind": "hf", "name": str(name), "tokenizer": dict(tokenizer)}:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxstack.common import files
 from jaxstack.config import ConfigError
@@ -273,7 +274,7 @@ def read_header(path: str | Path) -> TokenFileHeader:
     except FileNotFoundError:
         raise ConfigError(
             f"{file} does not exist. Make a token file with `jaxstack data build` (after an interrupted build, remove "
-            f"its other files first)."
+            f"its other files first). If another program wrote the ids, name their format with data.format."
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{file} is not a header of a token file ({error}). Build the file again.") from None
@@ -346,12 +347,22 @@ def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
             f"{starts_file} does not hold {header.documents:,} ascending document starts within {header.count:,} "
             f"tokens. Build the file again."
         )
+    return Tokens(map_ids(file, dtype), np.asarray(starts), ends, header.vocab_size, file_state=FileState.of(file))
+
+
+def map_ids(file: Path, dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
+    """Maps the ids of a file into memory.
+
+    Args:
+      file: its content from `offset` on is ids.
+      dtype: of an id.
+      offset: bytes before the first id.
+    """
     with open(file, "rb") as opened:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
         pages.madvise(mmap.MADV_RANDOM)  # windows are read in random order, so reading ahead is wasted
-    ids = np.frombuffer(pages, dtype)
-    return Tokens(ids, np.asarray(starts), ends, header.vocab_size, file_state=FileState.of(file))
+    return np.frombuffer(pages, dtype, offset=offset)
 
 
 def _check_ids(path: str | Path, header: TokenFileHeader) -> None:

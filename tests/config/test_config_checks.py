@@ -38,6 +38,7 @@ BEAMS = {"sample.beams": 4, "sample.temperature": 0.0, "sample.prompts": ("\u00e
 THREE = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2, "distributed.process_id": 0}
 
 A, B = SourceConfig("path", "a", 1.0), SourceConfig("path", "b", 1.0)
+TOKENS = {"data.source": "tokens", "data.path": "x", "data.format": "megatron"}
 AB = {"data.mixture": (A, B)}
 
 
@@ -103,6 +104,11 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (mixed(SourceConfig("path", "a", 0.0)), mixed(A)),
     (mixed(A, B, s3=(1.0, 2.0), s2=(1.0, 3.0)), mixed(A, B, s3=(1.0, 2.0), s4=(1.0, 3.0))),
     (mixed(A, B, s0=(1.0, 2.0)), mixed(A, B, s1=(1.0, 2.0))),
+    ({"data.format": "nanogpt"}, {"data.format": "nanogpt", "data.source": "tokens", "data.path": "x"}),
+    (mixed(SourceConfig("path", "x", format="llmc")), mixed(SourceConfig("tokens", "x", format="llmc"))),
+    ({"data.tokenizer": "ids", "data.vocab_size": 9}, TOKENS | {"data.tokenizer": "ids", "data.vocab_size": 9}),
+    (TOKENS | {"data.tokenizer": "ids"}, TOKENS),
+    (TOKENS | {"data.vocab_size": 9}, TOKENS),
     ({"train.spike.threshold": 0.0}, {"train.spike.threshold": 0.1}),
     ({"optim.b1": 1.0}, {"optim.b1": 0.99}),
     ({"optim.b2": -0.1}, {"optim.b2": 0.0}),

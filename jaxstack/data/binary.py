@@ -1,0 +1,274 @@
+"""Reads token files that other programs wrote, as they are and mapped into memory.
+
+- nanoGPT: uint16 ids without a header, `train.bin` and `val.bin` in one folder, and perhaps `meta.pkl` with the
+  characters (github.com/karpathy/nanoGPT, data/*/prepare.py).
+- Megatron: `NAME.bin` with the ids, and `NAME.idx` with their type, and the lengths and starts of documents
+  (github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py).
+- llm.c: a header of 256 int32, then uint16 or uint32 ids (github.com/karpathy/llm.c, dev/data/data_common.py).
+
+These files do not contain their tokenizer. All numbers are little-endian.
+"""
+
+import hashlib
+import pickle
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxstack.config import ConfigError, DataConfig
+from jaxstack.data.tokenizers import CharTokenizer, IdTokenizer, Tokenizer, make_tokenizer
+from jaxstack.data.tokens import FileState, Tokens, map_ids
+
+_CHUNK = 1 << 24  # tokens that are checked at a time
+_FULL_CHECK_BYTES = 1 << 30
+_PIECES = 64  # of a larger file, which are checked
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, length of the document index
+_CODES = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}  # also of signed types: no id is negative
+_LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # magic and version: GPT-2, Llama 3
+_LLMC_HEADER = 1024
+
+
+class BinaryFile(NamedTuple):
+    """A token file that another program wrote.
+
+    Attributes:
+      train: its ids.
+      held_out: those of the file's own held-out part. `None` if it has none.
+      tokenizer: of the ids.
+      fingerprint: SHA-256 of the ids, or of evenly spaced parts of a large file.
+    """
+
+    train: Tokens
+    held_out: Tokens | None
+    tokenizer: Tokenizer
+    fingerprint: str
+
+
+class _Layout(NamedTuple):
+    """Where the ids of a file are: their type, the bytes before them, and the bounds of each document."""
+
+    file: Path
+    dtype: str
+    offset: int
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+def open_binary(cfg: DataConfig) -> BinaryFile:
+    """Opens the token file that `data.path` names, in the format that `data.format` names.
+
+    A file below 1 GiB is read once to check its ids. Of a larger file, parts are checked here, and the rest when they
+    are read for a batch.
+
+    Raises:
+      ConfigError: the file does not exist or has another format, its tokenizer is not known, or it has an id past the
+        vocabulary.
+    """
+    path = Path(str(cfg.path))
+    if cfg.packing and cfg.format != "megatron":
+        raise ConfigError(
+            f"data.packing=true needs the starts of documents, which a file of data.format={cfg.format} does not have. "
+            f"Use data.packing=false."
+        )
+    if (found := recognize(path)) not in (None, cfg.format):
+        raise ConfigError(f"data.path={path} has the format {found}. Use --data.format={found}.")
+    if cfg.format == "megatron":
+        layouts = [_megatron(path)]
+    elif cfg.format == "llmc":
+        layouts = [_llmc(path)]
+    else:
+        layouts = [_nanogpt(file) for file in ([path / "train.bin", path / "val.bin"] if path.is_dir() else [path])]
+    tokenizer = _tokenizer(cfg, layouts[0].file)
+    digest, texts = hashlib.sha256(), []
+    for layout in layouts:
+        ids = map_ids(layout.file, layout.dtype, layout.offset)
+        state = FileState.of(layout.file)
+        texts.append(Tokens(ids, layout.starts, layout.ends, tokenizer.vocab_size, file_state=state))
+        for first, piece in _pieces(layout, ids.size):
+            digest.update(piece.data)
+            _check_ids(cfg, layout.file, first, piece, tokenizer)
+        digest.update(str(ids.size).encode())
+    return BinaryFile(texts[0], texts[1] if texts[1:] else None, tokenizer, digest.hexdigest())
+
+
+def recognize(path: Path) -> str | None:
+    """Returns the format that a file shows by its beginning or by the files beside it; `None` if it shows none."""
+    if path.is_dir():
+        return "nanogpt" if (path / "train.bin").is_file() else None
+    name = _without_suffix(path)
+    if _begins_with(Path(f"{name}.idx"), _MAGIC):
+        return "megatron"
+    if Path(f"{name}.json").is_file() and Path(f"{name}.starts.npy").is_file():
+        return "jaxstack"
+    known = (struct.pack("<II", *numbers) for numbers in _LLMC)
+    return "llmc" if any(_begins_with(path, begin) for begin in known) else None
+
+
+def _begins_with(path: Path, begin: bytes) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(begin)) == begin
+
+
+def _without_suffix(path: Path) -> str:
+    return str(path).removesuffix(".bin").removesuffix(".idx")
+
+
+def _size(path: Path) -> int:
+    """Returns the number of bytes of a file."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist or is not a file. Correct data.path, or data.format.")
+    return path.stat().st_size
+
+
+def _nanogpt(path: Path) -> _Layout:
+    """Returns the layout of a file of uint16 ids, which is one document."""
+    size = _size(path)
+    if size == 0 or size % 2:
+        raise ConfigError(
+            f"{path} has {size:,} bytes, so it does not contain ids of 2 bytes, as data.format=nanogpt requires. Check "
+            f"the file, or use another data.format."
+        )
+    begin = np.fromfile(path, "<u2", 4096)
+    if begin.size > 16 and not begin[1::2].any() and begin.any():
+        raise ConfigError(
+            f"every second id at the beginning of {path} is 0, so its ids have 4 bytes and not 2, as "
+            f"data.format=nanogpt requires. Write them as uint16, or use another data.format."
+        )
+    return _Layout(path, "<u2", 0, np.zeros(1, np.int64), np.array([size // 2], np.int64))
+
+
+def _llmc(path: Path) -> _Layout:
+    """Returns the layout of a file of llm.c, which is one document."""
+    size = _size(path)
+    magic, version, count = (*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0)[:3]
+    dtype = _LLMC.get((magic, version))
+    if dtype is None:
+        known = " or ".join(f"{a} and {b}" for a, b in _LLMC)
+        raise ConfigError(
+            f"{path} begins with {magic} and {version}, but a file of data.format=llmc begins with {known}. Use "
+            f"another data.format."
+        )
+    expected = _LLMC_HEADER + count * np.dtype(dtype).itemsize
+    if count <= 0 or size != expected:
+        raise ConfigError(
+            f"{path} declares {count:,} tokens, so it should have {expected:,} bytes, but it has {size:,}. Copy or "
+            f"write it again."
+        )
+    return _Layout(path, dtype, _LLMC_HEADER, np.zeros(1, np.int64), np.array([count], np.int64))
+
+
+def _megatron(path: Path) -> _Layout:
+    """Returns the layout of a pair of .bin and .idx.
+
+    After its header, the .idx has the length of each sequence (int32), the first byte of each (int64), and the first
+    sequence of each document with the number of all sequences at the end (int64).
+    """
+    index, file = (Path(_without_suffix(path) + suffix) for suffix in (".idx", ".bin"))
+    size, again = _size(index), "Make it again with Megatron's tools."
+    with index.open("rb") as opened:
+        header = opened.read(_HEADER.size)
+    if not header.startswith(_MAGIC) or len(header) < _HEADER.size:
+        raise ConfigError(
+            f"{index} does not begin with {_MAGIC.rstrip(bytes(1)).decode()}, so it is not an index of Megatron. Use "
+            f"another data.format."
+        )
+    _, version, code, sequences, documents = _HEADER.unpack(header)
+    if version != 1 or code not in _CODES:
+        raise ConfigError(
+            f"{index} has version {version} and type {code}. Version 1 and one of the types {sorted(_CODES)} (integers)"
+            f" are required. {again}"
+        )
+    expected = _HEADER.size + 12 * sequences + 8 * documents
+    if size != expected:
+        raise ConfigError(
+            f"{index} declares {sequences:,} sequences and {documents:,} bounds of documents, so it should have "
+            f"{expected:,} bytes, but it has {size:,}. Copy it again; indices with modes are not supported."
+        )
+    lengths = np.memmap(index, "<i4", "r", _HEADER.size, (sequences,)) if sequences else np.zeros(0, np.int32)
+    pointers = np.memmap(index, "<i8", "r", _HEADER.size + 4 * sequences, (sequences,)) if sequences else lengths
+    bounds = np.fromfile(index, "<i8", documents, offset=_HEADER.size + 12 * sequences)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    dtype = np.dtype(_CODES[code])
+    total = int(ends[-1]) if sequences else 0
+    if not total or (lengths < 0).any() or (pointers != (ends - lengths) * dtype.itemsize).any():
+        raise ConfigError(f"{index} has no tokens, or its sequences are not stored one after another. {again}")
+    if bounds.size < 2 or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
+        raise ConfigError(f"{index} does not have ascending bounds of documents from 0 to {sequences:,}. {again}")
+    if (found := _size(file)) != total * dtype.itemsize:
+        raise ConfigError(
+            f"{file} has {found:,} bytes, but {index.name} requires {total * dtype.itemsize:,} ({total:,} ids of "
+            f"{dtype.itemsize} bytes). Copy both files again."
+        )
+    edges = np.append(np.int64(0), ends)[bounds]
+    return _Layout(file, dtype.str, 0, edges[:-1], edges[1:])
+
+
+def _tokenizer(cfg: DataConfig, file: Path) -> Tokenizer:
+    """Returns the tokenizer of the ids, which the file does not contain, or nanoGPT's characters beside the file."""
+    meta = file.parent / "meta.pkl"
+    if cfg.tokenizer == "ids":
+        assert cfg.vocab_size is not None
+        return IdTokenizer(cfg.vocab_size)
+    if cfg.tokenizer in ("bytes", "chars"):
+        if cfg.format == "nanogpt" and meta.is_file():
+            return _characters(meta)
+        raise ConfigError(
+            f"data.format={cfg.format}: {file} does not contain its tokenizer. Set data.tokenizer to its "
+            f"tokenizer.json; or to ids, with data.vocab_size, if you do not have it."
+        )
+    return make_tokenizer(cfg.tokenizer, ())
+
+
+class _Plain(pickle.Unpickler):
+    """Reads a pickle of plain values. It never imports anything: other pickles can run any program."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+def _characters(meta: Path) -> Tokenizer:
+    """Returns the tokenizer of nanoGPT's `meta.pkl`: its characters in ascending order."""
+    try:
+        with meta.open("rb") as file:
+            characters = _Plain(file).load()["itos"]
+        alphabet = "".join(characters[i] for i in range(len(characters)))
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ConfigError(
+            f"{meta} is not the list of characters that nanoGPT writes ({error}). Set data.tokenizer=ids and "
+            f"data.vocab_size."
+        ) from None
+    tokenizer = CharTokenizer(alphabet)
+    if tokenizer.alphabet != alphabet:
+        raise ConfigError(
+            f"{meta} has its characters in another order than nanoGPT's. Set data.tokenizer=ids and data.vocab_size."
+        )
+    return tokenizer
+
+
+def _pieces(layout: _Layout, count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields parts of `count` ids with the index of their first id: all, or evenly spaced ones of a large file.
+
+    They are not read through the memory map, which would read page by page.
+    """
+    size = np.dtype(layout.dtype).itemsize
+    step = length = _CHUNK
+    if count * size >= _FULL_CHECK_BYTES:
+        step, length = -(-count // _PIECES), _CHUNK // _PIECES
+    for first in range(0, count, step):
+        yield first, np.fromfile(layout.file, layout.dtype, length, offset=layout.offset + first * size)
+
+
+def _check_ids(cfg: DataConfig, file: Path, first: int, ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    """Checks that ids are in the vocabulary."""
+    if int(ids.max()) >= tokenizer.vocab_size:
+        at = int(np.argmax(ids >= tokenizer.vocab_size))
+        raise ConfigError(
+            f"{file} has the id {ids[at]:,} at token {first + at:,}, past the vocabulary of {tokenizer.vocab_size:,}"
+            f" of data.tokenizer={tokenizer.name}. Name the tokenizer of the file, or check data.format={cfg.format}."
+        )

@@ -1,0 +1,234 @@
+"""Token files of nanoGPT, Megatron and llm.c, which the tests write by the formats' definitions."""
+
+import json
+import mmap
+import pickle
+import struct
+
+import numpy as np
+import pytest
+
+from jaxstack import data
+from jaxstack.config import ConfigError, DataConfig, SourceConfig
+from jaxstack.data import binary, ngram
+from jaxstack.data.sources import Document
+from jaxstack.data.tokenizers import ByteTokenizer
+
+IDS = {"source": "tokens", "tokenizer": "ids", "vocab_size": 300, "seq_len": 8}
+
+
+def load(path, form, **keys):
+    return data.load(DataConfig(**{**IDS, "path": str(path), "format": form, **keys}))
+
+
+def write_megatron(prefix, documents, dtype="<u2", code=8, version=1, magic=b"MMIDIDX\0\0"):
+    """Writes documents, each a list of sequences of ids."""
+    sequences = [np.array(ids, dtype) for document in documents for ids in document]
+    prefix.with_suffix(".bin").write_bytes(b"".join(ids.tobytes() for ids in sequences))
+    lengths = np.array([ids.size for ids in sequences], "<i4")
+    pointers = np.cumsum([0, *(ids.nbytes for ids in sequences)], dtype="<i8")[:-1]
+    bounds = np.cumsum([0, *map(len, documents)], dtype="<i8")
+    header = magic + struct.pack("<QBQQ", version, code, len(sequences), bounds.size)
+    prefix.with_suffix(".idx").write_bytes(header + lengths.tobytes() + pointers.tobytes() + bounds.tobytes())
+    return prefix
+
+
+def write_llmc(path, ids, magic=20240520, version=1, dtype="<u2"):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids)
+    path.write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
+    return path
+
+
+def is_mapped(tokens):
+    base = tokens.ids.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(getattr(base, "obj", base), mmap.mmap)
+
+
+@pytest.mark.random
+def test_a_folder_of_nanogpt(tmp_path, rng):
+    parts = {name: rng.integers(0, 300, size).astype("<u2") for name, size in (("train", 500), ("val", 90))}
+    for name, ids in parts.items():
+        ids.tofile(tmp_path / f"{name}.bin")
+    found = load(tmp_path, "nanogpt")
+    np.testing.assert_array_equal(found.train.ids, parts["train"])
+    np.testing.assert_array_equal(found.eval.ids, parts["val"])
+    assert is_mapped(found.train)
+    assert is_mapped(found.eval)
+    assert found.description == f"{tmp_path}: 1 document, 500 tokens train, 90 tokens held out"
+    alone = load(tmp_path / "train.bin", "nanogpt")
+    assert (len(alone.train), len(alone.eval)) == (450, 50)
+    batch = data.batches(found.train, seq_len=8, batch_size=4, seed=0, packing=False)[3]
+    places = [parts["train"].tobytes().find(np.array(row, "<u2").tobytes()) for row in batch["tokens"]]
+    assert all(place >= 0 for place in places)
+    assert found.fingerprint != alone.fingerprint
+
+
+def test_the_characters_of_nanogpt(tmp_path):
+    text = "to be or not to be " * 20
+    alphabet = sorted(set(text))
+    ids = np.array([alphabet.index(c) for c in text], "<u2")
+    ids[:300].tofile(tmp_path / "train.bin")
+    ids[300:].tofile(tmp_path / "val.bin")
+    meta = {"vocab_size": len(alphabet), "itos": dict(enumerate(alphabet)), "stoi": {}}
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    found = load(tmp_path, "nanogpt", tokenizer="bytes", vocab_size=None)
+    assert found.tokenizer.decode(found.train.ids) == text[:300]
+    assert found.tokenizer.name == "chars"
+    assert ngram.obstacle([found.train], found.tokenizer) is None
+    for broken in (pickle.dumps(print), pickle.dumps({"itos": {0: "b", 1: "a"}}), pickle.dumps({"itos": 3}), b"x"):
+        (tmp_path / "meta.pkl").write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"meta\.pkl (is not the list|has its characters in another order)") as e:
+            load(tmp_path, "nanogpt", tokenizer="bytes", vocab_size=None)
+        assert "\n" not in str(e.value)
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(("dtype", "code"), [("<u1", 1), ("<i4", 4), ("<i8", 5), ("<u2", 8), ("<i2", 3)])
+def test_a_pair_of_megatron(tmp_path, rng, dtype, code):
+    """A document is one sequence or several; documents are held out, and packing separates them."""
+    high = 200 if dtype == "<u1" else 300
+    documents = [
+        [rng.integers(0, high, n).tolist() for n in rng.integers(1, 30, rng.integers(1, 4))] for _ in range(40)
+    ]
+    prefix = write_megatron(tmp_path / "x_text_document", documents, dtype, code)
+    flat = [[i for ids in document for i in ids] for document in documents]
+    for path in (prefix, prefix.with_suffix(".bin"), prefix.with_suffix(".idx")):
+        found = load(path, "megatron", packing=True)
+    read = [t.ids[a:b].tolist() for t in (found.train, found.eval) for a, b in zip(t.starts, t.ends, strict=True)]
+    assert sorted(read) == sorted(flat)
+    assert is_mapped(found.train)
+    assert found.description.startswith(f"{prefix}.idx: 40 documents, ")
+    batch = data.batches(found.train, seq_len=8, batch_size=40, seed=0, packing=True)[0]
+    assert batch["segment_ids"].max() > 1
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
+def test_a_file_of_llmc(tmp_path, rng, magic, version, dtype):
+    ids = rng.integers(0, 300, 400)
+    path = write_llmc(tmp_path / "a.bin", ids, magic, version, dtype)
+    found = load(path, "llmc")
+    np.testing.assert_array_equal(found.train.ids, ids)
+    assert is_mapped(found.train)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ConfigError, match=r"declares 400 tokens, so it should have [\d,]+ bytes, but it has"):
+        load(path, "llmc")
+
+
+def test_a_format_that_is_not_the_files(tmp_path):
+    """Every wrong guess is one line that says what the file is, or why it cannot be that."""
+    few = list(range(50))
+    (tmp_path / "raw.bin").write_bytes(np.array(few, "<u2").tobytes())
+    (tmp_path / "wide.bin").write_bytes(np.array(few, "<u4").tobytes())
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    llmc = write_llmc(tmp_path / "llmc.bin", few)
+    megatron = write_megatron(tmp_path / "mega", [[few]])
+    own = tmp_path / "own"
+    data.write_token_file(own, [Document("a", "text" * 9)], ByteTokenizer())
+    (tmp_path / "folder").mkdir()
+    for path, form, message in (
+        (llmc, "nanogpt", r"llmc\.bin has the format llmc\. Use --data\.format=llmc"),
+        (f"{megatron}.bin", "nanogpt", r"has the format megatron"),
+        (megatron, "jaxstack", r"has the format megatron"),
+        (f"{own}.bin", "nanogpt", r"has the format jaxstack"),
+        (own, "megatron", r"has the format jaxstack"),
+        (llmc, "megatron", r"has the format llmc"),
+        (tmp_path / "raw.bin", "jaxstack", r"If another program wrote the ids, name their format with data\.format"),
+        (tmp_path / "raw.bin", "llmc", r"begins with 65536 and 196610, but a file of data\.format=llmc begins with"),
+        (tmp_path / "raw.bin", "megatron", r"raw\.idx does not exist"),
+        (tmp_path / "wide.bin", "nanogpt", r"every second id at the beginning of .* is 0, so its ids have 4 bytes"),
+        (tmp_path / "odd.bin", "nanogpt", r"odd\.bin has 3 bytes, so it does not contain ids of 2 bytes"),
+        (tmp_path / "folder", "nanogpt", r"train\.bin does not exist"),
+    ):
+        tokenizer = {"tokenizer": "bytes", "vocab_size": None} if form == "jaxstack" else {}
+        with pytest.raises(ConfigError, match=message) as error:
+            load(path, form, **tokenizer)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"magic": b"MMIDIDY\0\0"}, r"does not begin with MMIDIDX, so it is not an index of Megatron"),
+        ({"version": 2}, r"has version 2 and type 8\. Version 1"),
+        ({"code": 6, "dtype": "<f8"}, r"has version 1 and type 6"),
+        ({"code": 4}, r"\.idx has no tokens, or its sequences are not stored one after another"),
+    ],
+)
+def test_an_index_that_is_wrong(tmp_path, change, message):
+    write_megatron(tmp_path / "m", [[[1, 2, 3]], [[4, 5], [6] * 20]], **change)
+    with pytest.raises(ConfigError, match=message) as error:
+        load(tmp_path / "m", "megatron")
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_do_not_belong_together(tmp_path):
+    prefix = write_megatron(tmp_path / "m", [[[1, 2, 3]], [[4, 5], [6] * 20]])
+    index, ids = prefix.with_suffix(".idx").read_bytes(), prefix.with_suffix(".bin").read_bytes()
+    prefix.with_suffix(".bin").write_bytes(ids[:-2])
+    with pytest.raises(ConfigError, match=r"m\.bin has 48 bytes, but m\.idx requires 50 \(25 ids of 2 bytes\)"):
+        load(prefix, "megatron")
+    prefix.with_suffix(".idx").write_bytes(index[:-4])
+    with pytest.raises(ConfigError, match=r"declares 3 sequences and 3 bounds .* should have 94 bytes, but it has 90"):
+        load(prefix, "megatron")
+    prefix.with_suffix(".idx").write_bytes(index[:-8] + struct.pack("<q", 2))
+    with pytest.raises(ConfigError, match=r"does not have ascending bounds of documents from 0 to 3"):
+        load(prefix, "megatron")
+    prefix.with_suffix(".idx").write_bytes(index[:20])
+    with pytest.raises(ConfigError, match=r"does not begin with MMIDIDX"):
+        load(prefix, "megatron")
+
+
+def test_what_the_ids_mean_must_be_said(tmp_path, monkeypatch):
+    path = tmp_path / "train.bin"
+    np.arange(400, dtype="<u2").tofile(path)
+    with pytest.raises(
+        ConfigError, match=r"does not contain its tokenizer\. Set data\.tokenizer to its tokenizer\.json; or"
+    ):
+        load(path, "nanogpt", tokenizer="bytes", vocab_size=None)
+    with pytest.raises(
+        ConfigError, match=r"has the id 300 at token 300, past the vocabulary of 300 of data\.tokenizer=ids"
+    ):
+        load(path, "nanogpt")
+    with pytest.raises(ConfigError, match=r"data\.packing=true needs the starts of documents"):
+        load(path, "nanogpt", vocab_size=400, packing=True)
+    # Of a large file, evenly spaced parts are checked, and the rest when it is read.
+    monkeypatch.setattr(binary, "_FULL_CHECK_BYTES", 100)
+    monkeypatch.setattr(binary, "_CHUNK", 128)
+    ids = np.arange(400, dtype="<u2") % 300
+    ids[381] = 350
+    ids.tofile(path)
+    found = load(path, "nanogpt")
+    with pytest.raises(ConfigError, match=r"holds id 350, past the vocabulary of 300"):
+        data.eval_batches(found.eval, seq_len=8, batch_size=9, steps=1, packing=False)[0]
+    ids[0] = 7
+    ids.tofile(path)
+    assert load(path, "nanogpt").fingerprint != found.fingerprint
+
+
+def test_ids_without_a_tokenizer_are_shown_as_numbers():
+    tokenizer = data.tokenizer_from_json(json.loads('{"kind": "ids", "vocab_size": 300}'))
+    assert tokenizer.decode([17, 4, 250]) == "17 4 250"
+    ids, starts, ends = tokenizer.encode_with_offsets(" 17 4  250")
+    assert (ids.tolist(), starts.tolist(), ends.tolist()) == ([17, 4, 250], [1, 4, 7], [3, 5, 10])
+    assert ids.dtype == np.uint16
+    assert not tokenizer.keeps_text
+    for wrong in ("300", "-1", "the cat"):
+        with pytest.raises(ConfigError, match=r"is not an id below 300\. The tokenizer of this data is not known"):
+            tokenizer.encode(wrong)
+
+
+def test_formats_in_a_mixture(tmp_path):
+    np.arange(300, dtype="<u2").tofile(tmp_path / "a.bin")
+    write_megatron(tmp_path / "b", [[list(range(100))] for _ in range(20)])
+    sources = (SourceConfig("tokens", str(tmp_path / "a.bin"), 1, format="nanogpt"),
+               SourceConfig("tokens", str(tmp_path / "b"), 2, format="megatron"))  # fmt: skip
+    found = data.load(DataConfig(mixture=sources, tokenizer="ids", vocab_size=300, seq_len=8))
+    assert [one.train.starts.size for one in found.sources] == [1, 18]
+    assert found.tokenizer.vocab_size == 300
+    reader = data.MixtureReader([one.train for one in found.sources], ["a", "b"], found.weights,
+                                {"seq_len": 8, "batch_size": 6, "packing": False}, 0)  # fmt: skip
+    assert (reader.batches()[3]["tokens"].max(axis=1) >= 100).sum() <= 2
