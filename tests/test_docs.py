@@ -94,6 +94,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"--config (configs/models/)?(llama3_8b|gpt2)\b(?!.*--(print_sh|chip))": "accelerators; test_config.py builds it",
     r"\bshakespeare(\.yaml| |$)": "an hour; configs/shakespeare_cpu.yaml is run",
     r"gpt2/tokenizer\.json": "a download; tests/data/test_data.py",
+    r"--data\.format": "files of other programs; tests/data/test_binary.py",
     r"--run\.sinks": "packages of extras; tests/tracking/test_sinks.py",
     r"runs/chat": "a tokenizer and its template; tests/data/test_chat.py",
     r"^train.*--mesh\.(data|fsdp|tensor|context|expert)=[48](?!.*--print_shardings)": "tests/test_meshes.py",
