@@ -198,7 +198,7 @@ def overview(words: Sequence[str]) -> str:
     """
     words = [word for word in words if word not in ("-h", "--help")]
     if words and not any(name.startswith(f"{words[0]} ") for name in COMMANDS):
-        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        close = difflib.get_close_matches(words[0], [*COMMANDS, "help"], n=1)
         raise ConfigError(f"unknown command {words[0]}. " + (f"Did you mean {close[0]}?" if close else _HELP))
     family = {name: command for name, command in COMMANDS.items() if not words or name.startswith(f"{words[0]} ")}
     if words[1:]:

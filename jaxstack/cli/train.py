@@ -2,7 +2,6 @@
 
 from jsonargparse import Namespace
 
-from jaxstack import train
 from jaxstack.config.parse import Parser
 
 
@@ -16,6 +15,8 @@ def add_arguments(parser: Parser) -> None:
 
 def main(args: Namespace) -> None:
     """Trains, or prints the shardings."""
+    from jaxstack import train  # here: help and errors need not wait for it
+
     if args.print_shardings:
         train.show(args.cfg)
     else:

@@ -51,6 +51,8 @@ def _stray(word: str, names: Names) -> str:
     """Returns a line about a word that is neither a flag nor expected as an argument."""
     if "." in word or counterpart(word):
         return unknown_key(word, names, "")
+    if close := difflib.get_close_matches(word, names.configs, n=1):
+        return f"unknown argument {word}. Did you mean --config {close[0]}?"
     return f"unknown argument {word}. Remove it, or quote a value that contains spaces. {names.help}"
 
 

@@ -60,6 +60,7 @@ def test_every_command_exists():
     ("argv", "words"),
     [
         (["trian"], ["unknown command trian. Did you mean train?"]),
+        (["hlep"], ["unknown command hlep. Did you mean help?"]),
         (["train", "--model.num_layer=3"], ["Did you mean model.num_layers?"]),
         (["train", "--config=nowhere"], ["--config=nowhere is not a file", "qwen3_0.6b"]),
         (["train", "--model.num_layers=x"], ["model.num_layers=x is not valid. Use an integer >= 1."]),

@@ -235,6 +235,7 @@ MISTAKES = {
     "switch with a value": (["--print_shardings=true"], ["--print_shardings takes no value"]),
     "number with a point": (["--train.steps=1e3"], ["Use an integer >= 1, such as 1000."]),
     "near a config": (["--config=quikstart"], ["Did you mean --config quickstart?"]),
+    "near a config, without the flag": (["llama3-8b"], ["Did you mean --config llama3_8b?"]),
     "file as argument": (["my.yaml"], ["Did you mean --config my.yaml?"]),
     "print_config checks keys": (["--print_config", "--model.num_heads=7"], ["model.num_heads=7"]),
     "print_config checks the vocabulary": (
