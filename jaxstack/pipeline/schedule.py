@@ -14,6 +14,7 @@ Suffixes: T ticks, P stages, M microbatches, G model chunks. JAX is not imported
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 import numpy as np
 
@@ -226,8 +227,8 @@ def _make(
 ) -> Schedule:
     """Builds a schedule from functions (m, g) -> tick of microbatch m in model chunk g."""
     for key, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if value < 1:
-            raise ScheduleError(f"{name}: {key}={value} must be 1 or more")
+        if not isinstance(value, Integral) or value < 1:
+            raise ScheduleError(f"{name}: {key}={value!r} must be an integer of 1 or more")
     both = [
         np.array([[tick(m, g) for g in range(stages * chunks)] for m in range(microbatches)])
         for tick in (forward, backward)

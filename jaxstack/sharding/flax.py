@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.common.tree import PyTree, path_of
+from jaxstack.sharding.mesh import check_mesh
 from jaxstack.sharding.rules import Leaf, MeshAxes, Rules, ShardingError, names_of
 
 
@@ -48,6 +49,9 @@ def shard(tree: PyTree, rules: Rules, mesh: Mesh, *, like: PyTree = None) -> PyT
     Raises:
       ShardingError: see `Rules.resolve`; or a leaf is not an array, or the mesh has explicit axes.
     """
+    if not isinstance(rules, Rules):
+        raise ShardingError(f"rules is a {type(rules).__name__}, not Rules; call it as shard(tree, Rules(...), mesh)")
+    check_mesh(mesh)
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ShardingError(
             f"the mesh has axes of the types {mesh.axis_types}, but a model without shardings in its operations needs "
@@ -131,7 +135,8 @@ def _array(path: str, value: Any, axes: tuple[MeshAxes, ...] | None) -> _Array:
         value = jnp.asarray(value)  # `TrainState.create` starts with the number 0
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise ShardingError(
-            f"{path}: a leaf of type {type(value).__name__} is not an array; keep it out of the tree, or make it static"
+            f"{path or 'the tree'}: a leaf of type {type(value).__name__} is not an array; keep it out of the tree, or "
+            f"make it static"
         )
     if axes is None and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         axes = ()

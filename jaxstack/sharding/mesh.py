@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxstack.config import ConfigError, MeshConfig
 
@@ -32,6 +32,8 @@ def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None 
     Raises:
       ConfigError: the product of the sizes is not the number of devices, or the sizes do not divide the batch.
     """
+    if not isinstance(cfg, MeshConfig):
+        raise ConfigError(f"make_mesh got a {type(cfg).__name__}, not a MeshConfig; write MeshConfig(data=-1, fsdp=2)")
     devices = list(jax.devices() if devices is None else devices)
     sizes = _sizes(cfg, len(devices))
     replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
@@ -46,6 +48,19 @@ def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None 
         )
     # `jax.make_mesh` would default to explicit axes.
     return Mesh(_grid(tuple(sizes.values()), devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_mesh(mesh: object) -> None:
+    """Checks that an argument is a mesh.
+
+    Raises:
+      ConfigError: it is something else.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ConfigError(
+            f"mesh is a {type(mesh).__name__}, not a Mesh; make one with make_mesh(MeshConfig(...), batch) or "
+            f"jax.make_mesh"
+        )
 
 
 def _sizes(cfg: MeshConfig, devices: int) -> dict[str, int]:

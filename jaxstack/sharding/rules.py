@@ -55,6 +55,29 @@ class Rules:
     paths: Sequence[tuple[str, Sequence[MeshAxes]]] = ()
     activations: Mapping[str, MeshAxes] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for which in ("parameters", "activations"):
+            rules = getattr(self, which)
+            if not isinstance(rules, Mapping):
+                raise ShardingError(
+                    f'Rules.{which} is a {type(rules).__name__}; write a dict such as {{"embed": "fsdp"}}'
+                )
+            for name, entry in rules.items():
+                _check_entry(f"Rules.{which}: the rule {name!r}", entry)
+        for rule in self.paths:
+            if isinstance(self.paths, Mapping) or not isinstance(rule, tuple | list) or len(rule) != 2:
+                raise ShardingError(
+                    f'Rules.paths has the rule {rule!r}; write a list of pairs, such as [(".*/kernel", ("fsdp", None))]'
+                )
+            pattern, entries = rule
+            if entries is None or isinstance(entries, str):
+                raise ShardingError(
+                    f"Rules.paths: the rule {pattern!r} gives {entries!r}; write a sequence with one entry a "
+                    f"dimension, such as ({entries!r},), or () to replicate"
+                )
+            for entry in entries:
+                _check_entry(f"Rules.paths: the rule {pattern!r}", entry)
+
     def activation(self, axes: Sequence[str]) -> PartitionSpec:
         """Returns the spec of an activation with these logical axes."""
         return PartitionSpec(*(self._named(self.activations, axis, "activations") for axis in axes))
@@ -68,7 +91,7 @@ class Rules:
           ShardingError: no rule reaches an array, nothing uses a rule, a pattern has the wrong rank, a mesh axis does
             not exist or is claimed twice, or the mesh axes of a dimension do not divide it.
         """
-        patterns = [self._pattern(pattern, entries) for pattern, entries in self.paths]
+        patterns = [_compile(pattern) for pattern, _ in self.paths]
         used_paths: set[int] = set()
         used_names: set[str] = set()
         specs = {}
@@ -100,19 +123,6 @@ class Rules:
             specs[path] = self._fit(path, leaf.shape, entries, source, mesh)
         self._refuse_unused(leaves, patterns, used_paths, used_names)
         return specs
-
-    def _pattern(self, pattern: str, entries: Sequence[MeshAxes]) -> re.Pattern[str]:
-        if isinstance(entries, str):
-            raise ShardingError(
-                f"Rules.paths: the rule {pattern!r} gives {entries!r}; write a sequence with one entry a dimension, "
-                f"such as ({entries!r},)"
-            )
-        try:
-            return re.compile(pattern)
-        except re.error as error:
-            raise ShardingError(
-                f"Rules.paths: {pattern!r} is not a regular expression ({error}); write .* to match anything"
-            ) from error
 
     def _entry(self, path: str, axis: MeshAxes, mesh: Mesh) -> MeshAxes:
         """Returns the mesh axes of a dimension by its annotated name or names."""
@@ -194,6 +204,24 @@ class Rules:
                     f"{-(-shape[dim] // parts) * parts}, or replicate it (None)"
                 )
         return PartitionSpec(*(entry if entry is None or isinstance(entry, str) else tuple(entry) for entry in entries))
+
+
+def _check_entry(rule: str, entry: object) -> None:
+    if not (entry is None or isinstance(entry, str) or _is_names(entry)):
+        raise ShardingError(f"{rule} gives {entry!r}; write the name of a mesh axis, a tuple of names, or None")
+
+
+def _is_names(entry: object) -> bool:
+    return isinstance(entry, tuple | list) and all(isinstance(name, str) for name in entry)
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ShardingError(
+            f"Rules.paths: {pattern!r} is not a regular expression ({error}); write .* to match anything"
+        ) from error
 
 
 def names_of(entry: MeshAxes) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxstack.sharding.mesh import check_mesh
 from jaxstack.sharding.rules import Leaf, MeshAxes, ShardingError, names_of
 
 STATE_AXES = ("fsdp", "tensor", "expert", "pipe")
@@ -22,6 +23,7 @@ def summarize(leaves: Mapping[str, Leaf], specs: Mapping[str, PartitionSpec], me
       specs: the sharding of each array, from `Rules.resolve` or `shardings_of`.
       mesh: the devices.
     """
+    _check_arguments("summarize", leaves, specs, mesh)
     rows = [("parameter", "shape", "axes", "spec", "bytes per device")]
     total = per_device = 0
     for path, leaf in leaves.items():
@@ -78,7 +80,7 @@ def assert_sharded(
     leaves: Mapping[str, Leaf],
     specs: Mapping[str, PartitionSpec],
     mesh: Mesh,
-    axes: Sequence[str] = STATE_AXES,
+    axes: str | Sequence[str] = STATE_AXES,
     limit: float = 0.05,
     slack: int = 2**30,
 ) -> None:
@@ -96,13 +98,16 @@ def assert_sharded(
       slack: bytes that a device may store beyond its even share, even if the share is small.
 
     Raises:
-      ShardingError: a limit is exceeded, or the mesh has none of `axes`, so that every state would pass.
+      ShardingError: a limit is exceeded, or the mesh does not have the axes, so that every state would pass.
     """
+    _check_arguments("assert_sharded", leaves, specs, mesh)
+    axes = (axes,) if isinstance(axes, str) else axes
     known = [axis for axis in axes if axis in mesh.shape]
-    if not known:
+    missing = [axis for axis in axes if axis not in known]
+    if not known or (missing and axes is not STATE_AXES):
         raise ShardingError(
-            f"assert_sharded: the mesh has {', '.join(mesh.shape)}, and none of {', '.join(axes)}; name its axes that "
-            f"should split the state (axes=...)"
+            f"assert_sharded: the mesh has {', '.join(mesh.shape)}, and none of {', '.join(missing)}; name its axes "
+            f"that should split the state (axes=...)"
         )
     large = [axis for axis in known if mesh.shape[axis] > 1]
     if not large:
@@ -126,6 +131,14 @@ def assert_sharded(
             f"on {sizes}: not all of these axes split {_first_three(leaves, partly)}. Give these a rule that does, or "
             f"take axes out of the mesh"
         )
+
+
+def _check_arguments(function: str, leaves: object, specs: object, mesh: Mesh) -> None:
+    if not isinstance(leaves, Mapping) or not isinstance(specs, Mapping) or not leaves.keys() <= specs.keys():
+        raise ShardingError(
+            f"{function} takes the arrays and their specs by path; call it as {function}(*shardings_of(tree), mesh)"
+        )
+    check_mesh(mesh)
 
 
 def _first_three(leaves: Mapping[str, Leaf], paths: Sequence[str]) -> str:

@@ -106,8 +106,10 @@ def test_a_wrong_table_is_refused():
         with_ticks(forward=good.forward_MG[:, :3])
     with pytest.raises(ScheduleError, match=r"10 microbatches come in groups of 4 stages; use 8 or 12"):
         schedule.interleaved_one_f_one_b(4, 10, 2)
-    with pytest.raises(ScheduleError, match=r"stages=0 must be 1 or more"):
+    with pytest.raises(ScheduleError, match=r"stages=0 must be an integer of 1 or more"):
         schedule.gpipe(0, 4)
+    with pytest.raises(ScheduleError, match=r"microbatches='4' must be an integer of 1 or more"):
+        schedule.one_f_one_b(4, "4")
 
 
 def test_the_drawing_shows_every_unit():

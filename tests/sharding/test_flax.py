@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxstack.common.tree import flatten
-from jaxstack.config import MeshConfig
+from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.sharding import Rules, ShardingError, assert_sharded, make_mesh, shard, shardings_of
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -100,6 +100,12 @@ def test_rules_errors_come_through(mesh):
 def test_what_is_no_array(mesh):
     with pytest.raises(ShardingError, match="name: a leaf of type str is not an array"):
         shard({"name": "x"}, Rules(), mesh)
+    with pytest.raises(ShardingError, match="the tree: a leaf of type Dense is not an array"):
+        shard(nn.Dense(4), Rules(), mesh)
+    with pytest.raises(ShardingError, match=r"rules is a dict, not Rules; call it as shard\(tree, Rules"):
+        shard(plain(), {"embed": "fsdp"}, mesh)
+    with pytest.raises(ConfigError, match="mesh is a MeshConfig, not a Mesh; make one with make_mesh"):
+        shard(plain(), PLAIN, MeshConfig())
 
 
 def test_a_mesh_with_explicit_axes(mesh):

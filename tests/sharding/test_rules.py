@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxstack.config import MeshConfig
+from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.sharding import (
     Leaf,
     Rules,
@@ -151,13 +151,29 @@ def test_an_annotation_longer_than_the_rank(mesh):
     says(text, "a/bias", "('embed', 'mlp')", "2 dimensions", "(16,)", "Rules.paths")
 
 
-def test_a_pattern_that_gives_text_for_a_sequence(mesh):
-    """Without this error, each letter would be an entry."""
-    says(refused(Rules(paths=[(".*", "fsdp")]), {"a": BIAS}, mesh), "'.*' gives 'fsdp'", "('fsdp',)")
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        # Without this error, each letter would be an entry.
+        ({"paths": [(".*", "fsdp")]}, r"'\.\*' gives 'fsdp'; .* \('fsdp',\)"),
+        ({"paths": [(".*", None)]}, r"'\.\*' gives None; .* or \(\) to replicate"),
+        ({"paths": [(".*", (0, "tensor"))]}, r"'\.\*' gives 0; write the name of a mesh axis"),
+        ({"paths": (".*", ("fsdp",))}, r"the rule '\.\*'; write a list of pairs"),
+        ({"paths": [(".*", "fsdp", "tensor")]}, "write a list of pairs"),
+        ({"paths": {"ab": ("fsdp",)}}, "the rule 'ab'; write a list of pairs"),
+        ({"parameters": [("embed", "fsdp")]}, "Rules.parameters is a list; write a dict"),
+        ({"parameters": {"embed": 1}}, "Rules.parameters: the rule 'embed' gives 1"),
+        ({"activations": {"batch": ("data", None)}}, "Rules.activations: the rule 'batch' gives"),
+    ],
+)
+def test_rules_of_another_form(rules, words):
+    with pytest.raises(ShardingError, match=words):
+        Rules(**rules)
 
 
-def test_a_pattern_that_is_no_regular_expression(mesh):
-    says(refused(Rules(paths=[("*/kernel", ())]), {"a": BIAS}, mesh), "'*/kernel'", "is not a regular expression", ".*")
+@pytest.mark.parametrize("pattern", ["*/kernel", 1])
+def test_a_pattern_that_is_no_regular_expression(pattern, mesh):
+    says(refused(Rules(paths=[(pattern, ())]), {"a": BIAS}, mesh), f"{pattern!r} is not a regular expression", ".*")
 
 
 @pytest.mark.parametrize(
@@ -282,6 +298,24 @@ def test_the_guard_on_a_mesh_with_other_axes():
     mesh = Mesh(grid, ("replica", "model"), axis_types=(AxisType.Auto,) * 2)
     with pytest.raises(ShardingError, match=r"the mesh has replica, model, and none of fsdp, .*axes="):
         assert_sharded({"w": Leaf((8,))}, {"w": P()}, mesh)
+    with pytest.raises(ShardingError, match="and none of modle; name its axes"):
+        assert_sharded({"w": Leaf((8,))}, {"w": P()}, mesh, axes=("model", "modle"))
     with pytest.raises(ShardingError, match="split over none of model=4"):
         assert_sharded({"w": Leaf((8,))}, {"w": P()}, mesh, axes=("model",))
     assert_sharded({"w": Leaf((8,))}, {"w": P("model")}, mesh, axes=("model",))
+    assert_sharded({"w": Leaf((8,))}, {"w": P("model")}, mesh, axes="model")
+
+
+@pytest.mark.parametrize("function", [summarize, assert_sharded])
+def test_a_call_with_a_tree_in_place_of_its_arrays_by_path(function, mesh):
+    call = rf"call it as {function.__name__}\(\*shardings_of\(tree\), mesh\)"
+    for leaves, specs in (([1.0], {}), ({"w": Leaf((8,))}, Rules()), ({"w": Leaf((8,))}, {"v": P()})):
+        with pytest.raises(ShardingError, match=call):
+            function(leaves, specs, mesh)
+    with pytest.raises(ConfigError, match="mesh is a NoneType, not a Mesh; make one with"):
+        function({}, {}, None)
+
+
+def test_a_mesh_of_what_is_no_mesh_config():
+    with pytest.raises(ConfigError, match="make_mesh got a dict, not a MeshConfig; write MeshConfig"):
+        make_mesh({"fsdp": 2}, 8)
