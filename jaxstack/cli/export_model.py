@@ -65,8 +65,6 @@ def _write_tokenizer(saved: "JsonObject", folder: Path) -> int | None:
 
 def _read_params(run: Path) -> "Params":
     """Returns the newest parameters of a run on one device, or its initial ones if it has not begun."""
-    import jax
-
     from jaxstack import hf, sharding
     from jaxstack.models.context import Context
     from jaxstack.training import init_from
@@ -77,5 +75,5 @@ def _read_params(run: Path) -> "Params":
             return source.read_params()
     model = replace(source.model, pad_vocab_to=None)
     alone = replace(source, model=model, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
-    mesh = sharding.make_mesh(alone.mesh, 1, jax.devices()[:1])
+    mesh = sharding.make_mesh(alone.mesh, 1, sharding.find_devices()[:1])
     return init_from.restore_params(alone, Context.create(alone, mesh))

@@ -140,8 +140,6 @@ def generate(
       stop: ids of tokens that end a text.
       answers_only: return texts without their prompts and stop tokens.
     """
-    import jax
-
     from jaxstack import sharding
     from jaxstack.generate import decode
     from jaxstack.models.context import Context
@@ -151,7 +149,7 @@ def generate(
     longest = max(len(prompt) for prompt in encoded) + cfg.sample.tokens
     if longest > cfg.data.seq_len:
         print(f"note: texts have up to {longest} tokens; the model was trained on {cfg.data.seq_len}", file=sys.stderr)
-    devices = jax.devices()
+    devices = sharding.find_devices()
     if cfg.mesh.open_axis is None:  # the other devices of the machine are not needed
         devices = devices[: math.prod(cfg.mesh.sizes.values())]
     ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size, devices))

@@ -41,11 +41,10 @@ def main(args: Namespace) -> None:
     cfg = resolve(cfg, cfg.model.vocab_size or data.load(cfg.data).tokenizer.vocab_size)
     platform.configure(cfg.mesh, cfg.microbatch_size)
 
-    import jax
-
+    from jaxstack import sharding
     from jaxstack.planner import pipeline_costs
 
-    devices = jax.devices()
+    devices = sharding.find_devices()
     measured = pipeline_costs.measure(cfg, cfg.mesh.resolved_sizes(len(devices)), devices)
     print(pipeline_costs.format_costs(measured))
     measured.save(out)

@@ -64,12 +64,11 @@ def main(args: Namespace) -> None:
     cfg = with_vocabulary(args.cfg)
     if args.measure == "no":  # JAX takes most of a GPU's memory when it starts, and only measuring needs any
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    import jax
-
+    from jaxstack import sharding
     from jaxstack.planner import measure
     from jaxstack.planner import roofline as roof
 
-    device = jax.devices()[0]
+    device = sharding.find_devices()[0]
     name = _chip_name(args.chip, device)
     here = name in ("here", chip_name(device.device_kind))
     if args.measure == "yes" and not here:

@@ -1,10 +1,10 @@
 """Prints a pipeline schedule, its idle time and its memory, and draws it as a Gantt chart."""
 
-from pathlib import Path
 from typing import get_args, get_type_hints
 
 from jsonargparse import Namespace
 
+from jaxstack.common import files
 from jaxstack.config import ConfigError, PipelineConfig
 from jaxstack.config.bounds import PositiveFloat, PositiveInt
 from jaxstack.config.parse import Parser, user_path
@@ -31,6 +31,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the schedule does not exist for these numbers.
     """
+    out = files.writable("--out", args.out, files.PICTURES) if args.out is not None else None
+
     from jaxstack.pipeline.plot import draw
     from jaxstack.pipeline.program import SCHEDULES
 
@@ -46,5 +48,5 @@ def main(args: Namespace) -> None:
         f"{schedule.ticks} ticks, bubble {figures.bubble:.1%} in lockstep, {figures.free_bubble:.1%} running freely, "
         f"room for {schedule.slots} units a stage"
     )
-    if args.out:
-        draw(schedule, Path(args.out), args.forward, args.backward)
+    if out:
+        draw(schedule, out, args.forward, args.backward)

@@ -1,4 +1,4 @@
-"""Atomic writes of text files, and folders that an interrupted command removes."""
+"""Writes text files atomically, checks files to be written, and removes the folders of an interrupted command."""
 
 import os
 import shutil
@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from jaxstack.common.errors import ConfigError
 
 _SCRATCH: set[Path] = set()
 
@@ -28,6 +30,30 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+PICTURES = (".png", ".svg", ".pdf", ".jpg")
+"""Suffixes of the pictures that can be drawn."""
+
+
+def writable(flag: str, name: str, suffixes: tuple[str, ...]) -> Path:
+    """Returns the path of a file to write, after checking what would fail only once the work is done.
+
+    Args:
+      flag: flag that names the file, for the message.
+      name: its value.
+      suffixes: the suffixes that the file may have.
+
+    Raises:
+      ConfigError: another suffix, a folder of that name, or a folder around it that does not exist.
+    """
+    path = Path(name)
+    if path.suffix not in suffixes:
+        raise ConfigError(f"{flag}={name} does not end in {' or '.join(suffixes)}. Name a file that does.")
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a directory" if path.is_dir() else "is in a directory that does not exist"
+        raise ConfigError(f"{flag}={name} {why}. Name a file in a directory that exists.")
+    return path
 
 
 @contextmanager

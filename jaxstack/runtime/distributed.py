@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from jaxstack.common import errors
-from jaxstack.common.errors import Exit
+from jaxstack.common.errors import Exit, RunError
 from jaxstack.config import ConfigError, DistributedConfig
 from jaxstack.runtime.launchers import Processes
 
@@ -38,9 +38,14 @@ def join(processes: Processes | None, cfg: DistributedConfig) -> None:
 
     A process that cannot join within `cfg.timeout_s` prints an error and exits with `Exit.NOT_JOINED`. JAX would abort
     with a C++ stack trace that cannot be caught, so our timer fires before JAX's.
+
+    Raises:
+      RunError: another program has the coordinator's port on this host.
     """
     if processes is None:
         return
+    if processes.index == 0 and processes.coordinator:
+        _require_free_port(processes)
     import jax
 
     timeout_s = cfg.timeout_s
@@ -63,6 +68,25 @@ def join(processes: Processes | None, cfg: DistributedConfig) -> None:
         _give_up(processes, f"failed ({str(error).splitlines()[0]})")
     finally:
         timer.cancel()
+
+
+def _require_free_port(processes: Processes) -> None:
+    """Checks that process 0 can listen at the coordinator's port, since JAX ends with a segmentation fault otherwise.
+
+    Raises:
+      RunError: the port cannot be used. Its code lets `jaxstack supervise` try again, as the last run may be ending.
+    """
+    port = int(str(processes.coordinator).rpartition(":")[2])
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        raise RunError(
+            Exit.NOT_JOINED,
+            f"error: port {port} of the coordinator {processes.coordinator} (from {processes.source}) cannot be used "
+            f"on this host: {error.strerror}. Stop the program that has it, or give all processes another port.",
+        ) from None
 
 
 def _give_up(processes: Processes, action: str) -> NoReturn:

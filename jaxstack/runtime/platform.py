@@ -10,9 +10,10 @@ import time
 
 import psutil
 
-from jaxstack.config import MeshConfig
+from jaxstack.config import ConfigError, MeshConfig
 
 MAX_CPU_DEVICES = 8  # every device holds its own copy of the state
+_MOST_DEVICES = 4096  # simulated ones; each needs threads
 
 
 def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
@@ -45,7 +46,15 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
       mesh: sizes of the axes.
       batch: number of sequences in one microbatch.
       processes: number of processes that share the mesh.
+
+    Raises:
+      ConfigError: JAX_NUM_CPU_DEVICES is not a number of devices.
     """
+    given = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
+    if not (given.isdecimal() and 1 <= int(given) <= _MOST_DEVICES):
+        raise ConfigError(
+            f"JAX_NUM_CPU_DEVICES={given} is not a number of devices. Use 1 to {_MOST_DEVICES}, or unset it."
+        )
     devices = cpu_devices(mesh, batch, processes)
     if devices > 1 and not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from collections.abc import Sequence
 
 import jax
@@ -19,6 +20,20 @@ BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that split the batch."""
 
 
+def find_devices() -> list[jax.Device]:
+    """Returns all devices of the run. This starts JAX.
+
+    Raises:
+      ConfigError: JAX cannot start, for example because JAX_PLATFORMS names a platform that this machine lacks.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts if JAX_PLATFORMS=cuda and there is no GPU
+        named = f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" if os.environ.get("JAX_PLATFORMS") else "JAX"
+        reason = str(error).partition(" (")[0] or "the machine has no such device"
+        raise ConfigError(f"{named} cannot be used: {reason}. Unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu.") from None
+
+
 def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh over `devices`, with automatic axes.
 
@@ -34,7 +49,7 @@ def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None 
     """
     if not isinstance(cfg, MeshConfig):
         raise ConfigError(f"make_mesh got a {type(cfg).__name__}, not a MeshConfig; write MeshConfig(data=-1, fsdp=2)")
-    devices = list(jax.devices() if devices is None else devices)
+    devices = list(find_devices() if devices is None else devices)
     sizes = _sizes(cfg, len(devices))
     replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
     if batch % replicas:

@@ -120,8 +120,8 @@ class WeightsAndBiases:
                 config=asdict(cfg),
                 settings=wandb.Settings(console="off", silent=True),  # the progress bar needs the terminal
             )
-        except wandb.Error as error:
-            reason = str(error).splitlines()[0]
+        except (wandb.Error, ValueError) as error:  # a value of the environment that it refuses, such as WANDB_MODE=
+            reason = " ".join(str(error).partition("For further information")[0].split())
             raise ConfigError(
                 f"run.sinks=[wandb] cannot be used: {reason}. Run `wandb login`, or set WANDB_MODE=offline."
             ) from error

@@ -18,7 +18,7 @@ from lines import values
 
 from jaxstack import data
 from jaxstack.checkpoint import manifest, run_dir, verify
-from jaxstack.common.errors import Exit
+from jaxstack.common.errors import Exit, RunError
 from jaxstack.config import Config, ConfigError, DistributedConfig, MeshConfig, flat, parse
 from jaxstack.data.tokens import Tokens
 from jaxstack.runtime import distributed, launchers, platform
@@ -173,6 +173,22 @@ def test_a_process_that_never_joins(index, text, tmp_path):
     who = "some processes did not join" if index == 0 else "nothing is listening there"
     for word in (f"process {index} of 2", f"127.0.0.1:{port}", "waited 3 s", who, "--distributed.timeout_s"):
         assert word in err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_a_taken_port_is_named_before_jax_would_crash(host):
+    """Process 0 alone listens there; a port that another has just left may be used at once."""
+    with socket.create_server((host, 0)) as server:
+        port = server.getsockname()[1]
+        processes = launchers.Processes("--distributed.*", f"127.0.0.1:{port}", 2, 0)
+        with pytest.raises(RunError, match=rf"port {port} of the coordinator .* cannot be used on this host") as raised:
+            distributed.join(processes, DistributedConfig())
+        assert raised.value.code is Exit.NOT_JOINED
+        assert ". " in str(raised.value)
+        client = socket.create_connection(("127.0.0.1", port))
+        server.accept()[0].close()
+    client.close()
+    distributed._require_free_port(processes)
 
 
 @pytest.mark.slow
