@@ -73,7 +73,7 @@ def run(program: str, words: Sequence[str]) -> None:
     except BrokenPipeError:  # the reader of the output has enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (ConfigError, RunError, OSError) as error:
+    except (ConfigError, RunError, OSError, RecursionError) as error:
         code, text = ending(error, words)
         print(one_line(f"{program}: {text}"), file=sys.stderr, flush=True)
         if isinstance(error, RunError) and code is Exit.NOT_SAVED:
@@ -92,7 +92,7 @@ _PATH = {
 }  # fmt: skip
 
 
-def ending(error: ConfigError | RunError | OSError, words: Sequence[str]) -> tuple[Exit, str]:
+def ending(error: Exception, words: Sequence[str]) -> tuple[Exit, str]:
     """Returns the exit code of an error, and its line for the user.
 
     Args:
@@ -100,12 +100,16 @@ def ending(error: ConfigError | RunError | OSError, words: Sequence[str]) -> tup
       words: the command line, in which a file that cannot be used may be named.
 
     Raises:
-      OSError: the error itself, if neither a disk nor a path is the cause.
+      Exception: the error itself, if it is not a mistake of the user: neither a disk nor a path is the cause.
     """
     if isinstance(error, ConfigError):
         return Exit.USER_ERROR, f"error: {error}"
     if isinstance(error, RunError):
         return error.code, str(error)
+    if isinstance(error, RecursionError):
+        return Exit.USER_ERROR, "error: a file or an argument is nested too deeply. Check that it is the right one."
+    if not isinstance(error, OSError):
+        raise error
     file = str(error.filename or "")
     if error.errno in _DISK:
         where = f": {file}" if file else ""

@@ -5,12 +5,12 @@ Parts are measured too if the chip is that of this machine. The configuration is
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import Namespace
 
 from jaxstack.cli.plan import with_vocabulary
+from jaxstack.common import files
 from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import ConfigError
 from jaxstack.config.bounds import PositiveFloat, PositiveFraction, PositiveInt
@@ -62,6 +62,8 @@ def main(args: Namespace) -> None:
       ConfigError: an argument is missing, or does not suit the chip or the configuration.
     """
     cfg = with_vocabulary(args.cfg)
+    tables = files.writable("--json", args.json, (".json",)) if args.json is not None else None
+    picture = files.writable("--plot", args.plot, files.PICTURES) if args.plot is not None else None
     if args.measure == "no":  # JAX takes most of a GPU's memory when it starts, and only measuring needs any
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxstack import sharding
@@ -79,14 +81,14 @@ def main(args: Namespace) -> None:
     measured = measure.parts(cfg, ctx, device) if here and args.measure != "no" else {}
     report = roof.make_roofline(cfg, name, limits, args.traffic, args.devices, measured)
     print(report)
-    if args.json:
-        Path(args.json).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {args.json}")
-    if args.plot:
+    if tables:
+        tables.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {tables}")
+    if picture:
         from jaxstack.planner import plot
 
-        plot.draw(report, Path(args.plot))
-        print(f"wrote {args.plot}")
+        plot.draw(report, picture)
+        print(f"wrote {picture}")
 
 
 def _chip_name(name: str | None, device: "jax.Device") -> str:

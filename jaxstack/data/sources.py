@@ -100,6 +100,8 @@ def _path(cfg: DataConfig) -> Iterator[Document]:
 
 def _read_text(path: Path, fix: str) -> str:
     """Returns the text of a UTF-8 file with its own line ends. A zero byte marks a binary file, as in git."""
+    if not path.is_file():
+        raise ConfigError(f"data.path: {path} is not a regular file, and reading it may never end. Move it away.")
     try:
         content = path.read_bytes()
     except OSError as error:

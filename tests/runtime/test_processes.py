@@ -22,6 +22,7 @@ from jaxstack.common.errors import Exit, RunError
 from jaxstack.config import Config, ConfigError, DistributedConfig, MeshConfig, flat, parse
 from jaxstack.data.tokens import Tokens
 from jaxstack.runtime import distributed, launchers, platform
+from jaxstack.sharding import make_mesh
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -475,6 +476,22 @@ def test_a_process_makes_its_part_of_the_devices(monkeypatch):
     assert platform.cpu_devices(MeshConfig(), 4, processes=2) == 2
     assert platform.cpu_devices(MeshConfig(fsdp=4), 16, processes=2) == 4
     assert platform.cpu_devices(MeshConfig(fsdp=8), 16, processes=1) == 8, "simulated where there are fewer cores"
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initialize backend 'cuda': no (set it)")])
+def test_a_platform_that_the_machine_lacks(error, monkeypatch):
+    """JAX asserts where JAX_PLATFORMS=cuda finds no GPU, and raises for a platform that it does not have."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "devices", lambda: (_ for _ in ()).throw(error))
+    with pytest.raises(ConfigError, match=r"^JAX_PLATFORMS=cuda cannot be used: .*\. Unset JAX_PLATFORMS, or set"):
+        make_mesh(MeshConfig(), 8)
+
+
+@pytest.mark.parametrize("value", ["x", "0", "", "9" * 30])
+def test_a_number_of_devices_that_is_none(value, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", value)
+    with pytest.raises(ConfigError, match=rf"^JAX_NUM_CPU_DEVICES={value} is not a number of devices\. Use 1 to"):
+        platform.configure(MeshConfig(), 8)
 
 
 def test_how_a_run_was_started_is_no_part_of_it(tmp_path):

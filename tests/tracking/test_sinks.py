@@ -134,6 +134,9 @@ def test_weights_and_biases_has_every_line_and_one_run(tmp_path, monkeypatch):
     wandb.init = lambda **_: (_ for _ in ()).throw(Wandb.Error("no API key\nmore"))
     with pytest.raises(ConfigError, match=r"run.sinks=\[wandb\] cannot be used: no API key"):
         sinks.Sinks().open(config(tmp_path, "wandb"), 0)
+    wandb.init = lambda **_: (_ for _ in ()).throw(ValueError("1 error\nmode\n  input_value=''"))  # WANDB_MODE=
+    with pytest.raises(ConfigError, match=r"cannot be used: 1 error mode input_value=''\. .* set WANDB_MODE=offline"):
+        sinks.Sinks().open(config(tmp_path, "wandb"), 0)
 
 
 @pytest.mark.parametrize("name", sinks.PACKAGES)
