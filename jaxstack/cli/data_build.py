@@ -7,7 +7,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.config.parse import Parser, user_path
-from jaxstack.data.sources import Document, describe, documents
+from jaxstack.data.sources import Document, describe, describe_skipped, documents
 from jaxstack.data.tokenizers import make_tokenizer
 from jaxstack.data.tokens import TokenFileHeader, write_token_file
 
@@ -38,8 +38,11 @@ def main(args: Namespace) -> None:
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
         alphabet = _counted(documents(cfg), progress, "reading the alphabet")
         tokenizer = make_tokenizer(cfg.tokenizer, (d.text for d in alphabet))
-        header = write_token_file(out, _counted(documents(cfg), progress, "writing tokens"), tokenizer)
+        skipped: list[str] = []
+        header = write_token_file(out, _counted(documents(cfg, skipped), progress, "writing tokens"), tokenizer)
     print(f"{describe(cfg)} -> {out}: {summary(header)}")
+    if skipped:
+        print(describe_skipped(skipped))
     print(f"jaxstack train --data.source=tokens --data.path={out}")
 
 

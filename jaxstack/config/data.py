@@ -34,6 +34,8 @@ class SourceConfig(_Short):
     """Share of the sequences, relative to the weights of the other sources. With 0 the source is only evaluated."""
     name: str | None = None
     """Name in metrics, on the screen and in reports. Null means the last part of the path."""
+    glob: str | None = None
+    """As `data.glob`."""
     format: FormatName = "jaxstack"
     """As `data.format`."""
     hf_split: str = "train"
@@ -73,6 +75,10 @@ class DataConfig:
     path: str | None = None
     """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), or JSON Lines file of conversations
     (`chat`)."""
+    glob: str | None = None
+    """Which files of a folder to read, such as `*.md`, or `**/*.md` for folders within it too. Null means all files."""
+    skip: bool = False
+    """Skip files of folders that are not UTF-8 text, such as pictures, and say how many. Otherwise they are errors."""
     format: FormatName = "jaxstack"
     """Format of a token file. `jaxstack`: that of `jaxstack data build`. The others contain no tokenizer. `nanogpt`: a
     file of uint16 ids, or a folder with train.bin and val.bin. `megatron`: a pair of .bin and .idx. `llmc`: a file of
@@ -112,6 +118,7 @@ class DataConfig:
         require(bool(self.tokenizer), "data.tokenizer is empty. Use bytes, chars, or the path of a tokenizer.json.")
         _check_mixture(self)
         _check_format(self)
+        _check_folders(self)
         require(
             self.source == "stdlib" or bool(self.path),
             f"data.path is missing, but data.source={self.source} reads from it. Set --data.path=...",
@@ -206,4 +213,22 @@ def _check_format(cfg: DataConfig) -> None:
         (cfg.tokenizer == "ids") == (cfg.vocab_size is not None),
         f"data.tokenizer={cfg.tokenizer} with data.vocab_size={cfg.vocab_size} is not complete. Set both for "
         f"token files without a tokenizer: data.tokenizer=ids and data.vocab_size.",
+    )
+
+
+def _check_folders(cfg: DataConfig) -> None:
+    sources = cfg.mixture or (cfg,)
+    require(
+        not (cfg.mixture and cfg.glob),
+        f"data.glob={cfg.glob} is set beside data.mixture. Write `glob: ...` into the source that it is for.",
+    )
+    for one in sources:
+        place = f"data.mixture: {one}" if cfg.mixture else f"data.glob={one.glob}, data.source={one.source}"
+        require(
+            one.glob is None or (bool(one.glob) and one.source == "path"),
+            f"{place}: the pattern is empty, or the source is not a folder of text files. Use source path, or no glob.",
+        )
+    require(
+        not cfg.skip or any(one.source == "path" for one in sources),
+        "data.skip=true is for the files of folders, but no source is a folder. Use data.source=path, or remove it.",
     )

@@ -1,4 +1,4 @@
-"""Reads conversations from JSON lines, renders them with a chat template, and encodes them with a mask of the answers.
+"""Renders conversations with a chat template, and encodes them with a mask of the answers.
 
 Templates are programs that come with a model. They run in jinja2's sandbox, which gives them access to the
 conversation only.
@@ -14,25 +14,12 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from jaxstack.config import ConfigError
+from jaxstack.data.conversations import Conversation, Message
 from jaxstack.data.tokenizers import HFTokenizer, SavedTemplate, Tokenizer, id_dtype
 from jaxstack.data.tokens import Tokens
 
-Message: TypeAlias = dict[str, str]
-"""A message with its `role` and `content`."""
-
 Spans: TypeAlias = list[tuple[int, int]]
 """Start and end of each answer in a text, in characters. An answer includes the end of its turn."""
-
-ROLES = ("system", "user", "assistant")
-_UNSUPPORTED_KEYS = ("tools", "functions", "documents", "chat_template_kwargs")  # they would change the conversation
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages, and their name in error messages: the file and the line."""
-
-    name: str
-    messages: list[Message]
 
 
 class ChatTemplate(Protocol):
@@ -259,70 +246,6 @@ def end_of_turn_id(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     end = text[spans[-1][0] : spans[-1][1]].rpartition(said)[2].strip(" \n") if spans else ""
     ids = tokenizer.encode(end).tolist() if end else []
     return ids[0] if len(ids) == 1 else None
-
-
-def read_conversations(path: str) -> Iterator[Conversation]:
-    """Yields the conversations of a file with one JSON object per line.
-
-    An object is `{"messages": [{"role": ..., "content": ...}, ...]}`, or `{"prompt": ..., "completion": ...}` for one
-    message of the user and one of the assistant. Empty lines are skipped. Other keys, such as an id or a source, are
-    ignored unless they change the conversation.
-
-    Raises:
-      ConfigError: the file does not exist, or a line is not a conversation. The message has the file and the line.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"data.path={path} is not a file. Give a file with one conversation in JSON per line.")
-    empty = True
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            name = f"{path}, line {number:,}"
-            try:
-                values = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{name} is not JSON ({error}). Write one object per line, in UTF-8.") from None
-            try:
-                yield Conversation(name, _messages(values))
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from None
-            empty = False
-    if empty:
-        raise ConfigError(f"data.path={path} has no conversations. Give a file with at least one.")
-
-
-def _messages(values: Any) -> list[Message]:
-    """Returns the messages of a JSON value after checking them."""
-    if not isinstance(values, dict):
-        raise ConfigError("this is not a JSON object. Write {\"messages\": [...]}.")  # fmt: skip
-    if changes := [key for key in _UNSUPPORTED_KEYS if values.get(key)]:
-        raise ConfigError(f"{changes[0]} is not supported. Write its content into the messages.")
-    if "messages" not in values:
-        if not {"prompt", "completion"} <= values.keys():
-            shown = ", ".join(sorted(map(str, values))) or "nothing"
-            raise ConfigError(f"the keys are {shown}. Write messages, or prompt and completion.")
-        said = [("user", values["prompt"]), ("assistant", values["completion"])]
-        values = {"messages": [{"role": role, "content": content} for role, content in said]}
-    messages = values["messages"]
-    if not isinstance(messages, list):
-        raise ConfigError("messages is not a list. Write a list of messages.")
-    for i, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            keys = ", ".join(message) if isinstance(message, dict) else type(message).__name__
-            raise ConfigError(f"message {i} has {keys}. Give it role and content and nothing else.")
-        if message["role"] not in ROLES:
-            raise ConfigError(f"message {i} has the role {message['role']!r}. Use one of {', '.join(ROLES)}.")
-        if not isinstance(message["content"], str):
-            raise ConfigError(f"message {i} has content of type {type(message['content']).__name__}. Write text.")
-        if any("\ud800" <= char <= "\udfff" for char in message["content"]):
-            raise ConfigError(f"message {i} contains half a character (a lone surrogate, such as \\ud800). Remove it.")
-        if message["role"] == "assistant" and not message["content"].strip():
-            raise ConfigError(f"message {i} is an empty answer. Remove it, or the whole conversation.")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError("no message is the assistant's, so nothing can be learned. Remove the conversation.")
-    return messages
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Loads the sources of a run: tokens of the training text and of the held-out text, and the tokenizer of both."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data import chat, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
+from jaxstack.data.conversations import read_conversations
 from jaxstack.data.sources import documents
 from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary
 from jaxstack.data.tokens import Tokens, assign_domains, encode, read_header, read_token_file, split
@@ -142,33 +144,44 @@ def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
     """Returns a source of text or conversations, encoded in memory."""
     if cfg.source == "chat":
         return _encode_chat(name, cfg, tokenizer)
-    tokens = encode(documents(cfg), tokenizer)
+    skipped: list[str] = []
+    tokens = encode(documents(cfg, skipped), tokenizer)
     fingerprint = hashlib.sha256(tokens.ids.data).hexdigest()
     if cfg.domains:
         tokens = assign_domains(tokens, cfg.domains)
     train, held_out = split(tokens, cfg.eval_fraction)
     count = _format_count(tokens.starts.size, "document" if cfg.source == "hf" else "file")
+    count += f" ({sources.describe_skipped(skipped)})" if skipped else ""
     sizes = _format_sizes(train, held_out, tokenizer)
     return Source(name, train, held_out, f"{sources.describe(cfg)}: {count}, {sizes}", fingerprint)
 
 
-def _render(cfg: DataConfig) -> Iterator[chat.RenderedConversation]:
-    """Yields the conversations of a source as text, by the template of its tokenizer."""
+def _render(cfg: DataConfig, shapes: Counter[str] | None = None) -> Iterator[chat.RenderedConversation]:
+    """Yields the conversations of a source as text, by the template of its tokenizer, and counts their shapes."""
     saved = chat.read_template(cfg.tokenizer)
     template = (
         chat.PlainTemplate() if saved is None else chat.JinjaTemplate(f"the chat template of {cfg.tokenizer}", saved)
     )
-    return chat.render_conversations(chat.read_conversations(str(cfg.path)), template)
+    for conversation in read_conversations(str(cfg.path)):
+        if shapes is not None:
+            shapes[conversation.shape] += 1
+        yield from chat.render_conversations([conversation], template)
 
 
 def _encode_chat(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
     """Returns conversations. Only their answers are targets of the loss."""
-    tokens, note = chat.encode_conversations(_render(cfg), tokenizer, cfg.seq_len)
+    shapes: Counter[str] = Counter()
+    tokens, note = chat.encode_conversations(_render(cfg, shapes), tokenizer, cfg.seq_len)
     assert tokens.loss_mask is not None
     fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.loss_mask.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
     parts = [
         f"{tokens.starts.size:,} conversations",
+        *(
+            [f"of several shapes ({', '.join(f'{n:,} {shape}' for shape, n in shapes.items())})"]
+            if len(shapes) > 1
+            else []
+        ),
         *([note] if note else []),
         _format_sizes(train, held_out, tokenizer),
         f"{tokens.loss_mask.mean():.0%} of the tokens in answers",

@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,21 +23,37 @@ class Document:
     text: str
 
 
-def documents(cfg: DataConfig) -> Iterator[Document]:
+class _NotTextError(ConfigError):
+    """A file is not UTF-8 text."""
+
+
+def documents(cfg: DataConfig, skipped: list[str] | None = None) -> Iterator[Document]:
     """Yields the documents of the source `stdlib`, `path` or `hf`, reading one at a time.
+
+    Args:
+      cfg: the source.
+      skipped: takes the names of files that `data.skip` has skipped.
 
     Raises:
       ConfigError: there is no text to read, or a file is not text.
     """
     assert cfg.source != "tokens", "a token file holds tokens, not text"
-    read = {"stdlib": _stdlib, "path": _path, "hf": _hf}[cfg.source]
+    found: list[str] = [] if skipped is None else skipped
+    read = _path(cfg, found) if cfg.source == "path" else {"stdlib": _stdlib, "hf": _hf}[cfg.source](cfg)
     empty = True
-    for document in read(cfg):
+    for document in read:
         if document.text:
             empty = False
             yield document
     if empty:
-        raise ConfigError(f"data.path={cfg.path} holds no text. Give a file or folder with some.")
+        but = f" ({describe_skipped(found)})" if found else ""
+        raise ConfigError(f"data.path={cfg.path} holds no text{but}. Give a file or folder with some.")
+
+
+def describe_skipped(names: Sequence[str]) -> str:
+    """Returns how many files were skipped, with the first names, for users."""
+    shown = ", ".join([*names[:3], *(["..."] if names[3:] else [])])
+    return f"skipped {len(names):,} {'files that are' if names[1:] else 'file that is'} not UTF-8 text: {shown}"
 
 
 def describe(cfg: DataConfig) -> str:
@@ -77,10 +93,17 @@ def _stdlib(cfg: DataConfig) -> Iterator[Document]:
         yield Document(name, text)
 
 
-def _path(cfg: DataConfig) -> Iterator[Document]:
-    """Yields a text file, or every file of a folder in sorted order, except hidden files and `__pycache__`."""
+def _path(cfg: DataConfig, skipped: list[str]) -> Iterator[Document]:
+    """Yields a text file, or every file of a folder in sorted order, except hidden files and `__pycache__`.
+
+    `data.glob` selects some of these files. The names of files that `data.skip` skips are added to `skipped`.
+    """
     root = Path(str(cfg.path))
     if root.is_file():
+        if cfg.glob is not None:
+            raise ConfigError(
+                f"data.glob={cfg.glob} selects files of a folder, but data.path={root} is a file. Remove it."
+            )
         text = _read_text(root, "Convert it to text")
         if not text:
             raise ConfigError(f"data.path={root} is empty. Give a file with text in it.")
@@ -94,8 +117,34 @@ def _path(cfg: DataConfig) -> Iterator[Document]:
         names += [Path(folder, f).relative_to(root).as_posix() for f in files if not f.startswith(".")]
     if not names:
         raise ConfigError(f"data.path={root} is a folder without files. Put text files into it.")
-    for name in sorted(names):
-        yield Document(name, _read_text(root / name, "Convert it, or move it out of the folder"))
+    for name in _matching(root, sorted(names), cfg.glob):
+        try:
+            yield Document(
+                name, _read_text(root / name, "Convert it, move it out of the folder, or use --data.skip=true")
+            )
+        except _NotTextError:
+            if not cfg.skip:
+                raise
+            skipped.append(name)
+
+
+def _matching(root: Path, names: list[str], pattern: str | None) -> list[str]:
+    """Returns the names of files of a folder that match `data.glob`."""
+    if pattern is None:
+        return names
+    try:
+        matched = {path.relative_to(root).as_posix() for path in root.glob(pattern)}
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            f"data.glob={pattern} is not a pattern ({error}). Use one relative to data.path, such as **/*.txt."
+        ) from None
+    if found := [name for name in names if name in matched]:
+        return found
+    count = f"{len(names):,} file{'s' * (len(names) != 1)}"
+    raise ConfigError(
+        f"data.glob={pattern} matches none of the {count} of data.path={root}, such as {names[0]}. Use a pattern such "
+        f"as **/*{Path(names[0]).suffix}."
+    )
 
 
 def _read_text(path: Path, fix: str) -> str:
@@ -109,11 +158,11 @@ def _read_text(path: Path, fix: str) -> str:
             f"data.path: {path} cannot be read ({error.strerror}). Make it readable, or move it away."
         ) from None
     if b"\0" in content:
-        raise ConfigError(f"data.path: {path} is a binary file (it holds a zero byte). {fix}.")
+        raise _NotTextError(f"data.path: {path} is a binary file (it holds a zero byte). {fix}.")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"data.path: {path} is not UTF-8 text (byte {error.start:,}). {fix}.") from None
+        raise _NotTextError(f"data.path: {path} is not UTF-8 text (byte {error.start:,}). {fix}.") from None
 
 
 def _hf(cfg: DataConfig) -> Iterator[Document]:

@@ -10,6 +10,7 @@ from jaxstack import data
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, TrainConfig
 from jaxstack.data import chat, ngram
+from jaxstack.data.conversations import read_conversations
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, tokenizer_from_json
 from jaxstack.data.windows import document_windows
 
@@ -60,16 +61,69 @@ def pair(prompt, completion):
 
 def test_both_formats(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": TURNS, "id": 7}, "", pair("Hi", "Ho"))
-    first, second = chat.read_conversations(path)
+    first, second = read_conversations(path)
     assert first.messages == TURNS
     assert second == chat.Conversation(
-        f"{path}, line 3", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+        f"{path}, line 3",
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}],
+        "prompt and completion",
     )
+
+
+def said(*contents, system=None):
+    """Messages of the user and the assistant in turn."""
+    first = [{"role": "system", "content": system}] if system else []
+    return first + [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+def turns(*values, **more):
+    return {"conversations": [{"from": ("human", "gpt")[i % 2], "value": v} for i, v in enumerate(values)], **more}
+
+
+SHAPES = [
+    (turns("Hi", "Ho", "Ha", "He"), "ShareGPT", said("Hi", "Ho", "Ha", "He")),
+    (turns("Hi", "Ho", system="Be.", id=3), "ShareGPT", said("Hi", "Ho", system="Be.")),
+    ({"conversations": [{"from": "system", "value": "Be.", "weight": None}, {"from": "user", "value": "Hi"},
+                        {"from": "chatgpt", "value": "Ho"}]}, "ShareGPT", said("Hi", "Ho", system="Be.")),
+    ({"instruction": "Sum", "input": "1 2", "output": "3", "text": "all"}, "Alpaca", said("Sum\n1 2", "3")),
+    ({"instruction": "Hi", "input": "", "output": "Ho"}, "Alpaca", said("Hi", "Ho")),
+    ({"instruction": "", "input": "Hi", "output": "Ho"}, "Alpaca", said("Hi", "Ho")),
+    ({"instruction": "c", "output": "d", "system": "Be.", "history": [["a", "b"]]}, "Alpaca",
+     said("a", "b", "c", "d", system="Be.")),
+    ({"messages": said("Hi", "Ho"), "system": "Be."}, "messages", said("Hi", "Ho", system="Be.")),
+]  # fmt: skip
+
+
+def test_the_shapes_of_other_projects(tmp_path):
+    """One object a line, or one list of all, with the same messages."""
+    values = [value for value, _, _ in SHAPES]
+    path, whole = write(tmp_path / "a.jsonl", *values), write(tmp_path / "a.json", json.dumps(values, indent=1))
+    for found in (list(read_conversations(path)), list(read_conversations(whole))):
+        assert [(one.shape, one.messages) for one in found] == [(shape, messages) for _, shape, messages in SHAPES]
+    assert found[3].name == f"{whole}, item 4"
+    loaded = data.load(DataConfig(source="chat", path=path, seq_len=200))
+    assert "8 conversations, of several shapes (3 ShareGPT, 4 Alpaca, 1 messages), " in loaded.description
+    alone = data.load(DataConfig(source="chat", path=write(tmp_path / "b.jsonl", *values[3:7]), seq_len=200))
+    assert "4 conversations, " in alone.description
+    assert "several" not in alone.description
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ({**turns("a", "b"), "messages": said("a", "b")}, "has the keys of messages and of ShareGPT, so its content"),
+        ({**pair("a", "b"), "instruction": "a", "output": "b"}, "keys of prompt and completion and of Alpaca"),
+        ({"conversations": {}}, "line 2: conversations is not a list"),
+        ({"conversations": ["a"]}, "line 2: turn 1 has str. Give it from and value"),
+        ({"conversations": [{"from": "human", "value": "a", "loss": 0}]}, "turn 1 has from, loss, value. Give it"),
+        ({"conversations": [{"from": "tool", "value": "a"}]}, "turn 1 is from 'tool'. Use one of human, user, gpt"),
+        (turns("a"), "line 2: no message is the assistant's"),
+        (turns("a", " "), "line 2: message 2 is an empty answer"),
+        ({"instruction": "a", "output": ""}, "line 2: message 2 is an empty answer"),
+        ({"instruction": ["a"], "output": "b"}, "instruction or input is not text"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, r"history is not a list of pairs. Write \[\[question"),
+        ({"messages": TURNS, "system": "Be."}, "there is a system message beside the key system"),
+        ({**pair("a", "b"), "system": 3}, "message 1 has content of type int"),
         ("{", "line 2 is not JSON"),
         ("[" * 100_000, "line 2 is not JSON"),
         ("3", "line 2: this is not a JSON object"),
@@ -89,19 +143,19 @@ def test_both_formats(tmp_path):
 def test_a_line_that_is_no_conversation_is_named(tmp_path, line, message):
     path = write(tmp_path / "a.jsonl", pair("a", "b"), line)
     with pytest.raises(ConfigError, match=message) as error:
-        list(chat.read_conversations(path))
+        list(read_conversations(path))
     assert path in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_files_that_hold_nothing(tmp_path):
     with pytest.raises(ConfigError, match=r"is not a file\. Give a file with one conversation"):
-        list(chat.read_conversations(str(tmp_path)))
+        list(read_conversations(str(tmp_path)))
     with pytest.raises(ConfigError, match="has no conversations"):
-        list(chat.read_conversations(write(tmp_path / "a.jsonl", "", "")))
+        list(read_conversations(write(tmp_path / "a.jsonl", "", "")))
     (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"line 1 is not JSON .*UTF-8"):
-        list(chat.read_conversations(str(tmp_path / "b.jsonl")))
+        list(read_conversations(str(tmp_path / "b.jsonl")))
 
 
 # --- templates --------------------------------------------------------------------------------------------------------

@@ -246,6 +246,52 @@ def test_path_mistakes(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """Texts among files that are not."""
+    for name, content in {"b.md": b"b", "a/z.md": b"z", "a.txt": b"a", "a/x.png": b"\x89PNG\0", "l.txt": b"\xfc",
+                          ".h.md": b"h", "k.png": b"\0"}.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"), [("*.md", ["b.md"]), ("**/*.md", ["a/z.md", "b.md"]), ("a*", ["a.txt"]), ("a/z*", ["a/z.md"])]
+)
+def test_a_pattern_selects_files_of_a_folder(folder, pattern, names):
+    assert [d.name for d in read(source="path", path=str(folder), glob=pattern)] == names
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("*.rst", r"data\.glob=\*\.rst matches none of the 6 files of data\.path=.*, such as a\.txt"),
+        ("/etc/*", r"data\.glob=/etc/\* is not a pattern"),
+        (
+            "*.txt",
+            r"l\.txt is not UTF-8 text \(byte 0\)\. Convert it, move it out of the folder, or use --data\.skip=true",
+        ),
+    ],
+)
+def test_patterns_that_do_not_fit(folder, pattern, message):
+    with pytest.raises(ConfigError, match=message):
+        read(source="path", path=str(folder), glob=pattern)
+    with pytest.raises(ConfigError, match=r"selects files of a folder, but data\.path=.*b\.md is a file"):
+        read(source="path", path=str(folder / "b.md"), glob=pattern)
+
+
+def test_files_that_are_not_text_are_skipped_if_asked_for(folder):
+    skipped = []
+    cfg = DataConfig(source="path", path=str(folder), skip=True)
+    assert [d.name for d in data.documents(cfg, skipped)] == ["a.txt", "a/z.md", "b.md"]
+    assert skipped == ["a/x.png", "k.png", "l.txt"]
+    line = "3 files (skipped 3 files that are not UTF-8 text: a/x.png, k.png, l.txt), "
+    assert line in data.load(DataConfig(source="path", path=str(folder), skip=True, tokenizer="chars")).description
+    with pytest.raises(ConfigError, match=r"holds no text \(skipped 1 file that is not UTF-8 text: k\.png\)\. Give"):
+        read(source="path", path=str(folder), glob="*.png", skip=True)
+
+
 def test_hf_dataset_from_a_folder(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "rows.jsonl").write_text('{"text": "one", "n": 1}\n{"text": "two", "n": 2}\n')

@@ -1,0 +1,182 @@
+"""Reads conversations from JSON, in the shapes of several projects, which are recognized by their keys.
+
+| shape | an object |
+|---|---|
+| messages | `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}` |
+| prompt and completion | `{"prompt": "...", "completion": "..."}` |
+| ShareGPT | `{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}` |
+| Alpaca | `{"instruction": "...", "input": "...", "output": "..."}`; `input` and `history` are optional |
+
+Each shape may have `system`, the text of a system message. Other keys, such as an id or a source, are ignored unless
+they would change the conversation.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from jaxstack.config import ConfigError
+
+Message: TypeAlias = dict[str, str]
+"""A message with its `role` and `content`."""
+
+ROLES = ("system", "user", "assistant")
+_SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "system": "system",
+}  # fmt: skip
+_UNSUPPORTED_KEYS = ("tools", "functions", "documents", "chat_template_kwargs")  # they would change the conversation
+SHAPES = {
+    "messages": ("messages",),
+    "prompt and completion": ("prompt", "completion"),
+    "ShareGPT": ("conversations",),
+    "Alpaca": ("instruction", "output"),
+}
+"""The keys of an object that make it a conversation of a shape."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, their name in error messages (the file and the line), and the shape that they had."""
+
+    name: str
+    messages: list[Message]
+    shape: str = "messages"
+
+
+def read_conversations(path: str) -> Iterator[Conversation]:
+    """Yields the conversations of a file with one JSON object per line, or with one JSON list of objects.
+
+    Empty lines are skipped.
+
+    Raises:
+      ConfigError: the file does not exist, or an object is not a conversation. The message has the file and the line.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"data.path={path} is not a file. Give a file with one conversation in JSON per line.")
+    empty = True
+    for name, value in _objects(path):
+        try:
+            shape = _shape(value)
+            yield Conversation(name, _messages(value, shape), shape)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        empty = False
+    if empty:
+        raise ConfigError(f"data.path={path} has no conversations. Give a file with at least one.")
+
+
+def _objects(path: str) -> Iterator[tuple[str, Any]]:
+    """Yields the JSON values of a file, each with its name in error messages."""
+    with Path(path).open("rb") as lines:
+        first = next((line for line in lines if line.strip()), b"")
+        lines.seek(0)
+        if first.lstrip().startswith(b"["):
+            try:
+                values = json.loads(lines.read().decode())
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path} is not JSON ({error}). Write a list of objects, in UTF-8.") from None
+            yield from ((f"{path}, item {number:,}", value) for number, value in enumerate(values, start=1))
+            return
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                name = f"{path}, line {number:,}"
+                try:
+                    value = json.loads(line.decode())
+                except (ValueError, RecursionError) as error:
+                    raise ConfigError(f"{name} is not JSON ({error}). Write one object per line, in UTF-8.") from None
+                yield name, value
+
+
+def _shape(value: Any) -> str:
+    """Returns the shape of a JSON value by its keys."""
+    if not isinstance(value, dict):
+        raise ConfigError("this is not a JSON object. Write {\"messages\": [...]}.")  # fmt: skip
+    if changes := [key for key in _UNSUPPORTED_KEYS if value.get(key)]:
+        raise ConfigError(f"{changes[0]} is not supported. Write its content into the messages.")
+    found = [shape for shape, keys in SHAPES.items() if value.keys() >= {*keys}]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        both = " and of ".join(found)
+        raise ConfigError(f"the object has the keys of {both}, so its content is not clear. Keep those of one shape.")
+    shown = ", ".join(sorted(map(str, value))) or "nothing"
+    raise ConfigError(
+        f"the keys are {shown}. Write messages, or prompt and completion, or conversations (ShareGPT), or instruction "
+        f"and output (Alpaca)."
+    )
+
+
+def _messages(value: dict[str, Any], shape: str) -> list[Message]:
+    """Returns the messages of an object after checking them."""
+    match shape:
+        case "ShareGPT":
+            messages = _from_sharegpt(value["conversations"])
+        case "Alpaca":
+            messages = _from_alpaca(value)
+        case "prompt and completion":
+            messages = [_message("user", value["prompt"]), _message("assistant", value["completion"])]
+        case _:
+            messages = value["messages"]
+    if not isinstance(messages, list):
+        raise ConfigError("messages is not a list. Write a list of messages.")
+    if system := value.get("system"):
+        if any(isinstance(one, dict) and one.get("role") == "system" for one in messages):
+            raise ConfigError("there is a system message beside the key system. Keep one of them.")
+        messages = [_message("system", system), *messages]
+    for i, message in enumerate(messages, start=1):
+        _check_message(i, message)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ConfigError("no message is the assistant's, so nothing can be learned. Remove the conversation.")
+    return messages
+
+
+def _message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _check_message(number: int, message: Any) -> None:
+    """Checks that a message has a role and text, and nothing else."""
+    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+        keys = ", ".join(message) if isinstance(message, dict) else type(message).__name__
+        raise ConfigError(f"message {number} has {keys}. Give it role and content and nothing else.")
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise ConfigError(f"message {number} has the role {role!r}. Use one of {', '.join(ROLES)}.")
+    if not isinstance(content, str):
+        raise ConfigError(f"message {number} has content of type {type(content).__name__}. Write text.")
+    if any("\ud800" <= char <= "\udfff" for char in content):
+        raise ConfigError(f"message {number} contains half a character (a lone surrogate, such as \\ud800). Remove it.")
+    if role == "assistant" and not content.strip():
+        raise ConfigError(f"message {number} is an empty answer. Remove it, or the whole conversation.")
+
+
+def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
+    """Returns the messages of ShareGPT's turns. Keys of a turn whose value is null are ignored."""
+    if not isinstance(turns, list):
+        raise ConfigError("conversations is not a list. Write a list of turns with from and value.")
+    messages = []
+    for i, turn in enumerate(turns, start=1):
+        keys = {key for key, value in turn.items() if value is not None} if isinstance(turn, dict) else set()
+        if keys != {"from", "value"}:
+            shown = ", ".join(sorted(keys)) or type(turn).__name__
+            raise ConfigError(f"turn {i} has {shown}. Give it from and value and nothing else.")
+        role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+        if role is None:
+            raise ConfigError(f"turn {i} is from {turn['from']!r}. Use one of {', '.join(_SHAREGPT_ROLES)}.")
+        messages.append(_message(role, turn["value"]))
+    return messages
+
+
+def _from_alpaca(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the messages of Alpaca's fields: the pairs of `history`, then the instruction with the input below it."""
+    history, instruction, text = value.get("history") or [], value["instruction"], value.get("input") or ""
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise ConfigError("history is not a list of pairs. Write [[question, answer], ...].")
+    if not isinstance(instruction, str) or not isinstance(text, str):
+        raise ConfigError("instruction or input is not text. Write text.")
+    asked = f"{instruction}\n{text}" if text and instruction else instruction or text
+    pairs = [*history, [asked, value["output"]]]
+    return [_message(role, content) for pair in pairs for role, content in zip(ROLES[1:], pair, strict=True)]
