@@ -110,8 +110,8 @@ def require_same_data(metadata: Metadata, cfg: Config, fingerprint: str) -> None
     if metadata["data"] != fingerprint and metadata["config"]["data"] == json.loads(json.dumps(asdict(cfg.data))):
         raise ConfigError(
             f"the text of data.source={cfg.data.source}, data.path={cfg.data.path} has changed since the checkpoints "
-            f"in {cfg.run.dir} were saved, so the batches would differ. Restore the old files, rename the new ones, or "
-            f"set another run.dir."
+            f"in {cfg.run.dir} were saved, so the batches would differ. Restore the old files, or train this model on "
+            f"the new ones in another run.dir with --run.init_from={cfg.run.dir}."
         )
 
 

@@ -175,5 +175,6 @@ def latest_valid_step(directory: Path, abstract_state: PyTree = None) -> int:
     """
     found = scan(directory, abstract_state)
     if found.step is None:
-        raise found.error(directory, "Train that run until it has saved one.")
+        damaged = "Restore them from a copy, or train another run."
+        raise found.error(directory, damaged if found.lost else "Train that run until it has saved one.")
     return found.step

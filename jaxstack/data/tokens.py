@@ -222,6 +222,8 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
     Raises:
       ConfigError: one of the files exists already, or the folder does not exist.
     """
+    if Path(path).is_dir() or str(path).endswith("/"):
+        raise ConfigError(f"{path} is a folder. Name a token file in it, such as {Path(path, 'tokens')}.")
     targets = [_part(path, suffix) for suffix in _SUFFIXES]
     _refuse_existing(targets)
     folder = targets[0].parent

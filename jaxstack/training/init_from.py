@@ -34,20 +34,25 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
     while True:
         path = Path(name)
         if path in seen:
-            raise ConfigError(f"{key}={seen[0]} is initialised from itself. Name a run with a checkpoint")
+            raise ConfigError(f"{key}={seen[0]} is initialised from itself. Name a run with a checkpoint.")
         seen.append(path)
         if not (path / "config.yaml").exists():
             if (path / "config.json").exists():
                 return PretrainedFolder(path)
             raise ConfigError(
                 f"{key}={path} is not a folder of a run (config.yaml) or of a Hugging Face model (config.json). "
-                f"Check the path"
+                f"Check the path."
             )
         run = parse.parse_config([f"--config={path / 'config.yaml'}"], path)
         if manifest.steps(run_dir.checkpoints(path)):
             return replace(run, run=replace(run.run, dir=str(path)))
+        if (path / "quarantine").is_dir():
+            raise ConfigError(
+                f"{key}={path} has only damaged checkpoints, which are in {path / 'quarantine'}. Restore a copy to "
+                f"{run_dir.checkpoints(path)}, or train that run until it has saved one."
+            )
         if run.run.init_from is None:
-            raise ConfigError(f"{key}={path} has no checkpoint. Train that run until it has saved one")
+            raise ConfigError(f"{key}={path} has no checkpoint. Train that run until it has saved one.")
         name = run.run.init_from
 
 
@@ -70,9 +75,9 @@ def restore_params(run: Config, ctx: Context, number: int | None = None) -> Para
     if number is None:
         number = verify.latest_valid_step(saved, wanted)
     elif number not in manifest.steps(saved):
-        raise ConfigError(f"{saved} has no step {number}. Use one of {sorted(manifest.steps(saved))}")
+        raise ConfigError(f"{saved} has no step {number}. Use one of {sorted(manifest.steps(saved))}.")
     elif why := verify.corruption(saved, number, wanted):
-        raise ConfigError(f"step {number} in {saved} is damaged: {why}. Use another step")
+        raise ConfigError(f"step {number} in {saved} is damaged: {why}. Use another step.")
     values = layout.unpack(store.restore(saved, number, wanted)).params
     if not run.model.lora.rank:
         return values
@@ -144,7 +149,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     if different := hf.model_differences(replace(there, moe=here.moe) if grows else there, here):
         raise ConfigError(
             f"run.init_from={name} has another model ({'; '.join(different[:3])}). Give this run the model keys of "
-            f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder"
+            f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder."
         )
     padding = cfg.model.pad_vocab_to
     if isinstance(source, PretrainedFolder):

@@ -109,6 +109,12 @@ def test_killed_between_renames_is_no_token_file(file):
         data.read_token_file(file)
 
 
+@pytest.mark.parametrize("name", ["", "new/"])
+def test_a_folder_is_not_the_name_of_a_token_file(name, tmp_path):
+    with pytest.raises(ConfigError, match=r"is a folder\. Name a token file in it, such as .*tokens\.$"):
+        data.write_token_file(f"{tmp_path}/{name}", DOCUMENTS, ByteTokenizer())
+
+
 def test_folder_must_exist(tmp_path):
     with pytest.raises(ConfigError, match=r"is not a folder. Create it before building t\.bin there"):
         data.write_token_file(tmp_path / "no" / "t", DOCUMENTS, ByteTokenizer())

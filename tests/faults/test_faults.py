@@ -630,6 +630,7 @@ def test_text_that_changed_between_two_starts(text, straight, tmp_path):
         file.write("one more line\n")
     _, err = run(*flags, f"--data.path={tmp_path / 'text.txt'}", code=Exit.USER_ERROR)
     assert "has changed since the checkpoints" in err
+    assert f"in another run.dir with --run.init_from={tmp_path / 'run'}." in err
 
 
 # 21: clocks.

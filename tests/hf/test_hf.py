@@ -554,18 +554,22 @@ def test_import_and_export_of_a_run_that_has_not_begun(folder, tmp_path, capsys)
         (["export", "{full}", "{new}", "--dtype=int8"], "--dtype=int8 is not valid. Use one of float32, bfloat16"),
         (["export", "{full}", "{new}", "--fast"], "unknown key fast"),
         (["export", "{full}", "{full}"], "exists and is never overwritten"),
-        (["export", "{full}", "{new}"], "has no checkpoint"),
+        (["export", "{full}", "{new}"], "has no checkpoint. Train that run until it has saved one."),
+        (["export", "{broken}", "{new}"], "has only damaged checkpoints, which are in"),
     ],
 )
 def test_mistakes_on_the_command_line(argv, words, folder, tmp_path):
     full = tmp_path / "full"
     full.mkdir()
     (full / "config.yaml").write_text("model: {num_layers: 2}")
-    names = {"folder": folder, "full": full, "new": tmp_path / "new"}
+    broken = tmp_path / "broken"
+    (broken / "quarantine" / "4").mkdir(parents=True)
+    (broken / "config.yaml").write_text("model: {num_layers: 2}")
+    names = {"folder": folder, "full": full, "broken": broken, "new": tmp_path / "new"}
     with pytest.raises(ConfigError) as error:
         execute([word.format(**names) for word in argv])
     assert words in str(error.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "llama"], "nothing is left behind"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "full", "llama"], "nothing is left behind"
 
 
 BPE = {
