@@ -118,7 +118,8 @@ def check_value(key: str, value: object, hint: object, default: object) -> None:
     usual = f"the default is {'null' if default is None else default}"
     if interval is not None and value not in interval and not (value is None and optional):
         null = ", or null" if optional else ""
-        raise ConfigError(f"{key}={value} is out of range. Use {interval.advice()}{null}; {usual}.")
+        shown = "null" if value is None else value
+        raise ConfigError(f"{key}={shown} is out of range. Use {interval.advice()}{null}; {usual}.")
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, float) and not math.isfinite(part):
             raise ConfigError(f"{key}={part} is not finite. Use a finite number; {usual}.")

@@ -271,8 +271,8 @@ _HELP_TEXTS = {  # by the first sentence of the parser's own text
 }
 
 _UNKNOWN_KEY = (  # the parser's words for a key of a file that does not exist
-    r"Group '([\w.]+)' does not accept option '([\w.]+)'",
-    r"Option '([\w.]+)' is not accepted",
+    r"Group '([\w.]+)' does not accept option '([^']+)'",
+    r"Option '([^']+)' is not accepted",
 )
 
 

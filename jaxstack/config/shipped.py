@@ -1,6 +1,7 @@
 """The configurations that come with jaxstack, and what `--config` names."""
 
 import difflib
+import os
 from pathlib import Path
 
 from jaxstack.common.errors import ConfigError
@@ -22,7 +23,7 @@ def config_file(name: str) -> Path:
     Raises:
       ConfigError: there is neither.
     """
-    path, known = Path(name).expanduser(), shipped()
+    path, known = Path(os.path.expanduser(name)), shipped()
     if path.is_file():
         return path
     if name in known:

@@ -79,6 +79,8 @@ def _entries(
             raise ConfigError(
                 f"{where}: {shown} is not the name of a key. Write names, such as model: {{num_layers: 4}}."
             )
+        if "=" in name.value:
+            raise ConfigError(f"{where}: {name.value} is not a key. Write {name.value.replace('=', ': ', 1)}.")
         key = f"{prefix}.{name.value}" if prefix else str(name.value)
         if key not in groups:
             yield key, node
@@ -112,7 +114,10 @@ def _check_value(source: str, key: str, node: yaml.nodes.Node, kind: object) -> 
             for types in hints:
                 _check_value(source, f"{key}.{name}", part, types.get(name))
     elif isinstance(node, yaml.ScalarNode):
-        _check_scalar(f"{source}, line {node.start_mark.line + 1}", key, node, kind)
+        where = f"{source}, line {node.start_mark.line + 1}"
+        if any(map(is_dataclass, _plain_types(kind))):
+            raise ConfigError(f"{where}: {key}={node.value} is not valid. Use {type_in_words(kind)}.")
+        _check_scalar(where, key, node, kind)
 
 
 def _check_scalar(where: str, key: str, node: yaml.ScalarNode, kind: object) -> None:
@@ -158,5 +163,5 @@ def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> str:
     mark = error.problem_mark or error.context_mark
     where = f"{source}, line {mark.line + 1}" if mark else source
     if "'\\t'" in str(error.problem):
-        return f"{where} begins with a tab, which YAML does not allow. Indent with spaces."
+        return f"{where} has a tab where YAML does not allow one. Use spaces."
     return f"{where} is not YAML ({error.problem or error.context}). Correct the line."
