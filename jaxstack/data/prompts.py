@@ -1,6 +1,7 @@
 """Prompts for the samples of a run, taken from its held-out text."""
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,7 +16,7 @@ _LINE = 60  # characters; longer lines are cut after a word
 _WORTHWHILE = 10  # letters and digits; shorter lines are skipped if a longer one follows
 
 
-def held_out_prompts(cfg: Config, held_out: Tokens, tokenizer: Tokenizer) -> tuple[str, ...]:
+def held_out_prompts(cfg: Config, texts: Sequence[Tokens], tokenizer: Tokenizer) -> tuple[str, ...]:
     """Returns the prompts that a run uses if `sample.prompts` has none: beginnings of lines of the held-out text.
 
     They depend on the text and on `run.seed` only. A prompt from a conversation is everything before its first answer.
@@ -23,18 +24,18 @@ def held_out_prompts(cfg: Config, held_out: Tokens, tokenizer: Tokenizer) -> tup
 
     Args:
       cfg: the seed, the length of a sequence, and how samples are made.
-      held_out: the held-out text.
-      tokenizer: its tokenizer.
+      texts: the held-out text of each source; the sources take turns.
+      tokenizer: their tokenizer.
     """
-    if held_out.domains is not None and (own := held_out.domains == cfg.sample.domain).any():
-        held_out = held_out.documents(own)
     # The model reads at most `seq_len` tokens. Beam search needs room for all tokens that it adds.
     limit = cfg.data.seq_len - (cfg.sample.tokens if cfg.sample.beams > 1 else 0)
     rng = np.random.default_rng([cfg.run.seed, COUNT])
-    find = _line if held_out.loss_mask is None else _conversation
     prompts: dict[str, None] = {}
-    for _ in range(4 * COUNT):  # places without text, or with a text that is a prompt already, are skipped
-        text = find(held_out, tokenizer, rng)
+    for attempt in range(4 * COUNT):  # places without text, or with a text that is a prompt already, are skipped
+        held_out = texts[attempt % len(texts)]
+        if held_out.domains is not None and (own := held_out.domains == cfg.sample.domain).any():
+            held_out = held_out.documents(own)
+        text = (_line if held_out.loss_mask is None else _conversation)(held_out, tokenizer, rng)
         if (ids := tokenizer.encode(text)).size > limit:
             text = tokenizer.decode(ids[:limit]).rstrip("\ufffd")
         if text.strip():

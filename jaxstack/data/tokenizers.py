@@ -237,6 +237,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _BYTE_LEVEL = _byte_level_alphabet()
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # GPT-2, Llama 3, Llama 2, Gemma, BERT
 
 
@@ -246,7 +247,8 @@ class HFTokenizer:
     The end-of-document id is the first of the usual end-of-text tokens that the file declares as special. No other
     special token is added. Special tokens represent no bytes. `num_bytes` is exact for byte-level BPE (GPT-2, Llama 3,
     Qwen). For SentencePiece it includes the space that the model puts before a text. `keeps_text` is false for other
-    tokenizers that split text at spaces and drop them, such as WordPiece. `chat` is the chat template that a run saves
+    tokenizers that split text at spaces and drop them, such as WordPiece. `byte_ids` are tokens of a single byte, with
+    which SentencePiece spells characters that it does not have. `chat` is the chat template that a run saves
     with its tokenizer, see `jaxstack.data.chat`.
     """
 
@@ -275,13 +277,14 @@ class HFTokenizer:
         steps = json.dumps([tokenizer.get(step) for step in ("normalizer", "pre_tokenizer", "decoder")])
         byte_level = '"ByteLevel"' in steps
         self.keeps_text = byte_level or r"\u2581" in steps or tokenizer.get("pre_tokenizer") is None
+        self.byte_ids = frozenset(i for token, i in vocab.items() if not byte_level and _BYTE.fullmatch(token))
         parts = [b""] * self.vocab_size
         for token, i in vocab.items():
             if i in added:
                 parts[i] = b"" if added[i].special else token.encode()
             elif byte_level:
                 parts[i] = bytes(_BYTE_LEVEL[c] for c in token) if _BYTE_LEVEL.keys() >= set(token) else token.encode()
-            elif found := re.fullmatch("<0x([0-9A-F]{2})>", token):
+            elif found := _BYTE.fullmatch(token):
                 parts[i] = bytes.fromhex(found[1])
             else:
                 parts[i] = token.replace("\u2581", " ").encode()

@@ -12,7 +12,7 @@ Suffixes: B rows of this device, S slots of the prompts, N tokens to add, V voca
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
 import jax
@@ -30,7 +30,8 @@ from jaxstack.models import decoder, family
 from jaxstack.models.context import Context
 from jaxstack.sharding import collectives
 
-_BUCKET = 64  # prompts whose lengths round up to the same multiple share a compiled program
+BUCKET = 64
+"""Prompts whose lengths round up to the same multiple of this share a compiled program."""
 
 Rows = list[list[int]]
 """Token ids of each row."""
@@ -84,7 +85,11 @@ def make_generate(
         model = CachedDecoder.create(cfg, params, ctx, gate=gate, vocabulary=ids, first=first, num_slots=slots)
         if sample.beams > 1:
             return beam_search.beam_search(model, tokens, sample, stop)
-        return _sample_rows(model, tokens, row_keys(seed, marks), sample, stop)
+        sampler = RowSampler(model, sample, stop, row_keys(seed, marks))
+        logits, cache = model.prefill(tokens)
+        state = sampler.start(logits, cache, used_at_first(tokens, first, logits, sample))
+        state = sampler.extend(state, tokens.shape[1], sample.tokens)
+        return state["added"], state["lengths"]
 
     compiled = jit_on_mesh(work, cfg, ctx, parts=3)
 
@@ -92,10 +97,8 @@ def make_generate(
         check_prompts(cfg, prompts, sample.tokens, ids)
         if not sample.tokens:
             return [list(prompt) for prompt in prompts]
-        slots = -(-max(len(prompt) for prompt in prompts) // _BUCKET) * _BUCKET
         filled = pad_rows(prompts, ctx.replicas)
-        tokens = np.stack([np.pad(np.asarray(prompt, np.int32), (slots - len(prompt), 0)) for prompt in filled])
-        first = np.asarray([slots - len(prompt) for prompt in filled], np.int32)
+        tokens, first = align_rows(filled)
         added, lengths = jax.device_get(compiled(params, tokens, first, row_seeds(filled), np.uint32(seed)))
         return [[*prompt, *row[:length].tolist()] for prompt, row, length in zip(prompts, added, lengths, strict=False)]
 
@@ -115,49 +118,65 @@ def generate(
     return make_generate(cfg, sample, **options)(params, prompts, seed)
 
 
-def _sample_rows(
-    model: CachedDecoder, tokens: jax.Array, keys: jax.Array, sample: SampleConfig, stop: Sequence[int]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens added to each row [B, N], sampled one by one, and how many of them are its text [B].
+@dataclass(frozen=True)
+class RowSampler:
+    """Adds sampled tokens to the rows of this device, one token of each row at a time.
 
-    Args:
-      tokens: prompts [B, S].
+    Its state is a dict. Of the rows it has the tokens `added` [B, N], how many of them are the text (`lengths` [B]),
+    the newest one (`last` [B]), whether the text has ended (`done` [B]), the tokens that it contains (`used`), and the
+    KV cache of all tokens but the newest. `i` is the number of tokens that were added, and `going` says whether any
+    row of any device still needs more.
+
+    Attributes:
+      model: decodes the tokens.
+      sample: how tokens are chosen, and N.
+      stop: tokens that end a text.
       keys: a PRNG key for each row [B].
     """
-    B, S = tokens.shape
-    rows = model.ctx.axes("batch")
 
-    def add(i: jax.Array | int, logits: jax.Array, state: PyTree) -> PyTree:
+    model: CachedDecoder
+    sample: SampleConfig
+    stop: Sequence[int]
+    keys: jax.Array
+
+    def start(self, logits: jax.Array, cache: PyTree, used: jax.Array) -> PyTree:
+        """Returns the state with the first token, given the logits [B, V] and the cache of the prompts."""
+        nothing = collectives.zeros(self.model.first.shape, jnp.int32, self.model.first)
+        added = collectives.zeros((*nothing.shape, self.sample.tokens), jnp.int32, nothing)
+        state = {"added": added, "lengths": nothing, "done": nothing > 0, "used": used, "cache": cache}
+        return self._add(0, logits, state | {"i": jnp.int32(1)})
+
+    def extend(self, state: PyTree, slot: jax.Array | int, until: jax.Array | int) -> PyTree:
+        """Returns the state with tokens added until there are `until`, or all rows have ended.
+
+        Args:
+          state: from `start` or `extend`.
+          slot: slot of the first added token.
+          until: number of tokens, at most N.
+        """
+
+        def step(state: PyTree) -> PyTree:
+            i = state["i"]
+            logits, cache = self.model.decode_token(state["last"], slot + i - 1, state["cache"])
+            return collectives.match_varying_tree(self._add(i, logits, state | {"cache": cache, "i": i + 1}), state)
+
+        return jax.lax.while_loop(lambda s: (s["i"] < until) & s["going"], step, state)
+
+    def _add(self, i: jax.Array | int, logits: jax.Array, state: PyTree) -> PyTree:
+        """Returns the state with token `i` of each row."""
+        keys = self.keys
         step_keys = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
-        new = sampling.sample_tokens(logits, state["used"], step_keys, sample)
+        new = sampling.sample_tokens(logits, state["used"], step_keys, self.sample)
         going = ~state["done"]
-        done = state["done"] | is_stop(new, stop)
+        done = state["done"] | is_stop(new, self.stop)
         return state | {
             "added": jax.lax.dynamic_update_slice_in_dim(state["added"], new[:, None], i, 1),
             "lengths": state["lengths"] + going,
             "last": new,
             "done": done,
             "used": sampling.mark_used(state["used"], new) if state["used"].size else state["used"],
-            "going": collectives.all_reduce((~done).sum(), rows) > 0,
+            "going": collectives.all_reduce((~done).sum(), self.model.ctx.axes("batch")) > 0,
         }
-
-    def step(state: PyTree) -> PyTree:
-        i = state["i"]
-        logits, cache = model.decode_token(state["last"], S + i - 1, state["cache"])
-        return collectives.match_varying_tree(add(i, logits, state | {"cache": cache, "i": i + 1}), state)
-
-    logits, cache = model.prefill(tokens)
-    nothing = collectives.zeros((B,), jnp.int32, model.first)
-    start = {
-        "added": collectives.zeros((B, sample.tokens), jnp.int32, model.first),
-        "lengths": nothing,
-        "done": nothing > 0,
-        "used": used_at_first(tokens, model.first, logits, sample),
-        "cache": cache,
-        "i": jnp.int32(1),
-    }
-    state = jax.lax.while_loop(lambda s: (s["i"] < sample.tokens) & s["going"], step, add(0, logits, start))
-    return state["added"], state["lengths"]
 
 
 def is_stop(tokens: jax.Array, stop: Sequence[int]) -> jax.Array:
@@ -199,6 +218,13 @@ def dropless(cfg: ModelConfig) -> ModelConfig:
 def pad_rows(prompts: Rows, replicas: int) -> Rows:
     """Returns the prompts and as many dummy rows as make their number a multiple of `replicas`."""
     return [*prompts, *([[0]] * (-len(prompts) % replicas))]
+
+
+def align_rows(prompts: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the prompts aligned at their ends, int32 [B, S], and the slot of each prompt's first token [B]."""
+    slots = -(-max(len(prompt) for prompt in prompts) // BUCKET) * BUCKET
+    tokens = np.stack([np.pad(np.asarray(prompt, np.int32), (slots - len(prompt), 0)) for prompt in prompts])
+    return tokens, np.asarray([slots - len(prompt) for prompt in prompts], np.int32)
 
 
 def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None:
@@ -302,7 +328,7 @@ def sample_texts(cfg: Config, params: PyTree, dataset: Dataset, ctx: Context) ->
     """
     sample, tokenizer, texts = cfg.sample, dataset.tokenizer, cfg.sample.prompts
     if texts is None:
-        texts = held_out_prompts(cfg, dataset.eval, tokenizer)
+        texts = held_out_prompts(cfg, [source.eval for source in dataset.sources], tokenizer)
     if not texts:
         return []
     prompts = [tokenizer.encode(prompt).tolist() for prompt in texts]

@@ -60,11 +60,11 @@ class CachedDecoder:
         vocabulary: int,
         first: jax.Array,
         num_slots: int,
+        layer_groups: list[PyTree] | None = None,
     ) -> "CachedDecoder":
-        """Returns a decoder whose parameters are cast and grouped once, and not for every token."""
-        params = cast_matrices(family.spec(cfg), params, ctx.dtype)
-        groups = None
-        if ctx.decode == "unrolled" and ctx.pipeline is None:
+        """Returns a decoder whose parameters are cast and grouped once, unless they are already."""
+        params, groups = cast_matrices(family.spec(cfg), params, ctx.dtype), layer_groups
+        if groups is None and ctx.decode == "unrolled" and ctx.pipeline is None:
             name, stack = family.only_stack(cfg)
             stacked = group_layers(stack.period, params[name])
             groups = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.depth // stack.period)]
@@ -90,26 +90,56 @@ class CachedDecoder:
             cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.layer_groups))]
         return self._logits(x[:, -1:]), cache
 
+    def empty_cache(self) -> PyTree:
+        """Returns the cache before the first token."""
+        tokens = collectives.zeros((*self.first.shape, 1), jnp.int32, self.first)
+        shapes = jax.eval_shape(lambda: self.prefill(tokens)[1])
+        return jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), shapes)
+
     def decode_token(self, tokens: jax.Array, slot: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the logits [B, V] after one more token of each row [B], in `slot`, and the cache that includes it."""
-        batch: dict[str, Any] = {
-            "positions": (slot - self.first)[:, None],
-            "distance": [self._distance(slot, T) for T in self._lengths],
-        }
-        if self.gate is not None:
-            batch["gate_ids"] = jnp.full_like(tokens[:, None], self.gate)
-        batch["tokens"] = tokens[:, None]
-        new: PyTree
-        if self.layer_groups is None:
-            x, aux = decoder.hidden_states(self.cfg, self.params, batch, self.ctx, cache=cache)
-            new = group_layers(len(self._lengths), {name: aux[name] for name in ("keys", "values")})
-        else:
-            x, new = decoder.hidden_states_unrolled(self.cfg, self.params, self.layer_groups, batch, cache, self.ctx)
+        x, new = self._hidden_states(tokens[:, None], slot, cache)
 
         def update(a: jax.Array, entry: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(a, entry, slot % a.shape[-2], a.ndim - 2)
 
         return self._logits(x), jax.tree.map(update, cache, new)
+
+    def append_tokens(
+        self, tokens: jax.Array, count: jax.Array, slot: jax.Array, cache: PyTree
+    ) -> tuple[jax.Array, PyTree]:
+        """Returns the logits [B, V] after `count` more tokens of each row, and the cache that includes them.
+
+        Args:
+          tokens: the tokens and padding after them [B, S].
+          count: how many are not padding, from 1 to S.
+          slot: slot of the first.
+          cache: of all tokens before it.
+        """
+        x, new = self._hidden_states(tokens, slot, cache)
+        index = jnp.arange(tokens.shape[1])
+
+        def update(a: jax.Array, entries: jax.Array) -> jax.Array:
+            T = a.shape[-2]
+            kept = (index < count) & (index >= count - T)  # a later token of these may take the same place
+            return a.at[..., jnp.where(kept, (slot + index) % T, T), :].set(entries, mode="drop")
+
+        last = jax.lax.dynamic_slice_in_dim(x, count - 1, 1, 1)
+        return self._logits(last), jax.tree.map(update, cache, new)
+
+    def _hidden_states(self, tokens: jax.Array, slot: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns hidden states of the tokens [B, S] in the slots from `slot` on, and their keys and values."""
+        batch: dict[str, Any] = {
+            "tokens": tokens,
+            "positions": (slot - self.first)[:, None] + jnp.arange(tokens.shape[1]),
+            "distance": [self._distance(slot, T) for T in self._lengths],
+        }
+        if self.gate is not None:
+            batch["gate_ids"] = jnp.full_like(tokens, self.gate)
+        if self.layer_groups is not None:
+            return decoder.hidden_states_unrolled(self.cfg, self.params, self.layer_groups, batch, cache, self.ctx)
+        x, aux = decoder.hidden_states(self.cfg, self.params, batch, self.ctx, cache=cache)
+        return x, group_layers(len(self._lengths), {name: aux[name] for name in ("keys", "values")})
 
     @property
     def _lengths(self) -> list[int]:

@@ -195,7 +195,7 @@ def hidden_states(
 def hidden_states_unrolled(
     cfg: ModelConfig, params: Params, steps: list[list[Params]], batch: Batch, cache: list[PyTree], ctx: Context
 ) -> tuple[jax.Array, list[PyTree]]:
-    """Computes `hidden_states` of one token after a cache, without a loop over layers.
+    """Computes `hidden_states` of tokens after a cache, without a loop over layers.
 
     The weights of each layer are arrays of their own. XLA:CPU reads such arrays in place, and would copy a layer's part
     of a stacked array for every token.
@@ -209,7 +209,7 @@ def hidden_states_unrolled(
       ctx: execution context.
 
     Returns:
-      Normalised hidden states, and `keys` and `values` of this token for each block of each step.
+      Normalised hidden states, and `keys` and `values` of these tokens for each block of each step.
     """
     layer_inputs = make_layer_inputs(cfg, batch, ctx)
     x, made = embed(cfg, params, layer_inputs, ctx), []

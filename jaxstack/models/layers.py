@@ -187,8 +187,8 @@ def attention(
       ctx: execution context.
       layer_inputs: `rope` and `segment_ids` are read. Tokens see their own document only.
       window: number of tokens that each token sees, including itself; 0 means all tokens before it.
-      cache: `keys` and `values` of earlier tokens [B, G, T, K], and `distance` from each of them to this token [B, T],
-        see `kernels.cached_attention`; S is 1 then. An empty cache means that rows begin here.
+      cache: `keys` and `values` of earlier tokens [B, G, T, K], and `distance` from each of them to the first of these
+        [B, T], see `kernels.cached_attention`. An empty cache means that rows begin here.
 
     Returns:
       [B, S/n, D]. With a cache also `keys` and `values` of these tokens [B, G, S, K].

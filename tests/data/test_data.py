@@ -389,7 +389,7 @@ def test_room_does_not_import_jax():
 
 def prompts(dataset, seed=0, seq_len=64, **sample):
     cfg = Config(run=RunConfig(seed=seed), data=DataConfig(seq_len=seq_len), sample=SampleConfig(**sample))
-    return held_out_prompts(cfg, dataset.eval, dataset.tokenizer)
+    return held_out_prompts(cfg, [source.eval for source in dataset.sources], dataset.tokenizer)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])

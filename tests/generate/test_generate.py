@@ -26,7 +26,8 @@ from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig, RunConfig, SampleConfig
 from jaxstack.data import Dataset, Tokens
 from jaxstack.data.tokenizers import ByteTokenizer
-from jaxstack.generate import beam_search, decode, sampling
+from jaxstack.generate import beam_search, decode, sampling, stream
+from jaxstack.generate.conversation import Conversation
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
@@ -119,6 +120,58 @@ def test_a_sampled_text_follows_from_its_prompt_and_seed_alone(name):
     assert run(values_of(cfg), PROMPTS[:1], 4) != rows[:1]
 
 
+def joined(prompts: list[list[int]], parts: Any) -> list[list[int]]:
+    """Returns the prompts with the tokens that a stream adds to them."""
+    rows = [list(prompt) for prompt in prompts]
+    for part in parts:
+        for row, new in zip(rows, part, strict=True):
+            row += new
+    return rows
+
+
+def assert_streams(cfg: ModelConfig, values: Any, sample: SampleConfig, **options: Any) -> None:
+    """Checks that a stream, and the replies of a conversation, have the tokens of `generate`."""
+    prompts, stop = [*PROMPTS, PROMPTS[1]], (9,)
+    how: dict[str, Any] = {"stop": stop, "seed": 3} | options
+    engine = stream.Engine.create(cfg, values, **options)
+    rows = decode.generate(cfg, values, prompts, sample, **how)
+    assert joined(prompts, engine.stream(prompts, sample, stop=stop, seed=3)) == rows
+
+    conversation = Conversation(engine, sample, context=45, stop=stop, seed=3)
+    text = PROMPTS[2]
+    for turn, added in enumerate([[4, 5], [6] * 3, None, [1]]):
+        (expected,) = decode.generate(cfg, values, [text], sample, **how)
+        expected = expected[:45]
+        assert joined([text], ([part] for part in conversation.reply(text))) == [expected], turn
+        assert conversation.tokens == expected[:-1], "the newest token is not in the cache yet"
+        text = [*text[:5], 8] if added is None else [*expected, *added]  # the third turn goes back
+    with pytest.raises(ConfigError, match="the text has 45 tokens and the context has 45"):
+        next(conversation.reply([1] * 45))
+
+
+STREAMED = [("gemma2", "unrolled"), ("capacity", "scan")]
+MORE_STREAMED = [case for case in QUICK + SLOW if case not in STREAMED]
+
+
+@pytest.mark.parametrize(("name", "form"), [*STREAMED, *slow(MORE_STREAMED)])
+def test_streams_and_conversations_have_the_tokens_of_one_call(name, form):
+    cfg = MODELS[name]
+    assert_streams(cfg, values_of(cfg), SAMPLED, gate=gate_of(cfg), ctx=Context(decode=form))
+
+
+def test_a_conversation_reads_only_what_is_new(monkeypatch):
+    cfg, read = FAMILIES["llama3"], []
+    append = stream.Programs.append
+    monkeypatch.setattr(stream.Programs, "append", lambda *a: read.append((int(a[-1][0]), int(a[-1][1]))) or append(*a))
+    conversation = Conversation(stream.Engine.create(cfg, values_of(cfg)), replace(GREEDY, tokens=4), context=150)
+    prompt = [*range(60), *range(10)]
+    (text,) = joined([prompt], ([part] for part in conversation.reply(prompt)))
+    list(conversation.reply([*text, 1, 2]))
+    list(conversation.reply([*text[:10], 7]))
+    # 70 tokens in blocks of 64; the newest reply token and two more; and what follows the common beginning.
+    assert read == [(64, 0), (6, 64), (3, 73), (1, 10)]
+
+
 MESHES: list[tuple[str, dict[str, int], SampleConfig]] = [
     ("llama3", {"data": 2, "fsdp": 2, "tensor": 2}, SAMPLED),
     ("gpt2", {"pipe": 2, "tensor": 2}, replace(GREEDY, tokens=6, beams=3)),
@@ -138,21 +191,36 @@ MORE_MESHES = [
 ]
 
 
+def on_mesh(name: str, mesh: dict[str, int]) -> tuple[ModelConfig, Any, dict[str, Any]]:
+    """Returns a model, its parameters on a mesh, and the options of `generate`."""
+    cfg = test_meshes.config("gemma2" if name == "deep" else name, mesh)
+    if name == "deep":  # windows, and two chunks per stage, so that rows are not in the order of the layers
+        chunks = PipelineConfig(schedule="interleaved_1f1b", chunks=2) if "pipe" in mesh else PipelineConfig()
+        cfg = replace(cfg, model=replace(cfg.model, num_layers=8), pipeline=chunks)
+    devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
+    values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
+    values = jax.tree.map(lambda a: 4 * a, values)  # so that logits differ by more than rounding
+    return cfg.model, values, {"gate": 1 if cfg.model.moe.router == "domain" else None, "ctx": ctx}
+
+
 @pytest.mark.parametrize(("name", "mesh", "sample"), [*MESHES, *slow(MORE_MESHES)])
 def test_a_mesh_writes_what_one_device_writes(name, mesh, sample):
     def texts(mesh: dict[str, int]) -> list[list[int]]:
-        cfg = test_meshes.config("gemma2" if name == "deep" else name, mesh)
-        if name == "deep":  # windows, and two chunks per stage, so that rows are not in the order of the layers
-            chunks = PipelineConfig(schedule="interleaved_1f1b", chunks=2) if "pipe" in mesh else PipelineConfig()
-            cfg = replace(cfg, model=replace(cfg.model, num_layers=8), pipeline=chunks)
-        devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
-        ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
-        values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
-        values = jax.tree.map(lambda a: 4 * a, values)  # so that logits differ by more than rounding
-        gate = 1 if cfg.model.moe.router == "domain" else None
-        return decode.generate(cfg.model, values, PROMPTS, sample, seed=3, stop=(9,), gate=gate, ctx=ctx)
+        cfg, values, options = on_mesh(name, mesh)
+        return decode.generate(cfg, values, PROMPTS, sample, seed=3, stop=(9,), **options)
 
     assert texts(mesh) == texts({})
+
+
+MESH_STREAMS = [("llama3", {"data": 2, "tensor": 2})]
+MORE_MESH_STREAMS = [(name, mesh) for name, mesh, sample in [*MESHES, *MORE_MESHES] if name != "sigmoid"]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*MESH_STREAMS, *slow(MORE_MESH_STREAMS)])
+def test_streams_and_conversations_on_a_mesh(name, mesh):
+    cfg, values, options = on_mesh(name, mesh)
+    assert_streams(cfg, values, SAMPLED, **options)
 
 
 BEAMS = [(3, 1.0, (0,)), (4, 0.0, (2,)), (3, -1.0, (1, 3)), (4, 2.0, (4,)), (3, 1.0, ())]
@@ -385,10 +453,10 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
     assert newest.startswith("ab")
     assert newest != older
     assert text("--step=5", "--mesh.tensor=2", "--mesh.data=1") == newest
-    generate, computed = decode.generate, []
+    create, computed = stream.Engine.create, []
     with monkeypatch.context() as patched:
         patched.setattr(
-            decode, "generate", lambda *a, ctx, **how: computed.append(ctx.dtype) or generate(*a, ctx=ctx, **how)
+            stream.Engine, "create", lambda *a, ctx, **how: computed.append(ctx.dtype) or create(*a, ctx=ctx, **how)
         )
         text(), text("--dtype=bfloat16")
     assert computed == [jnp.float32, jnp.bfloat16]

@@ -115,31 +115,35 @@ def cached_attention(
     window: int = 0,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Returns the result of `attention` for the newest token of each sequence, with a KV cache: [B, 1, H, K].
+    """Returns the result of `attention` for the newest S tokens of each sequence, with a KV cache: [B, S, H, K].
 
-    The cache is read in place. The scores of the token's own key are computed separately, so that nothing is
+    The cache is read in place. The scores of the tokens' own keys are computed separately, so that nothing is
     concatenated to the cache or copied.
 
     Args:
-      q: query of the token [B, 1, H, K].
-      k: key of the token [B, 1, G, K].
-      v: value of the token [B, 1, G, K].
+      q: queries of the tokens [B, S, H, K].
+      k: keys of the tokens [B, S, G, K].
+      v: values of the tokens [B, S, G, K].
       keys: cached keys in T slots [B, G, T, K].
       values: cached values [B, G, T, K].
-      distance: number of tokens from the token of each slot to this one [B, T]. 0 or less masks the slot.
+      distance: number of tokens from the token of each slot to the first of these [B, T]. 0 or less masks the slot.
       scale, window, softcap: see `attention`.
     """
-    g, slots = keys.shape[1], keys.shape[2]
-    o = Options(scale, False, 0, softcap)
-    q_BG1RK, none = heads_first(q, g), jnp.zeros((0,))
+    g, slots, new = keys.shape[1], keys.shape[2], jnp.arange(q.shape[1])
+    q_BGSRK, v_BGSK = heads_first(q, g), v.swapaxes(1, 2)
     visible = distance > 0
+    visible, distance = visible[:, None], distance[:, None] + new[:, None]  # of each query [B, 1 or S, T]
     if window:
         visible &= distance < window
-    cached = jnp.where(visible[:, None, None, None], masked_scores(o, q_BG1RK, keys, none, none, None, None), MASKED)
-    own = masked_scores(o, q_BG1RK, k.swapaxes(1, 2), none, none, None, None)
+    cached = masked_scores(Options(scale, False, 0, softcap), q_BGSRK, keys, new, new, None, None)
+    cached = jnp.where(visible[:, None, :, None], cached, MASKED)
+    own = masked_scores(Options(scale, new.size > 1, window, softcap), q_BGSRK, k.swapaxes(1, 2), new, new, None, None)
     weights = jax.nn.softmax(jnp.concatenate([cached, own], axis=-1), axis=-1).astype(v.dtype)
     mixed = jnp.einsum("bgcrt,bgtk->bgcrk", weights[..., :slots], values, preferred_element_type=jnp.float32)
-    mixed += weights[..., slots:] * v.swapaxes(1, 2)[:, :, :, None]
+    if new.size == 1:  # a product is faster than a matmul over one token
+        mixed += weights[..., slots:] * v_BGSK[:, :, :, None]
+    else:
+        mixed += jnp.einsum("bgcrt,bgtk->bgcrk", weights[..., slots:], v_BGSK, preferred_element_type=jnp.float32)
     return heads_last(mixed.astype(q.dtype))
 
 

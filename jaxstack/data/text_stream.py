@@ -1,0 +1,66 @@
+"""Converts token ids to text as they come."""
+
+from collections.abc import Collection, Sequence
+
+from jaxstack.data.tokenizers import HFTokenizer, Tokenizer
+
+_INCOMPLETE = "\ufffd"
+
+
+class TextStream:
+    """The text of a prompt and of the tokens that are added to it, up to the end of the document.
+
+    `take` returns it in pieces. What later tokens may change is held back: the bytes of a character that is not
+    complete.
+
+    Attributes:
+      prompt: ids of the prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: str, *, end: Collection[int] = ()) -> None:
+        """Begins a text.
+
+        Args:
+          tokenizer: converts ids to text.
+          prompt: the beginning of the text.
+          end: tokens that end the text and do not belong to it, besides the end of a document.
+        """
+        self.prompt: list[int] = tokenizer.encode(prompt).tolist()
+        self._tokenizer = tokenizer
+        self._end = {*end} if tokenizer.eos_id is None else {*end, tokenizer.eos_id}
+        self._ids: list[int] = []
+        self._ended = False
+        self._taken = ""
+        self.add(self.prompt)
+
+    @property
+    def text(self) -> str:
+        """The complete text so far."""
+        return self._tokenizer.decode(self._ids)
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Adds tokens; those after the end of the text are ignored."""
+        for token in ids:
+            self._ended = self._ended or token in self._end
+            if not self._ended:
+                self._ids.append(token)
+
+    def take(self, *, all: bool = False) -> str:
+        """Returns what was not returned before.
+
+        Args:
+          all: whether to return what is held back, too. No tokens can be added afterwards.
+        """
+        text = self.text if all else self._tokenizer.decode(self._settled()).rstrip(_INCOMPLETE)
+        if not text.startswith(self._taken):  # a decoder that changes earlier text
+            return f"\n{text}" if all else ""
+        piece, self._taken = text[len(self._taken) :], text
+        return piece
+
+    def _settled(self) -> list[int]:
+        """Returns the ids without the last ones that represent single bytes, which are decoded as one group."""
+        single = self._tokenizer.byte_ids if isinstance(self._tokenizer, HFTokenizer) else frozenset()
+        count = len(self._ids)
+        while count and self._ids[count - 1] in single:
+            count -= 1
+        return self._ids[:count]
