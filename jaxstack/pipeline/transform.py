@@ -41,6 +41,11 @@ def value_and_grad(
         for i in range(L): x = layer(stacked[i], x)
         value = loss(shared, x, batch)
 
+    Call it as
+
+        gradients = value_and_grad(layer, embed, loss, schedule=one_f_one_b(4, 8), mesh=mesh)
+        value, (d_shared, d_stacked) = jax.jit(gradients)(shared, stacked, batch)
+
     `loss` must be a mean over the rows of its batch: the result is the mean of the losses of all microbatches. Wrap
     `layer` in `jax.checkpoint` to store only its input for the backward pass. Every stage runs `embed` and `loss`.
 
