@@ -1,11 +1,13 @@
 """jaxstack: a JAX-based functional training stack.
 
+`jaxstack.load("runs/quickstart")` loads a run, to generate text, compute logits or evaluate it.
+
 Every room of the package is an attribute, and so are the modules that other projects use most: `jaxstack.model` and
 `jaxstack.params`. Each is imported at its first use, so that importing the package is fast and does not start JAX.
 """
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -19,11 +21,17 @@ _MODULES = {"model": "models.decoder", "params": "models.params"} | {
 """Module of each public name, within the package."""
 
 
-def __getattr__(name: str) -> ModuleType:
+if TYPE_CHECKING:
+    from jaxstack.generate.load_run import load as load
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load":
+        return importlib.import_module("jaxstack.generate.load_run").load
     if name in _MODULES:
         return importlib.import_module(f"jaxstack.{_MODULES[name]}")
-    raise AttributeError(f"module 'jaxstack' has no attribute {name!r}. It has {', '.join(_MODULES)}.")
+    raise AttributeError(f"module 'jaxstack' has no attribute {name!r}. It has load, {', '.join(_MODULES)}.")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_MODULES]
+    return [*globals(), "load", *_MODULES]

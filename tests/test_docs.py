@@ -113,7 +113,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"^train\b", SHORT),
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),
-    (r"^generate", ["--sample.tokens=8"]),
+    (r"^(generate|chat)", ["--sample.tokens=8"]),
     (r"^(report|data|import|export|schedule|completion|help) |^--help$", []),
 ]
 

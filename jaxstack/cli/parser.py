@@ -41,6 +41,7 @@ COMMANDS = {
     "supervise": Command("Train", "supervise", "restart a run when it fails"),
     "report": Command("Train", "report", "summarize runs in a table and a page with curves"),
     "generate": Command("Use a model", "generate", "continue prompts with the model of a run"),
+    "chat": Command("Use a model", "chat", "talk with the model of a run"),
     "import": Command("Use a model", "import_model", "make a run from a Hugging Face folder"),
     "export": Command("Use a model", "export_model", "write a run's parameters as a Hugging Face folder"),
     "data build": Command("Data", "data_build", "make a token file from text"),

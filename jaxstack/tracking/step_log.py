@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -173,7 +173,7 @@ class StepLogger:
           sums: of nats and of tokens, for each batch of each source, by the sources' names. They are waited for one at
             a time: if independent programs run at the same time, their collectives can block each other.
         """
-        losses = {name: self._mean_loss(batches) for name, batches in sums.items()}
+        losses = {name: mean_loss(batches, self._watchdog.report_progress) for name, batches in sums.items()}
         loss = self._loader.mean_loss(losses)
         # Only process 0 counts the bytes of all rows, and only process 0 writes.
         first = jax.process_index() == 0
@@ -190,14 +190,15 @@ class StepLogger:
                 self._console.print(f"             {name}: {_in_words(value, record[f'eval_bits_per_byte/{name}'])}")
         return loss
 
-    def _mean_loss(self, sums: Iterable[tuple[jax.Array, jax.Array]]) -> float:
-        """Returns the mean loss per token, given the sums of nats and of tokens of each batch."""
-        nats = tokens = 0.0
-        for batch_sums in sums:
-            batch_nats, batch_tokens = jax.device_get(batch_sums)
-            nats, tokens = nats + float(batch_nats), tokens + float(batch_tokens)
-            self._watchdog.report_progress()
-        return nats / tokens
+
+def mean_loss(sums: Iterable[tuple[jax.Array, jax.Array]], after_batch: Callable[[], None]) -> float:
+    """Returns the mean loss per token, given the sums of nats and of tokens of each batch."""
+    nats = tokens = 0.0
+    for batch_sums in sums:
+        batch_nats, batch_tokens = jax.device_get(batch_sums)
+        nats, tokens = nats + float(batch_nats), tokens + float(batch_tokens)
+        after_batch()
+    return nats / tokens
 
 
 def _in_words(loss: float, bits: float) -> str:

@@ -1,0 +1,118 @@
+"""Loads a run in Python: `jaxstack.load("runs/quickstart")`. JAX is imported after its devices were chosen."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from jaxstack.config import Config, ConfigError, MeshConfig, parse
+from jaxstack.data import Tokenizer
+from jaxstack.data.tokenizers import tokenizer_from_json
+from jaxstack.runtime import compile_cache, platform
+
+if TYPE_CHECKING:  # JAX must start after `platform.configure`
+    from jaxstack.generate.trained_run import TrainedRun
+
+
+def load(
+    path: str | Path,
+    *,
+    mesh: Mapping[str, int] | MeshConfig | None = None,
+    step: int | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+) -> "TrainedRun":
+    """Loads the model of a run, to generate text, compute logits or evaluate it.
+
+    Args:
+      path: run directory, of `jaxstack train` or `jaxstack import`.
+      mesh: sizes of mesh axes, with the names of the configuration: `{"data": 2, "tensor": 2}`. An axis that is not
+        given has size 1, and `None` means one device.
+      step: step of the checkpoint. `None` means the newest valid one.
+      dtype: dtype of the computation. `None` means `train.dtype` of the run.
+
+    Raises:
+      ConfigError: the folder is not a run, its checkpoint is damaged, or the mesh does not fit the model or the
+        devices.
+    """
+    if not isinstance(mesh, MeshConfig):
+        unknown = sorted((mesh or {}).keys() - {field.name for field in fields(MeshConfig)})
+        if unknown:
+            raise ConfigError(f"the mesh has no axis {unknown[0]}. Use {', '.join(MeshConfig().sizes)}.")
+        mesh = replace(MeshConfig(data=1), **(mesh or {}))  # type: ignore[arg-type]
+    path = Path(path).expanduser()
+    cfg, tokenizer = read_run(path)
+    if dtype is not None and dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype={dtype} is unknown. Use float32 or bfloat16.")
+    return open_run(path, replace(cfg, train=replace(cfg.train, dtype=dtype or cfg.train.dtype)), tokenizer, mesh, step)
+
+
+def read_run(path: Path) -> tuple[Config, Tokenizer]:
+    """Returns the configuration and the tokenizer of a run directory.
+
+    Raises:
+      ConfigError: it is not a run directory.
+    """
+    for name in ("config.yaml", "tokenizer.json"):
+        if not (path / name).is_file():
+            advice = "Name the run.dir of a training run."
+            if (path / "config.json").is_file():
+                advice = f"It is a Hugging Face folder: make a run of it with `jaxstack import {path} RUN`."
+            raise ConfigError(f"{path} is not a run directory: it has no {name}. {advice}")
+    cfg = parse.parse_config([f"--config={path / 'config.yaml'}"])
+    return cfg, tokenizer_from_json(json.loads((path / "tokenizer.json").read_text()))
+
+
+def open_run(
+    path: Path, cfg: Config, tokenizer: Tokenizer, mesh: MeshConfig, step: int | None, rows: int | None = None
+) -> "TrainedRun":
+    """Starts JAX with the devices of a mesh, and reads the parameters of a run.
+
+    Args:
+      path: run directory.
+      cfg: its configuration; the dtype and how samples are made may have been changed.
+      tokenizer: its tokenizer.
+      mesh: sizes of the mesh axes.
+      step: step of the checkpoint. `None` means the newest valid one.
+      rows: number of texts that are processed at once, by which an open axis is chosen. `None` means those of a
+        microbatch of the run.
+
+    Raises:
+      ConfigError: see `load`.
+    """
+    cfg = _on_mesh(cfg, mesh, rows)
+    if "jax" not in sys.modules:
+        platform.configure(cfg.mesh, cfg.microbatch_size)
+        compile_cache.configure()
+    elif not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
+        _add_cpu_devices(platform.cpu_devices(cfg.mesh, cfg.microbatch_size))
+
+    from jaxstack.generate.trained_run import TrainedRun
+
+    return TrainedRun.open(path, cfg, tokenizer, step)
+
+
+def _on_mesh(cfg: Config, mesh: MeshConfig, rows: int | None) -> Config:
+    """Returns the configuration on another mesh, with a larger batch if the mesh does not divide the run's."""
+    shards = math.prod(mesh.known_sizes[axis] for axis in ("data", "fsdp", "expert"))
+    data, train = cfg.data, cfg.train
+    if rows is not None or cfg.microbatch_size % shards:
+        data = replace(data, batch_size=-(-(rows or data.batch_size) // shards) * shards)
+        train = replace(train, grad_accum=1)
+    # Measuring costs would take longer than what even stages lose.
+    pipeline = replace(cfg.pipeline, partition="even", microbatches=None if rows else cfg.pipeline.microbatches)
+    return replace(cfg, mesh=mesh, data=data, train=train, pipeline=pipeline)
+
+
+def _add_cpu_devices(count: int) -> None:
+    """Asks JAX, which was imported before, for this many CPU devices. If it has started, it keeps those that it has."""
+    import jax
+
+    if count > 1:
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:
+            return

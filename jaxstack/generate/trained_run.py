@@ -1,0 +1,275 @@
+"""A loaded run: its configuration, parameters and tokenizer, and what can be done with its model."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from numpy.typing import ArrayLike
+
+from jaxstack import data, hf, sharding
+from jaxstack.checkpoint import manifest, run_dir, store
+from jaxstack.common.tree import Batch
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SampleConfig
+from jaxstack.data import Tokenizer
+from jaxstack.data.loader import DataLoader
+from jaxstack.data.text_stream import TextStream
+from jaxstack.generate import decode
+from jaxstack.generate.stream import Engine
+from jaxstack.models import decoder, family, params
+from jaxstack.models.context import Context
+from jaxstack.models.params import Params
+from jaxstack.tracking.step_log import mean_loss
+from jaxstack.training import init_from
+from jaxstack.training.step import make_eval_step
+
+
+class Evaluation(NamedTuple):
+    """A held-out loss.
+
+    Attributes:
+      loss: in nats per token.
+      bits_per_byte: the same in bits per byte of text; NaN if the tokenizer does not keep the complete text.
+      sources: the loss of each source in nats per token, by its name.
+    """
+
+    loss: float
+    bits_per_byte: float
+    sources: dict[str, float]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainedRun:
+    """A run that was loaded; `jaxstack.load` returns it.
+
+    Attributes:
+      config: configuration of the run, on the mesh that was asked for.
+      params: float32 parameters with adapters merged, sharded over the mesh; `model` declares them.
+      tokenizer: the tokenizer of the run.
+      context: how the model is computed.
+      step: step of the checkpoint that was asked for. `None` means the newest valid one.
+    """
+
+    config: Config
+    params: Params
+    tokenizer: Tokenizer
+    context: Context
+    step: int | None = None
+
+    def __repr__(self) -> str:
+        devices = 1 if self.context.mesh is None else self.context.mesh.size
+        count = params.count(family.spec(self.model))
+        return f"TrainedRun({self.config.run.dir}: {count:,} parameters on {devices} x {jax.devices()[0].device_kind})"
+
+    @classmethod
+    def open(cls, path: Path, cfg: Config, tokenizer: Tokenizer, step: int | None) -> "TrainedRun":
+        """Reads the parameters of a checkpoint; those that the run starts with if it has none.
+
+        Args:
+          path: run directory.
+          cfg: its configuration, on the mesh to use.
+          tokenizer: its tokenizer.
+          step: step of the checkpoint. `None` means the newest valid one.
+
+        Raises:
+          ConfigError: the checkpoint is damaged, or the mesh does not fit the model or the devices.
+        """
+        devices, needed = sharding.find_devices(), math.prod(cfg.mesh.sizes.values())
+        if cfg.mesh.open_axis is None:  # the other devices of the machine are not needed
+            devices = devices[:needed]
+            if len(devices) < needed:
+                shown = " x ".join(f"mesh.{axis}={size}" for axis, size in cfg.mesh.sizes.items() if size > 1)
+                raise ConfigError(
+                    f"{shown} needs {needed} devices, but JAX has {len(devices)}. Use a smaller mesh; on a CPU, load "
+                    f"the run before JAX is used, or set JAX_NUM_CPU_DEVICES={needed} before Python starts."
+                )
+        ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+        source = init_from.find_source(str(path), "RUN")
+        if isinstance(source, hf.PretrainedFolder):
+            with source:
+                return cls(cfg, source.read_params(ctx), tokenizer, ctx)
+        cfg = replace(cfg, run=replace(cfg.run, dir=source.run.dir))
+        return cls(cfg, init_from.restore_params(cfg, ctx, step), tokenizer, ctx, step)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model of `params`: that of the run, without adapters."""
+        return self.config.model.base
+
+    @overload
+    def generate(self, prompts: str, *, seed: int | None = None, stop: Sequence[int] = (), **sample: float) -> str: ...
+
+    @overload
+    def generate(
+        self, prompts: list[str], *, seed: int | None = None, stop: Sequence[int] = (), **sample: float
+    ) -> list[str]: ...
+
+    def generate(
+        self, prompts: str | list[str], *, seed: int | None = None, stop: Sequence[int] = (), **sample: float
+    ) -> str | list[str]:
+        """Returns a prompt with its continuation, or a list of them for a list of prompts.
+
+        Args:
+          prompts: a text, or several that are continued at the same time.
+          seed: of sampling. `None` means `run.seed`.
+          stop: ids of tokens that end a text; the end of a document always ends it.
+          **sample: keys of the group `sample` of the configuration, such as `tokens=100, temperature=0.7`. The others
+            have the run's values.
+
+        Raises:
+          ConfigError: a value is out of range, a prompt is empty, or the text is longer than learned positions.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        streams = [TextStream(self.tokenizer, text) for text in texts]
+        for parts in self.stream_tokens([stream.prompt for stream in streams], seed=seed, stop=stop, **sample):
+            for stream, part in zip(streams, parts, strict=True):
+                stream.add(part)
+        complete = [stream.text for stream in streams]
+        return complete[0] if isinstance(prompts, str) else complete
+
+    def stream(
+        self, prompt: str, *, seed: int | None = None, stop: Sequence[int] = (), **sample: float
+    ) -> Iterator[str]:
+        """Yields the text of `generate` in pieces, as its tokens come. The first piece is the prompt.
+
+        Args:
+          prompt: a text.
+          seed: see `generate`.
+          stop: see `generate`.
+          **sample: see `generate`.
+        """
+        text = TextStream(self.tokenizer, prompt)
+        yield text.take()
+        for (part,) in self.stream_tokens([text.prompt], seed=seed, stop=stop, **sample):
+            text.add(part)
+            if piece := text.take():
+                yield piece
+        if rest := text.take(all=True):
+            yield rest
+
+    def stream_tokens(
+        self, prompts: decode.Rows, *, seed: int | None = None, stop: Sequence[int] = (), **sample: float
+    ) -> Iterator[decode.Rows]:
+        """Yields the tokens that are added to each prompt, a few at a time. With beams there is one part, at the end.
+
+        Args:
+          prompts: token ids of each prompt.
+          seed: see `generate`.
+          stop: see `generate`.
+          **sample: see `generate`.
+        """
+        how = self._sample(sample)
+        seed = self.config.run.seed if seed is None else seed
+        end = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+        if how.beams == 1:
+            yield from self.engine(how.domain).stream(prompts, how, stop=(*stop, *end), seed=seed)
+            return
+        options = decode.generate_options(self.config, self.tokenizer, self.context) | {"stop": (*stop, *end)}
+        rows = decode.generate(self.model, self.params, prompts, how, seed=seed, **options)
+        yield [row[len(prompt) :] for prompt, row in zip(prompts, rows, strict=True)]
+
+    def engine(self, domain: int = 0) -> Engine:
+        """Returns the model ready to generate; its programs are compiled once.
+
+        Args:
+          domain: of the texts, for `model.moe.router=domain`.
+        """
+        if domain not in self._engines:
+            options = decode.generate_options(self.config, self.tokenizer, self.context)
+            gate = None if options["gate"] is None else domain
+            self._engines[domain] = Engine.create(self.model, self.params, **options | {"gate": gate})
+        return self._engines[domain]
+
+    def _sample(self, given: dict[str, float]) -> SampleConfig:
+        known = [f.name for f in fields(SampleConfig) if f.name != "prompts"]
+        if unknown := sorted(given.keys() - set(known)):
+            raise ConfigError(f"{unknown[0]} is not an option of generation. Use {', '.join(known)}.")
+        return replace(self.config.sample, prompts=None, **given)  # type: ignore[arg-type]
+
+    def logits(self, text: str | ArrayLike) -> np.ndarray:
+        """Returns the logits of the token after each token of a text, float32 [S, V].
+
+        Experts have no capacity limit here, as in generation.
+
+        Args:
+          text: a text, its ids [S], or several rows of ids [B, S], which give [B, S, V].
+
+        Raises:
+          ConfigError: there are no tokens, an id does not exist, or there are more tokens than learned positions.
+        """
+        ids = np.asarray(self.tokenizer.encode(text) if isinstance(text, str) else text)
+        if not np.issubdtype(ids.dtype, np.integer) or ids.ndim not in (1, 2):
+            raise ConfigError(f"ids are {ids.dtype} of shape {ids.shape}. Give a text, or integers [S] or [B, S].")
+        rows = ids.reshape(-1, ids.shape[-1]).astype(np.int64)
+        decode.check_prompts(self.model, rows.tolist(), 0, self.model.vocab)
+        count, length = rows.shape
+        slots = -(-length // decode.BUCKET) * decode.BUCKET  # attention is causal, so padding at the end is not seen
+        if self.model.positions == "learned":
+            slots = min(slots, self.model.max_positions or slots)
+        padded = np.pad(rows, ((0, -count % self.context.replicas), (0, slots - length))).astype(np.int32)
+        found = np.asarray(jax.device_get(self._forward(self.params, padded)))[:count, :length]
+        return found[0] if ids.ndim == 1 else found
+
+    def evaluate(self, source: DataConfig | None = None) -> Evaluation:
+        """Returns the held-out loss.
+
+        On the mesh of the training it equals the loss that the run has logged for this checkpoint, bit for bit. That
+        of a run with adapters differs by rounding, since adapters are merged here.
+
+        Args:
+          source: other data, of which the held-out part is evaluated. `None` means the data of the run.
+
+        Raises:
+          ConfigError: the data cannot be read, has changed since the checkpoint, or has another tokenizer.
+        """
+        cfg = replace(self.config, data=source or self.config.data)
+        dataset = data.load(cfg.data)
+        saved = run_dir.checkpoints(Path(cfg.run.dir))
+        if source is None and (steps := manifest.complete_steps(saved)):
+            metadata = store.metadata(saved, max(steps) if self.step is None else self.step)
+            run_dir.require_same_data(metadata, cfg, dataset.fingerprint)
+        if not data.same_vocabulary(dataset.tokenizer.to_json(), self.tokenizer.to_json()):
+            raise ConfigError(
+                f"the data was read with the tokenizer {dataset.tokenizer.name}, which has other ids than that of the "
+                f"run. Use data.tokenizer={self.tokenizer.name}."
+            )
+        loader = DataLoader(cfg, dataset, self.context.sharding(self.context.batch))
+        losses = {
+            one.name: mean_loss(
+                (self._eval_step(self.params, loader.to_devices(batch)) for batch in one.local_batches), lambda: None
+            )
+            for one in loader.held_out
+        }
+        loss = loader.mean_loss(losses)
+        return Evaluation(loss, loss / math.log(2) / loader.held_out_bytes_per_token, losses)
+
+    @cached_property
+    def _engines(self) -> dict[int, Engine]:
+        return {}
+
+    @cached_property
+    def _eval_step(self) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+        return jax.jit(make_eval_step(replace(self.config, model=self.model), self.context))
+
+    @cached_property
+    def _forward(self) -> Callable[[Params, np.ndarray], jax.Array]:
+        cfg, ctx = decode.dropless(self.model), self.context.whole_sequences()
+        gate = decode.generate_options(self.config, self.tokenizer, ctx)["gate"]
+
+        def work(values: Params, tokens: jax.Array) -> jax.Array:
+            batch: Batch = {"tokens": tokens}
+            if gate is not None:
+                batch["gate_ids"] = jnp.full_like(tokens, gate)
+            hidden, _ = decoder.hidden_states(cfg, values, batch, ctx)
+            return decoder.logits(cfg, values, hidden, ctx)
+
+        if ctx.mesh is None or ctx.mesh.size == 1:
+            return jax.jit(work)
+        vocabulary = PartitionSpec(*ctx.batch, None, ctx.axes("vocab") or None)
+        return jax.jit(ctx.local(work, (ctx.parameters(family.spec(cfg)), ctx.batch), vocabulary))

@@ -1,0 +1,201 @@
+"""Tests of `jaxstack.load`, and of the commands that show text as it comes."""
+
+import io
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxstack as js
+from jaxstack.cli.parser import execute
+from jaxstack.config import ConfigError, DataConfig, parse
+from jaxstack.models import decoder
+
+FLAGS = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.num_kv_heads=2 --model.d_ff=48
+    --data.seq_len=32 --data.batch_size=4 --train.steps=3 --train.eval_every=3 --train.eval_steps=2 --optim.name=sgd
+    --optim.lr=0.3 --train.ngram_baseline=false --sample.prompts=[] --sample.tokens=20 --mesh.data=2 --mesh.tensor=2
+    --optim.warmup_steps=1"""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains a run on four devices."""
+    folder = tmp_path_factory.mktemp("load")
+    words = np.random.default_rng(0).integers(0, 100, 3000)
+    (folder / "text.txt").write_text(" ".join(f"word{n}" for n in words))
+    flags = [*FLAGS.split(), "--data.source=path", f"--data.path={folder / 'text.txt'}", f"--run.dir={folder / 'run'}"]
+    cfg = parse.parse_config(flags)
+    # `execute` would ask for a number of devices; these tests have eight.
+    from jaxstack import data, train
+    from jaxstack.checkpoint import run_dir as directory
+    from jaxstack.config import resolve
+
+    dataset = data.load(cfg.data)
+    cfg = resolve(cfg, dataset.tokenizer.vocab_size)
+    directory.prepare(cfg, dataset.tokenizer.to_json())
+    four, devices = jax.devices()[:4], jax.devices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *a: four if not a else devices(*a))
+        train.train(cfg, dataset, [])
+    return folder / "run"
+
+
+def logged(run: Path) -> dict[str, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return next(line for line in lines if "eval_loss" in line)
+
+
+def test_the_loss_is_that_of_the_log_bit_for_bit(run_dir):
+    run = js.load(run_dir, mesh={"data": 2, "tensor": 2})
+    found = run.evaluate()
+    assert found.loss == logged(run_dir)["eval_loss"]
+    assert found.bits_per_byte == logged(run_dir)["eval_bits_per_byte"]
+    assert [*found.sources.values()] == [found.loss]
+    assert f"on 4 x {jax.devices()[0].device_kind}" in repr(run)
+
+
+def test_one_device_computes_what_a_mesh_computes(run_dir, rng):
+    one, many = js.load(run_dir), js.load(str(run_dir), mesh={"fsdp": 2, "context": 2, "tensor": 2})
+    assert one.evaluate().loss == pytest.approx(logged(run_dir)["eval_loss"], rel=1e-6)  # sums in another order
+    tokens = rng.integers(0, 256, (3, 70))
+    expected = np.asarray(decoder.forward(one.model, one.params, tokens)[0])
+    for text in (tokens, tokens[0], tokens[0, :1]):
+        wanted = expected[0] if text.ndim == 1 else expected
+        # Logits of about 1 are sums of 32 products, rounded to 2**-24 each.
+        np.testing.assert_allclose(one.logits(text), wanted[..., : text.shape[-1], :], atol=2e-5)
+        np.testing.assert_allclose(many.logits(text), wanted[..., : text.shape[-1], :], atol=2e-5)
+    half = [js.load(run_dir, dtype="bfloat16", mesh=mesh).logits(tokens) for mesh in (None, {"data": 2, "tensor": 2})]
+    scale = np.abs(expected).max()
+    for found in half:  # each of about ten matmuls rounds its result to 2**-9
+        np.testing.assert_allclose(found, expected, atol=0.05 * scale)
+    assert np.abs(half[0] - expected).max() > 1e-4 * scale, "it is computed in bfloat16"
+    assert one.generate("word1 ", temperature=0) == many.generate("word1 ", temperature=0)
+
+
+def test_a_loaded_run_writes_what_the_command_writes(run_dir, capsys):
+    run = js.load(run_dir)
+    prompts = ["word1 word", "w", "Grüße"]
+    for flags, options in (
+        (["--seed=4", "--stream"], {"seed": 4}),
+        (["--sample.temperature=0", "--sample.beams=3"], {"temperature": 0, "beams": 3}),
+    ):
+        texts = run.generate(prompts, **options)
+        execute(["generate", str(run_dir), *prompts, *flags])
+        assert capsys.readouterr().out == "\n---\n".join(texts) + "\n"
+    pieces = [*run.stream("word1 ")]
+    assert pieces[0] == "word1 "
+    assert len(pieces) > 2
+    assert "".join(pieces) == run.generate("word1 ")
+    assert "w" not in run.generate("o", stop=[ord("w")])[:-1]
+
+
+def test_the_first_page_shows_what_works(run_dir, tmp_path, monkeypatch, capsys):
+    """Runs the Python block of docs/first_run.md."""
+    page = (Path(__file__).parents[2] / "docs" / "first_run.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quickstart").symlink_to(run_dir)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "docs/first_run.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert out.startswith("import os")
+    assert "Evaluation(loss=" in out
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: js.load(run / "checkpoints"), "is not a run directory: it has no config.yaml"),
+        (lambda run: js.load(run, mesh={"model": 2}), "the mesh has no axis model. Use pipe, data"),
+        (lambda run: js.load(run, mesh={"tensor": 2, "data": 8}), "needs 16 devices, but JAX has 8"),
+        (lambda run: js.load(run, step=2), "has no step 2"),
+        (lambda run: js.load(run, dtype="int8"), "dtype=int8 is unknown"),
+        (lambda run: js.load(run).generate("a", topk=3), "topk is not an option of generation"),
+        (lambda run: js.load(run).generate(""), "prompt 1 of 1 is empty"),
+        (lambda run: js.load(run).logits([[1.5]]), "Give a text, or integers"),
+        (lambda run: js.load(run).logits([300]), "has the id 300"),
+        (lambda run: js.load(run).evaluate(DataConfig(source="path", path=str(run / "config.yaml"),
+                                                      tokenizer="chars")), "which has other ids"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_says_what_to_do(run_dir, call, message):
+    with pytest.raises(ConfigError, match=message):
+        call(run_dir)
+
+
+def test_changed_data_is_not_evaluated_in_silence(run_dir, tmp_path):
+    run = js.load(run_dir)
+    path = Path(str(run.config.data.path))
+    before = path.read_text()
+    try:
+        path.write_text(before + " word1")
+        with pytest.raises(ConfigError, match="has changed since the checkpoints"):
+            run.evaluate()
+        assert math.isfinite(run.evaluate(replace(run.config.data, seq_len=16)).loss)
+    finally:
+        path.write_text(before)
+
+
+# --- the command `chat` -----------------------------------------------------------------------------------------------
+
+
+def talk(capsys, monkeypatch, run: Path, said: str, *flags: str) -> tuple[list[str], str]:
+    """Returns the answers and the notes of a conversation through a pipe."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+    execute(["chat", str(run), "--sample.tokens=6", *flags])
+    out, err = capsys.readouterr()
+    return out.splitlines(), err
+
+
+def test_a_run_without_a_template_continues_what_is_typed(run_dir, capsys, monkeypatch):
+    run = js.load(run_dir)
+    notes = talk(capsys, monkeypatch, run_dir, "/help\n/what\n\n")[1]
+    assert "it has no chat template, so the model continues what you type. The context has 32 tokens." in notes
+    assert "/reset   begin a new conversation" in notes
+    assert "/what is not a command" in notes
+
+    said = "word\nw\n/reset\nword\nword\n/exit\nword\n"
+    answers, notes = talk(capsys, monkeypatch, run_dir, said, "--sample.temperature=0", "--context=24")
+    first = run.generate("word\n", tokens=6, temperature=0)
+    second = run.generate(f"{first}\nw\n", tokens=6, temperature=0)
+    text = "\n".join(answers) + "\n"
+    assert text.startswith(f"{first.removeprefix('word' + chr(10))}\n{second.removeprefix(first)[3:]}\n")
+    assert notes.count("stopped after 6 tokens") >= 2
+    assert "a new conversation begins" in notes
+
+    answers, notes = talk(capsys, monkeypatch, run_dir, "word word word\nword\nw\n", "--context=24")
+    assert "The context of 24 tokens is full. /reset begins a new conversation." in notes
+    assert "This line was not read: the text would have" in notes
+
+
+def test_a_run_with_a_template_answers(run_dir, capsys, monkeypatch, tmp_path):
+    """The history is rendered as in training, and each answer is that of `generate` for all messages so far."""
+    lines = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(20)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    copied = tmp_path / "run"
+    copied.mkdir()
+    (copied / "checkpoints").symlink_to(run_dir / "checkpoints")
+    (copied / "tokenizer.json").write_text((run_dir / "tokenizer.json").read_text())
+    text = (run_dir / "config.yaml").read_text()
+    text = text.replace("source: path", "source: chat").replace("seq_len: 32", "seq_len: 200")
+    (copied / "config.yaml").write_text(text)
+    flags = ["--system=Be brief.", "--sample.temperature=0"]
+    answers, notes = talk(capsys, monkeypatch, copied, "one\n /two\n", *flags)
+    assert "each line is a message" in notes
+    run = js.load(copied)
+    asked = "<|system|>\nBe brief.\n<|user|>\none\n<|assistant|>\n"
+    first = run.generate(asked, tokens=6, temperature=0).removeprefix(asked)
+    asked += f"{first}\0\n<|user|>\n/two\n<|assistant|>\n"
+    second = run.generate(asked, tokens=6, temperature=0)
+    assert "\n".join(answers).startswith(first)
+    assert len(second)
+    with pytest.raises(ConfigError, match="--system needs a chat template"):
+        talk(capsys, monkeypatch, run_dir, "", "--system=x")
+    with pytest.raises(ConfigError, match="--context=1 is out of range"):
+        talk(capsys, monkeypatch, run_dir, "", "--context=1")
