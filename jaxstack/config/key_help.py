@@ -26,7 +26,7 @@ COMMON: dict[str, tuple[str, ...]] = {
     "pipeline": (),
     "distributed": (),
     "checkpoint": ("every", "keep"),
-    "sample": ("prompts",),
+    "sample": ("prompts", "tokens", "temperature", "top_p"),
     "profile": (),
 }
 """The most used keys of each group, which the short help shows."""
@@ -118,8 +118,8 @@ def short(options: str, groups: Sequence[Group], source: str, program: str) -> s
     head = [options.rstrip("\n"), "", f"most used keys, with {source}:"]
     foot = [
         "",
-        f"`{program} --help.model` explains every key of a group,",
-        "`--help.optim.lr` one key, and `--help.all` all keys.",
+        f"`{program} --help.GROUP` explains every key of a group,",
+        "`--help.GROUP.KEY` one key, and `--help.all` all keys.",
     ]
     width = _width()
     room = LINES - sum(part.count("\n") + 1 for part in (*head, *foot))
@@ -129,28 +129,40 @@ def short(options: str, groups: Sequence[Group], source: str, program: str) -> s
     return "\n".join([*head, *body, *foot])
 
 
+def _common(groups: Sequence[Group]) -> dict[str, list[Key]]:
+    """Returns the most used keys of each group that a command has."""
+    keys = {key.name: key for group in groups for key in group.keys}
+    found = {name: [f"{name}.{word}" for word in words] for name, words in COMMON.items()}
+    present = {group.name.partition(".")[0] for group in groups}
+    return {name: [keys[key] for key in found[name] if key in keys] for name in COMMON if name in present}
+
+
+def _others(common: dict[str, list[Key]]) -> Iterator[str]:
+    """Yields a line that names the groups without a much used key, if there are any."""
+    if rest := [name for name, keys in common.items() if not keys]:
+        yield f"other groups: {', '.join(rest)}"
+
+
 def _described(groups: Sequence[Group], width: int) -> Iterator[str]:
     """Yields a line for each group and for each of its most used keys."""
-    keys = {key.name: key for group in groups for key in group.keys}
-    texts = {group.name: group.text for group in groups}
+    common, texts = _common(groups), {group.name: group.text for group in groups}
     column = 34
-    for name, common in COMMON.items():
-        yield textwrap.shorten(f"{name}: {texts[name]}", width, placeholder=" ...")
-        for key in (keys[f"{name}.{word}"] for word in common):
+    for name, keys in common.items():
+        if keys:
+            yield textwrap.shorten(f"{name}: {texts[name]}", width, placeholder=" ...")
+        for key in keys:
             text = textwrap.shorten(_first_sentence(key.text), width - column, placeholder=" ...")
             yield f"  {_cut(key.flag(), column - 4):<{column - 2}}{text}"
+    yield from _others(common)
 
 
 def _listed(groups: Sequence[Group], width: int) -> Iterator[str]:
     """Yields the most used keys of each group in one paragraph."""
-    keys = {key.name: key for group in groups for key in group.keys}
-    for name, common in COMMON.items():
-        if common:
-            words = " ".join(_cut(keys[f"{name}.{word}"].flag(), 40) for word in common)
-            yield from textwrap.wrap(
-                words, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
-            )
-    yield f"  and keys of {', '.join(name for name, common in COMMON.items() if not common)}"
+    common = _common(groups)
+    for keys in common.values():
+        words = " ".join(_cut(key.flag(), 40) for key in keys)
+        yield from textwrap.wrap(words, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    yield from _others(common)
 
 
 def topic(name: str, groups: Sequence[Group], names: suggestions.Names) -> str:

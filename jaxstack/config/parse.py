@@ -95,7 +95,7 @@ class Parser(ArgumentParser):
         kinds = {a.dest: getattr(a, "_typehint", None) for a in self._keys()}
         self._check_groups(kinds)
         topics, others = _split_help(argv, {*kinds, *(key.rpartition(".")[0] for key in kinds)})
-        if kinds and (any(topics) or (topics and self._has_config)):
+        if kinds and topics:
             print(self._help_text(topics, others, kinds))
             sys.exit()
         if not self._has_config:
