@@ -24,41 +24,6 @@ Texts = Sequence[bytes | np.ndarray]
 """Texts: bytes, uint8 [S], or uint8 [N, S] whose rows are N texts. A context never spans two texts."""
 
 
-def bits_per_byte(train: Texts, held_out: Texts, order: int, *, context_bytes: int = 0) -> float:
-    """Returns the mean of -log2 p of the held-out bytes under the n-gram model of the training bytes.
-
-    Args:
-      train: texts to count.
-      held_out: texts to score. The bytes at the beginning of a text have less context.
-      order: the bytes of an n-gram, 1 to 8. The context has one byte less.
-      context_bytes: the bytes at the beginning of each held-out text that serve as context and are not scored. A window
-        of S + 1 tokens has S targets for a language model; compare it with `context_bytes=1`.
-    """
-    return _bits(train, held_out, [order], _scored(held_out, context_bytes))[order]
-
-
-def best_order(
-    train: Texts, held_out: Texts, orders: Sequence[int] = range(2, 7), *, context_bytes: int = 0
-) -> tuple[int, float]:
-    """Returns the best order and its bits per byte.
-
-    The order is chosen on the held-out text itself, which favours the n-gram model.
-    """
-    return _best(_bits(train, held_out, orders, _scored(held_out, context_bytes)))
-
-
-def _best(bits: dict[int, float]) -> tuple[int, float]:
-    best = min(bits, key=bits.__getitem__)
-    return best, bits[best]
-
-
-def _scored(held_out: Texts, context_bytes: int) -> np.ndarray:
-    """Returns whether each held-out byte is scored, bool [bytes]."""
-    scored = _flatten(held_out)[1] >= context_bytes
-    assert scored.any(), f"no held-out byte is left to score after context_bytes={context_bytes}"
-    return scored
-
-
 def _bits(train: Texts, held_out: Texts, orders: Sequence[int], scored: np.ndarray) -> dict[int, float]:
     """Returns the bits per byte of each order, over the held-out bytes that are scored."""
     assert set(orders) <= set(range(1, 9)), f"orders {list(orders)} must be between 1 and 8"
@@ -149,7 +114,9 @@ def baseline(
         is_target = np.zeros(counts.shape, bool)
         is_target[:, 1:] = batch["loss_weights"] > 0
         masks.append(np.repeat(is_target.ravel(), counts.ravel()))
-    return Baseline(*_best(_bits(texts, scored_texts, orders, np.concatenate(masks))), train_bytes)
+    bits = _bits(texts, scored_texts, orders, np.concatenate(masks))
+    best = min(bits, key=bits.__getitem__)  # on the held-out text itself, which favours the n-gram model
+    return Baseline(best, bits[best], train_bytes)
 
 
 def _row_bytes(batch: Batch, tokenizer: Tokenizer) -> tuple[list[np.ndarray], np.ndarray]:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from jaxstack.data.ngram import baseline, best_order, bits_per_byte, probabilities
+from jaxstack.data.ngram import baseline, probabilities
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer
 
 
@@ -40,6 +40,11 @@ def texts():
     return train, [draw(10, 9), draw(40), np.array([0, 1, 7, 2], np.uint8)]
 
 
+def bits_per_byte(train, held_out, order):
+    *_, p = probabilities(train, held_out, order)
+    return -np.log2(p).mean()
+
+
 def as_lists(rows):
     arrays = [np.frombuffer(r, np.uint8) if isinstance(r, bytes) else r for r in rows]
     return [text.tolist() for a in arrays for text in (a if a.ndim == 2 else [a])]
@@ -51,14 +56,6 @@ def test_equals_dictionary(texts, order):
     want = np.concatenate(slow_probabilities(as_lists(train), as_lists(held_out), order))
     *_, got = probabilities(train, held_out, order)
     np.testing.assert_allclose(got, want, rtol=1e-12)
-    assert bits_per_byte(train, held_out, order) == pytest.approx(-np.log2(want).mean(), rel=1e-12)
-
-
-def test_given_bytes_are_context_only(texts):
-    train, held_out = texts
-    rows = slow_probabilities(as_lists(train), as_lists(held_out), 3)
-    want = -np.mean([math.log2(p) for row in rows for p in row[2:]])
-    assert bits_per_byte(train, held_out, 3, context_bytes=2) == pytest.approx(want, rel=1e-12)
 
 
 @pytest.mark.parametrize("context", [b"", b"\x00", b"\x00\x07", b"\xff\xff\x00", b"\x09\x00\x07", b"\x09"])
@@ -81,12 +78,6 @@ def test_texts_shorter_than_the_order():
     assert bits_per_byte([b"a"], [b"b"], 6) == pytest.approx(-math.log2(1 / 2 / 256))
 
 
-def test_best_order(texts):
-    train, held_out = texts
-    bits = {order: bits_per_byte(train, held_out, order) for order in range(2, 7)}
-    assert best_order(train, held_out) == (min(bits, key=bits.get), min(bits.values()))
-
-
 def test_the_baseline_reads_what_the_model_read_and_is_scored_where_it_was(rng):
     """Only targets that count are scored, so none of a padded row. The last target of a row is included."""
     rows = rng.integers(97, 101, (6, 30))
@@ -98,9 +89,10 @@ def test_the_baseline_reads_what_the_model_read_and_is_scored_where_it_was(rng):
     assert found == (3, pytest.approx(-np.log2(p[:, 1:])[weights > 0].mean(), rel=1e-12), weights.size)
     weights[1, 3:] = 1  # whole rows are scored, as the model's are without packing
     kept = rows[[0, 1, 2, 3, 5]].astype(np.uint8)
-    assert baseline([batch], [batch], ByteTokenizer())[:2] == best_order(
-        [rows.astype(np.uint8)], [kept], context_bytes=1
-    )
+    p = [np.array(slow_probabilities(rows.tolist(), kept.tolist(), order)) for order in range(2, 7)]
+    bits = [-np.log2(p[:, 1:]).mean() for p in p]
+    best = 2 + int(np.argmin(bits))
+    assert baseline([batch], [batch], ByteTokenizer())[:2] == (best, pytest.approx(min(bits), rel=1e-12))
 
 
 def test_the_baseline_counts_the_bytes_of_tokens_of_any_length(rng):
