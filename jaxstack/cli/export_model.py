@@ -23,6 +23,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--dtype", type=Literal["float32", "bfloat16"], default="float32", help="dtype of the weights in the folder"
     )
+    parser.add_argument(
+        "--adapter", action="store_true", help="write only the adapters, in PEFT's format, and not the merged model"
+    )
 
 
 def main(args: Namespace) -> None:
@@ -39,6 +42,9 @@ def main(args: Namespace) -> None:
     from jaxstack import hf
     from jaxstack.hf import originals, safetensors
 
+    if args.adapter:
+        _write_adapters(run, folder, args.dtype)
+        return
     with safetensors.new_folder(folder) as made:
         cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
         tokenizer = json.loads(path.read_text()) if (path := run / "tokenizer.json").is_file() else None
@@ -65,15 +71,68 @@ def _write_tokenizer(saved: "JsonObject", folder: Path) -> int | None:
 
 def _read_params(run: Path) -> "Params":
     """Returns the newest parameters of a run on one device, or its initial ones if it has not begun."""
-    from jaxstack import hf, sharding
-    from jaxstack.models.context import Context
+    from jaxstack import hf
     from jaxstack.training import init_from
 
     source: Config | hf.PretrainedFolder = init_from.find_source(str(run), "RUN")
     if isinstance(source, hf.PretrainedFolder):
         with source:
             return source.read_params()
-    model = replace(source.model, pad_vocab_to=None)
-    alone = replace(source, model=model, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
+    return _restore(source)
+
+
+def _restore(run: Config, merge_adapters: bool = True) -> "Params":
+    """Returns the newest parameters of a run with a checkpoint on one device."""
+    from jaxstack import sharding
+    from jaxstack.models.context import Context
+    from jaxstack.training import init_from
+
+    model = replace(run.model, pad_vocab_to=None)
+    alone = replace(run, model=model, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
     mesh = sharding.make_mesh(alone.mesh, 1, sharding.find_devices()[:1])
-    return init_from.restore_params(alone, Context.create(alone, mesh))
+    return init_from.restore_params(alone, Context.create(alone, mesh), merge_adapters=merge_adapters)
+
+
+def _write_adapters(run: Path, folder: Path, dtype: str) -> None:
+    """Writes the newest adapters of a run, or those that it starts with, and prints what the folder contains."""
+    import jax.numpy as jnp
+
+    from jaxstack import hf
+    from jaxstack.hf import peft, safetensors
+    from jaxstack.models.context import Context
+    from jaxstack.training import init_from
+
+    source: Config | hf.PretrainedFolder = init_from.find_source(str(run), "RUN")
+    base: str | None
+    if isinstance(source, hf.PretrainedFolder):
+        with source:
+            adapters, base = source.adapters, str(source.folder)
+            if adapters is None:
+                raise ConfigError(f"{run} has no adapters yet. Train it until it has saved a checkpoint.")
+            model, family = replace(source.model, lora=adapters.lora), source.family
+            values = peft.place(adapters, source.model, Context())
+    else:
+        if not source.model.lora.rank:
+            raise ConfigError(f"{run} has no adapters: model.lora.rank=0. Leave out --adapter to write the model.")
+        base = _base_folder(str(source.run.init_from))
+        model, family = source.model, hf.family_of(source.model.base)
+        values = _restore(source, merge_adapters=False)
+    with safetensors.new_folder(folder) as made:
+        peft.save_adapters(made, family, model, values, jnp.dtype(dtype), base)
+    print(f"wrote {folder}: adapters of rank {model.lora.rank} for {base or f'a {family} model'} in {dtype}")
+    if base is None:
+        print("Their base model is the run of run.init_from: write it with `jaxstack export`, and name it to PEFT.")
+
+
+def _base_folder(name: str) -> str | None:
+    """Returns the Hugging Face folder that `run.init_from` leads to, or `None` if it leads to a trained run."""
+    from jaxstack import hf
+    from jaxstack.training import init_from
+
+    if not (Path(name) / "config.yaml").is_file():
+        return name  # it may have been removed
+    source = init_from.find_source(name, "run.init_from")
+    if not isinstance(source, hf.PretrainedFolder):
+        return None
+    with source:
+        return None if source.adapters else str(source.folder)

@@ -32,6 +32,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--pad_vocab_to", type=PositiveInt | None, default=None, help="short for --model.pad_vocab_to, see there"
     )
+    parser.add_argument(
+        "--adapter",
+        metavar="ADAPTER",
+        type=user_path,
+        default=None,
+        help="folder in PEFT's format, with adapters of the model",
+    )
     parser.add_config(default=None)
 
 
@@ -50,7 +57,9 @@ def main(args: Namespace) -> None:
     for path in (args.folder, args.out):
         flags.remove(next(word for word in flags if user_path(word) == path))
     flags = [re.sub(r"^--pad_vocab_to(?==|$)", "--model.pad_vocab_to", word) for word in flags]
-    with safetensors.new_folder(run) as made, hf.PretrainedFolder(folder) as found:
+    flags = [re.sub(r"^--adapter(?==|$)", "--run.init_adapter", word) for word in flags]
+    adapter = None if args.adapter is None else Path(args.adapter)
+    with safetensors.new_folder(run) as made, hf.PretrainedFolder(folder, adapter) as found:
         cfg = run_config(found, run, [*(f"--config={path}" for path in args.files), *flags])
         name = cfg.data.tokenizer
         tokenizer = data.make_tokenizer(name, ())
@@ -62,6 +71,8 @@ def main(args: Namespace) -> None:
         originals.keep(folder, made)
     size = params.count(family.spec(cfg.model.base))
     print(f"{folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
+    if adapter is not None:
+        print(f"{adapter} has adapters of rank {cfg.model.lora.rank} for {', '.join(cfg.model.lora.targets)}")
     if found.ignored_values:
         shown = ", ".join(f"{key}={value}" for key, value in found.ignored_values.items())
         print(f"ignored, because they affect only training: {shown}")
@@ -94,6 +105,9 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
         "model": {key: value for key, value in complete["model"].items() if key not in ("lora", "pad_vocab_to")}
         | {"max_positions": found.model.max_positions},
     }
+    if found.adapters is not None:
+        adapters = found.adapters.lora
+        decided["model"]["lora"] = {"rank": adapters.rank, "alpha": adapters.alpha, "targets": [*adapters.targets]}
     if (folder / "tokenizer.json").is_file():
         decided["data"] = {"tokenizer": str(folder / "tokenizer.json")}
     with files.scratch_folder(Path(tempfile.gettempdir(), "jaxstack")) as scratch:
@@ -103,6 +117,8 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
         cfg = parse.parse_config([f"--config={first}", *flags, f"--config={last}"])
     if different := hf.model_differences(found.model, cfg.model):
         raise ConfigError(f"{folder} contains another model ({'; '.join(different[:3])}). Remove these flags.")
+    if found.adapters is not None and cfg.model.lora != found.adapters.lora:
+        raise ConfigError(f"{cfg.run.init_adapter} has other adapters than model.lora. Remove the flags of model.lora.")
     if (cfg.run.dir, cfg.run.init_from) != (begin.dir, begin.init_from):
         raise ConfigError(f"run.dir and run.init_from are {run} and {folder} here. Remove these flags.")
     return cfg

@@ -150,6 +150,11 @@ def _check_adapters(cfg: Config) -> None:
         f"model.lora.rank={cfg.model.lora.rank} trains adapters of an existing model, but run.init_from is not set. "
         f"Name a run or a Hugging Face folder, or use model.lora.rank=0 to train all parameters.",
     )
+    require(
+        cfg.run.init_adapter is None or cfg.model.lora.rank > 0,
+        f"run.init_adapter={cfg.run.init_adapter} needs model.lora with the same rank, alpha and targets. Make the run "
+        f"with `jaxstack import BASE RUN --adapter={cfg.run.init_adapter}`, which sets them.",
+    )
 
 
 def _check_lengths(cfg: Config) -> None:

@@ -28,6 +28,9 @@ class RunConfig:
     init_from: str | None = None
     """Run directory or Hugging Face folder whose newest parameters this run starts with. A dense model is upcycled if
     this run's model has experts. Null means random initial parameters."""
+    init_adapter: str | None = None
+    """Folder in PEFT's format with adapters of the Hugging Face model `run.init_from`, with which this run starts.
+    `jaxstack import --adapter` sets it, and `model.lora` with it. Null means new adapters."""
     seed: NonNegativeInt = 0
     """Seed of the initial parameters, the order of the data, and dropout."""
     resume: bool = True
@@ -40,7 +43,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_bounds("run", self)
-        expand_home(self, "dir", "init_from")
+        expand_home(self, "dir", "init_from", "init_adapter")
         require(bool(self.dir), "run.dir is empty. Name a directory, for example run.dir=runs/first.")
 
 

@@ -93,7 +93,7 @@ class TrainedRun:
         source = init_from.find_source(str(path), "RUN")
         if isinstance(source, hf.PretrainedFolder):
             with source:
-                return cls(cfg, source.read_params(ctx), tokenizer, ctx)
+                return cls(cfg, source.read_params(ctx, cfg.model.pad_vocab_to), tokenizer, ctx)
         cfg = replace(cfg, run=replace(cfg.run, dir=source.run.dir))
         return cls(cfg, init_from.restore_params(cfg, ctx, step), tokenizer, ctx, step)
 
@@ -214,6 +214,7 @@ class TrainedRun:
             slots = min(slots, self.model.max_positions or slots)
         padded = np.pad(rows, ((0, -count % self.context.replicas), (0, slots - length))).astype(np.int32)
         found = np.asarray(jax.device_get(self._forward(self.params, padded)))[:count, :length]
+        found = found[..., : self.model.vocab]  # without padding
         return found[0] if ids.ndim == 1 else found
 
     def evaluate(self, source: DataConfig | None = None) -> Evaluation:

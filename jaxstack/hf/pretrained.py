@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, ModelConfig
-from jaxstack.hf import configs, safetensors, weights
-from jaxstack.models import decoder
+from jaxstack.hf import configs, peft, safetensors, weights
+from jaxstack.models import decoder, lora, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec, map_spec
 
@@ -33,15 +33,17 @@ class PretrainedFolder:
       model: the model that its `config.json` describes.
       ignored_values: keys and values of `config.json` that affect training alone and are not imported.
       dtypes: the dtypes of its tensors, as safetensors spells them.
+      adapters: adapters in PEFT's format that are merged into the parameters, or `None`.
 
     Raises:
       ConfigError: an unsupported family, key or value, damaged files, or tensors that do not match the model: missing,
         unknown, or of another shape or dtype.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
         self.folder = folder
         self.family, self.model, self.ignored_values = configs.read_config(folder)
+        self.adapters = None if adapter is None else peft.read_adapters(adapter, self.family, self.model)
         self._spec = decoder.spec(self.model)
         self._tensors = safetensors.TensorFiles(folder)
         try:
@@ -137,7 +139,13 @@ class PretrainedFolder:
             return jax.make_array_from_callback(p.shape, sharding, read)
 
         stored = ctx.pad_to_stages(spec)
-        return jax.tree_util.tree_map_with_path(place, stored, where, is_leaf=lambda x: isinstance(x, Param))
+        values = jax.tree_util.tree_map_with_path(place, stored, where, is_leaf=lambda x: isinstance(x, Param))
+        if self.adapters is None:
+            return values
+        adapters, cfg = peft.place(self.adapters, self.model, ctx), self.adapters.lora
+        shardings = jax.tree.map(lambda a: a.sharding, values)
+        merge = jax.jit(lambda a, v: lora.merge_adapters(cfg, params.combine(a, v)), out_shardings=shardings)
+        return merge(adapters, values)
 
 
 def save_pretrained(folder: Path, cfg: ModelConfig, values: PyTree, dtype: str, seq_len: int, end: int | None) -> str:

@@ -141,9 +141,6 @@ def write_tensors(folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[s
       sizes: bytes of each tensor, in the order of `tensors`.
       tensors: names and values. At most those of one file are in memory.
     """
-    import_safetensors()
-    from safetensors.numpy import save_file
-
     limit = max(FILE_BYTES, *sizes.values())
     groups: list[list[str]] = [[]]
     for name, size in sizes.items():
@@ -163,11 +160,17 @@ def write_tensors(folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[s
             name, value = next(source)
             assert (name, value.nbytes) == (expected, sizes[expected])
             held[name] = value
-        try:
-            save_file(held, folder / file, metadata={"format": "pt"})  # transformers requires the metadata
-        except import_safetensors().SafetensorError as error:
-            raise OSError(str(error)) from error
+        save_file(held, folder / file)
         del held, value
+
+
+def save_file(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Writes one file, which must not exist."""
+    library = import_safetensors()
+    try:
+        library.numpy.save_file(tensors, path, metadata={"format": "pt"})  # transformers requires the metadata
+    except library.SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 @contextlib.contextmanager

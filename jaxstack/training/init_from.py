@@ -10,6 +10,7 @@ from jaxstack import hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.config import Config, ConfigError, DataConfig, parse
 from jaxstack.data import Tokenizer, same_vocabulary
+from jaxstack.hf import peft
 from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import family, lora, params, surgery
 from jaxstack.models.context import Context
@@ -21,7 +22,8 @@ from jaxstack.training.state import TrainState, abstract_state, make_state
 def find_source(name: str, key: str) -> Config | PretrainedFolder:
     """Returns a run, as its configuration with its present folder in `run.dir`, or a Hugging Face folder.
 
-    A run without a checkpoint is replaced by the source of its own initial parameters, `run.init_from`.
+    A run without a checkpoint is replaced by the source of its own initial parameters, `run.init_from`, with its
+    `run.init_adapter`.
 
     Args:
       name: path of the folder.
@@ -31,6 +33,7 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
       ConfigError: the folder is neither, or has no parameters.
     """
     seen: list[Path] = []
+    adapter: str | None = None
     while True:
         path = Path(name)
         if path in seen:
@@ -38,7 +41,7 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
         seen.append(path)
         if not (path / "config.yaml").exists():
             if (path / "config.json").exists():
-                return PretrainedFolder(path)
+                return PretrainedFolder(path, None if adapter is None else Path(adapter))
             raise ConfigError(
                 f"{key}={path} is not a folder of a run (config.yaml) or of a Hugging Face model (config.json). "
                 f"Check the path."
@@ -53,18 +56,17 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
             )
         if run.run.init_from is None:
             raise ConfigError(f"{key}={path} has no checkpoint. Train that run until it has saved one.")
-        name = run.run.init_from
+        name, adapter = run.run.init_from, run.run.init_adapter
 
 
-def restore_params(run: Config, ctx: Context, number: int | None = None) -> Params:
-    """Restores the parameters of a run, sharded for the mesh of the context.
-
-    Adapters are merged, so the result has the parameters of `run.model.base`. The optimizer's state is not read.
+def restore_params(run: Config, ctx: Context, number: int | None = None, merge_adapters: bool = True) -> Params:
+    """Restores the parameters of a run, sharded for the mesh of the context. The optimizer's state is not read.
 
     Args:
       run: the run.
       ctx: execution context.
       number: step of the checkpoint. `None` means the newest valid one.
+      merge_adapters: whether the result has the parameters of `run.model.base`, and not those of `run.model`.
 
     Raises:
       ConfigError: no such checkpoint, or a damaged one.
@@ -79,7 +81,7 @@ def restore_params(run: Config, ctx: Context, number: int | None = None) -> Para
     elif why := verify.corruption(saved, number, wanted):
         raise ConfigError(f"step {number} in {saved} is damaged: {why}. Use another step.")
     values = layout.unpack(store.restore(saved, number, wanted)).params
-    if not run.model.lora.rank:
+    if not (run.model.lora.rank and merge_adapters):
         return values
     shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(run.model.base)))
 
@@ -164,4 +166,25 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
         values = grow(values)
     state = make_state(cfg, ctx, abstract)
     adapters = params.partition(family.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
+    if cfg.run.init_adapter is not None:
+        adapters = _read_adapters(cfg, source, ctx)
     return replace(state, params=params.combine(adapters, values))
+
+
+def _read_adapters(cfg: Config, source: Config | PretrainedFolder, ctx: Context) -> Params:
+    """Returns the adapters of `run.init_adapter`, which must be those of `model.lora`."""
+    name = f"run.init_adapter={cfg.run.init_adapter}"
+    if not isinstance(source, PretrainedFolder):
+        raise ConfigError(
+            f"{name} needs a Hugging Face folder as run.init_from, not the run {source.run.dir}. Export that run with "
+            f"`jaxstack export`, and name the folder."
+        )
+    found = peft.read_adapters(Path(str(cfg.run.init_adapter)), source.family, source.model)
+    here = params.flat_spec(params.partition(family.spec(cfg.model), family.spec(cfg.model))[0])
+    own = cfg.model.lora
+    if found.values.keys() != here.keys() or (found.lora.rank, found.lora.alpha) != (own.rank, own.alpha):
+        raise ConfigError(
+            f"{name} has other adapters than model.lora: rank={found.lora.rank}, alpha={found.lora.alpha:g}, "
+            f"targets={list(found.lora.targets)}. Set model.lora to these, or leave run.init_adapter null."
+        )
+    return peft.place(found, source.model, ctx)

@@ -158,6 +158,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (DOMAIN | {"data.domains": ("a", "b"), "sample.domain": 2},
      DOMAIN | {"data.domains": ("a", "b"), "sample.domain": 1}),
     ({"model.lora.rank": 1}, {"model.lora.rank": 1, "run.init_from": "x"}),
+    ({"run.init_adapter": "a"}, {"run.init_adapter": "a", "run.init_from": "x", "model.lora.rank": 1}),
     (BEAMS | {"sample.tokens": 11, "data.seq_len": 16}, BEAMS | {"sample.tokens": 10, "data.seq_len": 16}),
     (BEAMS | {"sample.tokens": 11, "data.seq_len": 16},
      {"sample.tokens": 11, "data.seq_len": 16, "sample.prompts": ("abcdef",)}),
