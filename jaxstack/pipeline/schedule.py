@@ -133,6 +133,12 @@ class Schedule:
         """Number of stash slots of a stage. A slot holds the residuals of one unit."""
         return int(self.slots_MG.max()) + 1
 
+    def in_flight(self) -> np.ndarray:
+        """Returns the maximum number of units of each stage between forward and backward, [P]."""
+        ticks = np.arange(self.ticks)[:, None, None]
+        waiting = ((self.forward_MG <= ticks) & (ticks <= self.backward_MG)).sum(1)  # [T, G]
+        return waiting.reshape(self.ticks, self.chunks, self.stages).sum(1).max(0)
+
     def simulate(self, forward: float = 1.0, backward: float = 2.0) -> "Simulation":
         """Returns the time of a step when all units take equally long.
 

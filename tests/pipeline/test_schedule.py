@@ -74,9 +74,7 @@ def test_bubbles_are_the_closed_forms(size):
 def test_what_waits_is_bounded(size):
     name, P, V, M = size
     s = make(*size)
-    ticks = np.arange(s.ticks)[:, None, None]
-    waits_TG = ((s.forward_MG <= ticks) & (ticks <= s.backward_MG)).sum(1)
-    in_flight = waits_TG.reshape(s.ticks, V, P).sum(1).max(0)  # of each stage, between forward and backward
+    in_flight = s.in_flight()
     assert in_flight.max() == s.slots, "colouring intervals needs no more than overlap"
     if name == "gpipe":
         assert (in_flight == M).all()
