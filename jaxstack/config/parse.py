@@ -251,9 +251,11 @@ class Parser(ArgumentParser):
     def _names(self) -> suggestions.Names:
         """Returns the names that the command has."""
         positionals = {a.dest: str(a.metavar or a.dest) for a in self._actions if not a.option_strings}
-        flags = [option.removeprefix("--") for a in self._actions for option in a.option_strings if option[:2] == "--"]
+        options = [(option, a) for a in self._actions for option in a.option_strings if option.startswith("--")]
+        flags = [option[2:] for option, _ in options]
+        switches = [option[2:] for option, action in options if action.nargs == 0]
         usage = " ".join([self.prog, *positionals.values()])
-        return suggestions.Names(flags, positionals, shipped() if self._has_config else {}, usage, self._help)
+        return suggestions.Names(flags, switches, positionals, shipped() if self._has_config else {}, usage, self._help)
 
     def _wrong_type(self, key: str, value: str) -> str:
         action = self._action(key)

@@ -13,6 +13,8 @@ class Names(NamedTuple):
 
     flags: Collection[str]
     """Flags without their dashes; keys of the configuration are among them."""
+    switches: Collection[str]
+    """Those of them that take no value."""
     positionals: Mapping[str, str]
     """Arguments without a flag: how usage shows them, by name."""
     configs: Collection[str]
@@ -43,7 +45,7 @@ def unknown_argument(word: str, following: str, names: Names) -> str:
     if metavar := names.positionals.get(key) or names.positionals.get(key + "s"):
         return f"--{name} is not a flag. Write {value or metavar} without it, as in `{names.usage}`."
     if key in names.flags:
-        return f"{word} is not a flag. Write {_flag(key, value)}."
+        return f"{word} is not a flag. Write {f'--{key}' if key in names.switches else _flag(key, value)}."
     return unknown_key(name, names, value) if word.startswith("-") or equals else _stray(word, names)
 
 

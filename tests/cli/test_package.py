@@ -51,6 +51,15 @@ def test_the_overview_lists_every_command_in_its_group():
         assert command.summary in text
 
 
+def test_a_reader_that_has_enough_ends_a_command_quietly():
+    """As in `jaxstack | head`."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "jaxstack"], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_every_command_exists():
     for command in COMMANDS.values():
         assert (ROOT / "jaxstack" / "cli" / f"{command.module}.py").is_file()

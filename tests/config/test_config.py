@@ -222,6 +222,7 @@ MISTAKES = {
     "group without a value": (["--mesh", "--model.num_layers=3"], ["--mesh has no value"]),
     "group with an empty value": (["--mesh="], ["--mesh= is not a group of keys"]),
     "no dashes": (["model.num_layers=8"], ["model.num_layers=8 is not a flag. Write --model.num_layers=8."]),
+    "switch without dashes": (["print_config"], ["print_config is not a flag. Write --print_config."]),
     "one dash": (["-model.num_layers=8"], ["-model.num_layers=8 is not a flag. Write --model.num_layers=8."]),
     "hyphens": (["--model.num-layers", "8"], ["--model.num-layers is not a flag. Write --model.num_layers=8."]),
     "spaces": (["--model.num_layers", "=", "8"], ["Write --model.num_layers=VALUE, without spaces"]),
@@ -330,7 +331,7 @@ def test_a_suggestion_works_and_is_never_what_was_typed():
             f"--{flag}s",
             flag[:-1],
         ):
-            if word.partition("=")[0].removeprefix("--") in names.flags:
+            if word.partition("=")[0].removeprefix("--") in names.flags and word.startswith("--"):
                 continue  # nothing is wrong with it
             said = suggestions.unknown_argument(word, "", names)
             advice = re.search(r"(?:Did you mean|Write|Use) (.*?)(?:[.?]$|\. [A-Z])", said)
