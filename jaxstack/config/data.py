@@ -70,10 +70,10 @@ class DataConfig:
 
     source: SourceName = "stdlib"
     """Where text comes from. `stdlib`: the source code of Python's standard library. `path`: a text file or a folder of
-    text files. `tokens`: a token file made by `jaxstack data`. `hf`: a Hugging Face dataset (extra `[hf]`). `chat`:
+    text files. `tokens`: a token file, see `data.format`. `hf`: a Hugging Face dataset (extra `[hf]`). `chat`:
     conversations, where only the answers are learned; see docs/finetuning.md."""
     path: str | None = None
-    """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), or JSON Lines file of conversations
+    """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), or JSON file of conversations
     (`chat`)."""
     glob: str | None = None
     """Which files of a folder to read, such as `*.md`, or `**/*.md` for folders within it too. Null means all files."""

@@ -88,10 +88,13 @@ class DataLoader:
         """Returns a line for each source of a mixture: its text, its weights and how often the run reads it."""
         if len(self.held_out) == 1:
             return []
-        passes, lines = self._reader.passes(self._cfg.train.steps), []
+        steps = self._cfg.train.steps
+        passes, lines = self._reader.passes(steps), []
         for i, source in enumerate(self._dataset.sources):
             weights = " then ".join(
-                f"{each[i] / sum(each):.3g}" + (f" from step {step:,} on" if step else "")
+                f"{each[i] / sum(each):.3g}"
+                + (f" from step {step:,} on" if step else "")
+                + (" (after the last step)" if step >= steps else "")
                 for step, each in self._dataset.weights
             )
             lines.append(f"{source.name}: share {weights}, read {passes[i]:,.2f} times; {source.description}")

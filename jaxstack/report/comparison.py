@@ -9,7 +9,15 @@ import numpy as np
 from jaxstack.report.runs import MISSING, LoggedRun, format_value, summarize
 
 NATS, BITS = "nats per token", "bits per byte"
-_TEXT_KEYS = ("data.source", "data.path", "data.eval_fraction", "data.hf_split", "data.hf_column")
+_TEXT_KEYS = (
+    "data.source",
+    "data.path",
+    "data.mixture",
+    "data.glob",
+    "data.eval_fraction",
+    "data.hf_split",
+    "data.hf_column",
+)
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,17 @@
 import json
 from fractions import Fraction
 
+import jax
 import numpy as np
 import pytest
 from test_windows import assert_equal, make_tokens
 
 from jaxstack import data
-from jaxstack.config import ConfigError, DataConfig, SourceConfig, WeightChange
+from jaxstack.config import Config, ConfigError, DataConfig, SourceConfig, TrainConfig, WeightChange
 from jaxstack.config.parse import parse_config
 from jaxstack.data import interleave
 from jaxstack.data.interleave import Interleaving
+from jaxstack.data.loader import DataLoader
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer
 from jaxstack.tracking.jsonl import read_lines
@@ -182,6 +184,24 @@ def test_tokenizers_that_differ_are_refused(sources):
     (sources / "a.txt").unlink()
     with pytest.raises(ConfigError, match=r"^data\.mixture, a\.txt: .*a\.txt does not exist"):
         data.load(DataConfig(mixture=three(sources), seq_len=64))
+
+
+def test_what_a_run_says_of_its_sources(tmp_path):
+    """The held-out loss and the bytes per token are means by the first weights; passes are counted with all."""
+    (tmp_path / "one").write_text("abcd" * 500)
+    (tmp_path / "two").write_text("\u00fc\u00e9" * 500)
+    mixture = tuple(SourceConfig("path", str(tmp_path / name), weight) for name, weight in (("one", 1), ("two", 3)))
+    changes = (WeightChange(5, (1, 0)), WeightChange(10, (0, 1)))
+    cfg = Config(data=DataConfig(mixture=mixture, mixture_changes=changes, tokenizer="chars", seq_len=8, batch_size=4),
+                 train=TrainConfig(steps=10, eval_steps=2))  # fmt: skip
+    loader = DataLoader(cfg, data.load(cfg.data), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    assert loader.mean_loss({"one": 1.0, "two": 5.0}) == 4.0
+    assert [one.bytes_per_token for one in loader.held_out] == [1.0, 2.0]
+    assert loader.held_out_bytes_per_token == 1.75
+    first, second = loader.describe_sources()  # 25 of 40 sequences are of the first, with 1800 and 900 tokens of text
+    assert first.startswith("one: share 0.25 then 1 from step 5 on then 0 from step 10 on (after the last step), read ")
+    assert f"read {25 / 224:.2f} times; " in first
+    assert f"read {15 / 111:.2f} times; " in second
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
