@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import os
 import pickle
 import struct
 
@@ -78,11 +79,17 @@ def test_the_characters_of_nanogpt(tmp_path):
     assert found.tokenizer.decode(found.train.ids) == text[:300]
     assert found.tokenizer.name == "chars"
     assert ngram.obstacle([found.train], found.tokenizer) is None
-    for broken in (pickle.dumps(print), pickle.dumps({"itos": {0: "b", 1: "a"}}), pickle.dumps({"itos": 3}), b"x"):
+
+    class Program:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    for broken in (pickle.dumps(Program()), pickle.dumps({"itos": {0: "b", 1: "a"}}), pickle.dumps({"itos": 3}), b"x"):
         (tmp_path / "meta.pkl").write_bytes(broken)
         with pytest.raises(ConfigError, match=r"meta\.pkl (is not the list|has its characters in another order)") as e:
             load(tmp_path, "nanogpt", tokenizer="bytes", vocab_size=None)
         assert "\n" not in str(e.value)
+    assert not (tmp_path / "made").exists(), "the file ran a program"
 
 
 @pytest.mark.random
@@ -193,6 +200,8 @@ def test_what_the_ids_mean_must_be_said(tmp_path, monkeypatch):
         ConfigError, match=r"has the id 300 at token 300, past the vocabulary of 300 of data\.tokenizer=ids"
     ):
         load(path, "nanogpt")
+    with pytest.raises(ConfigError, match=r"has the id 399 at token 399, past the vocabulary of 399"):
+        load(path, "nanogpt", vocab_size=399)
     with pytest.raises(ConfigError, match=r"data\.packing=true needs the starts of documents"):
         load(path, "nanogpt", vocab_size=400, packing=True)
     # Of a large file, evenly spaced parts are checked, and the rest when it is read.

@@ -72,14 +72,20 @@ def test_a_sequence_is_found_without_those_before_it(rng):
                                            10**8 + (999 * 10**9) // 2]  # fmt: skip
 
 
-def test_weights_without_a_short_period(monkeypatch):
-    """The places are the same whether the sources repeat or are computed one after another."""
-    phases = [(0, [0.3, 0.5, 0.2]), (777, [1, 1, 1])]
-    source, index = Interleaving(phases).locate(np.arange(3000))
-    monkeypatch.setattr(interleave, "_MAX_PERIOD", 0)
-    monkeypatch.setattr(interleave, "_CHUNK", 100)
-    for a, b in zip(Interleaving(phases).locate(np.arange(3000)), (source, index), strict=True):
-        np.testing.assert_array_equal(a, b)
+@pytest.mark.random
+def test_repeating_sources_equal_those_that_are_computed_one_by_one(rng, monkeypatch):
+    """Also near a change of weights, and wherever the computation begins again from the counts."""
+    short = [[(s, np.round(w, 1).tolist()) for s, w in random_phases(rng) if max(w) > 0.1] for _ in range(8)]
+    several = [phases for phases in short if phases and phases[0][0] == 0]
+    hard = [(0, [1, 4, 0, 1, 5]), (6, [3, 1, 0, 2, 3]), (33, [4, 2, 3, 4, 5])]  # the last ones of a phase look ahead
+    for phases in [hard, [(0, MANY), (2000, MANY[::-1])], [(0, [0.3, 0.5, 0.2]), (777, [1, 1, 8])], *several]:
+        found = []
+        for period, chunk in ((1 << 20, 1 << 16), (0, 97), (0, 1 << 16)):
+            monkeypatch.setattr(interleave, "_MAX_PERIOD", period)
+            monkeypatch.setattr(interleave, "_CHUNK", chunk)
+            found.append(np.stack(Interleaving(phases).locate(np.arange(2500))))
+        np.testing.assert_array_equal(found[0], found[1])
+        np.testing.assert_array_equal(found[0], found[2])
 
 
 def reader(texts, weights, seed=3, **sizes):
