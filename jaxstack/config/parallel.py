@@ -156,5 +156,11 @@ class KernelsConfig:
     moe: Literal["auto", "ragged", "grouped", "reference", "pallas"] = "auto"
     """Matmuls of the experts. `ragged` is lax.ragged_dot, `grouped` a loop over tiles, and `reference` computes every
     expert on every token."""
+    layers: Literal["auto", "scan", "unrolled"] = "auto"
+    """Layers of a training step. `scan` loops over stacked weights and compiles one layer. `unrolled` compiles every
+    layer, which saves the copies in and out of stacked arrays."""
+    update: Literal["auto", "branch", "select"] = "auto"
+    """How a bad step is skipped. `branch` runs the optimizer only for a good step; `select` always runs it and then
+    selects the old or the new values."""
     decode: Literal["auto", "scan", "unrolled"] = "auto"
     """Layers of one decoding step. `scan` loops over stacked weights; `unrolled` copies each layer's weights."""

@@ -18,8 +18,12 @@ IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(("tpu",), exceeds_float32),
 }
 
-CHUNK_TOKENS = 512
-"""Tokens whose logits are in memory at a time, in the implementation "chunked"."""
+CHUNK_TOKENS = {"cpu": 512, "gpu": 4096, "tpu": 512}
+"""Tokens whose logits are in memory at a time, in the implementation "chunked", by platform.
+
+Every chunk reads and writes the float32 gradient of the head. On a GPU that is most of the traffic of small chunks
+(benchmarks/results/step_bytes.json); on a CPU small chunks stay in its caches.
+"""
 
 
 @jax.named_scope("cross_entropy")
@@ -32,6 +36,7 @@ def cross_entropy(
     softcap: float | None = None,
     vocab_axes: Axes = (),
     vocab_size: int | None = None,
+    chunk: int = CHUNK_TOKENS["cpu"],
     implementation: str = "xla",
 ) -> jax.Array:
     """Returns the sum over tokens of weight * negative log-likelihood (nats) of the target, a float32 scalar.
@@ -54,6 +59,7 @@ def cross_entropy(
       vocab_axes: mesh axes that split the vocabulary. Devices exchange two numbers per token, and no logits
         (Megatron-LM, Shoeybi et al. 2019, section 3).
       vocab_size: number of ids, if the head has more columns. The others take no part in the softmax. `None` means all.
+      chunk: tokens of one chunk of "chunked"; the last chunk of a row may be shorter.
       implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
 
     Raises:
@@ -65,7 +71,7 @@ def cross_entropy(
         vocab_size = None
     options = (softcap, vocab_axes, vocab_size)
     if name == "chunked":
-        return _chunked(options, *collectives.match_varying(x, head), targets, weights)
+        return _chunked((*options, chunk), *collectives.match_varying(x, head), targets, weights)
     if name.startswith("pallas_"):
         x, head = collectives.match_varying(x.reshape(-1, x.shape[-1]), head)
         return _pallas((name.removeprefix("pallas_"), *options), x, head, targets.reshape(-1), weights.reshape(-1))
@@ -89,33 +95,63 @@ def _exists(V: int, vocab_size: int, vocab_axes: Axes) -> jax.Array:
     return collectives.index(vocab_axes) * V + jnp.arange(V) < vocab_size
 
 
-def _nll(options, x, head, targets):
+def _two_passes(logits):
+    return jax.nn.logsumexp(logits, axis=-1)
+
+
+def _one_pass(logits):
+    """Returns the log-sum-exps with one read of the logits [..., V] (Milakov and Gimelshein 2018, arXiv:1805.02867).
+
+    XLA:GPU writes this reduction of pairs as one kernel. It has no gradient.
+    """
+
+    def merge(left, right):
+        (top, total), (other, more) = left, right
+        largest = jnp.maximum(top, other)
+        shift = jnp.where(jnp.isneginf(largest), 0.0, largest)  # neither side has a term yet
+        return largest, total * jnp.exp(top - shift) + more * jnp.exp(other - shift)
+
+    none = (jnp.float32(-jnp.inf), jnp.float32(0))
+    top, total = lax.reduce((logits, jnp.ones_like(logits)), none, merge, (logits.ndim - 1,))
+    return top + jnp.log(total)
+
+
+def _by_platform(logits):
+    return lax.platform_dependent(logits, cuda=_one_pass, rocm=_one_pass, default=_two_passes)
+
+
+def _nll(options, x, head, targets, logsumexp=_two_passes):
     """Returns the negative log-likelihoods, the (capped) logits, their log-sum-exps, and the targets' local indices."""
-    softcap, vocab_axes, vocab_size = options
+    softcap, vocab_axes, vocab_size, *_ = options
     logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     if vocab_size is not None:
         logits = mask_vocab_padding(logits, vocab_size, vocab_axes)
     local = targets - collectives.index(vocab_axes) * head.shape[1]
+    lse = logsumexp(logits)
     if not vocab_axes:
-        lse = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, local[..., None], axis=-1)[..., 0]
         return lse - chosen, logits, lse, local
-    top = lax.pmax(lax.stop_gradient(logits).max(-1), vocab_axes)
-    lse = top + jnp.log(collectives.all_reduce(jnp.exp(logits - top[..., None]).sum(-1), vocab_axes))
+    lse = _over_shards(lse, vocab_axes)
     is_local = (local >= 0) & (local < head.shape[1])
     chosen = jnp.take_along_axis(logits, jnp.where(is_local, local, 0)[..., None], axis=-1)[..., 0]
     return lse - collectives.all_reduce(jnp.where(is_local, chosen, 0.0), vocab_axes), logits, lse, local
 
 
-def _scan_chunks(chunk, total, *tokens):
-    """Applies `chunk(*tokens) -> summand, rows` to chunks of axis 1 of arrays [B, S, ...].
+def _over_shards(lse, vocab_axes):
+    """Returns the log-sum-exps over the whole vocabulary, from those of each device's part."""
+    top = lax.pmax(lax.stop_gradient(lse), vocab_axes)
+    return top + jnp.log(collectives.all_reduce(jnp.exp(lse - top), vocab_axes))
+
+
+def _scan_chunks(limit, chunk, total, *tokens):
+    """Applies `chunk(*tokens) -> summand, rows` to chunks of axis 1 of arrays [B, S, ...], of at most `limit` tokens.
 
     Returns the sum of the summands and the concatenated rows.
     """
     b, s = tokens[0].shape[:2]
-    size = min(s, max(1, CHUNK_TOKENS // b))
+    size = min(s, max(1, limit // b))
 
     def step(total, start, size=size):
         summand, rows = chunk(*(lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in tokens))
@@ -136,14 +172,14 @@ def _chunked(options, x, head, targets, weights):
         nll, *_ = _nll(options, x, head, targets)
         return (weights * nll).sum(), nll
 
-    return _scan_chunks(chunk, collectives.zeros((), jnp.float32, weights), x, targets, weights)[0]
+    return _scan_chunks(options[3], chunk, collectives.zeros((), jnp.float32, weights), x, targets, weights)[0]
 
 
 def _chunked_forward(options, x, head, targets, weights):
-    softcap, vocab_axes, vocab_size = options
+    softcap, vocab_axes, vocab_size, size = options
 
     def chunk(x, targets, weights):
-        nll, logits, lse, local = _nll(options, x, head, targets)
+        nll, logits, lse, local = _nll(options, x, head, targets, _by_platform)
         at_target = local[..., None] == jnp.arange(head.shape[1])
         d_logits = weights[..., None] * (jnp.exp(logits - lse[..., None]) - at_target)
         if softcap is not None:
@@ -156,7 +192,7 @@ def _chunked_forward(options, x, head, targets, weights):
         return ((weights * nll).sum(), d_head), dx
 
     zero = collectives.zeros((), jnp.float32, weights), collectives.zeros(head.shape, jnp.float32, head)
-    (total, d_head), dx = _scan_chunks(chunk, zero, x, targets, weights)
+    (total, d_head), dx = _scan_chunks(size, chunk, zero, x, targets, weights)
     return total, (dx, d_head.astype(head.dtype))
 
 
@@ -181,8 +217,7 @@ def _pallas_forward(options, x, head, targets, weights):
     ids = None if vocab_size is None else jnp.full_like(local, vocab_size) - first
     lse, chosen = cross_entropy_pallas.statistics(platform, softcap, x, head, local, ids)
     if vocab_axes:
-        top = lax.pmax(lse, vocab_axes)
-        lse = top + jnp.log(collectives.all_reduce(jnp.exp(lse - top), vocab_axes))
+        lse = _over_shards(lse, vocab_axes)
         chosen = collectives.all_reduce(chosen, vocab_axes)
     return (weights * (lse - chosen)).sum(), (x, head, local, ids, lse, weights)
 

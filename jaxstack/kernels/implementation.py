@@ -65,12 +65,16 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
     # (docs/kernels.md). `auto` does not select our Pallas kernels until a device has confirmed values and speed.
     # Attention: all but "xla" need memory linear in the sequence. cuDNN's kernel is NVIDIA's own and comes first where
     # it computes the definition. "chunked" needs a thousand times its memory, and 23 s to compile for an H100.
-    # Norms use XLA, which fuses them with neighbouring operations. On GPU, ragged_dot multiplies all rows with all
-    # experts; on TPU it is a kernel of XLA.
+    # Norms on TPU use XLA, which fuses them with neighbouring operations. On GPU, ragged_dot multiplies all rows with
+    # all experts; on TPU it is a kernel of XLA. On GPU the bytes of a compiled step decide on norms, layers and the
+    # update (benchmarks/results/step_bytes.json).
     "gpu": {
         "attention": ("cudnn", "chunked"),
+        "norm": ("custom_vjp",),
         "cross_entropy": ("chunked",),
         "moe": ("grouped",),
+        "layers": ("unrolled",),
+        "update": ("select",),
     },
     "tpu": {"attention": ("chunked",), "cross_entropy": ("chunked",)},
 }

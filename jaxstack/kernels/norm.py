@@ -6,6 +6,7 @@ from typing import overload
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack.kernels import norm_pallas
 from jaxstack.kernels.implementation import Implementation, OpCase, exceeds_float32, resolve_implementation
@@ -124,7 +125,7 @@ def _pallas(name, eps, center, x, residual, gain, shift):
 
 def _rms(eps, x, gain):
     wide = x.astype(jnp.float32)
-    inverse = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    inverse = checkpoint_name(lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps), "norm_inverse")
     return (wide * inverse * gain).astype(x.dtype), (x, gain, inverse)
 
 
@@ -138,8 +139,8 @@ def _rms_backward(eps, residuals, dy):
 
 def _layer(eps, x, gain, shift):
     wide = x.astype(jnp.float32)
-    mean = wide.mean(-1, keepdims=True)
-    inverse = lax.rsqrt(jnp.square(wide - mean).mean(-1, keepdims=True) + eps)
+    mean = checkpoint_name(wide.mean(-1, keepdims=True), "norm_mean")
+    inverse = checkpoint_name(lax.rsqrt(jnp.square(wide - mean).mean(-1, keepdims=True) + eps), "norm_inverse")
     return ((wide - mean) * inverse * gain + shift).astype(x.dtype), (x, gain, mean, inverse)
 
 

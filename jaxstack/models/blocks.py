@@ -126,11 +126,20 @@ def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
     )
 
 
+def _cudnn_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Saves the output and the log-sum-exp of cuDNN's attention kernel, which have no names of their own."""
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
 REMAT_POLICIES = {
     "none": _all_but_weights,
     # Korthikanti et al. 2022 (arXiv:2205.05198), section 5: save what is expensive to compute, not what is large.
-    "selective": jax.checkpoint_policies.save_only_these_names(
-        "query", "key", "value", "attention", "attention_lse", "mlp_up", "mlp_gate", "moe_tokens", "residual"
+    "selective": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.save_only_these_names(
+            *("query", "key", "value", "attention", "attention_lse", "mlp_up", "mlp_gate", "moe_tokens", "residual"),
+            *("norm_mean", "norm_inverse"),
+        ),
+        _cudnn_attention,
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -140,12 +149,18 @@ REMAT_POLICIES = {
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def remat(ctx: Context, f: Function) -> Function:
-    """Returns `f` with the recomputation that `ctx.remat` asks for. Call the result within a loop over layers only."""
+def remat(ctx: Context, f: Function, in_loop: bool = True) -> Function:
+    """Returns `f` with the recomputation that `ctx.remat` asks for.
+
+    Args:
+      ctx: execution context.
+      f: a layer, or several.
+      in_loop: whether the result is called in a loop. The loop keeps XLA from merging the recomputation with the first
+        pass; otherwise barriers must.
+    """
     if ctx.remat == "none" and not ctx.gathers_params:
         return f
-    # The loop itself keeps XLA from merging the recomputation with the first pass.
-    return jax.checkpoint(f, policy=REMAT_POLICIES[ctx.remat], prevent_cse=False)  # type: ignore[return-value]
+    return jax.checkpoint(f, policy=REMAT_POLICIES[ctx.remat], prevent_cse=not in_loop)  # type: ignore[return-value]
 
 
 def group_layers(period: int, stacked: Tree) -> list[Tree]:
@@ -188,7 +203,8 @@ def scan_stack(
         return stack.step(cfg, ctx, weights, x, index, layer_inputs, cache)
 
     indices = jnp.arange(stack.depth // stack.period)
-    return jax.lax.scan(remat(ctx, scan_body), x, (steps, cache, indices))
+    in_loop = ctx.layers == "scan"
+    return jax.lax.scan(remat(ctx, scan_body, in_loop), x, (steps, cache, indices), unroll=not in_loop)
 
 
 def split_microbatches(batch: Batch, microbatches: int) -> Batch:

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig
 from jaxstack.kernels import OP_IMPLEMENTATIONS, context_order, implementation
+from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec
 from jaxstack.moe import dispatch, rounds
 from jaxstack.pipeline import Program, resolve
@@ -28,12 +29,17 @@ from jaxstack.sharding.rules import names_of
 
 OPS = OP_IMPLEMENTATIONS | {
     "moe": dispatch.IMPLEMENTATIONS,
+    "layers": {"scan": implementation.Implementation(), "unrolled": implementation.Implementation()},
+    "update": {"branch": implementation.Implementation(), "select": implementation.Implementation()},
     "decode": {"scan": implementation.Implementation(), "unrolled": implementation.Implementation()},
 }
 """The implementations of each op, by the keys of `KernelsConfig`."""
 
 OWN_AXES = ("layers", "experts")
 """Dimensions of parameters that are never gathered: a device computes with its own layers and experts."""
+
+MAX_UNROLLED_LAYERS = 48
+"""Layers up to which `kernels.layers=auto` unrolls. The time to compile grows with every layer."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -78,6 +84,9 @@ class Context:
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
       attention, linear, norm, gelu, cross_entropy: implementation of each op in `jaxstack.kernels`.
       moe: implementation of the experts' matmuls, see `jaxstack.moe.MoEOptions`.
+      layers: how the layers of a training step run: `scan`, or `unrolled`, which compiles each of them.
+      update: how a bad step is skipped: `branch`, or `select` after an update that always runs.
+      loss_chunk: tokens whose logits are in memory at a time, if `cross_entropy` is `chunked`.
       decode: how a new token runs through the layers: `scan`, or `unrolled` with a copy of each layer's weights.
     """
 
@@ -93,6 +102,9 @@ class Context:
     linear: str = "xla"
     norm: str = "xla"
     moe: str = "ragged"
+    layers: Literal["scan", "unrolled"] = "scan"
+    update: Literal["branch", "select"] = "branch"
+    loss_chunk: int = CHUNK_TOKENS["cpu"]
     decode: Literal["scan", "unrolled"] = "scan"
     gelu: str = "xla"
     cross_entropy: str = "xla"
@@ -132,7 +144,11 @@ class Context:
             "norm": {"d_model": model.d_model},
         }
         cases = {op: {"dtype": context.dtype} | dict(cases.get(op, {})) for op in OPS}
-        return replace(context, **implementations(implementation.platform_of(mesh.devices.flat[0]), cfg.kernels, cases))
+        platform = implementation.platform_of(mesh.devices.flat[0])
+        chosen = implementations(platform, cfg.kernels, cases)
+        if cfg.kernels.layers == "auto" and model.num_layers > MAX_UNROLLED_LAYERS:
+            chosen["layers"] = "scan"
+        return replace(context, loss_chunk=CHUNK_TOKENS[platform], **chosen)
 
     @property
     def trip_counts(self) -> dict[str, float]:

@@ -294,6 +294,7 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
         softcap=cfg.logit_softcap,
         vocab_axes=ctx.axes("vocab"),
         vocab_size=cfg.vocab,
+        chunk=ctx.loss_chunk,
         implementation=ctx.cross_entropy,
     )
 

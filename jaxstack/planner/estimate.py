@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config
-from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
@@ -220,7 +219,7 @@ def _head_bytes(cfg: Config, ctx: Context, weights: _Weights, acts: _Activations
     vocab = cfg.model.padded_vocab // (sizes["tensor"] * sizes["pipe"])
     rows = shards.microbatch_rows(cfg, ctx)
     if ctx.cross_entropy == "chunked":
-        chunk = rows * max(1, CHUNK_TOKENS // rows)
+        chunk = rows * max(1, ctx.loss_chunk // rows)
         logits, gradient = min(acts.tokens, chunk) * vocab, 4 * weights.head // sizes["pipe"]
     elif ctx.cross_entropy.startswith("pallas_"):
         logits, gradient = acts.tokens * min(VOCAB_BLOCK, vocab) * e // (4 + e), 4 * acts.stream

@@ -1,5 +1,6 @@
 """The pure train step and the evaluation step."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -65,10 +66,13 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
             values = optax.apply_updates(values, changes)
             return family.of(cfg.model).update_router_bias(cfg.model, values, sums, ctx), opt_state
 
-        # A `where` would need a copy of the old state after the update, so this is a branch.
         trained, frozen = params.partition(spec, state.params)
         with jax.named_scope("optimizer"):
-            trained, opt_state = jax.lax.cond(good, update, lambda *old: old, trained, state.opt_state)
+            old = trained, state.opt_state
+            if ctx.update == "select":
+                trained, opt_state = jax.tree.map(functools.partial(jnp.where, good), update(*old), old)
+            else:
+                trained, opt_state = jax.lax.cond(good, update, lambda *old: old, *old)
         bad = 1 - good.astype(jnp.int32)
         new = TrainState(
             step=state.step + 1,

@@ -106,10 +106,28 @@ def test_the_data_mesh_changes_nothing(rng):
         assert relative(b[path] - before[path], a[path] - before[path]) < 1e-5, path
 
 
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_unrolled_layers_have_the_gradients_of_a_loop(remat, rng):
+    """In float32 they differ by the order of sums. In bfloat16 they are as near to float32 as those of the loop are."""
+    change, rng_seed = {}, int(rng.integers(2**31))
+    for dtype in ("float32", "bfloat16"):
+        cfg = config(optim=SGD, train=TrainConfig(steps=10, remat=remat, dtype=dtype))
+        batch = random_batch(cfg, np.random.default_rng(rng_seed))
+        for layers in ("scan", "unrolled"):
+            state, train_step, _ = build(cfg, layers=layers)
+            after, _ = train_step(state, batch)
+            change[dtype, layers] = jax.tree.map(jnp.subtract, flatten(after.params), flatten(state.params))
+    for path, exact in change["float32", "scan"].items():
+        assert relative(change["float32", "unrolled"][path], exact) < 1e-5, path
+        error = {layers: relative(change["bfloat16", layers][path], exact) for layers in ("scan", "unrolled")}
+        assert error["unrolled"] < 1.25 * error["scan"] + 1e-3, (path, error)
+
+
+@pytest.mark.parametrize("update", ["branch", "select"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(poison, rng):
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(poison, update, rng):
     cfg = config()
-    state, train_step, _ = build(cfg)
+    state, train_step, _ = build(cfg, update=update)
     good, bad = random_batch(cfg, rng), random_batch(cfg, rng)
     bad["loss_weights"][0, 0] = poison
     state, _ = train_step(state, good)
