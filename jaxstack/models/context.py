@@ -146,7 +146,8 @@ class Context:
         cases = {op: {"dtype": context.dtype} | dict(cases.get(op, {})) for op in OPS}
         platform = implementation.platform_of(mesh.devices.flat[0])
         chosen = implementations(platform, cfg.kernels, cases)
-        if cfg.kernels.layers == "auto" and model.num_layers > MAX_UNROLLED_LAYERS:
+        # Without a loop, XLA gathers the weights of a layer before those of the layer before it are freed.
+        if cfg.kernels.layers == "auto" and (model.num_layers > MAX_UNROLLED_LAYERS or context.gathers_params):
             chosen["layers"] = "scan"
         return replace(context, loss_chunk=CHUNK_TOKENS[platform], **chosen)
 

@@ -1,6 +1,8 @@
 """Compiles the training step for 8 and 64 H100 with the CUDA plugin, on a machine without a GPU."""
 
+import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +10,10 @@ import pytest
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed: pip install -e '.[test,cuda13]'")
 
 import programs
-from cases import ATTENTION, attention, attention_step, check, dropless_over_capacity, report
+from cases import ATTENTION, LARGE, attention, attention_step, check, config, dropless_over_capacity, report
 
-from jaxstack.planner import hlo
+from jaxstack.config import KernelsConfig
+from jaxstack.planner import aot, hlo, step_bytes
 
 
 @pytest.mark.parametrize("name", ["h100_8", "h100_64"])
@@ -46,8 +49,6 @@ def test_hosts_hold_whole_groups_of_the_inner_axes():
     """Only replicas talk across hosts: each group of fsdp and tensor is within one."""
     from cases import CASES
 
-    from jaxstack.planner import aot
-
     target, cfg = CASES["h100_64"]
     mesh = aot.abstract_inputs(cfg, target)[0].mesh
     hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
@@ -75,6 +76,23 @@ def test_a_step_with_attention_kernels(implementation):
     found, scores = attention_step(implementation, "h100:1x1x4", fsdp=2, tensor=2)
     print(f"{implementation}: {found.temporary / 2**20:.1f} MiB, and scores would be {scores / 2**20:.1f}")
     assert found.temporary < scores
+
+
+@pytest.mark.parametrize(("batch", "remat", "rest", "gib"), [(16, "selective", 260, 57), (8, "none", 160, 44)])
+def test_bytes_of_a_step(batch, remat, rest, gib):
+    """1.37e9 parameters on one H100: what moves outside of matrix products and attention, and nothing twice."""
+    cfg = replace(config(LARGE, batch, 2048, remat), kernels=KernelsConfig())
+    found = aot.compile(cfg, ONE)
+    program = step_bytes.read_program(str(found.compiled.as_text()), found.trip_counts)
+    gigabytes = {part: (read + written) / 1e9 for part, (read, written, _) in step_bytes.by_part(program).items()}
+    print(f"{found.total / 2**30:.1f} GiB; GB: {gigabytes}")
+    assert sum(size for part, size in gigabytes.items() if part not in ("gemm", "attention")) <= rest
+    assert found.total <= gib * 2**30
+    assert gigabytes["copies"] < 0.1  # the state is 16.4 GB
+    loss = sum(o.bytes for o in program.operations if o.part == "gemm" and "cross_entropy" in o.scope)
+    assert loss <= 16e9
+    assert sum(o.times for o in program.operations if "attention_fwd" in o.name) == LARGE.num_layers
+    assert not any(math.isinf(loop.trips) or loop.is_given for loop in program.loops)
 
 
 ONE = "h100:1x1x1"
