@@ -56,8 +56,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
             (loss, aux), grads = share(values, batch)
         else:
             values = ctx.defer_grad_sync(spec, values)
-            # Microbatch i takes rows i, i + accum, ..., so that no row moves to another device.
-            micros = jax.tree.map(lambda x: x.reshape(-1, accum, *x.shape[1:]).swapaxes(0, 1), batch)
+            micros = split_batch(batch, accum)
             shapes = jax.eval_shape(share, values, jax.tree.map(lambda x: x[0], micros))
             zeros = jax.tree.map(lambda s: collectives.zeros(s.shape, s.dtype, s), shapes)
 
@@ -79,3 +78,11 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
         return ctx.local(work, (where, ctx.batch, replicated), (replicated, trained, replicated))(values, batch, key)
 
     return gradients
+
+
+def split_batch(batch: Batch, count: int) -> Batch:
+    """Returns a device's rows [B, ...] as microbatches [count, B/count, ...]; microbatch i has rows i, i + count, ...
+
+    With these rows none moves to another device.
+    """
+    return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)

@@ -16,7 +16,7 @@ from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
 from jaxstack.training import losses
 from jaxstack.training import optimizer as optim
-from jaxstack.training.gradients import Metrics, make_gradients
+from jaxstack.training.gradients import Metrics, make_gradients, split_batch
 from jaxstack.training.state import TrainState, make_optimizer
 
 
@@ -114,7 +114,11 @@ def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Params, Batch], tuple
 
     def work(values: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         batch = ctx.shard_sequence(batch)
-        total, _ = losses.next_token(cfg.model, values, batch, ctx)
+        if cfg.train.grad_accum == 1:
+            total, _ = losses.next_token(cfg.model, values, batch, ctx)
+        else:  # the whole batch at once may need more memory than the training step
+            micros = split_batch(batch, cfg.train.grad_accum)
+            total = jax.lax.map(lambda micro: losses.next_token(cfg.model, values, micro, ctx)[0], micros).sum()
         return collectives.all_reduce(total, ctx.token_axes), collectives.all_reduce(
             batch["loss_weights"].sum(), ctx.token_axes
         )

@@ -293,8 +293,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is_finite(rng,
     assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (1, 1, 1)
 
 
-def test_evaluation_sums_over_weights_and_drops_nothing(rng):
-    cfg = config(model=dataclasses.replace(TINY, dropout=0.5))
+@pytest.mark.parametrize("accum", [1, 4])
+def test_evaluation_sums_over_weights_and_drops_nothing(rng, accum):
+    cfg = config(model=dataclasses.replace(TINY, dropout=0.5), train=TrainConfig(steps=10, grad_accum=accum))
     batch = random_batch(cfg, rng)
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape).astype(np.float32)
     values = params.init(jax.random.key(0), decoder.spec(cfg.model))
