@@ -22,7 +22,11 @@ def main(cfg: Config) -> None:
     platform.configure(cfg.mesh, cfg.microbatch_size, count)  # before JAX is imported
     compile_cache.configure(processes.count if processes else 1)
     distributed.join(processes, cfg.distributed)
-    train(cfg, dataset, changes)
+
+    from jaxstack.planner import memory
+
+    with memory.explained(lambda: memory.step_error(cfg)):
+        train(cfg, dataset, changes)
 
 
 def show(cfg: Config) -> None:
@@ -54,13 +58,14 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     from jaxstack.data.loader import DataLoader
     from jaxstack.generate.decode import sample_texts
     from jaxstack.models.context import Context
-    from jaxstack.planner import pipeline_costs
+    from jaxstack.planner import memory, pipeline_costs
     from jaxstack.training.run import Run
     from jaxstack.training.state import abstract_state
     from jaxstack.training.step import jit_train_step, make_eval_step
 
     # ---- devices and compiled steps
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
+    warning = memory.check(cfg, list(mesh.devices.flat))  # before minutes of compiling
     ctx = Context.create(pipeline_costs.resolve_partition(cfg, mesh), mesh)
     abstract = abstract_state(cfg, ctx)  # shapes, dtypes and shardings, no arrays
     train_step = jit_train_step(cfg, ctx, abstract)  # (state, batch) -> (state, metrics); donates the state
@@ -69,7 +74,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints
     with Run(cfg, dataset, ctx, abstract, loader) as run:
-        run.print_header(changes)
+        run.print_header(changes, warning)
         state, loop = run.restore_or_init()
         run.begin(loop)  # first write: a state that does not fit has raised an error above
         if loop.step and loop.step % cfg.train.eval_every == 0:

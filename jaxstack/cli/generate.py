@@ -6,6 +6,7 @@ On a terminal the text appears as its tokens come, with control characters escap
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import get_type_hints
 
@@ -73,16 +74,37 @@ def main(args: Namespace) -> None:
         end = chat.end_of_turn_id(template, tokenizer)
         stop += () if end is None else (end,)
     cfg = with_arguments(cfg, args)
-    run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(prompts))
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     longest = max(map(len, ids)) + cfg.sample.tokens
+    run = load_run.open_run(
+        Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(prompts), check=partial(check_memory, longest)
+    )
     if longest > cfg.data.seq_len:
         print(f"note: texts have up to {longest} tokens; the model was trained on {cfg.data.seq_len}", file=sys.stderr)
     texts = [TextStream(tokenizer, "", end=stop) if args.chat else TextStream(tokenizer, text) for text in prompts]
     live = args.stream or sys.stdout.isatty()
-    for piece in in_turn(texts, run.stream_tokens(ids, stop=stop)):
-        write(piece, flush=live)
+
+    from jaxstack.planner import memory
+
+    with memory.explained(lambda: memory.generation_error(run.config, longest)):
+        for piece in in_turn(texts, run.stream_tokens(ids, stop=stop)):
+            write(piece, flush=live)
     write("\n")
+
+
+def check_memory(longest: int, cfg: Config) -> None:
+    """Checks that parameters and KV cache fit into memory, before they are read.
+
+    Args:
+      longest: tokens of the longest prompt with its continuation.
+      cfg: the run, on the mesh to use.
+
+    Raises:
+      ConfigError: they do not fit.
+    """
+    from jaxstack.planner import memory
+
+    memory.check_generation(cfg, longest)
 
 
 def with_arguments(cfg: Config, args: Namespace) -> Config:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jaxstack
-from jaxstack.common.errors import ConfigError, Exit, RunError, one_line
+from jaxstack.common.errors import ConfigError, Exit, RunError, is_out_of_memory, one_line
 from jaxstack.runtime import preemption
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ COMMANDS = {
     "data build": Command("Data", "data_build", "make a token file from text"),
     "data verify": Command("Data", "data_verify", "check a token file against its hashes"),
     "data show": Command("Data", "data_show", "print what a token file contains"),
-    "plan": Command("Plan", "plan", "compile for chips that are not here: memory and communication"),
+    "plan": Command("Plan", "plan", "memory and communication on chips that are not here"),
     "plan bytes": Command("Plan", "plan_bytes", "count the bytes that each part of a step moves on a GPU"),
     "plan roofline": Command("Plan", "roofline", "compute the least time of each part of a step on a chip"),
     "profile": Command("Plan", "profile", "measure the cost of a pipeline's layers"),
@@ -59,6 +59,8 @@ COMMANDS = {
 
 def run(program: str, words: Sequence[str]) -> None:
     """Executes a command line and exits with a code of `Exit` if that fails, after one line on stderr.
+
+    Notes of an error (`add_note`) are lines of their own.
 
     Args:
       program: what the user called, `jaxstack` or `train.py`. Error lines begin with it and the command's name.
@@ -74,9 +76,10 @@ def run(program: str, words: Sequence[str]) -> None:
     except BrokenPipeError:  # the reader of the output has enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (ConfigError, RunError, OSError, RecursionError) as error:
+    except (ConfigError, RunError, OSError, MemoryError, RuntimeError) as error:
         code, text = ending(error, words)
-        print(one_line(f"{program}: {text}"), file=sys.stderr, flush=True)
+        for line in (f"{program}: {text}", *getattr(error, "__notes__", ())):
+            print(one_line(line), file=sys.stderr, flush=True)
         if isinstance(error, RunError) and code is Exit.NOT_SAVED:
             sys.stdout.flush()
             os._exit(code)  # the threads of a save that failed may wait for each other for ever
@@ -101,7 +104,7 @@ def ending(error: Exception, words: Sequence[str]) -> tuple[Exit, str]:
       words: the command line, in which a file that cannot be used may be named.
 
     Raises:
-      Exception: the error itself, if it is not a mistake of the user: neither a disk nor a path is the cause.
+      Exception: the error itself, if none of the user, the run, a disk, a path and the memory is the cause.
     """
     if isinstance(error, ConfigError):
         return Exit.USER_ERROR, f"error: {error}"
@@ -109,6 +112,9 @@ def ending(error: Exception, words: Sequence[str]) -> tuple[Exit, str]:
         return error.code, str(error)
     if isinstance(error, RecursionError):
         return Exit.USER_ERROR, "error: a file or an argument is nested too deeply. Check that it is the right one."
+    if is_out_of_memory(error):
+        reason = next(iter(str(error).splitlines()), "the machine has none left.")
+        return Exit.USER_ERROR, f"error: out of memory: {reason} Use a smaller model or batch, or more devices."
     if not isinstance(error, OSError):
         raise error
     file = str(error.filename or "")

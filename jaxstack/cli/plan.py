@@ -1,6 +1,7 @@
-"""Compiles the training step for chips that are not here, and prints memory per device and bytes moved per mesh axis.
+"""Prints the memory of a device and the bytes moved per mesh axis, for chips that are not here.
 
-Both are shown beside a formula. The configuration is that of `jaxstack train`.
+Where the target's compiler is installed, the step is compiled, and the formula is shown beside it. Elsewhere both are
+estimates by formula. The configuration is that of `jaxstack train`.
 """
 
 import os
@@ -17,30 +18,35 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--target",
         type=str,
-        help="chip and topology, such as v5e:4x4 or h100:1x8x8 (required)",
+        help="chip and number or topology of chips, such as a100:8, v5e:4x4 or h100:1x8x8 (required)",
         metavar="CHIP:TOPOLOGY",
+    )
+    parser.add_argument(
+        "--formula", action="store_true", help="estimate by formula, even where the step could be compiled"
     )
     parser.add_config()
 
 
 def main(args: Namespace) -> None:
-    """Compiles, and prints the report.
+    """Compiles or estimates, and prints the report.
 
     Raises:
-      ConfigError: the target is unknown, its compiler is not installed, or the configuration does not fit it.
+      ConfigError: the target is unknown, or the configuration does not fit it.
     """
     if not args.target:
-        raise ConfigError("--target is missing. Name a chip and a topology, such as --target v5e:4x4 or h100:1x8x8.")
+        raise ConfigError("--target is missing. Name a chip and a topology, such as --target a100:8 or v5e:4x4.")
     cfg = with_vocabulary(args.cfg)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: the target's chips are not here
 
-    from jaxstack.planner import aot
+    from jaxstack.planner import aot, memory
 
+    reason = "--formula is set." if args.formula else aot.obstacle(args.target)
+    if reason:
+        print(f"estimated by formula for {args.target}; nothing was compiled: {reason}")
+        print(memory.plan(cfg, args.target))
+        return
     begin = time.perf_counter()
-    try:
-        report = aot.compile(cfg, args.target)
-    except aot.Unavailable as error:
-        raise ConfigError(str(error)) from error
+    report = aot.compile(cfg, args.target)
     print(f"compiled for {args.target} in {time.perf_counter() - begin:.0f} s")
     print(report)
 

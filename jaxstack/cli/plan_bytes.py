@@ -39,19 +39,16 @@ def main(args: Namespace) -> None:
     from jaxstack.common.hardware import CHIPS
     from jaxstack.planner import aot, step_bytes
 
-    if args.target.startswith("v"):
+    chip, _ = aot.parse_target(args.target)
+    if CHIPS[chip].platform == "tpu":
         raise ConfigError(
             f"--target={args.target} is a TPU, whose programs do not show what is kept on the chip. "
             f"Name a GPU, such as --target h100:1x1x8, or use `jaxstack plan --target {args.target}`."
         )
-    try:
-        compiled = aot.compile(cfg, args.target)
-    except aot.Unavailable as error:
-        raise ConfigError(str(error)) from error
+    compiled = aot.compile(cfg, args.target)
     program = step_bytes.read_program(str(compiled.compiled.as_text()), compiled.trip_counts)
     print(f"{args.target}: {(compiled.arguments + compiled.temporary) / 2**30:.2f} GiB on a device")
-    bandwidth = CHIPS[args.target.partition(":")[0]].hbm_bandwidth
-    print(step_bytes.format_program(program, bandwidth, args.largest))
+    print(step_bytes.format_program(program, CHIPS[chip].hbm_bandwidth, args.largest))
     if args.json:
         Path(args.json).write_text(json.dumps(step_bytes.as_json(program), indent=1) + "\n", encoding="utf-8")
         print(f"wrote {args.json}")

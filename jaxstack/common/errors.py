@@ -39,6 +39,23 @@ class RunError(Exception):
         self.code = code
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error means that a device or the host has no memory left.
+
+    JAX, which need not be imported, reports it as RESOURCE_EXHAUSTED, or as an internal error with the words. Other
+    resources do not count: scratch memory on the chip, which a kernel's tiles exceed, and the size of a message between
+    processes.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error).lower().replace("_", " ")
+    return (
+        type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+        and ("resource exhausted" in text or "out of memory" in text)
+        and not any(word in text for word in ("vmem", "smem", "shared memory", "message larger"))
+    )
+
+
 def program() -> str:
     """Returns what the user called, with which error lines begin: `train.py`, or `jaxstack train`."""
     name = Path(sys.argv[0]).name

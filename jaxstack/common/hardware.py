@@ -1,12 +1,16 @@
 """Peak compute, memory and bandwidth of accelerators, by their makers' data sheets."""
 
+import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from jaxstack.common.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Chip:
-    """The figures of one device. Variants of a chip, such as SXM and PCIe, are separate entries.
+    """The figures of one device of JAX. Variants of a chip, such as SXM and PCIe, are separate entries.
 
     Attributes:
       kinds: values of `jax.Device.device_kind` that mean this chip.
@@ -17,6 +21,7 @@ class Chip:
       interconnect_bandwidth: bytes/s that the device sends to devices of its host or slice, over all links together, in
         one direction.
       source: data sheet that these figures are from.
+      devices: devices of JAX on one chip, which share its compute, memory and links equally.
     """
 
     kinds: tuple[str, ...]
@@ -25,10 +30,18 @@ class Chip:
     hbm_bytes: int
     interconnect_bandwidth: float
     source: str
+    devices: int = 1
+
+    @property
+    def platform(self) -> str:
+        """JAX's platform of the chip: `tpu` or `gpu`."""
+        return "tpu" if self.kinds[0].startswith("TPU") else "gpu"
 
 
+_CORES = " and tables 1 and 5 of Norrie et al. 2021 (IEEE Micro 41); a device is one of the chip's two cores"
 _TPU = "cloud.google.com/tpu/docs/{0}; link: half of the two directions together"
 _NVIDIA = "NVIDIA {0} data sheet; dense: half of the figure with sparsity; link: half of the two directions together"
+_GEFORCE = "NVIDIA {0}; dense, with float32 accumulation; link: PCIe x16, half of the two directions together"
 _HOPPER = {
     "bfloat16": 989.4e12, "float16": 989.4e12, "tensorfloat32": 494.7e12, "float32": 66.9e12,
     "float8": 1978.9e12, "int8": 1978.9e12,
@@ -42,9 +55,17 @@ _BLACKWELL = {
 }  # fmt: skip
 
 CHIPS: dict[str, Chip] = {
+    "t4": Chip(
+        ("Tesla T4", "NVIDIA T4"), {"float16": 65e12, "float32": 8.1e12, "int8": 130e12},
+        320e9, 16 << 30, 16e9, "NVIDIA T4 data sheet; link: PCIe 3.0 x16, half of the two directions together",
+    ),
     "v100": Chip(
-        ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), {"float16": 125e12, "float32": 15.7e12},
+        ("Tesla V100-SXM2-16GB",), {"float16": 125e12, "float32": 15.7e12},
         900e9, 16 << 30, 150e9, "NVIDIA V100 data sheet (SXM2, 16 GB); link: half of the two directions together",
+    ),
+    "v100_32gb": Chip(
+        ("Tesla V100-SXM2-32GB",), {"float16": 125e12, "float32": 15.7e12},
+        900e9, 32 << 30, 150e9, "NVIDIA V100 data sheet (SXM2, 32 GB); link: half of the two directions together",
     ),
     "a100": Chip(("NVIDIA A100-SXM4-80GB",), _AMPERE, 2039e9, 80 << 30, 300e9, _NVIDIA.format("A100 80GB SXM")),
     "a100_pcie": Chip(("NVIDIA A100 80GB PCIe",), _AMPERE, 1935e9, 80 << 30, 32e9, _NVIDIA.format("A100 80GB PCIe")),
@@ -53,6 +74,38 @@ CHIPS: dict[str, Chip] = {
     ),
     "a100_40gb_pcie": Chip(
         ("NVIDIA A100-PCIE-40GB",), _AMPERE, 1555e9, 40 << 30, 32e9, _NVIDIA.format("A100 40GB PCIe")
+    ),
+    "a10": Chip(
+        ("NVIDIA A10",),
+        {"bfloat16": 125e12, "float16": 125e12, "tensorfloat32": 62.5e12, "float32": 31.2e12, "int8": 250e12},
+        600e9, 24 << 30, 32e9, _NVIDIA.format("A10"),
+    ),
+    "a10g": Chip(
+        ("NVIDIA A10G",),
+        {"bfloat16": 70e12, "float16": 70e12, "tensorfloat32": 35e12, "float32": 35e12, "int8": 140e12},
+        600e9, 24 << 30, 32e9, _NVIDIA.format("A10G"),
+    ),
+    "a6000": Chip(
+        ("NVIDIA RTX A6000",),
+        {"bfloat16": 154.8e12, "float16": 154.8e12, "tensorfloat32": 77.4e12, "float32": 38.7e12, "int8": 309.7e12},
+        768e9, 48 << 30, 32e9, _NVIDIA.format("RTX A6000 (and GA102 whitepaper; PCIe without an NVLink bridge)"),
+    ),
+    "rtx3090": Chip(
+        ("NVIDIA GeForce RTX 3090",),
+        {"bfloat16": 71e12, "float16": 71e12, "tensorfloat32": 35.6e12, "float32": 35.6e12, "int8": 284e12},
+        936e9, 24 << 30, 32e9, _GEFORCE.format("Ampere GA102 GPU architecture whitepaper, table 9"),
+    ),
+    "rtx4090": Chip(
+        ("NVIDIA GeForce RTX 4090",),
+        {"bfloat16": 165.2e12, "float16": 165.2e12, "tensorfloat32": 82.6e12, "float32": 82.6e12, "float8": 330.3e12,
+         "int8": 660.6e12},
+        1008e9, 24 << 30, 32e9, _GEFORCE.format("Ada GPU architecture whitepaper, table 3"),
+    ),
+    "rtx5090": Chip(
+        ("NVIDIA GeForce RTX 5090",),
+        {"bfloat16": 209.5e12, "float16": 209.5e12, "tensorfloat32": 104.8e12, "float32": 104.8e12,
+         "float8": 419e12, "int8": 838e12},
+        1792e9, 32 << 30, 64e9, _GEFORCE.format("RTX Blackwell GPU architecture whitepaper, appendix A"),
     ),
     "h100": Chip(("NVIDIA H100 80GB HBM3",), _HOPPER, 3350e9, 80 << 30, 450e9, _NVIDIA.format("H100 SXM5")),
     "h100_pcie": Chip(
@@ -75,6 +128,12 @@ CHIPS: dict[str, Chip] = {
          "int8": 733e12},
         864e9, 48 << 30, 32e9, _NVIDIA.format("L40S"),
     ),
+    "v2": Chip(
+        ("TPU v2",), {"bfloat16": 23e12}, 350e9, 8 << 30, 124e9, _TPU.format("v2") + _CORES, devices=2,
+    ),
+    "v3": Chip(
+        ("TPU v3",), {"bfloat16": 61.5e12}, 450e9, 16 << 30, 164e9, _TPU.format("v3") + _CORES, devices=2,
+    ),
     "v4": Chip(("TPU v4",), {"bfloat16": 275e12, "int8": 275e12}, 1228e9, 32 << 30, 300e9, _TPU.format("v4")),
     "v5e": Chip(
         ("TPU v5 lite", "TPU v5e"), {"bfloat16": 197e12, "int8": 393e12}, 819e9, 16 << 30, 200e9, _TPU.format("v5e")
@@ -85,6 +144,10 @@ CHIPS: dict[str, Chip] = {
     "v6e": Chip(
         ("TPU v6 lite", "TPU v6e"), {"bfloat16": 918e12, "int8": 1836e12}, 1640e9, 32 << 30, 448e9, _TPU.format("v6e")
     ),
+    "v7x": Chip(
+        ("TPU7x",), {"bfloat16": 1153.5e12, "float8": 2307e12}, 3690e9, 96 << 30, 300e9,
+        _TPU.format("tpu7x") + "; a device is one of the chip's two cores", devices=2,
+    ),
 }  # fmt: skip
 """Every chip by the name that commands take. No program exceeds these figures, and few reach them."""
 
@@ -92,3 +155,25 @@ CHIPS: dict[str, Chip] = {
 def chip_name(device_kind: str) -> str | None:
     """Returns the name in `CHIPS` of a device kind of JAX, or None if the kind is not listed."""
     return next((name for name, chip in CHIPS.items() if device_kind in chip.kinds), None)
+
+
+def find_chip(name: str) -> str:
+    """Returns the key of `CHIPS` for a name: the key or JAX's device kind, in any case, spaced or hyphenated.
+
+    Raises:
+      ConfigError: there is no such chip; the message names the nearest ones.
+    """
+    wanted, keys = _plain(name), {_plain(key): key for key in CHIPS}
+    kinds = {kind.lower(): key for key, chip in CHIPS.items() for kind in chip.kinds}
+    if found := kinds.get(name.lower(), keys.get(wanted)):
+        return found
+    ordered = [short for short in keys if short in wanted][::-1]  # of a100 and a100_40gb, the longer one first
+    ordered += [short for short in keys if wanted and wanted in short]
+    ordered += difflib.get_close_matches(wanted, keys, n=3, cutoff=0.6)
+    close = [keys[short] for short in dict.fromkeys(ordered)][:3]
+    advice = f"Did you mean {' or '.join(close)}?" if close else f"Use one of {', '.join(CHIPS)}."
+    raise ConfigError(f"{name!r} is not the name of a chip. {advice}")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]|^(tpu|nvidia)", "", name.lower())

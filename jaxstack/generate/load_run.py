@@ -4,7 +4,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -67,7 +67,13 @@ def read_run(path: Path) -> tuple[Config, Tokenizer]:
 
 
 def open_run(
-    path: Path, cfg: Config, tokenizer: Tokenizer, mesh: MeshConfig, step: int | None, rows: int | None = None
+    path: Path,
+    cfg: Config,
+    tokenizer: Tokenizer,
+    mesh: MeshConfig,
+    step: int | None,
+    rows: int | None = None,
+    check: Callable[[Config], None] = lambda cfg: None,
 ) -> "TrainedRun":
     """Starts JAX with the devices of a mesh, and reads the parameters of a run.
 
@@ -79,6 +85,7 @@ def open_run(
       step: step of the checkpoint. `None` means the newest valid one.
       rows: number of texts that are processed at once, by which an open axis is chosen. `None` means those of a
         microbatch of the run.
+      check: receives the configuration on the mesh once JAX has its devices, before anything is read.
 
     Raises:
       ConfigError: see `load`.
@@ -92,6 +99,7 @@ def open_run(
 
     from jaxstack.generate.trained_run import TrainedRun
 
+    check(cfg)
     return TrainedRun.open(path, cfg, tokenizer, step)
 
 

@@ -110,11 +110,16 @@ class Context:
     cross_entropy: str = "xla"
 
     @classmethod
-    def create(cls, cfg: Config, mesh: Mesh | AbstractMesh) -> "Context":
+    def create(cls, cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None) -> "Context":
         """Builds the context of a run on a mesh.
 
-        Kernels are those of the configuration, or fit the platform of the mesh. On an abstract mesh, which has no
-        devices, every op has its default implementation.
+        Kernels are those of the configuration, or fit the platform of the mesh. On an abstract mesh without a platform
+        every op has its default implementation.
+
+        Args:
+          cfg: the run, resolved.
+          mesh: its devices.
+          platform: `cpu`, `gpu` or `tpu`. `None` means that of the mesh's devices.
 
         Raises:
           ConfigError: a pipeline that does not fit the model or the batch, or a kernel that cannot run.
@@ -131,8 +136,10 @@ class Context:
             quant=cfg.train.quant,
             remat=cfg.train.remat,
         )
-        if isinstance(mesh, AbstractMesh):
-            return context
+        if platform is None:
+            if isinstance(mesh, AbstractMesh):
+                return context
+            platform = implementation.platform_of(mesh.devices.flat[0])
         model = cfg.model
         cases: dict[str, implementation.OpCase] = {
             "attention": {
@@ -144,7 +151,6 @@ class Context:
             "norm": {"d_model": model.d_model},
         }
         cases = {op: {"dtype": context.dtype} | dict(cases.get(op, {})) for op in OPS}
-        platform = implementation.platform_of(mesh.devices.flat[0])
         chosen = implementations(platform, cfg.kernels, cases)
         # Without a loop, XLA gathers the weights of a layer before those of the layer before it are freed.
         if cfg.kernels.layers == "auto" and (model.num_layers > MAX_UNROLLED_LAYERS or context.gathers_params):

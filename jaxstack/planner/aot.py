@@ -1,7 +1,8 @@
 """Compiles the training step ahead of time for chips that this machine does not have, and reads its memory and traffic.
 
 XLA's compilers for TPU and CUDA run on any machine; they only need a description of the target. A target is `v5e:4x4`
-(a TPU and its topology) or `h100:1x8x8` (slices x hosts x GPUs of a host). `jaxstack plan` is the command for it.
+(a TPU and its topology) or `h100:1x8x8` (slices x hosts x GPUs of a host). `jaxstack plan` is the command for it, and
+estimates by formula where the compiler is not installed.
 
 Kernels are those that `auto` selects for the target, or those that `kernels.*` names.
 """
@@ -9,20 +10,20 @@ Kernels are those that `auto` selects for the target, or those that `kernels.*` 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 import jax.extend.core
-import jax.numpy as jnp
 
-from jaxstack.common.hardware import CHIPS
+from jaxstack.common.hardware import CHIPS, find_chip
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
 from jaxstack.training import step
-from jaxstack.training.state import TrainState, abstract_state
+from jaxstack.training.state import TrainState
 
 TARGETS = ("v4", "v5e", "v5p", "v6e", "h100", "h200")
 """The chips of `hardware.CHIPS` that programs can be compiled for."""
@@ -35,10 +36,6 @@ _HOPPER = """gpu_device_info {
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
 } platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "%s\""""
 """The description of an H100 SXM5 or an H200 for the CUDA compiler, as XLA's `GpuTargetConfigProto`."""
-
-
-class Unavailable(RuntimeError):
-    """Raised when the compiler for a target is not installed; the message names the extra that installs it."""
 
 
 @dataclass(frozen=True)
@@ -93,56 +90,72 @@ def devices(target: str) -> list[jax.Device]:
     """Returns descriptions of a target's devices.
 
     Raises:
-      ConfigError: if the target does not exist.
-      Unavailable: if its compiler is not installed.
+      ConfigError: if the target does not exist, or its compiler is not installed.
     """
-    chip, _, topology = target.partition(":")
-    if chip not in TARGETS or not topology:
-        raise ConfigError(
-            f"target={target} is not a chip with a topology. Use one of {', '.join(TARGETS)}: v5e:4x4 is 16 TPUs, "
-            f"h100:1x8x8 is 1 slice of 8 hosts of 8 GPUs."
-        )
+    chip, topology = parse_target(target)
+    if chip not in TARGETS:
+        raise ConfigError(f"target={target} cannot be compiled for. Use one of {', '.join(TARGETS)}.")
+    gpu = CHIPS[chip].platform == "gpu"
+    dims = "x".join(map(str, (1,) * (3 - len(topology)) + topology if gpu else topology))
     # Both are read when the compiler is loaded: this machine has no metadata server and no driver.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from jax.experimental import topologies
 
-    gpu = CHIPS[chip].kinds[0].startswith("NVIDIA")
-    arguments: dict[str, Any] = {"platform": "tpu", "topology_name": target}
+    arguments: dict[str, Any] = {"platform": "tpu", "topology_name": f"{chip}:{dims}"}
     if gpu:
         free = 84942979072 if chip == "h100" else CHIPS[chip].hbm_bytes  # what the driver of an H100 leaves free
         description = _HOPPER % (CHIPS[chip].hbm_bandwidth, free, CHIPS[chip].kinds[0])
-        arguments = {"platform": "cuda", "topology_name": chip, "topology": topology, "target_config": description}
+        arguments = {"platform": "cuda", "topology_name": chip, "topology": dims, "target_config": description}
     try:
         return list(topologies.get_topology_desc(**arguments).devices)
     except Exception as error:  # plugins raise exceptions of any type
-        if _missing("jax_cuda13_plugin" if gpu else "libtpu"):
-            extra, compiler = ("cuda13", "CUDA") if gpu else ("tpu", "TPU")
-            raise Unavailable(
-                f"target={target} needs the {compiler} compiler. Install it in an environment of its own: "
-                f"pip install -e '.[{extra}]'."
-            ) from error
+        if reason := obstacle(target):
+            raise ConfigError(f"target={target}: {reason}") from error
         raise ConfigError(f"target={target} cannot be described: {error}. Use a topology that exists.") from error
 
 
-def _missing(module: str) -> bool:
-    from importlib.util import find_spec
+def parse_target(target: str) -> tuple[str, tuple[int, ...]]:
+    """Returns the chip and the topology that a target names: `v5e:4x4` is 16 TPUs, `h100:1x8x8` is 8 hosts of 8 GPUs.
 
-    return find_spec(module) is None
+    A target without a topology is one chip.
+
+    Raises:
+      ConfigError: the chip is unknown, or the topology is not made of numbers.
+    """
+    name, colon, topology = target.partition(":")
+    chip = find_chip(name)
+    if not colon:
+        return chip, (1,)
+    sizes = topology.split("x")
+    if not all(size.isdecimal() and int(size) for size in sizes) or len(sizes) > 3:
+        raise ConfigError(
+            f"target={target}: {topology!r} is not a topology. Write up to three numbers, such as v5e:4x4 for 16 "
+            f"TPUs, a100:8, or h100:1x8x8 for 8 hosts of 8."
+        )
+    return chip, tuple(map(int, sizes))
+
+
+def obstacle(target: str) -> str:
+    """Returns why the step cannot be compiled for a target on this machine, and what to do, or "" if it can."""
+    chip, _ = parse_target(target)
+    if chip not in TARGETS:
+        return f"programs can be compiled ahead of time for {', '.join(TARGETS)} only."
+    module, extra, compiler = ("libtpu", "tpu", "TPU")
+    if CHIPS[chip].platform == "gpu":
+        module, extra, compiler = ("jax_cuda13_plugin", "cuda13", "CUDA")
+    if find_spec(module) is None:
+        return (
+            f"the {compiler} compiler is not installed. Install it in an environment of its own: "
+            f"pip install -e '.[{extra}]'."
+        )
+    return ""
 
 
 def abstract_inputs(cfg: Config, target: str) -> tuple[Context, TrainState, Batch]:
     """Returns the context of a run on a target, its abstract state, and an abstract batch."""
-    batch = cfg.data.batch_size
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices(target)))
-    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
-    if cfg.data.packing:
-        kinds |= {"positions": jnp.int32, "segment_ids": jnp.int32}
-    if cfg.model.moe.num_experts and cfg.model.moe.router in ("domain", "timestep"):
-        kinds["gate_ids"] = jnp.int32
-    shape, where = (batch, cfg.data.seq_len), ctx.sharding(ctx.batch)
-    arrays = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in kinds.items()}
-    return ctx, abstract_state(cfg, ctx), arrays  # type: ignore[return-value]
+    return ctx, *estimate.abstract_inputs(cfg, ctx)
 
 
 def compile(cfg: Config, target: str) -> CompiledStep:
@@ -161,7 +174,7 @@ def compile(cfg: Config, target: str) -> CompiledStep:
         collectives=hlo.collectives(compiled.as_text(), ctx.mesh.shape, ctx.trip_counts),
         expected=estimate.traffic(cfg, ctx),
         trip_counts=ctx.trip_counts,
-        hbm=CHIPS[target.partition(":")[0]].hbm_bytes,
+        hbm=CHIPS[parse_target(target)[0]].hbm_bytes,
     )
 
 

@@ -5,7 +5,11 @@ adds.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
 
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config
@@ -13,7 +17,7 @@ from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
 from jaxstack.planner.traffic import traffic as traffic
-from jaxstack.training.state import TrainState
+from jaxstack.training.state import TrainState, abstract_state
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,27 @@ class _Activations:
     saved_hidden: int
     saved_sent: int
     scores: int
+
+
+EXACT = ("parameters, float32", "optimizer state", "batch")
+"""Purposes of `memory` whose bytes are exact: the arguments of the step. The others are estimates."""
+
+
+def abstract_inputs(cfg: Config, ctx: Context) -> tuple[TrainState, Batch]:
+    """Returns the abstract state of a run and an abstract batch, whose mesh may be abstract too."""
+    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
+    if cfg.data.packing:
+        kinds |= {"positions": jnp.int32, "segment_ids": jnp.int32}
+    if cfg.model.moe.num_experts and cfg.model.moe.router in ("domain", "timestep"):
+        kinds["gate_ids"] = jnp.int32
+    shape, where = (cfg.data.batch_size, cfg.data.seq_len), ctx.sharding(ctx.batch)
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in kinds.items()}
+    return abstract_state(cfg, ctx), batch  # type: ignore[return-value]
+
+
+def exact_bytes(parts: Mapping[str, float]) -> float:
+    """Returns the bytes of the step's arguments, of the result of `memory`."""
+    return sum(parts[name] for name in EXACT)
 
 
 def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> dict[str, float]:

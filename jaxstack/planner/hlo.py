@@ -101,8 +101,15 @@ def sent(found: Iterable[Collective]) -> Counter[tuple[str, str]]:
     return total
 
 
-def format_traffic(found: Iterable[Collective], expected: Iterable[Collective]) -> str:
-    """Returns a table of the MiB that a device sends in a step over each axis, beside those by formula."""
+def format_traffic(found: Iterable[Collective] | None, expected: Iterable[Collective]) -> str:
+    """Returns a table of the MiB that a device sends in a step over each axis, beside those by formula.
+
+    `None` in place of the collectives of a program leaves their column out.
+    """
+    if found is None:
+        rows = sorted(sent(expected).items())
+        lines = [f"{'axes':<22} {'collective':<18} {'MiB by formula':>16}"]
+        return "\n".join([*lines, *(f"{axes:<22} {kind:<18} {size / 2**20:>16.3f}" for (axes, kind), size in rows)])
     measured, predicted = sent(found), sent(expected)
     lines = [f"{'axes':<22} {'collective':<18} {'MiB sent':>12} {'formula':>12}"]
     for axes, kind in sorted({*measured, *predicted}):

@@ -1,7 +1,7 @@
 """Device meshes, the rules that map arrays to them, and sharding of any Flax model by these rules."""
 
 from jaxstack.sharding.flax import shard, shardings_of
-from jaxstack.sharding.mesh import AXES, BATCH_AXES, find_devices, make_mesh
+from jaxstack.sharding.mesh import AXES, BATCH_AXES, abstract_mesh, find_devices, make_mesh
 from jaxstack.sharding.rules import Leaf, Rules, ShardingError, transformer
 from jaxstack.sharding.summary import assert_sharded, replicated_fraction, replication_factor, summarize
 
@@ -11,6 +11,7 @@ __all__ = [
     "Leaf",
     "Rules",
     "ShardingError",
+    "abstract_mesh",
     "assert_sharded",
     "find_devices",
     "make_mesh",

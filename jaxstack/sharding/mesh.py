@@ -50,7 +50,20 @@ def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None 
     if not isinstance(cfg, MeshConfig):
         raise ConfigError(f"make_mesh got a {type(cfg).__name__}, not a MeshConfig; write MeshConfig(data=-1, fsdp=2)")
     devices = list(find_devices() if devices is None else devices)
-    sizes = _sizes(cfg, len(devices))
+    sizes = _checked_sizes(cfg, batch, len(devices))
+    # `jax.make_mesh` would default to explicit axes.
+    return Mesh(_grid(tuple(sizes.values()), devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def abstract_mesh(cfg: MeshConfig, batch: int, devices: int) -> AbstractMesh:
+    """Returns the mesh of `make_mesh` over as many devices, which need not exist, with the same errors."""
+    sizes = _checked_sizes(cfg, batch, devices)
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _checked_sizes(cfg: MeshConfig, batch: int, devices: int) -> dict[str, int]:
+    """Returns the size of every axis, once it is certain that they fit the devices and divide the batch."""
+    sizes = _sizes(cfg, devices)
     replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
     if batch % replicas:
         axis = cfg.open_axis or "data"
@@ -61,8 +74,7 @@ def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None 
             f"{_product({a: sizes[a] for a in BATCH_AXES})} does not divide the {batch} sequences of a microbatch; "
             f"{advice}a data.batch_size that is a multiple of {replicas} (and of train.grad_accum)"
         )
-    # `jax.make_mesh` would default to explicit axes.
-    return Mesh(_grid(tuple(sizes.values()), devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return sizes
 
 
 def check_mesh(mesh: object) -> None:

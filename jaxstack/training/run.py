@@ -109,10 +109,14 @@ class Run:
     ) -> None:
         self._stack.__exit__(kind, error, traceback)
 
-    def print_header(self, changes: list[str]) -> None:
+    def print_header(self, changes: list[str], memory: str | None = None) -> None:
         """Prints what will be trained and on what, what has changed since the earlier part of the run, and warnings.
 
         Then it shows the spinner: programs are compiled from here on until the first step is done.
+
+        Args:
+          changes: values that differ from the earlier part.
+          memory: warning that the run may not fit into memory, or None.
         """
         cfg, ctx, console, devices = self._cfg, self._ctx, self.console, list(self._mesh.devices.flat)
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -135,6 +139,8 @@ class Run:
             console.print(f"changed  {change}", style="yellow")
         if warning := warmup_warning(cfg.optim, cfg.train.steps):
             console.print(warning, style="yellow")
+        if memory:
+            console.print(memory, style="yellow")
         if self._last_holder:
             console.print(self._last_holder, style="yellow")
         console.start_spinner(compile_cache.estimate(self._program))

@@ -29,8 +29,10 @@ from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.generate import beam_search, decode, sampling, stream
 from jaxstack.generate.conversation import Conversation
 from jaxstack.generate.kv_cache import CachedDecoder
+from jaxstack.generate.trained_run import TrainedRun
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
+from jaxstack.planner import memory
 from jaxstack.sharding import make_mesh
 from jaxstack.training import init_from
 from jaxstack.training.state import abstract_state, make_state
@@ -487,6 +489,22 @@ def test_a_mistake_is_one_line(run_dir, words, message):
     with pytest.raises(ConfigError, match=message) as raised:
         execute(["generate", *(str(run_dir) if word == "RUN" else word for word in words)])
     assert "\n" not in str(raised.value)
+
+
+def test_memory_that_runs_out_is_explained(run_dir, monkeypatch):
+    """Before anything is read, if parameters and cache exceed the memory; otherwise when the runtime says so."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17592186044416 bytes.")
+
+    for size, early in ((1e4, True), (1e12, False)):
+        monkeypatch.setattr(memory, "room_of", lambda devices, size=size: memory.Room("this machine", size, size))
+        monkeypatch.setattr(TrainedRun, "open" if early else "stream_tokens", fail)
+        with pytest.raises(ConfigError, match=r"1 prompts of up to 10 tokens with sample.tokens=8 need") as raised:
+            execute(["generate", str(run_dir), "ab", "--sample.tokens=8"])
+        assert raised.value.__notes__[0].startswith("What would help")
+        assert (raised.value.__cause__ is None) == early
+        monkeypatch.undo()
 
 
 def test_a_mistake_ends_with_code_2(run_dir):

@@ -1,0 +1,157 @@
+"""Compares the planner's formula for the memory of a training step with programs that XLA compiles; nothing runs.
+
+`python benchmarks/step_memory.py cpu` uses 8 simulated devices. `v5p` needs the extra `[tpu]` and `h100` the extra
+`[cuda13]`, each in an environment of its own. Each writes results/step_memory_TARGET.json and prints a table. Names of
+cases behind the target select some, which replace their rows. The cases cover each recomputation policy, dtype, family,
+router, optimizer, kernel and mesh axis.
+
+`ratio` is compiled over formula of everything beside the arguments, whose bytes are exact. Its bounds are in
+`jaxstack.planner.memory`; `tests/planner/test_memory.py` holds the results and some fresh programs within them.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    os.environ.pop("XLA_FLAGS", None)
+
+import jax
+
+from jaxstack.config import (
+    Config,
+    DataConfig,
+    KernelsConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+TARGETS = {"cpu": None, "v5p": "v5p:2x2x2", "h100": "h100:1x1x8"}
+
+LLAMA = ModelConfig(num_layers=8, d_model=1024, num_heads=8, num_kv_heads=4, d_ff=2816, vocab_size=16384)
+GPT2 = replace(
+    LLAMA, norm="layer", positions="learned", max_positions=1024, activation="gelu", gated=False, bias=True,
+    num_kv_heads=8, d_ff=4096, tied_embeddings=True,
+)  # fmt: skip
+GEMMA = replace(
+    LLAMA, norm_unit_offset=True, post_norm=True, windows=(256, 0), attention_softcap=50.0, logit_softcap=30.0,
+    activation="gelu_tanh", tied_embeddings=True, embedding_scale=True,
+)  # fmt: skip
+MIXTRAL = replace(LLAMA, num_layers=4, moe=MoEConfig(num_experts=8, top_k=2, d_ff=1408))
+DEEPSEEK = replace(
+    LLAMA, num_layers=4,
+    moe=MoEConfig(num_experts=16, top_k=4, d_ff=704, router="sigmoid", num_groups=4, top_k_groups=2, shared_experts=1),
+)  # fmt: skip
+
+
+def case(model: ModelConfig = LLAMA, batch: int = 8, seq: int = 1024, **groups: dict[str, Any]) -> Config:
+    """Returns a configuration in float32 with the kernels of the platform, unless `groups` has other values."""
+    return Config(
+        run=RunConfig(init_from="a folder" if model.lora.rank else None),
+        model=model,
+        data=DataConfig(seq_len=seq, batch_size=batch, **groups.get("data", {})),
+        train=TrainConfig(**groups.get("train", {})),
+        optim=OptimConfig(**groups.get("optim", {})),
+        kernels=KernelsConfig(**groups.get("kernels", {})),
+        mesh=MeshConfig(**{"data": 1} | groups.get("mesh", {})),
+        pipeline=PipelineConfig(**groups.get("pipeline", {})),
+    )
+
+
+def _on_one_device() -> dict[str, Config]:
+    found = {f"remat {remat}": case(train={"remat": remat}) for remat in ("none", "selective", "dots", "full")}
+    for remat in ("none", "selective", "full"):
+        found[f"bfloat16, remat {remat}"] = case(train={"remat": remat, "dtype": "bfloat16"})
+    found |= {"gpt2": case(GPT2), "gpt2, remat none": case(GPT2, train={"remat": "none"}), "gemma2": case(GEMMA)}
+    found |= {"mixtral": case(MIXTRAL), "mixtral, remat none": case(MIXTRAL, train={"remat": "none"})}
+    found["mixtral, remat full"] = case(MIXTRAL, train={"remat": "full"})
+    found["mixtral, capacity 1.25"] = case(replace(MIXTRAL, moe=replace(MIXTRAL.moe, capacity_factor=1.25)))
+    found["deepseek"] = case(DEEPSEEK)
+    adapted = replace(LLAMA, lora=LoraConfig(rank=16))
+    found |= {"adapters": case(adapted), "adapters, remat none": case(adapted, train={"remat": "none"})}
+    found |= {f"{name}, few tokens": case(batch=1, seq=256, optim={"name": name}) for name in ("adamw", "muon")}
+    found |= {name: case(batch=2, optim={"name": name}) for name in ("muon", "adafactor", "lion", "sgd")}
+    wide = replace(LLAMA, vocab_size=131072, num_layers=2)
+    for loss in ("xla", "chunked"):
+        found[f"vocabulary of 131,072, {loss} loss"] = case(wide, kernels={"cross_entropy": loss})
+    found["xla attention"] = case(kernels={"attention": "xla"})
+    found["xla attention, remat none"] = case(kernels={"attention": "xla"}, train={"remat": "none"})
+    found["one sequence of 16,384"] = case(batch=1, seq=16384)
+    found["32 layers"] = case(replace(LLAMA, num_layers=32))
+    found["2 layers of 2,048"] = case(replace(LLAMA, num_layers=2, d_model=2048, num_heads=16, d_ff=5632))
+    found["grad_accum 4"] = case(batch=32, train={"grad_accum": 4})
+    found["packing"] = case(data={"packing": True, "source": "chat", "path": "chat.jsonl"})
+    found["dropout"] = case(replace(LLAMA, dropout=0.1))
+    return found
+
+
+def _on_meshes() -> dict[str, Config]:
+    found = {"data 8": case(batch=16, mesh={"data": 8}), "fsdp 8": case(batch=16, mesh={"fsdp": 8})}
+    found |= {f"fsdp 8, remat {r}": case(batch=16, mesh={"fsdp": 8}, train={"remat": r}) for r in ("none", "full")}
+    found["fsdp 2, tensor 4"] = case(batch=16, mesh={"fsdp": 2, "tensor": 4})
+    found["fsdp 2, context 4"] = case(batch=16, mesh={"fsdp": 2, "context": 4})
+    found["expert 8"] = case(MIXTRAL, 32, 512, mesh={"expert": 8})
+    pipes = {"pipe": 4, "fsdp": 2}
+    for schedule in ("gpipe", "1f1b"):
+        how = {"schedule": schedule, "microbatches": 8}
+        found[f"pipe 4, fsdp 2, {schedule}"] = case(batch=16, mesh=pipes, train={"remat": "full"}, pipeline=how)
+    found["pipe 4, fsdp 2, selective"] = case(batch=16, mesh=pipes, pipeline={"microbatches": 8})
+    return found
+
+
+CASES = _on_one_device() | _on_meshes()
+
+
+def measure(cfg: Config, target: str | None) -> dict[str, Any]:
+    """Compiles the step of a case, and returns its bytes on a device beside those of the formula."""
+    from jaxstack.models.context import Context
+    from jaxstack.planner import aot, estimate, memory
+    from jaxstack.sharding import make_mesh
+    from jaxstack.training import step
+
+    devices = jax.devices() if target is None else aot.devices(target)
+    devices = devices[: math.prod(cfg.mesh.sizes.values())]
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+    state, batch = estimate.abstract_inputs(cfg, ctx)
+    jitted: Any = step.jit_train_step(cfg, ctx, state)
+    # Buffers are assigned before LLVM runs, whose optimizations only take time here.
+    options = {"xla_backend_optimization_level": 0} if target is None else None
+    found = jitted.lower(state, batch).compile(compiler_options=options).memory_analysis()
+    need = memory.need(cfg, len(devices), memory.platform_of(devices[0]))
+    return {
+        "arguments": found.argument_size_in_bytes,
+        "temporary": found.temp_size_in_bytes,
+        "formula": {name: round(value) for name, value in need.parts.items()},
+        "argument_ratio": round(found.argument_size_in_bytes / need.state, 3),
+        "ratio": round(found.temp_size_in_bytes / (need.formula - need.state), 3),
+        "total_ratio": round((found.argument_size_in_bytes + found.temp_size_in_bytes) / need.formula, 3),
+    }
+
+
+if __name__ == "__main__":
+    from record import RESULTS, record
+
+    chip, names = sys.argv[1], sys.argv[2:] or list(CASES)
+    earlier = RESULTS / f"step_memory_{chip}.json"
+    rows: dict[str, Any] = json.loads(earlier.read_text())["cases"] if sys.argv[2:] and earlier.exists() else {}
+    print("| case | compiled, MiB | formula, MiB | all | temporaries | s |\n|---|---|---|---|---|---|")
+    for name in names:
+        begin = time.perf_counter()
+        row = rows[name] = measure(CASES[name], TARGETS[chip])
+        total = row["arguments"] + row["temporary"]
+        sizes = f"{total / 2**20:.0f} | {sum(row['formula'].values()) / 2**20:.0f}"
+        seconds = time.perf_counter() - begin
+        print(f"| {name} | {sizes} | {row['total_ratio']:.2f} | {row['ratio']:.2f} | {seconds:.0f} |", flush=True)
+        jax.clear_caches()
+        record(f"step_memory_{chip}", {"target": TARGETS[chip], "cases": rows})  # after every case: it takes long

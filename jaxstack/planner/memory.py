@@ -1,0 +1,388 @@
+"""Compares the memory that a step needs by formula with what a device has, and lists the flags that would need less.
+
+A run is refused only if even the lower bound exceeds the memory. The bounds are the formula of `estimate.memory` times
+the least and the largest ratio to it of programs that XLA has compiled, see `RATIOS`.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+
+from jaxstack.common.errors import is_out_of_memory
+from jaxstack.common.hardware import CHIPS, chip_name
+from jaxstack.config import Config, ConfigError
+from jaxstack.kernels.implementation import platform_of
+from jaxstack.models.context import Context
+from jaxstack.planner import aot, estimate, hlo, shards
+from jaxstack.sharding import ShardingError, abstract_mesh, find_devices
+
+GIB = 2**30
+
+RATIOS = {"cpu": (0.8, 2.1), "gpu": (0.75, 1.35), "tpu": (0.7, 1.45)}
+"""Least and largest ratio of what a compiled step needs beside its arguments to the formula, by platform. The CPU's are
+from benchmarks/results/step_memory_cpu.json, and those of GPU and TPU from aot.json, moe_memory_h100.json and
+train_gpu_aot.json there, with room for the cases that `estimate.memory` describes as inexact."""
+
+_MORE = "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
+
+Flags = dict[str, Any]
+"""Values of a configuration by their dotted keys."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """The memory that a training step needs on one device.
+
+    Attributes:
+      parts: bytes by purpose, of `estimate.memory`.
+      platform: `cpu`, `gpu` or `tpu`.
+    """
+
+    parts: dict[str, float]
+    platform: str
+
+    @property
+    def state(self) -> float:
+        """Bytes of the step's arguments, which are exact."""
+        return estimate.exact_bytes(self.parts)
+
+    @property
+    def formula(self) -> float:
+        """Bytes by formula."""
+        return sum(self.parts.values())
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the most bytes that compiled programs need by experience."""
+        low, high = RATIOS[self.platform]
+        return self.state + low * (self.formula - self.state), self.state + high * (self.formula - self.state)
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that devices have.
+
+    Attributes:
+      name: what has the memory, such as `a device (Tesla T4)`.
+      bytes: what a program may use. No program fits into less.
+      free: what it may use now.
+      sharing: number of devices that share it. More than one on a CPU, whose devices use the memory of the host.
+      larger: bytes that a GPU would give if JAX reserved almost all of its memory, or 0.
+    """
+
+    name: str
+    bytes: float
+    free: float
+    sharing: int = 1
+    larger: float = 0
+
+
+def room_of(devices: Sequence[jax.Device]) -> Room:
+    """Returns the memory of the smallest of this process's devices, or of the host if they are CPUs.
+
+    The bytes are infinite if neither the runtime nor a data sheet has them.
+    """
+    if devices[0].platform == "cpu":
+        total, free = _host_bytes()
+        return Room("this machine", total, free, sharing=len(devices))
+    kind = devices[0].device_kind
+    name = chip_name(kind)
+    sheet = CHIPS[name].hbm_bytes if name else float("inf")
+    limits = [(d.memory_stats() or {}).get("bytes_limit", sheet) for d in devices]
+    limit = min(limits)
+    # JAX reserves three quarters of a GPU; about a twelfth is needed by the driver and by libraries.
+    larger = 0.92 * sheet if platform_of(devices[0]) == "gpu" and limit < 0.85 * sheet < float("inf") else 0
+    return Room(f"a device ({kind})", limit, limit, larger=larger)
+
+
+def _host_bytes() -> tuple[float, float]:
+    """Returns the bytes of memory and swap that this process may use at all, and those that are free now.
+
+    A container's limit counts (cgroup, version 2 or 1).
+    """
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    total, free = memory.total + swap.total, memory.available + swap.free
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            most, now = (int(Path("/sys/fs/cgroup", name).read_text()) for name in (limit, used))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        total, free = min(total, most), min(free, max(most - now, 0))
+    return total, free
+
+
+def context(cfg: Config, devices: int, platform: str) -> Context:
+    """Builds the context of a resolved configuration on devices that this machine need not have.
+
+    Raises:
+      ConfigError: if the configuration does not fit the devices.
+    """
+    if cfg.pipeline.partition == "auto":  # it is measured where the run begins
+        cfg = replace(cfg, pipeline=replace(cfg.pipeline, partition="even"))
+    return Context.create(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
+
+
+def need(cfg: Config, devices: int, platform: str) -> Need:
+    """Returns the memory that the step of a resolved configuration needs on each of `devices` devices.
+
+    Raises:
+      ConfigError: if the configuration does not fit the devices.
+      ShardingError: if they do not divide a parameter.
+    """
+    if platform == "cpu":  # XLA computes in float32 there, and its arrays are float32 too
+        cfg = replace(cfg, train=replace(cfg.train, dtype="float32"))
+    ctx = context(cfg, devices, platform)
+    return Need(estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx)), platform)
+
+
+def plan(cfg: Config, target: str) -> str:
+    """Returns a report for a target without compiling: memory by purpose, whether it fits, and bytes sent.
+
+    Args:
+      cfg: the resolved configuration.
+      target: chip and topology, see `aot.parse_target`.
+
+    Raises:
+      ConfigError: the target is unknown, or the configuration does not fit it.
+    """
+    name, topology = aot.parse_target(target)
+    chip, count = CHIPS[name], math.prod(topology) * CHIPS[name].devices
+    found, ctx = need(cfg, count, chip.platform), context(cfg, count, chip.platform)
+    low, high = found.bounds
+    verdict = "it does NOT fit" if low > chip.hbm_bytes else "it may not fit"
+    verdict = "it fits" if high <= chip.hbm_bytes else verdict
+    lines = [
+        f"memory of one of {count} devices ({chip.kinds[0]}), GiB",
+        *(f"  {purpose:<44} {size / GIB:>8.3f}" for purpose, size in found.parts.items()),
+        f"  {'by formula':<44} {found.formula / GIB:>8.3f}  (compiled steps: {low / GIB:.1f} to {high / GIB:.1f})",
+        f"  {'there is':<44} {chip.hbm_bytes / GIB:>8.3f}  ({verdict})",
+    ]
+    if chip.platform == "gpu":
+        lines.append(f"  {'JAX reserves three quarters of it':<44} {0.75 * chip.hbm_bytes / GIB:>8.3f}  ({_MORE})")
+    if cfg.train.dtype not in chip.flops and cfg.train.dtype == "bfloat16":
+        lines.append(f"{name} has no matrix units for bfloat16, so that train.dtype=bfloat16 is slow there.")
+    if verdict != "it fits":
+        lines += ["", advice(cfg, count, chip.platform, Room(name, chip.hbm_bytes, chip.hbm_bytes))]
+    if traffic := list(estimate.traffic(cfg, ctx)):
+        lines += ["", hlo.format_traffic(None, traffic)]
+    return "\n".join(lines)
+
+
+def check(cfg: Config, devices: Sequence[jax.Device]) -> str | None:
+    """Compares a run's need with the memory of its devices, before anything is compiled.
+
+    Returns:
+      A warning if the run may not fit, or None.
+
+    Raises:
+      ConfigError: it does not fit even by the lower bound.
+    """
+    room = room_of([d for d in devices if d.process_index == jax.process_index()])
+    found = need(cfg, len(devices), platform_of(devices[0]))
+    low, high = (bound * room.sharing for bound in found.bounds)
+    if low > room.bytes:
+        subject = _subject(cfg, found, room)
+        reason = f"{subject} needs at least {_gib(low)} of memory, and {room.name} has {_gib(room.bytes)}."
+        raise with_advice(reason, advice(cfg, len(devices), found.platform, room))
+    if high <= room.free:
+        return None
+    return (
+        f"memory   the step needs {low / GIB:.1f} to {_gib(high)} by formula, and {room.name} has {_gib(room.free)} "
+        f"free: it may not fit"
+    )
+
+
+@contextmanager
+def explained(describe: Callable[[], ConfigError]) -> Iterator[None]:
+    """Turns the runtime's error that memory is exhausted into one for the user.
+
+    Args:
+      describe: returns the error for the user, such as `step_error`.
+
+    Raises:
+      ConfigError: memory was exhausted.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise describe() from error
+
+
+def with_advice(reason: str, helps: str) -> ConfigError:
+    """Returns an error with two lines: what is wrong, and what would help."""
+    error = ConfigError(reason)
+    error.add_note(helps)
+    return error
+
+
+def step_error(cfg: Config) -> ConfigError:
+    """Returns an error: what the step of a configuration needs on this machine's devices, and what would need less."""
+    devices = jax.devices()
+    room, platform = room_of(jax.local_devices()), platform_of(devices[0])
+    found = need(cfg, len(devices), platform)
+    low, high = (bound * room.sharing for bound in found.bounds)
+    reason = (
+        f"out of memory: {_subject(cfg, found, room)} needs {_gib(low)} to {_gib(high)} by formula, and {room.name} "
+        f"has {_gib(room.free)} free."
+    )
+    return with_advice(reason, advice(cfg, len(devices), platform, room))
+
+
+def _subject(cfg: Config, found: Need, room: Room) -> str:
+    """Returns the keys with the largest part in the memory."""
+    model, data, train = cfg.model, cfg.data, cfg.train
+    if found.state * room.sharing > room.bytes:
+        return f"the state of model.num_layers={model.num_layers}, model.d_model={model.d_model} alone"
+    return (
+        f"data.batch_size={data.batch_size}, data.seq_len={data.seq_len} with train.grad_accum={train.grad_accum}, "
+        f"train.remat={train.remat}"
+    )
+
+
+def advice(cfg: Config, devices: int, platform: str, room: Room) -> str:
+    """Returns a line with the flags that would need less memory, and how much less by the planner's formula.
+
+    Args:
+      cfg: the resolved configuration.
+      devices: number of devices.
+      platform: `cpu`, `gpu` or `tpu`.
+      room: their memory.
+    """
+    before = need(cfg, devices, platform).formula * room.sharing
+    parts = []
+    for flags, after in savings(cfg, devices, platform, room):
+        words = " ".join(f"--{key}={value}" for key, value in flags.items())
+        low, size, high = (value * room.sharing for value in (after.bounds[0], after.formula, after.bounds[1]))
+        fits = "fits" if high <= room.bytes else "may fit" if low <= room.bytes else "still too much"
+        parts.append(f"{words} {_gib(size)} ({size / before - 1:+.0%}, {fits})")
+    if room.larger * 0.99 > room.bytes:
+        parts.append(
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives JAX {_gib(room.larger)} in place of {_gib(room.bytes)}"
+        )
+    if not parts:
+        return "Use more devices with mesh.fsdp, or a smaller model."
+    return f"What would help, by the same formula (now {_gib(before)}): {'; '.join(parts)}."
+
+
+def savings(cfg: Config, devices: int, platform: str, room: Room) -> list[tuple[Flags, Need]]:
+    """Returns the changes that lower the memory, each with what is then needed; the last one combines the others.
+
+    Of each key the mildest value that fits is taken, or the strongest that is valid. Only what passes all checks of a
+    configuration counts.
+    """
+    before, found = need(cfg, devices, platform), []
+    for options in _options(cfg, devices, platform):
+        best: tuple[Flags, Need] | None = None
+        for flags in options:
+            after = _need_with(cfg, flags, devices, platform)
+            if after is None or after.formula > 0.98 * (best[1] if best else before).formula:
+                continue
+            best = flags, after
+            if after.bounds[1] * room.sharing <= room.bytes:
+                break
+        found += [best] if best else []
+    if len(found) > 1 and all(after.bounds[1] * room.sharing > room.bytes for _, after in found):
+        # A smaller batch and more microbatches save the same arrays.
+        flags = {key: value for each, _ in found for key, value in each.items() if key != "data.batch_size"}
+        if (after := _need_with(cfg, flags, devices, platform)) and after.formula < min(n.formula for _, n in found):
+            found.append((flags, after))
+    return found
+
+
+def _options(cfg: Config, devices: int, platform: str) -> list[list[Flags]]:
+    """Returns for each key that may help its other values, mildest first."""
+    sizes = cfg.mesh.resolved_sizes(devices)
+    batch, accum, shards = cfg.data.batch_size, cfg.train.grad_accum, sizes["data"] * sizes["fsdp"]
+    remat = {"none": ("selective", "full"), "selective": ("full",), "dots": ("full",)}.get(cfg.train.remat, ())
+    splits = [n for n in range(accum + 1, batch + 1) if batch % n == 0]
+    smaller = [n for n in range(batch - 1, 0, -1) if n % accum == 0 and batch % n == 0]
+    fsdp = [n for n in range(sizes["fsdp"] + 1, shards + 1) if shards % n == 0]
+    return [
+        [{"train.remat": value} for value in remat],
+        [{"train.grad_accum": value} for value in splits],
+        [{"mesh.fsdp": value, "mesh.data": shards // value} for value in fsdp],
+        [{"data.batch_size": value} for value in smaller],
+        [{"kernels.attention": "auto"}],
+        [{"kernels.cross_entropy": "auto"}],
+    ]
+
+
+def _need_with(cfg: Config, flags: Flags, devices: int, platform: str) -> Need | None:
+    """Returns what a configuration with other values needs, or None if it is not valid."""
+    try:
+        groups: dict[str, Flags] = {}
+        for key, value in flags.items():
+            group, _, name = key.partition(".")
+            groups.setdefault(group, {})[name] = value
+        changed = replace(cfg, **{group: replace(getattr(cfg, group), **values) for group, values in groups.items()})
+        return need(changed, devices, platform)
+    except (ConfigError, ShardingError):
+        return None
+
+
+def _gib(size: float) -> str:
+    """Returns a size in GiB, or in MiB if it is small."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
+
+
+def generation_need(cfg: Config, ctx: Context, slots: int) -> tuple[float, float]:
+    """Returns the least bytes of generation on a device: of float32 parameters, and of keys and values of all layers.
+
+    Args:
+      cfg: the run, with as many prompts as `data.batch_size`.
+      ctx: its context.
+      slots: tokens of the longest prompt with its continuation.
+    """
+    m, sizes = cfg.model.base, shards.mesh_sizes(ctx)
+    stored = shards.flat_params(replace(cfg, model=m), ctx).values()
+    params = sum(4 * math.prod(shards.stored_shape(p, ctx)) for p in stored)
+    kept = sum(min(window or slots, slots) for window in m.windows) * m.num_layers // len(m.windows)
+    itemsize = 2 if cfg.train.dtype == "bfloat16" else 4
+    rows = cfg.data.batch_size // ctx.replicas * cfg.sample.beams
+    return params, 2 * itemsize * rows * kept * m.kv_heads * m.head_width // sizes["tensor"]
+
+
+def check_generation(cfg: Config, slots: int) -> None:
+    """Compares the least memory of generation with that of the devices, before anything is read.
+
+    Raises:
+      ConfigError: it does not fit.
+    """
+    need, room = _generation(cfg, slots)
+    if sum(need) > room.bytes:
+        raise generation_error(cfg, slots)
+
+
+def generation_error(cfg: Config, slots: int) -> ConfigError:
+    """Returns an error: what generation needs at least, what there is, and what would need less."""
+    (params, cache), room = _generation(cfg, slots)
+    prompts = cfg.data.batch_size
+    reason = (
+        f"out of memory: {prompts} prompts of up to {slots} tokens with sample.tokens={cfg.sample.tokens} need at "
+        f"least {_gib(params + cache)} ({_gib(params)} for the parameters, {_gib(cache)} for keys and values), and "
+        f"{room.name} has {_gib(room.free)} free."
+    )
+    fewer = f"half of the prompts {_gib(params + cache / 2)}; " if prompts > 1 else ""
+    shorter = f"half of the tokens {_gib(params + cache / 2)}; "
+    split = f"--mesh.tensor=2 on two accelerators {_gib((params + cache) / 2)} on each"
+    return with_advice(reason, f"What would help, by the same formula: {fewer}{shorter}{split}.")
+
+
+def _generation(cfg: Config, slots: int) -> tuple[tuple[float, float], Room]:
+    """Returns what generation needs on all devices that share a memory, and that memory."""
+    devices, closed = find_devices(), cfg.mesh.open_axis is None
+    devices = devices[: math.prod(cfg.mesh.sizes.values())] if closed else devices
+    room = room_of([d for d in devices if d.process_index == jax.process_index()])
+    params, cache = generation_need(cfg, context(cfg, len(devices), platform_of(devices[0])), slots)
+    return (params * room.sharing, cache * room.sharing), room
