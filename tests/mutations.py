@@ -2,10 +2,10 @@
 
     python tests/mutations.py [--only ROOM] [--missing] [--sample N --seed S] [--list]
 
-Run it by hand. The mistakes are in tests/mutants.py, each with the tests that should fail. The tool changes copies of
+Run it by hand. The mistakes are in tests/mutants/, each with the tests that should fail. The tool changes copies of
 the tree, never the checkout. It writes each result into benchmarks/results/mutations.json and keeps the results of
 mutants that this call does not run; a sample writes nothing. The exit code is 1 if a mutant survives and
-tests/mutants.py does not explain why.
+tests/mutants/ does not explain why.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The mutants of tests/mutants.py: all can still be made, and of a few that the quick tests notice them."""
+"""The mutants of tests/mutants/: all can still be made, and of a few that the quick tests notice them."""
 
 import json
 import subprocess

@@ -1,0 +1,78 @@
+"""Mutants of data, tokenizers and conversations."""
+
+from mutants.rows import mistakes
+
+DATA = "data/test_data.py data/test_windows.py"
+
+mistakes(
+    "data",
+    "data/windows.py",
+    "data/test_windows.py",
+    (
+        "np.arange(1, seq_len + 1) < length_B[:, None]",
+        "np.arange(1, seq_len + 1) <= length_B[:, None]",
+        "data/test_chat.py",
+    ),
+    ("(piece_BS == piece_BT[:, 1:])", "(piece_BS == piece_BT[:, :-1])"),
+    ("at_BT - np.maximum(begins_BT, first_B[:, None])", "at_BT - begins_BT"),
+    ("rng.integers(slack + 1)", "rng.integers(slack)"),
+    ("        rng = np.random.default_rng([seed, index])", "        rng = np.random.default_rng(seed + index)"),
+    ('batch["loss_weights"][row_B >= len(samples)] = 0', 'batch["loss_weights"][row_B > len(samples)] = 0'),
+    ("ds.__getitem__, step + depth))", "ds.__getitem__, step + 1))"),
+    ('"targets": np.ascontiguousarray(ids_BT[:, 1:])', '"targets": np.ascontiguousarray(ids_BT[:, :-1])'),
+    ("stream.loss_mask[index_BT[:, 1:]]", "stream.loss_mask[index_BT[:, :-1]]", "data/test_chat.py"),
+    ("np.argsort(-length_D, kind", "np.argsort(length_D, kind", "data/test_chat.py"),
+)
+
+mistakes(
+    "data", "data/tokens.py", DATA,
+    ("kept = min(int(len(tokens) * (1 - eval_fraction))", "kept = min(int(len(tokens) * eval_fraction)"),
+    ("if pattern.fullmatch(name)", "if pattern.match(name)"),
+    ("return tokens.documents(~held_out), tokens.documents(held_out)", "return tokens.documents(held_out), tokens.documents(~held_out)"),
+    ("chunk.max() >= header.vocab_size", "chunk.max() > header.vocab_size", "data/test_token_file.py"),
+    ("found != header.sha256.get(key)", "key not in header.sha256", "data/test_token_file.py"),
+    ("(starts > ends).any()", "(starts > ends).all()", "data/test_token_file.py"),
+)  # fmt: skip
+
+mistakes(
+    "data",
+    "data/sources.py",
+    "data/test_data.py",
+    ("if f not in _TEST_FOLDERS | _OTHER_PACKAGES", "if f not in _TEST_FOLDERS"),
+    ('if not f.startswith(".")]\n    if not names', "if f]\n    if not names"),
+)
+
+mistakes(
+    "data",
+    "data/ngram.py",
+    "data/test_ngram.py",
+    ("total[context] + followers[context], 1)", "total[context], 1)"),
+    (
+        "full, other_full = offset >= n - 1, other_offset >= n - 1",
+        "full, other_full = offset >= n - 1, other_offset >= 0",
+    ),
+    ('is_target[:, 1:] = batch["loss_weights"] > 0', 'is_target[:, 1:] = batch["loss_weights"] >= 0'),
+)
+
+mistakes(
+    "tokenizers",
+    "data/tokenizers.py",
+    "data/test_data.py data/test_chat.py",
+    ("np.cumsum(ids & 0xC0 != 0x80) - 1", "np.cumsum(ids & 0xC0 != 0x80)"),
+    ("_ByteTable([c.encode() for c in self.alphabet])", "_ByteTable([c.encode()[:1] for c in self.alphabet])"),
+    ("return np.min_scalar_type(vocab_size - 1)", "return np.min_scalar_type(vocab_size)"),
+    ("add_special_tokens=False).ids", "add_special_tokens=True).ids"),
+    ("self.vocab_size = max(vocab.values()) + 1", "self.vocab_size = len(vocab)"),
+)
+
+mistakes(
+    "chat",
+    "data/chat.py",
+    "data/test_chat.py",
+    ("(ends > start) & (starts < end)", "(starts >= start) & (ends <= end)"),
+    ("if ids.size > seq_len + 1:", "if ids.size > seq_len:"),
+    ("if not answers[1:].any()", "if not answers.any()"),
+    ("len(before) + _answer_length(after[len(before) :], message", "len(before) + _answer_length(after, message"),
+    ('said = message["content"] + "\\0" * (message["role"] == "assistant")', 'said = message["content"]'),
+    ("return ids[0] if len(ids) == 1 else None", "return ids[0] if ids else None"),
+)

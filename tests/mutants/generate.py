@@ -1,0 +1,68 @@
+"""Mutants of generation, LoRA and conversion."""
+
+from mutants.rows import GENERATE, mistakes
+
+mistakes(
+    "generate", "generate/sampling.py", GENERATE + " -k 'samples or distribution'",
+    ("jnp.where(logits > 0, logits / penalty, logits * penalty)", "jnp.where(logits > 0, logits * penalty, logits / penalty)"),
+    ("jnp.where(before < sample.top_p", "jnp.where(before + probabilities < sample.top_p"),
+    ("jnp.log(sample.min_p)", "sample.min_p"),
+    ("keep_likeliest(logits / sample.temperature, sample)", "keep_likeliest(logits * sample.temperature, sample)"),
+    ("jax.lax.top_k(logits, sample.top_k)[0][:, -1:]", "jax.lax.top_k(logits, sample.top_k)[0][:, :1]"),
+)  # fmt: skip
+
+mistakes(
+    "generate",
+    "generate/beam_search.py",
+    GENERATE + " -k 'beams_by_hand or beams_for'",
+    ("min(K * (1 + len(self.stop)), K * V)", "min(K, K * V)"),
+    ("/ (i + 1.0) ** penalty", "/ (i + 2.0) ** penalty"),
+    ("from_rows = (own * K + parents[own, chosen])", "from_rows = (own * K + chosen)"),
+    ("if penalty >= 0 else i + 2.0", "if penalty < 0 else i + 2.0"),
+)
+
+mistakes(
+    "generate",
+    "generate/decode.py",
+    GENERATE + " -k 'sampled or stop or greedy or reference'",
+    ("step_keys = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)", "step_keys = keys"),
+    ('state["lengths"] + going', 'state["lengths"] + ~done'),
+    ("marks.append((mark, seen[mark]))", "marks.append((mark, 0))"),
+    (
+        "there = jnp.arange(slots) >= first[:, None]",
+        "there = jnp.arange(slots) > first[:, None]",
+        GENERATE + " -k own_tokens",
+    ),
+)
+
+mistakes(
+    "generate",
+    "generate/kv_cache.py",
+    GENERATE + " -k '(greedy and gemma2) or window'",
+    ("min(max(window - 1, 1), self.num_slots)", "min(max(window, 1), self.num_slots)"),
+    ("there = slot - 1 - (slot - 1 - jnp.arange(T)) % T", "there = slot - (slot - jnp.arange(T)) % T"),
+    ("jnp.roll(a[..., S - T :, :], S % T, a.ndim - 2)", "a[..., S - T :, :]"),
+    ("slot % a.shape[-2]", "slot"),
+)
+
+mistakes(
+    "lora", "models/lora.py", "models/test_lora.py models/test_by_hand.py -k 'lora or stand or default or mistakes'",
+    ("(cfg.alpha / cfg.rank)", "(cfg.rank / cfg.alpha)"),
+    ("std=prod(p.shape[lead:inputs]) ** -0.5", "std=prod(p.shape[lead:inputs]) ** 0.5"),
+    ('a, b, precision=jax.lax.Precision.HIGHEST)', "a, b) * 2"),
+    ("any(re.fullmatch(pattern, path) for pattern in cfg.targets)}", "any(re.match(pattern, path) for pattern in cfg.targets)}", "models/test_lora.py -k whole_names"),
+)  # fmt: skip
+
+mistakes(
+    "convert",
+    "models/surgery.py",
+    "moe/test_experts.py moe/test_moe.py -k 'expert_is or up_cycled or upcycled or dense'",
+    ("d_ff=cfg.expert_width), {**values", "d_ff=cfg.ff_width), {**values"),
+    ("w[:, expert] for name", "w[:, 0] for name"),
+    (
+        'not in ("domain", "timestep") or cfg.moe.shared_experts',
+        'not in ("domain", "timestep")',
+        "moe/test_experts.py -k expert_is",
+    ),
+    ("moe.d_ff not in (None, cfg.ff_width)", "moe.d_ff is None", "moe/test_experts.py -k mistakes"),
+)

@@ -1,0 +1,54 @@
+"""Mutants of Hugging Face folders."""
+
+from mutants.rows import mistakes
+
+HF = "hf/test_hf.py"
+
+mistakes(
+    "hf", "hf/weights.py", HF + " -k lies",
+    ('"layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", TRANSPOSED)',
+     '"layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", SAME)'),
+    ('"layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", THIRDS[0]),\n'
+     '        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", THIRDS[1])',
+     '"layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", THIRDS[1]),\n'
+     '        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", THIRDS[0])'),
+    ('w_gate="w1", w_up="w3", w_down="w2"', 'w_gate="w3", w_up="w1", w_down="w2"'),
+    ('"layers/mlp/w_gate": ("model.layers.{}.mlp.gate_proj.weight", TRANSPOSED),\n    "layers/mlp/w_up": ("model.layers.{}.mlp.up_proj.weight"',
+     '"layers/mlp/w_gate": ("model.layers.{}.mlp.up_proj.weight", TRANSPOSED),\n    "layers/mlp/w_up": ("model.layers.{}.mlp.gate_proj.weight"'),
+    ('post_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", SAME),\n'
+     '        "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight"',
+     'post_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", SAME),\n'
+     '        "layers/mlp_norm/scale": ("model.layers.{}.post_attention_layernorm.weight"'),
+    ("skipped = self.part * prod(own[d] for d in axes[-1])", "skipped = self.part * own[-1]", HF + " -k 'out_and_in or lies'"),
+    ("numbers = [s.start + i for s, i in zip(where, at, strict=False)]", "numbers = list(at)", HF + " -k 'mesh'"),
+)  # fmt: skip
+
+mistakes(
+    "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
+    ('_number(keys, "query_pre_attn_scalar") ** -0.5', '1 / _number(keys, "query_pre_attn_scalar")'),
+)  # fmt: skip
+
+mistakes(
+    "hf", "hf/families.py", HF + " -k 'published or refused or both or rope or out_and_in'",
+    ('"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"',
+     '"attn_logit_softcapping": "logit_softcap", "final_logit_softcapping": "attention_softcap"'),
+)  # fmt: skip
+
+mistakes(
+    "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
+    ("theta = _number(rope, \"rope_theta\", *([] if usual is None else [usual]))", "theta = _number(rope, \"rope_theta\", 10000.0)"),
+    ("self._left.pop(key, *default)", "self._left.get(key, *default)"),
+)  # fmt: skip
+
+mistakes(
+    "hf", "hf/families.py", HF + " -k 'published or refused or both or rope or out_and_in'",
+    ('fixed={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True}', 'fixed={"norm_unit_offset": True, "post_norm": True}'),
+)  # fmt: skip
+
+mistakes(
+    "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
+    ("scaling[\"original_max_position\"] = int(_number(rope, \"original_max_position_embeddings\"))",
+     "scaling[\"original_max_position\"] = 8192", HF),
+    ("if n % p == 0 and windows == windows[:p] * (n // p))", "if windows == windows[:p] * (n // p))", HF,
+     {"equivalent": "where p does not divide n the two tuples differ in length, and so are never equal"}),
+)  # fmt: skip

@@ -1,0 +1,149 @@
+"""Mutants of kernels."""
+
+from mutants.rows import KERNELS, mistakes
+
+mistakes(
+    "kernels", "kernels/norm.py", KERNELS + " -k 'norms and not pallas'",
+    ("wide = x.astype(jnp.float32)\n    inverse = checkpoint", "wide = x\n    inverse = checkpoint"),
+    ("wide = x.astype(jnp.float32)\n    mean = checkpoint", "wide = x\n    mean = checkpoint"),
+    ("d_normal - normal * (d_normal * normal).mean(-1, keepdims=True))\n    return dx.astype(x.dtype), (dy * normal).sum(range",
+     "d_normal - (d_normal * normal).mean(-1, keepdims=True))\n    return dx.astype(x.dtype), (dy * normal).sum(range"),
+    ("centred = d_normal - d_normal.mean(-1, keepdims=True)", "centred = d_normal"),
+    ("scale.astype(jnp.float32) + 1 if unit_offset", "scale.astype(jnp.float32) if unit_offset"),
+)  # fmt: skip
+
+mistakes(
+    "kernels",
+    "kernels/activation.py",
+    KERNELS + " -k gelu",
+    ("(below + wide * density)", "below"),
+    ("lax.erf(wide * 0.5**0.5)", "lax.erf(wide)"),
+)
+
+mistakes(
+    "kernels", "kernels/cross_entropy.py", KERNELS + " -k 'cross_entropy and not pallas'",
+    ("logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)", "logits = jnp.matmul(x, head)"),
+    ("d_logits *= 1 - jnp.square(logits / softcap)", "d_logits *= 1 - jnp.abs(logits / softcap)"),
+    ("top = lax.pmax(lax.stop_gradient(lse), vocab_axes)", "top = lax.stop_gradient(lse)"),
+    ("is_local = (local >= 0) & (local < head.shape[1])", "is_local = (local >= 0) & (local <= head.shape[1])"),
+    ("return d_total.astype(dx.dtype) * dx, d_total", "return dx, d_total"),
+    ("in_full_chunks = s - s % size\n", "in_full_chunks = s - size\n"),
+    ("weights[..., None] * (jnp.exp(logits - lse[..., None]) - at_target)", "jnp.exp(logits - lse[..., None]) - at_target"),
+)  # fmt: skip
+
+mistakes(
+    "kernels", "kernels/grouped_matmul.py", KERNELS + " -k 'grouped and not pallas'",
+    ("a = jnp.where((row + jnp.arange(rows) < ends[e])[:, None], a, 0)", "a = jnp.where((row + jnp.arange(rows) <= ends[e])[:, None], a, 0)"),
+    ("return state[0] + rows <= end + beyond", "return state[0] + rows < end + beyond"),
+    ("return _rows_times_experts(dy, w, sizes, 1), dw, None", "return _rows_times_experts(dy, w.swapaxes(1, 2), sizes, 1), dw, None"),
+)  # fmt: skip
+
+mistakes(
+    "kernels", "kernels/quantized_matmul.py", "kernels/test_quantized.py",
+    ('{"int8": 127.0', '{"int8": 128.0'),
+    ("jnp.round(values) if dtype", "jnp.floor(values) if dtype"),
+    ("top = lax.pmax(collectives.varying(top, axes), axes)", "top = top"),
+    ("FORMATS[kind].gradients, split_out, x.dtype", "FORMATS[kind].values, split_out, x.dtype"),
+    ("(sums.astype(jnp.float32) * a_scale * b_scale)", "(sums.astype(jnp.float32) * a_scale / b_scale)"),
+)  # fmt: skip
+
+mistakes(
+    "kernels", "kernels/implementation.py", "kernels/test_kernels.py kernels/test_attention_kernels.py -k 'mistakes or auto or cannot or choose or default'",
+    ("names = [*AUTO_ORDER.get(platform, {}).get(op, ()), *implementations]", "names = [*implementations]"),
+)  # fmt: skip
+
+mistakes(
+    "attention", "kernels/attention/reference.py", KERNELS + " -k 'test_attention and not mistakes'",
+    ("q_positions[:, None] - k_positions < o.window", "q_positions[:, None] - k_positions <= o.window"),
+    ("visible = q_positions[:, None] >= k_positions", "visible = q_positions[:, None] > k_positions"),
+    ("jax.nn.softmax(scores, axis=-1).astype(v.dtype)", "jax.nn.softmax(scores.astype(v.dtype), axis=-1)"),
+    ("return x.reshape(b, s, g, h // g, width).transpose(0, 2, 1, 3, 4)",
+     "return x.reshape(b, s, h // g, g, width).transpose(0, 3, 1, 2, 4)"),
+    ("o.softcap * jnp.tanh(scores / o.softcap)", "jnp.tanh(scores / o.softcap)"),
+    ('"bgcrk,bgtk->bgcrt", q, k, preferred_element_type=jnp.float32)', '"bgcrk,bgtk->bgcrt", q, k)'),
+)  # fmt: skip
+
+mistakes(
+    "attention", "kernels/attention/chunked.py", KERNELS + " -k 'test_attention and not mistakes'",
+    ("o.scale * weights * (d_weights - delta[..., None])", "o.scale * weights * d_weights"),
+    ("d_scores *= 1 - jnp.square(jnp.clip(scores / o.softcap, -1, 1))", "d_scores *= 1 - jnp.abs(jnp.clip(scores / o.softcap, -1, 1))"),
+    ("max(0, start - o.window + 1) if o.window", "max(0, start - o.window + 2) if o.window"),
+    ("min(other_length, end + o.window - 1) if o.window", "min(other_length, end + o.window - 2) if o.window"),
+    ("(top + jnp.log(total))[..., 0]", "jnp.log(total)[..., 0]"),
+    ("return dq_group + more, (dk, dv)", "return more, (dk, dv)"),
+)  # fmt: skip
+
+mistakes(
+    "attention",
+    "kernels/attention/__init__.py",
+    KERNELS + " -k held",
+    ("visible &= distance < window", "visible &= distance <= window"),
+    ("visible = distance > 0", "visible = distance >= 0"),
+    ("mixed += weights[..., slots:] *", "mixed = weights[..., slots:] *"),
+)
+
+mistakes(
+    "attention",
+    "kernels/context_attention.py",
+    "kernels/test_context_attention.py",
+    ("np.stack([low, high[::-1]], axis=1)", "np.stack([low, high], axis=1)"),
+    ("start = jnp.where(source < me, 0, half)", "start = jnp.where(source > me, 0, half)"),
+    ("out * jnp.exp(lse - total)[..., None]", "out * jnp.exp(total - lse)[..., None]"),
+    ("for x in _next(axis, d_block))\n    return heads_last", "for x in d_block)\n    return heads_last"),
+    ("causal=o.window > 0", "causal=False"),
+    ("jnp.abs(me - source) * half", "(source - me) * half"),
+    ("source = (me - t) % shards\n        result", "source = (me + t) % shards\n        result"),
+)
+
+mistakes(
+    "attention",
+    "kernels/attention/block_ranges.py",
+    "kernels/test_attention_kernels.py -k 'visit'",
+    ("(first + 1) // block_kv if o.causal", "(last + 1) // block_kv if o.causal"),
+    (
+        "np.minimum((last + o.window - 1) // block_q + 1, blocks)",
+        "np.minimum((last + o.window - 1) // block_q, blocks)",
+    ),
+    ("(least[:, None, :] <= own_most[:, :, None])", "(least[:, None, :] < own_most[:, :, None])"),
+    ("np.maximum(first - o.window + 1, 0) // block_kv", "np.maximum(first - o.window, 0) // block_kv"),
+)
+
+mistakes(
+    "pallas",
+    "kernels/attention/pallas_gpu.py",
+    "kernels/test_attention_kernels.py -k 'gpu and values'",
+    ("rescale = jnp.exp2(top - higher)", "rescale = jnp.exp2(higher - top)"),
+    ("return o.softcap * _LOG2E * share, 1 - share * share", "return o.softcap * _LOG2E * share, 1 - share"),
+    ("top + jnp.log2(total), mask=queries < static.length", "top + jnp.log(total), mask=queries < static.length"),
+    ("_store(static, dq_ref, start, o.scale * dq)", "_store(static, dq_ref, start, dq)"),
+    ("visible &= queries - keys < o.window", "visible &= queries - keys <= o.window"),
+)
+
+mistakes(
+    "pallas", "kernels/cross_entropy_pallas.py", KERNELS + " -k 'cross_entropy and pallas'",
+    ("d = weights * (jnp.exp(capped - lse)", "d = (jnp.exp(capped - lse)"),
+    ("[targets - start, lse, weights]", "[targets, lse, weights]"),
+    ("return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.sum(0)", "return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.max(0)"),
+    ("in_full_blocks = V - V % block", "in_full_blocks = V - block"),
+    ("(jnp.logaddexp, jnp.add)", "(jnp.logaddexp, jnp.maximum)"),
+)  # fmt: skip
+
+mistakes(
+    "pallas",
+    "kernels/norm_pallas.py",
+    KERNELS + " -k 'norm and pallas_gpu'",
+    ("wide - wide.sum(-1, keepdims=True) / width", "wide - wide.mean(-1, keepdims=True)"),
+    ("dx += d_total.astype(jnp.float32)", "dx = d_total.astype(jnp.float32)"),
+    ("inside = start + j * s.R +", "inside = j * s.R +"),
+    ("(d_normal * normal).sum(-1, keepdims=True) / width", "(d_normal * normal).sum(-1, keepdims=True)"),
+)
+
+mistakes(
+    "pallas",
+    "kernels/grouped_matmul_pallas.py",
+    KERNELS + " -k 'visits or (grouped and pallas)'",
+    ("(ends - 1) // tile_rows, first)", "ends // tile_rows, first)"),
+    ('jnp.searchsorted(through, visit, side="right")', 'jnp.searchsorted(through, visit, side="left")'),
+    ("mask=(row < end)[:, None] & (into < A)[None, :]", "mask=(row <= end)[:, None] & (into < A)[None, :]"),
+    ("first = jnp.minimum(starts // tile_rows, tiles - 1)", "first = starts // tile_rows"),
+)

@@ -1,0 +1,129 @@
+"""Mutants of layers, the model, losses and parameters."""
+
+from mutants.rows import BY_HAND, GENERATE, STEP, mistakes
+
+mistakes(
+    "layers", "models/layers.py", BY_HAND,
+    ('params.get("bias"), eps=cfg.norm_eps', 'params.get("bias"), eps=1e-6'),
+    ('x, params["scale"], eps=cfg.norm_eps, unit_offset', 'x, params["scale"], eps=1e-6, unit_offset'),
+    ("unit_offset=cfg.norm_unit_offset, implementation", "unit_offset=False, implementation"),
+    ("-(jnp.arange(half, dtype=jnp.float32) / half)", "-(jnp.arange(half, dtype=jnp.float32) / cfg.head_width)"),
+    ("frequencies * (keep + (1 - keep) / scaling.factor)", "frequencies * (keep / scaling.factor + (1 - keep))"),
+    ("turns = scaling.original_max_position * frequencies / (2 * jnp.pi)",
+     "turns = scaling.original_max_position * frequencies"),
+    ("[a * cos - b * sin, b * cos + a * sin]", "[a * cos + b * sin, b * cos - a * sin]"),
+    ("a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)",
+     "a, b = x.astype(jnp.float32)[..., ::2], x.astype(jnp.float32)[..., 1::2]"),
+    ("cfg.head_width**-0.5 if cfg.attention_scale is None", "cfg.d_model**-0.5 if cfg.attention_scale is None"),
+    ('"softcap": cfg.attention_softcap', '"softcap": cfg.logit_softcap'),
+    ('norm(cfg, params["k_norm"], k, ctx, "rms")', 'norm(cfg, params["q_norm"], k, ctx, "rms")'),
+    ("activate(cfg.activation, gate, ctx) * up", "activate(cfg.activation, up, ctx) * gate"),
+    ("jax.nn.gelu(x, approximate=True)", "jax.nn.gelu(x, approximate=False)"),
+    ("cfg.d_model**0.5, x.dtype", "cfg.vocab**0.5, x.dtype"),
+)  # fmt: skip
+
+mistakes(
+    "layers", "models/moe_layer.py", BY_HAND,
+    ("d_ff=F * cfg.moe.shared_experts", "d_ff=F"),
+    ('cfg.moe.router == "sigmoid":\n        spec["balance"]', 'cfg.moe.router == "softmax":\n        spec["balance"]'),
+)  # fmt: skip
+
+mistakes(
+    "layers", "models/layers.py", BY_HAND,
+    ("x / (1.0 - rate), 0.0", "x / rate, 0.0", "models/test_model.py -k dropout"),
+    ("jax.random.bernoulli(k, 1.0 - rate,", "jax.random.bernoulli(k, rate,", "models/test_model.py -k dropout"),
+    ("lambda i: jax.random.fold_in(key, i)", "lambda i: jax.random.fold_in(key, 0 * i)", "models/test_model.py -k dropout"),
+    ("in_axes=2,\n            std=std / (2 * cfg.num_layers) ** 0.5,", "in_axes=2,\n            std=std,", "models/test_model.py -k spread"),
+    ('"w_down": Param((F, D), ("mlp", "embed"), std=std / (2 * cfg.num_layers) ** 0.5',
+     '"w_down": Param((F, D), ("mlp", "embed"), std=std', "models/test_model.py -k spread"),
+)  # fmt: skip
+
+mistakes(
+    "layers", "models/moe_layer.py", BY_HAND,
+    ("down = cfg.init_std / (2 * cfg.num_layers) ** 0.5", "down = cfg.init_std / cfg.num_layers**0.5",
+     "models/test_model.py -k spread"),
+)  # fmt: skip
+
+mistakes(
+    "layers", "models/layers.py", BY_HAND,
+    ('init="zeros" if unit_offset else "ones"', 'init="ones" if unit_offset else "zeros"', "models/test_model.py -k spread"),
+)  # fmt: skip
+
+mistakes(
+    "layers", "models/moe_layer.py", BY_HAND,
+    ('Param((D, E), ("embed", "router"), "router", std=cfg.init_std)',
+     'Param((D, E), ("embed", "router"), "matrix", std=cfg.init_std)',
+     "models/test_model.py -k cast"),
+    ("gate_ids.reshape(-1))", "gate_ids.T.reshape(-1))", BY_HAND + " -k 'domain or timestep'"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/blocks.py", BY_HAND,
+    ('h = layers.norm(cfg, params["attention_post_norm"], h, ctx)', 'h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)'),
+    ('h = layers.norm(cfg, params["mlp_norm"], x, ctx)', 'h = layers.norm(cfg, params["attention_norm"], x, ctx)'),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/decoder.py", BY_HAND,
+    ("cap * jnp.tanh(scores / cap)", "jnp.tanh(scores / cap)"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/blocks.py", BY_HAND,
+    ("layers.dropout(keys[1], cfg.dropout, h", "layers.dropout(keys[0], cfg.dropout, h", "models/test_model.py -k mask"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/decoder.py", BY_HAND,
+    ("index * len(cfg.windows) + i", "index + i", "models/test_model.py -k mask"),
+    ("rope = layers.rope_tables(cfg, positions)", "rope = layers.rope_tables(cfg, ctx.token_index(length))",
+     GENERATE + " -k 'greedy and gemma2'"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/blocks.py", BY_HAND,
+    ("a.reshape(-1, period, *a.shape[1:])[:, i]", "a.reshape(period, -1, *a.shape[1:])[i]", "models/test_model.py -k dealt"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/decoder.py", BY_HAND,
+    ('cfg.moe.router != "sigmoid" or cfg.lora.rank:', 'cfg.moe.router != "sigmoid":', "moe/test_experts.py -k frozen"),
+    ('ctx.to_stage_order(aux["load"]), cfg.moe.bias_update_rate', 'ctx.to_stage_order(aux["load"]), -cfg.moe.bias_update_rate', "moe/test_experts.py -k frozen"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/blocks.py", BY_HAND,
+    ("return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)",
+     "return a.reshape(microbatches, -1, *a.shape[1:])", "models/test_model.py -k dealt"),
+    ('ctx.remat == "none" and not ctx.gathers_params', 'ctx.remat == "none"', "sharding/test_collectives.py"),
+)  # fmt: skip
+
+mistakes(
+    "losses", "training/losses.py", BY_HAND,
+    ("(balance / sequences + z / tokens) / cfg.num_layers", "balance / sequences + z / tokens"),
+    ('aux["balance_loss"].sum() if', 'aux["balance_loss"].mean() if'),
+    ("(balance / sequences + z / tokens)", "(balance + z) / tokens"),
+    ("each = jnp.sum(weights != 0, axis=1", "each = jnp.sum(weights == weights, axis=1"),
+    ('figures["max_over_mean"].max()', 'figures["max_over_mean"].mean()'),
+)  # fmt: skip
+
+mistakes(
+    "losses", "models/decoder.py", BY_HAND,
+    ('segment_ids=batch.get("segment_ids"),', "segment_ids=None,"),
+    ('positions = batch.get("positions", ctx.token_index(length))', "positions = ctx.token_index(length)"),
+    ("softcap=cfg.logit_softcap", "softcap=cfg.attention_softcap"),
+    ('rows = batch.get("rows")', "rows = None", STEP + " -k dropout"),
+)  # fmt: skip
+
+mistakes(
+    "params", "models/params.py", "models/test_model.py -k 'spread or initial'",
+    ("draw(jax.random.fold_in(own, i))", "draw(own)"),
+    ("zlib.crc32(path_of(keys).encode())", 'zlib.crc32(path_of(keys).split("/")[-1].encode())'),
+    ("p.std * jax.random.normal", "p.std**2 * jax.random.normal"),
+    ('return self.kind in ("matrix", "table")', 'return self.kind == "matrix"',
+     "models/test_model.py -k cast"),
+    ('self.stacked + int("experts" in self.axes)', "self.stacked", "training/test_optim.py hf/test_hf.py -k 'muon or lies or Muon'"),
+    ('self.kind == "matrix" and "vocab" not in self.axes', 'self.kind == "matrix"', "training/test_optim.py"),
+    ("return frozen if trained is None else trained", "return trained if frozen is None else frozen",
+     "models/test_lora.py -k split", {"equivalent": "each leaf is in one of the two trees alone"}),
+)  # fmt: skip

@@ -1,0 +1,56 @@
+"""Mutants of experts."""
+
+from mutants.rows import BY_HAND, mistakes
+
+MOE = "moe/test_moe.py"
+
+mistakes(
+    "moe", "moe/routers.py", BY_HAND,
+    ("weights = weights / weights.sum(-1, keepdims=True)\n", "weights = weights\n"),
+    ("weights = _pick(affinity, experts)", "weights = _pick(affinity + bias, experts)"),
+    ("lax.top_k(grouped, min(2, E // groups))[0].sum(-1)", "lax.top_k(grouped, 1)[0].sum(-1)"),
+    ("Routing(experts, weights * scale, affinity", "Routing(experts, weights, affinity"),
+    ("biased = lax.stop_gradient(affinity + bias)", "biased = lax.stop_gradient(affinity)"),
+    ("jnp.sign(counts.mean(-1, keepdims=True) - counts)", "jnp.sign(counts - counts.mean(-1, keepdims=True))", MOE + " -k bias"),
+    ("timesteps == max_timestep, num_experts - 1", "timesteps >= max_timestep, num_experts - 1", MOE + " -k 'gate or loud or id'"),
+    ("weights = jnp.where(valid, 1.0, jnp.nan)[:, None]", "weights = jnp.where(valid, 1.0, 0.0)[:, None]", MOE + " -k 'gate or loud or id'"),
+)  # fmt: skip
+
+mistakes(
+    "moe", "moe/metrics.py", BY_HAND,
+    ("E / k * count / tokens", "E * count / tokens"),
+    ("share = (scores * counted[:, None])", "share = scores"),
+    ("z = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))", "z = jax.nn.logsumexp(routing.logits, axis=-1)"),
+    ("count, tokens = lax.psum((count, tokens), sequence_axes)", "tokens = lax.psum(tokens, sequence_axes)", MOE + " -k split"),
+    ("chosen if mask is None else chosen * mask[:, None], axis=0)", "chosen, axis=0)"),
+    ('"dropped_fraction": dropped / pairs', '"dropped_fraction": dropped / jnp.maximum(tokens, 1)'),
+    ("counts.max(-1) * counts.shape[-1] / pairs", "counts.max(-1) / pairs"),
+    ("lax.stop_gradient(E / k * count / tokens) * share", "E / k * count / tokens * share", MOE,
+     {"equivalent": "counts are comparisons of integers, which have no gradient anyway"}),
+)  # fmt: skip
+
+mistakes(
+    "moe", "moe/dispatch.py", MOE,
+    ("ceil(capacity_factor * (T // rows) * k / num_experts)", "ceil(capacity_factor * T * k / num_experts)", BY_HAND),
+)  # fmt: skip
+
+mistakes(
+    "moe", "moe/pairs.py", MOE,
+    ("rank < capacity, groups * capacity + rank", "rank <= capacity, groups * capacity + rank", BY_HAND),
+)  # fmt: skip
+
+mistakes(
+    "moe", "moe/dispatch.py", MOE,
+    ("gates.reshape(T, k, 1), axis=1)", "1.0, axis=1)", BY_HAND),
+)  # fmt: skip
+
+mistakes(
+    "moe", "moe/expert_mlp.py", MOE,
+    ("y = y + matmul(matmul(x, a), b)", "y = matmul(matmul(x, a), b)", BY_HAND + " -k lora"),
+)  # fmt: skip
+
+mistakes(
+    "moe", "moe/dispatch.py", MOE,
+    ('w[..., None, :, :], (*w.shape[:-2], num_experts, *w.shape[-2:])', 'w[..., None, :, :] / num_experts, (*w.shape[:-2], num_experts, *w.shape[-2:])',
+     MOE + " moe/test_experts.py -k 'upcycled or up_cycled'"),
+)  # fmt: skip

@@ -1,0 +1,62 @@
+"""Mutants of pipelines."""
+
+from mutants.rows import PIPELINE, mistakes
+
+mistakes(
+    "pipeline", "pipeline/schedule.py", "pipeline/test_schedule.py",
+    ("[int(self.backward_MG[unit]) + 1]", "[int(self.backward_MG[unit])]"),
+    ("max(ready[stage], needed) + (", "needed + (", "pipeline/test_schedule.py pipeline/test_partition.py"),
+    ("ticks_MG[m, g], g % self.stages, m * self.chunks + g // self.stages",
+     "ticks_MG[m, g], g % self.stages, m * self.chunks + g % self.chunks", "pipeline/test_schedule.py pipeline/test_pipeline.py"),
+    ("lambda m, s: 2 * (P - 1) - s + m)", "lambda m, s: 2 * P - s + m)"),
+    ("(self.forward_MG <= ticks) & (ticks <= self.backward_MG)", "(self.forward_MG <= ticks) & (ticks < self.backward_MG)"),
+)  # fmt: skip
+
+mistakes(
+    "pipeline", "pipeline/program.py", "pipeline/test_pipeline.py -k 'rows or idle or bubble or number or fit'",
+    ("share = 3 * self.schedule.microbatches", "share = 2 * self.schedule.microbatches"),
+    ("(s.forward_MG <= tick) & (tick <= s.backward_MG)", "(s.forward_MG < tick) & (tick <= s.backward_MG)",
+     {"equivalent": "a stage that goes forward at a tick is not idle then, and its free slot is not read"}),
+    ("return self._at_T(self.schedule.backward_MG[:, 0])", "return self._at_T(self.schedule.backward_MG[:, -1])",
+     PIPELINE),
+    ("if m <= 4 * stages]", "if m <= 2 * stages]"),
+    ("evenly.lockstep_seconds <= best.lockstep_seconds", "evenly.lockstep_seconds >= best.lockstep_seconds", "planner/test_profile.py -k 'cut'"),
+)  # fmt: skip
+
+mistakes(
+    "pipeline", "pipeline/execute.py", PIPELINE,
+    ("counts = is_layer & unit.active\n            aux", "counts = is_layer\n            aux", "pipeline/test_pipeline.py -k 'auxiliary'"),
+    ("counts = is_layer & unit.active\n            sums", "counts = is_layer\n            sums"),
+    ("layer = row.backward_groups - 1 - i", "layer = i"),
+    ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", "pipeline/test_pipeline.py -k 'auxiliary'", {"survives": "no caller reads the sum of penalties, whose gradients are taken by themselves"}),
+    (" send(dx, self.axis, -1)", " send(dx, self.axis, 1)"),
+    ("stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), self.stacked),",
+     "stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), self.stacked),", "training/test_precision.py -k 'near and pipe'"),
+)  # fmt: skip
+
+mistakes(
+    "pipeline", "pipeline/reference.py", "pipeline/test_pipeline.py -k autodiff",
+    ("group * P + rest % P", "group + rest % P"),
+)  # fmt: skip
+
+mistakes(
+    "pipeline",
+    "pipeline/partition.py",
+    "pipeline/test_partition.py",
+    ("send[1:L] = costs.latency + np", "send[1:L] = np"),
+    ("max(1).sum())", "max(1).max())"),
+    ("(first + last) / model_chunks", "first + last"),
+    (
+        "layers // model_chunks + (g < layers % model_chunks)",
+        "layers // model_chunks + (g >= model_chunks - layers % model_chunks)",
+    ),
+    ("schedule.slots * _sums(costs.stash_bytes)", "schedule.microbatches * _sums(costs.stash_bytes)"),
+    ("limit = np.nextafter(slowest, 0)", "limit = slowest / 2"),
+)
+
+mistakes(
+    "pipeline", "pipeline/transform.py", "pipeline/test_pipeline.py pipeline/test_pipeline_examples.py -k 'anyone or plain'",
+    ("loss(shared, x, microbatch) / parts", "loss(shared, x, microbatch) / schedule.microbatches"),
+    ("return self.all_reduce(sums.loss), self.all_reduce(sums.shared), self.all_reduce(sums.stacked)",
+     "return self.all_reduce(sums.loss), self.all_reduce(sums.shared), sums.stacked"),
+)  # fmt: skip

@@ -1,0 +1,62 @@
+"""Mutants of planning ahead of time."""
+
+from mutants.rows import mistakes
+
+mistakes(
+    "plan",
+    "models/flops.py",
+    "planner/test_plan.py tracking/test_metrics.py",
+    ("(w * (w + 1) / 2 + (S - w) * w) / S", "(w * (w + 1) / 2 + (S - w)) / S"),
+    (
+        "* cfg.moe.choices // cfg.moe.num_experts",
+        "* cfg.moe.top_k // cfg.moe.num_experts",
+        "planner/test_plan.py -k experts",
+    ),
+    ("flops_per_s / (peak * devices)", "flops_per_s / peak"),
+    (
+        "- 2.0 * matmul_params(cfg, frozen=True)",
+        "- 4.0 * matmul_params(cfg, frozen=True)",
+        "planner/test_roofline.py -k conventions",
+    ),
+)
+
+mistakes(
+    "aot",
+    "planner/estimate.py",
+    "planner/test_aot.py",
+    (
+        "return (8 if accumulates else _itemsize(cfg)) * weights.trained",
+        "return _itemsize(cfg) * weights.trained",
+    ),
+    ('remat {t.remat}": layers * saved', 'remat {t.remat}": saved'),
+)
+
+mistakes(
+    "aot",
+    "planner/traffic.py",
+    "sharding/test_collectives.py -k formula",
+    ('"attention_out": int(remat in ("full", "dots"))', '"attention_out": int(remat == "full")'),
+    (
+        "2 * accum * ctx.pipeline.schedule.ticks",
+        "accum * ctx.pipeline.schedule.ticks",
+        "pipeline/test_pipeline.py -k formula",
+    ),
+)
+
+mistakes(
+    "plan", "planner/roofline.py", "planner/test_roofline.py -k 'hand or conventions or tenths or fused'",
+    ("return max((computing, \"compute\"), (moving, \"memory\"))", "return min((computing, \"compute\"), (moving, \"memory\"))"),
+)  # fmt: skip
+
+mistakes(
+    "plan", "planner/roofline_ops.py", "planner/test_roofline.py -k 'hand or conventions or tenths or fused'",
+    ("flops = 2 * m.tokens * m.inputs * m.outputs", "flops = m.tokens * m.inputs * m.outputs"),
+    ("product = 2 * s.tokens * keys_seen(m, s.seq_len) * width", "product = 2 * s.tokens * s.seq_len * width"),
+    ("return total / len(m.windows)", "return total"),
+)  # fmt: skip
+
+mistakes(
+    "plan", "planner/roofline_step.py", "planner/test_roofline.py -k 'hand or conventions or tenths or fused'",
+    ("8 * count + 2 * shards.bytes_of(state.opt_state)", "8 * count + shards.bytes_of(state.opt_state)"),
+    ("bytes=head[0].bytes + (4 - e) * logits", "bytes=head[0].bytes + 4 * logits"),
+)  # fmt: skip

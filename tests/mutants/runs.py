@@ -1,0 +1,103 @@
+"""Mutants of supervision, the watchdog, checkpoints and processes."""
+
+from mutants.rows import mistakes
+
+mistakes(
+    "supervise", "cli/supervise.py", "checkpoint/test_reliability.py -k 'left or supervisor or waits'",
+    ("mesh.fsdp % fsdp == 0 and batch %", "batch %"),
+    ("_, fsdp, data = max(choices)", "_, data, fsdp = max(choices)"),
+    ("data * fsdp * others <= devices", "data * fsdp <= devices"),
+    ("failed = 1 if step > reached else failed + 1", "failed = failed + 1"),
+    ("self._wait_s * 2 ** (failed - 1)", "self._wait_s * 2**failed"),
+    ("if failed >= self._tries:", "if failed > self._tries:"),
+)  # fmt: skip
+
+mistakes(
+    "watch", "runtime/watchdog.py", "checkpoint/test_reliability.py -k watch",
+    ("now - heard > self._lost_s and i not in self._ends", "now - heard > self._lost_s"),
+    ("now - self._progress > self._stalled_s", "now - self._progress > 1000 * self._stalled_s"),
+)  # fmt: skip
+
+mistakes(
+    "checkpoint",
+    "checkpoint/manifest.py",
+    "checkpoint/test_reliability.py -k 'seal or whole or aside or share or written'",
+    ("if writer == process and name != NAME)", "if writer == process)"),
+    ("sorted(found - wanted.keys())", "sorted(found - found)"),
+    ("_size(checkpoint / name) or 0) != size", "_size(checkpoint / name) or 0) < size"),
+    ("_sha256(checkpoint / name) == wanted[name]", "_sha256(checkpoint / name)[0] == wanted[name][0]"),
+    (
+        "if unknown := sorted(_files(checkpoint) - digests.keys())",
+        "if unknown := sorted(digests.keys() - _files(checkpoint))",
+    ),
+    ("if (directory / str(step) / NAME).is_file()]", "if (directory / str(step)).is_dir()]"),
+    ("bytes_of[least] += wanted[name][0]", "bytes_of[least] += 1"),
+    ("return sorted(found, reverse=True)", "return sorted(found)"),
+)
+
+mistakes(
+    "checkpoint",
+    "checkpoint/store.py",
+    "checkpoint/test_reliability.py",
+    (
+        "kept = set(steps[: self._cfg.keep])",
+        "kept = set(steps[-self._cfg.keep :])",
+        "checkpoint/test_reliability.py -k policies",
+    ),
+    (
+        "step % self._cfg.keep_every == 0",
+        "step // self._cfg.keep_every == 0",
+        "checkpoint/test_reliability.py -k policies",
+    ),
+    (
+        "kept |= {step for _, step in scored[: self._cfg.keep_best]}",
+        "kept |= {step for _, step in scored[-self._cfg.keep_best :]}",
+        "checkpoint/test_reliability.py -k policies",
+    ),
+    (
+        "jnp.isfinite(leaf).all() for leaf",
+        "jnp.isfinite(leaf).any() for leaf",
+        "checkpoint/test_reliability.py -k finite",
+    ),
+    ("if total > limit:", "if total > 2 * limit:", "checkpoint/test_reliability.py -k parts"),
+)
+
+mistakes(
+    "checkpoint",
+    "checkpoint/verify.py",
+    "checkpoint/test_reliability.py",
+    (
+        "for _, file in stored if file not in read}",
+        "for _, file in stored}",
+        "checkpoint/test_reliability.py -k loaded",
+    ),
+    (
+        "wanted = {name: digest for name, digest in wanted.items() if name not in unread}",
+        "wanted = {name: digest for name, digest in wanted.items() if name in unread}",
+        "checkpoint/test_reliability.py -k 'loaded or whole'",
+    ),
+)
+
+mistakes(
+    "checkpoint",
+    "common/files.py",
+    "checkpoint/test_reliability.py -k whole",
+    ("        os.fsync(file.fileno())\n", "        pass\n"),
+    ('path.with_name(f".{path.name}.new")', "path"),
+)
+
+mistakes(
+    "checkpoint", "checkpoint/run_dir.py", "test_train.py -k 'does_not_fit or is_not_trained'",
+    ("if cfg.train.steps < max(saved_steps):", "if cfg.train.steps <= max(saved_steps):"),
+    ("if key.startswith(_FIXED) and key not in _FREE:", "if key.startswith(_FIXED):"),
+    ('_FIXED = ("model.", "optim.name")', '_FIXED = ("model.",)'),
+    ("before.get(key) != now[key] and not key.startswith(LAUNCH)]", "before.get(key) != now[key]]", "runtime/test_processes.py -k started"),
+)  # fmt: skip
+
+mistakes(
+    "distributed",
+    "runtime/distributed.py",
+    "runtime/test_processes.py -k rows",
+    ("position[local] = np.arange(len(local))", "position[: len(local)] = np.arange(len(local))"),
+    ("np.unique(np.concatenate([np.arange(rows)[index]", "np.sort(np.concatenate([np.arange(rows)[index]"),
+)

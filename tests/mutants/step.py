@@ -1,0 +1,47 @@
+"""Mutants of the training step."""
+
+from mutants.rows import PIPELINE, STEP, mistakes
+
+mistakes(
+    "step", "training/losses.py", STEP,
+    ("loss_weight = collectives.all_reduce(weights.sum(), ctx.token_axes)",
+     "loss_weight = collectives.all_reduce((weights >= 0).sum(), ctx.token_axes)", STEP + " -k mean_over"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/step.py", STEP,
+    ("jnp.append(state.recent[1:], loss)", "jnp.append(state.recent[:-1], loss)", STEP + " -k recent"),
+    ("jnp.where(good, jnp.append(state.recent[1:], loss), state.recent)", "jnp.append(state.recent[1:], loss)",
+     STEP + " -k 'recent or spike'"),
+    ("jnp.isfinite(loss) & jnp.isfinite(grad_norm)", "jnp.isfinite(loss)", STEP + " -k finite"),
+    ("jnp.isfinite(loss) & jnp.isfinite(grad_norm)", "~jnp.isnan(loss) & ~jnp.isnan(grad_norm)", STEP + " -k finite"),
+    ('cfg.train.spike.action != "report"', 'cfg.train.spike.action == "rollback"', STEP + " -k spike"),
+    ("(state.skipped_in_a_row + 1) * bad", "state.skipped_in_a_row + bad", STEP + " -k finite"),
+    ("skipped=state.skipped + bad,", "skipped=state.skipped_in_a_row + bad,", STEP + " -k finite"),
+    ('"lr": schedule(updates)', '"lr": schedule(state.step)', STEP + " -k finite"),
+    ("updates = state.step - state.skipped", "updates = state.step", STEP + " -k 'finite or spike'"),
+    ("jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)", "jax.random.key(cfg.run.seed)", STEP + " -k dropout"),
+    ('batch["loss_weights"].sum(), ctx.token_axes\n        )', 'jnp.ones_like(batch["loss_weights"]).sum(), ctx.token_axes\n        )',
+     STEP + " -k evaluation"),
+    ("middle + cfg.threshold * jnp.maximum", "cfg.threshold * jnp.maximum", "checkpoint/test_reliability.py -k spike"),
+    ("1.4826 * jnp.median", "jnp.median", "checkpoint/test_reliability.py -k spike"),
+    ("(updates >= cfg.window)", "(updates > cfg.window)", "checkpoint/test_reliability.py -k spike"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/gradients.py", STEP,
+    ("return loss + losses.auxiliary(cfg.model, aux, totals), (loss, aux)", "return loss, (loss, aux)",
+     "moe/test_experts.py -k balance"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/state.py", STEP,
+    ('params.init(jax.random.key(cfg.run.seed), spec, layers)', "params.init(jax.random.key(0), spec, layers)",
+     STEP + " -k first_state"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/pipelined.py", STEP,
+    ("_, scatter = jax.vjp(partial(gather, trained_spec), trained)", "_, scatter = jax.vjp(partial(gather, spec), trained)",
+     PIPELINE, {"equivalent": "the tests of pipelines freeze nothing, and then both specs are one"}),
+)  # fmt: skip
