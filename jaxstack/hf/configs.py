@@ -36,6 +36,10 @@ class _Keys:
             raise ConfigError(f"{self.where} has no {key}. Copy it from the model's own config.json.")
         return self._left.pop(key, *default)
 
+    def drop(self, names: set[str]) -> None:
+        """Removes these keys, and those that begin with an underscore: by custom, they do not change the model."""
+        self._left = {key: value for key, value in self._left.items() if key not in names and not key.startswith("_")}
+
     def rename(self, aliases: dict[str, str]) -> None:
         """Gives keys that have another name in some files their usual name."""
         self._left = {aliases.get(key, key): value for key, value in self._left.items()}
@@ -80,8 +84,7 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
     family = FAMILIES[name]
     keys.rename(family.aliases)
     ignored = {key: value for key in sorted(TRAINING) if (value := keys.take(key, None))}
-    for key in UNRELATED:
-        keys.take(key, None)
+    keys.drop(UNRELATED)
 
     ours: JsonObject = dict(family.fixed)
     for key, path in family.fields.items():

@@ -152,10 +152,11 @@ FAMILIES = {
 """The families by their `model_type`."""
 
 UNRELATED = {
-    "_name_or_path", "architectures", "bos_token_id", "cache_implementation", "dtype", "eos_token_id",
-    "initializer_range", "model_type", "n_ctx", "output_router_logits", "pad_token_id",
+    "architectures", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    "finetuning_task", "id2label", "initializer_range", "label2id", "model_type", "n_ctx", "output_attentions",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "return_dict",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
+    "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 """Keys that do not affect the logits: about files, generation, classifier heads and additional outputs."""
 

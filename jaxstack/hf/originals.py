@@ -9,6 +9,7 @@ import yaml
 from jaxstack.config import ConfigError
 from jaxstack.data import chat
 from jaxstack.data.tokenizers import JsonObject
+from jaxstack.hf import configs
 
 FOLDER = "imported"
 """The folder of a run that holds them."""
@@ -47,7 +48,9 @@ def find(run: Path) -> Path | None:
 
 
 def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
-    """Adds files and special token ids to an exported folder. A run's own tokenizer replaces the original one.
+    """Adds files to an exported folder, and writes the imported `config.json` with the values that have changed.
+
+    A run's own tokenizer, with its special token ids, replaces the original one.
 
     Args:
       originals: folder with the files.
@@ -65,15 +68,67 @@ def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
             template.write_text(own, "utf-8")
     _copy(("generation_config.json",), originals, out)
     config = _read(out / "config.json")
+    ids = {}
     for key in SPECIAL_IDS:
         known = config[key] is not None  # the end of a document in the run's tokenizer
         if known and (before.get(key) is None or (tokenizer is not None and not same)):
-            continue
-        if key in before:
+            ids[key] = config[key]
+        elif key in before:
             config[key] = before[key]
         else:
             del config[key]  # its value is then the default of the family
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    text = (originals / "config.json").read_text("utf-8")
+    changed = _changed_keys(before, config)
+    if changed is None:
+        text = json.dumps(config, indent=2) + "\n"
+    (out / "config.json").write_text(_with_values(text, ids | (changed or {})), "utf-8")
+
+
+def _changed_keys(before: JsonObject, now: JsonObject) -> JsonObject | None:
+    """Returns the keys of a `config.json` that this run has changed, with their new values.
+
+    Args:
+      before: the imported one.
+      now: the one that describes the exported model, with other keys than the imported one.
+
+    Returns:
+      `None` if the model is another one, such as one with experts that were copied from dense layers.
+    """
+    (family, model, _), (family_now, model_now, _) = (configs.from_json("config.json", v) for v in (before, now))
+    if family != family_now or configs.model_differences(model, model_now):
+        return None
+    rendered = configs.to_json(family, model, 0, None)
+    changed = {key: now[key] for key, value in rendered.items() if key not in SPECIAL_IDS and now[key] != value}
+    if now["architectures"][0] not in before.get("architectures", []):
+        changed["architectures"] = now["architectures"]  # such as that of a model without a head
+    names = [key for key in ("torch_dtype", "dtype") if key in before]
+    return changed | {key: now["torch_dtype"] for key in names if before[key] != now["torch_dtype"]}
+
+
+def _with_values(text: str, values: JsonObject) -> str:
+    """Returns the text of a JSON object with other values of some keys; everything else stays as it is written."""
+    decoder, pieces, at = json.JSONDecoder(), [], 0
+    place = text.index("{") + 1
+    left = dict(values)
+    while True:
+        place = _skip(text, place, " \t\r\n,")
+        if text[place] == "}":
+            break
+        key, place = decoder.raw_decode(text, place)
+        start = _skip(text, place, " \t\r\n:")
+        _, place = decoder.raw_decode(text, start)
+        if key in left:
+            pieces += [text[at:start], json.dumps(left.pop(key))]
+            at = place
+    end = len(text[:place].rstrip())
+    new = "".join(f",\n  {json.dumps(key)}: {json.dumps(value)}" for key, value in left.items())
+    return "".join([*pieces, text[at:end], new.removeprefix("," * (text[end - 1] == "{")), text[end:]])
+
+
+def _skip(text: str, place: int, characters: str) -> int:
+    while text[place] in characters:
+        place += 1
+    return place
 
 
 def _template(originals: Path) -> str | None:

@@ -22,8 +22,8 @@ from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, PipelineConfig, RunConfig, parse
 from jaxstack.data.tokenizers import CharTokenizer
+from jaxstack.hf import originals, weights
 from jaxstack.hf import safetensors as tensor_files
-from jaxstack.hf import weights
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import map_spec
@@ -633,7 +633,10 @@ def test_what_came_with_an_import_goes_back(tokenizer, folder, tmp_path):
         (folder / name).write_text(text)
     config = json.loads((folder / "config.json").read_text()) | {"bos_token_id": 2, "eos_token_id": [3, 2]}
     del config["pad_token_id"]
-    (folder / "config.json").write_text(json.dumps(config))
+    config |= {"torch_dtype": "bfloat16", "transformers_version": "4.1", "_name_or_path": "a/b", "_own": {"ä": [1]}}
+    written = json.dumps(config, indent=3, ensure_ascii=False).replace("1e-05", "1.0E-5") + "  "
+    assert "1.0E-5" in written
+    (folder / "config.json").write_text(written)
     run, out = tmp_path / "run", tmp_path / "out"
     execute(["import", str(folder), str(run)])
     (tmp_path / "next").mkdir()  # a run that begins with the imported one
@@ -645,9 +648,12 @@ def test_what_came_with_an_import_goes_back(tokenizer, folder, tmp_path):
     for begun in (run, tmp_path / "next"):
         execute(["export", str(begun), str(out)])
         assert {name: (out / name).read_text() for name in files} == files
-        assert json.loads((out / "config.json").read_text()) == config
+        assert (out / "config.json").read_text() == written.replace('"bfloat16"', '"float32"')
         assert {path.name for path in out.iterdir()} == {*files, "config.json", tensor_files.SINGLE}
         shutil.rmtree(out)
+    execute(["export", str(run), str(out), "--dtype=bfloat16"])
+    assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    shutil.rmtree(out)
     if tokenizer:
         saved = json.loads((run / "tokenizer.json").read_text())
         for template in (files["chat_template.jinja"], "{{ other }}"):  # saved by a run on conversations
@@ -660,7 +666,29 @@ def test_what_came_with_an_import_goes_back(tokenizer, folder, tmp_path):
         execute(["export", str(run), str(out)])
         assert json.loads((out / "tokenizer.json").read_text()) == saved["tokenizer"]
         assert not (out / "tokenizer_config.json").exists()
-        assert json.loads((out / "config.json").read_text()) == config | {"eos_token_id": 3}
+        assert json.loads((out / "config.json").read_text()) == config | {"eos_token_id": 3, "torch_dtype": "float32"}
+
+
+def test_only_what_a_run_has_changed_changes_in_config_json(folder, tmp_path):
+    """A rate of dropout, a model without a head, a key that was not there; another model has a file of its own."""
+    before = json.loads((folder / "config.json").read_text()) | {"architectures": ["LlamaModel"], "_own": 1}
+    del before["torch_dtype"], before["pad_token_id"], before["eos_token_id"]
+    now = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 3}
+    for name, values in (("a", before), ("b", now), ("c", now | {"hidden_size": 64})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(values))
+    originals.restore(tmp_path / "a", None, tmp_path / "b")
+    expected = before | {"architectures": ["LlamaForCausalLM"], "eos_token_id": 3}
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == expected
+    originals.restore(tmp_path / "a", None, tmp_path / "c")
+    found = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert found.items() >= {"hidden_size": 64, "eos_token_id": 3}.items()
+    assert "_own" not in found
+    gpt2 = FAMILIES["gpt2"]
+    made = [hf.to_json("gpt2", dataclasses.replace(gpt2, dropout=rate), 64, None) | {"torch_dtype": "float32"}
+            for rate in (0.0, 0.25)]  # fmt: skip
+    assert originals._changed_keys(made[0] | {"embd_pdrop": 0.5}, made[0]) == {}
+    assert originals._changed_keys(made[0], made[1]) == {"embd_pdrop": 0.25, "resid_pdrop": 0.25}
 
 
 def test_the_tokenizer_of_a_run_is_that_of_the_next(tmp_path):
