@@ -9,6 +9,9 @@ from jaxstack.config import ConfigError, PipelineConfig
 from jaxstack.config.bounds import PositiveFloat, PositiveInt
 from jaxstack.config.parse import Parser, user_path
 
+MAX_UNITS = 20_000
+"""Largest number of forward units of a schedule. Its table and chart grow with it."""
+
 SCHEDULES = get_args(get_type_hints(PipelineConfig)["schedule"])
 
 
@@ -36,6 +39,12 @@ def main(args: Namespace) -> None:
     from jaxstack.pipeline.plot import draw
     from jaxstack.pipeline.program import SCHEDULES
 
+    units = args.stages * args.microbatches * args.chunks
+    if units > MAX_UNITS:
+        raise ConfigError(
+            f"--stages={args.stages} x --microbatches={args.microbatches} x --chunks={args.chunks} has {units} units. "
+            f"Lower them to {MAX_UNITS} units or fewer, which a chart can show."
+        )
     schedule = SCHEDULES[args.schedule](args.stages, args.microbatches, args.chunks)
     if args.chunks != schedule.chunks:
         raise ConfigError(

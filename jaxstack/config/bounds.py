@@ -41,7 +41,7 @@ class Interval:
         """Returns the interval as `--help` shows it: `>= 1`, `> 0` or `in [0, 1)`."""
         if math.isinf(self.high):
             return f"{'>' if self.low_open else '>='} {self.low:g}"
-        return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
+        return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:.10g}{')' if self.high_open else ']'}"
 
     def advice(self) -> str:
         """Returns the numbers to use, in words: `1 or more`, `a number above 0` or `a number in [0, 1)`."""
@@ -64,8 +64,8 @@ BelowOne = Annotated[float, Interval(0, 1, high_open=True)]
 """From 0, included, to 1, excluded: a decay, or a probability that must not be certainty."""
 PositiveFraction = Annotated[float, Interval(0, 1, low_open=True)]
 """From 0, excluded, to 1, included."""
-MAX_INT = 2**32 - 1
-"""Largest integer of any key. A larger seed is not possible, and a larger size would only overflow somewhere else."""
+MAX_INT = 2**31 - 1
+"""Largest integer of a key without another bound. JAX counts steps and sizes in 32 bits with a sign."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -123,7 +123,7 @@ def check_value(key: str, value: object, hint: object, default: object) -> None:
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, float) and not math.isfinite(part):
             raise ConfigError(f"{key}={part} is not finite. Use a finite number; {usual}.")
-        if isinstance(part, int) and abs(part) > MAX_INT:
+        if isinstance(part, int) and abs(part) > MAX_INT and (interval is None or math.isinf(interval.high)):
             raise ConfigError(f"{key}={part} is too large. Use {MAX_INT} or less; {usual}.")
         if isinstance(part, str) and not _is_utf8(part):
             raise ConfigError(f"{key}={part!r} has a zero byte or is not UTF-8. Use other text, or rename the file.")

@@ -216,6 +216,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_bounds("model", self)
+        require(self.num_layers <= 10_000, f"model.num_layers={self.num_layers} is more than 10000. Use fewer layers.")
         self._check_heads()
         self._check_windows()
         require(

@@ -31,7 +31,7 @@ class RunConfig:
     init_adapter: str | None = None
     """Folder in PEFT's format with adapters of the Hugging Face model `run.init_from`, with which this run starts.
     `jaxstack import --adapter` sets it, and `model.lora` with it. Null means new adapters."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Interval(0, 2**32 - 1)] = 0
     """Seed of the initial parameters, the order of the data, and dropout."""
     resume: bool = True
     """Resume from the newest checkpoint in `run.dir`. With false, a directory that holds a checkpoint is an error."""

@@ -230,8 +230,8 @@ def test_no_data_prints_a_traceback(source, say, folder):
 
 def interrupted_process(code):
     """Runs Python code in a terminal of its own; returns the exit code, and all that the terminal shows."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs)
+    (ours, theirs), env = pty.openpty(), os.environ | {"TERM": "xterm", "COLUMNS": "200"}
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # the terminal is closed at the end of the process
@@ -272,7 +272,7 @@ def test_the_prompt_has_a_line_of_its_own_after_the_second_interrupt():
         "import os, signal, time\nfrom jaxstack.runtime import preemption\n"
         "from jaxstack.tracking.console import Console\n"
         "with preemption.catch_stop_signals() as request:\n"
-        "    console = Console(10)\n    console.start(0)\n"
+        "    console = Console(10)\n    console.start(0)\n    console.show_step(1, 2.5)\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    while request.signal is None: time.sleep(0.01)\n"
         "    time.sleep(0.3)\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(30)\n"
