@@ -11,7 +11,7 @@ from typing import Any, TextIO, TypeAlias
 
 from jaxstack.checkpoint import manifest
 from jaxstack.common import files
-from jaxstack.config import Config, ConfigError, ModelConfig, flat
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, flat
 from jaxstack.config.parse import parse_config, to_yaml
 
 # A checkpoint holds the arrays of one model and one optimizer. Their shape or meaning depends on the fixed keys, except
@@ -107,11 +107,14 @@ def require_same_data(metadata: Metadata, cfg: Config, fingerprint: str) -> None
     Raises:
       ConfigError: the files have changed, but not their names.
     """
-    if metadata["data"] != fingerprint and metadata["config"]["data"] == json.loads(json.dumps(asdict(cfg.data))):
+    data, before = cfg.data, metadata["config"]["data"]
+    before = asdict(DataConfig()) | before  # an older version has saved fewer keys
+    if metadata["data"] != fingerprint and json.loads(json.dumps(before)) == json.loads(json.dumps(asdict(data))):
+        what = "data.mixture" if data.mixture else f"data.source={data.source}, data.path={data.path}"
         raise ConfigError(
-            f"the text of data.source={cfg.data.source}, data.path={cfg.data.path} has changed since the checkpoints "
-            f"in {cfg.run.dir} were saved, so the batches would differ. Restore the old files, or train this model on "
-            f"the new ones in another run.dir with --run.init_from={cfg.run.dir}."
+            f"the text of {what} has changed since the checkpoints in {cfg.run.dir} were saved, so the batches would "
+            f"differ. Restore the old files, or train this model on the new ones in another run.dir with "
+            f"--run.init_from={cfg.run.dir}."
         )
 
 

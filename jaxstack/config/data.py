@@ -171,8 +171,8 @@ def _check_mixture(cfg: DataConfig) -> None:
             f"data.mixture: {one} has a path, which the source stdlib does not read. Use source: path or tokens.",
         )
         require(
-            bool(one.label) and one.label == " ".join(one.label.split()),
-            f"data.mixture: {one} has a name with spaces at its ends, line breaks, or nothing. Use a plain name.",
+            bool(one.label) and one.label == one.label.strip() and one.label.isprintable(),
+            f"data.mixture: {one} has a name that is empty, or has control characters or outer spaces. Change it.",
         )
     labels = [one.label for one in cfg.mixture]
     require(

@@ -118,7 +118,7 @@ def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: Da
     if same_vocabulary(saved, tokenizer.to_json()):
         return
     flag = f"--data.tokenizer={saved.get('name', saved['kind'])}"
-    if cfg.source == "tokens":
+    if cfg.source == "tokens" and cfg.format == "jaxstack":
         made = f"data.path={cfg.path} was made with the tokenizer {tokenizer.name}"
         advice = f"Build the file again with `jaxstack data build {flag}`"
     else:

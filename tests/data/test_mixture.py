@@ -1,5 +1,6 @@
 """Mixtures of sources: exact counts, batches of seed and step alone, resume, and losses of each source."""
 
+import dataclasses
 import json
 from fractions import Fraction
 
@@ -9,6 +10,7 @@ import pytest
 from test_windows import assert_equal, make_tokens
 
 from jaxstack import data
+from jaxstack.checkpoint import run_dir
 from jaxstack.config import Config, ConfigError, DataConfig, SourceConfig, TrainConfig, WeightChange
 from jaxstack.config.parse import parse_config
 from jaxstack.data import interleave
@@ -208,6 +210,19 @@ def test_what_a_run_says_of_its_sources(tmp_path):
     assert first.startswith("one: share 0.25 then 1 from step 5 on then 0 from step 10 on (after the last step), read ")
     assert f"read {25 / 224:.2f} times; " in first
     assert f"read {15 / 111:.2f} times; " in second
+
+
+def test_texts_that_changed_since_a_checkpoint():
+    """A mixture is named as a whole. A checkpoint of a version with fewer keys is compared by those that it has."""
+    cfg = Config(data=DataConfig(mixture=(SourceConfig("stdlib"),)))
+    saved = {"data": "old", "config": json.loads(json.dumps(dataclasses.asdict(cfg)))}
+    run_dir.require_same_data(saved, cfg, "old")
+    with pytest.raises(ConfigError, match=r"the text of data\.mixture has changed since the checkpoints"):
+        run_dir.require_same_data(saved, cfg, "new")
+    run_dir.require_same_data(saved, Config(), "new")
+    older = {"data": "old", "config": {"data": {"source": "stdlib", "seq_len": 256}}}
+    with pytest.raises(ConfigError, match=r"the text of data\.source=stdlib, data\.path=None has changed"):
+        run_dir.require_same_data(older, Config(), "new")
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
