@@ -65,9 +65,9 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
     # ---- devices and compiled steps
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
-    warning = memory.check(cfg, list(mesh.devices.flat))  # before minutes of compiling
     ctx = Context.create(pipeline_costs.resolve_partition(cfg, mesh), mesh)
     abstract = abstract_state(cfg, ctx)  # shapes, dtypes and shardings, no arrays
+    warning = memory.check(cfg, ctx, abstract)  # before minutes of compiling
     train_step = jit_train_step(cfg, ctx, abstract)  # (state, batch) -> (state, metrics); donates the state
     eval_step = jax.jit(make_eval_step(cfg, ctx))  # (params, batch) -> (sum of nats, number of tokens)
     loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so there is nothing to save

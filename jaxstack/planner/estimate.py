@@ -71,14 +71,18 @@ EXACT = ("parameters, float32", "optimizer state", "batch")
 
 def abstract_inputs(cfg: Config, ctx: Context) -> tuple[TrainState, Batch]:
     """Returns the abstract state of a run and an abstract batch, whose mesh may be abstract too."""
+    return abstract_state(cfg, ctx), abstract_batch(cfg, ctx)
+
+
+def abstract_batch(cfg: Config, ctx: Context) -> Batch:
+    """Returns the shapes, dtypes and shardings of a batch."""
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
     if cfg.data.packing:
         kinds |= {"positions": jnp.int32, "segment_ids": jnp.int32}
     if cfg.model.moe.num_experts and cfg.model.moe.router in ("domain", "timestep"):
         kinds["gate_ids"] = jnp.int32
     shape, where = (cfg.data.batch_size, cfg.data.seq_len), ctx.sharding(ctx.batch)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in kinds.items()}
-    return abstract_state(cfg, ctx), batch  # type: ignore[return-value]
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in kinds.items()}  # type: ignore[misc]
 
 
 def exact_bytes(parts: Mapping[str, float]) -> float:

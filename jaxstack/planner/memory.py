@@ -21,6 +21,7 @@ from jaxstack.kernels.implementation import platform_of
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate, hlo, shards
 from jaxstack.sharding import ShardingError, abstract_mesh, find_devices
+from jaxstack.training.state import TrainState, abstract_state
 
 GIB = 2**30
 
@@ -138,10 +139,14 @@ def need(cfg: Config, devices: int, platform: str) -> Need:
       ConfigError: if the configuration does not fit the devices.
       ShardingError: if they do not divide a parameter.
     """
+    ctx = context(cfg, devices, platform)
+    return _need(cfg, ctx, abstract_state(cfg, ctx), platform)
+
+
+def _need(cfg: Config, ctx: Context, state: TrainState, platform: str) -> Need:
     if platform == "cpu":  # XLA computes in float32 there, and its arrays are float32 too
         cfg = replace(cfg, train=replace(cfg.train, dtype="float32"))
-    ctx = context(cfg, devices, platform)
-    return Need(estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx)), platform)
+    return Need(estimate.memory(cfg, ctx, state, estimate.abstract_batch(cfg, ctx)), platform)
 
 
 def plan(cfg: Config, target: str) -> str:
@@ -177,8 +182,13 @@ def plan(cfg: Config, target: str) -> str:
     return "\n".join(lines)
 
 
-def check(cfg: Config, devices: Sequence[jax.Device]) -> str | None:
+def check(cfg: Config, ctx: Context, state: TrainState) -> str | None:
     """Compares a run's need with the memory of its devices, before anything is compiled.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context, on the devices.
+      state: its abstract state.
 
     Returns:
       A warning if the run may not fit, or None.
@@ -186,8 +196,10 @@ def check(cfg: Config, devices: Sequence[jax.Device]) -> str | None:
     Raises:
       ConfigError: it does not fit even by the lower bound.
     """
+    assert ctx.mesh is not None
+    devices = list(ctx.mesh.devices.flat)
     room = room_of([d for d in devices if d.process_index == jax.process_index()])
-    found = need(cfg, len(devices), platform_of(devices[0]))
+    found = _need(cfg, ctx, state, platform_of(devices[0]))
     low, high = (bound * room.sharing for bound in found.bounds)
     if low > room.bytes:
         subject = _subject(cfg, found, room)

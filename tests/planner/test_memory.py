@@ -17,6 +17,7 @@ from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate, memory
 from jaxstack.planner.memory import GIB, RATIOS, Room
 from jaxstack.sharding import make_mesh
+from jaxstack.training.state import abstract_state
 from jaxstack.training.step import make_eval_step
 
 RESULTS = Path(step_memory.__file__).parent / "results"
@@ -85,6 +86,8 @@ def room(gib: float) -> Room:
 
 def test_a_run_is_refused_by_the_lower_bound_only(monkeypatch):
     cfg = config()
+    ctx = Context.create(cfg, make_mesh(MeshConfig(data=1), 8, jax.devices()[:1]))
+    run = cfg, ctx, abstract_state(cfg, ctx)
     found = memory.need(cfg, 1, "cpu")
     low, high = found.bounds
     assert found.state < low < found.formula < high
@@ -94,16 +97,16 @@ def test_a_run_is_refused_by_the_lower_bound_only(monkeypatch):
             with pytest.raises(
                 ConfigError, match=r"data.batch_size=8, .*train.remat=selective needs at least"
             ) as error:
-                memory.check(cfg, jax.devices()[:1])
+                memory.check(*run)
             assert error.value.__notes__[0].startswith("What would help")
         else:
-            assert warns == ("may not fit" in memory.check(cfg, jax.devices()[:1]))
+            assert warns == ("may not fit" in memory.check(*run))
     monkeypatch.setattr(memory, "room_of", lambda devices: room(1.01 * high / GIB))
-    assert memory.check(cfg, jax.devices()[:1]) is None
+    assert memory.check(*run) is None
     # Where the state alone is too large, the model is named and not the batch.
     monkeypatch.setattr(memory, "room_of", lambda devices: room(0.9 * found.state / GIB))
     with pytest.raises(ConfigError, match=r"state of model.num_layers=4, model.d_model=256"):
-        memory.check(cfg, jax.devices()[:1])
+        memory.check(*run)
 
 
 def test_the_host_of_simulated_devices_has_its_memory_once():
