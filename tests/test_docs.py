@@ -99,7 +99,10 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"runs/chat": "a tokenizer and its template; tests/data/test_chat.py",
     r"^train.*--mesh\.(data|fsdp|tensor|context|expert)=[48](?!.*--print_shardings)": "tests/test_meshes.py",
     r"--pipeline\.schedule=interleaved_1f1b": "tests/pipeline/test_pipeline.py",
-    r"num_layers=8 --run.dir=runs/deeper": "the quickstart, deeper",
+    r"num_layers=8 (.* )?--run.dir=runs/(deeper|wider)": "the quickstart, deeper; tests/models/test_by_hand.py",
+    r"^train --kernels\.attention=chunked": "what the quickstart takes; tests/kernels/test_attention_kernels.py",
+    r"^train --mesh.fsdp=2 --mesh.tensor=2 --mesh.data=1 --run.dir": "tests/test_meshes.py",
+    r"^train.*--mesh.expert=2": "tests/test_meshes.py",
 }
 STEPS = ["--train.steps=2", "--train.eval_every=2", "--train.eval_steps=1", "--checkpoint.every=2"]
 ALONE = ["--train.ngram_baseline=false", "--sample.prompts=[]", "--optim.name=sgd"]  # Muon compiles for longest

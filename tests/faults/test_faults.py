@@ -19,7 +19,8 @@ from lines import lines, values
 from orbax.checkpoint import v1 as ocp
 
 from jaxstack.checkpoint import manifest, store
-from jaxstack.common.errors import Exit
+from jaxstack.cli.parser import execute
+from jaxstack.common.errors import ConfigError, Exit
 from jaxstack.common.tree import flatten
 
 pytestmark = pytest.mark.slow
@@ -547,18 +548,20 @@ def test_every_array_that_differs_is_named(argv, straight, tmp_path):
     [
         ("modle:\n  num_layers: 2\n", "modle"),
         ("model:\n  num_layers: two\n", "num_layers"),
-        ("model:\n  num_layers: 2\n  num_layers: 3\n", "line 3: the key num_layers occurs twice"),
-        ("model: !!python/object/apply:os.mkdir [PWNED]\n", "tag"),
+        ("model:\n  num_layers: 2\n  num_layers: 3\n", "line 3: the key model.num_layers occurs twice"),
+        ("optim:\n  lr: !!python/object/apply:os.mkdir [PWNED]\n", "python/object"),
         ("run:\n  init_from: https://me:secret@example.org/x\n", "run.init_from contains a password"),
         ("model: [\n", "c.yaml"),
     ],
 )
 def test_bad_configurations(content, word, argv, tmp_path):
     (tmp_path / "c.yaml").write_text(content.replace("PWNED", str(tmp_path / "pwned")))
-    _, err = run(f"--config={tmp_path / 'c.yaml'}", *argv, code=Exit.USER_ERROR)
+    with pytest.raises(ConfigError) as error:  # the process prints it: tests/cli/test_mistakes.py
+        execute(["train", *harness.SMALL, f"--config={tmp_path / 'c.yaml'}", *argv])
+    err = str(error.value)
     assert word in err
     assert "secret" not in err
-    assert err.count("\n") == 1
+    assert "\n" not in err
     assert not (tmp_path / "pwned").exists()
     assert not (tmp_path / "run").exists()
 
