@@ -87,7 +87,7 @@ def main(args: Namespace) -> None:
     from jaxstack.planner import memory
 
     with memory.explained(lambda: memory.generation_error(run.config, longest)):
-        for piece in in_turn(texts, run.stream_tokens(ids, stop=stop)):
+        for piece in in_turn(texts, run.stream_tokens(ids, stop=stop, at_once=not live)):
             write(piece, flush=live)
     write("\n")
 

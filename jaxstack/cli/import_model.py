@@ -49,6 +49,7 @@ def main(args: Namespace) -> None:
       ConfigError: the folder cannot be read, or a flag contradicts it.
     """
     from jaxstack import data, hf
+    from jaxstack.data import chat
     from jaxstack.hf import originals, safetensors
     from jaxstack.models import family, params
     from jaxstack.training import init_from
@@ -62,7 +63,7 @@ def main(args: Namespace) -> None:
     with safetensors.new_folder(run) as made, hf.PretrainedFolder(folder, adapter) as found:
         cfg = run_config(found, run, [*(f"--config={path}" for path in args.files), *flags])
         name = cfg.data.tokenizer
-        tokenizer = data.make_tokenizer(name, ())
+        tokenizer = data.make_tokenizer(name, (), chat.read_template(name, required=False))
         init_from.require_same_tokenizer(found, str(folder), DataConfig(tokenizer=name), tokenizer)
         if name not in ("bytes", "chars"):
             cfg = resolve(cfg, tokenizer.vocab_size)

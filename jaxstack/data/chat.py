@@ -192,8 +192,12 @@ def _answer_length(written: str, content: str) -> int:
     return len(written.rstrip()) if end.strip() else len(written)
 
 
-def read_template(tokenizer: str) -> SavedTemplate | None:
+def read_template(tokenizer: str, *, required: bool = True) -> SavedTemplate | None:
     """Returns the chat template in the folder of a tokenizer.json, or `None` for `bytes` and `chars`.
+
+    Args:
+      tokenizer: value of `data.tokenizer`.
+      required: whether a missing template is an error; otherwise the result is `None`.
 
     Raises:
       ConfigError: the template is missing or cannot be read.
@@ -217,6 +221,8 @@ def read_template(tokenizer: str) -> SavedTemplate | None:
     if isinstance(source, list):  # a list of named templates
         source = next((t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"), None)
     if not isinstance(source, str):
+        if not required:
+            return None
         raise ConfigError(
             f"data.source=chat: the folder of data.tokenizer={tokenizer} has neither a chat_template.jinja nor a "
             f"tokenizer_config.json with a chat_template. Copy the template of the instruction-tuned model there."

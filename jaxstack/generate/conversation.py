@@ -73,7 +73,7 @@ class Conversation:
             state, results = self._work.append(rows, state["cache"], padded, self._used(tokens, replicas), place)
             kept += len(block)
         assert results is not None
-        parts, shown = self._work.extend_by_parts(rows, state, results, len(tokens), limit), 0
+        parts, shown = self._work.extend_by_parts(rows, state, results, (len(tokens), limit)), 0
         for state, found in parts:
             self._cache, count = state["cache"], int(found.i)
             self.tokens = [*tokens, *found.added[0, : count - 1].tolist()]  # the newest is not in the cache yet

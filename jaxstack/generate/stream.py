@@ -23,7 +23,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
 
-_CHUNK_S = 0.03
+_CHUNK_S = 0.1
 """A call adds as many tokens as take about this long: the text flows, and starting a program costs little beside it."""
 
 Program = Callable[..., tuple[PyTree, PyTree]]
@@ -97,7 +97,9 @@ class Engine:
             return Specs(PartitionSpec(), PartitionSpec())
         return Specs(self.ctx.parameters(family.spec(self.cfg)), self.ctx.batch)
 
-    def stream(self, prompts: Rows, sample: SampleConfig, *, stop: Sequence[int] = (), seed: int = 0) -> Iterator[Rows]:
+    def stream(
+        self, prompts: Rows, sample: SampleConfig, *, stop: Sequence[int] = (), seed: int = 0, at_once: bool = False
+    ) -> Iterator[Rows]:
         """Yields the tokens that are added to each prompt, a few at a time, until all texts have ended.
 
         Args:
@@ -105,6 +107,7 @@ class Engine:
           sample: how tokens are chosen. Beam search has no tokens to show before its end, so `beams` must be 1.
           stop: tokens that end a text.
           seed: of sampling.
+          at_once: whether all tokens after the first come at once, which is faster if nobody waits for them.
 
         Raises:
           ConfigError: see `decode.check_prompts`.
@@ -119,7 +122,8 @@ class Engine:
         work = Programs(self, tokens.shape[1] + sample.tokens, replace(sample, prompts=None), tuple(stop))
         state, results = work.start(rows, tokens)
         shown = 0
-        for _, found in work.extend_by_parts(rows, state, results, tokens.shape[1], sample.tokens):
+        place = tokens.shape[1], sample.tokens
+        for _, found in work.extend_by_parts(rows, state, results, place, sample.tokens if at_once else 1):
             new = [row[shown:length].tolist() for row, length in zip(found.added, found.lengths, strict=True)]
             shown = int(found.i)
             yield new[: len(prompts)]
@@ -170,30 +174,30 @@ class Programs:
         return self._call("empty_cache", lambda sampler: sampler.model.empty_cache(), rows)[0]
 
     def extend_by_parts(
-        self, rows: PyTree, state: PyTree, results: Results, slot: int, limit: int
+        self, rows: PyTree, state: PyTree, results: Results, place: tuple[int, int], count: int = 1
     ) -> Iterator[tuple[PyTree, Results]]:
-        """Yields the state and what the host has read of it, each time with more tokens, until there are `limit`.
+        """Yields the state and what the host has read of it, each time with more tokens, until there are all.
 
         Args:
           rows: see the class.
           state: from `start` or `append`.
           results: of that state.
-          slot: slot of the first added token.
-          limit: number of tokens.
+          place: slot of the first added token, and the number of tokens to add.
+          count: number of tokens of the first part after `results`. The others take about `_CHUNK_S`.
         """
+        slot, limit = place
 
         def work(sampler: RowSampler, state: PyTree, place: PyTree) -> PyTree:
             return sampler.extend(state, *place)
 
-        count = 1
         while True:
             found = jax.device_get(results)
             yield state, found
             if found.i >= limit or not found.going:
                 return
             began = time.perf_counter()
-            place = np.int32(slot), np.int32(min(int(found.i) + count, limit))
-            state, results = self._call("extend", work, rows, state, place)
+            until = np.int32(min(int(found.i) + count, limit))
+            state, results = self._call("extend", work, rows, state, (np.int32(slot), until))
             jax.block_until_ready(results)
             took = time.perf_counter() - began
             count = count * 2 if took < _CHUNK_S / 1.5 else max(count // 2, 1) if took > _CHUNK_S * 1.5 else count

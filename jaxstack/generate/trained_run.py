@@ -127,7 +127,8 @@ class TrainedRun:
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         streams = [TextStream(self.tokenizer, text) for text in texts]
-        for parts in self.stream_tokens([stream.prompt for stream in streams], seed=seed, stop=stop, **sample):
+        prompt_ids = [stream.prompt for stream in streams]
+        for parts in self.stream_tokens(prompt_ids, seed=seed, stop=stop, at_once=True, **sample):
             for stream, part in zip(streams, parts, strict=True):
                 stream.add(part)
         complete = [stream.text for stream in streams]
@@ -146,7 +147,8 @@ class TrainedRun:
         """
         text = TextStream(self.tokenizer, prompt)
         yield text.take()
-        for (part,) in self.stream_tokens([text.prompt], seed=seed, stop=stop, **sample):
+        parts = self.stream_tokens([text.prompt], seed=seed, stop=stop, at_once=False, **sample)
+        for (part,) in parts:
             text.add(part)
             if piece := text.take():
                 yield piece
@@ -154,7 +156,13 @@ class TrainedRun:
             yield rest
 
     def stream_tokens(
-        self, prompts: decode.Rows, *, seed: int | None = None, stop: Sequence[int] = (), **sample: float
+        self,
+        prompts: decode.Rows,
+        *,
+        seed: int | None = None,
+        stop: Sequence[int] = (),
+        at_once: bool = False,
+        **sample: float,
     ) -> Iterator[decode.Rows]:
         """Yields the tokens that are added to each prompt, a few at a time. With beams there is one part, at the end.
 
@@ -162,13 +170,14 @@ class TrainedRun:
           prompts: token ids of each prompt.
           seed: see `generate`.
           stop: see `generate`.
+          at_once: see `Engine.stream`.
           **sample: see `generate`.
         """
         how = self._sample(sample)
         seed = self.config.run.seed if seed is None else seed
         end = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
         if how.beams == 1:
-            yield from self.engine(how.domain).stream(prompts, how, stop=(*stop, *end), seed=seed)
+            yield from self.engine(how.domain).stream(prompts, how, stop=(*stop, *end), seed=seed, at_once=at_once)
             return
         options = decode.generate_options(self.config, self.tokenizer, self.context) | {"stop": (*stop, *end)}
         rows = decode.generate(self.model, self.params, prompts, how, seed=seed, **options)

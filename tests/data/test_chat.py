@@ -212,6 +212,7 @@ def test_content_cannot_mark():
 def test_templates_beside_a_tokenizer(tmp_path):
     name = str(tmp_path / "tokenizer.json")
     assert chat.read_template("bytes") is None
+    assert chat.read_template(name, required=False) is None
     with pytest.raises(ConfigError, match=r"has neither a chat_template\.jinja nor"):
         chat.read_template(name)
     settings = {"chat_template": "one", "bos_token": {"content": "<s>"}, "pad_token": None, "model_max_length": 3}
