@@ -14,8 +14,9 @@ from jaxstack.config import Config, MeshConfig, OptimConfig, PipelineConfig, Sam
 from jaxstack.generate import decode
 from jaxstack.models import decoder, flops, params
 from jaxstack.models.context import Context
+from jaxstack.models.params import Param
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
+from jaxstack.training import optimizer, step
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import abstract_state, make_state
 
@@ -89,7 +90,7 @@ def test_texts_and_logits_are_those_without_padding(family, rng):
     tokens = rng.integers(0, 61, (2, 9))
     logits, expected = (decoder.forward(c, v, tokens)[0] for c, v in ((cfg, padded), (plain, values)))
     np.testing.assert_allclose(logits[..., :61], expected, rtol=1e-5, atol=1e-6)
-    probabilities = jax.nn.softmax(logits / 1e-3)
+    probabilities = jax.nn.softmax(logits)
     assert not probabilities[..., 61:].any()
     assert np.isfinite(logits * 0).all()
     with pytest.raises(ValueError, match=r"contain the id 61, but model\.vocab_size=61"):
@@ -103,3 +104,34 @@ def test_texts_and_logits_are_those_without_padding(family, rng):
     assert uncached[0] == uncached[1]
     assert params.count(decoder.spec(cfg)) == params.count(decoder.spec(plain))
     assert flops.flops_per_token(cfg, 32) == flops.flops_per_token(plain, 32)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "lion", "sgd"])
+def test_zeros_at_the_end_do_not_change_an_update(name, rng):
+    """The gradients are far from normal, so that Adafactor clips the updates."""
+    plain = {"table": Param((130, 128), ("vocab", "embed"), "table"), "head": Param((128, 130), ("embed", "vocab"))}
+    padded = {"table": params.pad(plain["table"], 0, 192), "head": params.pad(plain["head"], 1, 192)}
+    settings = OptimConfig(name=name, warmup_steps=0, weight_decay=0.1)
+    draws = [params.map_spec(lambda p: rng.normal(size=p.shape).astype(np.float32) ** 5, plain) for _ in range(3)]
+
+    def updates(spec):
+        def fill(tree):
+            return params.map_spec(
+                lambda p, a: np.pad(a, [(0, n - m) for n, m in zip(p.shape, a.shape, strict=True)]), spec, tree
+            )
+
+        transform = optimizer.optimizer(settings, 9, spec)
+        values, found = fill(draws[0]), []
+        state = transform.init(values)
+        for grads in draws[1:]:
+            update, state = transform.update(fill(grads), state, values)
+            found.append(update)
+        return found
+
+    for got, expected in zip(updates(padded), updates(plain), strict=True):
+        table, head = np.asarray(got["table"]), np.asarray(got["head"])
+        assert not table[130:].any()
+        assert not head[:, 130:].any()
+        # Float32 means of as many numbers in another order.
+        np.testing.assert_allclose(table[:130], expected["table"], rtol=1e-4, atol=1e-9)
+        np.testing.assert_allclose(head[:, :130], expected["head"], rtol=1e-4, atol=1e-9)
