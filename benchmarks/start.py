@@ -1,14 +1,17 @@
 """Measures how long a user waits before the first step: `python benchmarks/start.py [--rounds 5]`
 
 Measures the import of the package, the help of every command, and how long a training step with 4 and with 48 layers
-takes to compile on two simulated CPU devices. Depths alternate. The medians and the ratio of the two depths go to
-`benchmarks/results/start.json`. Use an idle machine.
+takes to compile on two simulated CPU devices. Depths alternate. Then it measures the seconds until the first step of
+the quickstart, and those of `jaxstack generate` with 20 tokens, each with an empty cache of compiled programs and once
+more. The medians and the ratio of the two depths go to `benchmarks/results/start.json`. Use an idle machine.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -34,6 +37,27 @@ def seconds(words: list[str]) -> float:
     begin = time.perf_counter()
     subprocess.run(words, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begin
+
+
+def start_seconds() -> dict[str, float]:
+    """Returns the seconds of a first and a second start: until the first step, and of generating 20 tokens."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+        env |= {"XDG_CACHE_HOME": folder, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        for start in ("first", "second"):
+            run = Path(folder, start)
+            flags = ["--train.steps=1", "--sample.prompts=[]", "--train.ngram_baseline=false", f"--run.dir={run}"]
+            train = [sys.executable, str(ROOT / "train.py"), *flags]
+            out = subprocess.run(train, check=True, cwd=folder, env=env, stdout=subprocess.PIPE, text=True).stdout
+            (seconds,) = re.findall(r"first step done ([\d.]+) s", out)
+            found[f"{start} start, quickstart, until the first step"] = float(seconds)
+        for start in ("first", "second"):
+            words = [sys.executable, "-m", "jaxstack", "generate", str(run), "import os", "--sample.tokens=20"]
+            begin = time.perf_counter()
+            subprocess.run(words, check=True, cwd=folder, env=env, stdout=subprocess.DEVNULL)
+            found[f"{start} start, generate 20 tokens"] = time.perf_counter() - begin
+    return found
 
 
 def compile_seconds(num_layers: int) -> float:
@@ -77,6 +101,8 @@ def main() -> None:
             taken[name].append(seconds(words))
         for layers in (4, 48):
             taken[f"compile_{layers}_layers"].append(compile_seconds(layers))
+        for name, value in start_seconds().items():
+            taken.setdefault(name, []).append(value)
     medians = {name: round(median(values), 3) for name, values in taken.items()}
     ratio = round(medians["compile_48_layers"] / medians["compile_4_layers"], 3)
     print("\n".join(f"{value:8.3f} s  {name}" for name, value in medians.items()))
