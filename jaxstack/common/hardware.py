@@ -167,7 +167,7 @@ def find_chip(name: str) -> str:
     kinds = {kind.lower(): key for key, chip in CHIPS.items() for kind in chip.kinds}
     if found := kinds.get(name.lower(), keys.get(wanted)):
         return found
-    ordered = [short for short in keys if short in wanted][::-1]  # of a100 and a100_40gb, the longer one first
+    ordered = sorted((short for short in keys if short in wanted), key=len, reverse=True)
     ordered += [short for short in keys if wanted and wanted in short]
     ordered += difflib.get_close_matches(wanted, keys, n=3, cutoff=0.6)
     close = [keys[short] for short in dict.fromkeys(ordered)][:3]

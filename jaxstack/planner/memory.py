@@ -30,8 +30,6 @@ RATIOS = {"cpu": (0.8, 2.1), "gpu": (0.75, 1.35), "tpu": (0.7, 1.45)}
 from benchmarks/results/step_memory_cpu.json, and those of GPU and TPU from aot.json, moe_memory_h100.json and
 train_gpu_aot.json there, with room for the cases that `estimate.memory` describes as inexact."""
 
-_MORE = "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
-
 Flags = dict[str, Any]
 """Values of a configuration by their dotted keys."""
 
@@ -95,8 +93,7 @@ def room_of(devices: Sequence[jax.Device]) -> Room:
     kind = devices[0].device_kind
     name = chip_name(kind)
     sheet = CHIPS[name].hbm_bytes if name else float("inf")
-    limits = [(d.memory_stats() or {}).get("bytes_limit", sheet) for d in devices]
-    limit = min(limits)
+    limit = min((d.memory_stats() or {}).get("bytes_limit", sheet) for d in devices)
     # JAX reserves three quarters of a GPU; about a twelfth is needed by the driver and by libraries.
     larger = 0.92 * sheet if platform_of(devices[0]) == "gpu" and limit < 0.85 * sheet < float("inf") else 0
     return Room(f"a device ({kind})", limit, limit, larger=larger)
@@ -166,13 +163,14 @@ def plan(cfg: Config, target: str) -> str:
     verdict = "it does NOT fit" if low > chip.hbm_bytes else "it may not fit"
     verdict = "it fits" if high <= chip.hbm_bytes else verdict
     lines = [
-        f"memory of one of {count} devices ({chip.kinds[0]}), GiB",
+        f"memory of {f'one of {count} devices' if count > 1 else 'the device'} ({chip.kinds[0]}), GiB",
         *(f"  {purpose:<44} {size / GIB:>8.3f}" for purpose, size in found.parts.items()),
         f"  {'by formula':<44} {found.formula / GIB:>8.3f}  (compiled steps: {low / GIB:.1f} to {high / GIB:.1f})",
         f"  {'there is':<44} {chip.hbm_bytes / GIB:>8.3f}  ({verdict})",
     ]
     if chip.platform == "gpu":
-        lines.append(f"  {'JAX reserves three quarters of it':<44} {0.75 * chip.hbm_bytes / GIB:>8.3f}  ({_MORE})")
+        size, more = 0.75 * chip.hbm_bytes / GIB, "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
+        lines.append(f"  {'JAX reserves three quarters of it':<44} {size:>8.3f}  ({more})")
     if cfg.train.dtype not in chip.flops and cfg.train.dtype == "bfloat16":
         lines.append(f"{name} has no matrix units for bfloat16, so that train.dtype=bfloat16 is slow there.")
     if verdict != "it fits":
@@ -282,9 +280,11 @@ def advice(cfg: Config, devices: int, platform: str, room: Room) -> str:
         parts.append(
             f"XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives JAX {_gib(room.larger)} in place of {_gib(room.bytes)}"
         )
+    larger = "Use more devices with mesh.fsdp, or a smaller model."
     if not parts:
-        return "Use more devices with mesh.fsdp, or a smaller model."
-    return f"What would help, by the same formula (now {_gib(before)}): {'; '.join(parts)}."
+        return larger
+    end = f" None is enough. {larger}" if all(part.endswith("still too much)") for part in parts) else ""
+    return f"What would help, by the same formula (now {_gib(before)}): {'; '.join(parts)}.{end}"
 
 
 def savings(cfg: Config, devices: int, platform: str, room: Room) -> list[tuple[Flags, Need]]:
