@@ -19,6 +19,7 @@ from jaxstack.data import Tokenizer, chat
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import HFTokenizer
 from jaxstack.generate import load_run
+from jaxstack.runtime import preemption
 from jaxstack.tracking.console import printable
 
 if TYPE_CHECKING:  # JAX must start after `platform.configure`
@@ -193,9 +194,9 @@ def lines() -> Iterator[str]:
     with suppress(ImportError):
         import readline  # noqa: F401  # `input` then has keys and a history of lines
     while True:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            line = input("> ")
+            with preemption.handle_interrupts(signal.default_int_handler):
+                line = input("> ")
         except KeyboardInterrupt:
             print(flush=True)
             note("Ctrl-D or /exit ends the chat.")
@@ -203,8 +204,6 @@ def lines() -> Iterator[str]:
         except EOFError:
             print(flush=True)
             return
-        finally:
-            signal.signal(signal.SIGINT, before)
         yield line
 
 
@@ -218,11 +217,8 @@ def interrupts() -> Iterator[list[int]]:
         if len(hits) > 1:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
+    with preemption.handle_interrupts(interrupt):
         yield hits
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def note(text: str) -> None:

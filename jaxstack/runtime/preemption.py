@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from jaxstack.common import files
@@ -70,6 +71,21 @@ def exit_at_interrupt(message: str) -> Iterator[None]:
 
     with _receive((signal.SIGINT,), leave):
         yield
+
+
+@contextmanager
+def handle_interrupts(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handles SIGINT inside `exit_at_interrupt` by a function in the main thread, which may raise.
+
+    The thread that would end the process is not told: it might ask for the handler when this one is gone already.
+    """
+    descriptor = signal.set_wakeup_fd(-1)
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(descriptor)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import typing
 from pathlib import Path
 
@@ -304,3 +305,21 @@ def test_a_process_in_the_background_of_a_script_ignores_interrupts():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_of_a_prompt_does_not_end_the_command(monkeypatch):
+    """The command continues at once with its handler gone, long before a thread can ask for it."""
+    ended = threading.Event()
+    monkeypatch.setattr(preemption, "_exit", lambda message: ended.set())
+
+    def wait_for_user():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+    with preemption.exit_at_interrupt("interrupted"):
+        for _ in range(20):
+            with pytest.raises(KeyboardInterrupt), preemption.handle_interrupts(signal.default_int_handler):
+                wait_for_user()
+        assert not ended.wait(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended.wait(10), "the thread listens again"
