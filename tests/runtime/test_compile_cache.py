@@ -86,6 +86,8 @@ def test_estimates_are_of_the_same_program_or_of_the_last_new_one(monkeypatch, t
     compile_cache.remember("b", 12.0)
     compile_cache.remember("a", 2.0)
     assert (compile_cache.estimate("a"), compile_cache.estimate("b"), compile_cache.estimate("c")) == (2.0, 12.0, 12.0)
+    compile_cache.remember("b", 3.0)
+    assert (compile_cache.estimate("b"), compile_cache.estimate("c")) == (3.0, 12.0), "a new program is compiled"
     monkeypatch.setattr(compile_cache, "MAX_ESTIMATES", 2)
     for name in "def":
         compile_cache.remember(name, 1.0)
