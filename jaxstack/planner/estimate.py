@@ -273,3 +273,9 @@ def _muon_bytes(cfg: Config, ctx: Context, weights: _Weights) -> float:
     sums = 4 if cfg.train.grad_accum > 1 or ctx.pipeline is not None else _itemsize(cfg)
     several = shards.device_count(ctx) > 1
     return sums * weights.trained + (2 * sum(own) + max(stacks) if several else sum(own) + 3 * max(stacks))
+
+
+def divisors(number: int) -> list[int]:
+    """Returns all divisors of a number, ascending, by trying those up to its root."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

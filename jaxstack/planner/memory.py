@@ -312,20 +312,13 @@ def savings(cfg: Config, devices: int, platform: str, room: Room) -> list[tuple[
     return found
 
 
-def _divisors(number: int) -> list[int]:
-    """Returns all divisors of a number, ascending, by trying those up to its root."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
 def _options(cfg: Config, devices: int, platform: str) -> list[list[Flags]]:
     """Returns for each key that may help its other values, mildest first."""
     sizes = cfg.mesh.resolved_sizes(devices)
     batch, accum, shards = cfg.data.batch_size, cfg.train.grad_accum, sizes["data"] * sizes["fsdp"]
     remat = {"none": ("selective", "full"), "selective": ("full",), "dots": ("full",)}.get(cfg.train.remat, ())
-    divisors = _divisors(batch)
-    splits = [n for n in divisors if n > accum]
-    smaller = [n for n in reversed(divisors) if n < batch and n % accum == 0]
+    splits = [n for n in estimate.divisors(batch) if n > accum]
+    smaller = [n for n in reversed(estimate.divisors(batch)) if n < batch and n % accum == 0]
     fsdp = [n for n in range(sizes["fsdp"] + 1, shards + 1) if shards % n == 0]
     return [
         [{"train.remat": value} for value in remat],

@@ -258,5 +258,5 @@ def test_a_near_miss_of_a_chip_is_suggested(name, near):
 
 def test_divisors_of_an_absurd_batch_come_at_once():
     """The advice tries the divisors of the batch; counting up to it would take minutes."""
-    assert memory._divisors(2**31 - 1) == [1, 2**31 - 1]
-    assert memory._divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+    assert estimate.divisors(2**31 - 1) == [1, 2**31 - 1]
+    assert estimate.divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
