@@ -147,13 +147,16 @@ class Context:
                 "softcap": model.attention_softcap,
                 "segments": cfg.data.packing,
                 "sequence_shards": mesh.shape["context"],
+                "compute_capability": getattr(mesh.devices.flat[0], "compute_capability", None),
             },
             "norm": {"d_model": model.d_model},
         }
         cases = {op: {"dtype": context.dtype} | dict(cases.get(op, {})) for op in OPS}
         chosen = implementations(platform, cfg.kernels, cases)
-        # Without a loop, XLA gathers the weights of a layer before those of the layer before it are freed.
-        if cfg.kernels.layers == "auto" and (model.num_layers > MAX_UNROLLED_LAYERS or context.gathers_params):
+        # Without a loop, XLA gathers the weights of a layer before those of the layer before it are freed. The loops
+        # over tiles of rows in each layer of experts take minutes to compile.
+        loops_save = context.gathers_params or model.moe.num_experts or model.num_layers > MAX_UNROLLED_LAYERS
+        if cfg.kernels.layers == "auto" and loops_save:
             chosen["layers"] = "scan"
         return replace(context, loss_chunk=CHUNK_TOKENS[platform], **chosen)
 

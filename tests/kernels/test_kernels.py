@@ -635,6 +635,13 @@ def test_auto_always_finds_something_that_runs(platform):
         assert platform in context.OPS[op][name].platforms
 
 
+@pytest.mark.parametrize(("capability", "chosen"), [("7.5", "chunked"), ("8.0", "cudnn"), (None, "cudnn")])
+def test_auto_takes_cudnn_where_the_gpu_has_it(capability, chosen):
+    """A T4, which notebooks get, has compute capability 7.5."""
+    case = {"dtype": jnp.bfloat16, "head_dim": 64, "compute_capability": capability}
+    assert context.implementations("gpu", cases={"attention": case})["attention"] == chosen
+
+
 def test_what_is_named_and_cannot_run_is_an_error(monkeypatch):
     table = {
         "xla": choice.Implementation(),

@@ -45,6 +45,8 @@ def _unsupported_reason(name: str, case: OpCase) -> str:
         return ""
     if case.get("head_dim", 0) % 8:
         return f"takes head widths that are multiples of 8, not {case['head_dim']}"
+    if float(case.get("compute_capability") or 8) < 8:
+        return f"takes GPUs of compute capability 8.0 and later, not {case['compute_capability']}"
     if case.get("softcap") is not None:
         return "does not cap scores"
     return "does not support segments" if case.get("segments") else ""
