@@ -19,17 +19,22 @@ if importlib.util.find_spec("jaxstack") is None:
 # Every choice of a run is a field with a default. A wrong value raises an error when the object is created.
 
 # %%
+import json
 from dataclasses import replace
+from pathlib import Path
 
-from jaxstack import data
-from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig, SampleConfig, TrainConfig, resolve
+import jaxstack as js
+from jaxstack import data, train
+from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, SampleConfig, TrainConfig, resolve
 from jaxstack.runtime import platform
 
 cfg = Config(
+    run=RunConfig(dir="runs/positions", log_every=1),
     model=ModelConfig(num_layers=2, d_model=128, num_heads=4, d_ff=344),
     data=DataConfig(source="stdlib", tokenizer="bytes", seq_len=128, batch_size=8),
     train=TrainConfig(steps=150, eval_steps=20),
     optim=OptimConfig(name="muon", lr=7e-3, warmup_steps=20, schedule="wsd", decay_fraction=0.6, final_lr_fraction=0.0),
+    sample=SampleConfig(prompts=()),
 )
 
 # %% [markdown]
@@ -63,96 +68,75 @@ print(dataset.tokenizer.decode(batches[0]["tokens"][0]))
 # %%
 platform.configure(cfg.mesh, cfg.data.batch_size)  # one device per CPU core; JAX reads this when it is imported
 
-import jax
-import matplotlib.pyplot as plt
-import numpy as np
-
-from jaxstack import sharding
-from jaxstack.generate import decode
 from jaxstack.models import decoder, params
-from jaxstack.models.context import Context
-from jaxstack.training import step
-from jaxstack.training.state import TrainState, abstract_state, make_state
 
 spec = decoder.spec(cfg.model)
 for path, param in params.flat_spec(spec).items():
     print(f"{path:29}{param.shape!s:20}{', '.join(param.axes)}")
-print(f"{params.count(spec):,} parameters on {jax.device_count()} x {jax.devices()[0].device_kind}")
+print(f"{params.count(spec):,} parameters")
 
 # %% [markdown]
-# ## The loop
+# ## The training
 #
-# `Context` says how to compute: devices, kernels, precision. `step` has the pure functions. This is what `train.py` does,
-# without checkpoints and logging.
-
+# `train.main` is what `python train.py` does: it trains, evaluates and saves a checkpoint in the run directory. Before the
+# first step every byte is equally probable, so the loss starts near ln 256 = 5.55. The first step compiles, which takes a few
+# seconds. If you run this cell again, the run is found complete.
 
 # %%
-mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size)
-
-
-def train(cfg: Config) -> tuple[TrainState, list[float]]:
-    """Returns the state after `train.steps` steps, and the loss of each step in nats per byte."""
-    ctx = Context.create(cfg, mesh)
-    abstract = abstract_state(cfg, ctx)  # shapes and shardings, without values
-    state = make_state(cfg, ctx, abstract)
-    train_step = step.jit_train_step(cfg, ctx, abstract)
-    losses = []
-    for i in range(cfg.train.steps):
-        state, metrics = train_step(state, jax.device_put(batches[i], ctx.sharding(ctx.batch)))
-        losses.append(float(metrics["loss"]))
-        if i % 25 == 0 or i == cfg.train.steps - 1:
-            print(f"step {i + 1:3}  loss {losses[-1]:.3f}")
-    return state, losses
-
-
-def held_out_bits(cfg: Config, state: TrainState) -> float:
-    """Returns the held-out loss in bits per byte."""
-    ctx = Context.create(cfg, mesh)
-    eval_step = jax.jit(step.make_eval_step(cfg, ctx))
-    held_out = data.eval_batches(dataset.eval, steps=cfg.train.eval_steps, **reading)
-    sums = [jax.device_get(eval_step(state.params, jax.device_put(b, ctx.sharding(ctx.batch)))) for b in held_out]
-    nats, count = np.sum(sums, axis=0)
-    return float(nats / count / np.log(2))
-
+train.main(cfg)
 
 # %% [markdown]
-# Before the first step every byte is equally probable, so the loss starts near ln 256 = 5.55. The first step compiles, which
-# takes a few seconds.
+# ## What the run wrote
+#
+# `metrics.jsonl` has a line for each step. `js.load` reads the model back, here on one device for each CPU core as in the
+# training. `evaluate` computes the held-out loss, which equals the logged one.
 
 # %%
-state, losses = train(cfg)
-bits = held_out_bits(cfg, state)
-print(f"held out: {bits:.3f} bits per byte")
+import matplotlib.pyplot as plt
+import numpy as np
+
+
+def logged(cfg: Config, name: str) -> list[float]:
+    """Returns a figure of each line of the log that has it."""
+    lines = map(json.loads, (Path(cfg.run.dir) / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+run = js.load(cfg.run.dir, mesh={"data": -1})
+losses, bits = logged(cfg, "loss"), run.evaluate().bits_per_byte
+print(f"{run}: {bits:.3f} bits per byte of held-out text")
 
 assert abs(losses[0] - np.log(256)) < 0.2
+assert bits == logged(cfg, "eval_bits_per_byte")[-1]
 assert bits < 3.2
 
 # %% [markdown]
-# ## What it writes
-#
-# After half a minute of training the text looks like Python: it has indentation, brackets and fragments of words. `python
-# train.py` trains for a few minutes, and most of the words are right.
+# After half a minute of training the text looks like Python: it has indentation, brackets and fragments of words. The
+# quickstart trains for a few minutes, and most of the words are right.
 
 # %%
-sample = decode.generate(
-    cfg.model,
-    state.params,
-    [dataset.tokenizer.encode("import os\n\ndef ").tolist()],
-    SampleConfig(tokens=100, temperature=0.7),
-    ctx=Context.create(cfg, mesh),
-)
-print(dataset.tokenizer.decode(sample[0]))
+for piece in run.stream("import os\n\ndef ", tokens=100, temperature=0.7):
+    print(piece, end="", flush=True)
+
+# %% [markdown]
+# The model gives a score to every possible next byte. These are the most probable ones:
+
+# %%
+scores = run.logits("import os\n\nde")[-1]
+for byte in np.argsort(scores)[::-1][:3]:
+    print(repr(run.tokenizer.decode([byte])), f"{np.exp(scores - np.logaddexp.reduce(scores))[byte]:.2f}")
 
 # %% [markdown]
 # ## Change the model
 #
 # How much do positions help? Without them, the first layer sees the earlier bytes as a set without an order. One field
-# changes; the other initial values, the batches and their order stay the same.
+# changes; the other initial values, the batches and their order stay the same. A new run needs a new directory.
 
 # %%
-without = replace(cfg, model=replace(cfg.model, positions="none"))
-state_without, losses_without = train(without)
-bits_without = held_out_bits(without, state_without)
+without = replace(cfg, run=replace(cfg.run, dir="runs/no_positions"), model=replace(cfg.model, positions="none"))
+train.main(without)
+losses_without = logged(without, "loss")
+bits_without = js.load(without.run.dir, mesh={"data": -1}).evaluate().bits_per_byte
 print(f"held out: {bits:.3f} bits per byte with positions, {bits_without:.3f} without")
 
 assert bits_without > bits + 0.1
@@ -175,7 +159,7 @@ plt.show()
 #
 # - Change other fields: `norm="layer"`, `gated=False`, `tied_embeddings=True`; `OptimConfig(name="adamw", lr=3e-3)`.
 #   `help(ModelConfig)` lists them.
-# - Run the same from a shell, with checkpoints, resuming and a log: `python train.py`
+# - Run the same from a shell: `python train.py`
 #   ([first run](https://github.com/jaxstack/jaxstack/blob/main/docs/first_run.md)).
 # - Read the model: [decoder.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/models/decoder.py) and
 #   [layers.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/models/layers.py).
