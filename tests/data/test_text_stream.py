@@ -5,7 +5,7 @@ import pytest
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, HFTokenizer
 
-TEXT = "Grüße, 世界! \U0001f642 e\u0301"
+TEXT = "Grüße, \U0001f642! e\u0301 世界"
 
 
 def fallback() -> HFTokenizer:
@@ -43,7 +43,7 @@ def test_pieces_join_to_the_text(make, cut):
         stream.add([token])
         pieces.append(stream.take())
     assert all(TEXT.startswith("".join(pieces[: i + 1])) for i in range(len(pieces)))
-    assert len("".join(pieces)) >= len(TEXT) - 4
+    assert len("".join(pieces)) >= len(TEXT) - 5
     assert "".join([*pieces, stream.take(all=True)]) == stream.text == tokenizer.decode(ids)
 
 

@@ -172,23 +172,25 @@ def test_attention(rng, case, dtype, implementation):
         assert np.linalg.norm(np.asarray(out, np.float64) - truth[0]) <= 2.7e-3 * np.linalg.norm(truth[0])
 
 
+@pytest.mark.parametrize("new", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"window": 1}, {"softcap": 1.5}], ids=str)
-def test_attention_to_what_is_held(rng, options):
-    """The last of 12 tokens attends to the 11 before it, which are in 14 slots in any order; the second row has 4."""
+def test_attention_to_what_is_held(rng, options, new):
+    """The last of 12 tokens attend to those before them, which are in 14 slots in any order; the second row has 5."""
+    old = 12 - new
     (q, q64), (k, k64), (v, v64) = (draw(rng, (2, 12, heads, 8)) for heads in (4, 2, 2))
-    slots = rng.permutation(14)[:11]
+    slots = rng.permutation(14)[:old]
     held_k, held_v = (np.asarray(rng.standard_normal((2, 2, 14, 8)), np.float32) for _ in range(2))
-    held_k[:, :, slots], held_v[:, :, slots] = (np.asarray(x[:, :11]).swapaxes(1, 2) for x in (k, v))
+    held_k[:, :, slots], held_v[:, :, slots] = (np.asarray(x[:, :old]).swapaxes(1, 2) for x in (k, v))
     distance = np.zeros((2, 14), np.int32)
-    distance[:, slots] = 11 - np.arange(11)
+    distance[:, slots] = old - np.arange(old)
     distance[1, slots[:7]] = 0  # of no document
     out = kernels.cached_attention(
-        q[:, 11:], k[:, 11:], v[:, 11:], jnp.asarray(held_k), jnp.asarray(held_v), jnp.asarray(distance), scale=0.4,
+        q[:, old:], k[:, old:], v[:, old:], jnp.asarray(held_k), jnp.asarray(held_v), jnp.asarray(distance), scale=0.4,
         **options,
     )  # fmt: skip
     for row, start in ((0, 0), (1, 7)):
         texts = (x[row : row + 1, start:] for x in (q64, k64, v64, q64))
-        assert_close(out[row], numpy_attention(*texts, 0.4, **options)[0][0, -1:])
+        assert_close(out[row], numpy_attention(*texts, 0.4, **options)[0][0, -new:])
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"causal": False}], ids=["causal", "window", "full"])
