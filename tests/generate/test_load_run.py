@@ -95,6 +95,26 @@ def test_a_loaded_run_writes_what_the_command_writes(run_dir, capsys):
     assert "w" not in run.generate("o", stop=[ord("w")])[:-1]
 
 
+def test_an_imported_folder_is_loaded(run_dir, tmp_path, rng):
+    """The export of a run, with a tokenizer of bytes and a chat template, is imported again."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder, imported = tmp_path / "folder", tmp_path / "imported"
+    execute(["export", str(run_dir), str(folder)])
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}:")
+    execute(["import", str(folder), str(imported)])
+    run, tokens = js.load(imported), rng.integers(0, 256, (2, 9))
+    np.testing.assert_array_equal(run.logits(tokens), js.load(run_dir).logits(tokens))
+    assert run.generate("Grüße", tokens=3).startswith("Grüße")
+    assert run.tokenizer.to_json()["chat"]["source"] == "{{ messages[-1].content }}:"
+    with pytest.raises(ConfigError, match="Hugging Face folder: make a run of it with `jaxstack import"):
+        js.load(folder)
+
+
 def test_the_first_page_shows_what_works(run_dir, tmp_path, monkeypatch, capsys):
     """Runs the Python block of docs/first_run.md."""
     page = (Path(__file__).parents[2] / "docs" / "first_run.md").read_text()
