@@ -136,10 +136,11 @@ class Context:
             quant=cfg.train.quant,
             remat=cfg.train.remat,
         )
+        device = None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
         if platform is None:
-            if isinstance(mesh, AbstractMesh):
+            if device is None:
                 return context
-            platform = implementation.platform_of(mesh.devices.flat[0])
+            platform = implementation.platform_of(device)
         model = cfg.model
         cases: dict[str, implementation.OpCase] = {
             "attention": {
@@ -147,7 +148,7 @@ class Context:
                 "softcap": model.attention_softcap,
                 "segments": cfg.data.packing,
                 "sequence_shards": mesh.shape["context"],
-                "compute_capability": getattr(mesh.devices.flat[0], "compute_capability", None),
+                "compute_capability": getattr(device, "compute_capability", None),
             },
             "norm": {"d_model": model.d_model},
         }
