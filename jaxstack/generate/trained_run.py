@@ -94,7 +94,9 @@ class TrainedRun:
         if isinstance(source, hf.PretrainedFolder):
             with source:
                 return cls(cfg, source.read_params(ctx, cfg.model.pad_vocab_to), tokenizer, ctx)
-        cfg = replace(cfg, run=replace(cfg.run, dir=source.run.dir))
+        # A run that has not begun has the parameters of its source, whose model may have no adapters, or other ones.
+        model = replace(source.model, pad_vocab_to=cfg.model.pad_vocab_to)
+        cfg = replace(cfg, run=replace(cfg.run, dir=source.run.dir), model=model)
         return cls(cfg, init_from.restore_params(cfg, ctx, step), tokenizer, ctx, step)
 
     @property

@@ -95,6 +95,15 @@ def test_a_loaded_run_writes_what_the_command_writes(run_dir, capsys):
     assert "w" not in run.generate("o", stop=[ord("w")])[:-1]
 
 
+def test_adapters_that_were_not_trained_yet_change_nothing(run_dir, tmp_path):
+    """A run with adapters that has no checkpoint has the parameters of `run.init_from`, which has no adapters."""
+    flags = ["--model.lora.rank=2", f"--run.init_from={run_dir}", f"--run.dir={tmp_path}"]
+    begun = parse.parse_config([f"--config={run_dir / 'config.yaml'}", *flags])
+    (tmp_path / "config.yaml").write_text(parse.to_yaml(begun))
+    (tmp_path / "tokenizer.json").write_text((run_dir / "tokenizer.json").read_text())
+    assert js.load(tmp_path).generate("word1 ") == js.load(run_dir).generate("word1 ")
+
+
 def test_an_imported_folder_is_loaded(run_dir, tmp_path, rng):
     """The export of a run, with a tokenizer of bytes and a chat template, is imported again."""
     tokenizers = pytest.importorskip("tokenizers")
