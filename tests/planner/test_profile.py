@@ -124,8 +124,8 @@ def test_residuals_and_the_stream_are_counted_to_the_byte(remat, dtype):
     assert boundary == {"float32": 4, "bfloat16": 2}[dtype] * S / 2 * D
     if remat == "full":
         assert stash == boundary
-    else:  # residual streams before and after attention; queries, keys, values, attention; gate and up
-        assert stash == 4 * (2 * S / 2 * D + S * (4 * D / 2 + 2 * F / 2 + H / 2))
+    else:  # residual streams before and after attention; queries, keys, values, attention; gate and up; two norms
+        assert stash == 4 * (2 * S / 2 * D + S * (4 * D / 2 + 2 * F / 2 + H / 2) + 2 * S / 2)
 
 
 def unequal(layers: int, **change: Any) -> Costs:

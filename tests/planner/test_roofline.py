@@ -312,7 +312,7 @@ def test_the_device_at_hand_is_measured():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("draw",), "unknown key draw"),
+        (("draw",), "unknown argument draw"),
         (("roofline", *TINY), "with --chip here"),
         (("roofline", *TINY, "--chip", "h1000"), "--chip=h1000 is not valid. Use one of here, t4"),
         (("roofline", *TINY, "--chip", "v100", "--train.dtype=bfloat16"), "no peak for bfloat16"),

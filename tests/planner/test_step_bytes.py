@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxstack.planner import step_bytes
 
@@ -18,8 +19,10 @@ def no_compile_cache():
     """The cache's keys ignore scopes, so it could return a program with the names of another one."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX reads the setting once
     yield
     jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def program(f, *shapes, donate=(), trip_counts=None):
