@@ -152,7 +152,7 @@ def backward(o: Options, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse_BGSR, delta_B
             for x in (q_BGSRK, d_out_BGSRK, lse_BGSR, delta_BGSR, mask.query_segments)
         )
 
-        def chunk(start):
+        def add_chunk(dq_group, start):
             keys = start + jnp.arange(group.size)
             k_chunk, v_chunk, k_segments = (
                 slice_tokens(x, start, group.size) for x in (k_BGTK, v_BGTK, mask.key_segments)
@@ -164,25 +164,21 @@ def backward(o: Options, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse_BGSR, delta_B
             if o.softcap is not None:  # masked scores are outside the range of tanh, but their weights are 0
                 d_scores *= 1 - jnp.square(jnp.clip(scores / o.softcap, -1, 1))
             weights, d_scores = weights.astype(q_group.dtype), d_scores.astype(q_group.dtype)
-            dq_group = jnp.einsum("bgcrt,bgtk->bgcrk", d_scores, k_chunk, preferred_element_type=jnp.float32)
+            more = jnp.einsum("bgcrt,bgtk->bgcrk", d_scores, k_chunk, preferred_element_type=jnp.float32)
             dk = jnp.einsum("bgcrt,bgcrk->bgtk", d_scores, q_group, preferred_element_type=dtype)
             dv = jnp.einsum("bgcrt,bgcrk->bgtk", weights, d_out_group, preferred_element_type=dtype)
-            return dq_group, dk, dv
+            return dq_group + more, (dk, dv)
 
-        low, high = group.low, group.high
+        dq_group = lax.slice_in_dim(dq, group.low, group.high, axis=2)
         if group.chunks == 1:
-            dq_group, dk, dv = chunk(group.start)
-            dq = dq.at[:, :, low:high].add(dq_group)
+            dq_group, (dk, dv) = add_chunk(dq_group, group.start)
         else:
-
-            def add_chunk(dq_group, start):
-                more, dk, dv = chunk(start)
-                return dq_group + more, (dk, dv)
-
             starts = group.start + group.size * jnp.arange(group.chunks)
-            dq_group, stacked = lax.scan(add_chunk, dq[:, :, low:high], starts)
-            dq = dq.at[:, :, low:high].set(dq_group)
+            dq_group, stacked = lax.scan(add_chunk, dq_group, starts)
             dk, dv = (jnp.concatenate(jnp.unstack(x), axis=2) for x in stacked)
+        # If the group has all queries, the index of `dq.at[...]` is an empty array. The compiler of jaxlib 0.11.2 has a
+        # segmentation fault if a `jax.shard_map` takes an empty array.
+        dq = lax.dynamic_update_slice_in_dim(dq, dq_group, group.low, axis=2)
         dks.append(dk)
         dvs.append(dv)
     dk, dv = (jnp.concatenate(x, axis=2) for x in (dks, dvs))
