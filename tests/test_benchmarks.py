@@ -37,7 +37,7 @@ def test_kernels(tmp_path):
 @pytest.mark.slow
 def test_every_operation_has_a_case():
     said = run("kernels.py", "--rounds", "1")
-    assert "no cases for decode\n" in said
+    assert "no cases for layers, update, decode\n" in said
 
 
 @pytest.mark.slow
@@ -56,3 +56,23 @@ def test_the_whole_step(tmp_path):
             assert ratio > 0, peer
             # The same model on the same tokens: ln(256) at the first step, and slightly less after memorizing.
             assert abs(job["sides"][peer]["last_loss"] - ours["last_loss"]) < 1
+
+
+@pytest.mark.slow
+def test_the_check_of_a_device(tmp_path, monkeypatch):
+    """Values and gradients of every kernel and of a whole step; a wrong kernel is an error."""
+    run("gpu_check.py", "--out", str(tmp_path))
+    (path,) = tmp_path.glob("gpu_check_*.json")
+    rows = json.loads(path.read_text())["cases"]
+    assert {"step: dense", "step: experts"} < set(rows)
+    for case, ways in rows.items():
+        assert ways.keys() - {"xla", "ragged"}, case  # something was compared
+        assert all(row["ok"] for row in ways.values()), case
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_check
+    import jax.numpy as jnp
+
+    x = jnp.arange(1.0, 9)
+    ways = {"xla": jnp.sin, "wrong": lambda x: 1.001 * jnp.sin(x), "fails": lambda x: x @ jnp.ones(3)}
+    found = gpu_check.compare(ways, (x,), jnp.sin(x), "xla", "float32")
+    assert [row["ok"] for row in found.values()] == [True, False, False]
