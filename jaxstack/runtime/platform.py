@@ -32,11 +32,16 @@ def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
     share = max(fixed // processes, 1)
     if mesh.open_axis is None:
         return share
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores = min(psutil.cpu_count(logical=False) or allowed, allowed, MAX_CPU_DEVICES)
+    cores = min(_cores(), MAX_CPU_DEVICES)
     shared = math.prod(mesh.known_sizes[axis] for axis in ("data", "fsdp", "expert"))
     open_sizes = {n: n * processes // fixed for n in range(1, cores + 1) if n * processes % fixed == 0}
     return max([n for n, size in open_sizes.items() if batch % (size * shared) == 0], default=share)
+
+
+def _cores() -> int:
+    """Returns the number of physical cores that this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(psutil.cpu_count(logical=False) or allowed, allowed)
 
 
 def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
@@ -60,6 +65,8 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
         # Each device has its own core: with a shared thread pool, devices would wait for each other.
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+        if devices > _cores():  # XLA's threads: with one a core, all may wait in collectives that others must begin
+            os.environ.setdefault("NPROC", str(2 * devices))
 
 
 def seconds_since_start() -> float:

@@ -494,6 +494,18 @@ def test_a_number_of_devices_that_is_none(value, monkeypatch):
         platform.configure(MeshConfig(), 8)
 
 
+@pytest.mark.parametrize(("fsdp", "threads"), [(2, None), (64, "128")])
+def test_more_devices_than_cores_have_threads_of_their_own(fsdp, threads, monkeypatch):
+    """With a thread for each of two cores, eight devices of an interleaved pipeline waited for each other for ever."""
+    for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "NPROC"):
+        monkeypatch.setenv(name, "")  # it is restored after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(platform, "_cores", lambda: 2)
+    platform.configure(MeshConfig(data=1, fsdp=fsdp), 64)
+    assert os.environ["JAX_NUM_CPU_DEVICES"] == str(fsdp)
+    assert os.environ.get("NPROC") == threads
+
+
 def test_how_a_run_was_started_is_no_part_of_it(tmp_path):
     """What process 0 was given would be wrong for other processes, and for the next start."""
     run = Config().run
