@@ -60,8 +60,6 @@ COMMANDS = {
 def run(program: str, words: Sequence[str]) -> None:
     """Executes a command line and exits with a code of `Exit` if that fails, after one line on stderr.
 
-    Notes of an error (`add_note`) are lines of their own.
-
     Args:
       program: what the user called, `jaxstack` or `train.py`. Error lines begin with it and the command's name.
       words: name of the command and its arguments.
@@ -78,7 +76,7 @@ def run(program: str, words: Sequence[str]) -> None:
         sys.exit(1)
     except (ConfigError, RunError, OSError, MemoryError, RuntimeError) as error:
         code, text = ending(error, words)
-        for line in (f"{program}: {text}", *getattr(error, "__notes__", ())):
+        for line in filter(None, (f"{program}: {text}", getattr(error, "advice", ""))):
             print(one_line(line), file=sys.stderr, flush=True)
         if isinstance(error, RunError) and code is Exit.NOT_SAVED:
             sys.stdout.flush()

@@ -28,7 +28,15 @@ class Exit(IntEnum):
 
 
 class ConfigError(ValueError):
-    """A mistake of the user: one line that says what is wrong and what to do, for exit code `USER_ERROR`."""
+    """A mistake of the user: one line that says what is wrong and what to do, for exit code `USER_ERROR`.
+
+    Attributes:
+      advice: a second line for the user, or "".
+    """
+
+    def __init__(self, message: str, advice: str = "") -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 class RunError(Exception):

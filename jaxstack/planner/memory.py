@@ -202,7 +202,7 @@ def check(cfg: Config, ctx: Context, state: TrainState) -> str | None:
     if low > room.bytes:
         subject = _subject(cfg, found, room)
         reason = f"{subject} needs at least {_gib(low)} of memory, and {room.name} has {_gib(room.bytes)}."
-        raise with_advice(reason, advice(cfg, len(devices), found.platform, room))
+        raise ConfigError(reason, advice(cfg, len(devices), found.platform, room))
     if high <= room.free:
         return None
     return (
@@ -229,13 +229,6 @@ def explained(describe: Callable[[], ConfigError]) -> Iterator[None]:
         raise describe() from error
 
 
-def with_advice(reason: str, helps: str) -> ConfigError:
-    """Returns an error with two lines: what is wrong, and what would help."""
-    error = ConfigError(reason)
-    error.add_note(helps)
-    return error
-
-
 def step_error(cfg: Config) -> ConfigError:
     """Returns an error: what the step of a configuration needs on this machine's devices, and what would need less."""
     devices = jax.devices()
@@ -246,7 +239,7 @@ def step_error(cfg: Config) -> ConfigError:
         f"out of memory: {_subject(cfg, found, room)} needs {_gib(low)} to {_gib(high)} by formula, and {room.name} "
         f"has {_gib(room.free)} free."
     )
-    return with_advice(reason, advice(cfg, len(devices), platform, room))
+    return ConfigError(reason, advice(cfg, len(devices), platform, room))
 
 
 def _subject(cfg: Config, found: Need, room: Room) -> str:
@@ -388,7 +381,7 @@ def generation_error(cfg: Config, slots: int) -> ConfigError:
     fewer = f"half of the prompts {_gib(params + cache / 2)}; " if prompts > 1 else ""
     shorter = f"half of the tokens {_gib(params + cache / 2)}; "
     split = f"--mesh.tensor=2 on two accelerators {_gib((params + cache) / 2)} on each"
-    return with_advice(reason, f"What would help, by the same formula: {fewer}{shorter}{split}.")
+    return ConfigError(reason, f"What would help, by the same formula: {fewer}{shorter}{split}.")
 
 
 def _generation(cfg: Config, slots: int) -> tuple[tuple[float, float], Room]:

@@ -748,10 +748,14 @@ def test_no_file_unpickles():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-                assert not {"pickle", "dill", "joblib", "shelve", "marshal", "torch"} & {*names}, path
+                found = {"pickle", "dill", "joblib", "shelve", "marshal", "torch"} & {*names}
+                # nanoGPT's meta.pkl is read by an unpickler that imports nothing (tests/data/test_binary.py).
+                assert found <= ({"pickle"} if path.name == "binary.py" else set()), path
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
-                assert called not in ("yaml.load", "yaml.unsafe_load", "eval", "exec"), path
+                assert called not in ("yaml.load", "yaml.unsafe_load", "pickle.load", "pickle.loads", "eval", "exec"), (
+                    path
+                )
                 keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
                 assert called != "np.load" or keywords.get("allow_pickle") == "False", path
 

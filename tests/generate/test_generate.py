@@ -25,6 +25,7 @@ from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig, RunConfig, SampleConfig
 from jaxstack.data import Dataset, Tokens
+from jaxstack.data.dataset import Source
 from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.generate import beam_search, decode, sampling, stream
 from jaxstack.generate.conversation import Conversation
@@ -378,7 +379,7 @@ def test_samples_of_a_run_never_see_more_than_it_was_trained_on():
     prompts = [list(b"ab"), list(b"c")]
     short = decode.generate(shape, values_of(shape), prompts, cfg.sample, stop=(0,))
     nothing = Tokens(np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zeros(0, np.int64), 256)
-    dataset = Dataset(ByteTokenizer(), nothing, nothing, "", "")
+    dataset = Dataset(ByteTokenizer(), (Source("text", nothing, nothing, "", ""),))
     assert decode.sample_texts(cfg, values_of(shape), dataset, Context()) == [
         (prompt, decode.decode_text(ByteTokenizer(), row)) for prompt, row in zip(("ab", "c"), short, strict=True)
     ]
@@ -502,7 +503,7 @@ def test_memory_that_runs_out_is_explained(run_dir, monkeypatch):
         monkeypatch.setattr(TrainedRun, "open" if early else "stream_tokens", fail)
         with pytest.raises(ConfigError, match=r"1 prompts of up to 10 tokens with sample.tokens=8 need") as raised:
             execute(["generate", str(run_dir), "ab", "--sample.tokens=8"])
-        assert raised.value.__notes__[0].startswith("What would help")
+        assert raised.value.advice.startswith("What would help")
         assert (raised.value.__cause__ is None) == early
         monkeypatch.undo()
 

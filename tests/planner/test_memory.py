@@ -98,7 +98,7 @@ def test_a_run_is_refused_by_the_lower_bound_only(monkeypatch):
                 ConfigError, match=r"data.batch_size=8, .*train.remat=selective needs at least"
             ) as error:
                 memory.check(*run)
-            assert error.value.__notes__[0].startswith("What would help")
+            assert error.value.advice.startswith("What would help")
         else:
             assert warns == ("may not fit" in memory.check(*run))
     monkeypatch.setattr(memory, "room_of", lambda devices: room(1.01 * high / GIB))
