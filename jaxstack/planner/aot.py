@@ -103,6 +103,8 @@ def devices(target: str) -> list[jax.Device]:
     from jax.experimental import topologies
 
     arguments: dict[str, Any] = {"platform": "tpu", "topology_name": f"{chip}:{dims}"}
+    if topology == (1,):  # a host has four chips unless this says otherwise
+        arguments |= {"topology_name": f"{chip}:1x1x1", "chips_per_host_bounds": (1, 1, 1)}
     if gpu:
         free = 84942979072 if chip == "h100" else CHIPS[chip].hbm_bytes  # what the driver of an H100 leaves free
         description = _HOPPER % (CHIPS[chip].hbm_bandwidth, free, CHIPS[chip].kinds[0])

@@ -90,10 +90,11 @@ def test_stages_beside_other_axes_on_8_v5p():
 
 
 def test_a_target_that_is_none_is_named():
-    with pytest.raises(aot.ConfigError, match="v5e:4x4 is 16 TPUs"):
-        aot.devices("v5e")
+    with pytest.raises(aot.ConfigError, match="v5e:4x4 for 16 TPUs"):
+        aot.devices("v5e:four")
     with pytest.raises(aot.ConfigError, match="cannot be described"):
         aot.devices("v5e:3x5x7")
+    assert [len(aot.devices(chip)) for chip in ("v5e", "v5p", "v6e")] == [1, 1, 1]
     assert len(aot.devices("v5e:4x4")) == 16
 
 
