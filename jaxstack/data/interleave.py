@@ -137,7 +137,8 @@ class Interleaving:
         """Returns the sources of `length` sequences from `first` on, given the counts before.
 
         Sequence j of a source can be chosen once its share is at least j + t, and must be before its share would exceed
-        j + 1 - t. Among those that can be chosen, the one that must be chosen first is.
+        j + 1 - t. Of the sources that can be chosen, it takes the one with the
+        earliest deadline.
         """
         unit, t = self._unit, self._threshold
         waiting = [(self._reaches(k, counts[k] * unit + t), k) for k in range(self._sources)]

@@ -216,7 +216,7 @@ class IdTokenizer:
         return 0
 
     def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-        """Returns no bytes, because those that ids represent are not known."""
+        """Returns no bytes, because the text of these ids is not available."""
         return np.zeros(0, np.uint8), np.zeros(np.size(ids), np.int64)
 
     def to_json(self) -> JsonObject:

@@ -57,7 +57,7 @@ class Engine:
       vocabulary: number of ids that exist.
       params: the parameters in the dtype of the computation.
       layer_groups: see `CachedDecoder`.
-      programs: those that were compiled.
+      programs: the compiled programs.
     """
 
     cfg: ModelConfig
