@@ -193,8 +193,9 @@ class ModelConfig:
     """Factor on the attention scores. Null means head_dim ** -0.5."""
     attention_softcap: PositiveFloat | None = None
     """Cap on the attention scores, applied as cap * tanh(scores / cap) (Gemma 2). Null means no cap."""
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
-    """Activation function of the MLP. `gelu` is exact; `gelu_tanh` is the approximation that GPT-2 uses."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    """Activation function of the MLP. `gelu` is exact; `gelu_tanh` is the approximation that GPT-2 uses. `relu2` is the
+    square of ReLU (So et al. 2021, arXiv:2109.08668)."""
     gated: bool = True
     """Multiply the activation with a second up-projection (SwiGLU, GeGLU)."""
     moe: MoEConfig = field(default_factory=MoEConfig)

@@ -146,7 +146,7 @@ TOOLS: dict[str, dict[str, str | tuple[str, str]]] = {
         "num_attention_heads": "model.num_heads",
         "num_key_value_heads": "model.num_kv_heads",
         "rms_norm_eps": "model.norm_eps",
-        "hidden_act": ("model.activation", "Use silu, gelu or gelu_tanh"),
+        "hidden_act": ("model.activation", "Use silu, gelu, gelu_tanh or relu2"),
         "tie_word_embeddings": "model.tied_embeddings",
         "max_position_embeddings": "model.max_positions",
         "per_device_train_batch_size": ("data.batch_size", _BATCH),

@@ -209,7 +209,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None) -> Jso
         ours["d_ff"] = dense_width
     values: JsonObject = {"architectures": [family.architecture], "model_type": name}
     values |= {key: ours[path] for key, path in family.fields.items()}
-    activations = {"silu": "silu", "gelu": "gelu", "gelu_tanh": family.tanh_gelu}
+    activations = {"silu": "silu", "gelu": "gelu", "gelu_tanh": family.tanh_gelu, "relu2": "relu2"}
     values |= {family.activation: activations[model.activation], **family.required}
     if family.query_scalar:
         scalar = model.head_width if model.attention_scale is None else model.attention_scale**-2

@@ -12,6 +12,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
 """Maps their names of activations to those of `ModelConfig.activation`."""
 

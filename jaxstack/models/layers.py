@@ -246,7 +246,9 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
             return jax.nn.gelu(x, approximate=True)
         case "gelu":
             return kernels.gelu(x, implementation=ctx.gelu)
-    raise ValueError(f"activation {name!r} does not exist. Use silu, gelu or gelu_tanh")
+        case "relu2":
+            return jnp.square(jax.nn.relu(x))
+    raise ValueError(f"activation {name!r} does not exist. Use silu, gelu, gelu_tanh or relu2")
 
 
 def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:

@@ -25,7 +25,9 @@ MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in (FAMILIES | EXP
         **SMALL, **ODD, norm="layer", positions="none", activation="gelu", bias=True, head_dim=12, num_kv_heads=1,
         attention_scale=0.41, post_norm=True, embedding_scale=True, qk_norm=True, windows=(3,),
     ),
-    "plain_silu": ModelConfig(**SMALL, **ODD, gated=False, norm_unit_offset=True, rope_theta=77.0, logit_softcap=2.0),
+    "plain_relu2": ModelConfig(
+        **SMALL, **ODD, gated=False, activation="relu2", norm_unit_offset=True, rope_theta=77.0, logit_softcap=2.0
+    ),
     "switch": ModelConfig(
         **SMALL, **ODD,
         moe=MoEConfig(
@@ -52,6 +54,8 @@ def activate(name, x):
         return x * sigmoid(x)
     if name == "gelu":
         return x * np.vectorize(lambda t: 0.5 * math.erfc(-t / math.sqrt(2)))(x)
+    if name == "relu2":
+        return np.where(x > 0, x * x, 0)
     return 0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x**3)))  # sqrt(2 / pi)
 
 
