@@ -2,19 +2,20 @@
 
 Run it first on a device that has not run this code. It needs jax, flax, optax, numpy and pyyaml, and takes about five
 minutes on a GPU. The cases are those of kernels.py: values and gradients of every implementation that can run, with
-random arrays in bfloat16 (float32 on a CPU). The reference is the first implementation of the operation's table in
-float32 with the highest precision of products. The steps are loss and gradients of a decoder and of a mixture of
-experts, with the kernels that `auto` selects and with our own.
+random arrays in bfloat16 (float32 on a CPU). The reference is XLA's plain implementation in float32 with the highest
+precision of products. The steps are loss and gradients of a decoder and of a mixture of experts, with the kernels that
+`auto` selects and with our own.
 
 An error is the norm of the difference over the norm of the reference. XLA itself has an error in bfloat16, and twice
-that error is allowed, or 1/256 if that is more (in float32: 1e-4). The results go to `results/gpu_check_<device>.json`
-after each case, and the exit code is 1 if an error is larger. `--small` is a smoke test on any device.
+that error is allowed for each array, or 1/256 if that is more (in float32: 1e-4). `results/gpu_check_<device>.json` is
+written after each case, and the exit code is 1 if an error is larger or something fails. A kernel that writes beyond
+its arrays may end the process; `--ops` then checks the other operations. `--small` is a smoke test on any device.
 """
 
 import argparse
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,66 +27,43 @@ ALLOWED = 2.0  # times the error of XLA in the same dtype
 FLOOR = {"bfloat16": 2.0**-8, "float32": 1e-4}
 
 
-def error(found: Any, expected: Any) -> float:
-    """Returns the largest relative error among the arrays of two equal trees; NaN counts as infinite."""
-    import jax
-    import jax.numpy as jnp
-
-    def one(a: Any, b: Any) -> Any:
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return jnp.linalg.norm((a - b).ravel()) / jnp.maximum(jnp.linalg.norm(b.ravel()), 1e-30)
-
-    errors = [float(jax.jit(one)(a, b)) for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True)]
-    return max(value if value == value else float("inf") for value in errors)
-
-
-def with_gradients(f: Callable[..., Any], differentiated: int) -> Callable[..., Any]:
-    """Returns `f` with its gradients from random incoming ones. Those of the value itself nearly cancel in a norm."""
-    import jax
-
-    def run(*args: Any) -> Any:
-        held = args[differentiated:]
-        y, back = jax.vjp(lambda *given: f(*given, *held), *args[:differentiated])
-        return y, back(jax.random.normal(jax.random.key(1), y.shape).astype(y.dtype))
-
-    return run
-
-
 def compare(ways: dict[str, Callable[..., Any]], args: Any, expected: Any, plain: str, dtype: str) -> dict[str, Any]:
-    """Returns the error of each function, and whether it is allowed.
+    """Returns the errors of each function, and whether they are allowed.
 
     Args:
       ways: functions of the arguments, by name.
       args: arrays in the dtype of the comparison.
       expected: the results in float32.
-      plain: the name of XLA's function, whose error is the measure.
+      plain: the name of XLA's function, whose errors are the measure.
       dtype: of the arguments.
     """
     import jax
 
     rows: dict[str, Any] = {}
-    limit = FLOOR[dtype]
+    limits = [FLOOR[dtype]] * len(jax.tree.leaves(expected))
     for name in sorted(ways, key=lambda name: name != plain):
         try:
-            found = error(jax.jit(ways[name])(*args), expected)
+            found = cases_of_kernels.errors(jax.jit(ways[name])(*args), expected)
         except Exception as problem:  # from any compiler; the others are still compared
             rows[name] = {"failed": f"{type(problem).__name__}: {str(problem)[:300]}", "ok": False}
-        else:
-            limit = max(limit, ALLOWED * found) if name == plain else limit
-            rows[name] = {"error": found, "allowed": limit, "ok": found <= limit}
-        print(f"  {name:<14} {rows[name]}", flush=True)
+            print(f"  {name:<14} {rows[name]['failed']}", flush=True)
+            continue
+        if name == plain:
+            limits = [max(FLOOR[dtype], ALLOWED * error) for error in found]
+        of_limit, error, limit = max((e / limit, e, limit) for e, limit in zip(found, limits, strict=True))
+        rows[name] = {"errors": found, "allowed": limits, "ok": of_limit <= 1}
+        print(f"  {name:<14} {'ok   ' if of_limit <= 1 else 'WRONG'} {error:.1e} of {limit:.1e} allowed", flush=True)
     return rows
 
 
-def kernel_rows(small: bool, platform: str, dtype: str) -> Any:
+def kernel_rows(small: bool, platform: str, dtype: str, ops: Sequence[str]) -> Any:
     """Yields the name of each case of kernels.py, and the errors of its implementations."""
-    import jax
-    import jax.numpy as jnp
-
     from jaxstack.kernels import implementation as choice
     from jaxstack.models.context import OPS
 
     for case in cases_of_kernels.cases(small, platform, dtype):
+        if case.op not in ops:
+            continue
         ways, plain = {}, next(iter(OPS[case.op]))
         for name in OPS[case.op]:
             if name == "reference":
@@ -94,13 +72,27 @@ def kernel_rows(small: bool, platform: str, dtype: str) -> Any:
                 choice.select_implementation(case.op, OPS[case.op], name, platform, case.choice)
             except ValueError:
                 continue
-            ways[name] = with_gradients(case.call(name), case.differentiated)
+            ways[name] = cases_of_kernels.both(case.call(name), case.differentiated)
         print(f"{case.op}: {case.name}", flush=True)
         args = case.args()
-        wide = jax.tree.map(lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, args)
-        with jax.default_matmul_precision("highest"):
-            expected = jax.jit(ways[plain])(*wide)
-        yield f"{case.op}: {case.name}", compare(ways, args, expected, plain, dtype)
+        dy = cases_of_kernels.incoming(case.call(plain), args)
+        yield f"{case.op}: {case.name}", expected_and_compared(
+            lambda case=case, args=args: cases_of_kernels.in_float32(case, OPS[case.op], args),
+            ways, (dy, *args), plain, dtype,
+        )  # fmt: skip
+
+
+def expected_and_compared(
+    reference: Callable[[], Any], ways: dict[str, Callable[..., Any]], args: Any, plain: str, dtype: str
+) -> dict[str, Any]:
+    """Returns the errors of each function, or why their reference fails."""
+    try:
+        expected = reference()
+    except Exception as problem:  # from any compiler, or out of memory; the other cases are still compared
+        why = f"{type(problem).__name__}: {str(problem)[:300]}"
+        print(f"  the reference fails: {why}", flush=True)
+        return {"the reference": {"failed": why, "ok": False}}
+    return compare(ways, args, expected, plain, dtype)
 
 
 def step_rows(small: bool, dtype: str) -> Any:
@@ -153,33 +145,44 @@ def step_rows(small: bool, dtype: str) -> Any:
             ways[how] = lambda values, ctx=ctx: make_gradients(cfg, ctx)(values, batch)[:2]
         wide = replace(Context.create(replace(cfg, kernels=plain), mesh), dtype=jnp.dtype("float32"))
         print(f"step: {name}", flush=True)
-        with jax.default_matmul_precision("highest"):
-            expected = jax.jit(lambda values, ctx=wide: make_gradients(cfg, ctx)(values, batch)[:2])(values)
-        yield f"step: {name}", compare(ways, (values,), expected, "xla", dtype)
+
+        def reference(cfg: Config = cfg, ctx: Context = wide, values: Any = values, batch: Any = batch) -> Any:
+            with jax.default_matmul_precision("highest"):
+                return jax.jit(lambda values: make_gradients(cfg, ctx)(values, batch)[:2])(values)
+
+        yield f"step: {name}", expected_and_compared(reference, ways, (values,), "xla", dtype)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--ops", nargs="+", help="operations of kernels.py, and `step` (default: all)")
     arguments.add_argument("--small", action="store_true", help="smoke test with tiny shapes")
     arguments.add_argument("--out", type=Path, help="folder of the result (default: results/; --small: no file)")
-    given = arguments.parse_args()
-
-    import jax
+    given = arguments.parse_args(argv)
+    device = record.accelerator(given.small)
 
     from jaxstack.kernels.implementation import platform_of
+    from jaxstack.models.context import OPS
 
-    device = jax.devices()[0]
-    platform = platform_of(device)
+    platform, ops = platform_of(device), given.ops or [*OPS, "step"]
     dtype = "float32" if platform == "cpu" else "bfloat16"
     cases: dict[str, Any] = {}
-    own = device.device_kind.lower().replace(" ", "_").removeprefix("nvidia_")
-    for name, rows in itertools.chain(kernel_rows(given.small, platform, dtype), step_rows(given.small, dtype)):
+    steps = step_rows(given.small, dtype) if "step" in ops else ()
+    for name, rows in itertools.chain(kernel_rows(given.small, platform, dtype, ops), steps):
         cases[name] = rows
         if given.out or not given.small:
-            record.record(f"gpu_check_{own}", {"device": device.device_kind, "dtype": dtype, "cases": cases}, given.out)
-    wrong = [f"{case}, {name}" for case, rows in cases.items() for name, row in rows.items() if not row["ok"]]
-    print(f"{sum(map(len, cases.values()))} comparisons, {len(wrong)} with a larger error than allowed")
-    sys.exit("\n".join(wrong) if wrong else 0)
+            result = {"device": device.device_kind, "dtype": dtype, "wrong": wrong(cases), "cases": cases}
+            record.record(record.name_of("gpu_check", device.device_kind, *(given.ops or ())), result, given.out)
+    if not cases:
+        sys.exit(f"--ops={' '.join(ops)} has no cases. Use some of {', '.join([*OPS, 'step'])}.")
+    print(f"{sum(map(len, cases.values()))} comparisons, {len(wrong(cases))} failed or with too large an error")
+    if wrong(cases):
+        sys.exit("\n".join(wrong(cases)))
+
+
+def wrong(cases: dict[str, Any]) -> list[str]:
+    """Returns the names of the comparisons that failed or have too large an error."""
+    return [f"{case}, {name}" for case, rows in cases.items() for name, row in rows.items() if not row["ok"]]
 
 
 if __name__ == "__main__":

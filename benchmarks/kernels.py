@@ -1,4 +1,4 @@
-"""Measures every implementation of every hot operation on this device: `python benchmarks/kernels.py [--ops norm ...]`
+"""Measures and checks every implementation of every hot operation: `python benchmarks/kernels.py [--ops norm ...]`
 
 Needs jax, flax, optax, numpy and pyyaml, and not torch. The implementations are those of `jaxstack.kernels` and
 `jaxstack.moe`, so a new one is measured too; tokamax is measured if it is installed. Shapes are those of models of 1e9
@@ -6,12 +6,14 @@ to 8e9 parameters with random bfloat16 arrays. On a CPU they are those of `train
 
 An operation runs in a loop on the device, so that the time has no dispatch. Implementations take turns in rounds, and
 the median counts. The result also has, for each operation:
+    errors               of the value and of each gradient: the norm of the difference over the norm of XLA's result in
+                         float32 with the highest precision of products, computed on this device
     FLOP/s and bytes/s   by what the operation *needs*. Attention needs the pairs that the causal mask leaves, with two
                          matmuls forward and four backward. A norm needs each array once.
     least time           by the chip's data sheet, and by a large matmul and a large copy in the same run
     memory               that the compiler plans beside arguments
-It takes about five minutes on a GPU; `--seconds` ends it sooner. Writes `results/kernels_<device>.json`. `--small` is a
-smoke test.
+It takes about five minutes on a GPU; `--seconds` ends it sooner. `results/kernels_<device>.json` is written after each
+round of measurements. `--ops` and `--implementations` write files of their own. `--small` is a smoke test.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -47,6 +49,7 @@ class Case:
       choice: properties of the case by which implementations are selected.
       others: other functions to measure, by name.
       differentiated: how many arguments have a gradient, counted from the first.
+      reference: the function to compare with. `None` means the first implementation of the operation's table.
     """
 
     op: str
@@ -58,6 +61,7 @@ class Case:
     choice: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Callable[..., Any]] = field(default_factory=dict)
     differentiated: int = 1
+    reference: Callable[..., Any] | None = None
 
 
 def tokamax(op: str) -> dict[str, Callable[..., Any]]:
@@ -154,6 +158,17 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
         sizes = loads.astype(np.int32)
         sizes[-1] += N - sizes.sum()
         product, arrays = 2.0 * N * D * F, e * (N * D + E * D * F + N * F)
+
+        def one_by_one(x: jax.Array, w: jax.Array, s: jax.Array) -> jax.Array:
+            """Multiplies all rows with one expert at a time: XLA's ragged_dot needs memory for all of these at once."""
+            expert = jnp.repeat(jnp.arange(E), s, total_repeat_length=N)
+
+            def add(y: jax.Array, one: Any) -> tuple[jax.Array, None]:
+                i, w = one
+                return y + jnp.where((expert == i)[:, None], x, 0) @ w, None
+
+            return jax.lax.scan(jax.checkpoint(add), jnp.zeros((N, F), x.dtype), (jnp.arange(E), w))[0]
+
         found.append(
             Case(
                 "moe",
@@ -165,6 +180,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 {"dtype": jnp.dtype(dtype)},
                 {"one dense matmul": lambda x, w, s: x @ w[0]} | tokamax("moe"),
                 differentiated=2,
+                reference=one_by_one,
             )
         )
 
@@ -229,24 +245,66 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
 
 
 def both(f: Callable[..., Any], differentiated: int) -> Callable[..., Any]:
-    """Returns `f` with its gradients. The incoming gradient is not a constant, which XLA could simplify."""
+    """Returns a function of incoming gradients and the arguments of `f`. It computes the value and the gradients."""
     import jax
 
-    def run(*args: Any) -> Any:
+    def run(dy: Any, *args: Any) -> Any:
         held = args[differentiated:]
         y, back = jax.vjp(lambda *given: f(*given, *held), *args[:differentiated])
-        return y, back(jax.lax.optimization_barrier(jax.tree.map(lambda a: a * 0.5, y)))
+        return y, back(dy)
 
     return run
+
+
+def incoming(f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Returns random incoming gradients of `f`. The value in their place would nearly cancel in a norm's gradient."""
+    import jax
+
+    y = jax.eval_shape(f, *args)
+    return jax.random.normal(jax.random.key(1), y.shape).astype(y.dtype)
+
+
+def in_float32(case: Case, table: Any, args: tuple[Any, ...]) -> Any:
+    """Returns value and gradients of a case's reference in float32 with the highest precision of products."""
+    import jax
+    import jax.numpy as jnp
+
+    plain = next(iter(table))
+    dy = incoming(case.call(plain), args)  # in the dtype of the comparison, so that all have equal ones
+    wide = [a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in (dy, *args)]
+    f = both(case.reference or case.call(plain), case.differentiated)
+    with jax.default_matmul_precision("highest"):
+        return jax.block_until_ready(jax.jit(f)(*wide))
+
+
+def errors(found: Any, expected: Any) -> list[float]:
+    """Returns the relative error of each array of a tree: the norm of the difference over the norm of the expected.
+
+    Raises:
+      FloatingPointError: an array is not finite.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def one(a: Any, b: Any) -> Any:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.linalg.norm((a - b).ravel()) / jnp.maximum(jnp.linalg.norm(b.ravel()), 1e-30)
+
+    values = [float(jax.jit(one)(a, b)) for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True)]
+    if not all(map(math.isfinite, values)):
+        raise FloatingPointError("the result is not finite")
+    return values
 
 
 class Loop:
     """A function that runs repeatedly on the device.
 
     A barrier makes each turn depend on the last one, so that XLA removes none. The number of turns is a constant of the
-    program, because a GPU would otherwise ask the host before every turn."""
+    program, because a GPU would otherwise ask the host before every turn. The first results are compared with
+    `expected`.
+    """
 
-    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], expected: Any = None) -> None:
         import jax
         import jax.numpy as jnp
 
@@ -265,8 +323,11 @@ class Loop:
         once: Any = jax.jit(f).lower(*args).compile()
         self.compile_s = time.perf_counter() - begin
         self.memory = once.memory_analysis()
-        if not math.isfinite(first_of(once(*args))):
+        out = once(*args)
+        if not math.isfinite(first_of(out)):
             raise FloatingPointError("the result is not finite")
+        self.errors = None if expected is None else errors(out, expected)
+        del out
         self._args, self.times = args, []  # type: tuple[Any, list[float]]
         begin = time.perf_counter()
         jax.block_until_ready([once(*args) for _ in range(3)][-1])
@@ -286,13 +347,17 @@ class Loop:
 
 def run_case(
     case: Case, table: Any, platform: str, rounds: int, peaks: Any, only: list[str] | None, slow: dict[Any, float]
-) -> dict[str, Any]:
-    """Measures every implementation of a case and returns its record."""
+) -> Iterator[dict[str, Any]]:
+    """Measures every implementation of a case and yields its record after each round."""
     from jaxstack.kernels import implementation as choice
 
     loops: dict[tuple[str, str], Loop] = {}
     left_out: dict[str, str] = {}
     args = case.args()
+    try:
+        expected = in_float32(case, table, args)
+    except Exception as error:  # from any compiler, or out of memory; times are measured anyway
+        expected, left_out["the reference"] = None, f"{type(error).__name__}: {str(error)[:300]}"
     ways = {name: case.call(name) for name in table if name != "reference" and (only is None or name in only)}
     for name, f in (ways | case.others).items():
         if name in table:
@@ -307,8 +372,13 @@ def run_case(
         for passed in PASSES:
             if name == "copy" and passed != "forward":
                 continue
+            compared = expected if name in table else None
             try:
-                loops[name, passed] = loop = Loop(f if passed == "forward" else both(f, case.differentiated), args)
+                if passed == "forward":
+                    loop = Loop(f, args, None if compared is None else compared[0])
+                else:
+                    loop = Loop(both(f, case.differentiated), (incoming(f, args), *args), compared)
+                loops[name, passed] = loop
                 if loop.compile_s > SLOW_S:
                     slow[case.op, name] = loop.compile_s
             except Exception as error:  # from any compiler; other implementations are still measured
@@ -318,44 +388,55 @@ def run_case(
         first = turn % max(len(names), 1)
         for key in names[first:] + names[:first]:  # no implementation always runs after the same one
             loops[key].measure()
-    rows = []
-    for (name, passed), loop in loops.items():
-        which = PASSES.index(passed)
-        seconds, flops, size = median(loop.times), case.flops[which], case.bytes[which]
-        least = {key: max(flops / peak, size / bandwidth) for key, (peak, bandwidth) in peaks.items()}
-        rows.append({
-            "implementation": name,
-            "pass": passed,
-            "ms": round(1e3 * seconds, 4),
-            "compile_s": round(loop.compile_s, 1),
-            "flops_per_s": round(flops / seconds),
-            "bytes_per_s": round(size / seconds),
-            "least_ms": {key: round(1e3 * value, 4) for key, value in least.items()},
-            "of_roofline": {key: round(value / seconds, 3) for key, value in least.items()},
-            "temporary_bytes": loop.memory.temp_size_in_bytes,
-            "output_bytes": loop.memory.output_size_in_bytes,
-            "argument_bytes": loop.memory.argument_size_in_bytes,
-        })  # fmt: skip
-        share = next(reversed(rows[-1]["of_roofline"].values()), None)
-        note = "  (more than memory provides: probably cached)" if share and share > 1.1 else ""
-        print(
-            f"  {passed:<22} {name:<18} {1e3 * seconds:>10.3f} ms {flops / seconds / 1e9:>10,.1f} GFLOP/s "
-            f"{size / seconds / 1e9:>8.1f} GB/s {loop.memory.temp_size_in_bytes / 2**20:>9.0f} MiB temporary{note}",
-            flush=True,
-        )
-    for name, why in left_out.items():
-        print(f"  {name}: skipped: {why[:160]}", flush=True)
+        yield {
+            "op": case.op,
+            "case": case.name,
+            "flops": dict(zip(PASSES, case.flops, strict=True)),
+            "bytes": dict(zip(PASSES, case.bytes, strict=True)),
+            "rows": [row(case, key, loop, peaks) for key, loop in loops.items()],
+            "left_out": left_out,
+        }
+
+
+def row(case: Case, key: tuple[str, str], loop: Loop, peaks: Any) -> dict[str, Any]:
+    """Returns the figures of one implementation and pass."""
+    which = PASSES.index(key[1])
+    seconds, flops, size = median(loop.times), case.flops[which], case.bytes[which]
+    least = {name: max(flops / peak, size / bandwidth) for name, (peak, bandwidth) in peaks.items()}
     return {
-        "op": case.op,
-        "case": case.name,
-        "flops": dict(zip(PASSES, case.flops, strict=True)),
-        "bytes": dict(zip(PASSES, case.bytes, strict=True)),
-        "rows": rows,
-        "left_out": left_out,
+        "implementation": key[0],
+        "pass": key[1],
+        "ms": round(1e3 * seconds, 4),
+        "rounds": len(loop.times),
+        "errors": loop.errors,
+        "compile_s": round(loop.compile_s, 1),
+        "flops_per_s": round(flops / seconds),
+        "bytes_per_s": round(size / seconds),
+        "least_ms": {name: round(1e3 * value, 4) for name, value in least.items()},
+        "of_roofline": {name: round(value / seconds, 3) for name, value in least.items()},
+        "temporary_bytes": loop.memory.temp_size_in_bytes,
+        "output_bytes": loop.memory.output_size_in_bytes,
+        "argument_bytes": loop.memory.argument_size_in_bytes,
     }
 
 
-def main() -> None:
+def show(found: dict[str, Any]) -> None:
+    """Prints the record of a case."""
+    for one in found["rows"]:
+        share = next(reversed(one["of_roofline"].values()), None)
+        note = "  (more than memory provides: probably cached)" if share and share > 1.1 else ""
+        error = f"{max(one['errors']):.1e}" if one["errors"] else "-"
+        print(
+            f"  {one['pass']:<22} {one['implementation']:<18} {one['ms']:>10.3f} ms "
+            f"{one['flops_per_s'] / 1e9:>10,.1f} GFLOP/s {one['bytes_per_s'] / 1e9:>8.1f} GB/s "
+            f"{one['temporary_bytes'] / 2**20:>9.0f} MiB temporary  error {error}{note}",
+            flush=True,
+        )
+    for name, why in found["left_out"].items():
+        print(f"  {name}: skipped: {why[:160]}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--ops", nargs="+", help="operations to measure (default: all that have cases)")
     arguments.add_argument("--implementations", nargs="+", help="to measure (default: all that run on this device)")
@@ -363,7 +444,7 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=280, help="seconds after which no new case starts")
     arguments.add_argument("--small", action="store_true", help="smoke test with tiny shapes")
     arguments.add_argument("--out", type=Path, help="folder of the result (default: results/; --small: no file)")
-    given = arguments.parse_args()
+    given = arguments.parse_args(argv)
     begin = time.perf_counter()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
 
@@ -390,6 +471,21 @@ def main() -> None:
     print(f"no cases for {', '.join(op for op in OPS if op not in known)}", flush=True)
     found: list[dict[str, Any]] = []
     skipped: list[str] = []
+
+    def write() -> None:
+        if given.small and given.out is None:
+            return
+        result = {
+            "device": device.device_kind,
+            "dtype": dtype,
+            "load_average": os.getloadavg()[0],
+            "peaks": {key: {"flops_per_s": peak, "bytes_per_s": rate} for key, (peak, rate) in peaks.items()},
+            "skipped": skipped,
+            "cases": found,
+        }
+        variant = [*(given.ops or ()), *(given.implementations or ())]
+        record.record(record.name_of("kernels", device.device_kind, *variant), result, given.out)
+
     slow: dict[Any, float] = {}
     for case in every:
         if given.ops and case.op not in given.ops:
@@ -398,24 +494,15 @@ def main() -> None:
             skipped.append(f"{case.op}: {case.name}")
             continue
         print(f"{case.op}: {case.name}", flush=True)
-        found.append(run_case(case, OPS[case.op], platform, given.rounds, peaks, given.implementations, slow))
+        found.append({})
+        for found[-1] in run_case(case, OPS[case.op], platform, given.rounds, peaks, given.implementations, slow):
+            write()
+        show(found[-1])
     for name in skipped:
         print(f"no time left for {name}", flush=True)
+    write()
     if not any(row for case in found for row in case["rows"]):
         sys.exit("nothing ran")
-    if given.small and given.out is None:
-        return
-    result = {
-        "device": device.device_kind,
-        "dtype": dtype,
-        "rounds": given.rounds,
-        "load_average": os.getloadavg()[0],
-        "peaks": {key: {"flops_per_s": peak, "bytes_per_s": rate} for key, (peak, rate) in peaks.items()},
-        "skipped": skipped,
-        "cases": found,
-    }
-    own = device.device_kind.lower().replace(" ", "_").removeprefix("nvidia_")
-    print(record.record(f"kernels_{own}", result, given.out))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,28 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
+def accelerator(small: bool) -> Any:
+    """Returns JAX's first device, and exits if it is a CPU, unless the call is a smoke test."""
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform == "cpu" and not small:
+        script = Path(sys.argv[0]).name
+        sys.exit(f"{script} needs a GPU or a TPU, and JAX finds none. Use --small to try it with tiny shapes on a CPU.")
+    return device
+
+
+def name_of(benchmark: str, device_kind: str, *variant: str) -> str:
+    """Returns the name of a result, such as `kernels_h200_norm`. Results of other settings have other names."""
+    words = [benchmark, device_kind.lower().removeprefix("nvidia "), *variant]
+    return "_".join(re.sub(r"[^a-z0-9.-]+", "_", word) for word in words)
+
+
 def record(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
     """Writes the result with device, versions, command and commit to `results/<name>.json` or into another folder.
 
-    The commit is null outside of git. A benchmark of an accelerator gives its own `device`.
+    The commit is null outside of git. A benchmark of an accelerator gives its own `device`. A process that is killed
+    while it writes leaves the last complete file.
     """
     versions = {"python": platform.python_version()}
     for package in ("jax", "jaxlib", "numpy", "flax", "optax", "jax-cuda13-plugin", "torch", "triton", "transformers"):
@@ -33,12 +53,14 @@ def record(name: str, result: dict[str, Any], folder: Path | None = None) -> Pat
         **result,
     }
     folder = folder or RESULTS
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    path, unfinished = folder / f"{name}.json", folder / f".{name}.tmp"
+    unfinished.write_text(json.dumps(whole, indent=1) + "\n")
+    unfinished.replace(path)
     return path
 
 
+@cache
 def _git(*words: str) -> str | None:
     try:
         found = subprocess.run(["git", *words], capture_output=True, text=True, check=True, cwd=RESULTS.parent)

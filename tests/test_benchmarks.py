@@ -8,7 +8,11 @@ from pathlib import Path
 
 import gpu_check
 import jax.numpy as jnp
+import kernels
 import pytest
+
+import jaxstack.kernels
+from jaxstack.kernels import OP_IMPLEMENTATIONS
 
 ROOT = Path(__file__).parent.parent
 ALONE = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
@@ -21,25 +25,71 @@ def run(script: str, *words: str) -> str:
     return out.stdout
 
 
-def test_kernels(tmp_path):
-    said = run("kernels.py", "--ops", "norm", "gelu", "--rounds", "1", "--out", str(tmp_path))
-    (path,) = tmp_path.glob("kernels_*.json")
-    found = json.loads(path.read_text())
-    from jaxstack.kernels import OP_IMPLEMENTATIONS
+def result(folder: Path, name: str):
+    found = json.loads((folder / f"{name}.json").read_text())
+    assert found["device"] == "cpu"
+    assert found["command"]
+    assert found["versions"]["jax"]
+    return found
 
-    by_op = {case["op"]: case for case in found["cases"]}
+
+def test_kernels(tmp_path, capsys):
+    kernels.main(["--small", "--ops", "norm", "gelu", "--rounds", "1", "--out", str(tmp_path)])
+    by_op = {case["op"]: case for case in result(tmp_path, "kernels_cpu_norm_gelu")["cases"]}
     for op in ("norm", "gelu"):
-        ran = {row["implementation"] for row in by_op[op]["rows"]}
+        ran = {row["implementation"]: row for row in by_op[op]["rows"]}
         # Every implementation has run, or has a reason why not.
-        assert ran | set(by_op[op]["left_out"]) >= set(OP_IMPLEMENTATIONS[op]), said
+        assert set(ran) | set(by_op[op]["left_out"]) >= set(OP_IMPLEMENTATIONS[op]), capsys.readouterr().out
         assert all(row["ms"] > 0 for row in by_op[op]["rows"])
+        for name in ran.keys() & OP_IMPLEMENTATIONS[op].keys():  # float32: sums of 128 terms, some 1e-7
+            assert len(ran[name]["errors"]) == {"norm": 3, "gelu": 2}[op]  # the value and each gradient
+            assert max(ran[name]["errors"]) < 1e-5
     assert {"xla", "custom_vjp", "copy"} <= {row["implementation"] for row in by_op["norm"]["rows"]}
 
 
+def test_a_benchmark_that_is_killed_leaves_its_measurements(tmp_path, monkeypatch):
+    rounds = iter(range(10))
+    measure = kernels.Loop.measure
+
+    def killed_later(loop):
+        if loop.turns and next(rounds) == 9:
+            raise KeyboardInterrupt
+        measure(loop)
+
+    monkeypatch.setattr(kernels.Loop, "measure", killed_later)
+    with pytest.raises(KeyboardInterrupt):  # two implementations, two passes: four calls when they are made, then five
+        kernels.main(["--small", "--ops", "gelu", "--rounds", "3", "--out", str(tmp_path)])
+    rows = result(tmp_path, "kernels_cpu_gelu")["cases"][0]["rows"]
+    assert [row["rounds"] for row in rows] == [1, 1, 1, 1]
+
+
+def test_a_wrong_kernel_is_an_error(tmp_path, monkeypatch):
+    gelu = jaxstack.kernels.gelu
+    wrong = {"saved": 1.001}
+    monkeypatch.setattr(
+        jaxstack.kernels, "gelu", lambda x, implementation: wrong.get(implementation, 1) * gelu(x, implementation="xla")
+    )
+    with pytest.raises(SystemExit, match="gelu: exact, 64 x 64, saved"):
+        gpu_check.main(["--small", "--ops", "gelu", "--out", str(tmp_path)])
+    found = result(tmp_path, "gpu_check_cpu_gelu")
+    assert found["wrong"] == ["gelu: exact, 64 x 64, saved"]
+    assert [row["ok"] for row in found["cases"]["gelu: exact, 64 x 64"].values()] == [True, False]
+    x = jnp.arange(1.0, 9)
+    ways = {"xla": jnp.sin, "fails": lambda x: x @ jnp.ones(3), "nan": lambda x: jnp.sqrt(-x)}
+    rows = gpu_check.compare(ways, (x,), jnp.sin(x), "xla", "float32")
+    assert [row["ok"] for row in rows.values()] == [True, False, False]
+
+
+@pytest.mark.parametrize("script", [gpu_check])
+def test_without_a_gpu(script):
+    with pytest.raises(SystemExit, match=r"needs a GPU or a TPU, and JAX finds none\. Use --small"):
+        script.main([])
+
+
 @pytest.mark.slow
-def test_every_operation_has_a_case():
-    said = run("kernels.py", "--rounds", "1")
-    assert "no cases for layers, update, decode\n" in said
+def test_every_operation_has_a_case(capsys):
+    kernels.main(["--small", "--rounds", "1"])
+    assert "no cases for layers, update, decode\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -62,15 +112,10 @@ def test_the_whole_step(tmp_path):
 
 @pytest.mark.slow
 def test_the_check_of_a_device(tmp_path):
-    """Values and gradients of every kernel and of a whole step; a wrong kernel is an error."""
-    run("gpu_check.py", "--out", str(tmp_path))
-    (path,) = tmp_path.glob("gpu_check_*.json")
-    rows = json.loads(path.read_text())["cases"]
+    """Values and gradients of every kernel and of a whole step."""
+    gpu_check.main(["--small", "--out", str(tmp_path)])
+    rows = result(tmp_path, "gpu_check_cpu")["cases"]
     assert {"step: dense", "step: experts"} < set(rows)
     for case, ways in rows.items():
         assert ways.keys() - {"xla", "ragged"}, case  # something was compared
         assert all(row["ok"] for row in ways.values()), case
-    x = jnp.arange(1.0, 9)
-    ways = {"xla": jnp.sin, "wrong": lambda x: 1.001 * jnp.sin(x), "fails": lambda x: x @ jnp.ones(3)}
-    found = gpu_check.compare(ways, (x,), jnp.sin(x), "xla", "float32")
-    assert [row["ok"] for row in found.values()] == [True, False, False]
