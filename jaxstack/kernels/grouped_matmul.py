@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack.kernels import grouped_matmul_pallas
-from jaxstack.kernels.implementation import Implementation, exceeds_float32, resolve_implementation
+from jaxstack.kernels.implementation import Implementation, exceeds_float32, precedes_ampere, resolve_implementation
 from jaxstack.sharding import collectives
 
 IMPLEMENTATIONS = {
     "ragged": Implementation(),
     "grouped": Implementation(),
-    "pallas_gpu": Implementation(("gpu",), exceeds_float32),
+    "pallas_gpu": Implementation(("gpu",), lambda case: exceeds_float32(case) or precedes_ampere(case)),
     "pallas_tpu": Implementation(("tpu",), exceeds_float32),
 }
 

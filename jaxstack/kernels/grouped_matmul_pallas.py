@@ -82,7 +82,7 @@ def visits(sizes, rows: int, tile_rows: int) -> Visits:
     last = jnp.where(ends > starts, (ends - 1) // tile_rows, first)
     through = jnp.cumsum(last - first + 1)
     visit = jnp.arange(tiles + E + 1, dtype=jnp.int32)
-    group = jnp.searchsorted(through, visit, side="right").astype(jnp.int32)
+    group = jnp.searchsorted(through, visit, side="right", method="compare_all").astype(jnp.int32)  # a loop otherwise
     real = group <= E
     group = jnp.minimum(group, E)
     tile = jnp.where(real, first[group] + visit - (through - (last - first + 1))[group], tiles - 1)

@@ -44,6 +44,14 @@ Implementations: TypeAlias = Mapping[str, Implementation]
 """The implementations of one op, by name."""
 
 
+def precedes_ampere(case: OpCase) -> str:
+    """Returns why a kernel for NVIDIA GPUs from Ampere on cannot compute a case, or "" if it can."""
+    capability = case.get("compute_capability")
+    if capability is None or (capability.replace(".", "").isdecimal() and float(capability) >= 8):
+        return ""  # AMD's have letters
+    return f"takes NVIDIA GPUs of compute capability 8.0 and later, not {capability}"
+
+
 def exceeds_float32(case: OpCase) -> str:
     """Returns why a kernel that computes in float32 cannot compute a case, or "" if it can."""
     if case.get("dtype") is not None and np.dtype(case["dtype"]).itemsize > 4:
@@ -62,17 +70,18 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
         "cross_entropy": ("chunked",),
     },
     # Nothing has been measured on an accelerator yet. These choices follow from the compilers' output
-    # (docs/kernels.md). `auto` does not select our Pallas kernels until a device has confirmed values and speed.
+    # (docs/kernels.md). `auto` does not select our Pallas kernels until a device has confirmed values and speed, except
+    # for experts on GPU: "grouped" has the host read a predicate before every tile, 15,360 loops of them in a step of
+    # 64 experts, and "ragged" multiplies all rows with all experts. On TPU ragged_dot is a kernel of XLA.
     # Attention: all but "xla" need memory linear in the sequence. cuDNN's kernel is NVIDIA's own and comes first where
     # it computes the definition. "chunked" needs a thousand times its memory, and 23 s to compile for an H100.
-    # Norms on TPU use XLA, which fuses them with neighbouring operations. On GPU, ragged_dot multiplies all rows with
-    # all experts; on TPU it is a kernel of XLA. On GPU the bytes of a compiled step decide on norms, layers and the
-    # update (benchmarks/results/step_bytes.json).
+    # Norms on TPU use XLA, which fuses them with neighbouring operations. On GPU the compiled step decides on norms,
+    # experts, layers and the update (benchmarks/results/step_bytes.json).
     "gpu": {
         "attention": ("cudnn", "chunked"),
         "norm": ("custom_vjp",),
         "cross_entropy": ("chunked",),
-        "moe": ("grouped",),
+        "moe": ("pallas_gpu", "grouped"),
         "layers": ("unrolled",),
         "update": ("select",),
     },

@@ -148,15 +148,16 @@ class Context:
                 "softcap": model.attention_softcap,
                 "segments": cfg.data.packing,
                 "sequence_shards": mesh.shape["context"],
-                "compute_capability": getattr(device, "compute_capability", None),
             },
             "norm": {"d_model": model.d_model},
         }
-        cases = {op: {"dtype": context.dtype} | dict(cases.get(op, {})) for op in OPS}
+        known = {"dtype": context.dtype, "compute_capability": getattr(device, "compute_capability", None)}
+        cases = {op: known | dict(cases.get(op, {})) for op in OPS}
         chosen = implementations(platform, cfg.kernels, cases)
         # Without a loop, XLA gathers the weights of a layer before those of the layer before it are freed. The loops
         # over tiles of rows in each layer of experts take minutes to compile.
-        loops_save = context.gathers_params or model.moe.num_experts or model.num_layers > MAX_UNROLLED_LAYERS
+        tile_loops = model.moe.num_experts and chosen["moe"] == "grouped"
+        loops_save = context.gathers_params or tile_loops or model.num_layers > MAX_UNROLLED_LAYERS
         if cfg.kernels.layers == "auto" and loops_save:
             chosen["layers"] = "scan"
         return replace(context, loss_chunk=CHUNK_TOKENS[platform], **chosen)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack.kernels import grouped_matmul
-from jaxstack.moe.pairs import move_rows, sort_by
+from jaxstack.moe.pairs import move_rows, sort_by, starts_of
 
 Weights: TypeAlias = dict[str, jax.Array]
 """`w_up` [E, D, F], `w_down` [E, F, D] and, for a gated MLP, `w_gate` [E, D, F]."""
@@ -82,8 +82,7 @@ def apply_by_expert(
       [N, D]; the values of empty rows have no meaning.
     """
     order, back = sort_by(experts) if sorting is None else sorting
-    starts = jnp.searchsorted(experts[order], jnp.arange(num_experts + 1))
-    sizes = jnp.diff(starts).astype(jnp.int32)
+    sizes = jnp.diff(starts_of(experts[order], num_experts))
     matmul = partial(grouped_matmul, sizes=sizes, implementation=implementation)
     y = mlp(move_rows(x, order, back), matmul=matmul)
     return move_rows(y, back, order)

@@ -20,6 +20,17 @@ def sort_by(*keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     return order, lax.sort((order, operands[-1]), num_keys=1)[1]
 
 
+def starts_of(groups: jax.Array, num_groups: int) -> jax.Array:
+    """Returns the first item of each group, and the end of the last one: [num_groups + 1].
+
+    Args:
+      groups: group of each item, sorted, [N].
+      num_groups: number of groups.
+    """
+    # A loop would launch kernels for every halving on a GPU, and comparing with all items takes long on a CPU.
+    return jnp.searchsorted(groups, jnp.arange(num_groups + 1), method="scan_unrolled").astype(jnp.int32)
+
+
 def assign_slots(groups: jax.Array, num_groups: int, capacity: int, priority: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gives each of N items a slot in its group, the highest priority first and then the earliest item.
 
@@ -35,7 +46,7 @@ def assign_slots(groups: jax.Array, num_groups: int, capacity: int, priority: ja
     """
     N = groups.size
     order, back = sort_by(groups, -lax.stop_gradient(priority))
-    starts = jnp.searchsorted(groups[order], jnp.arange(num_groups + 1))
+    starts = starts_of(groups[order], num_groups)
     rank = back - starts[groups]
     slot = jnp.where(rank < capacity, groups * capacity + rank, num_groups * capacity)
     place = starts[:-1, None] + jnp.arange(capacity)

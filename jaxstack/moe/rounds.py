@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxstack.common.tree import PyTree
 from jaxstack.moe.expert_mlp import Activation, Adapters, Weights, apply_by_expert, expert_mlp
-from jaxstack.moe.pairs import move_rows, sort_by
+from jaxstack.moe.pairs import move_rows, sort_by, starts_of
 from jaxstack.sharding import collectives
 
 ROOM = 1.25
@@ -89,7 +89,7 @@ def moe_in_rounds(
     room = room_of_shard(experts.size, shards)
     shard = experts // local
     order, back = sort_by(shard)
-    starts = jnp.searchsorted(shard[order], jnp.arange(shards + 1)).astype(jnp.int32)
+    starts = starts_of(shard[order], shards)
     plan = Plan(experts, order, starts, back - starts[shard])
     rounds = (jnp.diff(starts).max() + room - 1) // room
     rounds = lax.pmax(rounds, collectives.varies_along(rounds))

@@ -12,7 +12,7 @@ pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not instal
 import programs
 from cases import ATTENTION, LARGE, attention, attention_step, check, config, dropless_over_capacity, report
 
-from jaxstack.config import KernelsConfig
+from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
 from jaxstack.planner import aot, hlo, step_bytes
 
 
@@ -93,6 +93,24 @@ def test_bytes_of_a_step(batch, remat, rest, gib):
     assert loss <= 16e9
     assert sum(o.times for o in program.operations if "attention_fwd" in o.name) == LARGE.num_layers
     assert not any(math.isinf(loop.trips) or loop.is_given for loop in program.loops)
+
+
+@pytest.mark.parametrize(("layers", "capacity_factor"), [("unrolled", None), ("scan", None), ("unrolled", 1.25)])
+def test_a_step_of_experts_asks_the_host_nothing(layers, capacity_factor):
+    """64 experts, of which a token uses 8: `auto` takes a kernel, and each loop of the program has a known length."""
+    moe = MoEConfig(num_experts=64, top_k=8, d_ff=704, capacity_factor=capacity_factor)
+    model = ModelConfig(num_layers=2, d_model=1024, num_heads=8, vocab_size=4096, moe=moe)
+    kernels = KernelsConfig(layers="auto" if layers == "unrolled" else layers)
+    found = aot.compile(replace(config(model, 8, 2048), kernels=kernels), ONE)
+    program = step_bytes.read_program(str(found.compiled.as_text()), found.trip_counts)
+    print(f"{found.total / 2**30:.2f} GiB, {sum(o.times for o in program.operations):.0f} operations")
+    print(*program.loops, sep="\n")
+    assert not any(math.isinf(loop.trips) or loop.is_given for loop in program.loops)
+    # A layer has three products with two gradients each, and needs the last one again for the gradient of the gates.
+    runs = sum(o.times for o in program.operations if math.isnan(o.flops))  # kernels of ours do not say their FLOPs
+    assert runs == (model.num_layers * (3 * 3 + 1) if capacity_factor is None else 0)
+    # The loop over tiles of rows ran 101,565 operations in 12 layers, and every one is a launch.
+    assert sum(o.times for o in program.operations) <= 400 * model.num_layers
 
 
 ONE = "h100:1x1x1"

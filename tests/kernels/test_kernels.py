@@ -4,10 +4,12 @@ The numpy side shares nothing with the kernels: attention visits queries one at 
 hand.
 """
 
+import collections
 import functools
 import importlib
 import math
 import re
+import types
 from typing import get_args, get_type_hints
 
 import jax
@@ -19,7 +21,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxstack import kernels
-from jaxstack.config import KernelsConfig
+from jaxstack.config import Config, KernelsConfig, ModelConfig, MoEConfig
 from jaxstack.kernels import cross_entropy_pallas, grouped_matmul_pallas, norm_pallas
 from jaxstack.kernels import implementation as choice
 from jaxstack.models import context
@@ -642,6 +644,25 @@ def test_auto_takes_cudnn_where_the_gpu_has_it(capability, chosen):
     """A T4, which notebooks get, has compute capability 7.5."""
     case = {"dtype": jnp.bfloat16, "head_dim": 64, "compute_capability": capability}
     assert context.implementations("gpu", cases={"attention": case})["attention"] == chosen
+
+
+@pytest.mark.parametrize(
+    ("capability", "experts", "layers"),
+    [
+        ("7.5", "grouped", "scan"),
+        ("gfx942", "grouped", "scan"),
+        ("8.0", "pallas_gpu", "unrolled"),
+        (None, "pallas_gpu", "unrolled"),
+    ],
+)
+def test_auto_takes_the_experts_kernel_where_the_gpu_runs_triton(capability, experts, layers):
+    """Loops over tiles take minutes to compile in each layer; the kernel does not. `gfx942` is a GPU of AMD."""
+    case = {"dtype": jnp.bfloat16, "compute_capability": capability}
+    assert context.implementations("gpu", cases={"moe": case})["moe"] == experts
+    device = types.SimpleNamespace(platform="cuda", compute_capability=capability)
+    mesh = types.SimpleNamespace(shape=collections.defaultdict(lambda: 1), devices=np.array([device]), size=1)
+    found = context.Context.create(Config(model=ModelConfig(moe=MoEConfig(num_experts=4))), mesh)
+    assert (found.moe, found.layers) == (experts, layers)
 
 
 def test_what_is_named_and_cannot_run_is_an_error(monkeypatch):

@@ -143,7 +143,7 @@ mistakes(
     "kernels/grouped_matmul_pallas.py",
     KERNELS + " -k 'visits or (grouped and pallas)'",
     ("(ends - 1) // tile_rows, first)", "ends // tile_rows, first)"),
-    ('jnp.searchsorted(through, visit, side="right")', 'jnp.searchsorted(through, visit, side="left")'),
+    ('searchsorted(through, visit, side="right",', 'searchsorted(through, visit, side="left",'),
     ("mask=(row < end)[:, None] & (into < A)[None, :]", "mask=(row <= end)[:, None] & (into < A)[None, :]"),
     ("first = jnp.minimum(starts // tile_rows, tiles - 1)", "first = starts // tile_rows"),
 )

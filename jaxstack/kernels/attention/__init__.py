@@ -22,7 +22,13 @@ import jax.numpy as jnp
 
 from jaxstack.kernels.attention import chunked, reference
 from jaxstack.kernels.attention.reference import MASKED, Mask, Options, heads_first, heads_last, masked_scores
-from jaxstack.kernels.implementation import Implementation, OpCase, interpret_setting, resolve_implementation
+from jaxstack.kernels.implementation import (
+    Implementation,
+    OpCase,
+    interpret_setting,
+    precedes_ampere,
+    resolve_implementation,
+)
 from jaxstack.sharding import collectives
 
 _MAX_HEAD_DIM = {"cudnn": 128, "pallas_gpu": 256, "pallas_tpu": 256}  # cuDNN supports 256 on Hopper and later
@@ -45,8 +51,8 @@ def _unsupported_reason(name: str, case: OpCase) -> str:
         return ""
     if case.get("head_dim", 0) % 8:
         return f"takes head widths that are multiples of 8, not {case['head_dim']}"
-    if float(case.get("compute_capability") or 8) < 8:
-        return f"takes GPUs of compute capability 8.0 and later, not {case['compute_capability']}"
+    if why := precedes_ampere(case):
+        return why
     if case.get("softcap") is not None:
         return "does not cap scores"
     return "does not support segments" if case.get("segments") else ""
