@@ -14,6 +14,7 @@ would compute the logits three times, and on GPU the registers cannot hold a blo
 model.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -25,24 +26,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
 
-from jaxstack.kernels import pallas_call
+from jaxstack.kernels import pallas_call, tiles
 from jaxstack.sharding import collectives
 
 VOCAB_BLOCK = 8192
 """Vocabulary entries whose logit gradients are in memory at a time."""
+_LOG2E = math.log2(math.e)
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-class BlockSizes(NamedTuple):
-    """Largest block of a kernel: tokens, vocabulary entries, and elements of the width."""
-
-    tokens: int
-    vocab: int
-    width: int
-
-
-GPU = BlockSizes(128, 128, 64)
-TPU = BlockSizes(512, 1024, 512)
 _VMEM = 64 << 20  # bytes: a float32 block of logits is 2 MiB, and its intermediate values are several times as large
 
 
@@ -89,13 +81,18 @@ def _capped(softcap, logits):
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
+def _exp_difference(a, b):
+    """Returns exp(a - b) for a block a and one b for each row, with one multiply-add and one power of two each."""
+    return jnp.exp2(_LOG2E * a - _LOG2E * b)
+
+
 def _statistics(softcap, logits, entries, inside, targets, ids=None):
     """Reduces a block of logits [R, J] to two numbers per token, [R, 1] each."""
     if ids is not None:
         inside = inside & (entries < ids)
     logits = jnp.where(inside, _capped(softcap, logits), _LOWEST)
     top = logits.max(-1, keepdims=True)
-    lse = top + jnp.log(jnp.where(inside, jnp.exp(logits - top), 0.0).sum(-1, keepdims=True))
+    lse = top + jnp.log(jnp.where(inside, _exp_difference(logits, top), 0.0).sum(-1, keepdims=True))
     if ids is not None:  # a block of padding alone has log(0); its number stays finite, so that differences are not NaN
         lse = jnp.maximum(lse, _LOWEST)
     return [lse, jnp.where(inside & (entries == targets), logits, 0.0).sum(-1, keepdims=True)]
@@ -104,7 +101,7 @@ def _statistics(softcap, logits, entries, inside, targets, ids=None):
 def _d_logits(softcap, logits, entries, inside, targets, lse, weights, ids=None):
     """Returns the gradient of a block of logits, [R, J]."""
     capped = _capped(softcap, logits)
-    d = weights * (jnp.exp(capped - lse) - jnp.where(entries == targets, 1.0, 0.0))
+    d = weights * (_exp_difference(capped, lse) - jnp.where(entries == targets, 1.0, 0.0))
     d = d if ids is None else jnp.where(entries < ids, d, 0.0)
     return [d if softcap is None else d * (1 - jnp.square(capped / softcap))]
 
@@ -118,6 +115,7 @@ class _Static(NamedTuple):
       dtype: dtype of x and of a full result.
       T, D, V: sizes of the arrays.
       R, J, K: sizes of a block.
+      tile: the block sizes of the chip.
     """
 
     finish: Callable[..., list[jax.Array]]
@@ -129,6 +127,11 @@ class _Static(NamedTuple):
     R: int
     J: int
     K: int
+    tile: tiles.LossTile
+
+    @property
+    def token_blocks(self) -> int:
+        return pl.cdiv(self.T, self.R)
 
     @property
     def vocab_blocks(self) -> int:
@@ -169,37 +172,45 @@ def _blocks(platform, finish, x, head, per_token, *, full):
     """
     (T, D), V = x.shape, head.shape[1]
     per_token = [a[:, None] for a in per_token]  # [T, 1]: one value for each row of a block
+    tile = tiles.find_tile("cross_entropy", tiles.loss_class(x.dtype), platform)
+    assert isinstance(tile, tiles.LossTile)
     if platform == "gpu":
-        block = [min(t, max(16, pl.next_power_of_2(n))) for t, n in zip(GPU, (T, V, D), strict=True)]
-        return _blocks_gpu(_Static(finish, full, x.dtype, T, D, V, *block), x, head, per_token)
+        R, J, K = (min(t, max(16, pl.next_power_of_2(n))) for t, n in zip(tile[:3], (T, V, D), strict=True))
+        return _blocks_gpu(_Static(finish, full, x.dtype, T, D, V, R, J, K, tile), x, head, per_token)
     # A block is the whole axis, or a multiple of the memory tile: 16 rows of 2 bytes, 128 columns.
-    block = [n if n <= t else t for t, n in zip(TPU, (T, V, D), strict=True)]
-    return _blocks_tpu(_Static(finish, full, x.dtype, T, D, V, *block), x, head, per_token)
+    R, J, K = (n if n <= t else t for t, n in zip(tile[:3], (T, V, D), strict=True))
+    return _blocks_tpu(_Static(finish, full, x.dtype, T, D, V, R, J, K, tile), x, head, per_token)
 
 
 def _blocks_gpu(s: _Static, x, head, per_token):
-    """Runs one program for each vocabulary block and token block.
+    """Runs one program for each token block and vocabulary block, in groups of token blocks.
 
-    Neighbouring programs share a block of the head, which is larger than a block of x.
+    A GPU runs programs in the order of the grid, its first axis fastest. Neighbours thus share a block of the head,
+    and a group of token blocks is in the L2 cache while the head passes by once. With the vocabulary first, every
+    token block would read the whole head from memory.
     """
-    width = s.width_blocks * s.K
-    token = pl.BlockSpec((s.R, 1), lambda j, i: (i, 0))
+    width, (count, groups) = s.width_blocks * s.K, token_groups(s)
+
+    def in_order(index_map):
+        return lambda i, j, group: index_map(group * count + i, j)
+
+    token = pl.BlockSpec((s.R, 1), in_order(lambda i, j: (i, 0)))
     if s.full:
-        out_specs = [pl.BlockSpec((s.R, s.J), lambda j, i: (i, j))]
+        out_specs = [pl.BlockSpec((s.R, s.J), in_order(lambda i, j: (i, j)))]
     else:
-        out_specs = [pl.BlockSpec((1, s.R, 1), lambda j, i: (j, i, 0))] * 2
+        out_specs = [pl.BlockSpec((1, s.R, 1), in_order(lambda i, j: (j, i, 0)))] * 2
     return pallas_call.gpu(
-        partial(_kernel_gpu, s),
+        partial(_kernel_gpu, s, count),
         x,
         head,
         *per_token,
         out=s.outs(s.vocab_blocks),
-        warps=8 if s.R * s.J >= 128 * 128 else 4,
-        stages=3,
-        grid=(s.vocab_blocks, pl.cdiv(s.T, s.R)),
+        warps=s.tile.warps if s.R * s.J >= 128 * 128 else 4,
+        stages=s.tile.stages,
+        grid=(count, s.vocab_blocks, groups),
         in_specs=[
-            pl.BlockSpec((s.R, width), lambda j, i: (i, 0)),
-            pl.BlockSpec((width, s.J), lambda j, i: (0, j)),
+            pl.BlockSpec((s.R, width), in_order(lambda i, j: (i, 0))),
+            pl.BlockSpec((width, s.J), in_order(lambda i, j: (0, j))),
             *[token] * len(per_token),
         ],
         out_specs=out_specs,
@@ -207,9 +218,16 @@ def _blocks_gpu(s: _Static, x, head, per_token):
     )
 
 
-def _kernel_gpu(s: _Static, x_ref, head_ref, *refs):
+def token_groups(s: _Static) -> tuple[int, int]:
+    """Returns the number of token blocks of a group, and of groups; the last group may have fewer blocks."""
+    most = max(1, s.tile.x_bytes // (s.R * s.D * s.dtype.itemsize))
+    count = pl.cdiv(s.token_blocks, pl.cdiv(s.token_blocks, most))
+    return count, pl.cdiv(s.token_blocks, count)
+
+
+def _kernel_gpu(s: _Static, count: int, x_ref, head_ref, *refs):
     """Loops over the width in blocks of K, with the logits in registers, and stores what `finish` returns."""
-    j, i = pl.program_id(0), pl.program_id(1)
+    i, j = pl.program_id(2) * count + pl.program_id(0), pl.program_id(1)
     rows = i * s.R + lax.broadcasted_iota(jnp.int32, (s.R, 1), 0) < s.T
     entries = j * s.J + lax.broadcasted_iota(jnp.int32, (1, s.J), 1) < s.V
 

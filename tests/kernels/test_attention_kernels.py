@@ -24,7 +24,7 @@ from test_kernels import (
 )
 
 from jaxstack import kernels
-from jaxstack.kernels import OP_IMPLEMENTATIONS
+from jaxstack.kernels import OP_IMPLEMENTATIONS, tiles
 from jaxstack.kernels import implementation as choice
 from jaxstack.kernels.attention import block_ranges
 from jaxstack.kernels.attention.reference import Options
@@ -38,8 +38,7 @@ KERNELS = ("pallas_gpu", "pallas_tpu")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     sizes = {"forward": (32, 16), "dq": (16, 32), "dkv": (16, 32)}
-    tilings = {name: pallas_gpu._Tiling(*size, warps=1, stages=1) for name, size in sizes.items()}
-    monkeypatch.setattr(pallas_gpu, "_tilings", lambda width, dtype: tilings)
+    monkeypatch.setattr(pallas_gpu, "_tile", lambda kernel, q: tiles.AttentionTile(*sizes[kernel]))
     monkeypatch.setattr(pallas_tpu, "_BLOCKS", (32, 16))
 
 
@@ -80,6 +79,13 @@ def check(rng, implementation, shape, options, ids, dtype=jnp.float32, scale=0.4
 def test_values_and_gradients(rng, implementation, shape, options, segments, dtype):
     ids = None if segments is None else segment_ids(shape[0], segments)
     check(rng, implementation, shape, options, ids, dtype)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("options", [{}, {"softcap": -2.0}], ids=["plain", "softcap"])
+def test_a_negative_scale(rng, options, implementation):
+    """The largest score then has the smallest product. A cap counts by its absolute value."""
+    check(rng, implementation, (1, 20, 2, 1, 16), options, None, scale=-0.4)
 
 
 @pytest.mark.slow

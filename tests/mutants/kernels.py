@@ -112,16 +112,16 @@ mistakes(
     "pallas",
     "kernels/attention/pallas_gpu.py",
     "kernels/test_attention_kernels.py -k 'gpu and values'",
-    ("rescale = jnp.exp2(top - higher)", "rescale = jnp.exp2(higher - top)"),
-    ("return o.softcap * _LOG2E * share, 1 - share * share", "return o.softcap * _LOG2E * share, 1 - share"),
-    ("top + jnp.log2(total), mask=queries < static.length", "top + jnp.log(total), mask=queries < static.length"),
+    ("rescale = jnp.exp2(factor * (top - higher))", "rescale = jnp.exp2(factor * (higher - top))"),
+    ("return share, abs(o.softcap) * _LOG2E, 1 - share * share", "return share, abs(o.softcap) * _LOG2E, 1 - share"),
+    ("factor * top + jnp.log2(total)", "factor * top + jnp.log(total)"),
     ("_store(static, dq_ref, start, o.scale * dq)", "_store(static, dq_ref, start, dq)"),
     ("visible &= queries - keys < o.window", "visible &= queries - keys <= o.window"),
 )
 
 mistakes(
     "pallas", "kernels/cross_entropy_pallas.py", KERNELS + " -k 'cross_entropy and pallas'",
-    ("d = weights * (jnp.exp(capped - lse)", "d = (jnp.exp(capped - lse)"),
+    ("d = weights * (_exp_difference(capped, lse)", "d = (_exp_difference(capped, lse)"),
     ("[targets - start, lse, weights]", "[targets, lse, weights]"),
     ("return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.sum(0)", "return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.max(0)"),
     ("in_full_blocks = V - V % block", "in_full_blocks = V - block"),

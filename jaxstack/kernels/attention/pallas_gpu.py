@@ -8,7 +8,9 @@
 The scores of a block stay in registers. Arrays are read in place as [B, S, H, K]. Block sizes and the head width are
 padded to powers of two; loads beyond the sequence or the head are masked to zeros.
 
-Exponentials are powers of two. Scores and the saved log-sum-exps therefore contain a factor of log2(e).
+Exponentials are powers of two. The scale of the scores times log2(e) joins the subtraction of the maximum, or of the
+log-sum-exp, in one multiply-add. The saved log-sum-exps therefore contain a factor of log2(e). Queries are not scaled
+beforehand, which would round them once more.
 
 Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G, K head width; C queries and T keys of a
 block.
@@ -27,32 +29,17 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxstack.kernels.attention import block_ranges
 from jaxstack.kernels.attention.reference import MASKED, Options, row_dots
+from jaxstack.kernels.tiles import AttentionTile, attention_class, find_tile
 from jaxstack.sharding import collectives
 
 _LOG2E = math.log2(math.e)
 
 
-class _Tiling(NamedTuple):
-    """Queries and keys of a block, warps of a program and pipeline stages of its loads, for one kernel."""
-
-    block_q: int
-    block_kv: int
-    warps: int
-    stages: int
-
-
-def _tilings(width: int, dtype) -> dict[str, _Tiling]:
-    """Returns the tiling of each kernel for a head width and a dtype.
-
-    The tilings have not been measured. They are as large as the registers and the shared memory (227 KB) of an H100
-    seem to allow. The compiler for the H100 accepts all of them (tests/aot).
-    """
-    if width > 128:
-        return {"forward": _Tiling(64, 32, 8, 2), "dq": _Tiling(32, 32, 8, 1), "dkv": _Tiling(32, 32, 8, 1)}
-    if jnp.dtype(dtype).itemsize > 2:
-        return {"forward": _Tiling(64, 32, 4, 2), "dq": _Tiling(64, 32, 8, 1), "dkv": _Tiling(32, 32, 8, 1)}
-    warps = 4 if width <= 64 else 8
-    return {"forward": _Tiling(128, 64, warps, 2), "dq": _Tiling(128, 32, warps, 2), "dkv": _Tiling(32, 128, warps, 2)}
+def _tile(kernel: str, q) -> AttentionTile:
+    """Returns the block sizes of "forward", "dq" or "dkv" for queries [B, S, H, K]."""
+    tile = find_tile(f"attention_{kernel}", attention_class(q.shape[3], q.dtype), "gpu")
+    assert isinstance(tile, AttentionTile)
+    return tile
 
 
 class _Static(NamedTuple):
@@ -60,14 +47,14 @@ class _Static(NamedTuple):
 
     Attributes:
       o: the options.
-      tiling: the tiling of this kernel.
+      tile: the block sizes of this kernel.
       length: tokens of a sequence, S.
       width: head width, K.
       masked_ends: whether any block has masked visits before, and after, its inner ones.
     """
 
     o: Options
-    tiling: _Tiling
+    tile: AttentionTile
     length: int
     width: int
     masked_ends: tuple[bool, bool] = (True, True)
@@ -83,7 +70,7 @@ def _forward(o: Options, q, k, v, segment_ids):
     (b, s, h, width), r = q.shape, q.shape[2] // k.shape[2]
     head, kv, per_token = _head(q), _head(k, r), pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
     out, lse_BHS = _call(
-        _forward_kernel, "queries", _Static(o, _tilings(width, q.dtype)["forward"], s, width), h, segment_ids,
+        _forward_kernel, "queries", _Static(o, _tile("forward", q), s, width), h, segment_ids,
         (q, k, v), (head, kv, kv), ((q.shape, q.dtype), ((b, h, s), jnp.float32)), (head, per_token),
     )  # fmt: skip
     out, lse_BHS = checkpoint_name(out, "attention"), checkpoint_name(lse_BHS, "attention_lse")
@@ -94,16 +81,15 @@ def _backward(o: Options, residuals, d_out):
     q, k, v, segment_ids, out, lse_BHS = residuals
     (_, s, h, width), g, r = q.shape, k.shape[2], q.shape[2] // k.shape[2]
     inputs = (q, k, v, d_out, lse_BHS, row_dots(out, d_out).swapaxes(1, 2))
-    tilings = _tilings(width, q.dtype)
     head, kv, per_token = _head(q), _head(k, r), pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
     (dq,) = _call(
-        _dq_kernel, "queries", _Static(o, tilings["dq"], s, width), h, segment_ids,
+        _dq_kernel, "queries", _Static(o, _tile("dq", q), s, width), h, segment_ids,
         inputs, (head, kv, kv, head, per_token, per_token), ((q.shape, q.dtype),), (head,),
     )  # fmt: skip
     kv, per_token = _head(k), pl.BlockSpec((None, r, s), lambda i, g, b: (b, g, 0))
     heads = pl.BlockSpec((None, s, r, _padded(width)), lambda i, g, b: (b, 0, g, 0))
     dk, dv = _call(
-        _dkv_kernel, "keys", _Static(o, tilings["dkv"], s, width), g, segment_ids,
+        _dkv_kernel, "keys", _Static(o, _tile("dkv", q), s, width), g, segment_ids,
         inputs, (heads, kv, kv, heads, per_token, per_token), ((k.shape, k.dtype), (v.shape, v.dtype)), (kv, kv),
     )  # fmt: skip
     return dq, dk, dv, None
@@ -124,13 +110,13 @@ def _head(x, shared: int = 1) -> pl.BlockSpec:
 
 def _call(kernel, over, static: _Static, heads, segment_ids, inputs, in_specs, results, out_specs):
     """Runs the kernel on a grid of blocks of `over` ("queries" or "keys"), heads and sequences."""
-    o, tiling, s, *_ = static
+    o, tile, s, *_ = static
     if over == "queries":
-        ranges = block_ranges.key_blocks(o, s, tiling.block_q, tiling.block_kv)
-        block, visited_block = tiling.block_q, tiling.block_kv
+        ranges = block_ranges.key_blocks(o, s, tile.block_q, tile.block_kv)
+        block, visited_block = tile.block_q, tile.block_kv
     else:
-        ranges = block_ranges.query_blocks(o, s, tiling.block_q, tiling.block_kv)
-        block, visited_block = tiling.block_kv, tiling.block_q
+        ranges = block_ranges.query_blocks(o, s, tile.block_q, tile.block_kv)
+        block, visited_block = tile.block_kv, tile.block_q
     count, sequences = len(ranges.low), inputs[0].shape[0]
     masked_ends = bool((ranges.low < ranges.inner_low).any()), bool((ranges.inner_high < ranges.high).any())
     if segment_ids is not None:
@@ -154,7 +140,7 @@ def _call(kernel, over, static: _Static, heads, segment_ids, inputs, in_specs, r
         in_specs=[block_visits, segments, *in_specs],
         out_specs=list(out_specs),
         out_shape=[jax.ShapeDtypeStruct(*result, manual_axis_type=kind) for result in results],
-        compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=o.interpret,
         name=f"attention_{kernel.__name__.strip('_').removesuffix('_kernel')}",
     )(visits, segment_ids, *inputs)
@@ -192,11 +178,31 @@ def _dot(a, b, over=(1, 0)):
 
 
 def _scores(o: Options, raw):
-    """Returns the scaled and capped scores times log2(e), and the derivative of the cap, or None without a cap."""
-    if o.softcap is None:
-        return o.scale * _LOG2E * raw, None
-    share = jnp.tanh(o.scale / o.softcap * raw)
-    return o.softcap * _LOG2E * share, 1 - share * share
+    """Returns scores s and a positive number f, so that exp(scaled and capped scores) = exp2(f * s).
+
+    The third result is the derivative of the cap, or None without a cap.
+    """
+    if o.softcap is not None:
+        share = jnp.tanh(o.scale / abs(o.softcap) * raw)
+        return share, abs(o.softcap) * _LOG2E, 1 - share * share
+    if o.scale > 0:
+        return raw, o.scale * _LOG2E, None
+    return o.scale * raw, _LOG2E, None
+
+
+def _exp2(o: Options, factor: float, scores, shift):
+    """Returns exp2(factor * scores - shift), for scores [C, T] and a shift that broadcasts against them.
+
+    On a GPU these are two instructions. Triton has no multiply-add, and its exp2 treats subnormal results separately.
+    """
+    if o.interpret:
+        return jnp.exp2(factor * scores - shift)
+    args = scores, jnp.full_like(scores, factor), jnp.broadcast_to(-shift, scores.shape)
+    asm = "{ .reg .f32 t; fma.rn.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }"
+    (result,) = plgpu.elementwise_inline_asm(
+        asm, args=args, constraints="=f,f,f,f", pack=1, result_shape_dtypes=[jax.typeof(scores)]
+    )
+    return result
 
 
 def _visible(static: _Static, queries, keys, query_segments, key_segments):
@@ -226,7 +232,7 @@ def _for_each_visit(static: _Static, visits_ref, segmented, step, carry):
 
 
 def _forward_kernel(static: _Static, block_index, visits_ref, segments_ref, q_ref, k_ref, v_ref, out_ref, lse_ref):
-    o, (block, size, *_) = static.o, static.tiling
+    o, (block, size, *_) = static.o, static.tile
     start = block_index(pl.program_id(0)) * block
     queries = start + jnp.arange(block)
     q = _load(static, q_ref, start, block)
@@ -235,33 +241,35 @@ def _forward_kernel(static: _Static, block_index, visits_ref, segments_ref, q_re
     def step(masked, j, carry):
         acc, top, total = carry
         k = _load(static, k_ref, j * size, size)
-        scores, _ = _scores(o, _dot(q, k, (1, 1)))
+        scores, factor, _ = _scores(o, _dot(q, k, (1, 1)))
         if masked:
             keys = j * size + jnp.arange(size)
             key_segments = None if segments_ref is None else _load_vector(static, segments_ref, j * size, size)[None]
             visible = _visible(static, queries[:, None], keys[None], query_segments, key_segments)
             scores = jnp.where(visible, scores, MASKED)
         higher = jnp.maximum(top, scores.max(1))
-        weights = jnp.exp2(scores - higher[:, None])
+        weights = _exp2(o, factor, scores, (factor * higher)[:, None])
         if masked:
             weights = jnp.where(visible, weights, 0.0)
-        rescale = jnp.exp2(top - higher)
+        rescale = jnp.exp2(factor * (top - higher))
         total = total * rescale + weights.sum(1)
         v = _load(static, v_ref, j * size, size)
         acc = acc * rescale[:, None] + _dot(weights.astype(v.dtype), v)
         return acc, higher, total
 
+    factor = _scores(o, jnp.float32(0))[1]
     initial = jnp.zeros((block, q.shape[1]), jnp.float32), jnp.full((block,), MASKED), jnp.zeros((block,), jnp.float32)
     acc, top, total = _for_each_visit(static, visits_ref, segments_ref is not None, step, initial)
     total = jnp.where(total == 0, 1.0, total)  # the output is 0 for a query without visible keys
     _store(static, out_ref, start, acc / total[:, None])
-    plgpu.store(lse_ref.at[pl.dslice(start, block)], top + jnp.log2(total), mask=queries < static.length)
+    lse = jnp.maximum(factor * top + jnp.log2(total), MASKED)
+    plgpu.store(lse_ref.at[pl.dslice(start, block)], lse, mask=queries < static.length)
 
 
 def _dq_kernel(
     static, block_index, visits_ref, segments_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dq_ref
 ):
-    o, (block, size, *_) = static.o, static.tiling
+    o, (block, size, *_) = static.o, static.tile
     start = block_index(pl.program_id(0)) * block
     queries = start + jnp.arange(block)
     q, d_out = _load(static, q_ref, start, block), _load(static, d_out_ref, start, block)
@@ -270,13 +278,13 @@ def _dq_kernel(
 
     def step(masked, j, dq):
         k, v = _load(static, k_ref, j * size, size), _load(static, v_ref, j * size, size)
-        scores, slope = _scores(o, _dot(q, k, (1, 1)))
+        scores, factor, slope = _scores(o, _dot(q, k, (1, 1)))
         if masked:
             keys = j * size + jnp.arange(size)
             key_segments = None if segments_ref is None else _load_vector(static, segments_ref, j * size, size)[None]
             visible = _visible(static, queries[:, None], keys[None], query_segments, key_segments)
             scores = jnp.where(visible, scores, MASKED)
-        weights = jnp.exp2(scores - lse)
+        weights = _exp2(o, factor, scores, lse)
         if masked:
             weights = jnp.where(visible, weights, 0.0)
         d_scores = weights * (_dot(d_out, v, (1, 1)) - delta)
@@ -291,7 +299,7 @@ def _dq_kernel(
 def _dkv_kernel(
     static, block_index, visits_ref, segments_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref
 ):
-    o, (size, block, *_) = static.o, static.tiling
+    o, (size, block, *_) = static.o, static.tile
     start = block_index(pl.program_id(0)) * block
     keys = start + jnp.arange(block)
     k, v = _load(static, k_ref, start, block), _load(static, v_ref, start, block)
@@ -302,7 +310,7 @@ def _dkv_kernel(
             dk, dv = carry
             q, d_out = (_load(static, ref, i * size, size, r) for ref in (q_ref, d_out_ref))
             lse, delta = (_load_vector(static, ref, i * size, size, r)[None] for ref in (lse_ref, delta_ref))
-            scores, slope = _scores(o, _dot(k, q, (1, 1)))
+            scores, factor, slope = _scores(o, _dot(k, q, (1, 1)))
             if masked:
                 queries = i * size + jnp.arange(size)
                 query_segments = None
@@ -310,7 +318,7 @@ def _dkv_kernel(
                     query_segments = _load_vector(static, segments_ref, i * size, size)[None]
                 visible = _visible(static, queries[None], keys[:, None], query_segments, key_segments)
                 scores = jnp.where(visible, scores, MASKED)
-            weights = jnp.exp2(scores - lse)
+            weights = _exp2(o, factor, scores, lse)
             if masked:
                 weights = jnp.where(visible, weights, 0.0)
             dv += _dot(weights.astype(d_out.dtype), d_out)

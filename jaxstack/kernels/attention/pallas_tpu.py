@@ -11,12 +11,15 @@ visits from scalar memory, as JAX's splash attention does.
 
 Scores are transposed, [T, C]. Values per query, such as the maximum, are then stored along the lanes, and reductions
 over keys run over sublanes. The forward kernel therefore takes v as [K, T] and returns its output as [K, C]. The
-kernels need heads before tokens, which is a copy on TPU. The same copy pads the sequence with zeros to full blocks.
+kernels need heads before tokens, which is a copy on TPU. The same copy pads the sequence with zeros to full blocks, and
+multiplies queries by the scale of the scores, so that no kernel scales a score. Exponentials are powers of two. Scores
+and the saved log-sum-exps therefore contain a factor of log2(e).
 
 Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G, K head width; C queries and T keys of a
 block.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +34,7 @@ from jaxstack.kernels.attention import block_ranges
 from jaxstack.kernels.attention.reference import MASKED, Options, row_dots
 from jaxstack.sharding import collectives
 
+_LOG2E = math.log2(math.e)
 _BLOCKS = (512, 384, 256, 128)  # tokens of a block, in order of preference; sequences are padded to multiples of one
 
 
@@ -86,6 +90,12 @@ def _heads_first(x, block: int):
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0))).swapaxes(1, 2)
 
 
+def _scaled(o: Options, q):
+    """Returns queries whose products with keys are the arguments of `_scores`."""
+    factor = o.scale * _LOG2E if o.softcap is None else o.scale / o.softcap
+    return (factor * q.astype(jnp.float32)).astype(q.dtype)
+
+
 def _per_token(x, block: int):
     """Reshapes [B, H, S] to [B, H, 1, S] and pads it with zeros to full blocks."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block)))[:, :, None]
@@ -105,7 +115,7 @@ def _forward(o: Options, q, k, v, segment_ids):
     values = pl.BlockSpec((None, None, width, block), _swapped(key.index_map))
     out_BHKS, lse_BH1S = _call(
         _forward_kernel, static, (b, h, static.blocks, static.max_visits), visits,
-        (*segments, *(_heads_first(x, block) for x in (q, k)), _heads_first(v, block).swapaxes(2, 3)),
+        (*segments, *(_heads_first(x, block) for x in (_scaled(o, q), k)), _heads_first(v, block).swapaxes(2, 3)),
         (*_segment_specs(static, segments), query, key, values),
         (((b, h, width, length), q.dtype), ((b, h, 1, length), jnp.float32)),
         (pl.BlockSpec((None, None, width, block), _swapped(query.index_map)), query_vector),
@@ -119,7 +129,7 @@ def _forward(o: Options, q, k, v, segment_ids):
 def _backward(o: Options, residuals, d_out):
     q, k, v, segment_ids, out, lse_BHS = residuals
     (b, s, h, width), g, block = q.shape, k.shape[2], _block_of(q.shape[1])
-    heads = [_heads_first(x, block) for x in (q, k, v, d_out)]
+    heads = [_heads_first(x, block) for x in (_scaled(o, q), k, v, d_out)]
     vectors = [lse_BHS[:, :, None], _per_token(row_dots(out, d_out).swapaxes(1, 2), block)]
 
     static, visits, segments = _visits(o, "queries", s, block, segment_ids)
@@ -247,11 +257,11 @@ def _dot(a, b, over=(1, 0)):
 
 
 def _scores(o: Options, raw):
-    """Returns the scaled and capped scores, and the derivative of the cap, or None without a cap."""
+    """Returns the capped scores times log2(e), and the derivative of the cap, or None without a cap."""
     if o.softcap is None:
-        return o.scale * raw, None
-    share = jnp.tanh(o.scale / o.softcap * raw)
-    return o.softcap * share, 1 - share * share
+        return raw, None
+    share = jnp.tanh(raw)
+    return o.softcap * _LOG2E * share, 1 - share * share
 
 
 def _visible(static: _Static, i, j, query_segments_ref, key_segments_ref):
@@ -288,10 +298,10 @@ def _forward_kernel(
             scores = jnp.where(visible, scores, MASKED)
         top = top_ref[...]
         higher = jnp.maximum(top, scores.max(0, keepdims=True))
-        weights = jnp.exp(scores - higher)
+        weights = jnp.exp2(scores - higher)
         if visible is not None:
             weights = jnp.where(visible, weights, 0.0)
-        rescale = jnp.exp(top - higher)
+        rescale = jnp.exp2(top - higher)
         top_ref[...] = higher
         total_ref[...] = total_ref[...] * rescale + weights.sum(0, keepdims=True)
         acc_ref[...] = acc_ref[...] * rescale + _dot(v_ref[...], weights.astype(v_ref.dtype))
@@ -304,15 +314,15 @@ def _forward_kernel(
         total = total_ref[...]
         total = jnp.where(total == 0, 1.0, total)  # the output is 0 for a query without visible keys
         out_ref[...] = (acc_ref[...] / total).astype(out_ref.dtype)
-        lse_ref[...] = top_ref[...] + jnp.log(total)
+        lse_ref[...] = top_ref[...] + jnp.log2(total)
 
 
 def _weights(static: _Static, visible, k_ref, q_ref, lse_ref):
     """Returns the attention weights [T, C], and the derivative of the cap, or None without a cap."""
     scores, slope = _scores(static.o, _dot(k_ref[...], q_ref[...], (1, 1)))
     if visible is None:
-        return jnp.exp(scores - lse_ref[...]), slope
-    weights = jnp.exp(jnp.where(visible, scores, MASKED) - lse_ref[...])
+        return jnp.exp2(scores - lse_ref[...]), slope
+    weights = jnp.exp2(jnp.where(visible, scores, MASKED) - lse_ref[...])
     return jnp.where(visible, weights, 0.0), slope
 
 
@@ -366,5 +376,6 @@ def _dkv_kernel(
 
     @pl.when((r == pl.num_programs(3) - 1) & (t == static.max_visits - 1))
     def finish():
-        dk_ref[...] = (static.o.scale * dk_acc_ref[...]).astype(dk_ref.dtype)
+        scale = 1 / _LOG2E if static.o.softcap is None else static.o.softcap  # the queries contain the rest
+        dk_ref[...] = (scale * dk_acc_ref[...]).astype(dk_ref.dtype)
         dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
