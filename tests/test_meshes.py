@@ -46,6 +46,7 @@ MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in
 ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
 MODELS |= {name: dataclasses.replace(MODELS[of], lora=LoraConfig(rank=4, alpha=8)) for name, of in ADAPTED.items()}
 PLAIN = {"sequence_parallel": False}
+AUTO = {"partitioner": "auto"}
 Arrays = dict[str, np.ndarray]
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 # Every axis and every family of models, in few cases.
@@ -56,6 +57,7 @@ QUICK: list[Case] = [
     ("llama3", {"fsdp": 2, "context": 4}, {"packing": True}),
     ("sigmoid", {"data": 2, "expert": 4}, {"remat": "selective"}),
     ("lora", {"fsdp": 2, "tensor": 2}, {}),
+    ("llama3", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2, "dropout": 0.3}),
 ]
 # Every axis alone at 2, 4 and 8, pairs, triples; accumulation, packing, dropout, remat.
 CASES: list[Case] = [
@@ -92,13 +94,22 @@ CASES: list[Case] = [
     ("lora_moe", {"expert": 4}, {"remat": "selective"}),
     ("lora_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, {"accum": 2}),
     ("lora_sigmoid", {"expert": 2, "context": 2, "tensor": 2}, {"accum": 2}),
+    ("gpt2", {"data": 2, "tensor": 2, **PLAIN, **AUTO}, {"dropout": 0.3, "remat": "full"}),
+    ("gemma2", {"fsdp": 4, "tensor": 2, **AUTO}, {"remat": "selective"}),
+    ("llama3", {"fsdp": 2, "context": 4, **AUTO}, {"packing": True}),
+    ("softmax", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"accum": 2, "remat": "full"}),
+    ("sigmoid", {"expert": 2, "context": 2, "tensor": 2, **AUTO}, {"accum": 2}),
+    ("capacity", {"expert": 4, "tensor": 2, **PLAIN, **AUTO}, {}),
+    ("domain", {"expert": 4, "data": 2, **AUTO}, {}),
+    ("lora", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2, "packing": True, "remat": "selective"}),
 ]
 
 
 def name_of(case: Case) -> str:
     family, mesh, how = case
     words = [family, *(f"{k}={v}" for k, v in (mesh | how).items())]
-    return " ".join(words).replace("=True", "").replace("context_method=", "").replace("sequence_parallel=False", "-sp")
+    name = " ".join(words).replace("=True", "").replace("context_method=", "").replace("partitioner=", "")
+    return name.replace("sequence_parallel=False", "-sp")
 
 
 def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool = False, remat: str = "none",

@@ -27,6 +27,8 @@ class MeshConfig:
     """With `tensor` above 1: split norms and residuals over the sequence, between the tensor-parallel matmuls."""
     context_method: Literal["ring", "all_gather"] = "ring"
     """With `context` above 1: pass keys and values around a ring, or gather them."""
+    partitioner: Literal["manual", "auto"] = "manual"
+    """What inserts the collectives of a training step: `manual`, this package; `auto`, XLA. See docs/meshes.md."""
 
     def __post_init__(self) -> None:
         check_bounds("mesh", self)
@@ -35,6 +37,11 @@ class MeshConfig:
                 size == -1 or size >= 1,
                 f"mesh.{axis}={size} is not positive. Use 1 or more, or -1 for the devices that the other axes leave.",
             )
+        require(
+            self.partitioner == "manual" or self.pipe == 1,
+            f"mesh.partitioner=auto cannot run the stages of mesh.pipe={self.pipe}. Use mesh.partitioner=manual, or "
+            f"split over data, fsdp, tensor, context and expert with mesh.pipe=1.",
+        )
         free = [f"mesh.{axis}=-1" for axis, size in self.sizes.items() if size == -1]
         require(
             len(free) <= 1, f"{' and '.join(free)} are both open, but only one axis can be. Give the others a size."
@@ -145,9 +152,10 @@ class KernelsConfig:
     NVIDIA's kernel."""
     norm: Literal["auto", "xla", "custom_vjp", "pallas"] = "auto"
     """RMSNorm and LayerNorm. `custom_vjp` uses a gradient written by hand."""
-    linear: Literal["auto", "xla", "barrier"] = "auto"
+    linear: Literal["auto", "xla", "barrier", "float32_sums"] = "auto"
     """Linear layers. `barrier` keeps XLA from fusing other operations into the matmuls of the backward pass, which is
-    faster on a CPU."""
+    faster on a CPU. `float32_sums` rounds gradients of weights after their sum over devices; `mesh.partitioner=auto`
+    needs it to sum bfloat16 gradients in `train.reduce_dtype=float32`."""
     gelu: Literal["auto", "xla", "saved"] = "auto"
     """GELU. `saved` stores the derivative in the forward pass."""
     cross_entropy: Literal["auto", "xla", "chunked", "pallas"] = "auto"

@@ -42,6 +42,7 @@ class Config:
         _check_steps(self)
         _check_mesh_batch(self)
         _check_mesh_model(self)
+        _check_partitioner(self)
         _check_mesh_sequence(self)
         _check_domains(self)
         _check_adapters(self)
@@ -98,6 +99,14 @@ def _check_mesh_model(cfg: Config) -> None:
         mesh.context == 1 or model.moe.num_experts == 0 or model.moe.capacity_factor is None,
         f"model.moe.capacity_factor={model.moe.capacity_factor} counts tokens of whole sequences, but "
         f"mesh.context={mesh.context} splits sequences. Use capacity_factor=null (dropless), or mesh.context=1.",
+    )
+
+
+def _check_partitioner(cfg: Config) -> None:
+    require(
+        cfg.mesh.partitioner == "manual" or cfg.train.quant == "none",
+        f"train.quant={cfg.train.quant} would sum gradients over devices in train.dtype with mesh.partitioner=auto. "
+        f"Use mesh.partitioner=manual, or train.quant=none.",
     )
 
 

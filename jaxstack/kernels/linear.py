@@ -6,12 +6,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack.kernels.implementation import Implementation, resolve_implementation
+from jaxstack.kernels.implementation import Implementation, OpCase, resolve_implementation
 from jaxstack.kernels.quantized_matmul import quantized_matmul
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import Axes
 
-IMPLEMENTATIONS = {"xla": Implementation(), "barrier": Implementation()}
+
+def _unsupported_reason(case: OpCase) -> str:
+    """Returns why a gradient in w's dtype does not serve a case; see `Implementation.unsupported_reason`."""
+    if case.get("summed_by_xla", case.get("dtype")) == case.get("dtype"):
+        return ""
+    return f"sums gradients over devices in {jnp.dtype(case['dtype']).name} with mesh.partitioner=auto"
+
+
+IMPLEMENTATIONS = {
+    "xla": Implementation(unsupported_reason=_unsupported_reason),
+    "barrier": Implementation(unsupported_reason=_unsupported_reason),
+    "float32_sums": Implementation(),
+}
 
 
 def linear(
@@ -34,6 +46,9 @@ def linear(
     the fast matmul library, or it computes them once for each of the two matmuls. "barrier" also orders the operands
     of w's gradient so that XLA:CPU transposes the smaller one, because this copy is slow.
 
+    "float32_sums" rounds w's gradient after its sum over tokens. XLA's partitioner sums the results of a matmul over
+    devices in their dtype, which would otherwise be w's.
+
     Args:
       x: [..., *in].
       w: [*in, *out].
@@ -46,12 +61,12 @@ def linear(
     Raises:
       ValueError: the implementation is unknown.
     """
-    barrier = resolve_implementation("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "barrier"
+    name = resolve_implementation("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
     if quant != "none":
         split: dict[str, Axes] = {"split_in": split_in, "split_out": split_out}
-        y = quantized_matmul(x, w, kind=quant, in_axes=in_axes, barrier=barrier, **split)
-    elif barrier:
-        y = _barrier_matmul(in_axes, *collectives.match_varying(x, w))
+        y = quantized_matmul(x, w, kind=quant, in_axes=in_axes, barrier=name == "barrier", **split)
+    elif name != "xla":
+        y = _matmul((in_axes, name), *collectives.match_varying(x, w))
     else:
         y = jnp.tensordot(x, w, in_axes)
     return y if b is None else add_in_float32(y, b)
@@ -67,20 +82,23 @@ def add_in_float32(x: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _barrier_matmul(in_axes, x, w):
-    return jnp.tensordot(x, w, in_axes)
+def _matmul(options, x, w):
+    return jnp.tensordot(x, w, options[0])
 
 
-def _forward(in_axes, x, w):
-    return jnp.tensordot(x, w, in_axes), (x, w)
+def _forward(options, x, w):
+    return jnp.tensordot(x, w, options[0]), (x, w)
 
 
-def _backward(in_axes, residuals, dy):
-    x, w = residuals
-    x, dy = lax.optimization_barrier((x, dy))
+def _backward(options, residuals, dy):
+    (in_axes, name), (x, w) = options, residuals
+    if name == "barrier":
+        x, dy = lax.optimization_barrier((x, dy))
     batch = tuple(range(x.ndim - in_axes))
     dx = jnp.tensordot(dy, w, (tuple(range(len(batch), dy.ndim)), tuple(range(in_axes, w.ndim))))
-    if x.size <= dy.size:
+    if name == "float32_sums":
+        dw = jnp.tensordot(x, dy, (batch, batch), preferred_element_type=jnp.float32).astype(w.dtype)
+    elif x.size <= dy.size:
         dw = jnp.tensordot(x, dy, (batch, batch))
     else:  # XLA:CPU transposes the first operand, so the smaller one comes first
         dw = jnp.tensordot(dy, x, (batch, batch))
@@ -88,4 +106,4 @@ def _backward(in_axes, residuals, dy):
     return dx, dw
 
 
-_barrier_matmul.defvjp(_forward, _backward)
+_matmul.defvjp(_forward, _backward)

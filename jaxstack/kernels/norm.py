@@ -15,6 +15,8 @@ from jaxstack.sharding import collectives
 
 def _unsupported_reason(case: OpCase) -> str:
     """Returns why the Pallas kernels cannot compute a case; see `Implementation.unsupported_reason`."""
+    if case.get("partitioner") == "auto":
+        return "cannot be partitioned by XLA, as mesh.partitioner=auto asks"
     if case.get("d_model", 1) > 16384:
         return f"takes rows of up to 16384 numbers, and these have {case['d_model']}"
     return exceeds_float32(case)

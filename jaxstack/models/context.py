@@ -7,9 +7,9 @@ nothing where an axis is not split, so the same code runs on one device.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ MAX_UNROLLED_LAYERS = 48
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Tree = TypeVar("Tree")
+Dims: TypeAlias = Sequence[str | None]
 
 
 def implementations(
@@ -77,6 +78,7 @@ class Context:
       mesh: devices. `None` means one device.
       rules: mapping from logical axes to mesh axes.
       pipeline: schedule and stages of the pipeline. `None` means one stage.
+      partitioner: who inserts collectives into a training step: `manual`, this class; `auto`, XLA. See `partitioned`.
       context_method: how keys and values reach the queries of other sequence shards: `ring` or `all_gather`.
       dtype: dtype of activations, and of matrices in matmuls.
       reduce_dtype: dtype in which gradients of matrices and tables are summed over devices.
@@ -93,6 +95,7 @@ class Context:
     mesh: Mesh | None = None
     rules: Rules = field(default_factory=lambda: transformer(MeshConfig()))
     pipeline: Program | None = None
+    partitioner: Literal["manual", "auto"] = "manual"
     context_method: Literal["ring", "all_gather"] = "ring"
     dtype: Any = jnp.float32
     reduce_dtype: Any = jnp.float32
@@ -130,6 +133,7 @@ class Context:
             mesh=mesh,  # type: ignore[arg-type]
             pipeline=resolve(cfg, stages, sequences) if stages > 1 else None,
             rules=transformer(cfg.mesh),
+            partitioner=cfg.mesh.partitioner if mesh.size > 1 else "manual",
             context_method=cfg.mesh.context_method,
             dtype=jnp.dtype(cfg.train.dtype),
             reduce_dtype=jnp.dtype(cfg.train.reduce_dtype),
@@ -149,7 +153,8 @@ class Context:
                 "segments": cfg.data.packing,
                 "sequence_shards": mesh.shape["context"],
             },
-            "norm": {"d_model": model.d_model},
+            "norm": {"d_model": model.d_model, "partitioner": context.partitioner},
+            "linear": {"summed_by_xla": context.reduce_dtype} if context.partitioner == "auto" else {},
         }
         known = {"dtype": context.dtype, "compute_capability": getattr(device, "compute_capability", None)}
         cases = {op: known | dict(cases.get(op, {})) for op in OPS}
@@ -187,7 +192,11 @@ class Context:
     @property
     def batch(self) -> PartitionSpec:
         """The spec of a batch's arrays [B, S]: rows are sharded. `shard_sequence` then takes a device's tokens."""
-        return self.narrow(self.rules.activation(("batch",)))
+        return self.activation(("batch",))
+
+    def activation(self, axes: Dims) -> PartitionSpec:
+        """Returns the spec of an activation with these logical axes; `None` is a dimension that is not split."""
+        return self.narrow(PartitionSpec(*(axis and self.rules.activation((axis,))[0] for axis in axes)))
 
     def pad_to_stages(self, spec: Spec) -> Spec:
         """Returns the declarations with as many slots for layers as the stages of a pipeline store."""
@@ -220,6 +229,10 @@ class Context:
         if self.mesh is None or self.mesh.size == 1:
             return f
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def region(self, f: Callable[..., Any], arguments: Sequence[PyTree], inputs: PyTree, output: Dims) -> Any:
+        """Returns `f(ctx, *arguments)`, which communicates explicitly whatever `partitioner` is; see `partitioned`."""
+        return f(self, *arguments)
 
     def whole_sequences(self) -> "Context":
         """Returns this context for generation: every device has whole sequences, and padding is a segment of its own.

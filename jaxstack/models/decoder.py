@@ -117,8 +117,15 @@ def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Cont
     """Returns the residual stream before the first layer [B, S/n, D]; `layer_inputs` is from `make_layer_inputs`."""
     assert layer_inputs.tokens is not None
     assert layer_inputs.positions is not None
-    table = ctx.gather_params(spec(cfg)["embedding"], params["embedding"])
-    x = layers.embed(cfg, table, layer_inputs.tokens, layer_inputs.positions, ctx)
+    declared = spec(cfg)["embedding"]
+
+    def work(ctx: Context, params: Params, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
+        return layers.embed(cfg, ctx.gather_params(declared, params), tokens, positions, ctx), None
+
+    arguments = params["embedding"], layer_inputs.tokens, layer_inputs.positions
+    residual = ("batch", "residual")
+    where = residual[-layer_inputs.positions.ndim :]
+    x, _ = ctx.region(work, arguments, (declared, ("batch", "sequence"), where), residual)
     return layers.dropout(_dropout_keys(layer_inputs)[1], cfg.dropout, x, layer_inputs.dropout_ids)
 
 
@@ -141,7 +148,7 @@ def scan_block(
         key = _dropout_keys(layer_inputs)[0]
         x, aux = block(
             cfg,
-            ctx.gather_params(one_layer, one),
+            _gather_dense(ctx, one_layer, one),
             x,
             ctx,
             layer_inputs,
@@ -151,6 +158,12 @@ def scan_block(
         )
         every.append(aux)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
+
+
+def _gather_dense(ctx: Context, spec: Spec, params: Params) -> Params:
+    """Returns the parameters of a layer as it uses them; a mixture of experts gathers its own."""
+    dense = {name: p for name, p in spec.items() if name != "moe"}
+    return {**params, **ctx.gather_params(dense, {name: params[name] for name in dense})}
 
 
 def hidden_states(
@@ -286,17 +299,28 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
       batch: `targets` and `loss_weights` [B, S].
       ctx: execution context.
     """
-    return kernels.cross_entropy(
-        hidden,
-        head(cfg, params, ctx),
-        batch["targets"],
-        batch["loss_weights"],
-        softcap=cfg.logit_softcap,
-        vocab_axes=ctx.axes("vocab"),
-        vocab_size=cfg.vocab,
-        chunk=ctx.loss_chunk,
-        implementation=ctx.cross_entropy,
-    )
+
+    def work(
+        ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> tuple[None, jax.Array]:
+        total = kernels.cross_entropy(
+            hidden,
+            head(cfg, params, ctx),
+            targets,
+            weights,
+            softcap=cfg.logit_softcap,
+            vocab_axes=ctx.axes("vocab"),
+            vocab_size=cfg.vocab,
+            chunk=ctx.loss_chunk,
+            implementation=ctx.cross_entropy,
+        )
+        return None, total
+
+    group = "embedding" if cfg.tied_embeddings else "head"
+    name = "tokens" if cfg.tied_embeddings else "w"
+    only, rows = {group: {name: spec(cfg)[group][name]}}, ("batch", "sequence")
+    arguments = {group: {name: params[group][name]}}, hidden, batch["targets"], batch["loss_weights"]
+    return ctx.region(work, arguments, (only, rows, rows, rows), ())[1]
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:

@@ -4,6 +4,7 @@ Suffixes: B batch, S sequence, D width, H query heads, G key/value heads, K head
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -206,17 +207,26 @@ def attention(
         "window": window,
         "softcap": cfg.attention_softcap,
     }
-    masked: dict[str, Any] = {"segment_ids": layer_inputs.segment_ids, "implementation": ctx.attention}
     if cache:
         mixed = kernels.cached_attention(q, k, v, cache["keys"], cache["values"], cache["distance"], **options)
-    elif ctx.axes("sequence"):
-        (axis,) = ctx.axes("sequence")
-        mixed = kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **options, **masked)
     else:
-        mixed = kernels.attention(q, k, v, **options, **masked)
+        rows, heads = ("batch", "sequence"), ("batch", "sequence", "heads")
+        arguments, inputs = (q, k, v, layer_inputs.segment_ids), (heads, heads, heads, rows)
+        mixed, _ = ctx.region(partial(_attend, options), arguments, inputs, heads)
     y = ctx.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
     y = kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
     return y, {} if cache is None else {"keys": k.swapaxes(1, 2), "values": v.swapaxes(1, 2)}
+
+
+def _attend(
+    options: dict[str, Any], ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> tuple[jax.Array, None]:
+    """Computes attention over the heads of this device, for `Context.region`."""
+    masked: dict[str, Any] = {"segment_ids": segment_ids, "implementation": ctx.attention, **options}
+    if ctx.axes("sequence"):
+        (axis,) = ctx.axes("sequence")
+        return kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **masked), None
+    return kernels.attention(q, k, v, **masked), None
 
 
 def mlp_spec(cfg: ModelConfig) -> Spec:

@@ -76,6 +76,20 @@ def _adapter(p: Param, rank: int) -> tuple[Param, Param]:
     return a, b
 
 
+def with_adapters_of(params: Params, spec: Spec, rank: int) -> Spec:
+    """Returns the declarations of a group, and those of the adapters that `params` has for its matrices."""
+    found: Spec = {}
+    for name, below in spec.items():
+        if isinstance(below, dict):
+            found[name] = with_adapters_of(params[name], below, rank)
+            continue
+        found[name] = below
+        suffix = name.removeprefix("w_")
+        if f"{A}{suffix}" in params:
+            found[f"{A}{suffix}"], found[f"{B}{suffix}"] = _adapter(below, rank)
+    return found
+
+
 def get_adapter(cfg: LoraConfig, params: Params, name: str) -> tuple[jax.Array, jax.Array] | None:
     """Returns the adapter (a, b alpha / rank) of the matrix `w_<name>` in a group of parameters, or None."""
     if f"{A}{name}" not in params:

@@ -4,6 +4,7 @@ Suffixes: B batch, S sequence, T tokens, D width, E experts.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def moe(
 
     Args:
       cfg: the model.
-      params: the group `moe` of a layer.
+      params: the group `moe` of a layer, as it is stored.
       x: [B, S/n, D].
       ctx: execution context.
       layer_inputs: `gate_ids` and `counted` are read.
@@ -85,7 +86,22 @@ def moe(
       [B, S/n, D], and sums over this device's rows and counted tokens, which add up over devices and microbatches:
       `balance_loss`, `z_loss`, `dropped`, `entropy` and `load` [E], see `jaxstack.moe.metrics`.
     """
-    gate_ids, counted = layer_inputs.gate_ids, layer_inputs.counted
+    spec = lora.with_adapters_of(params, moe_spec(cfg), cfg.lora.rank)
+    arguments = params, x, layer_inputs.gate_ids, layer_inputs.counted
+    residual = ("batch", "residual")
+    return ctx.region(partial(_moe, cfg, spec), arguments, (spec, residual, residual, ("batch", "sequence")), residual)
+
+
+def _moe(
+    cfg: ModelConfig,
+    spec: Spec,
+    ctx: Context,
+    params: Params,
+    x: jax.Array,
+    gate_ids: jax.Array | None,
+    counted: jax.Array | None,
+) -> tuple[jax.Array, Aux]:
+    params = ctx.gather_params(spec, params)
     rows, between = x.shape[0], ctx.sequence_parallel_axes
     routing = route(cfg, params, x.reshape(-1, x.shape[-1]), None if gate_ids is None else gate_ids.reshape(-1))
     mask = None if counted is None else ctx.slice_for_sequence_parallel(counted).reshape(-1)

@@ -12,6 +12,7 @@ from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.models.layers import Aux
 from jaxstack.models.params import Params
+from jaxstack.models.partitioned import within_step
 from jaxstack.sharding import collectives
 from jaxstack.training import losses
 from jaxstack.training.pipelined import pipelined_gradients
@@ -34,6 +35,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     spec = family.spec(cfg.model)
     trained_spec, _ = params.partition(spec, spec)
     accum = cfg.train.grad_accum
+    ctx = within_step(ctx)
 
     def work(values: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Params, Metrics]:
         batch = ctx.shard_sequence(batch)

@@ -13,6 +13,7 @@ from jaxstack.config import Config, SpikeConfig
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
+from jaxstack.models.partitioned import within_step
 from jaxstack.sharding import collectives
 from jaxstack.training import losses
 from jaxstack.training import optimizer as optim
@@ -111,6 +112,7 @@ def jit_train_step(
 
 def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
     """Builds `eval_step(params, batch) -> (sum of nats, weighted tokens)`, without dropout."""
+    ctx = within_step(ctx)
 
     def work(values: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         batch = ctx.shard_sequence(batch)

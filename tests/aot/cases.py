@@ -63,6 +63,7 @@ CASES = {
     "v5p_plain_1.4b": ("v5p:2x2x2", config(LARGE, 8, 2048, "none", tensor=8, sequence_parallel=False)),
     "v5p_selective_1.4b": ("v5p:2x2x2", config(LARGE, 8, 2048, tensor=8)),
     "h100_8": ("h100:1x1x8", config(DENSE, 8, 1024, fsdp=4, tensor=2)),
+    "h100_8_auto": ("h100:1x1x8", config(DENSE, 8, 1024, fsdp=4, tensor=2, partitioner="auto")),
     "h100_experts_dropless": ("h100:1x1x8", experts(None)),
     "h100_experts_capacity": ("h100:1x1x8", experts(1.25)),
     "h100_64": ("h100:1x8x8", config(DENSE, 64, 1024, data=8, fsdp=4, tensor=2)),

@@ -391,7 +391,12 @@ def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2"], ["--mesh.pipe=2", "--mesh.data=4"]]
+    "flags",
+    [
+        ["--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2"],
+        ["--mesh.fsdp=4", "--mesh.tensor=2", "--mesh.partitioner=auto"],
+        ["--mesh.pipe=2", "--mesh.data=4"],
+    ],
 )
 def test_another_mesh(flags, text, tmp_path):
     """Values are exact, and the next loss agrees to 1e-6. Three layers are not divisible by two stages: number 24."""

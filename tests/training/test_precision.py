@@ -54,6 +54,7 @@ CASES: list[Case] = [
     ("softmax", {"expert": 2, "tensor": 2}, {"remat": "selective"}),
     ("sigmoid", {"fsdp": 2, "expert": 2}, {"accum": 2}),
     ("lora", {"fsdp": 2, "tensor": 2}, {}),
+    ("gpt2", {"fsdp": 2, "tensor": 2, **meshes.AUTO}, {"tokens": 8192}),
     ("gpt2", {"pipe": 2, "data": 2}, {}),
     ("llama3", {"pipe": 2, "fsdp": 2, "tensor": 2}, {"tokens": 8192, "packing": True, "accum": 2}),
     ("softmax", {"pipe": 2, "expert": 2}, {"tokens": 8192}),
