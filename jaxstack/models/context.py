@@ -7,7 +7,7 @@ nothing where an axis is not split, so the same code runs on one device.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -17,23 +17,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig
-from jaxstack.kernels import OP_IMPLEMENTATIONS, context_order, implementation
+from jaxstack.config import Config, MeshConfig
+from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
+from jaxstack.models.implementations import OPS, implementations
 from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec
-from jaxstack.moe import dispatch, rounds
+from jaxstack.moe import rounds
 from jaxstack.pipeline import Program, resolve
 from jaxstack.sharding import BATCH_AXES, Leaf, Rules, collectives, transformer
 from jaxstack.sharding.collectives import Axes
 from jaxstack.sharding.rules import names_of
-
-OPS = OP_IMPLEMENTATIONS | {
-    "moe": dispatch.IMPLEMENTATIONS,
-    "layers": {"scan": implementation.Implementation(), "unrolled": implementation.Implementation()},
-    "update": {"branch": implementation.Implementation(), "select": implementation.Implementation()},
-    "decode": {"scan": implementation.Implementation(), "unrolled": implementation.Implementation()},
-}
-"""The implementations of each op, by the keys of `KernelsConfig`."""
 
 OWN_AXES = ("layers", "experts")
 """Dimensions of parameters that are never gathered: a device computes with its own layers and experts."""
@@ -45,29 +38,6 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Tree = TypeVar("Tree")
 Dims: TypeAlias = Sequence[str | None]
-
-
-def implementations(
-    platform: str, wanted: KernelsConfig | None = None, cases: Mapping[str, implementation.OpCase] | None = None
-) -> dict[str, Any]:
-    """Returns the implementation of each op on a platform.
-
-    Args:
-      platform: `cpu`, `gpu` or `tpu`.
-      wanted: the implementation that is asked for, by op. `None` means `auto` for all.
-      cases: shapes and dtypes of each op's operands where they are known, see `jaxstack.kernels.implementation`.
-
-    Raises:
-      ConfigError: an implementation that does not run there.
-    """
-    wanted, cases = wanted or KernelsConfig(), cases or {}
-    try:
-        return {
-            op: implementation.select_implementation(op, table, getattr(wanted, op), platform, cases.get(op, {}))
-            for op, table in OPS.items()
-        }
-    except ValueError as error:
-        raise ConfigError(f"kernels.{error}") from error
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from jaxstack.config import Config
 from jaxstack.kernels import implementation
 from jaxstack.models import family, layers, params
 from jaxstack.models.blocks import remat
-from jaxstack.models.context import Context, implementations
+from jaxstack.models.context import Context
+from jaxstack.models.implementations import implementations
 from jaxstack.planner import shards
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import one_layer, operations

@@ -1,0 +1,39 @@
+"""The implementations of each op of a model, by the keys of `KernelsConfig`, and those that a run uses."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxstack.config import ConfigError, KernelsConfig
+from jaxstack.kernels import OP_IMPLEMENTATIONS, implementation
+from jaxstack.moe import dispatch
+
+OPS = OP_IMPLEMENTATIONS | {
+    "moe": dispatch.IMPLEMENTATIONS,
+    "layers": {"scan": implementation.Implementation(), "unrolled": implementation.Implementation()},
+    "update": {"branch": implementation.Implementation(), "select": implementation.Implementation()},
+    "decode": {"scan": implementation.Implementation(), "unrolled": implementation.Implementation()},
+}
+"""The implementations of each op, by the keys of `KernelsConfig`."""
+
+
+def implementations(
+    platform: str, wanted: KernelsConfig | None = None, cases: Mapping[str, implementation.OpCase] | None = None
+) -> dict[str, Any]:
+    """Returns the implementation of each op on a platform.
+
+    Args:
+      platform: `cpu`, `gpu` or `tpu`.
+      wanted: the implementation that is asked for, by op. `None` means `auto` for all.
+      cases: shapes and dtypes of each op's operands where they are known, see `jaxstack.kernels.implementation`.
+
+    Raises:
+      ConfigError: an implementation that does not run there.
+    """
+    wanted, cases = wanted or KernelsConfig(), cases or {}
+    try:
+        return {
+            op: implementation.select_implementation(op, table, getattr(wanted, op), platform, cases.get(op, {}))
+            for op, table in OPS.items()
+        }
+    except ValueError as error:
+        raise ConfigError(f"kernels.{error}") from error
