@@ -235,6 +235,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
     attention(2, 8192, 16, 16, 128)
     attention(8, 2048, 32, 32, 64)
     attention(4, 4096, 32, 32, 64)
+    attention(2, 4096, 8, 4, 256)
     norm(8192, 4096)
     cross_entropy(4, 2048, 2048, 128256)
     cross_entropy(4, 2048, 4096, 128256)

@@ -10,9 +10,10 @@ import gpu_check
 import jax.numpy as jnp
 import kernels
 import pytest
+import tune
 
 import jaxstack.kernels
-from jaxstack.kernels import OP_IMPLEMENTATIONS
+from jaxstack.kernels import OP_IMPLEMENTATIONS, tiles
 
 ROOT = Path(__file__).parent.parent
 ALONE = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
@@ -61,6 +62,38 @@ def test_a_benchmark_that_is_killed_leaves_its_measurements(tmp_path, monkeypatc
         kernels.main(["--small", "--ops", "gelu", "--rounds", "3", "--out", str(tmp_path)])
     rows = result(tmp_path, "kernels_cpu_gelu")["cases"][0]["rows"]
     assert [row["rounds"] for row in rows] == [1, 1, 1, 1]
+
+
+def test_block_sizes_are_timed_only_where_values_are_right(tmp_path, monkeypatch):
+    """The smallest size of the cross-entropy is made wrong here; the present one stays."""
+    loss = jaxstack.kernels.cross_entropy
+    monkeypatch.setattr(tiles, "TABLE", dict(tiles.TABLE))
+    (before,) = (tiles.TABLE["gpu"].sizes["cross_entropy"][name] for name in ("float32",))
+
+    def wrong(*args, implementation, **options):
+        now = tiles.find_tile("cross_entropy", "float32", "gpu")
+        return loss(*args, implementation=implementation, **options) * (1 + 1e-3 * (now != before))
+
+    monkeypatch.setattr(jaxstack.kernels, "cross_entropy", wrong)
+    tune.main(["--small", "--kernels", "cross_entropy", "--rounds", "1", "--out", str(tmp_path)])
+    found = result(tmp_path, "tiles_cpu")["kernels"]["cross_entropy"]["float32"]
+    assert [(row["before"], row["ok"], "ms" in row) for row in found["tried"]] == [
+        (True, True, True),
+        (False, False, False),
+    ]
+    assert found["best"] == before._asdict()
+    assert tiles.find_tile("cross_entropy", "float32", "gpu") == before
+
+
+@pytest.mark.slow
+def test_block_sizes_of_attention(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiles, "TABLE", dict(tiles.TABLE))
+    tune.main(["--small", "--kernels", "attention_forward", "--rounds", "2", "--out", str(tmp_path)])
+    found = result(tmp_path, "tiles_cpu")["kernels"]["attention_forward"]["float32"]
+    assert all(row["ok"] and row["ms"] > 0 for row in found["tried"])
+    assert len(found["tried"]) == 3
+    fastest = min(found["tried"], key=lambda row: row["ms"])["tile"]
+    assert found["best"] == fastest == tiles.find_tile("attention_forward", "float32", "gpu")._asdict()
 
 
 def test_a_wrong_kernel_is_an_error(tmp_path, monkeypatch):

@@ -10,9 +10,11 @@ import pytest
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed: pip install -e '.[test,cuda13]'")
 
 import programs
+import tune
 from cases import ATTENTION, LARGE, attention, attention_step, check, config, dropless_over_capacity, report
 
 from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
+from jaxstack.kernels import tiles
 from jaxstack.planner import aot, hlo, step_bytes
 
 
@@ -71,6 +73,19 @@ def test_attention_kernels(name, implementation, calls):
     temporary = programs.temporary(compiled)
     print(f"{name}, {implementation}: {temporary / 2**20:.1f} MiB")
     assert temporary <= 8 << 20
+
+
+@pytest.mark.parametrize("kernel", tiles.TABLE["h100"].sizes)
+def test_block_sizes_fit_the_registers(kernel):
+    """Nothing spills, and shared memory is within the 227 KiB of a program."""
+    for name in tiles.TABLE["h100"].sizes[kernel]:
+        (search,) = (s for s in tune.searches("gpu", False, [kernel]) if s.shape_class == name)
+        rows = tune.compile_candidates("h100", search._replace(candidates=[]))["compiled"]
+        (chosen,) = (row for row in rows if row["in_the_table"])
+        programs = [value for key, value in chosen.items() if isinstance(value, dict) and "registers" in value]
+        print(name, programs)
+        assert set(tune.PROGRAMS.get(kernel, [kernel])) <= chosen.keys()
+        assert all(p["spilled_bytes"] == 0 and p["shared_bytes"] <= 227 << 10 for p in programs)
 
 
 @pytest.mark.parametrize("implementation", ["pallas", "cudnn"])
