@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack.kernels import OP_IMPLEMENTATIONS
 from jaxstack.kernels.implementation import Implementation
 from jaxstack.moe.expert_mlp import Activation, Adapters, Weights, apply_by_expert, expert_mlp
-from jaxstack.moe.pairs import assign_slots, move_rows
+from jaxstack.moe.pairs import assign_slots, move_rows, sort_by, spread_tokens, sum_choices
 from jaxstack.moe.rounds import Exchange, moe_in_rounds
 from jaxstack.moe.routers import Routing
 
@@ -105,9 +105,12 @@ def moe_mlp(
     elif options.implementation == "reference":
         y = _reference(x, routing, gates, options.num_experts, mlp)
     else:
-        pairs = jnp.repeat(x, routing.experts.shape[1], axis=0)  # [N, D]
-        out = apply_by_expert(pairs, experts, options.num_experts, mlp, options.implementation)
-        y = _combine(out, gates, x)
+        order, back = sort_by(experts)
+        pairs = spread_tokens(x, order, back)
+        # The gates multiply the hidden layer: their gradient then needs the last projection of no expert again.
+        mlp = partial(mlp, scale=move_rows(gates[:, None], order, back))
+        out = apply_by_expert(pairs, experts[order], options.num_experts, mlp, options.implementation)
+        y = sum_choices(out, order, back, routing.experts.shape[1])
     return y, dropped.astype(jnp.float32)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack.kernels import grouped_matmul
-from jaxstack.moe.pairs import move_rows, sort_by, starts_of
+from jaxstack.moe.pairs import starts_of
 
 Weights: TypeAlias = dict[str, jax.Array]
 """`w_up` [E, D, F], `w_down` [E, F, D] and, for a gated MLP, `w_gate` [E, D, F]."""
@@ -56,33 +56,24 @@ def expert_mlp(
     else:
         hidden = activation(up)
     if scale is not None:
-        hidden = (hidden.astype(jnp.float32) * scale).astype(hidden.dtype)
+        hidden = (hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32)) * scale).astype(hidden.dtype)
     return product(hidden, "w_down")
 
 
 def apply_by_expert(
-    x: jax.Array,
-    experts: jax.Array,
-    num_experts: int,
-    mlp: Callable[..., jax.Array],
-    implementation: str,
-    sorting: tuple[jax.Array, jax.Array] | None = None,
+    x: jax.Array, experts: jax.Array, num_experts: int, mlp: Callable[..., jax.Array], implementation: str
 ) -> jax.Array:
-    """Computes each row with its own expert: sorts the rows, multiplies, and restores their order.
+    """Computes each row with its own expert.
 
     Args:
-      x: [N, D].
+      x: rows sorted by expert, [N, D].
       experts: expert of each row, [N]; `num_experts` marks an empty row.
       num_experts: E.
       mlp: of sorted rows, with the matmul that is given as `matmul`.
       implementation: of `kernels.grouped_matmul`.
-      sorting: result of `sort_by(experts)`. `None` means that it is computed here.
 
     Returns:
       [N, D]; the values of empty rows have no meaning.
     """
-    order, back = sort_by(experts) if sorting is None else sorting
-    sizes = jnp.diff(starts_of(experts[order], num_experts))
-    matmul = partial(grouped_matmul, sizes=sizes, implementation=implementation)
-    y = mlp(move_rows(x, order, back), matmul=matmul)
-    return move_rows(y, back, order)
+    sizes = jnp.diff(starts_of(experts, num_experts))
+    return mlp(x, matmul=partial(grouped_matmul, sizes=sizes, implementation=implementation))

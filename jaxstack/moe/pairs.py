@@ -1,9 +1,11 @@
-"""Moves of rows without a scatter: sorting, slots of a fixed size, and gathers whose gradient is a gather.
+"""Moves of rows without a scatter: sorting, slots of a fixed size, and gathers whose gradients are gathers.
 
 JAX's own gradient of a gather is a scatter, which is a loop over rows on CPU and needs atomics on GPU.
 
-Suffixes: N rows, M rows after a move, C slots of a group, D width.
+Suffixes: N rows, M rows after a move, C slots of a group, D width; T tokens, and N = T * k pairs of token and choice.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -76,4 +78,54 @@ def _move(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
 _move.defvjp(
     lambda x, source, target: (_move(x, source, target), (source, target)),
     lambda indices, dy: (_move(dy, *reversed(indices)), None, None),
+)
+
+
+def spread_tokens(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+    """Returns the token of each pair, in the order of the pairs. It copies no token beforehand.
+
+    Args:
+      x: [T, D].
+      order: [N]; pair i is of token i // k.
+      back: its inverse, [N].
+
+    Returns:
+      [N, D].
+    """
+    return _spread(order.size // x.shape[0], *collectives.match_varying(x, order, back))
+
+
+def sum_choices(x: jax.Array, order: jax.Array, back: jax.Array, choices: int) -> jax.Array:
+    """Returns the sum of the rows of each token's pairs, in float32: the transpose of `spread_tokens`.
+
+    Args:
+      x: a row for each pair, in the order of the pairs, [N, D].
+      order: [N]; pair i is of token i // k.
+      back: its inverse, [N].
+      choices: k.
+
+    Returns:
+      [T, D] in x's dtype.
+    """
+    return _sum_choices(choices, *collectives.match_varying(x, order, back))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(choices: int, x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+    return x.at[order // choices].get(mode="promise_in_bounds")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_choices(choices: int, x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+    rows = x.at[back].get(mode="promise_in_bounds").reshape(-1, choices, x.shape[1])
+    return rows.astype(jnp.promote_types(x.dtype, jnp.float32)).sum(1).astype(x.dtype)
+
+
+_spread.defvjp(
+    lambda choices, x, order, back: (_spread(choices, x, order, back), (order, back)),
+    lambda choices, saved, dy: (_sum_choices(choices, dy, *saved), None, None),
+)
+_sum_choices.defvjp(
+    lambda choices, x, order, back: (_sum_choices(choices, x, order, back), (order, back)),
+    lambda choices, saved, dy: (_spread(choices, dy, *saved), None, None),
 )

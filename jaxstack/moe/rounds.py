@@ -141,7 +141,8 @@ def _one_round(
         activation=exchange.activation,
         scale=move_rows(scale, order, back),
     )
-    out = send(apply_by_expert(received, numbers, local, mlp, exchange.implementation, (order, back)))
+    out = apply_by_expert(move_rows(received, order, back), numbers[order], local, mlp, exchange.implementation)
+    out = send(move_rows(out, back, order))
     return jnp.sum(move_rows(out, slot, source).reshape(T, k, D).astype(jnp.float32), axis=1)
 
 
