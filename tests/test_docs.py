@@ -86,7 +86,8 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^mkdocs": "test_the_site_builds_and_asks_no_network_for_anything",
     r"^(sbatch|kubectl|gcloud)": "a cluster; tests/runtime/test_processes.py reads docs/examples and starts processes",
     r"--distributed\.coordinator=10\.": "two machines; tests/runtime/test_processes.py",
-    r"^plan (?!roofline)": "a compiler of an extra; tests/aot",
+    r"^plan fit": "runs of several sizes; tests/planner/test_scaling_law.py",
+    r"^plan (?!roofline|fit)": "a compiler of an extra; tests/aot",
     r"^python benchmarks/": "measured on its own; tests/test_benchmarks.py runs the ones for accelerators, small",
     r"^plan roofline(?!.*llama3_8b)": "tests/planner/test_roofline.py",
     r"--kernels\.attention=pallas": "an error on a CPU; tests/kernels/test_attention_kernels.py",
@@ -177,8 +178,9 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
         cfg = checked(rest)
         names_its_directory(cfg, quickstart, rest)
     elif program in ("plan", "profile"):
-        cfg = parser.read_arguments([program, *rest]).cfg
-        resolve(cfg, cfg.model.vocab_size or 256)
+        args = parser.read_arguments([program, *rest])
+        if "cfg" in args:  # `plan fit` has runs instead
+            resolve(args.cfg, args.cfg.model.vocab_size or 256)
     elif program == "help":
         with pytest.raises(SystemExit) as done:
             parser.execute(["help", *rest])

@@ -1,8 +1,12 @@
-"""Draws a roofline: the attainable FLOP/s of a chip, and the parts of one layer below it."""
+"""Draws a roofline (the attainable FLOP/s of a chip, and the parts of one layer below it), and a scaling law."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from jaxstack.planner.roofline import Roofline
+from jaxstack.planner.scaling_law import FLOPS_PER_PARAMETER_AND_TOKEN, Fit
 
 COLORS = {"matmul": "#1b6ca8", "attention": "#d1495b", "normalisation": "#66a182", "pointwise": "#edae49"}
 
@@ -56,4 +60,40 @@ def draw(roofline: Roofline, path: Path) -> None:
     bars.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8, frameon=False)
     for axes in (roof, bars):
         axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def draw_scaling_law(
+    fitted: Fit, runs: Sequence[tuple[float, float, float]], budgets: Sequence[float], path: Path
+) -> None:
+    """Draws the loss of runs over their training FLOPs, the law's lowest loss for every budget, and chosen points.
+
+    Args:
+      fitted: the law.
+      runs: parameters, tokens and loss of each run.
+      budgets: training FLOPs whose best points are marked.
+      path: file to write, PNG.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
+    from matplotlib.figure import Figure
+
+    parameters, tokens, losses = map(np.array, zip(*runs, strict=True))
+    flops = FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    shown = axes.scatter(flops, losses, c=np.log10(parameters), cmap="viridis", s=26, zorder=3)
+    figure.colorbar(shown, ax=axes, label="log10 of parameters")
+    ends = [*flops, *budgets]
+    at = np.geomspace(min(ends) / 2, max(ends) * 2, 100)
+    axes.plot(at, [fitted.law.loss(*fitted.law.optimum(c)) for c in at], color="#444", label="lowest loss of a budget")
+    for budget in budgets:
+        n, d = fitted.law.optimum(budget)
+        loss = fitted.law.loss(n, d)
+        axes.plot([budget], [loss], "*", color="#d1495b", markersize=13, zorder=4)
+        axes.annotate(f"{n:.3g} parameters\n{d:.3g} tokens", (budget, loss), xytext=(6, 8), textcoords="offset points",
+                      fontsize=8)  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel="held-out loss, nats per token")
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130, metadata={"Software": None})

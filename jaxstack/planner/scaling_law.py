@@ -1,0 +1,199 @@
+"""The scaling law of loss: how it falls with parameters and tokens, its fit to runs, and the best size for a budget.
+
+The law is L = E + A / N^alpha + B / D^beta, in nats per token, for N parameters and D training tokens (Hoffmann et al.
+2022, arXiv:2203.15556, section 3.3). Training takes C = 6 N D FLOPs.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+FLOPS_PER_PARAMETER_AND_TOKEN = 6
+"""Two in the forward pass and four in the backward pass (Kaplan et al. 2020, arXiv:2001.08361, section 2.1)."""
+HUBER_DELTA = 1e-3
+"""Errors of log L above this count linearly, so that runs that went wrong move the fit little (Hoffmann et al.)."""
+FEWEST_RUNS = 8
+"""The law has five constants; with fewer runs than this, the bootstrap's samples rarely determine them."""
+
+
+class ScalingLaw(NamedTuple):
+    """Constants of the law, as in the module's first lines.
+
+    Attributes:
+      irreducible: E, the loss that no model and no amount of data goes below, in nats per token.
+      parameters_factor: A.
+      parameters_exponent: alpha.
+      tokens_factor: B.
+      tokens_exponent: beta.
+    """
+
+    irreducible: float
+    parameters_factor: float
+    parameters_exponent: float
+    tokens_factor: float
+    tokens_exponent: float
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Returns the loss in nats per token of a model after that many tokens."""
+        of_parameters = self.parameters_factor / parameters**self.parameters_exponent
+        return float(self.irreducible + of_parameters + self.tokens_factor / tokens**self.tokens_exponent)
+
+    def optimum(self, flops: float) -> tuple[float, float]:
+        """Returns the parameters and tokens of the lowest loss that that many FLOPs of training can reach."""
+        alpha, beta = self.parameters_exponent, self.tokens_exponent
+        product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
+        ratio = (alpha * self.parameters_factor / (beta * self.tokens_factor)) ** (1 / (alpha + beta))
+        parameters = ratio * product ** (beta / (alpha + beta))
+        return float(parameters), float(product / parameters)
+
+    def optimum_with_serving(self, flops: float, served_tokens: float) -> tuple[float, float]:
+        """Returns the best parameters and tokens when a budget also pays for tokens that the model will process.
+
+        A processed token costs a third of a trained one: there is no backward pass (Sardana et al. 2024,
+        arXiv:2401.00448). The loss is lowest for the whole of `flops` = 6 N D + 2 N S.
+        """
+        from scipy.optimize import minimize_scalar
+
+        def tokens(parameters: float) -> float:
+            return flops / (FLOPS_PER_PARAMETER_AND_TOKEN * parameters) - served_tokens / 3
+
+        def loss(log_parameters: float) -> float:
+            return float(np.log(self.loss(np.exp(log_parameters), tokens(np.exp(log_parameters)))))
+
+        # Below the upper end, at least a millionth of the budget is left for training.
+        upper = np.log(self.optimum(flops)[0])
+        if served_tokens:
+            upper = min(upper, np.log(flops / (2 * served_tokens) * (1 - 1e-6)))
+        parameters = float(np.exp(minimize_scalar(loss, bounds=(upper - 30, upper), method="bounded").x))
+        return parameters, tokens(parameters)
+
+
+BESIROGLU = ScalingLaw(1.8172, 482.01, 0.3478, 2085.43, 0.3658)
+"""Besiroglu et al. 2024, arXiv:2404.10102: their fit of Hoffmann et al.'s points, without the five highest losses."""
+HOFFMANN = ScalingLaw(1.69, 406.4, 0.34, 410.7, 0.28)
+"""Hoffmann et al. 2022, as printed. Besiroglu et al. show that it does not fit the points it was made from."""
+
+
+class Fit(NamedTuple):
+    """A law that was fitted to runs.
+
+    Attributes:
+      law: with the least objective.
+      objective: the sum over runs of Huber's loss of the error of log L.
+      samples: laws fitted to runs drawn with replacement, [samples, 5] in the order of `ScalingLaw`'s constants.
+    """
+
+    law: ScalingLaw
+    objective: float
+    samples: np.ndarray
+
+    def interval(self, confidence: float = 0.95) -> tuple[ScalingLaw, ScalingLaw]:
+        """Returns the lower and the upper end of each constant's bootstrap interval."""
+        ends = np.quantile(self.samples, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
+        return ScalingLaw(*map(float, ends[0])), ScalingLaw(*map(float, ends[1]))
+
+    def optimum_interval(self, flops: float, confidence: float = 0.95) -> tuple[float, float]:
+        """Returns the interval of the compute-optimal number of parameters for a budget."""
+        best = [ScalingLaw(*map(float, sample)).optimum(flops)[0] for sample in self.samples]
+        low, high = np.quantile(best, [(1 - confidence) / 2, (1 + confidence) / 2])
+        return float(low), float(high)
+
+
+def fit(
+    parameters: Sequence[float] | np.ndarray,
+    tokens: Sequence[float] | np.ndarray,
+    losses: Sequence[float] | np.ndarray,
+    samples: int = 400,
+    seed: int = 0,
+) -> Fit:
+    """Fits the law to finished runs by the method of Hoffmann et al. (appendix D.3), with a bootstrap.
+
+    The objective is Huber's loss of the errors of log L. Minimization starts from the best points of a grid, since it
+    has several minima.
+
+    Args:
+      parameters: N of each run.
+      tokens: D of each run.
+      losses: final loss of each run in nats per token.
+      samples: number of bootstrap samples.
+      seed: of the samples.
+
+    Raises:
+      ValueError: there are fewer than `FEWEST_RUNS` runs, or the runs have only one size or one number of tokens.
+    """
+    n, d, y = (np.log(np.asarray(values, float)) for values in (parameters, tokens, losses))
+    if len(y) < FEWEST_RUNS:
+        raise ValueError(f"{len(y)} runs are too few for a law with five constants: give at least {FEWEST_RUNS}")
+    for name, values in (("numbers of parameters", n), ("numbers of tokens", d)):
+        if len(set(values)) < 3:
+            raise ValueError(f"the runs have only {len(set(values))} different {name}: give at least 3")
+    points = _Points(n - n.mean(), d - d.mean(), y)
+    tries = [points.minimize(start) for start in _starts(points)]
+    best, objective = min(tries, key=lambda found: found[1])
+    rng = np.random.default_rng(seed)
+    resampled = [points.take(rng.integers(0, len(y), len(y))).minimize(best)[0] for _ in range(samples)]
+    laws = np.array([_law(theta, n.mean(), d.mean()) for theta in resampled]).reshape(-1, 5)
+    return Fit(_law(best, n.mean(), d.mean()), objective, laws)
+
+
+class _Points(NamedTuple):
+    """Runs, with logarithms of parameters and tokens around their means, so that the constants hardly correlate."""
+
+    parameters: np.ndarray
+    tokens: np.ndarray
+    losses: np.ndarray
+
+    def take(self, which: np.ndarray) -> "_Points":
+        return _Points(self.parameters[which], self.tokens[which], self.losses[which])
+
+    def _terms(self, theta: np.ndarray) -> np.ndarray:
+        """Returns the logarithms of the law's three terms, [3, runs] or [3, starts, runs]."""
+        e, a, alpha, b, beta = np.expand_dims(theta.T, -1)
+        flat = np.zeros_like(self.losses)
+        return np.stack([e + flat, a - alpha * self.parameters, b - beta * self.tokens])
+
+    def errors(self, theta: np.ndarray) -> np.ndarray:
+        """Returns predicted minus measured log loss."""
+        return np.logaddexp.reduce(self._terms(theta), axis=0) - self.losses
+
+    def derivative(self, theta: np.ndarray) -> np.ndarray:
+        """Returns the derivatives of `errors`, [runs, 5]."""
+        terms = self._terms(theta)
+        of_e, of_a, of_b = np.exp(terms - np.logaddexp.reduce(terms, axis=0))
+        return np.stack([of_e, of_a, -of_a * self.parameters, of_b, -of_b * self.tokens], axis=1)
+
+    def minimize(self, start: np.ndarray) -> tuple[np.ndarray, float]:
+        """Returns the minimum that a start leads to, and its objective."""
+        from scipy.optimize import least_squares
+
+        found = least_squares(
+            self.errors, start, self.derivative, loss="huber", f_scale=HUBER_DELTA, x_scale="jac",
+            xtol=1e-10, ftol=1e-12, gtol=1e-12, max_nfev=500,
+        )  # fmt: skip
+        return found.x, float(found.cost)
+
+
+def _starts(points: _Points, count: int = 40) -> np.ndarray:
+    """Returns the best of a grid of constants, [count, 5]: each term is a part of the mean loss."""
+    level = points.losses.mean()
+    grid = np.stack(
+        np.meshgrid(
+            level + np.log([0.2, 0.5, 0.8]),
+            level + np.log([0.05, 0.2, 0.5]),
+            [0.1, 0.3, 0.5, 1.0],
+            level + np.log([0.05, 0.2, 0.5]),
+            [0.1, 0.3, 0.5, 1.0],
+        ),
+        axis=-1,
+    ).reshape(-1, 5)
+    absolute = np.abs(points.errors(grid))
+    return grid[np.argsort(absolute.sum(-1))[:count]]
+
+
+def _law(theta: np.ndarray, parameters_mean: float, tokens_mean: float) -> ScalingLaw:
+    """Returns the constants for parameters and tokens themselves."""
+    e, a, alpha, b, beta = map(float, theta)
+    return ScalingLaw(
+        float(np.exp(e)), float(np.exp(a + alpha * parameters_mean)), alpha, float(np.exp(b + beta * tokens_mean)), beta
+    )
