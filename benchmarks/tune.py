@@ -11,6 +11,7 @@ candidate and writes registers, spills, shared memory and bytes to `results/tile
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -38,6 +39,7 @@ from jaxstack.kernels.attention import block_ranges
 from jaxstack.kernels.attention.reference import Options
 from jaxstack.kernels.implementation import interpret_mode, platform_of
 from jaxstack.kernels.tiles import AttentionTile as A
+from jaxstack.kernels.tiles import GroupedTile as G
 from jaxstack.kernels.tiles import LossTile as L
 from jaxstack.kernels.tiles import Tile, Tiles
 from jaxstack.models.context import OPS
@@ -65,6 +67,18 @@ CANDIDATES: dict[str, dict[str, dict[str, list[Tile]]]] = {
                 L(128, 256, 64, 8, 4, 16 << 20), L(128, 256, 64, 8, 4, 32 << 20), L(256, 128, 64, 8, 4, 32 << 20),
             ],
         },
+        "grouped_rows": {
+            "16 bits": [
+                G(64, 128, 64, 4, 3), G(128, 128, 64, 8, 4), G(128, 256, 64, 8, 3), G(128, 256, 64, 8, 4),
+                G(256, 128, 64, 8, 4),
+            ],
+        },
+        "grouped_weights": {
+            "16 bits": [
+                G(64, 128, 64, 4, 3), G(128, 128, 64, 8, 4), G(128, 256, 64, 8, 3), G(128, 256, 64, 8, 4),
+                G(256, 128, 64, 8, 4),
+            ],
+        },
     },
     "tpu": {
         "cross_entropy": {
@@ -76,7 +90,10 @@ SMALL: dict[str, dict[str, list[Tile]]] = {
     "attention_forward": {"float32": [A(32, 16), A(16, 32)]},
     "attention_dkv": {"float32": [A(16, 32)]},
     "cross_entropy": {"float32": [L(16, 32, 16, x_bytes=1024)]},
+    "grouped_rows": {"float32": [G(32, 16, 16)]},
 }
+OPERATIONS = {"attention": "attention", "grouped": "moe"}
+"""The operation of kernels.py that runs the kernels whose names begin so; the others have the name of theirs."""
 PROGRAMS = {"cross_entropy": ("log_sum_exp", "d_logits")}
 """The compiled kernels of a kernel of the table, where they have other names."""
 
@@ -84,7 +101,7 @@ PROGRAMS = {"cross_entropy": ("log_sum_exp", "d_logits")}
 def shape_class(case: cases_of_kernels.Case) -> str:
     """Returns the class of a case in the table of block sizes."""
     dtype = case.choice["dtype"]
-    return tiles.attention_class(case.choice["head_dim"], dtype) if case.op == "attention" else tiles.loss_class(dtype)
+    return tiles.attention_class(case.choice["head_dim"], dtype) if case.op == "attention" else tiles.dtype_class(dtype)
 
 
 class Search(NamedTuple):
@@ -108,10 +125,10 @@ def searches(platform: str, small: bool, only: Sequence[str] | None) -> list[Sea
     """Returns what to try on a platform, with the first case of kernels.py in each class."""
     first: dict[tuple[str, str], cases_of_kernels.Case] = {}
     for case in cases_of_kernels.cases(small, platform, "float32" if small else "bfloat16"):
-        if case.op in ("attention", "cross_entropy"):
+        if case.op in ("attention", "cross_entropy", "moe"):
             first.setdefault((case.op, shape_class(case)), case)
     return [
-        Search(kernel, name, first[kernel.split("_")[0] if "attention" in kernel else kernel, name], candidates)
+        Search(kernel, name, first[OPERATIONS.get(kernel.split("_")[0], kernel), name], candidates)
         for kernel, classes in (SMALL if small else CANDIDATES[platform]).items()
         for name, candidates in classes.items()
         if only is None or kernel in only
@@ -121,9 +138,10 @@ def searches(platform: str, small: bool, only: Sequence[str] | None) -> list[Sea
 def time_candidates(where: str, platform: str, search: Search, rounds: int) -> dict[str, Any]:
     """Compares every candidate with XLA in float32, times the right ones, and puts the fastest into the table."""
     case, args = search.case, search.case.args()
-    inputs = (cases_of_kernels.incoming(case.call("xla"), args), *args)
+    plain = case.call(next(iter(OPS[case.op])))
+    inputs = (cases_of_kernels.incoming(plain, args), *args)
     expected = cases_of_kernels.in_float32(case, OPS[case.op], args)
-    by_xla = jax.jit(cases_of_kernels.both(case.call("xla"), case.differentiated))(*inputs)
+    by_xla = jax.jit(cases_of_kernels.both(plain, case.differentiated))(*inputs)
     floor = gpu_check.FLOOR[str(case.choice["dtype"])]
     limits = [max(floor, gpu_check.ALLOWED * error) for error in cases_of_kernels.errors(by_xla, expected)]
     loops: dict[Tile, cases_of_kernels.Loop] = {}
@@ -170,6 +188,12 @@ def loaded_bytes(kernel: str, tile: Tile, case: cases_of_kernels.Case) -> dict[s
             "memory_bytes": row_bytes * (tokens + vocab * groups),
             "memory_bytes_vocabulary_first": row_bytes * (tokens + vocab * token_blocks),
         }
+    if isinstance(tile, G):
+        (rows, inner), (experts, _, columns) = first.shape, second.shape
+        blocks, depth = (-(-rows // tile.rows) + experts) * -(-columns // tile.columns), inner
+        if kernel == "grouped_weights":  # every group has its own rows
+            blocks, depth = -(-inner // tile.rows) * -(-columns // tile.columns), rows
+        return {"loaded_bytes": blocks * (tile.rows + tile.columns) * depth * size}
     b, s, h, width = first.shape
     o = Options(1.0, True, 0, None)
     ranges = block_ranges.query_blocks if kernel == "attention_dkv" else block_ranges.key_blocks
@@ -185,7 +209,8 @@ def compile_candidates(target: str, search: Search) -> dict[str, Any]:
     device = aot.devices(f"{target}:1x1x1")[0]
     mesh = jax.make_mesh((1,), ("device",), (AxisType.Auto,), devices=[device])
     case, args = search.case, jax.eval_shape(search.case.args)
-    inputs = (jax.eval_shape(lambda: cases_of_kernels.incoming(case.call("xla"), args)), *args)
+    plain = case.call(next(iter(OPS[case.op])))
+    inputs = (jax.eval_shape(lambda: cases_of_kernels.incoming(plain, args)), *args)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=SingleDeviceSharding(device)) for a in inputs]
     default, present = (chip.sizes[search.kernel] for chip in (tiles.TABLE["gpu"], tiles.TABLE[target]))
     chosen = present.get(search.shape_class, default[search.shape_class])
@@ -256,12 +281,14 @@ def main(words: Sequence[str] | None = None) -> None:
         if "best" in rows:
             print(f"  tiles.py, {where}: {search.shape_class!r}: {tiles.find_tile(*search[:2], platform)}", flush=True)
         if given.out or not given.small:
+            path = (given.out or record.RESULTS) / f"tiles_{own}.json"
+            before = json.loads(path.read_text())["kernels"] if path.exists() else {}
             result = {
                 "device": where if given.compile else device.device_kind,
                 "rounds": given.rounds,
-                "kernels": found,
+                "kernels": before | found,  # kernels that this run does not try stay there
             }
-            record.record(f"tiles_{own}", result, given.out)
+            record.record(path.stem, result, given.out)
     if any(rows.get("best", True) is None for classes in found.values() for rows in classes.values()):
         sys.exit("A kernel has no size with right values. Its entry was left as it is.")
 

@@ -172,7 +172,7 @@ def _blocks(platform, finish, x, head, per_token, *, full):
     """
     (T, D), V = x.shape, head.shape[1]
     per_token = [a[:, None] for a in per_token]  # [T, 1]: one value for each row of a block
-    tile = tiles.find_tile("cross_entropy", tiles.loss_class(x.dtype), platform)
+    tile = tiles.find_tile("cross_entropy", tiles.dtype_class(x.dtype), platform)
     assert isinstance(tile, tiles.LossTile)
     if platform == "gpu":
         R, J, K = (min(t, max(16, pl.next_power_of_2(n))) for t, n in zip(tile[:3], (T, V, D), strict=True))

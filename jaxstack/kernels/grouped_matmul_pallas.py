@@ -18,43 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
 
-from jaxstack.kernels import pallas_call
+from jaxstack.kernels import pallas_call, tiles
 
-
-class GpuTile(NamedTuple):
-    """Largest block of results of a program, and how the program computes it.
-
-    Attributes:
-      rows, columns: of the block: rows of x and the output's width, or the two widths of a weight's gradient.
-      inner: elements that are loaded at a time of what is summed over.
-      warps: warps of the program.
-      stages: pipeline stages of its loads.
-    """
-
-    rows: int
-    columns: int
-    inner: int
-    warps: int
-    stages: int
-
-
-class TpuTile(NamedTuple):
-    """Largest tile of a kernel: rows of x, elements of the width that is summed over, elements of the output's width.
-
-    The gradient of a weight sums over rows, and its block is [inner, outer].
-    """
-
-    rows: int
-    inner: int
-    outer: int
-
-
-# Nothing was timed. A block of 128 x 128 needs 64 FLOPs for each byte that it loads, one of 64 x 128 only 43. Both need
-# at most 96 KiB of shared memory, which every GPU from Ampere on has, and no register spills on an H100. Float32
-# products do not run on tensor cores, and need more registers.
-GPU = {2: GpuTile(128, 128, 64, 8, 3), 4: GpuTile(128, 128, 32, 8, 3)}
-"""The tile by the bytes of an element."""
-TPU = TpuTile(256, 512, 1024)
 _VMEM = 64 << 20  # bytes
 
 
@@ -127,13 +92,17 @@ def _rows_times(platform, x, w, sizes, transposed):
     return (_rows_gpu if platform == "gpu" else _rows_tpu)(x, w, sizes, transposed)
 
 
-def _gpu_tile(dtype, rows, columns, inner):
+def _tile(kernel, platform, dtype):
+    tile = tiles.find_tile(kernel, tiles.dtype_class(dtype), platform)
+    assert isinstance(tile, tiles.GroupedTile)
+    return tile
+
+
+def _gpu_tile(kernel, dtype, *sizes):
     """Returns the tile for a problem of these sizes; each is a power of two and at least 16, as Triton requires."""
-    tile = GPU[jnp.dtype(dtype).itemsize]
-    rows, columns, inner = (
-        min(t, max(16, pl.next_power_of_2(n))) for t, n in zip(tile[:3], (rows, columns, inner), strict=True)
-    )
-    return GpuTile(rows, columns, inner, tile.warps, tile.stages)
+    tile = _tile(kernel, "gpu", dtype)
+    fitted = (min(t, max(16, pl.next_power_of_2(n))) for t, n in zip(tile[:3], sizes, strict=True))
+    return (*fitted, tile.warps, tile.stages)
 
 
 def _rows_gpu(x, w, sizes, transposed):
@@ -143,7 +112,7 @@ def _rows_gpu(x, w, sizes, transposed):
     """
     (N, A), E = x.shape, w.shape[0]
     B = w.shape[1 if transposed else 2]
-    M, J, K, warps, stages = _gpu_tile(x.dtype, N, B, A)
+    M, J, K, warps, stages = _gpu_tile("grouped_rows", x.dtype, N, B, A)
     width_blocks = pl.cdiv(A, K)
     plan = visits(sizes, N, M)
 
@@ -183,7 +152,7 @@ def _rows_gpu(x, w, sizes, transposed):
 
     grid = (pl.cdiv(B, J), plan.tile.shape[0])
     out = [((N, B), x.dtype)]
-    (y,) = pallas_call.gpu(kernel, *plan, x, w, out=out, grid=grid, warps=warps, stages=stages, name="grouped")
+    (y,) = pallas_call.gpu(kernel, *plan, x, w, out=out, grid=grid, warps=warps, stages=stages, name="grouped_rows")
     return y
 
 
@@ -193,7 +162,7 @@ def _weights_gpu(x, dy, sizes, dtype):
     It runs one program for each group and block [J, K] of its matrix; the program loops over the group's rows.
     """
     (N, A), B, E = x.shape, dy.shape[1], sizes.shape[0]
-    J, K, M, warps, stages = _gpu_tile(x.dtype, A, B, N)
+    J, K, M, warps, stages = _gpu_tile("grouped_weights", x.dtype, A, B, N)
     ends = jnp.cumsum(sizes).astype(jnp.int32)
 
     def kernel(start_ref, end_ref, x_ref, dy_ref, dw_ref):
@@ -234,10 +203,15 @@ def _weights_gpu(x, dy, sizes, dtype):
 
 
 def _fit(tile, n):
-    """Returns n if it fits in a tile; otherwise a multiple of 128 up to `tile`, one that divides n if there is one."""
+    """Returns n if it fits in a tile, else a multiple of 128 up to `tile` for as few blocks as possible.
+
+    It is one that divides n if there is one above half a tile.
+    """
     if n <= tile:
         return n
-    return next((t for t in range(tile, 127, -128) if n % t == 0), tile)
+    lanes = min(128, tile)
+    even = lanes * pl.cdiv(pl.cdiv(n, pl.cdiv(n, tile)), lanes)
+    return next((t for t in range(tile, tile // 2, -lanes) if n % t == 0), even)
 
 
 def _rows_kernel_tpu(E, A, K, transposed, tile_ref, group_ref, start_ref, end_ref, x_ref, w_ref, y_ref, total):
@@ -281,7 +255,8 @@ def _rows_tpu(x, w, sizes, transposed):
     """
     (N, A), E = x.shape, w.shape[0]
     B = w.shape[1 if transposed else 2]
-    M, K, J = min(TPU.rows, N), _fit(TPU.inner, A), _fit(TPU.outer, B)
+    tile = _tile("grouped_rows", "tpu", x.dtype)
+    M, J, K = min(tile.rows, N), _fit(tile.columns, B), _fit(tile.inner, A)
     plan = visits(sizes, N, M)
 
     def matrix(j, v, k, tile, group, start, end):
@@ -306,7 +281,7 @@ def _rows_tpu(x, w, sizes, transposed):
             out_specs=[pl.BlockSpec((M, J), lambda j, v, k, tile, *_: (tile[v], j))],
             scratch_shapes=[pltpu.VMEM((M, J), jnp.float32)],
         ),
-        name="grouped",
+        name="grouped_rows",
     )
     return y
 
@@ -319,7 +294,8 @@ def _weights_tpu(x, dy, sizes, dtype):
     (N, A), B, E = x.shape, dy.shape[1], sizes.shape[0]
     if N == 0:
         return jnp.zeros((E, A, B), dtype)
-    M, J, K = min(TPU.rows, N), _fit(TPU.inner, A), _fit(TPU.outer, B)
+    tile = _tile("grouped_weights", "tpu", x.dtype)
+    J, K, M = _fit(tile.rows, A), _fit(tile.columns, B), min(tile.inner, N)
     plan = visits(sizes, N, M)
     count = plan.tile.shape[0]
 

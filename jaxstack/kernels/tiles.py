@@ -41,7 +41,24 @@ class LossTile(NamedTuple):
     x_bytes: int = 0
 
 
-Tile = AttentionTile | LossTile
+class GroupedTile(NamedTuple):
+    """Largest tile of a grouped matmul.
+
+    Attributes:
+      rows, columns: of a block of results: rows of x and the output's width, or the two widths of a weight's gradient.
+      inner: elements that are loaded at a time of what is summed over.
+      warps: warps of a program, on a GPU.
+      stages: pipeline stages of its loads, on a GPU.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int = 4
+    stages: int = 2
+
+
+Tile = AttentionTile | LossTile | GroupedTile
 
 NOT_TIMED = "not timed"
 
@@ -78,6 +95,9 @@ _SMALLEST_GPU = Tiles(
             "16 bits": LossTile(128, 128, 64, 8, 3, 16 << 20),
             "float32": LossTile(128, 128, 64, 8, 3, 16 << 20),
         },
+        # Products of float32 do not run on tensor cores, and need more registers.
+        "grouped_rows": {"16 bits": GroupedTile(128, 128, 64, 8, 3), "float32": GroupedTile(128, 128, 32, 8, 3)},
+        "grouped_weights": {"16 bits": GroupedTile(128, 128, 64, 8, 3), "float32": GroupedTile(128, 128, 32, 8, 3)},
     },
 )
 _HOPPER = Tiles(
@@ -97,11 +117,18 @@ _HOPPER = Tiles(
         # operand from shared memory than to multiply.
         "attention_dkv": {"64": AttentionTile(64, 128, 8, 2), "128": AttentionTile(64, 128, 8, 3)},
         "cross_entropy": {"16 bits": LossTile(128, 256, 64, 8, 4, 32 << 20)},
+        "grouped_rows": {"16 bits": GroupedTile(128, 256, 64, 8, 4)},
+        "grouped_weights": {"16 bits": GroupedTile(128, 256, 64, 8, 4)},
     },
 )
 _TPU = Tiles(
-    f"{NOT_TIMED}: within 16 MiB of VMEM, or 64 MiB for the cross-entropy",
-    {"cross_entropy": {name: LossTile(512, 1024, 512) for name in ("16 bits", "float32")}},
+    f"{NOT_TIMED}: within 16 MiB of VMEM, or 64 MiB for the cross-entropy and for experts",
+    {
+        "cross_entropy": {name: LossTile(512, 1024, 512) for name in ("16 bits", "float32")},
+        # A width that is summed over in one block has its part of a matrix read once for all tiles of an expert.
+        "grouped_rows": {name: GroupedTile(256, 1024, 2048) for name in ("16 bits", "float32")},
+        "grouped_weights": {name: GroupedTile(1024, 1024, 256) for name in ("16 bits", "float32")},
+    },
 )
 
 TABLE: dict[str, Tiles] = {"gpu": _SMALLEST_GPU, "tpu": _TPU, "h100": _HOPPER, "h200": _HOPPER}
@@ -117,8 +144,8 @@ def attention_class(width: int, dtype: jax.typing.DTypeLike) -> str:
     return "64" if width <= 64 else "128"
 
 
-def loss_class(dtype: jax.typing.DTypeLike) -> str:
-    """Returns the class of the cross-entropy's shapes, by the dtype of the hidden states."""
+def dtype_class(dtype: jax.typing.DTypeLike) -> str:
+    """Returns the class of shapes of the cross-entropy and of grouped matmuls, by the dtype of the operands."""
     return "float32" if jax.numpy.dtype(dtype).itemsize > 2 else "16 bits"
 
 

@@ -527,9 +527,7 @@ GROUPED_CASES = {  # sizes of the groups, rows in none, widths in and out, dtype
 )
 def test_grouped_matmul(rng, monkeypatch, sizes, left, inner, outer, dtype, implementation):
     """Rows without a group are NaN, because a kernel must not read them."""
-    gpu = dict.fromkeys((2, 4), grouped_matmul_pallas.GpuTile(32, 16, 16, 4, 2))
-    monkeypatch.setattr(grouped_matmul_pallas, "GPU", gpu)
-    monkeypatch.setattr(grouped_matmul_pallas, "TPU", grouped_matmul_pallas.TpuTile(16, 16, 16))
+    monkeypatch.setattr(tiles, "find_tile", lambda kernel, name, platform: tiles.GroupedTile(32, 16, 16))
     name, how = ways(grouped_module)[implementation]
     sizes = np.array(sizes, np.int32)
     N, used = sizes.sum() + left, sizes.sum()
