@@ -78,9 +78,10 @@ class TrainConfig:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients of matrices and tables are summed over devices. `bfloat16` halves the gradient bytes
     that `data` and `fsdp` send; its rounding error grows with the number of devices."""
-    quant: Literal["none", "int8", "fp8"] = "none"
+    quant: Literal["none", "int8", "fp8", "fp8_tensorwise"] = "none"
     """8-bit format of the linear layers in blocks (attention, dense MLPs and shared experts), in the forward pass and
-    for gradients of activations. Gradients of weights, the head, the router and routed experts stay in `dtype`."""
+    for gradients of activations. Gradients of weights, the head, the router and routed experts stay in `dtype`.
+    `fp8_tensorwise` has one scale for each array in place of one for each row, for NVIDIA's fp8 matmul."""
     remat: Literal["none", "selective", "dots", "full"] = "selective"
     """What the backward pass recomputes. `none`: nothing. `selective`: norms, activations and the inside of attention.
     `dots`: everything but the outputs of unbatched matmuls. `full`: every layer."""

@@ -35,6 +35,7 @@ def linear(
     quant: str = "none",
     split_in: Axes = (),
     split_out: Axes = (),
+    split_tokens: Axes = (),
     implementation: str = "xla",
 ) -> jax.Array:
     """Contracts the last `in_axes` axes of x with the first `in_axes` of w: [..., *in] x [*in, *out] -> [..., *out].
@@ -54,8 +55,8 @@ def linear(
       w: [*in, *out].
       b: [*out], added in float32, or None for no bias.
       in_axes: number of contracted axes.
-      quant: "none", "int8" or "fp8"; see `quantized_matmul`.
-      split_in, split_out: see `quantized_matmul`; not used with quant="none".
+      quant: "none" or the kind of a `quantized_matmul`.
+      split_in, split_out, split_tokens: see `quantized_matmul`; not used with quant="none".
       implementation: a name of `IMPLEMENTATIONS` or "auto".
 
     Raises:
@@ -63,7 +64,7 @@ def linear(
     """
     name = resolve_implementation("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
     if quant != "none":
-        split: dict[str, Axes] = {"split_in": split_in, "split_out": split_out}
+        split: dict[str, Axes] = {"split_in": split_in, "split_out": split_out, "split_tokens": split_tokens}
         y = quantized_matmul(x, w, kind=quant, in_axes=in_axes, barrier=name == "barrier", **split)
     elif name != "xla":
         y = _matmul((in_axes, name), *collectives.match_varying(x, w))

@@ -69,7 +69,7 @@ class Context:
     context_method: Literal["ring", "all_gather"] = "ring"
     dtype: Any = jnp.float32
     reduce_dtype: Any = jnp.float32
-    quant: Literal["none", "int8", "fp8"] = "none"
+    quant: Literal["none", "int8", "fp8", "fp8_tensorwise"] = "none"
     remat: Literal["none", "selective", "dots", "full"] = "none"
     attention: str = "xla"
     linear: str = "xla"

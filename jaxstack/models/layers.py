@@ -132,7 +132,7 @@ def linear(
       in_axes: number of dimensions that are contracted.
     """
     b = None if back else params.get(f"b_{name}")
-    split: dict[str, Any] = {"split_in" if back else "split_out": ctx.axes(over)}
+    split: dict[str, Any] = {"split_in" if back else "split_out": ctx.axes(over), "split_tokens": ctx.token_axes}
     w = params[f"w_{name}"]
     y = kernels.linear(x, w, b, in_axes=in_axes, quant=ctx.quant, implementation=ctx.linear, **split)
     if adapter := lora.get_adapter(cfg.lora, params, name):  # adapters are small, and are not quantized

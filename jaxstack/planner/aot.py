@@ -33,9 +33,12 @@ _HOPPER = """gpu_device_info {
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
   block_dim_limit_z: 65535 memory_bandwidth: %d l2_cache_size: 52428800 clock_rate_ghz: 1.98
   device_memory_size: %d shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  runtime_version: "13.0.0" registers_per_core_limit: 65536 registers_per_block_limit: 65536
 } platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "%s\""""
-"""The description of an H100 SXM5 or an H200 for the CUDA compiler, as XLA's `GpuTargetConfigProto`."""
+"""The description of an H100 SXM5 or an H200 for the CUDA compiler, as XLA's `GpuTargetConfigProto`.
+
+Without a version of the CUDA runtime, XLA uses no fp8 matmul of cuBLASLt.
+"""
 
 
 @dataclass(frozen=True)

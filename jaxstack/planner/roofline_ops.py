@@ -226,7 +226,7 @@ class OpBuilder:
         flops = 2 * m.tokens * m.inputs * m.outputs
         x, w, y = m.tokens * m.inputs, m.matrices * m.inputs * m.outputs, m.tokens * m.outputs
         matrix = (round(m.tokens), round(m.inputs), round(m.outputs), m.matrices)
-        low, size = ({"int8": "int8", "fp8": "float8"}[m.quant], 1) if m.quant != "none" else (dtype, e)
+        low, size = ("int8" if m.quant == "int8" else "float8", 1) if m.quant != "none" else (dtype, e)
 
         def one(name: str, dtype: str, read: float, written: float) -> Op:
             return Op(name, "matmul", "contraction", flops, read + e * written, dtype=dtype, matrix=matrix)

@@ -155,7 +155,10 @@ def test_experts_without_a_copy_of_the_rows_for_each():
     assert memory["pallas_gpu"] < 1 << 20
 
 
-@pytest.mark.parametrize(("kind", "forward", "backward"), [("int8", "s8", "s8"), ("fp8", "f8e4m3fn", "f8e5m2")])
+@pytest.mark.parametrize(
+    ("kind", "forward", "backward"),
+    [("int8", "s8", "s8"), ("fp8", "f8e4m3fn", "f8e5m2"), ("fp8_tensorwise", "f8e4m3fn", "f8e5m2")],
+)
 def test_products_in_8_bits_are_matmuls_of_8_bits(kind, forward, backward):
     """Without a device, XLA uses Triton fusions: 8 bits forward and for the gradient of x, 16 bits for that of w."""
     text = programs.low_precision(ONE, kind)
@@ -163,10 +166,23 @@ def test_products_in_8_bits_are_matmuls_of_8_bits(kind, forward, backward):
     assert sorted(gemms) == sorted([(forward, forward), (backward, forward), ("bf16", "bf16")])
 
 
-def test_products_in_int8_by_the_vendors_library():
-    """Triton is off here. (For fp8 this compiler then uses products in float16.)"""
-    text = programs.low_precision(ONE, "int8", {"xla_gpu_enable_triton_gemm": False})
-    assert len(re.findall(r'= \(s32\[[^\n]*custom_call_target="__cublas\$lt\$matmul"', text)) == 2
+@pytest.mark.parametrize(
+    ("kind", "call", "result", "precisions"),
+    [
+        ("int8", "__cublas$lt$matmul", "s32", ["DEFAULT", "DEFAULT"]),
+        ("fp8", "__cublas$lt$matmul$f8", "f32", ["DEFAULT", "DEFAULT"]),
+        ("fp8_tensorwise", "__cublas$lt$matmul$f8", "bf16", ["DEFAULT", "HIGHEST"]),
+    ],
+)
+def test_products_in_8_bits_by_the_vendors_library(kind, call, result, precisions):
+    """Triton is off here. With one scale for an operand, the call has the scale and returns the operands' dtype."""
+    text = programs.low_precision(ONE, kind, {"xla_gpu_enable_triton_gemm": False})
+    found = re.findall(
+        rf'= \({result}\[[^\n]*custom_call_target="{re.escape(call)}"[^\n]*"operand_precision":\["(\w+)', text
+    )
+    assert sorted(found) == precisions
+    moved = sum(r + w for r, w, _ in step_bytes.by_part(step_bytes.read_program(text)).values())
+    print(f"{kind}: {moved / 1e6:.0f} MB")
 
 
 def test_a_step_with_every_kernel():
