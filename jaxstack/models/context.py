@@ -49,6 +49,7 @@ class Context:
       rules: mapping from logical axes to mesh axes.
       pipeline: schedule and stages of the pipeline. `None` means one stage.
       partitioner: who inserts collectives into a training step: `manual`, this class; `auto`, XLA. See `partitioned`.
+      platform: `cpu`, `gpu` or `tpu`, if it is known.
       context_method: how keys and values reach the queries of other sequence shards: `ring` or `all_gather`.
       dtype: dtype of activations, and of matrices in matmuls.
       reduce_dtype: dtype in which gradients of matrices and tables are summed over devices.
@@ -66,6 +67,7 @@ class Context:
     rules: Rules = field(default_factory=lambda: transformer(MeshConfig()))
     pipeline: Program | None = None
     partitioner: Literal["manual", "auto"] = "manual"
+    platform: str = ""
     context_method: Literal["ring", "all_gather"] = "ring"
     dtype: Any = jnp.float32
     reduce_dtype: Any = jnp.float32
@@ -135,7 +137,7 @@ class Context:
         loops_save = context.gathers_params or tile_loops or model.num_layers > MAX_UNROLLED_LAYERS
         if cfg.kernels.layers == "auto" and loops_save:
             chosen["layers"] = "scan"
-        return replace(context, loss_chunk=CHUNK_TOKENS[platform], **chosen)
+        return replace(context, platform=platform, loss_chunk=CHUNK_TOKENS[platform], **chosen)
 
     @property
     def trip_counts(self) -> dict[str, float]:

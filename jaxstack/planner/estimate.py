@@ -17,6 +17,7 @@ from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
 from jaxstack.planner.traffic import traffic as traffic
+from jaxstack.runtime.xla_options import select_options
 from jaxstack.training.state import TrainState, abstract_state
 
 
@@ -228,7 +229,9 @@ def _layer_bytes(cfg: Config, ctx: Context, weights: _Weights, acts: _Activation
     """
     e = _itemsize(cfg)
     scores = (12 + e) * acts.scores
-    gathered = 2 * e * weights.gathered_layer
+    # With options for several GPUs, XLA gathers the weights of the next layer during this one.
+    in_flight = 4 if select_options(ctx.platform, ctx.mesh).used else 2
+    gathered = in_flight * e * weights.gathered_layer
     # Tokens for experts: as sent, as received, as sorted by expert, and the gradient of each.
     size: float = e * (2 * acts.stream + 3 * acts.hidden + 6 * acts.sent)
     if cfg.train.remat == "full":  # what `selective` would have saved is recomputed

@@ -70,27 +70,40 @@ def collectives(text: str, mesh: Mapping[str, int], trip_counts: Mapping[str, fl
     times = runs_of(computations, entry, trip_counts or {})
     found = []
     for name, instructions in computations.items():
-        if not times.get(name):
-            continue
-        for i in instructions:
-            kind = i.op.removesuffix("-start")
-            if kind not in KINDS or (kind != i.op and i.op != f"{kind}-start") or _continues(i, instructions):
-                continue
-            count = times[name]
-            if math.isinf(count):
-                raise ValueError(
-                    f"{i.name} is in a loop whose trip count XLA does not know. Name the loop in `trip_counts`: "
-                    f"{i.rest[-200:]}"
-                )
-            axes, devices = _axes(i, mesh)
-            arrays = _moved(kind, i, devices)
-            if name.startswith("all-reduce-scatter"):  # a fusion of an all-reduce and a slice (TPU)
-                kind = "reduce-scatter"
-            for dtype, shape in arrays:
-                found.append(
-                    Collective(kind, axes, devices, dtype, shape, bytes_of(dtype, shape), round(count), i.scope)
-                )
-    return [c for c in found if c.devices > 1]
+        count = times.get(name, 0.0)
+        for i in instructions if count else ():
+            for c in collectives_of(i, instructions, mesh, name):
+                if math.isinf(count):
+                    raise ValueError(
+                        f"{i.name} is in a loop whose trip count XLA does not know. Name the loop in `trip_counts`: "
+                        f"{i.rest[-200:]}"
+                    )
+                found.append(c._replace(times=round(count)))
+    return found
+
+
+def collectives_of(
+    i: Instruction, instructions: list[Instruction], mesh: Mapping[str, int], computation: str = ""
+) -> list[Collective]:
+    """Returns the collectives that an instruction starts, one for each array, as if they ran once.
+
+    Args:
+      i: any instruction.
+      instructions: all of its computation.
+      mesh: see `collectives`.
+      computation: name of its computation.
+    """
+    kind = i.op.removesuffix("-start")
+    if kind not in KINDS or i.op not in (kind, f"{kind}-start") or _continues(i, instructions):
+        return []
+    axes, devices = _axes(i, mesh)
+    arrays = _moved(kind, i, devices)
+    if computation.startswith("all-reduce-scatter"):  # a fusion of an all-reduce and a slice (TPU)
+        kind = "reduce-scatter"
+    found = [
+        Collective(kind, axes, devices, dtype, shape, bytes_of(dtype, shape), 1, i.scope) for dtype, shape in arrays
+    ]
+    return found if devices > 1 else []
 
 
 def sent(found: Iterable[Collective]) -> Counter[tuple[str, str]]:

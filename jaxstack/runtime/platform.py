@@ -13,6 +13,8 @@ import psutil
 from jaxstack.config import ConfigError, MeshConfig
 
 MAX_CPU_DEVICES = 8  # every device holds its own copy of the state
+CPU_FLAG = ("xla_cpu_multi_thread_eigen", "false")
+"""The flag of XLA for several CPU devices. With a shared thread pool, devices would wait for each other."""
 _MOST_DEVICES = 4096  # simulated ones; each needs threads
 
 
@@ -63,8 +65,7 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
     devices = cpu_devices(mesh, batch, processes)
     if devices > 1 and not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
-        # Each device has its own core: with a shared thread pool, devices would wait for each other.
-        os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+        os.environ["XLA_FLAGS"] = f"--{'='.join(CPU_FLAG)}"  # each device has its own core
         if devices > _cores():  # XLA's threads: with one a core, all may wait in collectives that others must begin
             os.environ.setdefault("NPROC", str(2 * devices))
 

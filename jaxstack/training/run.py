@@ -24,7 +24,7 @@ from jaxstack.data import Dataset, ngram
 from jaxstack.data.loader import DataLoader
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
-from jaxstack.runtime import compile_cache, distributed, preemption
+from jaxstack.runtime import compile_cache, distributed, preemption, xla_options
 from jaxstack.runtime.watchdog import Watchdog
 from jaxstack.tracking import goodput
 from jaxstack.tracking.console import Console
@@ -131,6 +131,8 @@ class Run:
             if explanation := ctx.pipeline.explain():
                 console.print(explanation)
         console.print(f"kernels  {', '.join(f'{op} {name}' for op, name in ctx.kernels.items())}")
+        if left_out := xla_options.select_options(ctx.platform, ctx.mesh).explain():
+            console.print(f"xla      {left_out}", style="yellow")
         console.print(f"data     {self._dataset.description}")
         for line in self._loader.describe_sources():
             console.print(f"         {line}")

@@ -14,6 +14,7 @@ from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.models.partitioned import within_step
+from jaxstack.runtime.xla_options import select_options
 from jaxstack.sharding import collectives
 from jaxstack.training import losses
 from jaxstack.training import optimizer as optim
@@ -105,9 +106,17 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
 def jit_train_step(
     cfg: Config, ctx: Context, abstract: TrainState
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Returns the jitted train step. The state is donated; the new state has the same shardings."""
+    """Returns the jitted train step. The state is donated; the new state has the same shardings.
+
+    XLA compiles it with the options of `jaxstack.runtime.xla_options`.
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(make_train_step(cfg, ctx), donate_argnums=0, out_shardings=(shardings, None))
+    return jax.jit(
+        make_train_step(cfg, ctx),
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+        compiler_options=select_options(ctx.platform, ctx.mesh).used or None,
+    )
 
 
 def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ import programs
 import tune
 from cases import ATTENTION, LARGE, attention, attention_step, check, config, dropless_over_capacity, report
 
+from jaxstack.common.hardware import CHIPS
 from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
 from jaxstack.kernels import tiles
-from jaxstack.planner import aot, hlo, step_bytes
+from jaxstack.planner import aot, hlo, overlap, step_bytes
+from jaxstack.runtime import xla_options
 
 
 @pytest.mark.parametrize("name", ["h100_8", "h100_8_auto", "h100_64"])
@@ -48,6 +51,41 @@ def test_stages(name, ticks):
     assert all(c.times == 1 for c in found if {"data", "fsdp"} & set(c.axes))
     for kind, value in sent.items():
         np.testing.assert_allclose(value, predicted[kind], rtol=0.02, err_msg=str(kind))
+
+
+@pytest.mark.parametrize(("mesh", "exposed"), [({"fsdp": 8}, 0.1), ({"fsdp": 4, "tensor": 2}, 0.3)])
+def test_weights_are_gathered_during_the_layer_before(mesh, exposed):
+    """1.37e9 parameters, 16 sequences of 2,048 tokens: gathers in loops are for the next turn, beside a layer's work.
+
+    `exposed` is the part of the collectives' time that nothing hides, by the rates of the data sheet. The test also
+    holds that the options do this: without them no gather of weights starts before its turn.
+    """
+    cfg = replace(config(LARGE, 16, 2048, **mesh), kernels=KernelsConfig())
+
+    def compiled():
+        step = aot.compile(cfg, "h100:1x1x8")
+        assert abs(sum(step.memory.values()) / step.total - 1) < 0.1
+        return overlap.read_overlap(step.compiled.as_text(), cfg.mesh.sizes, CHIPS["h100"], step.trip_counts)
+
+    def gathers(found):
+        """Returns the gathers of layers' weights that are for the next turn, and the others."""
+        weights = [w for w in found.windows if w.kind == "all-gather" and w.axes == ("fsdp",) and w.times > 1]
+        return [w for w in weights if w.next_turn], [w for w in weights if not w.next_turn]
+
+    found = compiled()
+    ahead, late = gathers(found)
+    print(overlap.format_overlap(found))
+    assert ahead
+    assert not late
+    # The matrix products beside the gathers take at least as long as the gathers.
+    products, seconds = sum(w.times * w.flops for w in ahead), sum(w.times * w.seconds for w in ahead)
+    assert products >= seconds * CHIPS["h100"].flops["bfloat16"]
+    assert sum(w.times * w.exposed for w in ahead) <= 0.01 * seconds
+    assert found.exposed <= exposed * found.collectives
+    with mock.patch.dict(xla_options.GPU_OPTIONS, clear=True):
+        before = compiled()
+    assert not gathers(before)[0]
+    assert found.exposed < before.exposed
 
 
 def test_hosts_hold_whole_groups_of_the_inner_axes():

@@ -1,0 +1,80 @@
+"""Measures what runs beside the collectives of steps compiled for 8 x H100: `python benchmarks/overlap.py [CASE ...]`
+
+Needs the extra `[cuda13]` and no GPU. The model is the job `dense_2048` of train_gpu.py with 1.37e9 parameters; a step
+has 16 sequences of 2,048 tokens on eight devices. Each layout is compiled without and with the options that jaxstack
+gives XLA for several GPUs, half a minute to a minute each. Results go to `results/overlap.json` case by case.
+
+Times are arithmetic, by the rates of the data sheet (`jaxstack/planner/overlap.py`): no device is involved.
+"""
+
+import argparse
+import os
+import time
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # its keys ignore the scopes that decide the parts
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+os.environ.pop("XLA_FLAGS", None)
+
+import record
+import train_gpu
+
+from jaxstack.common.hardware import CHIPS
+from jaxstack.config import MeshConfig
+from jaxstack.planner import aot, overlap
+from jaxstack.runtime import xla_options
+
+TARGET, BATCH = "h100:1x1x8", 16
+LAYOUTS = {
+    "fsdp": MeshConfig(data=1, fsdp=8),
+    "tensor": MeshConfig(data=1, tensor=8),
+    "fsdp_tensor": MeshConfig(data=1, fsdp=4, tensor=2),
+}
+
+
+def measure(layout: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Compiles a step with the options of `GPU_OPTIONS` and returns what hides its collectives, in ms of one step."""
+    cfg = replace(train_gpu.config(train_gpu.JOBS["dense_2048"], BATCH, "selective", {}), mesh=LAYOUTS[layout])
+    begin = time.perf_counter()
+    with mock.patch.dict(xla_options.GPU_OPTIONS, options, clear=True):
+        compiled = aot.compile(cfg, TARGET)
+    seconds = time.perf_counter() - begin
+    found = overlap.read_overlap(compiled.compiled.as_text(), cfg.mesh.sizes, CHIPS["h100"], compiled.trip_counts)
+    print(f"{layout}, {len(options)} options\n{overlap.format_overlap(found)}", flush=True)
+    return {
+        "gib": compiled.total / 2**30,
+        "compile_seconds": seconds,
+        "compute_ms": 1e3 * found.compute,
+        "collectives_ms": 1e3 * found.collectives,
+        "exposed_ms": 1e3 * found.exposed,
+        "by_kind": [
+            {
+                "axes": "+".join(axes),
+                "kind": kind,
+                "next_turn": next_turn,
+                "runs": row["runs"],
+                "alone_ms": row["alone"],
+                "beside_ms": row["beside"],
+                "beside_tflop": row["tflop"],
+                "exposed_ms": row["exposed"],
+            }
+            for (axes, kind, next_turn), row in overlap.by_kind(found).items()
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=list(LAYOUTS), help="layouts to compile")
+    found = {}
+    for layout in parser.parse_args().cases:
+        ours = dict(xla_options.GPU_OPTIONS)
+        found[layout] = {"without_options": measure(layout, {}), "with_options": measure(layout, ours)}
+        record.record("overlap", {"target": TARGET, "sequences": BATCH, "options": list(ours), "layouts": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Selects the options with which XLA compiles a training step for several GPUs, so that arithmetic hides collectives.
+
+They are options of `jax.jit`. As `XLA_FLAGS` in the environment, one that the installed jaxlib lacks would end the
+process, and jaxlib renames them. As options they can be tried, they affect no other program, and a step that is
+compiled ahead of time has them too. `XLA_FLAGS` of the user win: an option that they set is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxstack.runtime import platform
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
+Value = bool | str
+
+GPU_OPTIONS: dict[str, tuple[tuple[str, Value], ...]] = {
+    "the scheduler that puts work beside collectives": (("xla_gpu_enable_latency_hiding_scheduler", True),),
+    **{
+        f"{kind} of the next layer during this one": (
+            (f"xla_gpu_enable_pipelined_{name}", True),
+            (f"xla_gpu_pipeline_{name}", "COLLECTIVE_PIPELINING_MODE_ON"),  # its name since jaxlib 0.11
+        )
+        for kind, name in (
+            ("all-gather", "all_gather"),
+            ("reduce-scatter", "reduce_scatter"),
+            ("all-reduce", "all_reduce"),
+        )
+    },
+}
+"""The options for several GPUs: what each is for, and its names and values in different versions of jaxlib."""
+
+
+class XlaOptions(NamedTuple):
+    """The options of a step.
+
+    Attributes:
+      used: values by name.
+      left_out: why an option of ours is not used, by its name.
+    """
+
+    used: dict[str, Value]
+    left_out: dict[str, str]
+
+    def explain(self) -> str:
+        """Returns a line with the options that are left out, or "" if there are none."""
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            reasons.setdefault(why, []).append(name)
+        return "; ".join(f"{why}, so jaxstack leaves out {', '.join(names)}" for why, names in reasons.items())
+
+
+def select_options(platform_name: str, mesh: Mesh | AbstractMesh | None) -> XlaOptions:
+    """Returns the options of a step on a mesh of `cpu`, `gpu` or `tpu`; a mesh of `None` is one device.
+
+    XLA needs no options on TPUs. On CPUs, `platform.configure` has set what a step needs, unless the user set
+    `XLA_FLAGS`.
+    """
+    devices = mesh.size if mesh is not None else 1
+    given = _user_flags(os.environ.get("XLA_FLAGS", ""))
+    used: dict[str, Value] = {}
+    left_out: dict[str, str] = {}
+    if platform_name == "cpu" and devices > 1 and given and given.get(platform.CPU_FLAG[0]) != platform.CPU_FLAG[1]:
+        left_out["=".join(platform.CPU_FLAG)] = "XLA_FLAGS is set"
+    for names in GPU_OPTIONS.values() if platform_name == "gpu" and devices > 1 else ():
+        theirs = next((name for name, _ in names if name in given), None)
+        known = next(((name, value) for name, value in names if _exists(name, value)), None)
+        if theirs is not None:
+            left_out[theirs] = "XLA_FLAGS is set"
+        elif known is None:
+            left_out[names[0][0]] = "this jaxlib lacks it"
+        else:
+            used[known[0]] = known[1]
+    return XlaOptions(used, left_out)
+
+
+def _user_flags(text: str) -> Mapping[str, str]:
+    """Returns the values of flags by name; `XLA_FLAGS` may also be the path of a file with flags, as XLA allows."""
+    if text and not text.lstrip().startswith("-"):
+        try:
+            text = Path(text.strip()).read_text()
+        except OSError:
+            text = ""
+    return dict(re.findall(r"--?(xla_\w+)(?:=(\S*))?", text))
+
+
+@cache
+def _exists(name: str, value: Value) -> bool:
+    """Returns whether the installed jaxlib has an option with such a value: compiles an empty program with it."""
+    import jax
+
+    try:
+        jax.jit(lambda: ()).lower().compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError as error:
+        if "option" not in str(error):  # anything else, such as a device without free memory
+            raise
+        return False
+    return True

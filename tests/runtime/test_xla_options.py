@@ -1,0 +1,69 @@
+"""XLA's options for several GPUs: the installed jaxlib has them, and the user's XLA_FLAGS win."""
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+
+from jaxstack.config import MeshConfig
+from jaxstack.runtime import platform, xla_options
+from jaxstack.runtime.xla_options import GPU_OPTIONS, XlaOptions, select_options
+
+
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+def mesh(devices):
+    return AbstractMesh((devices,), ("data",))
+
+
+def test_every_option_exists_in_the_installed_jaxlib():
+    """An option under a name that jaxlib lacks is an error of the compiler, so this would fail after a renaming."""
+    used, left_out = select_options("gpu", mesh(8))
+    assert len(used) == len(GPU_OPTIONS) == 4
+    assert not left_out
+    doubled = jax.jit(lambda x: 2 * x, compiler_options=used)
+    assert doubled(21) == 42
+
+
+def test_one_device_and_other_platforms_need_none():
+    assert (
+        select_options("gpu", mesh(1))
+        == select_options("tpu", mesh(8))
+        == select_options("cpu", mesh(8))
+        == XlaOptions({}, {})
+    )
+    assert select_options("gpu", None) == XlaOptions({}, {})
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_flags_of_the_user_win(in_file, monkeypatch, tmp_path):
+    """A flag may have any name that some jaxlib gives an option; XLA_FLAGS may be the path of a file."""
+    flags = "--xla_gpu_enable_latency_hiding_scheduler=false --xla_gpu_pipeline_all_gather=off --xla_dump_to=/x"
+    (tmp_path / "flags").write_text(flags)
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if in_file else flags)
+    found = select_options("gpu", mesh(8))
+    assert [name.rsplit("_", 2)[-2:] for name in found.used] == [["reduce", "scatter"], ["all", "reduce"]]
+    assert found.explain() == (
+        "XLA_FLAGS is set, so jaxstack leaves out xla_gpu_enable_latency_hiding_scheduler, xla_gpu_pipeline_all_gather"
+    )
+
+
+def test_an_option_that_jaxlib_lacks_is_left_out(monkeypatch):
+    names = (("xla_gpu_never_existed", True), ("xla_gpu_enable_latency_hiding_scheduler", "no boolean"))
+    monkeypatch.setattr(xla_options, "GPU_OPTIONS", {"x": names})
+    found = select_options("gpu", mesh(2))
+    assert found.used == {}
+    assert found.explain() == "this jaxlib lacks it, so jaxstack leaves out xla_gpu_never_existed"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"), [("--xla_cpu_multi_thread_eigen=false", False), ("--xla_cpu_enable_fast_math=true", True)]
+)
+def test_flags_of_the_user_replace_those_for_cpus(flags, said, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    platform.configure(MeshConfig(data=2), 2)
+    line = "XLA_FLAGS is set, so jaxstack leaves out xla_cpu_multi_thread_eigen=false"
+    assert select_options("cpu", mesh(2)).explain() == line * said
+    assert not select_options("cpu", mesh(1)).left_out
