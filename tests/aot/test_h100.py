@@ -64,7 +64,6 @@ def test_weights_are_gathered_during_the_layer_before(mesh, exposed):
 
     def compiled():
         step = aot.compile(cfg, "h100:1x1x8")
-        assert abs(sum(step.memory.values()) / step.total - 1) < 0.1
         return overlap.read_overlap(step.compiled.as_text(), cfg.mesh.sizes, CHIPS["h100"], step.trip_counts)
 
     def gathers(found):
