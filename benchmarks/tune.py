@@ -81,6 +81,9 @@ CANDIDATES: dict[str, dict[str, dict[str, list[Tile]]]] = {
         },
     },
     "tpu": {
+        "attention": {"16 bits": [A(256, 256), A(384, 384), A(1024, 1024)]},
+        "grouped_rows": {"16 bits": [G(512, 1024, 1024), G(512, 1024, 2048), G(512, 512, 2048)]},
+        "grouped_weights": {"16 bits": [G(512, 1024, 512), G(1024, 1024, 512)]},
         "cross_entropy": {
             "16 bits": [L(256, 1024, 512), L(512, 2048, 512), L(1024, 1024, 512), L(512, 1024, 1024)],
         },
@@ -98,10 +101,12 @@ PROGRAMS = {"cross_entropy": ("log_sum_exp", "d_logits")}
 """The compiled kernels of a kernel of the table, where they have other names."""
 
 
-def shape_class(case: cases_of_kernels.Case) -> str:
+def shape_class(case: cases_of_kernels.Case, platform: str) -> str:
     """Returns the class of a case in the table of block sizes."""
     dtype = case.choice["dtype"]
-    return tiles.attention_class(case.choice["head_dim"], dtype) if case.op == "attention" else tiles.dtype_class(dtype)
+    if case.op == "attention" and platform == "gpu":
+        return tiles.attention_class(case.choice["head_dim"], dtype)
+    return tiles.dtype_class(dtype)
 
 
 class Search(NamedTuple):
@@ -126,7 +131,7 @@ def searches(platform: str, small: bool, only: Sequence[str] | None) -> list[Sea
     first: dict[tuple[str, str], cases_of_kernels.Case] = {}
     for case in cases_of_kernels.cases(small, platform, "float32" if small else "bfloat16"):
         if case.op in ("attention", "cross_entropy", "moe"):
-            first.setdefault((case.op, shape_class(case)), case)
+            first.setdefault((case.op, shape_class(case, platform)), case)
     return [
         Search(kernel, name, first[OPERATIONS.get(kernel.split("_")[0], kernel), name], candidates)
         for kernel, classes in (SMALL if small else CANDIDATES[platform]).items()

@@ -13,7 +13,10 @@ from jaxstack.kernels.implementation import platform_of
 
 
 class AttentionTile(NamedTuple):
-    """Queries and keys of a block, and on a GPU the warps of a program and the pipeline stages of its loads."""
+    """Queries and keys of a block, and on a GPU the warps of a program and the pipeline stages of its loads.
+
+    On a TPU both blocks are equal, and smaller where that pads a sequence less.
+    """
 
     block_q: int
     block_kv: int
@@ -124,6 +127,7 @@ _HOPPER = Tiles(
 _TPU = Tiles(
     f"{NOT_TIMED}: within 16 MiB of VMEM, or 64 MiB for the cross-entropy and for experts",
     {
+        "attention": {name: AttentionTile(512, 512) for name in ("16 bits", "float32")},
         "cross_entropy": {name: LossTile(512, 1024, 512) for name in ("16 bits", "float32")},
         # A width that is summed over in one block has its part of a matrix read once for all tiles of an expert.
         "grouped_rows": {name: GroupedTile(256, 1024, 2048) for name in ("16 bits", "float32")},

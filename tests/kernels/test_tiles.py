@@ -1,5 +1,6 @@
 """The table of block sizes: which entry a call takes, and the order in which the cross-entropy's programs run."""
 
+import importlib
 import itertools
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from jaxstack import kernels
 from jaxstack.common.hardware import CHIPS
 from jaxstack.kernels import tiles
 
+pallas_tpu = importlib.import_module("jaxstack.kernels.attention.pallas_tpu")  # `attention` there is a function
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -46,6 +48,16 @@ def test_a_call_takes_the_sizes_of_its_chip():
         )
     with on_a_chip("NVIDIA GeForce GTX 1080", "gpu"):
         assert dkv(96) == default["128"]
+
+
+@pytest.mark.parametrize(("length", "block"), [(4096, 512), (700, 384), (100, 128), (1024, 512)])
+def test_blocks_of_attention_on_a_tpu(monkeypatch, length, block):
+    """At most an eighth is padding beyond blocks of 128, and the table has the largest block."""
+    q = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
+    assert pallas_tpu._block_of(q) == block
+    larger = {"attention": {"16 bits": tiles.AttentionTile(1024, 1024)}}
+    monkeypatch.setitem(tiles.TABLE, "tpu", tiles.Tiles(tiles.NOT_TIMED, larger))
+    assert pallas_tpu._block_of(q) == (1024 if length % 1024 == 0 else block)
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxstack.kernels.attention import block_ranges
 from jaxstack.kernels.attention.reference import MASKED, Options, row_dots
+from jaxstack.kernels.tiles import dtype_class, find_tile
 from jaxstack.sharding import collectives
 
 _LOG2E = math.log2(math.e)
-_BLOCKS = (512, 384, 256, 128)  # tokens of a block, in order of preference; sequences are padded to multiples of one
+_BLOCKS = (1024, 512, 384, 256, 128)  # tokens of a block, from the largest; sequences are padded to multiples of one
 
 
 class _Static(NamedTuple):
@@ -75,10 +76,14 @@ class _Static(NamedTuple):
         return jnp.maximum(jnp.minimum(low + t, high - 1), 0)
 
 
-def _block_of(length: int) -> int:
-    """Returns the largest block that pads a sequence to at most 9/8 of its length in the smallest blocks."""
-    least = _padded(length, _BLOCKS[-1])
-    return next(block for block in _BLOCKS if _padded(length, block) <= least * 9 // 8)
+def _block_of(q) -> int:
+    """Returns the block size for queries [B, S, H, K].
+
+    This is the largest one, up to that of the chip, that pads a sequence to at most 9/8 of its length in the smallest.
+    """
+    largest = find_tile("attention", dtype_class(q.dtype), "tpu")[0]
+    least = _padded(q.shape[1], _BLOCKS[-1])
+    return next(block for block in _BLOCKS if block <= largest and _padded(q.shape[1], block) <= least * 9 // 8)
 
 
 def _padded(length: int, block: int) -> int:
@@ -108,7 +113,7 @@ def attend(o: Options, q, k, v, segment_ids):
 
 
 def _forward(o: Options, q, k, v, segment_ids):
-    (b, s, h, width), block = q.shape, _block_of(q.shape[1])
+    (b, s, h, width), block = q.shape, _block_of(q)
     static, visits, segments = _visits(o, "queries", s, block, segment_ids)
     length = static.blocks * block
     query, query_vector, key, _ = _specs(static, h // k.shape[2], width)
@@ -128,7 +133,7 @@ def _forward(o: Options, q, k, v, segment_ids):
 
 def _backward(o: Options, residuals, d_out):
     q, k, v, segment_ids, out, lse_BHS = residuals
-    (b, s, h, width), g, block = q.shape, k.shape[2], _block_of(q.shape[1])
+    (b, s, h, width), g, block = q.shape, k.shape[2], _block_of(q)
     heads = [_heads_first(x, block) for x in (_scaled(o, q), k, v, d_out)]
     vectors = [lse_BHS[:, :, None], _per_token(row_dots(out, d_out).swapaxes(1, 2), block)]
 
