@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import record
+
 ROOT = Path(__file__).parent.parent
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 OURS, THEIRS, REST = "#1b6ca8", "#d1495b", ("#8d99ae", "#edae49", "#66a182", "#7b5ea7")
@@ -84,20 +86,22 @@ def kernels(result: dict[str, Any], name: str) -> None:
     save(made, name)
 
 
-def train_gpu(result: dict[str, Any]) -> None:
-    """Draws tokens per second and MFU of all sides on the GPU."""
+def train_gpu(results: list[dict[str, Any]], name: str) -> None:
+    """Draws tokens per second and MFU of each side alone on the GPU, by job."""
     made, (speed, mfu) = figure(10, 3.6, 2)
-    jobs = result["jobs"]
-    sides = list(dict.fromkeys(side for job in jobs.values() for side in job["sides"]))
+    jobs = [result["name"] for result in results]
+    sides = list(dict.fromkeys(side for result in results for side in result["sides"]))
 
     def values(key: str, scale: float) -> dict[str, list[float]]:
-        return {side: [scale * (job["sides"].get(side, {}).get(key) or 0) for job in jobs.values()] for side in sides}
+        return {side: [scale * (result["sides"].get(side, {}).get(key) or 0) for result in results] for side in sides}
 
-    groups(speed, list(jobs), values("tokens_per_s", 1e-3), "{:.1f}")
-    speed.set_ylabel(f"thousand tokens per second, one {result['device']}")
-    groups(mfu, list(jobs), values("mfu", 100), "{:.1f}")
+    groups(speed, jobs, values("tokens_per_s", 1e-3), "{:.1f}")
+    speed.set_ylabel(f"thousand tokens per second, one {results[0]['device']}")
+    groups(mfu, jobs, values("mfu", 100), "{:.1f}")
     mfu.set_ylabel("MFU, %, full attention counted")
-    save(made, "benchmark_train_gpu")
+    for ax in (speed, mfu):
+        ax.tick_params(axis="x", labelsize=7)
+    save(made, name)
 
 
 def train_gpu_aot(result: dict[str, Any]) -> None:
@@ -110,6 +114,7 @@ def train_gpu_aot(result: dict[str, Any]) -> None:
         ax.barh(i, case["temporary"] / gib, left=case["arguments"] / gib, color=REST[1],
                 label="activations, gradients, work" if i == 0 else None)  # fmt: skip
     ax.axvline(80, color=THEIRS, linewidth=1.2, label="memory of an H100")
+    ax.axvline(141e9 / gib, color=REST[2], linewidth=1.2, label="of an H200")
     names = [
         f"{c['job']}, {c['remat']}, batch {c['batch']} ({c['kernels']['attention']} attention"
         + (f", {c['kernels']['moe']} experts)" if "moe" in c["job"] else ")")
@@ -118,7 +123,7 @@ def train_gpu_aot(result: dict[str, Any]) -> None:
     ax.set_yticks(range(len(cases)), names, fontsize=8)
     ax.invert_yaxis()
     ax.set_xlabel("GiB on one device by the ahead-of-time compiler; nothing ran")
-    ax.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    ax.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     save(made, "benchmark_memory")
 
 
@@ -153,7 +158,7 @@ def roofline() -> None:
 
 
 def main() -> None:
-    drawn = {"train_cpu": train_cpu, "train_gpu": train_gpu, "train_gpu_aot": train_gpu_aot, "quant": quant}
+    drawn = {"train_cpu": train_cpu, "train_gpu_aot": train_gpu_aot, "quant": quant}
     for name, draw in drawn.items():
         if (result := load(name)) is None:
             print(f"results/{name}.json does not exist; its figure is skipped")
@@ -161,6 +166,14 @@ def main() -> None:
             draw(result)
     for path in sorted(RESULTS.glob("kernels_*.json")):
         kernels(json.loads(path.read_text()), f"benchmark_{path.stem}")
+    alone: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(RESULTS.glob("train_gpu_*_alone.json")):
+        result = json.loads(path.read_text())
+        alone.setdefault(result["device"], []).append(result)
+    for device, results in alone.items():
+        train_gpu(results, f"benchmark_{record.name_of('train_gpu', device)}")
+    if not alone:
+        print("results/train_gpu_*_alone.json do not exist; their figure is skipped")
     roofline()
 
 

@@ -1,29 +1,30 @@
 """Runs the benchmarks of accelerators on tiny shapes, so that errors show before a GPU is rented."""
 
 import json
-import os
-import subprocess
-import sys
+import math
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
+import decode_gpu
 import gpu_check
+import jax
 import jax.numpy as jnp
 import kernels
 import pytest
+import train_gpu
 import tune
 
 import jaxstack.kernels
+from jaxstack.config import ModelConfig, SampleConfig
+from jaxstack.generate import decode
 from jaxstack.kernels import OP_IMPLEMENTATIONS, tiles
+from jaxstack.models import decoder, params
+from jaxstack.training import step
 
-ROOT = Path(__file__).parent.parent
-ALONE = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
 
-
-def run(script: str, *words: str) -> str:
-    command = [sys.executable, str(ROOT / "benchmarks" / script), "--small", *words]
-    out = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | ALONE)
-    assert out.returncode == 0, out.stderr[-3000:]
-    return out.stdout
+def tree_bytes(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def result(folder: Path, name: str):
@@ -113,7 +114,7 @@ def test_a_wrong_kernel_is_an_error(tmp_path, monkeypatch):
     assert [row["ok"] for row in rows.values()] == [True, False, False]
 
 
-@pytest.mark.parametrize("script", [gpu_check])
+@pytest.mark.parametrize("script", [gpu_check, decode_gpu])
 def test_without_a_gpu(script):
     with pytest.raises(SystemExit, match=r"needs a GPU or a TPU, and JAX finds none\. Use --small"):
         script.main([])
@@ -125,22 +126,127 @@ def test_every_operation_has_a_case(capsys):
     assert "no cases for layers, update, decode\n" in capsys.readouterr().out
 
 
+ORDER = {"remats": ["selective"], "kernels": {}, "known": [], "steps": 2, "small": True}
+
+
+def order(name):
+    job = asdict(train_gpu.SMALL[name])
+    return ORDER | {"job": job, "batches": job["batches"]}
+
+
+def test_a_batch_that_does_not_fit_is_left_at_once(monkeypatch):
+    """Its state is freed before the next one is made, although the error has been caught while it existed."""
+
+    class TooLarge:
+        def lower(self, *_):
+            return self
+
+        compile = lower
+
+        def memory_analysis(self):
+            return SimpleNamespace(argument_size_in_bytes=1, temp_size_in_bytes=1)
+
+        def __call__(self, state, batch):
+            assert jax.tree.leaves(state)[0].is_deleted() is False
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(step, "jit_train_step", lambda *_: TooLarge())
+    before = len(jax.live_arrays())
+    found, advance = train_gpu.candidate(order("dense_2048"), 4, "selective", [], budget=1e9)
+    assert advance is None
+    assert found["out_of_memory"]
+    assert found["total"] > 1e9
+    assert len(jax.live_arrays()) == before
+    # A later candidate of at least that batch is not even compiled, unless it differs or there is more memory.
+    for remat, batch, budget, skipped in (
+        ("selective", 4, 1e9, True), ("selective", 8, 1e9, True), ("selective", 2, 1e9, False),
+        ("none", 8, 1e9, False), ("selective", 8, 2e9, False),
+    ):  # fmt: skip
+        wanted = found | {"remat": remat, "batch": batch}
+        assert bool(train_gpu.too_large(wanted, [found], budget)) == skipped
+
+
+def test_each_candidate_is_reported_and_the_fastest_one_served(monkeypatch, capsys):
+    """The worker's side of train_gpu.py. A step takes a second with one policy, and half a second with the other."""
+    seconds = {"none": 1.0, "selective": 0.5}
+
+    def candidate(order, batch, remat, known, budget):
+        found = {"remat": remat, "batch": batch, "kernels": {}, "total": 10 * batch}
+        return found, None if batch > 2 else lambda: seconds[remat]
+
+    monkeypatch.setattr(train_gpu, "candidate", candidate)
+    monkeypatch.setattr(train_gpu, "timed", lambda advance, read, steps: (advance(), 1.5))
+    train_gpu.ours(order("dense_2048") | {"remats": ["selective", "none"]}, ["2"])
+    *tried, served, turn = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(row["candidate"]["remat"], row["candidate"]["batch"], "step_s" in row["candidate"]) for row in tried] == [
+        ("selective", 4, False), ("selective", 2, True), ("none", 4, False), ("none", 2, True)
+    ]  # fmt: skip
+    assert (served["remat"], served["batch"], served["tokens_per_s"]) == (
+        "selective",
+        2,
+        256.0,
+    )  # 2 x 64 in half a second
+    assert turn["step_s"] == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moe_2_of_8", "nanochat_d24"])
+def test_our_side_of_the_whole_step(name, capsys):
+    train_gpu.ours(order(name), ["2"])
+    tried, served, turn = map(json.loads, capsys.readouterr().out.splitlines())
+    assert served["batch"] == 4  # the largest one
+    assert tried["candidate"]["total"] > 0
+    assert abs(turn["loss"] - math.log(256)) < 1  # random tokens, a few steps after the start
+    cfg = train_gpu.config(train_gpu.SMALL[name], 4, "none", {})
+    assert cfg.data.batch_size == {"moe_2_of_8": 4, "nanochat_d24": 8}[name]
+    assert cfg.train.grad_accum == {"moe_2_of_8": 1, "nanochat_d24": 2}[name]
+
+
+def test_decoding(tmp_path, capsys):
+    """The bytes are those of the arrays, and the measured programs add the tokens of `generate`."""
+    decode_gpu.main(["--small", "--batches", "2", "--rounds", "1", "--out", str(tmp_path)])
+    (case,) = result(tmp_path, "decode_gpu_cpu_tiny")["cases"]
+    assert case["tokens_per_s"] > 0, capsys.readouterr().out
+    cfg = ModelConfig(**decode_gpu.SMALL["tiny"])
+    ctx, length = decode_gpu.context(cfg, "float32", {}, jax.devices()[0]), decode_gpu.Length(64, 4, 12)
+    values = params.init(jax.random.key(0), decoder.spec(cfg))
+    table = values["embedding"]["tokens"]
+    # All weights but the table, of which each sequence needs a row; 64 + 8 tokens and the new one.
+    assert case["bytes_of_token"]["parameters"] == tree_bytes(values) - table.nbytes + 2 * table[0].nbytes
+    work = decode_gpu.Decoding(cfg, ctx, 2, length)
+    weights = jax.jit(work.prepare)(values)
+    tokens = jax.random.randint(jax.random.key(1), (2, 64), 0, cfg.vocab)
+    state = jax.jit(work.start)(weights, tokens)
+    slots = 64 + 12
+    assert case["bytes_of_token"]["cache"] == tree_bytes(state["cache"]) * (64 + 8 + 1) / slots
+    added = jax.jit(work.extend)(weights, state, 12)["added"]
+    sample = SampleConfig(tokens=12, temperature=0)
+    rows = decode.generate(cfg, values, tokens.tolist(), sample, ctx=ctx)
+    assert [row[64:] for row in rows] == added.tolist()
+
+
 @pytest.mark.slow
 def test_the_whole_step(tmp_path):
-    """Runs both families on our side, and on the side of torch if the extra `[parity]` is installed."""
-    words = ("--rounds", "2", "--steps", "2", "--remats", "selective", "--out", str(tmp_path))
-    said = run("train_gpu.py", *words)
-    jobs = json.loads((tmp_path / "train_gpu.json").read_text())["jobs"]
-    assert set(jobs) == {"dense_2048", "moe_2_of_8"}, said
-    for job in jobs.values():
-        ours = job["sides"]["jaxstack"]
-        assert ours["tokens_per_s"] > 0
-        assert ours["batch"] == 4  # the largest one
-        assert ours["mfu"] is None  # the peak of a CPU is not known
-        for peer, ratio in job["speed_against"].items():
-            assert ratio > 0, peer
+    """Runs our side alone; if the extra `[parity]` is installed, that of torch alone, and both beside each other."""
+    words = ("--small", "--jobs", "dense_2048", "--rounds", "2", "--steps", "2", "--remats", "selective")
+    train_gpu.main([*words, "--out", str(tmp_path)])
+    alone = result(tmp_path, "train_gpu_cpu_dense_2048_selective_alone")
+    peers = ["torch_eager"] if train_gpu.installed("torch, transformers") else []
+    results = [alone]
+    if peers:
+        together = result(tmp_path, "train_gpu_cpu_dense_2048_selective_together")
+        assert together["speed_against"]["torch_eager"] > 0
+        results.append(together)
+    for found in results:
+        assert set(found["sides"]) == {"jaxstack", *peers}
+        assert not found["failed"]
+        for side in found["sides"].values():
+            assert side["tokens_per_s"] > 0
+            assert side["batch"] == 4  # the largest one
+            assert side["mfu"] is None  # the peak of a CPU is not known
+            assert side["rounds"] == 2
             # The same model on the same tokens: ln(256) at the first step, and slightly less after memorizing.
-            assert abs(job["sides"][peer]["last_loss"] - ours["last_loss"]) < 1
+            assert abs(side["last_loss"] - math.log(256)) < 1
 
 
 @pytest.mark.slow

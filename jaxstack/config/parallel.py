@@ -171,4 +171,4 @@ class KernelsConfig:
     """How a bad step is skipped. `branch` runs the optimizer only for a good step; `select` always runs it and then
     selects the old or the new values."""
     decode: Literal["auto", "scan", "unrolled"] = "auto"
-    """Layers of one decoding step. `scan` loops over stacked weights; `unrolled` copies each layer's weights."""
+    """Layers of one decoding step. `scan` loops over stacked weights; `unrolled` copies each layer's weights once."""

@@ -76,7 +76,8 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
     # Attention: all but "xla" need memory linear in the sequence. cuDNN's kernel is NVIDIA's own and comes first where
     # it computes the definition. "chunked" needs a thousand times its memory, and 23 s to compile for an H100.
     # Norms on TPU use XLA, which fuses them with neighbouring operations. On GPU the compiled step decides on norms,
-    # experts, layers and the update (benchmarks/results/step_bytes.json).
+    # experts, layers and the update (benchmarks/results/step_bytes.json), and that of a new token on decoding
+    # (decode_gpu_aot.json).
     "gpu": {
         "attention": ("cudnn", "chunked"),
         "norm": ("custom_vjp",),
@@ -84,6 +85,7 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
         "moe": ("pallas_gpu", "grouped"),
         "layers": ("unrolled",),
         "update": ("select",),
+        "decode": ("unrolled",),
     },
     "tpu": {"attention": ("chunked",), "cross_entropy": ("chunked",)},
 }

@@ -135,8 +135,8 @@ class Context:
         # over tiles of rows in each layer of experts take minutes to compile.
         tile_loops = model.moe.num_experts and chosen["moe"] == "grouped"
         loops_save = context.gathers_params or tile_loops or model.num_layers > MAX_UNROLLED_LAYERS
-        if cfg.kernels.layers == "auto" and loops_save:
-            chosen["layers"] = "scan"
+        if platform == "gpu" and loops_save:
+            chosen |= {op: "scan" for op in ("layers", "decode") if getattr(cfg.kernels, op) == "auto"}
         return replace(context, platform=platform, loss_chunk=CHUNK_TOKENS[platform], **chosen)
 
     @property

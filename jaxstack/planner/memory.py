@@ -25,7 +25,7 @@ from jaxstack.training.state import TrainState, abstract_state
 
 GIB = 2**30
 
-RATIOS = {"cpu": (0.8, 2.1), "gpu": (0.75, 1.35), "tpu": (0.7, 1.45)}
+RATIOS = {"cpu": (0.8, 2.1), "gpu": (0.5, 1.35), "tpu": (0.7, 1.45)}
 """Least and largest ratio of what a compiled step needs beside its arguments to the formula, by platform. The CPU's are
 from benchmarks/results/step_memory_cpu.json, and those of GPU and TPU from aot.json, moe_memory_h100.json and
 train_gpu_aot.json there, with room for the cases that `estimate.memory` describes as inexact."""

@@ -23,7 +23,16 @@ from jaxstack.checkpoint import run_dir as rundir
 from jaxstack.checkpoint import verify
 from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.cli.parser import execute
-from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig, RunConfig, SampleConfig
+from jaxstack.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    KernelsConfig,
+    ModelConfig,
+    PipelineConfig,
+    RunConfig,
+    SampleConfig,
+)
 from jaxstack.data import Dataset, Tokens
 from jaxstack.data.dataset import Source
 from jaxstack.data.tokenizers import ByteTokenizer
@@ -61,6 +70,22 @@ def values_of(cfg: ModelConfig) -> Any:
 
 def gate_of(cfg: ModelConfig) -> int | None:
     return 1 if cfg.moe.router in ("domain", "timestep") else None
+
+
+@pytest.mark.parametrize(
+    ("platform", "cfg", "kernels", "expected"),
+    [
+        ("gpu", ModelConfig(), {}, "unrolled"),  # a loop would copy every layer's weights for every token
+        ("gpu", EXPERTS["mixtral"], {"moe": "grouped"}, "scan"),  # takes minutes to compile unrolled
+        ("gpu", EXPERTS["mixtral"], {"moe": "grouped", "decode": "unrolled"}, "unrolled"),
+        ("gpu", ModelConfig(num_layers=60), {}, "scan"),
+        ("cpu", EXPERTS["mixtral"], {}, "unrolled"),
+        ("tpu", ModelConfig(), {}, "scan"),
+    ],
+)
+def test_how_a_new_token_runs_through_the_layers(platform, cfg, kernels, expected):
+    run = Config(model=replace(cfg, vocab_size=256), kernels=KernelsConfig(**kernels))
+    assert memory.context(run, 1, platform).decode == expected
 
 
 def assert_greedy(cfg: ModelConfig, prompts: list[list[int]], tokens: int, form: str) -> None:
