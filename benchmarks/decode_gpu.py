@@ -227,7 +227,10 @@ def ahead_of_time(target: str, given: argparse.Namespace) -> None:
 
 
 def program_of_token(work: Decoding) -> dict[str, Any]:
-    """Compiles the program that adds tokens for the device of its context, and returns the bytes of one token."""
+    """Compiles the program that adds tokens for the device of its context, and returns the bytes of one token.
+
+    `bytes_of_a_call` are those of what runs before and after the loop over tokens.
+    """
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
@@ -247,8 +250,12 @@ def program_of_token(work: Decoding) -> dict[str, Any]:
     begin = time.perf_counter()
     compiled = jax.jit(work.extend, donate_argnums=1).lower(weights, state, until).compile()
     seconds = time.perf_counter() - begin
-    program = step_bytes.read_program(str(compiled.as_text()))
-    parts = step_bytes.by_part(program)
+    text = str(compiled.as_text())
+    once, twice = (step_bytes.read_program(text, {"extend": turns}) for turns in (1, 2))  # of the loop over tokens
+    more = [
+        o._replace(times=o.times - before.times) for before, o in zip(once.operations, twice.operations, strict=True)
+    ]
+    parts = step_bytes.by_part(twice._replace(operations=[o for o in more if o.times]))
     mean = work.length.prompt + (work.length.short + work.length.long) / 2
     need = sum(bytes_of_token(work.cfg, work.batch, mean, jnp.dtype(work.ctx.dtype).itemsize).values())
     moved = {part: read + written for part, (read, written, _) in parts.items()}
@@ -257,7 +264,8 @@ def program_of_token(work: Decoding) -> dict[str, Any]:
         "bytes_needed": round(need),
         "bytes_moved": round(sum(moved.values())),
         "bytes_by_part": {part: round(size) for part, size in moved.items()},
-        "kernels_a_token": sum(o.times for o in program.operations if o.times == 1),
+        "bytes_of_a_call": round(sum(o.bytes for o in once.operations) - sum(moved.values())),
+        "kernels_a_token": sum(o.times for o in more),
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
 
