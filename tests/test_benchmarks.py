@@ -206,7 +206,7 @@ def test_decoding(tmp_path, capsys):
     """The bytes are those of the arrays, and the measured programs add the tokens of `generate`."""
     decode_gpu.main(["--small", "--batches", "2", "--rounds", "1", "--out", str(tmp_path)])
     (case,) = result(tmp_path, "decode_gpu_cpu_tiny")["cases"]
-    assert case["tokens_per_s"] > 0, capsys.readouterr().out
+    assert len(case["ms_of_rounds"]) == 1, capsys.readouterr().out
     cfg = ModelConfig(**decode_gpu.SMALL["tiny"])
     ctx, length = decode_gpu.context(cfg, "float32", {}, jax.devices()[0]), decode_gpu.Length(64, 4, 12)
     values = params.init(jax.random.key(0), decoder.spec(cfg))
