@@ -119,9 +119,9 @@ def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
     """Never saves gathered weights as residuals: with FSDP a device holds the weights of one layer at a time.
 
     Only weights are gathered over axes of the batch. A policy by name alone would save the result of the gather, of
-    which the value with the name is a copy.
+    which the value with the name is a copy. Where XLA inserts the gather, it is a sharding constraint.
     """
-    return params.get("name") != "weight" and not (
+    return not (params.get("name") == "weight" or primitive.name == "sharding_constraint") and not (
         primitive.name == "all_gather" and set(BATCH_AXES) & set(params["axis_name"])
     )
 

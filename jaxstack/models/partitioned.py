@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree
@@ -53,14 +54,6 @@ def _backward(to: NamedSharding, back: NamedSharding, _: None, dy: jax.Array) ->
 
 
 reshard.defvjp(_forward, _backward)
-
-
-def _pin(x: jax.Array, parts: NamedSharding) -> jax.Array:
-    """Returns x with the sharding that it has between two calls of `reshard`, and so its gradient.
-
-    Without it XLA may move a gather across a cast, to the side with more bytes.
-    """
-    return jax.lax.with_sharding_constraint(x, parts)
 
 
 @dataclass(frozen=True)
@@ -119,7 +112,9 @@ class AutoContext(Context):
     def gather_activations(self, x: jax.Array, over: str) -> jax.Array:
         """Gathers the residual stream [B, S, D] over its sequence; without sequence parallelism it has it already."""
         whole, parts = self._activation("batch", "sequence"), self._activation("batch", "residual")
-        return reshard(whole, parts, _pin(x, parts))
+        # Without it XLA may gather before a cast, on the side that has more bytes.
+        x = jax.lax.with_sharding_constraint(x, parts)
+        return checkpoint_name(reshard(whole, parts, x), "gathered")  # `blocks.remat` saves no constraint by itself
 
     def reduce_activations(self, y: jax.Array, over: str) -> jax.Array:
         """Shards a result [B, S, D] like the residual stream; XLA sums the parts of a contraction that was split."""
@@ -135,8 +130,9 @@ class AutoContext(Context):
             if held == whole:
                 return value
             parts = self.sharding(held)
-            value = reshard(self.sharding(whole), parts, _pin(value, parts))
-            return jax.ad_checkpoint.checkpoint_name(value, "weight")
+            # The backward pass gathers it again from here, so that it is saved in shards.
+            value = reshard(self.sharding(whole), parts, jax.lax.with_sharding_constraint(value, parts))
+            return checkpoint_name(value, "weight")
 
         return map_spec(gather, spec, params, stored, used)
 
