@@ -15,10 +15,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # its keys ignore the scopes that tell operations apart
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-os.environ.pop("XLA_FLAGS", None)
+if __name__ == "__main__":  # before JAX is imported
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # its keys ignore the scopes that tell operations apart
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ.pop("XLA_FLAGS", None)
 
 import record
 import train_gpu
@@ -71,6 +72,18 @@ def measure(target: str, layout: str, partitioner: str) -> dict[str, Any]:
         found["split_into_start_and_done"] = text.count("-start(") + text.count('"AsyncCollectiveStart"')
     print(layout, partitioner, found, flush=True)
     return found
+
+
+def table(layouts: dict[str, Any]) -> str:
+    """Returns the rows of docs/meshes.md."""
+    rows = []
+    for layout, found in layouts.items():
+        sizes, accum = LAYOUTS[layout]
+        mesh = " ".join(f"{axis}={size}" for axis, size in sizes.items()) + (f", accum {accum}" if accum > 1 else "")
+        for name, r in found.items():
+            exposed = f"{r['exposed_ms']:.1f}" if "exposed_ms" in r else ""
+            rows.append(f"| `{mesh}` | `{name}` | {r['gib']:.1f} | {r['gb_sent']:.1f} | {exposed} |")
+    return "\n".join(rows)
 
 
 def main() -> None:

@@ -1,6 +1,9 @@
 """`mesh.partitioner=auto` makes the steps of `manual`; tests/test_meshes.py compares its gradients with one device."""
 
 import dataclasses
+import json
+import runpy
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,6 +18,7 @@ from jaxstack.sharding import make_mesh
 from jaxstack.training import step
 from jaxstack.training.state import abstract_state, make_state
 
+ROOT = Path(__file__).parents[2]
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
@@ -88,3 +92,10 @@ def test_gathered_weights_are_not_saved():
         compiled = step.jit_train_step(cfg, ctx, state).lower(state, batch).compile()
         temporary[partitioner] = compiled.memory_analysis().temp_size_in_bytes
     assert temporary["auto"] < 1.2 * temporary["manual"]  # 1.08; it was 2.3 when they were saved
+
+
+def test_the_table_of_the_page_is_that_of_the_result(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    table = runpy.run_path(str(ROOT / "benchmarks" / "partitioners.py"))["table"]
+    result = json.loads((ROOT / "benchmarks" / "results" / "partitioners_h100.json").read_text(encoding="utf-8"))
+    assert table(result["layouts"]) in (ROOT / "docs" / "meshes.md").read_text(encoding="utf-8")
