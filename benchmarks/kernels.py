@@ -83,6 +83,33 @@ def tokamax(op: str) -> dict[str, Callable[..., Any]]:
     return {"tokamax": functions[op]}
 
 
+def mosaic_grouped(platform: str) -> dict[str, Callable[..., Any]]:
+    """Returns JAX's own grouped matmul for Hopper, with gradients, or nothing on other platforms than GPUs.
+
+    It is an example of JAX's and no implementation of ours: rows without a group stay undefined, widths must be
+    multiples of its blocks, and the gradient of the weights asks the first device for its size, so that it cannot be
+    compiled ahead of time.
+    """
+    if platform != "gpu":
+        return {}
+    import jax
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
+
+    blocks = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 1}
+
+    @jax.custom_vjp
+    def product(x: Any, w: Any, sizes: Any) -> Any:
+        return ragged_dot_mgpu.ragged_dot(x, w, group_sizes=sizes, **blocks)
+
+    def backward(saved: Any, dy: Any) -> Any:
+        x, w, sizes = saved
+        dx = ragged_dot_mgpu.ragged_dot(dy, w, group_sizes=sizes, transpose_rhs=True, **blocks)
+        return dx, transposed_ragged_dot_mgpu.transposed_ragged_dot(x, dy, group_sizes=sizes, **blocks), None
+
+    product.defvjp(lambda *args: (product(*args), args), backward)
+    return {"jax's Mosaic GPU": product}
+
+
 def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
     """Returns the cases of all operations."""
     import jax
@@ -178,7 +205,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 (product, 3 * product),
                 (arrays, 3 * arrays),
                 {"dtype": jnp.dtype(dtype)},
-                {"one dense matmul": lambda x, w, s: x @ w[0]} | tokamax("moe"),
+                {"one dense matmul": lambda x, w, s: x @ w[0]} | mosaic_grouped(platform) | tokamax("moe"),
                 differentiated=2,
                 reference=one_by_one,
             )
