@@ -222,7 +222,10 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 (product, 3 * product),
                 (arrays, 3 * arrays),
                 {"dtype": jnp.dtype(dtype)},
-                {f"quant {kind}": lambda x, w, kind=kind: kernels.linear(x, w, quant=kind) for kind in ("int8", "fp8")},
+                {
+                    f"quant {kind}": lambda x, w, kind=kind: kernels.linear(x, w, quant=kind)
+                    for kind in ("int8", "fp8", "fp8_tensorwise")
+                },
                 differentiated=2,
             )
         )

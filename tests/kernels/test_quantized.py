@@ -1,11 +1,14 @@
 """Compares 8-bit matmuls with integer arithmetic in float64 and with the bound of rounding; NaN must propagate."""
 
+import dataclasses
+
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import test_meshes
 from families import FAMILIES
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -14,7 +17,10 @@ from jaxstack import kernels
 from jaxstack.models import decoder as models
 from jaxstack.models import params
 from jaxstack.models.context import Context
+from jaxstack.sharding import make_mesh
 from jaxstack.training import losses
+from jaxstack.training.gradients import make_gradients
+from jaxstack.training.state import abstract_state
 
 SHAPES = {  # x, w, contracted axes
     "matrix": ((6, 33), (33, 20), 1),
@@ -211,3 +217,23 @@ def test_every_linear_layer_of_a_block_and_no_other(kind):
     near, far = jax.jit(lambda v: loss(v, "none"))(values), jax.jit(lambda v: loss(v, kind))(values)
     assert near != far
     assert abs(near - far) < 0.02 * near  # three mantissa bits at least, averaged over 16 tokens
+
+
+def test_one_scale_for_an_array_is_that_of_all_devices():
+    """Each of the 7 projections exchanges the largest number of its input and of its incoming gradient over "data"."""
+    cfg = test_meshes.config("llama3", {"data": 2, "tensor": 2})
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, quant="fp8_tensorwise"))
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:4]))
+    values = abstract_state(cfg, ctx).params
+    batch = test_meshes.random_batch(0, False, cfg.model)
+
+    def axes(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name.startswith("pmax"):
+                yield eqn.params["axes"]
+            for sub in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from axes(sub)
+
+    found = list(axes(jax.make_jaxpr(make_gradients(cfg, ctx))(values, batch, None).jaxpr))
+    assert sum("data" in names for names in found) == 14
+    assert sum(set(names) == {"data", "tensor"} for names in found) == 7  # o and down forward, the others backward
