@@ -12,8 +12,8 @@ visits from scalar memory, as JAX's splash attention does.
 Scores are transposed, [T, C]. Values per query, such as the maximum, are then stored along the lanes, and reductions
 over keys run over sublanes. The forward kernel therefore takes v as [K, T] and returns its output as [K, C]. The
 kernels need heads before tokens, which is a copy on TPU. The same copy pads the sequence with zeros to full blocks, and
-multiplies queries by the scale of the scores, so that no kernel scales a score. Exponentials are powers of two. Scores
-and the saved log-sum-exps therefore contain a factor of log2(e).
+multiplies queries by the scale of the scores, so that no kernel scales a score. This rounds bfloat16 queries once more.
+Exponentials are powers of two. Scores and the saved log-sum-exps therefore contain a factor of log2(e).
 
 Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G, K head width; C queries and T keys of a
 block.
