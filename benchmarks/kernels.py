@@ -30,7 +30,6 @@ from typing import Any
 
 import record
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 TURN_S = 0.02  # least duration of one loop, long beside a dispatch
 SLOW_S = 15.0  # seconds to compile; slower implementations are only measured in the first case of an operation
 PASSES = ("forward", "forward and backward")

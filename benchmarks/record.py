@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+sys.path.insert(0, str(RESULTS.parent.parent))  # the package need not be installed
 
 
 def accelerator(small: bool) -> Any:

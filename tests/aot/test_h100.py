@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed: pip install -e '.[test,cuda13]'")
 
+import decode_gpu
 import programs
 import tune
 from cases import ATTENTION, LARGE, attention, attention_step, check, config, dropless_over_capacity, report
@@ -85,6 +86,16 @@ def test_weights_are_gathered_during_the_layer_before(mesh, exposed):
         before = compiled()
     assert not gathers(before)[0]
     assert found.exposed < before.exposed
+
+
+def test_a_new_token_moves_little_more_than_it_needs():
+    """The weights are read in place: a loop over layers would copy them out of the stack for every token."""
+    cfg = ModelConfig(num_layers=2, d_model=4096, num_heads=32, num_kv_heads=8, d_ff=14336, vocab_size=32768)
+    ctx = decode_gpu.context(cfg, "bfloat16", {}, aot.devices("h100:1")[0])
+    found = decode_gpu.program_of_token(decode_gpu.Decoding(cfg, ctx, 1, decode_gpu.Length()))
+    # Beside the weights there are vectors, partial sums of matmuls, and the empty slots of the cache.
+    assert 1 <= found["bytes_moved"] / found["bytes_needed"] < 1.03, found
+    assert "slices" not in found["bytes_by_part"]
 
 
 def test_hosts_hold_whole_groups_of_the_inner_axes():
