@@ -561,7 +561,7 @@ def installed(modules: str) -> bool:
 
 def device_kind(small: bool) -> str:
     """Returns the kind of JAX's first device, which another process looks up. Exits politely without a GPU."""
-    code = f"import record; print(record.accelerator({small}).device_kind)"
+    code = f"import record, sys; sys.argv[0] = 'train_gpu.py'; print(record.accelerator({small}).device_kind)"
     words, env = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path])}
     found = subprocess.run(
         words, stdout=subprocess.PIPE, text=True, check=False, cwd=Path(__file__).parent,
