@@ -20,7 +20,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack.kernels.attention import chunked, options, reference
-from jaxstack.kernels.attention.chunked import backward, forward
 from jaxstack.kernels.attention.reference import Mask, Options, heads_first, heads_last, row_dots, slice_tokens
 from jaxstack.sharding import collectives
 
@@ -77,12 +76,14 @@ def context_attention(
       scale, window, softcap: see `attention`; positions are those in the sequence.
       segment_ids: segment ids of this shard's tokens [B, S], or None for one segment.
       method: "ring" or "all_gather".
-      implementation: "xla", "chunked" or "auto"; see `attention`.
+      implementation: see `attention`. The ring without a window also runs "cudnn" and "pallas_gpu": each step calls the
+        kernel for a block of keys, forward and backward, with the log-sum-exp of all keys in the backward pass.
 
     Raises:
       ValueError: the shard does not have two equal halves, the method is unknown, or `attention` rejects the arguments.
     """
-    o = options(q, k, scale, True, window, softcap, implementation, sequence_shards=lax.axis_size(axis))
+    case = {"sequence_shards": lax.axis_size(axis), "segments": segment_ids is not None, "context_method": method}
+    o = options(q, k, scale, True, window, softcap, implementation, **case)
     if q.shape[1] % 2:
         raise ValueError(
             f"a shard of {q.shape[1]} tokens does not have two equal halves; use a sequence length that is a multiple "
@@ -161,14 +162,65 @@ def _unmasked(o: Options) -> Options:
     return o._replace(causal=o.window > 0)
 
 
-def _both_halves(f, half):
-    """Applies f(start) to both halves and returns the results [B, G, S, ...]. A loop compiles f only once."""
-    return jax.tree.map(lambda x: jnp.concatenate(jnp.unstack(x), axis=2), lax.map(f, jnp.array([0, half])))
+def _both_halves(f, half, dim):
+    """Applies f(start) to both halves and returns the results, with tokens in `dim`. A loop compiles f only once."""
+    return jax.tree.map(lambda x: jnp.concatenate(jnp.unstack(x), axis=dim), lax.map(f, jnp.array([0, half])))
 
 
-def _add(x, start, more):
-    """Returns x [B, G, S, ...] with `more` added to the tokens from `start` on."""
-    return lax.dynamic_update_slice_in_dim(x, slice_tokens(x, start, more.shape[2]) + more, start, axis=2)
+def _add(x, start, more, dim):
+    """Returns x with `more` added to the tokens, in dimension `dim`, from `start` on."""
+    return lax.dynamic_update_slice_in_dim(x, slice_tokens(x, start, more.shape[dim], dim) + more, start, axis=dim)
+
+
+# The functions of `chunked` take heads before tokens: queries [B, G, S, R, K], keys [B, G, S, K], log-sum-exp
+# [B, G, S, R]. Kernels take [B, S, H, K], [B, S, G, K] and [B, S, H], as the model stores them.
+
+
+def _token_dim(o: Options) -> int:
+    """Returns the dimension of tokens in the arrays of a block."""
+    return 1 if o.name in ("cudnn", "pallas_gpu") else 2
+
+
+def _pack(o: Options, x, kv_heads):
+    """Returns queries, or outputs, [B, S, H, K] in the order of a block's arrays."""
+    return x if _token_dim(o) == 1 else heads_first(x, kv_heads)
+
+
+def _unpack(o: Options, x):
+    return x if _token_dim(o) == 1 else heads_last(x)
+
+
+def _pack_keys(o: Options, x):
+    """Returns keys, or values, [B, S, G, K] in the order of a block's arrays, or the reverse."""
+    return x if _token_dim(o) == 1 else x.swapaxes(1, 2)
+
+
+def _forward(o: Options, q, k, v, mask: Mask):
+    """Returns output and log-sum-exp of queries and a block of as many keys, in float32."""
+    match o.name:  # kernels are imported only when used, because importing Pallas takes time
+        case "cudnn":
+            from jaxstack.kernels.attention import cudnn
+
+            return cudnn.forward_block(o, q, k, v, mask)
+        case "pallas_gpu":
+            from jaxstack.kernels.attention import pallas_gpu
+
+            return pallas_gpu.forward_block(o, q, k, v, mask)
+    return chunked.forward(o, q, k, v, mask, jnp.float32)
+
+
+def _backward(o: Options, q, k, v, d_out, out, lse, delta, mask: Mask):
+    """Returns the gradients of q, k and v due to a block of keys, in float32; `out`, `lse`, `delta` are of all keys."""
+    match o.name:
+        case "cudnn":
+            from jaxstack.kernels.attention import cudnn
+
+            return cudnn.backward_block(o, q, k, v, d_out, out, lse, delta, mask)
+        case "pallas_gpu":
+            from jaxstack.kernels.attention import pallas_gpu
+
+            return pallas_gpu.backward_block(o, q, k, v, d_out, out, lse, delta, mask)
+    return chunked.backward(o, q, k, v, d_out, lse, delta, mask, jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -178,21 +230,22 @@ def _ring(o: Options, axis, q, k, v, segment_ids):
 
 def _ring_forward(o: Options, axis, q, k, v, segment_ids):
     shards, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
-    q_BGSRK = heads_first(q, k.shape[2])
-    block = k.swapaxes(1, 2), v.swapaxes(1, 2), segment_ids
+    dim, queries = _token_dim(o), _pack(o, q, k.shape[2])
+    block = _pack_keys(o, k), _pack_keys(o, v), segment_ids
 
     def pair(o, block, query, key, offset):
-        k, v, key_segments = (slice_tokens(x, key, half) for x in block)
+        k, v, key_segments = (slice_tokens(x, key, half, dim) for x in block)
         mask = Mask(slice_tokens(segment_ids, query, half), key_segments, offset)
-        return forward(o, slice_tokens(q_BGSRK, query, half), k, v, mask, jnp.float32)
+        return _forward(o, slice_tokens(queries, query, half, dim), k, v, mask)
 
     def merge(result, block, query, key, offset):
-        out, lse = (slice_tokens(x, query, half) for x in result)
+        out, lse = (slice_tokens(x, query, half, dim) for x in result)
         out_pair, lse_pair = pair(_unmasked(o), block, query, key, offset)
         total = jnp.logaddexp(lse, lse_pair)
         out = out * jnp.exp(lse - total)[..., None] + out_pair * jnp.exp(lse_pair - total)[..., None]
         return tuple(
-            lax.dynamic_update_slice_in_dim(x, new, query, axis=2) for x, new in zip(result, (out, total), strict=True)
+            lax.dynamic_update_slice_in_dim(x, new, query, axis=dim)
+            for x, new in zip(result, (out, total), strict=True)
         )
 
     def step(t, carry):
@@ -202,30 +255,28 @@ def _ring_forward(o: Options, axis, q, k, v, segment_ids):
         result = merge(result, block, *_same_halves(axis, source, half))
         return _next(axis, block), result
 
-    result = _both_halves(lambda start: pair(o, block, start, start, None), half)
+    result = _both_halves(lambda start: pair(o, block, start, start, None), half, dim)
     result = merge(result, block, *_high_to_low(axis, me, half))
     _, (out, lse) = lax.fori_loop(1, shards, step, (_next(axis, block), result))
-    out, lse = checkpoint_name(heads_last(out).astype(q.dtype), "attention"), checkpoint_name(lse, "attention_lse")
+    out, lse = checkpoint_name(_unpack(o, out).astype(q.dtype), "attention"), checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, segment_ids, out, lse)
 
 
 def _ring_backward(o: Options, axis, residuals, d_out):
-    q, k, v, segment_ids, out, lse_BGSR = residuals
+    q, k, v, segment_ids, out, lse = residuals
     shards, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
-    q_BGSRK, d_out_BGSRK, out_BGSRK = (heads_first(x, k.shape[2]) for x in (q, d_out, out))
-    delta_BGSR = row_dots(d_out_BGSRK, out_BGSRK)
-    block = k.swapaxes(1, 2), v.swapaxes(1, 2), segment_ids
+    dim, (queries, d_outs, outs) = _token_dim(o), (_pack(o, x, k.shape[2]) for x in (q, d_out, out))
+    of_queries = (queries, d_outs, outs, lse, row_dots(d_outs, outs))
+    block = _pack_keys(o, k), _pack_keys(o, v), segment_ids
 
     def pair(o, block, query, key, offset):
-        q, d_out, lse, delta, query_segments = (
-            slice_tokens(x, query, half) for x in (q_BGSRK, d_out_BGSRK, lse_BGSR, delta_BGSR, segment_ids)
-        )
-        k, v, key_segments = (slice_tokens(x, key, half) for x in block)
-        return backward(o, q, k, v, d_out, lse, delta, Mask(query_segments, key_segments, offset), jnp.float32)
+        q, *others = (slice_tokens(x, query, half, dim) for x in of_queries)
+        k, v, key_segments = (slice_tokens(x, key, half, dim) for x in block)
+        return _backward(o, q, k, v, *others, Mask(slice_tokens(segment_ids, query, half), key_segments, offset))
 
     def add(gradients, block, query, key, offset):
         more = pair(_unmasked(o), block, query, key, offset)
-        return tuple(_add(x, start, m) for x, start, m in zip(gradients, (query, key, key), more, strict=True))
+        return tuple(_add(x, start, m, dim) for x, start, m in zip(gradients, (query, key, key), more, strict=True))
 
     def step(t, carry):
         block, (dq, *d_block) = carry
@@ -235,12 +286,12 @@ def _ring_backward(o: Options, axis, residuals, d_out):
         gradients = add(gradients, block, *_same_halves(axis, source, half))
         return _next(axis, block), gradients
 
-    gradients = _both_halves(lambda start: pair(o, block, start, start, None), half)
+    gradients = _both_halves(lambda start: pair(o, block, start, start, None), half, dim)
     gradients = add(gradients, block, *_high_to_low(axis, me, half))
     _, (dq, *d_block) = lax.fori_loop(1, shards, step, (_next(axis, block), gradients))
     # The last hop returns the gradients to their own shard.
-    dk, dv = (x.swapaxes(1, 2).astype(k.dtype) for x in _next(axis, d_block))
-    return heads_last(dq).astype(q.dtype), dk, dv, None
+    dk, dv = (_pack_keys(o, x).astype(k.dtype) for x in _next(axis, d_block))
+    return _unpack(o, dq).astype(q.dtype), dk, dv, None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

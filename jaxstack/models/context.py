@@ -124,6 +124,8 @@ class Context:
                 "softcap": model.attention_softcap,
                 "segments": cfg.data.packing,
                 "sequence_shards": mesh.shape["context"],
+                "context_method": cfg.mesh.context_method,
+                "window": max(model.windows),
             },
             "norm": {"d_model": model.d_model, "partitioner": context.partitioner},
             "linear": {"summed_by_xla": context.reduce_dtype} if context.partitioner == "auto" else {},

@@ -18,7 +18,7 @@ from cases import ATTENTION, LARGE, attention, attention_step, check, config, dr
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
 from jaxstack.kernels import tiles
-from jaxstack.planner import aot, hlo, overlap, step_bytes
+from jaxstack.planner import aot, hlo, hlo_text, overlap, step_bytes
 from jaxstack.runtime import xla_options
 
 
@@ -142,6 +142,26 @@ def test_a_step_with_attention_kernels(implementation):
     found, scores = attention_step(implementation, "h100:1x1x4", fsdp=2, tensor=2)
     print(f"{implementation}: {found.temporary / 2**20:.1f} MiB, and scores would be {scores / 2**20:.1f}")
     assert found.temporary < scores
+
+
+@pytest.mark.parametrize(
+    ("implementation", "calls"),
+    [
+        ("auto", ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")),
+        ("pallas", ("attention_forward", "attention_dkv")),
+    ],
+)
+def test_the_ring_runs_kernels(implementation, calls):
+    """Each step of the ring calls a kernel for its block of keys, forward and backward, and has no scores in memory."""
+    model = ModelConfig(num_layers=2, d_model=256, num_heads=4, num_kv_heads=2, d_ff=256, vocab_size=256)
+    cfg = replace(config(model, 4, 4096, context=4), kernels=KernelsConfig(attention=implementation))
+    found = aot.compile(cfg, "h100:1x1x4")
+    text = found.compiled.as_text()
+    for call in calls:
+        assert call in text
+    assert "collective-permute-start" in text
+    halves = 4096 // 4 // 2
+    assert not [shape for _, shape in hlo_text.shapes(text) if shape[-2:] == (halves, halves)]
 
 
 @pytest.mark.parametrize(("batch", "remat", "rest", "gib"), [(16, "selective", 260, 57), (8, "none", 160, 44)])

@@ -270,7 +270,7 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
         with pytest.raises(ValueError, match=f"attention=cudnn .*{words}.*; use one of .*pallas_gpu"):
             choose("cudnn", "gpu", **case)
     for change, words in [
-        ({"sequence_shards": 2}, "split over mesh axis context"),
+        ({"sequence_shards": 2, "window": 5}, "split over mesh axis context"),
         ({"head_dim": 1024}, "wide, not 1024"),
         ({"dtype": jnp.float64}, "not float64"),
     ]:
@@ -278,6 +278,11 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
             assert choose("auto", platform, **plain | change) == "chunked"
             with pytest.raises(ValueError, match=f"attention=pallas .*{words}.*; use one of xla, chunked"):
                 choose("pallas", platform, **plain | change)
+    ring = plain | {"sequence_shards": 2}
+    assert (choose("auto", "gpu", **ring), choose("pallas", "gpu", **ring)) == ("cudnn", "pallas_gpu")
+    assert choose("auto", "gpu", **ring, context_method="all_gather") == "chunked"
+    with pytest.raises(ValueError, match="takes the keys of a split sequence by mesh"):
+        choose("pallas", "gpu", **ring, context_method="all_gather")
     x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
     with pytest.raises(
         ValueError, match="cudnn does not support segments; use one of xla, chunked, pallas_gpu, pallas_tpu"

@@ -11,7 +11,8 @@
 Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G query heads per kv head, K head width,
 T slots of a KV cache.
 
-`../context_attention.py` uses the functions of `chunked` for queries and keys from different parts of a sequence.
+`../context_attention.py` uses `chunked`, `cudnn` and `pallas_gpu` for queries and keys from different parts of a
+sequence.
 """
 
 from functools import partial
@@ -42,7 +43,12 @@ _DTYPES = {
 def _unsupported_reason(name: str, case: OpCase) -> str:
     """Returns why a kernel cannot compute a case; see `Implementation.unsupported_reason`."""
     if case.get("sequence_shards", 1) > 1:
-        return "takes whole sequences, and this one is split over mesh axis context"
+        if name == "pallas_tpu":
+            return "takes whole sequences, and this one is split over mesh axis context"
+        if case.get("window"):
+            return "does not support a window in a sequence that is split over mesh axis context"
+        if case.get("context_method", "ring") != "ring":
+            return "takes the keys of a split sequence by mesh.context_method=ring only"
     if case.get("head_dim", 0) > _MAX_HEAD_DIM[name]:
         return f"takes heads up to {_MAX_HEAD_DIM[name]} wide, not {case['head_dim']}"
     if "dtype" in case and (dtype := jnp.dtype(case["dtype"]).name) not in _DTYPES[name]:
@@ -161,7 +167,7 @@ def options(q, k, scale, causal, window, softcap, implementation, **case: Any) -
         raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} kv heads evenly; use a divisor")
     if window < 0 or (window and not causal):
         raise ValueError(f"window={window} needs causal=True and a positive size; use window=0 to attend to all keys")
-    case |= {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap}
+    case |= {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap, "window": window}
     name = resolve_implementation("attention", IMPLEMENTATIONS, implementation, case)
     return Options(scale, causal, window, softcap, name, interpret_setting())
 

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxstack.kernels.attention import block_ranges
-from jaxstack.kernels.attention.reference import MASKED, Options, row_dots
+from jaxstack.kernels.attention.reference import MASKED, Mask, Options, row_dots
 from jaxstack.kernels.tiles import AttentionTile, attention_class, find_tile
 from jaxstack.sharding import collectives
 
@@ -67,32 +67,55 @@ def attend(o: Options, q, k, v, segment_ids):
 
 
 def _forward(o: Options, q, k, v, segment_ids):
-    (b, s, h, width), r = q.shape, q.shape[2] // k.shape[2]
-    head, kv, per_token = _head(q), _head(k, r), pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
-    out, lse_BHS = _call(
-        _forward_kernel, "queries", _Static(o, _tile("forward", q), s, width), h, segment_ids,
-        (q, k, v), (head, kv, kv), ((q.shape, q.dtype), ((b, h, s), jnp.float32)), (head, per_token),
-    )  # fmt: skip
+    out, lse_BHS = _forward_call(o, q, k, v, Mask(segment_ids, segment_ids, None), q.dtype)
     out, lse_BHS = checkpoint_name(out, "attention"), checkpoint_name(lse_BHS, "attention_lse")
     return out, (q, k, v, segment_ids, out, lse_BHS)
 
 
 def _backward(o: Options, residuals, d_out):
     q, k, v, segment_ids, out, lse_BHS = residuals
+    delta_BHS = row_dots(out, d_out).swapaxes(1, 2)
+    return *_backward_call(o, q, k, v, d_out, lse_BHS, delta_BHS, Mask(segment_ids, segment_ids, None), q.dtype), None
+
+
+def forward_block(o: Options, q, k, v, mask: Mask):
+    """Returns the output [B, S, H, K] and the log-sum-exp [B, S, H] for a part of the keys, both in float32."""
+    out, lse_BHS = _forward_call(o, q, k, v, mask, jnp.float32)
+    return out, lse_BHS.swapaxes(1, 2) / _LOG2E
+
+
+def backward_block(o: Options, q, k, v, d_out, out, lse_BSH, delta_BSH, mask: Mask):
+    """Returns the parts of the gradients, in float32, that are due to these keys; `lse` and `delta` are of all keys."""
+    lse, delta = lse_BSH.swapaxes(1, 2) * _LOG2E, delta_BSH.swapaxes(1, 2)
+    return _backward_call(o, q, k, v, d_out, lse, delta, mask, jnp.float32)
+
+
+def _forward_call(o: Options, q, k, v, mask: Mask, dtype):
+    """Returns the output in `dtype` and the log-sum-exp [B, H, S], which contains a factor of log2(e)."""
+    (b, s, h, width), r = q.shape, q.shape[2] // k.shape[2]
+    head, kv, per_token = _head(q), _head(k, r), pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
+    return _call(
+        _forward_kernel, "queries", _Static(o, _tile("forward", q), s, width), h, mask,
+        (q, k, v), (head, kv, kv), ((q.shape, dtype), ((b, h, s), jnp.float32)), (head, per_token),
+    )  # fmt: skip
+
+
+def _backward_call(o: Options, q, k, v, d_out, lse_BHS, delta_BHS, mask: Mask, dtype):
+    """Returns the gradients of q, k and v in `dtype`."""
     (_, s, h, width), g, r = q.shape, k.shape[2], q.shape[2] // k.shape[2]
-    inputs = (q, k, v, d_out, lse_BHS, row_dots(out, d_out).swapaxes(1, 2))
+    inputs = (q, k, v, d_out, lse_BHS, delta_BHS)
     head, kv, per_token = _head(q), _head(k, r), pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
     (dq,) = _call(
-        _dq_kernel, "queries", _Static(o, _tile("dq", q), s, width), h, segment_ids,
-        inputs, (head, kv, kv, head, per_token, per_token), ((q.shape, q.dtype),), (head,),
+        _dq_kernel, "queries", _Static(o, _tile("dq", q), s, width), h, mask,
+        inputs, (head, kv, kv, head, per_token, per_token), ((q.shape, dtype),), (head,),
     )  # fmt: skip
     kv, per_token = _head(k), pl.BlockSpec((None, r, s), lambda i, g, b: (b, g, 0))
     heads = pl.BlockSpec((None, s, r, _padded(width)), lambda i, g, b: (b, 0, g, 0))
     dk, dv = _call(
-        _dkv_kernel, "keys", _Static(o, _tile("dkv", q), s, width), g, segment_ids,
-        inputs, (heads, kv, kv, heads, per_token, per_token), ((k.shape, k.dtype), (v.shape, v.dtype)), (kv, kv),
+        _dkv_kernel, "keys", _Static(o, _tile("dkv", q), s, width), g, mask,
+        inputs, (heads, kv, kv, heads, per_token, per_token), ((k.shape, dtype), (v.shape, dtype)), (kv, kv),
     )  # fmt: skip
-    return dq, dk, dv, None
+    return dq, dk, dv
 
 
 attend.defvjp(_forward, _backward)
@@ -108,7 +131,7 @@ def _head(x, shared: int = 1) -> pl.BlockSpec:
     return pl.BlockSpec((None, s, None, _padded(width)), lambda i, h, b: (b, 0, h // shared, 0))
 
 
-def _call(kernel, over, static: _Static, heads, segment_ids, inputs, in_specs, results, out_specs):
+def _call(kernel, over, static: _Static, heads, mask: Mask, inputs, in_specs, results, out_specs):
     """Runs the kernel on a grid of blocks of `over` ("queries" or "keys"), heads and sequences."""
     o, tile, s, *_ = static
     if over == "queries":
@@ -119,10 +142,9 @@ def _call(kernel, over, static: _Static, heads, segment_ids, inputs, in_specs, r
         block, visited_block = tile.block_kv, tile.block_q
     count, sequences = len(ranges.low), inputs[0].shape[0]
     masked_ends = bool((ranges.low < ranges.inner_low).any()), bool((ranges.inner_high < ranges.high).any())
-    if segment_ids is not None:
-        segment_ids = segment_ids.astype(jnp.int32)
-    both_segments = None if segment_ids is None else (segment_ids, segment_ids)
-    visits = block_ranges.to_array(ranges, both_segments, block, visited_block)
+    of_queries, of_keys = jax.tree.map(lambda x: x.astype(jnp.int32), mask[:2])
+    both = (of_queries, of_keys) if over == "queries" else (of_keys, of_queries)
+    visits = block_ranges.to_array(ranges, None if of_keys is None else both, block, visited_block)
     # Under a causal mask the last queries attend to the most keys, and the first keys have the most queries. These
     # blocks run first, so that no long program is left at the end.
     first = count - 1 if over == "queries" else 0
@@ -130,20 +152,20 @@ def _call(kernel, over, static: _Static, heads, segment_ids, inputs, in_specs, r
     def block_index(i):
         return jnp.abs(first - i)
 
-    segments = None if segment_ids is None else pl.BlockSpec((None, s), lambda i, h, b: (b, 0))
+    per_sequence = None if of_keys is None else pl.BlockSpec((None, s), lambda i, h, b: (b, 0))
     block_visits = pl.BlockSpec((None, None, 4), lambda i, h, b: (b if visits.shape[0] > 1 else 0, block_index(i), 0))
-    visits, segment_ids, *inputs = collectives.match_varying(visits, segment_ids, *inputs)
+    visits, of_queries, of_keys, *inputs = collectives.match_varying(visits, of_queries, of_keys, *inputs)
     kind = jax.typeof(visits).mat
     return pl.pallas_call(
         partial(kernel, static._replace(masked_ends=masked_ends), block_index),
         grid=(count, heads, sequences),
-        in_specs=[block_visits, segments, *in_specs],
+        in_specs=[block_visits, per_sequence, per_sequence, *in_specs],
         out_specs=list(out_specs),
         out_shape=[jax.ShapeDtypeStruct(*result, manual_axis_type=kind) for result in results],
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=o.interpret,
         name=f"attention_{kernel.__name__.strip('_').removesuffix('_kernel')}",
-    )(visits, segment_ids, *inputs)
+    )(visits, of_queries, of_keys, *inputs)
 
 
 def _load(static: _Static, ref, start, size, head=None):
@@ -231,12 +253,25 @@ def _for_each_visit(static: _Static, visits_ref, segmented, step, carry):
     return lax.fori_loop(inner_high, high, masked, carry) if static.masked_ends[1] else carry
 
 
-def _forward_kernel(static: _Static, block_index, visits_ref, segments_ref, q_ref, k_ref, v_ref, out_ref, lse_ref):
+def _forward_kernel(
+    static: _Static,
+    block_index,
+    visits_ref,
+    query_segments_ref,
+    key_segments_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    out_ref,
+    lse_ref,
+):
     o, (block, size, *_) = static.o, static.tile
     start = block_index(pl.program_id(0)) * block
     queries = start + jnp.arange(block)
     q = _load(static, q_ref, start, block)
-    query_segments = None if segments_ref is None else _load_vector(static, segments_ref, start, block)[:, None]
+    query_segments = (
+        None if query_segments_ref is None else _load_vector(static, query_segments_ref, start, block)[:, None]
+    )
 
     def step(masked, j, carry):
         acc, top, total = carry
@@ -244,7 +279,9 @@ def _forward_kernel(static: _Static, block_index, visits_ref, segments_ref, q_re
         scores, factor, _ = _scores(o, _dot(q, k, (1, 1)))
         if masked:
             keys = j * size + jnp.arange(size)
-            key_segments = None if segments_ref is None else _load_vector(static, segments_ref, j * size, size)[None]
+            key_segments = (
+                None if key_segments_ref is None else _load_vector(static, key_segments_ref, j * size, size)[None]
+            )
             visible = _visible(static, queries[:, None], keys[None], query_segments, key_segments)
             scores = jnp.where(visible, scores, MASKED)
         higher = jnp.maximum(top, scores.max(1))
@@ -259,7 +296,7 @@ def _forward_kernel(static: _Static, block_index, visits_ref, segments_ref, q_re
 
     factor = _scores(o, jnp.float32(0))[1]
     initial = jnp.zeros((block, q.shape[1]), jnp.float32), jnp.full((block,), MASKED), jnp.zeros((block,), jnp.float32)
-    acc, top, total = _for_each_visit(static, visits_ref, segments_ref is not None, step, initial)
+    acc, top, total = _for_each_visit(static, visits_ref, key_segments_ref is not None, step, initial)
     total = jnp.where(total == 0, 1.0, total)  # the output is 0 for a query without visible keys
     _store(static, out_ref, start, acc / total[:, None])
     lse = jnp.maximum(factor * top + jnp.log2(total), MASKED)
@@ -267,21 +304,36 @@ def _forward_kernel(static: _Static, block_index, visits_ref, segments_ref, q_re
 
 
 def _dq_kernel(
-    static, block_index, visits_ref, segments_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dq_ref
+    static,
+    block_index,
+    visits_ref,
+    query_segments_ref,
+    key_segments_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    d_out_ref,
+    lse_ref,
+    delta_ref,
+    dq_ref,
 ):
     o, (block, size, *_) = static.o, static.tile
     start = block_index(pl.program_id(0)) * block
     queries = start + jnp.arange(block)
     q, d_out = _load(static, q_ref, start, block), _load(static, d_out_ref, start, block)
     lse, delta = (_load_vector(static, ref, start, block)[:, None] for ref in (lse_ref, delta_ref))
-    query_segments = None if segments_ref is None else _load_vector(static, segments_ref, start, block)[:, None]
+    query_segments = (
+        None if query_segments_ref is None else _load_vector(static, query_segments_ref, start, block)[:, None]
+    )
 
     def step(masked, j, dq):
         k, v = _load(static, k_ref, j * size, size), _load(static, v_ref, j * size, size)
         scores, factor, slope = _scores(o, _dot(q, k, (1, 1)))
         if masked:
             keys = j * size + jnp.arange(size)
-            key_segments = None if segments_ref is None else _load_vector(static, segments_ref, j * size, size)[None]
+            key_segments = (
+                None if key_segments_ref is None else _load_vector(static, key_segments_ref, j * size, size)[None]
+            )
             visible = _visible(static, queries[:, None], keys[None], query_segments, key_segments)
             scores = jnp.where(visible, scores, MASKED)
         weights = _exp2(o, factor, scores, lse)
@@ -292,18 +344,30 @@ def _dq_kernel(
             d_scores *= slope
         return dq + _dot(d_scores.astype(k.dtype), k)
 
-    dq = _for_each_visit(static, visits_ref, segments_ref is not None, step, jnp.zeros(q.shape, jnp.float32))
+    dq = _for_each_visit(static, visits_ref, key_segments_ref is not None, step, jnp.zeros(q.shape, jnp.float32))
     _store(static, dq_ref, start, o.scale * dq)
 
 
 def _dkv_kernel(
-    static, block_index, visits_ref, segments_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref
+    static,
+    block_index,
+    visits_ref,
+    query_segments_ref,
+    key_segments_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    d_out_ref,
+    lse_ref,
+    delta_ref,
+    dk_ref,
+    dv_ref,
 ):
     o, (size, block, *_) = static.o, static.tile
     start = block_index(pl.program_id(0)) * block
     keys = start + jnp.arange(block)
     k, v = _load(static, k_ref, start, block), _load(static, v_ref, start, block)
-    key_segments = None if segments_ref is None else _load_vector(static, segments_ref, start, block)[:, None]
+    key_segments = None if key_segments_ref is None else _load_vector(static, key_segments_ref, start, block)[:, None]
 
     def head(r, carry):
         def step(masked, i, carry):
@@ -314,8 +378,8 @@ def _dkv_kernel(
             if masked:
                 queries = i * size + jnp.arange(size)
                 query_segments = None
-                if segments_ref is not None:
-                    query_segments = _load_vector(static, segments_ref, i * size, size)[None]
+                if query_segments_ref is not None:
+                    query_segments = _load_vector(static, query_segments_ref, i * size, size)[None]
                 visible = _visible(static, queries[None], keys[:, None], query_segments, key_segments)
                 scores = jnp.where(visible, scores, MASKED)
             weights = _exp2(o, factor, scores, lse)
@@ -327,7 +391,7 @@ def _dkv_kernel(
                 d_scores *= slope
             return dk + _dot(d_scores.astype(q.dtype), q), dv
 
-        return _for_each_visit(static, visits_ref, segments_ref is not None, step, carry)
+        return _for_each_visit(static, visits_ref, key_segments_ref is not None, step, carry)
 
     initial = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = lax.fori_loop(0, q_ref.shape[1], head, initial)

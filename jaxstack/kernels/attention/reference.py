@@ -92,9 +92,9 @@ def masked_scores(o: Options, q, k, q_positions, k_positions, query_segments, ke
     return scores
 
 
-def slice_tokens(x, start, size):
-    """Returns `size` tokens from `start` on of an array [B, S] or [B, G, S, ...]; None stays None."""
-    return None if x is None else lax.dynamic_slice_in_dim(x, start, size, axis=1 if x.ndim == 2 else 2)
+def slice_tokens(x, start, size, dim=2):
+    """Returns `size` tokens from `start` on of an array [B, S], or one with tokens in `dim`; None stays None."""
+    return None if x is None else lax.dynamic_slice_in_dim(x, start, size, axis=1 if x.ndim == 2 else dim)
 
 
 def row_dots(a: jax.Array, b: jax.Array) -> jax.Array:
