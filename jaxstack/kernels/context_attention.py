@@ -186,7 +186,8 @@ def _pack(o: Options, x, kv_heads):
     return x if _token_dim(o) == 1 else heads_first(x, kv_heads)
 
 
-def _unpack(o: Options, x):
+def heads_last_of(o: Options, x):
+    """Returns queries, or outputs, in the order of a block's arrays as [B, S, H, K]."""
     return x if _token_dim(o) == 1 else heads_last(x)
 
 
@@ -258,7 +259,10 @@ def _ring_forward(o: Options, axis, q, k, v, segment_ids):
     result = _both_halves(lambda start: pair(o, block, start, start, None), half, dim)
     result = merge(result, block, *_high_to_low(axis, me, half))
     _, (out, lse) = lax.fori_loop(1, shards, step, (_next(axis, block), result))
-    out, lse = checkpoint_name(_unpack(o, out).astype(q.dtype), "attention"), checkpoint_name(lse, "attention_lse")
+    out, lse = (
+        checkpoint_name(heads_last_of(o, out).astype(q.dtype), "attention"),
+        checkpoint_name(lse, "attention_lse"),
+    )
     return out, (q, k, v, segment_ids, out, lse)
 
 
@@ -270,9 +274,10 @@ def _ring_backward(o: Options, axis, residuals, d_out):
     block = _pack_keys(o, k), _pack_keys(o, v), segment_ids
 
     def pair(o, block, query, key, offset):
-        q, *others = (slice_tokens(x, query, half, dim) for x in of_queries)
+        q, d_out, out, lse, delta = (slice_tokens(x, query, half, dim) for x in of_queries)
         k, v, key_segments = (slice_tokens(x, key, half, dim) for x in block)
-        return _backward(o, q, k, v, *others, Mask(slice_tokens(segment_ids, query, half), key_segments, offset))
+        mask = Mask(slice_tokens(segment_ids, query, half), key_segments, offset)
+        return _backward(o, q, k, v, d_out, out, lse, delta, mask)
 
     def add(gradients, block, query, key, offset):
         more = pair(_unmasked(o), block, query, key, offset)
@@ -291,7 +296,7 @@ def _ring_backward(o: Options, axis, residuals, d_out):
     _, (dq, *d_block) = lax.fori_loop(1, shards, step, (_next(axis, block), gradients))
     # The last hop returns the gradients to their own shard.
     dk, dv = (_pack_keys(o, x).astype(k.dtype) for x in _next(axis, d_block))
-    return _unpack(o, dq).astype(q.dtype), dk, dv, None
+    return heads_last_of(o, dq).astype(q.dtype), dk, dv, None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
