@@ -62,9 +62,9 @@ class Decoding:
     length: Length
 
     def prepare(self, params: Any) -> Any:
-        """Returns the weights cast, and the weights of each layer with `kernels.decode=unrolled`, else None."""
+        """Returns the weights cast, and their copies with `kernels.decode=unrolled`, else None."""
         model = self._model(params, None)
-        return model.params, model.layer_groups
+        return model.params, model.token_weights
 
     def start(self, weights: Any, tokens: Any) -> Any:
         """Reads prompts [B, S] and returns the state after the first new token."""
@@ -78,17 +78,17 @@ class Decoding:
         """Returns the state with tokens added until there are `until`."""
         return self._sampler(*weights).extend(state, self.length.prompt, until)
 
-    def _model(self, params: Any, groups: Any) -> Any:
+    def _model(self, params: Any, copies: Any) -> Any:
         import jax.numpy as jnp
 
         from jaxstack.generate.kv_cache import CachedDecoder
 
         return CachedDecoder.create(
             self.cfg, params, self.ctx, gate=None, vocabulary=self.cfg.vocab, first=jnp.zeros(self.batch, jnp.int32),
-            num_slots=self.length.prompt + self.length.long, layer_groups=groups,
+            num_slots=self.length.prompt + self.length.long, token_weights=copies,
         )  # fmt: skip
 
-    def _sampler(self, params: Any, groups: Any) -> Any:
+    def _sampler(self, params: Any, copies: Any) -> Any:
         import jax.numpy as jnp
 
         from jaxstack.config import SampleConfig
@@ -96,7 +96,7 @@ class Decoding:
 
         sample = SampleConfig(tokens=self.length.long, temperature=0)
         keys = decode.row_keys(jnp.uint32(0), jnp.zeros((self.batch, 2), jnp.uint32))
-        return decode.RowSampler(self._model(params, groups), sample, (), keys)
+        return decode.RowSampler(self._model(params, copies), sample, (), keys)
 
 
 def context(cfg: Any, dtype: str, kernels: dict[str, str], device: Any) -> Any:

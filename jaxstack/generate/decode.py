@@ -28,6 +28,7 @@ from jaxstack.generate import beam_search, sampling
 from jaxstack.generate.kv_cache import CachedDecoder, known_logits
 from jaxstack.models import decoder, family
 from jaxstack.models.context import Context
+from jaxstack.runtime.xla_options import select_decode_options
 from jaxstack.sharding import collectives
 
 BUCKET = 64
@@ -259,10 +260,12 @@ def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, par
       ctx: the execution context.
       parts: number of arrays in `rows`; the devices share their rows.
     """
+    options = select_decode_options(ctx.platform or jax.default_backend())
     if ctx.mesh is None:
-        return jax.jit(work)
+        return jax.jit(work, compiler_options=options)
     where = (ctx.parameters(family.spec(cfg)), *[ctx.batch] * parts, PartitionSpec())
-    return jax.jit(ctx.local(work, where, ctx.batch), out_shardings=ctx.sharding(PartitionSpec()))
+    shardings = ctx.sharding(PartitionSpec())
+    return jax.jit(ctx.local(work, where, ctx.batch), out_shardings=shardings, compiler_options=options)
 
 
 def generate_uncached(

@@ -7,8 +7,10 @@ Its entry for slot n has index n modulo their number, so the newest token replac
 Suffixes: B rows of this device, S slots of the prompts, T tokens that a layer keeps, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +23,29 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import cast_matrices
 from jaxstack.sharding import collectives
 
+SLOT_AXIS = {"keys": -1, "values": -2}
+"""The axis of the tokens in the arrays of a cache: both matmuls of attention then read them without a transpose."""
+
+
+class TokenWeights(NamedTuple):
+    """Copies of weights that are read in place for one token (`ctx.decode=unrolled`).
+
+    Attributes:
+      layer_groups: the weights of each group of layers, see `decoder.hidden_states_unrolled`.
+      head: on a CPU, the transposed table of a model with tied embeddings [D, V/n]: XLA:CPU reads the table itself more
+        slowly. Else `None`.
+    """
+
+    layer_groups: list[PyTree]
+    head: jax.Array | None
+
 
 @dataclass(frozen=True)
 class CachedDecoder:
     """Runs a model on new tokens and returns the logits of the next ones; the work of one device.
 
-    The cache holds arrays [L/period, B, G, T, K] for each block of a group of layers. With `layer_groups` it holds
-    arrays [B, G, T, K] for each block of each group.
+    The cache holds keys [L/period, B, G, K, T] and values [L/period, B, G, T, K] for each block of a group of layers.
+    With `token_weights` it holds keys [B, G, K, T] and values [B, G, T, K] for each block of each group.
 
     Attributes:
       cfg: the model.
@@ -37,7 +55,7 @@ class CachedDecoder:
       vocabulary: number of ids that exist.
       first: slot of each prompt's first token [B].
       num_slots: number of slots, for the prompts and all tokens to come.
-      layer_groups: with `ctx.decode=unrolled` the weights of each group, see `decoder.hidden_states_unrolled`.
+      token_weights: what a new token reads with `ctx.decode=unrolled`.
     """
 
     cfg: ModelConfig
@@ -47,7 +65,7 @@ class CachedDecoder:
     vocabulary: int
     first: jax.Array
     num_slots: int
-    layer_groups: list[PyTree] | None
+    token_weights: TokenWeights | None
 
     @classmethod
     def create(
@@ -60,15 +78,17 @@ class CachedDecoder:
         vocabulary: int,
         first: jax.Array,
         num_slots: int,
-        layer_groups: list[PyTree] | None = None,
+        token_weights: TokenWeights | None = None,
     ) -> "CachedDecoder":
-        """Returns a decoder whose parameters are cast and grouped once, unless they are already."""
-        params, groups = cast_matrices(family.spec(cfg), params, ctx.dtype), layer_groups
-        if groups is None and ctx.decode == "unrolled" and ctx.pipeline is None:
+        """Returns a decoder whose parameters are cast and copied once, unless they are already."""
+        params = cast_matrices(family.spec(cfg), params, ctx.dtype)
+        if token_weights is None and ctx.decode == "unrolled" and ctx.pipeline is None:
             name, stack = family.only_stack(cfg)
             stacked = group_layers(stack.period, params[name])
             groups = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.depth // stack.period)]
-        return cls(cfg, params, ctx, gate, vocabulary, first, num_slots, groups)
+            copied = cfg.tied_embeddings and (ctx.platform or jax.default_backend()) == "cpu"
+            token_weights = TokenWeights(groups, params["embedding"]["tokens"].T if copied else None)
+        return cls(cfg, params, ctx, gate, vocabulary, first, num_slots, token_weights)
 
     def prefill(self, tokens: jax.Array) -> tuple[jax.Array, PyTree]:
         """Returns the logits [B, V] after the prompts [B, S], and their cache."""
@@ -83,11 +103,11 @@ class CachedDecoder:
         x, aux = decoder.hidden_states(self.cfg, self.params, batch, self.ctx, cache={})
         new = {name: aux[name] for name in ("keys", "values")}
         cache: PyTree = [
-            jax.tree.map(lambda a, T=T: _allocate(a, T), block)
+            _map_cache(partial(_allocate, T), block)
             for T, block in zip(self._lengths, group_layers(len(self._lengths), new), strict=True)
         ]
-        if self.layer_groups is not None:
-            cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.layer_groups))]
+        if self.token_weights is not None:
+            cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.token_weights.layer_groups))]
         return self._logits(x[:, -1:]), cache
 
     def empty_cache(self) -> PyTree:
@@ -100,10 +120,10 @@ class CachedDecoder:
         """Returns the logits [B, V] after one more token of each row [B], in `slot`, and the cache that includes it."""
         x, new = self._hidden_states(tokens[:, None], slot, cache)
 
-        def update(a: jax.Array, entry: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice_in_dim(a, entry, slot % a.shape[-2], a.ndim - 2)
+        def update(axis: int, a: jax.Array, entry: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(a, entry, slot % a.shape[axis], axis)
 
-        return self._logits(x), jax.tree.map(update, cache, new)
+        return self._logits(x), _map_cache(update, cache, new)
 
     def append_tokens(
         self, tokens: jax.Array, count: jax.Array, slot: jax.Array, cache: PyTree
@@ -119,13 +139,14 @@ class CachedDecoder:
         x, new = self._hidden_states(tokens, slot, cache)
         index = jnp.arange(tokens.shape[1])
 
-        def update(a: jax.Array, entries: jax.Array) -> jax.Array:
-            T = a.shape[-2]
+        def update(axis: int, a: jax.Array, entries: jax.Array) -> jax.Array:
+            T = a.shape[axis]
             kept = (index < count) & (index >= count - T)  # a later token of these may take the same place
-            return a.at[..., jnp.where(kept, (slot + index) % T, T), :].set(entries, mode="drop")
+            places = jnp.where(kept, (slot + index) % T, T)
+            return a.at[(..., places, *[slice(None)] * (-1 - axis))].set(entries, mode="drop")
 
         last = jax.lax.dynamic_slice_in_dim(x, count - 1, 1, 1)
-        return self._logits(last), jax.tree.map(update, cache, new)
+        return self._logits(last), _map_cache(update, cache, new)
 
     def _hidden_states(self, tokens: jax.Array, slot: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns hidden states of the tokens [B, S] in the slots from `slot` on, and their keys and values."""
@@ -136,8 +157,9 @@ class CachedDecoder:
         }
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)
-        if self.layer_groups is not None:
-            return decoder.hidden_states_unrolled(self.cfg, self.params, self.layer_groups, batch, cache, self.ctx)
+        if self.token_weights is not None:
+            groups = self.token_weights.layer_groups
+            return decoder.hidden_states_unrolled(self.cfg, self.params, groups, batch, cache, self.ctx)
         x, aux = decoder.hidden_states(self.cfg, self.params, batch, self.ctx, cache=cache)
         return x, group_layers(len(self._lengths), {name: aux[name] for name in ("keys", "values")})
 
@@ -152,16 +174,25 @@ class CachedDecoder:
         return jnp.where(there >= self.first[:, None], slot - there, 0)
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        own = decoder.logits(self.cfg, self.params, x, self.ctx)[:, 0]
+        head = self.token_weights.head if self.token_weights is not None else None
+        params = self.params if head is None else {"head": {"w": head}}
+        own = decoder.logits(self.cfg, params, x, self.ctx)[:, 0]
         return known_logits(self.cfg, collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 1), self.vocabulary)
 
 
-def _allocate(a: jax.Array, T: int) -> jax.Array:
-    """Returns a cache [..., T, K] with the last T of the slots [..., S, K], each at its index, or room for more."""
-    S = a.shape[-2]
+def _map_cache(f: Callable[..., jax.Array], cache: PyTree, *others: PyTree) -> PyTree:
+    """Returns `f(slot_axis, array, *other_arrays)` of each array of a cache."""
+    return jax.tree_util.tree_map_with_path(lambda path, *arrays: f(SLOT_AXIS[path[-1].key], *arrays), cache, *others)
+
+
+def _allocate(T: int, axis: int, a: jax.Array) -> jax.Array:
+    """Returns a cache of T slots along an axis, with the last T of the S given ones at their indices, or empty ones."""
+    S = a.shape[axis]
     if S <= T:
-        return jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, T - S), (0, 0)])
-    return jnp.roll(a[..., S - T :, :], S % T, a.ndim - 2)
+        widths = [(0, 0)] * a.ndim
+        widths[axis] = (0, T - S)
+        return jnp.pad(a, widths)
+    return jnp.roll(jax.lax.slice_in_dim(a, S - T, S, axis=axis), S % T, axis)
 
 
 def known_logits(cfg: ModelConfig, logits: jax.Array, vocabulary: int) -> jax.Array:

@@ -21,6 +21,7 @@ from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
+from jaxstack.runtime.xla_options import select_decode_options
 from jaxstack.sharding import collectives
 
 _CHUNK_S = 0.1
@@ -56,7 +57,7 @@ class Engine:
       gate: domain of the texts, for a model with a hard gate.
       vocabulary: number of ids that exist.
       params: the parameters in the dtype of the computation.
-      layer_groups: see `CachedDecoder`.
+      token_weights: see `CachedDecoder`.
       programs: the compiled programs.
     """
 
@@ -65,12 +66,12 @@ class Engine:
     gate: int | None
     vocabulary: int
     params: Params
-    layer_groups: PyTree = None
+    token_weights: PyTree = None
     programs: dict[tuple[object, ...], Program] = field(default_factory=dict, repr=False)
 
     @classmethod
     def create(cls, cfg: ModelConfig, params: Params, **options: Unpack[GenerateOptions]) -> "Engine":
-        """Casts and groups the parameters, which `decode.generate` does in every call.
+        """Casts and copies the parameters, which `decode.generate` does in every call.
 
         Args:
           cfg: the model.
@@ -84,11 +85,11 @@ class Engine:
 
         def prepare(params: Params, first: jax.Array) -> tuple[PyTree, PyTree]:
             model = CachedDecoder.create(cfg, params, ctx, gate=None, vocabulary=1, first=first, num_slots=1)
-            return model.layer_groups, model.params
+            return model.token_weights, model.params
 
         program = _compile(ctx, prepare, (engine.specs.params, engine.specs.rows), engine.specs.params)
-        groups, cast = program(params, np.zeros(ctx.replicas, np.int32))
-        return replace(engine, params=cast, layer_groups=groups)
+        copies, cast = program(params, np.zeros(ctx.replicas, np.int32))
+        return replace(engine, params=cast, token_weights=copies)
 
     @property
     def specs(self) -> "Specs":
@@ -209,12 +210,12 @@ class Programs:
         key = (name, self.slots, self.sample, self.stop)
         if key not in engine.programs:
 
-            def run(params: Params, groups: PyTree, rows: PyTree, *others: PyTree) -> tuple[PyTree, PyTree]:
+            def run(params: Params, copies: PyTree, rows: PyTree, *others: PyTree) -> tuple[PyTree, PyTree]:
                 first, marks, seed = rows
                 sampler = RowSampler(
                     CachedDecoder.create(
                         engine.cfg, params, engine.ctx, gate=engine.gate, vocabulary=engine.vocabulary, first=first,
-                        num_slots=self.slots, layer_groups=groups,
+                        num_slots=self.slots, token_weights=copies,
                     ),
                     self.sample, self.stop, decode.row_keys(seed, marks),
                 )  # fmt: skip
@@ -231,7 +232,7 @@ class Programs:
             where = (specs.params, CARRIED, (specs.rows, specs.rows, one), *kinds)
             results = () if name == "empty_cache" else Results(specs.rows, specs.rows, one, one)
             engine.programs[key] = _compile(engine.ctx, run, where, results, donated=3 if CARRIED in kinds else None)
-        return engine.programs[key](engine.params, engine.layer_groups, rows, *others)
+        return engine.programs[key](engine.params, engine.token_weights, rows, *others)
 
 
 class _Carried:
@@ -260,8 +261,9 @@ def _compile(
       donated: index of the argument whose memory the state may take.
     """
     donate = () if donated is None else (donated,)
+    options = select_decode_options(ctx.platform or jax.default_backend())
     if ctx.mesh is None or ctx.mesh.size == 1:
-        return jax.jit(work, donate_argnums=donate)
+        return jax.jit(work, donate_argnums=donate, compiler_options=options)
     mesh = ctx.mesh
     compiled: list[Program] = []
 
@@ -292,7 +294,8 @@ def _compile(
             for x, spec in zip(arguments, in_specs, strict=True)
         )
         jax.eval_shape(ctx.local(probe, where, results), *arguments)
-        return jax.jit(ctx.local(pack, where, (found[0], results)), donate_argnums=donate)
+        whole = ctx.local(pack, where, (found[0], results))
+        return jax.jit(whole, donate_argnums=donate, compiler_options=options)
 
     def run(*arguments: PyTree) -> tuple[PyTree, PyTree]:
         if not compiled:

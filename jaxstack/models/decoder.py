@@ -10,6 +10,7 @@ sequence parallelism), D width, V vocabulary, L layers.
 """
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -282,11 +283,14 @@ def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context)
 
 def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
     """Returns the output matrix [D, V/n] in the compute dtype, this device's part of the vocabulary: a matrix of its
-    own, or the transposed embedding."""
-    group = "embedding" if cfg.tied_embeddings else "head"
-    name = "tokens" if cfg.tied_embeddings else "w"
-    w = ctx.gather_params(spec(cfg)[group][name], params[group][name].astype(ctx.dtype))
-    return w.T if cfg.tied_embeddings else w
+    own, or the transposed embedding. `params["head"]["w"]` may contain the latter as a copy, which generation makes."""
+    if not cfg.tied_embeddings:
+        return ctx.gather_params(spec(cfg)["head"]["w"], params["head"]["w"].astype(ctx.dtype))
+    table = spec(cfg)["embedding"]["tokens"]
+    if "head" in params:
+        transposed = replace(table, shape=table.shape[::-1], axes=table.axes[::-1])
+        return ctx.gather_params(transposed, params["head"]["w"].astype(ctx.dtype))
+    return ctx.gather_params(table, params["embedding"]["tokens"].astype(ctx.dtype)).T
 
 
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> jax.Array:

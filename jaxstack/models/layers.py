@@ -188,11 +188,11 @@ def attention(
       ctx: execution context.
       layer_inputs: `rope` and `segment_ids` are read. Tokens see their own document only.
       window: number of tokens that each token sees, including itself; 0 means all tokens before it.
-      cache: `keys` and `values` of earlier tokens [B, G, T, K], and `distance` from each of them to the first of these
-        [B, T], see `kernels.cached_attention`. An empty cache means that rows begin here.
+      cache: `keys` [B, G, K, T] and `values` [B, G, T, K] of earlier tokens, and `distance` from each of them to the
+        first of these [B, T], see `kernels.cached_attention`. An empty cache means that rows begin here.
 
     Returns:
-      [B, S/n, D]. With a cache also `keys` and `values` of these tokens [B, G, S, K].
+      [B, S/n, D]. With a cache also `keys` [B, G, K, S] and `values` [B, G, S, K] of these tokens.
     """
     rope = layer_inputs.rope
     x = ctx.gather_activations(x, "heads")
@@ -215,7 +215,7 @@ def attention(
         mixed, _ = ctx.region(partial(_attend, options), arguments, inputs, heads)
     y = ctx.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
     y = kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
-    return y, {} if cache is None else {"keys": k.swapaxes(1, 2), "values": v.swapaxes(1, 2)}
+    return y, {} if cache is None else {"keys": k.transpose(0, 2, 3, 1), "values": v.swapaxes(1, 2)}
 
 
 def _attend(

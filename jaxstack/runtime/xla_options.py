@@ -1,4 +1,6 @@
-"""Selects the options with which XLA compiles a training step for several GPUs, so that arithmetic hides collectives.
+"""Selects the options with which XLA compiles training steps for several GPUs, and text generation on CPUs.
+
+Those of training steps let arithmetic hide collectives, and that of generation avoids copies of the KV cache.
 
 They are options of `jax.jit`. As `XLA_FLAGS` in the environment, one that the installed jaxlib lacks would end the
 process, and jaxlib renames them. As options they can be tried, they affect no other program, and a step that is
@@ -36,6 +38,12 @@ GPU_OPTIONS: dict[str, tuple[tuple[str, Value], ...]] = {
     },
 }
 """The options for several GPUs: what each is for, and its names and values in different versions of jaxlib."""
+
+CACHE_OPTION = "xla_cpu_copy_insertion_use_region_analysis"
+"""The analysis with which XLA:CPU sees that a token's keys are written after those of earlier tokens have been read.
+
+Without it, XLA copies the complete cache twice for every token.
+"""
 
 
 class XlaOptions(NamedTuple):
@@ -79,6 +87,13 @@ def select_options(platform_name: str, mesh: Mesh | AbstractMesh | None) -> XlaO
         else:
             used[known[0]] = known[1]
     return XlaOptions(used, left_out)
+
+
+def select_decode_options(platform_name: str) -> dict[str, Value]:
+    """Returns the options of a program that generates text on `cpu`, `gpu` or `tpu`, by name."""
+    given = _user_flags(os.environ.get("XLA_FLAGS", ""))
+    wanted = platform_name == "cpu" and CACHE_OPTION not in given
+    return {CACHE_OPTION: True} if wanted and _exists(CACHE_OPTION, True) else {}
 
 
 def _user_flags(text: str) -> Mapping[str, str]:

@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -131,7 +132,22 @@ def test_a_layer_holds_what_its_window_sees(windows, tokens, form):
 
     cache = jax.eval_shape(held, jax.ShapeDtypeStruct((2, 128), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32))
     (blocks,) = cache if form == "unrolled" else [cache]
-    assert [block["keys"].shape[-2] for block in blocks] == tokens
+    assert [block["keys"].shape[-1] for block in blocks] == tokens
+
+
+def test_a_token_on_a_cpu_reads_head_and_cache_in_place(monkeypatch):
+    """The compiled program copies and transposes no cache, here of 64 + 12 slots, and the tied table once."""
+    cfg, compiled, jit = MODELS["gemma2"], [], decode.jit_on_mesh
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(decode, "jit_on_mesh", lambda *a, **how: compiled.append(jit(*a, **how)))
+    decode.make_generate(cfg, GREEDY, ctx=UNROLLED)
+    rows = np.zeros((1, 64), np.int32), np.zeros(1, np.int32), np.zeros((1, 2), np.uint32)
+    lowered = compiled[0].lower(values_of(cfg), *rows, np.uint32(0))
+    shapes = f"{cfg.vocab}x{cfg.d_model}xf32>) -> tensor<{cfg.d_model}x{cfg.vocab}xf32>"
+    assert len(re.findall("stablehlo.transpose.*" + re.escape(shapes), lowered.as_text())) == 1
+    text = lowered.compile().as_text()
+    assert re.search(r" f32\[[0-9,]*\b76\b[0-9,]*\].* dynamic-update-slice\(", text)
+    assert not re.findall(r" f32\[[0-9,]*\b76\b[0-9,]*\]\S* (?:copy|transpose)\(.*", text)
 
 
 @pytest.mark.parametrize("name", ["gemma2", *slow([[name] for name in MODELS if name != "gemma2"])])

@@ -186,10 +186,8 @@ def test_attention_to_what_is_held(rng, options, new):
     distance = np.zeros((2, 14), np.int32)
     distance[:, slots] = old - np.arange(old)
     distance[1, slots[:7]] = 0  # of no document
-    out = kernels.cached_attention(
-        q[:, old:], k[:, old:], v[:, old:], jnp.asarray(held_k), jnp.asarray(held_v), jnp.asarray(distance), scale=0.4,
-        **options,
-    )  # fmt: skip
+    cache = jnp.asarray(held_k.swapaxes(2, 3)), jnp.asarray(held_v), jnp.asarray(distance)
+    out = kernels.cached_attention(q[:, old:], k[:, old:], v[:, old:], *cache, scale=0.4, **options)
     for row, start in ((0, 0), (1, 7)):
         texts = (x[row : row + 1, start:] for x in (q64, k64, v64, q64))
         assert_close(out[row], numpy_attention(*texts, 0.4, **options)[0][0, -new:])

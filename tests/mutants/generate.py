@@ -41,8 +41,11 @@ mistakes(
     GENERATE + " -k '(greedy and gemma2) or window'",
     ("min(max(window - 1, 1), self.num_slots)", "min(max(window, 1), self.num_slots)"),
     ("there = slot - 1 - (slot - 1 - jnp.arange(T)) % T", "there = slot - (slot - jnp.arange(T)) % T"),
-    ("jnp.roll(a[..., S - T :, :], S % T, a.ndim - 2)", "a[..., S - T :, :]"),
-    ("slot % a.shape[-2]", "slot"),
+    (
+        "jnp.roll(jax.lax.slice_in_dim(a, S - T, S, axis=axis), S % T, axis)",
+        "jax.lax.slice_in_dim(a, S - T, S, axis=axis)",
+    ),
+    ("slot % a.shape[axis]", "slot"),
 )
 
 mistakes(

@@ -1,4 +1,4 @@
-"""XLA's options for several GPUs: the installed jaxlib has them, and the user's XLA_FLAGS win."""
+"""XLA's options for several GPUs and for generation: jaxlib has them, and the user's XLA_FLAGS win."""
 
 import jax
 import pytest
@@ -6,7 +6,7 @@ from jax.sharding import AbstractMesh
 
 from jaxstack.config import MeshConfig
 from jaxstack.runtime import platform, xla_options
-from jaxstack.runtime.xla_options import GPU_OPTIONS, XlaOptions, select_options
+from jaxstack.runtime.xla_options import CACHE_OPTION, GPU_OPTIONS, XlaOptions, select_decode_options, select_options
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +67,10 @@ def test_flags_of_the_user_replace_those_for_cpus(flags, said, monkeypatch):
     line = "XLA_FLAGS is set, so jaxstack leaves out xla_cpu_multi_thread_eigen=false"
     assert select_options("cpu", mesh(2)).explain() == line * said
     assert not select_options("cpu", mesh(1)).left_out
+
+
+def test_generation_on_a_cpu_has_an_option_unless_the_user_sets_it(monkeypatch):
+    assert select_decode_options("cpu") == {CACHE_OPTION: True}
+    assert select_decode_options("gpu") == select_decode_options("tpu") == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{CACHE_OPTION}=false")
+    assert select_decode_options("cpu") == {}

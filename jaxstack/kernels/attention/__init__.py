@@ -138,18 +138,18 @@ def cached_attention(
       q: queries of the tokens [B, S, H, K].
       k: keys of the tokens [B, S, G, K].
       v: values of the tokens [B, S, G, K].
-      keys: cached keys in T slots [B, G, T, K].
+      keys: cached keys in T slots [B, G, K, T]: a matmul over K reads them in this order without a transpose.
       values: cached values [B, G, T, K].
       distance: number of tokens from the token of each slot to the first of these [B, T]. 0 or less masks the slot.
       scale, window, softcap: see `attention`.
     """
-    g, slots, new = keys.shape[1], keys.shape[2], jnp.arange(q.shape[1])
+    g, slots, new = keys.shape[1], keys.shape[3], jnp.arange(q.shape[1])
     q_BGSRK, v_BGSK = heads_first(q, g), v.swapaxes(1, 2)
     visible = distance > 0
     visible, distance = visible[:, None], distance[:, None] + new[:, None]  # of each query [B, 1 or S, T]
     if window:
         visible &= distance < window
-    cached = masked_scores(Options(scale, False, 0, softcap), q_BGSRK, keys, new, new, None, None)
+    cached = masked_scores(Options(scale, False, 0, softcap), q_BGSRK, keys.swapaxes(2, 3), new, new, None, None)
     cached = jnp.where(visible[:, None, :, None], cached, MASKED)
     own = masked_scores(Options(scale, new.size > 1, window, softcap), q_BGSRK, k.swapaxes(1, 2), new, new, None, None)
     weights = jax.nn.softmax(jnp.concatenate([cached, own], axis=-1), axis=-1).astype(v.dtype)
