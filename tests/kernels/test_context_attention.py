@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxstack.kernels.attention import attention, cudnn
+from jaxstack.kernels.attention import attention, cudnn, pallas_gpu
 from jaxstack.kernels.context_attention import context_attention, order
 from jaxstack.kernels.implementation import interpret_mode
+from jaxstack.kernels.tiles import AttentionTile
 
 chunked_module = importlib.import_module("jaxstack.kernels.attention.chunked")  # attention is a function, too
 
@@ -105,11 +106,12 @@ def test_order():
 
 CASES = {  # shards, length, heads, kv heads, options, segments, methods and implementations
     "one_shard": (1, 12, 2, 2, {}, 0, "ring chunked", "all_gather xla"),
-    "two_shards": (2, 24, 4, 2, {}, 0, "ring xla", "ring pallas_gpu", "all_gather chunked"),
+    "two_shards": (2, 24, 4, 2, {}, 0, "ring xla", "all_gather chunked"),
     "two_tokens_a_shard": (4, 8, 2, 1, {}, 0, "ring chunked"),
     "window_in_a_half": (4, 64, 2, 1, {"window": 5}, 0, "ring chunked"),
     "window_over_shards": (4, 64, 2, 1, {"window": 29}, 0, "ring xla", "all_gather xla"),
     "segments": (8, 64, 2, 1, {}, 7, "ring chunked", "ring pallas_gpu", "all_gather xla"),
+    "blocks": (2, 128, 2, 1, {}, 7, "ring pallas_gpu"),
     "capped_kernel": (4, 64, 6, 2, {"softcap": 1.5}, 4, "ring pallas_gpu"),
     "capped": (4, 64, 6, 2, {"window": 23, "softcap": 1.5}, 4, "ring xla", "ring chunked", "all_gather chunked"),
 }
@@ -121,6 +123,7 @@ CASES = {  # shards, length, heads, kv heads, options, segments, methods and imp
 def test_equals_one_device(rng, monkeypatch, case, method, implementation):
     monkeypatch.setattr(chunked_module, "_CHUNK", 3)  # several chunks, scanned, and a shorter last one
     monkeypatch.setattr(chunked_module, "_MAX_GROUPS", 1)
+    monkeypatch.setattr(pallas_gpu, "_tile", lambda kernel, q: AttentionTile(16, 16, 4, 1))  # several blocks
     shards, length, heads, kv_heads, options, segments = CASES[case][:6]
     arrays = draw(rng, 2, length, heads, kv_heads, 8)
     ids = draw_segments(rng, 2, length, segments) if segments else None
