@@ -1,7 +1,7 @@
 """Runs a pipeline's schedule tables in one manual region: all stages execute the same program on their own units.
 
 The functions here compute on one device. Call them within `jax.shard_map` over a mesh that has an axis of stages.
-The ticks of the schedule are one `lax.scan`. In a tick, a stage runs its forward unit and then its backward unit. It
+The ticks of the schedule are a `lax.scan`. In a tick, a stage runs its forward unit and then its backward unit. It
 sends the results to its neighbours by one permute in each direction.
 
 Gradients are explicit. The VJP of every layer is taken when the layer runs forward, and its residuals are stored in
@@ -10,12 +10,13 @@ run all forward units before the first backward unit, which is GPipe. `reference
 
 The amount of work depends on the tick. Loops with a trip count of 0 or more replace branches, because a loop updates
 its sums in place where each branch of a `lax.cond` might copy them. The trip count is equal on all stages, so
-collectives inside a loop are safe.
+collectives inside a loop are safe. If the program is static, the ticks are several scans whose loops have static trip
+counts, see `phases`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import jax
@@ -29,12 +30,14 @@ from jaxstack.pipeline.operations import (
     broadcast,
     fori_loop,
     index_leading,
+    may_run,
     read_at,
     run_if,
     send,
     write_at,
     zeros,
 )
+from jaxstack.pipeline.phases import Phase, Turns
 from jaxstack.pipeline.program import Program, Units
 from jaxstack.pipeline.split_vjp import SplitVJP
 from jaxstack.sharding import collectives
@@ -119,7 +122,13 @@ def execute(
         stage=lax.axis_index(axis),
         group_of_slot=collectives.local_slice(jnp.asarray(program.stages.group_of_slot), (axis,), 0),
     )
-    state, _ = lax.scan(run.tick, run.initial_state(), _tick_rows(program))
+    state, rows = run.initial_state(), _tick_rows(program)
+    if not program.static:
+        return lax.scan(run.tick, state, rows)[0].sums
+    start = 0
+    for phase in program.phases:
+        state = run.phase(phase, state, _ticks(rows, start, phase.ticks))
+        start += phase.ticks
     return state.sums
 
 
@@ -155,17 +164,19 @@ class _Unit(NamedTuple):
 class _TickRow(NamedTuple):
     """One tick of a program; in `_tick_rows` all ticks, stacked.
 
-    The `_groups` fields count the layer groups that a tick runs in that direction. The `_at` fields hold the
-    microbatch whose embedding, embedding gradient or loss is computed at the tick, or -1.
+    The `_at` fields hold the microbatch whose embedding, embedding gradient or loss is computed at the tick, or -1.
     """
 
+    turns: Turns[jax.Array] | Turns[int]
     backward: _Unit
-    backward_groups: jax.Array
     embed_at: jax.Array
     forward: _Unit
-    forward_groups: jax.Array
     embed_grad_at: jax.Array
     loss_at: jax.Array
+
+    @property
+    def backward_groups(self) -> jax.Array | int:
+        return self.turns.backward
 
 
 def _tick_rows(program: Program) -> _TickRow:
@@ -175,14 +186,18 @@ def _tick_rows(program: Program) -> _TickRow:
         return _Unit(*map(jnp.asarray, (u.active_TP, u.chunk_TP, u.microbatch_TP, u.slot_TP)))
 
     return _TickRow(
+        turns=Turns(*map(jnp.asarray, program.turns)),
         backward=unit(program.backward),
-        backward_groups=jnp.asarray(program.backward.groups_T),
         embed_at=jnp.asarray(program.embed_at_T),
         forward=unit(program.forward),
-        forward_groups=jnp.asarray(program.forward.groups_T),
         embed_grad_at=jnp.asarray(program.embed_grad_at_T),
         loss_at=jnp.asarray(program.loss_at_T),
     )
+
+
+def _ticks(rows: _TickRow, start: int, count: int) -> _TickRow:
+    """Returns `count` ticks from `start` on."""
+    return jax.tree.map(lambda a: a[start : start + count], rows)
 
 
 @dataclass(frozen=True)
@@ -253,6 +268,22 @@ class _Run:
             outputs = varying(zeros(x, lead=(slots,)), varies_along(x))
         return _State(x, x, stash, outputs, sums)
 
+    def phase(self, phase: Phase, state: _State, rows: _TickRow) -> _State:
+        """Runs the ticks of a phase. In each run of ticks, the trip counts are Python's integers."""
+
+        def repeat(state: _State, rows: _TickRow) -> tuple[_State, None]:
+            start = 0
+            for turns, count in phase.runs:
+                run = partial(self.static_tick, turns)
+                state, _ = lax.scan(run, state, _ticks(rows, start, count))
+                start += count
+            return state, None
+
+        return lax.scan(repeat, state, jax.tree.map(lambda a: a.reshape(phase.repeats, -1, *a.shape[1:]), rows))[0]
+
+    def static_tick(self, turns: Turns[int], state: _State, row: _TickRow) -> tuple[_State, None]:
+        return self.tick(state, row._replace(turns=turns))
+
     def tick(self, state: _State, row: _TickRow) -> tuple[_State, None]:
         """Runs one tick: embedding, forward unit, loss, backward unit, gradient of the embedding, sends."""
         forward, backward = (jax.tree.map(lambda a: a[self.stage], unit) for unit in (row.forward, row.backward))
@@ -266,7 +297,9 @@ class _Run:
         if jax.tree.leaves(self.shared):
             shared = self.run_embed_grad(shared, row, dx)
         sums = Sums(loss, penalty, aux, shared, stacked)
-        return _State(send(x, self.axis, 1), send(dx, self.axis, -1), stash, outputs, sums), None
+        x = send(x, self.axis, 1) if may_run(row.turns.forward) else x
+        dx = send(dx, self.axis, -1) if may_run(row.backward_groups) else dx
+        return _State(x, dx, stash, outputs, sums), None
 
     def run_forward(
         self, state: _State, row: _TickRow, unit: _Unit
@@ -277,9 +310,10 @@ class _Run:
         """
 
         def embed(x: jax.Array, m: jax.Array) -> jax.Array:
-            return jnp.where(self.stage == 0, self.fns.embed(self.shared, self.inputs_of(m)), x)
+            embedded = self.fns.embed(self.shared, self.inputs_of(jnp.maximum(m, 0)))
+            return jnp.where((self.stage == 0) & (m >= 0), embedded, x)
 
-        x = run_if("embed", row.embed_at >= 0, embed, state.x, row.embed_at)
+        x = run_if("embed", row.turns.embed, embed, state.x, row.embed_at)
         inputs = self.inputs_of(unit.microbatch)
 
         def layer_forward(i: jax.Array, carry: PyTree) -> PyTree:
@@ -298,7 +332,7 @@ class _Run:
             return jnp.where(is_layer, y, x), stash, penalty + jnp.where(counts, share, 0), aux
 
         carry = (x, state.stash, state.sums.penalty, state.sums.aux)
-        return fori_loop("forward", row.forward_groups, layer_forward, carry)
+        return fori_loop("forward", row.turns.forward, layer_forward, carry)
 
     def run_loss(self, state: _State, row: _TickRow, output: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
         """Computes the loss of the last stage's output on all stages, which divide the work of the head.
@@ -314,7 +348,7 @@ class _Run:
             return jnp.where(self.stage == self.last_stage, dy, dx), loss + share, add_trees(grads, dshared)
 
         carry = (state.dx, state.sums.loss, state.sums.shared)
-        return run_if("loss", row.loss_at >= 0, loss_and_grad, carry, (output, row.loss_at))
+        return run_if("loss", row.turns.loss, loss_and_grad, carry, (output, row.loss_at))
 
     def run_backward(
         self, sums: PyTree, stash: list[jax.Array], row: _TickRow, unit: _Unit, dx: jax.Array
@@ -345,10 +379,10 @@ class _Run:
 
         def embed_grad(grads: PyTree, operands: PyTree) -> PyTree:
             dx, m = operands
-            inputs = self.inputs_of(m)
+            inputs, used = self.inputs_of(jnp.maximum(m, 0)), (self.stage == 0) & (m >= 0)
             # All stages compute the embedding, but only stage 0 uses it: the others have zero cotangents. The VJP of
             # the collectives in `embed` sums over the stages (a psum gives a broadcast, a gather gives a scatter).
             x, pull = jax.vjp(lambda shared: varying(self.fns.embed(shared, inputs), (self.axis,)), self.shared)
-            return add_trees(grads, *pull(varying(jnp.where(self.stage == 0, dx, 0), varies_along(x))))
+            return add_trees(grads, *pull(varying(jnp.where(used, dx, 0), varies_along(x))))
 
-        return run_if("embed_grad", row.embed_grad_at >= 0, embed_grad, sums, (dx, row.embed_grad_at))
+        return run_if("embed_grad", row.turns.embed_grad, embed_grad, sums, (dx, row.embed_grad_at))

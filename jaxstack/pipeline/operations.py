@@ -14,23 +14,42 @@ from jaxstack.sharding.collectives import varies_along, varying
 Carry = TypeVar("Carry")
 
 
-def fori_loop(name: str, trips: jax.Array, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
+def fori_loop(name: str, trips: jax.Array | int, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
     """Runs `lax.fori_loop` in the named scope that `Program.trip_counts` has the trip count of."""
     with jax.named_scope(f"pipeline_{name}"):
-        return lax.fori_loop(0, trips, body, carry)
+        if not isinstance(trips, int) or trips > 1:
+            return lax.fori_loop(0, trips, body, carry)
+        # XLA would inline a loop of one turn. Without barriers it then fuses updates of the carry with later reads, and
+        # has to copy the updated arrays in every tick.
+        return _barrier(body(jnp.int32(0), carry)) if trips else carry
+
+
+def _barrier(tree: Carry) -> Carry:
+    """Keeps XLA from fusing what computes the arrays with what reads them.
+
+    A barrier gives all its results one type, so there is one for each set of axes along which arrays vary.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    axes = [varies_along(leaf) for leaf in leaves]
+    for one in dict.fromkeys(axes):
+        places = [i for i, other in enumerate(axes) if other == one]
+        for i, leaf in zip(places, lax.optimization_barrier([leaves[i] for i in places]), strict=True):
+            leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def run_if(
-    name: str, flag: jax.Array, f: Callable[[PyTree, PyTree], PyTree], carry: PyTree, operands: PyTree
+    name: str, trips: jax.Array | int, f: Callable[[PyTree, PyTree], PyTree], carry: PyTree, operands: PyTree
 ) -> PyTree:
-    """Returns `f(carry, operands)` where the flag is true, else `carry`, by a loop with a trip count of 1 or 0."""
+    """Returns `f(carry, operands)` if the trip count is 1, and `carry` if it is 0."""
 
     def once(i: jax.Array, carry: PyTree) -> PyTree:
         # Without the dependence on i, XLA would hoist the work out of the loop and run it at every tick.
-        late = jax.tree.map(lambda a: lax.optimization_barrier((i, a))[1], operands)
+        is_static = isinstance(trips, int)
+        late = operands if is_static else jax.tree.map(lambda a: lax.optimization_barrier((i, a))[1], operands)
         return jax.tree.map(lambda new, old: varying(new, varies_along(old)), f(carry, late), carry)
 
-    return fori_loop(name, flag.astype(jnp.int32), once, carry)
+    return fori_loop(name, trips, once, carry)
 
 
 def broadcast(x: jax.Array, stage: jax.Array, source: int, axis: str) -> jax.Array:
@@ -42,6 +61,11 @@ def send(x: jax.Array, axis: str, by: int) -> jax.Array:
     """Sends x `by` stages further round the ring of stages, and returns the received value."""
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(s, (s + by) % size) for s in range(size)])
+
+
+def may_run(trips: jax.Array | int) -> bool:
+    """Returns whether a trip count may be above 0. One that is not static may."""
+    return not isinstance(trips, int) or trips > 0
 
 
 def index_leading(tree: PyTree, at: jax.Array) -> PyTree:

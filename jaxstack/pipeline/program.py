@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxstack.config import Config, ConfigError
 from jaxstack.pipeline.partition import Costs, Partition, cut, even
+from jaxstack.pipeline.phases import Phase, Turns, find_phases, mask_turns
 from jaxstack.pipeline.schedule import IDLE, Schedule, ScheduleError, gpipe, interleaved_one_f_one_b, one_f_one_b
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
@@ -111,7 +112,7 @@ class Units:
       chunk_TP: chunk of the unit on its stage; 0 if there is none.
       slot_TP: stash slot of the unit's residuals. In the forward direction, a stage without a unit writes to a slot
         that is free.
-      groups_T: layer groups that a tick runs, which is the count of the largest model chunk with a unit.
+      groups_T: layer groups that a tick has to run, which is the count of the largest model chunk with a unit.
     """
 
     active_TP: np.ndarray
@@ -129,6 +130,7 @@ class Program:
       schedule: the order of the units.
       stages: the layers of each stage.
       partition: how the layer groups were cut by their costs. `None` means evenly.
+      static: whether all loops have static trip counts, with masked turns, see `phases`.
 
     Raises (on construction):
       ScheduleError: schedule and stages differ in their number of stages or chunks.
@@ -137,6 +139,7 @@ class Program:
     schedule: Schedule
     stages: Stages
     partition: Partition | None = None
+    static: bool = False
 
     def __post_init__(self) -> None:
         a, b = (self.schedule.stages, self.schedule.chunks), (self.stages.stages, self.stages.chunks)
@@ -207,13 +210,33 @@ class Program:
         at[ticks_M] = np.arange(len(ticks_M))
         return at
 
+    @cached_property
+    def turns(self) -> Turns[np.ndarray]:
+        """Trip counts of the executor's loops at each tick, int32 [T] each."""
+        embed_T, loss_T, embed_grad_T = (
+            (at_T != IDLE).astype(np.int32) for at_T in (self.embed_at_T, self.loss_at_T, self.embed_grad_at_T)
+        )
+        turns = Turns(embed_T, self.forward.groups_T, loss_T, self.backward.groups_T, embed_grad_T)
+        return mask_turns(turns) if self.static else turns
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        """The ticks, as loops over ticks with equal trip counts."""
+        return find_phases(self.turns)
+
+    @property
+    def sends(self) -> int:
+        """How often a stage sends to its neighbours in a step. A static program sends only what a unit computed."""
+        if self.static:
+            return int((self.turns.forward > 0).sum() + (self.turns.backward > 0).sum())
+        return 2 * self.schedule.ticks
+
     @property
     def trip_counts(self) -> dict[str, float]:
-        """Trip counts of the executor's loops, as means over all ticks, by the loop's named scope."""
-        units = {"pipeline_forward": self.forward.groups_T, "pipeline_backward": self.backward.groups_T}
-        ends = {"embed": self.embed_at_T, "loss": self.loss_at_T, "embed_grad": self.embed_grad_at_T}
-        shares = {f"pipeline_{name}": at_T != IDLE for name, at_T in ends.items()}
-        return {name: float(trips_T.mean()) for name, trips_T in (units | shares).items()}
+        """Mean trip counts over all ticks of the loops whose counts XLA does not know, by the loop's named scope."""
+        if self.static:
+            return {}
+        return {f"pipeline_{name}": float(trips_T.mean()) for name, trips_T in self.turns._asdict().items()}
 
     @property
     def bubble(self) -> float:
@@ -222,7 +245,7 @@ class Program:
         It counts ticks without a unit, and model chunks that are smaller than the largest. A layer is assumed to take
         twice as long backward as forward.
         """
-        runs = self.forward.groups_T.sum() + 2 * self.backward.groups_T.sum()
+        runs = self.turns.forward.sum() + 2 * self.turns.backward.sum()
         share = 3 * self.schedule.microbatches * (self.stages.group_of_slot >= 0).sum() / self.schedule.stages
         return float(runs / share) - 1
 
@@ -243,7 +266,7 @@ class Program:
         )
 
 
-def resolve(cfg: Config, stages: int, sequences: int) -> Program:
+def resolve(cfg: Config, stages: int, sequences: int, static: bool = False) -> Program:
     """Returns the program of a configuration.
 
     Args:
@@ -251,6 +274,7 @@ def resolve(cfg: Config, stages: int, sequences: int) -> Program:
       stages: size of the mesh axis `pipe`, P.
       sequences: sequences of one gradient-accumulation microbatch on one replica. The pipeline divides them into its
         own microbatches.
+      static: whether all loops have static trip counts.
 
     Raises:
       ScheduleError: the sizes do not fit each other; the message names sizes that do.
@@ -269,7 +293,7 @@ def resolve(cfg: Config, stages: int, sequences: int) -> Program:
     schedule = SCHEDULES[pipeline.schedule](stages, _microbatches(cfg, stages, sequences), pipeline.chunks)
     partition = _cut(cfg, schedule, groups, unit)
     groups_G = partition.layers if partition else even(groups, model_chunks)
-    return Program(schedule, Stages(stages, tuple(period * n for n in groups_G), period), partition)
+    return Program(schedule, Stages(stages, tuple(period * n for n in groups_G), period), partition, static)
 
 
 def _cut(cfg: Config, schedule: Schedule, groups: int, unit: str) -> Partition | None:

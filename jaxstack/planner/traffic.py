@@ -41,10 +41,13 @@ class _Traffic:
         self.stream = (self.rows, self.length, cfg.model.d_model)
         accum = cfg.train.grad_accum
         self.layer_runs = accum * cfg.model.num_layers
-        self.microbatches = accum * shards.microbatches(ctx)  # of embedding and head
+        # Runs of the head, of the embedding and of its gradient.
+        self.heads = self.embeds = self.embed_grads = accum * shards.microbatches(ctx)
         if ctx.pipeline is not None:
-            tables = ctx.pipeline.forward, ctx.pipeline.backward
-            self.layer_runs = accum * ctx.pipeline.stages.period * sum(int(u.groups_T.sum()) for u in tables) // 2
+            turns = ctx.pipeline.turns
+            groups = int(turns.forward.sum() + turns.backward.sum())
+            self.layer_runs = accum * ctx.pipeline.stages.period * groups // 2
+            self.embeds, self.embed_grads = (accum * int(n.sum()) for n in (turns.embed, turns.embed_grad))
         m, remat = cfg.model, cfg.train.remat
         # How often the backward pass repeats a part of the forward pass. `attention_out` is the reduction after
         # attention; `selective` saves its result, the residual stream between attention and MLP.
@@ -96,7 +99,7 @@ def _tensor_traffic(t: _Traffic) -> None:
     For each layer and microbatch there are two all-reduces in each pass (Shoeybi et al. 2019, section 3). With sequence
     parallelism each of them is a reduce-scatter and an all-gather (Korthikanti et al. 2022, section 4.2.2).
     """
-    m, repeats, stream, runs, ends = t.cfg.model, t.repeats, t.stream, t.layer_runs, t.microbatches
+    m, repeats, stream, runs, ends = t.cfg.model, t.repeats, t.stream, t.layer_runs, t.heads
     attention_out = max(repeats["attention_out"], repeats["post_norm"])
     in_rounds = shards.runs_in_rounds(m.moe, t.sizes["expert"])
     saves_tokens = m.moe.num_experts and not m.moe.shared_experts and not in_rounds
@@ -109,12 +112,12 @@ def _tensor_traffic(t: _Traffic) -> None:
         outputs = 4 + attention_out + repeats["post_norm"]
         t.add("reduce-scatter", TENSOR, stream, runs * outputs, "outputs of attention and MLP")
         t.add("all-gather", TENSOR, stream, ends, "head")
-        t.add("all-gather", TENSOR, embedded, ends, "gradient of the embedding")
-        t.add("reduce-scatter", TENSOR, embedded, ends, "embedding")
+        t.add("all-gather", TENSOR, embedded, t.embed_grads, "gradient of the embedding")
+        t.add("reduce-scatter", TENSOR, embedded, t.embeds, "embedding")
         t.add("reduce-scatter", TENSOR, stream, ends, "gradient of the head")
     else:
         t.add("all-reduce", TENSOR, stream, runs * (4 + attention_out + repeats["post_norm"]), "layers")
-        t.add("all-reduce", (*PIPE, *TENSOR) if tied else TENSOR, embedded, ends, "embedding")
+        t.add("all-reduce", (*PIPE, *TENSOR) if tied else TENSOR, embedded, t.embeds, "embedding")
         t.add("all-reduce", (*PIPE, *TENSOR), stream, ends, "gradient of the head")
     t.add("all-reduce", (*PIPE, *TENSOR), (t.rows, t.length), ends * 3, "cross-entropy", "f32")
 
@@ -122,26 +125,26 @@ def _tensor_traffic(t: _Traffic) -> None:
 def _pipeline_traffic(t: _Traffic) -> None:
     """Adds the activations and cotangents that the stages of a pipeline exchange.
 
-    Neighbours exchange activations and cotangents at every tick, idle ticks included. For each microbatch, the output
+    Neighbours exchange activations and cotangents, in idle ticks too (`Program.sends`). For each microbatch, the output
     of the last stage is broadcast to all stages and its gradient is summed over them. Untied embeddings are gathered
     and their cotangent is scattered; tied embeddings are summed and their cotangent is broadcast.
     """
-    ctx, ends = t.ctx, t.microbatches
+    ctx, ends = t.ctx, t.heads
     assert ctx.pipeline is not None
     between = t.sizes["tensor"] if ctx.sequence_parallel_axes else 1
     residual = (t.rows, t.length // between, t.cfg.model.d_model)
     accum = t.cfg.train.grad_accum
-    t.add("collective-permute", PIPE, residual, 2 * accum * ctx.pipeline.schedule.ticks, "to neighbours")
+    t.add("collective-permute", PIPE, residual, accum * ctx.pipeline.sends, "to neighbours")
     t.add("all-reduce", PIPE, residual, ends, "the last stage's output to the head")
     if ctx.sequence_parallel_axes:  # otherwise `_tensor_traffic` sums it over `pipe` and `tensor` at once
         t.add("all-reduce", PIPE, residual, ends, "gradient of the head")
     if t.cfg.model.tied_embeddings:
-        t.add("all-reduce", PIPE, residual, ends, "the first stage's cotangent to the embedding")
+        t.add("all-reduce", PIPE, residual, t.embed_grads, "the first stage's cotangent to the embedding")
         if ctx.sequence_parallel_axes:
-            t.add("all-reduce", PIPE, residual, ends, "embedding")
+            t.add("all-reduce", PIPE, residual, t.embeds, "embedding")
     else:
-        t.add("all-gather", PIPE, residual, ends, "embedding")
-        t.add("reduce-scatter", PIPE, residual, ends, "the first stage's cotangent to the embedding")
+        t.add("all-gather", PIPE, residual, t.embeds, "embedding")
+        t.add("reduce-scatter", PIPE, residual, t.embed_grads, "the first stage's cotangent to the embedding")
 
 
 def _context_traffic(t: _Traffic) -> None:

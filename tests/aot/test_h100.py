@@ -13,7 +13,18 @@ pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not instal
 import decode_gpu
 import programs
 import tune
-from cases import ATTENTION, LARGE, attention, attention_step, check, config, dropless_over_capacity, report
+from cases import (
+    ATTENTION,
+    DENSE,
+    LARGE,
+    attention,
+    attention_step,
+    check,
+    config,
+    dropless_over_capacity,
+    pipelined,
+    report,
+)
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
@@ -42,13 +53,16 @@ def test_dropless_experts_need_no_worst_case_of_memory():
     assert dropless_over_capacity("h100") <= 1.5
 
 
-@pytest.mark.parametrize(("name", "ticks"), [("h100_stages_8", 8 + 2), ("h100_stages_64", 2 * 8 + 4 * 2 + 4 - 2)])
+@pytest.mark.parametrize(("name", "ticks"), [("h100_stages_8", 8 + 1), ("h100_stages_64", 2 * 8 + 3)])
 def test_stages(name, ticks):
-    """A pipeline beside FSDP and tensor parallelism: two permutes a tick; weights gathered and scattered once."""
+    """A pipeline beside FSDP and tensor parallelism; weights are gathered and scattered once.
+
+    Stages send forward in the V M + P - 1 ticks with forward units, and embed in all of these; so backward.
+    """
     sent = check(name)
     assert ("pipe", "collective-permute") in sent
     found, predicted = report(name).collectives, hlo.sent(report(name).expected)
-    programs.stages_exchange(found, ticks, microbatches=8)
+    programs.stages_exchange(found, ticks, microbatches=8, ends=ticks)
     assert all(c.times == 1 for c in found if {"data", "fsdp"} & set(c.axes))
     for kind, value in sent.items():
         np.testing.assert_allclose(value, predicted[kind], rtol=0.02, err_msg=str(kind))
@@ -96,6 +110,27 @@ def test_a_new_token_moves_little_more_than_it_needs():
     # Beside the weights there are vectors, partial sums of matmuls, and the empty slots of the cache.
     assert 1 <= found["bytes_moved"] / found["bytes_needed"] < 1.03, found
     assert "slices" not in found["bytes_by_part"]
+
+
+@pytest.mark.parametrize("layers", [8, 11])
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_loops_of_a_pipeline_never_ask_the_host(schedule, chunks, layers):
+    """XLA notes the trip count of every loop, on equal and on uneven stages, and no predicate is read on the host."""
+    cfg = pipelined(schedule, 8, chunks, 256, pipe=4, model=replace(SMALL_STAGES, num_layers=layers))
+    found = aot.compile(replace(cfg, kernels=KernelsConfig()), "h100:1x1x4")
+    text = str(found.compiled.as_text())
+    loops = re.findall(r" while\(.*", text)
+    assert len(loops) > 4
+    assert all("known_trip_count" in loop for loop in loops)
+    assert " conditional(" not in text
+    assert not found.trip_counts.keys() & {"pipeline_forward", "pipeline_loss"}
+    # The stash and the sums are updated in place: they would be copied in each of 11 ticks or more.
+    program = step_bytes.read_program(text)
+    copied = {part: read + written for part, (read, written, _) in step_bytes.by_part(program).items()}["copies"]
+    assert copied < found.temporary
+
+
+SMALL_STAGES = replace(DENSE, d_model=512, num_heads=4, d_ff=1536)
 
 
 def test_hosts_hold_whole_groups_of_the_inner_axes():

@@ -37,7 +37,7 @@ mistakes(
     "sharding/test_collectives.py -k formula",
     ('"attention_out": int(remat in ("full", "dots"))', '"attention_out": int(remat == "full")'),
     (
-        "2 * accum * ctx.pipeline.schedule.ticks",
+        "accum * ctx.pipeline.sends",
         "accum * ctx.pipeline.schedule.ticks",
         "pipeline/test_pipeline.py -k formula",
     ),

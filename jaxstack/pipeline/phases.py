@@ -1,0 +1,87 @@
+"""Cuts the ticks of a program into phases, so that every loop of the executor has a static trip count.
+
+On a GPU, the host reads the predicate of a loop before every turn if XLA does not know the trip count. Phases avoid
+that: ticks that do the same work are one loop, and turns without work are masked. JAX is not imported.
+"""
+
+import itertools
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+Count = TypeVar("Count")
+
+
+class Turns(NamedTuple, Generic[Count]):
+    """Trip counts of the loops in a tick, or those of all ticks as arrays [T]. Those without layers are 0 or 1.
+
+    Attributes:
+      embed: of the embedding of a new microbatch.
+      forward: of the layer groups of the forward units.
+      loss: of the loss with its gradients.
+      backward: of the layer groups of the backward units.
+      embed_grad: of the embedding's gradient.
+    """
+
+    embed: Count
+    forward: Count
+    loss: Count
+    backward: Count
+    embed_grad: Count
+
+
+class Phase(NamedTuple):
+    """Consecutive ticks of a program.
+
+    Attributes:
+      runs: trip counts, and the number of consecutive ticks that have them.
+      repeats: how often all the runs follow each other.
+    """
+
+    runs: tuple[tuple[Turns[int], int], ...]
+    repeats: int
+
+    @property
+    def ticks(self) -> int:
+        """Ticks of all repeats."""
+        return self.repeats * sum(ticks for _, ticks in self.runs)
+
+
+def mask_turns(turns: Turns[np.ndarray]) -> Turns[np.ndarray]:
+    """Returns trip counts that differ in few ticks, none of them smaller than before.
+
+    Ticks form a run while they have the same of forward units, a loss and backward units. In a run, every tick has the
+    turns of its largest model chunk. Every tick with forward units embeds a microbatch, and every tick with backward
+    units computes the gradient of the embedding. These are cheap; the loss is not, and is never computed in vain.
+    """
+    kinds = np.stack([turns.forward > 0, turns.loss > 0, turns.backward > 0])
+    starts = np.flatnonzero(np.append(True, (kinds[:, 1:] != kinds[:, :-1]).any(0)))
+    ticks = np.diff(np.append(starts, kinds.shape[1]))
+    forward, backward = (
+        np.repeat(np.maximum.reduceat(trips_T, starts), ticks) for trips_T in (turns.forward, turns.backward)
+    )
+    return Turns(np.minimum(forward, 1), forward, turns.loss, backward, np.minimum(backward, 1))
+
+
+def find_phases(turns: Turns[np.ndarray]) -> list[Phase]:
+    """Returns the phases that together are all ticks, with as few different runs as a greedy search finds."""
+    ticks = [Turns(*trips) for trips in zip(*(trips_T.tolist() for trips_T in turns), strict=True)]
+    runs = [(trips, len(list(group))) for trips, group in itertools.groupby(ticks)]
+    found: list[Phase] = []
+    start = 0
+    while start < len(runs):
+        length, repeats = max(
+            ((length, _repeats(runs[start:], length)) for length in range(1, len(runs) - start + 1)),
+            key=lambda pair: pair[0] * (pair[1] - 1),
+        )
+        found.append(Phase(tuple(runs[start : start + length]), repeats))
+        start += length * repeats
+    return found
+
+
+def _repeats(runs: list[tuple[Turns[int], int]], length: int) -> int:
+    """Returns how often the first `length` runs follow each other at the beginning."""
+    repeats = 1
+    while runs[repeats * length : (repeats + 1) * length] == runs[:length]:
+        repeats += 1
+    return repeats
