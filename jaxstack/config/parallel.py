@@ -84,9 +84,9 @@ class PipelineConfig:
     partition: str = "even"
     """Which layers each stage has. `even`: equally many. `auto`: balanced by costs that are measured when the run
     begins. Otherwise the path of a file of costs from `jaxstack profile`."""
-    loops: Literal["auto", "dynamic", "static"] = "auto"
+    loops: Literal["dynamic", "static"] = "dynamic"
     """Loops of a pipeline. `dynamic` is one loop over all ticks. `static` is several loops with static trip counts, so
-    that a GPU does not wait for the host. `auto` is `static` on GPUs."""
+    that a GPU does not wait for the host."""
 
     def __post_init__(self) -> None:
         check_bounds("pipeline", self)

@@ -266,7 +266,7 @@ class Program:
         )
 
 
-def resolve(cfg: Config, stages: int, sequences: int, static: bool = False) -> Program:
+def resolve(cfg: Config, stages: int, sequences: int) -> Program:
     """Returns the program of a configuration.
 
     Args:
@@ -274,7 +274,6 @@ def resolve(cfg: Config, stages: int, sequences: int, static: bool = False) -> P
       stages: size of the mesh axis `pipe`, P.
       sequences: sequences of one gradient-accumulation microbatch on one replica. The pipeline divides them into its
         own microbatches.
-      static: whether all loops have static trip counts.
 
     Raises:
       ScheduleError: the sizes do not fit each other; the message names sizes that do.
@@ -293,7 +292,8 @@ def resolve(cfg: Config, stages: int, sequences: int, static: bool = False) -> P
     schedule = SCHEDULES[pipeline.schedule](stages, _microbatches(cfg, stages, sequences), pipeline.chunks)
     partition = _cut(cfg, schedule, groups, unit)
     groups_G = partition.layers if partition else even(groups, model_chunks)
-    return Program(schedule, Stages(stages, tuple(period * n for n in groups_G), period), partition, static)
+    placed = Stages(stages, tuple(period * n for n in groups_G), period)
+    return Program(schedule, placed, partition, static=pipeline.loops == "static")
 
 
 def _cut(cfg: Config, schedule: Schedule, groups: int, unit: str) -> Partition | None:

@@ -53,17 +53,13 @@ def test_dropless_experts_need_no_worst_case_of_memory():
     assert dropless_over_capacity("h100") <= 1.5
 
 
-@pytest.mark.parametrize(("name", "ticks"), [("h100_stages_8", 8 + 1), ("h100_stages_64", 2 * 8 + 3)])
+@pytest.mark.parametrize(("name", "ticks"), [("h100_stages_8", 8 + 2), ("h100_stages_64", 2 * 8 + 4 * 2 + 4 - 2)])
 def test_stages(name, ticks):
-    """A pipeline beside FSDP and tensor parallelism; weights are gathered and scattered once.
-
-    Stages send forward in the V M + P - 1 ticks with forward units, and embed in all of these; so backward.
-    """
-    # The formula does not count what the compiler adds where it inlines loops of one turn; these programs are small.
-    sent = check(name, within=0.2)
+    """A pipeline beside FSDP and tensor parallelism: two permutes a tick; weights gathered and scattered once."""
+    sent = check(name)
     assert ("pipe", "collective-permute") in sent
     found, predicted = report(name).collectives, hlo.sent(report(name).expected)
-    programs.stages_exchange(found, ticks, microbatches=8, ends=ticks)
+    programs.stages_exchange(found, ticks, microbatches=8, ends=8)
     assert all(c.times == 1 for c in found if {"data", "fsdp"} & set(c.axes))
     for kind, value in sent.items():
         np.testing.assert_allclose(value, predicted[kind], rtol=0.02, err_msg=str(kind))
@@ -118,7 +114,8 @@ def test_a_new_token_moves_little_more_than_it_needs():
 def test_loops_of_a_pipeline_never_ask_the_host(schedule, chunks, layers):
     """XLA notes the trip count of every loop, on equal and on uneven stages, and no predicate is read on the host."""
     cfg = pipelined(schedule, 8, chunks, 256, pipe=4, model=replace(SMALL_STAGES, num_layers=layers))
-    found = aot.compile(replace(cfg, kernels=KernelsConfig()), "h100:1x1x4")
+    cfg = replace(cfg, kernels=KernelsConfig(), pipeline=replace(cfg.pipeline, loops="static"))
+    found = aot.compile(cfg, "h100:1x1x4")
     text = str(found.compiled.as_text())
     loops = re.findall(r" while\(.*", text)
     assert len(loops) > 4

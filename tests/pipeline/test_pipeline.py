@@ -105,7 +105,7 @@ STATIC: list[Case] = [
     case("gemma2", TWO, 4, 8, 2, layers=20, packing=True, remat="selective", loops="static"),
     case("lora", ONE, 2, 4, layers=7, tensor=2, loops="static"),
 ]
-"""Pipelines with static trip counts and masked turns, as on GPUs. The first one is quick."""
+"""Pipelines with static trip counts and masked turns. The first one is quick."""
 
 
 def name_of(case: Case) -> str:
@@ -115,7 +115,7 @@ def name_of(case: Case) -> str:
 
 
 def config(family: str, mesh: dict[str, Any], *, layers: int = 8, batch: int = meshes.BATCH, schedule: str = ONE,
-           microbatches: int | None = None, chunks: int = 1, loops: Any = "auto", **how: Any) -> Config:  # fmt: skip
+           microbatches: int | None = None, chunks: int = 1, loops: Any = "dynamic", **how: Any) -> Config:  # fmt: skip
     cfg = meshes.config(family, mesh, **how)
     return dataclasses.replace(
         cfg,
@@ -227,7 +227,7 @@ TRAFFIC: list[Case] = [
     case("gpt2", ALL, 4, 4, tensor=2, accum=2),
     case("softmax", ONE, 2, 4, expert=2, tensor=2, remat="selective"),
     case("llama3", TWO, 2, 4, 2, layers=7, tensor=2, loops="static"),
-    case("gpt2", ONE, 2, 4, layers=5, data=2, sequence_parallel=False, tensor=2, loops="static"),
+    case("gpt2", ONE, 4, 4, layers=5, sequence_parallel=False, tensor=2, loops="static"),
 ]
 """Pipelines whose compiled programs are read."""
 
