@@ -164,7 +164,11 @@ def abstract_inputs(cfg: Config, target: str) -> tuple[Context, TrainState, Batc
 
 
 def compile(cfg: Config, target: str) -> CompiledStep:
-    """Compiles the training step of a resolved configuration for a target."""
+    """Compiles the training step of a resolved configuration for a target.
+
+    Raises:
+      ConfigError: the target cannot be described, or what the program sends cannot be read.
+    """
     ctx, state, batch = abstract_inputs(cfg, target)
     assert ctx.mesh is not None
     jitted: Any = step.jit_train_step(cfg, ctx, state)
@@ -176,11 +180,29 @@ def compile(cfg: Config, target: str) -> CompiledStep:
         arguments=memory.argument_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         memory=estimate.memory(cfg, ctx, state, batch),
-        collectives=hlo.collectives(compiled.as_text(), ctx.mesh.shape, ctx.trip_counts),
+        collectives=_collectives(compiled.as_text(), ctx, target),
         expected=estimate.traffic(cfg, ctx),
         trip_counts=ctx.trip_counts,
         hbm=CHIPS[parse_target(target)[0]].hbm_bytes,
     )
+
+
+def _collectives(text: str, ctx: Context, target: str) -> list[hlo.Collective]:
+    """Returns the collectives of a program. XLA's partitioner may write loops of its own, which have no known length.
+
+    Raises:
+      ConfigError: one cannot be read.
+    """
+    assert ctx.mesh is not None
+    try:
+        return hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts)
+    except ValueError as error:
+        if ctx.partitioner == "manual":
+            raise
+        raise ConfigError(
+            f"target={target}: what XLA's partitioner sends cannot be read from the program: {str(error)[:120]}. "
+            f"Use mesh.partitioner=manual to plan."
+        ) from error
 
 
 def matmul_flops(f: Callable[..., PyTree], *args: PyTree) -> float:

@@ -84,6 +84,30 @@ def test_mistakes_are_answered(argv, message):
         execute(["plan", *argv])
 
 
+@pytest.mark.parametrize(("partitioner", "error"), [("auto", ConfigError), ("manual", ValueError)])
+def test_a_loop_of_the_partitioner_whose_length_is_unknown_is_an_answer(partitioner, error):
+    """XLA may write matmuls with their collectives as loops; `manual` has no such loop, so that one is a fault."""
+    program = """
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8] parameter(0)
+  ROOT %w = f32[8] while(%p), condition=%c, body=%b, metadata={op_name="jit(step)/dot_general"}
+}
+%c (x: f32[8]) -> pred[] {
+  %x = f32[8] parameter(0)
+  ROOT %t = pred[] constant(true)
+}
+%b (y: f32[8]) -> f32[8] {
+  %y = f32[8] parameter(0)
+  ROOT %s = f32[8] collective-permute(%y), source_target_pairs={{0,1},{1,0}}
+}
+"""
+    mesh = MeshConfig(data=2, partitioner=partitioner)
+    cfg = Config(model=LLAMA, data=DataConfig(seq_len=32, batch_size=8), mesh=mesh)
+    ctx = Context.create(cfg, make_mesh(mesh, 8, jax.devices()[:2]))
+    with pytest.raises(error, match="loop whose trip count"):
+        aot._collectives(program, ctx, "v5p:2")
+
+
 @pytest.mark.parametrize(
     ("target", "module", "extra"), [("v5e:2x2", "libtpu", "tpu"), ("h100:1x1x4", "jax_cuda13_plugin", "cuda13")]
 )
