@@ -171,7 +171,7 @@ def test_a_run_can_be_prolonged_and_says_what_changed(straight, text, tmp_path):
     [
         (["--model.d_model=64"], ["model.d_model=64", "model.d_model=32"]),
         (["--model.num_heads=8"], ["model.num_heads=8"]),
-        (["--model.qk_norm=true"], ["model.qk_norm=True"]),
+        (["--model.qk_norm=false"], ["model.qk_norm=False"]),
         (["--optim.name=lion"], ["optim.name=lion", "optim.name=muon"]),
         (["--train.steps=10"], ["train.steps=10", "12 steps already"]),
         (["--run.resume=false"], ["run.resume=false", "checkpoints"]),

@@ -13,7 +13,7 @@ from rich.table import Table
 from jaxstack.common import files
 from jaxstack.config import ConfigError
 from jaxstack.config.parse import Parser, user_path
-from jaxstack.planner import plot, scaling_law
+from jaxstack.planner import scaling_law
 from jaxstack.report import runs
 
 
@@ -56,6 +56,8 @@ def main(args: Namespace) -> None:
                 style="yellow",
             )
     if args.plot:
+        from jaxstack.planner import plot  # imported here because it imports JAX
+
         plot.draw_scaling_law(fitted, points, args.budget, Path(args.plot))
         print(f"picture  {args.plot}")
     if args.json:

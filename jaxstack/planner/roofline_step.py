@@ -102,15 +102,17 @@ def _recomputes_dense(build: OpBuilder, s: DeviceShapes, p: Param) -> bool:
 def _recomputes_expert(build: OpBuilder, s: DeviceShapes, p: Param) -> bool:
     """Returns whether the backward pass repeats the matmul of an expert's matrix.
 
-    `dots` repeats it because it has a batch dimension, one matrix for each expert. The gradient of the routing weights
-    needs the output of the last matmul, and rounds repeat every matmul but the last.
+    `dots` repeats it because it has a batch dimension, one matrix for each expert. Under a capacity, the gradient of
+    the routing weights needs the output of the last matmul, as a norm after it does. Rounds repeat every matmul but
+    the last.
     """
     into_adapter = p.axes[-1] == "lora"
     last = "mlp_output" in p.roles and not into_adapter
-    if s.rounds:
-        return not last or (build.remat != "none" and s.model.post_norm)
     if last:
-        return build.remat != "none"
+        read_again = s.model.post_norm or (not s.rounds and s.model.moe.capacity_factor is not None)
+        return build.remat != "none" and read_again
+    if s.rounds:
+        return True
     return build.remat in ("full", "dots") or (build.remat == "selective" and into_adapter)
 
 

@@ -542,8 +542,8 @@ def test_every_array_that_differs_is_named(argv, straight, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(straight, run_dir)
     saved = run_dir / "config.yaml"
-    saved.write_text(saved.read_text().replace("d_ff: 64", "d_ff: 96").replace("qk_norm: false", "qk_norm: true"))
-    _, err = run(*argv, "--model.d_ff=96", "--model.qk_norm=true", code=Exit.USER_ERROR)
+    saved.write_text(saved.read_text().replace("d_ff: 64", "d_ff: 96").replace("qk_norm: true", "qk_norm: false"))
+    _, err = run(*argv, "--model.d_ff=96", "--model.qk_norm=false", code=Exit.USER_ERROR)
     for name in ("mlp/w_up", "mlp/w_gate", "mlp/w_down", "attention/q_norm/scale", "attention/k_norm/scale"):
         assert f"params/layers/{name}" in err
 

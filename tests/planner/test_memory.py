@@ -165,7 +165,7 @@ def _words(cfg: Config) -> list[str]:
     values = {"model.num_layers": m.num_layers, "model.d_model": m.d_model, "model.num_heads": m.num_heads}
     values |= {"model.d_ff": m.d_ff, "model.vocab_size": m.vocab_size, "data.batch_size": d.batch_size}
     values |= {"data.seq_len": d.seq_len, "train.remat": cfg.train.remat, "kernels.attention": cfg.kernels.attention}
-    values["optim.name"] = cfg.optim.name
+    values |= {"optim.name": cfg.optim.name, "model.qk_norm": m.qk_norm}
     return [f"--{key}={value}" for key, value in values.items()]
 
 
