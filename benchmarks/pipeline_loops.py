@@ -6,7 +6,6 @@ conditional, the host waits for a predicate. Results go to `results/pipeline_loo
 """
 
 import itertools
-import math
 import multiprocessing
 import os
 import time
@@ -47,7 +46,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     seconds = time.process_time() - begin
     text = str(found.compiled.as_text())
     program = step_bytes.read_program(text, found.trip_counts)
-    unknown = [loop for loop in program.loops if loop.is_given or math.isinf(loop.trips)]
+    unknown = [loop for loop in program.loops if loop.is_unnoted]
     parts = step_bytes.by_part(program)
     gigabytes = {part: (read + written) / 1e9 for part, (read, written, _) in parts.items()}
     return {

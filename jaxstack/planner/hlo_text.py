@@ -130,16 +130,30 @@ def trip_count(loop: Instruction, computations: Computations, known: Mapping[str
     """Returns the trip count of a while loop.
 
     The sources are, in this order: XLA's note, the known count of the loop's scope, and the constant of a condition
-    `i < constant`, because a scan counts up from 0 by 1. Within a derivative, JAX writes a scope as `jvp(scope)`.
+    `i < constant`, which may be in a fusion, because a scan counts up by 1. XLA drops its note from a loop that it
+    pipelines, and may start it later. Within a derivative, JAX writes a scope as `jvp(scope)`.
     """
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(noted.group(1))
     if (scope := re.search(r'op_name="[^"]*?(\w+)\)*/while"', loop.rest)) and scope.group(1) in known:
         return known[scope.group(1)]
-    condition = re.search(r"condition=%?([\w.-]+)", loop.rest)
-    assert condition, loop
-    inside = computations[condition.group(1)]
-    limits = [i.rest for i in inside if i.op == "constant" and i.type.startswith("s32[]")]
+    condition = loop.called("condition")[0]
+    fused = [name for i in computations[condition] if i.op == "fusion" for name in i.called("calls")]
+    inside = [i for name in (condition, *fused) for i in computations[name]]
+    limits = [i for i in inside if i.op == "constant" and i.type.startswith("s32[]")]
     if len(limits) == 1 and any(i.op == "compare" and "direction=LT" in i.rest for i in inside):
-        return int(limits[0].split(")")[0])
+        return _value(limits[0]) - _start(loop, computations)
     return math.inf
+
+
+def _value(constant: Instruction) -> int:
+    return int(constant.rest.split(")")[0])
+
+
+def _start(loop: Instruction, computations: Computations) -> int:
+    """Returns the first value of a loop's counter, the first of its operands, or 0 if it is not a constant."""
+    named = {i.name: i for instructions in computations.values() for i in instructions}
+    i = named.get(loop.operands[0]) if loop.operands else None
+    while i is not None and i.op in ("tuple", "copy", "bitcast") and i.operands:
+        i = named.get(i.operands[0])
+    return _value(i) if i is not None and i.op == "constant" and i.type.startswith("s32[]") else 0

@@ -62,15 +62,15 @@ class Loop(NamedTuple):
     Attributes:
       scope: JAX's name of the loop.
       times: how often a step enters it.
-      trips: its trip count; infinity means that XLA does not know it. On a GPU, the host then reads the predicate
-        before every turn.
-      is_given: whether the trip count was given and not found in the program.
+      trips: its trip count; infinity means that it is not known.
+      is_unnoted: whether XLA has not noted it, whatever it is. On a GPU, the host then reads the predicate before every
+        turn.
     """
 
     scope: str
     times: float
     trips: float
-    is_given: bool
+    is_unnoted: bool
 
 
 class Program(NamedTuple):
@@ -123,9 +123,8 @@ class _Reader:
     def _calls(self, i: Instruction, times: float, loops: list[Loop]) -> Iterable[tuple[str, float]]:
         """Yields the computations that an instruction runs as a part of the program, with their runs."""
         if i.op == "while":
-            found = trip_count(i, self.computations, {})
             trips = trip_count(i, self.computations, self.trip_counts)
-            loops.append(Loop(i.scope, times, trips, math.isinf(found) and not math.isinf(trips)))
+            loops.append(Loop(i.scope, times, trips, "known_trip_count" not in i.rest))
             yield i.called("body")[0], times * (1 if math.isinf(trips) else trips)
         elif i.op in ("call", "async-start"):
             yield from ((called, times) for called in i.called("to_apply") or i.called("calls"))
@@ -313,7 +312,7 @@ def format_program(program: Program, bandwidth: float, largest: int = 0) -> str:
         )
     lines += ["", f"{'loop':<60} {'loops':>6} {'entered':>8} {'turns':>9}"]
     for loop, count in Counter(program.loops).items():
-        turns = "unknown" if math.isinf(loop.trips) else f"{loop.trips:g}{' (mean)' if loop.is_given else ''}"
+        turns = "unknown" if math.isinf(loop.trips) else f"{loop.trips:g}{', not noted' if loop.is_unnoted else ''}"
         lines.append(f"{loop.scope[-60:]:<60} {count:>6} {loop.times:>8g} {turns:>9}")
     if largest:
         lines += ["", f"{'GB':>9} {'runs':>6}  {'part':<12} operation"]

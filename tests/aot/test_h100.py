@@ -211,7 +211,7 @@ def test_bytes_of_a_step(batch, remat, rest, gib):
     loss = sum(o.bytes for o in program.operations if o.part == "gemm" and "cross_entropy" in o.scope)
     assert loss <= 16e9
     assert sum(o.times for o in program.operations if "attention_fwd" in o.name) == LARGE.num_layers
-    assert not any(math.isinf(loop.trips) or loop.is_given for loop in program.loops)
+    assert not any(loop.is_unnoted for loop in program.loops)
 
 
 @pytest.mark.parametrize(("layers", "capacity_factor"), [("unrolled", None), ("scan", None), ("unrolled", 1.25)])
@@ -224,7 +224,7 @@ def test_a_step_of_experts_asks_the_host_nothing(layers, capacity_factor):
     program = step_bytes.read_program(str(found.compiled.as_text()), found.trip_counts)
     print(f"{found.total / 2**30:.2f} GiB, {sum(o.times for o in program.operations):.0f} operations")
     print(*program.loops, sep="\n")
-    assert not any(math.isinf(loop.trips) or loop.is_given for loop in program.loops)
+    assert not any(loop.is_unnoted for loop in program.loops)
     # A layer has three products with two gradients each; under `selective` it computes none of them twice.
     runs = sum(o.times for o in program.operations if math.isnan(o.flops))  # kernels of ours do not say their FLOPs
     assert runs == (model.num_layers * 3 * 3 if capacity_factor is None else 0)

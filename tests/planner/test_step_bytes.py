@@ -90,9 +90,39 @@ def test_a_loop_without_a_known_trip_count_is_named():
     assert "halving" in loop.scope
     given = program(f, (ROWS, WIDTH), trip_counts={"halving": 5})
     assert given.loops[0].trips == 5
-    assert given.loops[0].is_given
+    assert given.loops[0].is_unnoted
     halved = [o for o in given.operations if o.part == "pointwise" and o.written >= ARRAY]
     assert [o.times for o in halved] == [5]
+
+
+@pytest.mark.parametrize(("start", "limit", "turns"), [(0, 15, 15), (1, 16, 15)])
+def test_a_pipelined_loop_has_its_condition_in_a_fusion(start, limit, turns):
+    """XLA:GPU drops its note from a loop whose collectives it moves to the turn before."""
+    text = f"""
+%compared (p: s32[]) -> pred[] {{
+  %p = s32[] parameter(0)
+  %limit = s32[] constant({limit})
+  ROOT %less = pred[] compare(%p, %limit), direction=LT
+}}
+%condition (s: (s32[], f32[8])) -> pred[] {{
+  %s = (s32[], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  ROOT %fused = pred[] fusion(%i), kind=kLoop, calls=%compared
+}}
+%body (b: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  ROOT %b = (s32[], f32[8]) parameter(0)
+}}
+ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {{
+  %x = f32[8] parameter(0)
+  %start = s32[] constant({start})
+  %copied = s32[] copy(%start)
+  %state = (s32[], f32[8]) tuple(%copied, %x)
+  ROOT %loop = (s32[], f32[8]) while(%state), condition=%condition, body=%body
+}}
+"""
+    (loop,) = step_bytes.read_program(text).loops
+    assert loop.trips == turns
+    assert loop.is_unnoted
 
 
 @pytest.mark.parametrize("scope", ["attention", "optimizer"])
