@@ -229,7 +229,7 @@ def ahead_of_time(target: str, given: argparse.Namespace) -> None:
 def program_of_token(work: Decoding) -> dict[str, Any]:
     """Compiles the program that adds tokens for the device of its context, and returns the bytes of one token.
 
-    `bytes_of_a_call` are those of what runs before and after the loop over tokens.
+    `bytes_of_a_call` counts the bytes that the program moves before and after the loop over tokens.
     """
     import jax
     import jax.numpy as jnp

@@ -2,7 +2,7 @@
 
     python benchmarks/scaling_law.py --points svg_extracted_data.csv
 
-The points are those that Besiroglu et al. 2024 (arXiv:2404.10102) read from figure 4 of Hoffmann et al. 2022:
+Besiroglu et al. 2024 (arXiv:2404.10102) read the points from figure 4 of Hoffmann et al. 2022. The file is
 data/svg_extracted_data.csv of github.com/epoch-research/analyzing-chinchilla. That repository names no licence, so the
 file is not part of this one. The synthetic trials count how often each constant is within its 95% interval.
 """

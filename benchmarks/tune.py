@@ -178,8 +178,8 @@ def time_candidates(where: str, platform: str, search: Search, rounds: int) -> d
 def loaded_bytes(kernel: str, tile: Tile, case: cases_of_kernels.Case) -> dict[str, int]:
     """Returns the bytes that all programs of a kernel load, by arithmetic; most are in the L2 cache.
 
-    For the cross-entropy it also returns those that come from memory, in the order of its programs and with the
-    vocabulary first.
+    For the cross-entropy it also returns the bytes that come from memory: once in the order in which its programs run,
+    and once with the vocabulary first.
     """
     first, second, *_ = jax.eval_shape(case.args)
     size = first.dtype.itemsize

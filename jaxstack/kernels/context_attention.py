@@ -186,7 +186,7 @@ def _pack(o: Options, x, kv_heads):
     return x if _token_dim(o) == 1 else heads_first(x, kv_heads)
 
 
-def heads_last_of(o: Options, x):
+def _unpack(o: Options, x):
     """Returns queries, or outputs, in the order of a block's arrays as [B, S, H, K]."""
     return x if _token_dim(o) == 1 else heads_last(x)
 
@@ -260,7 +260,7 @@ def _ring_forward(o: Options, axis, q, k, v, segment_ids):
     result = merge(result, block, *_high_to_low(axis, me, half))
     _, (out, lse) = lax.fori_loop(1, shards, step, (_next(axis, block), result))
     out, lse = (
-        checkpoint_name(heads_last_of(o, out).astype(q.dtype), "attention"),
+        checkpoint_name(_unpack(o, out).astype(q.dtype), "attention"),
         checkpoint_name(lse, "attention_lse"),
     )
     return out, (q, k, v, segment_ids, out, lse)
@@ -296,7 +296,7 @@ def _ring_backward(o: Options, axis, residuals, d_out):
     _, (dq, *d_block) = lax.fori_loop(1, shards, step, (_next(axis, block), gradients))
     # The last hop returns the gradients to their own shard.
     dk, dv = (_pack_keys(o, x).astype(k.dtype) for x in _next(axis, d_block))
-    return heads_last_of(o, dq).astype(q.dtype), dk, dv, None
+    return _unpack(o, dq).astype(q.dtype), dk, dv, None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

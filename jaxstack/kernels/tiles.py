@@ -49,7 +49,7 @@ class GroupedTile(NamedTuple):
 
     Attributes:
       rows, columns: of a block of results: rows of x and the output's width, or the two widths of a weight's gradient.
-      inner: elements that are loaded at a time of what is summed over.
+      inner: elements of the summed dimension that are loaded at a time.
       warps: warps of a program, on a GPU.
       stages: pipeline stages of its loads, on a GPU.
     """

@@ -1,4 +1,4 @@
-"""The implementations of each op of a model, by the keys of `KernelsConfig`, and those that a run uses."""
+"""Lists the implementations of each op of a model by the keys of `KernelsConfig`, and selects those of a run."""
 
 from collections.abc import Mapping
 from typing import Any

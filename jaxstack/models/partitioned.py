@@ -4,8 +4,8 @@
 `jax.jit`. Where `Context` communicates, an array gets a sharding, and XLA's partitioner inserts the collectives. Sums
 over devices are then sums within an array, so `axes` is empty.
 
-Functions that XLA cannot partition well remain manual regions: attention (with its ring over `context`), the experts
-with their exchange, and the cross-entropy. See `AutoContext.region`.
+Functions that XLA cannot partition well remain manual regions: the lookup of embeddings, attention (with its ring over
+`context`), the experts with their exchange, and the cross-entropy. See `AutoContext.region`.
 """
 
 from collections.abc import Callable, Sequence

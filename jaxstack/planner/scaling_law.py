@@ -47,32 +47,9 @@ class ScalingLaw(NamedTuple):
         parameters = ratio * product ** (beta / (alpha + beta))
         return float(parameters), float(product / parameters)
 
-    def optimum_with_serving(self, flops: float, served_tokens: float) -> tuple[float, float]:
-        """Returns the best parameters and tokens when a budget also pays for tokens that the model will process.
-
-        A processed token costs a third of a trained one: there is no backward pass (Sardana et al. 2024,
-        arXiv:2401.00448). The loss is lowest for the whole of `flops` = 6 N D + 2 N S.
-        """
-        from scipy.optimize import minimize_scalar
-
-        def tokens(parameters: float) -> float:
-            return flops / (FLOPS_PER_PARAMETER_AND_TOKEN * parameters) - served_tokens / 3
-
-        def loss(log_parameters: float) -> float:
-            return float(np.log(self.loss(np.exp(log_parameters), tokens(np.exp(log_parameters)))))
-
-        # Below the upper end, at least a millionth of the budget is left for training.
-        upper = np.log(self.optimum(flops)[0])
-        if served_tokens:
-            upper = min(upper, np.log(flops / (2 * served_tokens) * (1 - 1e-6)))
-        parameters = float(np.exp(minimize_scalar(loss, bounds=(upper - 30, upper), method="bounded").x))
-        return parameters, tokens(parameters)
-
 
 BESIROGLU = ScalingLaw(1.8172, 482.01, 0.3478, 2085.43, 0.3658)
 """Besiroglu et al. 2024, arXiv:2404.10102: their fit of Hoffmann et al.'s points, without the five highest losses."""
-HOFFMANN = ScalingLaw(1.69, 406.4, 0.34, 410.7, 0.28)
-"""Hoffmann et al. 2022, as printed. Besiroglu et al. show that it does not fit the points it was made from."""
 
 
 class Fit(NamedTuple):

@@ -146,7 +146,7 @@ def test_equals_one_device(rng, monkeypatch, case, method, implementation):
 def test_bfloat16(rng, monkeypatch, method, implementation, segments):
     """The expected values are computed in float32 from the same numbers.
 
-    cuDNN does not run here: functions with its arguments, dtypes and results stand in for its two kernels.
+    cuDNN cannot run here. Plain functions with the same arguments, dtypes and results replace its two kernels.
     """
     arrays = draw(rng, 1, 64, 4, 2, 8, jnp.bfloat16)
     ids = draw_segments(rng, 1, 64, segments) if segments else None

@@ -89,7 +89,7 @@ mistakes(
     ("np.stack([low, high[::-1]], axis=1)", "np.stack([low, high], axis=1)"),
     ("start = jnp.where(source < me, 0, half)", "start = jnp.where(source > me, 0, half)"),
     ("out * jnp.exp(lse - total)[..., None]", "out * jnp.exp(total - lse)[..., None]"),
-    ("for x in _next(axis, d_block))\n    return heads_last", "for x in d_block)\n    return heads_last"),
+    ("for x in _next(axis, d_block))\n    return _unpack", "for x in d_block)\n    return _unpack"),
     ("causal=o.window > 0", "causal=False"),
     ("jnp.abs(me - source) * half", "(source - me) * half"),
     ("source = (me - t) % shards\n        result", "source = (me + t) % shards\n        result"),
