@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 from jaxstack.common.errors import ConfigError
 
@@ -22,6 +23,11 @@ class Chip:
         one direction.
       source: data sheet that these figures are from.
       devices: devices of JAX on one chip, which share its compute, memory and links equally.
+      linked_devices: most devices that the links connect: those of a host, or of a TPU slice.
+      network_bandwidth: bytes/s that a device sends to other hosts or slices in one direction, or 0 where the maker
+        describes no such system.
+      network_source: system that `linked_devices` and `network_bandwidth` are from.
+      torus: dimensions of the torus that the links form, or 0 if every device reaches every other one at full speed.
     """
 
     kinds: tuple[str, ...]
@@ -31,11 +37,22 @@ class Chip:
     interconnect_bandwidth: float
     source: str
     devices: int = 1
+    linked_devices: int = 8
+    network_bandwidth: float = 0.0
+    network_source: str = "the maker describes no network; eight cards in a host"
+    torus: int = 0
 
     @property
     def platform(self) -> str:
         """JAX's platform of the chip: `tpu` or `gpu`."""
         return "tpu" if self.kinds[0].startswith("TPU") else "gpu"
+
+
+class _Network(TypedDict):
+    """The keyword arguments of `Chip` for its network."""
+
+    network_bandwidth: float
+    network_source: str
 
 
 _CORES = " and tables 1 and 5 of Norrie et al. 2021 (IEEE Micro 41); a device is one of the chip's two cores"
@@ -53,24 +70,48 @@ _BLACKWELL = {
     "bfloat16": 2250e12, "float16": 2250e12, "tensorfloat32": 1125e12, "float32": 75e12,
     "float8": 4500e12, "int8": 4500e12,
 }  # fmt: skip
+_DGX_1: _Network = {"network_bandwidth": 6.25e9, "network_source": "DGX-1 data sheet: 4 x 100 Gb/s for 8 GPUs"}
+_DGX_A100: _Network = {"network_bandwidth": 25e9, "network_source": "DGX A100 data sheet: 8 x 200 Gb/s for 8 GPUs"}
+_DGX_H100: _Network = {
+    "network_bandwidth": 50e9,
+    "network_source": "DGX H100, H200 and B200 data sheets: 8 x 400 Gb/s for 8 GPUs",
+}
+_POD = "cloud.google.com/tpu/docs/{0}: chips of a pod and its data centre network"
+_NO_DCN = "cloud.google.com/tpu/docs/{0}: chips of a pod; it does not list the data centre network"
+
+
+def _ec2(instance: str, gigabits: int) -> _Network:
+    """Returns the network of an instance of Amazon EC2 with eight GPUs."""
+    return {
+        "network_bandwidth": gigabits / 8 / 8 * 1e9,
+        "network_source": f"Amazon EC2 {instance}: {gigabits} Gb/s for 8 GPUs",
+    }
+
 
 CHIPS: dict[str, Chip] = {
     "t4": Chip(
         ("Tesla T4", "NVIDIA T4"), {"float16": 65e12, "float32": 8.1e12, "int8": 130e12},
         320e9, 16 << 30, 16e9, "NVIDIA T4 data sheet; link: PCIe 3.0 x16, half of the two directions together",
+        **_ec2("g4dn.metal", 100),
     ),
     "v100": Chip(
         ("Tesla V100-SXM2-16GB",), {"float16": 125e12, "float32": 15.7e12},
         900e9, 16 << 30, 150e9, "NVIDIA V100 data sheet (SXM2, 16 GB); link: half of the two directions together",
+        **_DGX_1,
     ),
     "v100_32gb": Chip(
         ("Tesla V100-SXM2-32GB",), {"float16": 125e12, "float32": 15.7e12},
         900e9, 32 << 30, 150e9, "NVIDIA V100 data sheet (SXM2, 32 GB); link: half of the two directions together",
+        **_DGX_1,
     ),
-    "a100": Chip(("NVIDIA A100-SXM4-80GB",), _AMPERE, 2039e9, 80 << 30, 300e9, _NVIDIA.format("A100 80GB SXM")),
+    "a100": Chip(
+        ("NVIDIA A100-SXM4-80GB",), _AMPERE, 2039e9, 80 << 30, 300e9, _NVIDIA.format("A100 80GB SXM"),
+        **_DGX_A100,
+    ),
     "a100_pcie": Chip(("NVIDIA A100 80GB PCIe",), _AMPERE, 1935e9, 80 << 30, 32e9, _NVIDIA.format("A100 80GB PCIe")),
     "a100_40gb": Chip(
-        ("NVIDIA A100-SXM4-40GB",), _AMPERE, 1555e9, 40 << 30, 300e9, _NVIDIA.format("A100 40GB SXM")
+        ("NVIDIA A100-SXM4-40GB",), _AMPERE, 1555e9, 40 << 30, 300e9, _NVIDIA.format("A100 40GB SXM"),
+        **_DGX_A100,
     ),
     "a100_40gb_pcie": Chip(
         ("NVIDIA A100-PCIE-40GB",), _AMPERE, 1555e9, 40 << 30, 32e9, _NVIDIA.format("A100 40GB PCIe")
@@ -84,6 +125,7 @@ CHIPS: dict[str, Chip] = {
         ("NVIDIA A10G",),
         {"bfloat16": 70e12, "float16": 70e12, "tensorfloat32": 35e12, "float32": 35e12, "int8": 140e12},
         600e9, 24 << 30, 32e9, _NVIDIA.format("A10G"),
+        **_ec2("g5.48xlarge", 100),
     ),
     "a6000": Chip(
         ("NVIDIA RTX A6000",),
@@ -107,46 +149,73 @@ CHIPS: dict[str, Chip] = {
          "float8": 419e12, "int8": 838e12},
         1792e9, 32 << 30, 64e9, _GEFORCE.format("RTX Blackwell GPU architecture whitepaper, appendix A"),
     ),
-    "h100": Chip(("NVIDIA H100 80GB HBM3",), _HOPPER, 3350e9, 80 << 30, 450e9, _NVIDIA.format("H100 SXM5")),
+    "h100": Chip(
+        ("NVIDIA H100 80GB HBM3",), _HOPPER, 3350e9, 80 << 30, 450e9, _NVIDIA.format("H100 SXM5"),
+        **_DGX_H100,
+    ),
     "h100_pcie": Chip(
         ("NVIDIA H100 PCIe",),
         {"bfloat16": 756e12, "float16": 756e12, "tensorfloat32": 378e12, "float32": 51.2e12, "float8": 1513e12,
          "int8": 1513e12},
         2000e9, 80 << 30, 64e9, _NVIDIA.format("H100 PCIe"),
     ),
-    "h200": Chip(("NVIDIA H200",), _HOPPER, 4800e9, 141 * 10**9, 450e9, _NVIDIA.format("H200 SXM")),
-    "b200": Chip(("NVIDIA B200",), _BLACKWELL, 8000e9, 180 * 10**9, 900e9, _NVIDIA.format("DGX B200, an eighth of it")),
+    "h200": Chip(
+        ("NVIDIA H200",), _HOPPER, 4800e9, 141 * 10**9, 450e9, _NVIDIA.format("H200 SXM"),
+        **_DGX_H100,
+    ),
+    "b200": Chip(
+        ("NVIDIA B200",), _BLACKWELL, 8000e9, 180 * 10**9, 900e9, _NVIDIA.format("DGX B200, an eighth of it"),
+        **_DGX_H100,
+    ),
+    "mi300x": Chip(
+        ("AMD Instinct MI300X",),
+        {"bfloat16": 1307.4e12, "float16": 1307.4e12, "tensorfloat32": 653.7e12, "float32": 163.4e12,
+         "float8": 2614.9e12, "int8": 2614.9e12},
+        5300e9, 192 * 10**9, 448e9, "AMD Instinct MI300X data sheet; link: seven links, half of the two directions",
+        network_bandwidth=50e9, network_source="rocm.docs.amd.com, vllm-mori-distributed: 8 x 400 Gb/s for 8 GPUs",
+    ),
     "l4": Chip(
         ("NVIDIA L4",),
         {"bfloat16": 121e12, "float16": 121e12, "tensorfloat32": 60e12, "float32": 30.3e12, "float8": 242.5e12,
          "int8": 242.5e12},
         300e9, 24 << 30, 32e9, _NVIDIA.format("L4"),
+        **_ec2("g6.48xlarge", 100),
     ),
     "l40s": Chip(
         ("NVIDIA L40S",),
         {"bfloat16": 362e12, "float16": 362e12, "tensorfloat32": 183e12, "float32": 91.6e12, "float8": 733e12,
          "int8": 733e12},
         864e9, 48 << 30, 32e9, _NVIDIA.format("L40S"),
+        **_ec2("g6e.48xlarge", 400),
     ),
     "v2": Chip(
         ("TPU v2",), {"bfloat16": 23e12}, 350e9, 8 << 30, 124e9, _TPU.format("v2") + _CORES, devices=2,
+        linked_devices=512, torus=2, network_source=_NO_DCN.format("v2"),
     ),
     "v3": Chip(
         ("TPU v3",), {"bfloat16": 61.5e12}, 450e9, 16 << 30, 164e9, _TPU.format("v3") + _CORES, devices=2,
+        linked_devices=2048, torus=2, network_source=_NO_DCN.format("v3"),
     ),
-    "v4": Chip(("TPU v4",), {"bfloat16": 275e12, "int8": 275e12}, 1228e9, 32 << 30, 300e9, _TPU.format("v4")),
+    "v4": Chip(
+        ("TPU v4",), {"bfloat16": 275e12, "int8": 275e12}, 1228e9, 32 << 30, 300e9, _TPU.format("v4"),
+        linked_devices=4096, torus=3, network_source=_NO_DCN.format("v4"),
+    ),
     "v5e": Chip(
-        ("TPU v5 lite", "TPU v5e"), {"bfloat16": 197e12, "int8": 393e12}, 819e9, 16 << 30, 200e9, _TPU.format("v5e")
+        ("TPU v5 lite", "TPU v5e"), {"bfloat16": 197e12, "int8": 393e12}, 819e9, 16 << 30, 200e9, _TPU.format("v5e"),
+        linked_devices=256, torus=2, network_bandwidth=3.125e9, network_source=_POD.format("v5e"),
     ),
     "v5p": Chip(
-        ("TPU v5", "TPU v5p"), {"bfloat16": 459e12, "int8": 918e12}, 2765e9, 95 << 30, 600e9, _TPU.format("v5p")
+        ("TPU v5", "TPU v5p"), {"bfloat16": 459e12, "int8": 918e12}, 2765e9, 95 << 30, 600e9, _TPU.format("v5p"),
+        linked_devices=6144, torus=3, network_bandwidth=6.25e9, network_source=_POD.format("v5p"),
     ),
     "v6e": Chip(
-        ("TPU v6 lite", "TPU v6e"), {"bfloat16": 918e12, "int8": 1836e12}, 1640e9, 32 << 30, 448e9, _TPU.format("v6e")
+        ("TPU v6 lite", "TPU v6e"), {"bfloat16": 918e12, "int8": 1836e12}, 1640e9, 32 << 30, 448e9, _TPU.format("v6e"),
+        linked_devices=256, torus=2, network_bandwidth=12.5e9, network_source=_POD.format("v6e"),
     ),
     "v7x": Chip(
         ("TPU7x",), {"bfloat16": 1153.5e12, "float8": 2307e12}, 3690e9, 96 << 30, 300e9,
         _TPU.format("tpu7x") + "; a device is one of the chip's two cores", devices=2,
+        linked_devices=18432, torus=3, network_source=_NO_DCN.format("tpu7x"),
     ),
 }  # fmt: skip
 """Every chip by the name that commands take. No program exceeds these figures, and few reach them."""

@@ -32,12 +32,18 @@ class ChipLimits:
         reach about 0.7 to 0.8 on an H100, and reached about half in PyTorch of 2020 on a V100.
       bandwidth_efficiency: fraction of the memory bandwidth; a copy reaches about 0.9.
       link: bytes/s that a device sends; `None` means the figure of the chip.
+      network: bytes/s that a device sends to other hosts or slices; `None` means the figure of the chip.
+      host_devices: devices that the links connect, those of one host or slice; `None` means the figure of the chip.
+      link_efficiency: fraction of the links' and the network's bandwidth that collectives reach.
     """
 
     chip: Chip
     matmul_efficiency: float = 1.0
     bandwidth_efficiency: float = 1.0
     link: float | None = None
+    network: float | None = None
+    host_devices: int | None = None
+    link_efficiency: float = 1.0
 
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s of matmuls.
@@ -60,6 +66,27 @@ class ChipLimits:
     def link_bandwidth(self) -> float:
         """Bytes/s that a device sends."""
         return self.link or self.chip.interconnect_bandwidth
+
+    @property
+    def linked_devices(self) -> int:
+        """Devices that the links connect: those of one host, or of one slice."""
+        return self.host_devices or self.chip.linked_devices
+
+    @property
+    def network_bandwidth(self) -> float:
+        """Bytes/s that a device sends to other hosts or slices.
+
+        Raises:
+          ConfigError: neither the chip nor the user gives it.
+        """
+        found = self.network or self.chip.network_bandwidth
+        if not found:
+            raise ConfigError(
+                f"{self.chip.kinds[0]} has no reference network, and the mesh has more than the "
+                f"{self.linked_devices} devices that its links connect. Give the GB/s that a device sends to other "
+                f"hosts: --network."
+            )
+        return found
 
     def seconds(self, op: Op) -> tuple[float, str]:
         """Returns the least time of one run, and its bound: `compute`, `memory` or `network`."""

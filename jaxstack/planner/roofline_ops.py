@@ -49,6 +49,8 @@ class Op:
       dtype: dtype of a contraction's operands.
       recomputes: whether it repeats earlier work, for `train.remat` or within attention's kernel. Such FLOPs are not
         part of the model's FLOPs.
+      for_remat: whether it repeats earlier work for `train.remat`.
+      of_update: whether it runs once a step beside the passes: the optimizer, casts of weights, sums of gradients.
       matrix: for a weight matmul, (tokens, inputs, outputs, number of matrices), from which it can be measured.
     """
 
@@ -61,7 +63,14 @@ class Op:
     of_layer: int = 0
     dtype: str = "bfloat16"
     recomputes: bool = False
+    for_remat: bool = False
+    of_update: bool = False
     matrix: tuple[int, int, int, int] | None = None
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether it runs in the backward pass: repeated operations, and those whose names say `gradient`."""
+        return self.recomputes or "gradient" in self.name
 
 
 def pointwise_op(name: str, flops: float, bytes: float, times: float = 1.0) -> Op:
@@ -174,7 +183,8 @@ class OpBuilder:
 
     def recomputed(self, ops: Iterable[Op], condition: bool = True) -> list[Op]:
         """Returns the operations as the backward pass repeats them, or none if the condition is false."""
-        return [replace(op, name=f"{op.name}, recomputed", recomputes=True) for op in ops] if condition else []
+        again = [replace(op, name=f"{op.name}, recomputed", recomputes=True, for_remat=True) for op in ops]
+        return again if condition else []
 
     def elementwise(self, name: str, elements: float, arrays: float, flops: float = 1) -> Op:
         """Returns one pass that reads or writes a number of arrays in the compute dtype."""

@@ -14,7 +14,12 @@ from jaxstack.training.state import abstract_state
 
 
 def operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op]:
-    """Returns everything that one device does in a training step, including communication.
+    """Returns everything that one device does in a training step, including communication; see `local_operations`."""
+    return [*local_operations(cfg, ctx, traffic), *_communication(cfg, ctx)]
+
+
+def local_operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op]:
+    """Returns what one device does in a training step without communication.
 
     With a pipeline, the operations are those of a mean stage; its idle time is not an operation.
 
@@ -38,7 +43,8 @@ def operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op
     layers = cfg.model.num_layers / sizes["pipe"]  # of a mean stage
     found = [replace(op, times=op.times * passes * layers, of_layer=1) for op in _layer(build, shapes, cfg, ctx)]
     found += [replace(op, times=op.times * passes) for op in _ends(build, shapes, cfg, ctx)]
-    return [op for op in (*found, *_update(cfg, ctx), *_communication(cfg, ctx)) if op.times]
+    found += [replace(op, of_update=True) for op in _update(cfg, ctx)]
+    return [op for op in found if op.times]
 
 
 def one_layer(ops: Iterable[Op]) -> list[Op]:
@@ -240,4 +246,5 @@ def _communication(cfg: Config, ctx: Context) -> list[Op]:
     return [
         Op(f"{c.kind} over {'+'.join(c.axes)}: {c.where}", "communication", "transfer", 0, c.sent / c.times, c.times)
         for c in estimate.traffic(cfg, ctx)
+        if c.times
     ]

@@ -80,6 +80,11 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
       cfg: the run, resolved.
       ctx: its context; the mesh may be abstract.
     """
+    return [*activation_traffic(cfg, ctx), *parameter_traffic(cfg, ctx)]
+
+
+def activation_traffic(cfg: Config, ctx: Context) -> list[Collective]:
+    """Returns the collectives of `traffic` that send activations and their gradients."""
     t = _Traffic(cfg, ctx)
     _tensor_traffic(t)
     if ctx.pipeline is not None:
@@ -87,6 +92,12 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
     _context_traffic(t)
     if cfg.model.moe.num_experts:
         _expert_traffic(t)
+    return t.collectives
+
+
+def parameter_traffic(cfg: Config, ctx: Context) -> list[Collective]:
+    """Returns the collectives of `traffic` that send parameters, their gradients, and matrices of Muon."""
+    t = _Traffic(cfg, ctx)
     for path, p in shards.flat_params(cfg, ctx).items():
         _parameter_traffic(t, path, p)
     _muon_traffic(t)

@@ -1,6 +1,7 @@
 """The train state: its initial values, shapes, dtypes and shardings, and the optimizer that belongs to it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -9,9 +10,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import PyTree, path_of
-from jaxstack.config import Config
+from jaxstack.config import Config, ModelConfig, OptimConfig
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
+from jaxstack.models.params import Spec, map_spec
 from jaxstack.training import optimizer as optim
 
 
@@ -55,9 +57,28 @@ def init_state(cfg: Config, ctx: Context | None = None) -> TrainState:
     layers = None if ctx.pipeline is None else ctx.pipeline.stages.layer_of_slot
     spec = ctx.pad_to_stages(family.spec(cfg.model))
     values = params.init(jax.random.key(cfg.run.seed), spec, layers)
+    return _first_state(spec, values, make_optimizer(cfg), cfg.train.spike.window)
+
+
+def _first_state(spec: Spec, values: PyTree, optimizer: optax.GradientTransformation, window: int) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
-    recent = jnp.zeros(cfg.train.spike.window)
-    return TrainState(zero, zero, zero, recent, values, make_optimizer(cfg).init(params.partition(spec, values)[0]))
+    return TrainState(zero, zero, zero, jnp.zeros(window), values, optimizer.init(params.partition(spec, values)[0]))
+
+
+@lru_cache(maxsize=32)
+def _state_shapes(model: ModelConfig, optimizer: OptimConfig, steps: int, window: int, slots: int) -> TrainState:
+    """Returns the shapes of `init_state`. They are the same on every mesh, and a search over meshes asks for many.
+
+    Args:
+      model, optimizer: groups of the configuration.
+      steps: of the run.
+      window: losses that the state keeps.
+      slots: layers of the stacked arrays, with the padding for the stages of a pipeline; 0 means as many as there are.
+    """
+    plain = family.spec(model)
+    spec = map_spec(lambda p: replace(p, shape=(slots, *p.shape[1:])) if p.stacked and slots else p, plain)
+    transform = optim.optimizer(optimizer, steps, params.partition(plain, plain)[0])
+    return jax.eval_shape(lambda: _first_state(spec, params.init(jax.random.key(0), spec), transform, window))
 
 
 def make_state(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:
@@ -94,4 +115,6 @@ def abstract_state(cfg: Config, ctx: Context) -> TrainState:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.shape])
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
-    return jax.tree_util.tree_map_with_path(with_sharding, jax.eval_shape(lambda: init_state(cfg, ctx)))
+    slots = 0 if ctx.pipeline is None else len(ctx.pipeline.stages.layer_of_slot)
+    shapes = _state_shapes(cfg.model, cfg.optim, cfg.train.steps, cfg.train.spike.window, slots)
+    return jax.tree_util.tree_map_with_path(with_sharding, shapes)

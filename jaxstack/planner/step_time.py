@@ -1,0 +1,236 @@
+"""Predicts the time of a training step on a mesh by formula, from operations, collectives and the pipeline's schedule.
+
+The operations of `roofline_step` take the times of a roofline, at the fractions of the peaks that programs reach. The
+collectives of `traffic` take the time of the bytes that a device sends, over the links of its host or slice or over
+the network: `Placement` maps mesh axes to both. Then:
+
+- Collectives of activations (tensor, expert and pipeline parallelism) are exposed. The next operation needs them.
+- Collectives of weights and gradients in the loop over layers run beside the layers' operations. What exceeds these
+  operations is exposed, and so are the first gather and the last reduction.
+- Collectives of a whole step (gradients that microbatches accumulate, weights of a pipeline) are exposed.
+- A ring of context parallelism runs beside attention.
+
+Nothing is compiled, and no array is made.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxstack.config import Config
+from jaxstack.models import flops
+from jaxstack.models.context import Context
+from jaxstack.planner import shards
+from jaxstack.planner.hlo import Collective
+from jaxstack.planner.roofline import ChipLimits
+from jaxstack.planner.roofline_ops import Op
+from jaxstack.planner.roofline_step import local_operations
+from jaxstack.planner.traffic import CONTEXT, activation_traffic, parameter_traffic
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted time of one training step, and what it achieves.
+
+    Attributes:
+      layers: seconds of the layers' forward and backward operations on one device.
+      recomputation: seconds of the operations that `train.remat` repeats.
+      head: seconds of embedding, head and loss.
+      update: seconds of the optimizer, casts of weights and sums of gradients.
+      exposed: seconds that a device waits for collectives, by mesh axes (joined by `+`).
+      hidden: seconds of collectives that run beside operations, by mesh axes.
+      bubble: seconds in which a mean pipeline stage has no unit.
+      tokens: tokens of a step over all devices.
+      model_flops: FLOPs of the model in a step over all devices, by both conventions.
+      recomputed_flops: FLOPs that `train.remat` repeats, with attention of every token to the whole sequence. What the
+        kernel of attention repeats on its own is not counted.
+      peak: FLOP/s of all devices.
+    """
+
+    layers: float
+    recomputation: float
+    head: float
+    update: float
+    exposed: dict[str, float]
+    hidden: dict[str, float]
+    bubble: float
+    tokens: int
+    model_flops: flops.Flops
+    recomputed_flops: float
+    peak: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return (
+            self.layers + self.recomputation + self.head + self.update + self.bubble + math.fsum(self.exposed.values())
+        )
+
+    @property
+    def hardware_flops(self) -> float:
+        """FLOPs of a step with recomputation, by the convention of full attention."""
+        return self.model_flops.full + self.recomputed_flops
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second over all devices."""
+        return self.tokens / self.total
+
+    @property
+    def mfu(self) -> flops.Flops:
+        """Model FLOPs utilisation by both conventions."""
+        return flops.Flops(*(each / self.total / self.peak for each in self.model_flops))
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilisation: MFU with recomputation, by the convention of full attention."""
+        return self.hardware_flops / self.total / self.peak
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which links the collectives over mesh axes use. Devices are numbered with the last axis fastest.
+
+    Attributes:
+      sizes: axes of the mesh.
+      limits: the chip with its links.
+    """
+
+    sizes: dict[str, int]
+    limits: ChipLimits
+
+    def members(self, axes: Iterable[str]) -> int:
+        """Returns how many devices of a group over these axes are in the same host or slice."""
+        return math.prod(self._members(axis) for axis in axes)
+
+    def _members(self, axis: str) -> int:
+        """Returns how many neighbours along an axis share a host; the common divisor is for hosts that it cuts."""
+        names = list(self.sizes)
+        stride = math.prod(self.sizes[a] for a in names[names.index(axis) + 1 :])
+        return max(1, math.gcd(stride * self.sizes[axis], self.limits.linked_devices) // stride)
+
+    def bandwidth(self, axes: tuple[str, ...], kind: str) -> tuple[float, float]:
+        """Returns the bytes/s that a device sends within its host or slice, and those that it sends beyond.
+
+        A mesh axis uses one dimension of a TPU's torus, and a permutation one direction of it. In rings over several
+        hosts, each member in a host starts a ring of its own, so that the network cards of all members are used.
+        """
+        link, k = self.limits.link_bandwidth, self.members(axes)
+        if torus := self.limits.chip.torus:
+            link *= 0.5 / torus if kind == "collective-permute" else min(len(axes), torus) / torus
+        if k == math.prod(self.sizes[a] for a in axes):
+            return link * self.limits.link_efficiency, math.inf
+        rings = 1 if kind in ("collective-permute", "all-to-all") else k
+        network = min(link, rings * self.limits.network_bandwidth)
+        return link * self.limits.link_efficiency, network * self.limits.link_efficiency
+
+    def seconds(self, c: Collective) -> float:
+        """Returns the time of all runs of a collective in a step, alone."""
+        link, network = self.bandwidth(c.axes, c.kind)
+        if math.isinf(network):
+            return c.sent / link
+        if c.kind != "all-to-all":
+            return c.sent / network
+        beyond = (c.devices - self.members(c.axes)) / (c.devices - 1)  # part of what is sent that leaves the host
+        return max(c.sent * beyond / network, c.sent * (1 - beyond) / link)
+
+
+def step_time(cfg: Config, ctx: Context, limits: ChipLimits) -> StepTime:
+    """Predicts the time of a training step.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context; the mesh may be abstract.
+      limits: the chip, and the fractions of its figures that programs reach.
+
+    Raises:
+      ConfigError: the chip does not compute in `train.dtype`, or the mesh needs a network whose speed is not known.
+    """
+    ops = local_operations(cfg, ctx)
+    in_layers = [op for op in ops if op.of_layer]
+    layers = _seconds((op for op in in_layers if not op.for_remat), limits)
+    repeated = _seconds((op for op in in_layers if op.for_remat), limits)
+    attention = _seconds((op for op in in_layers if op.part == "attention"), limits)
+    tokens = cfg.data.batch_size * cfg.data.seq_len
+    per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len)
+    exposed, hidden = _communication(cfg, ctx, limits, layers + repeated, attention)
+    return StepTime(
+        layers=layers,
+        recomputation=repeated,
+        head=_seconds((op for op in ops if not op.of_layer and not op.of_update), limits),
+        update=_seconds((op for op in ops if op.of_update), limits),
+        exposed=exposed,
+        hidden=hidden,
+        bubble=_bubble(ctx, in_layers, limits),
+        tokens=tokens,
+        model_flops=flops.Flops(*(each * tokens for each in per_token)),
+        recomputed_flops=_recomputed_flops(cfg, ctx, ops),
+        peak=limits.peak(cfg.train.dtype) * shards.device_count(ctx),
+    )
+
+
+def _seconds(ops: Iterable[Op], limits: ChipLimits) -> float:
+    return math.fsum(op.times * limits.seconds(op)[0] for op in ops)
+
+
+def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits) -> float:
+    """Returns the idle seconds of a mean stage: the executor's ticks run in lockstep, each as long as its longest unit.
+
+    Communication in the layers is not counted here, because `traffic` counts it in every tick.
+    """
+    if ctx.pipeline is None:
+        return 0.0
+    turns, stages = ctx.pipeline.turns, ctx.pipeline.stages
+    share = ctx.pipeline.schedule.microbatches * int((stages.group_of_slot >= 0).sum()) / stages.stages
+    forward = _seconds((op for op in in_layers if not op.in_backward), limits)
+    backward = _seconds((op for op in in_layers if op.in_backward), limits)
+    idle = (forward * (turns.forward.sum() / share - 1), backward * (turns.backward.sum() / share - 1))
+    return float(sum(idle))
+
+
+def _recomputed_flops(cfg: Config, ctx: Context, ops: list[Op]) -> float:
+    """Returns the FLOPs that `train.remat` repeats over all devices; attention by the convention of full attention."""
+    m, tokens = cfg.model, cfg.data.batch_size * cfg.data.seq_len
+    repeated = [op for op in ops if op.for_remat and op.kind == "contraction"]
+    found = math.fsum(op.times * op.flops for op in repeated if op.part == "matmul") * shards.device_count(ctx)
+    if any(op.part == "attention" for op in repeated):
+        found += 4.0 * m.num_heads * m.head_width * cfg.data.seq_len * tokens * m.num_layers
+    return found
+
+
+def _communication(
+    cfg: Config, ctx: Context, limits: ChipLimits, beside: float, attention: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the exposed and the hidden seconds of collectives, by mesh axes.
+
+    Args:
+      cfg, ctx, limits: see `step_time`.
+      beside: seconds of the layers' operations, which hide collectives of weights and gradients.
+      attention: seconds of attention, which hides a ring.
+    """
+    place = Placement(dict(shards.mesh_sizes(ctx)), limits)
+    alone: Counter[str] = Counter()
+    waits: Counter[str] = Counter()
+    for c in activation_traffic(cfg, ctx):
+        seconds, axes = place.seconds(c), "+".join(c.axes)
+        alone[axes] += seconds  # type: ignore[assignment]
+        if c.axes == CONTEXT and ctx.context_method == "ring":
+            waits[axes] += max(0.0, seconds - attention)  # type: ignore[assignment]
+            attention -= min(attention, seconds)
+        else:
+            waits[axes] += seconds  # type: ignore[assignment]
+    in_loop: Counter[str] = Counter()
+    for c in parameter_traffic(cfg, ctx):
+        seconds, axes = place.seconds(c), "+".join(c.axes)
+        alone[axes] += seconds  # type: ignore[assignment]
+        if ctx.pipeline is None and (c.times >= cfg.model.num_layers or c.kind == "all-gather"):
+            in_loop[axes] += seconds  # type: ignore[assignment]
+        else:
+            waits[axes] += seconds  # type: ignore[assignment]
+    if total := math.fsum(in_loop.values()):
+        # The first layer's gather and the last one's reduction have no other layer beside them.
+        part = min(1.0, max(0.0, total - beside) / total + 1 / cfg.model.num_layers)
+        for axes, seconds in in_loop.items():
+            waits[axes] += part * seconds  # type: ignore[assignment]
+    return dict(waits), {axes: alone[axes] - waits[axes] for axes in alone}

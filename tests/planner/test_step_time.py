@@ -1,0 +1,120 @@
+"""Compares the predicted time of a step with sums done by hand, with the schedule's simulator, and with links."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from jaxstack.common.hardware import CHIPS
+from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxstack.models.flops import flops_per_token
+from jaxstack.planner import roofline, traffic
+from jaxstack.planner.hlo import Collective
+from jaxstack.planner.roofline import ChipLimits
+from jaxstack.planner.roofline_step import local_operations
+from jaxstack.planner.step_time import Placement, StepTime, step_time
+
+H100 = ChipLimits(CHIPS["h100"])
+
+
+def config(remat: str = "full", microbatches: int | None = None, chunks: int = 1, **mesh: int) -> Config:
+    model = ModelConfig(num_layers=8, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=4096)
+    schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    return Config(
+        model=model,
+        data=DataConfig(seq_len=512, batch_size=64),
+        train=TrainConfig(dtype="bfloat16", remat=remat),
+        mesh=MeshConfig(**{"data": 1} | mesh),
+        pipeline=PipelineConfig(schedule=schedule, microbatches=microbatches, chunks=chunks),
+    )
+
+
+def predict(cfg: Config, limits: ChipLimits = H100) -> StepTime:
+    return step_time(cfg, roofline.context(cfg), limits)
+
+
+def place(limits: ChipLimits = H100, **sizes: int) -> Placement:
+    order = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+    return Placement({axis: sizes.get(axis, 1) for axis in order}, limits)
+
+
+def test_parts_add_up_to_all_operations_and_collectives():
+    cfg = config(fsdp=4, tensor=2)
+    ctx = roofline.context(cfg)
+    found = predict(cfg)
+    work = sum(op.times * H100.seconds(op)[0] for op in local_operations(cfg, ctx))
+    assert found.layers + found.recomputation + found.head + found.update == pytest.approx(work)
+    alone = sum(c.sent / 450e9 for c in traffic.traffic(cfg, ctx))
+    assert sum(found.exposed.values()) + sum(found.hidden.values()) == pytest.approx(alone)
+    assert found.total == pytest.approx(work + sum(found.exposed.values()))
+    assert found.tokens_per_s == pytest.approx(64 * 512 / found.total)
+
+
+def test_recomputation_is_counted_once_more_by_each_convention():
+    """Full recomputation repeats the forward pass of the layers but for the last matmul of each, by hand."""
+    full, none = predict(config("full")), predict(config("none"))
+    tokens = 64 * 512
+    matrices = 4 * 1024**2 + 3 * 1024 * 4096  # attention and a gated MLP
+    assert none.recomputed_flops == 0
+    assert none.recomputation == 0
+    assert full.model_flops == none.model_flops
+    last = 1024 * 4096
+    assert full.recomputed_flops == pytest.approx(tokens * 8 * (2 * (matrices - last) + 4 * 1024 * 512))
+    assert full.model_flops.full == pytest.approx(tokens * flops_per_token(config().model, 512).full)
+    assert full.hfu / full.mfu.full == pytest.approx(1 + full.recomputed_flops / full.model_flops.full)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_bubble_is_that_of_the_schedule(chunks):
+    cfg = config(pipe=4, microbatches=8, chunks=chunks)
+    ctx = roofline.context(cfg)
+    found = predict(cfg)
+    inside = [op for op in local_operations(cfg, ctx) if op.of_layer]
+    forward = sum(op.times * H100.seconds(op)[0] for op in inside if not op.in_backward)
+    backward = sum(op.times * H100.seconds(op)[0] for op in inside if op.in_backward)
+    simulated = ctx.pipeline.schedule.simulate(forward, backward)
+    assert found.bubble / (found.layers + found.recomputation) == pytest.approx(simulated.bubble)
+
+
+def test_a_backward_pass_takes_twice_the_forward_pass_without_recomputation():
+    ops = [op for op in local_operations(config("none"), roofline.context(config("none"))) if op.part == "matmul"]
+    forward = sum(op.times * op.flops for op in ops if not op.in_backward)
+    assert sum(op.times * op.flops for op in ops if op.in_backward) == pytest.approx(2 * forward)
+
+
+def test_an_axis_that_spans_hosts_runs_at_the_speed_of_the_network():
+    p = place(pipe=2, data=4, tensor=4)  # 8 devices a host: a host has 4 of tensor and 2 of data
+    assert p.bandwidth(("tensor",), "all-reduce") == (450e9, math.inf)
+    assert p.bandwidth(("data",), "all-reduce") == (450e9, 100e9)  # two network cards for a ring each
+    assert p.bandwidth(("pipe",), "collective-permute") == (450e9, 50e9)
+    assert p.members(("data", "tensor")) == 8
+    exchange = Collective("all-to-all", ("data",), 4, "bf16", (4,), 4e9, 1)
+    assert p.seconds(exchange) == pytest.approx(2e9 / 50e9)  # two of the four parts leave the host
+    assert place(tensor=16).members(("tensor",)) == 8
+    assert place(tensor=3, data=8).members(("tensor",)) == 1  # hosts cut groups of three
+    hosts_of_4 = replace(H100, host_devices=4, network=1e9, link_efficiency=0.5)
+    assert place(hosts_of_4, tensor=8).bandwidth(("tensor",), "all-gather") == (225e9, 2e9)
+
+
+def test_a_tpu_axis_uses_one_dimension_of_the_torus():
+    p = place(ChipLimits(CHIPS["v5p"]), fsdp=16, tensor=4)
+    assert p.bandwidth(("tensor",), "all-gather") == (200e9, math.inf)
+    assert p.bandwidth(("fsdp", "tensor"), "all-gather") == (400e9, math.inf)
+    assert p.bandwidth(("fsdp",), "collective-permute") == (100e9, math.inf)
+
+
+def test_collectives_of_weights_hide_behind_the_layers_and_of_activations_do_not():
+    slow = replace(H100, link=1e9)
+    fast, waits, tensor = predict(config(fsdp=8)), predict(config(fsdp=8), slow), predict(config(tensor=8), slow)
+    assert fast.exposed["fsdp"] < 0.5 * fast.hidden["fsdp"]
+    assert waits.hidden["fsdp"] <= waits.layers + waits.recomputation
+    assert waits.exposed["fsdp"] > waits.hidden["fsdp"]
+    assert tensor.hidden["tensor"] < 1e-3 * tensor.exposed["tensor"]  # the gradients of norms
+
+
+def test_a_chip_without_a_network_asks_for_its_speed():
+    limits = ChipLimits(CHIPS["rtx4090"])
+    predict(config(data=8), limits)
+    with pytest.raises(ConfigError, match="--network"):
+        predict(config(data=16), limits)
+    assert predict(config(data=16), replace(limits, network=1e9)).exposed["data"] > 0
