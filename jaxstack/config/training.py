@@ -97,6 +97,9 @@ class TrainConfig:
     that is not finite, or a skipped spike), or after this many returns to one checkpoint."""
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     """How spikes of the loss are detected and handled."""
+    noise_scale: bool = False
+    """Measure the gradient noise scale, an estimate of the batch size above which training needs few steps less. It
+    needs two or more gradients a step: `train.grad_accum` or `mesh.data` above 1. See docs/planning.md."""
     stalled_s: PositiveInt = 3600
     """Seconds without a finished step, evaluation or save after which the run stops. Compile time counts."""
 

@@ -309,12 +309,17 @@ class Context:
         """Marks parameters as device-varying, so that gradients accumulate locally. Call `sync_grads` afterwards."""
         return map_spec(lambda p, value: collectives.varying(value, self._grad_sync_axes(p)), spec, params)
 
-    def sync_grads(self, spec: Spec, grads: Params) -> Params:
-        """Sums over devices the gradients that `defer_grad_sync` left local; matrices and tables in `reduce_dtype`."""
+    def sync_grads(self, spec: Spec, grads: Params, without: Axes = ()) -> Params:
+        """Sums over devices the gradients that `defer_grad_sync` left local; matrices and tables in `reduce_dtype`.
+
+        The axes `without` are left for another call, which sums over what still varies.
+        """
 
         def total(p: Param, value: jax.Array) -> jax.Array:
             dtype = self.reduce_dtype if p.is_cast else value.dtype
-            return collectives.all_reduce(value.astype(dtype), self._grad_sync_axes(p)).astype(value.dtype)
+            varies = collectives.varies_along(value)
+            axes = tuple(a for a in self._grad_sync_axes(p) if a in varies and a not in without)
+            return collectives.all_reduce(value.astype(dtype), axes).astype(value.dtype)
 
         return map_spec(total, spec, grads)
 

@@ -17,6 +17,7 @@ from jaxstack.tracking import goodput
 from jaxstack.tracking.console import Console
 from jaxstack.tracking.goodput import GoodputRecorder
 from jaxstack.tracking.jsonl import JsonLines, Record
+from jaxstack.tracking.noise_scale import NoiseScale
 from jaxstack.tracking.throughput import ThroughputMeter
 
 
@@ -83,6 +84,7 @@ class StepLogger:
         self._cfg, self._loader, self._log, self._console = cfg, loader, log, console
         self._throughput, self._watchdog, self._goodput = throughput, watchdog, recorder
         self._parameters = params.count(family.spec(cfg.model))
+        self._noise_scale = NoiseScale(cfg.data.batch_size, log.records) if cfg.train.noise_scale else None
         self._bad: Record = {}
         self._unread: tuple[LoopState, dict[str, jax.Array], float] | None = None
 
@@ -125,6 +127,10 @@ class StepLogger:
             event = {name: values[name] for name in ("loss", "grad_norm", "skipped")}
             self._bad = event | {"batch": self._loader.describe_batch(loop.batch - 1)}
             self._log.write({"step": step, "event": "spike" if values["spike"] else "skipped", **self._bad})
+        if self._noise_scale:
+            if not bad:
+                self._noise_scale.add(values)
+            values |= self._noise_scale.record(values["tokens"])
         if timed:
             self._log.write({"step": step, **values, **timed, "time": time.time(), "seconds": self._goodput.take()})
         self._console.show_step(step, values["loss"], timed.get("tokens_per_s"))
@@ -153,6 +159,8 @@ class StepLogger:
         """
         self._unread = None
         lost = goodput.work_seconds(self._log.rewind(loop.step))
+        if self._noise_scale:
+            self._noise_scale = NoiseScale(self._cfg.data.batch_size, self._log.records)
         # The spike's own record was removed too, so this one repeats what it said.
         was = {"spike": spike, "spike_loss": self._bad["loss"], "batch": self._bad["batch"]}
         self._log.write({"step": loop.step, "event": "rolled back", **was, "lost_s": lost})

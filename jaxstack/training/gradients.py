@@ -14,7 +14,7 @@ from jaxstack.models.layers import Aux
 from jaxstack.models.params import Params
 from jaxstack.models.partitioned import within_step
 from jaxstack.sharding import collectives
-from jaxstack.training import losses
+from jaxstack.training import losses, noise_scale
 from jaxstack.training.pipelined import pipelined_gradients
 
 Metrics = dict[str, jax.Array]
@@ -30,12 +30,18 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     - `loss`: the likelihood's part of the objective alone.
     - `gradients`: of the full objective, with respect to the trained parameters. Nothing is computed for frozen ones.
     - `sums`: the weighted `tokens` and the model's auxiliary values, summed over the step. With a mixture of experts
-      also `counted_tokens` and `counted_sequences`, see `losses.BatchTotals`.
+      also `counted_tokens` and `counted_sequences`, see `losses.BatchTotals`. With `train.noise_scale` also
+      those of `noise_scale.measure`.
+
+    Raises:
+      ConfigError: `train.noise_scale` with a single gradient.
     """
     spec = family.spec(cfg.model)
     trained_spec, _ = params.partition(spec, spec)
     accum = cfg.train.grad_accum
     ctx = within_step(ctx)
+    noise_scale.require_small_batches(cfg, ctx)
+    measured = cfg.train.noise_scale
 
     def work(values: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Params, Metrics]:
         batch = ctx.shard_sequence(batch)
@@ -54,23 +60,31 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
             (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(*params.partition(spec, values), micro)
             return reported, grads
 
-        if accum == 1 and ctx.pipeline is None:  # each layer's gradients are summed over devices at once
+        def small_batch(values: Params, micro: Batch) -> tuple[tuple[jax.Array, Aux], Params, Metrics]:
+            reported, grads = share(values, micro)
+            if not measured:
+                return reported, grads, {}
+            grads = ctx.sync_grads(trained_spec, grads, without=noise_scale.replica_axes(ctx))
+            return reported, grads, noise_scale.measure(ctx, grads, micro, totals.loss_weight)
+
+        small: Metrics = {}
+        if accum == 1 and ctx.pipeline is None and not measured:  # each layer's are summed over devices at once
             (loss, aux), grads = share(values, batch)
         else:
             values = ctx.defer_grad_sync(spec, values)
             micros = split_batch(batch, accum)
-            shapes = jax.eval_shape(share, values, jax.tree.map(lambda x: x[0], micros))
+            shapes = jax.eval_shape(small_batch, values, jax.tree.map(lambda x: x[0], micros))
             zeros = jax.tree.map(lambda s: collectives.zeros(s.shape, s.dtype, s), shapes)
 
             def add(sums: PyTree, micro: Batch) -> tuple[PyTree, None]:
-                return jax.tree.map(jnp.add, sums, share(values, micro)), None
+                return jax.tree.map(jnp.add, sums, small_batch(values, micro)), None
 
-            ((loss, aux), grads), _ = jax.lax.scan(add, zeros, micros)
+            ((loss, aux), grads, small), _ = jax.lax.scan(add, zeros, micros)
             grads = ctx.sync_grads(trained_spec, grads)
         loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
         if cfg.model.moe.num_experts:
             aux |= {"counted_tokens": totals.tokens, "counted_sequences": totals.sequences}
-        return loss, grads, {"tokens": totals.loss_weight, **aux}
+        return loss, grads, {"tokens": totals.loss_weight, **aux, **noise_scale.total(ctx, small)}
 
     def gradients(values: Params, batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Params, Metrics]:
         if ctx.mesh is None:

@@ -16,7 +16,7 @@ from jaxstack.models.params import Params
 from jaxstack.models.partitioned import within_step
 from jaxstack.runtime.xla_options import select_options
 from jaxstack.sharding import collectives
-from jaxstack.training import losses
+from jaxstack.training import losses, noise_scale
 from jaxstack.training import optimizer as optim
 from jaxstack.training.gradients import Metrics, make_gradients, split_batch
 from jaxstack.training.state import TrainState, make_optimizer
@@ -44,7 +44,8 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
     loss, unless `train.spike.action` is `report`.
 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
-    `skipped_in_a_row`, `spike` (0 or 1), and with a mixture of experts those of `losses.routing_metrics`.
+    `skipped_in_a_row`, `spike` (0 or 1), with a mixture of experts those of `losses.routing_metrics`, and with
+    `train.noise_scale` those of `noise_scale.estimate`.
     """
     optimizer, spec = make_optimizer(cfg, ctx), family.spec(cfg.model)
     schedule = optim.schedule(cfg.optim, cfg.train.steps)
@@ -94,6 +95,7 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
             "lr": schedule(updates),  # the optimizer does not count skipped steps
             "tokens": sums["tokens"],
             **routed,
+            **(noise_scale.estimate(sums, grad_norm) if cfg.train.noise_scale else {}),
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
             "spike": spike.astype(jnp.int32),
