@@ -20,6 +20,7 @@ from jaxstack.kernels.linear import add_in_float32, linear
 from jaxstack.kernels.norm import IMPLEMENTATIONS as _NORM
 from jaxstack.kernels.norm import layer_norm, rms_norm
 from jaxstack.kernels.quantized_matmul import quantized_matmul
+from jaxstack.kernels.taps import find_sites
 
 OP_IMPLEMENTATIONS: dict[str, Implementations] = {
     "attention": _ATTENTION,
@@ -40,6 +41,7 @@ __all__ = [
     "context_order",
     "cross_entropy",
     "embedding_lookup",
+    "find_sites",
     "gelu",
     "grouped_matmul",
     "layer_norm",

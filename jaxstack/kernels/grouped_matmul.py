@@ -4,6 +4,7 @@ Suffixes: N rows, E experts, I input width, O output width.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 
 from jaxstack.kernels import grouped_matmul_pallas
 from jaxstack.kernels.implementation import Implementation, exceeds_float32, precedes_ampere, resolve_implementation
+from jaxstack.kernels.taps import Tapped, product
 from jaxstack.sharding import collectives
 
 IMPLEMENTATIONS = {
@@ -33,7 +35,9 @@ weight.
 """
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, *, implementation: str = "ragged") -> jax.Array:
+def grouped_matmul(
+    x: jax.Array, w: jax.Array | Tapped, sizes: jax.Array, *, implementation: str = "ragged"
+) -> jax.Array:
     """Multiplies the first sizes[0] rows of x with w[0], the next sizes[1] with w[1], and so on.
 
     Implementations:
@@ -45,7 +49,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, *, implementati
 
     Args:
       x: [N, I].
-      w: [E, I, O].
+      w: [E, I, O]; with a tap, its gradient is computed later, see `kernels.taps`.
       sizes: integers [E] with a sum of at most N.
       implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
 
@@ -56,6 +60,10 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, *, implementati
       ValueError: the implementation is unknown or does not support the arguments.
     """
     name = resolve_implementation("moe", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
+    return product(partial(_product, name), x, w, sizes)
+
+
+def _product(name: str, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     x, w, sizes = collectives.match_varying(x, w, sizes)
     if name == "ragged":
         return lax.ragged_dot(x, w, sizes)

@@ -1,6 +1,7 @@
 """Linear layers: a contraction of activations with a weight, and an optional bias."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax import lax
 
 from jaxstack.kernels.implementation import Implementation, OpCase, resolve_implementation
 from jaxstack.kernels.quantized_matmul import quantized_matmul
+from jaxstack.kernels.taps import Product, Tapped, product
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import Axes
 
@@ -28,7 +30,7 @@ IMPLEMENTATIONS = {
 
 def linear(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Tapped,
     b: jax.Array | None = None,
     *,
     in_axes: int = 1,
@@ -52,7 +54,7 @@ def linear(
 
     Args:
       x: [..., *in].
-      w: [*in, *out].
+      w: [*in, *out]; with a tap, its gradient is computed later, see `kernels.taps`.
       b: [*out], added in float32, or None for no bias.
       in_axes: number of contracted axes.
       quant: "none" or the kind of a `quantized_matmul`.
@@ -63,13 +65,15 @@ def linear(
       ValueError: the implementation is unknown.
     """
     name = resolve_implementation("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
+    f: Product
     if quant != "none":
-        split: dict[str, Axes] = {"split_in": split_in, "split_out": split_out, "split_tokens": split_tokens}
-        y = quantized_matmul(x, w, kind=quant, in_axes=in_axes, barrier=name == "barrier", **split)
+        split: dict[str, Any] = {"split_in": split_in, "split_out": split_out, "split_tokens": split_tokens}
+        f = partial(quantized_matmul, kind=quant, in_axes=in_axes, barrier=name == "barrier", **split)
     elif name != "xla":
-        y = _matmul((in_axes, name), *collectives.match_varying(x, w))
+        f = partial(_matmul_of_any, (in_axes, name))
     else:
-        y = jnp.tensordot(x, w, in_axes)
+        f = partial(jnp.tensordot, axes=in_axes)
+    y = product(f, x, w)
     return y if b is None else add_in_float32(y, b)
 
 
@@ -80,6 +84,10 @@ def add_in_float32(x: jax.Array, b: jax.Array) -> jax.Array:
     tokens, which in bfloat16 would lose half of its digits or more, depending on XLA's order of summation.
     """
     return (x.astype(jnp.float32) + b.astype(jnp.float32)).astype(x.dtype)
+
+
+def _matmul_of_any(options, x, w):
+    return _matmul(options, *collectives.match_varying(x, w))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

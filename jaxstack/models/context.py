@@ -9,6 +9,7 @@ nothing where an axis is not split, so the same code runs on one device.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -20,6 +21,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, MeshConfig
 from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
+from jaxstack.kernels.taps import Tapped
 from jaxstack.models.implementations import OPS, implementations
 from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec
 from jaxstack.moe import rounds
@@ -271,7 +273,12 @@ class Context:
         """
         stored, gathers = self.axes("batch"), self.gathers_params
 
-        def gather(p: Param, value: jax.Array) -> jax.Array:
+        def gather(p: Param, value: jax.Array | Tapped) -> jax.Array | Tapped:
+            if isinstance(value, Tapped):
+                return value.map(partial(gather_array, p))
+            return gather_array(p, value)
+
+        def gather_array(p: Param, value: jax.Array) -> jax.Array:
             held = ((i, names_of(self.rules.parameters[a])) for i, a in enumerate(p.axes) if a not in OWN_AXES)
             split = ((dim, tuple(axis for axis in axes if axis in stored)) for dim, axes in held)
             gathered = tuple((dim, axes) for dim, axes in split if axes)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack.kernels import OP_IMPLEMENTATIONS
+from jaxstack.kernels import OP_IMPLEMENTATIONS, taps
 from jaxstack.kernels.implementation import Implementation
 from jaxstack.moe.expert_mlp import Activation, Adapters, Weights, apply_by_expert, expert_mlp
 from jaxstack.moe.pairs import assign_slots, move_rows, sort_by, spread_tokens, sum_choices
@@ -101,6 +101,7 @@ def moe_mlp(
     dropped = jnp.sum(jnp.zeros_like(experts))
     if options.expert_axis is not None:
         exchange = Exchange(options.expert_axis, options.activation, options.implementation)
+        weights, adapters = taps.fused((weights, adapters))  # a round keeps no input for a later weight gradient
         y = moe_in_rounds(x, routing.weights, experts, weights, adapters, exchange)
     elif options.implementation == "reference":
         y = _reference(x, routing, gates, options.num_experts, mlp)
@@ -136,7 +137,7 @@ def _with_capacity(
     buffer = move_rows(pairs, source, slot).reshape(num_experts, -1, D)  # [E, rows * C, D]
     if options.expert_axis is not None:
         buffer = lax.all_to_all(buffer, options.expert_axis, 0, 1, tiled=True)  # [E_local, n * rows * C, D]
-    buffer = mlp(checkpoint_name(buffer, "moe_tokens"), matmul=jnp.matmul)
+    buffer = mlp(checkpoint_name(buffer, "moe_tokens"), matmul=partial(taps.product, jnp.matmul))
     if options.expert_axis is not None:
         buffer = lax.all_to_all(buffer, options.expert_axis, 1, 0, tiled=True)
     out = move_rows(buffer.reshape(-1, D), slot, source)
@@ -150,7 +151,7 @@ def _reference(
     (T, D), k = x.shape, routing.experts.shape[1]
     chosen = routing.experts[..., None] == jnp.arange(num_experts)  # [T, k, E]
     dense = jnp.where(chosen, gates.reshape(T, k, 1), 0.0).sum(1)
-    everywhere = mlp(jnp.broadcast_to(x, (num_experts, T, D)), matmul=jnp.matmul)
+    everywhere = mlp(jnp.broadcast_to(x, (num_experts, T, D)), matmul=partial(taps.product, jnp.matmul))
     y = jnp.einsum("etd,te->td", everywhere.astype(jnp.float32), dense)
     return y.astype(x.dtype)
 

@@ -367,7 +367,7 @@ class _Run:
             residuals = [read_at(s, unit.slot, layer) for s in stash]
             constants = index_leading(self.constants, slot)
             weights, group = index_leading(self.stacked, slot), self.group_of_slot[slot]
-            dweights, dy = self.vjp.backward(residuals, weights, group, (inputs, constants), dx, one)
+            dweights, dy, _ = self.vjp.backward(residuals, weights, group, (inputs, constants), dx, one)
             counts = is_layer & unit.active
             sums = jax.tree.map(lambda s, d: add_at(s, jnp.where(counts, d, 0), slot), sums, dweights)
             return jnp.where(is_layer, dy, dx), sums

@@ -1,27 +1,36 @@
-"""The VJP of a layer, split into a forward half and a backward half that runs in a later tick."""
+"""The VJP of a layer, split into a forward half, a backward half and weight gradients, each of which runs in a tick."""
 
 from collections.abc import Callable
 
 import jax
 
 from jaxstack.common.tree import PyTree
+from jaxstack.kernels.taps import Pair, Sites
+
+Pairs = dict[int, Pair]
+"""What the weight gradients need, by the index of the weight's leaf."""
+
+NO_SITES = Sites({})
 
 
 class SplitVJP:
-    """The VJP of a layer in two halves, for a backward pass that runs in a later tick.
+    """The VJP of a layer in parts, for a backward pass that runs in a later tick.
 
-    The pullback holds arrays that the backward half can obtain again: the weights, the index of the layer group and
-    the inputs. `forward` returns only the other arrays, as residuals. A layer under `jax.checkpoint` has little but
-    `x` among them. The arrays are told apart by identity, with the same result in every trace.
+    The pullback holds arrays that the backward half can obtain again: the weights, the index of the layer group, the
+    inputs and the taps, which are zeros. `forward` returns only the other arrays, as residuals. A layer under
+    `jax.checkpoint` has little but `x` among them. The arrays are told apart by identity, with the same result in every
+    trace.
 
     Attributes:
       penalty: shape, dtype and varying axes of the layer's penalty, set by `forward`.
+      sites: products whose weight gradients are computed by `weights`, after `backward`.
     """
 
     penalty: jax.ShapeDtypeStruct
 
-    def __init__(self, layer: Callable[..., tuple[jax.Array, jax.Array, PyTree]]) -> None:
+    def __init__(self, layer: Callable[..., tuple[jax.Array, jax.Array, PyTree]], sites: Sites = NO_SITES) -> None:
         self._layer = layer
+        self.sites = sites
         self._structure: PyTree = None
         self._argument_of_leaf: list[int | None] = []
 
@@ -29,16 +38,18 @@ class SplitVJP:
         self, weights: PyTree, x: jax.Array, group: jax.Array, inputs: PyTree
     ) -> tuple[jax.Array, jax.Array, PyTree, list[jax.Array]]:
         """Returns output, penalty, aux and the residuals."""
+        later, others = self.sites.without_gradients(weights)
+        taps = self.sites.taps()
 
-        def f(weights: PyTree, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], PyTree]:
-            y, penalty, aux = self._layer(weights, x, group, inputs)
+        def f(others: PyTree, x: jax.Array, taps: Pairs) -> tuple[tuple[jax.Array, jax.Array], PyTree]:
+            y, penalty, aux = self._layer(self.sites.tap(later, others, taps), x, group, inputs)
             return (y, penalty), aux
 
-        (y, penalty), pull, aux = jax.vjp(f, weights, x, has_aux=True)
+        (y, penalty), pull, aux = jax.vjp(f, others, x, taps, has_aux=True)
         kind = jax.typeof(penalty)
         self.penalty = jax.ShapeDtypeStruct(kind.shape, kind.dtype, manual_axis_type=kind.mat)
         leaves, self._structure = jax.tree.flatten(pull)
-        arguments = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((weights, group, inputs)))}
+        arguments = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((weights, group, inputs, taps)))}
         self._argument_of_leaf = [arguments.get(id(leaf)) for leaf in leaves]
         residuals = [leaf for leaf, i in zip(leaves, self._argument_of_leaf, strict=True) if i is None]
         return y, penalty, aux, residuals
@@ -51,8 +62,12 @@ class SplitVJP:
         inputs: PyTree,
         dy: jax.Array,
         dpenalty: jax.Array,
-    ) -> tuple[PyTree, jax.Array]:
-        """Returns the gradients of the weights and of x."""
-        arguments, rest = jax.tree.leaves((weights, group, inputs)), iter(residuals)
+    ) -> tuple[PyTree, jax.Array, Pairs]:
+        """Returns the gradients of the weights without a site (None for the others) and of x, and the sites' pairs."""
+        arguments, rest = jax.tree.leaves((weights, group, inputs, self.sites.taps())), iter(residuals)
         leaves = [next(rest) if i is None else arguments[i] for i in self._argument_of_leaf]
         return jax.tree.unflatten(self._structure, leaves)((dy, dpenalty))
+
+    def weights(self, weights: PyTree, pairs: Pairs) -> PyTree:
+        """Returns the gradients of the weights with a site, and None for the others."""
+        return self.sites.weight_gradients(self.sites.without_gradients(weights)[0], pairs)

@@ -140,7 +140,7 @@ def _layer_loops(stage: _Stage, embedded: jax.Array, x: jax.Array) -> Loops:
     def layer_backward(i: jax.Array, carry: PyTree) -> PyTree:
         (dx, sums, stash), weights = carry, index_leading(stage.stacked, i)
         residuals = [read_at(s, i) for s in stash]
-        dweights, dx = stage.layer.backward(residuals, weights, i, stage.inputs(i), dx, _ones(penalty))
+        dweights, dx, _ = stage.layer.backward(residuals, weights, i, stage.inputs(i), dx, _ones(penalty))
         return dx, jax.tree.map(lambda s, d: add_at(s, d, i), sums, dweights), stash
 
     def begin_backward() -> PyTree:
