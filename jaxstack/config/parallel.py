@@ -84,9 +84,9 @@ class PipelineConfig:
     partition: str = "even"
     """Which layers each stage has. `even`: equally many. `auto`: balanced by costs that are measured when the run
     begins. Otherwise the path of a file of costs from `jaxstack profile`."""
-    loops: Literal["dynamic", "static"] = "dynamic"
+    loops: Literal["auto", "dynamic", "static"] = "auto"
     """Loops of a pipeline. `dynamic` is one loop over all ticks. `static` is several loops with static trip counts, so
-    that a GPU does not wait for the host."""
+    that a GPU does not wait for the host. `auto` is `static` on GPUs."""
 
     def __post_init__(self) -> None:
         check_bounds("pipeline", self)

@@ -103,9 +103,13 @@ class Context:
         """
         stages, replicas = mesh.shape["pipe"], math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         sequences = cfg.data.batch_size // cfg.train.grad_accum // replicas
+        device = None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+        if platform is None and device is not None:
+            platform = implementation.platform_of(device)
+        static_loops = {"auto": platform == "gpu", "static": True, "dynamic": False}[cfg.pipeline.loops]
         context = cls(
             mesh=mesh,  # type: ignore[arg-type]
-            pipeline=resolve(cfg, stages, sequences) if stages > 1 else None,
+            pipeline=resolve(cfg, stages, sequences, static_loops) if stages > 1 else None,
             rules=transformer(cfg.mesh),
             partitioner=cfg.mesh.partitioner if mesh.size > 1 else "manual",
             context_method=cfg.mesh.context_method,
@@ -114,11 +118,8 @@ class Context:
             quant=cfg.train.quant,
             remat=cfg.train.remat,
         )
-        device = None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
         if platform is None:
-            if device is None:
-                return context
-            platform = implementation.platform_of(device)
+            return context
         model = cfg.model
         cases: dict[str, implementation.OpCase] = {
             "attention": {

@@ -12,6 +12,13 @@ import numpy as np
 Count = TypeVar("Count")
 
 
+MASKED = 0.02
+"""Work of masked layers that is accepted for fewer loops, as a part of all work of layers."""
+
+MOST_RUNS = 20
+"""The most runs of ticks without masked layers. Each of them is compiled, in one to three seconds."""
+
+
 class Turns(NamedTuple, Generic[Count]):
     """Trip counts of the loops in a tick, or those of all ticks as arrays [T]. Those without layers are 0 or 1.
 
@@ -51,16 +58,28 @@ def mask_turns(turns: Turns[np.ndarray]) -> Turns[np.ndarray]:
     """Returns trip counts that differ in few ticks, none of them smaller than before.
 
     Ticks form a run while they have the same of forward units, a loss and backward units. In a run, every tick has the
-    turns of its largest model chunk. Every tick with forward units embeds a microbatch, and every tick with backward
-    units computes the gradient of the embedding. These are cheap; the loss is not, and is never computed in vain.
+    turns of its largest model chunk. If that costs more than `MASKED` on uneven stages, a run ends where these turns
+    change. If one tick of a run embeds a microbatch, all do, and so for the gradient of the embedding. These are cheap;
+    the loss is not, and is never computed in vain.
     """
     kinds = np.stack([turns.forward > 0, turns.loss > 0, turns.backward > 0])
+    masked = _in_runs(turns, kinds)
+    if layer_work(masked) <= (1 + MASKED) * layer_work(turns):
+        return masked
+    exact = _in_runs(turns, np.stack([turns.forward, turns.loss, turns.backward]))
+    return exact if sum(len(phase.runs) for phase in find_phases(exact)) <= MOST_RUNS else masked
+
+
+def _in_runs(turns: Turns[np.ndarray], kinds: np.ndarray) -> Turns[np.ndarray]:
+    """Returns the largest trip counts of each run of ticks with equal kinds [kinds, T]."""
     starts = np.flatnonzero(np.append(True, (kinds[:, 1:] != kinds[:, :-1]).any(0)))
     ticks = np.diff(np.append(starts, kinds.shape[1]))
-    forward, backward = (
-        np.repeat(np.maximum.reduceat(trips_T, starts), ticks) for trips_T in (turns.forward, turns.backward)
-    )
-    return Turns(np.minimum(forward, 1), forward, turns.loss, backward, np.minimum(backward, 1))
+    return Turns(*(np.repeat(np.maximum.reduceat(trips_T, starts), ticks) for trips_T in turns))
+
+
+def layer_work(turns: Turns[np.ndarray]) -> int:
+    """Returns the work of all layers in forward passes, if a backward pass is twice as much."""
+    return int(turns.forward.sum() + 2 * turns.backward.sum())
 
 
 def find_phases(turns: Turns[np.ndarray]) -> list[Phase]:

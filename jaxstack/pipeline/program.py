@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxstack.config import Config, ConfigError
 from jaxstack.pipeline.partition import Costs, Partition, cut, even
-from jaxstack.pipeline.phases import Phase, Turns, find_phases, mask_turns
+from jaxstack.pipeline.phases import Phase, Turns, find_phases, layer_work, mask_turns
 from jaxstack.pipeline.schedule import IDLE, Schedule, ScheduleError, gpipe, interleaved_one_f_one_b, one_f_one_b
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
@@ -226,10 +226,27 @@ class Program:
 
     @property
     def sends(self) -> int:
-        """How often a stage sends to its neighbours in a step. A static program sends only what a unit computed."""
-        if self.static:
-            return int((self.turns.forward > 0).sum() + (self.turns.backward > 0).sum())
-        return 2 * self.schedule.ticks
+        """How often a stage sends to its neighbours in a step.
+
+        A static program sends only what a unit computed. Nothing reads the last send of a direction, and XLA drops it
+        if its tick is not in a loop.
+        """
+        if not self.static:
+            return 2 * self.schedule.ticks
+        alone = [
+            phase.repeats * count == 1
+            for phase in self.phases
+            for _ in range(phase.repeats)
+            for _, count in phase.runs
+            for _ in range(count)
+        ]
+        ticks = [np.flatnonzero(trips_T) for trips_T in (self.turns.forward, self.turns.backward)]
+        return sum(len(at) - alone[at[-1]] for at in ticks)
+
+    @property
+    def inlines_layers(self) -> bool:
+        """Whether XLA sees that the loops over layers have one turn, and removes them."""
+        return self.static and self.stages.max_groups == 1
 
     @property
     def trip_counts(self) -> dict[str, float]:
@@ -245,9 +262,8 @@ class Program:
         It counts ticks without a unit, and model chunks that are smaller than the largest. A layer is assumed to take
         twice as long backward as forward.
         """
-        runs = self.turns.forward.sum() + 2 * self.turns.backward.sum()
         share = 3 * self.schedule.microbatches * (self.stages.group_of_slot >= 0).sum() / self.schedule.stages
-        return float(runs / share) - 1
+        return float(layer_work(self.turns) / share) - 1
 
     def explain(self) -> str:
         """Returns a table that explains the partition; empty if it was not made from costs."""
@@ -266,7 +282,7 @@ class Program:
         )
 
 
-def resolve(cfg: Config, stages: int, sequences: int) -> Program:
+def resolve(cfg: Config, stages: int, sequences: int, static: bool = False) -> Program:
     """Returns the program of a configuration.
 
     Args:
@@ -274,6 +290,7 @@ def resolve(cfg: Config, stages: int, sequences: int) -> Program:
       stages: size of the mesh axis `pipe`, P.
       sequences: sequences of one gradient-accumulation microbatch on one replica. The pipeline divides them into its
         own microbatches.
+      static: whether all loops have static trip counts.
 
     Raises:
       ScheduleError: the sizes do not fit each other; the message names sizes that do.
@@ -292,8 +309,7 @@ def resolve(cfg: Config, stages: int, sequences: int) -> Program:
     schedule = SCHEDULES[pipeline.schedule](stages, _microbatches(cfg, stages, sequences), pipeline.chunks)
     partition = _cut(cfg, schedule, groups, unit)
     groups_G = partition.layers if partition else even(groups, model_chunks)
-    placed = Stages(stages, tuple(period * n for n in groups_G), period)
-    return Program(schedule, placed, partition, static=pipeline.loops == "static")
+    return Program(schedule, Stages(stages, tuple(period * n for n in groups_G), period), partition, static)
 
 
 def _cut(cfg: Config, schedule: Schedule, groups: int, unit: str) -> Partition | None:

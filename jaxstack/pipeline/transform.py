@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.common.tree import PyTree
+from jaxstack.kernels.implementation import platform_of
 from jaxstack.pipeline import arguments
 from jaxstack.pipeline.execute import PipelineFns, execute
 from jaxstack.pipeline.partition import even
@@ -121,13 +122,14 @@ class _Pipeline:
         depth = jax.tree.leaves(stacked)[0].shape[0]
         stages = Stages(self.schedule.stages, self.layers or even(depth, self.schedule.model_chunks))
         arguments.check_layers(stages, stacked)
+        program = Program(self.schedule, stages, static=platform_of(mesh.devices.flat[0]) == "gpu")
 
         def local(shared: PyTree, stacked: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
             # Parameters that vary along the batch axes get local gradients, which are reduced once after the pipeline.
             shared, stacked = self.varying(shared), self.varying(stacked)
             microbatches = jax.tree.map(lambda a: a.reshape(self.schedule.microbatches, -1, *a.shape[1:]), batch)
             self.check_functions(shared, stacked, microbatches)
-            sums = execute(Program(self.schedule, stages), self.fns, self.axis, shared, stacked, microbatches)
+            sums = execute(program, self.fns, self.axis, shared, stacked, microbatches)
             return self.all_reduce(sums.loss), self.all_reduce(sums.shared), self.all_reduce(sums.stacked)
 
         if not stages.is_layer_order:

@@ -223,9 +223,10 @@ def _layer_bytes(cfg: Config, ctx: Context, weights: _Weights, acts: _Activation
     """Returns the bytes of the temporary arrays in the backward pass of one layer.
 
     Reference attention writes the scores of all pairs of tokens: three arrays in float32 and one in the compute dtype.
-    In a pipeline, where the gradient of a layer is a loop of its own, there are one and a half in float32. These counts
-    are fitted to the programs that XLA compiles for the models of tests/aot; TPUs keep the scores of a small layer on
-    the chip, and large layers in a pipeline need up to twice as much.
+    In a pipeline, where the gradient of a layer is a loop of its own, there are one and a half in float32. XLA inlines
+    static loops of one turn, and then forward and backward work overlap. These counts are fitted to the programs that
+    XLA compiles for the models of tests/aot; TPUs keep the scores of a small layer on the chip, and large layers in a
+    pipeline need up to twice as much.
     """
     e = _itemsize(cfg)
     scores = (12 + e) * acts.scores
@@ -237,7 +238,7 @@ def _layer_bytes(cfg: Config, ctx: Context, weights: _Weights, acts: _Activation
     if cfg.train.remat == "full":  # what `selective` would have saved is recomputed
         size += _saved_bytes(cfg, acts, "selective")
     if ctx.pipeline is not None:
-        return scores - 6 * acts.scores + size
+        return scores - (0 if ctx.pipeline.inlines_layers else 6 * acts.scores) + size
     return scores + gathered + size
 
 

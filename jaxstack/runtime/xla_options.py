@@ -39,6 +39,13 @@ GPU_OPTIONS: dict[str, tuple[tuple[str, Value], ...]] = {
 }
 """The options for several GPUs: what each is for, and its names and values in different versions of jaxlib."""
 
+NOT_IN_PIPELINES = "all-gather of the next layer during this one"
+"""The option that pipelines do without.
+
+A stage gathers its weights before its first tick. XLA would gather the embedding of a tick during the tick before, and
+then note no trip count for the loop over ticks.
+"""
+
 CACHE_OPTION = "xla_cpu_copy_insertion_use_region_analysis"
 """The analysis with which XLA:CPU sees that a token's keys are written after those of earlier tokens have been read.
 
@@ -72,12 +79,14 @@ def select_options(platform_name: str, mesh: Mesh | AbstractMesh | None) -> XlaO
     `XLA_FLAGS`.
     """
     devices = mesh.size if mesh is not None else 1
+    has_stages = mesh is not None and mesh.shape.get("pipe", 1) > 1
     given = _user_flags(os.environ.get("XLA_FLAGS", ""))
     used: dict[str, Value] = {}
     left_out: dict[str, str] = {}
     if platform_name == "cpu" and devices > 1 and given and given.get(platform.CPU_FLAG[0]) != platform.CPU_FLAG[1]:
         left_out["=".join(platform.CPU_FLAG)] = "XLA_FLAGS is set"
-    for names in GPU_OPTIONS.values() if platform_name == "gpu" and devices > 1 else ():
+    wanted = [names for purpose, names in GPU_OPTIONS.items() if not (has_stages and purpose == NOT_IN_PIPELINES)]
+    for names in wanted if platform_name == "gpu" and devices > 1 else ():
         theirs = next((name for name, _ in names if name in given), None)
         known = next(((name, value) for name, value in names if _exists(name, value)), None)
         if theirs is not None:

@@ -32,14 +32,14 @@ def temporary(program: jax.stages.Compiled) -> int:
     return program.memory_analysis().temp_size_in_bytes
 
 
-def stages_exchange(found: list[hlo.Collective], ticks: int, microbatches: int, ends: int) -> None:
+def stages_exchange(found: list[hlo.Collective], sends: int, microbatches: int, ends: int) -> None:
     """Asserts that the stages exchange exactly these activations, in bfloat16; embeddings are not tied."""
     counts: Counter[str] = Counter()
     for c in found:
         if c.axes == ("pipe",) and c.dtype == "bf16":
             counts[c.kind] += int(c.times)
     assert counts == {
-        "collective-permute": 2 * ticks,  # to the neighbours
+        "collective-permute": sends,  # to the neighbours
         "all-reduce": 2 * microbatches,  # the head's input and its gradient
         "all-gather": ends,  # the embedding
         "reduce-scatter": ends,  # and its gradient

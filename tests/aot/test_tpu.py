@@ -85,7 +85,7 @@ def test_memory_of_a_pipeline_does_not_grow_with_its_microbatches(schedule):
 def test_stages_beside_other_axes_on_8_v5p():
     check("v5p_stages")
     found = report("v5p_stages").collectives
-    programs.stages_exchange(found, ticks=8 + 2, microbatches=8, ends=8)  # ticks of 1F1B: M + 2 (P - 1)
+    programs.stages_exchange(found, sends=2 * (8 + 2), microbatches=8, ends=8)  # ticks of 1F1B: M + 2 (P - 1)
     assert all(c.times == 1 for c in found if "fsdp" in c.axes)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxstack.pipeline import Program, Stages
 from jaxstack.pipeline.partition import even
-from jaxstack.pipeline.phases import Turns, find_phases
+from jaxstack.pipeline.phases import MASKED, MOST_RUNS, Turns, find_phases
 from jaxstack.pipeline.program import SCHEDULES
 
 SIZES = [
@@ -50,10 +50,22 @@ def test_masked_turns_contain_the_work_of_every_tick(size):
     assert static.bubble >= dynamic.bubble
     if size[-1] == 16:  # even stages have no masked layers
         assert static.bubble == dynamic.bubble
-        # Warm-up, both directions with a loss and (with chunks) without, the same once more, the end.
-        assert sum(len(phase.runs) for phase in static.phases) <= (3 if size[3] == 1 else 5)
-    assert sum(len(phase.runs) for phase in static.phases) <= 11
+        # Warm-up, both directions with a loss and (with chunks) without, both with and without embeddings, the end.
+        assert sum(len(phase.runs) for phase in static.phases) <= (3 if size[3] == 1 else 7)
+    assert static.bubble + 1 <= (1 + MASKED) * (dynamic.bubble + 1)
+    assert sum(len(phase.runs) for phase in static.phases) <= 17
     assert static.trip_counts == {}
+
+
+def test_a_cut_that_needs_many_runs_masks_layers_instead():
+    """Sixteen stages of 1 to 16 layers: every tick of the warm-up has more turns than the one before."""
+    schedule = SCHEDULES["1f1b"](16, 16, 1)
+    static = Program(schedule, Stages(16, tuple(range(1, 17))), static=True)
+    assert sum(len(phase.runs) for phase in static.phases) == 3
+    assert set(static.turns.forward) == {0, 15, 16}
+    few = Program(schedule, Stages(16, (8,) * 8 + (9,) * 8), static=True)
+    assert set(few.turns.forward) == {0, 8, 9}
+    assert sum(len(phase.runs) for phase in few.phases) <= MOST_RUNS
 
 
 def test_the_number_of_loops_does_not_grow_with_the_microbatches():

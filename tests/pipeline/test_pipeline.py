@@ -104,7 +104,7 @@ STATIC: list[Case] = [
     case("gemma2", TWO, 4, 8, 2, layers=20, packing=True, remat="selective", loops="static"),
     case("lora", ONE, 2, 4, layers=7, tensor=2, loops="static"),
 ]
-"""Pipelines with static trip counts and masked turns. The first one is quick."""
+"""Pipelines with static trip counts and masked turns, as on GPUs. The first one is quick."""
 
 
 def name_of(case: Case) -> str:
@@ -114,7 +114,7 @@ def name_of(case: Case) -> str:
 
 
 def config(family: str, mesh: dict[str, Any], *, layers: int = 8, batch: int = meshes.BATCH, schedule: str = ONE,
-           microbatches: int | None = None, chunks: int = 1, loops: Any = "dynamic", **how: Any) -> Config:  # fmt: skip
+           microbatches: int | None = None, chunks: int = 1, loops: Any = "auto", **how: Any) -> Config:  # fmt: skip
     cfg = meshes.config(family, mesh, **how)
     return dataclasses.replace(
         cfg,
@@ -256,7 +256,7 @@ def test_everything_that_stages_exchange_in_the_loop(case):
     """Each tick makes two permutes. For each microbatch the head's input and its gradient are all-reduced, the
     embedding is gathered and its gradient is scattered; tied embeddings are all-reduced in both passes. The list is
     complete, and it has no entry for the ticks of the bubble. With static loops, the embedding and its gradient run
-    with every unit of their direction, and ticks without such units send nothing."""
+    in every tick of a run, and ticks without units of a direction send nothing."""
     cfg, ctx, found = moved(name_of(case))
     plan, tensor, between = ctx.pipeline.schedule, cfg.mesh.tensor, cfg.mesh.tensor > 1 and cfg.mesh.sequence_parallel
     rows = cfg.data.batch_size // cfg.train.grad_accum // ctx.replicas // plan.microbatches
@@ -265,18 +265,22 @@ def test_everything_that_stages_exchange_in_the_loop(case):
     summed = ("pipe", "tensor") if tensor > 1 and not between else ("pipe",)  # with the sum over `tensor`, where one is
     scattered = (cfg.mesh.pipe, *stream[:2], width // cfg.mesh.pipe)
     tied, static, accum = cfg.model.tied_embeddings, ctx.pipeline.static, cfg.train.grad_accum
-    ends, sends = plan.microbatches, plan.ticks
+    turns = ctx.pipeline.turns
+    embeds, embed_grads, sends = plan.microbatches, plan.microbatches, 2 * plan.ticks
     if static:
-        ends = sends = plan.chunks * plan.microbatches + cfg.mesh.pipe - 1  # the ticks with units of one direction
+        embeds, embed_grads = (int(trips_T.sum()) for trips_T in (turns.embed, turns.embed_grad))
+        # In each direction there are V M + P - 1 ticks with units. Nothing reads what the last one sends; XLA drops it
+        # if it is not in a loop, as the backward unit of the second stage's last tick.
+        sends = 2 * (plan.chunks * plan.microbatches + cfg.mesh.pipe - 1) - (cfg.mesh.pipe == 2)
     expected: Counter[Any] = Counter()
     for runs, one in [
         (plan.microbatches, ("all-reduce", ("pipe",), stream)),  # the head's input
         (plan.microbatches, ("all-reduce", summed, stream)),  # its gradient
         # Maxima, sums and targets.
         (3 * plan.microbatches, ("all-reduce", ("pipe", "tensor") if tensor > 1 else ("pipe",), numbers)),
-        (ends, ("all-reduce", summed, stream) if tied else ("all-gather", ("pipe",), stream)),
-        (ends, ("all-reduce", ("pipe",), stream) if tied else ("reduce-scatter", ("pipe",), scattered)),
-        (2 * sends, ("collective-permute", ("pipe",), stream)),
+        (embeds, ("all-reduce", summed, stream) if tied else ("all-gather", ("pipe",), stream)),
+        (embed_grads, ("all-reduce", ("pipe",), stream) if tied else ("reduce-scatter", ("pipe",), scattered)),
+        (sends, ("collective-permute", ("pipe",), stream)),
     ]:
         expected[*one, "f32"] += accum * runs
     found = [c for c in found if c.shape]  # without a scalar a layer: how many rounds the exchange with experts makes

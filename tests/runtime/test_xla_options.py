@@ -37,6 +37,12 @@ def test_one_device_and_other_platforms_need_none():
     assert select_options("gpu", None) == XlaOptions({}, {})
 
 
+def test_a_pipeline_does_without_gathers_a_turn_ahead():
+    """XLA notes no trip count for a loop over ticks that it pipelines, and the host would be asked before each tick."""
+    assert not [name for name in select_options("gpu", AbstractMesh((2, 2), ("pipe", "data"))).used if "gather" in name]
+    assert select_options("gpu", AbstractMesh((1, 2), ("pipe", "data"))) == select_options("gpu", mesh(2))
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_flags_of_the_user_win(in_file, monkeypatch, tmp_path):
     """A flag may have any name that some jaxlib gives an option; XLA_FLAGS may be the path of a file."""
