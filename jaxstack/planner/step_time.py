@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxstack.config import Config
 from jaxstack.models import flops
@@ -27,6 +28,18 @@ from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
 from jaxstack.planner.traffic import CONTEXT, activation_traffic, parameter_traffic
+
+
+class Efficiencies(NamedTuple):
+    """Fractions of a chip's figures that programs reach, see `roofline.ChipLimits`."""
+
+    matmul_efficiency: float
+    bandwidth_efficiency: float
+    link_efficiency: float
+
+
+CALIBRATED = Efficiencies(matmul_efficiency=0.797, bandwidth_efficiency=1.0, link_efficiency=0.44)
+"""Fractions of the data sheet that Megatron-LM reached on A100s, by benchmarks/korthikanti.py."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""The classic accounting of Megatron-LM: mixed precision in fp16, its formulas of activations and of recomputed FLOPs.
+
+Narayanan et al. 2021 (arXiv:2104.04473) and Korthikanti et al. 2022 (arXiv:2205.05198) count so. It differs from
+`estimate.memory` in three ways: parameters are stored in fp16 beside float32 main parameters, attention writes its
+scores, and a pipeline stage holds as many microbatches as there are stages.
+
+Symbols: L layers, h width, a heads, s tokens of a sequence, b sequences of a microbatch on a device, t tensor-parallel
+devices, p pipeline stages, v model chunks of a stage.
+"""
+
+import math
+
+from jaxstack.config import Config
+from jaxstack.models import flops
+from jaxstack.models.context import Context
+from jaxstack.planner import shards
+from jaxstack.planner.explain import Figure
+
+BYTES_PER_PARAMETER = {
+    16: {"parameters, fp16": 2, "gradients, fp16": 2, "main parameters, float32": 4, "Adam's moments, float32": 8},
+    18: {"parameters, fp16": 2, "gradients, float32": 4, "main parameters, float32": 4, "Adam's moments, float32": 8},
+}
+"""Bytes of each parameter by purpose. With 18 the gradients of microbatches are summed in float32."""
+
+
+def memory(cfg: Config, ctx: Context, bytes_per_parameter: int = 18) -> list[Figure]:
+    """Returns the bytes that a device needs, by purpose, with the formula of each.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context; the mesh may be abstract.
+      bytes_per_parameter: 16 or 18.
+    """
+    count = sum(math.prod(shards.stored_shape(p, ctx)) for p in shards.flat_params(cfg, ctx).values())
+    found = [
+        Figure(
+            purpose, float(size * count), "{bytes} bytes x {elements} parameters", {"bytes": size, "elements": count}
+        )
+        for purpose, size in BYTES_PER_PARAMETER[bytes_per_parameter].items()
+    ]
+    return [*found, activations(cfg, ctx)]
+
+
+def activations(cfg: Config, ctx: Context) -> Figure:
+    """Returns the bytes of the activations that the first stage saves, by the formulas of Korthikanti et al. 2022.
+
+    For heads of equal number and an MLP of 4 h these are their s b h (10 + 24/t + 5 a s / (h t)) a layer without
+    sequence parallelism, and s b h (34/t + 5 a s / (h t)) with it. `selective` recomputes attention's scores, which are
+    the last term; `full` saves the input of a layer; `dots` is counted as `selective`. Grouped keys and gated MLPs are counted by the same rules.
+    """
+    m, sizes = cfg.model, shards.mesh_sizes(ctx)
+    s, b, h = cfg.data.seq_len // sizes["context"], shards.microbatch_rows(cfg, ctx), m.d_model
+    t, p = sizes["tensor"], sizes["pipe"]
+    between = t if ctx.sequence_parallel_axes else 1
+    queries, keys = m.num_heads * m.head_width, m.kv_heads * m.head_width
+    hidden = m.expert_width * m.moe.choices + m.expert_width * m.moe.shared_experts if m.moe.num_experts else m.ff_width
+    # Inputs of matmuls and of two norms, and the masks of two dropouts, which tensor parallelism does not split.
+    whole = 10 * h
+    split = 2 * (2 * queries + 2 * keys) + 2 * hidden * (3 if m.gated else 2)
+    scores = 5 * m.num_heads * cfg.data.seq_len
+    terms = {
+        "none": (whole / between + (split + scores) / t, "s b ({whole} / {between} + ({split} + {scores}) / {t})"),
+        "selective": (whole / between + split / t, "s b ({whole} / {between} + {split} / {t})"),
+        "full": (2 * h / between, "s b 2 x {h} / {between}"),
+    }
+    remat = "selective" if cfg.train.remat == "dots" else cfg.train.remat
+    per_layer, formula = terms[remat]
+    layers, held = m.num_layers / p, _held(ctx)
+    values: dict[str, float] = {
+        "s": s,
+        "b": b,
+        "h": h,
+        "t": t,
+        "between": between,
+        "whole": whole,
+        "split": split,
+        "scores": scores,
+    }
+    values |= {"layers": layers, "held": held}
+    formula = formula.replace("s b", "{s} x {b} x") + " bytes x {layers:g} layers x {held:.4g} microbatches"
+    return Figure(f"activations, remat {remat}", s * b * per_layer * layers * held, formula, values)
+
+
+def _held(ctx: Context) -> float:
+    """Returns the microbatches whose activations the first stage holds: p, and interleaved p (1 + (p - 1) / (p v))."""
+    if ctx.pipeline is None:
+        return 1.0
+    schedule = ctx.pipeline.schedule
+    p, v, count = schedule.stages, schedule.chunks, schedule.microbatches
+    if schedule.name == "gpipe":
+        return float(count)
+    return float(min(count, p * (1 + (p - 1) / (p * v)) if v > 1 else p))
+
+
+def hardware_flops(cfg: Config) -> float:
+    """Returns the FLOPs of a step with full recomputation of the layers, by the convention of full attention.
+
+    For a classic GPT it is 96 B s L h^2 (1 + s / 6h + V / 16 L h) with B sequences a step (Narayanan et al. 2021,
+    section 5.1). The last matmul of each layer counts as repeated, which `train.remat=full` leaves out.
+    """
+    m, tokens = cfg.model, cfg.data.batch_size * cfg.data.seq_len
+    head = m.d_model * m.vocab
+    layers = 2.0 * (flops.matmul_params(m) - head) + 4.0 * m.num_heads * m.head_width * cfg.data.seq_len * m.num_layers
+    return tokens * (flops.flops_per_token(m, cfg.data.seq_len).full + layers)
