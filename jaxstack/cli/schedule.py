@@ -6,13 +6,13 @@ from jsonargparse import Namespace
 
 from jaxstack.common import files
 from jaxstack.config import ConfigError, PipelineConfig
-from jaxstack.config.bounds import PositiveFloat, PositiveInt
+from jaxstack.config.bounds import PositiveFloat, PositiveInt, Probability
 from jaxstack.config.parse import Parser, user_path
 
 MAX_UNITS = 20_000
 """Largest number of forward units of a schedule. Its table and chart grow with it."""
 
-SCHEDULES = get_args(get_type_hints(PipelineConfig)["schedule"])
+SCHEDULES = (*get_args(get_type_hints(PipelineConfig)["schedule"]), "zb1", "zb_h1")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -21,10 +21,16 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--stages", type=PositiveInt, default=4, help="pipeline stages")
     parser.add_argument("--microbatches", type=PositiveInt, default=8, help="microbatches")
     parser.add_argument(
-        "--chunks", type=PositiveInt, default=1, help="model chunks per stage, for interleaved_1f1b only"
+        "--chunks", type=PositiveInt, default=1, help="model chunks per stage, for interleaved_1f1b and zb1 only"
     )
     parser.add_argument("--forward", type=PositiveFloat, default=1.0, help="time of a forward unit")
     parser.add_argument("--backward", type=PositiveFloat, default=2.0, help="time of a backward unit")
+    parser.add_argument(
+        "--weight",
+        type=Probability,
+        default=0.5,
+        help="share of the backward time that gradients of weights take, for zb1 and zb_h1 only",
+    )
     parser.add_argument("--out", type=user_path, metavar="FILE", help="picture to write, such as chart.png")
 
 
@@ -48,14 +54,14 @@ def main(args: Namespace) -> None:
     schedule = SCHEDULES[args.schedule](args.stages, args.microbatches, args.chunks)
     if args.chunks != schedule.chunks:
         raise ConfigError(
-            f"--chunks={args.chunks} is for interleaved_1f1b, but {args.schedule} has one chunk per stage. "
+            f"--chunks={args.chunks} is for interleaved_1f1b and zb1, but {args.schedule} has one chunk per stage. "
             f"Use --chunks=1."
         )
-    figures = schedule.simulate(args.forward, args.backward)
+    figures = schedule.simulate(args.forward, args.backward, args.weight)
     print(schedule.text())
     print(
         f"{schedule.ticks} ticks, bubble {figures.bubble:.1%} in lockstep, {figures.free_bubble:.1%} running freely, "
-        f"room for {schedule.slots} units a stage"
+        f"room for {schedule.room}"
     )
     if out:
-        draw(schedule, out, args.forward, args.backward)
+        draw(schedule, out, args.forward, args.backward, args.weight)

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from jaxstack.pipeline.schedule import IDLE, Schedule
+from jaxstack.pipeline.schedule import BACKWARD, FORWARD, KINDS, WEIGHT, Schedule
 
 
-def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float = 2.0) -> None:
-    """Writes a picture of a schedule in lockstep. A tick is as long as its longest forward and backward unit.
+def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float = 2.0, weight: float = 0.5) -> None:
+    """Writes a picture of a schedule in lockstep. Each lane of a tick is as long as its longest unit.
 
     Numbers are microbatches. Units of later chunks are darker.
 
@@ -14,52 +14,47 @@ def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float =
       schedule: the schedule.
       path: file of the picture; its suffix is the format.
       forward: time of one forward unit.
-      backward: time of one backward unit, in the same unit of time.
+      backward: time of the gradients of one unit, in the same unit of time.
+      weight: share of `backward` that the gradients of weights take, if weight units compute them.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    kinds = (
-        ("forward", schedule.forward_TP, forward, "Blues"),
-        ("backward", schedule.backward_TP, backward, "Oranges"),
-    )
+    seconds = schedule.seconds(forward, backward, weight)
+    kinds = (FORWARD, BACKWARD) if schedule.weight_MG is None else (FORWARD, BACKWARD, WEIGHT)
     shades = {
-        (kind, chunk): plt.get_cmap(colours)(0.3 + 0.5 * chunk / schedule.chunks)
-        for kind, _, _, colours in kinds
+        (kind, chunk): plt.get_cmap(("Blues", "Oranges", "Greens")[kind])(0.3 + 0.5 * chunk / schedule.chunks)
+        for kind in kinds
         for chunk in range(schedule.chunks)
     }
     figure, axes = plt.subplots(figsize=(12, 0.5 * schedule.stages + 1.5), layout="constrained")
-    now = 0.0
-    for tick in range(schedule.ticks):
-        for kind, unit_TP, length, _ in kinds:
-            if (unit_TP[tick] == IDLE).all():
-                continue
-            for stage, unit in enumerate(unit_TP[tick].tolist()):
-                if unit != IDLE:
-                    microbatch, chunk = divmod(unit, schedule.chunks)
-                    shade = shades[kind, chunk]
-                    axes.barh(stage, length, 0.9, left=now, color=shade, edgecolor="white", linewidth=0.5)
-                    if schedule.ticks <= 80:
-                        axes.text(now + length / 2, stage, microbatch, ha="center", va="center", fontsize=8)
-            now += length
-    figures = schedule.simulate(forward, backward)
+    lengths = schedule.lane_seconds(forward, backward, weight).T  # the lanes of a tick follow each other
+    starts = (lengths.cumsum() - lengths.ravel()).reshape(lengths.shape)
+    for tick, lane, kind, microbatch, g in schedule.units():
+        chunk, stage = divmod(g, schedule.stages)
+        start, length = starts[tick, lane], seconds[kind]
+        axes.barh(stage, length, 0.9, left=start, color=shades[kind, chunk], edgecolor="white", linewidth=0.5)
+        if schedule.ticks <= 80:
+            axes.text(start + length / 2, stage, str(microbatch), ha="center", va="center", fontsize=8)
+    figures = schedule.simulate(forward, backward, weight)
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+    others = [f"a {KINDS[kind]} unit {seconds[kind]:g}" for kind in kinds[1:]]
     axes.set(
         yticks=range(schedule.stages),
         yticklabels=[f"stage {s}" for s in range(schedule.stages)],
-        xlabel=f"time (a forward unit takes {forward:g}, a backward unit {backward:g})",
-        xlim=(0, now),
+        xlabel=f"time (a forward unit takes {forward:g}, {', '.join(others)})",
+        xlim=(0, lengths.sum()),
         title=f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.microbatches} microbatches; "
-        f"bubble {figures.bubble:.1%}, room for {schedule.slots} units a stage",
+        f"bubble {figures.bubble:.1%}, room for {schedule.room}",
     )
     axes.invert_yaxis()
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     for (kind, chunk), shade in shades.items():
         of_chunk = f", chunk {chunk}" if schedule.chunks > 1 else ""
-        axes.bar(0, 0, color=shade, label=f"{kind}{of_chunk}")
+        axes.bar(0, 0, color=shade, label=f"{KINDS[kind]}{of_chunk}")
     figure.legend(loc="outside lower right", ncols=len(shades), frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -20,13 +20,16 @@ from jaxstack.config import Config, ConfigError
 from jaxstack.pipeline.partition import Costs, Partition, cut, even
 from jaxstack.pipeline.phases import Phase, Turns, find_phases, layer_work, mask_turns
 from jaxstack.pipeline.schedule import IDLE, Schedule, ScheduleError, gpipe, interleaved_one_f_one_b, one_f_one_b
+from jaxstack.pipeline.zero_bubble import zb1, zb_h1
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": lambda stages, microbatches, chunks: gpipe(stages, microbatches),
     "1f1b": lambda stages, microbatches, chunks: one_f_one_b(stages, microbatches),
     "interleaved_1f1b": interleaved_one_f_one_b,
+    "zb1": zb1,
+    "zb_h1": lambda stages, microbatches, chunks: zb_h1(stages, microbatches),
 }
-"""Builds each schedule of `pipeline.schedule` from stages, microbatches and chunks."""
+"""Builds each schedule from stages, microbatches and chunks. `pipeline.schedule` names those that can train."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,11 @@ class Program:
     static: bool = False
 
     def __post_init__(self) -> None:
+        if self.schedule.weight_MG is not None:
+            raise ScheduleError(
+                f"the executor does not run weight units, which {self.schedule.name} has; use a schedule without them, "
+                f"such as 1f1b"
+            )
         a, b = (self.schedule.stages, self.schedule.chunks), (self.stages.stages, self.stages.chunks)
         if a != b:
             raise ScheduleError(

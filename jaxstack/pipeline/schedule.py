@@ -8,13 +8,18 @@ a stage runs at most one forward unit and then at most one backward unit. A unit
 stage with the next tick. The layers are cut into stages x chunks *model chunks*. Model chunk `g` is chunk
 `g // stages` of stage `g % stages`, so consecutive model chunks are on neighbouring stages of the ring.
 
-Suffixes: T ticks, P stages, M microbatches, G model chunks. JAX is not imported.
+Zero-bubble schedules have a third kind, weight units: they compute the gradients of the weights, and backward units
+only those of the activations. No other stage waits for a weight unit. A tick has three lanes, which run one after the
+other: forward, backward and weight. A weight unit runs in the third lane, or in another one where its stage is idle.
+
+Suffixes: T ticks, P stages, M microbatches, G model chunks, K lanes. JAX is not imported.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +27,21 @@ from jaxstack.config import ConfigError
 
 IDLE = -1
 """Marks a stage and tick without a unit, in tables of units."""
+
+FORWARD, BACKWARD, WEIGHT = range(3)
+"""The kinds of units, and the lanes of a tick."""
+
+KINDS = ("forward", "backward", "weight")
+
+
+class Unit(NamedTuple):
+    """A unit of microbatch m and model chunk g; lane and kind are FORWARD, BACKWARD or WEIGHT. Sorts by time."""
+
+    tick: int
+    lane: int
+    kind: int
+    m: int
+    g: int
 
 
 @dataclass(frozen=True)
@@ -35,10 +55,13 @@ class Schedule:
       microbatches: number of microbatches, M.
       forward_MG: tick of each microbatch's forward unit in each model chunk.
       backward_MG: tick of each microbatch's backward unit in each model chunk.
+      weight_MG: tick of each microbatch's weight unit in each model chunk. `None` means that the backward units compute
+        the gradients of the weights too.
+      weight_lane_MG: lane of each weight unit. `None` means the third.
 
     Raises (on construction):
       ScheduleError: a unit runs before one that it depends on, or not exactly one tick after it (the executor has no
-        inbox), or two units of one kind run on one stage at one tick.
+        inbox; weight units may wait), or two units run on one stage in one lane of a tick.
     """
 
     name: str
@@ -47,10 +70,14 @@ class Schedule:
     microbatches: int
     forward_MG: np.ndarray
     backward_MG: np.ndarray
+    weight_MG: np.ndarray | None = None
+    weight_lane_MG: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         shape = (self.microbatches, self.model_chunks)
-        for kind, ticks in (("forward", self.forward_MG), ("backward", self.backward_MG)):
+        given = {"weight": self.weight_MG, "weight lane": self.weight_lane_MG}
+        ticks_of = {"forward": self.forward_MG, "backward": self.backward_MG}
+        for kind, ticks in (ticks_of | {kind: a for kind, a in given.items() if a is not None}).items():
             if ticks.shape != shape or ticks.min() < 0:
                 raise ScheduleError(
                     f"{self.name}: the {kind} ticks have shape {ticks.shape} and start at {ticks.min()}; give one tick "
@@ -65,7 +92,15 @@ class Schedule:
                 f"{self.name}: microbatch {early[0, 0]} goes backward before its forward unit in the last model chunk; "
                 f"schedule the backward unit at the same tick or later"
             )
-        self.forward_TP, self.backward_TP  # noqa: B018 - building the tables checks for two units in one place
+        if self.weight_MG is not None:
+            early = np.argwhere(3 * self.weight_MG + self._lane_MG <= 3 * self.backward_MG + BACKWARD)
+            if early.size or self._lane_MG.max() > WEIGHT:
+                m = early[0, 0] if early.size else 0
+                raise ScheduleError(
+                    f"{self.name}: a weight unit of microbatch {m} runs before its backward unit, or in a lane that "
+                    f"does not exist; schedule it at a later tick, or in the third lane of the same tick"
+                )
+        self._tables  # noqa: B018 - building the tables checks for two units in one place
 
     def _follows(self, kind: str, ticks: np.ndarray, before: np.ndarray, g: int, source: int) -> None:
         wrong = np.flatnonzero(ticks != before + 1)
@@ -84,30 +119,60 @@ class Schedule:
     @property
     def ticks(self) -> int:
         """Number of ticks, T."""
-        return int(self.backward_MG.max()) + 1
+        return int(max(self.backward_MG.max(), self.last_MG.max())) + 1
 
-    @cached_property
+    @property
+    def last_MG(self) -> np.ndarray:
+        """Tick of each microbatch's last unit in each model chunk: its weight unit if there is one."""
+        return self.backward_MG if self.weight_MG is None else self.weight_MG
+
+    @property
+    def _lane_MG(self) -> np.ndarray:
+        return np.full_like(self.last_MG, WEIGHT) if self.weight_lane_MG is None else self.weight_lane_MG
+
+    def units(self) -> list[Unit]:
+        """Returns all units, in the order in which their stages run them."""
+        return sorted(
+            Unit(int(tick), int(self._lane_MG[m, g]) if kind == WEIGHT else kind, kind, m, g)
+            for kind, ticks_MG in enumerate(self._ticks_of_kinds)
+            for (m, g), tick in np.ndenumerate(ticks_MG)
+        )
+
+    @property
+    def _ticks_of_kinds(self) -> list[np.ndarray]:
+        return [self.forward_MG, self.backward_MG, *([] if self.weight_MG is None else [self.weight_MG])]
+
+    @property
     def forward_TP(self) -> np.ndarray:
         """Forward unit of each stage at each tick, as microbatch * chunks + chunk, or IDLE. int32 [T, P]."""
-        return self._units("forward", self.forward_MG)
+        return self._tables[FORWARD, FORWARD]
 
-    @cached_property
+    @property
     def backward_TP(self) -> np.ndarray:
         """Backward unit of each stage at each tick, as microbatch * chunks + chunk, or IDLE. int32 [T, P]."""
-        return self._units("backward", self.backward_MG)
+        return self._tables[BACKWARD, BACKWARD]
 
-    def _units(self, kind: str, ticks_MG: np.ndarray) -> np.ndarray:
-        unit_TP = np.full((self.ticks, self.stages), IDLE, np.int32)
-        for m in range(self.microbatches):
-            for g in range(self.model_chunks):
+    @property
+    def weight_KTP(self) -> np.ndarray:
+        """Weight unit of each stage in each lane of each tick, as `forward_TP` has them. int32 [K, T, P]."""
+        return self._tables[WEIGHT]
+
+    @cached_property
+    def _tables(self) -> np.ndarray:
+        """Units by kind, lane, tick and stage."""
+        table = np.full((3, 3, self.ticks, self.stages), IDLE, np.int32)
+        for kind, ticks_MG in enumerate(self._ticks_of_kinds):
+            for m, g in np.ndindex(ticks_MG.shape):
                 tick, stage, unit = ticks_MG[m, g], g % self.stages, m * self.chunks + g // self.stages
-                if unit_TP[tick, stage] != IDLE:
+                lane = self._lane_MG[m, g] if kind == WEIGHT else kind
+                there = table[:, lane, tick, stage]
+                if there.max() != IDLE:
                     raise ScheduleError(
-                        f"{self.name}: stage {stage} would run two {kind} units at tick {tick}, of microbatches "
-                        f"{unit_TP[tick, stage] // self.chunks} and {m}; move one of them"
+                        f"{self.name}: stage {stage} would run two {KINDS[lane]} units at tick {tick}, of microbatches "
+                        f"{there.max() // self.chunks} and {m}; move one of them"
                     )
-                unit_TP[tick, stage] = unit
-        return unit_TP
+                there[kind] = unit
+        return table
 
     @cached_property
     def slots_MG(self) -> np.ndarray:
@@ -133,27 +198,71 @@ class Schedule:
         """Number of stash slots of a stage. A slot holds the residuals of one unit."""
         return int(self.slots_MG.max()) + 1
 
-    def in_flight(self) -> np.ndarray:
-        """Returns the maximum number of units of each stage between forward and backward, [P]."""
-        ticks = np.arange(self.ticks)[:, None, None]
-        waiting = ((self.forward_MG <= ticks) & (ticks <= self.backward_MG)).sum(1)  # [T, G]
-        return waiting.reshape(self.ticks, self.chunks, self.stages).sum(1).max(0)
+    @cached_property
+    def pair_slots_MG(self) -> np.ndarray:
+        """Slot of what a weight unit needs from its backward unit, in between, int32 [M, G].
 
-    def simulate(self, forward: float = 1.0, backward: float = 2.0) -> "Simulation":
-        """Returns the time of a step when all units take equally long.
+        The units of a stage take the slots in turn, in the order of their backward units.
+        """
+        return (self._backward_before(self.backward_MG) % max(1, self.pair_slots)).astype(np.int32)
+
+    @cached_property
+    def pair_slots(self) -> int:
+        """Number of slots for what weight units wait with; 0 without weight units."""
+        if self.weight_MG is None:
+            return 0
+        return int((self._backward_before(self.weight_MG + 1) - self._backward_before(self.backward_MG)).max())
+
+    def _backward_before(self, ticks_MG: np.ndarray) -> np.ndarray:
+        """Returns how many backward units of the same stage run before each tick."""
+        M, V, P = self.microbatches, self.chunks, self.stages
+        before = self.backward_MG.reshape(M, V, P) < ticks_MG.reshape(M, V, 1, 1, P)
+        return before.sum((2, 3)).reshape(M, V * P)
+
+    @property
+    def room(self) -> str:
+        """What a stage has room for, in words: the residuals of units, and what weight units wait with."""
+        pairs = f", weight gradients of {self.pair_slots}" if self.pair_slots else ""
+        return f"{self.slots} units a stage{pairs}"
+
+    def in_flight(self) -> np.ndarray:
+        """Returns the maximum number of units of each stage between their first and their last unit, [P]."""
+        ticks = np.arange(self.ticks)[:, None, None]
+        waiting = (self.forward_MG <= ticks) & (ticks <= self.backward_MG)  # [T, M, G]
+        waiting |= (self.backward_MG < ticks) & (ticks <= self.last_MG)
+        return waiting.sum(1).reshape(self.ticks, self.chunks, self.stages).sum(1).max(0)
+
+    def seconds(self, forward: float, backward: float, weight: float) -> tuple[float, float, float]:
+        """Returns the times of the three kinds of units, in the same unit of time; weight units may not exist.
 
         Args:
-          forward: time of one forward unit, in any unit of time.
-          backward: time of one backward unit, in the same unit of time.
+          forward: time of one forward unit.
+          backward: time of the gradients of activations and weights of one unit.
+          weight: share of `backward` that the gradients of the weights take, from 0 to 1.
+        """
+        if self.weight_MG is None:
+            return forward, backward, 0.0
+        return forward, (1 - weight) * backward, weight * backward
+
+    def lane_seconds(self, forward: float, backward: float, weight: float) -> np.ndarray:
+        """Returns how long each lane of each tick lasts in lockstep: as long as its longest unit, [K, T].
+
+        The arguments are those of `seconds`.
+        """
+        seconds = np.asarray(self.seconds(forward, backward, weight))
+        return (seconds[:, None, None] * (self._tables != IDLE).any(3)).max(0)
+
+    def simulate(self, forward: float = 1.0, backward: float = 2.0, weight: float = 0.5) -> "Simulation":
+        """Returns the time of a step when all units of a kind take equally long.
+
+        The arguments are those of `seconds`.
         """
         work = self.microbatches * self.chunks * (forward + backward)
-        lockstep = float(
-            forward * (self.forward_TP != IDLE).any(1).sum() + backward * (self.backward_TP != IDLE).any(1).sum()
-        )
-        free = self.makespan(np.full(self.model_chunks, forward), np.full(self.model_chunks, backward))
+        lockstep = float(self.lane_seconds(forward, backward, weight).sum())
+        free = self.makespan(*(np.full(self.model_chunks, t) for t in self.seconds(forward, backward, weight)))
         return Simulation(work, lockstep, free)
 
-    def makespan(self, forward_G: np.ndarray, backward_G: np.ndarray) -> float:
+    def makespan(self, forward_G: np.ndarray, backward_G: np.ndarray, weight_G: np.ndarray | None = None) -> float:
         """Returns the time at which the last stage finishes if stages do not run in lockstep.
 
         Each stage runs its units in the table's order, each as soon as its input has arrived.
@@ -161,29 +270,36 @@ class Schedule:
         Args:
           forward_G: time of a forward unit in each model chunk, in any unit of time.
           backward_G: time of a backward unit in each model chunk, in the same unit of time.
+          weight_G: time of a weight unit in each model chunk. `None` means 0.
         """
-        units = sorted(
-            [(tick, 0, m, g) for (m, g), tick in np.ndenumerate(self.forward_MG)]
-            + [(tick, 1, m, g) for (m, g), tick in np.ndenumerate(self.backward_MG)]
-        )
+        seconds = (forward_G, backward_G, np.zeros(self.model_chunks) if weight_G is None else weight_G)
         ready = np.zeros(self.stages)
-        done = np.zeros((2, self.microbatches, self.model_chunks))
-        for _, back, m, g in units:
-            if back:
-                needed = done[1, m, g + 1] if g + 1 < self.model_chunks else done[0, m, g]
+        done = np.zeros((3, self.microbatches, self.model_chunks))
+        for _, _, kind, m, g in self.units():
+            if kind == FORWARD:
+                needed = done[FORWARD, m, g - 1] if g else 0.0
+            elif kind == BACKWARD and g + 1 < self.model_chunks:
+                needed = done[BACKWARD, m, g + 1]
             else:
-                needed = done[0, m, g - 1] if g else 0.0
+                needed = done[kind - 1, m, g]
             stage = g % self.stages
-            done[back, m, g] = ready[stage] = max(ready[stage], needed) + (backward_G if back else forward_G)[g]
+            done[kind, m, g] = ready[stage] = max(ready[stage], needed) + (seconds[kind][g])
         return float(ready.max())
 
     def text(self) -> str:
-        """Returns the table as text. The two lines of a stage hold its forward and backward microbatches by tick."""
-        width = max(2, len(str(self.microbatches - 1)) + 1)
+        """Returns the table as text. The lines of a stage hold the microbatches of each lane by tick.
+
+        A `w` marks a weight unit in the lane of another kind.
+        """
+        width = max(2, len(str(self.microbatches - 1)) + 1) + int((self.weight_KTP[:WEIGHT] != IDLE).any())
         lines = [f"{self.name}: {self.stages} stages, {self.chunks} chunks, {self.microbatches} microbatches"]
         for stage in range(self.stages):
-            for label, unit_TP in ((f"stage {stage} F", self.forward_TP), ("        B", self.backward_TP)):
-                cells = ["." if unit == IDLE else str(unit // self.chunks) for unit in unit_TP[:, stage]]
+            for lane in (FORWARD, BACKWARD) if self.weight_MG is None else (FORWARD, BACKWARD, WEIGHT):
+                label = f"stage {stage} F" if lane == FORWARD else f"        {'FBW'[lane]}"
+                cells = ["."] * self.ticks
+                for kind, tick in zip(*np.nonzero(self._tables[:, lane, :, stage] != IDLE), strict=True):
+                    mark = "w" if kind == WEIGHT != lane else ""
+                    cells[tick] = f"{mark}{self._tables[kind, lane, tick, stage] // self.chunks}"
                 lines.append(f"{label:<10}" + "".join(cell.rjust(width) for cell in cells))
         return "\n".join(lines)
 
