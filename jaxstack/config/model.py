@@ -214,6 +214,9 @@ class ModelConfig:
     """Probability of dropping an element of the embedding and of the two outputs of each block, in training only."""
     init_std: NonNegativeFloat = 0.02
     """Standard deviation of initial matrices. Output projections are divided by sqrt(2 * num_layers) (GPT-2)."""
+    base_width: PositiveInt | None = None
+    """Width of a smaller model whose `optim.lr` and `init_std` were tuned. Initial values and learning rates of
+    matrices are then scaled to `d_model` (muP), so that the same settings suit this model. Null means no scaling."""
 
     def __post_init__(self) -> None:
         check_bounds("model", self)
@@ -228,6 +231,11 @@ class ModelConfig:
         require(
             not (self.bias and self.moe.num_experts),
             "model.bias=true, but experts have no biases. Use model.bias=false, or model.moe.num_experts=0.",
+        )
+        require(
+            not (self.base_width and self.embedding_scale),
+            f"model.embedding_scale=true lets embeddings grow with the width, but model.base_width={self.base_width} "
+            f"needs embeddings of one size at every width. Use model.embedding_scale=false, or leave base_width null.",
         )
 
     def _check_heads(self) -> None:
@@ -273,6 +281,11 @@ class ModelConfig:
     def head_width(self) -> int:
         """Returns the width of one head."""
         return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def width_ratio(self) -> float:
+        """Returns the width divided by that of the base model, or 1 without one."""
+        return self.d_model / (self.base_width or self.d_model)
 
     @property
     def ff_width(self) -> int:

@@ -47,6 +47,7 @@ class Config:
         _check_domains(self)
         _check_adapters(self)
         _check_lengths(self)
+        _check_base_width(self)
 
     @property
     def microbatch_size(self) -> int:
@@ -150,6 +151,14 @@ def _check_domains(cfg: Config) -> None:
     require(
         cfg.sample.domain < max(domains, 1),
         f"sample.domain={cfg.sample.domain} is out of range: data.domains has {domains} domains. Count domains from 0.",
+    )
+
+
+def _check_base_width(cfg: Config) -> None:
+    require(
+        cfg.model.base_width is None or cfg.optim.name != "sgd",
+        f"model.base_width={cfg.model.base_width} scales the learning rates of optimizers whose updates have a fixed "
+        f"size, and those of optim.name=sgd have none. Use optim.name=adamw or another one, or leave base_width null.",
     )
 
 

@@ -287,6 +287,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
         moe=replace(moe, d_ff=model.expert_width) if moe.num_experts else MoEConfig(),
         attention_scale=scale,
         windows=_period(model.windows),
+        base_width=model.base_width if model.tied_embeddings and model.width_ratio != 1 else None,
         rope_theta=model.rope_theta if rope else ModelConfig.rope_theta,
         rope_scaling=model.rope_scaling if rope and model.rope_scaling.factor != 1 else RopeScaling(),
         max_positions=model.max_positions,

@@ -25,6 +25,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.layers import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Role, Spec, cast_matrices, pad, unstack
 from jaxstack.models.params import stack as stack_layers
+from jaxstack.models.width import scale_to_width
 from jaxstack.moe import update_bias
 from jaxstack.pipeline import PipelineFns
 
@@ -59,6 +60,7 @@ def spec(cfg: ModelConfig) -> Spec:
     if not cfg.tied_embeddings:
         w = Param((D, V), ("embed", "vocab"), std=cfg.init_std, roles=("head",))
         tree["head"] = {"w": pad(w, 1, cfg.padded_vocab)}
+    tree = scale_to_width(tree, cfg.width_ratio) if cfg.base_width else tree
     return lora.add_adapters(tree, cfg.lora) if cfg.lora.rank else tree
 
 
@@ -266,7 +268,10 @@ def _hidden_states_through_stages(
 
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
     """Returns what the head reads [B, S, D], from the residual stream after the last layer [B, S/n, D]."""
-    return ctx.gather_activations(layers.norm(cfg, params["final_norm"], x, ctx), "vocab")
+    x = layers.norm(cfg, params["final_norm"], x, ctx)
+    if cfg.base_width and cfg.tied_embeddings:  # see `models.width`
+        x = x / jnp.asarray(cfg.width_ratio, x.dtype)
+    return ctx.gather_activations(x, "vocab")
 
 
 def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:

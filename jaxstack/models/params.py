@@ -34,6 +34,8 @@ class Param:
       roles: how other code finds a parameter without knowing its path, see `find_role`. `token_table` is the embedding
         of tokens, `head` the output matrix; tied embeddings are both. In a layer, `query`, `key`, `attention_output`
         and `mlp_output` are the matrices whose outputs have these names, and their adapters.
+      width_ratio: for a matrix that reads a hidden width, the width of the model divided by that of its base model, see
+        `models.width`. The optimizer reduces its updates by it. 1 means that they stay as they are.
       unpadded: shape without the zeros at the ends of padded dimensions, which change no result. `None` means that the
         array has none.
     """
@@ -46,6 +48,7 @@ class Param:
     std: float = 0.02
     frozen: bool = False
     roles: tuple[Role, ...] = ()
+    width_ratio: float = 1.0
     unpadded: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

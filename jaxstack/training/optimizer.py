@@ -16,7 +16,7 @@ from optax.contrib import MuonState, scale_by_muon
 
 from jaxstack.common.tree import PyTree
 from jaxstack.config import OptimConfig
-from jaxstack.models.params import Param, Spec, map_spec
+from jaxstack.models.params import Param, Spec, flat_spec, map_spec
 from jaxstack.sharding import collectives
 from jaxstack.sharding.rules import names_of
 
@@ -266,6 +266,22 @@ def _adafactor(spec: Spec) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def _scaled_to_width(cfg: OptimConfig, spec: Spec) -> optax.GradientTransformation:
+    """Builds the division of updates by the ratio of widths (muP, see `models.width`).
+
+    The update of Adam, and of the others whose elements have a fixed size, grows with the width in its spectral norm.
+    An orthogonalized one is multiplied by the root of the width (`orthogonalized`), so it is divided by the root only.
+    Weight decay follows later and is not divided, so that it keeps its time scale at every width.
+    """
+
+    def one(p: Param, update: jax.Array) -> jax.Array:
+        if p.width_ratio == 1:
+            return update
+        return update / p.width_ratio ** (0.5 if cfg.name == "muon" and p.is_hidden_matrix else 1.0)
+
+    return optax.stateless(lambda updates, _: map_spec(one, spec, updates))
+
+
 def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: PyTree = None) -> optax.GradientTransformation:
     """Builds the update rule: clipping, direction, decoupled weight decay on matrices and tables, learning rate.
 
@@ -283,6 +299,8 @@ def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: PyTree = None
         "lion": lambda: optax.scale_by_lion(cfg.b1, cfg.b2),
         "sgd": lambda: optax.trace(cfg.b1) if cfg.b1 else optax.identity(),
     }[cfg.name]()
+    if any(p.width_ratio != 1 for p in flat_spec(spec).values()):
+        direction = optax.chain(direction, _scaled_to_width(cfg, spec))
     return optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
         direction,

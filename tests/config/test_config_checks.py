@@ -80,6 +80,8 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.windows": (-1,)}, {"model.windows": (1,)}),
     ({"model.windows": (1, 1, 1, 1)}, {"model.windows": (1, 1, 1)}),
     (MOE | {"model.bias": True}, {"model.bias": True}),
+    ({"model.base_width": 64, "model.embedding_scale": True}, {"model.embedding_scale": True}),
+    ({"model.base_width": 64, "optim.name": "sgd"}, {"model.base_width": 64}),
     ({"model.attention_softcap": 0.0}, {"model.attention_softcap": 0.1}),
     ({"model.logit_softcap": 0.0}, {"model.logit_softcap": 0.1}),
     ({"model.attention_scale": 0.0}, {"model.attention_scale": 0.1}),
