@@ -1,8 +1,9 @@
 """The configuration of a whole run, and the checks that compare keys of different groups."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxstack.config.bounds import require
 from jaxstack.config.data import DataConfig
@@ -220,6 +221,20 @@ def resolve(config: Config, vocab_size: int) -> Config:
     if model.positions == "learned" and positions is None:
         positions = config.data.seq_len
     return replace(config, model=replace(model, max_positions=positions))
+
+
+def with_values(config: Config, values: Mapping[str, object]) -> Config:
+    """Returns the configuration with other values, by dotted keys of two words, after all its checks.
+
+    Raises:
+      ConfigError: the values do not fit each other.
+    """
+    groups: dict[str, dict[str, object]] = {}
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        groups.setdefault(group, {})[name] = value
+    changed: dict[str, Any] = {group: replace(getattr(config, group), **new) for group, new in groups.items()}
+    return replace(config, **changed)
 
 
 def flat(config: "DataclassInstance", prefix: str = "") -> dict[str, object]:

@@ -1,12 +1,13 @@
 """Draws a roofline (the attainable FLOP/s of a chip, and the parts of one layer below it), and a scaling law."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from jaxstack.planner.roofline import Roofline
-from jaxstack.planner.scaling_law import FLOPS_PER_PARAMETER_AND_TOKEN, Fit
+from jaxstack.planner.scaling_law import FLOPS_PER_PARAMETER_AND_TOKEN, HOFFMANN, Fit, ScalingLaw
 
 COLORS = {"matmul": "#1b6ca8", "attention": "#d1495b", "normalisation": "#66a182", "pointwise": "#edae49"}
 
@@ -97,3 +98,38 @@ def draw_scaling_law(
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def _lowest_loss(flops: float, law: ScalingLaw) -> float:
+    return law.loss(*law.optimum(flops))
+
+
+def draw_budget(fitted: Fit, flops: float, chosen: tuple[float, float], path: Path) -> None:
+    """Draws the law's lowest loss over training FLOPs with its 95% band, Hoffmann's law, and a chosen point.
+
+    Args:
+      fitted: the law, with samples.
+      flops: training FLOPs of the chosen point.
+      chosen: its parameters and tokens.
+      path: file to write.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
+    from matplotlib.figure import Figure
+
+    at = np.geomspace(flops / 1e3, flops * 30, 60)
+    bands = np.array([fitted.interval_of(partial(_lowest_loss, c)) for c in at])
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.fill_between(at, bands[:, 0], bands[:, 1], color="#1b6ca8", alpha=0.2, linewidth=0, label="95% interval")
+    for law, label, style in ((fitted.law, "Besiroglu et al. 2024", "-"), (HOFFMANN, "Hoffmann et al. 2022", "--")):
+        axes.plot(at, [_lowest_loss(c, law) for c in at], style, color="#1b6ca8", label=label)
+    parameters, tokens = chosen
+    loss = fitted.law.loss(parameters, tokens)
+    axes.plot([flops], [loss], "*", color="#d1495b", markersize=14, zorder=4, label="this plan")
+    axes.annotate(f"{parameters:.3g} parameters\n{tokens:.3g} tokens\n{loss:.3f} nats", (flops, loss), xytext=(8, 10),
+                  textcoords="offset points", fontsize=8)  # fmt: skip
+    axes.set(xscale="log", xlabel="training FLOPs", ylabel="lowest loss of a budget, nats per token")
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)

@@ -4,7 +4,8 @@ The law is L = E + A / N^alpha + B / D^beta, in nats per token, for N parameters
 2022, arXiv:2203.15556, section 3.3). Training takes C = 6 N D FLOPs.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,9 +48,72 @@ class ScalingLaw(NamedTuple):
         parameters = ratio * product ** (beta / (alpha + beta))
         return float(parameters), float(product / parameters)
 
+    def optimum_served(self, flops: float, served: float) -> tuple[float, float]:
+        """Returns the parameters and tokens that need the fewest FLOPs of training and use together, for their loss.
+
+        Use takes 2 N FLOPs for each of `served` tokens (Sardana et al. 2023, arXiv:2401.00448, section 2). Of the pairs
+        that are best in this sense, it is the one that takes `flops` of training. There the derivatives of 6 N D + 2 N
+        `served` and of the loss are proportional: alpha A / N^alpha = (1 + served / 3 D) beta B / D^beta.
+
+        Args:
+          flops: of training.
+          served: tokens that the model reads and writes in use.
+        """
+        from scipy.optimize import brentq
+
+        largest, _ = self.optimum(flops)
+        if not served:
+            return self.optimum(flops)
+        product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
+
+        def excess(log_parameters: float) -> float:
+            """Rises with the number of parameters, and is zero at the optimum."""
+            n = float(np.exp(log_parameters))
+            d = product / n
+            of_parameters = self.parameters_exponent * self.parameters_factor / n**self.parameters_exponent
+            of_tokens = self.tokens_exponent * self.tokens_factor / d**self.tokens_exponent
+            return float(np.log((1 + served / (3 * d)) * of_tokens / of_parameters))
+
+        parameters = float(np.exp(brentq(excess, 0.0, np.log(largest) + 1e-9, xtol=1e-12)))
+        return parameters, product / parameters
+
+    def training_flops(self, loss: float) -> float:
+        """Returns the fewest FLOPs of training that reach a loss above the irreducible one."""
+        from scipy.optimize import brentq
+
+        def excess(log_flops: float) -> float:
+            return self.loss(*self.optimum(float(np.exp(log_flops)))) - loss
+
+        return float(np.exp(brentq(excess, 0.0, 200.0, xtol=1e-10)))
+
 
 BESIROGLU = ScalingLaw(1.8172, 482.01, 0.3478, 2085.43, 0.3658)
 """Besiroglu et al. 2024, arXiv:2404.10102: their fit of Hoffmann et al.'s points, without the five highest losses."""
+HOFFMANN = ScalingLaw(1.69, 406.4, 0.34, 410.7, 0.28)
+"""Hoffmann et al. 2022, arXiv:2203.15556, equation 10. Besiroglu et al. show that it does not fit their points."""
+PIVOT = (1e9, 2e10)
+"""Parameters and tokens amid the published points. Around them the constants hardly correlate."""
+_COVARIANCE = (
+    (2.0622e-04, -4.5411e-04, 1.2054e-04, -6.2727e-04, 1.9538e-04),
+    (-4.5411e-04, 3.4824e-03, -8.5432e-04, -1.2818e-03, 3.2569e-04),
+    (1.2054e-04, -8.5432e-04, 2.1467e-04, 2.6314e-04, -6.7426e-05),
+    (-6.2727e-04, -1.2818e-03, 2.6314e-04, 4.8047e-03, -1.4250e-03),
+    (1.9538e-04, 3.2569e-04, -6.7426e-05, -1.4250e-03, 4.3308e-04),
+)
+"""Covariance of `centered` constants in 1000 fits to the published points, drawn with replacement. From
+benchmarks/results/scaling_law_interval.json."""
+
+
+class Range(NamedTuple):
+    """The runs that a law was fitted to, by training FLOPs, parameters and tokens a parameter: least and largest."""
+
+    flops: tuple[float, float]
+    parameters: tuple[float, float]
+    tokens_per_parameter: tuple[float, float]
+
+
+PUBLISHED_RANGE = Range((1.40e18, 1.30e22), (5.73e7, 1.62e10), (0.456, 341.0))
+"""The 240 published points, from benchmarks/results/scaling_law_interval.json."""
 
 
 class Fit(NamedTuple):
@@ -72,9 +136,28 @@ class Fit(NamedTuple):
 
     def optimum_interval(self, flops: float, confidence: float = 0.95) -> tuple[float, float]:
         """Returns the interval of the compute-optimal number of parameters for a budget."""
-        best = [ScalingLaw(*map(float, sample)).optimum(flops)[0] for sample in self.samples]
-        low, high = np.quantile(best, [(1 - confidence) / 2, (1 + confidence) / 2])
+        return self.interval_of(lambda law: law.optimum(flops)[0], confidence)
+
+    def interval_of(self, figure: Callable[[ScalingLaw], float], confidence: float = 0.95) -> tuple[float, float]:
+        """Returns the interval of a figure that each law gives, such as its loss for a model."""
+        found = [figure(ScalingLaw(*map(float, sample))) for sample in self.samples]
+        low, high = np.quantile(found, [(1 - confidence) / 2, (1 + confidence) / 2])
         return float(low), float(high)
+
+
+def centered(laws: np.ndarray) -> np.ndarray:
+    """Returns the constants of laws [n, 5] as log E, log A / N^alpha, alpha, log B / D^beta, beta, at `PIVOT`."""
+    e, a, alpha, b, beta = np.asarray(laws, float).T
+    of_a, of_b = np.log(a) - alpha * np.log(PIVOT[0]), np.log(b) - beta * np.log(PIVOT[1])
+    return np.stack([np.log(e), of_a, alpha, of_b, beta], axis=1)
+
+
+def published(samples: int = 2000) -> Fit:
+    """Returns the law of Besiroglu et al., with laws drawn from the covariance of its constants; the same each time."""
+    (middle,) = centered(np.array([BESIROGLU]))
+    e, a, alpha, b, beta = np.random.default_rng(0).multivariate_normal(middle, _COVARIANCE, samples).T
+    at = a + alpha * np.log(PIVOT[0]), b + beta * np.log(PIVOT[1])
+    return Fit(BESIROGLU, math.nan, np.stack([np.exp(e), np.exp(at[0]), alpha, np.exp(at[1]), beta], axis=1))
 
 
 def fit(

@@ -1,0 +1,202 @@
+"""Plans a training run: the best size and length for a budget, its configuration, and what the run takes."""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from jaxstack.common.hardware import Chip
+from jaxstack.config import Config, ConfigError, flat, with_values
+from jaxstack.models import flops
+from jaxstack.planner import memory, recipe
+from jaxstack.planner.roofline import ChipLimits
+from jaxstack.planner.scaling_law import BESIROGLU, FLOPS_PER_PARAMETER_AND_TOKEN, PUBLISHED_RANGE
+from jaxstack.planner.step_time import step_time
+
+LARGEST_BUDGET = 1e30
+ROUNDS = 6
+"""Corrections of the budget until the time of the run is the given one. Shapes are discrete, so it is never exact."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run is trained on.
+
+    Attributes:
+      name: the target as the user wrote it.
+      chip: the chip.
+      devices: number of devices.
+      mfu: fraction of the peak that the run reaches, by the FLOPs of full attention.
+      watts: power of one device, or None.
+      price: of one device for an hour, or None.
+    """
+
+    name: str
+    chip: Chip
+    devices: int
+    mfu: float
+    watts: float | None
+    price: float | None
+
+    def seconds(self, cfg: Config, tokens: float) -> float:
+        """Returns the seconds that a model takes for this many tokens."""
+        per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len).full
+        return tokens * per_token / (self.devices * ChipLimits(self.chip).peak(cfg.train.dtype) * self.mfu)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A planned run.
+
+    Attributes:
+      cfg: the configuration.
+      parameters: of the model.
+      machine: what it is trained on, or None.
+      need: memory of a device, or None.
+      least_step: seconds of a step at the peaks of the data sheet, by formula, or None.
+    """
+
+    cfg: Config
+    parameters: int
+    machine: Machine | None
+    need: memory.Need | None
+    least_step: float | None
+
+    @property
+    def batch(self) -> int:
+        """Tokens of a step."""
+        return self.cfg.data.batch_size * self.cfg.data.seq_len
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the run."""
+        return self.cfg.train.steps * self.batch
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of training as the law counts them, 6 N D."""
+        return float(FLOPS_PER_PARAMETER_AND_TOKEN * self.parameters * self.tokens)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of the run without evaluations, saves and compiling."""
+        return None if self.machine is None else self.machine.seconds(self.cfg, self.tokens)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings: what is outside of the range that the law was fitted to, and what no program can reach."""
+        found = []
+        for name, value, (low, high) in (
+            ("training FLOPs", self.flops, PUBLISHED_RANGE.flops),
+            ("parameters", self.parameters, PUBLISHED_RANGE.parameters),
+            ("tokens a parameter", self.tokens / self.parameters, PUBLISHED_RANGE.tokens_per_parameter),
+        ):
+            if not low <= value <= high:
+                found.append(
+                    f"{value:.3g} {name} is outside of the runs that the law was fitted to, {low:.3g} to {high:.3g}: "
+                    f"the prediction is an extrapolation."
+                )
+        if self.least_step is not None and self.seconds is not None:
+            planned = self.seconds / self.cfg.train.steps
+            if planned < self.least_step:
+                assert self.machine is not None
+                possible = self.machine.mfu * planned / self.least_step
+                found.append(f"--mfu={self.machine.mfu:g} is more than the roofline allows here, {possible:.3f}.")
+        return found
+
+
+Sizes = Callable[[float], tuple[float, float]]
+"""From training FLOPs to the wanted parameters and tokens."""
+
+
+def ratio_sizes(tokens_per_parameter: float) -> Sizes:
+    """Returns the sizes with a given number of tokens a parameter."""
+
+    def sizes(budget: float) -> tuple[float, float]:
+        parameters = math.sqrt(budget / FLOPS_PER_PARAMETER_AND_TOKEN / tokens_per_parameter)
+        return parameters, parameters * tokens_per_parameter
+
+    return sizes
+
+
+def served_sizes(served: float) -> Sizes:
+    """Returns the sizes with the fewest FLOPs for training and `served` tokens of use; 0 means training alone."""
+    return lambda budget: BESIROGLU.optimum_served(budget, served)
+
+
+def plan_budget(base: Config, given: Collection[str], budget: float, sizes: Sizes, machine: Machine | None) -> RunPlan:
+    """Plans a run for training FLOPs.
+
+    Args:
+      base: the family of the model, the data, and all values that no rule decides; resolved.
+      given: keys that the user has set, which no rule changes.
+      budget: training FLOPs, 6 N D.
+      sizes: the wanted parameters and tokens of a budget.
+      machine: what it is trained on. None leaves the mesh open.
+
+    Raises:
+      ConfigError: no model of the family, no batch or no mesh fits.
+    """
+    cfg = _sized(base, given, budget, sizes)
+    need = least = None
+    if machine is not None:
+        if any(key.startswith("mesh.") for key in given):
+            need = memory.need(cfg, machine.devices, machine.chip.platform)
+            if need.bounds[0] > machine.chip.hbm_bytes:
+                raise ConfigError(
+                    f"the mesh does not fit: a step needs at least {need.bounds[0] / 2**30:.0f} GiB of the "
+                    f"{machine.chip.hbm_bytes / 2**30:.0f} GiB of a device. Leave the mesh to the plan."
+                )
+        else:
+            cfg, need = recipe.fit_mesh(cfg, machine.devices, machine.chip)
+        ctx = memory.context(cfg, machine.devices, machine.chip.platform)
+        least = step_time(cfg, ctx, ChipLimits(machine.chip)).total
+    return RunPlan(cfg, recipe.parameters_of(cfg.model), machine, need, least)
+
+
+def plan_time(base: Config, given: Collection[str], seconds: float, sizes: Sizes, machine: Machine) -> RunPlan:
+    """Plans a run that takes at most this many seconds; arguments as in `plan_budget`."""
+    budget = seconds * machine.devices * ChipLimits(machine.chip).peak(base.train.dtype) * machine.mfu
+    for _ in range(ROUNDS):
+        cfg = _sized(base, given, budget, sizes)
+        budget *= seconds / machine.seconds(cfg, cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len)
+    # Attention costs more FLOPs than the law counts, so the rounds end near the time, and the steps below it.
+    found = plan_budget(base, given, budget, sizes, machine)
+    assert found.seconds is not None
+    if found.seconds <= seconds or "train.steps" in given:
+        return found
+    steps = max(1, int(found.cfg.train.steps * seconds / found.seconds))
+    warmup = {} if "optim.warmup_steps" in given else {"optim.warmup_steps": steps // 10}
+    cfg = with_values(found.cfg, {"train.steps": steps, **warmup})
+    return RunPlan(cfg, found.parameters, machine, found.need, found.least_step)
+
+
+def _sized(base: Config, given: Collection[str], budget: float, sizes: Sizes) -> Config:
+    """Returns the configuration with the model's shape, the batch, the steps and the optimizer for training FLOPs."""
+    if budget > LARGEST_BUDGET:
+        raise ConfigError(f"the budget of {budget:.3g} FLOPs is beyond any law. Use {LARGEST_BUDGET:g} or less.")
+    wanted, _ = sizes(budget)
+    model = base.model
+    if not any(key.startswith("model.") and key.split(".")[1] in SHAPE for key in given):
+        model = recipe.shape(model, wanted)
+    parameters = recipe.parameters_of(model)
+    tokens = budget / FLOPS_PER_PARAMETER_AND_TOKEN / parameters
+    sequences = max(1, round(recipe.batch_tokens(tokens) / base.data.seq_len))
+    if "data.batch_size" in given:
+        sequences = base.data.batch_size
+    batch = sequences * base.data.seq_len
+    steps = round(tokens / batch)
+    if steps < 1:
+        raise ConfigError(
+            f"the budget of {budget:.3g} FLOPs is {tokens:.3g} tokens for {parameters:,} parameters, less than a batch "
+            f"of {batch:,} tokens. Use a larger budget, or a smaller family with --config."
+        )
+    steps = base.train.steps if "train.steps" in given else min(steps, 2**31 - 1)
+    optim = recipe.optimizer(base.optim, batch, model.d_model, steps * batch, parameters, steps)
+    values = {f"model.{key}": getattr(model, key) for key in SHAPE}
+    values |= {"data.batch_size": sequences, "train.steps": steps, "train.grad_accum": 1}
+    values |= {f"optim.{key}": getattr(optim, key) for key in flat(optim)}
+    return with_values(base, {key: value for key, value in values.items() if key not in given})
+
+
+SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
+"""The keys of `model` that the plan decides. Setting one of them keeps the shape of the configuration."""
