@@ -191,7 +191,8 @@ def _sized(base: Config, given: Collection[str], budget: float, sizes: Sizes) ->
             f"of {batch:,} tokens. Use a larger budget, or a smaller family with --config."
         )
     steps = base.train.steps if "train.steps" in given else min(steps, 2**31 - 1)
-    optim = recipe.optimizer(base.optim, batch, model.d_model, steps * batch, parameters, steps)
+    width = model.base_width or model.d_model  # muP scales the rate to the width by itself
+    optim = recipe.optimizer(base.optim, batch, width, steps * batch, parameters, steps)
     values = {f"model.{key}": getattr(model, key) for key in SHAPE}
     values |= {"data.batch_size": sequences, "train.steps": steps, "train.grad_accum": 1}
     values |= {f"optim.{key}": getattr(optim, key) for key in flat(optim)}

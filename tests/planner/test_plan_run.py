@@ -183,3 +183,13 @@ def test_a_plan_trains(tmp_path):
     assert [line["step"] for line in lines if "eval_loss" in line] == [2]
     assert lines[-1]["step"] == 2
     assert max(line.get("tokens", 0) for line in lines) == written["data"]["batch_size"] * 32
+
+
+def test_a_base_width_gives_its_rate(tmp_path):
+    """With muP the matrices' rate is that of the base width times base over width, which is the rule's again."""
+    rates = []
+    for flags in ([], ["--model.base_width=1024"]):
+        parser.execute(["plan", "run", "--budget=1e21", *flags, f"--json={tmp_path}/plan.json"])
+        found = json.loads((tmp_path / "plan.json").read_text())["config"]
+        rates.append(found["optim.lr"] * (1024 / found["model.d_model"] if flags else 1))
+    assert rates[0] == pytest.approx(rates[1], rel=5e-3)  # three digits are kept
