@@ -46,7 +46,8 @@ def activations(cfg: Config, ctx: Context) -> Figure:
 
     For heads of equal number and an MLP of 4 h these are their s b h (10 + 24/t + 5 a s / (h t)) a layer without
     sequence parallelism, and s b h (34/t + 5 a s / (h t)) with it. `selective` recomputes attention's scores, which are
-    the last term; `full` saves the input of a layer; `dots` is counted as `selective`. Grouped keys and gated MLPs are counted by the same rules.
+    the last term, and `full` saves the input of a layer. `dots` is counted as `selective`. Grouped keys and gated MLPs
+    are counted by the same rules.
     """
     m, sizes = cfg.model, shards.mesh_sizes(ctx)
     s, b, h = cfg.data.seq_len // sizes["context"], shards.microbatch_rows(cfg, ctx), m.d_model
