@@ -1,0 +1,46 @@
+"""Prints the FLOPs of a training step by every convention, with recomputation, and the days at the chips' peak.
+
+The configuration is that of `jaxstack train`.
+"""
+
+from typing import Literal
+
+from jsonargparse import Namespace
+
+from jaxstack.cli.plan_target import STYLES, Plan, add_network, add_target, budget_of
+from jaxstack.config.bounds import PositiveFloat
+from jaxstack.config.parse import Parser
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    add_target(parser, plot=False)
+    add_network(parser)
+    parser.add_argument(
+        "--style", type=Literal[*STYLES], default="jaxstack",
+        help="megatron-fp16 counts the whole forward pass of the layers as recomputed, as Megatron-LM does",
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=PositiveFloat | None, help="training tokens; null means those of all steps")
+    parser.add_config()
+
+
+def main(args: Namespace) -> None:
+    """Prints the table, and writes the file that is asked for.
+
+    Raises:
+      ConfigError: the target does not exist, or the configuration does not fit it.
+    """
+    plan = Plan(args)
+
+    from jaxstack.planner.figures import flops_figures
+    from jaxstack.planner.step_time import step_time
+
+    time, budget = step_time(plan.cfg, plan.ctx, plan.limits), budget_of(plan.cfg, args.tokens)
+    *found, days = flops_figures(plan.cfg, time, budget, args.style == "megatron-fp16")
+    plan.table(f"FLOPs of a step of {time.tokens:,} tokens", found, "TFLOP", 1e12)
+    print(f"{found[-1].value / time.tokens * budget:.4g} FLOPs for {budget:.4g} tokens")
+    whole = f"{days.value * plan.devices:,.6g} device-days"
+    print(f"{days.value:,.4g} days on {plan.devices} {plan.chip} at their peak, {whole}")
+    if plan.explain:
+        print(f"  days = {days.explanation}")
+    plan.write(tokens=budget, days_at_peak=days.value, style=args.style)

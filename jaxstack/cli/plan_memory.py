@@ -1,0 +1,58 @@
+"""Prints the memory of a training step on one device by part, for every policy of recomputation, and of generation.
+
+Nothing is compiled; `jaxstack plan` compiles the step. The configuration is that of `jaxstack train`.
+"""
+
+from typing import Literal
+
+from jsonargparse import Namespace
+
+from jaxstack.cli.plan_target import STYLES, Plan, add_target
+from jaxstack.config.parse import Parser
+
+GIB = 2**30
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    add_target(parser)
+    parser.add_argument(
+        "--style", type=Literal[*STYLES], default="jaxstack",
+        help="megatron-fp16 counts as Megatron-LM does: fp16 with float32 main parameters, attention writes its scores",
+    )  # fmt: skip
+    parser.add_argument(
+        "--bytes_per_parameter", type=Literal[16, 18], default=18,
+        help="with megatron-fp16: 18 sums gradients in float32, 16 keeps them in fp16",
+    )  # fmt: skip
+    parser.add_config()
+
+
+def main(args: Namespace) -> None:
+    """Prints the tables, and writes the files that are asked for.
+
+    Raises:
+      ConfigError: the target does not exist, or the configuration does not fit it.
+    """
+    plan = Plan(args)
+
+    from jaxstack.planner import figures, megatron
+
+    classic = args.style == "megatron-fp16"
+    parts = megatron.memory(plan.cfg, plan.ctx, args.bytes_per_parameter) if classic else figures.memory_figures(
+        plan.cfg, plan.ctx
+    )  # fmt: skip
+    policies = figures.activation_policies(plan.cfg, plan.ctx, classic)
+    there = plan.limits.chip.hbm_bytes
+    plan.table(f"memory of one of {plan.devices} {plan.chip}", parts, "GiB", GIB, total=True)
+    needed = sum(figure.value for figure in parts)
+    verdict = "fits by this formula" if needed <= there else "does NOT fit by this formula"
+    print(f"{plan.chip} has {there / GIB:.1f} GiB: the step {verdict}.\n")
+    plan.table("activations that the layers save", policies, "GiB", GIB)
+    generation = figures.generation_figures(plan.cfg, plan.ctx, plan.cfg.data.seq_len)
+    plan.table("generation", generation, "GiB", GIB, total=True)
+    plan.write(hbm_bytes=there, style=args.style)
+    if plan.plot:
+        from jaxstack.planner import plan_plot
+
+        plan_plot.draw_memory(parts, policies, there, plan.plot)
+        print(f"wrote {plan.plot}")

@@ -1,0 +1,115 @@
+"""What `jaxstack plan memory`, `plan flops` and `plan time` share: arguments, the context, and tables of figures."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import Namespace
+
+from jaxstack.cli.plan import with_vocabulary
+from jaxstack.common import files
+from jaxstack.config import Config, ConfigError
+from jaxstack.config.bounds import PositiveFloat
+from jaxstack.config.parse import Parser, user_path
+
+if TYPE_CHECKING:  # JAX must start after the environment is set
+    from jaxstack.models.context import Context
+    from jaxstack.planner.explain import Figure
+    from jaxstack.planner.roofline import ChipLimits
+
+STYLES = ("jaxstack", "megatron-fp16")
+
+
+def add_target(parser: Parser, plot: bool = True) -> None:
+    """Declares the arguments that all three commands have."""
+    parser.add_argument(
+        "--target", type=str, metavar="CHIP:TOPOLOGY",
+        help="chip and number or topology of chips, such as a100:8, v5e:4x4, or h100:8x8 for 8 hosts of 8 (required)",
+    )  # fmt: skip
+    parser.add_argument("--explain", action="store_true", help="print the formula of every figure with its numbers")
+    parser.add_argument("--json", metavar="FILE", type=user_path, help="file to write all figures to")
+    if plot:
+        parser.add_argument("--plot", metavar="FILE", type=user_path, help="file to write a picture to")
+
+
+def add_network(parser: Parser) -> None:
+    """Declares the speed of links and network, which some chips leave open."""
+    for name, where, figures in (
+        ("link", "within its host or slice", "links"),
+        ("network", "to other hosts", "network"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            metavar="GB",
+            type=PositiveFloat | None,
+            help=f"GB/s that a device sends {where}; null means the {figures} of the chip",
+        )
+
+
+def budget_of(cfg: Config, tokens: float | None) -> float:
+    """Returns the training tokens of `--tokens`, or of all steps of the configuration."""
+    return tokens or float(cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len)
+
+
+class Plan:
+    """A configuration on a target.
+
+    Attributes:
+      cfg: the run, resolved.
+      ctx: its context.
+      chip: name of the chip.
+      limits: the chip, and what programs reach on it.
+    """
+
+    cfg: Config
+    ctx: "Context"
+    chip: str
+    limits: "ChipLimits"
+
+    def __init__(self, args: Namespace, efficiencies: Sequence[float] | None = None) -> None:
+        """Resolves the arguments. JAX starts here.
+
+        Raises:
+          ConfigError: the target is missing or does not exist, or the configuration does not fit it.
+        """
+        if not args.target:
+            raise ConfigError("--target is missing. Name a chip and a topology, such as --target a100:8 or h100:8x8.")
+        self.json = files.writable("--json", args.json, (".json",)) if args.json is not None else None
+        plot = getattr(args, "plot", None)
+        self.plot = files.writable("--plot", plot, files.PICTURES) if plot is not None else None
+        self.cfg = with_vocabulary(args.cfg)
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the target's chips are not here
+
+        from jaxstack.planner import figures, memory
+        from jaxstack.planner.step_time import CALIBRATED, Efficiencies
+
+        reached = Efficiencies(*efficiencies) if efficiencies else CALIBRATED
+        link, network = (getattr(args, key, None) for key in ("link", "network"))
+        self.chip, devices, self.limits = figures.limits_of(
+            args.target, reached, 1e9 * link if link else None, 1e9 * network if network else None
+        )
+        self.ctx = memory.context(self.cfg, devices, self.limits.chip.platform)
+        self.devices = devices
+        self.explain = args.explain
+        self.figures: dict[str, dict[str, float]] = {}
+
+    def table(self, title: str, figures: "Sequence[Figure]", unit: str, scale: float, total: bool = False) -> None:
+        """Prints figures with their sum on request, and the formula of each with `--explain`."""
+        width = max(len(title), *(len(figure.name) for figure in figures)) + 2
+        print(f"{title:<{width}}{unit:>16}{'  formula' if self.explain else ''}")
+        for figure in figures:
+            formula = f"  {figure.explanation}" if self.explain else ""
+            print(f"{figure.name:<{width}}{figure.value / scale:>16,.4f}{formula}")
+        if total:
+            print(f"{'sum':<{width}}{sum(f.value for f in figures) / scale:>16,.4f}")
+        print()
+        self.figures[title] = {figure.name: figure.value for figure in figures}
+
+    def write(self, **more: Any) -> None:
+        """Writes every figure that was printed to the file of `--json`, if it is given."""
+        if self.json:
+            found = {"chip": self.chip, "devices": self.devices, **self.figures, **more}
+            files.write_atomic(Path(self.json), json.dumps(found, indent=1) + "\n")
+            print(f"wrote {self.json}")

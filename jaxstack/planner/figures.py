@@ -1,0 +1,222 @@
+"""The figures of `jaxstack plan memory`, `plan flops` and `plan time`, each with the formula that it is computed by."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+from jaxstack.common.hardware import CHIPS
+from jaxstack.config import Config, ConfigError
+from jaxstack.models.context import Context
+from jaxstack.planner import aot, estimate, megatron, memory, shards
+from jaxstack.planner.explain import Figure
+from jaxstack.planner.roofline import ChipLimits
+from jaxstack.planner.roofline_ops import Op
+from jaxstack.planner.roofline_step import local_operations
+from jaxstack.planner.step_time import CALIBRATED, Efficiencies, Placement, StepTime
+from jaxstack.planner.traffic import traffic
+from jaxstack.training.state import abstract_state
+
+POLICIES: tuple[Literal["none", "selective", "dots", "full"], ...] = ("none", "selective", "dots", "full")
+"""Values of `train.remat`, the one that saves most first."""
+
+
+def limits_of(target: str, reached: Efficiencies = CALIBRATED, link: float | None = None, network: float | None = None
+              ) -> tuple[str, int, ChipLimits]:  # fmt: skip
+    """Returns the chip of a target, the number of its devices, and what programs reach on it.
+
+    Args:
+      target: chip and topology. With several numbers for GPUs the last one is the number of devices in a host.
+      reached: fractions of the chip's figures.
+      link, network: bytes/s that a device sends within its host or slice, and beyond; `None` means the chip's figures.
+
+    Raises:
+      ConfigError: the chip is unknown, or there is no such host or slice.
+    """
+    name, topology = aot.parse_target(target)
+    chip = CHIPS[name]
+    count, host = math.prod(topology) * chip.devices, chip.linked_devices
+    if chip.platform == "tpu" and count > host:
+        raise ConfigError(
+            f"target={target} has {count // chip.devices} chips, but a slice of {name} has at most "
+            f"{host // chip.devices}. Use a smaller topology."
+        )
+    if chip.platform == "gpu" and len(topology) > 1:
+        if topology[-1] > host:
+            hosts = math.ceil(math.prod(topology) / host)
+            raise ConfigError(
+                f"target={target} has hosts of {topology[-1]} devices, but a host of {name} has at most {host}. Use "
+                f"--target {name}:{hosts}x{host}, which is hosts x devices of a host."
+            )
+        host = topology[-1]
+    return name, count, ChipLimits(chip, *reached[:2], link, network, host, reached.link_efficiency)
+
+
+def memory_figures(cfg: Config, ctx: Context) -> list[Figure]:
+    """Returns the bytes of a training step on one device by purpose, as `estimate.memory` counts them."""
+    parts = estimate.memory(cfg, ctx, abstract_state(cfg, ctx), estimate.abstract_batch(cfg, ctx))
+    elements = sum(math.prod(shards.stored_shape(p, ctx)) for p in shards.flat_params(cfg, ctx).values())
+    return [_explained(name, size, elements, ctx) for name, size in parts.items()]
+
+
+def _explained(name: str, size: float, elements: int, ctx: Context) -> Figure:
+    """Returns the figure of one purpose of `estimate.memory`."""
+    if found := re.match(r"saved by (\d+) layers", name):
+        layers = int(found[1])
+        formula, terms = "{layers} layers x {each:.6g} bytes", {"layers": layers, "each": size / layers}
+        if ctx.pipeline is not None:
+            formula = "{slots} units of the stash x {of_stage} layers x {each:.6g} bytes"
+            terms |= {"slots": ctx.pipeline.slots, "of_stage": layers / ctx.pipeline.slots}
+        return Figure(name, size, formula, terms)
+    if name.startswith(("parameters", "optimizer", "gradients")):
+        return Figure(name, size, "{each:.6g} bytes x {elements} parameters", {"each": size / elements,
+                                                                               "elements": elements})  # fmt: skip
+    return Figure(name, size, "{size:.8g} bytes", {"size": size})
+
+
+def activation_policies(cfg: Config, ctx: Context, classic: bool = False) -> list[Figure]:
+    """Returns the bytes that the layers save for the backward pass under each policy of `train.remat`.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context.
+      classic: count by the formulas of Megatron-LM.
+    """
+    found = []
+    for policy in POLICIES:
+        other = replace(cfg, train=replace(cfg.train, remat=policy))
+        if classic:
+            figure = megatron.activations(other, ctx)
+        else:
+            figure = next(f for f in memory_figures(other, ctx) if f.name.startswith("saved by"))
+        found.append(replace(figure, name=f"remat {policy}"))
+    return found
+
+
+def generation_figures(cfg: Config, ctx: Context, tokens: int) -> list[Figure]:
+    """Returns the bytes of generation on a device: float32 parameters, and the KV cache of `data.batch_size` prompts.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context.
+      tokens: tokens of a prompt with its continuation.
+    """
+    m = cfg.model.base
+    params, cache = memory.generation_need(cfg, ctx, tokens)
+    keys = m.kv_heads * m.head_width / shards.mesh_sizes(ctx)["tensor"]
+    rows = cfg.data.batch_size // ctx.replicas * cfg.sample.beams
+    terms = {"rows": rows, "keys": keys, "each": 2 if cfg.train.dtype == "bfloat16" else 4}
+    seen = cache / (2 * terms["each"] * rows * keys)
+    formula = "2 x {each} bytes x {rows} rows x {seen:g} tokens of all layers x {keys:g} elements of a key"
+    return [
+        Figure("parameters, float32", params, "4 bytes x {elements:g} parameters", {"elements": params / 4}),
+        Figure(f"KV cache of {tokens} tokens", cache, formula, terms | {"seen": seen}),
+    ]
+
+
+def flops_figures(cfg: Config, time: StepTime, budget: float, classic: bool = False) -> list[Figure]:
+    """Returns the FLOPs of a step by every convention, and the days for a budget of tokens at the chips' peak.
+
+    Args:
+      cfg: the run, resolved.
+      time: its predicted step.
+      budget: training tokens.
+      classic: count recomputation as Megatron-LM does.
+    """
+    per_step, tokens = time.model_flops, time.tokens
+    again = megatron.hardware_flops(cfg) - per_step.full if classic else time.recomputed_flops
+    hardware = per_step.full + again
+    per_token = "{each:.8g} FLOPs a token x {tokens} tokens"
+    days = Figure(
+        "days at the peak", hardware / tokens * budget / time.peak / 86400,
+        "{each:.8g} FLOPs a token x {budget:.6g} tokens / {peak:.6g} FLOP/s / 86400",
+        {"each": hardware / tokens, "budget": budget, "peak": time.peak},
+    )  # fmt: skip
+    return [
+        Figure("model, full attention", per_step.full, per_token, {"each": per_step.full / tokens, "tokens": tokens}),
+        Figure("model, causal", per_step.causal, per_token, {"each": per_step.causal / tokens, "tokens": tokens}),
+        Figure("recomputed", again, per_token, {"each": again / tokens, "tokens": tokens}),
+        Figure("hardware, full attention", hardware, "{model:.8g} + {again:.8g}",
+               {"model": per_step.full, "again": again}),
+        days,
+    ]  # fmt: skip
+
+
+def time_figures(cfg: Config, ctx: Context, limits: ChipLimits, time: StepTime) -> list[Figure]:
+    """Returns the seconds of a step by part, with the FLOPs and bytes that they follow from."""
+    ops = local_operations(cfg, ctx)
+    layer = [op for op in ops if op.of_layer]
+    found = [
+        _work("layers", [op for op in layer if not op.for_remat], limits),
+        _work("recomputation", [op for op in layer if op.for_remat], limits),
+        _work("embedding, head, loss", [op for op in ops if not op.of_layer and not op.of_update], limits),
+        _work("optimizer, casts, sums", [op for op in ops if op.of_update], limits),
+    ]
+    for axes, seconds in time.exposed.items():
+        alone = seconds + time.hidden[axes]
+        terms = {"alone": alone, "hidden": time.hidden[axes]}
+        found.append(Figure(f"waiting for {axes}", seconds, "{alone:.6g} s alone - {hidden:.6g} s hidden", terms))
+    if ctx.pipeline is not None:
+        busy = time.layers + time.recomputation
+        terms = {"busy": busy, "idle": time.bubble / busy}
+        formula = "{busy:.6g} s of layers x {idle:.6g} idle ticks of the schedule"
+        found.append(Figure("pipeline bubble", time.bubble, formula, terms))
+    return [figure for figure in found if figure.value]
+
+
+def _work(name: str, ops: Iterable[Op], limits: ChipLimits) -> Figure:
+    """Returns the seconds of operations: FLOPs of those that compute bounds, and bytes of those that memory bounds."""
+    flops: dict[float, float] = defaultdict(float)
+    moved = 0.0
+    for op in ops:
+        if limits.seconds(op)[1] == "compute":
+            flops[limits.peak(op.dtype)] += op.times * op.flops
+        else:
+            moved += op.times * op.bytes
+    rate = limits.chip.hbm_bandwidth * limits.bandwidth_efficiency
+    seconds, parts, terms = moved / rate, ["{moved:.6g} bytes / {rate:.6g} bytes/s"], {"moved": moved, "rate": rate}
+    for k, (peak, count) in enumerate(flops.items()):
+        seconds += count / (peak * limits.matmul_efficiency)
+        terms |= {f"flops{k}": count, f"peak{k}": peak, "reached": limits.matmul_efficiency}
+        parts.append(f"{{flops{k}:.6g}} FLOPs / ({{peak{k}:.6g}} FLOP/s x {{reached}})")
+    return Figure(name, seconds, " + ".join(parts), terms)
+
+
+def traffic_figures(cfg: Config, ctx: Context, limits: ChipLimits) -> list[Figure]:
+    """Returns the bytes that a device sends in a step over each axis, and the links that they use."""
+    place = Placement(dict(shards.mesh_sizes(ctx)), limits)
+    sent: dict[tuple[str, str, float], float] = defaultdict(float)
+    for c in traffic(cfg, ctx):
+        link, network = place.bandwidth(c.axes, c.kind)
+        where = "links" if math.isinf(network) else "network"
+        sent["+".join(c.axes), where, min(link, network)] += c.sent
+    return [
+        Figure(f"{axes}, {where}", size, "{size:.8g} bytes, {rate:.6g} bytes/s", {"size": size, "rate": rate})
+        for (axes, where, rate), size in sent.items()
+    ]
+
+
+VALIDATED = "a100; dense models of 22e9 to 1e12 parameters on 8 to 512 devices in Megatron-LM, mesh.tensor=8"
+"""What `benchmarks/korthikanti.py` compares with measured times."""
+
+
+def outside_validation(cfg: Config, ctx: Context, chip: str) -> str:
+    """Returns a line with what differs from the runs that step times were compared with, or "" if nothing does."""
+    sizes, count = shards.mesh_sizes(ctx), shards.device_count(ctx)
+    parameters = sum(p.size for p in shards.flat_params(cfg, ctx).values())
+    differs = {
+        f"chip {chip}": chip != "a100",
+        f"{parameters:.3g} parameters": not 21e9 <= parameters <= 1.02e12,
+        f"{count} devices": not 8 <= count <= 512,
+        "experts": bool(cfg.model.moe.num_experts),
+        f"mesh.tensor={sizes['tensor']}": sizes["tensor"] != 8,
+        f"a mesh over {', '.join(a for a in ('data', 'fsdp', 'expert', 'context') if sizes[a] > 1)}": any(
+            sizes[a] > 1 for a in ("data", "fsdp", "expert", "context")
+        ),
+    }
+    found = [name for name, is_so in differs.items() if is_so]
+    if not found:
+        return ""
+    return f"outside of what was validated: {', '.join(found)}. Measured times were compared for {VALIDATED}."

@@ -1,0 +1,77 @@
+"""Draws the figures of a plan: memory as stacked bars, and a step as a Gantt chart of operations and communication."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxstack.planner.explain import Figure
+from jaxstack.planner.step_time import StepTime
+
+GIB = 2**30
+COLORS = ("#1b6ca8", "#66a182", "#9bb7d4", "#b8a1c9", "#8d99ae", "#edae49", "#d1495b")
+SAVED = "activations"
+
+
+def draw_memory(parts: Sequence[Figure], policies: Sequence[Figure], hbm: float, path: Path) -> None:
+    """Draws one stacked bar of a device for each policy of recomputation, below the line of its memory.
+
+    Args:
+      parts: bytes by purpose under the policy of the run.
+      policies: bytes of the layers' activations under each policy.
+      hbm: bytes of a device's memory.
+      path: file of the picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
+    from matplotlib.figure import Figure as Picture
+
+    others = [part for part in parts if not part.name.startswith(("saved by", SAVED))]
+    picture = Picture(figsize=(8, 4.4), layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.subplots()
+    for place, policy in enumerate(policies):
+        bottom = 0.0
+        for part, color in zip((*others, policy), (*COLORS[: len(others)], COLORS[-1]), strict=True):
+            label = (part.name if part is not policy else SAVED) if place == 0 else None
+            axes.bar(place, part.value / GIB, 0.6, bottom=bottom, color=color, label=label)
+            bottom += part.value / GIB
+        axes.text(place, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=9)
+    axes.axhline(hbm / GIB, color="#444", linestyle="--", linewidth=1.2, label="there is")
+    axes.set_xticks(range(len(policies)), [policy.name for policy in policies])
+    axes.set(ylabel="GiB of one device")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.spines[["top", "right"]].set_visible(False)
+    picture.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def draw_time(time: StepTime, path: Path) -> None:
+    """Draws a step of one device: operations above, and below them a row for each mesh axis that it sends over.
+
+    Collectives that run beside operations are drawn below the layers. Parts of one kind are added up: the picture shows
+    how long each is, and not in which order microbatches and layers run.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
+    from matplotlib.figure import Figure as Picture
+
+    rows = ["operations", *time.exposed]
+    picture = Picture(figsize=(10, 1.4 + 0.5 * len(rows)), layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.subplots()
+    now = 0.0
+    for (name, seconds), color in zip(
+        (("layers", time.layers), ("recomputation", time.recomputation), ("head", time.head)), COLORS, strict=False
+    ):
+        axes.barh(0, 1e3 * seconds, left=1e3 * now, color=color, label=name)
+        now += seconds
+    for row, (name, seconds) in enumerate(time.exposed.items(), 1):
+        axes.barh(row, 1e3 * time.hidden[name], left=0, color="#c9c9c9", label="sent beside" if row == 1 else None)
+        axes.barh(row, 1e3 * seconds, left=1e3 * now, color=COLORS[-1], label="waiting" if row == 1 else None)
+        now += seconds
+    for name, seconds, color in (("bubble", time.bubble, "#ffffff"), ("update", time.update, COLORS[5])):
+        if seconds:
+            axes.barh(0, 1e3 * seconds, left=1e3 * now, color=color, edgecolor="#444", linewidth=0.6, label=name)
+        now += seconds
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlim=(0, 1e3 * time.total), xlabel="ms of one step")
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=8, ncols=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    axes.spines[["top", "right"]].set_visible(False)
+    picture.savefig(path, dpi=130, metadata={"Software": None})

@@ -1,0 +1,127 @@
+"""Runs `jaxstack plan memory`, `flops` and `time`: figures agree with their formulas, mistakes are named."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from jaxstack.cli.parser import execute
+from jaxstack.common.hardware import CHIPS
+from jaxstack.config import ConfigError, DataConfig
+from jaxstack.models.flops import flops_per_token
+from jaxstack.planner import estimate, figures, memory, roofline
+from jaxstack.planner.explain import Figure
+from jaxstack.planner.step_time import step_time
+from jaxstack.training.state import abstract_state
+
+SMALL = ["--config=gpt2", "--mesh.data=1", "--train.grad_accum=1", "--data.batch_size=64"]
+PIPED = [*SMALL, "--target=h100:2x8", "--mesh.tensor=4", "--mesh.pipe=4", "--train.remat=selective"]
+
+
+def evaluated(formula: str) -> float:
+    """Returns the value of a printed formula; units are left out."""
+    formula = formula.replace(" x ", " * ").replace("bytes/s", "").replace("FLOP/s", "")
+    return eval(re.sub(r"(?<![\d.])[A-Za-z][A-Za-z,']*", "", formula))
+
+
+def tables(text: str) -> dict[str, tuple[float, str]]:
+    """Returns value and formula of every printed row."""
+    rows = re.findall(r"^(\S.*?) {2,}([\d,.]+)  (.*)$", text, re.M)
+    return {name: (float(value.replace(",", "")), formula) for name, value, formula in rows}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["memory"], ["memory", "--style=megatron-fp16"], ["flops"], ["time", "--plot=plot.png"]],
+    ids=" ".join,
+)
+def test_every_figure_is_its_formula(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    execute(["plan", *words, *PIPED, "--explain", "--json=figures.json"])
+    found = tables(capsys.readouterr().out)
+    written = json.loads((tmp_path / "figures.json").read_text())
+    unit = {"memory": 2**30, "flops": 1e12, "time": 1e-3}[words[0]]
+    assert len(found) >= 4
+    for name, (value, formula) in found.items():
+        if "bytes/s" in formula and "/ " not in formula:
+            continue  # bytes over an axis, and the rate of the link
+        assert evaluated(formula) / unit == pytest.approx(value, rel=2e-3, abs=1e-3), name
+        assert any(group.get(name, -1) / unit == pytest.approx(value, abs=1e-3) for group in written.values()
+                   if isinstance(group, dict)), name  # fmt: skip
+    assert (tmp_path / "plot.png").exists() == ("--plot=plot.png" in words)
+
+
+def test_memory_is_the_estimate_and_the_stash_grows_with_the_policy(capsys, tmp_path, gpt2):
+    cfg, ctx = gpt2
+    parts = figures.memory_figures(cfg, ctx)
+    state = abstract_state(cfg, ctx)
+    assert {f.name: f.value for f in parts} == estimate.memory(cfg, ctx, state, estimate.abstract_batch(cfg, ctx))
+    policies = [f.value for f in figures.activation_policies(cfg, ctx)]
+    assert min(policies) == policies[-1]
+    assert max(policies) == policies[0]
+    cache = figures.generation_figures(cfg, ctx, 1024)[1]
+    assert cache.value == 2 * 2 * 16 * 12 * 1024 * 768  # keys and values, bf16, rows, layers, tokens, width
+    from jaxstack.planner import plan_plot
+
+    plan_plot.draw_memory(parts, figures.activation_policies(cfg, ctx), 80e9, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    from jaxstack.cli.plan import with_vocabulary
+    from jaxstack.config.parse import parse_config
+
+    cfg = with_vocabulary(parse_config(["--config=gpt2", "--mesh.data=4", "--train.grad_accum=1"]))
+    cfg = replace(cfg, data=DataConfig(seq_len=1024, batch_size=64))
+    return cfg, memory.context(cfg, 4, "gpu")
+
+
+def test_parts_of_the_time_add_up(gpt2):
+    cfg, ctx = gpt2
+    limits = figures.limits_of("h100:4")[2]
+    time = step_time(cfg, ctx, limits)
+    parts = figures.time_figures(cfg, ctx, limits, time)
+    assert sum(f.value for f in parts) == pytest.approx(time.total)
+    sent = sum(f.value for f in figures.traffic_figures(cfg, ctx, limits))
+    assert sent == pytest.approx(sum(c.sent for c in estimate.traffic(cfg, ctx)))
+
+
+def test_days_for_a_budget_are_by_hand(gpt2):
+    cfg, ctx = gpt2
+    time = step_time(cfg, ctx, roofline.ChipLimits(CHIPS["h100"]))
+    *_, days = figures.flops_figures(cfg, time, 1e12)
+    per_token = flops_per_token(cfg.model, 1024).full + time.recomputed_flops / time.tokens
+    assert days.value == pytest.approx(per_token * 1e12 / (4 * 989.4e12) / 86400)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["time"], "--target is missing"),
+        (
+            ["time", "--target=h100:2x16"],
+            "hosts of 16 devices, but a host of h100 has at most 8. Use --target h100:4x8",
+        ),
+        (["memory", "--target=v5e:32x32"], "has 1024 chips, but a slice of v5e has at most 256"),
+        (["time", "--target=h100:8x8", "--mesh.tensor=7", "--mesh.data=1"], "mesh"),
+        (["time", "--target=rtx4090:16"], "--network"),
+    ],
+)
+def test_mistakes_are_named(words, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        execute(["plan", *words, "--config=gpt2", "--train.grad_accum=1"])
+
+
+def test_a_prediction_outside_of_what_was_measured_says_so(capsys):
+    small = ["--config=gpt3", "--mesh.tensor=8", "--mesh.pipe=8", "--mesh.data=1", "--pipeline.microbatches=64",
+             "--data.batch_size=64", "--train.grad_accum=1"]  # fmt: skip
+    execute(["plan", "time", "--target=a100:8x8", *small])
+    assert "outside" not in capsys.readouterr().out
+    execute(["plan", "time", "--target=h100:8x8", *small])
+    assert "outside of what was validated: chip h100. Measured times were" in capsys.readouterr().out
+
+
+def test_a_figure_without_terms_explains_itself():
+    assert Figure("x", 6.0, "{a} x {b}", {"a": 2, "b": 3}).explanation == "2 x 3"
