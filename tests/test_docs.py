@@ -88,12 +88,12 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"--distributed\.coordinator=10\.": "two machines; tests/runtime/test_processes.py",
     r"^plan fit": "runs of several sizes; tests/planner/test_scaling_law.py",
     r"^plan run": "files and pictures; tests/planner/test_plan_run.py",
-    r"^plan (?!roofline|fit|run)": "a compiler of an extra; tests/aot",
+    r"^plan (?!roofline|fit|run|memory|flops|time)": "a compiler of an extra; tests/aot",
     r"^python benchmarks/": "measured on its own; tests/test_benchmarks.py runs the ones for accelerators, small",
     r"^plan roofline(?!.*llama3_8b)": "tests/planner/test_roofline.py",
     r"--kernels\.attention=pallas": "an error on a CPU; tests/kernels/test_attention_kernels.py",
     r"^(report|generate|export) runs/gpt2": "what an accelerator has trained; run with runs/quickstart",
-    r"--config (configs/models/)?(llama3_8b|gpt2)\b(?!.*--(print_sh|chip))": "accelerators; test_config.py builds it",
+    r"--config (configs/models/)?(llama3_8b|gpt2)\b(?!.*--(print_sh|chip|tokens))": "accelerators; test_config.py builds it",
     r"\bshakespeare(\.yaml| |$)": "an hour; configs/shakespeare_cpu.yaml is run",
     r"gpt2/tokenizer\.json": "a download; tests/data/test_data.py",
     r"--data\.format": "files of other programs; tests/data/test_binary.py",
@@ -110,7 +110,7 @@ STEPS = ["--train.steps=2", "--train.eval_every=2", "--train.eval_steps=1", "--c
 ALONE = ["--train.ngram_baseline=false", "--sample.prompts=[]", "--optim.name=sgd"]  # Muon compiles for longest
 SHORT = [*STEPS, *ALONE, "--data.seq_len=32", "--data.batch_size=8"]
 RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that matches
-    (r"--print_shardings|^plan roofline", []),
+    (r"--print_shardings|^plan (roofline|memory|flops|time)", []),
     (r"--pipeline\.partition=", [*STEPS, *ALONE, "--data.seq_len=32"]),
     (r"^profile ", ["--data.seq_len=32"]),
     (r"--data\.source=chat", [*STEPS, *ALONE]),

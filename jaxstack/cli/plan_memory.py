@@ -35,24 +35,28 @@ def main(args: Namespace) -> None:
     """
     plan = Plan(args)
 
-    from jaxstack.planner import figures, megatron
+    from dataclasses import replace
 
-    classic = args.style == "megatron-fp16"
-    parts = megatron.memory(plan.cfg, plan.ctx, args.bytes_per_parameter) if classic else figures.memory_figures(
-        plan.cfg, plan.ctx
-    )  # fmt: skip
-    policies = figures.activation_policies(plan.cfg, plan.ctx, classic)
+    from jaxstack.planner import figures
+
+    classic = args.bytes_per_parameter if args.style == "megatron-fp16" else None
+    policies = figures.memory_by_policy(plan.cfg, plan.ctx, classic)
+    parts = policies[plan.cfg.train.remat]
     there = plan.limits.chip.hbm_bytes
     plan.table(f"memory of one of {plan.devices} {plan.chip}", parts, "GiB", GIB, total=True)
     needed = sum(figure.value for figure in parts)
     verdict = "fits by this formula" if needed <= there else "does NOT fit by this formula"
     print(f"{plan.chip} has {there / GIB:.1f} GiB: the step {verdict}.\n")
-    plan.table("activations that the layers save", policies, "GiB", GIB)
+    saved = [
+        replace(figure, name=f"remat {policy}") for policy, of_it in policies.items() for figure in of_it
+        if figures.is_saved(figure)
+    ]  # fmt: skip
+    plan.table("activations that the layers save", saved, "GiB", GIB)
     generation = figures.generation_figures(plan.cfg, plan.ctx, plan.cfg.data.seq_len)
     plan.table("generation", generation, "GiB", GIB, total=True)
     plan.write(hbm_bytes=there, style=args.style)
     if plan.plot:
         from jaxstack.planner import plan_plot
 
-        plan_plot.draw_memory(parts, policies, there, plan.plot)
+        plan_plot.draw_memory(policies, there, plan.plot)
         print(f"wrote {plan.plot}")

@@ -76,23 +76,26 @@ def _explained(name: str, size: float, elements: int, ctx: Context) -> Figure:
     return Figure(name, size, "{size:.8g} bytes", {"size": size})
 
 
-def activation_policies(cfg: Config, ctx: Context, classic: bool = False) -> list[Figure]:
-    """Returns the bytes that the layers save for the backward pass under each policy of `train.remat`.
+def memory_by_policy(cfg: Config, ctx: Context, bytes_per_parameter: int | None = None) -> dict[str, list[Figure]]:
+    """Returns the bytes of a training step by purpose, under each policy of `train.remat`.
 
     Args:
       cfg: the run, resolved.
       ctx: its context.
-      classic: count by the formulas of Megatron-LM.
+      bytes_per_parameter: 16 or 18 count as Megatron-LM does; `None` means `memory_figures`.
     """
-    found = []
+    found: dict[str, list[Figure]] = {}
     for policy in POLICIES:
         other = replace(cfg, train=replace(cfg.train, remat=policy))
-        if classic:
-            figure = megatron.activations(other, ctx)
-        else:
-            figure = next(f for f in memory_figures(other, ctx) if f.name.startswith("saved by"))
-        found.append(replace(figure, name=f"remat {policy}"))
+        found[policy] = (
+            megatron.memory(other, ctx, bytes_per_parameter) if bytes_per_parameter else memory_figures(other, ctx)
+        )
     return found
+
+
+def is_saved(figure: Figure) -> bool:
+    """Returns whether a figure of memory is of the activations that the layers save for the backward pass."""
+    return figure.name.startswith(("saved by", "activations"))
 
 
 def generation_figures(cfg: Config, ctx: Context, tokens: int) -> list[Figure]:

@@ -1,41 +1,42 @@
 """Draws the figures of a plan: memory as stacked bars, and a step as a Gantt chart of operations and communication."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxstack.planner.explain import Figure
+from jaxstack.planner.figures import is_saved
 from jaxstack.planner.step_time import StepTime
 
 GIB = 2**30
-COLORS = ("#1b6ca8", "#66a182", "#9bb7d4", "#b8a1c9", "#8d99ae", "#edae49", "#d1495b")
-SAVED = "activations"
+COLORS = ("#1b6ca8", "#66a182", "#9bb7d4", "#b8a1c9", "#8d99ae", "#edae49", "#c9a66b")
+SAVED_COLOR, HIDDEN = "#d1495b", "#c9c9c9"
 
 
-def draw_memory(parts: Sequence[Figure], policies: Sequence[Figure], hbm: float, path: Path) -> None:
+def draw_memory(policies: Mapping[str, Sequence[Figure]], hbm: float, path: Path) -> None:
     """Draws one stacked bar of a device for each policy of recomputation, below the line of its memory.
 
     Args:
-      parts: bytes by purpose under the policy of the run.
-      policies: bytes of the layers' activations under each policy.
+      policies: bytes by purpose under each policy.
       hbm: bytes of a device's memory.
       path: file of the picture.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
     from matplotlib.figure import Figure as Picture
 
-    others = [part for part in parts if not part.name.startswith(("saved by", SAVED))]
     picture = Picture(figsize=(8, 4.4), layout="constrained")
     FigureCanvasAgg(picture)
     axes = picture.subplots()
-    for place, policy in enumerate(policies):
+    for place, parts in enumerate(policies.values()):
         bottom = 0.0
-        for part, color in zip((*others, policy), (*COLORS[: len(others)], COLORS[-1]), strict=True):
-            label = (part.name if part is not policy else SAVED) if place == 0 else None
-            axes.bar(place, part.value / GIB, 0.6, bottom=bottom, color=color, label=label)
+        colors = iter(COLORS)
+        for part in parts:
+            color = SAVED_COLOR if is_saved(part) else next(colors)
+            label = "saved activations" if is_saved(part) else part.name
+            axes.bar(place, part.value / GIB, 0.6, bottom=bottom, color=color, label=None if place else label)
             bottom += part.value / GIB
         axes.text(place, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=9)
     axes.axhline(hbm / GIB, color="#444", linestyle="--", linewidth=1.2, label="there is")
-    axes.set_xticks(range(len(policies)), [policy.name for policy in policies])
+    axes.set_xticks(range(len(policies)), [f"remat {name}" for name in policies])
     axes.set(ylabel="GiB of one device")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
@@ -51,7 +52,8 @@ def draw_time(time: StepTime, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
     from matplotlib.figure import Figure as Picture
 
-    rows = ["operations", *time.exposed]
+    sent = [axes for axes, waits in time.exposed.items() if waits + time.hidden[axes] > 1e-3 * time.total]
+    rows = ["operations", *sent]
     picture = Picture(figsize=(10, 1.4 + 0.5 * len(rows)), layout="constrained")
     FigureCanvasAgg(picture)
     axes = picture.subplots()
@@ -61,9 +63,10 @@ def draw_time(time: StepTime, path: Path) -> None:
     ):
         axes.barh(0, 1e3 * seconds, left=1e3 * now, color=color, label=name)
         now += seconds
-    for row, (name, seconds) in enumerate(time.exposed.items(), 1):
-        axes.barh(row, 1e3 * time.hidden[name], left=0, color="#c9c9c9", label="sent beside" if row == 1 else None)
-        axes.barh(row, 1e3 * seconds, left=1e3 * now, color=COLORS[-1], label="waiting" if row == 1 else None)
+    for row, name in enumerate(sent, 1):
+        seconds = time.exposed[name]
+        axes.barh(row, 1e3 * time.hidden[name], left=0, color=HIDDEN, label="sent beside" if row == 1 else None)
+        axes.barh(row, 1e3 * seconds, left=1e3 * now, color=SAVED_COLOR, label="waiting" if row == 1 else None)
         now += seconds
     for name, seconds, color in (("bubble", time.bubble, "#ffffff"), ("update", time.update, COLORS[5])):
         if seconds:
@@ -72,6 +75,6 @@ def draw_time(time: StepTime, path: Path) -> None:
     axes.set_yticks(range(len(rows)), rows)
     axes.set(xlim=(0, 1e3 * time.total), xlabel="ms of one step")
     axes.invert_yaxis()
-    axes.legend(frameon=False, fontsize=8, ncols=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    axes.legend(frameon=False, fontsize=8, ncols=7, loc="lower center", bbox_to_anchor=(0.5, 1))
     axes.spines[["top", "right"]].set_visible(False)
     picture.savefig(path, dpi=130, metadata={"Software": None})

@@ -194,10 +194,16 @@ def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits) -> float:
     """
     if ctx.pipeline is None:
         return 0.0
-    turns, stages = ctx.pipeline.turns, ctx.pipeline.stages
-    share = ctx.pipeline.schedule.microbatches * int((stages.group_of_slot >= 0).sum()) / stages.stages
     forward = _seconds((op for op in in_layers if not op.in_backward), limits)
     backward = _seconds((op for op in in_layers if op.in_backward), limits)
+    schedule, stages = ctx.pipeline.schedule, ctx.pipeline.stages
+    if schedule.weight_MG is not None:  # gradients of weights run in ticks of their own
+        of_weights = (op for op in in_layers if op.part == "matmul" and op.name.endswith(", gradient"))
+        unit = 1 / (schedule.microbatches * schedule.chunks)
+        weight = _seconds(of_weights, limits) / backward
+        return schedule.simulate(forward * unit, backward * unit, weight).lockstep - forward - backward
+    turns = ctx.pipeline.turns
+    share = schedule.microbatches * int((stages.group_of_slot >= 0).sum()) / stages.stages
     idle = (forward * (turns.forward.sum() / share - 1), backward * (turns.backward.sum() / share - 1))
     return float(sum(idle))
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from jaxstack.cli.parser import execute
+from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import ConfigError, DataConfig
+from jaxstack.config.parse import parse_config
 from jaxstack.models.flops import flops_per_token
-from jaxstack.planner import estimate, figures, memory, roofline
+from jaxstack.planner import estimate, figures, memory, plan_plot, roofline
 from jaxstack.planner.explain import Figure
 from jaxstack.planner.step_time import step_time
 from jaxstack.training.state import abstract_state
@@ -57,22 +59,20 @@ def test_memory_is_the_estimate_and_the_stash_grows_with_the_policy(capsys, tmp_
     parts = figures.memory_figures(cfg, ctx)
     state = abstract_state(cfg, ctx)
     assert {f.name: f.value for f in parts} == estimate.memory(cfg, ctx, state, estimate.abstract_batch(cfg, ctx))
-    policies = [f.value for f in figures.activation_policies(cfg, ctx)]
-    assert min(policies) == policies[-1]
-    assert max(policies) == policies[0]
+    policies = figures.memory_by_policy(cfg, ctx)
+    assert policies[cfg.train.remat] == parts
+    saved = [f.value for of_it in policies.values() for f in of_it if figures.is_saved(f)]
+    assert len(saved) == 4
+    assert saved[0] == max(saved)
+    assert saved[-1] == min(saved)
     cache = figures.generation_figures(cfg, ctx, 1024)[1]
     assert cache.value == 2 * 2 * 16 * 12 * 1024 * 768  # keys and values, bf16, rows, layers, tokens, width
-    from jaxstack.planner import plan_plot
-
-    plan_plot.draw_memory(parts, figures.activation_policies(cfg, ctx), 80e9, tmp_path / "memory.png")
+    plan_plot.draw_memory(policies, 80e9, tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
 
 @pytest.fixture(scope="module")
 def gpt2():
-    from jaxstack.cli.plan import with_vocabulary
-    from jaxstack.config.parse import parse_config
-
     cfg = with_vocabulary(parse_config(["--config=gpt2", "--mesh.data=4", "--train.grad_accum=1"]))
     cfg = replace(cfg, data=DataConfig(seq_len=1024, batch_size=64))
     return cfg, memory.context(cfg, 4, "gpu")

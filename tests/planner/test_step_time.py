@@ -2,17 +2,20 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.models.flops import flops_per_token
+from jaxstack.pipeline.zero_bubble import zb_h1
 from jaxstack.planner import roofline, traffic
 from jaxstack.planner.hlo import Collective
 from jaxstack.planner.roofline import ChipLimits
+from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
-from jaxstack.planner.step_time import Placement, StepTime, step_time
+from jaxstack.planner.step_time import Placement, StepTime, _bubble, step_time
 
 H100 = ChipLimits(CHIPS["h100"])
 
@@ -74,6 +77,17 @@ def test_the_bubble_is_that_of_the_schedule(chunks):
     backward = sum(op.times * H100.seconds(op)[0] for op in inside if op.in_backward)
     simulated = ctx.pipeline.schedule.simulate(forward, backward)
     assert found.bubble / (found.layers + found.recomputation) == pytest.approx(simulated.bubble)
+
+
+def test_gradients_of_weights_fill_the_bubble():
+    """By hand, with forward, backward and weight units of one second each: zb_h1 idles for P - 1 seconds."""
+    second = H100.peak("bfloat16")
+    ops = [
+        Op(name, "matmul", "contraction", second, 0, times=8)
+        for name in ("w", "w, gradient of input", "w, gradient")
+    ]  # fmt: skip
+    ctx = SimpleNamespace(pipeline=SimpleNamespace(schedule=zb_h1(4, 8), stages=None))
+    assert _bubble(ctx, ops, H100) == pytest.approx(3)
 
 
 def test_a_backward_pass_takes_twice_the_forward_pass_without_recomputation():
