@@ -93,7 +93,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^plan roofline(?!.*llama3_8b)": "tests/planner/test_roofline.py",
     r"--kernels\.attention=pallas": "an error on a CPU; tests/kernels/test_attention_kernels.py",
     r"^(report|generate|export) runs/gpt2": "what an accelerator has trained; run with runs/quickstart",
-    r"--config (configs/models/)?(llama3_8b|gpt2)\b(?!.*--(print_sh|chip|tokens))": "accelerators; test_config.py builds it",
+    r"--config (configs/models/)?(llama3_8b|gpt2)\b(?!.*--(print_sh|chip|tokens))": "accelerators; test_config.py",
     r"\bshakespeare(\.yaml| |$)": "an hour; configs/shakespeare_cpu.yaml is run",
     r"gpt2/tokenizer\.json": "a download; tests/data/test_data.py",
     r"--data\.format": "files of other programs; tests/data/test_binary.py",
