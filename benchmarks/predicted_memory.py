@@ -124,8 +124,8 @@ def predict(name: str, chip: str) -> tuple[dict[str, float], dict[tuple[str, str
     """Returns the bytes of a case by formula: those of memory by purpose, and those sent by axes and kind."""
     cfg, platform = CASES[name], PLATFORMS[chip]
     devices = math.prod(cfg.mesh.sizes.values())
-    found = memory.need(cfg, devices, platform).parts
-    return found, dict(hlo.sent(estimate.traffic(cfg, memory.context(cfg, devices, platform))))
+    ctx = memory.context(cfg, devices, platform)
+    return estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx)), dict(hlo.sent(estimate.traffic(cfg, ctx)))
 
 
 def compile_case(name: str, chip: str, programs: Path | None = None) -> dict[str, Any]:
@@ -144,6 +144,7 @@ def compile_case(name: str, chip: str, programs: Path | None = None) -> dict[str
     if programs is not None:
         programs.mkdir(parents=True, exist_ok=True)
         (programs / f"{chip} {name}.hlo").write_text(text)
+        (programs / f"{chip} {name}.pb").write_bytes(size.serialized_buffer_assignment_proto)
     sent = hlo.sent(hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts))
     return {
         "kernels": ctx.kernels,
@@ -209,7 +210,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--programs", type=Path, help="folder for the text of the compiled programs")
+    parser.add_argument(
+        "--programs", type=Path, help="folder for the compiled programs and their BufferAssignmentProto"
+    )
     args = parser.parse_args()
     print("| case | compiled, GiB | formula, GiB | formula over compiled | s |\n|---|---|---|---|---|")
     for name in args.names or CASES:
@@ -225,7 +228,7 @@ def main() -> None:
             assert old is not None
             compiled, built_by = old["compiled"], old["compilers"]
         row = {
-            "chip": args.chip, "held_out": name in HELD_OUT, "settings": wanted, "compilers": built_by,
+            "chip": args.chip, "name": name, "held_out": name in HELD_OUT, "settings": wanted, "compilers": built_by,
             "compiled": compiled, "formula": compare(name, args.chip, compiled),
         }  # fmt: skip
         rows = load() | {key: row}

@@ -6,7 +6,7 @@ adds.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,55 +16,16 @@ from jaxstack.config import Config
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
+from jaxstack.planner.sizes import Activations, Weights, count_activations, count_weights, itemsize
 from jaxstack.planner.traffic import traffic as traffic
 from jaxstack.runtime.xla_options import select_options
 from jaxstack.training.state import TrainState, abstract_state
 
+KEPT = "kept by XLA while there is room"
+"""Purpose of `memory` whose bytes a program needs only on devices that have room for them."""
 
-@dataclass(frozen=True)
-class _Weights:
-    """Elements of the parameters on one device.
-
-    Attributes:
-      cast: in the compute dtype.
-      gathered_layer: of one layer, those that FSDP gathers.
-      head: of the output matrix as it is used.
-      trained: of trained parameters as they are stored.
-      trained_gathered: of trained parameters as they are used.
-    """
-
-    cast: int
-    gathered_layer: int
-    head: int
-    trained: int
-    trained_gathered: int
-
-
-@dataclass(frozen=True)
-class _Activations:
-    """Elements of the activations of one layer on one device.
-
-    Attributes:
-      tokens: of one microbatch.
-      stream: residual stream, before sequence parallelism shards it.
-      between: devices that shard the residual stream.
-      heads: queries, keys, values and the output of attention.
-      hidden: one activation of the MLP or of the experts.
-      sent: tokens that are sent to experts.
-      saved_hidden, saved_sent: elements of these two that a remat policy may save.
-      scores: attention scores that the implementation writes.
-    """
-
-    tokens: int
-    stream: int
-    between: int
-    heads: int
-    hidden: int
-    sent: int
-    saved_hidden: int
-    saved_sent: int
-    scores: int
-
+GROUPS = 16
+"""Groups of chunks of `kernels.attention.chunked` for all but short sequences."""
 
 EXACT = ("parameters, float32", "optimizer state", "batch")
 """Purposes of `memory` whose bytes are exact: the arguments of the step. The others are estimates."""
@@ -110,24 +71,31 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> dict[s
       batch: an abstract batch.
     """
     t = cfg.train
-    e = _itemsize(cfg)
-    weights, acts = _weights(cfg, ctx), _activations(cfg, ctx)
+    e = itemsize(cfg)
+    weights, acts = count_weights(cfg, ctx), count_activations(cfg, ctx)
     gradients = _gradient_bytes(cfg, ctx, weights)
-    saved = _saved_bytes(cfg, acts, t.remat)
+    saved = _saved_bytes(cfg, ctx, acts, t.remat) + _copied_bytes(cfg, ctx, acts)
     layers = cfg.model.num_layers
     if ctx.pipeline is not None:
         layers = ctx.pipeline.slots * ctx.pipeline.stages.max_layers
         # Beside residuals: activations that are sent and received, and outputs that wait for their backward pass.
         waiting = 0 if ctx.pipeline.loss_follows_forward else ctx.pipeline.slots
         saved += e * (4 + waiting) * acts.stream // acts.between / layers
-    in_head = _head_bytes(cfg, ctx, weights, acts)
+    in_head, in_layer = _head_bytes(cfg, ctx, weights, acts), _layer_bytes(cfg, ctx, weights, acts)
+    if _pipelines_collectives(ctx):
+        in_head, in_layer = _peeled_bytes(cfg, ctx, weights, acts)
+    elif ctx.platform == "tpu":
+        in_layer = max(in_layer, _attention_bytes(cfg, ctx, weights, acts)) + (4 + e) * weights.head
+        # The update is a branch, which reads the gradients as float32 arrays.
+        in_layer = max(in_layer, 4 * weights.trained - layers * saved)
     if ctx.pipeline is None and t.grad_accum == 1:
         in_head -= gradients
-    work = max(_layer_bytes(cfg, ctx, weights, acts), in_head)
+    work = max(in_layer, in_head)
     cast = e * weights.cast if e != 4 else 0
     update = _muon_bytes(cfg, ctx, weights)
     if update:
         work = max(work, update - gradients - layers * saved - cast)
+    kept = _kept_bytes(cfg, ctx, acts)
     return {
         "parameters, float32": shards.bytes_of(state.params),
         "optimizer state": shards.bytes_of(replace(state, params=())),
@@ -136,59 +104,11 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> dict[s
         "gradients": gradients,
         f"saved by {layers} layers, remat {t.remat}": layers * saved,
         f"work of one layer{', the head or Muon' if update else ' or the head'}": work,
+        **({KEPT: kept} if kept else {}),
     }
 
 
-def _itemsize(cfg: Config) -> int:
-    return 2 if cfg.train.dtype == "bfloat16" else 4
-
-
-def _weights(cfg: Config, ctx: Context) -> _Weights:
-    """Counts the parameters. A pipeline gathers the weights of its stage before it starts."""
-    m, spec = cfg.model, shards.flat_params(cfg, ctx)
-    stored = {path: math.prod(shards.stored_shape(p, ctx)) for path, p in spec.items()}
-    used = {path: math.prod(shards.used_shape(p, ctx)) for path, p in spec.items()}
-    cast = stored if ctx.pipeline is None else used
-    gathered = [path for path, p in spec.items() if p.stacked and used[path] > stored[path]]
-    trained = [path for path, p in spec.items() if not p.frozen]
-    return _Weights(
-        cast=sum(cast[path] for path, p in spec.items() if p.is_cast),
-        gathered_layer=sum(used[path] for path in gathered) // m.num_layers,
-        head=next(used[path] for path, p in spec.items() if "head" in p.roles),
-        trained=sum(stored[path] for path in trained),
-        trained_gathered=sum(used[path] for path in trained),
-    )
-
-
-def _activations(cfg: Config, ctx: Context) -> _Activations:
-    """Counts the activations of one layer. Only the reference implementation of attention writes scores."""
-    m, sizes = cfg.model, shards.mesh_sizes(ctx)
-    T, rows = sizes["tensor"], shards.microbatch_rows(cfg, ctx)
-    length = cfg.data.seq_len // sizes["context"]
-    tokens = rows * length
-    shared = tokens * m.moe.shared_experts * m.expert_width // T
-    if m.moe.num_experts:
-        pairs = shards.pair_capacity(m.moe, rows, length, sizes["expert"])
-        hidden, sent = pairs * m.expert_width // T + shared, pairs * m.d_model
-    else:
-        hidden, sent = tokens * m.ff_width // T, 0
-    # Exchanges in rounds save no residuals; what they recompute is freed before attention recomputes its scores.
-    rounds = shards.runs_in_rounds(m.moe, sizes["expert"])
-    keys = cfg.data.seq_len if sizes["context"] == 1 else cfg.data.seq_len // sizes["context"] // 2
-    return _Activations(
-        tokens=tokens,
-        stream=tokens * m.d_model,
-        between=T if ctx.sequence_parallel_axes else 1,
-        heads=tokens * m.head_width * (2 * m.num_heads + 2 * m.kv_heads) // T,
-        hidden=hidden,
-        sent=sent,
-        saved_hidden=shared if rounds else hidden,
-        saved_sent=0 if rounds else sent,
-        scores=tokens * keys * m.num_heads // T if ctx.attention == "xla" else 0,
-    )
-
-
-def _gradient_bytes(cfg: Config, ctx: Context, weights: _Weights) -> float:
+def _gradient_bytes(cfg: Config, ctx: Context, weights: Weights) -> float:
     """Returns the bytes of gradients; accumulated ones are float32 sums beside those of one microbatch.
 
     A pipeline sums the gradients of its gathered weights in float32.
@@ -196,16 +116,25 @@ def _gradient_bytes(cfg: Config, ctx: Context, weights: _Weights) -> float:
     accumulates = cfg.train.grad_accum > 1
     if ctx.pipeline is not None:
         return 4 * weights.trained_gathered + (4 * weights.trained if accumulates else 0)
-    return (8 if accumulates else _itemsize(cfg)) * weights.trained
+    return (8 if accumulates else itemsize(cfg)) * weights.trained
 
 
-def _saved_bytes(cfg: Config, acts: _Activations, remat: str) -> float:
+def _pipelines_collectives(ctx: Context) -> bool:
+    """Returns whether XLA moves the collectives of a layer into the turn before it, in a loop over layers.
+
+    It then runs the first or the last turn outside of the loop (`runtime.xla_options`).
+    """
+    loop = ctx.layers == "scan" and ctx.pipeline is None
+    return loop and ctx.platform == "gpu" and bool(select_options(ctx.platform, ctx.mesh).used)
+
+
+def _saved_bytes(cfg: Config, ctx: Context, acts: Activations, remat: str) -> float:
     """Returns the bytes of the residuals of one layer under a policy of `blocks.REMAT_POLICIES`.
 
     With `none` and `dots` XLA decides which intermediate values of attention and norms become arrays, so these two are
     estimates.
     """
-    e, stream, between = _itemsize(cfg), acts.stream, acts.between
+    e, stream, between = itemsize(cfg), acts.stream, acts.between
     if remat == "full":
         return e * stream // between
     in_mlp = (2 if cfg.model.gated else 1) * acts.saved_hidden + acts.saved_sent
@@ -214,12 +143,103 @@ def _saved_bytes(cfg: Config, acts: _Activations, remat: str) -> float:
     selective = e * (2 * stream // between + acts.heads + in_mlp)
     if remat == "selective":
         return selective
+    if ctx.platform != "cpu":
+        # Without a loop, XLA fuses the activation into what reads it and only stores the product. A loop stores all
+        # residuals: of the gated product four arrays, the sigmoid and its complement, the activation and the product;
+        # experts also have the product in float32. Norms save three float32 arrays, or with a gradient of their own
+        # their input.
+        loop = ctx.layers == "scan"
+        in_mlp += (4 if cfg.model.gated and loop else 1) * acts.saved_hidden
+        if cfg.model.moe.num_experts:
+            in_mlp += acts.sent + (2 * acts.saved_hidden if loop else 0)
+        norms = (24 if ctx.norm == "xla" else 2 * e) * stream // between
+        return norms + e * (acts.heads + in_mlp + 2 * stream) + (4 + e) * acts.scores
     # `none` also saves attention weights, the inputs of matmuls, and three float32 arrays of each norm.
     inputs = e * (2 * stream + 2 * acts.saved_hidden)
     return selective + (4 + e) * acts.scores + inputs + 4 * 6 * stream // between
 
 
-def _layer_bytes(cfg: Config, ctx: Context, weights: _Weights, acts: _Activations) -> float:
+def _copied_bytes(cfg: Config, ctx: Context, acts: Activations) -> float:
+    """Returns the bytes of one layer's residuals that several GPUs have twice.
+
+    The turn outside of the loop writes into copies of the residuals: of all of them within a loop over microbatches,
+    and otherwise of those that it also reads, shards of the residual stream.
+    """
+    t = cfg.train
+    if not _pipelines_collectives(ctx):
+        return 0
+    if t.grad_accum > 1:
+        return _saved_bytes(cfg, ctx, acts, t.remat)
+    if acts.between > 1 and ctx.gathers_params:
+        return itemsize(cfg) * (1 if t.remat == "full" else 2) * acts.stream // acts.between
+    return 0
+
+
+def _kept_bytes(cfg: Config, ctx: Context, acts: Activations) -> float:
+    """Returns the bytes of recomputed arrays of all layers that several GPUs keep where no loop runs the layers.
+
+    The scheduler computes the gradients of the MLP's weights late, beside collectives, until it reaches the device's
+    memory. Until then the operands of these gradients are alive.
+    """
+    several = ctx.pipeline is None and ctx.platform == "gpu" and bool(select_options(ctx.platform, ctx.mesh).used)
+    if not several or ctx.layers == "scan" or cfg.train.remat != "full":
+        return 0
+    return itemsize(cfg) * (4 if cfg.model.gated else 2) * acts.hidden * cfg.model.num_layers
+
+
+def _peeled_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) -> tuple[float, float]:
+    """Returns the bytes of temporary arrays during the head, and during a layer's backward pass, for several GPUs.
+
+    They include the float32 gradients of head and token table, which are scattered over devices after all layers. The
+    zeros that gradients start from are made before the head.
+    """
+    e, T = itemsize(cfg), shards.mesh_sizes(ctx)["tensor"]
+    remat = "selective" if cfg.train.remat == "full" else cfg.train.remat
+    sums = 4 * (weights.head + weights.table)
+    if shards.runs_in_rounds(cfg.model.moe, shards.mesh_sizes(ctx)["expert"]):
+        sums += 3 * 4 * (weights.experts_layer + acts.stream)  # in each of the loops over rounds
+    if ctx.axes("sequence") and ctx.context_method == "ring":
+        m = cfg.model
+        sums += 4 * acts.tokens * m.head_width * (3 * m.num_heads + 4 * m.kv_heads) // T
+    # The first turn of the backward pass begins before the loss: its residuals are read or recomputed.
+    first_turn = _saved_bytes(cfg, ctx, acts, remat)
+    in_head = (4 + e) * _logits(cfg, ctx, acts) + sums + e * weights.head + 2 * e * acts.stream + first_turn
+    # Weights and their float32 gradients of this turn and of the next one.
+    turns = 2 * (4 + e) * weights.gathered_layer
+    # Scores are freed before the gradients of the weights are complete.
+    in_attention = (12 + e) * acts.scores + 2 * e * acts.stream
+    return in_head, sums + max(turns + e * (3 * acts.hidden + 7 * acts.stream), in_attention)
+
+
+def _attention_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) -> float:
+    """Returns the bytes of temporary arrays in the backward pass of attention on a TPU.
+
+    The chunks of keys in each of its groups read the queries that see them, the cotangents of these and their float32
+    gradient (`kernels.attention.chunked`). XLA:TPU makes these slices before the first group runs, so that all groups'
+    slices are alive: on average half of the queries.
+    """
+    e, m, T = itemsize(cfg), cfg.model, shards.mesh_sizes(ctx)["tensor"]
+    slices = 0.0
+    if ctx.attention == "chunked":
+        length = cfg.data.seq_len // shards.mesh_sizes(ctx)["context"]
+        seen = [_queries_seen(length, window) for window in m.windows]
+        slices = (4 + 2 * e) * acts.tokens * m.head_width * m.num_heads // T * sum(seen) / len(seen)
+    hidden = 2 * acts.hidden
+    if shards.runs_in_rounds(m.moe, shards.mesh_sizes(ctx)["expert"]):
+        hidden = 6 * (acts.hidden + acts.sent)  # a round recomputes all that it needs, while the slices are alive
+    if cfg.train.remat == "full":  # queries, keys, values, the output of attention, and the MLP's product
+        hidden += acts.hidden + acts.heads
+    return slices + e * (2 * weights.gathered_layer + hidden + 6 * acts.stream)
+
+
+def _queries_seen(length: int, window: int) -> float:
+    """Returns the queries that all groups of chunks of keys read, as a multiple of the sequence."""
+    keys = max(1, length // GROUPS)
+    ends = (min(length, start + keys + window - 1) if window else length for start in range(0, length, keys))
+    return sum(end - start for end, start in zip(ends, range(0, length, keys), strict=True)) / length
+
+
+def _layer_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) -> float:
     """Returns the bytes of the temporary arrays in the backward pass of one layer.
 
     Reference attention writes the scores of all pairs of tokens: three arrays in float32 and one in the compute dtype.
@@ -228,7 +248,7 @@ def _layer_bytes(cfg: Config, ctx: Context, weights: _Weights, acts: _Activation
     XLA compiles for the models of tests/aot; TPUs keep the scores of a small layer on the chip, and large layers in a
     pipeline need up to twice as much.
     """
-    e = _itemsize(cfg)
+    e = itemsize(cfg)
     scores = (12 + e) * acts.scores
     # With options for several GPUs, XLA gathers the weights of the next layer during this one.
     in_flight = 4 if select_options(ctx.platform, ctx.mesh).used else 2
@@ -236,32 +256,39 @@ def _layer_bytes(cfg: Config, ctx: Context, weights: _Weights, acts: _Activation
     # Tokens for experts: as sent, as received, as sorted by expert, and the gradient of each.
     size: float = e * (2 * acts.stream + 3 * acts.hidden + 6 * acts.sent)
     if cfg.train.remat == "full":  # what `selective` would have saved is recomputed
-        size += _saved_bytes(cfg, acts, "selective")
+        size += _saved_bytes(cfg, ctx, acts, "selective")
     if ctx.pipeline is not None:
         return scores - (0 if ctx.pipeline.inlines_layers else 6 * acts.scores) + size
     return scores + gathered + size
 
 
-def _head_bytes(cfg: Config, ctx: Context, weights: _Weights, acts: _Activations) -> float:
+def _logits(cfg: Config, ctx: Context, acts: Activations) -> int:
+    """Counts the logits that are stored at once."""
+    e, sizes = itemsize(cfg), shards.mesh_sizes(ctx)
+    vocab = cfg.model.padded_vocab // (sizes["tensor"] * sizes["pipe"])
+    rows = shards.microbatch_rows(cfg, ctx)
+    if ctx.cross_entropy == "chunked":
+        return min(acts.tokens, rows * max(1, ctx.loss_chunk // rows)) * vocab
+    if ctx.cross_entropy.startswith("pallas_"):
+        return acts.tokens * min(VOCAB_BLOCK, vocab) * e // (4 + e)
+    return acts.tokens * vocab
+
+
+def _head_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) -> float:
     """Returns the bytes of the temporary arrays of the head and the loss.
 
     These are the logits that are stored at once, and either the float32 gradient of the head or that of the residual
     stream.
     """
-    e, sizes = _itemsize(cfg), shards.mesh_sizes(ctx)
-    vocab = cfg.model.padded_vocab // (sizes["tensor"] * sizes["pipe"])
-    rows = shards.microbatch_rows(cfg, ctx)
+    e, gradient = itemsize(cfg), 0
     if ctx.cross_entropy == "chunked":
-        chunk = rows * max(1, ctx.loss_chunk // rows)
-        logits, gradient = min(acts.tokens, chunk) * vocab, 4 * weights.head // sizes["pipe"]
+        gradient = 4 * weights.head // shards.mesh_sizes(ctx)["pipe"]
     elif ctx.cross_entropy.startswith("pallas_"):
-        logits, gradient = acts.tokens * min(VOCAB_BLOCK, vocab) * e // (4 + e), 4 * acts.stream
-    else:
-        logits, gradient = acts.tokens * vocab, 0
-    return (4 + e) * logits + gradient + 2 * e * (acts.stream + weights.head)
+        gradient = 4 * acts.stream
+    return (4 + e) * _logits(cfg, ctx, acts) + gradient + 2 * e * (acts.stream + weights.head)
 
 
-def _muon_bytes(cfg: Config, ctx: Context, weights: _Weights) -> float:
+def _muon_bytes(cfg: Config, ctx: Context, weights: Weights) -> float:
     """Returns the bytes that the update of Muon needs after the backward pass, or 0 with another optimizer.
 
     These are gradients, momentum and updates, and one more array as large as the largest stack of matrices.
@@ -274,7 +301,7 @@ def _muon_bytes(cfg: Config, ctx: Context, weights: _Weights) -> float:
         4 * shared.matrices * math.prod(spec[path].shape[spec[path].batch_axes :])
         for path, (shared, _) in moved.items()
     ]
-    sums = 4 if cfg.train.grad_accum > 1 or ctx.pipeline is not None else _itemsize(cfg)
+    sums = 4 if cfg.train.grad_accum > 1 or ctx.pipeline is not None else itemsize(cfg)
     several = shards.device_count(ctx) > 1
     return sums * weights.trained + (2 * sum(own) + max(stacks) if several else sum(own) + 3 * max(stacks))
 

@@ -25,8 +25,8 @@ mistakes(
     "planner/estimate.py",
     "planner/test_aot.py",
     (
-        "return (8 if accumulates else _itemsize(cfg)) * weights.trained",
-        "return _itemsize(cfg) * weights.trained",
+        "return (8 if accumulates else itemsize(cfg)) * weights.trained",
+        "return itemsize(cfg) * weights.trained",
     ),
     ('remat {t.remat}": layers * saved', 'remat {t.remat}": saved'),
 )
