@@ -213,17 +213,17 @@ def ahead_of_time(target: str, given: argparse.Namespace) -> None:
     from jaxstack.config import ModelConfig
     from jaxstack.planner import aot
 
-    path = record.RESULTS / "decode_gpu_aot.json"
-    cases = json.loads(path.read_text())["cases"] if path.exists() else []
+    measured = []
     for name in given.models:
         cfg = ModelConfig(**MODELS[name])  # type: ignore[arg-type]
         for batch in given.batches:
             ctx = context(cfg, "bfloat16", given.kernels, aot.devices(f"{target}:1x1x1")[0])
             row = {"model": name, "batch": batch, "target": target, "decode": ctx.decode}
-            cases = [case for case in cases if any(case[key] != value for key, value in row.items())]
-            cases.append(row | program_of_token(Decoding(cfg, ctx, batch, Length())))
-            print(json.dumps(cases[-1]), flush=True)
-            record.record("decode_gpu_aot", {"note": "by the compiled programs; nothing ran", "cases": cases})
+            measured.append(row | program_of_token(Decoding(cfg, ctx, batch, Length())))
+            print(json.dumps(measured[-1]), flush=True)
+            cases = record.replace_cases("decode_gpu_aot", measured, tuple(row), given.out)
+            whole = {"note": "by the compiled programs; nothing ran", "cases": cases}
+            record.record("decode_gpu_aot", whole, given.out)
 
 
 def program_of_token(work: Decoding) -> dict[str, Any]:

@@ -5,7 +5,7 @@ float32 weights, and continue prompts of 64 tokens by 128. Three processes take 
 the machine slows all of them: jaxstack, transformers with a thread for each core, and transformers with one thread,
 which suffers less on a busy machine. The result is the ratio within a round: the time of the better transformers over
 ours. We also measure 256 new tokens, because late tokens must cost as much as early ones, attention excepted. Medians
-are printed and written to `benchmarks/results/generate_cpu.json`.
+are printed and written to `benchmarks/results/generate_cpu.json`, where models that did not run keep their rows.
 """
 
 import argparse
@@ -141,11 +141,12 @@ def main() -> None:
         shape = SHAPES[given.worker[2]]
         sys.stdin.readline()
         return serve(theirs(batch, shape, threads) if threads else ours(batch, shape))
-    results = []
+    cases = []
     for name, batch in itertools.product(given.models, given.batches):
-        results.append(compare(name, batch, given.rounds))
-        print(json.dumps(results[-1]), flush=True)
-    print(record.record("generate_cpu", {"shapes": SHAPES, "prompt": PROMPT, "new": NEW, "cases": results}))
+        cases.append(compare(name, batch, given.rounds))
+        print(json.dumps(cases[-1]), flush=True)
+    cases = record.replace_cases("generate_cpu", cases, ("model", "batch"))
+    print(record.record("generate_cpu", {"shapes": SHAPES, "prompt": PROMPT, "new": NEW, "cases": cases}))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,20 @@ def record(name: str, result: dict[str, Any], folder: Path | None = None) -> Pat
     return path
 
 
+def replace_cases(
+    name: str, cases: list[dict[str, Any]], keys: tuple[str, ...], folder: Path | None = None
+) -> list[dict[str, Any]]:
+    """Returns the cases of a result on disk, with these in place of those that have the same values of `keys`.
+
+    A case that an earlier run measured names its commit, because that of the whole result is for the new ones.
+    """
+    path = (folder or RESULTS) / f"{name}.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {"commit": None, "cases": []}
+    measured = [[case[key] for key in keys] for case in cases]
+    kept = [case for case in earlier["cases"] if [case[key] for key in keys] not in measured]
+    return [{"commit": earlier["commit"]} | case for case in kept] + cases
+
+
 @cache
 def _git(*words: str) -> str | None:
     try:

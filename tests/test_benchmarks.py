@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import kernels
 import pytest
+import record
 import train_gpu
 import tune
 
@@ -63,6 +64,20 @@ def test_a_benchmark_that_is_killed_leaves_its_measurements(tmp_path, monkeypatc
         kernels.main(["--small", "--ops", "gelu", "--rounds", "3", "--out", str(tmp_path)])
     rows = result(tmp_path, "kernels_cpu_gelu")["cases"][0]["rows"]
     assert [row["rounds"] for row in rows] == [1, 1, 1, 1]
+
+
+def test_cases_that_did_not_run_keep_their_rows(tmp_path):
+    """A second run replaces the rows of its own cases; the others name the commit that measured them."""
+    keys = ("model", "batch")
+    first = [{"model": "a", "batch": 1, "ms": 1}, {"model": "b", "batch": 1, "ms": 2}]
+    assert record.replace_cases("x", first, keys, tmp_path) == first
+    path = record.record("x", {"cases": first}, tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"commit": "old"}))
+    for ms in (3, 4):  # a benchmark writes after each case
+        again = [{"model": "a", "batch": 1, "ms": ms}]
+        cases = record.replace_cases("x", again, keys, tmp_path)
+        assert cases == [{"commit": "old", **first[1]}, *again]
+        record.record("x", {"cases": cases}, tmp_path)
 
 
 def test_block_sizes_are_timed_only_where_values_are_right(tmp_path, monkeypatch):
