@@ -67,6 +67,7 @@ def _explained(name: str, size: float, elements: int, ctx: Context) -> Figure:
         layers = int(found[1])
         formula, terms = "{layers} layers x {each:.6g} bytes", {"layers": layers, "each": size / layers}
         if ctx.pipeline is not None:
+            name = f"pipeline stash, {name}"
             formula = "{slots} units of the stash x {of_stage} layers x {each:.6g} bytes"
             terms |= {"slots": ctx.pipeline.slots, "of_stage": layers / ctx.pipeline.slots}
         return Figure(name, size, formula, terms)
@@ -95,7 +96,7 @@ def memory_by_policy(cfg: Config, ctx: Context, bytes_per_parameter: int | None 
 
 def is_saved(figure: Figure) -> bool:
     """Returns whether a figure of memory is of the activations that the layers save for the backward pass."""
-    return figure.name.startswith(("saved by", "activations"))
+    return "saved by" in figure.name or figure.name.startswith("activations")
 
 
 def generation_figures(cfg: Config, ctx: Context, tokens: int) -> list[Figure]:

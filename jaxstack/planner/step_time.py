@@ -4,7 +4,8 @@ The operations of `roofline_step` take the times of a roofline, at the fractions
 collectives of `traffic` take the time of the bytes that a device sends, over the links of its host or slice or over
 the network: `Placement` maps mesh axes to both. Then:
 
-- Collectives of activations (tensor, expert and pipeline parallelism) are exposed. The next operation needs them.
+- Collectives of activations (tensor, expert and pipeline parallelism) are exposed. The next operation needs them. Only
+  those of tensor parallelism in the backward pass, at least half of them, run beside the gradients of weights.
 - Collectives of weights and gradients in the loop over layers run beside the layers' operations. What exceeds these
   operations is exposed, and so are the first gather and the last reduction.
 - Collectives of a whole step (gradients that microbatches accumulate, weights of a pipeline) are exposed.
@@ -14,7 +15,7 @@ Nothing is compiled, and no array is made.
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from jaxstack.planner.hlo import Collective
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
-from jaxstack.planner.traffic import CONTEXT, activation_traffic, parameter_traffic
+from jaxstack.planner.traffic import activation_traffic, parameter_traffic
 
 
 class Efficiencies(NamedTuple):
@@ -164,10 +165,14 @@ def step_time(cfg: Config, ctx: Context, limits: ChipLimits) -> StepTime:
     in_layers = [op for op in ops if op.of_layer]
     layers = _seconds((op for op in in_layers if not op.for_remat), limits)
     repeated = _seconds((op for op in in_layers if op.for_remat), limits)
-    attention = _seconds((op for op in in_layers if op.part == "attention"), limits)
+    beside = _Beside(
+        layers=layers + repeated,
+        attention=_seconds((op for op in in_layers if op.part == "attention"), limits),
+        weights=_seconds(filter(_is_weight_gradient, in_layers), limits),
+    )
     tokens = cfg.data.batch_size * cfg.data.seq_len
     per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len)
-    exposed, hidden = _communication(cfg, ctx, limits, layers + repeated, attention)
+    exposed, hidden = _communication(cfg, ctx, limits, beside)
     return StepTime(
         layers=layers,
         recomputation=repeated,
@@ -181,6 +186,18 @@ def step_time(cfg: Config, ctx: Context, limits: ChipLimits) -> StepTime:
         recomputed_flops=_recomputed_flops(cfg, ctx, ops),
         peak=limits.peak(cfg.train.dtype) * shards.device_count(ctx),
     )
+
+
+class _Beside(NamedTuple):
+    """Seconds of operations that collectives run beside: the layers, their attention, their gradients of weights."""
+
+    layers: float
+    attention: float
+    weights: float
+
+
+def _is_weight_gradient(op: Op) -> bool:
+    return op.part == "matmul" and op.name.endswith(", gradient")
 
 
 def _seconds(ops: Iterable[Op], limits: ChipLimits) -> float:
@@ -198,9 +215,8 @@ def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits) -> float:
     backward = _seconds((op for op in in_layers if op.in_backward), limits)
     schedule, stages = ctx.pipeline.schedule, ctx.pipeline.stages
     if schedule.weight_MG is not None:  # gradients of weights run in ticks of their own
-        of_weights = (op for op in in_layers if op.part == "matmul" and op.name.endswith(", gradient"))
         unit = 1 / (schedule.microbatches * schedule.chunks)
-        weight = _seconds(of_weights, limits) / backward
+        weight = _seconds(filter(_is_weight_gradient, in_layers), limits) / backward
         return schedule.simulate(forward * unit, backward * unit, weight).lockstep - forward - backward
     turns = ctx.pipeline.turns
     share = schedule.microbatches * int((stages.group_of_slot >= 0).sum()) / stages.stages
@@ -219,37 +235,31 @@ def _recomputed_flops(cfg: Config, ctx: Context, ops: list[Op]) -> float:
 
 
 def _communication(
-    cfg: Config, ctx: Context, limits: ChipLimits, beside: float, attention: float
+    cfg: Config, ctx: Context, limits: ChipLimits, beside: _Beside
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the exposed and the hidden seconds of collectives, by mesh axes.
-
-    Args:
-      cfg, ctx, limits: see `step_time`.
-      beside: seconds of the layers' operations, which hide collectives of weights and gradients.
-      attention: seconds of attention, which hides a ring.
-    """
+    """Returns the exposed and the hidden seconds of collectives, by mesh axes."""
     place = Placement(dict(shards.mesh_sizes(ctx)), limits)
-    alone: Counter[str] = Counter()
-    waits: Counter[str] = Counter()
+    alone: dict[str, float] = defaultdict(float)
+    waits: dict[str, float] = defaultdict(float)
     for c in activation_traffic(cfg, ctx):
         seconds, axes = place.seconds(c), "+".join(c.axes)
-        alone[axes] += seconds  # type: ignore[assignment]
-        if c.axes == CONTEXT and ctx.context_method == "ring":
-            waits[axes] += max(0.0, seconds - attention)  # type: ignore[assignment]
-            attention -= min(attention, seconds)
-        else:
-            waits[axes] += seconds  # type: ignore[assignment]
-    in_loop: Counter[str] = Counter()
+        alone[axes] += seconds
+        waits[axes] += seconds
+    ring = beside.attention if ctx.context_method == "ring" else 0.0
+    waits["tensor"] -= min(0.5 * alone["tensor"], beside.weights)
+    waits["context"] -= min(alone["context"], ring)
+    in_loop: dict[str, float] = defaultdict(float)
     for c in parameter_traffic(cfg, ctx):
         seconds, axes = place.seconds(c), "+".join(c.axes)
-        alone[axes] += seconds  # type: ignore[assignment]
+        alone[axes] += seconds
         if ctx.pipeline is None and (c.times >= cfg.model.num_layers or c.kind == "all-gather"):
-            in_loop[axes] += seconds  # type: ignore[assignment]
+            in_loop[axes] += seconds
         else:
-            waits[axes] += seconds  # type: ignore[assignment]
+            waits[axes] += seconds
     if total := math.fsum(in_loop.values()):
         # The first layer's gather and the last one's reduction have no other layer beside them.
-        part = min(1.0, max(0.0, total - beside) / total + 1 / cfg.model.num_layers)
+        part = min(1.0, max(0.0, total - beside.layers) / total + 1 / cfg.model.num_layers)
         for axes, seconds in in_loop.items():
-            waits[axes] += part * seconds  # type: ignore[assignment]
-    return dict(waits), {axes: alone[axes] - waits[axes] for axes in alone}
+            waits[axes] += part * seconds
+    sent = [axes for axes, seconds in alone.items() if seconds]
+    return {axes: waits[axes] for axes in sent}, {axes: alone[axes] - waits[axes] for axes in sent}

@@ -51,6 +51,7 @@ def test_every_figure_is_its_formula(words, capsys, tmp_path, monkeypatch):
         assert evaluated(formula) / unit == pytest.approx(value, rel=2e-3, abs=1e-3), name
         assert any(group.get(name, -1) / unit == pytest.approx(value, abs=1e-3) for group in written.values()
                    if isinstance(group, dict)), name  # fmt: skip
+    assert any(name.startswith("pipeline stash") for name in found) == (words == ["memory"])
     assert (tmp_path / "plot.png").exists() == ("--plot=plot.png" in words)
 
 

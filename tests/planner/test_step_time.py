@@ -1,16 +1,19 @@
 """Compares the predicted time of a step with sums done by hand, with the schedule's simulator, and with links."""
 
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import record
+import train_gpu
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.models.flops import flops_per_token
 from jaxstack.pipeline.zero_bubble import zb_h1
-from jaxstack.planner import roofline, traffic
+from jaxstack.planner import memory, roofline, traffic
 from jaxstack.planner.hlo import Collective
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
@@ -121,9 +124,11 @@ def test_collectives_of_weights_hide_behind_the_layers_and_of_activations_do_not
     slow = replace(H100, link=1e9)
     fast, waits, tensor = predict(config(fsdp=8)), predict(config(fsdp=8), slow), predict(config(tensor=8), slow)
     assert fast.exposed["fsdp"] < 0.5 * fast.hidden["fsdp"]
-    assert waits.hidden["fsdp"] <= waits.layers + waits.recomputation
+    beside = fast.layers + fast.recomputation
+    half_more = replace(H100, link=450e9 * sum((fast.exposed["fsdp"], fast.hidden["fsdp"])) / (1.5 * beside))
+    assert 0.5 * beside < predict(config(fsdp=8), half_more).hidden["fsdp"] <= beside
     assert waits.exposed["fsdp"] > waits.hidden["fsdp"]
-    assert tensor.hidden["tensor"] < 1e-3 * tensor.exposed["tensor"]  # the gradients of norms
+    assert tensor.exposed["tensor"] > 10 * tensor.hidden["tensor"]  # the gradients of weights hide what they can
 
 
 def test_a_chip_without_a_network_asks_for_its_speed():
@@ -132,3 +137,21 @@ def test_a_chip_without_a_network_asks_for_its_speed():
     with pytest.raises(ConfigError, match="--network"):
         predict(config(data=16), limits)
     assert predict(config(data=16), replace(limits, network=1e9)).exposed["data"] > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [("fsdp", {"fsdp": 8}), ("tensor", {"tensor": 8}), ("fsdp_tensor", {"fsdp": 4, "tensor": 2})],
+)
+def test_exposed_time_is_that_of_compiled_programs(layout, mesh):
+    """The programs are those of benchmarks/overlap.py for 8 H100.
+
+    XLA's schedules hide up to a quarter more, because their operations take longer than the least time.
+    """
+    found = json.loads((record.RESULTS / "overlap.json").read_text())["layouts"][layout]["with_options"]
+    cfg = train_gpu.config(train_gpu.JOBS["dense_2048"], 16, "selective", {})
+    cfg = replace(cfg, mesh=MeshConfig(data=1, **mesh))
+    time = step_time(cfg, memory.context(cfg, 8, "gpu"), H100)
+    exposed = sum(time.exposed.values())
+    assert 1e3 * (exposed + sum(time.hidden.values())) == pytest.approx(found["collectives_ms"])
+    assert 1 <= 1e3 * exposed / found["exposed_ms"] < 1.25
