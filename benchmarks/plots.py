@@ -157,6 +157,16 @@ def roofline() -> None:
     print("docs/roofline.png")
 
 
+def plan() -> None:
+    """Draws the memory of Llama 3 8B on two hosts for each recomputation policy, and a step of GPT-3."""
+    from jaxstack.cli.parser import execute
+
+    memory = ["--target=h100:2x8", "--config=llama3_8b", "--mesh.data=1", "--mesh.fsdp=16", "--data.batch_size=16"]
+    step = ["--target=a100:128x8", "--config=gpt3", "--mesh.data=8", "--mesh.pipe=16", "--mesh.tensor=8"]
+    for name, flags in (("memory", memory), ("time", step)):
+        execute(["plan", name, *flags, f"--plot={DOCS}/plan_{name}.png"])
+
+
 def main() -> None:
     drawn = {"train_cpu": train_cpu, "train_gpu_aot": train_gpu_aot, "quant": quant}
     for name, draw in drawn.items():
@@ -175,6 +185,7 @@ def main() -> None:
     if not alone:
         print("results/train_gpu_*_alone.json do not exist; their figure is skipped")
     roofline()
+    plan()
 
 
 if __name__ == "__main__":
