@@ -159,10 +159,10 @@ def plan_time(base: Config, given: Collection[str], seconds: float, sizes: Sizes
     for _ in range(ROUNDS):
         cfg = _sized(base, given, budget, sizes)
         budget *= seconds / machine.seconds(cfg, cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len)
-    # Attention costs more FLOPs than the law counts, so the rounds end near the time, and the steps below it.
+    # Sizes and batches are discrete, so the rounds end near the time; steps fill it.
     found = plan_budget(base, given, budget, sizes, machine)
     assert found.seconds is not None
-    if found.seconds <= seconds or "train.steps" in given:
+    if "train.steps" in given:
         return found
     steps = max(1, int(found.cfg.train.steps * seconds / found.seconds))
     warmup = {} if "optim.warmup_steps" in given else {"optim.warmup_steps": steps // 10}
