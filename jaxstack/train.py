@@ -3,25 +3,42 @@
 JAX is imported inside functions: it must start after `platform.configure`, and help and errors must not wait for it.
 """
 
+from collections.abc import Collection
+from pathlib import Path
+
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
-from jaxstack.config import Config, resolve
+from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, resolve, with_values
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
 
-def main(cfg: Config) -> None:
-    """Trains with a configuration that was just read. Nothing is written before everything is checked."""
+def main(cfg: Config, searched: Collection[str] | None = None) -> None:
+    """Trains with a configuration that was just read. Nothing is written before everything is checked.
+
+    Args:
+      cfg: the configuration.
+      searched: for `--mesh=auto`, the keys that flags set, which the search for a mesh keeps. None means no search.
+    """
     sinks.require_packages(cfg.run.sinks)
     dataset = data.load(cfg.data)
     cfg = resolve(cfg, dataset.tokenizer.vocab_size)
+    kept = None
+    if searched is not None:
+        kept, cfg = earlier_mesh(cfg, searched), open_mesh(cfg, searched)
     # Every process checks the run directory before any process writes to it: they join only afterwards.
-    changes = run_dir.prepare(cfg, dataset.tokenizer.to_json())
+    changes = run_dir.prepare(kept or cfg, dataset.tokenizer.to_json())
     processes = launchers.detect(cfg.distributed)
     count = (processes and processes.count) or 1
-    platform.configure(cfg.mesh, cfg.microbatch_size, count)  # before JAX is imported
+    batch = cfg.microbatch_size if searched is None else 0
+    platform.configure((kept or cfg).mesh, batch, count)  # before JAX is imported
     compile_cache.configure(processes.count if processes else 1)
     distributed.join(processes, cfg.distributed)
+    if searched is not None:
+        from jaxstack.planner import auto_mesh
+
+        cfg = auto_mesh.choose(cfg, searched, kept)
+        changes = run_dir.prepare(cfg, dataset.tokenizer.to_json())
 
     from jaxstack.planner import memory
 
@@ -29,17 +46,52 @@ def main(cfg: Config) -> None:
         train(cfg, dataset, changes)
 
 
-def show(cfg: Config) -> None:
-    """Prints the sharding of every parameter, and the bytes of the state on each device. Nothing is computed."""
+def open_mesh(cfg: Config, searched: Collection[str]) -> Config:
+    """Returns the configuration with an open axis and the sizes that `searched` names; all other axes are 1."""
+    free = [f"mesh.{axis}" for axis in cfg.mesh.sizes if f"mesh.{axis}" not in searched]
+    first = "mesh.data" if "mesh.data" in free else next(iter(free), None)
+    opened = f"mesh.{cfg.mesh.open_axis}" in searched  # by a flag
+    return with_values(cfg, {key: -1 if key == first and not opened else 1 for key in free})
+
+
+def earlier_mesh(cfg: Config, searched: Collection[str]) -> Config | None:
+    """Returns the configuration with the mesh of the earlier part of the run, or None.
+
+    It is kept if it is closed, if it has what flags set, and if the configuration allows it.
+    """
+    earlier = run_dir.earlier_config(Path(cfg.run.dir))
+    if earlier is None or earlier.mesh.open_axis is not None:
+        return None
+    before, now = flat(earlier), flat(cfg)
+    if any(before[key] != now[key] for key in searched):
+        return None
+    try:
+        return with_values(cfg, {key: before[key] for key in SEARCHED_KEYS})
+    except ConfigError:
+        return None
+
+
+def show(cfg: Config, searched: Collection[str] | None = None) -> None:
+    """Prints the sharding of every parameter, and the bytes of the state on each device. Nothing is computed.
+
+    Args:
+      cfg: the configuration.
+      searched: see `main`. The mesh of an earlier part of the run is not read.
+    """
     vocabulary = cfg.model.vocab_size or data.load(cfg.data).tokenizer.vocab_size
     cfg = resolve(cfg, vocabulary)
-    platform.configure(cfg.mesh, cfg.microbatch_size)
+    if searched is not None:
+        cfg = open_mesh(cfg, searched)
+    platform.configure(cfg.mesh, cfg.microbatch_size if searched is None else 0)
 
     from jaxstack import sharding
     from jaxstack.models import family, params
     from jaxstack.models.context import Context
+    from jaxstack.planner import auto_mesh
     from jaxstack.training.state import abstract_state
 
+    if searched is not None:
+        cfg = auto_mesh.choose(cfg, searched, kept=None)
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
     state = abstract_state(cfg, Context.create(cfg, mesh))
     declared = params.flat_spec(family.spec(cfg.model))

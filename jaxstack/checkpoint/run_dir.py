@@ -88,6 +88,17 @@ def prepare(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
     return changes
 
 
+def earlier_config(run: Path) -> Config | None:
+    """Returns the configuration of the earlier part of a run that has a checkpoint, or None if there is none."""
+    saved = run / "config.yaml"
+    return parse_config([f"--config={saved}"], saved) if saved.is_file() and has_checkpoint(run) else None
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Returns whether a run has a complete checkpoint."""
+    return bool(manifest.complete_steps(checkpoints(run)))
+
+
 def write(cfg: Config, tokenizer: dict[str, object]) -> None:
     """Writes `config.yaml` and `tokenizer.json`, without the addresses and numbers of the processes."""
     run = Path(cfg.run.dir)

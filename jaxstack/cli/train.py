@@ -2,12 +2,13 @@
 
 from jsonargparse import Namespace
 
-from jaxstack.config.parse import Parser
+from jaxstack.config import SEARCHED_KEYS
+from jaxstack.config.parse import Parser, given_keys
 
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_config()
+    parser.add_config(auto_mesh=True)
     parser.add_argument(
         "--print_shardings", action="store_true", help="print how every parameter is sharded on the mesh, and exit"
     )
@@ -17,7 +18,8 @@ def main(args: Namespace) -> None:
     """Trains, or prints the shardings."""
     from jaxstack import train  # here: help and errors need not wait for it
 
+    searched = given_keys(args.words, SEARCHED_KEYS) if args.auto_mesh else None
     if args.print_shardings:
-        train.show(args.cfg)
+        train.show(args.cfg, searched)
     else:
-        train.main(args.cfg)
+        train.main(args.cfg, searched)

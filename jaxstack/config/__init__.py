@@ -10,7 +10,7 @@ from jaxstack.common.errors import ConfigError
 from jaxstack.config.data import DataConfig, SourceConfig, WeightChange
 from jaxstack.config.model import LoraConfig, ModelConfig, MoEConfig, RopeScaling
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
-from jaxstack.config.run import Config, flat, resolve, with_values
+from jaxstack.config.run import SEARCHED_KEYS, Config, flat, resolve, with_values
 from jaxstack.config.training import (
     CheckpointConfig,
     OptimConfig,
@@ -22,6 +22,7 @@ from jaxstack.config.training import (
 )
 
 __all__ = [
+    "SEARCHED_KEYS",
     "CheckpointConfig",
     "Config",
     "ConfigError",

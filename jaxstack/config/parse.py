@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,16 +44,19 @@ class Parser(ArgumentParser):
         super().__init__(*args, **kwargs)
         self._has_config = False
         self._default_config: str | None = None
+        self._auto_mesh = False
         self._words: list[str] = []
 
-    def add_config(self, default: str | Path | None = "quickstart") -> None:
+    def add_config(self, default: str | Path | None = "quickstart", auto_mesh: bool = False) -> None:
         """Adds `--config` and a flag for every key of `Config`.
 
         Args:
+          auto_mesh: whether `--mesh=auto` is accepted; `read` then returns whether it was given as `auto_mesh`.
           default: configuration that is read when the command line has no `--config`; `read` then returns the checked
             `Config` as `cfg`. None means that the command makes its own configuration from the words.
         """
         self._has_config, self._default_config = True, None if default is None else str(default)
+        self._auto_mesh = auto_mesh
         shown = f" (default: {default})" if default else ""
         self.add_argument(
             "--config",
@@ -86,12 +89,13 @@ class Parser(ArgumentParser):
 
         Returns:
           All arguments by name; `cfg`: the checked configuration; `files`: files that `--config` named; `words`: all
-          words except `--config` and its values.
+          words except `--config` and its values; `auto_mesh`: whether `--mesh=auto` was among them.
 
         Raises:
           ConfigError: an unknown key, a wrong type, an impossible value or a missing file.
         """
-        self._words = list(argv)
+        given, argv = list(argv), without_auto_mesh(argv) if self._auto_mesh else list(argv)
+        self._words = argv
         kinds = {a.dest: getattr(a, "_typehint", None) for a in self._keys()}
         self._check_groups(kinds)
         topics, others = _split_help(argv, {*kinds, *(key.rpartition(".")[0] for key in kinds)})
@@ -102,7 +106,7 @@ class Parser(ArgumentParser):
             return self._within_bounds(self.instantiate(self.parse_args(argv)))
         values, named, words = self._values(argv, kinds)
         result = Namespace(**{name: value for name, value in vars(values).items() if name not in (*GROUPS, "config")})
-        result.files, result.words = named, words
+        result.files, result.words, result.auto_mesh = named, words, given != argv
         if self._default_config is not None:
             groups = self.instantiate(values)
             result.cfg = Config(**{name: groups[name] for name in GROUPS})
@@ -312,6 +316,28 @@ def _split_help(argv: Sequence[str], names: set[str]) -> tuple[list[str], list[s
     return topics, others
 
 
+def without_auto_mesh(argv: Sequence[str]) -> list[str]:
+    """Returns the words of a command line without `--mesh=auto` or `--mesh auto`."""
+    return [
+        word
+        for before, (word, after) in zip(["", *argv], itertools.pairwise([*argv, ""]), strict=False)
+        if word != "--mesh=auto" and (word, after) != ("--mesh", "auto") and (before, word) != ("--mesh", "auto")
+    ]
+
+
+def given_keys(words: Sequence[str], keys: Collection[str]) -> set[str]:
+    """Returns those of the keys that flags set, alone or in a group such as `--mesh='{tensor: 2}'`."""
+    found = set()
+    for word, following in itertools.pairwise([*words, ""]):
+        key, equals, value = word.removeprefix("--").partition("=")
+        value = value if equals else following
+        if word.startswith("--") and key in keys:
+            found.add(key)
+        elif word.startswith("--") and value.lstrip().startswith("{"):
+            found |= {f"{key}.{name}" for name in yaml.safe_load(value)} & {*keys}
+    return found
+
+
 def user_path(text: str) -> str:
     """Returns a path of the command line, with a leading `~` replaced by the home directory."""
     return os.path.expanduser(text)
@@ -334,7 +360,7 @@ def parse_config(argv: Sequence[str], default_config: str | Path = "quickstart")
 def _config_parser(default_config: str) -> Parser:
     """Returns the parser of `parse_config`. To make it takes longer than to use it, since it reads every docstring."""
     parser = Parser(prog="jaxstack train")
-    parser.add_config(default_config)
+    parser.add_config(default_config, auto_mesh=True)
     return parser
 
 

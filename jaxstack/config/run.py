@@ -18,6 +18,12 @@ from jaxstack.config.training import (
     TrainConfig,
 )
 
+SEARCHED_KEYS = (
+    *(f"mesh.{axis}" for axis in MeshConfig().sizes), "train.grad_accum", "pipeline.schedule", "pipeline.chunks",
+    "pipeline.microbatches", "train.remat",
+)  # fmt: skip
+"""Keys that a search for a mesh chooses. They change time and memory, but not what a step computes."""
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 

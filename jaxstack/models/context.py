@@ -9,7 +9,7 @@ nothing where an axis is not split, so the same code runs on one device.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -291,7 +291,7 @@ class Context:
 
         return map_spec(gather, spec, params)
 
-    @property
+    @cached_property
     def with_gathered_params(self) -> "Context":
         """This context for parameters that `gather_params` has gathered."""
         stored = self.axes("batch")

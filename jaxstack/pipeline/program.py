@@ -11,7 +11,7 @@ Suffixes: T ticks, P stages, M microbatches, G model chunks, L layers. JAX is no
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -314,17 +314,27 @@ def resolve(cfg: Config, stages: int, sequences: int, static: bool = False) -> P
             f"model.num_layers={cfg.model.num_layers} has only {groups} {unit}; use mesh.pipe={fits[-1]}"
             + (f", or pipeline.chunks={groups // stages}" if groups >= stages else "")
         )
-    schedule = SCHEDULES[pipeline.schedule](stages, _microbatches(cfg, stages, sequences), pipeline.chunks)
+    microbatches = _microbatches(cfg, stages, sequences)
+    groups_G = even(groups, model_chunks)
+    if pipeline.partition == "even":
+        return _even_program(
+            pipeline.schedule, Stages(stages, tuple(period * n for n in groups_G), period), microbatches, static
+        )
+    schedule = SCHEDULES[pipeline.schedule](stages, microbatches, pipeline.chunks)
     partition = _cut(cfg, schedule, groups, unit)
-    groups_G = partition.layers if partition else even(groups, model_chunks)
-    return Program(schedule, Stages(stages, tuple(period * n for n in groups_G), period), partition, static)
+    placed = Stages(stages, tuple(period * n for n in partition.layers), period)
+    return Program(schedule, placed, partition, static)
 
 
-def _cut(cfg: Config, schedule: Schedule, groups: int, unit: str) -> Partition | None:
-    """Returns the partition by a file of costs; None means an even cut."""
+@lru_cache(maxsize=512)
+def _even_program(schedule: str, stages: Stages, microbatches: int, static: bool) -> Program:
+    """Returns the program of stages with equally many layers. A search over meshes asks for the same ones often."""
+    return Program(SCHEDULES[schedule](stages.stages, microbatches, stages.chunks), stages, static=static)
+
+
+def _cut(cfg: Config, schedule: Schedule, groups: int, unit: str) -> Partition:
+    """Returns the partition by a file of costs."""
     name = cfg.pipeline.partition
-    if name == "even":
-        return None
     if name == "auto":
         raise ConfigError(
             "pipeline.partition=auto is measured by train.py when it trains; elsewhere use even, or name a file made "

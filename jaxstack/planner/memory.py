@@ -137,10 +137,11 @@ def need(cfg: Config, devices: int, platform: str) -> Need:
       ShardingError: if they do not divide a parameter.
     """
     ctx = context(cfg, devices, platform)
-    return _need(cfg, ctx, abstract_state(cfg, ctx), platform)
+    return need_of(cfg, ctx, abstract_state(cfg, ctx), platform)
 
 
-def _need(cfg: Config, ctx: Context, state: TrainState, platform: str) -> Need:
+def need_of(cfg: Config, ctx: Context, state: TrainState, platform: str) -> Need:
+    """Returns the memory of a configuration whose context and abstract state exist already, see `need`."""
     if platform == "cpu":  # XLA computes in float32 there, and its arrays are float32 too
         cfg = replace(cfg, train=replace(cfg.train, dtype="float32"))
     parts = estimate.memory(cfg, ctx, state, estimate.abstract_batch(cfg, ctx))
@@ -199,7 +200,7 @@ def check(cfg: Config, ctx: Context, state: TrainState) -> str | None:
     assert ctx.mesh is not None
     devices = list(ctx.mesh.devices.flat)
     room = room_of([d for d in devices if d.process_index == jax.process_index()])
-    found = _need(cfg, ctx, state, platform_of(devices[0]))
+    found = need_of(cfg, ctx, state, platform_of(devices[0]))
     low, high = (bound * room.sharing for bound in found.bounds)
     if low > room.bytes:
         subject = _subject(cfg, found, room)

@@ -27,20 +27,20 @@ def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
 
     Args:
       mesh: sizes of the axes.
-      batch: number of sequences in one microbatch.
+      batch: number of sequences in one microbatch; 0 if the devices need not divide it.
       processes: number of processes that share the mesh.
     """
     fixed = math.prod(mesh.known_sizes.values())
     share = max(fixed // processes, 1)
     if mesh.open_axis is None:
         return share
-    cores = min(_cores(), MAX_CPU_DEVICES)
+    cores = min(physical_cores(), MAX_CPU_DEVICES)
     shared = math.prod(mesh.known_sizes[axis] for axis in ("data", "fsdp", "expert"))
     open_sizes = {n: n * processes // fixed for n in range(1, cores + 1) if n * processes % fixed == 0}
     return max([n for n, size in open_sizes.items() if batch % (size * shared) == 0], default=share)
 
 
-def _cores() -> int:
+def physical_cores() -> int:
     """Returns the number of physical cores that this process may use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(psutil.cpu_count(logical=False) or allowed, allowed)
@@ -51,7 +51,7 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
 
     Args:
       mesh: sizes of the axes.
-      batch: number of sequences in one microbatch.
+      batch: number of sequences in one microbatch; 0 if the devices need not divide it.
       processes: number of processes that share the mesh.
 
     Raises:
@@ -66,7 +66,9 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
     if devices > 1 and not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
         os.environ["XLA_FLAGS"] = f"--{'='.join(CPU_FLAG)}"  # each device has its own core
-        if devices > _cores():  # XLA's threads: with one a core, all may wait in collectives that others must begin
+        if (
+            devices > physical_cores()
+        ):  # XLA's threads: with one a core, all may wait in collectives that others must begin
             os.environ.setdefault("NPROC", str(2 * devices))
 
 

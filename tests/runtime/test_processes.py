@@ -500,7 +500,7 @@ def test_more_devices_than_cores_have_threads_of_their_own(fsdp, threads, monkey
     for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "NPROC"):
         monkeypatch.setenv(name, "")  # it is restored after the test
         monkeypatch.delenv(name)
-    monkeypatch.setattr(platform, "_cores", lambda: 2)
+    monkeypatch.setattr(platform, "physical_cores", lambda: 2)
     platform.configure(MeshConfig(data=1, fsdp=fsdp), 64)
     assert os.environ["JAX_NUM_CPU_DEVICES"] == str(fsdp)
     assert os.environ.get("NPROC") == threads

@@ -1,0 +1,94 @@
+"""Finds the fastest mesh that fits on a target, and prints the flags to paste.
+
+All meshes that the model and the batch allow are ranked by their predicted time. Where the target's compiler is
+installed, the best are compiled, and memory and traffic are shown by formula and as compiled. Mesh, pipeline,
+train.remat and train.grad_accum are searched; a flag that sets one of their keys restricts the search.
+"""
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from jsonargparse import Namespace
+
+from jaxstack.cli.plan import with_vocabulary
+from jaxstack.config import SEARCHED_KEYS, ConfigError
+from jaxstack.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+from jaxstack.config.parse import Parser, given_keys
+
+if TYPE_CHECKING:
+    from jaxstack.planner.mesh_plan import Devices
+    from jaxstack.planner.mesh_search import Candidate, Found
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument(
+        "--target",
+        type=str,
+        help="chip and number or topology of chips, such as a100:8, v5e:4x4 or h100:8x8 (required)",
+        metavar="CHIP:TOPOLOGY",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="GIB",
+        type=PositiveFloat | None,
+        help="GiB of a device to use; null means all of a TPU's, and the three quarters of a GPU's that JAX reserves",
+    )
+    parser.add_argument("--top", type=PositiveInt, default=8, help="meshes to print")
+    parser.add_argument("--compile", type=NonNegativeInt, default=2, help="meshes to compile, in minutes each")
+    parser.add_config()
+
+
+def main(args: Namespace) -> None:
+    """Searches, compiles the best meshes, and prints the report.
+
+    Raises:
+      ConfigError: the target is unknown, no mesh is possible, or none fits.
+    """
+    if not args.target:
+        raise ConfigError("--target is missing. Name a chip and a topology, such as --target a100:8 or h100:8x8.")
+    cfg = with_vocabulary(args.cfg)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: the target's chips are not here
+
+    from jaxstack.planner import aot, mesh_plan
+
+    devices, begin = mesh_plan.of_target(args.target, args.memory), time.perf_counter()
+    found = mesh_plan.search(cfg, devices, given_keys(args.words, SEARCHED_KEYS), max(args.top, args.compile))
+    print(
+        f"{devices.count} devices ({args.target}) with {devices.room.bytes / mesh_plan.GIB:.1f} GiB each: "
+        f"{found.meshes:,} meshes, {found.examined:,} candidates examined, {found.too_large:,} do not fit; "
+        f"{time.perf_counter() - begin:.1f} s"
+    )
+    print(mesh_plan.table(found, cfg))
+    reason = "--compile is 0." if not args.compile else aot.obstacle(args.target)
+    best = found.ranked[0]
+    if reason:
+        print(f"\nby formula for {args.target}; nothing was compiled: {reason}")
+    else:
+        best = compile_best(found, devices, args.compile)
+    print(f"\nflags of the best\n{' '.join(mesh_plan.flags(best.cfg, cfg))}")
+
+
+def compile_best(found: "Found", devices: "Devices", count: int) -> "Candidate":
+    """Compiles the best candidates, prints the comparison, and returns the first that fits as compiled.
+
+    Raises:
+      ConfigError: none of them fits.
+    """
+    from jaxstack.planner import mesh_plan
+
+    compiled = []
+    for candidate in found.ranked[:count]:
+        begin = time.perf_counter()
+        compiled.append(mesh_plan.compile_candidate(candidate, devices.name))
+        print(f"compiled rank {len(compiled)} in {time.perf_counter() - begin:.0f} s", flush=True)
+    print(f"\n{mesh_plan.comparison(compiled)}")
+    fitting = [one for one in compiled if one.fits(devices.room)]
+    if not fitting:
+        raise ConfigError(
+            f"none of the {len(compiled)} compiled meshes fits {devices.room.bytes / mesh_plan.GIB:.1f} GiB. Compile "
+            f"more with --compile={2 * count}, or give less memory to the search with --memory."
+        )
+    print(f"\nrank {1 + compiled.index(fitting[0])} as compiled\n{fitting[0].step}")
+    return fitting[0].candidate

@@ -1,0 +1,50 @@
+"""Chooses the mesh of `--mesh=auto` for the devices of a run."""
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+
+import jax
+
+from jaxstack.config import Config, with_values
+from jaxstack.planner import mesh_plan
+from jaxstack.runtime import distributed
+from jaxstack.sharding import find_devices
+
+
+def choose(cfg: Config, given: Collection[str], kept: Config | None) -> Config:
+    """Returns the configuration with the mesh of the run so far or the best one, and prints which on process 0.
+
+    All processes choose the same: the choice depends on the configuration, on the devices of all processes and on the
+    memory that process 0 has.
+
+    Args:
+      cfg: the resolved configuration. An axis of its mesh is open.
+      given: keys of `config.SEARCHED_KEYS` that the search must not change.
+      kept: the configuration with the mesh of the earlier part of the run. None means that there is none to keep.
+
+    Raises:
+      ConfigError: no mesh is possible, none fits, or there is no data sheet of the devices.
+    """
+    devices = find_devices()
+    chosen, line = _choose(cfg, given, kept, devices)
+    if jax.process_index() == 0:
+        print(line, flush=True)
+    return chosen
+
+
+def _choose(cfg: Config, given: Collection[str], kept: Config | None, devices: list[jax.Device]) -> tuple[Config, str]:
+    if kept is not None and math.prod(kept.mesh.sizes.values()) == len(devices):
+        return kept, f"mesh     of the run so far: {' '.join(mesh_plan.flags(kept, kept))}"
+    if len(devices) == 1:
+        closed = with_values(cfg, {f"mesh.{axis}": 1 for axis in cfg.mesh.sizes})
+        return closed, "mesh     one device, so that --mesh=auto has nothing to choose"
+    local = [d for d in devices if d.process_index == jax.process_index()]
+    here = mesh_plan.at_hand(devices, local)
+    if jax.process_count() > 1:  # all processes must choose the same mesh
+        size = distributed.broadcast_from_process_0(int(here.room.bytes / 2**20)) * 2**20
+        here = replace(here, room=replace(here.room, bytes=size))
+    first, *others = mesh_plan.search(cfg, here, given, count=2).ranked
+    words = [f"{' '.join(mesh_plan.flags(c.cfg, cfg))} ({c.seconds:.3g} s a step predicted)" for c in (first, *others)]
+    line = f"mesh     {words[0]}, chosen for {len(devices)} devices"
+    return first.cfg, line + (f"; runner-up {words[1]}" if others else "")

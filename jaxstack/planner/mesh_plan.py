@@ -1,0 +1,203 @@
+"""Searches a mesh for a target or for the available devices, and puts the result into words and flags."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jaxstack.common.hardware import CHIPS, chip_name
+from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, with_values
+from jaxstack.kernels.implementation import platform_of
+from jaxstack.planner import aot, figures, hlo, mesh_search
+from jaxstack.planner.memory import GIB, Flags, Room, room_of
+from jaxstack.planner.mesh_search import PIPELINE_KEYS, Candidate, Clock, Found
+from jaxstack.planner.roofline import ChipLimits
+from jaxstack.planner.step_clocks import ChipClock, CpuClock
+from jaxstack.planner.step_time import CALIBRATED
+from jaxstack.runtime import platform
+
+RESERVED = 0.75
+"""Fraction of a GPU's memory that JAX reserves, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices that a mesh is searched for.
+
+    Attributes:
+      name: what they are, such as `h100:8x8`.
+      count: their number.
+      platform: `cpu`, `gpu` or `tpu`.
+      room: the memory of one, or of all if they share it.
+      clock: predicts times.
+    """
+
+    name: str
+    count: int
+    platform: str
+    room: Room
+    clock: Clock
+
+
+def of_target(target: str, gigabytes: float | None = None) -> Devices:
+    """Returns the devices that a target names, see `figures.limits_of`.
+
+    Args:
+      target: chip and topology.
+      gigabytes: GiB of memory of a device to use; None means those of the chip, or what JAX reserves of a GPU's.
+
+    Raises:
+      ConfigError: the target is unknown.
+    """
+    name, count, limits = figures.limits_of(target)
+    chip = limits.chip
+    room = chip.hbm_bytes * (RESERVED if chip.platform == "gpu" else 1) if gigabytes is None else gigabytes * GIB
+    return Devices(target, count, chip.platform, Room(f"a device ({name})", room, room), ChipClock(limits))
+
+
+def at_hand(devices: Sequence[jax.Device], local: Sequence[jax.Device]) -> Devices:
+    """Returns the devices of a run, of which this process has the local ones.
+
+    Raises:
+      ConfigError: there is no data sheet of the device.
+    """
+    kind, room = devices[0].device_kind, room_of(local)
+    if devices[0].platform == "cpu":
+        return Devices("CPU devices", len(devices), "cpu", room, CpuClock(platform.physical_cores()))
+    name = chip_name(kind)
+    if name is None:
+        raise ConfigError(f"mesh=auto has no data sheet of {kind}. Set the axes of the mesh, such as mesh.fsdp.")
+    hosts = len({d.process_index for d in devices})
+    host = len(devices) // hosts if platform_of(devices[0]) == "gpu" else None
+    limits = ChipLimits(CHIPS[name], *CALIBRATED[:2], host_devices=host, link_efficiency=CALIBRATED.link_efficiency)
+    return Devices(kind, len(devices), platform_of(devices[0]), room, ChipClock(limits))
+
+
+def search(cfg: Config, devices: Devices, given: Collection[str] = (), count: int = 8) -> Found:
+    """Returns the fastest candidates that fit, one for each mesh.
+
+    Args:
+      cfg: the resolved configuration.
+      devices: to search for.
+      given: keys of `config.SEARCHED_KEYS` whose values in `cfg` are kept.
+      count: meshes to return at most.
+
+    Raises:
+      ConfigError: no mesh is possible, or none fits. The message names the nearest that is possible and fits.
+    """
+    found = mesh_search.search(cfg, devices.count, devices.platform, given, devices.room, devices.clock, count)
+    if not found.meshes:
+        raise _impossible(cfg, devices, given)
+    if not found.ranked:
+        raise _too_large(cfg, devices, given, found)
+    return found
+
+
+def _kept(cfg: Config, given: Collection[str]) -> str:
+    """Returns the given keys with their values, as flags behind the word `with`."""
+    return " with " + " ".join(f"--{key}={flat(cfg)[key]}" for key in SEARCHED_KEYS if key in given) if given else ""
+
+
+def _impossible(cfg: Config, devices: Devices, given: Collection[str]) -> ConfigError:
+    """Returns the error that no mesh is possible: what refuses the plainest one, and the nearest number of devices."""
+    plain: Flags = {key: 1 for key in SEARCHED_KEYS if key.startswith("mesh.") and key not in given}
+    if "mesh.data" in plain:
+        plain["mesh.data"] = -1
+    reason = ""
+    try:
+        mesh_search.require(cfg, devices.count, devices.platform, plain)
+    except ConfigError as error:
+        reason = f" {str(error)[0].upper()}{str(error)[1:].rstrip('.')}."
+    fewer = (n for n in range(devices.count - 1, 0, -1) if mesh_search.is_possible(cfg, n, devices.platform, given))
+    nearest = next(fewer, None)
+    advice = f"{nearest} devices have a mesh." if nearest else "Change the keys that are given."
+    return ConfigError(f"{devices.count} devices ({devices.name}) have no mesh{_kept(cfg, given)}.{reason} {advice}")
+
+
+def _too_large(cfg: Config, devices: Devices, given: Collection[str], found: Found) -> ConfigError:
+    """Returns the error that no mesh fits: what the smallest needs, and what would fit."""
+    least = found.least
+    assert least is not None
+    room, needed = devices.room, least.need.formula * devices.room.sharing / mesh_search.HEADROOM / GIB
+    help_ = [f"{needed:.3g} GiB of memory with {' '.join(flags(least.cfg, cfg))}"]
+    for batch in mesh_search.smaller_batches(cfg):
+        smaller = with_values(cfg, {"data.batch_size": batch, "train.grad_accum": 1})
+        run = mesh_search.Search(smaller, devices.count, devices.platform, given, room, devices.clock)
+        if run.can_fit({f"mesh.{axis}": size for axis, size in least.cfg.mesh.sizes.items()}):
+            help_.append(f"--data.batch_size={batch}")
+            break
+    if room.sharing == 1 and not any(key.startswith("mesh.") for key in given):
+        for times in (2, 4, 8, 16, 32, 64):
+            if mesh_search.any_fits(cfg, devices.count * times, devices.platform, given, room, devices.clock):
+                help_.append(f"{devices.count * times} devices")
+                break
+    return ConfigError(
+        f"{least.cfg.model.num_layers} layers of model.d_model={least.cfg.model.d_model} with data.batch_size="
+        f"{cfg.data.batch_size} do not fit any mesh of {devices.count} devices ({devices.name})"
+        f"{_kept(cfg, given)}: {room.name} has {room.bytes / GIB:.3g} GiB, of which a tenth is left free. The nearest "
+        f"that fits: {'; '.join(help_)}."
+    )
+
+
+def flags(cfg: Config, base: Config) -> list[str]:
+    """Returns the flags that turn `base` into a candidate, with every axis that splits something."""
+    values, before = flat(cfg), flat(base)
+    shown = []
+    for key in SEARCHED_KEYS:
+        if key in PIPELINE_KEYS and cfg.mesh.pipe == 1:
+            continue
+        axis = key.startswith("mesh.") and values[key] != 1
+        if axis or key == "mesh.data" or values[key] != before[key] or (key in PIPELINE_KEYS and values[key] != 1):
+            shown.append(f"--{key}={values[key]}")
+    return shown
+
+
+def table(found: Found, cfg: Config) -> str:
+    """Returns the ranked candidates with predicted time and memory, one in a line."""
+    lines = [f"{'rank':<5} {'step s':>9} {'tokens/s':>12} {'GiB':>8}  flags"]
+    tokens = cfg.data.batch_size * cfg.data.seq_len
+    for rank, c in enumerate(found.ranked, 1):
+        rate = f"{tokens / c.seconds:,.0f}"
+        words = " ".join(flags(c.cfg, cfg))
+        lines.append(f"{rank:<5} {c.seconds:>9.4g} {rate:>12} {c.need.formula / GIB:>8.2f}  {words}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A candidate beside its compiled program.
+
+    Attributes:
+      candidate: the candidate.
+      step: the compiled step, or None if it could not be compiled.
+      reason: why it could not.
+    """
+
+    candidate: Candidate
+    step: aot.CompiledStep | None
+    reason: str = ""
+
+    def fits(self, room: Room) -> bool:
+        """Returns whether the compiled program fits."""
+        return self.step is not None and self.step.total <= room.bytes
+
+
+def compile_candidate(candidate: Candidate, target: str) -> Compiled:
+    """Compiles a candidate for a target; one that cannot be compiled is a result too."""
+    try:
+        return Compiled(candidate, aot.compile(candidate.cfg, target))
+    except (ConfigError, ValueError, jax.errors.JaxRuntimeError) as error:
+        return Compiled(candidate, None, str(error).partition("\n")[0][:150])
+
+
+def comparison(compiled: Sequence[Compiled]) -> str:
+    """Returns the memory and the bytes sent of each candidate, by formula and as compiled, one in a line."""
+    lines = [f"{'rank':<5} {'GiB, formula':>13} {'compiled':>9} {'GiB sent, formula':>18} {'compiled':>9}"]
+    for rank, one in enumerate(compiled, 1):
+        formula = one.candidate.need.formula / GIB
+        if one.step is None:
+            lines.append(f"{rank:<5} {formula:>13.2f}  not compiled: {one.reason}")
+            continue
+        expected, sent = (sum(hlo.sent(each).values()) / GIB for each in (one.step.expected, one.step.collectives))
+        lines.append(f"{rank:<5} {formula:>13.2f} {one.step.total / GIB:>9.2f} {expected:>18.3f} {sent:>9.3f}")
+    return "\n".join(lines)

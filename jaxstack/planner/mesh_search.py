@@ -1,0 +1,332 @@
+"""Searches the meshes that a run can have on a number of devices, and ranks those that fit by their predicted time.
+
+Beside the axes of the mesh, the search chooses what goes with it: the pipeline's schedule, chunks and microbatches,
+gradient accumulation, and what is recomputed. None of these changes what a step computes. What is allowed follows from
+the checks of the configuration, of the pipeline and of the sharding rules: a candidate is what passes all of them.
+
+A candidate fits if `estimate.memory` is at most `HEADROOM` of the memory. Meshes are visited in the order of a lower
+bound of their time, and no mesh is visited whose bound exceeds the times found. Nothing is compiled, and all meshes are
+abstract.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, get_args, get_type_hints
+
+from jaxstack.config import Config, ConfigError, PipelineConfig, resolve, with_values
+from jaxstack.models import family
+from jaxstack.models.context import Context
+from jaxstack.planner import memory
+from jaxstack.planner.estimate import divisors
+from jaxstack.planner.memory import Flags, Need, Room
+from jaxstack.sharding import AXES
+from jaxstack.training.state import TrainState, abstract_state
+
+PIPELINE_KEYS = ("pipeline.schedule", "pipeline.chunks", "pipeline.microbatches")
+
+SCHEDULES = sorted(get_args(get_type_hints(PipelineConfig)["schedule"]))
+"""Values of `pipeline.schedule`; 1f1b, which needs the least memory, is the first."""
+
+LESS = {"none": (), "dots": ("none",), "selective": ("none",), "full": ("none", "dots", "selective")}
+"""By recomputation policy, those that repeat only what it repeats and are never slower. `none` is the first."""
+
+HEADROOM = 0.9
+"""Fraction of the memory that a candidate may need by formula, whose error is up to a tenth."""
+
+
+class Clock(Protocol):
+    """Predicts the time of a training step."""
+
+    def seconds(self, cfg: Config, ctx: Context) -> float:
+        """Returns the seconds of a step."""
+
+    def bound(self, cfg: Config, ctx: Context) -> float:
+        """Returns seconds that no candidate on the mesh of one with the least recomputation and accumulation beats."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration with a mesh that fits.
+
+    Attributes:
+      cfg: the configuration, with every axis of the mesh closed.
+      seconds: predicted time of a step.
+      need: memory of a device.
+    """
+
+    cfg: Config
+    seconds: float
+    need: Need
+
+    @property
+    def order(self) -> tuple[float, int, float, tuple[int, ...]]:
+        """Sorts by time; among equals, fewer axes and less memory come first."""
+        sizes = tuple(self.cfg.mesh.sizes.values())
+        return (float(f"{self.seconds:.6g}"), sum(n > 1 for n in sizes), self.need.formula, sizes)
+
+
+@dataclass
+class Found:
+    """The result of a search.
+
+    Attributes:
+      ranked: the best candidate of each mesh that was visited, fastest first.
+      meshes: number of meshes that are possible.
+      examined: number of candidates whose memory was estimated.
+      too_large: how many of them do not fit.
+      least: the candidate that needs the least memory, if none fits.
+    """
+
+    ranked: list[Candidate] = field(default_factory=list)
+    meshes: int = 0
+    examined: int = 0
+    too_large: int = 0
+    least: Candidate | None = None
+
+
+def factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yields every tuple of `count` positive integers with this product."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in divisors(number):
+        for rest in factorisations(number // first, count - 1):
+            yield (first, *rest)
+
+
+def candidates(cfg: Config, devices: int, platform: str, given: Collection[str] = ()) -> Iterator[Config]:
+    """Yields every configuration that the search may choose.
+
+    Left out are only repetitions: `interleaved_1f1b` with one chunk is `1f1b`, chunks that do not divide the layers
+    evenly run as long as larger ones, without a pipeline its keys mean nothing, and without experts `expert` is `fsdp`.
+
+    Args:
+      cfg: the resolved configuration.
+      devices: their number.
+      platform: `cpu`, `gpu` or `tpu`.
+      given: keys of `SEARCHED_KEYS` whose values in `cfg` are kept.
+    """
+    for sizes in meshes(cfg, devices, given):
+        for accum in _accums(cfg, given):
+            for piped in _pipelines(cfg, sizes, accum, given):
+                for remat in _remats(cfg, given):
+                    values = sizes | piped | {"train.grad_accum": accum, "train.remat": remat}
+                    if (made := make(cfg, devices, platform, values)) is not None and _divides(*made):
+                        yield made[0]
+
+
+def _divides(cfg: Config, ctx: Context) -> bool:
+    """Returns whether the mesh divides every parameter."""
+    try:
+        ctx.parameters(family.spec(cfg.model))
+    except ConfigError:
+        return False
+    return True
+
+
+def meshes(cfg: Config, devices: int, given: Collection[str]) -> Iterator[Flags]:
+    """Yields the sizes of every mesh of the devices that keeps the given ones; not all of them are valid.
+
+    Without experts, `expert` splits what `fsdp` splits, so that it stays 1.
+    """
+    kept = {axis: cfg.mesh.sizes[axis] for axis in AXES if f"mesh.{axis}" in given and cfg.mesh.sizes[axis] > 0}
+    if not cfg.model.moe.num_experts:
+        kept.setdefault("expert", 1)
+    for sizes in factorisations(devices, len(AXES)):
+        named = dict(zip(AXES, sizes, strict=True))
+        if all(named[axis] == size for axis, size in kept.items()):
+            yield {f"mesh.{axis}": size for axis, size in named.items()}
+
+
+def _accums(cfg: Config, given: Collection[str]) -> list[int]:
+    return [cfg.train.grad_accum] if "train.grad_accum" in given else divisors(cfg.data.batch_size)
+
+
+def _remats(cfg: Config, given: Collection[str]) -> tuple[str, ...]:
+    return (cfg.train.remat,) if "train.remat" in given else tuple(LESS)
+
+
+def _pipelines(cfg: Config, sizes: Flags, accum: int, given: Collection[str]) -> list[Flags]:
+    """Returns the pipelines for a mesh: schedules and chunks, each with every number of microbatches, most first."""
+    stages = sizes["mesh.pipe"]
+    if stages == 1:
+        return [{}]
+    kept = {key: getattr(cfg.pipeline, key.partition(".")[2]) for key in PIPELINE_KEYS if key in given}
+    groups = cfg.model.num_layers // len(cfg.model.windows)
+    chunks = [n for n in divisors(groups // stages) if n > 1] if groups % stages == 0 else []
+    if kept.get("pipeline.chunks", 1) > 1:
+        chunks = [kept["pipeline.chunks"]]
+    shapes = [(name, 1) for name in SCHEDULES if name != "interleaved_1f1b"]  # with one chunk it is 1f1b
+    shapes += [(name, n) for n in chunks for name in SCHEDULES]
+    sequences = cfg.data.batch_size // accum // math.prod(sizes[f"mesh.{axis}"] for axis in ("data", "fsdp", "expert"))
+    found = [
+        {"pipeline.schedule": schedule, "pipeline.chunks": n, "pipeline.microbatches": count}
+        for schedule, n in shapes
+        for count in reversed(divisors(sequences) if sequences else [])
+    ]
+    return [one for one in found if one.items() >= kept.items()]
+
+
+def make(cfg: Config, devices: int, platform: str, values: Flags) -> tuple[Config, Context] | None:
+    """Returns a configuration with other values and its context, or None if a check refuses it."""
+    try:
+        return require(cfg, devices, platform, values)
+    except ConfigError:
+        return None
+
+
+def require(cfg: Config, devices: int, platform: str, values: Flags) -> tuple[Config, Context]:
+    """Returns a configuration with other values and its context.
+
+    Raises:
+      ConfigError: a check refuses it.
+    """
+    assert cfg.model.vocab_size is not None
+    if values.get("mesh.pipe", cfg.mesh.pipe) == 1:  # what the file says of a pipeline must not refuse other meshes
+        values = values | {"pipeline.schedule": "1f1b", "pipeline.chunks": 1, "pipeline.microbatches": None}
+    changed = resolve(with_values(cfg, values), cfg.model.vocab_size)
+    return changed, memory.context(changed, devices, platform)
+
+
+class Search:
+    """Visits meshes, and keeps what it finds in `found`.
+
+    Args of the constructor: see `search`.
+    """
+
+    def __init__(
+        self, cfg: Config, devices: int, platform: str, given: Collection[str], room: Room, clock: Clock
+    ) -> None:
+        self.cfg, self.devices, self.given = cfg, devices, given
+        self.room, self.clock, self.platform = room, clock, platform
+        self.found = Found()
+        self._states: dict[tuple[tuple[int, ...], int], TrainState | None] = {}
+
+    def need(self, cfg: Config, ctx: Context) -> Need | None:
+        """Returns the memory of a device, or None if a rule does not divide a parameter. Counts the candidate."""
+        key = tuple(cfg.mesh.sizes.values()), 0 if ctx.pipeline is None else len(ctx.pipeline.stages.layer_of_slot)
+        if key not in self._states:
+            try:
+                self._states[key] = abstract_state(cfg, ctx)
+            except ConfigError:
+                self._states[key] = None
+        state = self._states[key]
+        return None if state is None else memory.need_of(cfg, ctx, state, self.platform)
+
+    def fits(self, cfg: Config, ctx: Context) -> Need | None:
+        """Returns the memory of a candidate that fits, or None; counts it."""
+        need = self.need(cfg, ctx)
+        if need is None:
+            return None
+        self.found.examined += 1
+        if need.formula * self.room.sharing <= HEADROOM * self.room.bytes:
+            return need
+        self.found.too_large += 1
+        least = self.found.least
+        if least is None or need.formula < least.need.formula:
+            self.found.least = Candidate(cfg, math.inf, need)
+        return None
+
+    def first(self, sizes: Flags) -> tuple[float, Flags] | None:
+        """Returns the lower bound of a mesh and its sizes, or None if no candidate has it."""
+        for accum in _accums(self.cfg, self.given):
+            for piped in reversed(_pipelines(self.cfg, sizes, accum, self.given)):
+                made = self.make(sizes, accum, piped, _remats(self.cfg, self.given)[0])
+                if made is not None and self.need(*made) is not None:
+                    return self.clock.bound(*made), sizes
+        return None
+
+    def can_fit(self, sizes: Flags) -> bool:
+        """Returns whether any candidate of a mesh may fit: one of those that need the least memory does.
+
+        The least memory is that of the most recomputation and microbatches. For a model with few activations it is
+        that of no accumulation, whose sums of gradients are arrays of their own.
+        """
+        accums = _accums(self.cfg, self.given)
+        for ordered in (accums, accums[::-1]):
+            made = [
+                one
+                for accum in ordered
+                for piped in _pipelines(self.cfg, sizes, accum, self.given)[:1]
+                for remat in _remats(self.cfg, self.given)[-2:]
+                if (one := self.make(sizes, accum, piped, remat)) is not None
+            ]
+            if any(self.fits(*one) is not None for one in made[:2]):  # of the first accumulation that is valid
+                return True
+        return False
+
+    def make(self, sizes: Flags, accum: int, piped: Flags, remat: str) -> tuple[Config, Context] | None:
+        """Returns a candidate and its context, or None if a check refuses it."""
+        values = sizes | piped | {"train.grad_accum": accum, "train.remat": remat}
+        return make(self.cfg, self.devices, self.platform, values)
+
+    def visit(self, sizes: Flags) -> Candidate | None:
+        """Returns the fastest candidate of a mesh that fits, or None if none does.
+
+        More accumulation helps only where less does not fit, since it repeats what is done once for a microbatch. A
+        pipeline has microbatches of its own.
+        """
+        if not self.can_fit(sizes):
+            return None
+        found: list[Candidate] = []
+        accums = _accums(self.cfg, self.given)
+        pipelines = _pipelines(self.cfg, sizes, accums[0], self.given)
+        for piped in pipelines:
+            fitted: dict[str, int] = {}  # by policy, the least accumulation that fits
+            for remat in _remats(self.cfg, self.given):
+                enough = min((fitted[less] for less in LESS[remat] if less in fitted), default=math.inf)
+                for accum in accums if sizes["mesh.pipe"] == 1 else accums[:1]:
+                    if accum < enough and remat not in fitted and (one := self._fitting(sizes, accum, piped, remat)):
+                        fitted[remat] = accum
+                        found.append(one)
+        return min(found, key=lambda one: one.order, default=None)
+
+    def _fitting(self, sizes: Flags, accum: int, piped: Flags, remat: str) -> Candidate | None:
+        made = self.make(sizes, accum, piped, remat)
+        need = None if made is None else self.fits(*made)
+        return None if made is None or need is None else Candidate(made[0], self.clock.seconds(*made), need)
+
+
+def is_possible(cfg: Config, devices: int, platform: str, given: Collection[str]) -> bool:
+    """Returns whether the devices have any candidate."""
+    return next(candidates(cfg, devices, platform, given), None) is not None
+
+
+def any_fits(cfg: Config, devices: int, platform: str, given: Collection[str], room: Room, clock: Clock) -> bool:
+    """Returns whether a mesh of the devices fits."""
+    run = Search(cfg, devices, platform, given, room, clock)
+    return any(run.can_fit(sizes) for sizes in meshes(cfg, devices, given))
+
+
+def smaller_batches(cfg: Config) -> list[int]:
+    """Returns the divisors of the batch size that are smaller, largest first."""
+    return divisors(cfg.data.batch_size)[-2::-1]
+
+
+def search(
+    cfg: Config, devices: int, platform: str, given: Collection[str], room: Room, clock: Clock, count: int = 8
+) -> Found:
+    """Returns the fastest candidates that fit, one for each mesh.
+
+    Args:
+      cfg: the resolved configuration.
+      devices: their number.
+      platform: `cpu`, `gpu` or `tpu`.
+      given: keys of `SEARCHED_KEYS` whose values in `cfg` are kept.
+      room: memory of a device, or of all devices if they share it.
+      clock: predicts times.
+      count: meshes to return at most.
+
+    """
+    run = Search(cfg, devices, platform, given, room, clock)
+    bounds = [one for sizes in meshes(cfg, devices, given) if (one := run.first(sizes)) is not None]
+    run.found.meshes = len(bounds)
+    ranked: list[Candidate] = []
+    for bound, sizes in sorted(bounds, key=lambda one: (one[0], *one[1].values())):
+        if len(ranked) >= count and bound > ranked[count - 1].seconds:
+            break
+        if (best := run.visit(sizes)) is not None:
+            ranked = sorted([*ranked, best], key=lambda c: c.order)
+    run.found.ranked = ranked[:count]
+    return run.found

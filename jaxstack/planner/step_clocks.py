@@ -1,0 +1,102 @@
+"""Predicts the time of a step for a search over meshes: on chips by `step_time`, and on the simulated devices of a CPU.
+
+Simulated devices share the cores. What one device repeats, such as an update of replicated parameters, therefore takes
+time that another device would use: the time of a step is the work of all devices over the cores. `CpuClock` has five
+constants, which `benchmarks/mesh_search.py` fits to measured steps.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxstack.config import Config
+from jaxstack.models.context import Context
+from jaxstack.planner import shards
+from jaxstack.planner.roofline import ChipLimits
+from jaxstack.planner.roofline_step import local_operations
+from jaxstack.planner.step_time import step_time
+from jaxstack.planner.traffic import traffic
+
+
+@dataclass(frozen=True)
+class ChipClock:
+    """Times on a chip.
+
+    Attributes:
+      limits: the chip, and the fractions of its figures that programs reach.
+    """
+
+    limits: ChipLimits
+
+    def seconds(self, cfg: Config, ctx: Context) -> float:
+        """Returns the seconds of a step."""
+        return step_time(cfg, ctx, self.limits).total
+
+    def bound(self, cfg: Config, ctx: Context) -> float:
+        """Returns the seconds without idle stages.
+
+        More microbatches shorten the idle time, in which stages communicate too. They make nothing else shorter.
+        """
+        time, turns = step_time(cfg, ctx, self.limits), 1.0
+        if ctx.pipeline is not None:
+            turns += ctx.pipeline.bubble
+        waits = math.fsum(each for axes, each in time.exposed.items() if "pipe" not in axes.split("+"))
+        return time.layers + time.head + time.update + waits / turns
+
+
+class CpuWork(NamedTuple):
+    """What a step does on a device of a CPU; the constants of `CpuClock` are the seconds of one of each.
+
+    Attributes:
+      flops: FLOPs of matmuls.
+      bytes: bytes that operations read and write.
+      operations: operations that are started.
+      collectives: collectives that the device takes part in.
+      sent: bytes that it sends.
+    """
+
+    flops: float
+    bytes: float
+    operations: float
+    collectives: float
+    sent: float
+
+
+def cpu_work(cfg: Config, ctx: Context) -> CpuWork:
+    """Counts the work of a device in a step. Stages of a pipeline that wait compute along with the others."""
+    turns = 1.0 if ctx.pipeline is None else 1 + ctx.pipeline.bubble
+    flops = size = runs = 0.0
+    for op in local_operations(cfg, ctx):
+        times = op.times * (turns if op.of_layer else 1)
+        flops += times * op.flops if op.kind == "contraction" else 0
+        size += times * op.bytes
+        runs += times
+    sent = traffic(cfg, ctx)
+    return CpuWork(flops, size, runs, sum(c.times for c in sent), sum(c.sent for c in sent))
+
+
+SECONDS = CpuWork(flops=2e-11, bytes=1e-10, operations=5e-6, collectives=5e-5, sent=5e-10)
+"""Seconds of one core for one of each, from benchmarks/results/mesh_search.json."""
+
+
+@dataclass(frozen=True)
+class CpuClock:
+    """Times on the simulated devices of a CPU.
+
+    Attributes:
+      cores: physical cores.
+      constants: seconds of one core for each kind of work.
+    """
+
+    cores: int
+    constants: CpuWork = SECONDS
+
+    def seconds(self, cfg: Config, ctx: Context) -> float:
+        """Returns the seconds of a step."""
+        devices = shards.device_count(ctx)
+        work = sum(amount * each for amount, each in zip(cpu_work(cfg, ctx), self.constants, strict=True))
+        return work * devices / min(devices, self.cores)
+
+    def bound(self, cfg: Config, ctx: Context) -> float:
+        """Returns 0: a CPU has few devices, so that every mesh is visited."""
+        return 0.0
