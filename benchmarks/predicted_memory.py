@@ -125,7 +125,10 @@ def predict(name: str, chip: str) -> tuple[dict[str, float], dict[tuple[str, str
     cfg, platform = CASES[name], PLATFORMS[chip]
     devices = math.prod(cfg.mesh.sizes.values())
     ctx = memory.context(cfg, devices, platform)
-    return estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx)), dict(hlo.sent(estimate.traffic(cfg, ctx)))
+    parts = estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx))
+    if kept := estimate.kept_bytes(cfg, ctx):
+        parts["recomputed arrays that are kept"] = kept
+    return parts, dict(hlo.sent(estimate.traffic(cfg, ctx)))
 
 
 def compile_case(name: str, chip: str, programs: Path | None = None) -> dict[str, Any]:

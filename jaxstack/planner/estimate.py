@@ -21,9 +21,6 @@ from jaxstack.planner.traffic import traffic as traffic
 from jaxstack.runtime.xla_options import select_options
 from jaxstack.training.state import TrainState, abstract_state
 
-KEPT = "kept by XLA while there is room"
-"""Purpose of `memory` whose bytes a program needs only on devices that have room for them."""
-
 GROUPS = 16
 """Groups of chunks of `kernels.attention.chunked` for all but short sequences."""
 
@@ -95,7 +92,6 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> dict[s
     update = _muon_bytes(cfg, ctx, weights)
     if update:
         work = max(work, update - gradients - layers * saved - cast)
-    kept = _kept_bytes(cfg, ctx, acts)
     return {
         "parameters, float32": shards.bytes_of(state.params),
         "optimizer state": shards.bytes_of(replace(state, params=())),
@@ -104,7 +100,6 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> dict[s
         "gradients": gradients,
         f"saved by {layers} layers, remat {t.remat}": layers * saved,
         f"work of one layer{', the head or Muon' if update else ' or the head'}": work,
-        **({KEPT: kept} if kept else {}),
     }
 
 
@@ -175,16 +170,17 @@ def _copied_bytes(cfg: Config, ctx: Context, acts: Activations) -> float:
     return 0
 
 
-def _kept_bytes(cfg: Config, ctx: Context, acts: Activations) -> float:
-    """Returns the bytes of recomputed arrays of all layers that several GPUs keep where no loop runs the layers.
+def kept_bytes(cfg: Config, ctx: Context) -> float:
+    """Returns the bytes of recomputed arrays that several GPUs keep beside those of `memory`, if they have room.
 
-    The scheduler computes the gradients of the MLP's weights late, beside collectives, until it reaches the device's
-    memory. Until then the operands of these gradients are alive.
+    This is where no loop runs the layers and `train.remat` is `full`. The scheduler computes the gradients of the MLP's
+    weights late, beside collectives, until it reaches the device's memory. The operands of these gradients are alive
+    until then.
     """
     several = ctx.pipeline is None and ctx.platform == "gpu" and bool(select_options(ctx.platform, ctx.mesh).used)
     if not several or ctx.layers == "scan" or cfg.train.remat != "full":
         return 0
-    return itemsize(cfg) * (4 if cfg.model.gated else 2) * acts.hidden * cfg.model.num_layers
+    return itemsize(cfg) * (4 if cfg.model.gated else 2) * count_activations(cfg, ctx).hidden * cfg.model.num_layers
 
 
 def _peeled_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) -> tuple[float, float]:

@@ -143,7 +143,7 @@ def _continues(i: Instruction, instructions: list[Instruction]) -> bool:
 def _moved(kind: str, i: Instruction, devices: int) -> list[tuple[str, tuple[int, ...]]]:
     """Returns dtype and shape of each full array that the collective runs on."""
     arrays = arrays_of(i.type)
-    if i.op.endswith("-start") and kind in ("all-gather", "reduce-scatter"):
+    if i.op.endswith("-start") and kind in ("all-gather", "reduce-scatter", "all-to-all"):
         arrays = arrays[len(arrays) // 2 :]  # operands, then results
     elif i.op == "collective-permute-start":
         arrays = [array for array in arrays if array != ("u32", ())]  # state of the backend

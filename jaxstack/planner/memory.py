@@ -144,9 +144,7 @@ def need_of(cfg: Config, ctx: Context, state: TrainState, platform: str) -> Need
     """Returns the memory of a configuration whose context and abstract state exist already, see `need`."""
     if platform == "cpu":  # XLA computes in float32 there, and its arrays are float32 too
         cfg = replace(cfg, train=replace(cfg.train, dtype="float32"))
-    parts = estimate.memory(cfg, ctx, state, estimate.abstract_batch(cfg, ctx))
-    parts.pop(estimate.KEPT, None)  # a device that lacks this memory runs the step without it
-    return Need(parts, platform)
+    return Need(estimate.memory(cfg, ctx, state, estimate.abstract_batch(cfg, ctx)), platform)
 
 
 def plan(cfg: Config, target: str) -> str:

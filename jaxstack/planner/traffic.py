@@ -219,8 +219,9 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
         stored, used, layers = stored[1:], used[1:], L
     dtype, reduce_dtype = (t.dtype, HLO_DTYPES[cfg.train.reduce_dtype]) if p.is_cast else ("f32", "f32")
     uses = 2 if {"token_table", "head"} <= set(p.roles) else 1
-    # XLA moves the gather of a weight out of the loop over microbatches, but not out of the loop over layers.
-    gathers = 2 * accum * L if p.stacked else uses
+    # XLA moves the gather of a weight out of the loop over microbatches, but not out of the loop over layers. On GPUs
+    # it moves none, because it runs gathers beside the turn before.
+    gathers = 2 * accum * L if p.stacked else uses * (accum if ctx.platform == "gpu" else 1)
     if ctx.pipeline is not None:
         gathers = uses = 1
     t.add("all-gather", fsdp_axes, used, gathers, f"{path}, gathered", dtype)

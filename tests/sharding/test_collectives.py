@@ -185,6 +185,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %d = (f32[5]{0:T(8,128)}, f32[6]{0}) all-reduce(%p, %q), replica_groups=mesh['a'=4,'b'=2] {'b'}, to_apply=%add
   %e = (f32[2,3]{1,0}, f32[4,3]{1,0}) all-gather-start(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}
   %g = f32[4,3]{1,0} all-gather-done(%e)
+  %i = ((s32[10]{0}), s32[10]{0}) all-to-all-start(%p), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}
 }
 """
     found = hlo.collectives(module, {"data": 2, "fsdp": 2, "tensor": 2})
@@ -196,8 +197,9 @@ ENTRY %main (p: f32[8]) -> f32[8] {
         ("all-reduce", ("tensor",), (5,), 1),
         ("all-reduce", ("tensor",), (6,), 1),
         ("all-gather", ("data",), (4, 3), 1),
+        ("all-to-all", ("tensor",), (10,), 1),
     ]
-    assert [c.sent for c in found] == [7 * 128 / 2, 12, 28, 36, 20, 24, 24]
+    assert [c.sent for c in found] == [7 * 128 / 2, 12, 28, 36, 20, 24, 24, 20]
     with pytest.raises(ValueError, match="trip count"):
         hlo.collectives(module.replace("direction=LT", "direction=GT"), {"data": 2, "fsdp": 2, "tensor": 2})
     with pytest.raises(ValueError, match="do not follow the axes"):
