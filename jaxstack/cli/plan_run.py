@@ -182,8 +182,8 @@ def figures(found: "RunPlan") -> dict[str, str]:
     whole = f"{hours / 24:.3g} days" if hours >= 48 else f"{hours:.3g} hours"
     train = found.cfg.train
     lines["mesh"] = f"{sizes}; grad_accum {train.grad_accum}, remat {train.remat} on {machine.name}"
-    low, high = (bound / 2**30 for bound in found.need.bounds)
-    lines["memory"] = f"{low:.1f} to {high:.1f} GiB of {machine.chip.hbm_bytes / 2**30:.0f} GiB on a device"
+    room = machine.chip.hbm_bytes / 2**30
+    lines["memory"] = f"{found.need.formula / 2**30:.1f} GiB by formula of {room:.0f} GiB on a device"
     lines["time"] = f"{whole} ({each:.3g} s a step) at {machine.mfu:.0%} MFU"
     if machine.watts:
         lines["energy"] = f"{energy(found):,.4g} MWh at {machine.watts:g} W a device"
@@ -264,7 +264,7 @@ def as_json(law: Fit, found: "RunPlan") -> dict[str, object]:
         "least_seconds_of_a_step": found.least_step,
         "devices": machine and machine.devices,
         "mfu": machine and machine.mfu,
-        "memory_bytes": found.need and found.need.bounds,
+        "memory_bytes": found.need and found.need.formula,
         "energy_mwh": energy(found),
         "cost": cost(found),
         "warnings": found.warnings,

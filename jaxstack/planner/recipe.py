@@ -1,4 +1,4 @@
-"""From a number of parameters and tokens to a configuration: the model's shape, the batch, the learning rate, the mesh.
+"""From a number of parameters and tokens to a configuration: the model's shape, the batch, the learning rate.
 
 Each rule names its source. They give a place to start; runs of small models and the noise scale say more.
 """
@@ -7,11 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jaxstack.common.hardware import Chip
-from jaxstack.config import Config, ConfigError, ModelConfig, OptimConfig, with_values
+from jaxstack.config import ConfigError, ModelConfig, OptimConfig
 from jaxstack.models import family, params
-from jaxstack.planner import memory
-from jaxstack.planner.estimate import divisors
 from jaxstack.planner.scaling_law import BESIROGLU
 
 REFERENCE_BATCH, REFERENCE_TOKENS = 2**19, 1.156e9
@@ -139,42 +136,3 @@ def smallest_budget(parameters: float) -> float:
     law = BESIROGLU
     exponent = (law.parameters_exponent + law.tokens_exponent) / law.tokens_exponent
     return float((parameters / law.optimum(1.0)[0]) ** exponent)
-
-
-def fit_mesh(cfg: Config, devices: int, chip: Chip) -> tuple[Config, memory.Need]:
-    """Returns the configuration on the mesh of data and fsdp with the fewest shards that fits, and what it needs.
-
-    Accumulation and recomputation come before more shards, which send more.
-
-    Raises:
-      ConfigError: none fits, or the batch cannot be split over the devices.
-    """
-    sequences = cfg.data.batch_size
-    if sequences % devices:
-        raise ConfigError(
-            f"the batch has {sequences} sequences of {cfg.data.seq_len} tokens, which {devices} devices do not divide. "
-            f"Use fewer devices, a smaller --data.seq_len, or a mesh of your own such as --mesh.tensor=2."
-        )
-    accums = divisors(sequences // devices)
-    least: float | None = None
-    for fsdp in (n for n in divisors(devices) if cfg.model.d_model % n == 0):
-
-        def made(remat: str, accum: int, fsdp: int = fsdp) -> tuple[Config, memory.Need]:
-            values = {"mesh.data": devices // fsdp, "mesh.fsdp": fsdp, "train.remat": remat, "train.grad_accum": accum}
-            one = with_values(cfg, values)
-            return one, memory.need(one, devices, chip.platform)
-
-        lowest = made("full", accums[-1])[1].bounds[1]
-        least = lowest if least is None else min(least, lowest)
-        if lowest > chip.hbm_bytes:
-            continue
-        for remat in dict.fromkeys((cfg.train.remat, "full")):
-            for accum in accums:
-                one, need = made(remat, accum)
-                if need.bounds[1] <= chip.hbm_bytes:
-                    return one, need
-    assert least is not None
-    raise ConfigError(
-        f"the model does not fit: a step needs {least / 2**30:.0f} GiB of the {chip.hbm_bytes / 2**30:.0f} GiB of a "
-        f"device on the best mesh of data and fsdp. Use more devices, or a smaller budget."
-    )

@@ -5,12 +5,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from jaxstack.common.hardware import Chip
-from jaxstack.config import Config, ConfigError, flat, with_values
+from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, with_values
 from jaxstack.models import flops
-from jaxstack.planner import memory, recipe
+from jaxstack.planner import memory, mesh_plan, recipe
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.scaling_law import BESIROGLU, FLOPS_PER_PARAMETER_AND_TOKEN, PUBLISHED_RANGE
-from jaxstack.planner.step_time import step_time
 
 LARGEST_BUDGET = 1e30
 ROUNDS = 6
@@ -137,20 +136,11 @@ def plan_budget(base: Config, given: Collection[str], budget: float, sizes: Size
       ConfigError: no model of the family, no batch or no mesh fits.
     """
     cfg = _sized(base, given, budget, sizes)
-    need = least = None
-    if machine is not None:
-        if any(key.startswith("mesh.") for key in given):
-            need = memory.need(cfg, machine.devices, machine.chip.platform)
-            if need.bounds[0] > machine.chip.hbm_bytes:
-                raise ConfigError(
-                    f"the mesh does not fit: a step needs at least {need.bounds[0] / 2**30:.0f} GiB of the "
-                    f"{machine.chip.hbm_bytes / 2**30:.0f} GiB of a device. Leave the mesh to the plan."
-                )
-        else:
-            cfg, need = recipe.fit_mesh(cfg, machine.devices, machine.chip)
-        ctx = memory.context(cfg, machine.devices, machine.chip.platform)
-        least = step_time(cfg, ctx, ChipLimits(machine.chip)).total
-    return RunPlan(cfg, recipe.parameters_of(cfg.model), machine, need, least)
+    if machine is None:
+        return RunPlan(cfg, recipe.parameters_of(cfg.model), None, None, None)
+    kept = [key for key in SEARCHED_KEYS if key in given]
+    best = mesh_plan.search(cfg, mesh_plan.of_target(machine.name), kept, count=1).ranked[0]
+    return RunPlan(best.cfg, recipe.parameters_of(cfg.model), machine, best.need, best.seconds)
 
 
 def plan_time(base: Config, given: Collection[str], seconds: float, sizes: Sizes, machine: Machine) -> RunPlan:
