@@ -98,6 +98,11 @@ def collectives_of(
         return []
     axes, devices = _axes(i, mesh)
     arrays = _moved(kind, i, devices)
+    if kind == "all-reduce":  # TPUs may sum in float32 and return bfloat16
+        types = {j.name: j.type for j in instructions}
+        summed = [array for name in i.operands for array in arrays_of(types.get(name, ""))]
+        if len(summed) == len(arrays):
+            arrays = [max(pair, key=lambda array: bytes_of(*array)) for pair in zip(summed, arrays, strict=True)]
     if computation.startswith("all-reduce-scatter"):  # a fusion of an all-reduce and a slice (TPU)
         kind = "reduce-scatter"
     found = [

@@ -204,3 +204,17 @@ ENTRY %main (p: f32[8]) -> f32[8] {
         hlo.collectives(module.replace("direction=LT", "direction=GT"), {"data": 2, "fsdp": 2, "tensor": 2})
     with pytest.raises(ValueError, match="do not follow the axes"):
         hlo.collectives(module.replace("{{0,4},{1,5},{2,6},{3,7}}", "{{0,3},{1,2}}"), {"a": 2, "b": 2, "c": 2})
+
+
+def test_a_sum_in_float32_that_returns_bfloat16_counts_as_float32():
+    """So XLA:TPU writes the reduce-scatter of gradients: it sums in float32, and casts and slices the result."""
+    text = """
+ENTRY %main (x: f32[64,8], y: bf16[64]) -> bf16[64,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %y = bf16[64]{0} parameter(1)
+  %sums = (bf16[64,8]{1,0}, bf16[64]{0}) all-reduce(%x, %y), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %sum = bf16[64,8]{1,0} get-tuple-element(%sums), index=0
+}
+"""
+    found = hlo.collectives(text, {"fsdp": 4})
+    assert [(c.dtype, c.bytes, c.sent) for c in found] == [("f32", 2048, 2048 * 6 / 4), ("bf16", 128, 128 * 6 / 4)]
