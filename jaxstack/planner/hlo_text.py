@@ -129,9 +129,10 @@ def runs_of(computations: Computations, entry: str, known: Mapping[str, float]) 
 def trip_count(loop: Instruction, computations: Computations, known: Mapping[str, float]) -> float:
     """Returns the trip count of a while loop.
 
-    The sources are, in this order: XLA's note, the known count of the loop's scope, and the constant of a condition
-    `i < constant`, which may be in a fusion, because a scan counts up by 1. XLA drops its note from a loop that it
-    pipelines, and may start it later. Within a derivative, JAX writes a scope as `jvp(scope)`.
+    The sources are, in this order: XLA's note, the known count of the loop's scope, and a condition `i < constant`,
+    which may be in a fusion, with the start and the step of its counter. XLA drops its note from a loop that it
+    pipelines, and may start it later. It notes none for the loop of a collective matmul, which on TPUs is unrolled by
+    2. Within a derivative, JAX writes a scope as `jvp(scope)`.
     """
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(noted.group(1))
@@ -140,20 +141,48 @@ def trip_count(loop: Instruction, computations: Computations, known: Mapping[str
     condition = loop.called("condition")[0]
     fused = [name for i in computations[condition] if i.op == "fusion" for name in i.called("calls")]
     inside = [i for name in (condition, *fused) for i in computations[name]]
-    limits = [i for i in inside if i.op == "constant" and i.type.startswith("s32[]")]
-    if len(limits) == 1 and any(i.op == "compare" and "direction=LT" in i.rest for i in inside):
-        return _value(limits[0]) - _start(loop, computations)
-    return math.inf
+    limits = [i for i in inside if _is_number(i)]
+    if len(limits) != 1 or not any(i.op == "compare" and "direction=LT" in i.rest for i in inside):
+        return math.inf
+    counters = [i for i in computations[condition] if i.op == "get-tuple-element" and _INTEGER.match(i.type)]
+    found = re.search(r"index=(\d+)", counters[0].rest) if len(counters) == 1 else None
+    index = int(found.group(1)) if found else 0
+    return math.ceil((_value(limits[0]) - _start(loop, index, computations)) / _step(loop, index, computations))
+
+
+_INTEGER = re.compile(r"[su]32\[\]")
+
+
+def _is_number(i: Instruction) -> bool:
+    return i.op == "constant" and bool(_INTEGER.match(i.type))
 
 
 def _value(constant: Instruction) -> int:
     return int(constant.rest.split(")")[0])
 
 
-def _start(loop: Instruction, computations: Computations) -> int:
-    """Returns the first value of a loop's counter, the first of its operands, or 0 if it is not a constant."""
-    named = {i.name: i for instructions in computations.values() for i in instructions}
-    i = named.get(loop.operands[0]) if loop.operands else None
+def _source(name: str, index: int, named: Mapping[str, Instruction]) -> Instruction | None:
+    """Returns what an instruction is a copy of; of a tuple, its element at an index."""
+    i = named.get(name)
     while i is not None and i.op in ("tuple", "copy", "bitcast") and i.operands:
-        i = named.get(i.operands[0])
-    return _value(i) if i is not None and i.op == "constant" and i.type.startswith("s32[]") else 0
+        i = named.get(i.operands[index if i.op == "tuple" else 0])
+    return i
+
+
+def _start(loop: Instruction, index: int, computations: Computations) -> int:
+    """Returns the first value of a loop's counter, or 0 if it is not a constant."""
+    named = {i.name: i for instructions in computations.values() for i in instructions}
+    i = _source(loop.operands[0], index, named) if loop.operands else None
+    return _value(i) if i is not None and _is_number(i) else 0
+
+
+def _step(loop: Instruction, index: int, computations: Computations) -> int:
+    """Returns what a turn adds to a loop's counter, or 1 if it is not the sum of the counter and a constant."""
+    body = computations[loop.called("body")[0]]
+    root = next((i for i in body if i.root and i.op == "tuple"), None)
+    i = _source(root.name, index, {i.name: i for i in body}) if root else None
+    if i is not None and i.op == "fusion":
+        body = computations[i.called("calls")[0]]
+        i = next(i for i in body if i.root)
+    steps = [j for j in body if i is not None and i.op == "add" and j.name in i.operands and _is_number(j)]
+    return _value(steps[0]) if steps else 1

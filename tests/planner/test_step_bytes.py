@@ -125,6 +125,41 @@ ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {{
     assert loop.is_unnoted
 
 
+@pytest.mark.parametrize(("step", "fused", "turns"), [(2, False, 3), (1, False, 5), (2, True, 3)])
+def test_the_loop_of_a_collective_matmul_counts_in_steps(step, fused, turns):
+    """XLA:TPU unrolls it by 2 and notes nothing. Its counter is unsigned and not the first of its values."""
+    add = f"%step = u32[] constant({step})\n  ROOT %next = u32[] add(%i, %step)"
+    sums = f"%sum (i: u32[]) -> u32[] {{\n  %i = u32[] parameter(0)\n  {add}\n}}\n" if fused else ""
+    more = (
+        "%next.1 = u32[] fusion(%i.1), kind=kLoop, calls=%sum"
+        if fused
+        else (f"%step.1 = u32[] constant({step})\n  %next.1 = u32[] add(%i.1, %step.1)")
+    )
+    text = f"""
+{sums}%condition (s: (f32[8], u32[])) -> pred[] {{
+  %s = (f32[8], u32[]) parameter(0)
+  %i.0 = u32[] get-tuple-element(%s), index=1
+  %limit = u32[] constant(6)
+  ROOT %less = pred[] compare(%i.0, %limit), direction=LT
+}}
+%body (b: (f32[8], u32[])) -> (f32[8], u32[]) {{
+  %b = (f32[8], u32[]) parameter(0)
+  %x.1 = f32[8] get-tuple-element(%b), index=0
+  %i.1 = u32[] get-tuple-element(%b), index=1
+  {more}
+  ROOT %both = (f32[8], u32[]) tuple(%x.1, %next.1)
+}}
+ENTRY %main (x: f32[8]) -> (f32[8], u32[]) {{
+  %x = f32[8] parameter(0)
+  %start = u32[] constant(1)
+  %state = (f32[8], u32[]) tuple(%x, %start)
+  ROOT %loop = (f32[8], u32[]) while(%state), condition=%condition, body=%body
+}}
+"""
+    (loop,) = step_bytes.read_program(text).loops
+    assert loop.trips == turns
+
+
 @pytest.mark.parametrize("scope", ["attention", "optimizer"])
 def test_a_scope_decides_the_part_also_in_a_gradient(scope):
     def f(x):
