@@ -2,11 +2,11 @@
 
 For four small models on 2, 4 and 8 devices, a process compiles every mesh that is possible and runs a step of each in
 turn, round after round, so that other work on the machine slows all of them. A mesh is measured as the search would run
-it; one with a pipeline also with the fewest microbatches. The medians go to `results/mesh_search.json` case by case,
+it; one with a pipeline also with the fewest microbatches. All times go to `results/mesh_search.json` case by case,
 and a later call with `--resume` measures only what is missing.
 
-`--fit` fits the constants of `planner/step_clocks.py` to the medians and prints them. `--report` prints, for each case,
-the choice, its time, the fastest mesh and the ratio. Both measure nothing.
+`--fit` prints the constants of `planner/step_clocks.py`, fitted to the fastest quarter of the rounds. `--report` prints
+the choice of each case, its time, the fastest mesh and the ratio. Both measure nothing.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import record
@@ -96,7 +95,6 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
 
     from jaxstack import sharding
     from jaxstack.models.context import Context
-    from jaxstack.planner.step_clocks import cpu_work
     from jaxstack.training import step
     from jaxstack.training.state import abstract_state, make_state
 
@@ -117,7 +115,7 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
         train_step = step.jit_train_step(cfg, ctx, abstract)
         runs[name] = [make_state(cfg, ctx, abstract), train_step, jax.device_put(batch, ctx.sharding(ctx.batch))]
         one_step(runs[name])
-        rows[name] = {"flags": flags(cfg), "work": cpu_work(cfg, ctx)._asdict(), "seconds": []}
+        rows[name] = {"flags": flags(cfg), "seconds": []}
         print(f"  {name}: compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
     for _ in range(rounds):
         for name, run in runs.items():
@@ -142,17 +140,27 @@ def flags(cfg: Config) -> dict[str, Any]:
     return {key: values[key] for key in SEARCHED_KEYS}
 
 
+def typical(seconds: list[float]) -> float:
+    """Returns the time of a step without other work on the machine: the mean of the fastest quarter."""
+    fastest = sorted(seconds)[: max(1, len(seconds) // 4)]
+    return sum(fastest) / len(fastest)
+
+
 def fit(found: dict[str, Any]) -> list[float]:
     """Returns the constants that minimize the squares of relative errors, none of them negative."""
     import numpy as np
     from scipy.optimize import nnls
 
+    from jaxstack.planner.mesh_search import require
+    from jaxstack.planner.step_clocks import cpu_work
+
     rows, ones = [], []
     for case in found.values():
         share = case["devices"] / min(case["devices"], case["cores"])
         for row in case["meshes"].values():
-            seconds = median(row["seconds"])
-            rows.append([share * amount / seconds for amount in row["work"].values()])
+            cfg, ctx = require(config(case["model"]), case["devices"], "cpu", row["flags"])
+            seconds = typical(row["seconds"])
+            rows.append([share * amount / seconds for amount in cpu_work(cfg, ctx)])
             ones.append(1.0)
     scale = np.max(rows, axis=0)
     return [float(x) for x in nnls(np.array(rows) / scale, np.array(ones))[0] / scale]
@@ -162,14 +170,14 @@ def report(found: dict[str, Any]) -> dict[str, Any]:
     """Returns, for each case, the choice, its time, the fastest mesh and the ratio; prints them."""
     rows = {}
     for key, case in found.items():
-        times = {name: median(row["seconds"]) for name, row in case["meshes"].items()}
+        times = {name: typical(row["seconds"]) for name, row in case["meshes"].items()}
         chosen, fastest = name_of(choice(case["model"], case["devices"])), min(times, key=lambda name: times[name])
         if chosen not in times:
             print(f"{key}: {chosen} is not measured; run again with --resume")
             continue
         ratio = times[chosen] / times[fastest]
         rows[key] = {"choice": chosen, "ms": 1e3 * times[chosen], "fastest": fastest, "ratio": round(ratio, 3)}
-        rows[key] |= {"fastest_ms": 1e3 * times[fastest], "meshes": len(times), "slowest_ratio": max(times.values())}
+        rows[key] |= {"fastest_ms": 1e3 * times[fastest], "meshes": len(times)}
         rows[key]["slowest_ratio"] = round(max(times.values()) / times[fastest], 2)
         print(f"{key:<10} {ratio:.2f}  {chosen} {1e3 * times[chosen]:.1f} ms; fastest of {len(times)}: {fastest} "
               f"{1e3 * times[fastest]:.1f} ms; slowest {rows[key]['slowest_ratio']:.1f} times that")  # fmt: skip
@@ -211,8 +219,7 @@ def run_worker(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -
     """Measures a case in a process of its own, with the variables that `train.py` sets for its devices."""
     variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     variables["XLA_FLAGS"] = f"--{'='.join(platform.CPU_FLAG)}"
-    if devices > cores():
-        variables["NPROC"] = str(2 * devices)
+    variables["NPROC"] = str(2 * devices)  # threads; with one a device, collectives have waited for each other
     print(f"{model}, {devices} devices", file=sys.stderr, flush=True)
     words = [sys.executable, str(Path(__file__)), "--worker", model, str(devices), str(rounds)]
     answer = subprocess.run(
