@@ -82,7 +82,9 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> dict[s
     if _pipelines_collectives(ctx):
         in_head, in_layer = _peeled_bytes(cfg, ctx, weights, acts)
     elif ctx.platform == "tpu":
-        in_layer = max(in_layer, _attention_bytes(cfg, ctx, weights, acts)) + (4 + e) * weights.head
+        in_layer = max(in_layer, _attention_bytes(cfg, ctx, weights, acts))
+        if ctx.cross_entropy == "chunked":  # its sums of the head's gradient are scattered after all layers
+            in_layer += (4 + e) * weights.head
         # The update is a branch, which reads the gradients as float32 arrays.
         in_layer = max(in_layer, 4 * weights.trained - layers * saved)
     if ctx.pipeline is None and t.grad_accum == 1:
