@@ -75,12 +75,13 @@ class MeshConfig:
 class PipelineConfig:
     """How the stages of a mesh with `mesh.pipe` above 1 run. See docs/pipelines.md."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb1"] = "1f1b"
     """Order in which a stage runs its microbatches. It changes time and memory, but not the result."""
     microbatches: PositiveInt | None = None
     """Microbatches per pipeline step. Null means as many as the batch allows, up to four per stage."""
     chunks: PositiveInt = 1
-    """Model chunks per stage, for `interleaved_1f1b`. More chunks divide the idle time and multiply communication."""
+    """Model chunks per stage, for `interleaved_1f1b` and `zb1`. More chunks divide the idle time and multiply
+    communication."""
     partition: str = "even"
     """Which layers each stage has. `even`: equally many. `auto`: balanced by costs that are measured when the run
     begins. Otherwise the path of a file of costs from `jaxstack profile`."""
@@ -93,9 +94,14 @@ class PipelineConfig:
         expand_home(self, "partition")
         require(bool(self.partition), "pipeline.partition is empty. Use even, auto, or the path of a file of costs.")
         require(
-            self.chunks == 1 or self.schedule == "interleaved_1f1b",
+            self.chunks == 1 or self.schedule in ("interleaved_1f1b", "zb1"),
             f"pipeline.chunks={self.chunks} is more than the one chunk per stage of pipeline.schedule={self.schedule}. "
-            f"Use pipeline.schedule=interleaved_1f1b, or pipeline.chunks=1.",
+            f"Use pipeline.schedule=interleaved_1f1b or zb1, or pipeline.chunks=1.",
+        )
+        require(
+            self.partition == "even" or self.schedule != "zb1",
+            f"pipeline.partition={self.partition} has no costs of weight gradients, which pipeline.schedule=zb1 "
+            f"computes apart. Use pipeline.partition=even, or pipeline.schedule=1f1b.",
         )
 
 

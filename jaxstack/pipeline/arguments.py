@@ -31,6 +31,11 @@ def check_settings(functions: Mapping[str, object], schedule: object, mesh: obje
         raise ScheduleError(
             f"schedule={schedule!r} is not a Schedule; make one, such as one_f_one_b(stages=4, microbatches=8)"
         )
+    if schedule.weight_MG is not None:
+        raise ScheduleError(
+            f"{schedule.name} has weight units, which need the layers of jaxstack's own models; use a schedule without "
+            f"them, such as one_f_one_b"
+        )
     if not isinstance(mesh, Mesh):
         raise ScheduleError(
             f"mesh is a {type(mesh).__name__}, not a Mesh; make one with jax.make_mesh or jaxstack.sharding.make_mesh"

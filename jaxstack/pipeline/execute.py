@@ -17,7 +17,6 @@ counts, see `phases`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from jaxstack.common.tree import PyTree
 from jaxstack.pipeline.operations import (
     add_at,
     add_trees,
+    add_where,
     broadcast,
     fori_loop,
     index_leading,
@@ -38,8 +38,9 @@ from jaxstack.pipeline.operations import (
     zeros,
 )
 from jaxstack.pipeline.phases import Phase, Turns
-from jaxstack.pipeline.program import Program, Units
-from jaxstack.pipeline.split_vjp import SplitVJP
+from jaxstack.pipeline.program import Program
+from jaxstack.pipeline.split_vjp import Pairs, SplitVJP
+from jaxstack.pipeline.tick_rows import TickRow, UnitRow, tick_rows, ticks_from
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import varies_along, varying
 
@@ -59,12 +60,15 @@ class PipelineFns:
       layer: (weights of one layer group, x, index of the group, inputs) -> (x, penalty, aux). `aux` has no gradient
         and is summed over microbatches.
       loss: (shared, x, inputs) -> loss, from the output of the last layer. `forward` does not call it.
+      split: for each weight of a layer group, whether its gradient may be left to a weight unit. The layer uses such a
+        weight only through `kernels.taps.product`. `None` means no weight.
     """
 
     prepare: Callable[[PyTree], PyTree]
     embed: Callable[[PyTree, PyTree], jax.Array]
     layer: Callable[[PyTree, jax.Array, jax.Array, PyTree], tuple[jax.Array, jax.Array, PyTree]]
     loss: Callable[[PyTree, jax.Array, PyTree], jax.Array] | None = None
+    split: PyTree = None
 
 
 @jax.tree_util.register_dataclass
@@ -122,12 +126,12 @@ def execute(
         stage=lax.axis_index(axis),
         group_of_slot=collectives.local_slice(jnp.asarray(program.stages.group_of_slot), (axis,), 0),
     )
-    state, rows = run.initial_state(), _tick_rows(program)
+    state, rows = run.initial_state(), tick_rows(program)
     if not program.static:
         return lax.scan(run.tick, state, rows)[0].sums
     start = 0
     for phase in program.phases:
-        state = run.phase(phase, state, _ticks(rows, start, phase.ticks))
+        state = run.phase(phase, state, ticks_from(rows, start, phase.ticks))
         start += phase.ticks
     return state.sums
 
@@ -142,6 +146,7 @@ class _State:
       dx: cotangents received from the next stage.
       stash: residuals of layers, [stash slots, groups of a model chunk, ...] each.
       outputs: outputs of the last layer that wait for the loss, [stash slots, ...]; None if none waits.
+      pairs: what the weight units need from the backward units, [pair slots, groups of a model chunk, ...] each.
       sums: results so far.
     """
 
@@ -149,55 +154,8 @@ class _State:
     dx: jax.Array
     stash: list[jax.Array]
     outputs: jax.Array | None
+    pairs: Pairs
     sums: Sums
-
-
-class _Unit(NamedTuple):
-    """The unit of a stage, or of every stage [P], in one direction at one tick; see `program.Units`."""
-
-    active: jax.Array
-    chunk: jax.Array
-    microbatch: jax.Array
-    slot: jax.Array
-
-
-class _TickRow(NamedTuple):
-    """One tick of a program; in `_tick_rows` all ticks, stacked.
-
-    The `_at` fields hold the microbatch whose embedding, embedding gradient or loss is computed at the tick, or -1.
-    """
-
-    turns: Turns[jax.Array] | Turns[int]
-    backward: _Unit
-    embed_at: jax.Array
-    forward: _Unit
-    embed_grad_at: jax.Array
-    loss_at: jax.Array
-
-    @property
-    def backward_groups(self) -> jax.Array | int:
-        return self.turns.backward
-
-
-def _tick_rows(program: Program) -> _TickRow:
-    """Returns the program's arrays, with the ticks as leading dimension."""
-
-    def unit(u: Units) -> _Unit:
-        return _Unit(*map(jnp.asarray, (u.active_TP, u.chunk_TP, u.microbatch_TP, u.slot_TP)))
-
-    return _TickRow(
-        turns=Turns(*map(jnp.asarray, program.turns)),
-        backward=unit(program.backward),
-        embed_at=jnp.asarray(program.embed_at_T),
-        forward=unit(program.forward),
-        embed_grad_at=jnp.asarray(program.embed_grad_at_T),
-        loss_at=jnp.asarray(program.loss_at_T),
-    )
-
-
-def _ticks(rows: _TickRow, start: int, count: int) -> _TickRow:
-    """Returns `count` ticks from `start` on."""
-    return jax.tree.map(lambda a: a[start : start + count], rows)
 
 
 @dataclass(frozen=True)
@@ -249,6 +207,8 @@ class _Run:
         x = zeros(jax.eval_shape(lambda: self.fns.embed(self.shared, self.inputs_of(jnp.int32(0)))), axes)
         y = jax.eval_shape(lambda: self.layer(weights, x, group, inputs)[0])
         x = varying(x, varies_along(y))
+        if self.program.weight and self.fns.split is not None:
+            self.vjp.find_sites(self.fns.split, weights, x, group, inputs)
         _, penalty, aux, residuals = jax.eval_shape(lambda: self.vjp.forward(weights, x, group, inputs))
         loss = jax.eval_shape(
             lambda: self.loss(
@@ -266,25 +226,27 @@ class _Run:
         outputs = None
         if not self.program.loss_follows_forward:
             outputs = varying(zeros(x, lead=(slots,)), varies_along(x))
-        return _State(x, x, stash, outputs, sums)
+        lead = (self.program.pair_slots, self.program.stages.max_groups)
+        pairs = jax.tree.map(lambda tap: varying(zeros(tap, lead=lead), axes), jax.eval_shape(self.vjp.sites.taps))
+        return _State(x, x, stash, outputs, pairs, sums)
 
-    def phase(self, phase: Phase, state: _State, rows: _TickRow) -> _State:
+    def phase(self, phase: Phase, state: _State, rows: TickRow) -> _State:
         """Runs the ticks of a phase. In each run of ticks, the trip counts are Python's integers."""
 
-        def repeat(state: _State, rows: _TickRow) -> tuple[_State, None]:
+        def repeat(state: _State, rows: TickRow) -> tuple[_State, None]:
             start = 0
             for turns, count in phase.runs:
                 run = partial(self.static_tick, turns)
-                state, _ = lax.scan(run, state, _ticks(rows, start, count))
+                state, _ = lax.scan(run, state, ticks_from(rows, start, count))
                 start += count
             return state, None
 
         return lax.scan(repeat, state, jax.tree.map(lambda a: a.reshape(phase.repeats, -1, *a.shape[1:]), rows))[0]
 
-    def static_tick(self, turns: Turns[int], state: _State, row: _TickRow) -> tuple[_State, None]:
+    def static_tick(self, turns: Turns[int], state: _State, row: TickRow) -> tuple[_State, None]:
         return self.tick(state, row._replace(turns=turns))
 
-    def tick(self, state: _State, row: _TickRow) -> tuple[_State, None]:
+    def tick(self, state: _State, row: TickRow) -> tuple[_State, None]:
         """Runs one tick: embedding, forward unit, loss, backward unit, gradient of the embedding, sends."""
         forward, backward = (jax.tree.map(lambda a: a[self.stage], unit) for unit in (row.forward, row.backward))
         x, stash, penalty, aux = self.run_forward(state, row, forward)
@@ -293,16 +255,18 @@ class _Run:
             outputs = write_at(outputs, x, forward.slot)
             output = lax.dynamic_index_in_dim(outputs, backward.slot, keepdims=False)
         dx, loss, shared = self.run_loss(state, row, output)
-        dx, stacked = self.run_backward(state.sums.stacked, stash, row, backward, dx)
+        dx, stacked, pairs = self.run_backward(state, stash, row, backward, dx)
         if jax.tree.leaves(self.shared):
             shared = self.run_embed_grad(shared, row, dx)
+        if row.weight is not None:
+            stacked = self.run_weight(stacked, pairs, row, jax.tree.map(lambda a: a[self.stage], row.weight))
         sums = Sums(loss, penalty, aux, shared, stacked)
         x = send(x, self.axis, 1) if may_run(row.turns.forward) else x
         dx = send(dx, self.axis, -1) if may_run(row.backward_groups) else dx
-        return _State(x, dx, stash, outputs, sums), None
+        return _State(x, dx, stash, outputs, pairs, sums), None
 
     def run_forward(
-        self, state: _State, row: _TickRow, unit: _Unit
+        self, state: _State, row: TickRow, unit: UnitRow
     ) -> tuple[jax.Array, list[jax.Array], jax.Array, PyTree]:
         """Runs this stage's model chunk on the received activations; the first model chunk embeds a new microbatch.
 
@@ -334,7 +298,7 @@ class _Run:
         carry = (x, state.stash, state.sums.penalty, state.sums.aux)
         return fori_loop("forward", row.turns.forward, layer_forward, carry)
 
-    def run_loss(self, state: _State, row: _TickRow, output: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
+    def run_loss(self, state: _State, row: TickRow, output: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
         """Computes the loss of the last stage's output on all stages, which divide the work of the head.
 
         Returns the cotangents for the backward unit, and the sums of the loss and of the shared gradients.
@@ -351,30 +315,44 @@ class _Run:
         return run_if("loss", row.turns.loss, loss_and_grad, carry, (output, row.loss_at))
 
     def run_backward(
-        self, sums: PyTree, stash: list[jax.Array], row: _TickRow, unit: _Unit, dx: jax.Array
-    ) -> tuple[jax.Array, PyTree]:
+        self, state: _State, stash: list[jax.Array], row: TickRow, unit: UnitRow, dx: jax.Array
+    ) -> tuple[jax.Array, PyTree, Pairs]:
         """Applies the VJPs of this stage's model chunk, last layer group first.
 
-        Returns the cotangents for the previous stage, and the sums of the stacked gradients.
+        Returns the cotangents for the previous stage, the sums of the stacked gradients, and the pairs that wait.
         """
         inputs, one = self.inputs_of(unit.microbatch), zeros(self.vjp.penalty) + 1
 
         def layer_backward(i: jax.Array, carry: PyTree) -> PyTree:
-            dx, sums = carry
+            dx, sums, waiting = carry
             layer = row.backward_groups - 1 - i
             slot = unit.chunk * self.program.stages.max_groups + layer
             is_layer = self.group_of_slot[slot] >= 0
             residuals = [read_at(s, unit.slot, layer) for s in stash]
             constants = index_leading(self.constants, slot)
             weights, group = index_leading(self.stacked, slot), self.group_of_slot[slot]
-            dweights, dy, _ = self.vjp.backward(residuals, weights, group, (inputs, constants), dx, one)
+            dweights, dy, pairs = self.vjp.backward(residuals, weights, group, (inputs, constants), dx, one)
             counts = is_layer & unit.active
-            sums = jax.tree.map(lambda s, d: add_at(s, jnp.where(counts, d, 0), slot), sums, dweights)
-            return jnp.where(is_layer, dy, dx), sums
+            sums = add_where(counts, sums, dweights, slot)
+            if row.pair_slot is not None:
+                place = row.pair_slot[self.stage], layer
+                waiting = jax.tree.map(lambda s, a: write_at(s, a, *place), waiting, pairs)
+            return jnp.where(is_layer, dy, dx), sums, waiting
 
-        return fori_loop("backward", row.backward_groups, layer_backward, (dx, sums))
+        return fori_loop("backward", row.backward_groups, layer_backward, (dx, state.sums.stacked, state.pairs))
 
-    def run_embed_grad(self, sums: PyTree, row: _TickRow, dx: jax.Array) -> PyTree:
+    def run_weight(self, sums: PyTree, waiting: Pairs, row: TickRow, unit: UnitRow) -> PyTree:
+        """Adds the gradients that this stage's weight unit computes to the sums of the stacked gradients."""
+
+        def layer_weight(i: jax.Array, sums: PyTree) -> PyTree:
+            slot = unit.chunk * self.program.stages.max_groups + i
+            pairs = jax.tree.map(lambda s: read_at(s, unit.slot, i), waiting)
+            dweights = self.vjp.weights(index_leading(self.stacked, slot), pairs)
+            return add_where((self.group_of_slot[slot] >= 0) & unit.active, sums, dweights, slot)
+
+        return fori_loop("weight", row.turns.weight, layer_weight, sums)
+
+    def run_embed_grad(self, sums: PyTree, row: TickRow, dx: jax.Array) -> PyTree:
         """Adds the gradient of the embedding to the sums of the shared gradients, and returns them."""
 
         def embed_grad(grads: PyTree, operands: PyTree) -> PyTree:

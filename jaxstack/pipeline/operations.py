@@ -92,6 +92,11 @@ def add_at(a: jax.Array, value: jax.Array, at: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(a, old + value, at, 0)
 
 
+def add_where(counts: jax.Array, sums: PyTree, shares: PyTree, at: jax.Array) -> PyTree:
+    """Adds the shares that count to the entries of the sums; None is a share that does not exist."""
+    return jax.tree.map(lambda s, d: s if d is None else add_at(s, jnp.where(counts, d, 0), at), sums, shares)
+
+
 def add_trees(sums: PyTree, shares: PyTree) -> PyTree:
     """Adds one tree of arrays to another in the dtypes of the first."""
     return jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, shares)

@@ -28,6 +28,7 @@ class Turns(NamedTuple, Generic[Count]):
       loss: of the loss with its gradients.
       backward: of the layer groups of the backward units.
       embed_grad: of the embedding's gradient.
+      weight: of the layer groups of the weight units; 0 if backward units compute the weights' gradients too.
     """
 
     embed: Count
@@ -35,6 +36,7 @@ class Turns(NamedTuple, Generic[Count]):
     loss: Count
     backward: Count
     embed_grad: Count
+    weight: Count
 
 
 class Phase(NamedTuple):
@@ -62,11 +64,11 @@ def mask_turns(turns: Turns[np.ndarray]) -> Turns[np.ndarray]:
     change. If one tick of a run embeds a microbatch, all do, and so for the gradient of the embedding. These are cheap;
     the loss is not, and is never computed in vain.
     """
-    kinds = np.stack([turns.forward > 0, turns.loss > 0, turns.backward > 0])
+    kinds = np.stack([turns.forward > 0, turns.loss > 0, turns.backward > 0, turns.weight > 0])
     masked = _in_runs(turns, kinds)
     if layer_work(masked) <= (1 + MASKED) * layer_work(turns):
         return masked
-    exact = _in_runs(turns, np.stack([turns.forward, turns.loss, turns.backward]))
+    exact = _in_runs(turns, np.stack([turns.forward, turns.loss, turns.backward, turns.weight]))
     return exact if sum(len(phase.runs) for phase in find_phases(exact)) <= MOST_RUNS else masked
 
 
@@ -78,8 +80,9 @@ def _in_runs(turns: Turns[np.ndarray], kinds: np.ndarray) -> Turns[np.ndarray]:
 
 
 def layer_work(turns: Turns[np.ndarray]) -> int:
-    """Returns the work of all layers in forward passes, if a backward pass is twice as much."""
-    return int(turns.forward.sum() + 2 * turns.backward.sum())
+    """Returns the work of all layers in forward passes, if the gradients of activations and of weights are one each."""
+    weight = turns.weight if turns.weight.any() else turns.backward
+    return int(turns.forward.sum() + turns.backward.sum() + weight.sum())
 
 
 def find_phases(turns: Turns[np.ndarray]) -> list[Phase]:

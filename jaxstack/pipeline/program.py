@@ -19,8 +19,16 @@ import numpy as np
 from jaxstack.config import Config, ConfigError
 from jaxstack.pipeline.partition import Costs, Partition, cut, even
 from jaxstack.pipeline.phases import Phase, Turns, find_phases, layer_work, mask_turns
-from jaxstack.pipeline.schedule import IDLE, Schedule, ScheduleError, gpipe, interleaved_one_f_one_b, one_f_one_b
-from jaxstack.pipeline.zero_bubble import zb1, zb_h1
+from jaxstack.pipeline.schedule import (
+    IDLE,
+    WEIGHT,
+    Schedule,
+    ScheduleError,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+)
+from jaxstack.pipeline.zero_bubble import pair_slots, zb1, zb_h1
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": lambda stages, microbatches, chunks: gpipe(stages, microbatches),
@@ -145,11 +153,9 @@ class Program:
     static: bool = False
 
     def __post_init__(self) -> None:
-        if self.schedule.weight_MG is not None:
-            raise ScheduleError(
-                f"the executor does not run weight units, which {self.schedule.name} has; use a schedule without them, "
-                f"such as 1f1b"
-            )
+        if (self.schedule.weight_KTP[:WEIGHT] != IDLE).any():
+            name = self.schedule.name
+            raise ScheduleError(f"{name} runs weight units in place of others, which the executor does not; use zb1")
         a, b = (self.schedule.stages, self.schedule.chunks), (self.stages.stages, self.stages.chunks)
         if a != b:
             raise ScheduleError(
@@ -160,18 +166,34 @@ class Program:
     @cached_property
     def forward(self) -> Units:
         """The forward units."""
-        return self._units(self.schedule.forward_TP, self._free_TP)
+        return self._units(self.schedule.forward_TP, self.schedule.slots_MG, self._free_TP)
 
     @cached_property
     def backward(self) -> Units:
         """The backward units."""
-        return self._units(self.schedule.backward_TP, np.zeros_like(self.schedule.backward_TP))
+        return self._units(self.schedule.backward_TP, self.schedule.slots_MG)
 
-    def _units(self, unit_TP: np.ndarray, idle_slot_TP: np.ndarray) -> Units:
+    @cached_property
+    def weight(self) -> Units | None:
+        """The weight units, with the slots of their pairs. `None` if the schedule has none."""
+        s = self.schedule
+        return None if s.weight_MG is None else self._units(s.weight_KTP[WEIGHT], s.pair_slots_MG)
+
+    @cached_property
+    def pair_slot_TP(self) -> np.ndarray:
+        """Slot that each stage's backward unit writes the pairs of its weight unit to; in an idle stage a free one."""
+        return pair_slots(self.schedule)
+
+    @property
+    def pair_slots(self) -> int:
+        """Slots of a stage for pairs; 0 without weight units."""
+        return int(self.pair_slot_TP[self.backward.groups_T > 0].max()) + 1 if self.weight else 0
+
+    def _units(self, unit_TP: np.ndarray, slots_MG: np.ndarray, idle_slot_TP: np.ndarray | int = 0) -> Units:
         active = unit_TP != IDLE
         microbatch, chunk = np.divmod(np.where(active, unit_TP, 0), self.schedule.chunks)
         model_chunk = chunk * self.schedule.stages + np.arange(self.schedule.stages)
-        slot = np.where(active, self.schedule.slots_MG[microbatch, model_chunk], idle_slot_TP)
+        slot = np.where(active, slots_MG[microbatch, model_chunk], idle_slot_TP)
         groups = np.where(active, np.asarray(self.stages.layers)[model_chunk] // self.stages.period, 0).max(1)
         return Units(active, *(a.astype(np.int32) for a in (microbatch, chunk, slot, groups)))
 
@@ -224,7 +246,8 @@ class Program:
         embed_T, loss_T, embed_grad_T = (
             (at_T != IDLE).astype(np.int32) for at_T in (self.embed_at_T, self.loss_at_T, self.embed_grad_at_T)
         )
-        turns = Turns(embed_T, self.forward.groups_T, loss_T, self.backward.groups_T, embed_grad_T)
+        weight_T = np.zeros_like(embed_T) if self.weight is None else self.weight.groups_T
+        turns = Turns(embed_T, self.forward.groups_T, loss_T, self.backward.groups_T, embed_grad_T, weight_T)
         return mask_turns(turns) if self.static else turns
 
     @cached_property
@@ -261,7 +284,7 @@ class Program:
         """Mean trip counts over all ticks of the loops whose counts XLA does not know, by the loop's named scope."""
         if self.static:
             return {}
-        return {f"pipeline_{name}": float(trips_T.mean()) for name, trips_T in self.turns._asdict().items()}
+        return {f"pipeline_{name}": float(trips.mean()) for name, trips in self.turns._asdict().items() if trips.any()}
 
     @property
     def bubble(self) -> float:
@@ -287,6 +310,7 @@ class Program:
         return (
             f"{s.name}, {s.stages} stages{chunks}, {s.microbatches} microbatches; layers {self.stages}; "
             f"bubble {self.bubble:.1%}; residuals of {self.slots} of {s.microbatches * s.chunks} units a stage"
+            + (f", weight gradients of {self.pair_slots} waiting" if self.pair_slots else "")
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 
 from jaxstack.common.tree import PyTree
-from jaxstack.kernels.taps import Pair, Sites
+from jaxstack.kernels.taps import Pair, Sites, find_sites
 
 Pairs = dict[int, Pair]
 """What the weight gradients need, by the index of the weight's leaf."""
@@ -33,6 +33,10 @@ class SplitVJP:
         self.sites = sites
         self._structure: PyTree = None
         self._argument_of_leaf: list[int | None] = []
+
+    def find_sites(self, wanted: PyTree, weights: PyTree, x: jax.Array, group: jax.Array, inputs: PyTree) -> None:
+        """Sets `sites` to those of the wanted weights, see `taps.find_sites`. The arguments are those of `forward`."""
+        self.sites = find_sites(lambda weights: self._layer(weights, x, group, inputs), weights, wanted)
 
     def forward(
         self, weights: PyTree, x: jax.Array, group: jax.Array, inputs: PyTree

@@ -52,3 +52,10 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
                 m += 1
         assert m == M, f"stage {stage} of {P} has {M - m} weight units left"
     return Schedule("zb_h1", P, 1, M, fused.forward_MG, fused.backward_MG, weight_MG, lane_MG)
+
+
+def pair_slots(s: Schedule) -> np.ndarray:
+    """Returns the pair slot that each stage's backward unit writes to; in an idle stage a free one. int32 [T, P]."""
+    tables = [unit_TP != IDLE for unit_TP in (s.backward_TP, s.weight_KTP[WEIGHT])]
+    ran, done = (table.cumsum(0) - table for table in tables)
+    return np.where(ran - done < s.pair_slots, ran % max(1, s.pair_slots), s.pair_slots).astype(np.int32)

@@ -101,6 +101,7 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> dict[s
         f"parameters in {t.dtype}": cast,
         "gradients": gradients,
         f"saved by {layers} layers, remat {t.remat}": layers * saved,
+        **_pair_bytes(cfg, ctx, acts),
         f"work of one layer{', the head or Muon' if update else ' or the head'}": work,
     }
 
@@ -123,6 +124,18 @@ def _pipelines_collectives(ctx: Context) -> bool:
     """
     loop = ctx.layers == "scan" and ctx.pipeline is None
     return loop and ctx.platform == "gpu" and bool(select_options(ctx.platform, ctx.mesh).used)
+
+
+def _pair_bytes(cfg: Config, ctx: Context, acts: Activations) -> dict[str, float]:
+    """Returns the bytes of inputs and output gradients of the matrices of layers whose weight units wait, if any do."""
+    if ctx.pipeline is None or not ctx.pipeline.pair_slots:
+        return {}
+    m, layers = cfg.model, ctx.pipeline.pair_slots * ctx.pipeline.stages.max_layers
+    attention = 2 * acts.stream + acts.heads
+    tokens = 2 * acts.saved_sent if m.moe.num_experts else 2 * acts.stream
+    shared = 2 * acts.stream if m.moe.shared_experts else 0
+    mlp = tokens + shared + (3 if m.gated else 2) * acts.saved_hidden
+    return {f"weight gradients of {layers} layers, waiting": layers * itemsize(cfg) * (attention + mlp)}
 
 
 def _saved_bytes(cfg: Config, ctx: Context, acts: Activations, remat: str) -> float:

@@ -28,7 +28,7 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
       ctx: execution context of the parameters as they are stored.
       totals: of the global batch, from `losses.batch_totals`.
     """
-    model, (_, stack) = family.of(cfg.model), family.only_stack(cfg.model)
+    model, (name, stack) = family.of(cfg.model), family.only_stack(cfg.model)
     ctx = ctx.with_gathered_params
 
     def prepare(micro: Batch) -> tuple[LayerInputs, Batch]:
@@ -47,7 +47,10 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
         hidden = model.final_norm(cfg.model, shared, x, ctx)
         return model.loss(cfg.model, shared, hidden, inputs[1], ctx) / totals.loss_weight
 
-    return PipelineFns(prepare=prepare, embed=embed, layer=remat(ctx, step), loss=loss)
+    trained, _ = params.partition(family.spec(cfg.model), family.spec(cfg.model))
+    matrices = params.map_spec(lambda p: p.kind == "matrix", trained.get(name, {}))
+    split = [matrices] * stack.period
+    return PipelineFns(prepare=prepare, embed=embed, layer=remat(ctx, step), loss=loss, split=split)
 
 
 def with_frozen(fns: PipelineFns, frozen: Params) -> PipelineFns:
@@ -63,6 +66,7 @@ def with_frozen(fns: PipelineFns, frozen: Params) -> PipelineFns:
         embed=lambda shared, inputs: embed(params.combine(shared, frozen), inputs),
         layer=lambda pair, *rest: layer([params.combine(*one) for one in zip(*pair, strict=True)], *rest),
         loss=lambda shared, x, inputs: loss(params.combine(shared, frozen), x, inputs),
+        split=fns.split,
     )
 
 

@@ -12,7 +12,14 @@ from jaxstack.pipeline.program import SCHEDULES
 
 SIZES = [
     (name, stages, microbatches, chunks, layers)
-    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4))
+    for name, chunks in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 4),
+        ("zb1", 1),
+        ("zb1", 2),
+    )
     for stages, microbatches, layers in itertools.product((2, 4), (4, 8, 32), (16, 22, 31))
 ]
 
@@ -46,12 +53,15 @@ def test_masked_turns_contain_the_work_of_every_tick(size):
     # No tick runs layers in a direction that has no unit.
     assert np.array_equal(turns.forward > 0, dynamic.turns.forward > 0)
     assert np.array_equal(turns.backward > 0, dynamic.turns.backward > 0)
+    assert np.array_equal(turns.weight > 0, dynamic.turns.weight > 0)
     assert turns.forward.max() <= dynamic.stages.max_groups
     assert static.bubble >= dynamic.bubble
     if size[-1] == 16:  # even stages have no masked layers
         assert static.bubble == dynamic.bubble
         # Warm-up, both directions with a loss and (with chunks) without, both with and without embeddings, the end.
-        assert sum(len(phase.runs) for phase in static.phases) <= (3 if size[3] == 1 else 7)
+        # Weight units begin later than backward units.
+        most = (3 if size[3] == 1 else 7) + (dynamic.weight is not None)
+        assert sum(len(phase.runs) for phase in static.phases) <= most
     assert static.bubble + 1 <= (1 + MASKED) * (dynamic.bubble + 1)
     assert sum(len(phase.runs) for phase in static.phases) <= 17
     assert static.trip_counts == {}
@@ -79,7 +89,7 @@ def test_the_number_of_loops_does_not_grow_with_the_microbatches():
 def test_a_repeated_sequence_of_runs_is_one_phase():
     columns = [0, 0, 1, 2, 2, 1, 2, 2, 1, 2, 2, 0]
     trips = np.array(columns, np.int32)
-    phases = find_phases(Turns(*[trips] * 5))
+    phases = find_phases(Turns(*[trips] * 6))
     assert [([(turns.forward, count) for turns, count in phase.runs], phase.repeats) for phase in phases] == [
         ([(0, 2)], 1),
         ([(1, 1), (2, 2)], 3),

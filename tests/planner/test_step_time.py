@@ -23,9 +23,10 @@ from jaxstack.planner.step_time import Placement, StepTime, _bubble, step_time
 H100 = ChipLimits(CHIPS["h100"])
 
 
-def config(remat: str = "full", microbatches: int | None = None, chunks: int = 1, **mesh: int) -> Config:
+def config(
+    remat: str = "full", microbatches: int | None = None, chunks: int = 1, schedule: str = "1f1b", **mesh: int
+) -> Config:
     model = ModelConfig(num_layers=8, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=4096)
-    schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
     return Config(
         model=model,
         data=DataConfig(seq_len=512, batch_size=64),
@@ -70,15 +71,18 @@ def test_recomputation_is_counted_once_more_by_each_convention():
     assert full.hfu / full.mfu.full == pytest.approx(1 + full.recomputed_flops / full.model_flops.full)
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_the_bubble_is_that_of_the_schedule(chunks):
-    cfg = config(pipe=4, microbatches=8, chunks=chunks)
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb1", 1)])
+def test_the_bubble_is_that_of_the_schedule(schedule, chunks):
+    cfg = config(pipe=4, microbatches=8, chunks=chunks, schedule=schedule)
     ctx = roofline.context(cfg)
     found = predict(cfg)
     inside = [op for op in local_operations(cfg, ctx) if op.of_layer]
     forward = sum(op.times * H100.seconds(op)[0] for op in inside if not op.in_backward)
     backward = sum(op.times * H100.seconds(op)[0] for op in inside if op.in_backward)
-    simulated = ctx.pipeline.schedule.simulate(forward, backward)
+    weight = sum(
+        op.times * H100.seconds(op)[0] for op in inside if op.part == "matmul" and op.name.endswith(", gradient")
+    )
+    simulated = ctx.pipeline.schedule.simulate(forward, backward, weight / backward)
     assert found.bubble / (found.layers + found.recomputation) == pytest.approx(simulated.bubble)
 
 
