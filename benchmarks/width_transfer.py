@@ -3,8 +3,8 @@
 Models of several widths are trained on bytes of Python's standard library with the same batches, with and without
 `model.base_width`. Heads have one width, so wider models have more of them.
 
-- The sweep: the loss at the end for each width and learning rate. Under muP, the best learning rate of the widest model
-  is within a factor of 2 of that of the base model.
+- The sweep: the loss at the end for each width and learning rate. Under muP, the best learning rates of all widths are
+  within a factor of 2.
 - The coordinate check (Yang et al. 2022, appendix D.1): the change of hidden states and logits by a few steps, as a
   power of the width. Under muP the power is near 0.
 
@@ -20,6 +20,7 @@ from typing import Any
 import record
 
 WIDTHS = (32, 64, 128, 256)
+BASE = 128  # narrower models are scaled too, to larger initial values and learning rates
 RATES = {"adamw": tuple(2.0**-n for n in range(10, 3, -1)), "muon": tuple(2.0**-n for n in range(9, 2, -1))}
 HEAD, LAYERS, SEQ, BATCH, STEPS = 16, 3, 128, 8, 120
 
@@ -117,7 +118,7 @@ def main() -> None:
     first = config(given.widths[0], None, "adamw", 1e-3, given.steps, True)
     stream = data.batches(data.load(first.data).train, seed=0, seq_len=SEQ, batch_size=BATCH, packing=False)
     batches = [stream[i] for i in range(given.steps)]
-    shape = {"layers": LAYERS, "head": HEAD, "seq_len": SEQ, "batch": BATCH, "steps": given.steps, "tied": True}
+    shape = {"layers": LAYERS, "head": HEAD, "seq_len": SEQ, "batch": BATCH, "steps": given.steps, "tied": True, "base": BASE}
     path = record.RESULTS / "width_transfer.json"
     rows = json.loads(path.read_text())["sweep"] if path.exists() else []
     checks: dict[str, list[float]] = {}
@@ -126,22 +127,21 @@ def main() -> None:
         result = {"shape": shape, "coordinates": checks, "best": best_rates(rows), "sweep": rows}
         record.record("width_transfer", result)
 
-    base = given.widths[0]
     for name in given.optimizers:
-        for rule, of in (("muP", base), ("standard", None)):
+        for rule, of in (("muP", BASE), ("standard", None)):
             found = powers(given.widths, of, name, 2.0**-8, True, batches[:8])
             checks[f"{name}, {rule}"] = [round(p, 3) for p in found]
             print(f"{name}, {rule}: the changes grow with the powers {checks[f'{name}, {rule}']}", flush=True)
             write()
     for name in given.optimizers:
         for width in given.widths:
-            for rule, of in (("muP", base), ("standard", None)):
+            for rule, of in (("standard", None), ("muP", BASE)):
                 for rate in RATES[name]:
                     key = {"optimizer": name, "rule": rule, "width": width, "lr": rate}
                     if any(row.items() >= key.items() for row in rows):
                         continue
-                    same = {"optimizer": name, "rule": "muP", "width": base, "lr": rate}
-                    known = [row for row in rows if width == base and row.items() >= same.items()]
+                    same = key | {"rule": "standard"}  # at the width of the base, the two are equal
+                    known = [row for row in rows if width == BASE and row.items() >= same.items()]
                     losses = [] if known else train(config(width, of, name, rate, given.steps, True), batches)[0]
                     end = known[0]["loss"] if known else float(np.mean(losses[-20:]))
                     rows.append(key | {"loss": round(end, 4) if end is not None and np.isfinite(end) else None})
