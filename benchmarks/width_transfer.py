@@ -118,7 +118,8 @@ def main() -> None:
     first = config(given.widths[0], None, "adamw", 1e-3, given.steps, True)
     stream = data.batches(data.load(first.data).train, seed=0, seq_len=SEQ, batch_size=BATCH, packing=False)
     batches = [stream[i] for i in range(given.steps)]
-    shape = {"layers": LAYERS, "head": HEAD, "seq_len": SEQ, "batch": BATCH, "steps": given.steps, "tied": True, "base": BASE}
+    shape = {"layers": LAYERS, "head": HEAD, "seq_len": SEQ, "batch": BATCH, "steps": given.steps}
+    shape |= {"tied": True, "base": BASE}
     path = record.RESULTS / "width_transfer.json"
     rows = json.loads(path.read_text())["sweep"] if path.exists() else []
     checks: dict[str, list[float]] = {}
