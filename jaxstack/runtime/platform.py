@@ -66,10 +66,8 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
     if devices > 1 and not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
         os.environ["XLA_FLAGS"] = f"--{'='.join(CPU_FLAG)}"  # each device has its own core
-        if (
-            devices > physical_cores()
-        ):  # XLA's threads: with one a core, all may wait in collectives that others must begin
-            os.environ.setdefault("NPROC", str(2 * devices))
+        # XLA's threads: with one a core, all may wait in collectives that others must begin.
+        os.environ.setdefault("NPROC", str(2 * devices))
 
 
 def seconds_since_start() -> float:

@@ -494,9 +494,10 @@ def test_a_number_of_devices_that_is_none(value, monkeypatch):
         platform.configure(MeshConfig(), 8)
 
 
-@pytest.mark.parametrize(("fsdp", "threads"), [(2, None), (64, "128")])
-def test_more_devices_than_cores_have_threads_of_their_own(fsdp, threads, monkeypatch):
-    """With a thread for each of two cores, eight devices of an interleaved pipeline waited for each other for ever."""
+@pytest.mark.parametrize(("fsdp", "threads"), [(2, "4"), (64, "128")])
+def test_simulated_devices_have_threads_of_their_own(fsdp, threads, monkeypatch):
+    """With a thread for each of two cores, eight devices of an interleaved pipeline waited for each other for ever, and
+    two devices with tensor and then context parallelism for 40 seconds."""
     for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "NPROC"):
         monkeypatch.setenv(name, "")  # it is restored after the test
         monkeypatch.delenv(name)
