@@ -176,7 +176,7 @@ FLAGS = {"plan": {"target": "v5e:2x2"}, "profile": {"out": "new"}}
 @pytest.mark.parametrize("group", parse.GROUPS)
 def test_no_value_of_a_key_prints_a_traceback(group, say, monkeypatch):
     """The message names the key. Each key gets two values in turn; keys of one type get all of them together."""
-    monkeypatch.setattr(train, "main", lambda cfg: resolve(cfg, 256))
+    monkeypatch.setattr(train, "main", lambda cfg, *_: resolve(cfg, 256))
     wrong, actions = {}, [a for a in parser.parser_of("train")._actions if a.dest.startswith(f"{group}.")]
     for i, action in enumerate(actions):
         values = HOSTILE[kind_of(getattr(action, "_typehint", None)) or str]
