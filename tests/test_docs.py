@@ -115,6 +115,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"^profile ", ["--data.seq_len=32"]),
     (r"--data\.source=chat", [*STEPS, *ALONE]),
     (r"--profile\.steps=", [*SHORT, "--profile.steps=1:2"]),
+    (r"--model\.base_width", [*SHORT, "--optim.name=adamw"]),  # SGD is refused
     (r"^train\b", SHORT),
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),
