@@ -182,7 +182,7 @@ def spearman(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def summary(rows: dict[str, Any]) -> dict[str, Any]:
-    """Returns the errors of the formula, of the cases that it was fitted to and of those that were held out."""
+    """Returns the errors of the formula: for all cases, for the fitted ones and for the held-out ones."""
     found: dict[str, Any] = {}
     for chip in (*TARGETS, "all"):
         some = {key: row for key, row in rows.items() if chip in ("all", row["chip"])}

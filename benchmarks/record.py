@@ -64,7 +64,7 @@ def record(name: str, result: dict[str, Any], folder: Path | None = None) -> Pat
 def replace_cases(
     name: str, cases: list[dict[str, Any]], keys: tuple[str, ...], folder: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Returns the cases of a result on disk, with these in place of those that have the same values of `keys`.
+    """Returns the cases of a result on disk with `cases` added; a case with the same values of `keys` is replaced.
 
     A case that an earlier run measured names its commit, because that of the whole result is for the new ones.
     """

@@ -7,8 +7,7 @@ from typing import Literal
 
 from jsonargparse import Namespace
 
-from jaxstack.cli.plan_target import STYLES, Plan, add_network, add_target, budget_of
-from jaxstack.config.bounds import PositiveFloat
+from jaxstack.cli.plan_target import STYLES, Plan, add_network, add_target, add_tokens, budget_of
 from jaxstack.config.parse import Parser
 
 
@@ -20,7 +19,7 @@ def add_arguments(parser: Parser) -> None:
         "--style", type=Literal[*STYLES], default="jaxstack",
         help="megatron-fp16 counts the whole forward pass of the layers as recomputed, as Megatron-LM does",
     )  # fmt: skip
-    parser.add_argument("--tokens", type=PositiveFloat | None, help="training tokens; null means those of all steps")
+    add_tokens(parser)
     parser.add_config()
 
 

@@ -18,7 +18,7 @@ from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common import files
 from jaxstack.config import Config, ConfigError, flat
 from jaxstack.config.bounds import NonNegativeFloat, PositiveFloat, PositiveFraction
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.parse import Parser, given_keys, user_path
 from jaxstack.planner.scaling_law import BESIROGLU, HOFFMANN, Fit, published
 
 if TYPE_CHECKING:  # JAX must start after the environment is set
@@ -76,7 +76,7 @@ def main(args: Namespace) -> None:
     sizes = run_plan.served_sizes(args.served)
     if args.tokens_per_parameter:
         sizes = run_plan.ratio_sizes(args.tokens_per_parameter)
-    found = _plan(args, base, _given(args.words), sizes, machine)
+    found = _plan(args, base, given_keys(args.words, flat(Config())), sizes, machine)
     law = published()
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     console.print(sizes_table(law, found))
@@ -115,22 +115,13 @@ def _check(args: Namespace) -> None:
         )
 
 
-def _given(words: list[str]) -> set[str]:
-    """Returns the keys of the configuration that a command line sets."""
-    return {word[2:].partition("=")[0] for word in words if word.startswith("--")}
-
-
 def _machine(args: Namespace) -> "Machine | None":
     if not args.target:
         return None
-    import math
+    from jaxstack.planner import figures, run_plan
 
-    from jaxstack.common.hardware import CHIPS
-    from jaxstack.planner import aot, run_plan
-
-    name, topology = aot.parse_target(args.target)
-    chip = CHIPS[name]
-    return run_plan.Machine(args.target, chip, math.prod(topology) * chip.devices, args.mfu, args.watts, args.price)
+    _, devices, limits = figures.limits_of(args.target)
+    return run_plan.Machine(args.target, limits.chip, devices, args.mfu, args.watts, args.price)
 
 
 def _plan(args: Namespace, base: Config, given: set[str], sizes: "Sizes", machine: "Machine | None") -> "RunPlan":
@@ -228,7 +219,7 @@ def served_line(found: "RunPlan", served: float) -> str:
 def as_yaml(found: "RunPlan", out: Path, args: Namespace) -> str:
     """Returns the configuration as YAML: every value that is not the default, after comments with the plan."""
     values = flat(found.cfg)
-    if "run.dir" not in _given(args.words):
+    if "run.dir" not in given_keys(args.words, flat(Config())):
         values["run.dir"] = f"runs/{out.stem}"
     nested: dict[str, object] = {}
     for key, default in flat(Config()).items():
@@ -261,7 +252,7 @@ def as_json(law: Fit, found: "RunPlan") -> dict[str, object]:
         "steps": found.cfg.train.steps,
         "batch_tokens": found.batch,
         "seconds": found.seconds,
-        "least_seconds_of_a_step": found.least_step,
+        "predicted_seconds_of_a_step": found.predicted_step,
         "devices": machine and machine.devices,
         "mfu": machine and machine.mfu,
         "memory_bytes": found.need and found.need.formula,

@@ -48,6 +48,11 @@ def add_network(parser: Parser) -> None:
         )
 
 
+def add_tokens(parser: Parser) -> None:
+    """Declares the token budget, see `budget_of`."""
+    parser.add_argument("--tokens", type=PositiveFloat | None, help="training tokens; null means those of all steps")
+
+
 def budget_of(cfg: Config, tokens: float | None) -> float:
     """Returns the training tokens of `--tokens`, or of all steps of the configuration."""
     return tokens or float(cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len)

@@ -6,8 +6,8 @@ of `jaxstack train`.
 
 from jsonargparse import Namespace
 
-from jaxstack.cli.plan_target import Plan, add_network, add_target, budget_of
-from jaxstack.config.bounds import PositiveFloat, PositiveFraction
+from jaxstack.cli.plan_target import Plan, add_network, add_target, add_tokens, budget_of
+from jaxstack.config.bounds import PositiveFraction
 from jaxstack.config.parse import Parser
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
             f"--{name}_efficiency", type=PositiveFraction | None,
             help=f"fraction of the {what} reach; null means the calibrated one",
         )  # fmt: skip
-    parser.add_argument("--tokens", type=PositiveFloat | None, help="training tokens; null means those of all steps")
+    add_tokens(parser)
     parser.add_config()
 
 

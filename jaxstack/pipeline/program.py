@@ -37,7 +37,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "zb1": zb1,
     "zb_h1": lambda stages, microbatches, chunks: zb_h1(stages, microbatches),
 }
-"""Builds each schedule from stages, microbatches and chunks. `pipeline.schedule` names those that can train."""
+"""Builds each schedule from stages, microbatches and chunks. Training runs the values of `pipeline.schedule`."""
 
 
 @dataclass(frozen=True)

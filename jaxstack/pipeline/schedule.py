@@ -200,7 +200,7 @@ class Schedule:
 
     @cached_property
     def pair_slots_MG(self) -> np.ndarray:
-        """Slot of what a weight unit needs from its backward unit, in between, int32 [M, G].
+        """Slot that keeps the pairs of a backward unit until its weight unit reads them, int32 [M, G].
 
         The units of a stage take the slots in turn, in the order of their backward units.
         """

@@ -24,7 +24,7 @@ def choose(cfg: Config, given: Collection[str], kept: Config | None) -> Config:
       kept: the configuration with the mesh of the earlier part of the run. None means that there is none to keep.
 
     Raises:
-      ConfigError: no mesh is possible, none fits, or there is no data sheet of the devices.
+      ConfigError: no mesh is possible, no mesh fits, or the devices have no data sheet in `common.hardware`.
     """
     devices = find_devices()
     chosen, line = _choose(cfg, given, kept, devices)

@@ -172,8 +172,8 @@ def _saved_bytes(cfg: Config, ctx: Context, acts: Activations, remat: str) -> fl
 def _copied_bytes(cfg: Config, ctx: Context, acts: Activations) -> float:
     """Returns the bytes of one layer's residuals that several GPUs have twice.
 
-    The turn outside of the loop writes into copies of the residuals: of all of them within a loop over microbatches,
-    and otherwise of those that it also reads, shards of the residual stream.
+    The turn outside of the loop writes into copies. Within a loop over microbatches it copies all residuals, and
+    otherwise the shards of the residual stream, which it also reads.
     """
     t = cfg.train
     if not _pipelines_collectives(ctx):

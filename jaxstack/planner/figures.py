@@ -33,7 +33,7 @@ def limits_of(target: str, reached: Efficiencies = CALIBRATED, link: float | Non
       link, network: bytes/s that a device sends within its host or slice, and beyond; `None` means the chip's figures.
 
     Raises:
-      ConfigError: the chip is unknown, or there is no such host or slice.
+      ConfigError: the chip is unknown, or its hosts or slices do not have the given number of devices.
     """
     name, topology = aot.parse_target(target)
     chip = CHIPS[name]
@@ -171,7 +171,7 @@ def time_figures(cfg: Config, ctx: Context, limits: ChipLimits, time: StepTime) 
 
 
 def _work(name: str, ops: Iterable[Op], limits: ChipLimits) -> Figure:
-    """Returns the seconds of operations: FLOPs of those that compute bounds, and bytes of those that memory bounds."""
+    """Returns the seconds of operations: FLOPs count where compute is the bound, and bytes where memory is."""
     flops: dict[float, float] = defaultdict(float)
     moved = 0.0
     for op in ops:

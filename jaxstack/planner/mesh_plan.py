@@ -59,7 +59,7 @@ def at_hand(devices: Sequence[jax.Device], local: Sequence[jax.Device]) -> Devic
     """Returns the devices of a run, of which this process has the local ones.
 
     Raises:
-      ConfigError: there is no data sheet of the device.
+      ConfigError: the device has no data sheet in `common.hardware`.
     """
     kind, room = devices[0].device_kind, room_of(local)
     if devices[0].platform == "cpu":

@@ -1,4 +1,4 @@
-"""Searches the meshes that a run can have on a number of devices, and ranks those that fit by their predicted time.
+"""Searches the meshes of a run on a number of devices, and ranks the meshes that fit by their predicted time.
 
 Beside the axes of the mesh, the search chooses what goes with it: the pipeline's schedule, chunks and microbatches,
 gradient accumulation, and what is recomputed. None of these changes what a step computes. What is allowed follows from

@@ -51,14 +51,14 @@ class RunPlan:
       parameters: of the model.
       machine: what it is trained on, or None.
       need: memory of a device, or None.
-      least_step: seconds of a step at the peaks of the data sheet, by formula, or None.
+      predicted_step: seconds of a step by `step_time`, with calibrated efficiencies, or None.
     """
 
     cfg: Config
     parameters: int
     machine: Machine | None
     need: memory.Need | None
-    least_step: float | None
+    predicted_step: float | None
 
     @property
     def batch(self) -> int:
@@ -82,7 +82,7 @@ class RunPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings: what is outside of the range that the law was fitted to, and what no program can reach."""
+        """Warnings: what is outside of the range that the law was fitted to, and an MFU above the predicted one."""
         found = []
         for name, value, (low, high) in (
             ("training FLOPs", self.flops, PUBLISHED_RANGE.flops),
@@ -94,12 +94,14 @@ class RunPlan:
                     f"{value:.3g} {name} is outside of the runs that the law was fitted to, {low:.3g} to {high:.3g}: "
                     f"the prediction is an extrapolation."
                 )
-        if self.least_step is not None and self.seconds is not None:
+        if self.predicted_step is not None and self.seconds is not None:
             planned = self.seconds / self.cfg.train.steps
-            if planned < self.least_step:
+            if planned < self.predicted_step:
                 assert self.machine is not None
-                possible = self.machine.mfu * planned / self.least_step
-                found.append(f"--mfu={self.machine.mfu:g} is more than the roofline allows here, {possible:.3f}.")
+                predicted = self.machine.mfu * planned / self.predicted_step
+                found.append(
+                    f"--mfu={self.machine.mfu:g} is more than the {predicted:.3f} that `plan time` predicts here."
+                )
         return found
 
 
@@ -157,7 +159,7 @@ def plan_time(base: Config, given: Collection[str], seconds: float, sizes: Sizes
     steps = max(1, int(found.cfg.train.steps * seconds / found.seconds))
     warmup = {} if "optim.warmup_steps" in given else {"optim.warmup_steps": steps // 10}
     cfg = with_values(found.cfg, {"train.steps": steps, **warmup})
-    return RunPlan(cfg, found.parameters, machine, found.need, found.least_step)
+    return RunPlan(cfg, found.parameters, machine, found.need, found.predicted_step)
 
 
 def _sized(base: Config, given: Collection[str], budget: float, sizes: Sizes) -> Config:

@@ -119,7 +119,7 @@ def test_time_and_money_give_a_configuration_that_reads_back(tmp_path, capsys):
     assert week["parameters"] == pytest.approx(best, rel=0.1)
     assert week["memory_bytes"] <= 80 * 2**30
     assert math.prod(week["config"][f"mesh.{axis}"] for axis in AXES) == 2
-    assert week["least_seconds_of_a_step"] < week["seconds"] / week["steps"]
+    assert week["predicted_seconds_of_a_step"] < week["seconds"] / week["steps"]
     # 989.4 TFLOP/s at 40%; the law's FLOPs leave out attention, which is a tenth or two here
     assert 0.75 < week["flops"] / (2 * 7 * 86400 * 989.4e12 * 0.4) < 0.95
     cfg = parse.parse_config([f"--config={tmp_path}/days.yaml"])
@@ -195,3 +195,9 @@ def test_a_base_width_gives_its_rate(tmp_path):
         found = json.loads((tmp_path / "plan.json").read_text())["config"]
         rates.append(found["optim.lr"] * (1024 / found["model.d_model"] if flags else 1))
     assert rates[0] == pytest.approx(rates[1], rel=5e-3)  # three digits are kept
+
+
+@pytest.mark.parametrize("flags", [["--optim.lr=0.5"], ["--optim.lr", "0.5"], ["--optim={lr: 0.5}"]])
+def test_a_flag_in_any_form_comes_before_the_rules(flags, tmp_path):
+    parser.execute(["plan", "run", "--budget=1e21", *flags, f"--json={tmp_path}/plan.json"])
+    assert json.loads((tmp_path / "plan.json").read_text())["config"]["optim.lr"] == 0.5

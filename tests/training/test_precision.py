@@ -55,13 +55,15 @@ CASES: list[Case] = [
     ("sigmoid", {"fsdp": 2, "expert": 2}, {"accum": 2}),
     ("lora", {"fsdp": 2, "tensor": 2}, {}),
     ("gpt2", {"fsdp": 2, "tensor": 2, **meshes.AUTO}, {"tokens": 8192}),
-    ("gpt2", {"pipe": 2, "data": 2}, {}),
+    ("gpt2", {"pipe": 2, "data": 2}, {"schedule": "zb1"}),
     ("llama3", {"pipe": 2, "fsdp": 2, "tensor": 2}, {"tokens": 8192, "packing": True, "accum": 2}),
     ("softmax", {"pipe": 2, "expert": 2}, {"tokens": 8192}),
 ]
 
 
-def config(family: str, mesh: dict[str, Any], dtype: str, *, tokens: int = TOKENS, **how: Any) -> Config:
+def config(
+    family: str, mesh: dict[str, Any], dtype: str, *, tokens: int = TOKENS, schedule: Any = pipelines.ONE, **how: Any
+) -> Config:
     cfg = meshes.config(family, mesh, **how)
     replicas = math.prod(mesh.get(axis, 1) for axis in (*BATCH_AXES, "context"))
     return dataclasses.replace(
@@ -70,7 +72,7 @@ def config(family: str, mesh: dict[str, Any], dtype: str, *, tokens: int = TOKEN
         train=dataclasses.replace(cfg.train, dtype=dtype),
         # `grouped` takes minutes here: XLA:CPU converts the whole of a bfloat16 array whenever a loop writes some rows.
         kernels=KernelsConfig(moe="ragged"),
-        pipeline=PipelineConfig(schedule=pipelines.ONE, microbatches=2) if "pipe" in mesh else PipelineConfig(),
+        pipeline=PipelineConfig(schedule=schedule, microbatches=2) if "pipe" in mesh else PipelineConfig(),
     )
 
 
