@@ -1,0 +1,222 @@
+# %% [markdown]
+# # Plan a run: GPT-3, and one for this machine
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/planning.ipynb)
+#
+# Does a model fit in memory? How long does it train, and which size is best for a budget? The planner answers by formula,
+# without a device. First it plans GPT-3 on 1,024 A100s, and its figures are compared with published ones. Then it plans a
+# run of two minutes for this machine, writes its configuration, and trains the first steps.
+#
+# You need no download and no accelerator.
+
+# %%
+import importlib.util
+import os
+
+if importlib.util.find_spec("jaxstack") is None:
+    print("installing jaxstack, about a minute")
+    # %pip install -q git+https://github.com/jaxstack/jaxstack
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads this when it is imported: every step below runs on the CPU
+
+# %%
+import json
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import matplotlib.pyplot as plt
+from IPython.display import Image, display
+
+from jaxstack.cli import parser
+from jaxstack.cli.plan import with_vocabulary
+from jaxstack.common.hardware import CHIPS
+from jaxstack.config.parse import parse_config
+from jaxstack.planner import figures, measure, megatron, memory, plot
+from jaxstack.planner.scaling_law import BESIROGLU, published
+from jaxstack.planner.step_time import step_time
+
+
+def jaxstack(command: str) -> None:
+    """Runs a command as a shell does, in this process."""
+    parser.execute(shlex.split(command))
+
+
+# %% [markdown]
+# ## GPT-3: does it fit?
+#
+# `configs/models/gpt3.yaml` has GPT-3 with 175 billion parameters, in the shapes that NVIDIA trained with Megatron-LM. Classic
+# mixed precision stores 16 bytes for each parameter: weights and gradients in fp16, and in float32 the main weights and two
+# moments of Adam.
+
+# %%
+GPT3 = "--config gpt3 --mesh.data=8 --mesh.pipe=16 --mesh.tensor=8"
+A100 = CHIPS["a100"]
+
+cfg = with_vocabulary(parse_config(shlex.split(GPT3)))
+one = replace(cfg, mesh=replace(cfg.mesh, data=1, pipe=1, tensor=1))  # everything on one imaginary device
+*state, activations = megatron.memory(one, memory.context(one, 1, "gpu"), bytes_per_parameter=16)
+for figure in state:
+    print(f"{figure.name:26} {figure.value / 1e12:6.3f} TB = {figure.explanation}")
+total = sum(figure.value for figure in state)
+print(f"{'sum':26} {total / 1e12:6.3f} TB, or {total / 80e9:.1f} A100 of 80 GB, without activations")
+
+# The published figures are 2.8 TB, and more than 35 A100 of 80 GB (Rajbhandari et al. 2021, Narayanan et al. 2021).
+assert abs(total / 2.8e12 - 1) < 0.005
+assert total + activations.value > 35 * 80e9
+
+# %% [markdown]
+# So the model must be divided. Eight devices share each matrix (`tensor`), and sixteen stages of them share the layers (`pipe`).
+# The command prints the memory of one device by part. Below is its picture: one bar for each policy of recomputation, and a
+# dashed line for the device's memory.
+
+# %%
+jaxstack(f"plan memory --target a100:128x8 {GPT3} --style megatron-fp16 --bytes_per_parameter=16 --plot memory.png")
+display(Image("memory.png"))
+
+# %% [markdown]
+# The formulas are functions, so you can ask for one figure. `explanation` is its formula with the numbers put in.
+
+# %%
+CONTEXT = memory.context(cfg, 1024, "gpu")
+saved = megatron.activations(cfg, CONTEXT)
+print(saved.explanation, f"= {saved.value / 2**30:.2f} GiB")
+policies = figures.memory_by_policy(cfg, CONTEXT, bytes_per_parameter=16)
+needs = {name: sum(figure.value for figure in parts) for name, parts in policies.items()}
+assert needs["full"] < A100.hbm_bytes < needs["none"]  # without recomputation it does not fit
+
+# %% [markdown]
+# ## GPT-3: how long does it take?
+#
+# Megatron-LM repeats the forward pass of the layers. For 95,000 steps of 1,536 sequences, about 300 billion tokens, this
+# makes 430 ZFLOPs, or 16,000 days of one A100 at its peak.
+
+# %%
+flops = cfg.train.steps * megatron.hardware_flops(cfg)
+days = flops / A100.flops["bfloat16"] / 86400
+print(f"{flops / 1e21:.1f} ZFLOPs, {days:,.0f} A100-days at the peak")
+assert abs(flops / 430e21 - 1) < 0.01
+assert abs(days / 16_000 - 1) < 0.01
+
+# %% [markdown]
+# No program reaches the peak. `plan time` takes the fractions of it that Megatron-LM reached on A100s, adds the collectives and
+# the idle time of the pipeline, and draws a step: what a device computes, and what it waits for. Narayanan et al. 2021 give 34
+# days for the same tokens, from 140 TFLOP/s of a device in 2021. The last line of the output names what was not validated.
+
+# %%
+jaxstack(f"plan time --target a100:128x8 {GPT3} --tokens 300e9 --plot time.png")
+display(Image("time.png"))
+
+# %% [markdown]
+# Which mesh is best? These four divide GPT-3 over the same devices. `plan mesh` searches all of them, which takes some minutes
+# for 1,024 devices.
+
+# %%
+_, count, limits = figures.limits_of("a100:128x8")
+utilisation = {}
+print("data  pipe  tensor   s/step   idle   waiting   MFU")
+for pipe, tensor in ((16, 8), (8, 8), (32, 4), (8, 16)):
+    mesh = replace(cfg.mesh, data=count // pipe // tensor, pipe=pipe, tensor=tensor)
+    other = with_vocabulary(replace(cfg, mesh=mesh))
+    time = step_time(other, memory.context(other, count, "gpu"), limits)
+    utilisation[pipe, tensor] = time.mfu.full
+    waits = sum(time.exposed.values()) / time.total
+    print(
+        f"{mesh.data:4} {pipe:5} {tensor:7} {time.total:8.1f} {time.bubble / time.total:6.1%} {waits:9.1%} {time.mfu.full:5.1%}"
+    )
+assert utilisation[8, 16] == min(utilisation.values())  # 16 devices exchange activations over the network
+
+# %% [markdown]
+# ## GPT-3: was it the right size?
+#
+# The scaling law of Besiroglu et al. 2024 predicts the loss of a model from its parameters and its tokens. For the same FLOPs
+# it prefers a smaller model and more tokens. The point of GPT-3 is above the curve of the best sizes.
+
+# %%
+parameters, tokens = 175e9, 300e9
+budget = 6 * parameters * tokens
+best = BESIROGLU.optimum(budget)
+plot.draw_budget(published(), budget, (parameters, tokens), Path("loss.png"))
+display(Image("loss.png"))
+print(f"GPT-3         {parameters:.3g} parameters, {tokens:.3g} tokens: {BESIROGLU.loss(parameters, tokens):.3f} nats")
+print(f"the law's best {best[0]:.3g} parameters, {best[1]:.3g} tokens: {BESIROGLU.loss(*best):.3f} nats")
+assert best[0] < parameters / 2
+assert BESIROGLU.loss(*best) < BESIROGLU.loss(parameters, tokens)
+
+# %% [markdown]
+# `plan run` turns such a budget into a configuration. Without `--target` it leaves the mesh open.
+
+# %%
+jaxstack(f"plan run --budget {budget} --config gpt3")
+
+# %% [markdown]
+# ## A run for this machine
+#
+# What can this machine train in two minutes? A large matrix product shows what it computes at best. The plan takes three
+# tenths of that, because a small model has small matrices. `--config quickstart` names the model's family and the data: bytes
+# of Python's standard library.
+
+# %%
+MINUTES, REACHED = 2, 0.3
+
+peak = measure.this_chip(jax.devices()[0], "float32").flops["float32"]
+budget = MINUTES * 60 * REACHED * peak
+print(f"{peak / 1e9:.0f} GFLOP/s in a matrix product, so {budget:.3g} FLOPs in {MINUTES} minutes")
+
+Path("laptop.yaml").unlink(missing_ok=True)  # `--out` never overwrites a file
+jaxstack(f"plan run --budget {budget} --config quickstart --model.vocab_size=256 --out laptop.yaml")
+
+# %% [markdown]
+# The lines below the table name an extrapolation: the law was fitted to much larger runs, of other data and with another
+# tokenizer. Its losses mean nothing for bytes, but its size and length are a place to start.
+#
+# The written file has every value that is not the default. You can read it and change it:
+
+# %%
+plan = parse_config(["--config=laptop.yaml"])
+print(Path("laptop.yaml").read_text())
+
+# %% [markdown]
+# `jaxstack train --config laptop.yaml` trains it. Here it stops after the first steps.
+
+# %%
+STEPS = 3
+shutil.rmtree("runs/laptop", ignore_errors=True)
+short = (
+    f"--train.steps={STEPS} --optim.warmup_steps=1 --run.log_every=1 --train.eval_steps=1 --train.ngram_baseline=false"
+)
+jaxstack(f"train --config laptop.yaml {short} --sample.prompts=[]")
+
+# %% [markdown]
+# The loss falls from ln 256 = 5.55, where every byte is equally probable. The time of a step shows whether the plan holds
+# on this machine.
+
+# %%
+lines = list(map(json.loads, Path("runs/laptop/metrics.jsonl").read_text().splitlines()))
+losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+planned, measured = (
+    MINUTES * 60 / plan.train.steps,
+    [line["step_time_s"] for line in lines if "step_time_s" in line][-1],
+)
+print(f"planned  {planned:.2f} s a step, {plan.train.steps:,} steps")
+print(f"measured {measured:.2f} s a step, {plan.train.steps * measured / 60:.1f} minutes for all of them")
+
+figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+axes.plot(list(losses), list(losses.values()), "o-")
+axes.set(xticks=list(losses), xlabel="step", ylabel="loss (nats per byte)", title="the first steps of the plan")
+axes.grid(alpha=0.3)
+plt.show()
+assert max(losses) == STEPS < plan.train.steps
+assert losses[STEPS] < losses[1] < 6
+
+# %% [markdown]
+# ## Where to go next
+#
+# - Train the rest: `jaxstack train --config laptop.yaml --run.dir=runs/whole`.
+# - Ask for money or time: `jaxstack plan run --dollars 50000 --price 2.5 --target h100:8x8`.
+# - Search all meshes: `jaxstack plan mesh --target h100:8 --config llama3_8b`. With the extra `[cuda13]` or `[tpu]` it compiles
+#   the best ones.
+# - Fit the law to runs of your own: `jaxstack plan fit`
+#   ([planning](https://github.com/jaxstack/jaxstack/blob/main/docs/planning.md)).
