@@ -2,7 +2,8 @@
 
 Needs the extra `[cuda13]` and no GPU. The model is the job `dense_2048` of train_gpu.py with 1.37e9 parameters; a step
 has 16 sequences of 2,048 tokens on eight devices. Each layout is compiled without and with the options that jaxstack
-gives XLA for several GPUs, half a minute to a minute each. Results go to `results/overlap.json` case by case.
+gives XLA for several GPUs, half a minute to a minute each; one that XLA partitions also with the options of its
+collective matmul. Results go to `results/overlap.json` case by case.
 
 Times are arithmetic, by the rates of the data sheet (`jaxstack/planner/overlap.py`): no device is involved.
 """
@@ -32,7 +33,13 @@ LAYOUTS = {
     "fsdp": MeshConfig(data=1, fsdp=8),
     "tensor": MeshConfig(data=1, tensor=8),
     "fsdp_tensor": MeshConfig(data=1, fsdp=4, tensor=2),
+    "tensor_auto": MeshConfig(data=1, tensor=8, partitioner="auto"),
 }
+COLLECTIVE_MATMUL: dict[str, tuple[tuple[str, Any], ...]] = {
+    "products in parts beside their collectives": (("xla_gpu_threshold_for_windowed_einsum_mib", "0"),),
+    "these parts in streams of their own": (("xla_gpu_multi_streamed_windowed_einsum", True),),
+}
+"""Options of XLA's partitioner, which jaxstack does not set."""
 
 
 def measure(layout: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -69,10 +76,12 @@ def measure(layout: str, options: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(LAYOUTS), help="layouts to compile")
-    found = {}
+    found: dict[str, Any] = {}
     for layout in parser.parse_args().cases:
         ours = dict(xla_options.GPU_OPTIONS)
         found[layout] = {"without_options": measure(layout, {}), "with_options": measure(layout, ours)}
+        if LAYOUTS[layout].partitioner == "auto":
+            found[layout]["with_collective_matmul"] = measure(layout, ours | COLLECTIVE_MATMUL)
         record.record("overlap", {"target": TARGET, "sequences": BATCH, "options": list(ours), "layouts": found})
 
 
