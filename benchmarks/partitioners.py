@@ -3,13 +3,14 @@
 TARGET is `h100:1x1x8` (extra `[cuda13]`) or `v5p:2x2x2` (extra `[tpu]`); no device is needed. The model is the job
 `dense_2048` of train_gpu.py with 1.37e9 parameters; a step has 16 sequences of 2,048 tokens on eight devices. Each
 layout is compiled with `mesh.partitioner=manual` and `auto`, in one to five minutes each. Results go to
-`results/partitioners_<chip>.json` layout by layout.
+`results/partitioners_<chip>.json` layout by layout; other layouts of the file stay.
 
 For a GPU, times by the rates of the data sheet say which part of the collectives the schedule hides
 (`jaxstack/planner/overlap.py`).
 """
 
 import argparse
+import json
 import os
 import time
 from dataclasses import replace
@@ -91,13 +92,12 @@ def main() -> None:
     parser.add_argument("target", help="h100:1x1x8 or v5p:2x2x2")
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), help="layouts to compile")
     args = parser.parse_args()
-    found = {}
+    result = f"partitioners_{args.target.partition(':')[0]}"
+    path = record.RESULTS / f"{result}.json"
+    found = json.loads(path.read_text())["layouts"] if path.exists() else {}
     for layout in args.layouts:
         found[layout] = {name: measure(args.target, layout, name) for name in ("manual", "auto")}
-        record.record(
-            f"partitioners_{args.target.partition(':')[0]}",
-            {"target": args.target, "sequences": BATCH, "layouts": found},
-        )
+        record.record(result, {"target": args.target, "sequences": BATCH, "layouts": found})
 
 
 if __name__ == "__main__":

@@ -100,8 +100,10 @@ def devices(target: str) -> list[jax.Device]:
         raise ConfigError(f"target={target} cannot be compiled for. Use one of {', '.join(TARGETS)}.")
     gpu = CHIPS[chip].platform == "gpu"
     dims = "x".join(map(str, (1,) * (3 - len(topology)) + topology if gpu else topology))
-    # Both are read when the compiler is loaded: this machine has no metadata server and no driver.
+    # All are read when the compiler is loaded: this machine has no metadata server and no driver, and programs that
+    # compile beside one another open no chip.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from jax.experimental import topologies
 

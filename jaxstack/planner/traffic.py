@@ -68,7 +68,16 @@ class _Traffic:
         if axes and times:
             size = math.prod(shape) * (2 if dtype == "bf16" else 4)
             devices = math.prod(self.sizes[a] for a in axes)
+            if kind == "reduce-scatter" and self.replaced(axes):
+                kind = "all-reduce"
             self.collectives.append(Collective(kind, axes, devices, dtype, shape, size, times, where))
+
+    def replaced(self, axes: tuple[str, ...]) -> bool:
+        """Returns whether a reduce-scatter is compiled to an all-reduce.
+
+        XLA:TPU does so over all devices of a slice, except on a v5e of 2x4 or fewer and a v5p of 2x2x1.
+        """
+        return self.ctx.platform == "tpu" and all(a in axes for a, size in self.sizes.items() if size > 1)
 
 
 def traffic(cfg: Config, ctx: Context) -> list[Collective]:
@@ -227,12 +236,16 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
     t.add("all-gather", fsdp_axes, used, gathers, f"{path}, gathered", dtype)
     if p.frozen:
         return
-    t.add("reduce-scatter", fsdp_axes, used, accum * layers * uses, f"gradient of {path}", reduce_dtype)
+    # The gradient of a cast weight is rounded after its sum. An all-reduce of XLA:TPU sums in `reduce_dtype` and sends
+    # the rounded result; its bytes are counted by the result.
+    rounded = t.dtype if p.is_cast and ctx.platform == "tpu" else reduce_dtype
+    scattered = rounded if t.replaced(fsdp_axes) else reduce_dtype
+    t.add("reduce-scatter", fsdp_axes, used, accum * layers * uses, f"gradient of {path}", scattered)
     summed_over = tuple(a for a in ctx.axes("batch", "sequence", "residual") if a not in sharded_over)
     if p.axes[-1] == "head_dim" and len(p.axes) == 1 + p.stacked and "tensor" not in summed_over:
         summed_over = (*summed_over, "tensor")  # norms of queries and keys see the heads of one device
     if accum == 1 and ctx.pipeline is None:
-        t.add("all-reduce", summed_over, stored, layers, f"gradient of {path}", reduce_dtype)
+        t.add("all-reduce", summed_over, stored, layers, f"gradient of {path}", rounded)
     else:
         summed = (L, *stored) if layers > 1 else stored
         t.add("all-reduce", summed_over, summed, 1, f"gradient of {path}", reduce_dtype)
