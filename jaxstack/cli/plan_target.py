@@ -99,16 +99,25 @@ class Plan:
         self.devices = devices
         self.explain = args.explain
         self.figures: dict[str, dict[str, float]] = {}
+        self.where: dict[str, str] = {}  # formulas that were printed
 
     def table(self, title: str, figures: "Sequence[Figure]", unit: str, scale: float, total: bool = False) -> None:
         """Prints figures with their sum on request, and the formula of each with `--explain`."""
         width = max(len(title), *(len(figure.name) for figure in figures)) + 2
-        print(f"{title:<{width}}{unit:>16}{'  formula' if self.explain else ''}")
+        formula = f"  formula{' in bytes' if unit == 'GiB' else ''}" if self.explain else ""
+        print(f"{title:<{width}}{unit:>16}{formula}")
         for figure in figures:
             formula = f"  {figure.explanation}" if self.explain else ""
             print(f"{figure.name:<{width}}{figure.value / scale:>16,.4f}{formula}")
         if total:
             print(f"{'sum':<{width}}{sum(f.value for f in figures) / scale:>16,.4f}")
+        where = {name: text for figure in figures for name, text in figure.where.items()}
+        new = {name: text for name, text in where.items() if self.where.get(name) != text}
+        if self.explain and new:
+            print("where")
+            for name, text in new.items():
+                print(f"  {name} = {text}")
+        self.where |= new
         print()
         self.figures[title] = {figure.name: figure.value for figure in figures}
 

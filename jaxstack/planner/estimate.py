@@ -16,7 +16,8 @@ from jaxstack.config import Config
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
-from jaxstack.planner.sizes import Activations, Weights, count_activations, count_weights, itemsize
+from jaxstack.planner.explain import Counter
+from jaxstack.planner.sizes import COUNTER, Activations, Weights, count_activations, count_weights, itemsize
 from jaxstack.planner.traffic import traffic as traffic
 from jaxstack.runtime.xla_options import select_options
 from jaxstack.training.state import TrainState, abstract_state
@@ -49,7 +50,7 @@ def exact_bytes(parts: Mapping[str, float]) -> float:
     return sum(parts[name] for name in EXACT)
 
 
-def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> dict[str, float]:
+def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: Counter = COUNTER) -> dict[str, float]:
     """Returns the bytes that a training step needs on one device, by purpose.
 
     The bytes of parameters, optimizer state and batch are exact. The rest counts what is alive in the backward pass:
@@ -66,15 +67,17 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> dict[s
       ctx: its context; the mesh may be abstract.
       state: the abstract state of `training.state.abstract_state`.
       batch: an abstract batch.
+      counter: a `Recorder` makes those bytes that are not exact record their formulas.
     """
     t = cfg.train
     e = itemsize(cfg)
-    weights, acts = count_weights(cfg, ctx), count_activations(cfg, ctx)
+    weights, acts = count_weights(cfg, ctx, counter), count_activations(cfg, ctx, counter)
     gradients = _gradient_bytes(cfg, ctx, weights)
     saved = _saved_bytes(cfg, ctx, acts, t.remat) + _copied_bytes(cfg, ctx, acts)
-    layers = cfg.model.num_layers
+    layers = counter.named("layers", cfg.model.num_layers)
     if ctx.pipeline is not None:
-        layers = ctx.pipeline.slots * ctx.pipeline.stages.max_layers
+        units = counter.named("units of the stash", ctx.pipeline.slots)
+        layers = units * counter.named("layers of a stage", ctx.pipeline.stages.max_layers)
         # Beside residuals: activations that are sent and received, and outputs that wait for their backward pass.
         waiting = 0 if ctx.pipeline.loss_follows_forward else ctx.pipeline.slots
         saved += e * (4 + waiting) * acts.stream // acts.between / layers
@@ -100,7 +103,7 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> dict[s
         "batch": shards.bytes_of(batch),
         f"parameters in {t.dtype}": cast,
         "gradients": gradients,
-        f"saved by {layers} layers, remat {t.remat}": layers * saved,
+        f"saved by {layers:.0f} layers, remat {t.remat}": layers * saved,
         **_pair_bytes(cfg, ctx, acts),
         f"work of one layer{', the head or Muon' if update else ' or the head'}": work,
     }
@@ -275,9 +278,7 @@ def _layer_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations)
 
 def _logits(cfg: Config, ctx: Context, acts: Activations) -> int:
     """Counts the logits that are stored at once."""
-    e, sizes = itemsize(cfg), shards.mesh_sizes(ctx)
-    vocab = cfg.model.padded_vocab // (sizes["tensor"] * sizes["pipe"])
-    rows = shards.microbatch_rows(cfg, ctx)
+    e, vocab, rows = itemsize(cfg), acts.vocab, shards.microbatch_rows(cfg, ctx)
     if ctx.cross_entropy == "chunked":
         return min(acts.tokens, rows * max(1, ctx.loss_chunk // rows)) * vocab
     if ctx.cross_entropy.startswith("pallas_"):

@@ -1,23 +1,26 @@
 """The figures of `jaxstack plan memory`, `plan flops` and `plan time`, each with the formula that it is computed by."""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
+import jax
+from jax.tree_util import GetAttrKey
+
 from jaxstack.common.hardware import CHIPS
+from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate, megatron, memory, shards
-from jaxstack.planner.explain import Figure
+from jaxstack.planner.explain import Figure, Recorded, Recorder, recorded
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
 from jaxstack.planner.step_time import CALIBRATED, Efficiencies, Placement, StepTime
 from jaxstack.planner.traffic import traffic
-from jaxstack.training.state import abstract_state
+from jaxstack.training.state import TrainState
 
 POLICIES: tuple[Literal["none", "selective", "dots", "full"], ...] = ("none", "selective", "dots", "full")
 """Values of `train.remat`, the one that saves most first."""
@@ -56,25 +59,42 @@ def limits_of(target: str, reached: Efficiencies = CALIBRATED, link: float | Non
 
 def memory_figures(cfg: Config, ctx: Context) -> list[Figure]:
     """Returns the bytes of a training step on one device by purpose, as `estimate.memory` counts them."""
-    parts = estimate.memory(cfg, ctx, abstract_state(cfg, ctx), estimate.abstract_batch(cfg, ctx))
-    elements = sum(math.prod(shards.stored_shape(p, ctx)) for p in shards.flat_params(cfg, ctx).values())
-    return [_explained(name, size, elements, ctx) for name, size in parts.items()]
-
-
-def _explained(name: str, size: float, elements: int, ctx: Context) -> Figure:
-    """Returns the figure of one purpose of `estimate.memory`."""
-    if found := re.match(r"saved by (\d+) layers", name):
-        layers = int(found[1])
-        formula, terms = "{layers} layers x {each:.6g} bytes", {"layers": layers, "each": size / layers}
-        if ctx.pipeline is not None:
+    state, batch = estimate.abstract_inputs(cfg, ctx)
+    recorder = Recorder()
+    parts = estimate.memory(cfg, ctx, state, batch, recorder)
+    spec = shards.flat_params(cfg, ctx).items()
+    elements = recorder.named(
+        "parameters", sum(recorder.shaped(path, shards.stored_shape(p, ctx), p.axes) for path, p in spec)
+    )
+    exact = dict(
+        zip(estimate.EXACT, (4 * elements, _state_bytes(replace(state, params=())), _batch_bytes(batch)), strict=True)
+    )
+    found = []
+    for name, size in parts.items():
+        if name.startswith("saved by") and ctx.pipeline is not None:
             name = f"pipeline stash, {name}"
-            formula = "{slots} units of the stash x {of_stage} layers x {each:.6g} bytes"
-            terms |= {"slots": ctx.pipeline.slots, "of_stage": layers / ctx.pipeline.slots}
-        return Figure(name, size, formula, terms)
-    if name.startswith(("parameters", "optimizer", "gradients")):
-        return Figure(name, size, "{each:.6g} bytes x {elements} parameters", {"each": size / elements,
-                                                                               "elements": elements})  # fmt: skip
-    return Figure(name, size, "{size:.8g} bytes", {"size": size})
+        formula = recorded(exact.get(name, size))
+        found.append(Figure(name, float(size), formula.text, where=formula.where))
+    return found
+
+
+def _state_bytes(state: TrainState) -> float:
+    """Returns the bytes of a device's part of an abstract state, recorded as a sum over the names of fields."""
+    counts: dict[tuple[str, int], int] = defaultdict(int)
+    for path, leaf in jax.tree.leaves_with_path(state):
+        field = [key.name for key in path if isinstance(key, GetAttrKey)][-1]
+        counts[field, leaf.dtype.itemsize] += math.prod(leaf.sharding.shard_shape(leaf.shape))
+    return sum(size * Recorded(count, f"{count} {field}") for (field, size), count in counts.items())
+
+
+def _batch_bytes(batch: Batch) -> float:
+    """Returns the bytes of a device's part of an abstract batch, recorded as a sum over its arrays."""
+    total: float = 0
+    for name, array in batch.items():
+        rows, length = array.sharding.shard_shape(array.shape)
+        where = {f"{name} of the batch": f"{rows} rows x {length} length"}
+        total += array.dtype.itemsize * Recorded(rows * length, f"{rows * length} {name} of the batch", where=where)
+    return total
 
 
 def memory_by_policy(cfg: Config, ctx: Context, bytes_per_parameter: int | None = None) -> dict[str, list[Figure]]:
@@ -115,7 +135,7 @@ def generation_figures(cfg: Config, ctx: Context, tokens: int) -> list[Figure]:
     seen = cache / (2 * terms["each"] * rows * keys)
     formula = "2 x {each} bytes x {rows} rows x {seen:g} tokens of all layers x {keys:g} elements of a key"
     return [
-        Figure("parameters, float32", params, "4 bytes x {elements:g} parameters", {"elements": params / 4}),
+        Figure("parameters, float32", params, "4 bytes x {elements:.12g} parameters", {"elements": params / 4}),
         Figure(f"KV cache of {tokens} tokens", cache, formula, terms | {"seen": seen}),
     ]
 

@@ -78,7 +78,7 @@ def activations(cfg: Config, ctx: Context) -> Figure:
         "scores": scores,
     }
     values |= {"layers": layers, "held": held}
-    formula = formula.replace("s b", "{s} x {b} x") + " bytes x {layers:g} layers x {held:.4g} microbatches"
+    formula = formula.replace("s b", "{s} tokens x {b} rows x") + " bytes x {layers:g} layers x {held:.4g} microbatches"
     return Figure(f"activations, remat {remat}", s * b * per_layer * layers * held, formula, values)
 
 

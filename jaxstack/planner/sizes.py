@@ -1,11 +1,11 @@
 """Counts the elements of parameters and of the activations of one layer on one device, for estimates of memory."""
 
-import math
 from dataclasses import dataclass
 
 from jaxstack.config import Config
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
+from jaxstack.planner.explain import Counter
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Activations:
       sent: tokens that are sent to experts.
       saved_hidden, saved_sent: elements of these two that a remat policy may save.
       scores: attention scores that the implementation writes.
+      vocab: entries of the vocabulary that a device has logits of.
     """
 
     tokens: int
@@ -55,6 +56,10 @@ class Activations:
     saved_hidden: int
     saved_sent: int
     scores: int
+    vocab: int
+
+
+COUNTER = Counter()
 
 
 def itemsize(cfg: Config) -> int:
@@ -62,48 +67,59 @@ def itemsize(cfg: Config) -> int:
     return 2 if cfg.train.dtype == "bfloat16" else 4
 
 
-def count_weights(cfg: Config, ctx: Context) -> Weights:
+def count_weights(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Weights:
     """Counts the parameters. A pipeline gathers the weights of its stage before it starts."""
     m, spec = cfg.model, shards.flat_params(cfg, ctx)
-    stored = {path: math.prod(shards.stored_shape(p, ctx)) for path, p in spec.items()}
-    used = {path: math.prod(shards.used_shape(p, ctx)) for path, p in spec.items()}
+    stored, used = {}, {}
+    for path, p in spec.items():
+        shape, gathered_shape = shards.stored_shape(p, ctx), shards.used_shape(p, ctx)
+        stored[path] = used[path] = counter.shaped(path, shape, p.axes)
+        if gathered_shape != shape:
+            used[path] = counter.shaped(f"gathered {path}", gathered_shape, p.axes)
     cast = stored if ctx.pipeline is None else used
     gathered = [path for path, p in spec.items() if p.stacked and used[path] > stored[path]]
+    named, layers = counter.named, counter.named("layers", m.num_layers)
     trained = [path for path, p in spec.items() if not p.frozen]
     return Weights(
-        cast=sum(cast[path] for path, p in spec.items() if p.is_cast),
-        gathered_layer=sum(used[path] for path in gathered) // m.num_layers,
+        cast=named("parameters to cast", sum(cast[path] for path, p in spec.items() if p.is_cast)),
+        gathered_layer=named("gathered weights of a layer", sum(used[path] for path in gathered) // layers),
         head=next(used[path] for path, p in spec.items() if "head" in p.roles),
         table=sum(used[path] for path, p in spec.items() if "token_table" in p.roles and "head" not in p.roles),
-        experts_layer=sum(used[path] for path, p in spec.items() if "experts" in p.axes) // m.num_layers,
-        trained=sum(stored[path] for path in trained),
-        trained_gathered=sum(used[path] for path in trained),
+        experts_layer=named(
+            "experts of a layer", sum(used[path] for path, p in spec.items() if "experts" in p.axes) // layers
+        ),
+        trained=named("trained parameters", sum(stored[path] for path in trained)),
+        trained_gathered=named("trained parameters as used", sum(used[path] for path in trained)),
     )
 
 
-def count_activations(cfg: Config, ctx: Context) -> Activations:
+def count_activations(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Activations:
     """Counts the activations of one layer. Only the reference implementation of attention writes scores."""
-    m, sizes = cfg.model, shards.mesh_sizes(ctx)
-    T, rows = sizes["tensor"], shards.microbatch_rows(cfg, ctx)
-    length = cfg.data.seq_len // sizes["context"]
-    tokens = rows * length
-    shared = tokens * m.moe.shared_experts * m.expert_width // T
+    m, sizes, named = cfg.model, shards.mesh_sizes(ctx), counter.named
+    rows, length = shards.microbatch_rows(cfg, ctx), cfg.data.seq_len // sizes["context"]
+    T, width = named("tensor", sizes["tensor"]), named("d_model", m.d_model)
+    tokens = named("tokens", named("rows", rows) * named("length", length))
+    heads, kv_heads = named("heads", m.num_heads), named("kv_heads", m.kv_heads)
+    expert_width = named("expert_width", m.expert_width)
+    shared = tokens * m.moe.shared_experts * expert_width // T
     if m.moe.num_experts:
-        pairs = shards.pair_capacity(m.moe, rows, length, sizes["expert"])
-        hidden, sent = pairs * m.expert_width // T + shared, pairs * m.d_model
+        pairs = named("pairs of token and expert", shards.pair_capacity(m.moe, rows, length, sizes["expert"]))
+        hidden, sent = pairs * expert_width // T + shared, named("sent", pairs * width)
     else:
-        hidden, sent = tokens * m.ff_width // T, 0
+        hidden, sent = tokens * named("d_ff", m.ff_width) // T, 0
     # Exchanges in rounds save no residuals; what they recompute is freed before attention recomputes its scores.
     rounds = shards.runs_in_rounds(m.moe, sizes["expert"])
     keys = cfg.data.seq_len if sizes["context"] == 1 else cfg.data.seq_len // sizes["context"] // 2
+    hidden, shared = named("hidden", hidden), named("hidden of shared experts", shared)
     return Activations(
         tokens=tokens,
-        stream=tokens * m.d_model,
+        stream=named("stream", tokens * width),
         between=T if ctx.sequence_parallel_axes else 1,
-        heads=tokens * m.head_width * (2 * m.num_heads + 2 * m.kv_heads) // T,
+        heads=named("queries to outputs", tokens * named("head_width", m.head_width) * (2 * heads + 2 * kv_heads) // T),
         hidden=hidden,
         sent=sent,
         saved_hidden=shared if rounds else hidden,
         saved_sent=sent if m.moe.capacity_factor is not None else 0,
-        scores=tokens * keys * m.num_heads // T if ctx.attention == "xla" else 0,
+        scores=named("scores", tokens * named("keys", keys) * heads // T) if ctx.attention == "xla" else 0,
+        vocab=named("vocab", m.padded_vocab // (sizes["tensor"] * sizes["pipe"])),
     )
