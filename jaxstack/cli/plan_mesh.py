@@ -54,13 +54,16 @@ def main(args: Namespace) -> None:
     from jaxstack.planner import aot, mesh_plan
 
     devices, begin = mesh_plan.of_target(args.target, args.memory), time.perf_counter()
-    found = mesh_plan.search(cfg, devices, given_keys(args.words, SEARCHED_KEYS), max(args.top, args.compile))
+    given = given_keys(args.words, SEARCHED_KEYS)
+    found = mesh_plan.search(cfg, devices, given, max(args.top, args.compile))
     print(
         f"{devices.count} devices ({args.target}) with {devices.room.bytes / mesh_plan.GIB:.1f} GiB each: "
         f"{found.meshes:,} meshes, {found.examined:,} candidates examined, {found.too_large:,} do not fit; "
         f"{time.perf_counter() - begin:.1f} s"
     )
     print(mesh_plan.table(found, cfg))
+    if note := mesh_plan.padding_note(cfg, devices, given, found.meshes):
+        print(note)
     reason = "--compile is 0." if not args.compile else aot.obstacle(args.target)
     best = found.ranked[0]
     if reason:

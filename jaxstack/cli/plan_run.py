@@ -159,9 +159,13 @@ def figures(found: "RunPlan") -> dict[str, str]:
     """Returns the lines of the plan's table."""
     m, optim, machine = found.cfg.model, found.cfg.optim, found.machine
     heads = f"{m.num_heads} heads" + (f" ({m.kv_heads} of keys)" if m.kv_heads != m.num_heads else "")
+    mlp = f"MLP {m.ff_width}"
+    if m.moe.num_experts:
+        mlp = f"{m.moe.num_experts} experts of width {m.expert_width}, {m.moe.choices} for a token"
     lines = {
-        "parameters": f"{found.parameters:,}",
-        "model": f"{m.num_layers} layers, width {m.d_model}, {heads}, MLP {m.ff_width}",
+        "parameters": f"{found.stored_parameters:,}"
+        + (f", of which a token uses {found.parameters:,}" if m.moe.num_experts else ""),
+        "model": f"{m.num_layers} layers, width {m.d_model}, {heads}, {mlp}",
         "batch": f"{found.batch:,} tokens, {found.cfg.data.batch_size} sequences (nanochat's rule)",
         "steps": f"{found.cfg.train.steps:,}, {found.tokens:.4g} tokens",
         "learning rate": f"{optim.lr:g}, b2 {optim.b2:g}, warm-up {optim.warmup_steps} steps (Marin's recipe)",
@@ -244,6 +248,7 @@ def as_json(law: Fit, found: "RunPlan") -> dict[str, object]:
     return {
         "flops": c,
         "parameters": n,
+        "stored_parameters": found.stored_parameters,
         "tokens": d,
         "loss": BESIROGLU.loss(n, d),
         "loss_interval": law.interval_of(lambda one: one.loss(n, d)),

@@ -21,8 +21,15 @@ SHORT = 20
 
 
 def parameters_of(model: ModelConfig) -> int:
-    """Returns the number of parameters, with embeddings, as the scaling law counts them."""
-    return params.count(family.spec(model))
+    """Returns the number of parameters, with embeddings, as the scaling law counts them.
+
+    Of a mixture of experts these are the parameters that each token uses.
+    """
+    moe = model.moe
+    return sum(
+        p.size * moe.choices // moe.num_experts if "experts" in p.axes else p.size
+        for p in params.flat_spec(family.spec(model)).values()
+    )
 
 
 def batch_tokens(tokens: float) -> int:
@@ -72,8 +79,8 @@ def _head_counts() -> Iterator[int]:
 def shapes(base: ModelConfig) -> Iterator[ModelConfig]:
     """Yields models of a family with other widths, and for each the depths about that of the family's proportions.
 
-    The width of a head, the query heads for each key head, and the ratios of heads and of the MLP's width to the
-    model's stay. Depth is proportional to width, and may differ by a quarter.
+    The width of a head, the query heads for each key head, the number of experts, and the ratios of heads and of the
+    widths of MLP and experts to the model's stay. Depth is proportional to width, and may differ by a quarter.
     """
     per_head, period, group = base.d_model / base.num_heads, len(base.windows), base.num_heads // base.kv_heads
     for heads in _head_counts():
@@ -81,7 +88,10 @@ def shapes(base: ModelConfig) -> Iterator[ModelConfig]:
             continue
         width = round(heads * per_head)
         multiple = 128 if width >= 512 else 8
-        d_ff = None if base.d_ff is None else max(1, round(width * base.d_ff / base.d_model / multiple)) * multiple
+        d_ff, expert = (
+            None if size is None else max(1, round(width * size / base.d_model / multiple)) * multiple
+            for size in (base.d_ff, base.moe.d_ff)
+        )
         depth = base.num_layers * width / base.d_model
         least, most = max(1, int(0.75 * depth / period)), max(1, math.ceil(1.25 * depth / period))
         for layers in range(least * period, min(most * period, 10_000) + 1, period):
@@ -92,6 +102,7 @@ def shapes(base: ModelConfig) -> Iterator[ModelConfig]:
                 num_kv_heads=None if base.num_kv_heads is None else max(1, heads // group),
                 head_dim=base.head_width,
                 d_ff=d_ff,
+                moe=replace(base.moe, d_ff=expert),
                 num_layers=layers,
             )
 
@@ -102,13 +113,8 @@ def shape(base: ModelConfig, parameters: float) -> ModelConfig:
     A difference of a quarter in depth counts as much as one of a twentieth in parameters.
 
     Raises:
-      ConfigError: the family has no model of about this size, or has experts.
+      ConfigError: the family has no model of about this size.
     """
-    if base.moe.num_experts:
-        raise ConfigError(
-            f"model.moe.num_experts={base.moe.num_experts} is a mixture of experts, which the scaling law does not "
-            f"describe. Name a dense model with --config, such as llama3_8b."
-        )
     found: dict[float, tuple[ModelConfig, int]] = {}
     for model in shapes(base):
         count = parameters_of(model)

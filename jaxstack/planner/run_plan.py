@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxstack.common.hardware import Chip
 from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, with_values
-from jaxstack.models import flops
+from jaxstack.models import family, flops, params
 from jaxstack.planner import memory, mesh_plan, recipe
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.scaling_law import BESIROGLU, FLOPS_PER_PARAMETER_AND_TOKEN, PUBLISHED_RANGE
@@ -48,7 +48,7 @@ class RunPlan:
 
     Attributes:
       cfg: the configuration.
-      parameters: of the model.
+      parameters: of the model, those that a token uses.
       machine: what it is trained on, or None.
       need: memory of a device, or None.
       predicted_step: seconds of a step by `step_time`, with calibrated efficiencies, or None.
@@ -59,6 +59,11 @@ class RunPlan:
     machine: Machine | None
     need: memory.Need | None
     predicted_step: float | None
+
+    @property
+    def stored_parameters(self) -> int:
+        """All parameters, with every expert."""
+        return params.count(family.spec(self.cfg.model))
 
     @property
     def batch(self) -> int:
@@ -84,6 +89,11 @@ class RunPlan:
     def warnings(self) -> list[str]:
         """Warnings: what is outside of the range that the law was fitted to, and an MFU above the predicted one."""
         found = []
+        if self.cfg.model.moe.num_experts:
+            found.append(
+                f"the law was fitted to dense models. For this mixture of experts it counts the {self.parameters:.3g} "
+                f"parameters that a token uses, and its loss is that of a dense model of this size."
+            )
         for name, value, (low, high) in (
             ("training FLOPs", self.flops, PUBLISHED_RANGE.flops),
             ("parameters", self.parameters, PUBLISHED_RANGE.parameters),
@@ -168,7 +178,7 @@ def _sized(base: Config, given: Collection[str], budget: float, sizes: Sizes) ->
         raise ConfigError(f"the budget of {budget:.3g} FLOPs is beyond any law. Use {LARGEST_BUDGET:g} or less.")
     wanted, _ = sizes(budget)
     model = base.model
-    if not any(key.startswith("model.") and key.split(".")[1] in SHAPE for key in given):
+    if not any(key in given for key in (*(f"model.{name}" for name in SHAPE), "model.moe.d_ff")):
         model = recipe.shape(model, wanted)
     parameters = recipe.parameters_of(model)
     tokens = budget / FLOPS_PER_PARAMETER_AND_TOKEN / parameters
@@ -185,11 +195,12 @@ def _sized(base: Config, given: Collection[str], budget: float, sizes: Sizes) ->
     steps = base.train.steps if "train.steps" in given else min(steps, 2**31 - 1)
     width = model.base_width or model.d_model  # muP scales the rate to the width by itself
     optim = recipe.optimizer(base.optim, batch, width, steps * batch, parameters, steps)
-    values = {f"model.{key}": getattr(model, key) for key in SHAPE}
+    values: dict[str, object] = {f"model.{key}": getattr(model, key) for key in (*SHAPE, "moe")}
     values |= {"data.batch_size": sequences, "train.steps": steps, "train.grad_accum": 1}
     values |= {f"optim.{key}": getattr(optim, key) for key in flat(optim)}
     return with_values(base, {key: value for key, value in values.items() if key not in given})
 
 
 SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
-"""The keys of `model` that the plan decides. Setting one of them keeps the shape of the configuration."""
+"""The keys of `model` that the plan decides, beside the width of an expert. Setting one of them keeps the shape of the
+configuration."""

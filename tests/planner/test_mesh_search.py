@@ -49,6 +49,20 @@ def chosen(cfg: Config) -> tuple[object, ...]:
     return tuple(values[key] for key in SEARCHED_KEYS)
 
 
+def test_a_vocabulary_that_no_axis_divides_is_named_with_the_meshes_that_padding_opens():
+    odd = replace(DENSE, model=replace(DENSE.model, vocab_size=61))
+    devices = mesh_plan.of_target("h100:4")
+    few, all_of_them = (mesh_plan.search(cfg, devices).meshes for cfg in (odd, DENSE))
+    note = mesh_plan.padding_note(odd, devices, (), few)
+    assert note == (
+        f"mesh.tensor and mesh.pipe do not divide the vocabulary of 61: --model.pad_vocab_to=128 opens "
+        f"{all_of_them - few} more meshes."
+    )
+    assert all_of_them > few
+    assert not mesh_plan.padding_note(DENSE, devices, (), all_of_them)
+    assert not mesh_plan.padding_note(odd, devices, ("mesh.tensor", "mesh.pipe"), few)
+
+
 def by_brute_force(cfg: Config, devices: int) -> set[tuple[object, ...]]:
     """Tries every value of every key, without the repetitions that `candidates` names."""
     axes, batch, layers = range(1, devices + 1), range(1, cfg.data.batch_size + 1), range(1, cfg.model.num_layers + 1)

@@ -1,6 +1,7 @@
 """Planning a run: the law's optimum with use, its interval, the rules, the command, and a plan that trains."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -13,7 +14,7 @@ import yaml
 from scipy.optimize import minimize_scalar
 
 from jaxstack.cli import parser
-from jaxstack.config import OptimConfig, flat, parse, resolve
+from jaxstack.config import MoEConfig, OptimConfig, flat, parse, resolve
 from jaxstack.planner import recipe, scaling_law
 from jaxstack.planner.scaling_law import BESIROGLU, HOFFMANN, published
 from jaxstack.sharding import AXES
@@ -85,6 +86,38 @@ def test_a_family_keeps_its_proportions(name):
         assert 0.75 * depth - len(base.windows) <= model.num_layers <= 1.25 * depth + len(base.windows)
 
 
+def test_of_experts_the_law_counts_what_a_token_uses(tmp_path, capsys):
+    """By hand from the shapes of the plan: two of eight experts, each with three matrices, and grouped keys."""
+    words = ["plan", "run", "--budget=1e21", "--config=mixtral_8x7b", "--model.moe.d_ff=7168"]
+    parser.execute([*words, f"--json={tmp_path}/kept.json"])
+    assert json.loads((tmp_path / "kept.json").read_text())["config"]["model.d_model"] == 4096  # the shape is kept
+    capsys.readouterr()
+    parser.execute([*words[:-1], f"--json={tmp_path}/plan.json"])
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    c = {key.removeprefix("model."): value for key, value in plan["config"].items()}
+    L, D, F, H, G, K = (c[k] for k in ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim"))
+    assert (c["moe.num_experts"], c["moe.top_k"]) == (8, 2)
+
+    def parameters(experts: int) -> int:
+        layer = 2 * D * K * (H + G) + 8 * D + 3 * D * F * experts + 2 * D
+        return L * layer + 2 * 32000 * D + D
+
+    assert plan["parameters"] == parameters(2)
+    assert plan["stored_parameters"] == parameters(8)
+    assert plan["parameters"] == pytest.approx(BESIROGLU.optimum(1e21)[0], rel=0.2)
+    assert plan["flops"] == pytest.approx(6 * parameters(2) * plan["tokens"])
+    assert f"{parameters(8):,}, of which a token uses {parameters(2):,}" in " ".join(capsys.readouterr().out.split())
+    assert "fitted to dense models" in plan["warnings"][0]
+
+
+def test_experts_keep_their_ratio_to_the_width():
+    base = dataclasses.replace(model_of("mixtral_8x7b"), moe=MoEConfig(num_experts=16, d_ff=2048))
+    for model in itertools.takewhile(lambda one: one.d_model <= 4096, recipe.shapes(base)):
+        if model.d_model >= 2048:
+            assert model.moe.num_experts == 16
+            assert model.moe.d_ff / model.d_model == pytest.approx(0.5, rel=0.07)  # a multiple of 128
+
+
 def test_rules_by_hand():
     """Nanochat's reference is a batch of 2^19. Of 16 times the tokens, 16^0.383 = 2^1.53 rounds to 4 times."""
     assert recipe.batch_tokens(1.156e9) == 2**19
@@ -150,7 +183,6 @@ REFUSED = [
     ("--days=7", "--days=7 needs a machine"),
     ("--dollars=100 --target=h100:8", "--dollars=100 needs the price"),
     ("--budget=1e21 --served=1e12 --tokens_per_parameter=9", "both set how long"),
-    ("--budget=1e21 --config=mixtral_8x7b", "is a mixture of experts"),
     ("--budget=1e13", "Raise the budget to 1.8e+17 FLOPs"),
     ("--budget=1e10 --config=quickstart --model.vocab_size=257", "the best size for the budget is"),
     ("--budget=1e23 --target=l4:1 --mesh.data=1", "do not fit any mesh of 1 devices"),
