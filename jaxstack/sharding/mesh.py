@@ -4,10 +4,12 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxstack.config import ConfigError, MeshConfig
@@ -51,8 +53,21 @@ def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None 
         raise ConfigError(f"make_mesh got a {type(cfg).__name__}, not a MeshConfig; write MeshConfig(data=-1, fsdp=2)")
     devices = list(find_devices() if devices is None else devices)
     sizes = _checked_sizes(cfg, batch, len(devices))
+    if len(devices) > 1 and devices[0].platform == "cpu":
+        _compile_anew()
     # `jax.make_mesh` would default to explicit axes.
     return Mesh(_grid(tuple(sizes.values()), devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _compile_anew() -> None:
+    """Switches JAX's persistent compilation cache off in this process, which has several simulated devices.
+
+    A program that jaxlib 0.10 reads from that cache has lost the order between the collectives of its loops and those
+    outside. Devices then wait for each other until XLA ends the process. 0.11 keeps the order.
+    """
+    if jax.config.jax_enable_compilation_cache and version("jaxlib").startswith("0.10."):
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX reads the setting once
 
 
 def abstract_mesh(cfg: MeshConfig, batch: int, devices: int) -> AbstractMesh:
