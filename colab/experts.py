@@ -237,10 +237,10 @@ def choices(cfg: Config, values: Any, tokens: np.ndarray) -> np.ndarray:
     for i in range(m.num_layers):
         weights = jax.tree.map(lambda leaf, i=i: leaf[i], values["layers"])
         h = layers.norm(m, weights["attention_norm"], x, ctx)
-        h, _ = layers.attention(m, weights["attention"], h, ctx, given, window=0)
+        h, _ = layers.attention(m, weights["attention"], h, ctx, given, mask=layers.AttentionMask())
         h = layers.norm(m, weights["mlp_norm"], x + h, ctx)
         found.append(moe_layer.route(m, weights["moe"], h.reshape(-1, m.d_model), None).experts)
-        x, _ = blocks.block(m, weights, x, ctx, given, window=0)
+        x, _ = blocks.block(m, weights, x, ctx, given, mask=layers.AttentionMask())
     return np.stack(jax.device_get(found)).reshape(m.num_layers, *tokens.shape, CHOICES)
 
 

@@ -1,4 +1,4 @@
-"""Causal attention over a sequence that is sharded over devices, for functions inside `jax.shard_map`.
+"""Attention over a sequence that is sharded over devices, for functions inside `jax.shard_map`.
 
 The sequence is cut into 2n chunks for n shards. Shard i has chunks i (its low half) and 2n-1-i (its high half). Under a
 causal mask, every shard then computes the same number of (query, key) pairs. This order is known as zigzag (Llama 3,
@@ -51,13 +51,14 @@ def context_attention(
     *,
     axis: str,
     scale: float,
+    causal: bool = True,
     window: int = 0,
     softcap: float | None = None,
     segment_ids: jax.Array | None = None,
     method: str = "ring",
     implementation: str = "xla",
 ) -> jax.Array:
-    """Returns the causal attention of this shard's queries to the full sequence: [B, S, H, K] in q's dtype.
+    """Returns the attention of this shard's queries to the full sequence: [B, S, H, K] in q's dtype.
 
     Values of `method`:
       - "ring" sends keys and values round the devices. Each device merges the partial results by the log-sum-exp (Liu
@@ -66,24 +67,26 @@ def context_attention(
         near the diagonal. It computes pairs outside a window.
       - "all_gather" gathers the keys and values of the full sequence and saves them for the backward pass. Queries of
         the low half attend to the first half of the keys, and those of the high half to all keys. This is 1.5 times
-        the work of the ring.
+        the work of the ring. Without a causal mask, all queries attend to all keys.
 
     Args:
       q: queries of this shard [B, S, H, K]. The shards have the tokens in the sequence's `order`.
       k: keys of this shard [B, S, G, K].
       v: values of this shard [B, S, G, K].
       axis: mesh axis that shards the sequence.
-      scale, window, softcap: see `attention`; positions are those in the sequence.
+      scale, causal, window, softcap: see `attention`; positions are those in the sequence. The ring needs the causal
+        mask.
       segment_ids: segment ids of this shard's tokens [B, S], or None for one segment.
       method: "ring" or "all_gather".
       implementation: see `attention`. The ring without a window also runs "cudnn" and "pallas_gpu": each step calls the
         kernel for a block of keys, forward and backward, with the log-sum-exp of all keys in the backward pass.
 
     Raises:
-      ValueError: the shard does not have two equal halves, the method is unknown, or `attention` rejects the arguments.
+      ValueError: the shard does not have two equal halves, the method is unknown or needs a causal mask, or `attention`
+        rejects the arguments.
     """
     case = {"sequence_shards": lax.axis_size(axis), "segments": segment_ids is not None, "context_method": method}
-    o = options(q, k, scale, True, window, softcap, implementation, **case)
+    o = options(q, k, scale, causal, window, softcap, implementation, **case)
     if q.shape[1] % 2:
         raise ValueError(
             f"a shard of {q.shape[1]} tokens does not have two equal halves; use a sequence length that is a multiple "
@@ -91,6 +94,8 @@ def context_attention(
         )
     q, k, v, segment_ids = _match_varying(axis, q, k, v, segment_ids)
     match method:
+        case "ring" if not causal:
+            raise ValueError("the ring computes causal attention only; use method=all_gather")
         case "ring":
             return _ring(o, axis, q, k, v, segment_ids)
         case "all_gather":
@@ -116,7 +121,7 @@ def _all_gather(o: Options, axis, q, k, v, segment_ids):
     k, v, key_segments = jax.tree.map(partial(_gather, axis), (k, v, segment_ids))
     attend, outs = chunked.attend if o.name == "chunked" else reference.attend, []
     for start, chunk, key_chunks in ((0, me, shards), (half, 2 * shards - 1 - me, 2 * shards)):
-        keys = key_chunks * half  # enough for this half of the queries on every shard
+        keys = (key_chunks if o.causal else 2 * shards) * half  # enough for this half of the queries on every shard
         mask = Mask(slice_tokens(segment_ids, start, half), slice_tokens(key_segments, 0, keys), chunk * half)
         outs.append(attend(o, q[:, start : start + half], k[:, :keys], v[:, :keys], mask))
     return jnp.concatenate(outs, axis=1)

@@ -16,7 +16,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.models import layers, moe_layer
 from jaxstack.models.context import Context
-from jaxstack.models.layers import Aux, LayerInputs
+from jaxstack.models.layers import AttentionMask, Aux, LayerInputs
 from jaxstack.models.params import Params
 from jaxstack.sharding import BATCH_AXES
 
@@ -75,7 +75,7 @@ def block(
     ctx: Context,
     layer_inputs: LayerInputs,
     *,
-    window: int,
+    mask: AttentionMask,
     dropout_key: jax.Array | None = None,
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
@@ -87,7 +87,7 @@ def block(
       x: residual stream [B, S/n, D].
       ctx: execution context.
       layer_inputs: from `make_layer_inputs`.
-      window: see `layers.attention`.
+      mask: see `layers.attention`.
       dropout_key: key of this layer. `None` disables dropout.
       cache: see `layers.attention`.
 
@@ -99,7 +99,7 @@ def block(
     dropout_ids = layer_inputs.dropout_ids
 
     h = layers.norm(cfg, params["attention_norm"], x, ctx)
-    h, aux = layers.attention(cfg, params["attention"], h, ctx, layer_inputs, window=window, cache=cache)
+    h, aux = layers.attention(cfg, params["attention"], h, ctx, layer_inputs, mask=mask, cache=cache)
     if cfg.post_norm:
         h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
     x = checkpoint_name(x + layers.dropout(keys[0], cfg.dropout, h, dropout_ids), "residual")

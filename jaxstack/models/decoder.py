@@ -22,7 +22,7 @@ from jaxstack.config import ModelConfig
 from jaxstack.models import layers, lora, moe_layer
 from jaxstack.models.blocks import Stack, block, group_layers, remat, scan_stack, split_microbatches, split_steps
 from jaxstack.models.context import Context
-from jaxstack.models.layers import Aux, LayerInputs
+from jaxstack.models.layers import AttentionMask, Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Role, Spec, cast_matrices, pad, unstack
 from jaxstack.models.params import stack as stack_layers
 from jaxstack.models.width import scale_to_width
@@ -155,7 +155,7 @@ def scan_block(
             x,
             ctx,
             layer_inputs,
-            window=window,
+            mask=AttentionMask(window),
             dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
             cache={**cache[i], "distance": layer_inputs.distance[i]} if cache else cache,
         )

@@ -23,6 +23,19 @@ Aux: TypeAlias = dict[str, jax.Array]
 """Auxiliary values of layers by name: sums of routing, or keys and values for a cache."""
 
 
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which tokens of its document a token attends to, as far as that is known before tracing.
+
+    Attributes:
+      window: number of tokens that each token sees, including itself; 0 means all.
+      causal: whether a token sees no tokens after it. Otherwise a window has as many after it as before it.
+    """
+
+    window: int = 0
+    causal: bool = True
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerInputs:
@@ -176,10 +189,10 @@ def attention(
     ctx: Context,
     layer_inputs: LayerInputs,
     *,
-    window: int,
+    mask: AttentionMask,
     cache: Params | None = None,
 ) -> tuple[jax.Array, Aux]:
-    """Computes causal multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
+    """Computes multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
 
     Args:
       cfg: the model.
@@ -187,7 +200,7 @@ def attention(
       x: this device's part of the residual stream [B, S/n, D] (all of it where n is 1).
       ctx: execution context.
       layer_inputs: `rope` and `segment_ids` are read. Tokens see their own document only.
-      window: number of tokens that each token sees, including itself; 0 means all tokens before it.
+      mask: which tokens a token sees.
       cache: `keys` [B, G, K, T] and `values` [B, G, T, K] of earlier tokens, and `distance` from each of them to the
         first of these [B, T], see `kernels.cached_attention`. An empty cache means that rows begin here.
 
@@ -204,15 +217,16 @@ def attention(
     q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
     options: dict[str, Any] = {
         "scale": cfg.head_width**-0.5 if cfg.attention_scale is None else cfg.attention_scale,
-        "window": window,
+        "window": mask.window,
         "softcap": cfg.attention_softcap,
     }
     if cache:
+        assert mask.causal, "a cache has the tokens before these"
         mixed = kernels.cached_attention(q, k, v, cache["keys"], cache["values"], cache["distance"], **options)
     else:
         rows, heads = ("batch", "sequence"), ("batch", "sequence", "heads")
         arguments, inputs = (q, k, v, layer_inputs.segment_ids), (heads, heads, heads, rows)
-        mixed, _ = ctx.region(partial(_attend, options), arguments, inputs, heads)
+        mixed, _ = ctx.region(partial(_attend, options | {"causal": mask.causal}), arguments, inputs, heads)
     y = ctx.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
     y = kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
     return y, {} if cache is None else {"keys": k.transpose(0, 2, 3, 1), "values": v.swapaxes(1, 2)}

@@ -73,8 +73,9 @@ def check(rng, implementation, shape, options, ids, dtype=jnp.float32, scale=0.4
         ((1, 75, 4, 2, 16), {}, None, jnp.bfloat16),
         ((1, 75, 4, 2, 48), {"window": 40, "softcap": 2.0}, (30, 1, 44), jnp.float32),
         ((1, 41, 2, 2, 16), {"causal": False}, None, jnp.float32),
+        ((1, 75, 4, 2, 16), {"causal": False, "window": 20}, (30, 45), jnp.bfloat16),
     ],
-    ids=["causal", "everything", "full"],
+    ids=["causal", "everything", "full", "full_window"],
 )
 def test_values_and_gradients(rng, implementation, shape, options, segments, dtype):
     ids = None if segments is None else segment_ids(shape[0], segments)
@@ -113,7 +114,7 @@ def test_any_case_at_all(rng, implementation, turn):
         int(rng.integers(1, 40)),
     )
     options = {"causal": bool(rng.integers(0, 4)), "softcap": float(rng.uniform(1, 5)) if rng.integers(0, 2) else None}
-    if options["causal"] and rng.integers(0, 2):
+    if rng.integers(0, 2):
         options["window"] = int(rng.integers(1, 100))
     ids = rng.integers(0, 4, shape[:2]).astype(np.int32) if rng.integers(0, 2) else None
     if ids is not None and rng.integers(0, 2):
@@ -149,7 +150,7 @@ def test_scores_that_leave_one_key_alone(rng, implementation):
 def seen_blocks(o, length, rows, keys):
     """Returns the pairs of blocks with any visible pair, and those whose existing pairs are all visible."""
     i, j = np.arange(length)[:, None], np.arange(-(-length // keys) * keys)
-    seen = (j < length) & ((j <= i) | (not o.causal)) & ((i - j < o.window) | (o.window == 0))
+    seen = (j < length) & ((j <= i) | (not o.causal)) & ((abs(i - j) < o.window) | (o.window == 0))
     any_, all_ = set(), set()
     for r in range(0, length, rows):
         for k in range(0, length, keys):
@@ -165,7 +166,7 @@ def seen_blocks(o, length, rows, keys):
 def test_visits_are_the_blocks_that_are_seen(rng, turn):
     length, rows, keys = (int(n) for n in rng.integers(1, [100, 30, 30]))
     causal = bool(rng.integers(0, 4))
-    o = Options(1.0, causal, int(rng.integers(0, 60)) if causal else 0, None)
+    o = Options(1.0, causal, int(rng.integers(0, 60)), None)
     any_, all_ = seen_blocks(o, length, rows, keys)
 
     def pairs(visits, inner):

@@ -107,6 +107,8 @@ def test_order():
 CASES = {  # shards, length, heads, kv heads, options, segments, methods and implementations
     "one_shard": (1, 12, 2, 2, {}, 0, "ring chunked", "all_gather xla"),
     "two_shards": (2, 24, 4, 2, {}, 0, "ring xla", "all_gather chunked"),
+    "full": (2, 24, 4, 2, {"causal": False}, 3, "all_gather chunked"),
+    "full_window": (4, 32, 2, 1, {"causal": False, "window": 5}, 0, "all_gather xla"),
     "two_tokens_a_shard": (4, 8, 2, 1, {}, 0, "ring chunked"),
     "window_in_a_half": (4, 64, 2, 1, {"window": 5}, 0, "ring chunked"),
     "window_over_shards": (4, 64, 2, 1, {"window": 29}, 0, "ring xla", "all_gather xla"),

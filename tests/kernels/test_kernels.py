@@ -109,7 +109,8 @@ def numpy_attention(q, k, v, d_out, scale, causal=True, window=0, softcap=None, 
         seen = [
             j
             for j in range(length)
-            if (not causal or (j <= i and (window == 0 or i - j < window)))
+            if (not causal or j <= i)
+            and (window == 0 or abs(i - j) < window)
             and (segment_ids is None or segment_ids[b, i] == segment_ids[b, j])
         ]
         keys, values = k[b, seen, g], v[b, seen, g]
@@ -142,6 +143,8 @@ ATTENTION_CASES = {  # batch, length, heads, kv heads, head width, options, segm
     "full": (2, 90, 2, 1, 8, {"causal": False}, None),
     "segments": (2, 75, 4, 2, 8, {}, (30, 1, 43, 1)),
     "full_segments": (1, 75, 2, 2, 8, {"causal": False}, (1, 66, 8)),
+    "full_window": (1, 150, 2, 1, 4, {"causal": False, "window": 20}, None),
+    "full_window_segments": (1, 141, 2, 1, 8, {"causal": False, "window": 67}, (1, 100, 40)),
     "everything": (2, 140, 4, 2, 8, {"window": 40, "softcap": 2.0}, (1, 100, 39)),
 }
 
@@ -150,7 +153,7 @@ ATTENTION_CASES = {  # batch, length, heads, kv heads, head width, options, segm
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, jnp.float32) for case in ATTENTION_CASES]
-    + [(case, jnp.bfloat16) for case in ("one_token", "grouped", "everything")],
+    + [(case, jnp.bfloat16) for case in ("one_token", "grouped", "full_window_segments", "everything")],
 )
 def test_attention(rng, case, dtype, implementation):
     b, s, h, g, width, options, segments = ATTENTION_CASES[case]
@@ -605,8 +608,17 @@ def test_mistakes_are_named():
         kernels.attention(x, x, x, scale=1.0, implementation="fast")
     with pytest.raises(ValueError, match="evenly"):
         kernels.attention(x[:, :, [0, 1, 0]], x, x, scale=1.0)
-    with pytest.raises(ValueError, match="causal"):
-        kernels.attention(x, x, x, scale=1.0, causal=False, window=3)
+    with pytest.raises(ValueError, match="negative"):
+        kernels.attention(x, x, x, scale=1.0, window=-1)
+    with pytest.raises(ValueError, match="causal mask only"):
+        kernels.attention(
+            x.astype(jnp.bfloat16),
+            *(x.astype(jnp.bfloat16),) * 2,
+            scale=1.0,
+            causal=False,
+            window=3,
+            implementation="cudnn",
+        )
     with pytest.raises(ValueError, match="xla, barrier"):
         kernels.linear(x, jnp.zeros((8, 2)), implementation="fast")
     with pytest.raises(ValueError, match="xla, saved"):

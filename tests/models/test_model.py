@@ -15,7 +15,7 @@ from jaxstack.common.tree import flatten
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, RopeScaling
 from jaxstack.models import blocks, decoder, layers, params
 from jaxstack.models.context import Context, implementations
-from jaxstack.models.layers import LayerInputs
+from jaxstack.models.layers import AttentionMask, LayerInputs
 from jaxstack.sharding import make_mesh
 
 CONTEXTS = {
@@ -155,7 +155,7 @@ def test_sliding_window_by_gradients(rng):
     one = jax.tree.map(lambda leaf: leaf[0], values["layers"])
 
     def at(x):
-        y, _ = blocks.block(cfg, one, x, Context(), LayerInputs(), window=4)
+        y, _ = blocks.block(cfg, one, x, Context(), LayerInputs(), mask=AttentionMask(4))
         return jnp.sin(y[0, 10]).sum()
 
     moved = jnp.abs(jax.grad(at)(x)[0]).max(axis=1) > 0

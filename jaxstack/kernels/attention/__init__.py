@@ -42,6 +42,9 @@ _DTYPES = {
 
 def _unsupported_reason(name: str, case: OpCase) -> str:
     """Returns why a kernel cannot compute a case; see `Implementation.unsupported_reason`."""
+    symmetric = bool(case.get("window")) and not case.get("causal", True)
+    if name == "cudnn" and symmetric:
+        return "takes windows with a causal mask only"
     if case.get("sequence_shards", 1) > 1:
         if name == "pallas_tpu":
             return "takes whole sequences, and this one is split over mesh axis context"
@@ -102,14 +105,15 @@ def attention(
       v: values [B, S, G, K].
       scale: factor of the scores.
       causal: whether a token attends only to itself and earlier tokens.
-      window: with a positive number, token i attends only to tokens i - window + 1 .. i (Mistral, Gemma). 0 means all.
+      window: with a positive number, token i attends only to tokens i - window + 1 .. i (Mistral, Gemma), and without
+        the causal mask also to i + 1 .. i + window - 1 (ModernBERT). 0 means all.
       softcap: replaces each score by softcap * tanh(score / softcap) before masking (Gemma 2). `None` means no cap.
       segment_ids: integers [B, S]; a token attends only to its own segment. `None` means one segment.
       implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
 
     Raises:
-      ValueError: H is not a multiple of G, a window has no causal mask, or the implementation is unknown or does not
-        support the arguments.
+      ValueError: H is not a multiple of G, a window is negative, or the implementation is unknown or does not support
+        the arguments.
     """
     o = options(q, k, scale, causal, window, softcap, implementation, segments=segment_ids is not None)
     q, k, v = collectives.match_varying(q, k, v)
@@ -165,9 +169,9 @@ def options(q, k, scale, causal, window, softcap, implementation, **case: Any) -
     """Checks the arguments of `attention` and returns them as `Options`; `case` has more properties of the call."""
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} kv heads evenly; use a divisor")
-    if window < 0 or (window and not causal):
-        raise ValueError(f"window={window} needs causal=True and a positive size; use window=0 to attend to all keys")
-    case |= {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap, "window": window}
+    if window < 0:
+        raise ValueError(f"window={window} is negative; use a positive size, or window=0 to attend to all keys")
+    case |= {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap, "window": window, "causal": causal}
     name = resolve_implementation("attention", IMPLEMENTATIONS, implementation, case)
     return Options(scale, causal, window, softcap, name, interpret_setting())
 

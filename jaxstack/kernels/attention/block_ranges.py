@@ -38,10 +38,16 @@ def key_blocks(o: Options, length: int, block_q: int, block_kv: int) -> BlockRan
     first = np.arange(-(-length // block_q)) * block_q
     last = np.minimum(first + block_q, length) - 1
     low = np.maximum(first - o.window + 1, 0) // block_kv if o.window else np.zeros_like(first)
-    high = last // block_kv + 1 if o.causal else np.full_like(first, -(-length // block_kv))
+    if o.causal:
+        high = last // block_kv + 1
+    elif o.window:
+        high = np.minimum((last + o.window - 1) // block_kv + 1, -(-length // block_kv))
+    else:
+        high = np.full_like(first, -(-length // block_kv))
     inner_low = -(-np.maximum(last - o.window + 1, 0) // block_kv) if o.window else low
     # Keys beyond the end of the sequence need a mask.
-    inner_high = np.minimum((first + 1) // block_kv if o.causal else high, length // block_kv)
+    ahead = (first + o.window) // block_kv if o.window else high  # without a causal mask
+    inner_high = np.minimum((first + 1) // block_kv if o.causal else ahead, length // block_kv)
     return _clipped(low, inner_low, inner_high, high)
 
 
@@ -53,9 +59,14 @@ def query_blocks(o: Options, length: int, block_q: int, block_kv: int) -> BlockR
     blocks = -(-length // block_q)
     first = np.arange(-(-length // block_kv)) * block_kv
     last = np.minimum(first + block_kv, length) - 1
-    low = first // block_q if o.causal else np.zeros_like(first)
+    if o.causal:
+        low, inner_low = first // block_q, -(-last // block_q)
+    elif o.window:
+        low, inner_low = (np.maximum(first_seen, 0) for first_seen in (first - o.window + 1, last - o.window + 1))
+        low, inner_low = low // block_q, -(-inner_low // block_q)
+    else:
+        low = inner_low = np.zeros_like(first)
     high = np.minimum((last + o.window - 1) // block_q + 1, blocks) if o.window else np.full_like(first, blocks)
-    inner_low = -(-last // block_q) if o.causal else low
     inner_high = np.where(first + o.window < length, (first + o.window) // block_q, blocks) if o.window else high
     return _clipped(low, inner_low, inner_high, high)
 

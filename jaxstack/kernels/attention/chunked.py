@@ -63,8 +63,11 @@ def _groups(o: Options, length: int, other_length: int, mask: Mask, over: str) -
     for start, size, count in groups:
         end = start + size * count
         low, high = 0, other_length
-        if mask.offset is not None or not o.causal:
+        if mask.offset is not None:
             pass
+        elif not o.causal:  # a window reaches as far to the left as to the right
+            if o.window:
+                low, high = max(0, start - o.window + 1), min(other_length, end + o.window - 1)
         elif over == "queries":  # the keys that queries start .. end - 1 attend to
             low, high = max(0, start - o.window + 1) if o.window else 0, end
         else:  # the queries that attend to keys start .. end - 1

@@ -230,12 +230,12 @@ def _exp2(o: Options, factor: float, scores, shift):
 def _visible(static: _Static, queries, keys, query_segments, key_segments):
     """Returns which keys each query attends to. The arguments broadcast against each other."""
     o = static.o
-    if o.causal:  # the causal mask also hides keys beyond the end of the sequence
-        visible = queries >= keys
-        if o.window:
-            visible &= queries - keys < o.window
-    else:
-        visible = keys < static.length
+    # The causal mask also hides keys beyond the end of the sequence.
+    visible = queries >= keys if o.causal else keys < static.length
+    if o.window:
+        visible &= queries - keys < o.window
+    if o.window and not o.causal:
+        visible &= keys - queries < o.window
     if query_segments is not None:
         visible &= query_segments == key_segments
     return visible

@@ -280,6 +280,8 @@ def _visible(static: _Static, i, j, query_segments_ref, key_segments_ref):
             visible &= distance < o.window
     else:
         visible = keys < static.length - j * static.block
+        if o.window:
+            visible &= jnp.abs(queries - keys + (i - j) * static.block) < o.window
     if query_segments_ref is not None:
         visible &= query_segments_ref[...] == key_segments_ref[...]
     return visible

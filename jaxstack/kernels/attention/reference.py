@@ -86,6 +86,9 @@ def masked_scores(o: Options, q, k, q_positions, k_positions, query_segments, ke
         if o.window:
             visible &= q_positions[:, None] - k_positions < o.window
         scores = jnp.where(visible[:, None], scores, MASKED)
+    elif o.window:
+        visible = jnp.abs(q_positions[:, None] - k_positions) < o.window
+        scores = jnp.where(visible[:, None], scores, MASKED)
     if query_segments is not None:
         same = query_segments[:, :, None] == key_segments[:, None, :]
         scores = jnp.where(same[:, None, :, None], scores, MASKED)
