@@ -4,11 +4,12 @@ A run with one source is a mixture of one.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import numpy as np
 
 from jaxstack.data.interleave import Interleaving
+from jaxstack.data.masking import Masking
 from jaxstack.data.tokens import Tokens
 from jaxstack.data.windows import Batch, SequenceReader
 
@@ -24,6 +25,7 @@ class WindowSizes(TypedDict):
     seq_len: int
     batch_size: int
     packing: bool
+    masking: NotRequired[Masking | None]
 
 
 class MixtureReader:
@@ -35,8 +37,8 @@ class MixtureReader:
       texts: the training text of each source.
       names: of the sources, for error messages.
       weights: steps from which weights hold, with the weights, see `DataConfig.weights`.
-      sizes: sequence length, rows of a batch, and packing.
-      seed: of the order of the sequences within each source.
+      sizes: sequence length, rows of a batch, packing and, for masked language modelling, the masking.
+      seed: of the order of the sequences within each source, and of the masks.
 
     Raises:
       ConfigError: a text is shorter than one window.
@@ -56,7 +58,7 @@ class MixtureReader:
             SequenceReader(text, seq_len=sizes["seq_len"], seed=seed, packing=sizes["packing"]) if used else None
             for text, used in zip(texts, read, strict=True)
         ]
-        self._names = names
+        self._names, self._seed, self._masking = names, seed, sizes.get("masking")
         self._order = Interleaving([(step * size, each) for step, each in weights])
 
     def batches(self, rows: np.ndarray | None = None) -> "grain.MapDataset[Batch]":
@@ -82,7 +84,7 @@ class MixtureReader:
             for key, values in reader.read(index_B[here]).items():
                 rows = batch.setdefault(key, np.empty((sequences.size, *values.shape[1:]), values.dtype))
                 rows[here] = values
-        return batch
+        return self._masking.apply(batch, sequences, self._seed) if self._masking else batch
 
     def passes(self, steps: int) -> list[float]:
         """Returns how often `steps` steps read the text of each source."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from jaxstack.config import ConfigError
+from jaxstack.data.masking import Masking
 from jaxstack.data.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -292,7 +293,14 @@ def batches(
 
 
 def eval_batches(
-    tokens: Tokens, *, seq_len: int, batch_size: int, steps: int, packing: bool, rows: np.ndarray | None = None
+    tokens: Tokens,
+    *,
+    seq_len: int,
+    batch_size: int,
+    steps: int,
+    packing: bool,
+    masking: Masking | None = None,
+    rows: np.ndarray | None = None,
 ) -> "grain.MapDataset[Batch]":
     """Returns a dataset of held-out batches, always the same: disjoint windows, spread evenly over the whole text.
 
@@ -305,6 +313,7 @@ def eval_batches(
       batch_size: B, the rows of a batch over all devices.
       steps: the largest number of batches.
       packing: whether batches have `segment_ids` and `positions`, see `batches`.
+      masking: hides tokens, which are then the targets; a window always has the same mask. `None` means next tokens.
       rows: indices of the rows of each batch to read. `None` means all.
 
     Raises:
@@ -332,6 +341,7 @@ def eval_batches(
         row_B = np.arange(batch_size) if rows is None else rows
         window_B = np.minimum(samples[0] + row_B, count - 1)
         batch = all_windows.make_batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
+        batch = masking.apply(batch, window_B, 0) if masking else batch
         batch["loss_weights"][row_B >= len(samples)] = 0
         return batch
 

@@ -1,0 +1,72 @@
+"""Masked language modelling: shares of the tokens, and masks that are a function of the seed and the sequence."""
+
+import numpy as np
+import pytest
+
+from jaxstack import data
+from jaxstack.data.masking import Masking
+
+MASK, VOCAB, S, B = 300, 256, 32, 4
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    ids = np.random.default_rng(5).integers(0, VOCAB, 20_000).astype(np.uint16)
+    ends = np.arange(1, 21) * 1000
+    return data.Tokens(ids, ends - 1000, ends, VOCAB)
+
+
+def reader(tokens, masking=None, seed=3, batch_size=B, packing=False, rows=None):
+    sizes = {"seq_len": S, "batch_size": batch_size, "packing": packing, "masking": masking}
+    return data.MixtureReader([tokens], ["text"], [(0, (1.0,))], sizes, seed).batches(rows)
+
+
+def test_shares_of_10000_windows(rng):
+    """Each share is within five standard deviations of its expected value; the draws are fresh in every run."""
+    windows = rng.integers(0, VOCAB, (10_000, S)).astype(np.int32)
+    batch = Masking(0.15, MASK, VOCAB).apply({"tokens": windows}, np.arange(10_000), int(rng.integers(2**31)))
+    chosen = batch["loss_weights"] == 1
+    assert set(np.unique(batch["loss_weights"])) == {0, 1}
+    assert (batch["tokens"][~chosen] == windows[~chosen]).all()
+    assert (batch["targets"] == windows).all()
+    masked = batch["tokens"][chosen] == MASK
+    changed = ~masked & (batch["tokens"][chosen] != windows[chosen])
+    random = 0.1 * (1 - 1 / VOCAB)  # one random token in 256 is the original
+    for hits, share in ((chosen, 0.15), (masked, 0.8), (changed, random)):
+        assert abs(hits.mean() - share) < 5 * np.sqrt(share * (1 - share) / hits.size), share
+    # Every place of a window is chosen as often as the others, and random tokens are from the whole vocabulary.
+    assert np.abs(chosen.mean(0) - 0.15).max() < 5 * np.sqrt(0.15 * 0.85 / 10_000)
+    counts = np.bincount(batch["tokens"][chosen][changed], minlength=VOCAB)
+    assert counts.size == VOCAB
+    assert np.abs(counts - counts.mean()).max() < 6 * np.sqrt(counts.mean())
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_mask_is_a_function_of_seed_step_and_row(tokens, packing):
+    """Batches are equal however they are read: in any order, in parts of rows, and with other sizes."""
+    masking = Masking(0.3, MASK, VOCAB)
+    plain, masked = (reader(tokens, m, packing=packing) for m in (None, masking))
+    batch = masked[7]
+    assert (batch["targets"] == plain[7]["tokens"]).all()
+    assert {k: (v.dtype, v.shape) for k, v in batch.items()} == {k: (v.dtype, v.shape) for k, v in plain[7].items()}
+    part = reader(tokens, masking, packing=packing, rows=np.array([1, 3]))
+    part[2]
+    assert all((part[7][name] == batch[name][[1, 3]]).all() for name in batch)
+    double = reader(tokens, masking, packing=packing, batch_size=2 * B)[3]
+    assert all((double[name][B:] == batch[name]).all() for name in batch)
+    other = reader(tokens, masking, seed=4, packing=packing)[7]
+    assert (other["loss_weights"] != batch["loss_weights"]).any()
+    assert (masked[8]["loss_weights"] != batch["loss_weights"]).any()
+    assert (batch["loss_weights"][0] != batch["loss_weights"][1]).any()
+
+
+def test_held_out_masks_are_always_the_same(tokens):
+    """A window that fills up the last batch has weight 0, and the parts of a batch are those of the whole."""
+    how = {"seq_len": S, "batch_size": 400, "steps": 2, "packing": False, "masking": Masking(0.15, MASK, VOCAB)}
+    first, again = data.eval_batches(tokens, **how), data.eval_batches(tokens, rows=np.array([5, 399]), **how)
+    windows = (len(tokens) - 1) // S
+    assert len(first) == 2
+    assert first[0]["loss_weights"].any(1).mean() > 0.9
+    assert not first[1]["loss_weights"][windows - 400 :].any()
+    for i in range(2):
+        assert all((again[i][name] == first[i][name][[5, 399]]).all() for name in again[i])
