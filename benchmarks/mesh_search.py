@@ -5,8 +5,8 @@ turn, round after round, so that other work on the machine slows all of them. A 
 it; one with a pipeline also with the fewest microbatches. All times go to `results/mesh_search.json` case by case,
 and a later call with `--resume` measures only what is missing.
 
-`--fit` prints the constants of `planner/step_clocks.py`, fitted to the fastest quarter of the rounds. `--report` prints
-the choice of each case, its time, the fastest mesh and the ratio. Both measure nothing.
+`--fit` prints the constants of `planner/step_clocks.py`, fitted to the ratios of the fastest quarter of the rounds.
+`--report` prints the choice of each case, its time, the fastest mesh and the ratio. Both measure nothing.
 """
 
 import argparse
@@ -147,23 +147,35 @@ def typical(seconds: list[float]) -> float:
 
 
 def fit(found: dict[str, Any]) -> list[float]:
-    """Returns the constants that minimize the squares of relative errors, none of them negative."""
+    """Returns the constants that minimize the squares of the relative errors, in logarithms.
+
+    The times of a case have a factor of their own, which the fit leaves out: only ratios within a case decide a choice,
+    and another case may have been measured beside other work.
+    """
     import numpy as np
-    from scipy.optimize import nnls
+    from scipy.optimize import least_squares
 
     from jaxstack.planner.mesh_search import require
-    from jaxstack.planner.step_clocks import cpu_work
+    from jaxstack.planner.step_clocks import SECONDS, cpu_work
 
-    rows, ones = [], []
-    for case in found.values():
+    work, seconds, case_of = [], [], []
+    for index, case in enumerate(found.values()):
         share = case["devices"] / min(case["devices"], case["cores"])
         for row in case["meshes"].values():
             cfg, ctx = require(config(case["model"]), case["devices"], "cpu", row["flags"])
-            seconds = typical(row["seconds"])
-            rows.append([share * amount / seconds for amount in cpu_work(cfg, ctx)])
-            ones.append(1.0)
-    scale = np.max(rows, axis=0)
-    return [float(x) for x in nnls(np.array(rows) / scale, np.array(ones))[0] / scale]
+            work.append([share * amount for amount in cpu_work(cfg, ctx)])
+            seconds.append(typical(row["seconds"]))
+            case_of.append(index)
+    A, t, member = np.array(work), np.array(seconds), np.array(case_of)[:, None] == np.arange(len(found))
+
+    def errors(logarithms: Any) -> Any:
+        error = np.log(A @ np.exp(logarithms) / t)
+        factors = error @ member / member.sum(0)
+        anchor = 1e-3 * (logarithms - start)  # the common scale of all constants is free
+        return np.concatenate([error - member @ factors, anchor])
+
+    start = np.log(np.maximum(SECONDS, 1e-9 * np.max(SECONDS)))
+    return [float(x) for x in np.exp(least_squares(errors, start).x)]
 
 
 def report(found: dict[str, Any]) -> dict[str, Any]:
