@@ -85,6 +85,9 @@ class PipelineConfig:
     partition: str = "even"
     """Which layers each stage has. `even`: equally many. `auto`: balanced by costs that are measured when the run
     begins. Otherwise the path of a file of costs from `jaxstack profile`."""
+    gather: Literal["once", "layer"] = "once"
+    """When a stage gathers the weights that `mesh.fsdp` shards. `once`: all of them, before its first unit. `layer`:
+    those of one layer at a time, in every unit, so that its memory never holds a complete stage."""
     loops: Literal["auto", "dynamic", "static"] = "auto"
     """Loops of a pipeline. `dynamic` is one loop over all ticks. `static` is several loops with static trip counts, so
     that a GPU does not wait for the host. `auto` is `static` on GPUs."""

@@ -52,6 +52,7 @@ class Context:
       pipeline: schedule and stages of the pipeline. `None` means one stage.
       partitioner: who inserts collectives into a training step: `manual`, this class; `auto`, XLA. See `partitioned`.
       platform: `cpu`, `gpu` or `tpu`, if it is known.
+      gather: when a pipeline gathers the parameters of a stage: `once`, or by `layer`, see `PipelineConfig.gather`.
       context_method: how keys and values reach the queries of other sequence shards: `ring` or `all_gather`.
       dtype: dtype of activations, and of matrices in matmuls.
       reduce_dtype: dtype in which gradients of matrices and tables are summed over devices.
@@ -70,6 +71,7 @@ class Context:
     pipeline: Program | None = None
     partitioner: Literal["manual", "auto"] = "manual"
     platform: str = ""
+    gather: Literal["once", "layer"] = "once"
     context_method: Literal["ring", "all_gather"] = "ring"
     dtype: Any = jnp.float32
     reduce_dtype: Any = jnp.float32
@@ -112,6 +114,7 @@ class Context:
             pipeline=resolve(cfg, stages, sequences, static_loops) if stages > 1 else None,
             rules=transformer(cfg.mesh),
             partitioner=cfg.mesh.partitioner if mesh.size > 1 else "manual",
+            gather=cfg.pipeline.gather if stages > 1 else "once",
             context_method=cfg.mesh.context_method,
             dtype=jnp.dtype(cfg.train.dtype),
             reduce_dtype=jnp.dtype(cfg.train.reduce_dtype),
@@ -286,10 +289,16 @@ class Context:
             # A vector is used in float32, so autodiff sums its gradient in float32.
             summed = self._grad_sync_axes(p) if p.is_cast or gathered else ()
             dtype = self.reduce_dtype if p.is_cast else jnp.float32
-            value = collectives.gather_parameter(collectives.ParamGather(gathered, summed, dtype), value)
+            how = collectives.ParamGather(gathered, summed, dtype, stays=self.gather == "layer")
+            value = collectives.gather_parameter(how, value)
             return checkpoint_name(value, "weight") if gathers else value
 
         return map_spec(gather, spec, params)
+
+    @property
+    def within_stage(self) -> "Context":
+        """This context for the units of a pipeline. With `gather="layer"` each of them gathers what it uses."""
+        return self if self.gather == "layer" else self.with_gathered_params
 
     @cached_property
     def with_gathered_params(self) -> "Context":

@@ -243,8 +243,9 @@ def _hidden_states_through_stages(
     rows = batch["tokens"].shape[0]
     # Auxiliary values are summed over microbatches; keys and values must not be.
     microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches) if cache is None else 1
-    stacked = group_layers(len(cfg.windows), ctx.gather_params(spec(cfg)["layers"], params["layers"]))
-    inner = ctx.with_gathered_params
+    inner, stacked = ctx.within_stage, params["layers"]
+    if ctx.gather == "once":
+        stacked = ctx.gather_params(spec(cfg)["layers"], stacked)
 
     def scan_body(
         layer: tuple[list[Params], PyTree], x: jax.Array, index: jax.Array, layer_inputs: LayerInputs
@@ -258,8 +259,9 @@ def _hidden_states_through_stages(
         embed=lambda shared, layer_inputs: embed(cfg, shared, layer_inputs, ctx),
         layer=remat(inner, scan_body),
     )
+    layers_and_cache = group_layers(len(cfg.windows), stacked), cache
     micros = split_microbatches(batch, microbatches)
-    x, _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, (stacked, cache), micros)
+    x, _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, layers_and_cache, micros)
     x = x.swapaxes(0, 1).reshape(rows, *x.shape[2:])
     aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
     own = {name: aux.pop(name) for name in ("keys", "values") if name in aux}

@@ -112,11 +112,11 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: 
 def _gradient_bytes(cfg: Config, ctx: Context, weights: Weights) -> float:
     """Returns the bytes of gradients; accumulated ones are float32 sums beside those of one microbatch.
 
-    A pipeline sums the gradients of its gathered weights in float32.
+    A pipeline sums the gradients of the weights that its units read in float32.
     """
     accumulates = cfg.train.grad_accum > 1
     if ctx.pipeline is not None:
-        return 4 * weights.trained_gathered + (4 * weights.trained if accumulates else 0)
+        return 4 * weights.summed + (4 * weights.trained if accumulates else 0)
     return (8 if accumulates else itemsize(cfg)) * weights.trained
 
 
@@ -272,7 +272,8 @@ def _layer_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations)
     if cfg.train.remat == "full":  # what `selective` would have saved is recomputed
         size += _saved_bytes(cfg, ctx, acts, "selective")
     if ctx.pipeline is not None:
-        return scores - (0 if ctx.pipeline.inlines_layers else 6 * acts.scores) + size
+        turn = 2 * e * weights.gathered_layer  # with `pipeline.gather=layer`: its weights and their gradients
+        return scores - (0 if ctx.pipeline.inlines_layers else 6 * acts.scores) + turn + size
     return scores + gathered + size
 
 

@@ -222,8 +222,8 @@ def _update(cfg: Config, ctx: Context) -> list[Op]:
         cast = sum(stored[path] for path, p in spec.items() if p.is_cast)
         found.append(pointwise_op(f"weights to {ctx.dtype}", 0, (4 + e) * cast))
     if sums:
-        gathered = float(sum(math.prod(shards.used_shape(spec[path], ctx)) for path in trained))
-        found.append(pointwise_op("sums of gradients", gathered, 8 * gathered, accum))
+        summed = float(sum(math.prod(shards.summed_shape(spec[path], ctx)) for path in trained))
+        found.append(pointwise_op("sums of gradients", summed, 8 * summed, accum))
     state = abstract_state(cfg, ctx)
     gradients = (4 if sums else e) * count
     moved = 8 * count + 2 * shards.bytes_of(state.opt_state) + (2 if cfg.optim.clip_norm else 1) * gradients

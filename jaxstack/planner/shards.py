@@ -67,6 +67,11 @@ def used_shape(p: Param, ctx: Context) -> tuple[int, ...]:
     return shard_shape(p, param_axes(p, ctx.with_gathered_params), mesh_sizes(ctx))
 
 
+def summed_shape(p: Param, ctx: Context) -> tuple[int, ...]:
+    """Returns the shape of the shard that the units of a pipeline read, and sum gradients of."""
+    return shard_shape(p, param_axes(p, ctx.within_stage), mesh_sizes(ctx))
+
+
 def bytes_of(tree: PyTree) -> float:
     """Returns the bytes that an abstract tree takes on one device."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -19,7 +19,7 @@ class Weights:
       table: of the token table as it is used; 0 if it is the output matrix.
       experts_layer: of the experts of one layer, as they are used.
       trained: of trained parameters as they are stored.
-      trained_gathered: of trained parameters as they are used.
+      summed: of the gradients that the units of a pipeline sum, which are those of the parameters that they read.
     """
 
     cast: int
@@ -28,7 +28,7 @@ class Weights:
     table: int
     experts_layer: int
     trained: int
-    trained_gathered: int
+    summed: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def itemsize(cfg: Config) -> int:
 
 
 def count_weights(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Weights:
-    """Counts the parameters. A pipeline gathers the weights of its stage before it starts."""
+    """Counts the parameters. A pipeline gathers the weights of a stage before it starts, or of a layer in each unit."""
     m, spec = cfg.model, shards.flat_params(cfg, ctx)
     stored, used = {}, {}
     for path, p in spec.items():
@@ -76,12 +76,14 @@ def count_weights(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Weig
         stored[path] = used[path] = counter.shaped(path, shape, p.axes)
         if gathered_shape != shape:
             used[path] = counter.shaped(f"gathered {path}", gathered_shape, p.axes)
-    cast = stored if ctx.pipeline is None else used
-    gathered = [path for path, p in spec.items() if p.stacked and used[path] > stored[path]]
+    read = stored if ctx.pipeline is None or ctx.gather == "layer" else used
+    gathered = [path for path, p in spec.items() if p.stacked and used[path] > read[path]]
     named, layers = counter.named, counter.named("layers", m.num_layers)
+    if ctx.pipeline is not None:
+        layers = named("layer slots of a stage", ctx.pipeline.stages.chunks * ctx.pipeline.stages.max_layers)
     trained = [path for path, p in spec.items() if not p.frozen]
     return Weights(
-        cast=named("parameters to cast", sum(cast[path] for path, p in spec.items() if p.is_cast)),
+        cast=named("parameters to cast", sum(read[path] for path, p in spec.items() if p.is_cast)),
         gathered_layer=named("gathered weights of a layer", sum(used[path] for path in gathered) // layers),
         head=next(used[path] for path, p in spec.items() if "head" in p.roles),
         table=sum(used[path] for path, p in spec.items() if "token_table" in p.roles and "head" not in p.roles),
@@ -89,7 +91,7 @@ def count_weights(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Weig
             "experts of a layer", sum(used[path] for path, p in spec.items() if "experts" in p.axes) // layers
         ),
         trained=named("trained parameters", sum(stored[path] for path in trained)),
-        trained_gathered=named("trained parameters as used", sum(used[path] for path in trained)),
+        summed=named("trained parameters as units read them", sum(read[path] for path in trained)),
     )
 
 

@@ -214,7 +214,7 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
     """Adds the gathers of one parameter and the sums of its gradient.
 
     FSDP gathers weights in both passes and scatters gradients in one (Rajbhandari et al. 2020, arXiv:1910.02054,
-    section 7). A pipeline gathers weights and sums gradients once a step.
+    section 7). A pipeline gathers weights and sums gradients once a step, or in each unit (`pipeline.gather=layer`).
     """
     if p.kind == "vector" and p.axes[-1] == "router":
         return  # the load of experts updates this bias; it has no gradient
@@ -231,8 +231,11 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
     # XLA moves the gather of a weight out of the loop over microbatches, but not out of the loop over layers. On GPUs
     # it moves none, because it runs gathers beside the turn before.
     gathers = 2 * accum * L if p.stacked else uses * (accum if ctx.platform == "gpu" else 1)
-    if ctx.pipeline is not None:
-        gathers = uses = 1
+    scatters = accum * layers * uses
+    if ctx.gather == "layer":
+        used, (gathers, scatters) = used[p.stacked :], _uses_in_units(t, p)
+    elif ctx.pipeline is not None:
+        gathers, scatters = 1, accum
     t.add("all-gather", fsdp_axes, used, gathers, f"{path}, gathered", dtype)
     if p.frozen:
         return
@@ -240,7 +243,7 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
     # the rounded result; its bytes are counted by the result.
     rounded = t.dtype if p.is_cast and ctx.platform == "tpu" else reduce_dtype
     scattered = rounded if t.replaced(fsdp_axes) else reduce_dtype
-    t.add("reduce-scatter", fsdp_axes, used, accum * layers * uses, f"gradient of {path}", scattered)
+    t.add("reduce-scatter", fsdp_axes, used, scatters, f"gradient of {path}", scattered)
     summed_over = tuple(a for a in ctx.axes("batch", "sequence", "residual") if a not in sharded_over)
     if p.axes[-1] == "head_dim" and len(p.axes) == 1 + p.stacked and "tensor" not in summed_over:
         summed_over = (*summed_over, "tensor")  # norms of queries and keys see the heads of one device
@@ -249,6 +252,23 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
     else:
         summed = (L, *stored) if layers > 1 else stored
         t.add("all-reduce", summed_over, summed, 1, f"gradient of {path}", reduce_dtype)
+
+
+def _uses_in_units(t: _Traffic, p: Param) -> tuple[int, int]:
+    """Returns how often the units of a pipeline gather a parameter, and how often they scatter its gradient.
+
+    XLA moves the gathers of embedding and head out of the loop over ticks, but not on GPUs.
+    """
+    assert t.ctx.pipeline is not None
+    turns, period, accum = t.ctx.pipeline.turns, t.ctx.pipeline.stages.period, t.cfg.train.grad_accum
+    forward, backward, weight, loss = (int(n.sum()) for n in (turns.forward, turns.backward, turns.weight, turns.loss))
+    if p.stacked:
+        scatters = weight if weight and p.kind == "matrix" else backward
+        return accum * period * (forward + backward), accum * period * scatters
+    heads = accum * loss if "head" in p.roles else 0
+    embeds = 0 if p.roles == ("head",) else 1
+    gathers = heads + embeds * t.embeds if t.ctx.platform == "gpu" else 1
+    return gathers, heads + embeds * t.embed_grads
 
 
 def _muon_traffic(t: _Traffic) -> None:

@@ -94,11 +94,14 @@ class ParamGather(NamedTuple):
       dims: the dimensions to gather, each with the mesh axes that split it.
       sum_axes: other mesh axes to sum the gradient over, because each device has processed other tokens.
       reduce_dtype: dtype in which gradients are reduced over devices.
+      stays: whether the reduction stays where it is. XLA would move it out of a loop that sums gradients, and the sums
+        would then have the size of the full parameter.
     """
 
     dims: tuple[tuple[int, Axes], ...]
     sum_axes: Axes
     reduce_dtype: jax.typing.DTypeLike
+    stays: bool = False
 
 
 def gather_parameter(how: ParamGather, x: jax.Array) -> jax.Array:
@@ -110,7 +113,7 @@ def gather_parameter(how: ParamGather, x: jax.Array) -> jax.Array:
     sum_axes = tuple(axis for axis in how.sum_axes if axis not in varies_along(x))
     if not sum_axes and not how.dims:
         return x
-    return _gather_parameter(ParamGather(how.dims, sum_axes, jnp.dtype(how.reduce_dtype)), x)
+    return _gather_parameter(how._replace(sum_axes=sum_axes, reduce_dtype=jnp.dtype(how.reduce_dtype)), x)
 
 
 def _gather_all(how: ParamGather, x: jax.Array) -> jax.Array:
@@ -125,7 +128,8 @@ def _scatter_all(how: ParamGather, _: None, dy: jax.Array) -> tuple[jax.Array]:
     # Scatter first: the sum over the other axes then moves only this device's shard.
     for dim, axes in reversed(how.dims):
         dx = reduce_scatter(dx, axes, dim)
-    return (all_reduce(dx, how.sum_axes).astype(dy.dtype),)
+    dx = all_reduce(dx, how.sum_axes).astype(dy.dtype)
+    return (lax.optimization_barrier(dx) if how.stays else dx,)
 
 
 _gather_parameter = partial(jax.custom_vjp, nondiff_argnums=(0,))(_gather_all)

@@ -21,7 +21,7 @@ READ_BY_LOSS = ("loss_weights", "targets")
 
 
 def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> PipelineFns:
-    """Returns what the stages of a pipeline run, on parameters that have been gathered.
+    """Returns what the stages of a pipeline run, on parameters as `Context.within_stage` reads them.
 
     Args:
       cfg: the run.
@@ -29,7 +29,7 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
       totals: of the global batch, from `losses.batch_totals`.
     """
     model, (name, stack) = family.of(cfg.model), family.only_stack(cfg.model)
-    ctx = ctx.with_gathered_params
+    ctx = ctx.within_stage
 
     def prepare(micro: Batch) -> tuple[LayerInputs, Batch]:
         return model.make_layer_inputs(cfg.model, micro, ctx), {name: micro[name] for name in READ_BY_LOSS}
@@ -81,7 +81,7 @@ def pipelined_gradients(
     """Returns this device's share of loss, auxiliary values and gradients, by the pipeline's table.
 
     Parameters that are stored in shards (FSDP) are gathered before the pipeline runs, and their gradients are scattered
-    after it.
+    after it. With `pipeline.gather=layer` each unit does so for one layer at a time, and sums of gradients are shards.
 
     Args:
       cfg: the run.
@@ -97,7 +97,8 @@ def pipelined_gradients(
     (trained_spec, frozen_spec), (trained, frozen) = params.partition(spec, spec), params.partition(spec, values)
 
     def gather(spec: Spec, values: Params) -> tuple[Params, list[Params]]:
-        values = ctx.gather_params(spec, values)
+        if ctx.gather == "once":
+            values = ctx.gather_params(spec, values)
         shared, stacks = family.split_stacks(cfg.model, values)
         return shared, group_layers(stack.period, stacks.get(name, {}))
 

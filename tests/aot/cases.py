@@ -23,6 +23,7 @@ from jaxstack.planner import aot, hlo
 
 SMALL: dict[str, Any] = {"num_layers": 8, "d_model": 1024, "num_heads": 8, "vocab_size": 16384}
 DENSE = ModelConfig(**SMALL, d_ff=2816)
+SMALL_HEAD = replace(DENSE, vocab_size=8192)
 MOE = ModelConfig(**{**SMALL, "num_layers": 4}, moe=MoEConfig(num_experts=8, top_k=2, d_ff=1408))
 LARGE = ModelConfig(num_layers=24, d_model=2048, num_heads=16, d_ff=5632, vocab_size=32768)  # 1.37e9 parameters
 
@@ -43,7 +44,10 @@ def pipelined(schedule: str, microbatches: int, chunks: int = 1, seq: int = 2048
     mesh = {k: v for k, v in how.items() if k in ("pipe", "data", "fsdp", "tensor")}
     sequences = microbatches * mesh.get("data", 1) * mesh.get("fsdp", 1)
     cfg = config(how.get("model", DENSE), sequences, seq, how.get("remat", "full"), **mesh)
-    return replace(cfg, pipeline=PipelineConfig(schedule=schedule, microbatches=microbatches, chunks=chunks))
+    pipeline = PipelineConfig(
+        schedule=schedule, microbatches=microbatches, chunks=chunks, gather=how.get("gather", "once")
+    )
+    return replace(cfg, pipeline=pipeline)
 
 
 def experts(capacity_factor: float | None) -> Config:
@@ -74,6 +78,7 @@ CASES = {
     "v5e_interleaved_8": ("v5e:4x4", pipelined("interleaved_1f1b", 8, 2, **STAGES)),
     "v5e_interleaved_32": ("v5e:4x4", pipelined("interleaved_1f1b", 32, 2, **STAGES)),
     "v5p_stages": ("v5p:2x2x2", pipelined("1f1b", 8, seq=1024, pipe=2, fsdp=2, tensor=2, remat="selective")),
+    "v5p_layers": ("v5p:2x2x2", pipelined("1f1b", 4, seq=512, model=SMALL_HEAD, pipe=2, fsdp=4, gather="layer")),
     "h100_stages_8": ("h100:1x1x8", pipelined("1f1b", 8, seq=1024, pipe=2, fsdp=2, tensor=2, remat="selective")),
     "h100_stages_64": ("h100:1x8x8", pipelined("interleaved_1f1b", 8, 2, pipe=4, data=4, fsdp=2, tensor=2)),
 }

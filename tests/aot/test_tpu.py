@@ -89,6 +89,15 @@ def test_stages_beside_other_axes_on_8_v5p():
     assert all(c.times == 1 for c in found if "fsdp" in c.axes)
 
 
+def test_units_that_gather_layers_never_hold_a_stage():
+    """A device holds shards of the stage (state, weights in bfloat16, sums of gradients), its stash and one layer."""
+    check("v5p_layers")
+    found = report("v5p_layers")
+    stash, work = (next(v for k, v in found.memory.items() if k.startswith(kind)) for kind in ("saved", "work"))
+    assert found.total <= 1.1 * (found.arguments * (4 + 8 + 2 + 4) / (4 + 8) + stash + work)
+    assert all("fsdp" not in c.axes or c.kind != "all-reduce" or c.size < 2**20 for c in found.collectives)
+
+
 def test_a_target_that_is_none_is_named():
     with pytest.raises(aot.ConfigError, match="v5e:4x4 for 16 TPUs"):
         aot.devices("v5e:four")

@@ -46,7 +46,7 @@ def case(
     family: str, schedule: str, pipe: int, microbatches: int, chunks: int = 1, layers: int = 8, **how: Any
 ) -> Case:
     """Returns a row of the table; a name that `meshes.config` does not have is an axis of the mesh."""
-    run = {k: v for k, v in how.items() if k in ("accum", "packing", "remat", "dropout", "loops")}
+    run = {k: v for k, v in how.items() if k in ("accum", "packing", "remat", "dropout", "loops", "gather")}
     mesh = {"pipe": pipe} | {k: v for k, v in how.items() if k not in run}
     least = microbatches * run.get("accum", 1) * math.prod(mesh.get(axis, 1) for axis in BATCH_AXES)
     batch = least * math.ceil(meshes.BATCH / least)
@@ -117,6 +117,17 @@ ZERO_BUBBLE: list[Case] = [
 ]
 """Pipelines whose weight units run apart. The first one is quick."""
 
+LAYER = "layer"
+SHARDED: list[Case] = [
+    case("untied", ONE, 2, 4, layers=5, fsdp=2, data=2, accum=2, gather=LAYER),
+    case("gpt2", TWO, 2, 4, 2, layers=7, fsdp=2, tensor=2, dropout=0.3, packing=True, remat="selective", gather=LAYER),
+    case("softmax", ALL, 2, 4, layers=5, fsdp=2, expert=2, remat="full", gather=LAYER),
+    case("gemma2", ZERO, 2, 4, layers=6, fsdp=2, remat="full", loops="static", gather=LAYER),
+    case("lora", ONE, 2, 4, layers=5, fsdp=2, remat="selective", gather=LAYER),
+]
+"""Pipelines whose units gather the weights of one layer at a time. The first one is quick."""
+ALWAYS = [*QUICK, STATIC[0], ZERO_BUBBLE[0], SHARDED[0]]
+
 
 def name_of(case: Case) -> str:
     family, mesh, how = case
@@ -125,13 +136,15 @@ def name_of(case: Case) -> str:
 
 
 def config(family: str, mesh: dict[str, Any], *, layers: int = 8, batch: int = meshes.BATCH, schedule: str = ONE,
-           microbatches: int | None = None, chunks: int = 1, loops: Any = "auto", **how: Any) -> Config:  # fmt: skip
+           microbatches: int | None = None, chunks: int = 1, loops: Any = "auto", gather: Any = "once",
+           **how: Any) -> Config:  # fmt: skip
     cfg = meshes.config(family, mesh, **how)
+    pipelined = PipelineConfig(schedule=schedule, microbatches=microbatches, chunks=chunks, loops=loops, gather=gather)
     return dataclasses.replace(
         cfg,
         model=dataclasses.replace(cfg.model, num_layers=layers),
         data=dataclasses.replace(cfg.data, batch_size=batch),
-        pipeline=PipelineConfig(schedule=schedule, microbatches=microbatches, chunks=chunks, loops=loops),
+        pipeline=pipelined,
     )
 
 
@@ -152,8 +165,8 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=name_of(c), marks=() if c in [*QUICK, STATIC[0], ZERO_BUBBLE[0]] else pytest.mark.slow)
-        for c in [*CASES, *STATIC, *ZERO_BUBBLE]
+        pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else pytest.mark.slow)
+        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED]
     ],
 )
 def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(case, seed):
@@ -241,6 +254,9 @@ TRAFFIC: list[Case] = [
     case("llama3", TWO, 2, 4, 2, layers=7, tensor=2, loops="static"),
     case("gpt2", ONE, 4, 4, layers=5, sequence_parallel=False, tensor=2, loops="static"),
     case("llama3", ZERO, 2, 4, layers=5, fsdp=2, tensor=2, remat="full"),
+    case("llama3", ONE, 2, 4, layers=5, fsdp=2, tensor=2, remat="selective", gather=LAYER),
+    case("gpt2", TWO, 2, 4, 2, layers=8, data=2, fsdp=2, gather=LAYER),
+    case("llama3", ZERO, 2, 4, layers=5, fsdp=2, tensor=2, remat="full", gather=LAYER),
 ]
 """Pipelines whose compiled programs are read."""
 
@@ -479,6 +495,19 @@ def test_a_checkpoint_has_the_layers_in_their_order(how, optim):
     for path, leaf in flatten(state).items():
         if "/layers/" in path and leaf.shape[:1] == numbers.shape:
             assert not np.asarray(leaf)[numbers < 0].any(), path
+
+
+def test_the_gathering_of_a_stage_changes_neither_state_nor_checkpoint():
+    found = []
+    for gather in ("once", LAYER):
+        cfg = config("gpt2", {"pipe": 2, "fsdp": 2}, layers=5, schedule=ONE, gather=gather)
+        ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:4]))
+        state = abstract_state(cfg, ctx)
+        found.append([
+            jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), tree)
+            for tree in (state, checkpoint_layout(cfg, ctx, state).abstract)
+        ])  # fmt: skip
+    assert found[0] == found[1]
 
 
 def assert_states(a: Any, b: Any, *, exactly: bool) -> None:
