@@ -272,7 +272,7 @@ def _layer_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations)
     if cfg.train.remat == "full":  # what `selective` would have saved is recomputed
         size += _saved_bytes(cfg, ctx, acts, "selective")
     if ctx.pipeline is not None:
-        turn = 2 * e * weights.gathered_layer  # with `pipeline.gather=layer`: its weights and their gradients
+        turn = e * weights.gathered_layer  # with `pipeline.gather=layer`; its gradients are scattered one by one
         return scores - (0 if ctx.pipeline.inlines_layers else 6 * acts.scores) + turn + size
     return scores + gathered + size
 

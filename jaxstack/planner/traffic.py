@@ -257,7 +257,7 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
 def _uses_in_units(t: _Traffic, p: Param) -> tuple[int, int]:
     """Returns how often the units of a pipeline gather a parameter, and how often they scatter its gradient.
 
-    XLA moves the gathers of embedding and head out of the loop over ticks, but not on GPUs.
+    XLA:CPU moves the gathers of embedding and head out of the loop over ticks.
     """
     assert t.ctx.pipeline is not None
     turns, period, accum = t.ctx.pipeline.turns, t.ctx.pipeline.stages.period, t.cfg.train.grad_accum
@@ -267,7 +267,7 @@ def _uses_in_units(t: _Traffic, p: Param) -> tuple[int, int]:
         return accum * period * (forward + backward), accum * period * scatters
     heads = accum * loss if "head" in p.roles else 0
     embeds = 0 if p.roles == ("head",) else 1
-    gathers = heads + embeds * t.embeds if t.ctx.platform == "gpu" else 1
+    gathers = heads + embeds * t.embeds if t.ctx.platform != "cpu" else 1
     return gathers, heads + embeds * t.embed_grads
 
 

@@ -128,8 +128,8 @@ def _scatter_all(how: ParamGather, _: None, dy: jax.Array) -> tuple[jax.Array]:
     # Scatter first: the sum over the other axes then moves only this device's shard.
     for dim, axes in reversed(how.dims):
         dx = reduce_scatter(dx, axes, dim)
-    dx = all_reduce(dx, how.sum_axes).astype(dy.dtype)
-    return (lax.optimization_barrier(dx) if how.stays else dx,)
+    gradient = (all_reduce(dx, how.sum_axes).astype(dy.dtype),)
+    return lax.optimization_barrier(gradient) if how.stays else gradient
 
 
 _gather_parameter = partial(jax.custom_vjp, nondiff_argnums=(0,))(_gather_all)

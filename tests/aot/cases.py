@@ -79,6 +79,7 @@ CASES = {
     "v5e_interleaved_32": ("v5e:4x4", pipelined("interleaved_1f1b", 32, 2, **STAGES)),
     "v5p_stages": ("v5p:2x2x2", pipelined("1f1b", 8, seq=1024, pipe=2, fsdp=2, tensor=2, remat="selective")),
     "v5p_layers": ("v5p:2x2x2", pipelined("1f1b", 4, seq=512, model=SMALL_HEAD, pipe=2, fsdp=4, gather="layer")),
+    "h100_layers": ("h100:1x1x8", pipelined("1f1b", 4, seq=512, model=SMALL_HEAD, pipe=2, fsdp=4, gather="layer")),
     "h100_stages_8": ("h100:1x1x8", pipelined("1f1b", 8, seq=1024, pipe=2, fsdp=2, tensor=2, remat="selective")),
     "h100_stages_64": ("h100:1x8x8", pipelined("interleaved_1f1b", 8, 2, pipe=4, data=4, fsdp=2, tensor=2)),
 }
@@ -136,6 +137,20 @@ def check(name: str) -> dict[tuple[str, str], float]:
     assert abs(sum(found.memory.values()) / found.total - 1) < 0.1
     sent = hlo.sent(found.collectives)
     return {kind: value for kind, value in sent.items() if value > 0.001 * sum(sent.values())}
+
+
+def holds_no_stage(name: str) -> None:
+    """Compiles a pipeline whose units gather one layer at a time, and holds that no device stores a complete stage.
+
+    A device stores shards (state, weights in bfloat16, float32 sums of gradients), its stash and the work of one layer.
+    """
+    check(name)
+    found = report(name)
+    stash, work = (next(v for k, v in found.memory.items() if k.startswith(kind)) for kind in ("saved", "work"))
+    assert found.total <= 1.1 * (found.arguments * (4 + 8 + 2 + 4) / (4 + 8) + stash + work)
+    sent, formula = hlo.sent(found.collectives), hlo.sent(found.expected)
+    for kind in ("all-gather", "reduce-scatter"):
+        assert abs(sent["fsdp", kind] / formula["fsdp", kind] - 1) < 0.02
 
 
 def dropless_over_capacity(chip: str) -> float:

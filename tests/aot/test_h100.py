@@ -22,6 +22,7 @@ from cases import (
     check,
     config,
     dropless_over_capacity,
+    holds_no_stage,
     pipelined,
     report,
 )
@@ -51,6 +52,10 @@ def test_dense(name):
 def test_dropless_experts_need_no_worst_case_of_memory():
     """Over eight shards the worst case of one layer would be 6.4 times a capacity of 1.25, and each layer kept it."""
     assert dropless_over_capacity("h100") <= 1.5
+
+
+def test_units_that_gather_layers_hold_no_stage():
+    holds_no_stage("h100_layers")
 
 
 @pytest.mark.parametrize(("name", "sends", "ends"), [("h100_stages_8", 2 * 9 - 1, 9), ("h100_stages_64", 2 * 19, 15)])
