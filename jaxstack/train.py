@@ -110,7 +110,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     from jaxstack.data.loader import DataLoader
     from jaxstack.generate.decode import sample_texts
     from jaxstack.models.context import Context
-    from jaxstack.planner import memory, pipeline_costs
+    from jaxstack.planner import estimate, memory, pipeline_costs
     from jaxstack.training.run import Run
     from jaxstack.training.state import abstract_state
     from jaxstack.training.step import jit_train_step, make_eval_step
@@ -120,13 +120,14 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     ctx = Context.create(pipeline_costs.resolve_partition(cfg, mesh), mesh)
     abstract = abstract_state(cfg, ctx)  # shapes, dtypes and shardings, no arrays
     warning = memory.check(cfg, ctx, abstract)  # before minutes of compiling
-    train_step = jit_train_step(cfg, ctx, abstract)  # (state, batch) -> (state, metrics); donates the state
+    resolved, split = estimate.resolve_split(cfg, ctx)
+    train_step = jit_train_step(resolved, ctx, abstract)  # (state, batch) -> (state, metrics); donates the state
     eval_step = jax.jit(make_eval_step(cfg, ctx))  # (params, batch) -> (sum of nats, number of tokens)
     loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so there is nothing to save
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints
     with Run(cfg, dataset, ctx, abstract, loader) as run:
-        run.print_header(changes, warning)
+        run.print_header(changes, warning, split)
         state, loop = run.restore_or_init()
         run.begin(loop)  # first write: a state that does not fit has raised an error above
         if loop.step and loop.step % cfg.train.eval_every == 0:

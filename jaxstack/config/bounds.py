@@ -6,6 +6,8 @@
 import functools
 import math
 import os
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Literal, Union, get_args, get_origin, get_type_hints
@@ -72,6 +74,16 @@ def require(condition: bool, message: str) -> None:
     """Raises `ConfigError(message)` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def pattern_error(patterns: Iterable[str]) -> str | None:
+    """Returns which of the patterns is not a regular expression and why, or None."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return f"{pattern!r} is not a regular expression ({error})"
+    return None
 
 
 def interval_of(hint: object) -> Interval | None:

@@ -1,10 +1,8 @@
 """Keys of the group `model`: the decoder, its mixture of experts, and its adapters."""
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from jaxstack.common.errors import ConfigError
 from jaxstack.config.bounds import (
     BelowOne,
     Interval,
@@ -13,6 +11,7 @@ from jaxstack.config.bounds import (
     PositiveFloat,
     PositiveInt,
     check_bounds,
+    pattern_error,
     require,
 )
 
@@ -137,13 +136,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         check_bounds("model.lora", self)
         require(bool(self.targets), "model.lora.targets is empty. Use ['.*'] for all matrices of a block.")
-        for pattern in self.targets:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"model.lora.targets: {pattern!r} is not a regular expression ({error}). Correct it."
-                ) from None
+        why = pattern_error(self.targets)
+        require(why is None, f"model.lora.targets: {why}. Correct it.")
 
 
 @dataclass(frozen=True)

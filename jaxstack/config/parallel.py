@@ -4,7 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveInt, check_bounds, expand_home, require
+from jaxstack.config.bounds import (
+    Interval,
+    NonNegativeInt,
+    PositiveInt,
+    check_bounds,
+    expand_home,
+    pattern_error,
+    require,
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,9 @@ class PipelineConfig:
     gather: Literal["once", "layer"] = "once"
     """When a stage gathers the weights that `mesh.fsdp` shards. `once`: all of them, before its first unit. `layer`:
     those of one layer at a time, in every unit, so that its memory never holds a complete stage."""
+    split: tuple[str, ...] | None = None
+    """Matrices of a layer whose gradients `zb1` computes later, as regular expressions for full names, such as
+    `mlp/.*`. Null means as many as a tenth more memory allows."""
     loops: Literal["auto", "dynamic", "static"] = "auto"
     """Loops of a pipeline. `dynamic` is one loop over all ticks. `static` is several loops with static trip counts, so
     that a GPU does not wait for the host. `auto` is `static` on GPUs."""
@@ -101,6 +112,8 @@ class PipelineConfig:
             f"pipeline.chunks={self.chunks} is more than the one chunk per stage of pipeline.schedule={self.schedule}. "
             f"Use pipeline.schedule=interleaved_1f1b or zb1, or pipeline.chunks=1.",
         )
+        why = pattern_error(self.split or ())
+        require(why is None, f"pipeline.split: {why}. Correct it.")
         require(
             self.partition == "even" or self.schedule != "zb1",
             f"pipeline.partition={self.partition} has no costs of weight gradients, which pipeline.schedule=zb1 "

@@ -173,6 +173,7 @@ def compile(cfg: Config, target: str) -> CompiledStep:
     """
     ctx, state, batch = abstract_inputs(cfg, target)
     assert ctx.mesh is not None
+    cfg, _ = estimate.resolve_split(cfg, ctx)
     jitted: Any = step.jit_train_step(cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
     memory = compiled.memory_analysis()

@@ -15,10 +15,11 @@ from jaxstack.common.tree import Batch
 from jaxstack.config import Config
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models.context import Context
-from jaxstack.planner import shards
+from jaxstack.planner import shards, weight_split
 from jaxstack.planner.explain import Counter
 from jaxstack.planner.sizes import COUNTER, Activations, Weights, count_activations, count_weights, itemsize
 from jaxstack.planner.traffic import traffic as traffic
+from jaxstack.planner.weight_split import WeightSplit
 from jaxstack.runtime.xla_options import select_options
 from jaxstack.training.state import TrainState, abstract_state
 
@@ -53,6 +54,8 @@ def exact_bytes(parts: Mapping[str, float]) -> float:
 def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: Counter = COUNTER) -> dict[str, float]:
     """Returns the bytes that a training step needs on one device, by purpose.
 
+    With a zero-bubble schedule, these include what waits for weight units, see `split_of`.
+
     The bytes of parameters, optimizer state and batch are exact. The rest counts what is alive in the backward pass:
     gradients, the residuals of all layers, and the larger of the temporary arrays of the head and of one layer. If the
     update of Muon needs more than that, it is counted instead. Its formula is fitted to the programs that XLA compiles
@@ -69,6 +72,48 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: 
       batch: an abstract batch.
       counter: a `Recorder` makes those bytes that are not exact record their formulas.
     """
+    parts = _parts_without_pairs(cfg, ctx, state, batch, counter)
+    if ctx.pipeline is None or ctx.pipeline.weight is None:
+        return parts
+    units, layers = ctx.pipeline.pair_slots, ctx.pipeline.stages.max_layers
+    each = counter.named("bytes of pairs in a layer", round(split_of(cfg, ctx, parts).bytes / units / layers))
+    waiting = counter.named("units that wait", units) * counter.named("layers of a stage", layers) * each
+    return {**parts, f"weight gradients of {units * layers} layers, waiting": waiting}
+
+
+def split_of(cfg: Config, ctx: Context, parts: Mapping[str, float] | None = None) -> WeightSplit:
+    """Returns which gradients of weights wait for weight units, see `weight_split.choose`.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context, with a pipeline whose schedule has weight units.
+      parts: bytes by purpose that the step needs without pairs, if the caller has them.
+    """
+    if parts is None:
+        parts = _parts_without_pairs(cfg, ctx, *abstract_inputs(cfg, ctx), COUNTER)
+    return weight_split.choose(cfg, ctx, math.fsum(parts.values()))
+
+
+def resolve_split(cfg: Config, ctx: Context) -> tuple[Config, str]:
+    """Returns the configuration with the weights that `pipeline.split=null` leaves to the planner, and one line why.
+
+    The line is empty if the schedule has no weight units.
+
+    Raises:
+      ConfigError: `pipeline.split` names a weight that does not exist.
+    """
+    if ctx.pipeline is None or ctx.pipeline.weight is None:
+        return cfg, ""
+    split = split_of(cfg, ctx)
+    line = f"{split}; bubble {weight_split.bubble(ctx.pipeline, split.flops_share):.1%}"
+    names = tuple(path for readers in split.split for path in readers.weights)
+    return replace(cfg, pipeline=replace(cfg.pipeline, split=names)), line
+
+
+def _parts_without_pairs(
+    cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: Counter
+) -> dict[str, float]:
+    """Returns what `memory` does, without what waits for weight units."""
     t = cfg.train
     e = itemsize(cfg)
     weights, acts = count_weights(cfg, ctx, counter), count_activations(cfg, ctx, counter)
@@ -104,7 +149,6 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: 
         f"parameters in {t.dtype}": cast,
         "gradients": gradients,
         f"saved by {layers:.0f} layers, remat {t.remat}": layers * saved,
-        **_pair_bytes(cfg, ctx, acts),
         f"work of one layer{', the head or Muon' if update else ' or the head'}": work,
     }
 
@@ -127,18 +171,6 @@ def _pipelines_collectives(ctx: Context) -> bool:
     """
     loop = ctx.layers == "scan" and ctx.pipeline is None
     return loop and ctx.platform == "gpu" and bool(select_options(ctx.platform, ctx.mesh).used)
-
-
-def _pair_bytes(cfg: Config, ctx: Context, acts: Activations) -> dict[str, float]:
-    """Returns the bytes of inputs and output gradients of the matrices of layers whose weight units wait, if any do."""
-    if ctx.pipeline is None or not ctx.pipeline.pair_slots:
-        return {}
-    m, layers = cfg.model, ctx.pipeline.pair_slots * ctx.pipeline.stages.max_layers
-    attention = 2 * acts.stream + acts.heads
-    tokens = 2 * acts.saved_sent if m.moe.num_experts else 2 * acts.stream
-    shared = 2 * acts.stream if m.moe.shared_experts else 0
-    mlp = tokens + shared + (3 if m.gated else 2) * acts.saved_hidden
-    return {f"weight gradients of {layers} layers, waiting": layers * itemsize(cfg) * (attention + mlp)}
 
 
 def _saved_bytes(cfg: Config, ctx: Context, acts: Activations, remat: str) -> float:

@@ -24,11 +24,13 @@ from jaxstack.config import Config
 from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
+from jaxstack.planner.estimate import split_of
 from jaxstack.planner.hlo import Collective
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
 from jaxstack.planner.traffic import activation_traffic, parameter_traffic
+from jaxstack.planner.weight_split import lockstep_seconds
 
 
 class Efficiencies(NamedTuple):
@@ -180,7 +182,7 @@ def step_time(cfg: Config, ctx: Context, limits: ChipLimits) -> StepTime:
         update=_seconds((op for op in ops if op.of_update), limits),
         exposed=exposed,
         hidden=hidden,
-        bubble=_bubble(ctx, in_layers, limits),
+        bubble=_bubble(ctx, in_layers, limits, _split_share(cfg, ctx)),
         tokens=tokens,
         model_flops=flops.Flops(*(each * tokens for each in per_token)),
         recomputed_flops=_recomputed_flops(cfg, ctx, ops),
@@ -204,24 +206,36 @@ def _seconds(ops: Iterable[Op], limits: ChipLimits) -> float:
     return math.fsum(op.times * limits.seconds(op)[0] for op in ops)
 
 
-def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits) -> float:
+def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits, split: float = 1.0) -> float:
     """Returns the idle seconds of a mean stage: the executor's ticks run in lockstep, each as long as its longest unit.
 
     Communication in the layers is not counted here, because `traffic` counts it in every tick.
+
+    Args:
+      ctx: the context.
+      in_layers: the operations of the layers.
+      limits: the chip.
+      split: part of the work for gradients of weights that weight units do; backward units do the rest.
     """
     if ctx.pipeline is None:
         return 0.0
     forward = _seconds((op for op in in_layers if not op.in_backward), limits)
     backward = _seconds((op for op in in_layers if op.in_backward), limits)
     schedule, stages = ctx.pipeline.schedule, ctx.pipeline.stages
-    if schedule.weight_MG is not None:  # gradients of weights run in ticks of their own
-        unit = 1 / (schedule.microbatches * schedule.chunks)
-        weight = _seconds(filter(_is_weight_gradient, in_layers), limits) / backward
-        return schedule.simulate(forward * unit, backward * unit, weight).lockstep - forward - backward
-    turns = ctx.pipeline.turns
-    share = schedule.microbatches * int((stages.group_of_slot >= 0).sum()) / stages.stages
-    idle = (forward * (turns.forward.sum() / share - 1), backward * (turns.backward.sum() / share - 1))
-    return float(sum(idle))
+    unit = stages.stages / (schedule.microbatches * int((stages.group_of_slot >= 0).sum()))  # of one layer group
+    if schedule.weight_MG is None:
+        turns = ctx.pipeline.turns
+        return unit * float(forward * turns.forward.sum() + backward * turns.backward.sum()) - forward - backward
+    weight = split * _seconds(filter(_is_weight_gradient, in_layers), limits)
+    seconds = lockstep_seconds(ctx.pipeline, unit * forward, unit * (backward - weight), unit * weight)
+    return seconds - forward - backward
+
+
+def _split_share(cfg: Config, ctx: Context) -> float:
+    """Returns the part of the FLOPs for gradients of weights that weight units have; 0 without weight units."""
+    if ctx.pipeline is None or ctx.pipeline.schedule.weight_MG is None:
+        return 0.0
+    return split_of(cfg, ctx).flops_share
 
 
 def _recomputed_flops(cfg: Config, ctx: Context, ops: list[Op]) -> float:

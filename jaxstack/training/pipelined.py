@@ -1,13 +1,15 @@
 """Loss and gradients of a batch on the stages of a pipeline."""
 
+import re
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxstack import pipeline
-from jaxstack.common.tree import Batch
-from jaxstack.config import Config
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import Config, ConfigError
 from jaxstack.models import family, params
 from jaxstack.models.blocks import group_layers, remat, split_microbatches
 from jaxstack.models.context import Context
@@ -48,9 +50,20 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
         return model.loss(cfg.model, shared, hidden, inputs[1], ctx) / totals.loss_weight
 
     trained, _ = params.partition(family.spec(cfg.model), family.spec(cfg.model))
-    matrices = params.map_spec(lambda p: p.kind == "matrix", trained.get(name, {}))
-    split = [matrices] * stack.period
+    split = [_split_matrices(cfg, trained.get(name, {}))] * stack.period
     return PipelineFns(prepare=prepare, embed=embed, layer=remat(ctx, step), loss=loss, split=split)
+
+
+def _split_matrices(cfg: Config, spec: Spec) -> PyTree:
+    """Returns for each weight of a layer whether its gradient is left to weight units, see `PipelineConfig.split`."""
+    patterns = cfg.pipeline.split or ()
+    wanted = [p.kind == "matrix" and is_split(patterns, path) for path, p in params.flat_spec(spec).items()]
+    return jax.tree.unflatten(jax.tree.structure(params.map_spec(lambda p: 0, spec)), wanted)
+
+
+def is_split(patterns: Sequence[str], path: str) -> bool:
+    """Returns whether the patterns of `pipeline.split` match a weight's path in its layer."""
+    return any(re.fullmatch(pattern, path) for pattern in patterns)
 
 
 def with_frozen(fns: PipelineFns, frozen: Params) -> PipelineFns:
@@ -92,6 +105,10 @@ def pipelined_gradients(
       totals: of the global batch, from `losses.batch_totals`.
     """
     assert ctx.pipeline is not None
+    if ctx.pipeline.weight is not None and cfg.pipeline.split is None:
+        raise ConfigError(
+            "pipeline.split=null is chosen where a run starts or is planned. Here, name the weights, such as ['.*']."
+        )
     name, stack = family.only_stack(cfg.model)
     spec = family.spec(cfg.model)
     (trained_spec, frozen_spec), (trained, frozen) = params.partition(spec, spec), params.partition(spec, values)

@@ -109,7 +109,7 @@ class Run:
     ) -> None:
         self._stack.__exit__(kind, error, traceback)
 
-    def print_header(self, changes: list[str], memory: str | None = None) -> None:
+    def print_header(self, changes: list[str], memory: str | None = None, split: str = "") -> None:
         """Prints what will be trained and on what, what has changed since the earlier part of the run, and warnings.
 
         Then it shows the spinner: programs are compiled from here on until the first step is done.
@@ -117,6 +117,7 @@ class Run:
         Args:
           changes: values that differ from the earlier part.
           memory: warning that the run may not fit into memory, or None.
+          split: which gradients of weights a pipeline computes later, and why; empty if it computes none later.
         """
         cfg, ctx, console, devices = self._cfg, self._ctx, self.console, list(self._mesh.devices.flat)
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -130,6 +131,8 @@ class Run:
             console.print(f"pipeline {ctx.pipeline}")
             if explanation := ctx.pipeline.explain():
                 console.print(explanation)
+            if split:
+                console.print(f"         {split}")
         console.print(f"kernels  {', '.join(f'{op} {name}' for op, name in ctx.kernels.items())}")
         if left_out := xla_options.select_options(ctx.platform, ctx.mesh).explain():
             console.print(f"xla      {left_out}", style="yellow")

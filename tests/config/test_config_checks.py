@@ -132,6 +132,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"pipeline.partition": ""}, {"pipeline.partition": "auto"}),
     ({"pipeline.chunks": 2}, {"pipeline.chunks": 2, "pipeline.schedule": "interleaved_1f1b"}),
     ({"pipeline.schedule": "zb1", "pipeline.partition": "auto"}, {"pipeline.schedule": "zb1"}),
+    ({"pipeline.split": ("(",)}, {"pipeline.split": ("mlp/.*",)}),
     ({"distributed.num_processes": 2}, {"distributed.num_processes": 1}),
     ({"distributed.num_processes": 1, "distributed.process_id": 0}, THREE),
     (THREE | {"distributed.coordinator": "host"}, THREE),

@@ -137,9 +137,9 @@ def name_of(case: Case) -> str:
 
 def config(family: str, mesh: dict[str, Any], *, layers: int = 8, batch: int = meshes.BATCH, schedule: str = ONE,
            microbatches: int | None = None, chunks: int = 1, loops: Any = "auto", gather: Any = "once",
-           **how: Any) -> Config:  # fmt: skip
+           split: tuple[str, ...] = (".*",), **how: Any) -> Config:  # fmt: skip
     cfg = meshes.config(family, mesh, **how)
-    pipelined = PipelineConfig(schedule=schedule, microbatches=microbatches, chunks=chunks, loops=loops, gather=gather)
+    pipelined = PipelineConfig(schedule, microbatches, chunks, loops=loops, gather=gather, split=split)
     return dataclasses.replace(
         cfg,
         model=dataclasses.replace(cfg.model, num_layers=layers),

@@ -12,6 +12,7 @@ import train_gpu
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.models.flops import flops_per_token
+from jaxstack.pipeline.program import Stages
 from jaxstack.pipeline.zero_bubble import zb_h1
 from jaxstack.planner import memory, roofline, traffic
 from jaxstack.planner.hlo import Collective
@@ -32,7 +33,7 @@ def config(
         data=DataConfig(seq_len=512, batch_size=64),
         train=TrainConfig(dtype="bfloat16", remat=remat),
         mesh=MeshConfig(**{"data": 1} | mesh),
-        pipeline=PipelineConfig(schedule=schedule, microbatches=microbatches, chunks=chunks),
+        pipeline=PipelineConfig(schedule=schedule, microbatches=microbatches, chunks=chunks, split=(".*",)),
     )
 
 
@@ -93,7 +94,7 @@ def test_gradients_of_weights_fill_the_bubble():
         Op(name, "matmul", "contraction", second, 0, times=8)
         for name in ("w", "w, gradient of input", "w, gradient")
     ]  # fmt: skip
-    ctx = SimpleNamespace(pipeline=SimpleNamespace(schedule=zb_h1(4, 8), stages=None))
+    ctx = SimpleNamespace(pipeline=SimpleNamespace(schedule=zb_h1(4, 8), stages=Stages(4, (1,) * 4)))
     assert _bubble(ctx, ops, H100) == pytest.approx(3)
 
 

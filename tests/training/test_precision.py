@@ -72,7 +72,9 @@ def config(
         train=dataclasses.replace(cfg.train, dtype=dtype),
         # `grouped` takes minutes here: XLA:CPU converts the whole of a bfloat16 array whenever a loop writes some rows.
         kernels=KernelsConfig(moe="ragged"),
-        pipeline=PipelineConfig(schedule=schedule, microbatches=2) if "pipe" in mesh else PipelineConfig(),
+        pipeline=PipelineConfig(schedule=schedule, microbatches=2, split=(".*",))
+        if "pipe" in mesh
+        else PipelineConfig(),
     )
 
 

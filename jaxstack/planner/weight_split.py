@@ -1,0 +1,193 @@
+"""Chooses the weights whose gradients a zero-bubble schedule leaves to its weight units.
+
+A gradient that waits needs memory: the input of its product and the cotangent of its output, of every microbatch that
+waits. The gradients of the other weights stay with the backward unit, as in 1F1B. Weights that read the same input are
+chosen together, because the input is stored once. Those with the fewest bytes for each FLOP of their gradients are
+chosen first, while all pairs take at most `MORE` of the memory that the step needs without them. `pipeline.split` names
+the weights otherwise.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxstack.config import Config, ConfigError
+from jaxstack.models import family, params
+from jaxstack.models.context import Context
+from jaxstack.models.params import Param
+from jaxstack.pipeline import Program
+from jaxstack.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT
+from jaxstack.planner import shards
+from jaxstack.planner.sizes import itemsize
+from jaxstack.training.pipelined import is_split
+
+MORE = 0.1
+"""The most memory that pairs may take, as a part of what the step needs without them."""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The weights of a layer that read one input.
+
+    Attributes:
+      weights: their paths in the layer.
+      bytes: of the input and of the outputs' cotangents, of all layers and microbatches that wait on a device.
+      flops: of their gradients, of one layer and microbatch on a device.
+    """
+
+    weights: tuple[str, ...]
+    bytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class WeightSplit:
+    """Which gradients wait for weight units.
+
+    Attributes:
+      split: readers whose gradients wait, in the order of the choice.
+      fused: the others, whose gradients stay with the backward unit.
+      limit: the most bytes that may wait on a device. `None` means that `pipeline.split` names the weights.
+    """
+
+    split: tuple[Readers, ...]
+    fused: tuple[Readers, ...]
+    limit: float | None
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of all that waits on a device."""
+        return sum(readers.bytes for readers in self.split)
+
+    @property
+    def flops_share(self) -> float:
+        """FLOPs of the gradients that wait, divided by those of the gradients of all matrices that may wait."""
+        waiting, others = (sum(readers.flops for readers in some) for some in (self.split, self.fused))
+        return waiting / (waiting + others) if waiting else 0.0
+
+    def __str__(self) -> str:
+        """Returns one line: what waits and how much memory it takes, and what does not wait and why."""
+        reason = "pipeline.split says so" if self.limit is None else f"at most {_mib(self.limit)} may wait"
+        if not self.split:
+            least = f", and the smallest pairs take {_mib(min(one.bytes for one in self.fused))}" if self.fused else ""
+            return f"no gradient of weights waits: {reason}{least}"
+        waiting = f"gradients of {_names(self.split)} wait, {self.flops_share:.0%} of the FLOPs, {_mib(self.bytes)}"
+        if not self.fused:
+            return f"{waiting}: {reason}"
+        return f"{waiting}; those of {_names(self.fused)} do not wait: {reason}"
+
+
+def choose(cfg: Config, ctx: Context, needed: float) -> WeightSplit:
+    """Returns the weights whose gradients wait for weight units.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context, with a pipeline whose schedule has weight units; the mesh may be abstract.
+      needed: bytes that the step needs on a device without pairs.
+
+    Raises:
+      ConfigError: a pattern of `pipeline.split` matches no weight that may wait.
+    """
+    patterns = cfg.pipeline.split
+    if patterns is not None:
+        names = [path for readers in find_readers(cfg, ctx) for path in readers.weights]
+        for pattern in patterns:
+            if not any(is_split((pattern,), path) for path in names):
+                raise ConfigError(
+                    f"pipeline.split: the pattern {pattern!r} matches no matrix of a layer that is trained and may "
+                    f"wait. Use names among {', '.join(names) or '(none)'}"
+                )
+        split = find_readers(cfg, ctx, lambda path: is_split(patterns, path))
+        return WeightSplit(tuple(split), tuple(find_readers(cfg, ctx, lambda path: not is_split(patterns, path))), None)
+    chosen: list[Readers] = []
+    fused: list[Readers] = []
+    for one in sorted(find_readers(cfg, ctx), key=lambda one: one.bytes / one.flops):
+        fits = sum(each.bytes for each in chosen) + one.bytes <= MORE * needed
+        (chosen if fits else fused).append(one)
+    return WeightSplit(tuple(chosen), tuple(fused), MORE * needed)
+
+
+def find_readers(cfg: Config, ctx: Context, wanted: Callable[[str], bool] = lambda path: True) -> list[Readers]:
+    """Returns the matrices of a layer that are trained and may wait, by the input that they read.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context, with a pipeline.
+      wanted: whether to return the weight of a path.
+    """
+    assert ctx.pipeline is not None
+    name, _ = family.only_stack(cfg.model)
+    layers = ctx.pipeline.pair_slots * ctx.pipeline.stages.max_layers
+    in_rounds = shards.runs_in_rounds(cfg.model.moe, shards.mesh_sizes(ctx)["expert"])
+    by_input: dict[tuple[str, ...], list[tuple[str, Param]]] = defaultdict(list)
+    for path, p in params.flat_spec(params.unstack(family.spec(cfg.model).get(name, {}))).items():
+        if p.kind == "matrix" and not p.frozen and not (in_rounds and "experts" in p.axes) and wanted(path):
+            group, _, weight = path.rpartition("/")
+            inputs = p.axes[p.batch_axes : p.batch_axes + p.in_axes]
+            by_input[(group, weight) if "lora" in inputs else (group, *inputs)].append((path, p))
+    found = []
+    for weights in by_input.values():
+        elements, flops = 0, 0
+        for number, (_, p) in enumerate(weights):
+            shape, rows = shards.used_shape(p, ctx)[p.batch_axes :], _rows(cfg, ctx, p)
+            width_in, width_out = math.prod(shape[: p.in_axes]), math.prod(shape[p.in_axes :])
+            elements += rows * (width_out + (0 if number else width_in))
+            flops += 2 * rows * width_in * width_out
+        found.append(Readers(tuple(path for path, _ in weights), layers * itemsize(cfg) * elements, flops))
+    return found
+
+
+def lockstep_seconds(program: Program, forward: float, backward: float, weight: float) -> float:
+    """Returns the time of a step whose stages run in lockstep: a lane of a tick takes as long as its longest unit.
+
+    Args:
+      program: a schedule with weight units, and its stages, which may have different numbers of layers.
+      forward, backward, weight: time that a unit of each kind takes for one layer group.
+    """
+    schedule, idle = program.schedule, np.full_like(program.schedule.forward_TP, IDLE)
+    groups_G = np.asarray(program.stages.layers) // program.stages.period
+    lanes = (  # units of each kind
+        (schedule.forward_TP, idle, schedule.weight_KTP[FORWARD]),
+        (idle, schedule.backward_TP, schedule.weight_KTP[BACKWARD]),
+        (idle, idle, schedule.weight_KTP[WEIGHT]),
+    )
+    total = 0.0
+    for units in lanes:
+        longest_T = np.zeros(schedule.ticks)
+        for seconds, unit_TP in zip((forward, backward, weight), units, strict=True):
+            model_chunk_TP = unit_TP % schedule.chunks * schedule.stages + np.arange(schedule.stages)
+            groups_TP = np.where(unit_TP == IDLE, 0, groups_G[model_chunk_TP])
+            longest_T = np.maximum(longest_T, seconds * groups_TP.max(1))
+        total += float(longest_T.sum())
+    return total
+
+
+def bubble(program: Program, share: float) -> float:
+    """Returns idle time divided by work if weight units do a share of W, and F, B and W take equally long.
+
+    Args:
+      program: a schedule with weight units, and its stages.
+      share: `WeightSplit.flops_share`.
+    """
+    work = 3 * program.schedule.microbatches * int((program.stages.group_of_slot >= 0).sum()) / program.stages.stages
+    return lockstep_seconds(program, 1, 2 - share, share) / work - 1
+
+
+def _rows(cfg: Config, ctx: Context, p: Param) -> int:
+    """Returns the rows of a weight's input: tokens of a microbatch on a device, or those that its experts get."""
+    rows, sizes = shards.microbatch_rows(cfg, ctx), shards.mesh_sizes(ctx)
+    length = cfg.data.seq_len // sizes["context"]
+    return shards.pair_capacity(cfg.model.moe, rows, length, sizes["expert"]) if "experts" in p.axes else rows * length
+
+
+def _names(readers: Iterable[Readers]) -> str:
+    return ", ".join(path for one in readers for path in one.weights)
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:.3g} MiB" if size < 1000 * MIB else f"{size / 2**30:.1f} GiB"
