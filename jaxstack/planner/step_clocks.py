@@ -1,8 +1,8 @@
 """Predicts the time of a step for a search over meshes: on chips by `step_time`, and on the simulated devices of a CPU.
 
-Simulated devices share the cores. What one device repeats, such as an update of replicated parameters, therefore takes
-time that another device would use: the time of a step is the work of all devices over the cores. `CpuClock` has five
-constants, which `benchmarks/mesh_search.py` fits to measured steps.
+Simulated devices share the cores. What several devices repeat therefore takes time that another device would use: the
+time of a step is the work of all devices over the cores. `CpuClock` has four constants, which `benchmarks/mesh_search.py`
+fits to measured steps.
 """
 
 import math
@@ -49,15 +49,13 @@ class CpuWork(NamedTuple):
 
     Attributes:
       flops: FLOPs of matmuls.
-      bytes: bytes that operations read and write.
-      operations: operations that are started.
+      bytes: bytes that operations of both passes read and write.
       collectives: collectives that the device takes part in.
       sent: bytes that it sends.
     """
 
     flops: float
     bytes: float
-    operations: float
     collectives: float
     sent: float
 
@@ -65,20 +63,18 @@ class CpuWork(NamedTuple):
 def cpu_work(cfg: Config, ctx: Context) -> CpuWork:
     """Counts the work of a device in a step. Stages of a pipeline that wait compute along with the others."""
     turns = 1.0 if ctx.pipeline is None else 1 + ctx.pipeline.bubble
-    flops = size = runs = 0.0
+    flops = size = 0.0
     for op in local_operations(cfg, ctx):
         times = op.times * (turns if op.of_layer else 1)
         flops += times * op.flops if op.kind == "contraction" else 0
-        size += times * op.bytes
-        runs += times
+        size += 0 if op.of_update else times * op.bytes
     sent = traffic(cfg, ctx)
-    return CpuWork(flops, size, runs, sum(c.times for c in sent), sum(c.sent for c in sent))
+    return CpuWork(flops, size, sum(c.times for c in sent), sum(c.sent for c in sent))
 
 
-SECONDS = CpuWork(flops=6.5e-11, bytes=5e-10, operations=0.0, collectives=2e-5, sent=1e-9)
-"""Seconds of one core for one of each, chosen by hand after benchmarks/results/mesh_search.json. These times were
-measured beside other work, which is why a fit to them is not used. They lack the cache, by which small microbatches are
-faster on a CPU."""
+SECONDS = CpuWork(flops=6.1e-11, bytes=6.7e-10, collectives=1.3e-5, sent=1.2e-9)
+"""Seconds of one core for one of each, fitted by `benchmarks/mesh_search.py --fit`. The update is left out: what devices
+repeat of it costs no measurable time. The constants lack the cache, by which small microbatches are faster on a CPU."""
 
 
 @dataclass(frozen=True)
