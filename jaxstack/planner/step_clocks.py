@@ -1,8 +1,8 @@
 """Predicts the time of a step for a search over meshes: on chips by `step_time`, and on the simulated devices of a CPU.
 
 Simulated devices share the cores. What several devices repeat therefore takes time that another device would use: the
-time of a step is the work of all devices over the cores. `CpuClock` has four constants, which `benchmarks/mesh_search.py`
-fits to measured steps.
+time of a step is the work of all devices over the cores. `CpuClock` has four constants, which
+`benchmarks/mesh_search.py` fits to measured steps.
 """
 
 import math
@@ -73,8 +73,11 @@ def cpu_work(cfg: Config, ctx: Context) -> CpuWork:
 
 
 SECONDS = CpuWork(flops=6.1e-11, bytes=6.7e-10, collectives=1.3e-5, sent=1.2e-9)
-"""Seconds of one core for one of each, fitted by `benchmarks/mesh_search.py --fit`. The update is left out: what devices
-repeat of it costs no measurable time. The constants lack the cache, by which small microbatches are faster on a CPU."""
+"""Seconds of one core for one of each, fitted by `benchmarks/mesh_search.py --fit`.
+
+The update is left out: what devices repeat of it costs no measurable time. The constants lack the cache, by which small
+microbatches are faster on a CPU.
+"""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ def _compile_anew() -> None:
     A program that jaxlib 0.10 reads from that cache has lost the order between the collectives of its loops and those
     outside. Devices then wait for each other until XLA ends the process. 0.11 keeps the order.
     """
-    if jax.config.jax_enable_compilation_cache and version("jaxlib").startswith("0.10."):
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    if enabled and version("jaxlib").startswith("0.10."):
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()  # JAX reads the setting once
 
