@@ -82,8 +82,9 @@ def table(layouts: dict[str, Any]) -> str:
         sizes, accum = LAYOUTS[layout]
         mesh = " ".join(f"{axis}={size}" for axis, size in sizes.items()) + (f", accum {accum}" if accum > 1 else "")
         for name, r in found.items():
-            exposed = f"{r['exposed_ms']:.1f}" if "exposed_ms" in r else ""
-            rows.append(f"| `{mesh}` | `{name}` | {r['gib']:.1f} | {r['gb_sent']:.1f} | {exposed} |")
+            cells = [f"`{mesh}`", f"`{name}`", f"{r['gib']:.1f}", f"{r['gb_sent']:.1f}"]
+            cells += [f"{r['exposed_ms']:.1f}"] if "exposed_ms" in r else []
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

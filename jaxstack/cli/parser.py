@@ -77,6 +77,7 @@ def run(program: str, words: Sequence[str]) -> None:
     try:
         with preemption.exit_at_interrupt(interrupted):
             execute(words, program)
+            sys.stdout.flush()  # if nobody reads what is left, Python would complain at its end
     except BrokenPipeError:  # the reader of the output has enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -76,8 +76,12 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: 
     if ctx.pipeline is None or ctx.pipeline.weight is None:
         return parts
     units, layers = ctx.pipeline.pair_slots, ctx.pipeline.stages.max_layers
-    each = counter.named("bytes of pairs in a layer", round(split_of(cfg, ctx, parts).bytes / units / layers))
-    waiting = counter.named("units that wait", units) * counter.named("layers of a stage", layers) * each
+    pairs = (
+        counter.shaped(f"pairs of {', '.join(one.weights)}", (one.tokens, one.width), ("tokens", "widths"))
+        for one in split_of(cfg, ctx, parts).split
+    )
+    waiting = counter.named("units that wait", units) * counter.named("layers of a stage", layers)
+    waiting *= itemsize(cfg) * sum(pairs)
     return {**parts, f"weight gradients of {units * layers} layers, waiting": waiting}
 
 

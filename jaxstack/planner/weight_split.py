@@ -36,11 +36,15 @@ class Readers:
 
     Attributes:
       weights: their paths in the layer.
+      tokens: rows of the input, of one microbatch on a device.
+      width: of the input and of all outputs together.
       bytes: of the input and of the outputs' cotangents, of all layers and microbatches that wait on a device.
       flops: of their gradients, of one layer and microbatch on a device.
     """
 
     weights: tuple[str, ...]
+    tokens: int
+    width: int
     bytes: float
     flops: float
 
@@ -132,13 +136,19 @@ def find_readers(cfg: Config, ctx: Context, wanted: Callable[[str], bool] = lamb
             by_input[(group, weight) if "lora" in inputs else (group, *inputs)].append((path, p))
     found = []
     for weights in by_input.values():
-        elements, flops = 0, 0
-        for number, (_, p) in enumerate(weights):
-            shape, rows = shards.used_shape(p, ctx)[p.batch_axes :], _rows(cfg, ctx, p)
-            width_in, width_out = math.prod(shape[: p.in_axes]), math.prod(shape[p.in_axes :])
-            elements += rows * (width_out + (0 if number else width_in))
-            flops += 2 * rows * width_in * width_out
-        found.append(Readers(tuple(path for path, _ in weights), layers * itemsize(cfg) * elements, flops))
+        shapes = [shards.used_shape(p, ctx)[p.batch_axes :] for _, p in weights]
+        first, rows = weights[0][1], _rows(cfg, ctx, weights[0][1])
+        width_in = math.prod(shapes[0][: first.in_axes])
+        widths_out = sum(math.prod(shape[p.in_axes :]) for shape, (_, p) in zip(shapes, weights, strict=True))
+        found.append(
+            Readers(
+                weights=tuple(path for path, _ in weights),
+                tokens=rows,
+                width=width_in + widths_out,
+                bytes=layers * itemsize(cfg) * rows * (width_in + widths_out),
+                flops=2 * rows * width_in * widths_out,
+            )
+        )
     return found
 
 

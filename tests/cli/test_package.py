@@ -51,11 +51,14 @@ def test_the_overview_lists_every_command_in_its_group():
         assert command.summary in text
 
 
-def test_a_reader_that_has_enough_ends_a_command_quietly():
-    """As in `jaxstack | head`."""
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_enough_ends_a_command_quietly(unbuffered):
+    """As in `jaxstack | head`; Python keeps short output until it ends, unless `PYTHONUNBUFFERED` is set."""
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-m", "jaxstack"], stdout=write, stderr=subprocess.PIPE, check=False)
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    words = [sys.executable, "-m", "jaxstack"]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, env=env, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
 

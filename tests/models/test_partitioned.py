@@ -94,8 +94,9 @@ def test_gathered_weights_are_not_saved():
     assert temporary["auto"] < 1.2 * temporary["manual"]  # 1.08; it was 2.3 when they were saved
 
 
-def test_the_table_of_the_page_is_that_of_the_result(monkeypatch):
+@pytest.mark.parametrize("chip", ["h100", "v5p"])
+def test_the_table_of_the_page_is_that_of_the_result(monkeypatch, chip):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     table = runpy.run_path(str(ROOT / "benchmarks" / "partitioners.py"))["table"]
-    result = json.loads((ROOT / "benchmarks" / "results" / "partitioners_h100.json").read_text(encoding="utf-8"))
+    result = json.loads((ROOT / "benchmarks" / "results" / f"partitioners_{chip}.json").read_text(encoding="utf-8"))
     assert table(result["layouts"]) in (ROOT / "docs" / "meshes.md").read_text(encoding="utf-8")
