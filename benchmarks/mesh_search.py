@@ -95,6 +95,7 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
 
     from jaxstack import sharding
     from jaxstack.models.context import Context
+    from jaxstack.planner import estimate
     from jaxstack.training import step
     from jaxstack.training.state import abstract_state, make_state
 
@@ -108,6 +109,8 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
     for name, cfg in todo.items():
         begin = time.perf_counter()
         ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:devices]))
+        rows[name] = {"flags": flags(cfg), "seconds": []}
+        cfg, _ = estimate.resolve_split(cfg, ctx)
         abstract = abstract_state(cfg, ctx)
         shape = (cfg.data.batch_size, cfg.data.seq_len + 1)
         ids = rng.integers(0, cfg.model.vocab, shape).astype(np.int32)
@@ -115,7 +118,6 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
         train_step = step.jit_train_step(cfg, ctx, abstract)
         runs[name] = [make_state(cfg, ctx, abstract), train_step, jax.device_put(batch, ctx.sharding(ctx.batch))]
         one_step(runs[name])
-        rows[name] = {"flags": flags(cfg), "seconds": []}
         print(f"  {name}: compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
     for _ in range(rounds):
         for name, run in runs.items():

@@ -27,7 +27,7 @@ from jaxstack.config import (
 )
 from jaxstack.config.parse import given_keys, parse_config
 from jaxstack.models.context import Context
-from jaxstack.planner import auto_mesh, memory, mesh_plan, mesh_search
+from jaxstack.planner import auto_mesh, estimate, memory, mesh_plan, mesh_search
 from jaxstack.planner.memory import Room
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.step_clocks import ChipClock, CpuClock
@@ -251,6 +251,7 @@ def test_chosen_meshes_train(rng):
     for cfg in found:
         count = math.prod(cfg.mesh.sizes.values())
         ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:count]))
+        cfg, _ = estimate.resolve_split(cfg, ctx)
         abstract = abstract_state(cfg, ctx)
         placed = jax.device_put(batch, ctx.sharding(ctx.batch))
         _, metrics = step.jit_train_step(cfg, ctx, abstract)(make_state(cfg, ctx, abstract), placed)
