@@ -56,13 +56,21 @@ CASES: list[Case] = [
     ("lora", {"fsdp": 2, "tensor": 2}, {}),
     ("gpt2", {"fsdp": 2, "tensor": 2, **meshes.AUTO}, {"tokens": 8192}),
     ("gpt2", {"pipe": 2, "data": 2}, {"schedule": "zb1"}),
+    ("gpt2", {"pipe": 2, "fsdp": 2}, {"gather": "layer"}),
     ("llama3", {"pipe": 2, "fsdp": 2, "tensor": 2}, {"tokens": 8192, "packing": True, "accum": 2}),
     ("softmax", {"pipe": 2, "expert": 2}, {"tokens": 8192}),
 ]
 
 
 def config(
-    family: str, mesh: dict[str, Any], dtype: str, *, tokens: int = TOKENS, schedule: Any = pipelines.ONE, **how: Any
+    family: str,
+    mesh: dict[str, Any],
+    dtype: str,
+    *,
+    tokens: int = TOKENS,
+    schedule: Any = pipelines.ONE,
+    gather: Any = "once",
+    **how: Any,
 ) -> Config:
     cfg = meshes.config(family, mesh, **how)
     replicas = math.prod(mesh.get(axis, 1) for axis in (*BATCH_AXES, "context"))
@@ -72,7 +80,7 @@ def config(
         train=dataclasses.replace(cfg.train, dtype=dtype),
         # `grouped` takes minutes here: XLA:CPU converts the whole of a bfloat16 array whenever a loop writes some rows.
         kernels=KernelsConfig(moe="ragged"),
-        pipeline=PipelineConfig(schedule=schedule, microbatches=2, split=(".*",))
+        pipeline=PipelineConfig(schedule=schedule, microbatches=2, split=(".*",), gather=gather)
         if "pipe" in mesh
         else PipelineConfig(),
     )
