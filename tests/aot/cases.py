@@ -124,8 +124,12 @@ def report(name: str) -> aot.CompiledStep:
     return aot.compile(cfg, target)
 
 
-def check(name: str) -> dict[tuple[str, str], float]:
+def check(name: str, within: float = 0.1) -> dict[tuple[str, str], float]:
     """Compiles a case, prints what it needs and moves, holds that it fits and that memory is as the formula says.
+
+    Args:
+      name: of the case.
+      within: largest relative error of the formula.
 
     Returns:
       Bytes sent by axes and kind, of all that is more than a thousandth of the whole.
@@ -134,20 +138,25 @@ def check(name: str) -> dict[tuple[str, str], float]:
     print(found)
     assert found.total < found.hbm
     # What the formula counts is exact but for the work of a layer, where XLA is free; 10% is the promise to users.
-    assert abs(sum(found.memory.values()) / found.total - 1) < 0.1
+    assert abs(sum(found.memory.values()) / found.total - 1) < within
     sent = hlo.sent(found.collectives)
     return {kind: value for kind, value in sent.items() if value > 0.001 * sum(sent.values())}
 
 
-def holds_no_stage(name: str) -> None:
+def holds_no_stage(name: str, most: float = 1.1, within: float = 0.1) -> None:
     """Compiles a pipeline whose units gather one layer at a time, and holds that no device stores a complete stage.
 
     A device stores shards (state, weights in bfloat16, float32 sums of gradients), its stash and the work of one layer.
+
+    Args:
+      name: of the case.
+      most: most bytes, relative to these.
+      within: see `check`.
     """
-    check(name)
+    check(name, within)
     found = report(name)
     stash, work = (next(v for k, v in found.memory.items() if k.startswith(kind)) for kind in ("saved", "work"))
-    assert found.total <= 1.1 * (found.arguments * (4 + 8 + 2 + 4) / (4 + 8) + stash + work)
+    assert found.total <= most * (found.arguments * (4 + 8 + 2 + 4) / (4 + 8) + stash + work)
     sent, formula = hlo.sent(found.collectives), hlo.sent(found.expected)
     for kind in ("all-gather", "reduce-scatter"):
         assert abs(sent["fsdp", kind] / formula["fsdp", kind] - 1) < 0.02
