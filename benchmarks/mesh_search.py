@@ -3,7 +3,8 @@
 For four small models on 2, 4 and 8 devices, a process compiles every mesh that is possible and runs a step of each in
 turn, round after round, so that other work on the machine slows all of them. A mesh is measured as the search would run
 it; one with a pipeline also with the fewest microbatches. All times go to `results/mesh_search.json` case by case,
-and a later call with `--resume` measures only what is missing.
+and a later call with `--resume` measures only what is missing. A process with 60 programs maps more pieces of memory
+than Linux allows by default: `sysctl -w vm.max_map_count=1048576`, or LLVM ends with "Cannot allocate memory".
 
 `--fit` prints the constants of `planner/step_clocks.py`, fitted to the ratios of the fastest quarter of the rounds.
 `--report` prints the choice of each case, its time, the fastest mesh and the ratio. Both measure nothing.
@@ -119,6 +120,7 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
         runs[name] = [make_state(cfg, ctx, abstract), train_step, jax.device_put(batch, ctx.sharding(ctx.batch))]
         one_step(runs[name])
         print(f"  {name}: compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    print(f"  {rounds} rounds of {len(runs)} steps", file=sys.stderr, flush=True)
     for _ in range(rounds):
         for name, run in runs.items():
             rows[name]["seconds"].append(round(one_step(run), 5))

@@ -39,13 +39,16 @@ def config(mesh: MeshConfig, pipeline: PipelineConfig, batch: int) -> Config:
     )
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument("--batch", type=int, default=32)
-    given = arguments.parse_args()
-    platform.configure(STAGES, given.batch)
+def measure(configs: dict[str, Config], rounds: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Runs the training steps of several configurations in turn.
 
+    Args:
+      configs: by name; all have the same batch size.
+      rounds: how often each is timed, after one step that is not.
+
+    Returns:
+      The seconds of each step by name, and the pipeline programs by name.
+    """
     import jax
     import numpy as np
 
@@ -54,18 +57,18 @@ def main() -> None:
     from jaxstack.training import step
     from jaxstack.training.state import abstract_state, make_state
 
-    ids = np.random.default_rng(0).integers(0, 256, (given.batch, 257)).astype(np.int32)
-    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((given.batch, 256), np.float32)}
     runs: dict[str, Any] = {}
-    bubbles: dict[str, float] = {}
-    for name, (mesh, pipeline) in CASES.items():
-        cfg = config(mesh, pipeline, given.batch)
-        ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, given.batch))
+    programs: dict[str, Any] = {}
+    for name, cfg in configs.items():
+        rows, length = cfg.data.batch_size, cfg.data.seq_len
+        ids = np.random.default_rng(0).integers(0, 256, (rows, length + 1)).astype(np.int32)
+        batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((rows, length), np.float32)}
+        ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, rows))
         abstract = abstract_state(cfg, ctx)
         train_step = step.jit_train_step(cfg, ctx, abstract)
         runs[name] = [make_state(cfg, ctx, abstract), train_step, jax.device_put(batch, ctx.sharding(ctx.batch))]
         if ctx.pipeline is not None:
-            bubbles[name] = ctx.pipeline.bubble
+            programs[name] = ctx.pipeline
 
     def one_step(name: str) -> float:
         state, train_step, placed = runs[name]
@@ -74,18 +77,33 @@ def main() -> None:
         jax.block_until_ready(metrics)
         return time.perf_counter() - begin
 
-    times: dict[str, list[float]] = {name: [] for name in CASES}
-    for name in CASES:
+    times: dict[str, list[float]] = {name: [] for name in configs}
+    for name in configs:
         one_step(name)
-    for _ in range(given.rounds):
+    for _ in range(rounds):
         for name, found in times.items():
             found.append(one_step(name))
+    return times, programs
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--batch", type=int, default=32)
+    given = arguments.parse_args()
+    platform.configure(STAGES, given.batch)
+
+    configs = {name: config(mesh, pipeline, given.batch) for name, (mesh, pipeline) in CASES.items()}
+    times, programs = measure(configs, given.rounds)
     results: dict[str, Any] = {"tokens": given.batch * 256, "rounds": given.rounds, "step_ms": {}, "over_replicas": {}}
     for name, found in times.items():
         results["step_ms"][name] = round(1e3 * median(found), 1)
-        if name in bubbles:
+        if name in programs:
             ratio = median(t / plain for t, plain in zip(found, times["replicas"], strict=True))
-            results["over_replicas"][name] = {"ratio": round(ratio, 3), "of_the_bubble": round(1 + bubbles[name], 3)}
+            results["over_replicas"][name] = {
+                "ratio": round(ratio, 3),
+                "of_the_bubble": round(1 + programs[name].bubble, 3),
+            }
     print(results)
     print(record.record("pipeline_cpu", results))
 

@@ -13,12 +13,13 @@ from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
 
-def main(cfg: Config, searched: Collection[str] | None = None) -> None:
+def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool = False) -> None:
     """Trains with a configuration that was just read. Nothing is written before everything is checked.
 
     Args:
       cfg: the configuration.
       searched: for `--mesh=auto`, the keys that flags set, which the search for a mesh keeps. None means no search.
+      preflight: check the machines, and return without training.
     """
     sinks.require_packages(cfg.run.sinks)
     dataset = data.load(cfg.data)
@@ -34,6 +35,12 @@ def main(cfg: Config, searched: Collection[str] | None = None) -> None:
     platform.configure((kept or cfg).mesh, batch, count)  # before JAX is imported
     compile_cache.configure(processes.count if processes else 1)
     distributed.join(processes, cfg.distributed)
+    if processes or preflight:
+        from jaxstack.training import health
+
+        health.check(cfg, preflight)
+        if preflight:
+            return
     if searched is not None:
         from jaxstack.planner import auto_mesh
 
@@ -78,8 +85,7 @@ def show(cfg: Config, searched: Collection[str] | None = None) -> None:
       cfg: the configuration.
       searched: see `main`. The mesh of an earlier part of the run is not read.
     """
-    vocabulary = cfg.model.vocab_size or data.load(cfg.data).tokenizer.vocab_size
-    cfg = resolve(cfg, vocabulary)
+    cfg = resolve(cfg, None if cfg.model.vocab_size else data.load(cfg.data).tokenizer.vocab_size)
     if searched is not None:
         cfg = open_mesh(cfg, searched)
     platform.configure(cfg.mesh, cfg.microbatch_size if searched is None else 0)

@@ -1,5 +1,7 @@
 """Small models of every family, for tests."""
 
+import dataclasses
+
 from jaxstack.config import ModelConfig, MoEConfig, RopeScaling
 
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4, "vocab_size": 61}
@@ -41,6 +43,36 @@ FAMILIES = {
         embedding_scale=True,
     ),
 }
+
+ENCODERS = {
+    "bert": ModelConfig(
+        **SMALL,
+        family="encoder",
+        norm="layer",
+        norm_eps=1e-12,
+        norm_after=True,
+        token_types=2,
+        positions="learned",
+        max_positions=64,
+        activation="gelu",
+        gated=False,
+        bias=True,
+        tied_embeddings=True,
+    ),
+    "modernbert": ModelConfig(
+        **SMALL,
+        family="encoder",
+        norm="layer",
+        norm_eps=1e-5,
+        first_attention_norm=False,
+        rope_theta=1000.0,
+        rope_theta_local=100.0,
+        windows=(0, 4),
+        activation="gelu",
+        tied_embeddings=True,
+    ),
+}
+ENCODERS["roberta"] = dataclasses.replace(ENCODERS["bert"], token_types=1, first_position=2, max_positions=66)
 
 _LLAMA = {**SMALL, "num_kv_heads": 2, "d_ff": 96}
 

@@ -28,7 +28,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 QUICKSTART = Path("configs/quickstart.yaml")
 
 PROGRAMS = ("$", "gcloud", "jaxstack", "kubectl", "mkdocs", "pip", "pytest", "python", "sbatch")
-OUTPUT = ("device ", "pipeline ", "{", "<|user|>")  # how blocks begin that are not commands
+OUTPUT = ("device ", "health ", "pipeline ", "{", "<|user|>")  # how blocks begin that are not commands
 
 
 class Command(NamedTuple):
@@ -85,7 +85,9 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^(pytest|ruff|mypy)": "this, and what .ci/run begins with",
     r"^mkdocs": "test_the_site_builds_and_asks_no_network_for_anything",
     r"^(sbatch|kubectl|gcloud)": "a cluster; tests/runtime/test_processes.py reads docs/examples and starts processes",
-    r"--distributed\.coordinator=10\.": "two machines; tests/runtime/test_processes.py",
+    r"^supervise -- jaxstack launch": "several processes; tests/faults/test_faults.py",
+    r"--preflight": "several processes; tests/runtime/test_processes.py",
+    r"^compress|^generate runs/small": "half a minute; tests/compress/test_command.py",
     r"^plan fit": "runs of several sizes; tests/planner/test_scaling_law.py",
     r"^plan run": "files and pictures; tests/planner/test_plan_run.py",
     r"^plan (?!roofline|fit|run|memory|flops|time)": "a compiler of an extra; tests/aot",
@@ -96,6 +98,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"--config (configs/models/)?(llama3_8b|gpt2)\b(?!.*--(print_sh|chip|tokens))": "accelerators; test_config.py",
     r"\bshakespeare(\.yaml| |$)": "an hour; configs/shakespeare_cpu.yaml is run",
     r"gpt2/tokenizer\.json": "a download; tests/data/test_data.py",
+    r"--data\.mask_id": "a folder of BERT; tests/hf/test_encoders.py",
     r"--data\.format": "files of other programs; tests/data/test_binary.py",
     r"--run\.sinks": "packages of extras; tests/tracking/test_sinks.py",
     r"runs/chat": "a tokenizer and its template; tests/data/test_chat.py",
@@ -110,6 +113,7 @@ STEPS = ["--train.steps=2", "--train.eval_every=2", "--train.eval_steps=1", "--c
 ALONE = ["--train.ngram_baseline=false", "--sample.prompts=[]", "--optim.name=sgd"]  # Muon compiles for longest
 SHORT = [*STEPS, *ALONE, "--data.seq_len=32", "--data.batch_size=8"]
 RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that matches
+    (r"^launch ", []),
     (r"--print_shardings|^plan (roofline|memory|flops|time)", []),
     (r"--pipeline\.partition=", [*STEPS, *ALONE, "--data.seq_len=32"]),
     (r"^profile ", ["--data.seq_len=32"]),
@@ -165,6 +169,11 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
     if program == "supervise":
         assert rest[0] == "--"
         program, *rest = Command(command.page, shlex.join(rest[1:])).words
+        assert program in ("train", "launch")
+    if program == "launch":
+        own, rest = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
+        parser.read_arguments(["launch", *own, "--", *rest])
+        program, *rest = rest
         assert program == "train"
     if program == "train":
         if command.mistake:

@@ -23,6 +23,7 @@ FLOORS = {
     "training": 7,
     "generate": 8,
     "planner": 8,
+    "compress": 9,
     "report": 8,
     "train": 9,
     "cli": 10,
@@ -32,10 +33,12 @@ FLOORS = {
 JAX_FREE = (
     "common/errors.py", "common/files.py", "common/hardware.py", "config/*.py", "runtime/__init__.py",
     "runtime/compile_cache.py", "runtime/launchers.py", "runtime/platform.py", "runtime/preemption.py",
+    "runtime/targets.py",
     "checkpoint/__init__.py", "checkpoint/manifest.py", "checkpoint/run_dir.py", "data/[!l]*.py",
     "tracking/__init__.py", "tracking/console.py", "tracking/goodput.py", "tracking/jsonl.py", "tracking/plot.py",
     "tracking/sinks.py", "report/*.py", "cli/__init__.py", "cli/parser.py", "cli/completion.py", "cli/train.py",
-    "cli/data_*.py", "cli/report.py", "cli/supervise.py", "cli/schedule.py", "cli/plan.py", "__main__.py",
+    "cli/data_*.py", "cli/launch.py", "cli/report.py", "cli/supervise.py", "cli/schedule.py", "cli/plan.py",
+    "__main__.py",
 )  # fmt: skip
 """What runs before JAX starts, for quick help and quick errors."""
 

@@ -17,11 +17,21 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import FAMILIES
+from families import ENCODERS, FAMILIES
 
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, DataConfig, LoraConfig, MeshConfig, ModelConfig, MoEConfig, RunConfig, TrainConfig
+from jaxstack.config import (
+    Config,
+    DataConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    RunConfig,
+    TrainConfig,
+)
 from jaxstack.models import decoder, params
+from jaxstack.models import family as models
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.training.gradients import make_gradients
@@ -30,7 +40,7 @@ from jaxstack.training.state import abstract_state, make_state
 BATCH, SEQ = 8, 32
 WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_dim": 8, "d_ff": 96, "vocab_size": 64}
 MODELS: dict[str, ModelConfig] = {
-    **{name: dataclasses.replace(cfg, **WIDE) for name, cfg in FAMILIES.items()},
+    **{name: dataclasses.replace(cfg, **WIDE) for name, cfg in (FAMILIES | ENCODERS).items()},
     "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}),
 }
 EXPERTS = {
@@ -104,6 +114,21 @@ CASES: list[Case] = [
     ("lora", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2, "packing": True, "remat": "selective"}),
 ]
 
+GATHER = {"context_method": "all_gather"}
+ENCODER_CASES: list[Case] = [
+    ("bert", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
+    *(("bert", {axis: 4}, {}) for axis in ("data", "fsdp", "tensor")),
+    ("bert", {"tensor": 2, **PLAIN}, {"remat": "selective"}),
+    ("bert", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"packing": True}),
+    ("bert", {"data": 2, "context": 2, **GATHER, **AUTO}, {"packing": True, "dropout": 0.2}),
+    ("modernbert", {"data": 2, "tensor": 4}, {"packing": True, "accum": 2}),
+    ("modernbert", {"context": 2, **GATHER}, {"accum": 2, "remat": "selective"}),
+    ("modernbert", {"fsdp": 2, "context": 4, **GATHER}, {"packing": True, "remat": "full"}),
+    ("modernbert", {"fsdp": 8}, {"remat": "full"}),
+    ("modernbert", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"remat": "selective"}),
+]
+"""Meshes of encoders, in docs/encoders.md. The first one is quick."""
+
 
 def name_of(case: Case) -> str:
     family, mesh, how = case
@@ -140,6 +165,8 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
         batch["segment_ids"] = np.cumsum(starts, axis=1).astype(np.int32)
         first = np.maximum.accumulate(np.where(starts, np.arange(SEQ), 0), axis=1)
         batch["positions"] = (np.arange(SEQ) - first).astype(np.int32)
+    if cfg.token_types:
+        batch["token_types"] = rng.integers(0, cfg.token_types, (rows, SEQ)).astype(np.int32)
     if cfg.moe.router == "domain":
         batch["gate_ids"] = rng.integers(0, cfg.moe.num_experts, (rows, SEQ)).astype(np.int32)
     return batch
@@ -156,7 +183,7 @@ def gradients(
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices)
     ctx = Context.create(cfg, mesh)
-    spec = decoder.spec(cfg.model)
+    spec = models.spec(cfg.model)
     abstract = abstract_state(cfg, ctx)
     initial = make_state(cfg, ctx, abstract).params
     stages = ctx.pipeline.stages if ctx.pipeline else None
@@ -224,7 +251,11 @@ def errors(family: str, one: Any, other: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=name_of(c), marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+    "case",
+    [
+        pytest.param(c, id=name_of(c), marks=() if c in [*QUICK, ENCODER_CASES[0]] else pytest.mark.slow)
+        for c in [*CASES, *ENCODER_CASES]
+    ],
 )
 def test_every_mesh_gives_the_loss_and_gradients_of_one_device(case, seed):
     loss, gradient = compare(case, seed)

@@ -48,7 +48,7 @@ def main(args: Namespace) -> None:
     with safetensors.new_folder(folder) as made:
         cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
         tokenizer = json.loads(path.read_text()) if (path := run / "tokenizer.json").is_file() else None
-        end = None if tokenizer is None else _write_tokenizer(tokenizer, made)
+        end = None if tokenizer is None else write_tokenizer(tokenizer, made)
         model = replace(cfg.model.base, pad_vocab_to=None)
         family = hf.save_pretrained(made, model, _read_params(run), args.dtype, cfg.data.seq_len, end)
         if found := originals.find(run):
@@ -58,7 +58,7 @@ def main(args: Namespace) -> None:
         print("The folder has no tokenizer.json, because the tokenizer of this run is not of that kind.")
 
 
-def _write_tokenizer(saved: "JsonObject", folder: Path) -> int | None:
+def write_tokenizer(saved: "JsonObject", folder: Path) -> int | None:
     """Writes the run's tokenizer and chat template to the folder if there are any; returns the id of the EOS token."""
     from jaxstack import data
 

@@ -72,6 +72,8 @@ def main(args: Namespace) -> None:
         originals.keep(folder, made)
     size = params.count(family.spec(cfg.model.base))
     print(f"{folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
+    if found.formats:
+        print(f"its matrices are quantised ({' and '.join(found.formats)}) and are read as float32")
     if adapter is not None:
         print(f"{adapter} has adapters of rank {cfg.model.lora.rank} for {', '.join(cfg.model.lora.targets)}")
     if found.ignored_values:

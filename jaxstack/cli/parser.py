@@ -39,11 +39,13 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("Train", "train", "train a model, or resume a run"),
     "supervise": Command("Train", "supervise", "restart a run when it fails"),
+    "launch": Command("Train", "launch", "write and submit the file that starts a run on a cluster"),
     "report": Command("Train", "report", "summarize runs in a table and a page with curves"),
     "generate": Command("Use a model", "generate", "continue prompts with the model of a run"),
     "chat": Command("Use a model", "chat", "talk with the model of a run"),
     "import": Command("Use a model", "import_model", "make a run from a Hugging Face folder"),
     "export": Command("Use a model", "export_model", "write a run's parameters as a Hugging Face folder"),
+    "compress quantize": Command("Use a model", "compress_quantize", "make a run with weights of few bits"),
     "data build": Command("Data", "data_build", "make a token file from text"),
     "data verify": Command("Data", "data_verify", "check a token file against its hashes"),
     "data show": Command("Data", "data_show", "print what a token file contains"),

@@ -59,4 +59,4 @@ def with_vocabulary(cfg: Config) -> Config:
     """
     if cfg.model.vocab_size is None:
         raise ConfigError("model.vocab_size is missing, and no data is read here. Set --model.vocab_size=...")
-    return resolve(cfg, cfg.model.vocab_size)
+    return resolve(cfg, None)

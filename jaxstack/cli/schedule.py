@@ -12,7 +12,7 @@ from jaxstack.config.parse import Parser, user_path
 MAX_UNITS = 20_000
 """Largest number of forward units of a schedule. Its table and chart grow with it."""
 
-SCHEDULES = (*get_args(get_type_hints(PipelineConfig)["schedule"]), "zb_h1")
+SCHEDULES = get_args(get_type_hints(PipelineConfig)["schedule"])
 
 
 def add_arguments(parser: Parser) -> None:

@@ -68,7 +68,7 @@ def training_config(command: Sequence[str]) -> Config:
       ConfigError: the command does not train, or its configuration is wrong.
     """
     for i, word in enumerate(command):
-        if Path(word).name == "train.py" or (word == "train" and Path(command[i - 1]).name == "jaxstack"):
+        if Path(word).name == "train.py" or (word == "train" and Path(command[i - 1]).name in ("jaxstack", "--")):
             return parse_config(command[i + 1 :])
     raise ConfigError(f"the command `{' '.join(command)}` does not train. Use `jaxstack train` or `python train.py`.")
 

@@ -104,6 +104,11 @@ class DataConfig:
     eval_fraction: Annotated[float, Interval(0, 1, low_open=True, high_open=True)] = 0.1
     """Fraction held out for evaluation: whole documents if there are many, otherwise the end of the text. Conversations
     are never split."""
+    mask_share: Annotated[float, Interval(0, 1, low_open=True, high_open=True)] = 0.15
+    """With `model.family=encoder`: share of the tokens that are hidden and learned. Of these, 80% become `mask_id`, 10%
+    a random token, and 10% stay as they are (BERT). ModernBERT uses 0.3."""
+    mask_id: Annotated[int, Interval(0)] | None = None
+    """With `model.family=encoder`: id that hides a token. Null means one after those of the tokenizer."""
     domains: tuple[str, ...] = ()
     """For `model.moe.router=domain`: one regular expression per expert, which must match the full name of a document
     (its path within data.path). A document belongs to the first expression that matches."""

@@ -144,6 +144,9 @@ class LoraConfig:
 class ModelConfig:
     """A decoder; its switches give GPT-2, Llama 3, Qwen3, Gemma 2, Mixtral and more (see `configs/models/`)."""
 
+    family: Literal["decoder", "encoder"] = "decoder"
+    """`decoder`: a token sees those before it, and the next token is learned. `encoder`: it sees all tokens, and hidden
+    tokens are learned (BERT)."""
     num_layers: PositiveInt = 6
     """Number of transformer blocks."""
     d_model: PositiveInt = 256
@@ -169,6 +172,13 @@ class ModelConfig:
     """Multiply by 1 + weight in every normalization, with weights that start at zero (Gemma)."""
     post_norm: bool = False
     """Also normalize the outputs of attention and MLP, before they are added to the residual stream (Gemma 2)."""
+    norm_after: bool = False
+    """With family `encoder`: normalize the residual stream after attention and MLP are added to it, instead of what
+    they read (BERT)."""
+    first_attention_norm: bool = True
+    """Normalize what the attention of the first layer reads. ModernBERT does not: its embedding is normalized."""
+    token_types: NonNegativeInt = 0
+    """With family `encoder`: rows of a table of token types that is added to the embedding (BERT has 2)."""
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head (Qwen3)."""
     positions: Literal["rope", "learned", "none"] = "rope"
@@ -178,6 +188,10 @@ class ModelConfig:
     a model that `jaxstack import` read."""
     rope_theta: Annotated[float, Interval(1, low_open=True)] = 10000.0
     """Base of RoPE's frequencies."""
+    first_position: NonNegativeInt = 0
+    """With family `encoder`: row of the position table for the first token of a document (RoBERTa has 2)."""
+    rope_theta_local: Annotated[float, Interval(1, low_open=True)] | None = None
+    """Base of RoPE's frequencies in layers with a window (ModernBERT). Null means `rope_theta`."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """Llama 3's scaling of RoPE's frequencies."""
     windows: tuple[int, ...] = (0,)
@@ -221,6 +235,10 @@ class ModelConfig:
             None in (self.pad_vocab_to, self.vocab_size) or self.padded_vocab >= self.vocab,
             f"model.pad_vocab_to={self.pad_vocab_to} is less than the vocabulary of {self.vocab_size}. Raise it, or "
             f"leave it null.",
+        )
+        require(
+            self.first_attention_norm or not self.norm_after,
+            "model.first_attention_norm=false, but model.norm_after=true normalizes the sums. Use one of them.",
         )
         require(
             not (self.bias and self.moe.num_experts),

@@ -83,7 +83,7 @@ class MeshConfig:
 class PipelineConfig:
     """How the stages of a mesh with `mesh.pipe` above 1 run. See docs/pipelines.md."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb1"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb1", "zb_h1"] = "1f1b"
     """Order in which a stage runs its microbatches. It changes time and memory, but not the result."""
     microbatches: PositiveInt | None = None
     """Microbatches per pipeline step. Null means as many as the batch allows, up to four per stage."""
@@ -97,8 +97,8 @@ class PipelineConfig:
     """When a stage gathers the weights that `mesh.fsdp` shards. `once`: all of them, before its first unit. `layer`:
     those of one layer at a time, in every unit, so that its memory never holds a complete stage."""
     split: tuple[str, ...] | None = None
-    """Matrices of a layer whose gradients `zb1` computes later, as regular expressions for full names, such as
-    `mlp/.*`. Null means as many as a tenth more memory allows."""
+    """Matrices of a layer whose gradients `zb1` and `zb_h1` compute later, as regular expressions for full names, such
+    as `mlp/.*`. Null means as many as a tenth more memory allows."""
     loops: Literal["auto", "dynamic", "static"] = "auto"
     """Loops of a pipeline. `dynamic` is one loop over all ticks. `static` is several loops with static trip counts, so
     that a GPU does not wait for the host. `auto` is `static` on GPUs."""
@@ -115,9 +115,10 @@ class PipelineConfig:
         why = pattern_error(self.split or ())
         require(why is None, f"pipeline.split: {why}. Correct it.")
         require(
-            self.partition == "even" or self.schedule != "zb1",
-            f"pipeline.partition={self.partition} has no costs of weight gradients, which pipeline.schedule=zb1 "
-            f"computes apart. Use pipeline.partition=even, or pipeline.schedule=1f1b.",
+            self.partition == "even" or self.schedule not in ("zb1", "zb_h1"),
+            f"pipeline.partition={self.partition} has no costs of weight gradients, which "
+            f"pipeline.schedule={self.schedule} computes apart. Use pipeline.partition=even, or "
+            f"pipeline.schedule=1f1b.",
         )
 
 

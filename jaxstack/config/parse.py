@@ -383,9 +383,8 @@ def _check_vocabulary(cfg: Config) -> None:
     """Applies the checks that depend on the vocabulary, if its size is given without reading data."""
     own = any(one.source == "tokens" for one in cfg.data.single_sources())  # a token file has its own tokenizer
     bytes_only = cfg.data.tokenizer == "bytes" and not own
-    vocabulary = 256 if bytes_only else cfg.model.vocab_size
-    if vocabulary is not None:
-        resolve(cfg, vocabulary)
+    if bytes_only or cfg.model.vocab_size is not None:
+        resolve(cfg, 256 if bytes_only else None)
 
 
 def to_yaml(config: Config) -> str:

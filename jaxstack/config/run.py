@@ -50,11 +50,13 @@ class Config:
         _check_mesh_batch(self)
         _check_mesh_model(self)
         _check_partitioner(self)
+        _check_schedule(self)
         _check_mesh_sequence(self)
         _check_domains(self)
         _check_adapters(self)
         _check_lengths(self)
         _check_base_width(self)
+        _check_family(self)
 
     @property
     def microbatch_size(self) -> int:
@@ -118,6 +120,21 @@ def _check_partitioner(cfg: Config) -> None:
     )
 
 
+def _check_schedule(cfg: Config) -> None:
+    """Requires attention that a stage can compute while the others do something else, which `zb_h1` asks of it.
+
+    A ring of XLA:CPU waits for all devices of the mesh, not only for its own, so that the step would never end. Other
+    platforms are refused too, so that a configuration means the same on each.
+    """
+    mesh = cfg.mesh
+    require(
+        cfg.pipeline.schedule != "zb_h1" or 1 in (mesh.pipe, mesh.context) or mesh.context_method != "ring",
+        f"mesh.context={mesh.context} with mesh.context_method=ring needs all stages at once, but "
+        f"pipeline.schedule=zb_h1 lets them do different work. Use mesh.context_method=all_gather, or "
+        f"pipeline.schedule=zb1.",
+    )
+
+
 def _check_mesh_sequence(cfg: Config) -> None:
     mesh = cfg.mesh
     if mesh.open_axis in ("context", "tensor"):
@@ -169,6 +186,40 @@ def _check_base_width(cfg: Config) -> None:
     )
 
 
+def _check_family(cfg: Config) -> None:
+    model, data, sample = cfg.model, cfg.data, cfg.sample
+    encoder = model.family == "encoder"
+    for key, value, default in (
+        ("model.norm_after", str(model.norm_after).lower(), "false"),
+        ("model.token_types", str(model.token_types), "0"),
+        ("model.first_position", str(model.first_position), "0"),
+        ("data.mask_id", str(data.mask_id), "None"),
+    ):
+        require(
+            encoder or value == default,
+            f"{key}={value} is for encoders. Add --model.family=encoder, or leave {key} out.",
+        )
+    if not encoder:
+        return
+    decoders: tuple[tuple[str, object, bool, str], ...] = (
+        ("model.tied_embeddings", "false", not model.tied_embeddings, "true"),
+        ("model.moe.num_experts", model.moe.num_experts, bool(model.moe.num_experts), "0"),
+        ("model.lora.rank", model.lora.rank, bool(model.lora.rank), "0"),
+        ("model.base_width", model.base_width, model.base_width is not None, "null"),
+        ("model.logit_softcap", model.logit_softcap, model.logit_softcap is not None, "null"),
+        ("train.ngram_baseline", "true", cfg.train.ngram_baseline, "false"),
+        ("data.source", "chat", any(one.source == "chat" for one in data.single_sources()), "path"),
+        ("sample.prompts", list(sample.prompts or ()), bool(sample.prompts), "null"),
+    )
+    for key, given, used, instead in decoders:
+        require(not used, f"{key}={given} is for decoders, but model.family=encoder. Use {key}={instead}.")
+    require(
+        cfg.mesh.context == 1 or cfg.mesh.context_method == "all_gather",
+        f"mesh.context={cfg.mesh.context} with mesh.context_method=ring computes causal attention, which "
+        f"model.family=encoder does not have. Use --mesh.context_method=all_gather.",
+    )
+
+
 def _check_adapters(cfg: Config) -> None:
     require(
         not cfg.model.lora.rank or cfg.run.init_from is not None,
@@ -192,24 +243,35 @@ def _check_lengths(cfg: Config) -> None:
         f"limit of beam search. Lower it, or use sample.beams=1.",
     )
     positions = cfg.model.max_positions if cfg.model.positions == "learned" else None
+    first = cfg.model.first_position
+    rows = f"data.seq_len={seq_len}" + (f" and model.first_position={first}" if first else "")
     require(
-        positions is None or positions >= seq_len,
-        f"model.max_positions={positions} is less than data.seq_len={seq_len}. Raise it, or leave it null.",
+        positions is None or positions >= seq_len + first,
+        f"model.max_positions={positions} is less than {rows}. Raise it, or leave it null.",
     )
 
 
-def resolve(config: Config, vocab_size: int) -> Config:
-    """Returns the configuration with the values that depend on data: vocabulary size and rows of a position table.
+def resolve(config: Config, vocab_size: int | None) -> Config:
+    """Returns the configuration with the values that depend on data: sizes of vocabulary and position table, mask's id.
 
     Args:
       config: the configuration as the user gave it.
-      vocab_size: number of tokens of the tokenizer.
+      vocab_size: number of tokens of the tokenizer. `None`: as many as the model's vocabulary, which is then set.
 
     Raises:
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it.
     """
     model, mesh, source = config.model, config.mesh, config.run.init_from
+    masks, mask_id = model.family == "encoder", config.data.mask_id
+    own_row = masks and mask_id is None  # the token that hides others is not one of the tokenizer's
+    if vocab_size is None:
+        assert model.vocab_size is not None
+        vocab_size = model.vocab_size - own_row
+    if own_row:
+        mask_id, vocab_size = vocab_size, vocab_size + 1
     advice = "Raise it, or leave it null" if source is None else f"Use the tokenizer of run.init_from={source}"
+    if own_row:
+        advice += ", or set data.mask_id to the id of a mask that it has"
     require(
         model.vocab_size is None or model.vocab_size >= vocab_size,
         f"model.vocab_size={model.vocab_size} is less than the tokenizer's {vocab_size}. {advice}.",
@@ -226,7 +288,12 @@ def resolve(config: Config, vocab_size: int) -> Config:
     positions = model.max_positions
     if model.positions == "learned" and positions is None:
         positions = config.data.seq_len
-    return replace(config, model=replace(model, max_positions=positions))
+        positions += model.first_position
+    require(
+        mask_id is None or mask_id < vocabulary,
+        f"data.mask_id={mask_id} is not below the vocabulary of {vocabulary}. Lower it, or leave it null.",
+    )
+    return replace(config, model=replace(model, max_positions=positions), data=replace(config.data, mask_id=mask_id))
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:

@@ -161,8 +161,8 @@ class SampleConfig:
     """How text is generated, at the end of the run and by `jaxstack generate`. See docs/generation.md."""
 
     prompts: tuple[str, ...] | None = None
-    """Prompts to continue at the end of the run. Null means three from the held-out text. An empty list means that no
-    samples are generated."""
+    """Prompts to continue at the end of the run. Null means three from the held-out text, or none for an encoder. An
+    empty list means that no samples are generated."""
     tokens: NonNegativeInt = 200
     """Maximum number of tokens to add to each prompt."""
     domain: NonNegativeInt = 0

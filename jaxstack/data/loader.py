@@ -8,7 +8,8 @@ import jax
 
 from jaxstack import data
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config
+from jaxstack.config import Config, ConfigError
+from jaxstack.data.masking import Masking
 from jaxstack.data.mixture import WindowSizes
 from jaxstack.data.tokenizers import Tokenizer
 from jaxstack.runtime import distributed
@@ -27,17 +28,30 @@ class HeldOut:
     def __init__(
         self, source: data.Source, share: float, tokenizer: Tokenizer, cfg: Config, sharding: jax.sharding.Sharding
     ) -> None:
-        """Reads this process's rows of the held-out batches of a source."""
+        """Reads this process's rows of the held-out batches of a source.
+
+        Raises:
+          ConfigError: an encoder has no hidden token to evaluate.
+        """
         sizes, steps = window_sizes(cfg), cfg.train.eval_steps
         rows = distributed.local_rows(sharding, cfg.data.batch_size)
         self.name, self.share, self._tokenizer = source.name, share, tokenizer
+        self._masks = sizes.get("masking") is not None
         self.local_batches = [*data.eval_batches(source.eval, steps=steps, rows=rows, **sizes)]
         self.batches = data.eval_batches(source.eval, steps=steps, **sizes)
+        if self._masks and not any(batch["loss_weights"].any() for batch in self.batches):
+            raise ConfigError(
+                f"data.mask_share={cfg.data.mask_share} hides none of the held-out tokens of {source.name}. "
+                f"Raise data.mask_share, data.eval_fraction or train.eval_steps."
+            )
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """The mean number of bytes of the targets, without those of loss weight 0. NaN if the ids do not say."""
-        if not self._tokenizer.keeps_text:
+        """The mean number of bytes of the targets, without those of loss weight 0.
+
+        NaN if the ids do not say, and where hidden tokens are learned: their loss does not encode a text.
+        """
+        if self._masks or not self._tokenizer.keeps_text:
             return math.nan
         targets = [batch["targets"][batch["loss_weights"] > 0] for batch in self.batches]
         return sum(map(self._tokenizer.num_bytes, targets)) / sum(each.size for each in targets) or math.nan
@@ -45,7 +59,13 @@ class HeldOut:
 
 def window_sizes(cfg: Config) -> WindowSizes:
     """Returns how the texts of a run are cut into batches."""
-    return {"seq_len": cfg.data.seq_len, "batch_size": cfg.data.batch_size, "packing": cfg.data.packing}
+    masking = None
+    if cfg.model.family == "encoder":
+        assert cfg.data.mask_id is not None, "mask_id is filled from the tokenizer"
+        masking = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab)
+    return WindowSizes(
+        seq_len=cfg.data.seq_len, batch_size=cfg.data.batch_size, packing=cfg.data.packing, masking=masking
+    )
 
 
 class DataLoader:

@@ -22,7 +22,7 @@ JsonObject: TypeAlias = dict[str, Any]
 _MOST_LAYERS = 10_000  # a file with more is damaged
 
 
-class _Keys:
+class Keys:
     """A JSON object whose keys are taken one by one, until none is left."""
 
     def __init__(self, where: str, values: Any) -> None:
@@ -77,14 +77,15 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
     Raises:
       ConfigError: an unknown family, or a key or value that jaxstack's model does not support.
     """
-    keys = _Keys(where, values)
+    keys = Keys(where, values)
     name = keys.take("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise keys.error("model_type", name, f"Use a model of one of the families {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     keys.rename(family.aliases)
     ignored = {key: value for key in sorted(TRAINING) if (value := keys.take(key, None))}
-    keys.drop(UNRELATED)
+    keys.drop((UNRELATED | family.ignored) - family.required.keys())
+    keys.take("quantization_config", None)  # about tensors, not about the model: `jaxstack.hf.compressed` reads it
 
     ours: JsonObject = dict(family.fixed)
     for key, path in family.fields.items():
@@ -96,6 +97,8 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise keys.error(family.activation, activation, f"Use one of {', '.join(ACTIVATIONS)}")
     ours["activation"] = ACTIVATIONS[activation]
+    if family.head_activation not in (None, ours["activation"]):
+        raise keys.error(family.activation, activation, f"Use {family.head_activation}, the activation of the head")
     if family.query_scalar:
         keys.expect("hidden_act", *ACTIVATIONS)  # these models do not read it
         ours["attention_scale"] = _number(keys, "query_pre_attn_scalar") ** -0.5
@@ -103,6 +106,8 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
         ours |= _rope(keys, family)
     for key, value in family.required.items():
         keys.expect(key, value, value or None)
+    if family.local_attention:
+        ours |= _local_attention(keys, ours["num_layers"])
     if family.layer_types is not None:
         ours["windows"] = _windows(keys, family, ours["num_layers"])
     keys.require_empty()
@@ -114,7 +119,7 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
 
 
-def _typed(keys: _Keys, key: str, value: Any, path: str) -> Any:
+def _typed(keys: Keys, key: str, value: Any, path: str) -> Any:
     """Returns the value of a key after checking that it has the type of the field."""
     group, name = (MoEConfig, path.removeprefix("moe.")) if path.startswith("moe.") else (ModelConfig, path)
     kind = get_type_hints(group)[name]  # without the bounds
@@ -128,7 +133,7 @@ def _typed(keys: _Keys, key: str, value: Any, path: str) -> Any:
     return value
 
 
-def _number(keys: _Keys, key: str, *default: Any) -> float:
+def _number(keys: Keys, key: str, *default: Any) -> float:
     """Takes a key that must be a positive number."""
     value = keys.take(key, *default)
     if type(value) not in (int, float) or not 0 < value < math.inf:
@@ -136,7 +141,7 @@ def _number(keys: _Keys, key: str, *default: Any) -> float:
     return float(value)
 
 
-def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
+def _rope(keys: Keys, family: Family) -> dict[str, Any]:
     """Returns the fields of rotary position embeddings.
 
     Files have them under `rope_parameters`, or before transformers 5 under `rope_theta` and `rope_scaling`.
@@ -145,7 +150,7 @@ def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
     if len(written) > 1:
         raise ConfigError(f"{keys.where} has both rope_parameters and rope_scaling. Remove one.")
     name, values = next(iter(written.items()), ("rope_parameters", {}))
-    rope = _Keys(f"{keys.where}: {name}", values)
+    rope = Keys(f"{keys.where}: {name}", values)
     outside = keys.take("rope_theta", None)
     usual = outside or family.defaults.get("rope_theta")
     theta = _number(rope, "rope_theta", *([] if usual is None else [usual]))
@@ -164,7 +169,7 @@ def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _windows(keys: _Keys, family: Family, layers: int) -> tuple[int, ...]:
+def _windows(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
     """Returns `ModelConfig.windows`: the window of each layer in the shortest period, 0 for full attention."""
     assert family.layer_types is not None
     size, types = keys.take("sliding_window", None), None
@@ -185,6 +190,42 @@ def _windows(keys: _Keys, family: Family, layers: int) -> tuple[int, ...]:
     if SLIDING in types and size is None and family.lists_layer_types:
         raise keys.error("sliding_window", size, f"Give a number of tokens for the layers of {SLIDING}")
     return _period(tuple(size or 0 if kind == SLIDING else 0 for kind in types))
+
+
+def _local_attention(keys: Keys, layers: int) -> dict[str, Any]:
+    """Returns windows and both bases of RoPE of a ModernBERT; transformers 5 names some of them otherwise."""
+    half = keys.take("local_attention", 128)
+    if type(half) is not int or half < 0 or half % 2:
+        raise keys.error("local_attention", half, "Give an even number of tokens")
+    every = keys.take("global_attn_every_n_layers", 3)
+    if type(every) is not int or every < 1:
+        raise keys.error("global_attn_every_n_layers", every, "Give a positive number of layers")
+    types = keys.take("layer_types", None) or [SLIDING if i % every else FULL for i in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or not all(kind in (FULL, SLIDING) for kind in types):
+        raise keys.error("layer_types", types, f"List {FULL} or {SLIDING} for each of {layers} layers")
+    parameters = Keys(f"{keys.where}: rope_parameters", keys.take("rope_parameters", None) or {})
+    theta = []
+    for kind, name, usual in ((FULL, "global_rope_theta", 160_000.0), (SLIDING, "local_rope_theta", 10_000.0)):
+        given = _number(keys, name, usual)
+        rope = Keys(f"{parameters.where}.{kind}", parameters.take(kind, None) or {})
+        theta.append(_number(rope, "rope_theta", given))
+        rope.expect("rope_type", "default")
+        rope.require_empty()
+    parameters.require_empty()
+    windows = _period(tuple(half // 2 + 1 if kind == SLIDING else 0 for kind in types))
+    local = theta[1] if max(windows) and theta[1] != theta[0] else None
+    return {"windows": windows, "rope_theta": theta[0], "rope_theta_local": local}
+
+
+def _local_attention_keys(model: ModelConfig) -> JsonObject:
+    """Returns the keys of ModernBERT for windows and bases of RoPE."""
+    types = [SLIDING if window else FULL for window in model.windows] * (model.num_layers // len(model.windows))
+    return {
+        "local_attention": 2 * max(max(model.windows) - 1, 0),
+        "layer_types": types,
+        "global_rope_theta": model.rope_theta,
+        "local_rope_theta": model.rope_theta_local or model.rope_theta,
+    }
 
 
 def _period(windows: tuple[int, ...]) -> tuple[int, ...]:
@@ -215,13 +256,15 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None) -> Jso
         scalar = model.head_width if model.attention_scale is None else model.attention_scale**-2
         values["query_pre_attn_scalar"] = round(scalar)
     if family.dropout_keys:
-        values |= {"attn_pdrop": 0.0, **dict.fromkeys(family.dropout_keys, model.dropout)}
+        values |= dict.fromkeys(family.zero_keys, 0.0) | dict.fromkeys(family.dropout_keys, model.dropout)
     if family.rope:
         values |= {"rope_theta": model.rope_theta, "rope_scaling": None}
     if model.rope_scaling.factor != 1:
         scaling = dataclasses.asdict(model.rope_scaling)
         scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
         values["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    if family.local_attention:
+        values |= _local_attention_keys(model)
     if family.layer_types is not None:
         size = max(model.windows)
         unlimited = model.max_positions if family.lists_layer_types and SLIDING in family.layer_types else None
@@ -235,7 +278,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None) -> Jso
         "initializer_range": model.init_std,
         "bos_token_id": None,
         "eos_token_id": end,
-        "pad_token_id": None,
+        "pad_token_id": family.required.get("pad_token_id"),
         "use_cache": True,
     }
 
@@ -288,6 +331,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
         attention_scale=scale,
         windows=_period(model.windows),
         base_width=model.base_width if model.tied_embeddings and model.width_ratio != 1 else None,
+        rope_theta_local=model.rope_theta_local if rope and max(model.windows) else None,
         rope_theta=model.rope_theta if rope else ModelConfig.rope_theta,
         rope_scaling=model.rope_scaling if rope and model.rope_scaling.factor != 1 else RopeScaling(),
         max_positions=model.max_positions,

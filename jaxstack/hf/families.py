@@ -39,6 +39,11 @@ class Family:
       query_scalar: whether `query_pre_attn_scalar` replaces the head width in the scale of attention. Files of these
         families have an activation under `hidden_act` too, which their model does not read.
       dropout_keys: keys that receive `ModelConfig.dropout` on export.
+      zero_keys: keys of dropouts that jaxstack does not have, 0 on export.
+      head_activation: the activation of the head, which must be that of the MLP. `None` means that there is none, or
+        that it has no key of its own.
+      local_attention: whether layers with a window have a base of RoPE of their own, in the keys of ModernBERT.
+      ignored: more keys that do not affect the logits.
       aliases: other names of keys.
     """
 
@@ -54,6 +59,10 @@ class Family:
     rope: bool = True
     query_scalar: bool = False
     dropout_keys: tuple[str, ...] = ()
+    zero_keys: tuple[str, ...] = ()
+    head_activation: str | None = None
+    local_attention: bool = False
+    ignored: frozenset[str] = frozenset()
     aliases: dict[str, str] = field(default_factory=dict)
 
     def key_of(self, path: str) -> str:
@@ -72,6 +81,29 @@ _LLAMA = {
     "rms_norm_eps": "norm_eps",
     "max_position_embeddings": "max_positions",
     "tie_word_embeddings": "tied_embeddings",
+}
+_BERT = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "d_ff",
+    "max_position_embeddings": "max_positions",
+    "type_vocab_size": "token_types",
+    "layer_norm_eps": "norm_eps",
+}
+_POST_NORM = {"norm": "layer", "norm_after": True, "positions": "learned", "gated": False, "bias": True}
+_ENCODER = {"family": "encoder", "tied_embeddings": True}
+_ABSOLUTE = {
+    "tie_word_embeddings": True,
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+}
+_DROPOUTS: dict[str, Any] = {
+    "dropout_keys": ("hidden_dropout_prob",),
+    "zero_keys": ("attention_probs_dropout_prob",),
+    "ignored": frozenset({"gradient_checkpointing"}),
 }
 _OLD_LLAMA = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rope_theta": 10000.0}
 
@@ -100,6 +132,7 @@ FAMILIES = {
         defaults={"n_inner": None, "tie_word_embeddings": True},
         rope=False,
         dropout_keys=("embd_pdrop", "resid_pdrop"),
+        zero_keys=("attn_pdrop",),
     ),
     "llama": Family(
         "LlamaForCausalLM",
@@ -149,6 +182,58 @@ FAMILIES = {
         layer_types=(FULL,),
         aliases={"num_local_experts": "num_experts"},  # as transformers 5 writes it
     ),
+    "bert": Family(
+        "BertForMaskedLM",
+        _BERT,
+        fixed=_ENCODER | _POST_NORM,
+        required=_ABSOLUTE,
+        rope=False,
+        tanh_gelu="gelu_new",
+        **_DROPOUTS,
+    ),
+    "roberta": Family(
+        "RobertaForMaskedLM",
+        _BERT,
+        fixed=_ENCODER | _POST_NORM | {"first_position": 2},
+        required=_ABSOLUTE | {"pad_token_id": 1},  # positions are counted from the id behind that of padding
+        head_activation="gelu",
+        rope=False,
+        **_DROPOUTS,
+    ),
+    "modernbert": Family(
+        "ModernBertForMaskedLM",
+        {key: path for key, path in _BERT.items() if key not in ("type_vocab_size", "layer_norm_eps")}
+        | {"norm_eps": "norm_eps"},
+        activation="hidden_activation",
+        fixed=_ENCODER | {"norm": "layer", "first_attention_norm": False},
+        required={
+            **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), False),
+            "decoder_bias": True,
+            "classifier_activation": "gelu",
+            "tie_word_embeddings": True,
+        },
+        head_activation="gelu",
+        rope=False,
+        local_attention=True,
+        dropout_keys=("embedding_dropout", "mlp_dropout"),
+        zero_keys=("attention_dropout",),
+        ignored=frozenset(
+            {
+                "classifier_pooling",
+                "cls_token_id",
+                "deterministic_flash_attn",
+                "gradient_checkpointing",
+                "initializer_cutoff_factor",
+                "layer_norm_eps",
+                "position_embedding_type",
+                "reference_compile",
+                "repad_logits_with_grad",
+                "sep_token_id",
+                "sparse_pred_ignore_index",
+                "sparse_prediction",
+            }
+        ),
+    ),
 }
 """The families by their `model_type`."""
 
@@ -162,6 +247,8 @@ UNRELATED = {
 """Keys that do not affect the logits: about files, generation, classifier heads and additional outputs."""
 
 TRAINING = {
-    "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
+    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop",
+    "embedding_dropout", "hidden_dropout_prob", "mlp_dropout", "resid_pdrop", "router_aux_loss_coef",
+    "router_jitter_noise",
 }  # fmt: skip
 """Keys that affect training alone. They are not imported, but reported."""

@@ -9,7 +9,7 @@ import yaml
 from jaxstack.config import ConfigError
 from jaxstack.data import chat
 from jaxstack.data.tokenizers import JsonObject
-from jaxstack.hf import configs
+from jaxstack.hf import compressed, configs
 
 FOLDER = "imported"
 """The folder of a run that holds them."""
@@ -78,6 +78,8 @@ def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
         else:
             del config[key]  # its value is then the default of the family
     text = (originals / "config.json").read_text("utf-8")
+    if before.pop(compressed.KEY, None) is not None:  # the exported weights are not quantised
+        text = json.dumps(before, indent=2) + "\n"
     changed = _changed_keys(before, config)
     if changed is None:
         text = json.dumps(config, indent=2) + "\n"

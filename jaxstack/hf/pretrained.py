@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -13,13 +14,19 @@ import numpy as np
 
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, ModelConfig
-from jaxstack.hf import configs, peft, safetensors, weights
-from jaxstack.models import decoder, lora, params
+from jaxstack.hf import compressed, configs, peft, safetensors, weights
+from jaxstack.models import family as families
+from jaxstack.models import lora, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec, map_spec
 
-PREFIXES = ("transformer.", "model.")
+PREFIXES = ("transformer.", "model.", "bert.", "roberta.")
 """Prefixes of tensor names that are missing if a model was saved without its head."""
+
+
+def _new_name(name: str) -> str:
+    """Returns the name of a tensor of BERT as newer files have it: older ones have gamma and beta in a LayerNorm."""
+    return re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name))
 
 
 class PretrainedFolder:
@@ -32,7 +39,8 @@ class PretrainedFolder:
       family: the `model_type` of the model.
       model: the model that its `config.json` describes.
       ignored_values: keys and values of `config.json` that affect training alone and are not imported.
-      dtypes: the dtypes of its tensors, as safetensors spells them.
+      dtypes: the dtypes of its tensors, as safetensors spells them; of a quantised matrix that of its scales.
+      formats: the formats of its quantised matrices, which are read as dense float32 parameters.
       adapters: adapters in PEFT's format that are merged into the parameters, or `None`.
 
     Raises:
@@ -44,14 +52,16 @@ class PretrainedFolder:
         self.folder = folder
         self.family, self.model, self.ignored_values = configs.read_config(folder)
         self.adapters = None if adapter is None else peft.read_adapters(adapter, self.family, self.model)
-        self._spec = decoder.spec(self.model)
-        self._tensors = safetensors.TensorFiles(folder)
+        self._spec = families.spec(self.model)
+        self._tensors = compressed.open_tensors(folder)
         try:
             self._names = self._match_names()
         except ConfigError:
             self._tensors.__exit__()
             raise
         self.dtypes = sorted({self._tensors.infos[name].dtype for name in self._names.values()})
+        found = self._tensors.schemes if isinstance(self._tensors, compressed.QuantizedFiles) else {}
+        self.formats = sorted(map(str, found))
 
     def __enter__(self) -> "PretrainedFolder":
         return self
@@ -61,7 +71,8 @@ class PretrainedFolder:
 
     def _match_names(self) -> dict[str, str]:
         """Returns the name in the files of each expected tensor; the two differ at most in a prefix."""
-        held = {name: h for name, h in self._tensors.infos.items() if not re.fullmatch(weights.BUFFERS, name)}
+        in_file = {_new_name(name): name for name in self._tensors.infos if not re.fullmatch(weights.BUFFERS, name)}
+        held = {name: self._tensors.infos[own] for name, own in in_file.items()}
         many = max(prod(p.shape[: p.batch_axes]) for p in flat_spec(self._spec).values())
         if many > len(held):  # checked before names are generated, since the number may be absurd
             raise ConfigError(
@@ -72,10 +83,11 @@ class PretrainedFolder:
         prefix = next(p for p in PREFIXES if any(name.startswith(p) for name in expected))
         bare = not any(name.startswith(prefix) for name in held)
         names = {name: name.removeprefix(prefix) if bare else name for name in expected}
-        if self.model.tied_embeddings and "lm_head.weight" in held:
-            table = weights.WEIGHT_MAPS[self.family]["embedding/tokens"][0]
-            self._require_equal("lm_head.weight", table.removeprefix(prefix) if bare else table)
-            del held["lm_head.weight"]
+        for copy, path in weights.COPIES.get(self.family, {"lm_head.weight": "embedding/tokens"}).items():
+            if self.model.tied_embeddings and copy in held:
+                table = weights.WEIGHT_MAPS[self.family][path][0]
+                self._require_equal(copy, table.removeprefix(prefix) if bare else table)
+                del held[copy]
         for what, found in (
             ("lacks", sorted(set(names.values()) - held.keys())),
             ("has unexpected tensors", sorted(held.keys() - set(names.values()))),
@@ -97,7 +109,7 @@ class PretrainedFolder:
                     f"{info.file}: {names[name]} has dtype {info.dtype}. Save it as one of "
                     f"{', '.join(safetensors.DTYPES)}."
                 )
-        return names
+        return {name: in_file[own] for name, own in names.items()}
 
     def _require_equal(self, one: str, other: str) -> None:
         """Checks that a tied head that is stored again equals the embedding."""
@@ -114,13 +126,13 @@ class PretrainedFolder:
             )
 
     def read_params(self, ctx: Context | None = None, pad_vocab_to: int | None = None) -> PyTree:
-        """Returns the parameters that `decoder.spec` declares, float32; every device reads only its own shards.
+        """Returns the parameters that the family declares, float32; every device reads only its own shards.
 
         Args:
           ctx: the mesh, the sharding of parameters and the pipeline's stages. `None` means one device.
           pad_vocab_to: see `ModelConfig`.
         """
-        ctx, spec = ctx or Context(), decoder.spec(replace(self.model, pad_vocab_to=pad_vocab_to))
+        ctx, spec = ctx or Context(), families.spec(replace(self.model, pad_vocab_to=pad_vocab_to))
         layers = None if ctx.pipeline is None else ctx.pipeline.stages.layer_of_slot
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         where = map_spec(lambda p: one, spec) if ctx.mesh is None else ctx.parameters(spec)
@@ -148,24 +160,60 @@ class PretrainedFolder:
         return merge(adapters, values)
 
 
-def save_pretrained(folder: Path, cfg: ModelConfig, values: PyTree, dtype: str, seq_len: int, end: int | None) -> str:
+def save_pretrained(
+    folder: Path,
+    cfg: ModelConfig,
+    values: PyTree,
+    dtype: str,
+    seq_len: int,
+    end: int | None,
+    quantized: tuple[compressed.Scheme, compressed.Codes] | None = None,
+) -> str:
     """Writes `config.json` and tensors that `transformers` can load into an empty folder, and returns the family.
 
     Args:
       folder: the folder.
       cfg: the model, which one of the families must be able to express.
       values: its parameters on the CPU, not sharded.
-      dtype: dtype of the tensors, `float32` or `bfloat16`.
+      dtype: dtype of the tensors and of the scales, `float32` or `bfloat16`.
       seq_len: the sequence length of training, for a model without `max_positions`.
       end: the token at the end of a document, if there is one.
+      quantized: a format, and the codes and scales of matrices by the name of their tensor. They are stored in place
+        of the matrices' values. `None` stores values only.
+
+    Raises:
+      ConfigError: no family has this model, or a quantised tensor is not the weight of a linear layer.
     """
-    family, spec = configs.family_of(cfg), decoder.spec(cfg)
+    family, spec = configs.family_of(cfg), families.spec(cfg)
     declared, leaves, kind = flat_spec(spec), flatten(values), jnp.dtype(dtype)
     assert {path: leaf.shape for path, leaf in leaves.items()} == {path: p.shape for path, p in declared.items()}
     tensors = weights.hf_tensors(family, spec)
-    sizes = {name: kind.itemsize * prod(tensor.shape) for name, tensor in tensors.items()}
-    arrays = ((name, weights.build_tensor(tensor, declared, leaves, kind)) for name, tensor in tensors.items())
-    safetensors.write_tensors(folder, sizes, arrays)
     config = configs.to_json(family, cfg, seq_len, end) | {"torch_dtype": dtype}
+    codes: compressed.Codes = {}
+    if quantized is not None:
+        scheme, codes = quantized
+        linear = [name for name, tensor in tensors.items() if tensor.is_linear]
+        if other := sorted(codes.keys() - set(linear)):
+            raise ConfigError(
+                f"{other[0]} of the family {family} is not the weight of one linear layer and cannot be quantised. Use "
+                f"a model of another family than gpt2."
+            )
+        assert all(code.shape == tensors[name].shape for name, (code, _) in codes.items())
+        config[compressed.KEY] = scheme.to_json(codes, linear)
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if name in codes:
+            sizes |= compressed.tensor_sizes(name, *codes[name], scheme, kind)
+        else:
+            sizes[name] = kind.itemsize * prod(tensor.shape)
+
+    def arrays() -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in tensors.items():
+            if name in codes:
+                yield from compressed.to_tensors(name, *codes[name], scheme, kind).items()
+            else:
+                yield name, weights.build_tensor(tensor, declared, leaves, kind)
+
+    safetensors.write_tensors(folder, sizes, arrays())
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return family

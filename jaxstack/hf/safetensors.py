@@ -13,13 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jaxstack.common import files
 from jaxstack.config import ConfigError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = ("F32", "F16", "BF16")
+DTYPES, FP8 = ("F32", "F16", "BF16"), "F8_E4M3"
 FILE_BYTES = 256e6
 """The size of a written file, or that of the largest tensor if it is larger: the memory that writing needs."""
 
@@ -50,6 +51,7 @@ class TensorFiles:
     """The tensors of a folder. Use it as a context manager, which closes the files.
 
     Attributes:
+      folder: the path of the folder.
       infos: the tensors by name.
 
     Raises:
@@ -57,7 +59,7 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._safetensors, self._folder = import_safetensors(), folder
+        self._safetensors, self.folder = import_safetensors(), folder
         self._stack, self._open = contextlib.ExitStack(), dict[Path, Any]()
         self.infos: dict[str, TensorInfo] = {}
         with contextlib.ExitStack() as undo:
@@ -92,10 +94,30 @@ class TensorFiles:
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a part of a tensor in the dtype of the file."""
         info = self.infos[name]
+        if info.dtype == FP8:
+            return _read_fp8(info, name, index)
         try:
             return self._open[info.file].get_slice(name)[index]
         except (OSError, self._safetensors.SafetensorError) as error:
             raise ConfigError(f"{info.file} cannot be read: {error}. Fetch or save it again.") from None
+
+
+def _read_fp8(info: TensorInfo, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns a part of a float8 matrix, which the library cannot give to NumPy. Its rows are read completely.
+
+    The library has checked the file's header, which begins with its own length in 8 bytes.
+    """
+    rows, cols = (slice(*s.indices(n)[:2]) for s, n in zip(index, info.shape, strict=True))
+    count, width = max(rows.stop - rows.start, 0), info.shape[1]
+    try:
+        with open(info.file, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            begin = json.loads(file.read(length))[name]["data_offsets"][0]
+            file.seek(8 + length + begin + rows.start * width)
+            held = np.frombuffer(file.read(count * width), ml_dtypes.float8_e4m3fn)
+        return held.reshape(count, width)[:, cols]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{info.file} cannot be read: {error}. Fetch or save it again.") from None
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:

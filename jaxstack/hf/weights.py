@@ -33,13 +33,19 @@ class TensorLayout:
     Attributes:
       transposed: whether the tensor is [outputs, inputs], as in `nn.Linear`, and not [inputs, outputs], as in jaxstack
         and in GPT-2's `Conv1D`.
-      part: the index of this parameter's part along the last axis.
-      parts: the number of equal parts that the last axis holds.
+      part: the index of this parameter's part along the axis of outputs.
+      parts: the number of equal parts that the axis of outputs holds.
+      first_layer: the first layer that has the tensor. Layers before it have ones, which the model does not read.
     """
 
     transposed: bool = False
     part: int = 0
     parts: int = 1
+    first_layer: int = 0
+
+    def outputs_axis(self, p: Param) -> int:
+        """Returns the axis of the tensor that holds the parts."""
+        return 0 if self.transposed or p.kind == "vector" else 1
 
     def _axes(self, p: Param) -> tuple[tuple[int, ...], ...]:
         """Returns the dimensions of the parameter that each axis of the tensor joins."""
@@ -52,8 +58,9 @@ class TensorLayout:
     def shape(self, p: Param) -> tuple[int, ...]:
         """Returns the shape of the whole tensor."""
         own = p.shape[p.batch_axes :]
-        *first, last = (prod(own[d] for d in axis) for axis in self._axes(p))
-        return (*first, last * self.parts)
+        sizes = [prod(own[d] for d in axis) for axis in self._axes(p)]
+        sizes[self.outputs_axis(p)] *= self.parts
+        return tuple(sizes)
 
     def read_pieces(
         self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]
@@ -88,9 +95,10 @@ class TensorLayout:
             where.append(slice(first.start * size, first.stop * size))
             shape += [first.stop - first.start, *(own[d] for d in rest)]
             inner += [slice(None), *(index[d] for d in rest)]
+        order, outputs = [d for axis in axes for d in axis], self.outputs_axis(p)
+        axes = axes[: outputs + 1]
         skipped = self.part * prod(own[d] for d in axes[-1])
-        where[-1] = slice(where[-1].start + skipped, where[-1].stop + skipped)
-        order = [d for axis in axes for d in axis]
+        where[outputs] = slice(where[outputs].start + skipped, where[outputs].stop + skipped)
         return fetch(tuple(where)).reshape(shape)[tuple(inner)].transpose(np.argsort(order))
 
     def to_hf(self, p: Param, values: np.ndarray) -> np.ndarray:
@@ -104,6 +112,8 @@ WeightMap = dict[str, tuple[str, TensorLayout]]
 
 SAME, TRANSPOSED = TensorLayout(), TensorLayout(transposed=True)
 THIRDS = tuple(TensorLayout(part=i, parts=3) for i in range(3))
+ROW_THIRDS = tuple(TensorLayout(True, i, 3) for i in range(3))
+ROW_HALVES = tuple(TensorLayout(True, i, 2) for i in range(2))
 
 LLAMA: WeightMap = {
     "embedding/tokens": ("model.embed_tokens.weight", SAME),
@@ -132,6 +142,38 @@ def _experts(dense: WeightMap, module: str, **tensors: str) -> WeightMap:
     found["layers/moe/router"] = (f"model.layers.{{}}.{module}.gate.weight", TRANSPOSED)
     for ours, theirs in tensors.items():
         found[f"layers/moe/{ours}"] = (f"model.layers.{{}}.{module}.experts.{{}}.{theirs}.weight", TRANSPOSED)
+    return found
+
+
+def _bert(base: str, head: str, dense: str, norm: str) -> WeightMap:
+    """Returns the weight map of BERT or RoBERTa, whose modules `base` and `head` have other names."""
+    layer = f"{base}.encoder.layer.{{}}"
+    linear = {
+        "attention/{}_q": f"{layer}.attention.self.query",
+        "attention/{}_k": f"{layer}.attention.self.key",
+        "attention/{}_v": f"{layer}.attention.self.value",
+        "attention/{}_o": f"{layer}.attention.output.dense",
+        "mlp/{}_up": f"{layer}.intermediate.dense",
+        "mlp/{}_down": f"{layer}.output.dense",
+    }
+    norms = {
+        "embedding/norm": f"{base}.embeddings.LayerNorm",
+        "layers/attention_norm": f"{layer}.attention.output.LayerNorm",
+        "layers/mlp_norm": f"{layer}.output.LayerNorm",
+        "transform/norm": f"{head}.{norm}",
+    }
+    tables = {"tokens": "word", "positions": "position", "types": "token_type"}
+    found: WeightMap = {
+        **{f"embedding/{ours}": (f"{base}.embeddings.{name}_embeddings.weight", SAME) for ours, name in tables.items()},
+        "transform/w": (f"{head}.{dense}.weight", TRANSPOSED),
+        "transform/b": (f"{head}.{dense}.bias", SAME),
+        "output/bias": (f"{head.removesuffix('.transform')}.bias", SAME),
+    }
+    for path, name in linear.items():
+        found[f"layers/{path.format('w')}"] = (f"{name}.weight", TRANSPOSED)
+        found[f"layers/{path.format('b')}"] = (f"{name}.bias", SAME)
+    for path, name in norms.items():
+        found |= {f"{path}/scale": (f"{name}.weight", SAME), f"{path}/bias": (f"{name}.bias", SAME)}
     return found
 
 
@@ -170,11 +212,40 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     },
     "mixtral": _experts(LLAMA, "block_sparse_moe", w_gate="w1", w_up="w3", w_down="w2"),
     "qwen3_moe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
+    "bert": _bert("bert", "cls.predictions.transform", "dense", "LayerNorm"),
+    "roberta": _bert("roberta", "lm_head", "dense", "layer_norm"),
+    "modernbert": {
+        "embedding/tokens": ("model.embeddings.tok_embeddings.weight", SAME),
+        "embedding/norm/scale": ("model.embeddings.norm.weight", SAME),
+        "layers/attention_norm/scale": ("model.layers.{}.attn_norm.weight", TensorLayout(first_layer=1)),
+        "layers/attention/w_q": ("model.layers.{}.attn.Wqkv.weight", ROW_THIRDS[0]),
+        "layers/attention/w_k": ("model.layers.{}.attn.Wqkv.weight", ROW_THIRDS[1]),
+        "layers/attention/w_v": ("model.layers.{}.attn.Wqkv.weight", ROW_THIRDS[2]),
+        "layers/attention/w_o": ("model.layers.{}.attn.Wo.weight", TRANSPOSED),
+        "layers/mlp_norm/scale": ("model.layers.{}.mlp_norm.weight", SAME),
+        "layers/mlp/w_gate": ("model.layers.{}.mlp.Wi.weight", ROW_HALVES[0]),
+        "layers/mlp/w_up": ("model.layers.{}.mlp.Wi.weight", ROW_HALVES[1]),
+        "layers/mlp/w_down": ("model.layers.{}.mlp.Wo.weight", TRANSPOSED),
+        "final_norm/scale": ("model.final_norm.weight", SAME),
+        "transform/w": ("head.dense.weight", TRANSPOSED),
+        "transform/norm/scale": ("head.norm.weight", SAME),
+        "output/bias": ("decoder.bias", SAME),
+    },
 }
 """The weight maps by `model_type`."""
 
-BUFFERS = r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq"
-"""Matches constants that older files hold beside the weights: causal masks and the frequencies of RoPE."""
+COPIES = {
+    "bert": {"cls.predictions.decoder.weight": "embedding/tokens", "cls.predictions.decoder.bias": "output/bias"},
+    "roberta": {"lm_head.decoder.weight": "embedding/tokens", "lm_head.decoder.bias": "output/bias"},
+    "modernbert": {"decoder.weight": "embedding/tokens"},
+}
+"""Maps tensors that some files of a family hold again to their parameter. Decoders may hold a tied `lm_head.weight`."""
+
+BUFFERS = (
+    r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids|(.*\.)?pooler\..*"
+    r"|cls\.seq_relationship\..*"
+)
+"""Matches what files hold beside the weights: masks, frequencies of RoPE, positions, and BERT's heads for sentences."""
 
 
 def weight_map(family: str, spec: Spec) -> WeightMap:
@@ -185,7 +256,7 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
     """
     declared, rows = flat_spec(spec), dict(WEIGHT_MAPS[family])
     if "head/w" not in declared:  # tied to the embedding
-        del rows["head/w"]
+        rows.pop("head/w", None)
     unnamed = sorted(declared.keys() - rows.keys())
     if unnamed:
         raise ConfigError(
@@ -216,6 +287,11 @@ class HFTensor:
     shape: tuple[int, ...]
     sources: list[tuple[str, TensorLayout, tuple[int, ...]]]
 
+    @property
+    def is_linear(self) -> bool:
+        """Returns whether the tensor is the weight [outputs, inputs] of one linear layer."""
+        return self.sources[0][1].transposed and len(self.shape) == 2
+
 
 def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
     """Returns every tensor of a model by name, in the order of the parameters."""
@@ -224,6 +300,8 @@ def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
     for path, (name, layout) in weight_map(family, spec).items():
         p = declared[path]
         for at in np.ndindex(*p.shape[: p.batch_axes]):
+            if at and at[0] < layout.first_layer:
+                continue
             tensor = found.setdefault(name.format(*at), HFTensor(layout.shape(p), []))
             tensor.sources.append((path, layout, at))
     for tensor in found.values():
@@ -265,8 +343,8 @@ def read_param(
         numbers = [s.start + i for s, i in zip(where, at, strict=False)]
         if p.stacked and layers is not None:
             numbers[0] = int(layers[numbers[0]])
-        if p.stacked and numbers[0] < 0:
-            values[at] = 0
+        if p.stacked and numbers[0] < layout.first_layer:
+            values[at] = numbers[0] >= 0  # a row without a layer, or a layer without the tensor
             continue
         tensor = name.format(*numbers)
         for to, piece in layout.read_pieces(p, where[lead:], lambda part: fetch(tensor, part)):
@@ -289,4 +367,8 @@ def build_tensor(
     parts = [layout.to_hf(declared[path], np.asarray(values[path])[at]) for path, layout, at in tensor.sources]
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0].astype(dtype, copy=False))
-    return np.concatenate([part.astype(dtype, copy=False) for part in parts], axis=-1)
+    path, layout, _ = tensor.sources[0]
+    joined = np.concatenate(
+        [part.astype(dtype, copy=False) for part in parts], axis=layout.outputs_axis(declared[path])
+    )
+    return np.ascontiguousarray(joined)

@@ -218,12 +218,7 @@ def find_sites(f: Callable[[PyTree], Any], weights: PyTree, wanted: PyTree) -> S
     leaves, structure = jax.tree.flatten(weights)
 
     def trace(leaves: list[jax.Array]) -> Any:
-        pairs = zip(leaves, jax.tree.leaves(wanted), strict=True)
-        return f(
-            jax.tree.unflatten(
-                structure, [Tapped(w, found=found, leaf=i) if asked else w for i, (w, asked) in enumerate(pairs)]
-            )
-        )
+        return f(_with_collector(jax.tree.unflatten(structure, leaves), wanted, found))
 
     jax.eval_shape(trace, leaves)
     chosen = {i: site for i, site in sorted(found.sites.items()) if i not in found.excluded}
@@ -234,6 +229,35 @@ def find_sites(f: Callable[[PyTree], Any], weights: PyTree, wanted: PyTree) -> S
             for i, (of_leaf, x, y, integers) in chosen.items()
         }
     )
+
+
+def _with_collector(weights: PyTree, wanted: PyTree, found: _Found) -> PyTree:
+    """Returns the weights, of which those that are wanted record their products in `found`."""
+    leaves, structure = jax.tree.flatten(weights)
+    pairs = zip(leaves, jax.tree.leaves(wanted), strict=True)
+    tapped = [Tapped(w, found=found, leaf=i) if asked else w for i, (w, asked) in enumerate(pairs)]
+    return jax.tree.unflatten(structure, tapped)
+
+
+def record_inputs(
+    f: Callable[[PyTree], Any], weights: PyTree, wanted: PyTree
+) -> tuple[Any, dict[int, tuple[jax.Array, tuple[jax.Array, ...]]]]:
+    """Returns f(weights), and the inputs of the products with the wanted weights: x and integers, see `product`.
+
+    It traces like `f`, so that it can be a part of a function that is compiled. A weight is missing if several
+    products use it, or code that `product` does not cover, see `fused`.
+
+    Args:
+      f: a layer as a function of its weights, without recomputation.
+      weights: arrays.
+      wanted: see `find_sites`.
+
+    Returns:
+      The result, and the inputs by the index of the weight among the leaves.
+    """
+    found = _Found()
+    result = f(_with_collector(weights, wanted, found))
+    return result, {i: (x, n) for i, (_, x, _, n) in sorted(found.sites.items()) if i not in found.excluded}
 
 
 def _abstract(x: jax.Array) -> Abstract:

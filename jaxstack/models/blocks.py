@@ -81,6 +81,8 @@ def block(
 ) -> tuple[jax.Array, Aux]:
     """Runs one block: attention and MLP, each normalised before (with `post_norm` also after) and added to the input.
 
+    With `norm_after` the two sums are normalised instead of what attention and MLP read.
+
     Args:
       cfg: the model.
       params: parameters of one layer, without the leading layer axis.
@@ -98,13 +100,17 @@ def block(
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     dropout_ids = layer_inputs.dropout_ids
 
-    h = layers.norm(cfg, params["attention_norm"], x, ctx)
+    h = layers.norm(cfg, params["attention_norm"], x, ctx) if not cfg.norm_after else x
+    if not cfg.first_attention_norm:
+        h = jnp.where(layer_inputs.first, x, h)
     h, aux = layers.attention(cfg, params["attention"], h, ctx, layer_inputs, mask=mask, cache=cache)
     if cfg.post_norm:
         h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
     x = checkpoint_name(x + layers.dropout(keys[0], cfg.dropout, h, dropout_ids), "residual")
+    if cfg.norm_after:
+        x = layers.norm(cfg, params["attention_norm"], x, ctx)
 
-    h = layers.norm(cfg, params["mlp_norm"], x, ctx)
+    h = layers.norm(cfg, params["mlp_norm"], x, ctx) if not cfg.norm_after else x
     if cfg.moe.num_experts:
         h, routed = moe_layer.moe(cfg, params["moe"], h, ctx, layer_inputs)
         aux = aux | routed
@@ -112,7 +118,10 @@ def block(
         h = layers.mlp(cfg, params["mlp"], h, ctx)
     if cfg.post_norm:
         h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)
-    return x + layers.dropout(keys[1], cfg.dropout, h, dropout_ids), aux
+    x = x + layers.dropout(keys[1], cfg.dropout, h, dropout_ids)
+    if cfg.norm_after:
+        x = layers.norm(cfg, params["mlp_norm"], checkpoint_name(x, "residual"), ctx)
+    return x, aux
 
 
 def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:

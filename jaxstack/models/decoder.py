@@ -9,28 +9,26 @@ rows of this device, S tokens of a row within attention, S/n tokens of a row in 
 sequence parallelism), D width, V vocabulary, L layers.
 """
 
-import math
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack import kernels, pipeline
+from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.models import layers, lora, moe_layer
-from jaxstack.models.blocks import Stack, block, group_layers, remat, scan_stack, split_microbatches, split_steps
+from jaxstack.models.blocks import Stack, block
 from jaxstack.models.context import Context
+from jaxstack.models.forward import Parts
+from jaxstack.models.forward import hidden_states as run_parts
 from jaxstack.models.layers import AttentionMask, Aux, LayerInputs
-from jaxstack.models.params import Param, Params, Role, Spec, cast_matrices, pad, unstack
+from jaxstack.models.params import Param, Params, Role, Spec, pad, unstack
 from jaxstack.models.params import stack as stack_layers
 from jaxstack.models.width import scale_to_width
 from jaxstack.moe import update_bias
-from jaxstack.pipeline import PipelineFns
-
-ARRAYS = ("tokens", "positions", "distance", "segment_ids", "gate_ids", "loss_weights", "rows")
-"""The arrays of a batch that `hidden_states` reads, see `make_layer_inputs`."""
 
 
 def spec(cfg: ModelConfig) -> Spec:
@@ -89,6 +87,8 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     positions = batch.get("positions", ctx.token_index(length))
     stream_positions = ctx.slice_for_sequence_parallel(positions)
     rope = layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None
+    local = cfg.rope_theta_local if cfg.positions == "rope" else None
+    rope_local = None if local is None else layers.rope_tables(replace(cfg, rope_theta=local), positions)
     gate_ids = ctx.slice_for_sequence_parallel(batch["gate_ids"]) if "gate_ids" in batch else None
     counted = batch["loss_weights"] != 0 if "loss_weights" in batch and cfg.moe.num_experts else None
     dropout_ids = None
@@ -99,6 +99,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
         tokens=tokens,
         positions=stream_positions,
         rope=rope,
+        rope_local=rope_local,
         segment_ids=batch.get("segment_ids"),
         gate_ids=gate_ids,
         counted=counted,
@@ -108,7 +109,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     )
 
 
-def _dropout_keys(layer_inputs: LayerInputs) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+def dropout_keys(layer_inputs: LayerInputs) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
     """Returns the dropout keys of the layers and of the embedding."""
     if layer_inputs.key is None:
         return None, None
@@ -129,7 +130,7 @@ def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Cont
     residual = ("batch", "residual")
     where = residual[-layer_inputs.positions.ndim :]
     x, _ = ctx.region(work, arguments, (declared, ("batch", "sequence"), where), residual)
-    return layers.dropout(_dropout_keys(layer_inputs)[1], cfg.dropout, x, layer_inputs.dropout_ids)
+    return layers.dropout(dropout_keys(layer_inputs)[1], cfg.dropout, x, layer_inputs.dropout_ids)
 
 
 def scan_block(
@@ -148,17 +149,23 @@ def scan_block(
     one_layer = unstack(spec(cfg)["layers"])
     every: list[Aux] = []
     for i, (window, one) in enumerate(zip(cfg.windows, params, strict=True)):
-        key = _dropout_keys(layer_inputs)[0]
+        key, own = dropout_keys(layer_inputs)[0], layer_inputs
+        if window and own.rope_local is not None:
+            own = replace(own, rope=own.rope_local)
+        if i == 0 and not cfg.first_attention_norm:
+            own = replace(own, first=index == 0)
         x, aux = block(
             cfg,
             _gather_dense(ctx, one_layer, one),
             x,
             ctx,
-            layer_inputs,
-            mask=AttentionMask(window),
+            own,
+            mask=AttentionMask(window, cfg.family != "encoder"),
             dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
             cache={**cache[i], "distance": layer_inputs.distance[i]} if cache else cache,
         )
+        if i + 1 < len(cfg.windows) and not (cfg.post_norm or cfg.norm_after):
+            x = checkpoint_name(x, "residual")  # as the loop saves its own; the MLP's last product is not repeated
         every.append(aux)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
 
@@ -178,34 +185,9 @@ def hidden_states(
     dropout_key: jax.Array | None = None,
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
-    """Computes everything before the head.
-
-    Args:
-      cfg: the model.
-      params: as `spec` declares them, float32.
-      batch: see `make_layer_inputs`; other arrays are ignored.
-      ctx: execution context. `None` means one device in float32.
-      dropout_key: `None` disables dropout, for evaluation.
-      cache: for each block of a step, keys and values of earlier tokens, see `layers.attention`: arrays
-        [L/period, ...], on a stage of a pipeline [R/P/period, ...]. An empty cache means that rows begin here.
-
-    Returns:
-      Normalised hidden states [B, S, D] in `ctx.dtype`, and auxiliary values, each [L, ...]: with experts those of
-      `moe_layer.moe`, with a cache the `keys` and `values` of these tokens.
-    """
-    ctx = ctx or Context()
-    params = cast_matrices(spec(cfg), params, ctx.dtype)
-    batch = {name: batch[name] for name in ARRAYS if name in batch}
-    if dropout_key is not None:
-        batch["key"] = jax.random.key_data(dropout_key)
-    if ctx.pipeline is not None:
-        return _hidden_states_through_stages(cfg, params, batch, ctx, cache)
-    layer_inputs = make_layer_inputs(cfg, batch, ctx)
-    ((name, stack),) = stacks(cfg).items()
-    steps = split_steps(stack, params[name])
-    x = embed(cfg, params, layer_inputs, ctx)
-    x, aux = scan_stack(cfg, ctx, stack, steps, x, layer_inputs, cache)
-    return final_norm(cfg, params, x, ctx), jax.tree.map(lambda a: a.reshape(cfg.num_layers, *a.shape[2:]), aux)
+    """Computes everything before the head, see `forward.hidden_states`."""
+    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
+    return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key, cache=cache)
 
 
 def hidden_states_unrolled(
@@ -233,39 +215,6 @@ def hidden_states_unrolled(
         x, aux = scan_block(cfg, ctx, weights, x, index, layer_inputs, one)
         made.append([{name: aux[name][i] for name in block} for i, block in enumerate(one)])
     return final_norm(cfg, params, x, ctx), made
-
-
-def _hidden_states_through_stages(
-    cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, cache: PyTree
-) -> tuple[jax.Array, Aux]:
-    """Computes `hidden_states` with the layers on the stages of a pipeline. Its gradient by autodiff is GPipe's."""
-    assert ctx.pipeline is not None
-    rows = batch["tokens"].shape[0]
-    # Auxiliary values are summed over microbatches; keys and values must not be.
-    microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches) if cache is None else 1
-    inner, stacked = ctx.within_stage, params["layers"]
-    if ctx.gather == "once":
-        stacked = ctx.gather_params(spec(cfg)["layers"], stacked)
-
-    def scan_body(
-        layer: tuple[list[Params], PyTree], x: jax.Array, index: jax.Array, layer_inputs: LayerInputs
-    ) -> tuple[jax.Array, jax.Array, Aux]:
-        weights, cache = layer
-        x, aux = scan_block(cfg, inner, weights, x, index, layer_inputs, cache)
-        return x, jnp.zeros(()), aux
-
-    work = PipelineFns(
-        prepare=lambda micro: make_layer_inputs(cfg, micro, ctx),
-        embed=lambda shared, layer_inputs: embed(cfg, shared, layer_inputs, ctx),
-        layer=remat(inner, scan_body),
-    )
-    layers_and_cache = group_layers(len(cfg.windows), stacked), cache
-    micros = split_microbatches(batch, microbatches)
-    x, _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, layers_and_cache, micros)
-    x = x.swapaxes(0, 1).reshape(rows, *x.shape[2:])
-    aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
-    own = {name: aux.pop(name) for name in ("keys", "values") if name in aux}
-    return final_norm(cfg, params, x, ctx), ctx.to_layer_order(aux) | own
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.models import decoder
+from jaxstack.models import decoder, encoder
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.layers import Aux, LayerInputs
@@ -58,13 +58,13 @@ class Family(Protocol):
         """Returns the parameters after an update, with the biases of routers moved by the step's auxiliary values."""
 
 
-FAMILIES: dict[type[ModelConfig], Family] = {ModelConfig: decoder}
-"""The family of each class of model configuration."""
+FAMILIES: dict[str, Family] = {"decoder": decoder, "encoder": encoder}
+"""The families by the value of `model.family`."""
 
 
 def of(cfg: ModelConfig) -> Family:
     """Returns the family of a configuration."""
-    return FAMILIES[type(cfg)]
+    return FAMILIES[cfg.family]
 
 
 def spec(cfg: ModelConfig) -> Spec:

@@ -30,7 +30,8 @@ def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
     """
     leaves = jax.tree.leaves(family.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
     leaves = [p for p in leaves if frozen in (None, p.frozen)]
-    head = cfg.d_model * cfg.vocab if cfg.tied_embeddings and frozen in (None, bool(cfg.lora.rank)) else 0
+    rows = cfg.d_model + (cfg.family == "encoder")  # an encoder's head has its bias as a row
+    head = rows * cfg.vocab if cfg.tied_embeddings and frozen in (None, bool(cfg.lora.rank)) else 0
     return head + sum(
         p.size * cfg.moe.choices // cfg.moe.num_experts if "experts" in p.axes else p.size
         for p in leaves
@@ -53,7 +54,8 @@ def flops_per_token(cfg: ModelConfig, seq_len: int) -> Flops:
     for i in range(cfg.num_layers):
         window = cfg.windows[i % len(cfg.windows)] or S
         w = min(window, S)
-        seen += (w * (w + 1) / 2 + (S - w) * w) / S
+        before = (w * (w + 1) / 2 + (S - w) * w) / S  # and itself
+        seen += before if cfg.family == "decoder" else 2 * before - 1
     # A frozen weight is multiplied forward and for the gradient of its input; it has no gradient of its own.
     dense = 6.0 * matmul_params(cfg) - 2.0 * matmul_params(cfg, frozen=True)
     return Flops(dense + 3.0 * per_pair * S * cfg.num_layers, dense + 3.0 * per_pair * seen)

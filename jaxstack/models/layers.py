@@ -45,22 +45,28 @@ class LayerInputs:
       counted: tokens that the statistics of routing count [B, S]. `None` means all.
       distance: with a cache, for each block of a step, distance from each cached token to this one [B, T].
       dropout_ids: number of each token of the residual stream, for dropout [B, S/n].
+      first: whether this is the first layer, for models with `first_attention_norm=false`.
       gate_ids: domain or timestep of each token of the residual stream, for hard gates [B, S/n].
       key: data of the PRNG key for dropout.
       positions: position of each token of the residual stream, [S/n] or [B, S/n].
       rope: cosine and sine of the positions within attention.
+      rope_local: the same for layers with a window, if they have a base of their own.
       segment_ids: document of each token [B, S]. `None` means one document a row.
+      token_types: type of each token of the residual stream, for an encoder [B, S/n].
       tokens: ids [B, S].
     """
 
     counted: jax.Array | None = None
     distance: PyTree = None
     dropout_ids: jax.Array | None = None
+    first: jax.Array | bool = False
     gate_ids: jax.Array | None = None
     key: jax.Array | None = None
     positions: jax.Array | None = None
     rope: tuple[jax.Array, jax.Array] | None = None
+    rope_local: tuple[jax.Array, jax.Array] | None = None
     segment_ids: jax.Array | None = None
+    token_types: jax.Array | None = None
     tokens: jax.Array | None = None
 
 
@@ -328,6 +334,8 @@ def embed(cfg: ModelConfig, params: Params, tokens: jax.Array, positions: jax.Ar
     if cfg.embedding_scale:
         x = x * jnp.asarray(cfg.d_model**0.5, x.dtype)
     if cfg.positions == "learned":
+        if cfg.first_position:
+            positions = positions + cfg.first_position
         x = kernels.add_in_float32(x, kernels.embedding_lookup(params["positions"], positions))
     return x if cfg.tied_embeddings else collectives.gather(x, ctx.axes(width), 2)
 

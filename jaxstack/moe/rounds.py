@@ -3,7 +3,7 @@
 A round sends to each shard at most ceil(`ROOM` * T * k / n) pairs of each other shard, so that every buffer has about
 `ROOM` * T * k rows. Rounds follow until every shard has sent all its pairs. Even routing needs one round. In the worst
 case all pairs of a shard go to one other, which needs about n / `ROOM`. All devices take part in every exchange,
-because the number of rounds is the largest over all devices.
+because the number of rounds is the largest over all devices of a pipeline stage.
 
 Autodiff has no backward pass through a loop whose length is data, so it is written here: a loop over the same rounds.
 It repeats the exchange and the first two projections, one round at a time; nothing of a round is saved. The gates
@@ -15,7 +15,7 @@ Suffixes: T tokens of this shard, k choices of a token, N = T * k pairs, D width
 
 from collections.abc import Callable
 from functools import partial
-from math import ceil
+from math import ceil, log
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +37,20 @@ SCOPE = "moe_rounds"
 def room_of_shard(pairs: int, shards: int) -> int:
     """Returns how many of the `pairs` of one shard are sent to another in one round."""
     return min(pairs, ceil(ROOM * pairs / shards))
+
+
+def expected_rounds(pairs: int, shards: int) -> int:
+    """Returns the rounds that random routing takes: the largest of n * n loads decides, and few pairs vary much.
+
+    Loads are taken as independent normal numbers, whose largest is about sqrt(2 log(n * n)) deviations above the mean.
+
+    Args:
+      pairs: of one shard.
+      shards: n.
+    """
+    mean = pairs / shards
+    largest = mean + (2 * log(shards * shards) * mean * (1 - 1 / shards)) ** 0.5
+    return ceil(min(largest, pairs) / room_of_shard(pairs, shards))
 
 
 class Plan(NamedTuple):
@@ -92,7 +106,8 @@ def moe_in_rounds(
     starts = starts_of(shard[order], shards)
     plan = Plan(experts, order, starts, back - starts[shard])
     rounds = (jnp.diff(starts).max() + room - 1) // room
-    rounds = lax.pmax(rounds, collectives.varies_along(rounds))
+    # Without `pipe`: the stages of a pipeline need not run a layer at the same time, or equally often.
+    rounds = lax.pmax(rounds, tuple(axis for axis in collectives.varies_along(rounds) if axis != "pipe"))
     one_round = partial(_one_round, exchange)
 
     def forward(rounds: jax.Array, plan: Plan, *values: Any) -> tuple[jax.Array, Any]:

@@ -9,9 +9,10 @@ the stash slot of the unit. The backward unit applies the VJP and adds to float3
 run all forward units before the first backward unit, which is GPipe. `reference.forward` does that.
 
 The amount of work depends on the tick. Loops with a trip count of 0 or more replace branches, because a loop updates
-its sums in place where each branch of a `lax.cond` might copy them. The trip count is equal on all stages, so
-collectives inside a loop are safe. If the program is static, the ticks are several scans whose loops have static trip
-counts, see `phases`.
+its sums in place where each branch of a `lax.cond` might copy them. The trip count is equal on all devices of a stage,
+so collectives within a stage are safe inside a loop. It is equal on all stages too, except in the ticks in which some
+stages run weight units in place of others (`Program.mixed_T`). If the program is static, the ticks are several scans
+whose loops have static trip counts, see `phases`.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from jaxstack.pipeline.operations import (
     add_at,
     add_trees,
     add_where,
+    barrier,
     broadcast,
     fori_loop,
     index_leading,
@@ -38,7 +40,8 @@ from jaxstack.pipeline.operations import (
     zeros,
 )
 from jaxstack.pipeline.phases import Phase, Turns
-from jaxstack.pipeline.program import Program
+from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
+from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.pipeline.split_vjp import Pairs, SplitVJP
 from jaxstack.pipeline.tick_rows import TickRow, UnitRow, tick_rows, ticks_from
 from jaxstack.sharding import collectives
@@ -244,30 +247,29 @@ class _Run:
         return lax.scan(repeat, state, jax.tree.map(lambda a: a.reshape(phase.repeats, -1, *a.shape[1:]), rows))[0]
 
     def static_tick(self, turns: Turns[int], state: _State, row: TickRow) -> tuple[_State, None]:
-        return self.tick(state, row._replace(turns=turns))
+        return self.tick(state, row.static(turns))
 
     def tick(self, state: _State, row: TickRow) -> tuple[_State, None]:
         """Runs one tick: embedding, forward unit, loss, backward unit, gradient of the embedding, sends."""
-        forward, backward = (jax.tree.map(lambda a: a[self.stage], unit) for unit in (row.forward, row.backward))
-        x, stash, penalty, aux = self.run_forward(state, row, forward)
+        row = row.of_stage(self.stage)
+        x, stash, penalty, aux = self.run_forward(state, row)
+        stacked, pairs = self.run_weight(state.sums.stacked, state.pairs, row, FORWARD)
         output, outputs = x, state.outputs
         if outputs is not None:
-            outputs = write_at(outputs, x, forward.slot)
-            output = lax.dynamic_index_in_dim(outputs, backward.slot, keepdims=False)
+            outputs = write_at(outputs, x, row.forward.slot)
+            output = lax.dynamic_index_in_dim(outputs, row.backward.slot, keepdims=False)
         dx, loss, shared = self.run_loss(state, row, output)
-        dx, stacked, pairs = self.run_backward(state, stash, row, backward, dx)
+        dx, stacked, pairs = self.run_backward(pairs, stash, row, dx, stacked)
+        stacked, pairs = self.run_weight(stacked, pairs, row, BACKWARD)
         if jax.tree.leaves(self.shared):
             shared = self.run_embed_grad(shared, row, dx)
-        if row.weight is not None:
-            stacked = self.run_weight(stacked, pairs, row, jax.tree.map(lambda a: a[self.stage], row.weight))
+        stacked, pairs = self.run_weight(stacked, pairs, row, WEIGHT)
         sums = Sums(loss, penalty, aux, shared, stacked)
         x = send(x, self.axis, 1) if may_run(row.turns.forward) else x
-        dx = send(dx, self.axis, -1) if may_run(row.backward_groups) else dx
+        dx = send(dx, self.axis, -1) if may_run(row.turns.backward) else dx
         return _State(x, dx, stash, outputs, pairs, sums), None
 
-    def run_forward(
-        self, state: _State, row: TickRow, unit: UnitRow
-    ) -> tuple[jax.Array, list[jax.Array], jax.Array, PyTree]:
+    def run_forward(self, state: _State, row: TickRow) -> tuple[jax.Array, list[jax.Array], jax.Array, PyTree]:
         """Runs this stage's model chunk on the received activations; the first model chunk embeds a new microbatch.
 
         Returns the output, the stash with the unit's residuals, and the sums of penalty and aux.
@@ -278,6 +280,7 @@ class _Run:
             return jnp.where((self.stage == 0) & (m >= 0), embedded, x)
 
         x = run_if("embed", row.turns.embed, embed, state.x, row.embed_at)
+        unit = row.forward
         inputs = self.inputs_of(unit.microbatch)
 
         def layer_forward(i: jax.Array, carry: PyTree) -> PyTree:
@@ -296,7 +299,7 @@ class _Run:
             return jnp.where(is_layer, y, x), stash, penalty + jnp.where(counts, share, 0), aux
 
         carry = (x, state.stash, state.sums.penalty, state.sums.aux)
-        return fori_loop("forward", row.turns.forward, layer_forward, carry)
+        return fori_loop("forward", row.forward_groups, layer_forward, carry)
 
     def run_loss(self, state: _State, row: TickRow, output: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
         """Computes the loss of the last stage's output on all stages, which divide the work of the head.
@@ -315,12 +318,13 @@ class _Run:
         return run_if("loss", row.turns.loss, loss_and_grad, carry, (output, row.loss_at))
 
     def run_backward(
-        self, state: _State, stash: list[jax.Array], row: TickRow, unit: UnitRow, dx: jax.Array
+        self, waiting: Pairs, stash: list[jax.Array], row: TickRow, dx: jax.Array, sums: PyTree
     ) -> tuple[jax.Array, PyTree, Pairs]:
         """Applies the VJPs of this stage's model chunk, last layer group first.
 
         Returns the cotangents for the previous stage, the sums of the stacked gradients, and the pairs that wait.
         """
+        unit = row.backward
         inputs, one = self.inputs_of(unit.microbatch), zeros(self.vjp.penalty) + 1
 
         def layer_backward(i: jax.Array, carry: PyTree) -> PyTree:
@@ -335,22 +339,31 @@ class _Run:
             counts = is_layer & unit.active
             sums = add_where(counts, sums, dweights, slot)
             if row.pair_slot is not None:
-                place = row.pair_slot[self.stage], layer
+                place = row.pair_slot, layer
                 waiting = jax.tree.map(lambda s, a: write_at(s, a, *place), waiting, pairs)
             return jnp.where(is_layer, dy, dx), sums, waiting
 
-        return fori_loop("backward", row.backward_groups, layer_backward, (dx, state.sums.stacked, state.pairs))
+        return fori_loop("backward", row.backward_groups, layer_backward, (dx, sums, waiting))
 
-    def run_weight(self, sums: PyTree, waiting: Pairs, row: TickRow, unit: UnitRow) -> PyTree:
-        """Adds the gradients that this stage's weight unit computes to the sums of the stacked gradients."""
+    def run_weight(self, sums: PyTree, waiting: Pairs, row: TickRow, lane: int) -> tuple[PyTree, Pairs]:
+        """Adds the gradients that this stage's weight unit in a lane computes to the sums of the stacked gradients.
 
-        def layer_weight(i: jax.Array, sums: PyTree) -> PyTree:
+        Returns the sums and the unchanged pairs. The loop carries the pairs through a barrier: XLA then sees the order
+        of reads and writes in a tick, where it would otherwise copy all pairs.
+        """
+        if row.weight is None or (lane != WEIGHT and row.weight.trips is None):
+            return sums, waiting
+        unit: UnitRow = jax.tree.map(lambda a: a[lane], row.weight)
+
+        def layer_weight(i: jax.Array, carry: PyTree) -> PyTree:
+            sums, waiting = carry
             slot = unit.chunk * self.program.stages.max_groups + i
             pairs = jax.tree.map(lambda s: read_at(s, unit.slot, i), waiting)
             dweights = self.vjp.weights(index_leading(self.stacked, slot), pairs)
-            return add_where((self.group_of_slot[slot] >= 0) & unit.active, sums, dweights, slot)
+            sums = add_where((self.group_of_slot[slot] >= 0) & unit.active, sums, dweights, slot)
+            return barrier((sums, waiting)) if unit.trips is not None else (sums, waiting)
 
-        return fori_loop("weight", row.turns.weight, layer_weight, sums)
+        return fori_loop(WEIGHT_LOOPS[lane], row.weight_groups(lane), layer_weight, (sums, waiting))
 
     def run_embed_grad(self, sums: PyTree, row: TickRow, dx: jax.Array) -> PyTree:
         """Adds the gradient of the embedding to the sums of the shared gradients, and returns them."""

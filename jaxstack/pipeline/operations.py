@@ -21,10 +21,10 @@ def fori_loop(name: str, trips: jax.Array | int, body: Callable[[jax.Array, Carr
             return lax.fori_loop(0, trips, body, carry)
         # XLA would inline a loop of one turn. Without barriers it then fuses updates of the carry with later reads, and
         # has to copy the updated arrays in every tick.
-        return _barrier(body(jnp.int32(0), carry)) if trips else carry
+        return barrier(body(jnp.int32(0), carry)) if trips else carry
 
 
-def _barrier(tree: Carry) -> Carry:
+def barrier(tree: Carry) -> Carry:
     """Keeps XLA from fusing what computes the arrays with what reads them.
 
     A barrier gives all its results one type, so there is one for each set of axes along which arrays vary.

@@ -5,6 +5,7 @@ that: ticks that do the same work are one loop, and turns without work are maske
 """
 
 import itertools
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,7 +29,10 @@ class Turns(NamedTuple, Generic[Count]):
       loss: of the loss with its gradients.
       backward: of the layer groups of the backward units.
       embed_grad: of the embedding's gradient.
-      weight: of the layer groups of the weight units; 0 if backward units compute the weights' gradients too.
+      weight: of the layer groups of the weight units in their own lane; 0 if backward units compute the weights'
+        gradients too.
+      mixed: 1 if some stages run weight units in the lanes of forward and backward units, else 0. Then each stage has
+        its own trip counts in these two lanes, and those here are the largest.
     """
 
     embed: Count
@@ -37,6 +41,32 @@ class Turns(NamedTuple, Generic[Count]):
     backward: Count
     embed_grad: Count
     weight: Count
+    mixed: Count
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of one direction. A stage without a unit computes along with the others; its results are discarded.
+
+    Attributes:
+      active_TP: whether the stage has a unit.
+      microbatch_TP: microbatch of the unit; 0 if there is none.
+      chunk_TP: chunk of the unit on its stage; 0 if there is none.
+      slot_TP: stash slot of the unit's residuals. In the forward direction, a stage without a unit writes to a slot
+        that is free.
+      groups_TP: layer groups of the unit; 0 if there is none.
+    """
+
+    active_TP: np.ndarray
+    microbatch_TP: np.ndarray
+    chunk_TP: np.ndarray
+    slot_TP: np.ndarray
+    groups_TP: np.ndarray
+
+    @property
+    def groups_T(self) -> np.ndarray:
+        """Layer groups that a tick has to run, which is the count of the largest model chunk with a unit."""
+        return self.groups_TP.max(-1)
 
 
 class Phase(NamedTuple):
@@ -64,11 +94,11 @@ def mask_turns(turns: Turns[np.ndarray]) -> Turns[np.ndarray]:
     change. If one tick of a run embeds a microbatch, all do, and so for the gradient of the embedding. These are cheap;
     the loss is not, and is never computed in vain.
     """
-    kinds = np.stack([turns.forward > 0, turns.loss > 0, turns.backward > 0, turns.weight > 0])
+    kinds = np.stack([turns.forward > 0, turns.loss > 0, turns.backward > 0, turns.weight > 0, turns.mixed > 0])
     masked = _in_runs(turns, kinds)
     if layer_work(masked) <= (1 + MASKED) * layer_work(turns):
         return masked
-    exact = _in_runs(turns, np.stack([turns.forward, turns.loss, turns.backward, turns.weight]))
+    exact = _in_runs(turns, np.stack([turns.forward, turns.loss, turns.backward, turns.weight, turns.mixed]))
     return exact if sum(len(phase.runs) for phase in find_phases(exact)) <= MOST_RUNS else masked
 
 
@@ -107,3 +137,19 @@ def _repeats(runs: list[tuple[Turns[int], int]], length: int) -> int:
     while runs[repeats * length : (repeats + 1) * length] == runs[:length]:
         repeats += 1
     return repeats
+
+
+def count_sends(turns: Turns[np.ndarray], phases: list[Phase]) -> int:
+    """Returns how often a stage sends to its neighbours in static phases: after each tick with units of the direction.
+
+    Nothing reads the last send of a direction, and XLA drops it if its tick is not in a loop.
+    """
+    alone = [
+        phase.repeats * count == 1
+        for phase in phases
+        for _ in range(phase.repeats)
+        for _, count in phase.runs
+        for _ in range(count)
+    ]
+    ticks = [np.flatnonzero(trips_T) for trips_T in (turns.forward, turns.backward)]
+    return sum(len(at) - alone[at[-1]] for at in ticks)

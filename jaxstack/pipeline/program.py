@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxstack.config import Config, ConfigError
 from jaxstack.pipeline.partition import Costs, Partition, cut, even
-from jaxstack.pipeline.phases import Phase, Turns, find_phases, layer_work, mask_turns
+from jaxstack.pipeline.phases import Phase, Turns, Units, count_sends, find_phases, layer_work, mask_turns
 from jaxstack.pipeline.schedule import (
     IDLE,
     WEIGHT,
@@ -37,7 +37,10 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "zb1": zb1,
     "zb_h1": lambda stages, microbatches, chunks: zb_h1(stages, microbatches),
 }
-"""Builds each schedule from stages, microbatches and chunks. Training runs the values of `pipeline.schedule`."""
+"""Builds each schedule from stages, microbatches and chunks."""
+
+WEIGHT_LOOPS = ("weight_in_forward", "weight_in_backward", "weight")
+"""Names of the loops over the layer groups of weight units, by lane."""
 
 
 @dataclass(frozen=True)
@@ -114,26 +117,6 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Units:
-    """The units of one direction. A stage without a unit computes along with the others; its results are discarded.
-
-    Attributes:
-      active_TP: whether the stage has a unit.
-      microbatch_TP: microbatch of the unit; 0 if there is none.
-      chunk_TP: chunk of the unit on its stage; 0 if there is none.
-      slot_TP: stash slot of the unit's residuals. In the forward direction, a stage without a unit writes to a slot
-        that is free.
-      groups_T: layer groups that a tick has to run, which is the count of the largest model chunk with a unit.
-    """
-
-    active_TP: np.ndarray
-    microbatch_TP: np.ndarray
-    chunk_TP: np.ndarray
-    slot_TP: np.ndarray
-    groups_T: np.ndarray
-
-
-@dataclass(frozen=True)
 class Program:
     """A schedule with the layers of its stages, as the arrays that the executor reads.
 
@@ -153,9 +136,6 @@ class Program:
     static: bool = False
 
     def __post_init__(self) -> None:
-        if (self.schedule.weight_KTP[:WEIGHT] != IDLE).any():
-            name = self.schedule.name
-            raise ScheduleError(f"{name} runs weight units in place of others, which the executor does not; use zb1")
         a, b = (self.schedule.stages, self.schedule.chunks), (self.stages.stages, self.stages.chunks)
         if a != b:
             raise ScheduleError(
@@ -175,9 +155,31 @@ class Program:
 
     @cached_property
     def weight(self) -> Units | None:
-        """The weight units, with the slots of their pairs. `None` if the schedule has none."""
+        """The weight units of each lane, [K, T, P], with the slots of their pairs. `None` if the schedule has none."""
         s = self.schedule
-        return None if s.weight_MG is None else self._units(s.weight_KTP[WEIGHT], s.pair_slots_MG)
+        return None if s.weight_MG is None else self._units(s.weight_KTP, s.pair_slots_MG)
+
+    @cached_property
+    def mixed_T(self) -> np.ndarray:
+        """Whether some stages run weight units in the lanes of forward and backward units. In such a tick, each stage
+        has its own trip counts in these lanes, and a stage without a unit computes nothing."""
+        return (self.schedule.weight_KTP[:WEIGHT] != IDLE).any((0, 2))
+
+    @cached_property
+    def layer_trips(self) -> dict[str, np.ndarray]:
+        """Trip counts of the loops over layer groups by tick and stage, int32 [T, P], by the loop's named scope."""
+        mixed, weight, shape = self.mixed_T[:, None], self.weight, self.schedule.forward_TP.shape
+        trips = {
+            name: np.where(mixed, units.groups_TP, np.broadcast_to(trips_T[:, None], shape))
+            for name, units, trips_T in (
+                ("forward", self.forward, self.turns.forward),
+                ("backward", self.backward, self.turns.backward),
+            )
+        }
+        if weight is not None:
+            trips |= {name: weight.groups_TP[lane] for lane, name in enumerate(WEIGHT_LOOPS[:WEIGHT])}
+            trips[WEIGHT_LOOPS[WEIGHT]] = np.broadcast_to(self.turns.weight[:, None], shape)
+        return trips
 
     @cached_property
     def pair_slot_TP(self) -> np.ndarray:
@@ -187,14 +189,17 @@ class Program:
     @property
     def pair_slots(self) -> int:
         """Slots of a stage for pairs; 0 without weight units."""
-        return int(self.pair_slot_TP[self.backward.groups_T > 0].max()) + 1 if self.weight else 0
+        if self.weight is None:
+            return 0
+        writes_TP = np.where(self.mixed_T[:, None], self.backward.active_TP, self.backward.groups_T[:, None] > 0)
+        return int(self.pair_slot_TP[writes_TP].max()) + 1
 
     def _units(self, unit_TP: np.ndarray, slots_MG: np.ndarray, idle_slot_TP: np.ndarray | int = 0) -> Units:
         active = unit_TP != IDLE
         microbatch, chunk = np.divmod(np.where(active, unit_TP, 0), self.schedule.chunks)
         model_chunk = chunk * self.schedule.stages + np.arange(self.schedule.stages)
         slot = np.where(active, slots_MG[microbatch, model_chunk], idle_slot_TP)
-        groups = np.where(active, np.asarray(self.stages.layers)[model_chunk] // self.stages.period, 0).max(1)
+        groups = np.where(active, np.asarray(self.stages.layers)[model_chunk] // self.stages.period, 0)
         return Units(active, *(a.astype(np.int32) for a in (microbatch, chunk, slot, groups)))
 
     @cached_property
@@ -246,8 +251,10 @@ class Program:
         embed_T, loss_T, embed_grad_T = (
             (at_T != IDLE).astype(np.int32) for at_T in (self.embed_at_T, self.loss_at_T, self.embed_grad_at_T)
         )
-        weight_T = np.zeros_like(embed_T) if self.weight is None else self.weight.groups_T
-        turns = Turns(embed_T, self.forward.groups_T, loss_T, self.backward.groups_T, embed_grad_T, weight_T)
+        lanes = [self.forward.groups_T, self.backward.groups_T, np.zeros_like(embed_T)]
+        if self.weight is not None:
+            lanes = [np.maximum(*both) for both in zip(lanes, self.weight.groups_T, strict=True)]
+        turns = Turns(embed_T, lanes[0], loss_T, lanes[1], embed_grad_T, lanes[2], self.mixed_T.astype(np.int32))
         return mask_turns(turns) if self.static else turns
 
     @cached_property
@@ -259,20 +266,11 @@ class Program:
     def sends(self) -> int:
         """How often a stage sends to its neighbours in a step.
 
-        A static program sends only what a unit computed. Nothing reads the last send of a direction, and XLA drops it
-        if its tick is not in a loop.
+        A static program sends only what a unit computed, see `phases.count_sends`.
         """
         if not self.static:
             return 2 * self.schedule.ticks
-        alone = [
-            phase.repeats * count == 1
-            for phase in self.phases
-            for _ in range(phase.repeats)
-            for _, count in phase.runs
-            for _ in range(count)
-        ]
-        ticks = [np.flatnonzero(trips_T) for trips_T in (self.turns.forward, self.turns.backward)]
-        return sum(len(at) - alone[at[-1]] for at in ticks)
+        return count_sends(self.turns, self.phases)
 
     @property
     def inlines_layers(self) -> bool:
@@ -282,9 +280,10 @@ class Program:
     @property
     def trip_counts(self) -> dict[str, float]:
         """Mean trip counts over all ticks of the loops whose counts XLA does not know, by the loop's named scope."""
-        if self.static:
-            return {}
-        return {f"pipeline_{name}": float(trips.mean()) for name, trips in self.turns._asdict().items() if trips.any()}
+        turns = {name: trips_T[:, None] for name, trips_T in self.turns._asdict().items() if name != "mixed"}
+        ticks = self.mixed_T if self.static else slice(None)
+        found = {name: trips[ticks] for name, trips in (turns | self.layer_trips).items()}
+        return {f"pipeline_{name}": float(trips.mean()) for name, trips in found.items() if trips.any()}
 
     @property
     def bubble(self) -> float:

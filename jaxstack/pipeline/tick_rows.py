@@ -4,25 +4,31 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxstack.pipeline.phases import Turns
-from jaxstack.pipeline.program import Program, Units
+from jaxstack.pipeline.phases import Turns, Units
+from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
+from jaxstack.pipeline.schedule import WEIGHT
 
 
 class UnitRow(NamedTuple):
-    """The unit of a stage, or of every stage [P], in one direction at one tick; see `program.Units`."""
+    """The unit of a stage, or of every stage [P], in one direction at one tick; see `phases.Units`.
+
+    `trips` are the stage's turns in the loop over layer groups, or None if these are equal on all stages.
+    """
 
     active: jax.Array
     chunk: jax.Array
     microbatch: jax.Array
     slot: jax.Array
+    trips: jax.Array | None
 
 
 class TickRow(NamedTuple):
     """One tick of a program; in `tick_rows` all ticks, stacked.
 
     The `_at` fields hold the microbatch whose embedding, embedding gradient or loss is computed at the tick, or -1.
-    Without weight units the last two fields are None.
+    `weight` are the weight units of each lane, [K, P]. Without weight units the last two fields are None.
     """
 
     turns: Turns[jax.Array] | Turns[int]
@@ -34,26 +40,61 @@ class TickRow(NamedTuple):
     weight: UnitRow | None
     pair_slot: jax.Array | None
 
+    def of_stage(self, stage: jax.Array) -> "TickRow":
+        """Returns the row with the units of one stage."""
+        forward, backward, weight, slot = jax.tree.map(
+            lambda a: a[..., stage], (self.forward, self.backward, self.weight, self.pair_slot)
+        )
+        return self._replace(forward=forward, backward=backward, weight=weight, pair_slot=slot)
+
+    def static(self, turns: Turns[int]) -> "TickRow":
+        """Returns the row with static trip counts; only mixed ticks keep those of each stage."""
+        if turns.mixed:
+            return self._replace(turns=turns)
+        return self._replace(
+            turns=turns,
+            forward=self.forward._replace(trips=None),
+            backward=self.backward._replace(trips=None),
+            weight=self.weight and self.weight._replace(trips=None),
+        )
+
+    @property
+    def forward_groups(self) -> jax.Array | int:
+        """Layer groups of the forward unit."""
+        return self.turns.forward if self.forward.trips is None else self.forward.trips
+
     @property
     def backward_groups(self) -> jax.Array | int:
-        """Layer groups of the backward units."""
-        return self.turns.backward
+        """Layer groups of the backward unit."""
+        return self.turns.backward if self.backward.trips is None else self.backward.trips
+
+    def weight_groups(self, lane: int) -> jax.Array | int:
+        """Returns the layer groups of the weight unit in a lane."""
+        if lane == WEIGHT:
+            return self.turns.weight
+        return 0 if self.weight is None or self.weight.trips is None else self.weight.trips[lane]
 
 
 def tick_rows(program: Program) -> TickRow:
     """Returns the program's arrays, with the ticks as leading dimension."""
 
-    def unit(u: Units) -> UnitRow:
-        return UnitRow(*map(jnp.asarray, (u.active_TP, u.chunk_TP, u.microbatch_TP, u.slot_TP)))
+    trips = program.layer_trips if program.mixed_T.any() else {}
+
+    def unit(u: Units, *loops: str) -> UnitRow:
+        arrays = [u.active_TP, u.chunk_TP, u.microbatch_TP, u.slot_TP]
+        if trips:
+            arrays.append(trips[loops[0]] if len(loops) == 1 else np.stack([trips[name] for name in loops]))
+        rows = [jnp.asarray(a if a.ndim == 2 else a.swapaxes(0, 1)) for a in arrays]  # ticks lead
+        return UnitRow(*rows, *([] if trips else [None]))
 
     return TickRow(
         turns=Turns(*map(jnp.asarray, program.turns)),
-        backward=unit(program.backward),
+        backward=unit(program.backward, "backward"),
         embed_at=jnp.asarray(program.embed_at_T),
-        forward=unit(program.forward),
+        forward=unit(program.forward, "forward"),
         embed_grad_at=jnp.asarray(program.embed_grad_at_T),
         loss_at=jnp.asarray(program.loss_at_T),
-        weight=unit(program.weight) if program.weight else None,
+        weight=unit(program.weight, *WEIGHT_LOOPS) if program.weight else None,
         pair_slot=jnp.asarray(program.pair_slot_TP) if program.weight else None,
     )
 

@@ -56,6 +56,6 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 def pair_slots(s: Schedule) -> np.ndarray:
     """Returns the pair slot that each stage's backward unit writes to; in an idle stage a free one. int32 [T, P]."""
-    tables = [unit_TP != IDLE for unit_TP in (s.backward_TP, s.weight_KTP[WEIGHT])]
+    tables = [s.backward_TP != IDLE, (s.weight_KTP != IDLE).sum(0)]
     ran, done = (table.cumsum(0) - table for table in tables)
     return np.where(ran - done < s.pair_slots, ran % max(1, s.pair_slots), s.pair_slots).astype(np.int32)

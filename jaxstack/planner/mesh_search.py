@@ -185,7 +185,7 @@ def require(cfg: Config, devices: int, platform: str, values: Flags) -> tuple[Co
     assert cfg.model.vocab_size is not None
     if values.get("mesh.pipe", cfg.mesh.pipe) == 1:  # what the file says of a pipeline must not refuse other meshes
         values = values | {"pipeline.schedule": "1f1b", "pipeline.chunks": 1, "pipeline.microbatches": None}
-    changed = resolve(with_values(cfg, values), cfg.model.vocab_size)
+    changed = resolve(with_values(cfg, values), None)
     return changed, memory.context(changed, devices, platform)
 
 

@@ -298,9 +298,11 @@ class OpBuilder:
 
 
 def keys_seen(m: ModelConfig, seq_len: int) -> float:
-    """Returns the keys that a token attends to under causal mask and windows, as a mean over tokens and layers."""
+    """Returns the keys that a token attends to under its mask and windows, as a mean over tokens and layers."""
     total = 0.0
     for window in m.windows:
         w = min(window or seq_len, seq_len)
         total += (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len
+    if m.family == "encoder":  # as many keys after a token as before it
+        total = 2 * total - len(m.windows)
     return total / len(m.windows)

@@ -83,26 +83,30 @@ def _layer_matmul(build: OpBuilder, s: DeviceShapes, path: str, p: Param, shape:
         trained=not p.frozen,
         quant="none" if experts or "lora" in p.axes else build.quant,
     )
-    recomputed = _recomputes_expert(build, s, p) if experts else _recomputes_dense(build, s, p)
-    return build.matmul(product, recomputed)
+    share = float(_recomputes_expert(build, s, p)) if experts else _recomputed_share(build, s, p)
+    found = build.matmul(product, share > 0)
+    return [replace(op, flops=op.flops * share, bytes=op.bytes * share) if op.for_remat else op for op in found]
 
 
-def _recomputes_dense(build: OpBuilder, s: DeviceShapes, p: Param) -> bool:
-    """Returns whether the backward pass repeats the matmul of a dense matrix.
+def _recomputed_share(build: OpBuilder, s: DeviceShapes, p: Param) -> float:
+    """Returns in which share of the layers the backward pass repeats the matmul of a dense matrix.
 
     `selective` saves named values. The input of an adapter's second matrix is not among them, nor is the output of a
-    matmul that a norm follows. The last matmul of a block is only repeated if a norm follows it.
+    matmul that a norm follows. The last matmul of a block is only repeated if a norm follows it. `full` also repeats it
+    if the norm follows the sum with the residual stream, and in all blocks of a period but the last, whose sum the next
+    block reads.
     """
     m, selective, full = s.model, build.remat == "selective", build.remat == "full"
     if p.axes[-1] == "lora":
-        return full or selective
+        return float(full or selective)
     roles = set(p.roles)
     normalised = (m.post_norm and roles & {"attention_output", "mlp_output"}) or (
         m.qk_norm and roles & {"query", "key"}
     )
     if "mlp_output" in roles and not m.post_norm:
-        return False
-    return full or (selective and bool(normalised))
+        period = len(m.windows)
+        return float(full) * (1.0 if m.norm_after else (period - 1) / period)
+    return float(full or (selective and bool(normalised)))
 
 
 def _recomputes_expert(build: OpBuilder, s: DeviceShapes, p: Param) -> bool:
@@ -193,7 +197,9 @@ def _ends(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list[
     table = shards.used_shape(embedding, ctx)
     vocab = table[0] if weight is embedding else shards.used_shape(weight, ctx)[1]
     logits = float(s.tokens * vocab)
-    head = build.matmul(Matmul("head", s.tokens, s.model.d_model, vocab, trained=not weight.frozen))
+    inputs, encoder = s.model.d_model, s.model.family == "encoder"
+    rows = inputs + encoder  # an encoder's head has its bias as a row
+    head = build.matmul(Matmul("head", s.tokens, rows, vocab, trained=not weight.frozen))
     # The head writes logits in float32; their gradient is read in the compute dtype.
     head[0] = replace(head[0], bytes=head[0].bytes + (4 - e) * logits)
     softmax = FLOPS_PER_ELEMENT["softmax"] * logits
@@ -204,6 +210,12 @@ def _ends(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list[
         *build.norm("final norm", s.stream, recomputed=False),
         build.elementwise("embedding", s.stream, 2),
     ]
+    if encoder:
+        found += build.matmul(Matmul("transform", s.stream / inputs, inputs, inputs))
+        found += build.elementwise_pair("activation of the transform", s.stream, (2, 3))
+        found += [
+            op for name in ("embedding", "transform") for op in build.norm(f"norm of the {name}", s.stream, False)
+        ]
     if not embedding.frozen:
         size = e * (s.stream + math.prod(table))
         found.append(replace(pointwise_op("embedding, gradient", s.stream, size), dtype=build.dtype))

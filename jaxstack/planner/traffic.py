@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from jaxstack.config import Config
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param
+from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
 from jaxstack.planner import shards
 from jaxstack.planner.hlo import Collective
 
@@ -45,8 +46,8 @@ class _Traffic:
         self.heads = self.embeds = self.embed_grads = accum * shards.microbatches(ctx)
         if ctx.pipeline is not None:
             turns = ctx.pipeline.turns
-            groups = int(turns.forward.sum() + turns.backward.sum())
-            self.layer_runs = accum * ctx.pipeline.stages.period * groups // 2
+            trips = _mean_trips(ctx.pipeline)
+            self.layer_runs = round(accum * ctx.pipeline.stages.period * (trips["forward"] + trips["backward"]) / 2)
             self.embeds, self.embed_grads = (accum * int(n.sum()) for n in (turns.embed, turns.embed_grad))
         m, remat = cfg.model, cfg.train.remat
         # How often the backward pass repeats a part of the forward pass. `attention_out` is the reduction after
@@ -254,18 +255,23 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
         t.add("all-reduce", summed_over, summed, 1, f"gradient of {path}", reduce_dtype)
 
 
+def _mean_trips(program: Program) -> dict[str, float]:
+    """Returns the turns of each loop over layer groups in a pipeline step, as a mean over the stages."""
+    return {name: float(trips_TP.sum(0).mean()) for name, trips_TP in program.layer_trips.items()}
+
+
 def _uses_in_units(t: _Traffic, p: Param) -> tuple[int, int]:
     """Returns how often the units of a pipeline gather a parameter, and how often they scatter its gradient.
 
     XLA:CPU moves the gathers of embedding and head out of the loop over ticks.
     """
     assert t.ctx.pipeline is not None
-    turns, period, accum = t.ctx.pipeline.turns, t.ctx.pipeline.stages.period, t.cfg.train.grad_accum
-    forward, backward, weight, loss = (int(n.sum()) for n in (turns.forward, turns.backward, turns.weight, turns.loss))
+    trips, groups = _mean_trips(t.ctx.pipeline), t.cfg.train.grad_accum * t.ctx.pipeline.stages.period
     if p.stacked:
-        scatters = weight if weight and p.kind == "matrix" else backward
-        return accum * period * (forward + backward), accum * period * scatters
-    heads = accum * loss if "head" in p.roles else 0
+        weight = sum(trips.get(name, 0) for name in WEIGHT_LOOPS)
+        scatters = weight if weight and p.kind == "matrix" else trips["backward"]
+        return round(groups * (trips["forward"] + trips["backward"])), round(groups * scatters)
+    heads = t.cfg.train.grad_accum * int(t.ctx.pipeline.turns.loss.sum()) if "head" in p.roles else 0
     embeds = 0 if p.roles == ("head",) else 1
     gathers = heads + embeds * t.embeds if t.ctx.platform != "cpu" else 1
     return gathers, heads + embeds * t.embed_grads

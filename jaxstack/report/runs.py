@@ -43,6 +43,11 @@ class LoggedRun:
     gaps: tuple[str, ...]
     tokenizer: "SavedTokenizer | None" = None
 
+    @property
+    def masks(self) -> bool:
+        """Whether hidden tokens are learned. Such a loss and one of next tokens cannot be compared."""
+        return self.config.get("model.family") == "encoder"
+
     @cached_property
     def training(self) -> list[Record]:
         """Returns the lines of optimizer steps."""
@@ -272,30 +277,34 @@ def summarize(run: LoggedRun) -> dict[str, str]:
     bits_steps, bits = run.series("eval_bits_per_byte")
     fewest = int(bits.argmin()) if bits.size else None
     wall, good = sum(run.spent.values()), goodput.fraction(run.spent)
-    return {
-        "parameters": format_number(_last(run, "parameters"), ",.0f"),
-        "tokenizer": MISSING if run.tokenizer is None else str(run.tokenizer),
-        "tokens seen": format_number(_tokens_seen(run, steps), ",.0f"),
-        "last step": f"{steps:,} of {planned:,}" if isinstance(planned, int) else f"{steps:,}",
-        "ended": ends[-1]["event"] if ends and ends[-1] is run.records[-1] else "no end in the log",
-        "last loss (nats per token)": format_number(losses[-1] if losses.size else None, ".4f"),
-        "best held-out loss (nats per token)": (
-            MISSING if best is None else f"{eval_losses[best]:.4f} at step {eval_steps[best]:,.0f}"
-        ),
-        "best held-out loss (bits per byte)": (
-            MISSING if fewest is None else f"{bits[fewest]:.4f} at step {bits_steps[fewest]:,.0f}"
-        ),
-        "byte n-grams, held out (bits per byte)": (
-            MISSING if run.ngrams is None else f"{run.ngrams[1]:.4f} (n = {run.ngrams[0]})"
-        ),
-        "tokens per second, median": format_number(_median(run, "tokens_per_s"), ",.0f"),
-        "MFU, median": format_number(_median(run, "mfu"), ".1%"),
-        "wall clock": format_duration(wall) if wall else MISSING,
-        "goodput": format_number(good, ".1%"),
-    } | {
-        f"last held-out loss of {name} (nats per token)": format_number(_last(run, f"eval_loss/{name}"), ".4f")
-        for name in run.mixture
-    }
+    return (
+        {
+            "parameters": format_number(_last(run, "parameters"), ",.0f"),
+            "tokenizer": MISSING if run.tokenizer is None else str(run.tokenizer),
+            "tokens seen": format_number(_tokens_seen(run, steps), ",.0f"),
+            "last step": f"{steps:,} of {planned:,}" if isinstance(planned, int) else f"{steps:,}",
+            "ended": ends[-1]["event"] if ends and ends[-1] is run.records[-1] else "no end in the log",
+            "last loss (nats per token)": format_number(losses[-1] if losses.size else None, ".4f"),
+            "best held-out loss (nats per token)": (
+                MISSING if best is None else f"{eval_losses[best]:.4f} at step {eval_steps[best]:,.0f}"
+            ),
+            "best held-out loss (bits per byte)": (
+                MISSING if fewest is None else f"{bits[fewest]:.4f} at step {bits_steps[fewest]:,.0f}"
+            ),
+            "byte n-grams, held out (bits per byte)": (
+                MISSING if run.ngrams is None else f"{run.ngrams[1]:.4f} (n = {run.ngrams[0]})"
+            ),
+            "tokens per second, median": format_number(_median(run, "tokens_per_s"), ",.0f"),
+            "MFU, median": format_number(_median(run, "mfu"), ".1%"),
+            "wall clock": format_duration(wall) if wall else MISSING,
+            "goodput": format_number(good, ".1%"),
+        }
+        | {
+            f"last held-out loss of {name} (nats per token)": format_number(_last(run, f"eval_loss/{name}"), ".4f")
+            for name in run.mixture
+        }
+        | ({"objective": "masked-LM loss of hidden tokens"} if run.masks else {})
+    )
 
 
 def _tokens_seen(run: LoggedRun, steps: int) -> float | None:

@@ -193,6 +193,24 @@ def gather_to_process_0(key: str, text: str, timeout_s: float) -> list[str]:
     return [text, *others]
 
 
+def send_from_process_0(key: str, text: str, timeout_s: float) -> str:
+    """Returns the text of process 0 on every process, also through the coordinator.
+
+    Args:
+      key: equal on all processes, and different for each call.
+      text: of process 0; ignored on the others.
+      timeout_s: seconds to wait for process 0.
+    """
+    import jax
+
+    name = f"jaxstack/{key}/sent"
+    if jax.process_index():
+        return str(_coordinator().blocking_key_value_get(name, int(timeout_s * 1000)))
+    if jax.process_count() > 1:
+        _coordinator().key_value_set(name, text)
+    return text
+
+
 def coordinator_barrier(key: str, timeout_s: float) -> None:
     """Returns once every process has called this. Unlike `barrier`, it uses the coordinator and not the devices.
 

@@ -4,6 +4,7 @@ If neither names several processes, as on a laptop, the process runs alone.
 """
 
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -140,6 +141,43 @@ def _tpu_hosts() -> str:
         return ""
 
 
+PORT = 8476
+"""Port of the coordinator if no launcher names one. It must be open between the machines."""
+
+SAGEMAKER_HOSTS = Path("/opt/ml/input/config/resourceconfig.json")
+"""Lists the hosts of a SageMaker training job, in every container."""
+
+
+def _sagemaker(env: Mapping[str, str]) -> Processes | None:
+    """Reads the hosts of a SageMaker training job from the variables of its toolkit, or from the file of every job."""
+    source = "SM_HOSTS"
+    try:
+        if source in env:
+            hosts, this = json.loads(env[source]), env.get("SM_CURRENT_HOST")
+        elif "TRAINING_JOB_NAME" in env and SAGEMAKER_HOSTS.is_file():
+            source = str(SAGEMAKER_HOSTS)
+            job = json.loads(SAGEMAKER_HOSTS.read_text(encoding="utf-8"))
+            hosts, this = job["hosts"], job["current_host"]
+        else:
+            return None
+        hosts = sorted(hosts)  # so that all of them agree on the first one
+        index = hosts.index(this)
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{source} does not list the hosts of this job with the current one. Correct it{_ALONE}"
+        ) from None
+    return Processes("SageMaker", env.get("JAX_COORDINATOR_ADDRESS", f"{hosts[0]}:{PORT}"), len(hosts), index)
+
+
+def _skypilot(env: Mapping[str, str]) -> Processes | None:
+    """Reads the nodes of a SkyPilot task, which runs one process on each."""
+    hosts = env.get("SKYPILOT_NODE_IPS", "").split()
+    if len(hosts) < 2:
+        return None
+    address = env.get("JAX_COORDINATOR_ADDRESS", f"{hosts[0]}:{PORT}")
+    return Processes("SkyPilot", address, len(hosts), _number(env, "SKYPILOT_NODE_RANK"))
+
+
 def _kubernetes(env: Mapping[str, str]) -> Processes | None:
     """Detects a pod of an indexed job. JAX asks the cluster's API server for the rest."""
     if "KUBERNETES_SERVICE_HOST" not in env or "JOB_COMPLETION_INDEX" not in env:
@@ -147,13 +185,15 @@ def _kubernetes(env: Mapping[str, str]) -> Processes | None:
     if importlib.util.find_spec("kubernetes") is None:
         raise ConfigError(
             "this is a pod of an indexed Kubernetes job, but the number of pods and the address of process 0 are not "
-            "set. Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID as docs/examples/kubernetes.yaml "
-            f"does{_ALONE}"
+            "set. Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as the file of "
+            f"`jaxstack launch --on kubernetes` does{_ALONE}"
         )
     return Processes("Kubernetes")
 
 
-LAUNCHERS: tuple[Callable[[Mapping[str, str]], Processes | None], ...] = (_jax, _slurm, _open_mpi, _tpu, _kubernetes)
+LAUNCHERS: tuple[Callable[[Mapping[str, str]], Processes | None], ...] = (
+    _jax, _slurm, _open_mpi, _tpu, _sagemaker, _skypilot, _kubernetes
+)  # fmt: skip
 """Reads the variables of each known launcher; the first that returns processes counts."""
 
 

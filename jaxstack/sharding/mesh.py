@@ -54,12 +54,12 @@ def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None 
     devices = list(find_devices() if devices is None else devices)
     sizes = _checked_sizes(cfg, batch, len(devices))
     if len(devices) > 1 and devices[0].platform == "cpu":
-        _compile_anew()
+        disable_cache()
     # `jax.make_mesh` would default to explicit axes.
     return Mesh(_grid(tuple(sizes.values()), devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _compile_anew() -> None:
+def disable_cache() -> None:
     """Switches JAX's persistent compilation cache off in this process, which has several simulated devices.
 
     A program that jaxlib 0.10 reads from that cache has lost the order between the collectives of its loops and those

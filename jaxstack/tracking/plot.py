@@ -5,13 +5,16 @@ from pathlib import Path
 from jaxstack.tracking.jsonl import Record, is_step
 
 
-def plot_loss(records: list[Record], path: Path, baseline: tuple[str, float] | None = None) -> None:
+def plot_loss(
+    records: list[Record], path: Path, baseline: tuple[str, float] | None = None, unit: str = "nats per token"
+) -> None:
     """Draws training and held-out loss against steps.
 
     Args:
       records: of metrics.jsonl.
       path: of the PNG file.
-      baseline: name and value, in nats per token, of a loss to draw as a horizontal line.
+      baseline: name and value of a loss to draw as a horizontal line.
+      unit: of the losses.
     """
     import matplotlib
 
@@ -27,7 +30,7 @@ def plot_loss(records: list[Record], path: Path, baseline: tuple[str, float] | N
         axes.plot(*zip(*held_out, strict=True), label="held out", marker="o", markersize=4)
     if baseline:
         axes.axhline(baseline[1], linestyle="--", color="gray", label=baseline[0])
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.set(xlabel="optimizer step", ylabel=f"loss ({unit})")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)

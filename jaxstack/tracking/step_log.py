@@ -192,10 +192,13 @@ class StepLogger:
             per_token = {one.name: one.bytes_per_token if first else math.nan for one in self._loader.held_out}
             record |= {f"eval_bits_per_byte/{n}": losses[n] / math.log(2) / per_token[n] for n in losses}
         self._log.write(record)
-        self._console.print(f"step {step:>6}  held-out loss {_in_words(loss, bits)}")
+        masks = self._cfg.model.family == "encoder"
+        kind = "held-out masked-LM loss" if masks else "held-out loss"
+        self._console.print(f"step {step:>6}  {kind} {_in_words(loss, bits, masks)}")
         if len(losses) > 1:
             for name, value in losses.items():
-                self._console.print(f"             {name}: {_in_words(value, record[f'eval_bits_per_byte/{name}'])}")
+                bits = record[f"eval_bits_per_byte/{name}"]
+                self._console.print(f"             {name}: {_in_words(value, bits, masks)}")
         return loss
 
 
@@ -209,6 +212,7 @@ def mean_loss(sums: Iterable[tuple[jax.Array, jax.Array]], after_batch: Callable
     return nats / tokens
 
 
-def _in_words(loss: float, bits: float) -> str:
-    """Returns a held-out loss in nats per token, and in bits per byte if that is known."""
-    return f"{loss:.4f} nats per token" + (f", {bits:.3f} bits per byte" if math.isfinite(bits) else "")
+def _in_words(loss: float, bits: float, masks: bool) -> str:
+    """Returns a held-out loss in nats per token or hidden token, and in bits per byte if that is known."""
+    unit = "nats per hidden token" if masks else "nats per token"
+    return f"{loss:.4f} {unit}" + (f", {bits:.3f} bits per byte" if math.isfinite(bits) else "")

@@ -338,7 +338,8 @@ class Run:
         for i, (prompt, text) in enumerate(samples, start=1):
             console.print(f"--- sample {i} of {len(samples)}")
             console.print(text, bold=prompt)
-        plot_loss(self._log.records, directory / "loss.png", baseline)
+        unit = "nats per hidden token" if cfg.model.family == "encoder" else "nats per token"
+        plot_loss(self._log.records, directory / "loss.png", baseline, unit)
         self._log.write({"step": steps, "event": "finished", "time": time.time(), "seconds": self.goodput.take()})
         console.print(
             f"{directory}/ contains loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To continue, "

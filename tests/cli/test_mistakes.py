@@ -168,9 +168,12 @@ def with_hostile(command, action, value):
     return words
 
 
-GOOD = {"run": "run", "runs": "run", "prompts": "x", "shell": "bash", "schedule": "1f1b", "out": "new", "file": "x"}
+GOOD = {
+    "run": "run", "runs": "run", "prompts": "x", "shell": "bash", "schedule": "1f1b", "out": "new", "file": "x",
+    "training": "train",
+}  # fmt: skip
 """A value of each positional, while another argument is hostile."""
-FLAGS = {"plan": {"target": "v5e:2x2"}, "profile": {"out": "new"}}
+FLAGS = {"plan": {"target": "v5e:2x2"}, "profile": {"out": "new"}, "launch": {"on": "slurm"}}
 
 
 @pytest.mark.parametrize("group", parse.GROUPS)

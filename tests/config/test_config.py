@@ -212,7 +212,7 @@ MISTAKES = {
     "no such text": (["--data.source=path", "--data.path=nowhere.txt"], ["nowhere.txt"]),
     "small vocabulary": (["--model.vocab_size=100"], ["model.vocab_size=100", "256"]),
     "scaling": (["--model.rope_scaling.factor=0.5"], ["factor", "0.5"]),
-    "group as value": (["--model=3"], ["--model=3 is not a group of keys", "--model.num_layers=VALUE"]),
+    "group as value": (["--model=3"], ["--model=3 is not a group of keys", "--model.family=VALUE"]),
     "inner group as value": (["--model.moe=8"], ["--model.moe=8 is not a group", "--model.moe.num_experts=VALUE"]),
     "mesh as value": (["--mesh=8"], ["--mesh=8 is not a group of keys", "--mesh.data=VALUE"]),
     "group without keys": (["--mesh={}", "--model={num_layers: }"], ["model.num_layers"]),

@@ -35,7 +35,10 @@ CHECKS = {
 MOE, SIGMOID = {"model.moe.num_experts": 8}, {"model.moe.num_experts": 8, "model.moe.router": "sigmoid"}
 DOMAIN = {"model.moe.num_experts": 2, "model.moe.router": "domain"}
 BEAMS = {"sample.beams": 4, "sample.temperature": 0.0, "sample.prompts": ("\u00e9\u00e9\u00e9",)}  # six bytes
+H1_RING = {"pipeline.schedule": "zb_h1", "mesh.pipe": 2, "mesh.context": 2}
 THREE = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2, "distributed.process_id": 0}
+
+ENCODER = {"model.family": "encoder", "model.tied_embeddings": True}
 
 A, B = SourceConfig("path", "a", 1.0), SourceConfig("path", "b", 1.0)
 TOKENS = {"data.source": "tokens", "data.path": "x", "data.format": "megatron"}
@@ -82,6 +85,22 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (MOE | {"model.bias": True}, {"model.bias": True}),
     ({"model.base_width": 64, "model.embedding_scale": True}, {"model.embedding_scale": True}),
     ({"model.base_width": 64, "optim.name": "sgd"}, {"model.base_width": 64}),
+    ({"model.norm_after": True}, ENCODER | {"model.norm_after": True}),
+    ({"model.token_types": 2}, ENCODER | {"model.token_types": 2}),
+    ({"model.first_position": 2}, ENCODER | {"model.first_position": 2}),
+    ({"model.first_attention_norm": False, "model.norm_after": True}, {"model.first_attention_norm": False}),
+    ({"data.mask_id": 4}, ENCODER | {"data.mask_id": 4}),
+    (ENCODER | {"data.mask_id": 256}, ENCODER | {"data.mask_id": 255}),
+    (ENCODER | {"model.vocab_size": 256}, ENCODER | {"model.vocab_size": 257}),
+    (ENCODER | {"model.tied_embeddings": False}, {"model.tied_embeddings": False}),
+    (ENCODER | MOE, MOE),
+    (ENCODER | {"model.lora.rank": 1, "run.init_from": "x"}, {"model.lora.rank": 1, "run.init_from": "x"}),
+    (ENCODER | {"model.base_width": 64}, {"model.base_width": 64}),
+    (ENCODER | {"model.logit_softcap": 1.0}, ENCODER | {"model.attention_softcap": 1.0}),
+    (ENCODER | {"train.ngram_baseline": True}, {"train.ngram_baseline": True}),
+    (ENCODER | {"data.source": "chat", "data.path": "x"}, ENCODER | {"data.source": "path", "data.path": "x"}),
+    (ENCODER | {"sample.prompts": ("a",)}, ENCODER | {"sample.prompts": ()}),
+    (ENCODER | {"mesh.context": 2}, ENCODER | {"mesh.context": 2, "mesh.context_method": "all_gather"}),
     ({"model.attention_softcap": 0.0}, {"model.attention_softcap": 0.1}),
     ({"model.logit_softcap": 0.0}, {"model.logit_softcap": 0.1}),
     ({"model.attention_scale": 0.0}, {"model.attention_scale": 0.1}),
@@ -132,6 +151,11 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"pipeline.partition": ""}, {"pipeline.partition": "auto"}),
     ({"pipeline.chunks": 2}, {"pipeline.chunks": 2, "pipeline.schedule": "interleaved_1f1b"}),
     ({"pipeline.schedule": "zb1", "pipeline.partition": "auto"}, {"pipeline.schedule": "zb1"}),
+    ({"pipeline.schedule": "zb_h1", "pipeline.partition": "auto"}, {"pipeline.schedule": "zb_h1"}),
+    ({"pipeline.schedule": "zb_h1", "pipeline.chunks": 2}, {"pipeline.schedule": "zb1", "pipeline.chunks": 2}),
+    (H1_RING, H1_RING | {"mesh.context_method": "all_gather"}),
+    (H1_RING, H1_RING | {"pipeline.schedule": "zb1"}),
+    (H1_RING, H1_RING | {"mesh.pipe": 1}),
     ({"pipeline.split": ("(",)}, {"pipeline.split": ("mlp/.*",)}),
     ({"distributed.num_processes": 2}, {"distributed.num_processes": 1}),
     ({"distributed.num_processes": 1, "distributed.process_id": 0}, THREE),

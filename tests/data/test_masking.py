@@ -1,9 +1,13 @@
 """Masked language modelling: shares of the tokens, and masks that are a function of the seed and the sequence."""
 
+import jax
 import numpy as np
 import pytest
 
 from jaxstack import data
+from jaxstack.config import ConfigError
+from jaxstack.config.parse import parse_config
+from jaxstack.data.loader import HeldOut
 from jaxstack.data.masking import Masking
 
 MASK, VOCAB, S, B = 300, 256, 32, 4
@@ -70,3 +74,19 @@ def test_held_out_masks_are_always_the_same(tokens):
     assert not first[1]["loss_weights"][windows - 400 :].any()
     for i in range(2):
         assert all((again[i][name] == first[i][name][[5, 399]]).all() for name in again[i])
+
+
+def test_a_held_out_text_without_hidden_tokens_is_an_error(tokens):
+    """The masks of held-out windows are fixed: at 1/64 the first window of 8 tokens has none, at 1/2 it has some."""
+    one_window = data.Tokens(tokens.ids[:9], np.array([0]), np.array([9]), VOCAB)
+    source = data.Source("short", tokens, one_window, "", "")
+    flags = ["--model.family=encoder", "--model.tied_embeddings=true", "--train.ngram_baseline=false"]
+    flags += ["--model.vocab_size=257", "--data.mask_id=256", "--data.seq_len=8", "--data.batch_size=128"]
+
+    def read(share):
+        cfg = parse_config([*flags, f"--data.mask_share={share}"])
+        return HeldOut(source, 1.0, None, cfg, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+    with pytest.raises(ConfigError, match=r"data\.mask_share=0\.015625 hides none .* of short\. Raise"):
+        read(1 / 64)
+    assert read(0.5).batches[0]["loss_weights"].any()

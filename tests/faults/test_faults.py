@@ -13,6 +13,7 @@ from pathlib import Path
 import harness
 import jax
 import numpy as np
+import psutil
 import pytest
 from harness import STEPS, finish, held_at, is_complete, kill, losses, run, start, two, wait_for_line, wait_until
 from lines import lines, values
@@ -709,6 +710,30 @@ def test_the_supervisor_starts_a_killed_run_again(argv, straight, tmp_path):
     ((_, err),) = finish(process)
     assert err.count("the run ended with SIGKILL") == 2
     assert losses(tmp_path / "run").keys() == losses(straight).keys()
+
+
+def test_four_local_processes_go_on_after_the_death_of_one(argv, straight, tmp_path):
+    """`jaxstack launch` starts them. The other three end by themselves, and the supervisor starts all four again."""
+    command = [sys.executable, "-m", "jaxstack", "launch", "--on=local", "--nodes=4", "--submit"]
+    command += [f"--out={tmp_path / 'file.sh'}", "--", "train", *harness.SMALL, *argv, "--mesh.data=4"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxstack", "supervise", "--wait_s=0.1", "--", *command, "--distributed.lost_s=6"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=harness.ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+    )  # fmt: skip
+    wait_until(lambda: is_complete(tmp_path / "run", 8), process)
+    below = psutil.Process(process.pid).children(recursive=True)
+    trained = [one for one in below if one.cmdline()[1:4] == ["-m", "jaxstack", "train"]]
+    assert len(trained) == 4
+    trained[2].kill()
+    ((out, err),) = finish(process)
+    assert err.count("the run ended with exit code 6 (peer lost)") == 1, err
+    assert "resumed from step" in out
+    assert out.count("in 4 processes") == 2
+    found, expected = losses(tmp_path / "run"), losses(straight)
+    assert found.keys() == expected.keys()
+    for number, loss in found.items():  # as in test_one_of_two_is_asked_to_stop
+        assert loss == pytest.approx(expected[number], rel=3e-6)
 
 
 def test_the_supervisor_gives_up_with_the_reason(argv, tmp_path):

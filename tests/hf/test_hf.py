@@ -320,7 +320,7 @@ def test_what_acts_on_training_alone_is_named():
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("llama3_8b", {"model_type": "bert"}, 'model_type="bert" is not supported. Use a model of one of the families'),
+        ("llama3_8b", {"model_type": "t5"}, 'model_type="t5" is not supported. Use a model of one of the families'),
         ("llama3_8b", {"model_type": "gone"}, "has no model_type"),
         ("llama3_8b", {"hidden_size": "gone"}, "has no hidden_size"),
         ("llama3_8b", {"hidden_size": "4096"}, 'hidden_size="4096" is not supported. Give a value of type int'),
@@ -334,7 +334,6 @@ def test_what_acts_on_training_alone_is_named():
         ("llama3_8b", {"mlp_bias": 0.5}, "mlp_bias=0.5"),
         ("llama3_8b", {"hidden_act": "relu"}, 'hidden_act="relu" is not supported. Use one of silu'),
         ("llama3_8b", {"hidden_act": ["silu"]}, "hidden_act="),
-        ("llama3_8b", {"quantization_config": {"bits": 4}}, "quantization_config="),
         ("llama3_8b", {"sliding_window": 4096}, "sliding_window=4096"),
         ("llama3_8b", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 'rope_type="yarn" is not supported'),
         ("llama3_8b", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type="linear"'),
@@ -481,6 +480,8 @@ FAULTS = {
     "index to pickle": (index({"weight_map": {NORM: "x.bin"}}), "which is not a safetensors file"),
     "config gone": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
     "config text": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+    "gptq": (lambda folder: change_json(folder / "config.json", quantization_config={"quant_method": "gptq"}),
+             'quantization_config: quant_method="gptq" is not supported. Use the model before'),
     "config list": (lambda folder: (folder / "config.json").write_text("[]"), "is not a JSON object"),
     "layers": (lambda folder: change_json(folder / "config.json", num_hidden_layers=3), "lacks model.layers.2.input"),
     "many layers": (lambda folder: change_json(folder / "config.json", num_hidden_layers=9999), "json requires 9999"),

@@ -46,10 +46,6 @@ def test_only_models_and_hf_name_groups_of_parameters():
     assert groups_named(ROOT / "models" / "decoder.py")  # the test finds what it looks for
 
 
-class TowerConfig(ModelConfig):
-    """A configuration of the family in this file."""
-
-
 def renamed(tree: dict, old: str, new: str) -> dict:
     return {new if name == old else name: group for name, group in tree.items()}
 
@@ -81,8 +77,8 @@ def config(model: ModelConfig, **mesh: int) -> Config:
 
 @pytest.fixture
 def tower(monkeypatch) -> ModelConfig:
-    monkeypatch.setitem(family.FAMILIES, TowerConfig, TOWER)
-    return TowerConfig(**SIZES)
+    monkeypatch.setitem(family.FAMILIES, "tower", TOWER)
+    return ModelConfig(**SIZES, family="tower")
 
 
 def random_batch(cfg: ModelConfig, rng) -> dict[str, np.ndarray]:

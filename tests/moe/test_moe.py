@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxstack import moe
 from jaxstack.kernels import implementation as choice
 from jaxstack.kernels.grouped_matmul import TILE_ROWS
+from jaxstack.moe.rounds import expected_rounds, room_of_shard
 
 # Relative error of a whole array. float32 rounds at 6e-8, a sum of n terms loses about sqrt(n) of that: 1e-5 leaves
 # room for n in the thousands; no sum here is longer than a few hundred.
@@ -499,6 +500,14 @@ def fixed_on_mesh(x, _, weights, cotangent, routing):
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
     return jax.jit(mapped)(x, weights, cotangent, routing)
+
+
+@pytest.mark.parametrize(("pairs", "shards", "rounds"), [(256, 8, 2), (512, 4, 1), (1024, 2, 1), (64, 8, 2)])
+def test_random_routing_takes_the_expected_rounds(rng, pairs, shards, rounds):
+    """The rounds for most of 200 drawn batches of all shards."""
+    loads = rng.multinomial(pairs, np.full(shards, 1 / shards), (200, shards)).max((1, 2))
+    drawn = np.ceil(loads / room_of_shard(pairs, shards))
+    assert expected_rounds(pairs, shards) == rounds == np.median(drawn)
 
 
 def test_no_array_of_the_exchange_has_room_for_the_worst_case():

@@ -89,7 +89,7 @@ def test_the_number_of_loops_does_not_grow_with_the_microbatches():
 def test_a_repeated_sequence_of_runs_is_one_phase():
     columns = [0, 0, 1, 2, 2, 1, 2, 2, 1, 2, 2, 0]
     trips = np.array(columns, np.int32)
-    phases = find_phases(Turns(*[trips] * 6))
+    phases = find_phases(Turns(*[trips] * 7))
     assert [([(turns.forward, count) for turns, count in phase.runs], phase.repeats) for phase in phases] == [
         ([(0, 2)], 1),
         ([(1, 1), (2, 2)], 3),

@@ -1,7 +1,7 @@
 """A pipeline never changes values: every schedule gives the loss and every gradient of one device.
 
 `python tests/pipeline/test_pipeline.py` prints the table of docs/pipelines.md, and with `--measure` what each case
-shows.
+shows. JAXSTACK_TEST_SCHEDULE=zb1 or zb_h1 runs all cases of that table under that schedule, in place of their own.
 """
 
 import os
@@ -31,7 +31,8 @@ from jaxstack.config import Config, ConfigError, OptimConfig, PipelineConfig
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.pipeline import Program, ScheduleError, Stages, gpipe, interleaved_one_f_one_b, one_f_one_b
-from jaxstack.pipeline.zero_bubble import zb1
+from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
+from jaxstack.pipeline.zero_bubble import zb1, zb_h1
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import BATCH_AXES, collectives, make_mesh
 from jaxstack.training import losses, step
@@ -106,7 +107,7 @@ STATIC: list[Case] = [
     case("lora", ONE, 2, 4, layers=7, tensor=2, loops="static"),
 ]
 """Pipelines with static trip counts and masked turns, as on GPUs. The first one is quick."""
-ZERO = "zb1"
+ZERO, H1 = "zb1", "zb_h1"
 ZERO_BUBBLE: list[Case] = [
     case("llama3", ZERO, 2, 4, layers=4, remat="full"),
     case("gpt2", ZERO, 2, 4, layers=5, fsdp=2, tensor=2, dropout=0.3, remat="selective", packing=True),
@@ -114,6 +115,10 @@ ZERO_BUBBLE: list[Case] = [
     case("capacity", ZERO, 4, 8, layers=6, expert=2, accum=2),
     case("softmax", ZERO, 2, 4, layers=4, expert=2, tensor=2, remat="full"),
     case("lora_moe", ZERO, 2, 2, layers=3, tensor=2, remat="selective"),
+    case("untied", H1, 4, 8, layers=6, remat="full", dropout=0.2),
+    case("softmax", H1, 2, 4, layers=5, expert=2, tensor=2, remat="selective", accum=2),
+    case("gpt2", H1, 2, 4, layers=5, fsdp=2, data=2, packing=True, loops="static", gather="layer"),
+    case("lora", H1, 2, 4, layers=5, context=2, tensor=2, context_method="all_gather"),
 ]
 """Pipelines whose weight units run apart. The first one is quick."""
 
@@ -126,7 +131,31 @@ SHARDED: list[Case] = [
     case("lora", ONE, 2, 4, layers=5, fsdp=2, remat="selective", gather=LAYER),
 ]
 """Pipelines whose units gather the weights of one layer at a time. The first one is quick."""
-ALWAYS = [*QUICK, STATIC[0], ZERO_BUBBLE[0], SHARDED[0]]
+ENCODERS: list[Case] = [
+    case("bert", ONE, 2, 4, layers=5, fsdp=2, tensor=2, dropout=0.3),
+    case("bert", TWO, 2, 4, 2, layers=7, data=2, packing=True, accum=2),
+    case("bert", ZERO, 4, 8, layers=6, remat="full", loops="static"),
+    case("bert", ALL, 4, 4, tensor=2, context_method="all_gather", remat="selective"),
+    case("modernbert", ONE, 4, 4, fsdp=2, packing=True),
+    case("modernbert", TWO, 2, 4, 2, tensor=2, remat="full"),
+    case("modernbert", ONE, 2, 4, fsdp=2, context=2, context_method="all_gather", gather=LAYER),
+]
+"""Pipelines of encoders, in docs/encoders.md. The first one is quick."""
+OTHER = os.environ.get("JAXSTACK_TEST_SCHEDULE", "")
+
+
+def under(case: Case, schedule: str) -> Case:
+    """Returns a case under another schedule. Only interleaved ones have several chunks; `zb_h1` takes no ring."""
+    family, mesh, how = case
+    if schedule == "zb_h1" and mesh.get("context", 1) > 1:
+        mesh = mesh | {"context_method": "all_gather"}
+    return family, mesh, how | {"schedule": schedule, "chunks": 1 if schedule == "zb_h1" else how["chunks"]}
+
+
+if OTHER:
+    CASES = [under(c, OTHER) for c in CASES]
+    QUICK = CASES[: len(QUICK)]
+ALWAYS = [*QUICK, STATIC[0], ZERO_BUBBLE[0], SHARDED[0], ENCODERS[0]]
 
 
 def name_of(case: Case) -> str:
@@ -166,7 +195,7 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
     "case",
     [
         pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else pytest.mark.slow)
-        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED]
+        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS]
     ],
 )
 def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(case, seed):
@@ -241,8 +270,9 @@ SPLITS = [(2, 1, 2), (1, 2, 8), (1, 4, 4), (2, 2, 4), (2, 4, 2)]
 def test_auxiliary_loss_and_gradient_norm_know_no_microbatches(split, seed):
     """Statistics that were means over a microbatch, or that included bubbles, would differ in the second digit."""
     np.testing.assert_allclose(objective_of(*split, seed), objective_of(1, 1, 1, seed), rtol=1e-6)
-    if split == (1, 4, 4):
-        np.testing.assert_allclose(objective_of(*split, seed, ZERO), objective_of(1, 1, 1, seed), rtol=1e-6)
+    other = {(1, 4, 4): ZERO, (1, 2, 8): H1}.get(split)
+    if other:
+        np.testing.assert_allclose(objective_of(*split, seed, other), objective_of(1, 1, 1, seed), rtol=1e-6)
 
 
 TRAFFIC: list[Case] = [
@@ -257,6 +287,7 @@ TRAFFIC: list[Case] = [
     case("llama3", ONE, 2, 4, layers=5, fsdp=2, tensor=2, remat="selective", gather=LAYER),
     case("gpt2", TWO, 2, 4, 2, layers=8, data=2, fsdp=2, gather=LAYER),
     case("llama3", ZERO, 2, 4, layers=5, fsdp=2, tensor=2, remat="full", gather=LAYER),
+    case("llama3", H1, 2, 4, layers=5, fsdp=2, tensor=2, remat="full", gather=LAYER),
 ]
 """Pipelines whose compiled programs are read."""
 
@@ -370,7 +401,7 @@ def test_rows_hold_every_layer_once():
 
 @pytest.mark.parametrize(
     "schedule",
-    [gpipe(4, 6), one_f_one_b(4, 8), interleaved_one_f_one_b(2, 6, 3), zb1(4, 8), zb1(2, 6, 3)],
+    [gpipe(4, 6), one_f_one_b(4, 8), interleaved_one_f_one_b(2, 6, 3), zb1(4, 8), zb1(2, 6, 3), zb_h1(4, 8)],
     ids=lambda schedule: f"{schedule.name} {schedule.chunks}",
 )
 def test_idle_stages_write_where_nobody_waits(schedule):
@@ -379,7 +410,8 @@ def test_idle_stages_write_where_nobody_waits(schedule):
     pairs: dict[tuple[int, int], Any] = {}
     for tick, stage in itertools.product(range(schedule.ticks), range(schedule.stages)):
         forward, backward = program.forward, program.backward
-        if forward.groups_T[tick]:
+        runs_alone = bool(program.mixed_T[tick])  # then a stage without a unit computes nothing
+        if forward.active_TP[tick, stage] or (forward.groups_T[tick] and not runs_alone):
             place = stage, int(forward.slot_TP[tick, stage])
             assert holds.get(place) is None
             assert place[1] < program.slots
@@ -390,16 +422,22 @@ def test_idle_stages_write_where_nobody_waits(schedule):
             assert holds.pop(place) == (backward.microbatch_TP[tick, stage], backward.chunk_TP[tick, stage])
         if program.weight is None:
             continue
-        if backward.groups_T[tick]:
+        weight = program.weight
+
+        def take_pairs(lane: int, at=(tick, stage), weight=weight) -> None:
+            if weight.active_TP[lane, *at]:
+                place = at[1], int(weight.slot_TP[lane, *at])
+                assert pairs.pop(place) == (weight.microbatch_TP[lane, *at], weight.chunk_TP[lane, *at])
+
+        take_pairs(FORWARD)  # before the backward unit of the tick stores its pairs
+        if backward.active_TP[tick, stage] or (backward.groups_T[tick] and not runs_alone):
             place = stage, int(program.pair_slot_TP[tick, stage])
             assert pairs.get(place) is None
             assert place[1] < program.pair_slots
             if backward.active_TP[tick, stage]:
                 pairs[place] = backward.microbatch_TP[tick, stage], backward.chunk_TP[tick, stage]
-        weight = program.weight
-        if weight.active_TP[tick, stage]:
-            place = stage, int(weight.slot_TP[tick, stage])
-            assert pairs.pop(place) == (weight.microbatch_TP[tick, stage], weight.chunk_TP[tick, stage])
+        take_pairs(BACKWARD)
+        take_pairs(WEIGHT)
     assert not holds
     assert not pairs
     assert program.pair_slots <= schedule.pair_slots + 1

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import FAMILIES
+from families import ENCODERS, FAMILIES
 
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, TrainConfig
@@ -21,9 +21,10 @@ from jaxstack.training.state import abstract_state, init_state, make_state
 LLAMA = dataclasses.replace(FAMILIES["llama3"], vocab_size=64)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama3", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "qwen3", "bert", "modernbert"])
 def test_matmuls_counted_are_those_of_the_formula(family):
-    cfg = Config(model=FAMILIES[family], data=DataConfig(seq_len=32, batch_size=2), train=TrainConfig(remat="none"))
+    model = (FAMILIES | ENCODERS)[family]
+    cfg = Config(model=model, data=DataConfig(seq_len=32, batch_size=2), train=TrainConfig(remat="none"))
     ctx = Context()
     values = jax.eval_shape(lambda: init_state(cfg)).params
     batch = {name: jax.ShapeDtypeStruct((2, 32), jnp.int32) for name in ("tokens", "targets")}

@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from families import EXPERTS, FAMILIES
+from families import ENCODERS, EXPERTS, FAMILIES
 
 from jaxstack import sharding
 from jaxstack.cli.parser import execute
@@ -45,6 +45,7 @@ MODELS = (
         for name, family in (("lora", "llama3"), ("lora_qk", "qwen3"), ("lora_tied", "gemma2"))
     }
     | {name: EXPERTS[name] for name in ("mixtral", "capacity", "deepseek")}
+    | ENCODERS
 )
 
 
@@ -94,6 +95,7 @@ def test_flops_are_those_of_the_program(name, remat):
         ("gemma2", {"tensor": 2}),
         ("capacity", {"expert": 2, "tensor": 2}),
         ("qwen3", {"data": 2}),
+        ("bert", {"fsdp": 2, "tensor": 2}),
     ],
 )
 def test_a_device_does_its_share(name, mesh):

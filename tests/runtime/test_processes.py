@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -113,8 +114,9 @@ def test_two_processes_equal_one(text, tmp_path):
     (out, _), (quiet, _) = finish(*start_two(*argv, f"--run.dir={two}"))
     finish(start(*argv, f"--run.dir={one}", devices=8))
     assert "device   8 x cpu in 2 processes" in out
-    # Gloo's threads write as they please, at times two into one line.
-    assert all("[Gloo]" in line for line in quiet.splitlines() if line), f"process 0 alone prints, not:\n{quiet}"
+    # Gloo's threads write their pieces of lines as they please, at times between one another's.
+    pieces = r"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is|[:\d\s]+"
+    assert not re.sub(pieces, "", quiet), f"process 0 alone prints, not:\n{quiet}"
     assert [line["step"] for line in values(one) if "loss" in line] == list(range(1, 13))
     assert_equal_lines(values(two), values(one))
     assert (two / "samples.txt").read_text() == (one / "samples.txt").read_text()
@@ -162,6 +164,50 @@ def test_processes_that_differ_are_refused(text, tmp_path):
     for _, err in outputs:
         assert "processes differ in configuration" in err
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+FAULTY = """
+import sys; sys.argv[0] = 'train.py'
+from jaxstack.checkpoint import store
+from jaxstack.cli import parser
+from jaxstack.training import health
+if {index} == 1:
+    {patch}
+parser.run('train.py', ['train', *sys.argv[1:]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("patch", "code", "words"),
+    [
+        ("pass", 0, ""),
+        ("store.versions = lambda: {'jax': '0.0.1'}", 2, "(process 1) has jax 0.0.1, and others"),
+        (
+            "health.shutil.disk_usage = lambda _: health.shutil._ntuple_diskusage(1, 1, 0)",
+            2,
+            "(process 1) has 0 GB free",
+        ),
+        (
+            "now = health.time.time; health.time.time = lambda: now() + 1000",
+            2,
+            "s ahead of the others. Start its time service.",
+        ),
+    ],
+)
+def test_a_preflight_names_the_machine_with_a_fault(patch, code, words, text, tmp_path, monkeypatch):
+    """Every process ends with the same line, before anything is written."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    port, argv = free_port(), [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--preflight"]
+    programs = [("-c", FAULTY.format(index=i, patch=patch)) for i in range(2)]
+    outputs = finish(*(start(*argv, *flags_of(i, 2, port), devices=4, code=programs[i]) for i in range(2)), code=code)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    if code:
+        assert all(words in err.splitlines()[-1] for _, err in outputs), outputs
+    else:
+        assert "health   2 x 4 cpu; clocks within" in outputs[0][0]
+        assert "preflight passed; nothing was trained" in outputs[0][0]
+        assert "health" not in outputs[1][0]
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -379,6 +425,8 @@ MPI = {
 JAX = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 PORT = 61440 + 81234 % 4096
+SAGEMAKER = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"}
+SKY = {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.3\n10.0.0.5", "SKYPILOT_NODE_RANK": "2", "SKYPILOT_NUM_NODES": "3"}
 
 
 @pytest.mark.parametrize(
@@ -408,6 +456,11 @@ PORT = 61440 + 81234 % 4096
         (POD, ("Kubernetes", None, None, None, None)),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
         (POD | JAX, ("JAX_COORDINATOR_ADDRESS", "a:1", 2, 1, None)),
+        (SAGEMAKER, ("SageMaker", "algo-1:8476", 2, 1, None)),
+        (SAGEMAKER | {"SM_HOSTS": '["algo-2"]'}, None),
+        (SKY, ("SkyPilot", "10.0.0.7:8476", 3, 2, None)),
+        (SKY | {"SKYPILOT_NODE_IPS": "10.0.0.7"}, None),
+        (SKY | {"TPU_WORKER_HOSTNAMES": "a,b,c"}, ("the TPU's hosts", None, None, None, None)),
     ],
 )
 def test_who_is_detected(env, expected, monkeypatch):
@@ -428,6 +481,20 @@ def test_a_tpu_virtual_machine_asks_its_metadata(hosts, monkeypatch):
     assert launchers.detect(DistributedConfig(), {"TPU_SKIP_MDS_QUERY": "1"}) is None
 
 
+def test_a_sagemaker_job_without_the_toolkit_reads_the_file_of_its_hosts(tmp_path, monkeypatch):
+    file, env = tmp_path / "resourceconfig.json", {"TRAINING_JOB_NAME": "first"}
+    monkeypatch.setattr(launchers, "SAGEMAKER_HOSTS", file)
+    assert launchers.detect(DistributedConfig(), env) is None
+    file.write_text(
+        '{"current_host": "algo-1", "hosts": ["algo-3", "algo-1", "algo-2"], "network_interface_name": "eth0"}'
+    )
+    assert launchers.detect(DistributedConfig(), env) == launchers.Processes("SageMaker", "algo-1:8476", 3, 0)
+    assert launchers.detect(DistributedConfig(), {}) is None
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match=r"resourceconfig\.json does not list the hosts of this job"):
+        launchers.detect(DistributedConfig(), env)
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [
@@ -436,7 +503,10 @@ def test_a_tpu_virtual_machine_asks_its_metadata(hosts, monkeypatch):
         (JAX | {"JAX_PROCESS_ID": "two"}, ["JAX_PROCESS_ID='two'"]),
         (JAX | {"JAX_PROCESS_ID": "2"}, ["JAX_PROCESS_ID=2", "JAX_NUM_PROCESSES=2"]),
         ({k: v for k, v in MPI.items() if "hnp" not in k}, ["not JAX_COORDINATOR_ADDRESS"]),
-        (POD, ["docs/examples/kubernetes.yaml", "--distributed.num_processes=1"]),
+        (POD, ["`jaxstack launch --on kubernetes`", "--distributed.num_processes=1"]),
+        (SAGEMAKER | {"SM_HOSTS": "algo-1"}, ["SM_HOSTS does not list the hosts"]),
+        (SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"}, ["SM_HOSTS does not list the hosts"]),
+        (SKY | {"SKYPILOT_NODE_RANK": ""}, ["SKYPILOT_NODE_RANK=''"]),
     ],
 )
 def test_an_environment_that_says_half_of_it(env, words, monkeypatch):
@@ -551,15 +621,6 @@ def test_the_kubernetes_file_is_whole():
     assert found is not None
     assert found.count == spec["completions"]
     check_flags([word for word in container["command"] + container["args"] if word.startswith("--")])
-
-
-def test_the_slurm_file_starts_train_py_with_flags_that_exist():
-    lines = (EXAMPLES / "slurm.sbatch").read_text().splitlines()
-    script = "\n".join(line for line in lines if not line.startswith("#"))
-    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-    check_flags(words_of(script[script.index("train.py") :]))
-    options = [line.split()[1].split("=")[0] for line in lines if line.startswith("#SBATCH")]
-    assert {"--nodes", "--ntasks-per-node"} <= {*options}
 
 
 def test_the_flags_of_the_page_exist():

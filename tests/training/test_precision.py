@@ -32,9 +32,13 @@ QUICK: list[Case] = [
     ("llama3", {"fsdp": 2, "tensor": 2}, {"packing": True, "tokens": 8192}),
     ("softmax", {}, {}),
     ("untied", {"pipe": 2, "tensor": 2}, {"tokens": 2048}),
+    ("bert", {}, {"tokens": 4096}),
 ]
 CASES: list[Case] = [
     *QUICK,
+    ("bert", {"fsdp": 2, "tensor": 2}, {"tokens": 8192, "accum": 2}),
+    ("modernbert", {}, {}),
+    ("modernbert", {"data": 2, "fsdp": 2}, {"tokens": 8192, "packing": True}),
     ("gpt2", {}, {}),
     ("gpt2", {}, {"packing": True, "accum": 2}),
     ("llama3", {}, {}),
@@ -56,6 +60,7 @@ CASES: list[Case] = [
     ("lora", {"fsdp": 2, "tensor": 2}, {}),
     ("gpt2", {"fsdp": 2, "tensor": 2, **meshes.AUTO}, {"tokens": 8192}),
     ("gpt2", {"pipe": 2, "data": 2}, {"schedule": "zb1"}),
+    ("gpt2", {"pipe": 2, "fsdp": 2}, {"schedule": "zb_h1", "microbatches": 4}),
     ("gpt2", {"pipe": 2, "fsdp": 2}, {"gather": "layer"}),
     ("llama3", {"pipe": 2, "fsdp": 2, "tensor": 2}, {"tokens": 8192, "packing": True, "accum": 2}),
     ("softmax", {"pipe": 2, "expert": 2}, {"tokens": 8192}),
@@ -70,6 +75,7 @@ def config(
     tokens: int = TOKENS,
     schedule: Any = pipelines.ONE,
     gather: Any = "once",
+    microbatches: int = 2,
     **how: Any,
 ) -> Config:
     cfg = meshes.config(family, mesh, **how)
@@ -80,7 +86,7 @@ def config(
         train=dataclasses.replace(cfg.train, dtype=dtype),
         # `grouped` takes minutes here: XLA:CPU converts the whole of a bfloat16 array whenever a loop writes some rows.
         kernels=KernelsConfig(moe="ragged"),
-        pipeline=PipelineConfig(schedule=schedule, microbatches=2, split=(".*",), gather=gather)
+        pipeline=PipelineConfig(schedule=schedule, microbatches=microbatches, split=(".*",), gather=gather)
         if "pipe" in mesh
         else PipelineConfig(),
     )

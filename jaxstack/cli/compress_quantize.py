@@ -1,0 +1,182 @@
+"""Quantises the matrices of a run's layers, and makes the run OUT with the result.
+
+OUT/model is a Hugging Face folder in the compressed-tensors layout, which vLLM and transformers load. The commands
+`generate`, `export` and `train` take OUT like any other run. Embedding, head, norms, biases and routers stay as they
+are.
+"""
+
+import json
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from jsonargparse import Namespace
+
+from jaxstack.checkpoint import manifest, run_dir
+from jaxstack.cli.export_model import write_tokenizer
+from jaxstack.config import ConfigError, LoraConfig, MeshConfig, parse
+from jaxstack.config.bounds import PositiveInt
+from jaxstack.config.parse import Parser, user_path
+from jaxstack.generate import load_run
+
+if TYPE_CHECKING:  # these import JAX, for which help must not wait
+    from jaxstack.common.tree import Batch
+    from jaxstack.compress.calibrate import Walk
+    from jaxstack.compress.quantize import Codes, Settings
+    from jaxstack.generate.trained_run import Evaluation, TrainedRun
+    from jaxstack.hf import Scheme
+    from jaxstack.models.params import Params
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
+    parser.add_argument("out", metavar="OUT", type=user_path, help="run directory to make")
+    parser.add_argument("--weights", type=Literal["int4", "int8", "fp8"], default="int4", help="format of the matrices")
+    parser.add_argument(
+        "--group",
+        type=PositiveInt | None,
+        default=64,
+        help="inputs that share a scale; null means all inputs of an output, as fp8 needs",
+    )
+    parser.add_argument(
+        "--method",
+        type=Literal["gptq", "awq", "rtn"],
+        default="gptq",
+        help="gptq and awq keep the outputs on calibration text; rtn rounds to the nearest and needs no text",
+    )
+    parser.add_argument(
+        "--sequences", type=PositiveInt, default=128, help="sequences of the run's training data for the calibration"
+    )
+    parser.add_argument(
+        "--dtype",
+        type=Literal["float32", "bfloat16"],
+        default="float32",
+        help="dtype of the scales and of what is not quantised",
+    )
+    parser.add_argument("--step", type=int, default=None, help="step of the checkpoint; null means the newest")
+    parser.add_class_arguments(MeshConfig, "mesh")
+    parser.set_defaults({"mesh.data": 1})
+
+
+def main(args: Namespace) -> None:
+    """Makes the run directory and prints the held-out loss before and after.
+
+    Raises:
+      ConfigError: a run, method, format or mesh that do not fit together, or a folder that exists.
+    """
+    run, out = Path(args.run), Path(args.out)
+    cfg, tokenizer = load_run.read_run(run)
+    if out.exists():
+        raise ConfigError(f"{out} exists and is never overwritten. Name another folder.")
+    for axis in ("pipe", "expert"):
+        if (size := getattr(args.mesh, axis)) > 1:
+            raise ConfigError(
+                f"mesh.{axis}={size} cannot be used: one layer runs at a time, with all of its experts on each "
+                f"device. Use --mesh.data, --mesh.fsdp or --mesh.tensor."
+            )
+    cfg = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
+    opened = load_run.open_run(run, cfg, tokenizer, args.mesh, args.step)
+
+    from jaxstack import hf
+    from jaxstack.compress import quantize, unfinished
+    from jaxstack.models import folding
+
+    if opened.model.family == "encoder":
+        raise ConfigError(f"{run} has model.family=encoder, and calibration reads decoders. Name a run of a decoder.")
+    hf.family_of(opened.model)  # before anything is computed: the result must be a family's
+    how = settings(args)
+    walk = quantize.Walk.of(opened.model, opened.context)
+    if args.method == "awq":
+        folding.shared_inputs(walk.cfg)
+    chosen = {key: getattr(args, key) for key in ("sequences", "method", "weights", "dtype")}
+    # The newest step may be another one when the command continues.
+    newest = max(manifest.complete_steps(run_dir.checkpoints(Path(opened.config.run.dir))), default=None)
+    chosen |= {"run": str(run.resolve()), "step": newest if args.step is None else args.step}
+    kept = unfinished.open_folder(out, chosen | {"group": how.scheme.group})
+    print(describe(walk, how.scheme))
+    layers = []
+    batches = calibration(opened, 0 if args.method == "rtn" else args.sequences)
+    for index, layer in enumerate(quantize.quantize(walk, opened.params, batches, how, kept.read)):
+        kept.write(index, layer)
+        layers.append(layer)
+        print(f"layer {index + 1} of {walk.cfg.num_layers}{worst(layer.errors)}", flush=True)
+    values = quantize.join(opened.model, opened.params, layers)
+    write(opened, values, quantize.hf_codes(opened.model, layers), how, out)
+    kept.remove()
+    print_losses(opened.evaluate(), replace(opened, params=values).evaluate())
+    print(f"wrote {out}: {args.weights} by {args.method}; try it with `jaxstack generate {out} ...`")
+
+
+def settings(args: Namespace) -> "Settings":
+    """Returns how the matrices are quantised."""
+    from jaxstack import hf
+    from jaxstack.compress.quantize import Settings
+
+    bits: Literal[4, 8] = 4 if args.weights == "int4" else 8
+    return Settings(hf.Scheme(bits, args.group, "float" if args.weights == "fp8" else "int"), args.method, args.dtype)
+
+
+def describe(walk: "Walk", scheme: "Scheme") -> str:
+    """Returns one line about the scales of the matrices."""
+    inputs = {path: prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes]) for path, p in walk.matrices.items()}
+    whole = [f"{path} ({size})" for path, size in inputs.items() if scheme.groups(size) == 1]
+    if not whole or len(whole) == len(inputs):
+        return f"{scheme.bits} bits, " + ("one scale an output" if whole else f"a scale for {scheme.group} inputs")
+    return (
+        f"{scheme.bits} bits, a scale for {scheme.group} inputs; one scale an output for matrices whose inputs it does "
+        f"not divide: {', '.join(whole)}"
+    )
+
+
+def calibration(run: "TrainedRun", sequences: int) -> list["Batch"]:
+    """Returns the first training batches of a run with this many sequences or a few more, on its devices."""
+    from jaxstack import data
+    from jaxstack.data.loader import DataLoader
+
+    if not sequences:
+        return []
+    cfg = run.config
+    loader = DataLoader(cfg, data.load(cfg.data), run.context.sharding(run.context.batch))
+    return [loader.to_devices(batch) for batch in loader.iterate(0, -(-sequences // cfg.data.batch_size))]
+
+
+def worst(errors: dict[str, float]) -> str:
+    """Returns the largest relative error of a layer's outputs as text, or nothing if none was measured."""
+    if not errors:
+        return ""
+    path = max(errors, key=lambda path: errors[path])
+    return f": outputs off by at most {errors[path] ** 0.5:.2%} (root mean square, {path})"
+
+
+def write(run: "TrainedRun", values: "Params", codes: "Codes", how: "Settings", out: Path) -> None:
+    """Writes the run directory with the Hugging Face folder in it."""
+    import jax
+
+    from jaxstack import hf
+    from jaxstack.hf import safetensors
+
+    cfg = run.config
+    saved = json.loads((Path(cfg.run.dir) / "tokenizer.json").read_text())
+    with safetensors.new_folder(out) as made:
+        folder = made / "model"
+        folder.mkdir()
+        end = write_tokenizer(saved, folder)
+        plain = replace(run.model, pad_vocab_to=None)
+        quantized = how.scheme, codes
+        hf.save_pretrained(folder, plain, jax.device_get(values), how.dtype, cfg.data.seq_len, end, quantized)
+        (made / "tokenizer.json").write_text(json.dumps(saved))
+        begin = replace(cfg.run, dir=str(out), init_from=str((out / "model").resolve()), init_adapter=None)
+        model = replace(cfg.model, lora=LoraConfig(), pad_vocab_to=None)
+        (made / "config.yaml").write_text(parse.to_yaml(replace(cfg, run=begin, model=model, mesh=MeshConfig())))
+
+
+def print_losses(before: "Evaluation", after: "Evaluation") -> None:
+    """Prints the held-out loss before and after, in bits per byte where the tokenizer keeps the text."""
+    from math import isnan
+
+    unit, a, b = "bits per byte", before.bits_per_byte, after.bits_per_byte
+    if isnan(a):
+        unit, a, b = "nats per token", before.loss, after.loss
+    print(f"held-out loss: {a:.4f} before, {b:.4f} after ({b / a - 1:+.2%}), in {unit}")

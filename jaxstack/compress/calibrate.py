@@ -1,0 +1,232 @@
+"""Runs a model layer by layer over calibration batches, and measures the inputs of every matrix on any mesh.
+
+Each layer sees the outputs of the layers before it after their compression, so that later layers make up for earlier
+errors. The layers of one step of the loop (those of a period of windows) are measured together, before any of them is
+compressed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxstack.common.tree import Batch, PyTree, path_of
+from jaxstack.config import ModelConfig
+from jaxstack.generate import decode
+from jaxstack.kernels import taps
+from jaxstack.models import family, params
+from jaxstack.models.blocks import Stack
+from jaxstack.models.context import Context
+from jaxstack.models.params import Param, Params, flat_spec, map_spec, unstack
+from jaxstack.sharding import collectives
+from jaxstack.sharding.rules import names_of
+
+
+class Statistics(NamedTuple):
+    """Sums over the tokens that a matrix has read, float32; for experts with a leading axis [E].
+
+    Attributes:
+      gram: sum of x x^T [I, I].
+      size: sum of |x| [I].
+      tokens: their number [].
+    """
+
+    gram: jax.Array
+    size: jax.Array
+    tokens: jax.Array
+
+
+Measure = Callable[[], dict[str, Statistics]]
+"""Returns the statistics of each matrix of a layer by path. It computes them at the first call."""
+
+
+@dataclass
+class _Once:
+    """Calls a function at most once."""
+
+    compute: Callable[[], list[dict[str, Statistics]]]
+    _found: list[dict[str, Statistics]] | None = None
+
+    def of(self, index: int) -> dict[str, Statistics]:
+        """Returns one of the results."""
+        if self._found is None:
+            self._found = self.compute()
+        return self._found[index]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The way through a model's layers.
+
+    Attributes:
+      cfg: the model, without a capacity limit.
+      ctx: how it is computed, with whole sequences on each device and without a pipeline.
+    """
+
+    cfg: ModelConfig
+    ctx: Context
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, ctx: Context) -> "Walk":
+        """Returns the way through a model that was loaded for a mesh without stages."""
+        return cls(decode.dropless(cfg), ctx.whole_sequences())
+
+    @cached_property
+    def matrices(self) -> dict[str, Param]:
+        """The matrices of one layer by path: what is compressed."""
+        return {path: p for path, p in flat_spec(self._layer).items() if p.kind == "matrix"}
+
+    def run(
+        self, values: Params, batches: Sequence[Batch], compress: Callable[[int, Params, Measure], Params]
+    ) -> Iterator[tuple[int, Params]]:
+        """Compresses one layer after the other, and yields their index and parameters.
+
+        Args:
+          values: parameters of the model, on its mesh.
+          batches: calibration batches on the devices.
+          compress: receives the index of a layer, its parameters without the axis of layers, and a function that
+            returns the statistics of its matrices by path. It returns the parameters to use instead, with the same
+            shapes.
+        """
+        period = self._stack[1].period
+        stream = [self._embed(values, batch) for batch in batches]
+        for first in range(0, self._stack[1].depth, period):
+            layers = [self._take(values[self._stack[0]], first + i) for i in range(period)]
+            measured = _Once(partial(self._sum, [*layers], stream, batches))
+            for i, layer in enumerate(layers):
+                new = compress(first + i, layer, partial(measured.of, i))
+                layers[i] = jax.tree.map(lambda to, like: jax.device_put(to, like.sharding), new, layer)
+                yield first + i, new
+            if first + period < self._stack[1].depth:
+                stream = [self._step(layers, x, batch)[0] for x, batch in zip(stream, batches, strict=True)]
+
+    def _sum(
+        self, layers: list[Params], stream: list[jax.Array], batches: Sequence[Batch]
+    ) -> list[dict[str, Statistics]]:
+        """Returns the statistics of the matrices of each layer over all batches."""
+        found: Any = None
+        for x, batch in zip(stream, batches, strict=True):
+            one = self._step(layers, x, batch)[1]
+            found = one if found is None else jax.tree.map(jnp.add, found, one)
+        return list(found)
+
+    @property
+    def _stack(self) -> tuple[str, Stack]:
+        return family.only_stack(self.cfg)
+
+    @cached_property
+    def _layer(self) -> params.Spec:
+        layer: params.Spec = unstack(family.spec(self.cfg)[self._stack[0]])
+        return layer
+
+    @cached_property
+    def _layer_specs(self) -> PyTree:
+        """How the parameters of one layer are sharded."""
+        return self.ctx.parameters(self._layer) if self._meshed else None
+
+    @property
+    def _meshed(self) -> bool:
+        return self.ctx.mesh is not None and self.ctx.mesh.size > 1
+
+    @cached_property
+    def _stream_spec(self) -> PartitionSpec | None:
+        return self.ctx.activation(("batch", None, None)) if self._meshed else None
+
+    @cached_property
+    def _batch_spec(self) -> PartitionSpec | None:
+        return self.ctx.batch if self._meshed else None
+
+    @cached_property
+    def _embed(self) -> Callable[[Params, Batch], jax.Array]:
+        def work(values: Params, batch: Batch) -> jax.Array:
+            its = family.of(self.cfg)
+            return its.embed(self.cfg, self._cast(values), its.make_layer_inputs(self.cfg, batch, self.ctx), self.ctx)
+
+        if not self._meshed:
+            return jax.jit(work)
+        where = self.ctx.parameters(family.spec(self.cfg))
+        return jax.jit(self.ctx.local(work, (where, self._batch_spec), self._stream_spec))
+
+    def _cast(self, values: Params) -> Params:
+        return params.cast_matrices(family.spec(self.cfg), values, self.ctx.dtype)
+
+    @cached_property
+    def _take(self) -> Callable[[Params, int], Params]:
+        """Returns one layer of the stacked parameters, sharded as before."""
+
+        def take(stacked: Params, index: jax.Array) -> Params:
+            return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), stacked)
+
+        if not self._meshed:
+            return jax.jit(take)
+        return jax.jit(take, out_shardings=jax.tree.map(self.ctx.sharding, self._layer_specs))
+
+    @cached_property
+    def _step(self) -> Callable[[list[Params], jax.Array, Batch], tuple[jax.Array, list[dict[str, Statistics]]]]:
+        """Computes the layers of one period: the residual stream after them, and the statistics of their matrices."""
+        period = self._stack[1].period
+        wanted = [map_spec(lambda p: p.kind == "matrix", self._layer)] * period
+
+        def work(layers: list[Params], x: jax.Array, batch: Batch) -> tuple[jax.Array, list[dict[str, Statistics]]]:
+            layer_inputs = family.of(self.cfg).make_layer_inputs(self.cfg, batch, self.ctx)
+            cast = [params.cast_matrices(self._layer, layer, self.ctx.dtype) for layer in layers]
+            run = partial(self._stack[1].step, self.cfg, self.ctx)
+            (x, _), seen = taps.record_inputs(lambda weights: run(weights, x, 0, layer_inputs), cast, wanted)
+            paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(cast)]
+            found: list[dict[str, Statistics]] = [{} for _ in layers]
+            for leaf, (inputs, sizes) in seen.items():
+                which, _, path = paths[leaf].partition("/")
+                found[int(which)][path] = self._measure(self.matrices[path], inputs, sizes)
+            return x, found
+
+        if not self._meshed:
+            return jax.jit(work)
+        where = ([self._layer_specs] * period, self._stream_spec, self._batch_spec)
+        return jax.jit(self.ctx.local(work, where, (self._stream_spec, PartitionSpec())))
+
+    def _measure(self, p: Param, x: jax.Array, sizes: tuple[jax.Array, ...]) -> Statistics:
+        """Returns the statistics of the inputs of a matrix, equal on all devices.
+
+        Args:
+          p: the matrix.
+          x: its inputs on this device [..., *in]; for experts rows that are sorted by expert [N, I].
+          sizes: for experts, the number of rows of each.
+        """
+        stored = self.ctx.axes("batch")
+        for dim in range(p.in_axes):
+            split = tuple(axis for axis in self._axes(p.axes[p.batch_axes + dim]) if axis not in stored)
+            x = collectives.all_gather_invariant(x, split, x.ndim - p.in_axes + dim)
+        x = x.reshape(-1, prod(x.shape[x.ndim - p.in_axes :])).astype(jnp.float32)
+        if sizes:
+            ends = jnp.cumsum(sizes[0])
+            rows = jnp.arange(x.shape[0])[:, None]
+            member = ((rows >= ends - sizes[0]) & (rows < ends)).astype(jnp.float32)
+            found = jax.lax.map(lambda chosen: _sums(x, chosen), member.T)
+        else:
+            found = _sums(x, collectives.zeros(x.shape[:1], jnp.float32, x) + 1)
+        return jax.tree.map(partial(self._total, stored), found)
+
+    def _axes(self, name: str) -> collectives.Axes:
+        """Returns the mesh axes above 1 that split a logical axis of parameters."""
+        mesh = self.ctx.mesh
+        if mesh is None:
+            return ()
+        return tuple(axis for axis in names_of(self.ctx.rules.parameters[name]) if mesh.shape[axis] > 1)
+
+    def _total(self, stored: collectives.Axes, a: jax.Array) -> jax.Array:
+        """Returns the sum over devices with different tokens; devices with the same tokens have the same sums."""
+        varies = collectives.varies_along(a)
+        same = prod(collectives.count((axis,)) for axis in varies if axis not in stored)
+        return collectives.all_reduce(a / same, varies)
+
+
+def _sums(x: jax.Array, chosen: jax.Array) -> Statistics:
+    """Returns the statistics of the chosen rows; `chosen` [N] is 0 or 1."""
+    x = x * chosen[:, None]
+    gram = jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST)
+    return Statistics(gram, jnp.abs(x).sum(0), chosen.sum())

@@ -1,0 +1,231 @@
+"""Quantises the matrices of a model's layers: to the nearest, by GPTQ or by AWQ."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstack import hf
+from jaxstack.common.tree import Batch
+from jaxstack.compress.awq import awq_scales
+from jaxstack.compress.calibrate import Measure, Statistics, Walk
+from jaxstack.compress.gptq import DAMP, gptq
+from jaxstack.compress.rounding import output_error, round_to_nearest
+from jaxstack.config import ConfigError, ModelConfig
+from jaxstack.hf import weights
+from jaxstack.hf.compressed import Scheme
+from jaxstack.models import family
+from jaxstack.models.folding import divide_outputs, shared_inputs
+from jaxstack.models.params import Param, Params
+
+Method: TypeAlias = Literal["rtn", "gptq", "awq"]
+
+Codes: TypeAlias = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Codes [O, I] and scales [O, G] of each quantised Hugging Face tensor by its name."""
+
+DAMPS = (DAMP, 10 * DAMP, 100 * DAMP)
+"""Values of `gptq`'s damp, of which the first one that gives finite factors is taken."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is quantised.
+
+    Attributes:
+      scheme: the format of the matrices.
+      method: `rtn` rounds to the nearest; `gptq` and `awq` need calibration batches.
+      dtype: dtype in which scales are stored.
+    """
+
+    scheme: Scheme
+    method: Method
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class QuantizedLayer(NamedTuple):
+    """A layer after quantisation.
+
+    Attributes:
+      params: its parameters, on the host: matrices have the values that their codes stand for.
+      codes: codes and scales of each matrix by path; for experts with a leading axis.
+      errors: by path, the squared error of the outputs over the squared outputs; empty without statistics.
+    """
+
+    params: Params
+    codes: dict[str, tuple[np.ndarray, np.ndarray]]
+    errors: dict[str, float]
+
+
+def quantize(
+    walk: Walk,
+    values: Params,
+    batches: Sequence[Batch],
+    how: Settings,
+    finished: Callable[[int], QuantizedLayer | None] = lambda index: None,
+) -> Iterator[QuantizedLayer]:
+    """Quantises one layer after the other.
+
+    Args:
+      walk: the model.
+      values: its parameters, on its mesh.
+      batches: calibration batches on the devices; none are needed for rounding to the nearest.
+      how: the settings.
+      finished: returns a layer that an earlier call has yielded, or `None`.
+    """
+    results: dict[int, QuantizedLayer] = {}  # `Walk.run` yields them in the same order
+
+    def one(index: int, layer: Params, measure: Measure) -> Params:
+        found = finished(index)
+        if found is None:
+            statistics = measure() if batches else {}
+            found = quantize_layer(walk, jax.device_get(layer), jax.device_get(statistics), how)
+        results[index] = found
+        return found.params
+
+    for index, _ in walk.run(values, batches, one):
+        yield results.pop(index)
+
+
+def quantize_layer(walk: Walk, layer: Params, statistics: dict[str, Statistics], how: Settings) -> QuantizedLayer:
+    """Quantises the matrices of one layer.
+
+    Args:
+      walk: the model.
+      layer: parameters without the axis of layers, on the host.
+      statistics: of the inputs of each matrix by path; may be empty for rounding to the nearest.
+      how: the settings.
+
+    Raises:
+      ConfigError: the statistics are not finite.
+    """
+    factors: dict[str, np.ndarray] = {}
+    before = layer
+    if how.method == "awq":
+        layer, factors = _scale_inputs(walk.cfg, layer, statistics, how)
+    kind = np.dtype(jnp.float8_e4m3fn if how.scheme.kind == "float" else np.int8)
+    codes: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    errors: dict[str, float] = {}
+    for path, p in walk.matrices.items():
+        w = _get(layer, path)
+        rows = as_rows(p, w) * factors.get(path, np.ones(1, np.float32))
+        found = statistics.get(path)
+        if found is not None and path in factors:
+            found = found._replace(gram=found.gram / np.outer(factors[path], factors[path]))
+        experts = rows if rows.ndim == 3 else rows[None]
+        done = [_quantize_one(path, one, _expert(found, e, rows.ndim), how) for e, one in enumerate(experts)]
+        stacked = [np.stack(each) for each in zip(*(one[:3] for one in done), strict=True)]
+        code, scale, value = stacked if rows.ndim == 3 else [each[0] for each in stacked]
+        codes[path] = code.astype(kind), scale
+        layer = _set(layer, path, from_rows(p, value, w.shape))
+        if found is not None:
+            errors[path] = sum(one[3] for one in done) / max(sum(one[4] for one in done), 1e-30)
+    assert jax.tree.map(np.shape, layer) == jax.tree.map(np.shape, before)
+    return QuantizedLayer(layer, codes, errors)
+
+
+def _quantize_one(
+    path: str, w: np.ndarray, found: Statistics | None, how: Settings
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, float, float]:
+    """Returns codes, scales, values, and the squared error and size of the outputs of one matrix [O, I]."""
+    kind = jnp.dtype(how.dtype)
+    if how.method == "gptq" and found is not None:
+        for damp in DAMPS:
+            made = gptq(w, found.gram, how.scheme, damp=damp, dtype=kind)
+            if bool(jnp.isfinite(made.codes).all()):
+                break
+        else:
+            raise ConfigError(
+                f"the inputs of layers/{path} are not finite on the calibration batches, so --method=gptq cannot use "
+                f"them. Use --method=rtn, or another --step."
+            )
+    else:
+        made = round_to_nearest(jnp.asarray(w), how.scheme, kind)
+    off = size = 0.0
+    if found is not None:
+        off = float(output_error(jnp.asarray(w), made.values, jnp.asarray(found.gram)))
+        size = float(output_error(jnp.asarray(w), jnp.zeros(w.shape), jnp.asarray(found.gram)))
+    codes, scales, values = jax.device_get((made.codes, made.scales, made.values))
+    return codes, scales, values, off, size
+
+
+def _scale_inputs(
+    cfg: ModelConfig, layer: Params, statistics: dict[str, Statistics], how: Settings
+) -> tuple[Params, dict[str, np.ndarray]]:
+    """Returns a layer whose norms and matrices have divided outputs, and the factors of each matrix's inputs [I].
+
+    The factors are not yet multiplied into the matrices.
+    """
+    factors: dict[str, np.ndarray] = {}
+    original = layer
+    for producer, readers in shared_inputs(cfg).items():
+        found = statistics[readers[0]]
+        size = jnp.asarray(found.size / found.tokens)
+        matrices = [jnp.asarray(_get(original, path)).reshape(len(size), -1).T for path in readers]
+        s = np.asarray(awq_scales(matrices, found.gram, size, how.scheme, jnp.dtype(how.dtype)))
+        layer = jax.device_get(divide_outputs(cfg, layer, producer, jnp.asarray(s)))
+        factors |= dict.fromkeys(readers, s)
+    return layer, factors
+
+
+def join(cfg: ModelConfig, values: Params, layers: Sequence[QuantizedLayer]) -> Params:
+    """Returns the parameters of a model with its layers replaced, sharded as before."""
+    name, _ = family.only_stack(cfg)
+    stacked = jax.tree.map(lambda *each: np.stack(each), *(layer.params for layer in layers))
+
+    def place(new: np.ndarray, old: jax.Array) -> jax.Array:
+        return jax.device_put(new.astype(old.dtype), old.sharding)
+
+    return {**values, name: jax.tree.map(place, stacked, values[name])}
+
+
+def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
+    """Returns codes and scales by the name of their Hugging Face tensor.
+
+    Raises:
+      ConfigError: a family whose tensors join matrices or are transposed.
+    """
+    name, (group, _) = hf.family_of(replace(cfg, pad_vocab_to=None)), family.only_stack(cfg)
+    found: Codes = {}
+    for tensor, held in weights.hf_tensors(name, family.spec(replace(cfg, pad_vocab_to=None))).items():
+        path, layout, at = held.sources[0]
+        stack, _, own = path.partition("/")
+        if stack == group and own in layers[at[0]].codes:
+            if not layout.transposed or layout.parts > 1:
+                raise ConfigError(f"the family {name} cannot be quantised: {tensor} is not the weight of one linear "
+                                  f"layer. Use a model of the families llama, mistral, qwen3 or gemma2.")  # fmt: skip
+            codes, scales = layers[at[0]].codes[own]
+            found[tensor] = (codes[at[1]], scales[at[1]]) if len(at) > 1 else (codes, scales)
+    return found
+
+
+def as_rows(p: Param, w: np.ndarray) -> np.ndarray:
+    """Returns a matrix [*in, *out] of one layer as [O, I]; those of experts as [E, O, I]."""
+    lead = w.shape[: p.batch_axes]
+    inputs = prod(w.shape[p.batch_axes : p.batch_axes + p.in_axes])
+    return w.reshape(*lead, inputs, -1).swapaxes(-1, -2)
+
+
+def from_rows(p: Param, rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns what `as_rows` has made of a matrix of this shape."""
+    return np.ascontiguousarray(rows.swapaxes(-1, -2)).reshape(shape)
+
+
+def _expert(found: Statistics | None, expert: int, ndim: int) -> Statistics | None:
+    """Returns the statistics of one expert; those of a dense matrix as they are."""
+    return found if found is None or ndim == 2 else Statistics(*(each[expert] for each in found))
+
+
+def _get(layer: Params, path: str) -> np.ndarray:
+    found = layer
+    for name in path.split("/"):
+        found = found[name]
+    return np.asarray(found)
+
+
+def _set(layer: Params, path: str, value: np.ndarray) -> Params:
+    first, _, rest = path.partition("/")
+    return {**layer, first: _set(layer[first], rest, value) if rest else value}

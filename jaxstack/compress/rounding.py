@@ -1,0 +1,101 @@
+"""Rounds a matrix to few bits, with one scale for each group of inputs of an output.
+
+Suffixes: O outputs, I inputs, G groups of inputs.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.hf.compressed import Scheme
+
+
+class Quantized(NamedTuple):
+    """A rounded matrix.
+
+    Attributes:
+      codes: [O, I], numbers that the format has: integers, or those of e4m3. Their dtype is that of the computation.
+      scales: [O, G].
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+
+    @property
+    def values(self) -> jax.Array:
+        """The matrix that codes and scales stand for, [O, I]."""
+        return self.codes * repeat(self.scales, self.codes.shape[1])
+
+
+FP8_LARGEST = 448.0
+"""The largest number of float8_e4m3fn."""
+
+SHRINK = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
+"""Factors of scales among which `find_scales` chooses by importance: smaller steps, and a few clipped numbers."""
+
+
+def find_scales(
+    w: jax.Array, scheme: Scheme, dtype: jax.typing.DTypeLike = jnp.float32, importance: jax.Array | None = None
+) -> jax.Array:
+    """Returns the scales [O, G] with which the number of each group that is largest by size is an end of the format.
+
+    With 4 bits, integers end at -8 and 7. The number becomes -8, so that a scale may be negative: on normal weights in
+    groups of 64, the mean squared error is then 22% below that of the ends -7 and 7. With 8 bits the number becomes
+    127 or -127, so that `train.quant=int8` finds the same codes in the values. In fp8 its size becomes 448.
+
+    Args:
+      w: [O, I].
+      scheme: the format.
+      dtype: dtype in which scales are stored, to which they are rounded.
+      importance: weight of the squared error of each input [I], by which one of `SHRINK` is chosen for each group.
+        `None` means that nothing is clipped.
+    """
+    parts = w.reshape(w.shape[0], scheme.groups(w.shape[1]), -1)
+    if scheme.bits == 4:
+        high, low = parts.max(-1), parts.min(-1)
+        scales = jnp.where(high > -low, high, low) / -8
+    else:
+        scales = jnp.abs(parts).max(-1) / (127 if scheme.kind == "int" else FP8_LARGEST)
+    scales = jnp.where(scales == 0, 1, scales)  # a group of zeros
+    if importance is None:
+        return scales.astype(dtype).astype(w.dtype)
+    several = (scales * jnp.asarray(SHRINK, w.dtype)[:, None, None]).astype(dtype).astype(w.dtype)
+
+    def error(scales: jax.Array) -> jax.Array:
+        off = (Quantized(to_codes(w / repeat(scales, w.shape[1]), scheme), scales).values - w) ** 2
+        return (off * importance).reshape(*scales.shape, -1).sum(-1)
+
+    best = jnp.argmin(jax.lax.map(error, several), axis=0)
+    return jnp.take_along_axis(several, best[None], axis=0)[0]
+
+
+def repeat(scales: jax.Array, inputs: int) -> jax.Array:
+    """Returns the scale of each input [O, I], from those of the groups [O, G]."""
+    return jnp.repeat(scales, inputs // scales.shape[1], axis=1)
+
+
+def to_codes(x: jax.Array, scheme: Scheme) -> jax.Array:
+    """Returns the nearest numbers of the format, in the dtype of x; what is beyond its ends becomes an end."""
+    if scheme.kind == "float":
+        return jnp.clip(x, -FP8_LARGEST, FP8_LARGEST).astype(jnp.float8_e4m3fn).astype(x.dtype)
+    end = 2 ** (scheme.bits - 1)
+    return jnp.clip(jnp.round(x), -end, end - 1)
+
+
+def round_to_nearest(w: jax.Array, scheme: Scheme, dtype: jax.typing.DTypeLike = jnp.float32) -> Quantized:
+    """Rounds every number of a matrix [O, I] to the nearest one that its group can have."""
+    scales = find_scales(w, scheme, dtype)
+    return Quantized(to_codes(w / repeat(scales, w.shape[1]), scheme), scales)
+
+
+def output_error(w: jax.Array, rounded: jax.Array, gram: jax.Array) -> jax.Array:
+    """Returns the squared error of the outputs, summed over outputs and the tokens of the statistics.
+
+    Args:
+      w: [O, I].
+      rounded: [O, I].
+      gram: sum over tokens of x x^T [I, I], for inputs x.
+    """
+    off = rounded - w
+    return jnp.sum((off @ gram) * off)

@@ -1,0 +1,146 @@
+"""The encoder family: each token sees those after it, too. Switches give BERT, and ModernBERT's blocks.
+
+An encoder has the layers of `decoder`, and more around them: a norm after the embedding, and before the head a linear
+layer with an activation and a norm. BERT (Devlin et al. 2018, arXiv:1810.04805) also adds token types to the embedding
+and normalises after each sum (`norm_after`). Shapes: see `decoder`.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack import kernels
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import ModelConfig
+from jaxstack.models import decoder, layers
+from jaxstack.models.blocks import Stack
+from jaxstack.models.context import Context
+from jaxstack.models.forward import Parts
+from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.models.layers import Aux, LayerInputs
+from jaxstack.models.params import Param, Params, Spec, pad
+
+
+def spec(cfg: ModelConfig) -> Spec:
+    """Declares every parameter of the model as a nested dict of `Param`."""
+    D = cfg.d_model
+    tree = decoder.spec(cfg)
+    tree["embedding"]["norm"] = layers.norm_spec(cfg, D, "norm")
+    if cfg.token_types:
+        width = layers.table_axes(cfg)[1]
+        tree["embedding"]["types"] = Param((cfg.token_types, D), ("position", width), "table", std=cfg.init_std)
+    if cfg.norm_after:
+        del tree["final_norm"]
+    transform = {"w": Param((D, D), ("embed", "norm"), std=cfg.init_std), "norm": layers.norm_spec(cfg, D, "norm")}
+    if cfg.bias:
+        transform["b"] = Param((D,), ("norm",), "vector", init="zeros")
+    bias = Param((cfg.vocab,), ("vocab",), "vector", init="zeros")
+    return tree | {"transform": transform, "output": {"bias": pad(bias, 0, cfg.padded_vocab)}}
+
+
+def stacks(cfg: ModelConfig) -> dict[str, Stack]:
+    """Returns the stacks of layers by the name of their group of parameters: an encoder has one."""
+    return decoder.stacks(cfg)
+
+
+def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:
+    """Builds what the layers read in addition to the residual stream, once for all of them.
+
+    Args:
+      cfg: the model.
+      batch: see `decoder.make_layer_inputs`; also `token_types` [B, S], by default zeros.
+      ctx: execution context.
+    """
+    made = decoder.make_layer_inputs(cfg, batch, ctx)
+    if not cfg.token_types:
+        return made
+    types = batch["token_types"] if "token_types" in batch else jnp.zeros_like(batch["tokens"])
+    return replace(made, token_types=ctx.slice_for_sequence_parallel(types))
+
+
+def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
+    """Returns the residual stream before the first layer [B, S/n, D]; `layer_inputs` is from `make_layer_inputs`."""
+    tables = {name: params["embedding"][name] for name in decoder.spec(cfg)["embedding"]}
+    x = decoder.embed(cfg, {"embedding": tables}, replace(layer_inputs, key=None), ctx)
+    if cfg.token_types:
+        assert layer_inputs.token_types is not None
+        table = ctx.gather_params(spec(cfg)["embedding"]["types"], params["embedding"]["types"])
+        x = kernels.add_in_float32(x, kernels.embedding_lookup(table, layer_inputs.token_types))
+    x = layers.norm(cfg, params["embedding"]["norm"], x, ctx)
+    return layers.dropout(decoder.dropout_keys(layer_inputs)[1], cfg.dropout, x, layer_inputs.dropout_ids)
+
+
+def hidden_states(
+    cfg: ModelConfig,
+    params: Params,
+    batch: Batch,
+    ctx: Context | None = None,
+    *,
+    dropout_key: jax.Array | None = None,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Computes everything before the head, see `forward.hidden_states`; an encoder has no cache."""
+    assert cache is None
+    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
+    return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
+
+
+def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
+    """Returns what the head reads [B, S, D], from the residual stream after the last layer [B, S/n, D].
+
+    Each device transforms its tokens of the residual stream.
+    """
+    if not cfg.norm_after:
+        x = layers.norm(cfg, params["final_norm"], x, ctx)
+    transform = ctx.gather_params(spec(cfg)["transform"], params["transform"])
+    x = kernels.linear(x, transform["w"], transform.get("b"), implementation=ctx.linear)
+    x = layers.norm(cfg, transform["norm"], layers.activate(cfg.activation, x, ctx), ctx)
+    return ctx.gather_activations(x, "vocab")
+
+
+def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
+    """Returns the output matrix [D + 1, V/n] in the compute dtype, whose last row is the bias of each token."""
+    bias = ctx.gather_params(spec(cfg)["output"]["bias"], params["output"]["bias"])
+    return jnp.concatenate([decoder.head(cfg, params, ctx), bias.astype(ctx.dtype)[None]])
+
+
+def with_one(hidden: jax.Array) -> jax.Array:
+    """Returns hidden states [B, S, D] with a one behind each, which `head` multiplies with the bias."""
+    return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
+
+
+def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> jax.Array:
+    """Returns the sum of weight * negative log-likelihood of the hidden tokens, in nats; see `decoder.loss`."""
+
+    def work(
+        ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> tuple[None, jax.Array]:
+        total = kernels.cross_entropy(
+            with_one(hidden),
+            head(cfg, params, ctx),
+            targets,
+            weights,
+            vocab_axes=ctx.axes("vocab"),
+            vocab_size=cfg.vocab,
+            chunk=ctx.loss_chunk,
+            implementation=ctx.cross_entropy,
+        )
+        return None, total
+
+    declared, rows = spec(cfg), ("batch", "sequence")
+    only = {"embedding": {"tokens": declared["embedding"]["tokens"]}, "output": declared["output"]}
+    used = {"embedding": {"tokens": params["embedding"]["tokens"]}, "output": params["output"]}
+    return ctx.region(work, (used, hidden, batch["targets"], batch["loss_weights"]), (only, rows, rows, rows), ())[1]
+
+
+def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
+    """Returns the parameters as they are: an encoder has no routers."""
+    return params
+
+
+def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
+    """Returns logits [B, S, V/n] in float32 of the results of `hidden_states`; those of padding are the lowest."""
+    ctx = ctx or Context()
+    scores = jnp.einsum("bsd,dv->bsv", with_one(hidden), head(cfg, params, ctx), preferred_element_type=jnp.float32)
+    return kernels.mask_vocab_padding(scores, cfg.vocab, ctx.axes("vocab"))

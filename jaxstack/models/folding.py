@@ -1,0 +1,65 @@
+"""Factors on the inputs of a layer's matrices, which what produces these inputs takes back.
+
+A matrix may be multiplied by s along an input, if what produces this input is divided by s: the layer computes the
+same. Quantisation uses this freedom (`compress.awq`).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.config import ConfigError, ModelConfig
+from jaxstack.models.params import Params
+
+
+def shared_inputs(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Returns the matrices of a layer that read the same inputs, by the path of what produces these inputs alone.
+
+    The outputs of attention are means of values, so that factors of values pass through if each query has values of its
+    own. The hidden layer of a gated MLP is linear in `w_up`; another MLP has a non-linearity in between.
+
+    Raises:
+      ConfigError: a model with experts, whose matrices the router and all experts would have to share.
+    """
+    if cfg.moe.num_experts:
+        raise ConfigError(
+            f"model.moe.num_experts={cfg.moe.num_experts}: factors of inputs cannot be moved through a router. "
+            f"Use --method=gptq."
+        )
+    found: dict[str, tuple[str, ...]] = {
+        "attention_norm": ("attention/w_q", "attention/w_k", "attention/w_v"),
+        "mlp_norm": ("mlp/w_gate", "mlp/w_up") if cfg.gated else ("mlp/w_up",),
+    }
+    if cfg.num_heads == cfg.kv_heads:
+        found["attention/w_v"] = ("attention/w_o",)
+    if cfg.gated:
+        found["mlp/w_up"] = ("mlp/w_down",)
+    return found
+
+
+def divide_outputs(cfg: ModelConfig, layer: Params, producer: str, factors: jax.Array) -> Params:
+    """Returns a layer in which the outputs of a norm or a matrix are divided by factors.
+
+    Args:
+      cfg: the model.
+      layer: parameters of one layer.
+      producer: key of `shared_inputs`.
+      factors: of each output; for a matrix with several output dimensions, of all of them in their order.
+    """
+    group, _, name = producer.partition("/")
+    old: Params = layer[group]
+    if not name:
+        new = {**old, "scale": _divided_scale(old["scale"], factors, cfg.norm_unit_offset)}
+        if "bias" in old:
+            new["bias"] = old["bias"] / factors
+        return {**layer, group: new}
+    w, bias = old[name], name.replace("w_", "b_", 1)
+    by = factors.reshape(w.shape[1:])
+    new = {**old, name: w / by}
+    if bias in old:
+        new[bias] = old[bias] / by
+    return {**layer, group: new}
+
+
+def _divided_scale(scale: jax.Array, factors: jax.Array, unit_offset: bool) -> jax.Array:
+    """Returns the scale of a norm whose outputs are divided; with `unit_offset` the norm multiplies by 1 + scale."""
+    return (1 + scale) / factors - 1 if unit_offset else jnp.asarray(scale) / factors

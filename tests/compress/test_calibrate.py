@@ -1,0 +1,171 @@
+"""The walk through a model's layers: what it measures, on every mesh, and what it computes."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_meshes as meshes
+
+from jaxstack.common.tree import flatten
+from jaxstack.compress.calibrate import Walk
+from jaxstack.compress.quantize import Settings, join, quantize
+from jaxstack.config import ConfigError, MeshConfig
+from jaxstack.hf.compressed import Scheme
+from jaxstack.models import decoder, params
+from jaxstack.models.context import Context
+from jaxstack.models.folding import divide_outputs, shared_inputs
+from jaxstack.models.layers import norm
+from jaxstack.sharding import make_mesh
+
+Arrays = dict[str, np.ndarray]
+
+
+def opened(name: str, sizes: dict[str, int]) -> tuple[Walk, Any, list[Any]]:
+    """A model with random norms, on a mesh, and two batches of 8 rows."""
+    cfg = meshes.config(name, sizes)
+    cfg = replace(cfg, mesh=MeshConfig(**{"data": 1, **sizes}))
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: int(np.prod([*sizes.values(), 1]))]))
+    spec = decoder.spec(cfg.model)
+    values = jax.device_get(params.init(jax.random.key(1), spec))
+    rng = np.random.default_rng(5)
+    values = jax.tree.map(lambda a: a + rng.normal(size=a.shape).astype(np.float32) / 20, values)
+    batches: list[Any] = [{"tokens": rng.integers(0, cfg.model.vocab, (8, 24)).astype(np.int32)} for _ in range(2)]
+    if len(sizes) == 0:
+        return Walk.of(cfg.model, ctx), jax.tree.map(jnp.asarray, values), batches
+    place = jax.tree.map(ctx.sharding, ctx.parameters(spec))
+    return Walk.of(cfg.model, ctx), jax.device_put(values, place), jax.device_put(batches, ctx.sharding(ctx.batch))
+
+
+def measured(name: str, sizes: dict[str, int], dtype: Any = jnp.float32) -> list[Arrays]:
+    """The statistics of every matrix of every layer, without compression."""
+    walk, values, batches = opened(name, sizes)
+    walk = Walk(walk.cfg, replace(walk.ctx, dtype=dtype))
+    found: list[Arrays] = []
+
+    def keep(index: int, layer: Any, measure: Any) -> Any:
+        found.append({p: np.asarray(a) for p, a in flatten(jax.device_get(measure())).items()})
+        return layer
+
+    assert [index for index, _ in walk.run(values, batches, keep)] == [0, 1]
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2", "gemma2", "softmax"])
+def test_statistics_are_those_of_the_inputs(name: str) -> None:
+    """Checked for the first layer's queries and keys, whose input is the norm of the embedding."""
+    walk, values, batches = opened(name, {})
+    layers = measured(name, {})
+    first = layers[0]
+    assert {path.rpartition("/")[0] for path in first} == set(walk.matrices)
+    gram, size = 0.0, 0.0
+    for batch in batches:
+        inputs = decoder.make_layer_inputs(walk.cfg, batch, walk.ctx)
+        x = np.asarray(decoder.embed(walk.cfg, values, inputs, walk.ctx), np.float64)
+        scales = jax.tree.map(lambda a: np.asarray(a[0], np.float64), values["layers"]["attention_norm"])
+        if walk.cfg.norm == "layer":
+            x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + walk.cfg.norm_eps)
+        x = x * (scales["scale"] + float(walk.cfg.norm_unit_offset)) + scales.get("bias", 0)
+        x = x.reshape(-1, x.shape[-1])
+        gram, size = gram + x.T @ x, size + np.abs(x).sum(0)
+    for path in ("attention/w_q", "attention/w_k"):
+        np.testing.assert_allclose(first[f"{path}/gram"], gram, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(first[f"{path}/size"], size, rtol=1e-4)
+        assert first[f"{path}/tokens"] == 2 * 8 * 24
+    if name == "softmax":  # every token is read by two experts
+        assert first["moe/w_up/tokens"].sum() == first["moe/w_down/tokens"].sum() == 2 * 2 * 8 * 24
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("llama3", {"data": 2, "tensor": 2}), ("gpt2", {"fsdp": 2, "tensor": 2}), ("grouped", {"tensor": 2}),
+     ("softmax", {"data": 2, "tensor": 2}), ("gemma2", {"context": 2, "fsdp": 2})],
+)  # fmt: skip
+def test_statistics_are_equal_on_every_mesh(name: str, sizes: dict[str, int]) -> None:
+    for one, many in zip(measured(name, {}), measured(name, sizes), strict=True):
+        assert one.keys() == many.keys()
+        for path in one:
+            top = np.abs(one[path]).max()
+            assert np.abs(one[path] - many[path]).max() <= 2e-5 * top, path  # float32 sums in another order
+
+
+def test_statistics_in_bfloat16_are_near_those_in_float32() -> None:
+    """Inputs are rounded to 2^-9 a few times; the sums are in float32."""
+    for one, half in zip(
+        measured("llama3", {}), measured("llama3", {"data": 2, "tensor": 2}, jnp.bfloat16), strict=True
+    ):
+        for path in one:
+            assert half[path].dtype == np.float32
+            off = np.linalg.norm(one[path] - half[path]) / np.linalg.norm(one[path])
+            assert off == 0 if path.endswith("tokens") else 1e-5 < off < 0.02, (path, off)
+
+
+def test_inputs_that_are_not_finite_are_one_line() -> None:
+    walk, values, batches = opened("llama3", {})
+    values["layers"]["attention_norm"]["scale"] = values["layers"]["attention_norm"]["scale"].at[0, 0].set(np.inf)
+    with pytest.raises(ConfigError, match=r"layers/attention/w_.* are not finite on the calibration batches"):
+        list(quantize(walk, values, batches[:1], Settings(Scheme(bits=4, group=16), "gptq")))
+
+
+def test_a_layer_reads_what_the_compressed_layers_before_it_make() -> None:
+    """The inputs of the second layer's queries, when the first layer was halved."""
+    walk, values, batches = opened("llama3", {})
+    found: list[Any] = []
+
+    def halve(index: int, layer: Any, measure: Any) -> Any:
+        found.append(jax.device_get(measure()))
+        return jax.tree.map(lambda a: a / 2, layer)
+
+    list(walk.run(values, batches, halve))
+    first, second = (jax.tree.map(lambda a, i=i: a[i], values["layers"]) for i in range(2))
+    gram = 0.0
+    for batch in batches:
+        inputs = decoder.make_layer_inputs(walk.cfg, batch, walk.ctx)
+        x = decoder.embed(walk.cfg, values, inputs, walk.ctx)
+        x, _ = decoder.scan_block(walk.cfg, walk.ctx, [jax.tree.map(lambda a: a / 2, first)], x, 0, inputs)
+        h = np.asarray(norm(walk.cfg, second["attention_norm"], x, walk.ctx), np.float64).reshape(-1, x.shape[-1])
+        gram = gram + h.T @ h
+    np.testing.assert_allclose(found[1]["attention/w_q"].gram, gram, rtol=1e-4, atol=1e-4 * np.max(gram))
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2", "gemma2"])
+def test_factors_of_inputs_change_nothing(name: str) -> None:
+    walk, values, batches = opened(name, {})
+    rng, cfg = np.random.default_rng(2), walk.cfg
+    layers = []
+    for i in range(2):
+        layer = jax.tree.map(lambda a, i=i: a[i], values["layers"])
+        for producer, readers in shared_inputs(cfg).items():
+            count = int(np.prod([walk.matrices[readers[0]].shape[d] for d in range(walk.matrices[readers[0]].in_axes)]))
+            factors = jnp.asarray(rng.uniform(0.5, 2, count), jnp.float32)
+            layer = divide_outputs(cfg, layer, producer, factors)
+            for path in readers:
+                group, _, last = path.partition("/")
+                w = layer[group][last]
+                inputs = w.shape[: walk.matrices[path].in_axes]
+                scaled = w * factors.reshape(*inputs, *(1,) * (w.ndim - len(inputs)))
+                layer = {**layer, group: {**layer[group], last: scaled}}
+        layers.append(layer)
+    changed = {**values, "layers": jax.tree.map(lambda *each: jnp.stack(each), *layers)}
+    before, after = (decoder.hidden_states(cfg, v, batches[0], walk.ctx)[0] for v in (values, changed))
+    np.testing.assert_allclose(after, before, rtol=1e-3, atol=1e-4 * float(jnp.abs(before).max()))
+
+
+@pytest.mark.parametrize(("name", "method"), [("gemma2", "awq"), ("softmax", "gptq")])
+def test_quantised_layers_make_fewer_errors_than_rounded_ones(name: str, method: Any) -> None:
+    """In outputs on other batches: the walk has given each layer the inputs that it has after quantisation."""
+    walk, values, batches = opened(name, {})
+    for group in ("attention_norm", "mlp_norm"):  # a few inputs are much larger than the others, as in trained models
+        values["layers"][group]["scale"] = values["layers"][group]["scale"].at[:, :3].set(8)
+    scheme, found = Scheme(bits=4, group=16), {}
+    for kind in (method, "rtn"):
+        layers = list(quantize(walk, values, batches[:1], Settings(scheme, kind)))
+        for layer in layers:
+            assert set(layer.codes) == set(walk.matrices) == set(layer.errors)
+        new = join(walk.cfg, values, layers)
+        wanted, got = (decoder.hidden_states(walk.cfg, v, batches[1], walk.ctx)[0] for v in (values, new))
+        found[kind] = float(jnp.mean((wanted - got) ** 2))
+    assert found[method] < 0.9 * found["rtn"], found

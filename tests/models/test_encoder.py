@@ -1,0 +1,52 @@
+"""Runs of an encoder: resume, what a person sees, and commands that are for decoders."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxstack.cli.parser import execute
+from jaxstack.config import ConfigError
+from jaxstack.config.parse import parse_config
+from jaxstack.report import comparison, runs
+from jaxstack.train import main
+
+FLAGS = [
+    "--model.family=encoder", "--model.tied_embeddings=true", "--model.norm_after=true", "--model.token_types=2",
+    "--model.positions=learned", "--model.num_layers=2", "--model.d_model=32", "--model.num_heads=4",
+    "--model.pad_vocab_to=258",
+    "--data.source=path", "--data.seq_len=32", "--data.batch_size=4", "--train.eval_every=2", "--train.eval_steps=2",
+    "--train.ngram_baseline=false", "--run.log_every=1", "--checkpoint.every=2", "--mesh.data=4", "--mesh.tensor=2",
+    "--optim.name=adamw",
+]  # fmt: skip
+
+
+def losses(directory):
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return {(line["step"], key): line[key] for line in lines for key in ("loss", "eval_loss") if key in line}
+
+
+def test_a_run_is_resumed_bit_for_bit_and_its_loss_is_named(tmp_path, rng, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(c) for c in rng.integers(97, 122, 9000)))
+    flags = [*FLAGS, f"--data.path={text}"]
+    for name, steps in (("straight", 4), ("resumed", 2), ("resumed", 4)):
+        main(parse_config([*flags, f"--train.steps={steps}", f"--run.dir={tmp_path / name}"]))
+    assert losses(tmp_path / "straight") == losses(tmp_path / "resumed")
+    assert len(losses(tmp_path / "straight")) == 4 + 2
+    out = capsys.readouterr().out
+    assert "held-out masked-LM loss" in out
+    assert "nats per hidden token\n" in out  # without bits per byte, which would be those of a text
+    (found,) = runs.read_runs([tmp_path / "straight"])
+    assert runs.summarize(found)["objective"] == "masked-LM loss of hidden tokens"
+    decoder = dataclasses.replace(found, name="next", config=found.config | {"model.family": "decoder"})
+    shown = comparison.compare([found, decoder])
+    assert len(shown.charts) == 2  # their losses share no axis
+    assert "The objectives differ" in shown.notes[0]
+    for words in (
+        ["generate", str(tmp_path / "straight"), "ab"],
+        ["compress", "quantize", str(tmp_path / "straight"), str(tmp_path / "small")],
+    ):
+        with pytest.raises(ConfigError, match=r"model\.family=encoder") as error:
+            execute(words)
+        assert "\n" not in str(error.value)
