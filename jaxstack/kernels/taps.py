@@ -8,7 +8,8 @@ the policy does not save is recomputed once, for dx and the pair together.
 
 Linear layers, adapters and the grouped matmuls of experts call `product`. Everything else has its gradients in the VJP,
 together with dx: vectors (norms, biases), routers and embeddings are small or have no product, and experts behind an
-exchange in rounds (`jaxstack.moe.rounds`) have a backward pass of their own, see `fused`.
+exchange in rounds (`jaxstack.moe.rounds`) have a backward pass of their own, see `fused`. So has a weight that does not
+reach one product unchanged, or that reaches it in a `lax.scan` or a `jax.vmap`: `find_sites` reads that in the jaxpr.
 """
 
 import functools
@@ -18,14 +19,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jaxstack.common.tree import PyTree
+from jaxstack.common.errors import ConfigError
+from jaxstack.common.tree import PyTree, flatten
 from jaxstack.sharding import collectives
 
 Product = Callable[..., jax.Array]
 """(x, w, *integers) -> y, linear in w."""
 
 Abstract = jax.ShapeDtypeStruct
+
+MARK = "product_of_leaf_"
+"""Names the call of a product in the jaxpr that `find_sites` reads, together with the index of the leaf."""
+
+CALLS = ("jit", "pjit", "remat2", "checkpoint", "closed_call")
+"""Equations that run their jaxpr once, on their own operands."""
 
 
 class Pair(NamedTuple):
@@ -70,9 +79,23 @@ class Tapped:
         """Returns the weight changed by a linear function, whose transpose the weight gradient then includes."""
         return Tapped(self.value, self.tap, (*self.changes, change), self.found, self.leaf)
 
+    def astype(self, dtype: jnp.dtype) -> "Tapped":
+        """Returns the weight in another dtype."""
+        return self.map(lambda w: w.astype(dtype))
+
     def __mul__(self, factor: float) -> "Tapped":
-        """Returns the weight times a constant."""
+        """Returns the weight times a Python number. An array would lose its own gradient."""
+        if not isinstance(factor, int | float):
+            raise TypeError(f"it is multiplied by a {type(factor).__name__}, which is not a Python number")
         return self.map(lambda w: w * factor)
+
+    __rmul__ = __mul__
+
+    def __getitem__(self, key: Any) -> "Tapped":
+        """Returns the weight for `w[...]`, by which an nnx module reads it."""
+        if key is not Ellipsis:
+            raise TypeError(f"it is indexed by {key!r}")
+        return self
 
 
 class Site(NamedTuple):
@@ -97,10 +120,28 @@ class _Found:
 
     sites: dict[int, tuple[Product, Any, Any, tuple[Any, ...]]] = field(default_factory=dict)
     excluded: set[int] = field(default_factory=set)
+    marks: bool = False
+
+    def run(self, leaf: int, f: Product, x: jax.Array, w: jax.Array, integers: tuple[jax.Array, ...]) -> jax.Array:
+        """Returns f(x, w, *integers), and collects it. With `marks`, the jaxpr has it as a call with a name."""
+
+        def call(*operands: jax.Array) -> jax.Array:
+            return f(*operands)
+
+        call.__name__ = f"{MARK}{leaf}"
+        y = (jax.jit(call) if self.marks else f)(x, w, *integers)
+        # One pair belongs to one product.
+        if leaf in self.sites or not jnp.issubdtype(x.dtype, jnp.floating):
+            self.excluded.add(leaf)
+        self.sites[leaf] = f, x, y, integers
+        return y
 
 
 def product(f: Product, x: jax.Array, w: jax.Array | Tapped, *integers: jax.Array) -> jax.Array:
     """Returns f(x, w, *integers): the seam between a layer and its taps.
+
+    Layers of any kind call it for the matrices whose gradients a pipeline may compute apart, such as
+    `product(jnp.matmul, x, weights["up"])`. It costs nothing elsewhere.
 
     Args:
       f: the product. It closes over no arrays.
@@ -116,11 +157,7 @@ def product(f: Product, x: jax.Array, w: jax.Array | Tapped, *integers: jax.Arra
         return f(x, functools.reduce(lambda value, change: change(value), changes, value), *integers)
 
     if w.found is not None:
-        y = of_leaf(x, w.value, *integers)
-        if w.leaf in w.found.sites:  # one pair belongs to one product
-            w.found.excluded.add(w.leaf)
-        w.found.sites[w.leaf] = of_leaf, x, y, integers
-        return y
+        return w.found.run(w.leaf, of_leaf, x, w.value, integers)
     return _with_tap(of_leaf, x, w.value, w.tap, integers)
 
 
@@ -213,14 +250,18 @@ def find_sites(f: Callable[[PyTree], Any], weights: PyTree, wanted: PyTree) -> S
       f: the layer as a function of its weights. It may be wrapped in `jax.checkpoint`.
       weights: arrays, or their shapes.
       wanted: for each weight, whether to look for a product. The layer uses such a weight only through `product`.
+
+    Raises:
+      ConfigError: the layer uses a wanted weight elsewhere.
     """
-    found = _Found()
-    leaves, structure = jax.tree.flatten(weights)
-
-    def trace(leaves: list[jax.Array]) -> Any:
-        return f(_with_collector(jax.tree.unflatten(structure, leaves), wanted, found))
-
-    jax.eval_shape(trace, leaves)
+    found = _Found(marks=True)
+    try:
+        _trace(f, weights, wanted, found)
+    except Exception:
+        for i, asked in enumerate(jax.tree.leaves(wanted)):
+            if asked:
+                _can_have_tap(f, weights, i, required=True)
+        raise
     chosen = {i: site for i, site in sorted(found.sites.items()) if i not in found.excluded}
     first: dict[int, int] = {}  # by the identity of x, which all sites keep alive
     return Sites(
@@ -229,6 +270,69 @@ def find_sites(f: Callable[[PyTree], Any], weights: PyTree, wanted: PyTree) -> S
             for i, (of_leaf, x, y, integers) in chosen.items()
         }
     )
+
+
+def find_weights(f: Callable[[PyTree], Any], weights: PyTree) -> PyTree:
+    """Returns for each weight of any layer whether `find_sites` finds its product, as True or False.
+
+    Each weight is tried alone, so that a layer may use the others as arrays.
+
+    Raises:
+      ConfigError: the layer gives a weight to `product`, and uses it elsewhere too.
+    """
+    leaves, structure = jax.tree.flatten(weights)
+    return jax.tree.unflatten(structure, [_can_have_tap(f, weights, i) for i in range(len(leaves))])
+
+
+def _can_have_tap(f: Callable[[PyTree], Any], weights: PyTree, leaf: int, required: bool = False) -> bool:
+    """Returns whether one weight can have a tap; raises ConfigError if the layer cannot run with it but should."""
+    leaves, structure = jax.tree.flatten(weights)
+    found = _Found(marks=True)
+    try:
+        _trace(f, weights, jax.tree.unflatten(structure, [i == leaf for i in range(len(leaves))]), found)
+    except Exception as error:
+        if not (required or leaf in found.sites):
+            return False
+        path = [*flatten(weights)][leaf]
+        raise ConfigError(
+            f"the layer gives {path} to `product`, so that its gradient can be computed apart, but uses it elsewhere "
+            f"too: {(str(error).strip() or type(error).__name__).splitlines()[0]}. Use it only as w of "
+            f"product(f, x, w), or only as an array."
+        ) from error
+    return leaf in found.sites and leaf not in found.excluded
+
+
+def _trace(f: Callable[[PyTree], Any], weights: PyTree, wanted: PyTree, found: _Found) -> None:
+    """Traces the layer, and collects the products of the wanted weights; those that are used otherwise are excluded."""
+    leaves, structure = jax.tree.flatten(weights)
+
+    def trace(leaves: list[jax.Array]) -> Any:
+        return f(_with_collector(jax.tree.unflatten(structure, leaves), wanted, found))
+
+    jaxpr = jax.make_jaxpr(trace)(leaves).jaxpr
+    for i, (_, x, y, integers) in found.sites.items():
+        uses = _uses(jaxpr, jaxpr.invars[i])
+        # An operand more is an array that the product closes over; in a `vmap`, arrays have a dimension more.
+        shapes = [*map(jnp.shape, (x, leaves[i], *integers, y))]
+        marked = [eqn for eqn in uses if eqn is not None and eqn.params.get("name") == f"{MARK}{i}"]
+        found_shapes = [[getattr(v.aval, "shape", None) for v in (*eqn.invars, *eqn.outvars)] for eqn in marked]
+        if len(uses) != 1 or found_shapes != [shapes]:
+            found.excluded.add(i)
+
+
+def _uses(jaxpr: Jaxpr, var: Var) -> list[JaxprEqn | None]:
+    """Returns the equations that read a variable, in calls too, except products; None if the jaxpr returns it."""
+    found: list[JaxprEqn | None] = [None for v in jaxpr.outvars if v is var]
+    for eqn in jaxpr.eqns:
+        for place, v in enumerate(eqn.invars):
+            if v is not var:
+                continue
+            if eqn.primitive.name in CALLS and not str(eqn.params.get("name")).startswith(MARK):
+                inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+                found += _uses(inner, inner.invars[place])
+            else:
+                found.append(eqn)
+    return found
 
 
 def _with_collector(weights: PyTree, wanted: PyTree, found: _Found) -> PyTree:

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxstack.common.errors import ConfigError
 from jaxstack.common.tree import PyTree, flatten
+from jaxstack.kernels.taps import find_weights
 from jaxstack.pipeline.program import Stages
 from jaxstack.pipeline.schedule import Schedule, ScheduleError
 
@@ -30,11 +32,6 @@ def check_settings(functions: Mapping[str, object], schedule: object, mesh: obje
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
             f"schedule={schedule!r} is not a Schedule; make one, such as one_f_one_b(stages=4, microbatches=8)"
-        )
-    if schedule.weight_MG is not None:
-        raise ScheduleError(
-            f"{schedule.name} has weight units, which need the layers of jaxstack's own models; use a schedule without "
-            f"them, such as one_f_one_b"
         )
     if not isinstance(mesh, Mesh):
         raise ScheduleError(
@@ -160,6 +157,30 @@ def check_functions(
             f"`loss` must return one number of a floating-point type, the mean over the rows, not {describe(value)}; "
             f"{_ORDER}"
         )
+
+
+def weights_to_split(
+    schedule: Schedule, layer: Callable[[PyTree, jax.Array], jax.Array], weights: PyTree, x: jax.Array
+) -> PyTree:
+    """Returns for each weight of a layer whether its gradient is left to the weight units of a schedule.
+
+    Raises:
+      ScheduleError: the schedule has weight units, but the layer has nothing for them; or the layer gives a weight to
+        `product`, and uses it elsewhere too.
+    """
+    if schedule.weight_MG is None:
+        return None
+    try:
+        split = find_weights(lambda weights: layer(weights, x), weights)
+    except ConfigError as error:
+        raise ScheduleError(str(error)) from error
+    if not any(jax.tree.leaves(split)):
+        raise ScheduleError(
+            f"{schedule.name} has weight units, but `layer` ({_name(layer)}) has no gradients for them; compute its "
+            f"large matmuls by jaxstack.pipeline.product(jnp.matmul, x, weights['w']), each with an unchanged weight, "
+            f"or use a schedule without weight units, such as one_f_one_b"
+        )
+    return split
 
 
 def _run(name: str, functions: dict[str, Callable[..., Any]], *arguments: PyTree) -> PyTree:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxstack.common.tree import PyTree
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.pipeline import arguments
 from jaxstack.pipeline.execute import PipelineFns, execute
+from jaxstack.pipeline.operations import zeros
 from jaxstack.pipeline.partition import even
 from jaxstack.pipeline.program import Program, Stages
 from jaxstack.pipeline.schedule import Schedule
@@ -50,11 +51,15 @@ def value_and_grad(
     `loss` must be a mean over the rows of its batch: the result is the mean of the losses of all microbatches. Wrap
     `layer` in `jax.checkpoint` to store only its input for the backward pass. Every stage runs `embed` and `loss`.
 
+    With `zb1` and `zb_h1`, weight units compute the gradients of all weights that `layer` gives to one `product` and
+    uses nowhere else, such as `product(jnp.matmul, x, weights["w"])`. A weight that it changes before, or uses in a
+    `lax.scan` or a `jax.vmap`, has its gradient in the backward units, as all others have.
+
     Args:
       layer: (weights of one layer, x [b, ...]) -> x of the same shape and dtype.
       embed: (shared, rows of the batch) -> x, the input of the first layer.
       loss: (shared, output of the last layer, rows of the batch) -> scalar.
-      schedule: `gpipe`, `one_f_one_b`, `interleaved_one_f_one_b`, or a table of your own.
+      schedule: `gpipe`, `one_f_one_b`, `interleaved_one_f_one_b`, `zb1`, `zb_h1`, or a table of your own.
       mesh: devices, with automatic or explicit axes. The size of its axis `axis` is the schedule's number of stages.
       axis: mesh axis of the stages.
       batch_axes: mesh axis or axes that split the rows of the batch.
@@ -69,7 +74,8 @@ def value_and_grad(
     Raises:
       ConfigError: the mesh and the schedule differ in their number of stages, the model chunks do not add up to the
         layers, microbatches and `batch_axes` do not divide the rows, a function fails or returns another shape or
-        dtype, or an argument is not what is described above.
+        dtype, the schedule has weight units and `layer` nothing for them, or an argument is not what is described
+        above.
     """
     functions: dict[str, Callable[..., Any]] = {"layer": layer, "embed": embed, "loss": loss}
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
@@ -128,8 +134,8 @@ class _Pipeline:
             # Parameters that vary along the batch axes get local gradients, which are reduced once after the pipeline.
             shared, stacked = self.varying(shared), self.varying(stacked)
             microbatches = jax.tree.map(lambda a: a.reshape(self.schedule.microbatches, -1, *a.shape[1:]), batch)
-            self.check_functions(shared, stacked, microbatches)
-            sums = execute(program, self.fns, self.axis, shared, stacked, microbatches)
+            fns = replace(self.fns, split=self.check_functions(shared, stacked, microbatches))
+            sums = execute(program, fns, self.axis, shared, stacked, microbatches)
             return self.all_reduce(sums.loss), self.all_reduce(sums.shared), self.all_reduce(sums.stacked)
 
         if not stages.is_layer_order:
@@ -146,9 +152,12 @@ class _Pipeline:
             d_stacked = jax.tree.map(lambda a: a[stages.slot_of_layer], d_stacked)
         return loss, (d_shared, d_stacked)
 
-    def check_functions(self, shared: PyTree, stacked: PyTree, microbatches: PyTree) -> None:
+    def check_functions(self, shared: PyTree, stacked: PyTree, microbatches: PyTree) -> PyTree:
+        """Checks the functions, and returns for each weight of a layer whether weight units compute its gradient."""
         weights, microbatch = jax.eval_shape(lambda trees: jax.tree.map(lambda a: a[0], trees), (stacked, microbatches))
         arguments.check_functions(self.functions, shared, weights, microbatch)
+        x = zeros(jax.eval_shape(self.functions["embed"], shared, microbatch), (self.axis,))
+        return arguments.weights_to_split(self.schedule, self.functions["layer"], weights, x)
 
     def varying(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda a: collectives.varying(a, self.batch_axes), tree)

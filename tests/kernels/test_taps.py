@@ -13,7 +13,7 @@ import test_meshes as meshes
 from jax import lax
 
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config
+from jaxstack.config import Config, ConfigError
 from jaxstack.kernels import taps
 from jaxstack.models import family, params
 from jaxstack.models.blocks import group_layers
@@ -201,3 +201,24 @@ def test_weights_that_cannot_have_taps_stay_in_the_first_half():
     assert a.x.shape == (3, 4)
     assert b.x is None
     assert a.dy.shape == b.dy.shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda w, x: taps.product(jnp.dot, x, w["a"]) @ w["a"], "unsupported operand"),
+        (lambda w, x: jnp.dot(taps.product(jnp.dot, x, w["a"]), w["a"]), "dot requires .*Tapped"),
+        (lambda w, x: taps.product(jnp.dot, x @ w["b"], w["a"] * x[0, 0]), "multiplied by a .*Tracer, which is not"),
+        (lambda w, x: taps.product(jnp.dot, x, w["a"] * np.float32(2)), "multiplied by a float32, which is not"),
+        (lambda w, x: taps.product(jnp.dot, x, w["a"][0]), "indexed by 0"),
+    ],
+)
+def test_another_use_of_a_tapped_weight_is_an_error_that_names_it(use, words):
+    weights, x = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}, jnp.ones((3, 4))
+
+    def layer(w: dict[str, Any]) -> Any:
+        return use({"a": w["a"], "b": taps.fused(w["b"])}, x)
+
+    with pytest.raises(ConfigError, match=rf"the layer gives a to .*: .*{words}.*\. Use it only as w of") as caught:
+        taps.find_sites(layer, weights, {"a": True, "b": True})
+    assert "\n" not in str(caught.value)

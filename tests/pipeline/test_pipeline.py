@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -28,11 +29,21 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxstack import pipeline
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, OptimConfig, PipelineConfig
+from jaxstack.kernels.taps import find_weights
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
-from jaxstack.pipeline import Program, ScheduleError, Stages, gpipe, interleaved_one_f_one_b, one_f_one_b
+from jaxstack.pipeline import (
+    Program,
+    ScheduleError,
+    Stages,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    product,
+    zb1,
+    zb_h1,
+)
 from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
-from jaxstack.pipeline.zero_bubble import zb1, zb_h1
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import BATCH_AXES, collectives, make_mesh
 from jaxstack.training import losses, step
@@ -568,12 +579,12 @@ def mesh_of(pipe: int, data: int, kind: AxisType = AxisType.Auto) -> jax.shardin
 
 def strangers(rng: np.random.Generator, layers: int) -> tuple[Any, Any, Any, Any, Any, Any]:
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32)  # noqa: E731
-    stacked = {"w": draw(layers, 8, 16), "v": draw(layers, 16, 8)}
+    stacked = {"w": draw(layers, 8, 16), "v": draw(layers, 16, 8), "g": draw(layers, 8) + 1}
     shared = {"in": draw(5, 8), "out": draw(8)}
     batch = {"x": draw(24, 5), "y": draw(24)}
 
     def layer(w, x):
-        return x + jnp.tanh(x @ w["w"]) @ w["v"]
+        return x + product(jnp.matmul, jnp.tanh(product(jnp.matmul, x, w["w"])), w["v"]) * w["g"]
 
     def first(shared, batch):
         return batch["x"] @ shared["in"]
@@ -591,18 +602,13 @@ def strangers(rng: np.random.Generator, layers: int) -> tuple[Any, Any, Any, Any
         (gpipe(2, 3), 4, None, AxisType.Auto),
         (interleaved_one_f_one_b(2, 4, 2), 2, (1, 3, 2, 1), AxisType.Explicit),
         (one_f_one_b(4, 4), 1, (1, 2, 3, 1), AxisType.Auto),
+        (zb1(2, 4, 2), 2, (1, 3, 2, 1), AxisType.Explicit),
+        (zb_h1(4, 8), 1, (1, 2, 3, 1), AxisType.Auto),
     ],
     ids=str,
 )
 def test_anyones_functions_in_a_pipeline(schedule, data, layers, kind, rng):
     stacked, shared, batch, layer, first, last = strangers(rng, 7)
-
-    def plain(shared, stacked):
-        x = first(shared, batch)
-        for i in range(7):
-            x = layer(jax.tree.map(lambda a, i=i: a[i], stacked), x)
-        return last(shared, x, batch)
-
     mesh = mesh_of(schedule.stages, data, kind)
     run = pipeline.value_and_grad(
         jax.checkpoint(layer) if data == 2 else layer,
@@ -615,15 +621,114 @@ def test_anyones_functions_in_a_pipeline(schedule, data, layers, kind, rng):
         layers=layers,
     )
     rows = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("d")))
-    wide = {"w": jax.device_put(stacked["w"], jax.NamedSharding(mesh, jax.P(None, None, "stage"))), "v": stacked["v"]}
+    wide = stacked | {"w": jax.device_put(stacked["w"], jax.NamedSharding(mesh, jax.P(None, None, "stage")))}
     loss, grads = jax.jit(run)(shared, wide, rows)
     if kind == AxisType.Explicit:  # as the gradients of `jax.grad`
         assert grads[1]["w"].sharding.spec == wide["w"].sharding.spec
-    expected, expected_grads = jax.value_and_grad(plain, argnums=(0, 1))(shared, stacked)
+    expected, expected_grads = on_one(layer, first, last)(shared, stacked, batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         assert a.dtype == jnp.float32
         assert jnp.linalg.norm(a - b) <= 1e-5 * jnp.linalg.norm(b)
+
+
+def on_one(layer: Any, first: Any, last: Any) -> Any:
+    """Returns loss and gradients of these functions on one device, by autodiff."""
+
+    def plain(shared, stacked, batch):
+        x = first(shared, batch)
+        for i in range(len(jax.tree.leaves(stacked)[0])):
+            x = layer(jax.tree.map(lambda a, i=i: a[i], stacked), x)
+        return last(shared, x, batch)
+
+    return jax.value_and_grad(plain, argnums=(0, 1))
+
+
+@pytest.mark.parametrize(
+    "schedule", [zb1(2, 4), pytest.param(zb_h1(2, 4), marks=pytest.mark.slow)], ids=lambda schedule: schedule.name
+)
+def test_anyones_gradients_in_bfloat16_are_near_those_in_float32(schedule, rng):
+    """Each product rounds to 8 bits (0.4%). The pipeline rounds as often as one device, and sums in float32."""
+    stacked, shared, batch, *functions = strangers(rng, 4)
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (shared, stacked, batch))
+    run = pipeline.value_and_grad(*functions, schedule=schedule, mesh=mesh_of(2, 1), axis="stage")
+    plain = jax.jit(on_one(*functions))
+    exact, found, rounded = (
+        jax.tree.leaves(f(*values)[1])
+        for f, values in (
+            (plain, jax.tree.map(lambda a: a.astype(jnp.float32), half)),
+            (jax.jit(run), half),
+            (plain, half),
+        )
+    )
+    ours, theirs = (
+        max(float(jnp.linalg.norm(a - g) / jnp.linalg.norm(g)) for a, g in zip(grads, exact, strict=True))
+        for grads in (found, rounded)
+    )
+    assert ours <= 2 * theirs <= 0.1
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["saved", "recomputed"])
+def test_weight_units_compute_the_gradients_of_anyones_products(remat, rng):
+    """They move from the backward units to the weight units. Counts the matmuls of the compiled programs."""
+    stacked, shared, batch, layer, first, last = strangers(rng, 4)
+    counted = {}
+    for schedule in (one_f_one_b(2, 4), zb1(2, 4)):
+        run = pipeline.value_and_grad(
+            jax.checkpoint(layer) if remat else layer, first, last, schedule=schedule, mesh=mesh_of(2, 1), axis="stage"
+        )
+        text = jax.jit(run).lower(shared, stacked, batch).compile().as_text()
+        scopes = re.findall(r" dot\(.*op_name=\"[^\"]*(pipeline_\w+)/", text)
+        counted[schedule.name] = Counter(scopes)
+    print(counted)
+    assert counted["zb1"]["pipeline_weight"] == 2
+    assert counted["zb1"]["pipeline_backward"] == counted["1f1b"]["pipeline_backward"] - 2
+    assert counted["zb1"].total() == counted["1f1b"].total()
+
+
+UNUSUAL = {
+    "plain": True,
+    "cast": True,
+    "scaled": True,
+    "array": False,
+    "twice": False,
+    "changed": False,
+    "batched": False,
+    "columns": False,
+    "repeated": False,
+    "closing": False,
+    "closed": False,
+    "branch": False,
+}
+"""The weights of `unusual_layer`, and whether a weight unit can compute the gradient of each."""
+
+
+def unusual_layer(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Uses weights with `product`: alone, changed, twice, in a batch, in a loop, with an array that f closes over."""
+    x = x + jnp.sin(product(jnp.matmul, x, w["plain"]))
+    x = x + jnp.sin(product(jnp.matmul, x, w["cast"].astype(jnp.float32)))
+    x = x + jnp.sin(product(jnp.matmul, x, 0.5 * w["scaled"][...]))
+    x = x + jnp.sin(x @ w["array"].T)
+    x = x + jnp.sin(product(jnp.matmul, product(jnp.matmul, x, w["twice"]), w["twice"]))
+    x = x + jnp.sin(product(jnp.matmul, x, jax.tree.map(lambda a: 2 * a, w["changed"])))
+    x = x + jnp.sin(jax.vmap(lambda row: product(jnp.matmul, row, w["batched"]))(x))
+    x = x + jnp.sin(jax.vmap(lambda column: product(jnp.matmul, x, column), 1, 1)(w["columns"]))
+    x = jax.lax.scan(lambda x, _: (x + jnp.sin(product(jnp.matmul, x, w["repeated"])), None), x, None, 2)[0]
+    x = x + jnp.sin(product(lambda x, value: x @ value @ w["closed"], x, w["closing"]))
+    return x + jax.lax.cond(jnp.bool_(True), lambda: product(jnp.matmul, x, w["branch"]), lambda: x)
+
+
+def test_gradients_that_weight_units_cannot_compute_stay_with_backward_units(rng):
+    _, shared, batch, _, first, last = strangers(rng, 2)
+    stacked = {name: jnp.asarray(rng.normal(size=(2, 8, 8)) / 12, jnp.float32) for name in UNUSUAL}
+    one, x = jax.tree.map(lambda a: a[0], stacked), first(shared, batch)
+    assert find_weights(lambda weights: unusual_layer(weights, x), one) == UNUSUAL
+    run = pipeline.value_and_grad(unusual_layer, first, last, schedule=zb1(2, 2), mesh=mesh_of(2, 1), axis="stage")
+    _, (_, grads) = jax.jit(run)(shared, stacked, batch)
+    _, (_, expected) = jax.jit(on_one(unusual_layer, first, last))(shared, stacked, batch)
+    for name, g in expected.items():
+        assert jnp.linalg.norm(g) > 0
+        assert jnp.linalg.norm(grads[name] - g) <= 1e-5 * jnp.linalg.norm(g), name
 
 
 def test_mistakes_of_anyones_are_named(rng):
@@ -669,7 +774,7 @@ def test_mistakes_in_a_call_or_in_a_function_name_the_argument(rng):
         got % ("<lambda>", r"0 float32\[4, 8\]"): (pair, first, last),
         r"`embed` \(layer\) failed as embed\(shared, batch\): KeyError: 'w'. It got shared: in float32\[5, 8\], out .*"
         rf"; batch: x float32\[4, 5\], y .*{order}": (first, layer, last),
-        r"`layer` \(<lambda>\) failed as layer\(weights, x\): .*weights: v": (lambda x, w: layer(w, x), first, last),
+        r"`layer` \(<lambda>\) failed as layer\(weights, x\): .*weights: g": (lambda x, w: layer(w, x), first, last),
         r"`loss` must return one number .*, not float32\[4, 8\]": (layer, first, lambda shared, x, batch: x),
         "`embed` must return one array": (layer, lambda shared, batch: batch, last),
         f"`layer` is not a function, but a dict; .*{order}": (stacked, first, last),
@@ -682,7 +787,7 @@ def test_mistakes_in_a_call_or_in_a_function_name_the_argument(rng):
         r"arrays of `stacked` must have .*, the layers, but it has stacked/in \(5, 8\), stacked/out \(8,\)" + call: (
             stacked, shared, batch,
         ),
-        r"has stacked/v \(3, 16, 8\), stacked/w \(4, 8, 16\)": (shared, shorter, batch),
+        r"has stacked/v \(3, 16, 8\), stacked/g \(4, 8\)": (shared, shorter, batch),
         r"arrays of `batch` must have .*, the rows, but it has batch/x \(24, 5\), batch/y \(20,\)" + call: (
             shared, stacked, batch | {"y": batch["y"][:20]},
         ),
@@ -693,6 +798,10 @@ def test_mistakes_in_a_call_or_in_a_function_name_the_argument(rng):
         ),
     }.items():  # fmt: skip
         refuses(words, trees=trees)
+    plain, mixed = (lambda w, x: x + jnp.tanh(x @ w["w"]) @ w["v"]), (lambda w, x: layer(w, x) + w["w"][0, 0])
+    where = {"schedule": zb1(4, 3)}
+    refuses(r"zb1 has weight units, but `layer` \(<lambda>\) .*product\(jnp.matmul", (plain, first, last), **where)
+    refuses(r"the layer gives w to .*: it is indexed by \(0, 0\). Use", (mixed, first, last), **where)
     with pytest.raises(ScheduleError, match="shared/name is a str, not an array" + call):
         pipeline.value_and_grad(layer, first, last, **settings)(shared | {"name": "x"}, stacked, batch)
 

@@ -14,7 +14,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-each = pytest.mark.parametrize("name", ["pipeline_nnx", "pipeline_linen"])
+each = pytest.mark.parametrize("name", ["pipeline_nnx", "pipeline_linen", "pipeline_zero_bubble"])
 
 
 @pytest.mark.slow
@@ -37,6 +37,9 @@ def test_their_gradients_are_those_of_plain_autodiff(name, rng):
     if name == "pipeline_nnx":
         tokens = rng.integers(0, example.VOCAB, (2, example.BATCH, example.LENGTH), np.int32)
         batch = {"tokens": tokens[0], "targets": tokens[1]}
+    elif name == "pipeline_zero_bubble":
+        draw = rng.normal(size=(example.BATCH, 5)).astype(np.float32)
+        batch = {"x": draw[:, :4], "y": draw[:, 4]}
     else:
         images = rng.normal(size=(example.BATCH, example.SIZE, example.SIZE, 3)).astype(np.float32)
         batch = {"images": images, "labels": rng.integers(0, example.CLASSES, example.BATCH, np.int32)}
@@ -57,7 +60,7 @@ def test_the_page_quotes_the_examples():
     """Every block of docs/pipelines.md that names a file is in that file."""
     page = (EXAMPLES.parent / "pipelines.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.S)
-    assert {name for name, _ in blocks} == {"pipeline_nnx.py", "pipeline_linen.py"}
+    assert {name for name, _ in blocks} == {"pipeline_nnx.py", "pipeline_linen.py", "pipeline_zero_bubble.py"}
     for name, block in blocks:
         for part in block.split("...\n"):
             assert part.strip() in (EXAMPLES / name).read_text(encoding="utf-8"), name
