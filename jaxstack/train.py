@@ -22,7 +22,7 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
       preflight: check the machines, and return without training.
     """
     sinks.require_packages(cfg.run.sinks)
-    dataset = data.load(cfg.data)
+    dataset = data.load(cfg.data, data.labels_of(cfg.model))
     cfg = resolve(cfg, dataset.tokenizer.vocab_size)
     kept = None
     if searched is not None:
@@ -85,7 +85,8 @@ def show(cfg: Config, searched: Collection[str] | None = None) -> None:
       cfg: the configuration.
       searched: see `main`. The mesh of an earlier part of the run is not read.
     """
-    cfg = resolve(cfg, None if cfg.model.vocab_size else data.load(cfg.data).tokenizer.vocab_size)
+    labels = data.labels_of(cfg.model)
+    cfg = resolve(cfg, None if cfg.model.vocab_size else data.load(cfg.data, labels).tokenizer.vocab_size)
     if searched is not None:
         cfg = open_mesh(cfg, searched)
     platform.configure(cfg.mesh, cfg.microbatch_size if searched is None else 0)

@@ -74,6 +74,12 @@ ENCODERS = {
 }
 ENCODERS["roberta"] = dataclasses.replace(ENCODERS["bert"], token_types=1, first_position=2, max_positions=66)
 
+CLASSIFIERS = {
+    "bert_labels": dataclasses.replace(ENCODERS["bert"], labels=tuple("abcde")),
+    "bert_words": dataclasses.replace(ENCODERS["bert"], labels=tuple("abcde"), label_each="token"),
+    "modernbert_labels": dataclasses.replace(ENCODERS["modernbert"], labels=tuple("abcde")),
+}
+
 _LLAMA = {**SMALL, "num_kv_heads": 2, "d_ff": 96}
 
 EXPERTS = {

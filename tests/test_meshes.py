@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import ENCODERS, FAMILIES
+from families import CLASSIFIERS, ENCODERS, FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import (
@@ -40,7 +40,7 @@ from jaxstack.training.state import abstract_state, make_state
 BATCH, SEQ = 8, 32
 WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_dim": 8, "d_ff": 96, "vocab_size": 64}
 MODELS: dict[str, ModelConfig] = {
-    **{name: dataclasses.replace(cfg, **WIDE) for name, cfg in (FAMILIES | ENCODERS).items()},
+    **{name: dataclasses.replace(cfg, **WIDE) for name, cfg in (FAMILIES | ENCODERS | CLASSIFIERS).items()},
     "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}),
 }
 EXPERTS = {
@@ -126,6 +126,9 @@ ENCODER_CASES: list[Case] = [
     ("modernbert", {"fsdp": 2, "context": 4, **GATHER}, {"packing": True, "remat": "full"}),
     ("modernbert", {"fsdp": 8}, {"remat": "full"}),
     ("modernbert", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"remat": "selective"}),
+    ("bert_labels", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 2, "packing": True}),
+    ("bert_words", {"data": 2, "tensor": 2, **PLAIN, **AUTO}, {"dropout": 0.3}),
+    ("modernbert_labels", {"fsdp": 2, "tensor": 4}, {"remat": "selective"}),
 ]
 """Meshes of encoders, in docs/encoders.md. The first one is quick."""
 
@@ -146,6 +149,8 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
             seq_len=SEQ,
             batch_size=BATCH,
             packing=packing,
+            source="labels" if MODELS[family].labels else "stdlib",
+            path="labels.jsonl" if MODELS[family].labels else None,
             domains=tuple("abcdefgh") if MODELS[family].moe.router == "domain" else (),
         ),
         train=TrainConfig(grad_accum=accum, remat=remat),
@@ -156,7 +161,7 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
 def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, cfg.vocab, (rows, SEQ + 1)).astype(np.int32)
-    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:] % cfg.classes}
     batch["loss_weights"] = (rng.random((rows, SEQ)) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32)
     batch["loss_weights"][rows // 2] = 0  # a sequence that is padding alone
     if packing:
@@ -165,6 +170,11 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
         batch["segment_ids"] = np.cumsum(starts, axis=1).astype(np.int32)
         first = np.maximum.accumulate(np.where(starts, np.arange(SEQ), 0), axis=1)
         batch["positions"] = (np.arange(SEQ) - first).astype(np.int32)
+    if cfg.labels:  # the last tokens are padding
+        real = np.arange(SEQ) < rng.integers(1, SEQ + 1, (rows, 1))
+        batch["segment_ids"] = np.where(real, batch.get("segment_ids", 1), 0).astype(np.int32)
+        firsts = np.arange(SEQ) == 0 if cfg.label_each == "sequence" else 1
+        batch["loss_weights"] *= real * firsts
     if cfg.token_types:
         batch["token_types"] = rng.integers(0, cfg.token_types, (rows, SEQ)).astype(np.int32)
     if cfg.moe.router == "domain":
@@ -213,7 +223,8 @@ def gradients(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params.partition(spec, abstract.params)[0])
     loss, grads, sums = jax.jit(make(cfg, ctx), out_shardings=(None, shardings, None))(moved, placed, key)
     ordered = [{path: in_order(path, v) for path, v in flatten(tree).items()} for tree in (grads, initial)]
-    assert params.count(params.partition(spec, spec)[0]) == sum(x.size for x in ordered[0].values())
+    trained = params.flat_spec(params.partition(spec, spec)[0])
+    assert {path: p.shape for path, p in trained.items()} == {path: x.shape for path, x in ordered[0].items()}
     return jax.tree.map(np.asarray, {"loss": loss, **sums}), *ordered
 
 

@@ -31,9 +31,10 @@ def main(args: Namespace) -> None:
     cfg, out = args.data, args.out
     if cfg.source == "tokens":
         raise ConfigError("data.source=tokens is already a token file. Build from stdlib, path or hf.")
-    if cfg.source == "chat":
+    if cfg.source in ("chat", "labels"):
+        what = "answers" if cfg.source == "chat" else "labels"
         raise ConfigError(
-            "data.source=chat cannot become a token file, which does not mark answers. Train from it directly."
+            f"data.source={cfg.source} cannot become a token file, which does not mark {what}. Train from it directly."
         )
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
         alphabet = _counted(documents(cfg), progress, "reading the alphabet")

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 from jaxstack.config.bounds import Interval, PositiveInt, check_bounds, expand_home, require
 
 FormatName: TypeAlias = Literal["jaxstack", "nanogpt", "megatron", "llmc"]
-SourceName: TypeAlias = Literal["stdlib", "path", "tokens", "hf", "chat"]
+SourceName: TypeAlias = Literal["stdlib", "path", "tokens", "hf", "chat", "labels"]
 
 
 class _Short:
@@ -71,10 +71,11 @@ class DataConfig:
     source: SourceName = "stdlib"
     """Where text comes from. `stdlib`: the source code of Python's standard library. `path`: a text file or a folder of
     text files. `tokens`: a token file, see `data.format`. `hf`: a Hugging Face dataset (extra `[hf]`). `chat`:
-    conversations, where only the answers are learned; see docs/finetuning.md."""
+    conversations, where only the answers are learned; see docs/finetuning.md. `labels`: texts with labels, for a
+    classifier; see docs/encoders.md."""
     path: str | None = None
     """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), or JSON file of conversations
-    (`chat`)."""
+    (`chat`) or of texts with labels (`labels`)."""
     glob: str | None = None
     """Which files of a folder to read, such as `*.md`, or `**/*.md` for folders within it too. Null means all files."""
     skip: bool = False
@@ -100,7 +101,7 @@ class DataConfig:
     """Sequences per optimizer step, over all devices and accumulation steps."""
     packing: bool = False
     """Restrict attention to one document: batches carry segment ids, and positions restart at each document. With
-    source `chat`, put several whole conversations in a row instead of one."""
+    source `chat` or `labels`, put several whole conversations or texts in a row instead of one."""
     eval_fraction: Annotated[float, Interval(0, 1, low_open=True, high_open=True)] = 0.1
     """Fraction held out for evaluation: whole documents if there are many, otherwise the end of the text. Conversations
     are never split."""

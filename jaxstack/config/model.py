@@ -1,7 +1,7 @@
 """Keys of the group `model`: the decoder, its mixture of experts, and its adapters."""
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from jaxstack.config.bounds import (
     BelowOne,
@@ -140,6 +140,34 @@ class LoraConfig:
         require(why is None, f"model.lora.targets: {why}. Correct it.")
 
 
+LABEL_MULTIPLE = 192
+"""A classifier's outputs are padded with zeros to a multiple of this, so that most meshes divide them."""
+
+
+class Objective(NamedTuple):
+    """What a model is trained for, as logs and reports name it.
+
+    Attributes:
+      loss: name of the held-out loss.
+      unit: of the loss; losses with different units cannot be compared.
+      accuracy: what the share of right predictions is called, or `None` if it is not computed.
+    """
+
+    loss: str
+    unit: str
+    accuracy: str | None = None
+
+
+def objective_of(family: str, labels: bool, label_each: str) -> Objective:
+    """Returns the objective of a model by its keys `family`, `labels` and `label_each`."""
+    if family != "encoder":
+        return Objective("held-out loss", "nats per token")
+    if not labels:
+        return Objective("held-out masked-LM loss", "nats per hidden token", "accuracy on hidden tokens")
+    each = {"sequence": "sequence", "token": "word"}[label_each]
+    return Objective("held-out classification loss", f"nats per {each}", f"accuracy per {each}")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder; its switches give GPT-2, Llama 3, Qwen3, Gemma 2, Mixtral and more (see `configs/models/`)."""
@@ -179,6 +207,12 @@ class ModelConfig:
     """Normalize what the attention of the first layer reads. ModernBERT does not: its embedding is normalized."""
     token_types: NonNegativeInt = 0
     """With family `encoder`: rows of a table of token types that is added to the embedding (BERT has 2)."""
+    labels: tuple[str, ...] = ()
+    """With family `encoder`: names of the labels that a classifier tells apart, in place of hidden tokens. Their order
+    is that of the classifier's outputs. An empty list means masked language modelling."""
+    label_each: Literal["sequence", "token"] = "sequence"
+    """With `labels`: what has a label. `sequence`: each text, classified by its first token. `token`: each word,
+    classified by its first token."""
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head (Qwen3)."""
     positions: Literal["rope", "learned", "none"] = "rope"
@@ -239,6 +273,15 @@ class ModelConfig:
         require(
             self.first_attention_norm or not self.norm_after,
             "model.first_attention_norm=false, but model.norm_after=true normalizes the sums. Use one of them.",
+        )
+        require(
+            len(self.labels) != 1 and all(self.labels) and len(set(self.labels)) == len(self.labels),
+            f"model.labels={list(self.labels)} has one label only, an empty one, or one twice. Name two or more, each "
+            f"once.",
+        )
+        require(
+            bool(self.labels) or self.label_each == "sequence",
+            f"model.label_each={self.label_each} needs labels. Name them in model.labels.",
         )
         require(
             not (self.bias and self.moe.num_experts),
@@ -319,3 +362,18 @@ class ModelConfig:
     def padded_vocab(self) -> int:
         """Returns the number of rows of the embedding, including padding."""
         return self.pad_vocab_to or self.vocab
+
+    @property
+    def classes(self) -> int:
+        """Returns the number of classes of the output head: labels, or tokens of the vocabulary."""
+        return len(self.labels) or self.vocab
+
+    @property
+    def padded_classes(self) -> int:
+        """Returns the columns of the output head, including padding."""
+        return -(-len(self.labels) // LABEL_MULTIPLE) * LABEL_MULTIPLE or self.padded_vocab
+
+    @property
+    def objective(self) -> "Objective":
+        """Returns what the model is trained for."""
+        return objective_of(self.family, bool(self.labels), self.label_each)

@@ -59,6 +59,11 @@ class Config:
         _check_family(self)
 
     @property
+    def has_segments(self) -> bool:
+        """Whether batches have segment ids, which attention stays within: documents, or padding apart from texts."""
+        return self.data.packing or bool(self.model.labels)
+
+    @property
     def microbatch_size(self) -> int:
         """Number of sequences that are processed at a time, over all devices."""
         return self.data.batch_size // self.train.grad_accum
@@ -194,11 +199,22 @@ def _check_family(cfg: Config) -> None:
         ("model.token_types", str(model.token_types), "0"),
         ("model.first_position", str(model.first_position), "0"),
         ("data.mask_id", str(data.mask_id), "None"),
+        ("model.labels", str(list(model.labels)), "[]"),
     ):
         require(
             encoder or value == default,
             f"{key}={value} is for encoders. Add --model.family=encoder, or leave {key} out.",
         )
+    names = [one.source for one in data.single_sources()]
+    require(
+        "labels" not in names or bool(model.labels),
+        "data.source=labels has labels, but model.labels is empty. Name the labels of the file, and use an encoder.",
+    )
+    require(
+        not model.labels or {*names} == {"labels"},
+        f"model.labels={list(model.labels)} are learned from texts with labels, which data.source={names[0]} does not "
+        f"have. Use --data.source=labels with a JSON file, or no labels.",
+    )
     if not encoder:
         return
     decoders: tuple[tuple[str, object, bool, str], ...] = (
@@ -262,7 +278,7 @@ def resolve(config: Config, vocab_size: int | None) -> Config:
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it.
     """
     model, mesh, source = config.model, config.mesh, config.run.init_from
-    masks, mask_id = model.family == "encoder", config.data.mask_id
+    masks, mask_id = model.family == "encoder" and not model.labels, config.data.mask_id
     own_row = masks and mask_id is None  # the token that hides others is not one of the tokenizer's
     if vocab_size is None:
         assert model.vocab_size is not None

@@ -5,11 +5,12 @@
 """
 
 from jaxstack.data.dataset import Dataset, Source, load
-from jaxstack.data.mixture import MixtureReader
+from jaxstack.data.labelled import labels_of
+from jaxstack.data.mixture import MixtureReader, describe_batch
 from jaxstack.data.sources import Document, documents
 from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary, tokenizer_from_json
 from jaxstack.data.tokens import Tokens, assign_domains, encode, read_token_file, split, write_token_file
-from jaxstack.data.windows import Batch, batches, describe_batch, eval_batches, prefetch
+from jaxstack.data.windows import Batch, batches, eval_batches, prefetch
 
 __all__ = [
     "Batch",
@@ -25,6 +26,7 @@ __all__ = [
     "documents",
     "encode",
     "eval_batches",
+    "labels_of",
     "load",
     "make_tokenizer",
     "prefetch",

@@ -54,10 +54,8 @@ def read_conversations(path: str) -> Iterator[Conversation]:
     Raises:
       ConfigError: the file does not exist, or an object is not a conversation. The message has the file and the line.
     """
-    if not Path(path).is_file():
-        raise ConfigError(f"data.path={path} is not a file. Give a file with one conversation in JSON per line.")
     empty = True
-    for name, value in _objects(path):
+    for name, value in json_objects(path, "conversation"):
         try:
             shape = _shape(value)
             yield Conversation(name, _messages(value, shape), shape)
@@ -68,8 +66,14 @@ def read_conversations(path: str) -> Iterator[Conversation]:
         raise ConfigError(f"data.path={path} has no conversations. Give a file with at least one.")
 
 
-def _objects(path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the JSON values of a file, each with its name in error messages."""
+def json_objects(path: str, what: str) -> Iterator[tuple[str, Any]]:
+    """Yields the JSON values of a file, each with its name in error messages. `what` says what a value should be.
+
+    Raises:
+      ConfigError: the file does not exist, or is not JSON.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"data.path={path} is not a file. Give a file with one {what} in JSON per line.")
     with Path(path).open("rb") as lines:
         first = next((line for line in lines if line.strip()), b"")
         lines.seek(0)

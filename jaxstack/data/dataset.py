@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxstack.config import ConfigError, DataConfig
-from jaxstack.data import chat, sources
+from jaxstack.data import chat, labelled, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
 from jaxstack.data.conversations import read_conversations
+from jaxstack.data.labelled import Labels
 from jaxstack.data.sources import documents
 from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary
 from jaxstack.data.tokens import Tokens, assign_domains, encode, read_header, read_token_file, split
@@ -67,10 +68,14 @@ class Dataset:
         return tuple(weight / sum(weights) for weight in weights)
 
 
-def load(cfg: DataConfig) -> Dataset:
+def load(cfg: DataConfig, labels: Labels | None = None) -> Dataset:
     """Returns the tokens of a configuration's source or sources, with a part of each held out.
 
     Text is encoded in memory; a token file stays on disk. A token file determines its own tokenizer.
+
+    Args:
+      cfg: the sources.
+      labels: those of the model, for `data.source=labels`.
 
     Raises:
       ConfigError: there is no text to read, a file is not text, a token file is damaged, or the sources of a mixture
@@ -80,7 +85,7 @@ def load(cfg: DataConfig) -> Dataset:
     names = [one.label for one in cfg.mixture] or [sources.describe(cfg)]
     opened = {i: _open(part) for i, part in enumerate(parts) if part.source == "tokens"}
     texts = [part for i, part in enumerate(parts) if i not in opened]
-    tokenizer = _make_tokenizer(texts, cfg.tokenizer) if texts else opened[0].tokenizer
+    tokenizer = _make_tokenizer(texts, cfg.tokenizer, labels) if texts else opened[0].tokenizer
     for i, file in opened.items():
         if not same_vocabulary(file.tokenizer.to_json(), tokenizer.to_json()):
             raise ConfigError(
@@ -90,7 +95,7 @@ def load(cfg: DataConfig) -> Dataset:
     found = []
     for i, (name, part) in enumerate(zip(names, parts, strict=True)):
         try:
-            found.append(_finish(name, part, opened[i]) if i in opened else _encode(name, part, tokenizer))
+            found.append(_finish(name, part, opened[i]) if i in opened else _encode(name, part, tokenizer, labels))
         except ConfigError as error:
             if not cfg.mixture:
                 raise
@@ -129,21 +134,24 @@ def _finish(name: str, cfg: DataConfig, file: BinaryFile) -> Source:
     return Source(name, train, held_out, f"{cfg.path}: {count}, {sizes}", file.fingerprint)
 
 
-def _make_tokenizer(texts: Sequence[DataConfig], name: str) -> Tokenizer:
+def _make_tokenizer(texts: Sequence[DataConfig], name: str, labels: Labels | None) -> Tokenizer:
     """Returns the tokenizer of sources that are text. `chars` has the characters of all of them."""
     saved = chat.read_template(name) if any(one.source == "chat" for one in texts) else None
 
     def read() -> Iterator[str]:
         for one in texts:
-            yield from (part.text for part in (_render(one) if one.source == "chat" else documents(one)))
+            parts = _render(one) if one.source == "chat" else _examples(one, labels) or documents(one)
+            yield from (part.text for part in parts)
 
     return make_tokenizer(name, read(), saved)
 
 
-def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
-    """Returns a source of text or conversations, encoded in memory."""
+def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer, labels: Labels | None) -> Source:
+    """Returns a source of text, conversations or texts with labels, encoded in memory."""
     if cfg.source == "chat":
         return _encode_chat(name, cfg, tokenizer)
+    if examples := _examples(cfg, labels):
+        return _encode_labels(name, cfg, tokenizer, examples)
     skipped: list[str] = []
     tokens = encode(documents(cfg, skipped), tokenizer)
     fingerprint = hashlib.sha256(tokens.ids.data).hexdigest()
@@ -186,6 +194,26 @@ def _encode_chat(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
         _format_sizes(train, held_out, tokenizer),
         f"{tokens.loss_mask.mean():.0%} of the tokens in answers",
     ]
+    return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
+
+
+def _examples(cfg: DataConfig, labels: Labels | None) -> Iterator[labelled.Example] | None:
+    """Returns the texts of a source with labels, or `None` for another source."""
+    if cfg.source != "labels":
+        return None
+    assert labels is not None, "the configuration requires model.labels with data.source=labels"
+    return labelled.read_examples(str(cfg.path), labels)
+
+
+def _encode_labels(name: str, cfg: DataConfig, tokenizer: Tokenizer, examples: Iterator[labelled.Example]) -> Source:
+    """Returns texts whose labels are the targets of the loss."""
+    tokens, note = labelled.encode_examples(examples, tokenizer, cfg.seq_len)
+    assert tokens.labels is not None
+    fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.labels.tobytes()).hexdigest()
+    train, held_out = split(tokens, cfg.eval_fraction)
+    labels = _format_count(int((tokens.labels >= 0).sum()), "label")
+    texts = f"{_format_count(tokens.starts.size, 'text')} with {labels}"
+    parts = [texts, *([note] if note else []), _format_sizes(train, held_out, tokenizer)]
     return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
 
 

@@ -36,7 +36,7 @@ class HeldOut:
         sizes, steps = window_sizes(cfg), cfg.train.eval_steps
         rows = distributed.local_rows(sharding, cfg.data.batch_size)
         self.name, self.share, self._tokenizer = source.name, share, tokenizer
-        self._masks = sizes.get("masking") is not None
+        self._masks, self._reads_text = sizes.get("masking") is not None, cfg.model.family == "decoder"
         self.local_batches = [*data.eval_batches(source.eval, steps=steps, rows=rows, **sizes)]
         self.batches = data.eval_batches(source.eval, steps=steps, **sizes)
         if self._masks and not any(batch["loss_weights"].any() for batch in self.batches):
@@ -49,9 +49,9 @@ class HeldOut:
     def bytes_per_token(self) -> float:
         """The mean number of bytes of the targets, without those of loss weight 0.
 
-        NaN if the ids do not say, and where hidden tokens are learned: their loss does not encode a text.
+        NaN if the ids do not say, and where hidden tokens or labels are learned: their loss does not encode a text.
         """
-        if self._masks or not self._tokenizer.keeps_text:
+        if not self._reads_text or not self._tokenizer.keeps_text:
             return math.nan
         targets = [batch["targets"][batch["loss_weights"] > 0] for batch in self.batches]
         return sum(map(self._tokenizer.num_bytes, targets)) / sum(each.size for each in targets) or math.nan
@@ -60,7 +60,7 @@ class HeldOut:
 def window_sizes(cfg: Config) -> WindowSizes:
     """Returns how the texts of a run are cut into batches."""
     masking = None
-    if cfg.model.family == "encoder":
+    if cfg.model.family == "encoder" and not cfg.model.labels:
         assert cfg.data.mask_id is not None, "mask_id is filled from the tokenizer"
         masking = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab)
     return WindowSizes(

@@ -102,3 +102,17 @@ class MixtureReader:
             texts.append(name + reader.describe(int(number)))
         more = f"; and {self._batch_size - shown} more rows" if self._batch_size > shown else ""
         return f"step {index}: {'; '.join(texts)}{more}"
+
+
+def describe_batch(
+    tokens: Tokens, step: int, *, seq_len: int, batch_size: int, seed: int, packing: bool, rows: int = 4
+) -> str:
+    """Returns one line for error messages that lists the sources of at most `rows` rows of a batch.
+
+    Offsets count from the beginning of the document, or of the token file if documents have no names.
+    """
+    reader = SequenceReader(tokens, seq_len=seq_len, seed=seed, packing=packing)
+    first = step * batch_size
+    texts = [reader.describe(sequence) for sequence in range(first, first + min(rows, batch_size))]
+    more = f"; and {batch_size - rows} more rows" if batch_size > rows else ""
+    return f"step {step}: {'; '.join(texts)}{more}"

@@ -300,6 +300,12 @@ class HFTokenizer:
         starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
         return np.array(found.ids, id_dtype(self.vocab_size)), starts, ends
 
+    def frame(self) -> tuple[list[int], list[int]]:
+        """Returns the special tokens before and after a text, such as BERT's [CLS] and [SEP], if the file adds any."""
+        found = self._tokenizer.encode("a", add_special_tokens=True)
+        text = [i for i, special in enumerate(found.special_tokens_mask) if not special]
+        return found.ids[: text[0]], found.ids[text[-1] + 1 :]
+
     def decode(self, ids: ArrayLike) -> str:
         """Returns the text that ids represent."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)

@@ -79,6 +79,9 @@ class Tokens:
     loss_mask: np.ndarray | None = None
     """Whether each id of `ids` is a target of the loss, bool; only conversations, which are never cut, have it. `None`
     means all ids."""
+    labels: np.ndarray | None = None
+    """Index of the label of each id of `ids`, or -1 if it has none, int32; `loss_mask` then says which ids have one.
+    `None` means that tokens are the targets."""
 
     def __len__(self) -> int:
         return int((self.ends - self.starts).sum())
@@ -152,7 +155,8 @@ def split(tokens: Tokens, eval_fraction: float) -> tuple[Tokens, Tokens]:
     budget = len(tokens) * eval_fraction
     uncut = tokens.loss_mask is not None
     if uncut and lengths.size < 2:
-        raise ConfigError("there is only one conversation, and one must be held out. Add more.")
+        what = "conversation" if tokens.labels is None else "text"
+        raise ConfigError(f"there is only one {what}, and one must be held out. Add more.")
     eligible = np.arange(lengths.size) if uncut else np.flatnonzero(lengths <= budget)
     if uncut or (lengths.size >= 10 and lengths[eligible].sum() >= budget):
         shuffled = eligible[np.argsort(_hash(eligible), kind="stable")]

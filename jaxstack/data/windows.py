@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from jaxstack.config import ConfigError
+from jaxstack.data.labelled import make_batch
 from jaxstack.data.masking import Masking
 from jaxstack.data.tokens import Tokens
 
@@ -36,6 +37,8 @@ class TokenStream:
     """Domain of each piece, int32. `None` if documents have no domain."""
     loss_mask: np.ndarray | None = None
     """Whether each id of `ids` is a target of the loss. `None` means all."""
+    labels: np.ndarray | None = None
+    """Index of the label of each id of `ids`, or -1. `None` means that tokens are the targets."""
 
     @classmethod
     def from_documents(cls, tokens: Tokens, order: np.ndarray | None = None) -> "TokenStream":
@@ -45,7 +48,7 @@ class TokenStream:
             tokens = tokens.documents(order)
         tokens = tokens.documents(tokens.ends > tokens.starts)
         bounds = np.append(np.int64(0), np.cumsum(tokens.ends - tokens.starts))
-        return cls(tokens.ids, tokens.starts, bounds, tokens.domains, tokens.loss_mask)
+        return cls(tokens.ids, tokens.starts, bounds, tokens.domains, tokens.loss_mask, tokens.labels)
 
     def merge_adjacent(self) -> "TokenStream":
         """Returns the same stream with adjacent pieces of `ids` merged, so that an uncut text is a single piece.
@@ -91,7 +94,12 @@ class _Windows:
 
     def make_batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
         """Returns the batch of these windows."""
-        return _make_batch(self.stream, self.first_W[window_B], self.length_W[window_B], seq_len, packing, vocab_size)
+        first_B, length_B = self.first_W[window_B], self.length_W[window_B]
+        if self.stream.labels is None:
+            return _make_batch(self.stream, first_B, length_B, seq_len, packing, vocab_size)
+        index_BS, piece_BS, position_BS = self.stream.locate(first_B, seq_len)
+        ids_BS, labels_BS = _checked_ids(self.stream, index_BS, vocab_size), self.stream.labels[index_BS]
+        return make_batch(ids_BS, labels_BS, length_B, piece_BS, position_BS if packing else None)
 
 
 def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _Windows:
@@ -101,7 +109,7 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _Windows:
     first, each into the fullest window that has room. It depends on the lengths alone, so all epochs have the same
     number of windows.
     """
-    room, length_D = seq_len + 1, tokens.ends - tokens.starts
+    room, length_D = seq_len + (tokens.labels is None), tokens.ends - tokens.starts
     assert tokens.starts.size
     assert length_D.max() <= room, "documents that do not fit must be left out before"
     if not packing:
@@ -137,7 +145,7 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
 
     - Without packing, the documents are one stream, cut at a random offset in [0, seq_len).
     - With packing, each epoch permutes the documents, which moves the cuts.
-    - Conversations are never cut, see `document_windows`.
+    - Conversations and texts with labels are never cut, see `document_windows`.
 
     The windows are then permuted, so that a batch mixes documents. Less than two windows of tokens remain at the ends.
     They are dropped, but other epochs read them.
@@ -179,12 +187,7 @@ def _make_batch(
 ) -> Batch:
     """Returns the batch of the windows that begin at `first_B` and have `length_B` tokens."""
     index_BT, piece_BT, position_BT = stream.locate(first_B, seq_len + 1)
-    ids_BT = stream.ids[index_BT]
-    if (largest := int(ids_BT.max())) >= vocab_size:
-        raise ConfigError(
-            f"the text holds id {largest:,}, past the vocabulary of {vocab_size:,}. Build the token file again."
-        )
-    ids_BT = ids_BT.astype(np.int32)
+    ids_BT = _checked_ids(stream, index_BT, vocab_size)
     batch = {
         "tokens": np.ascontiguousarray(ids_BT[:, :-1]),
         "targets": np.ascontiguousarray(ids_BT[:, 1:]),
@@ -202,6 +205,16 @@ def _make_batch(
         inside_BS = np.arange(1, seq_len + 1) < length_B[:, None]
         batch["loss_weights"] *= stream.loss_mask[index_BT[:, 1:]] & inside_BS
     return batch
+
+
+def _checked_ids(stream: TokenStream, index: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Returns the ids at these indices, int32, after checking that they are below the size of the vocabulary."""
+    ids = stream.ids[index]
+    if (largest := int(ids.max())) >= vocab_size:
+        raise ConfigError(
+            f"the text holds id {largest:,}, past the vocabulary of {vocab_size:,}. Build the token file again."
+        )
+    return ids.astype(np.int32)
 
 
 class SequenceReader:
@@ -364,20 +377,6 @@ def prefetch(ds: "grain.MapDataset[Batch]", start: int = 0, depth: int = 2) -> I
                 yield step, batch
         finally:
             reader.shutdown(cancel_futures=True)
-
-
-def describe_batch(
-    tokens: Tokens, step: int, *, seq_len: int, batch_size: int, seed: int, packing: bool, rows: int = 4
-) -> str:
-    """Returns one line for error messages that lists the sources of at most `rows` rows of a batch.
-
-    Offsets count from the beginning of the document, or of the token file if documents have no names.
-    """
-    reader = SequenceReader(tokens, seq_len=seq_len, seed=seed, packing=packing)
-    first = step * batch_size
-    texts = [reader.describe(sequence) for sequence in range(first, first + min(rows, batch_size))]
-    more = f"; and {batch_size - rows} more rows" if batch_size > rows else ""
-    return f"step {step}: {'; '.join(texts)}{more}"
 
 
 def _source_ranges(tokens: Tokens, stream: TokenStream, first: int, length: int) -> Iterator[str]:

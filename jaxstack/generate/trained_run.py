@@ -27,6 +27,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.tracking.step_log import mean_loss
 from jaxstack.training import init_from
+from jaxstack.training.losses import EvalSums
 from jaxstack.training.step import make_eval_step
 
 
@@ -241,7 +242,7 @@ class TrainedRun:
           ConfigError: the data cannot be read, has changed since the checkpoint, or has another tokenizer.
         """
         cfg = replace(self.config, data=source or self.config.data)
-        dataset = data.load(cfg.data)
+        dataset = data.load(cfg.data, data.labels_of(cfg.model))
         saved = run_dir.checkpoints(Path(cfg.run.dir))
         if source is None and (steps := manifest.complete_steps(saved)):
             metadata = store.metadata(saved, max(steps) if self.step is None else self.step)
@@ -255,7 +256,7 @@ class TrainedRun:
         losses = {
             one.name: mean_loss(
                 (self._eval_step(self.params, loader.to_devices(batch)) for batch in one.local_batches), lambda: None
-            )
+            )[0]
             for one in loader.held_out
         }
         loss = loader.mean_loss(losses)
@@ -266,7 +267,7 @@ class TrainedRun:
         return {}
 
     @cached_property
-    def _eval_step(self) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+    def _eval_step(self) -> Callable[[Params, Batch], EvalSums]:
         return jax.jit(make_eval_step(replace(self.config, model=self.model), self.context))
 
     @cached_property

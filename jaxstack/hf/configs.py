@@ -83,11 +83,12 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
         raise keys.error("model_type", name, f"Use a model of one of the families {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     keys.rename(family.aliases)
+    labels = _labels(keys, family)
     ignored = {key: value for key in sorted(TRAINING) if (value := keys.take(key, None))}
     keys.drop((UNRELATED | family.ignored) - family.required.keys())
     keys.take("quantization_config", None)  # about tensors, not about the model: `jaxstack.hf.compressed` reads it
 
-    ours: JsonObject = dict(family.fixed)
+    ours: JsonObject = dict(family.fixed) | labels
     for key, path in family.fields.items():
         default = (family.defaults[key],) if key in family.defaults else ()
         ours[path] = _typed(keys, key, keys.take(key, *default), path)
@@ -117,6 +118,31 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
         return name, ModelConfig(**ours, moe=MoEConfig(**moe), rope_scaling=RopeScaling(**scaling)), ignored
     except ConfigError as error:
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
+
+
+def _labels(keys: Keys, family: Family) -> JsonObject:
+    """Returns the labels of a classifier, and what has one; nothing for models of another class.
+
+    Their classes classify a sequence by its first token, or in ModernBERT by the mean of all.
+    """
+    classes, names = keys.take("architectures", None) or [], keys.take("id2label", None)
+    kind, pooling = keys.take("problem_type", None), keys.take("classifier_pooling", "cls")
+    each = next((each for each, name in family.classifiers.items() if name in classes), None)
+    if each is None:
+        return {}
+    names = {"0": "LABEL_0", "1": "LABEL_1"} if names is None else names
+    ids = [str(i) for i in range(len(names))]
+    if not isinstance(names, dict) or sorted(names) != sorted(ids) or not all(map(_is_name, names.values())):
+        raise keys.error("id2label", names, "Give each index from 0 on the name of a label")
+    if kind not in (None, "single_label_classification"):
+        raise keys.error("problem_type", kind, "Use single_label_classification")
+    if pooling != "cls" and each == "sequence":
+        raise keys.error("classifier_pooling", pooling, 'Use "cls" and train the classifier again')
+    return {"labels": tuple(names[i] for i in ids), "label_each": each}
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 def _typed(keys: Keys, key: str, value: Any, path: str) -> Any:
@@ -249,6 +275,13 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None) -> Jso
     if "moe.d_ff" in family.fields.values():  # `d_ff` is then the width of dense layers, although there are none
         ours["d_ff"] = dense_width
     values: JsonObject = {"architectures": [family.architecture], "model_type": name}
+    if model.labels and family.classifiers:
+        values["architectures"] = [family.classifiers[model.label_each]]
+        values["id2label"] = {str(i): label for i, label in enumerate(model.labels)}
+        values["label2id"] = {label: i for i, label in enumerate(model.labels)}
+        values |= {"problem_type": "single_label_classification"}
+    if model.labels and family.local_attention:
+        values["classifier_pooling"] = "cls"
     values |= {key: ours[path] for key, path in family.fields.items()}
     activations = {"silu": "silu", "gelu": "gelu", "gelu_tanh": family.tanh_gelu, "relu2": "relu2"}
     values |= {family.activation: activations[model.activation], **family.required}

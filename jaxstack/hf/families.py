@@ -45,6 +45,7 @@ class Family:
       local_attention: whether layers with a window have a base of RoPE of their own, in the keys of ModernBERT.
       ignored: more keys that do not affect the logits.
       aliases: other names of keys.
+      classifiers: for an encoder, their classes by `ModelConfig.label_each`.
     """
 
     architecture: str
@@ -64,6 +65,7 @@ class Family:
     local_attention: bool = False
     ignored: frozenset[str] = frozenset()
     aliases: dict[str, str] = field(default_factory=dict)
+    classifiers: dict[str, str] = field(default_factory=dict)
 
     def key_of(self, path: str) -> str:
         """Returns the key of a field."""
@@ -105,6 +107,13 @@ _DROPOUTS: dict[str, Any] = {
     "zero_keys": ("attention_probs_dropout_prob",),
     "ignored": frozenset({"gradient_checkpointing"}),
 }
+
+
+def _classifiers(name: str) -> dict[str, str]:
+    """Returns the classes of a family's classifiers by `ModelConfig.label_each`."""
+    return {"sequence": f"{name}ForSequenceClassification", "token": f"{name}ForTokenClassification"}
+
+
 _OLD_LLAMA = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rope_theta": 10000.0}
 
 FAMILIES = {
@@ -189,6 +198,7 @@ FAMILIES = {
         required=_ABSOLUTE,
         rope=False,
         tanh_gelu="gelu_new",
+        classifiers=_classifiers("Bert"),
         **_DROPOUTS,
     ),
     "roberta": Family(
@@ -198,6 +208,7 @@ FAMILIES = {
         required=_ABSOLUTE | {"pad_token_id": 1},  # positions are counted from the id behind that of padding
         head_activation="gelu",
         rope=False,
+        classifiers=_classifiers("Roberta"),
         **_DROPOUTS,
     ),
     "modernbert": Family(
@@ -215,6 +226,7 @@ FAMILIES = {
         head_activation="gelu",
         rope=False,
         local_attention=True,
+        classifiers=_classifiers("ModernBert"),
         dropout_keys=("embedding_dropout", "mlp_dropout"),
         zero_keys=("attention_dropout",),
         ignored=frozenset(

@@ -71,7 +71,9 @@ class PretrainedFolder:
 
     def _match_names(self) -> dict[str, str]:
         """Returns the name in the files of each expected tensor; the two differ at most in a prefix."""
-        in_file = {_new_name(name): name for name in self._tensors.infos if not re.fullmatch(weights.BUFFERS, name)}
+        read = {name for name, _ in weights.weight_map(self.family, self._spec).values()}
+        in_file = {_new_name(name): name for name in self._tensors.infos}
+        in_file = {new: own for new, own in in_file.items() if new in read or not re.fullmatch(weights.BUFFERS, own)}
         held = {name: self._tensors.infos[own] for name, own in in_file.items()}
         many = max(prod(p.shape[: p.batch_axes]) for p in flat_spec(self._spec).values())
         if many > len(held):  # checked before names are generated, since the number may be absurd

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from jaxstack.config import ConfigError
-from jaxstack.models.params import Param, Spec, flat_spec
+from jaxstack.models.params import Param, Spec, flat_spec, without_padding
 
 PIECE_BYTES = 32e6
 """Bytes of a tensor that are read at a time."""
@@ -247,6 +247,27 @@ BUFFERS = (
 )
 """Matches what files hold beside the weights: masks, frequencies of RoPE, positions, and BERT's heads for sentences."""
 
+CLASSIFIERS = {
+    "bert": ("bert.pooler.dense", "classifier"),
+    "roberta": ("classifier.dense", "classifier.out_proj"),
+    "modernbert": ("head.dense", "classifier"),
+}
+"""The transform of a classifier, and its output. Without a transform the output is named `classifier`."""
+
+
+def _with_classifier(family: str, declared: dict[str, Param], rows: WeightMap) -> WeightMap:
+    """Returns the weight map of a classifier, from that of the family's masked language model."""
+    transform, output = CLASSIFIERS.get(family, ("", ""))
+    linear = {"transform": transform, "output": output} if "transform/w" in declared else {"output": "classifier"}
+    found = {path: row for path, row in rows.items() if not path.startswith(("transform/", "output/"))}
+    found |= {path: row for path, row in rows.items() if path.startswith("transform/norm/") and path in declared}
+    for group, name in linear.items():
+        found[f"{group}/w"] = (f"{name}.weight", TRANSPOSED)
+        bias = "output/bias" if group == "output" else "transform/b"
+        if bias in declared:
+            found[bias] = (f"{name}.bias", SAME)
+    return found
+
 
 def weight_map(family: str, spec: Spec) -> WeightMap:
     """Returns the weight map of a family after checking that it fits the parameters of a model.
@@ -257,6 +278,8 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
     declared, rows = flat_spec(spec), dict(WEIGHT_MAPS[family])
     if "head/w" not in declared:  # tied to the embedding
         rows.pop("head/w", None)
+    if "output/w" in declared:
+        rows = _with_classifier(family, declared, rows)
     unnamed = sorted(declared.keys() - rows.keys())
     if unnamed:
         raise ConfigError(
@@ -298,7 +321,7 @@ def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
     found: dict[str, HFTensor] = {}
     declared = flat_spec(spec)
     for path, (name, layout) in weight_map(family, spec).items():
-        p = declared[path]
+        p = without_padding(declared[path])
         for at in np.ndindex(*p.shape[: p.batch_axes]):
             if at and at[0] < layout.first_layer:
                 continue
@@ -364,7 +387,10 @@ def build_tensor(
     tensor: HFTensor, declared: dict[str, Param], values: Mapping[str, ArrayLike], dtype: DTypeLike
 ) -> np.ndarray:
     """Returns a tensor of a Hugging Face model, contiguous in memory, from the parameters by path."""
-    parts = [layout.to_hf(declared[path], np.asarray(values[path])[at]) for path, layout, at in tensor.sources]
+    parts = []
+    for path, layout, at in tensor.sources:
+        p = without_padding(declared[path])
+        parts.append(layout.to_hf(p, np.asarray(values[path])[at][tuple(map(slice, p.shape[p.batch_axes :]))]))
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0].astype(dtype, copy=False))
     path, layout, _ = tensor.sources[0]

@@ -128,7 +128,7 @@ class Context:
             "attention": {
                 "head_dim": model.head_width,
                 "softcap": model.attention_softcap,
-                "segments": cfg.data.packing,
+                "segments": cfg.has_segments,
                 "sequence_shards": mesh.shape["context"],
                 "context_method": cfg.mesh.context_method,
                 "window": max(model.windows),

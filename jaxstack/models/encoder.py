@@ -3,6 +3,10 @@
 An encoder has the layers of `decoder`, and more around them: a norm after the embedding, and before the head a linear
 layer with an activation and a norm. BERT (Devlin et al. 2018, arXiv:1810.04805) also adds token types to the embedding
 and normalises after each sum (`norm_after`). Shapes: see `decoder`.
+
+The head predicts tokens of the vocabulary, or labels (`ModelConfig.labels`). A sequence is classified by its first
+token. So a classifier of sequences, too, computes labels for all tokens, and the batch weighs the first one. Whatever
+splits rows or sequences then needs no rule of its own.
 """
 
 from dataclasses import replace
@@ -19,7 +23,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.forward import Parts
 from jaxstack.models.forward import hidden_states as run_parts
 from jaxstack.models.layers import Aux, LayerInputs
-from jaxstack.models.params import Param, Params, Spec, pad
+from jaxstack.models.params import Param, Params, Spec, abstract, pad
 
 
 def spec(cfg: ModelConfig) -> Spec:
@@ -32,11 +36,36 @@ def spec(cfg: ModelConfig) -> Spec:
         tree["embedding"]["types"] = Param((cfg.token_types, D), ("position", width), "table", std=cfg.init_std)
     if cfg.norm_after:
         del tree["final_norm"]
-    transform = {"w": Param((D, D), ("embed", "norm"), std=cfg.init_std), "norm": layers.norm_spec(cfg, D, "norm")}
-    if cfg.bias:
-        transform["b"] = Param((D,), ("norm",), "vector", init="zeros")
-    bias = Param((cfg.vocab,), ("vocab",), "vector", init="zeros")
-    return tree | {"transform": transform, "output": {"bias": pad(bias, 0, cfg.padded_vocab)}}
+    pools = cfg.norm_after and bool(cfg.labels)  # BERT has a layer of its own for sequences, and none for words
+    if not pools or cfg.label_each == "sequence":
+        tree["transform"] = {"w": Param((D, D), ("embed", "norm"), std=cfg.init_std)}
+        if cfg.bias:
+            tree["transform"]["b"] = Param((D,), ("norm",), "vector", init="zeros")
+        if not pools:
+            tree["transform"]["norm"] = layers.norm_spec(cfg, D, "norm")
+    bias = Param((cfg.classes,), ("vocab",), "vector", init="zeros")
+    tree["output"] = {"bias": pad(bias, 0, cfg.padded_classes)}
+    if cfg.labels:
+        # Zeros: all labels are equally likely at first, and the layers are not moved by random directions.
+        w = Param((D, cfg.classes), ("embed", "vocab"), init="zeros", roles=("head",))
+        tree["output"]["w"] = pad(w, 1, cfg.padded_classes)
+        tree["embedding"]["tokens"] = replace(tree["embedding"]["tokens"], roles=("token_table",))
+    return tree
+
+
+def with_other_head(there: ModelConfig, values: Params, here: ModelConfig, fresh: Params) -> Params:
+    """Returns `fresh`, the initial parameters of a model, with the groups that a model with another head has, too.
+
+    Args:
+      there: the other model, equal to `here` but for its labels.
+      values: its parameters.
+      here: the model.
+      fresh: its parameters; the head, and a transform that `there` does not have, stay as they are.
+    """
+    shapes, before = abstract(spec(here)), abstract(spec(there))
+    return {
+        name: values[name] if name != "output" and shapes[name] == before.get(name) else fresh[name] for name in shapes
+    }
 
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
@@ -93,16 +122,21 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> 
     """
     if not cfg.norm_after:
         x = layers.norm(cfg, params["final_norm"], x, ctx)
-    transform = ctx.gather_params(spec(cfg)["transform"], params["transform"])
-    x = kernels.linear(x, transform["w"], transform.get("b"), implementation=ctx.linear)
-    x = layers.norm(cfg, transform["norm"], layers.activate(cfg.activation, x, ctx), ctx)
+    if "transform" in params:
+        transform = ctx.gather_params(spec(cfg)["transform"], params["transform"])
+        x = kernels.linear(x, transform["w"], transform.get("b"), implementation=ctx.linear)
+        if "norm" in transform:
+            x = layers.norm(cfg, transform["norm"], layers.activate(cfg.activation, x, ctx), ctx)
+        else:
+            x = jnp.tanh(x)
     return ctx.gather_activations(x, "vocab")
 
 
 def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
-    """Returns the output matrix [D + 1, V/n] in the compute dtype, whose last row is the bias of each token."""
-    bias = ctx.gather_params(spec(cfg)["output"]["bias"], params["output"]["bias"])
-    return jnp.concatenate([decoder.head(cfg, params, ctx), bias.astype(ctx.dtype)[None]])
+    """Returns the output matrix [D + 1, V/n] in the compute dtype, whose last row is the bias of each class."""
+    output = ctx.gather_params(spec(cfg)["output"], params["output"])
+    w = output["w"].astype(ctx.dtype) if cfg.labels else decoder.head(cfg, params, ctx)
+    return jnp.concatenate([w, output["bias"].astype(ctx.dtype)[None]])
 
 
 def with_one(hidden: jax.Array) -> jax.Array:
@@ -111,7 +145,7 @@ def with_one(hidden: jax.Array) -> jax.Array:
 
 
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> jax.Array:
-    """Returns the sum of weight * negative log-likelihood of the hidden tokens, in nats; see `decoder.loss`."""
+    """Returns the sum of weight * negative log-likelihood of hidden tokens or labels, in nats; see `decoder.loss`."""
 
     def work(
         ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array
@@ -122,15 +156,17 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
             targets,
             weights,
             vocab_axes=ctx.axes("vocab"),
-            vocab_size=cfg.vocab,
+            vocab_size=cfg.classes,
             chunk=ctx.loss_chunk,
             implementation=ctx.cross_entropy,
         )
         return None, total
 
     declared, rows = spec(cfg), ("batch", "sequence")
-    only = {"embedding": {"tokens": declared["embedding"]["tokens"]}, "output": declared["output"]}
-    used = {"embedding": {"tokens": params["embedding"]["tokens"]}, "output": params["output"]}
+    only, used = {"output": declared["output"]}, {"output": params["output"]}
+    if not cfg.labels:
+        only["embedding"] = {"tokens": declared["embedding"]["tokens"]}
+        used["embedding"] = {"tokens": params["embedding"]["tokens"]}
     return ctx.region(work, (used, hidden, batch["targets"], batch["loss_weights"]), (only, rows, rows, rows), ())[1]
 
 
@@ -140,7 +176,10 @@ def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context)
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
-    """Returns logits [B, S, V/n] in float32 of the results of `hidden_states`; those of padding are the lowest."""
+    """Returns logits [B, S, V/n] in float32 of the results of `hidden_states`; those of padding are the lowest.
+
+    V is the size of the vocabulary, or the number of labels.
+    """
     ctx = ctx or Context()
     scores = jnp.einsum("bsd,dv->bsv", with_one(hidden), head(cfg, params, ctx), preferred_element_type=jnp.float32)
-    return kernels.mask_vocab_padding(scores, cfg.vocab, ctx.axes("vocab"))
+    return kernels.mask_vocab_padding(scores, cfg.classes, ctx.axes("vocab"))

@@ -54,6 +54,9 @@ class Family(Protocol):
     def loss(self, cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context, /) -> jax.Array:
         """Returns the sum of the objective over the weighted tokens of a batch, in nats."""
 
+    def logits(self, cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None, /) -> jax.Array:
+        """Returns logits [B, S, V/n] in float32, this device's part of the classes."""
+
     def update_router_bias(self, cfg: ModelConfig, params: Params, aux: Aux, ctx: Context, /) -> Params:
         """Returns the parameters after an update, with the biases of routers moved by the step's auxiliary values."""
 

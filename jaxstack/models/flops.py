@@ -30,8 +30,9 @@ def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
     """
     leaves = jax.tree.leaves(family.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
     leaves = [p for p in leaves if frozen in (None, p.frozen)]
-    rows = cfg.d_model + (cfg.family == "encoder")  # an encoder's head has its bias as a row
-    head = rows * cfg.vocab if cfg.tied_embeddings and frozen in (None, bool(cfg.lora.rank)) else 0
+    encoder = cfg.family == "encoder"
+    rows = cfg.d_model * (cfg.tied_embeddings and not cfg.labels) + encoder  # an encoder's head has its bias as a row
+    head = rows * cfg.classes if frozen in (None, bool(cfg.lora.rank)) else 0
     return head + sum(
         p.size * cfg.moe.choices // cfg.moe.num_experts if "experts" in p.axes else p.size
         for p in leaves

@@ -120,6 +120,11 @@ def pad(p: Param, dim: int, size: int) -> Param:
     return p if shape == p.shape else replace(p, shape=shape, unpadded=p.shape)
 
 
+def without_padding(p: Param) -> Param:
+    """Returns the declaration without the zeros at the ends of padded dimensions."""
+    return p if p.unpadded is None else replace(p, shape=p.unpadded, unpadded=None)
+
+
 def partition(spec: Spec, values: PyTree) -> tuple[PyTree, PyTree]:
     """Splits a tree with the structure of the declarations into its trained and its frozen part.
 

@@ -38,8 +38,10 @@ def abstract_inputs(cfg: Config, ctx: Context) -> tuple[TrainState, Batch]:
 def abstract_batch(cfg: Config, ctx: Context) -> Batch:
     """Returns the shapes, dtypes and shardings of a batch."""
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
+    if cfg.has_segments:
+        kinds["segment_ids"] = jnp.int32
     if cfg.data.packing:
-        kinds |= {"positions": jnp.int32, "segment_ids": jnp.int32}
+        kinds["positions"] = jnp.int32
     if cfg.model.moe.num_experts and cfg.model.moe.router in ("domain", "timestep"):
         kinds["gate_ids"] = jnp.int32
     shape, where = (cfg.data.batch_size, cfg.data.seq_len), ctx.sharding(ctx.batch)

@@ -85,7 +85,7 @@ def _cases(cfg: Config, ctx: Context) -> dict[str, implementation.OpCase]:
     return {
         "attention": {"dtype": ctx.dtype, "head_dim": m.head_width, "softcap": m.attention_softcap},
         "norm": width,
-        "cross_entropy": width | {"vocab_size": m.vocab, "softcap": m.logit_softcap},
+        "cross_entropy": width | {"vocab_size": m.classes, "softcap": m.logit_softcap},
         "moe": width,
     }
 
@@ -239,9 +239,10 @@ def _random_batch(cfg: Config) -> Batch:
     """Returns a batch of random tokens, each row one document."""
     shape = (cfg.data.batch_size, cfg.data.seq_len)
     ids = jax.random.randint(jax.random.key(0), shape, 0, cfg.model.vocab)
-    batch = {"tokens": ids, "targets": ids, "loss_weights": jnp.ones(shape)}
-    if cfg.data.packing:
+    batch = {"tokens": ids, "targets": ids % cfg.model.classes, "loss_weights": jnp.ones(shape)}
+    if cfg.has_segments:
         batch["segment_ids"] = jnp.zeros(shape, jnp.int32)
+    if cfg.data.packing:
         batch["positions"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     if cfg.model.moe.num_experts and cfg.model.moe.router == "domain":
         batch["gate_ids"] = jax.random.randint(jax.random.key(1), shape, 0, cfg.model.moe.num_experts)

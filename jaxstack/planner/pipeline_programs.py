@@ -55,11 +55,12 @@ def random_batch(cfg: Config, ctx: Context) -> Batch:
 
     batch = {
         "tokens": ids(cfg.model.vocab),
-        "targets": ids(cfg.model.vocab),
+        "targets": ids(cfg.model.classes),
         "loss_weights": np.ones(shape, np.float32),
     }
-    if cfg.data.packing:
+    if cfg.has_segments:
         batch["segment_ids"] = np.zeros(shape, np.int32)
+    if cfg.data.packing:
         batch["positions"] = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     if cfg.data.domains:
         batch["gate_ids"] = ids(cfg.model.moe.num_experts)

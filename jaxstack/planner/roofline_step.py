@@ -210,12 +210,12 @@ def _ends(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list[
         *build.norm("final norm", s.stream, recomputed=False),
         build.elementwise("embedding", s.stream, 2),
     ]
-    if encoder:
+    norms = ["embedding"] if encoder else []
+    if "transform" in spec:
         found += build.matmul(Matmul("transform", s.stream / inputs, inputs, inputs))
         found += build.elementwise_pair("activation of the transform", s.stream, (2, 3))
-        found += [
-            op for name in ("embedding", "transform") for op in build.norm(f"norm of the {name}", s.stream, False)
-        ]
+        norms += ["transform"] if "norm" in spec["transform"] else []
+    found += [op for name in norms for op in build.norm(f"norm of the {name}", s.stream, False)]
     if not embedding.frozen:
         size = e * (s.stream + math.prod(table))
         found.append(replace(pointwise_op("embedding, gradient", s.stream, size), dtype=build.dtype))

@@ -123,5 +123,5 @@ def count_activations(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> 
         saved_hidden=shared if rounds else hidden,
         saved_sent=sent if m.moe.capacity_factor is not None else 0,
         scores=named("scores", tokens * named("keys", keys) * heads // T) if ctx.attention == "xla" else 0,
-        vocab=named("vocab", m.padded_vocab // (sizes["tensor"] * sizes["pipe"])),
+        vocab=named("vocab", m.padded_classes // (sizes["tensor"] * sizes["pipe"])),
     )

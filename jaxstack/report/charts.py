@@ -42,6 +42,7 @@ class Chart(NamedTuple):
 CHARTS = (
     Chart("tokens_per_s", "Throughput (tokens per second, all devices)", scale="zero"),
     Chart("mfu", "Model FLOPs utilisation (% of the peak, full attention)", 100, "zero"),
+    Chart("eval_accuracy", "Held-out accuracy (%)", 100, "zero", noisy=False),
     Chart("grad_norm", "Gradient norm (before clipping, log scale)", scale="log"),
     Chart("lr", "Learning rate", scale="zero", noisy=False),
     Chart("noise_scale_tokens", "Gradient noise scale (tokens, critical batch size, log scale)", scale="log"),

@@ -91,13 +91,13 @@ def compare(runs: Sequence[LoggedRun]) -> Comparison:
         curves = tuple(LossCurves(run, i, 1.0) for i, run in enumerate(runs))
         return Comparison((LossChart(f"Loss ({NATS})", curves),), notes)
     known = [LossCurves(run, i, run.bits_per_nat) for i, run in enumerate(runs) if run.bits_per_nat]
-    others: defaultdict[tuple[str, bool], list[LossCurves]] = defaultdict(list)
+    others: defaultdict[tuple[str, str], list[LossCurves]] = defaultdict(list)
     for i, run in enumerate(runs):
         if not run.bits_per_nat:
-            others[run.tokenizer.identity if run.tokenizer else "", run.masks].append(LossCurves(run, i, 1.0))
+            others[run.tokenizer.identity if run.tokenizer else "", run.objective.unit].append(LossCurves(run, i, 1.0))
     charts = [LossChart(f"Loss ({BITS})", tuple(known))] if known else []
     charts += [LossChart(f"Loss of {_names(group)} ({NATS})", tuple(group)) for group in others.values()]
-    differ = "tokenizers" if len({run.masks for run in runs}) == 1 else "objectives"
+    differ = "tokenizers" if len({run.objective for run in runs}) == 1 else "objectives"
     converted = (
         f"The {differ} differ, so losses are in {BITS}. Training losses are converted with the mean bytes per token "
         f"of the held-out text."
@@ -112,7 +112,7 @@ def tokenizers_differ(runs: Sequence[LoggedRun]) -> bool:
 
     A run whose tokenizer is unknown is not counted.
     """
-    return len({(run.tokenizer.identity, run.masks) for run in runs if run.tokenizer}) > 1
+    return len({(run.tokenizer.identity, run.objective) for run in runs if run.tokenizer}) > 1
 
 
 def _names(curves: Sequence[LossCurves]) -> str:

@@ -16,6 +16,7 @@ import yaml
 
 from jaxstack.checkpoint.run_dir import LAUNCH
 from jaxstack.config import ConfigError
+from jaxstack.config.model import Objective, objective_of
 from jaxstack.tracking import goodput
 from jaxstack.tracking.jsonl import Record, is_step, read_lines
 
@@ -44,9 +45,11 @@ class LoggedRun:
     tokenizer: "SavedTokenizer | None" = None
 
     @property
-    def masks(self) -> bool:
-        """Whether hidden tokens are learned. Such a loss and one of next tokens cannot be compared."""
-        return self.config.get("model.family") == "encoder"
+    def objective(self) -> Objective:
+        """What the run learns. Losses of different objectives cannot be compared."""
+        labels = bool(self.config.get("model.labels"))
+        family, each = (self.config.get(f"model.{key}") for key in ("family", "label_each"))
+        return objective_of(str(family), labels, str(each or "sequence"))
 
     @cached_property
     def training(self) -> list[Record]:
@@ -303,8 +306,17 @@ def summarize(run: LoggedRun) -> dict[str, str]:
             f"last held-out loss of {name} (nats per token)": format_number(_last(run, f"eval_loss/{name}"), ".4f")
             for name in run.mixture
         }
-        | ({"objective": "masked-LM loss of hidden tokens"} if run.masks else {})
+        | _describe_objective(run)
     )
+
+
+def _describe_objective(run: LoggedRun) -> dict[str, str]:
+    """Returns the figures that only objectives with an accuracy have."""
+    loss, unit, accuracy = run.objective
+    if accuracy is None:
+        return {}
+    figures = {"objective": f"{loss.removeprefix('held-out ')} in {unit}"}
+    return figures | {f"last held-out {accuracy}": format_number(_last(run, "eval_accuracy"), ".1%")}
 
 
 def _tokens_seen(run: LoggedRun, steps: int) -> float | None:

@@ -4,8 +4,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import jax
+import numpy as np
 
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.config import Config
@@ -19,6 +21,9 @@ from jaxstack.tracking.goodput import GoodputRecorder
 from jaxstack.tracking.jsonl import JsonLines, Record
 from jaxstack.tracking.noise_scale import NoiseScale
 from jaxstack.tracking.throughput import ThroughputMeter
+
+Sums: TypeAlias = tuple[jax.Array, jax.Array, jax.Array | None]
+"""Sums over an evaluated batch: loss, weights, and the weights of right predictions if they are counted."""
 
 
 @dataclass(frozen=True)
@@ -173,46 +178,48 @@ class StepLogger:
         """Returns whether the log has the evaluation of a step, possibly from before an interruption."""
         return any(r["step"] == step and "eval_loss" in r for r in self._log.records)
 
-    def log_evaluation(self, step: int, sums: Mapping[str, Iterable[tuple[jax.Array, jax.Array]]]) -> float:
+    def log_evaluation(self, step: int, sums: Mapping[str, Iterable[Sums]]) -> float:
         """Logs an evaluation, and returns the held-out loss in nats per token.
 
         Args:
           step: after which the model was evaluated.
-          sums: of nats and of tokens, for each batch of each source, by the sources' names. They are waited for one at
-            a time: if independent programs run at the same time, their collectives can block each other.
+          sums: for each batch of each source, by the sources' names. They are waited for one at a time: if independent
+            programs run at the same time, their collectives can block each other.
         """
-        losses = {name: mean_loss(batches, self._watchdog.report_progress) for name, batches in sums.items()}
-        loss = self._loader.mean_loss(losses)
+        means = {name: mean_loss(batches, self._watchdog.report_progress) for name, batches in sums.items()}
+        losses = {name: loss for name, (loss, _) in means.items()}
+        loss, objective = self._loader.mean_loss(losses), self._cfg.model.objective
         # Only process 0 counts the bytes of all rows, and only process 0 writes.
         first = jax.process_index() == 0
         bits = loss / math.log(2) / self._loader.held_out_bytes_per_token if first else math.nan
         record = {"step": step, "eval_loss": loss, "eval_bits_per_byte": bits, "parameters": self._parameters}
+        accuracies = {name: accuracy for name, (_, accuracy) in means.items()}
+        if objective.accuracy:
+            record["eval_accuracy"] = self._loader.mean_loss(accuracies)
         if len(losses) > 1:
             record |= {f"eval_loss/{name}": value for name, value in losses.items()}
             per_token = {one.name: one.bytes_per_token if first else math.nan for one in self._loader.held_out}
             record |= {f"eval_bits_per_byte/{n}": losses[n] / math.log(2) / per_token[n] for n in losses}
         self._log.write(record)
-        masks = self._cfg.model.family == "encoder"
-        kind = "held-out masked-LM loss" if masks else "held-out loss"
-        self._console.print(f"step {step:>6}  {kind} {_in_words(loss, bits, masks)}")
+        right = f", {objective.accuracy} {record['eval_accuracy']:.1%}" if objective.accuracy else ""
+        self._console.print(f"step {step:>6}  {objective.loss} {_in_words(loss, bits, objective.unit)}{right}")
         if len(losses) > 1:
             for name, value in losses.items():
                 bits = record[f"eval_bits_per_byte/{name}"]
-                self._console.print(f"             {name}: {_in_words(value, bits, masks)}")
+                self._console.print(f"             {name}: {_in_words(value, bits, objective.unit)}")
         return loss
 
 
-def mean_loss(sums: Iterable[tuple[jax.Array, jax.Array]], after_batch: Callable[[], None]) -> float:
-    """Returns the mean loss per token, given the sums of nats and of tokens of each batch."""
-    nats = tokens = 0.0
-    for batch_sums in sums:
-        batch_nats, batch_tokens = jax.device_get(batch_sums)
-        nats, tokens = nats + float(batch_nats), tokens + float(batch_tokens)
+def mean_loss(sums: Iterable[Sums], after_batch: Callable[[], None]) -> tuple[float, float]:
+    """Returns the mean loss per token and the share of right predictions, NaN if unknown, given each batch's sums."""
+    total = np.zeros(3)
+    for loss, weight, right in sums:
+        found = jax.device_get((loss, weight, right))
+        total += [math.nan if value is None else float(value) for value in found]
         after_batch()
-    return nats / tokens
+    return float(total[0] / total[1]), float(total[2] / total[1])
 
 
-def _in_words(loss: float, bits: float, masks: bool) -> str:
-    """Returns a held-out loss in nats per token or hidden token, and in bits per byte if that is known."""
-    unit = "nats per hidden token" if masks else "nats per token"
+def _in_words(loss: float, bits: float, unit: str) -> str:
+    """Returns a held-out loss with its unit, and in bits per byte if that is known."""
     return f"{loss:.4f} {unit}" + (f", {bits:.3f} bits per byte" if math.isfinite(bits) else "")

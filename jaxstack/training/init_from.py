@@ -12,7 +12,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, parse
 from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.hf import peft
 from jaxstack.hf.pretrained import PretrainedFolder
-from jaxstack.models import family, lora, params, surgery
+from jaxstack.models import encoder, family, lora, params, surgery
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.training.checkpoint_layout import checkpoint_layout
@@ -147,6 +147,8 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     source = find_source(str(name), "run.init_from")
     require_same_tokenizer(source, f"run.init_from={name}", cfg.data, tokenizer)
     there, here = source.model.base, cfg.model.base
+    if there.family == here.family == "encoder":  # the head may be another one
+        there = replace(there, labels=here.labels, label_each=here.label_each)
     grows = bool(cfg.model.moe.num_experts and not there.moe.num_experts)
     if different := hf.model_differences(replace(there, moe=here.moe) if grows else there, here):
         raise ConfigError(
@@ -165,6 +167,8 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
         grow = jax.jit(lambda values: surgery.upcycle(there, values, cfg.model.moe, key)[1], out_shardings=shardings)
         values = grow(values)
     state = make_state(cfg, ctx, abstract)
+    if there != source.model.base:
+        values = encoder.with_other_head(source.model, values, cfg.model, state.params)
     adapters = params.partition(family.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
     if cfg.run.init_adapter is not None:
         adapters = _read_adapters(cfg, source, ctx)

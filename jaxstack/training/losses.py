@@ -38,6 +38,61 @@ def next_token(
     return model.loss(cfg, params, hidden, batch, ctx), aux
 
 
+class EvalSums(NamedTuple):
+    """Sums over an evaluated batch, float32 scalars.
+
+    Attributes:
+      loss: see `next_token`.
+      weight: the sum of `loss_weights`.
+      right: of these, the weight of right predictions; `None` where accuracy is not an aim (`Objective.accuracy`).
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    right: jax.Array | None
+
+
+def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context) -> EvalSums:
+    """Returns this device's share of the sums over a batch, without dropout. For the arguments, see `next_token`."""
+    model = family.of(cfg)
+    hidden, _ = model.hidden_states(cfg, params, batch, ctx)
+    right = count_right(cfg, params, hidden, batch, ctx) if cfg.objective.accuracy else None
+    return EvalSums(model.loss(cfg, params, hidden, batch, ctx), batch["loss_weights"].sum(), right)
+
+
+def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> jax.Array:
+    """Returns the sum of the weights of tokens whose target has the largest logit.
+
+    The logits of one row of the batch are in memory at a time. Of equal logits, the first one counts as the largest.
+
+    Args:
+      cfg: the model.
+      params: its parameters.
+      hidden: hidden states [B, S, D].
+      batch: `targets` and `loss_weights` [B, S].
+      ctx: execution context.
+    """
+
+    def work(
+        ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> tuple[None, jax.Array]:
+        axes = ctx.axes("vocab")
+
+        def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            x, target, weight = row
+            logits = family.of(cfg).logits(cfg, params, x[None], ctx)[0]
+            ids = collectives.index(axes) * logits.shape[1] + jnp.arange(logits.shape[1])
+            own = collectives.all_reduce(jnp.where(ids == target[:, None], logits, 0.0).sum(1), axes)[:, None]
+            better = (logits > own) | ((logits == own) & (ids < target[:, None]))
+            return (weight * (collectives.all_reduce(better.sum(1), axes) == 0)).sum()
+
+        return None, jax.lax.map(one_row, (hidden, targets, weights)).sum()
+
+    rows = ("batch", "sequence")
+    arguments = params, hidden, batch["targets"], batch["loss_weights"]
+    return ctx.region(work, arguments, (family.spec(cfg), rows, rows, rows), ())[1]
+
+
 class BatchTotals(NamedTuple):
     """The numbers that the sums of a step are divided by: float32 scalars, equal on all devices.
 

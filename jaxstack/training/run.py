@@ -37,11 +37,12 @@ from jaxstack.tracking.step_log import LoopState, StepLogger
 from jaxstack.tracking.throughput import ThroughputMeter
 from jaxstack.training import init_from
 from jaxstack.training.checkpoint_layout import checkpoint_layout
+from jaxstack.training.losses import EvalSums
 from jaxstack.training.optimizer import warmup_warning
 from jaxstack.training.state import TrainState, make_state
 
 T = TypeVar("T")
-EvalStep = Callable[[PyTree, Batch], tuple[jax.Array, jax.Array]]
+EvalStep = Callable[[PyTree, Batch], EvalSums]
 
 
 class Run:
@@ -253,7 +254,7 @@ class Run:
 
         Args:
           loop: position of the loop.
-          eval_step: returns the sums of nats and of tokens of a batch.
+          eval_step: returns the sums over a batch.
           values: parameters.
         """
         if distributed.broadcast_from_process_0(self.logger.is_evaluated(loop.step)):
@@ -338,8 +339,7 @@ class Run:
         for i, (prompt, text) in enumerate(samples, start=1):
             console.print(f"--- sample {i} of {len(samples)}")
             console.print(text, bold=prompt)
-        unit = "nats per hidden token" if cfg.model.family == "encoder" else "nats per token"
-        plot_loss(self._log.records, directory / "loss.png", baseline, unit)
+        plot_loss(self._log.records, directory / "loss.png", baseline, cfg.model.objective.unit)
         self._log.write({"step": steps, "event": "finished", "time": time.time(), "seconds": self.goodput.take()})
         console.print(
             f"{directory}/ contains loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To continue, "

@@ -121,20 +121,19 @@ def jit_train_step(
     )
 
 
-def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-    """Builds `eval_step(params, batch) -> (sum of nats, weighted tokens)`, without dropout."""
+def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Params, Batch], losses.EvalSums]:
+    """Builds `eval_step(params, batch) -> sums`, without dropout."""
     ctx = within_step(ctx)
 
-    def work(values: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def work(values: Params, batch: Batch) -> losses.EvalSums:
         batch = ctx.shard_sequence(batch)
         if cfg.train.grad_accum == 1:
-            total, _ = losses.next_token(cfg.model, values, batch, ctx)
+            sums = losses.evaluate(cfg.model, values, batch, ctx)
         else:  # the whole batch at once may need more memory than the training step
             micros = split_batch(batch, cfg.train.grad_accum)
-            total = jax.lax.map(lambda micro: losses.next_token(cfg.model, values, micro, ctx)[0], micros).sum()
-        return collectives.all_reduce(total, ctx.token_axes), collectives.all_reduce(
-            batch["loss_weights"].sum(), ctx.token_axes
-        )
+            each = jax.lax.map(lambda micro: losses.evaluate(cfg.model, values, micro, ctx), micros)
+            sums = jax.tree.map(jnp.sum, each)
+        return jax.tree.map(lambda total: collectives.all_reduce(total, ctx.token_axes), sums)
 
     if ctx.mesh is None:
         return work

@@ -40,6 +40,8 @@ THREE = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2,
 
 ENCODER = {"model.family": "encoder", "model.tied_embeddings": True}
 
+LABELS = {"data.source": "labels", "data.path": "x", "model.labels": ("a", "b")}
+
 A, B = SourceConfig("path", "a", 1.0), SourceConfig("path", "b", 1.0)
 TOKENS = {"data.source": "tokens", "data.path": "x", "data.format": "megatron"}
 AB = {"data.mixture": (A, B)}
@@ -100,6 +102,11 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (ENCODER | {"train.ngram_baseline": True}, {"train.ngram_baseline": True}),
     (ENCODER | {"data.source": "chat", "data.path": "x"}, ENCODER | {"data.source": "path", "data.path": "x"}),
     (ENCODER | {"sample.prompts": ("a",)}, ENCODER | {"sample.prompts": ()}),
+    ({"model.labels": ("a",)}, ENCODER | LABELS),
+    ({"model.labels": ("a", "b")}, ENCODER | LABELS),
+    ({"model.label_each": "token"}, ENCODER | LABELS | {"model.label_each": "token"}),
+    (ENCODER | LABELS | {"model.labels": ()}, ENCODER | LABELS),
+    (ENCODER | {"model.labels": ("a", "b")}, ENCODER | LABELS),
     (ENCODER | {"mesh.context": 2}, ENCODER | {"mesh.context": 2, "mesh.context_method": "all_gather"}),
     ({"model.attention_softcap": 0.0}, {"model.attention_softcap": 0.1}),
     ({"model.logit_softcap": 0.0}, {"model.logit_softcap": 0.1}),

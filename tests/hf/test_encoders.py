@@ -1,6 +1,7 @@
 """BERT, RoBERTa and ModernBERT as `transformers` saves them: import, logits, gradients, training steps and export.
 
-The weights are random, rows have odd lengths and padding. The tolerances are those of tests/hf/test_parity.py.
+Each has its masked-LM head, or a classifier of sequences or of tokens. The weights are random, rows have odd lengths
+and padding. The tolerances are those of tests/hf/test_parity.py.
 """
 
 import dataclasses
@@ -27,12 +28,23 @@ safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [
 B, S, V, PAD = 3, 19, 67, {"bert": 0, "roberta": 1, "modernbert": 0}
 COMMON = {"vocab_size": V, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 40}
 CPU = Context(**implementations("cpu"))
+LABELS = ("down", "level", "up")
+SLOW = pytest.mark.slow
+HEADS = [
+    *((family, "") for family in PAD),
+    ("bert", "sequence"),
+    pytest.param("bert", "token", marks=SLOW),
+    *(pytest.param(family, each, marks=SLOW) for family in ("roberta", "modernbert") for each in ("sequence", "token")),
+]
+"""Families, and what their labels are of; empty for masked language models."""
 
 
-def build(family: str, rng: np.random.Generator):
+def build(family: str, rng: np.random.Generator, each: str = ""):
     """Builds their model with random values for every weight; a large epsilon shows where it is added."""
     own = {**COMMON, "num_hidden_layers": 4 if family == "modernbert" else 2, "pad_token_id": PAD[family]}
     own |= dict.fromkeys(("bos_token_id", "eos_token_id"))
+    if each:
+        own |= {"id2label": dict(enumerate(LABELS)), "label2id": {label: i for i, label in enumerate(LABELS)}}
     if family == "modernbert":
         own |= dict.fromkeys(("cls_token_id", "sep_token_id"))
         # Layers 1 and 2 of 4 have windows of three tokens to each side.
@@ -43,11 +55,15 @@ def build(family: str, rng: np.random.Generator):
         kind = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[family]
         types = 2 if family == "bert" else 1
         config = kind(**own, type_vocab_size=types, max_position_embeddings=S + 4, layer_norm_eps=0.01)
-    theirs = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="eager").eval()
+    theirs = their_class(each).from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for weight in theirs.parameters():
             weight.copy_(torch.from_numpy(rng.normal(0, 1.0 if weight.ndim == 1 else 0.3, weight.shape)))
     return theirs
+
+
+def their_class(each: str):
+    return getattr(transformers, f"AutoModelFor{f'{each.title()}Classification' if each else 'MaskedLM'}")
 
 
 def read(folder):
@@ -55,9 +71,9 @@ def read(folder):
         return source.model, source.read_params()
 
 
-def saved(family, rng, folder):
+def saved(family, rng, folder, each=""):
     """Returns their model, and ours from the folder that theirs is saved to."""
-    theirs = build(family, rng)
+    theirs = build(family, rng, each)
     theirs.save_pretrained(folder)
     return theirs, *read(folder)
 
@@ -77,7 +93,13 @@ def random_batch(family, cfg, rng):
     tokens = np.where(real, rng.integers(2, V, (B, S)), PAD[family]).astype(np.int32)
     weights = (real & (rng.random((B, S)) < 0.5)).astype(np.float32)
     weights[:, 0] = 1
-    batch = {"tokens": tokens, "targets": rng.integers(0, V, (B, S)).astype(np.int32), "loss_weights": weights}
+    if cfg.labels and cfg.label_each == "sequence":
+        weights[:, 1:] = 0
+    batch = {
+        "tokens": tokens,
+        "targets": rng.integers(0, cfg.classes, (B, S)).astype(np.int32),
+        "loss_weights": weights,
+    }
     batch["segment_ids"] = real.astype(np.int32)
     if cfg.token_types == 2:
         batch["token_types"] = rng.integers(0, 2, (B, S)).astype(np.int32)
@@ -85,17 +107,18 @@ def random_batch(family, cfg, rng):
 
 
 def their_logits(theirs, batch):
+    """Returns their logits [B, S, V]; a classifier of sequences has S = 1."""
     given = {"input_ids": batch["tokens"], "attention_mask": batch["segment_ids"]}
     if "token_types" in batch:
         given["token_type_ids"] = batch["token_types"]
-    return theirs(**{name: torch.from_numpy(value).long() for name, value in given.items()}).logits
+    logits = theirs(**{name: torch.from_numpy(value).long() for name, value in given.items()}).logits
+    return logits if logits.ndim == 3 else logits[:, None]
 
 
 def their_loss(theirs, batch):
-    targets, weights = torch.from_numpy(batch["targets"]).long(), torch.from_numpy(batch["loss_weights"])
-    each = torch.nn.functional.cross_entropy(
-        their_logits(theirs, batch).flatten(0, 1), targets.flatten(), reduction="none"
-    )
+    logits = their_logits(theirs, batch)
+    targets, weights = (torch.from_numpy(batch[name][:, : logits.shape[1]]) for name in ("targets", "loss_weights"))
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.long().flatten(), reduction="none")
     return (each * weights.flatten()).sum() / weights.sum()
 
 
@@ -111,12 +134,14 @@ def assert_near(got, expected, tolerance, family):
     assert {path: value for path, value in off.items() if not value <= tolerance} == {}
 
 
-@pytest.mark.parametrize("family", PAD)
-def test_logits_and_gradients_of_an_imported_model_and_its_export(family, tmp_path, rng):
-    theirs, cfg, values = saved(family, rng, tmp_path / "saved")
+@pytest.mark.parametrize(("family", "each"), HEADS)
+def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, tmp_path, rng):
+    theirs, cfg, values = saved(family, rng, tmp_path / "saved", each)
+    assert (cfg.labels, cfg.label_each) == ((LABELS, each) if each else ((), "sequence"))
     batch = random_batch(family, cfg, rng)
-    real = batch["segment_ids"] == 1
-    expected = their_logits(theirs, batch).numpy(force=True)[real]
+    expected = their_logits(theirs, batch).numpy(force=True)
+    real = batch["segment_ids"][:, : expected.shape[1]] == 1
+    expected = expected[real]
     loss = their_loss(theirs, batch)
     loss.backward()
     wanted = to_ours(family, cfg, ((name, weight.grad) for name, weight in theirs.named_parameters()))
@@ -127,7 +152,10 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(family, tmp_pa
         return total / batch["loss_weights"].sum(), encoder.logits(cfg, values, hidden, CPU)
 
     (got_loss, logits), grads = jax.jit(jax.value_and_grad(work, has_aux=True))(values)
-    assert np.abs(np.asarray(logits)[real] - expected).max() <= 5e-5 * np.abs(expected).max()
+    assert (
+        np.abs(np.asarray(logits)[:, : real.shape[1], : cfg.classes][real] - expected).max()
+        <= 5e-5 * np.abs(expected).max()
+    )
     assert float(got_loss) == pytest.approx(loss.item(), rel=2e-6)
     assert_near(grads, wanted, 1e-4, family)
 
@@ -136,17 +164,18 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(family, tmp_pa
     before, after = (safetensors.load_file(tmp_path / f / tensor_files.SINGLE) for f in ("saved", "out"))
     assert before.keys() == after.keys()
     assert [name for name in before if before[name].tobytes() != after[name].tobytes()] == []
-    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    again = their_class(each).from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     assert np.array_equal(their_logits(again, batch).numpy(force=True)[real], expected)
+    assert again.config.id2label == theirs.config.id2label
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", PAD)
-def test_five_steps_of_adamw(family, tmp_path, rng):
+@pytest.mark.parametrize(("family", "each"), HEADS)
+def test_five_steps_of_adamw(family, each, tmp_path, rng):
     """See test_parity.py: clipping, weight decay of matrices only, and AdamW with a large epsilon."""
-    theirs, model, start = saved(family, rng, tmp_path / "saved")
+    theirs, model, start = saved(family, rng, tmp_path / "saved", each)
     optim = OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant", weight_decay=0.1, clip_norm=1.0, eps=1e-4)
-    data = DataConfig(seq_len=S, batch_size=B)
+    data = DataConfig(seq_len=S, batch_size=B, source="labels" if each else "stdlib", path="x" if each else None)
     cfg = Config(model=model, data=data, optim=optim, train=TrainConfig(steps=5))
     state = dataclasses.replace(init_state(cfg), params=start)
     train_step = jax.jit(step.make_train_step(cfg, CPU))
@@ -206,14 +235,19 @@ def test_names_and_tensors_that_older_files_have(tmp_path, rng):
         ("modernbert", "norm_bias", True),
         ("modernbert", "layer_types", ["full_attention"]),
         ("modernbert", "global_rope_theta", -1.0),
+        ("bert", "problem_type", "regression"),
+        ("bert", "id2label", {"1": "a", "2": "b"}),
+        ("modernbert", "classifier_pooling", "mean"),
     ],
 )
 def test_a_config_that_we_cannot_have_is_refused(family, key, value, tmp_path, rng):
     build(family, rng).config.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
+    if key in ("problem_type", "id2label", "classifier_pooling"):
+        values["architectures"] = [hf.FAMILIES[family].classifiers["sequence"]]
     if key == "global_rope_theta":
         del values["rope_parameters"]
     path.write_text(json.dumps(values | {key: value}))
-    with pytest.raises(ConfigError, match=rf"{key}={json.dumps(value)[:10]}".replace("[", r"\[")):
+    with pytest.raises(ConfigError, match=rf"{key}={json.dumps(value)[:10]}".replace("[", r"\[").replace("{", r"\{")):
         hf.PretrainedFolder(tmp_path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -36,9 +37,10 @@ def test_a_run_is_resumed_bit_for_bit_and_its_loss_is_named(tmp_path, rng, capsy
     assert len(losses(tmp_path / "straight")) == 4 + 2
     out = capsys.readouterr().out
     assert "held-out masked-LM loss" in out
-    assert "nats per hidden token\n" in out  # without bits per byte, which would be those of a text
+    # Without bits per byte, which would be those of a text.
+    assert re.search(r"nats per hidden token, accuracy on hidden tokens \d+\.\d%\n", out)
     (found,) = runs.read_runs([tmp_path / "straight"])
-    assert runs.summarize(found)["objective"] == "masked-LM loss of hidden tokens"
+    assert runs.summarize(found)["objective"] == "masked-LM loss in nats per hidden token"
     decoder = dataclasses.replace(found, name="next", config=found.config | {"model.family": "decoder"})
     shown = comparison.compare([found, decoder])
     assert len(shown.charts) == 2  # their losses share no axis

@@ -21,11 +21,19 @@ mistakes(
     ('"lr": schedule(updates)', '"lr": schedule(state.step)', STEP + " -k finite"),
     ("updates = state.step - state.skipped", "updates = state.step", STEP + " -k 'finite or spike'"),
     ("jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)", "jax.random.key(cfg.run.seed)", STEP + " -k dropout"),
-    ('batch["loss_weights"].sum(), ctx.token_axes\n        )', 'jnp.ones_like(batch["loss_weights"]).sum(), ctx.token_axes\n        )',
-     STEP + " -k evaluation"),
     ("middle + cfg.threshold * jnp.maximum", "cfg.threshold * jnp.maximum", "checkpoint/test_reliability.py -k spike"),
     ("1.4826 * jnp.median", "jnp.median", "checkpoint/test_reliability.py -k spike"),
     ("(updates >= cfg.window)", "(updates > cfg.window)", "checkpoint/test_reliability.py -k spike"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/losses.py", STEP,
+    ('EvalSums(model.loss(cfg, params, hidden, batch, ctx), batch["loss_weights"].sum(), right)',
+     'EvalSums(model.loss(cfg, params, hidden, batch, ctx), jnp.ones_like(batch["loss_weights"]).sum(), right)',
+     STEP + " -k evaluation"),
+    ("(logits > own) | ((logits == own) & (ids < target[:, None]))", "logits > own",
+     "models/test_labels.py -k right"),
+    ("weight * (collectives", "(weight > 0) * (collectives", "models/test_labels.py -k right"),
 )  # fmt: skip
 
 mistakes(

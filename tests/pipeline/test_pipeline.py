@@ -150,6 +150,7 @@ ENCODERS: list[Case] = [
     case("modernbert", ONE, 4, 4, fsdp=2, packing=True),
     case("modernbert", TWO, 2, 4, 2, tensor=2, remat="full"),
     case("modernbert", ONE, 2, 4, fsdp=2, context=2, context_method="all_gather", gather=LAYER),
+    case("bert_labels", ONE, 2, 4, layers=5, fsdp=2, tensor=2),
 ]
 """Pipelines of encoders, in docs/encoders.md. The first one is quick."""
 OTHER = os.environ.get("JAXSTACK_TEST_SCHEDULE", "")

@@ -299,7 +299,8 @@ def test_evaluation_sums_over_weights_and_drops_nothing(rng, accum):
     batch = random_batch(cfg, rng)
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape).astype(np.float32)
     values = params.init(jax.random.key(0), decoder.spec(cfg.model))
-    total, tokens = jax.jit(step.make_eval_step(cfg, Context()))(values, batch)
+    total, tokens, right = jax.jit(step.make_eval_step(cfg, Context()))(values, batch)
+    assert right is None  # of next tokens the loss is the aim
     logits, _ = decoder.forward(cfg.model, values, batch["tokens"])
     nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch["targets"][..., None], -1)[..., 0]
     np.testing.assert_allclose(total, (nll * batch["loss_weights"]).sum(dtype=np.float64), rtol=1e-5)
