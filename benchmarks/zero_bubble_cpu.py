@@ -2,8 +2,8 @@
 
 Runs the training step of a small model on two CPU devices, as two stages with four microbatches. Each device computes
 on one thread, so that an idle stage leaves its core idle. Steps of all schedules alternate. The medians of the ratios
-go to `benchmarks/results/zero_bubble_cpu.json`, beside the ratios that the schedules' tables give when forward,
-backward and weight units take the same time.
+go to `benchmarks/results/zero_bubble_cpu.json`, beside the ratios that the schedules' tables give: when forward,
+backward and weight units take the same time, and with the costs that `jaxstack profile` measures on this machine.
 
 By default, the C library returns a step's temporaries to the system and gets new pages in the next step, which takes
 more time the more a schedule stores. With `--keep` it keeps them, as memory on an accelerator is kept, and the result
@@ -14,6 +14,7 @@ the peak memory of larger ones grew by half or more.
 import argparse
 import ctypes
 import dataclasses
+import functools
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import pipeline_cpu
 import record
 
-from jaxstack.config import PipelineConfig
+from jaxstack.config import Config, PipelineConfig
 from jaxstack.runtime import platform
 
 SCHEDULES = ("1f1b", "zb1", "zb_h1")
@@ -77,8 +78,23 @@ def compare(schedules: Sequence[str], width: int, batch: int, rounds: int) -> di
         simulated = steps[name] / steps["1f1b"]
         found[name] = {"step_ms": round(1e3 * median(seconds), 1), "over_1f1b": round(ratio, 3)}
         found[name]["simulated"] = round(simulated, 3)
+        found[name]["by_costs"] = round(by_costs(configs[name]) / by_costs(configs["1f1b"]), 3)
     print(f"width {width}: {found}", flush=True)
     return found
+
+
+@functools.cache
+def by_costs(cfg: Config) -> float:
+    """Returns the seconds of a step in lockstep by the measured costs of its units."""
+    import jax
+
+    from jaxstack import pipeline
+    from jaxstack.pipeline.partition import Partition, even
+    from jaxstack.planner import pipeline_costs
+
+    costs = pipeline_costs.measure(cfg, cfg.mesh.resolved_sizes(2), jax.devices())
+    schedule = pipeline.resolve(cfg, 2, cfg.data.batch_size).schedule
+    return Partition(costs, schedule, even(costs.layers, schedule.model_chunks)).lockstep_seconds
 
 
 if __name__ == "__main__":

@@ -114,12 +114,6 @@ class PipelineConfig:
         )
         why = pattern_error(self.split or ())
         require(why is None, f"pipeline.split: {why}. Correct it.")
-        require(
-            self.partition == "even" or self.schedule not in ("zb1", "zb_h1"),
-            f"pipeline.partition={self.partition} has no costs of weight gradients, which "
-            f"pipeline.schedule={self.schedule} computes apart. Use pipeline.partition=even, or "
-            f"pipeline.schedule=1f1b.",
-        )
 
 
 @dataclass(frozen=True)

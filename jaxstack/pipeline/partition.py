@@ -11,129 +11,18 @@ Suffixes: L layers, P stages, V chunks a stage, M microbatches, G model chunks; 
 JAX is not imported.
 """
 
-import json
 import math
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxstack.config import ConfigError
-from jaxstack.pipeline.schedule import IDLE, Schedule
+from jaxstack.pipeline.costs import Costs
+from jaxstack.pipeline.schedule import IDLE, WEIGHT, Schedule
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The costs of layers, for one microbatch on the devices of one stage. Bytes are counted on one device.
-
-    Where layers alternate in kind (such as Gemma 2's windows), a "layer" here is a group of them, which is never cut.
-
-    Attributes:
-      forward: forward seconds of each layer, [L].
-      backward: backward seconds of each layer, including recomputation, [L].
-      state_bytes: weights, gradients and optimizer state of each layer, [L].
-      stash_bytes: residuals of one microbatch in each layer, stored between forward and backward, [L].
-      boundary_bytes: size of each layer's output, [L], or one number for all. The cotangents are as large.
-      first: seconds (forward, backward) of the embedding.
-      last: seconds (forward, backward) of the head and the loss.
-      spread: true if every stage has a shard of embedding and head (vocabulary-parallel), so that they do not affect
-        the cut. False if they are on the first and the last stage.
-      bandwidth: bytes/s of the link between two stages.
-      latency: seconds of one transfer.
-      measured_on: device that the figures come from, as text.
-      memory_bytes: memory of a device for state and residuals of the layers. `None` (JSON null) means no limit.
-
-    Raises (on construction):
-      ConfigError: a value is not a valid cost.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    state_bytes: tuple[float, ...]
-    stash_bytes: tuple[float, ...]
-    boundary_bytes: float | tuple[float, ...]
-    first: tuple[float, float]
-    last: tuple[float, float]
-    spread: bool
-    bandwidth: float
-    latency: float
-    measured_on: str
-    memory_bytes: float | None = None
-
-    def __post_init__(self) -> None:
-        L = max(1, len(self.forward)) if isinstance(self.forward, _LISTS) else 1
-        counts = dict.fromkeys(("forward", "backward", "state_bytes", "stash_bytes"), L) | {"first": 2, "last": 2}
-        alone = ["bandwidth", "latency", *(["memory_bytes"] if self.memory_bytes is not None else [])]
-        if isinstance(self.boundary_bytes, Real):
-            alone.append("boundary_bytes")
-        else:
-            counts["boundary_bytes"] = L
-        for name, count in counts.items():
-            object.__setattr__(self, name, _floats(name, getattr(self, name), count))
-        for name in alone:
-            object.__setattr__(self, name, _floats(name, [getattr(self, name)], 1)[0])
-        if self.bandwidth == 0:
-            raise ConfigError("bandwidth=0 sends nothing; give the bytes/s of a link")
-        if not isinstance(self.spread, bool):
-            raise ConfigError(f"spread={self.spread!r} must be true or false")
-        if not isinstance(self.measured_on, str):
-            raise ConfigError(f"measured_on={self.measured_on!r} must be text, such as the name of the device")
-
-    @property
-    def layers(self) -> int:
-        """Number of layers, L."""
-        return len(self.forward)
-
-    def save(self, path: Path) -> None:
-        """Writes the costs as a JSON object with one key for each attribute."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> "Costs":
-        """Reads a file that `save` wrote.
-
-        Raises:
-          ConfigError: the file does not hold costs; the message names file, key and fix.
-        """
-        try:
-            found = json.loads(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}; name a file of Costs.save") from error
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}; write it with Costs.save") from error
-        names = [field.name for field in fields(cls)]
-        needed = [field.name for field in fields(cls) if field.default is MISSING]
-        if not isinstance(found, dict):
-            raise ConfigError(f"{path} must be an object with the keys {', '.join(names)}")
-        if missing := [name for name in needed if name not in found]:
-            raise ConfigError(f"{path}: {missing[0]} is missing; measure again, or add it")
-        if unknown := [name for name in found if name not in names]:
-            raise ConfigError(f"{path}: {unknown[0]} is not a cost; remove it. The keys are {', '.join(names)}")
-        try:
-            return cls(**found)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-
-
-_LISTS = (list, tuple, np.ndarray)
-
-
-def _floats(name: str, values: Any, count: int) -> tuple[float, ...]:
-    if not isinstance(values, _LISTS) or len(values) != count:
-        found = f"{len(values)}" if isinstance(values, _LISTS) else repr(values)
-        raise ConfigError(
-            f"{name} must hold {count} numbers, not {found}; give first and last two numbers (forward and backward), "
-            f"and the others one for each layer of forward"
-        )
-    for number in values:
-        if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < math.inf:
-            raise ConfigError(f"{name} holds {number!r}; it takes finite numbers of 0 or more")
-    return tuple(float(number) for number in values)
 
 
 def even(layers: int, model_chunks: int) -> tuple[int, ...]:
@@ -177,10 +66,9 @@ class Partition:
             )
 
     @cached_property
-    def unit_seconds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of a forward and of a backward unit in each model chunk, including the transfer, [G] each."""
-        forward_IJ, backward_IJ = _seconds(self.costs, self.schedule.model_chunks)
-        return self._by_model_chunk(forward_IJ), self._by_model_chunk(backward_IJ)
+    def unit_seconds(self) -> list[np.ndarray]:
+        """Seconds of a forward, a backward and a weight unit in each model chunk, including the transfer, [G] each."""
+        return [self._by_model_chunk(cost_IJ) for cost_IJ in _seconds(self.costs, self.schedule)]
 
     def _by_model_chunk(self, cost_IJ: np.ndarray) -> np.ndarray:
         edges = np.cumsum([0, *self.layers])
@@ -189,38 +77,36 @@ class Partition:
     @property
     def stage_seconds(self) -> np.ndarray:
         """Seconds that each stage is busy with one microbatch, [P]."""
-        return np.add(*self.unit_seconds).reshape(self.schedule.chunks, -1).sum(0)
+        return np.sum(self.unit_seconds, 0).reshape(self.schedule.chunks, -1).sum(0)
 
     @property
     def stage_bytes(self) -> float:
         """Memory of a stage, equal on all stages.
 
-        It is `chunks` times the state and `slots` times the residuals of the model chunk that needs most.
+        It is `chunks` times the state, `slots` times the residuals and `pair_slots` times the pairs of the model chunk
+        that needs most.
         """
         return float(self._by_model_chunk(_bytes(self.costs, self.schedule)).max())
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step by formula: (M V - 1) max t + sum t / V.
+        """Seconds of a step by formula: M V max t - max d + sum d / V.
 
-        t are the times of the model chunks, forward and backward together. The slowest model chunk limits the speed,
-        and the pipeline fills and drains once through all others. For one chunk a stage this is the makespan of GPipe
-        and 1F1B, (M - 1) max t + sum t. With several chunks, units follow each other round the ring without a gap, so
-        all stages wait for the slowest model chunk. The formula is exact for equal model chunks and close for the cuts
-        that `cut` returns. For very unequal model chunks `simulate` is more accurate.
+        d are the times of the model chunks, forward and backward together, and t those with the weight units that have
+        a lane of their own. The slowest model chunk limits the speed, and the pipeline fills and drains once through
+        all others, in which no weight units run. For one chunk a stage this is the makespan of GPipe and 1F1B,
+        (M - 1) max t + sum t, and of `zb1`. With several chunks, units follow each other round the ring without a gap,
+        so all stages wait for the slowest model chunk. The formula is exact for equal model chunks and close for the
+        cuts that `cut` returns. For very unequal model chunks `simulate` is more accurate.
         """
-        busy_G, V = np.add(*self.unit_seconds), self.schedule.chunks
-        return float((self.schedule.microbatches * V - 1) * busy_G.max() + busy_G.sum() / V)
+        busy_G, d_G = _busy(self.unit_seconds, self.schedule)
+        V, slowest = self.schedule.chunks, busy_G.argmax()
+        return float(self.schedule.microbatches * V * busy_G[slowest] - d_G[slowest] + d_G.sum() / V)
 
     @property
     def lockstep_seconds(self) -> float:
-        """Seconds of a step of `pipeline.execute`: a tick lasts as long as its longest forward and backward unit."""
-        s = self.schedule
-        total = 0.0
-        for unit_TP, seconds_G in zip((s.forward_TP, s.backward_TP), self.unit_seconds, strict=True):
-            model_chunk_TP = unit_TP % s.chunks * s.stages + np.arange(s.stages)
-            total += float(np.where(unit_TP == IDLE, 0.0, seconds_G[model_chunk_TP]).max(1).sum())
-        return total
+        """Seconds of a step of `pipeline.execute`: a lane of a tick lasts as long as its longest unit."""
+        return float(self.schedule.lane_seconds(*self.unit_seconds).sum())
 
     @property
     def bubble(self) -> float:
@@ -281,14 +167,18 @@ def cut(costs: Costs, schedule: Schedule, memory_bytes: float | None = None) -> 
       memory_bytes: limit on `Partition.stage_bytes`. `None` means no limit.
 
     Raises:
-      ConfigError: there are fewer layers than model chunks, or no cut fits in memory.
+      ConfigError: there are fewer layers than model chunks, no cut fits in memory, or the schedule has weight units
+        and the costs do not.
     """
     G, V = schedule.model_chunks, schedule.chunks
     even(costs.layers, G)
     limit = math.inf if memory_bytes is None else memory_bytes
     bytes_IJ = _bytes(costs, schedule)
-    seconds_IJ = np.where(bytes_IJ <= limit, np.add(*_seconds(costs, G)), np.inf)
-    edges = _fastest(seconds_IJ, G, V * (schedule.microbatches * V - 1))
+    busy_IJ, d_IJ = _busy(_seconds(costs, schedule), schedule)
+    # `step_seconds` has the d of the slowest model chunk; here it is taken as this part of its t.
+    part = d_IJ[0, -1] / busy_IJ[0, -1] if busy_IJ[0, -1] else 1.0
+    busy_IJ, d_IJ = (np.where(bytes_IJ <= limit, seconds_IJ, np.inf) for seconds_IJ in (busy_IJ, d_IJ))
+    edges = _fastest(busy_IJ, d_IJ, G, V * (schedule.microbatches * V - part))
     if edges is None:
         smallest = _best_edges(bytes_IJ, G, np.maximum)
         assert smallest is not None, "without limits every cut is possible"
@@ -311,22 +201,43 @@ def _sums(amount_L: tuple[float, ...]) -> np.ndarray:
 
 def _bytes(costs: Costs, schedule: Schedule) -> np.ndarray:
     """Returns the memory of a stage for every span of layers as its largest model chunk."""
-    return schedule.chunks * _sums(costs.state_bytes) + schedule.slots * _sums(costs.stash_bytes)
+    stored_IJ = schedule.chunks * _sums(costs.state_bytes) + schedule.slots * _sums(costs.stash_bytes)
+    if schedule.pair_slots and costs.pair_bytes is not None:
+        stored_IJ += schedule.pair_slots * _sums(costs.pair_bytes)
+    return stored_IJ
 
 
-def _seconds(costs: Costs, model_chunks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the seconds of a forward and a backward unit of every span of layers, including the transfer."""
-    L = costs.layers
+def _seconds(costs: Costs, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the seconds of a forward, a backward and a weight unit of every span of layers, with the transfer."""
+    L, model_chunks = costs.layers, schedule.model_chunks
     send = np.zeros(L + 1)
     send[1:L] = costs.latency + np.broadcast_to(costs.boundary_bytes, L)[:-1] / costs.bandwidth
     forward_IJ, backward_IJ = _sums(costs.forward) + send, _sums(costs.backward) + send[:, None]
+    weight_IJ = _sums(costs.weight or (0.0,) * L)
+    if schedule.weight_MG is None:
+        backward_IJ, weight_IJ = backward_IJ + weight_IJ, np.zeros_like(weight_IJ)
+    elif costs.weight is None:
+        raise ConfigError(
+            f"the costs have no weight units, which {schedule.name} has; measure again by jaxstack profile with "
+            f"--pipeline.schedule={schedule.name}"
+        )
     for seconds_IJ, first, last in zip((forward_IJ, backward_IJ), costs.first, costs.last, strict=True):
         if costs.spread:
             seconds_IJ += (first + last) / model_chunks
         else:
             seconds_IJ[0] += first
             seconds_IJ[:, L] += last
-    return forward_IJ, backward_IJ
+    return forward_IJ, backward_IJ, weight_IJ
+
+
+def _busy(seconds: Sequence[np.ndarray], schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the seconds of a unit of each kind together, and without weight units, from those of `_seconds`.
+
+    Weight units in the lanes of other kinds run while the stage would be idle, so they are not counted.
+    """
+    forward, backward, weight = seconds
+    lanes = int((schedule.weight_KTP[WEIGHT] != IDLE).any(1).sum())
+    return forward + backward + weight * (lanes / schedule.microbatches / schedule.chunks), forward + backward
 
 
 def _best_edges(cost_IJ: np.ndarray, model_chunks: int, combine: np.ufunc) -> np.ndarray | None:
@@ -347,26 +258,27 @@ def _best_edges(cost_IJ: np.ndarray, model_chunks: int, combine: np.ufunc) -> np
     return np.array([0, *reversed(edges)])
 
 
-def _fastest(seconds_IJ: np.ndarray, model_chunks: int, weight: float) -> np.ndarray | None:
-    """Returns the edges [G + 1] of the cut with the least weight * max t + sum t, or None if every cut is infinite.
+def _fastest(busy_IJ: np.ndarray, d_IJ: np.ndarray, model_chunks: int, weight: float) -> np.ndarray | None:
+    """Returns the edges [G + 1] of the cut with the least weight * max t + sum d, or None if every cut is infinite.
 
-    It finds the least sum for a decreasing series of limits on max t, from infinity to the lowest possible limit. A
-    lower limit can only increase the sum. So the next limit is below the last max t, and low enough to offset the sum.
+    t and d are those of `_busy`. It finds the least sum for a decreasing series of limits on max t, from infinity to
+    the lowest possible limit. A lower limit can only increase the sum. So the next limit is below the last max t, and
+    low enough to offset the sum.
     """
 
-    def times(edges: np.ndarray) -> np.ndarray:
-        return seconds_IJ[edges[:-1], edges[1:]]
+    def times(edges: np.ndarray) -> tuple[float, float]:
+        return busy_IJ[edges[:-1], edges[1:]].max(), d_IJ[edges[:-1], edges[1:]].sum()
 
-    best = _best_edges(seconds_IJ, model_chunks, np.maximum)
+    best = _best_edges(busy_IJ, model_chunks, np.maximum)
     if best is None:
         return None
-    lowest = times(best).max()
-    least = weight * lowest + times(best).sum()
+    lowest, total = times(best)
+    least = weight * lowest + total
     limit, total = np.inf, 0.0
     while lowest <= limit and weight * lowest + total < least:
-        edges = _best_edges(np.where(seconds_IJ <= limit, seconds_IJ, np.inf), model_chunks, np.add)
+        edges = _best_edges(np.where(busy_IJ <= limit, d_IJ, np.inf), model_chunks, np.add)
         assert edges is not None, "the cut with the lowest maximum is within every limit"
-        slowest, total = times(edges).max(), times(edges).sum()
+        slowest, total = times(edges)
         if weight * slowest + total < least:
             best, least = edges, weight * slowest + total
         limit = np.nextafter(slowest, 0)

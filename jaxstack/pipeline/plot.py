@@ -30,7 +30,7 @@ def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float =
         for chunk in range(schedule.chunks)
     }
     figure, axes = plt.subplots(figsize=(12, 0.5 * schedule.stages + 1.5), layout="constrained")
-    lengths = schedule.lane_seconds(forward, backward, weight).T  # the lanes of a tick follow each other
+    lengths = schedule.lane_seconds(*seconds).T  # the lanes of a tick follow each other
     starts = (lengths.cumsum() - lengths.ravel()).reshape(lengths.shape)
     for tick, lane, kind, microbatch, g in schedule.units():
         chunk, stage = divmod(g, schedule.stages)

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxstack.config import Config, ConfigError
-from jaxstack.pipeline.partition import Costs, Partition, cut, even
+from jaxstack.pipeline.costs import Costs
+from jaxstack.pipeline.partition import Partition, cut, even
 from jaxstack.pipeline.phases import Phase, Turns, Units, count_sends, find_phases, layer_work, mask_turns
 from jaxstack.pipeline.schedule import (
     IDLE,

@@ -244,23 +244,24 @@ class Schedule:
             return forward, backward, 0.0
         return forward, (1 - weight) * backward, weight * backward
 
-    def lane_seconds(self, forward: float, backward: float, weight: float) -> np.ndarray:
+    def lane_seconds(self, *seconds: np.ndarray | float) -> np.ndarray:
         """Returns how long each lane of each tick lasts in lockstep: as long as its longest unit, [K, T].
 
-        The arguments are those of `seconds`.
+        `seconds` are the times of a forward, a backward and a weight unit: of each model chunk, [G], or one for all.
         """
-        seconds = np.asarray(self.seconds(forward, backward, weight))
-        return (seconds[:, None, None] * (self._tables != IDLE).any(3)).max(0)
+        lanes_LT = np.zeros(self._tables.shape[1:3])
+        for t, unit_LTP in zip(seconds, self._tables, strict=True):
+            t_VP = np.broadcast_to(t, self.model_chunks).reshape(self.chunks, -1)
+            t_LTP = np.where(unit_LTP == IDLE, 0, t_VP[unit_LTP % self.chunks, np.arange(self.stages)])
+            lanes_LT = np.maximum(lanes_LT, t_LTP.max(2))
+        return lanes_LT
 
     def simulate(self, forward: float = 1.0, backward: float = 2.0, weight: float = 0.5) -> "Simulation":
-        """Returns the time of a step when all units of a kind take equally long.
-
-        The arguments are those of `seconds`.
-        """
+        """Returns the time of a step if all units of a kind take equally long. The arguments are those of `seconds`."""
         work = self.microbatches * self.chunks * (forward + backward)
-        lockstep = float(self.lane_seconds(forward, backward, weight).sum())
-        free = self.makespan(*(np.full(self.model_chunks, t) for t in self.seconds(forward, backward, weight)))
-        return Simulation(work, lockstep, free)
+        seconds = self.seconds(forward, backward, weight)
+        free = self.makespan(*(np.full(self.model_chunks, t) for t in seconds))
+        return Simulation(work, float(self.lane_seconds(*seconds).sum()), free)
 
     def makespan(self, forward_G: np.ndarray, backward_G: np.ndarray, weight_G: np.ndarray | None = None) -> float:
         """Returns the time at which the last stage finishes if stages do not run in lockstep.

@@ -22,15 +22,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxstack import pipeline
 from jaxstack.checkpoint import run_dir
 from jaxstack.common.tree import Batch, PyTree, flatten
 from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
-from jaxstack.pipeline.partition import GIB, Costs
+from jaxstack.pipeline.costs import Costs
+from jaxstack.pipeline.partition import GIB
+from jaxstack.planner import estimate
 from jaxstack.planner.pipeline_programs import (
     PARTS,
+    WEIGHT_PART,
     activation_bytes,
     bytes_of_arrays,
     initial_values,
@@ -41,6 +43,8 @@ from jaxstack.planner.timing import seconds_per_run
 from jaxstack.sharding import AXES, BATCH_AXES, make_mesh, transformer
 from jaxstack.training.state import abstract_state
 
+WEIGHT_SCHEDULES = ("zb1", "zb_h1")
+"""Schedules with weight units."""
 TRANSFER_BYTES = 2**24
 """Bytes that are sent to measure a link."""
 BANDWIDTH, LATENCY = 25e9, 1e-5
@@ -50,7 +54,8 @@ BANDWIDTH, LATENCY = 25e9, 1e-5
 def resolve_partition(cfg: Config, mesh: Mesh) -> Config:
     """Returns the configuration with `pipeline.partition=auto` replaced by a file of measured costs.
 
-    The file is `profile.json` in `run.dir`. A run that resumes reads it again, so that its cut does not change.
+    The file is `profile.json` in `run.dir`. A run that resumes reads it again, so that its cut does not change. It
+    measures again if its schedule has weight units for the first time.
 
     Raises:
       ConfigError: if several processes would each measure costs of their own.
@@ -65,7 +70,8 @@ def resolve_partition(cfg: Config, mesh: Mesh) -> Config:
         )
     run = Path(cfg.run.dir)
     path = run / "profile.json"
-    if not (path.is_file() and any(run_dir.checkpoints(run).glob("[0-9]*"))):
+    resumes = path.is_file() and any(run_dir.checkpoints(run).glob("[0-9]*"))
+    if not resumes or (cfg.pipeline.schedule in WEIGHT_SCHEDULES and Costs.load(path).weight is None):
         measure(cfg, mesh.shape, list(mesh.devices.flat)).save(path)
     return replace(cfg, pipeline=replace(cfg.pipeline, partition=str(path)))
 
@@ -91,13 +97,18 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
         )
     sequences = cfg.microbatch_size // math.prod(mesh[axis] for axis in BATCH_AXES)
     even = replace(cfg, pipeline=replace(cfg.pipeline, partition="even"))
-    rows = sequences // pipeline.resolve(even, mesh["pipe"], sequences).schedule.microbatches
+    stages = Context.create(even, AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES))
+    assert stages.pipeline is not None
+    rows = sequences // stages.pipeline.schedule.microbatches
+    cfg, _ = estimate.resolve_split(even, stages)
+    if stages.pipeline.weight is None:
+        cfg = replace(cfg, pipeline=replace(cfg.pipeline, split=None))
     small = _two_groups(cfg, mesh, rows)
     # A pipeline gathers weights before it starts, so they are not sharded over `expert` here either.
     on = make_mesh(small.mesh, small.data.batch_size, devices[:replica])
     ctx = Context.create(small, on).with_gathered_params
     values, batch = initial_values(small, ctx), random_batch(small, ctx)
-    boundary_bytes, stash_bytes = activation_bytes(small, ctx, values, batch)
+    boundary_bytes, stash_bytes, pair_bytes = activation_bytes(small, ctx, values, batch)
     seconds = _part_seconds(small, ctx, values, batch)
     state_bytes, shared_bytes = _state_bytes(cfg, mesh)
     bandwidth, latency, link = BANDWIDTH, LATENCY, "link assumed"
@@ -123,6 +134,8 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
             f"{cfg.train.dtype}, remat {cfg.train.remat}; one layer measured for all, {link}"
         ),
         memory_bytes=None if memory is None else max(memory - shared_bytes, 0.0),
+        weight=(seconds.get(WEIGHT_PART, 0.0),) * groups if stages.pipeline.weight else None,
+        pair_bytes=(pair_bytes,) * groups if stages.pipeline.weight else None,
     )
 
 
@@ -139,10 +152,15 @@ def format_costs(costs: Costs) -> str:
         "residuals of a group": costs.stash_bytes[0],
         "sent to the next stage": costs.boundary_bytes,
     }
+    weight = []
+    if costs.weight is not None and costs.pair_bytes is not None:
+        sizes["pairs of a group"] = costs.pair_bytes[0]
+        weight = [f"{'weight unit of a group':<28}{'':>12}{1e3 * costs.weight[0]:>12.3f}"]
     return "\n".join([
         costs.measured_on,
         f"{'ms a microbatch':<28}{'forward':>12}{'backward':>12}",
         *(f"{name:<28}{1e3 * forward:>12.3f}{1e3 * backward:>12.3f}" for name, (forward, backward) in times.items()),
+        *weight,
         "bytes on a device",
         *(f"{name:<28}{size / GIB:>12.4f} GiB" for name, size in sizes.items()),
         f"{'link':<28}{costs.bandwidth / 1e9:>12.3f} GB/s, {costs.latency * 1e6:.1f} us",
@@ -162,14 +180,14 @@ def _two_groups(cfg: Config, mesh: Mapping[str, int], rows: int) -> Config:
         mesh=replace(
             cfg.mesh, pipe=1, data=1, fsdp=1, expert=mesh["expert"], context=mesh["context"], tensor=mesh["tensor"]
         ),
-        pipeline=PipelineConfig(),
+        pipeline=PipelineConfig(split=cfg.pipeline.split),
     )
 
 
 def _part_seconds(cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> dict[str, float]:
     """Returns the seconds of one turn of each part."""
     seconds = {}
-    for name in PARTS:
+    for name in (*PARTS, *([WEIGHT_PART] if cfg.pipeline.split else [])):
         run = part_program(cfg, ctx, name)
         seconds[name] = seconds_per_run(partial(run, values, batch))
     return seconds

@@ -16,15 +16,17 @@ from jaxstack.config import Config
 from jaxstack.models import family, params
 from jaxstack.models.blocks import group_layers, split_microbatches
 from jaxstack.models.context import Context
-from jaxstack.pipeline.operations import add_at, add_trees, index_leading, read_at, write_at
+from jaxstack.pipeline.operations import add_trees, add_where, barrier, index_leading, read_at, write_at
 from jaxstack.pipeline.split_vjp import SplitVJP
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import varies_along, varying
 from jaxstack.training import losses
-from jaxstack.training.pipelined import pipeline_fns
+from jaxstack.training.pipelined import pipeline_fns, split_matrices
 
 PARTS = ("layer", "layer_backward", "embedding", "embedding_backward", "head", "head_and_backward")
 """The parts of a model that are measured."""
+WEIGHT_PART = "layer_weight"
+"""The part that is measured if `pipeline.split` names weights: their gradients, which `layer_backward` then leaves."""
 
 Body = Callable[[jax.Array, PyTree], PyTree]
 """The body of a loop: it takes an index, 0 or 1 alternately, and the carry, and returns the next carry."""
@@ -95,9 +97,13 @@ class _Stage:
         fns = pipeline_fns(cfg, ctx, losses.BatchTotals(1.0, float(rows * length), float(rows)))
         name, stack = family.only_stack(cfg.model)
         shared, stacks = family.split_stacks(cfg.model, values)
-        return cls(
+        stage = cls(
             fns, SplitVJP(fns.layer), shared, group_layers(stack.period, stacks[name]), split_microbatches(batch, 2)
         )
+        if cfg.pipeline.split:
+            split, i = [split_matrices(cfg, family.spec(cfg.model)[name])] * stack.period, jnp.int32(0)
+            stage.layer.find_sites(split, index_leading(stage.stacked, i), stage.embed(i), i, stage.inputs(i))
+        return stage
 
     def inputs(self, i: jax.Array) -> PyTree:
         """Returns the inputs of the functions for microbatch `i`."""
@@ -128,10 +134,15 @@ def _ones(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _layer_loops(stage: _Stage, embedded: jax.Array, x: jax.Array) -> Loops:
-    """Builds the loops over a group of layers: forward writes residuals, backward reads them and sums gradients."""
+    """Builds the loops over a group of layers: forward writes residuals, backward reads them and sums gradients.
+
+    Backward also writes the pairs of weights whose gradients are computed later, and the third loop reads these.
+    """
     start = jnp.int32(0)
     _, penalty, _, residuals = jax.eval_shape(lambda: stage.forward(embedded, start))
     stash = [collectives.zeros((2, *r.shape), r.dtype, r) for r in residuals]
+    taps = jax.eval_shape(stage.layer.sites.taps)
+    empty = jax.tree.map(lambda a: collectives.zeros((2, *a.shape), a.dtype, a), taps)
 
     def layer(i: jax.Array, carry: PyTree) -> PyTree:
         x, stash = carry
@@ -139,16 +150,31 @@ def _layer_loops(stage: _Stage, embedded: jax.Array, x: jax.Array) -> Loops:
         return y, [write_at(s, r, i) for s, r in zip(stash, residuals, strict=True)]
 
     def layer_backward(i: jax.Array, carry: PyTree) -> PyTree:
-        (dx, sums, stash), weights = carry, index_leading(stage.stacked, i)
+        (dx, sums, stash, waiting), weights = carry, index_leading(stage.stacked, i)
         residuals = [read_at(s, i) for s in stash]
-        dweights, dx, _ = stage.layer.backward(residuals, weights, i, stage.inputs(i), dx, _ones(penalty))
-        return dx, jax.tree.map(lambda s, d: add_at(s, d, i), sums, dweights), stash
+        dweights, dx, pairs = stage.layer.backward(residuals, weights, i, stage.inputs(i), dx, _ones(penalty))
+        waiting = jax.tree.map(lambda s, a: write_at(s, a, i), waiting, pairs)
+        return dx, add_where(jnp.bool_(True), sums, dweights, i), stash, waiting
+
+    def layer_weight(i: jax.Array, carry: PyTree) -> PyTree:
+        sums, waiting = carry
+        pairs = jax.tree.map(lambda s: read_at(s, i), waiting)
+        dweights = stage.layer.weights(index_leading(stage.stacked, i), pairs)
+        return barrier((add_where(jnp.bool_(True), sums, dweights, i), waiting))
 
     def begin_backward() -> PyTree:
         _, full = _repeat(jnp.int32(2), layer, (x, stash))
-        return x, _zeros(stage.stacked), full
+        return x, _zeros(stage.stacked), full, empty
 
-    return {"layer": (layer, lambda: (x, stash)), "layer_backward": (layer_backward, begin_backward)}
+    def begin_weight() -> PyTree:
+        _, sums, _, waiting = _repeat(jnp.int32(2), layer_backward, begin_backward())
+        return sums, waiting
+
+    return {
+        "layer": (layer, lambda: (x, stash)),
+        "layer_backward": (layer_backward, begin_backward),
+        WEIGHT_PART: (layer_weight, begin_weight),
+    }
 
 
 def _embedding_loops(stage: _Stage, embedded: jax.Array) -> Loops:
@@ -218,19 +244,20 @@ def _repeat(turns: jax.Array, body: Body, carry: PyTree) -> PyTree:
     return lax.fori_loop(0, turns, lambda i, carry: as_(carry, body(i % 2, carry)), carry)
 
 
-def activation_bytes(cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> tuple[float, float]:
-    """Returns the bytes on a device of the residual stream, and of the residuals of a group of layers."""
+def activation_bytes(cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> tuple[float, float, float]:
+    """Returns the bytes on a device of the residual stream, and of the residuals and pairs of a group of layers."""
     assert ctx.mesh is not None
 
-    def local(values: PyTree, batch: Batch) -> tuple[jax.Array, list[jax.Array]]:
+    def local(values: PyTree, batch: Batch) -> tuple[jax.Array, list[jax.Array], PyTree]:
         stage, start = _Stage.create(cfg, ctx, values, batch), jnp.int32(0)
         x, *_, residuals = stage.forward(stage.embed(start), start)
-        return x[None], [r[None] for r in residuals]
+        return x[None], [r[None] for r in residuals], jax.tree.map(lambda a: a[None], stage.layer.sites.taps())
 
     sharded = PartitionSpec(ctx.mesh.axis_names)
     run = ctx.local(local, (ctx.parameters(family.spec(cfg.model)), ctx.batch), sharded)
-    x, residuals = jax.eval_shape(run, values, batch)
-    return bytes_of_arrays([x]) / ctx.mesh.size, bytes_of_arrays(residuals) / ctx.mesh.size
+    x, residuals, pairs = jax.eval_shape(run, values, batch)
+    stream, stash, waiting = (bytes_of_arrays(jax.tree.leaves(some)) for some in (x, residuals, pairs))
+    return stream / ctx.mesh.size, stash / ctx.mesh.size, waiting / ctx.mesh.size
 
 
 def bytes_of_arrays(leaves: Sequence[jax.ShapeDtypeStruct]) -> float:

@@ -19,7 +19,6 @@ from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param
 from jaxstack.pipeline import Program
-from jaxstack.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT
 from jaxstack.planner import shards
 from jaxstack.planner.sizes import itemsize
 from jaxstack.training.pipelined import is_split
@@ -159,22 +158,8 @@ def lockstep_seconds(program: Program, forward: float, backward: float, weight: 
       program: a schedule with weight units, and its stages, which may have different numbers of layers.
       forward, backward, weight: time that a unit of each kind takes for one layer group.
     """
-    schedule, idle = program.schedule, np.full_like(program.schedule.forward_TP, IDLE)
     groups_G = np.asarray(program.stages.layers) // program.stages.period
-    lanes = (  # units of each kind
-        (schedule.forward_TP, idle, schedule.weight_KTP[FORWARD]),
-        (idle, schedule.backward_TP, schedule.weight_KTP[BACKWARD]),
-        (idle, idle, schedule.weight_KTP[WEIGHT]),
-    )
-    total = 0.0
-    for units in lanes:
-        longest_T = np.zeros(schedule.ticks)
-        for seconds, unit_TP in zip((forward, backward, weight), units, strict=True):
-            model_chunk_TP = unit_TP % schedule.chunks * schedule.stages + np.arange(schedule.stages)
-            groups_TP = np.where(unit_TP == IDLE, 0, groups_G[model_chunk_TP])
-            longest_T = np.maximum(longest_T, seconds * groups_TP.max(1))
-        total += float(longest_T.sum())
-    return total
+    return float(program.schedule.lane_seconds(*(t * groups_G for t in (forward, backward, weight))).sum())
 
 
 def bubble(program: Program, share: float) -> float:

@@ -50,14 +50,16 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
         return model.loss(cfg.model, shared, hidden, inputs[1], ctx) / totals.loss_weight
 
     trained, _ = params.partition(family.spec(cfg.model), family.spec(cfg.model))
-    split = [_split_matrices(cfg, trained.get(name, {}))] * stack.period
+    split = [split_matrices(cfg, trained.get(name, {}))] * stack.period
     return PipelineFns(prepare=prepare, embed=embed, layer=remat(ctx, step), loss=loss, split=split)
 
 
-def _split_matrices(cfg: Config, spec: Spec) -> PyTree:
+def split_matrices(cfg: Config, spec: Spec) -> PyTree:
     """Returns for each weight of a layer whether its gradient is left to weight units, see `PipelineConfig.split`."""
     patterns = cfg.pipeline.split or ()
-    wanted = [p.kind == "matrix" and is_split(patterns, path) for path, p in params.flat_spec(spec).items()]
+    wanted = [
+        p.kind == "matrix" and not p.frozen and is_split(patterns, path) for path, p in params.flat_spec(spec).items()
+    ]
     return jax.tree.unflatten(jax.tree.structure(params.map_spec(lambda p: 0, spec)), wanted)
 
 

@@ -157,8 +157,6 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"mesh.fsdp": -1}, {"mesh.fsdp": -1, "mesh.data": 1}),
     ({"pipeline.partition": ""}, {"pipeline.partition": "auto"}),
     ({"pipeline.chunks": 2}, {"pipeline.chunks": 2, "pipeline.schedule": "interleaved_1f1b"}),
-    ({"pipeline.schedule": "zb1", "pipeline.partition": "auto"}, {"pipeline.schedule": "zb1"}),
-    ({"pipeline.schedule": "zb_h1", "pipeline.partition": "auto"}, {"pipeline.schedule": "zb_h1"}),
     ({"pipeline.schedule": "zb_h1", "pipeline.chunks": 2}, {"pipeline.schedule": "zb1", "pipeline.chunks": 2}),
     (H1_RING, H1_RING | {"mesh.context_method": "all_gather"}),
     (H1_RING, H1_RING | {"pipeline.schedule": "zb1"}),

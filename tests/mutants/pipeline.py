@@ -44,7 +44,9 @@ mistakes(
     "pipeline/partition.py",
     "pipeline/test_partition.py",
     ("send[1:L] = costs.latency + np", "send[1:L] = np"),
-    ("max(1).sum())", "max(1).max())"),
+    ("lane_seconds(*self.unit_seconds).sum())", "lane_seconds(*self.unit_seconds).max())"),
+    ("(lanes / schedule.microbatches", "(schedule.microbatches / schedule.microbatches"),
+    ("stored_IJ += schedule.pair_slots", "stored_IJ += schedule.slots"),
     ("(first + last) / model_chunks", "first + last"),
     (
         "layers // model_chunks + (g < layers % model_chunks)",

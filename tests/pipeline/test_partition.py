@@ -9,9 +9,11 @@ import pytest
 
 from jaxstack.config import ConfigError
 from jaxstack.pipeline import partition
-from jaxstack.pipeline.partition import GIB, Costs, Partition, cut, even, simulate
+from jaxstack.pipeline.costs import Costs
+from jaxstack.pipeline.partition import GIB, Partition, cut, even, simulate
 from jaxstack.pipeline.program import Program, Stages
 from jaxstack.pipeline.schedule import Schedule, gpipe, interleaved_one_f_one_b, one_f_one_b
+from jaxstack.pipeline.zero_bubble import zb1, zb_h1
 
 PLAIN = Costs((1.0,) * 8, (2.0,) * 8, (10.0,) * 8, (1.0,) * 8, 0.0, (0.0, 0.0), (0.0, 0.0), False, 1.0, 0.0, "paper")
 
@@ -254,12 +256,56 @@ def test_lockstep_is_what_the_executor_runs(layers):
     np.testing.assert_allclose(Partition(PLAIN, schedule, layers).lockstep_seconds, expected)
 
 
+def with_weight_units(rng: np.random.Generator, costs: Costs) -> Costs:
+    layers = costs.layers
+    return replace(costs, weight=tuple(rng.uniform(0, 2, layers)), pair_bytes=tuple(rng.uniform(0, 3, layers)))
+
+
+@pytest.mark.parametrize("make", [zb1, zb_h1])
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 9), (3, 5)])
+def test_lockstep_counts_weight_units(make, sizes):
+    """Closed forms for equal stages: the weight units of `zb_h1` also run in P - 1 lanes of other units."""
+    P, M = sizes
+    costs = replace(PLAIN, forward=(1.0,) * P, backward=(1.5,) * P, state_bytes=(0.0,) * P, stash_bytes=(1.0,) * P)
+    costs = replace(costs, weight=(0.8,) * P, pair_bytes=(7.0,) * P)
+    found = Partition(costs, make(P, M), (1,) * P)
+    saved = 0.8 * (P - 1) if make is zb_h1 else 0
+    expected = M * 3.3 + (P - 1) * 2.5 - saved
+    assert found.lockstep_seconds == pytest.approx(expected)
+    assert found.step_seconds == pytest.approx(expected)
+    assert found.stage_bytes == found.schedule.slots + 7 * found.schedule.pair_slots
+    fused = Partition(costs, one_f_one_b(P, M), (1,) * P)  # the backward unit computes all gradients
+    assert [fused.lockstep_seconds, fused.step_seconds] == pytest.approx(2 * [(M + P - 1) * 3.3])
+    assert fused.stage_bytes == fused.schedule.slots
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_the_cut_for_weight_units_is_nearly_the_best(rng, case):
+    """Of all cuts, by the formula; it takes the part of weight units of all layers for that of the slowest stage."""
+    layers = int(rng.integers(2, 11))
+    stages = int(rng.integers(1, min(layers, 5) + 1))
+    costs = with_weight_units(rng, random_costs(rng, layers))
+    schedule = (zb1, zb_h1)[case % 2](stages, int(rng.integers(1, 12)))
+    steps = [Partition(costs, schedule, one).step_seconds for one in every_cut(layers, stages)]
+    assert min(steps) <= cut(costs, schedule).step_seconds <= 1.05 * min(steps)  # 1.03 when written
+
+
+def test_weight_units_change_the_cut():
+    costs = replace(PLAIN, weight=(7.0,) * 2 + (1.0,) * 6, pair_bytes=(0.0,) * 8)
+    assert cut(costs, zb1(2, 8)).layers == (2, 6)
+    assert cut(PLAIN, one_f_one_b(2, 8)).layers == (4, 4)
+    assert simulate(costs, (2, 6), zb1(2, 8)) < simulate(costs, (4, 4), zb1(2, 8))
+    with pytest.raises(ConfigError, match=r"no weight units, which zb1 has; measure again .* --pipeline.schedule=zb1$"):
+        cut(PLAIN, zb1(2, 8))
+
+
 def test_costs_survive_a_file(rng, tmp_path):
     path = tmp_path / "costs.json"
     for layers in (1, 7):
         costs = random_costs(rng, layers)
-        costs.save(path)
-        assert Costs.load(path) == costs
+        for one in (costs, with_weight_units(rng, costs)):
+            one.save(path)
+            assert Costs.load(path) == one
 
 
 WRONG = [
@@ -280,6 +326,8 @@ WRONG = [
     ({"latency": True}, "latency holds True"),
     ({"latency": float("inf")}, "latency holds inf"),
     ({"memory_bytes": -1}, "memory_bytes holds -1"),
+    ({"weight": [1.0] * 8}, "weight and pair_bytes belong together"),
+    ({"weight": [1.0] * 7, "pair_bytes": [1.0] * 8}, "weight must hold 8 numbers, not 7"),
     ({"measured_on": 4}, "measured_on=4 must be text"),
     ({"speed": 4}, "speed is not a cost; remove it"),
 ]

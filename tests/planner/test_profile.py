@@ -17,7 +17,8 @@ from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.models.context import Context
 from jaxstack.pipeline import Program, Stages, interleaved_one_f_one_b, resolve
-from jaxstack.pipeline.partition import Costs, Partition
+from jaxstack.pipeline.costs import Costs
+from jaxstack.pipeline.partition import Partition
 from jaxstack.planner import pipeline_costs as profile
 from jaxstack.planner import pipeline_programs as programs
 from jaxstack.planner import timing
@@ -57,8 +58,17 @@ def test_the_command_writes_costs_that_a_run_can_take(tmp_path, capsys, monkeypa
     assert costs.spread
     assert "2 x cpu, microbatches of 1 x 32 tokens a replica in float32" in costs.measured_on
     assert costs.memory_bytes is None, "a CPU has no limit"
+    assert costs.weight is None
     with pytest.raises(ConfigError, match=r"costs.json exists\. Remove it, or name another file"):
         execute(["profile", *TINY, "--out", str(out)])
+
+
+def expected_pair_bytes(cfg: Config) -> int:
+    """Returns the bytes for a microbatch: inputs and cotangents of queries, keys and values, output, gate, up, down."""
+    m = cfg.model
+    heads, kv = m.num_heads * m.head_width, m.kv_heads * m.head_width
+    widths = [m.d_model + heads + 2 * kv, heads + m.d_model, m.d_model + 2 * m.ff_width, m.ff_width + m.d_model]
+    return 4 * cfg.data.batch_size // 2 * cfg.data.seq_len * sum(widths)
 
 
 @pytest.mark.slow
@@ -68,7 +78,8 @@ def test_the_command_writes_costs_that_a_run_can_take(tmp_path, capsys, monkeypa
         ("softmax", {"expert": 2, "tensor": 2}, {"dropout": 0.3, "remat": "selective"}),
         ("gpt2", {"tensor": 2, "sequence_parallel": False}, {"dropout": 0.3, "remat": "dots"}),
         ("grouped", {"context": 2, "tensor": 2}, {"packing": True, "accum": 2, "remat": "full"}),
-        ("domain", {"fsdp": 2}, {}),
+        ("domain", {"fsdp": 2}, {"schedule": "zb1", "split": None, "remat": "selective"}),
+        ("llama3", {}, {"schedule": "zb_h1"}),
     ],
 )
 def test_every_axis_and_option_can_be_measured(family, mesh, how, monkeypatch):
@@ -76,6 +87,10 @@ def test_every_axis_and_option_can_be_measured(family, mesh, how, monkeypatch):
     cfg = pipelines.config(family, {"pipe": 2, **mesh}, layers=4, batch=16, microbatches=2, **how)
     costs = profile.measure(cfg, cfg.mesh.resolved_sizes(8), jax.devices())
     assert min(costs.forward + costs.backward + costs.stash_bytes + costs.first) > 0
+    assert (costs.weight is not None) == ("schedule" in how)
+    if how.get("split", ()) is not None and costs.weight is not None:
+        assert min(costs.weight) > 0
+        assert costs.pair_bytes[0] == expected_pair_bytes(cfg)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +132,7 @@ def test_residuals_and_the_stream_are_counted_to_the_byte(remat, dtype):
     cfg = replace(cfg, model=replace(cfg.model, num_layers=2), data=replace(cfg.data, batch_size=2))
     cfg = replace(cfg, mesh=replace(cfg.mesh, pipe=1, fsdp=1), pipeline=PipelineConfig())
     ctx = Context.create(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
-    boundary, stash = programs.activation_bytes(
+    boundary, stash, _ = programs.activation_bytes(
         cfg, ctx, programs.initial_values(cfg, ctx), programs.random_batch(cfg, ctx)
     )
     S, D, F, H = cfg.data.seq_len, cfg.model.d_model, cfg.model.ff_width, cfg.model.num_heads
@@ -141,11 +156,16 @@ def cut_by(path: Path, costs: Costs, cfg: Config) -> Config:
     return replace(cfg, pipeline=replace(cfg.pipeline, partition=str(path)))
 
 
-def test_a_cut_by_costs_gives_the_loss_and_gradients_of_one_device(tmp_path):
-    cfg = cut_by(tmp_path / "costs.json", unequal(5), pipelines.config("llama3", {"pipe": 2}, layers=5, microbatches=4))
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_cut_by_costs_gives_the_loss_and_gradients_of_one_device(tmp_path, schedule):
+    cfg = pipelines.config("llama3", {"pipe": 2}, layers=5, microbatches=4)
+    cfg = replace(cfg, pipeline=replace(cfg.pipeline, schedule=schedule, split=(".*",)))
+    # A weight unit of the first layer takes as long as those of all others together, too.
+    weight = {} if schedule == "1f1b" else {"weight": (4.0, *[1.0] * 4), "pair_bytes": (1.0,) * 5}
+    cfg = cut_by(tmp_path / "costs.json", unequal(5, **weight), cfg)
     program = resolve(cfg, 2, cfg.data.batch_size)
     assert program.stages.layers == (1, 4)
-    assert program.explain().startswith("5 layers by 1f1b: 2 stages")
+    assert program.explain().startswith(f"5 layers by {schedule}: 2 stages")
     one = meshes.gradients(pipelines.config("llama3", {}, layers=5), 0)
     loss, gradient = meshes.errors("llama3", one, meshes.gradients(cfg, 0))
     assert loss < 1e-5  # as in tests/pipeline/test_pipeline.py
