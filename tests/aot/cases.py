@@ -44,9 +44,8 @@ def pipelined(schedule: str, microbatches: int, chunks: int = 1, seq: int = 2048
     mesh = {k: v for k, v in how.items() if k in ("pipe", "data", "fsdp", "tensor")}
     sequences = microbatches * mesh.get("data", 1) * mesh.get("fsdp", 1)
     cfg = config(how.get("model", DENSE), sequences, seq, how.get("remat", "full"), **mesh)
-    pipeline = PipelineConfig(
-        schedule=schedule, microbatches=microbatches, chunks=chunks, gather=how.get("gather", "once")
-    )
+    options = {name: how[name] for name in ("gather", "split") if name in how}
+    pipeline = PipelineConfig(schedule=schedule, microbatches=microbatches, chunks=chunks, **options)
     return replace(cfg, pipeline=pipeline)
 
 
@@ -58,6 +57,7 @@ def experts(capacity_factor: float | None) -> Config:
 
 
 STAGES = {"pipe": 4, "data": 4}
+EIGHT: dict[str, Any] = {"seq": 1024, "pipe": 2, "fsdp": 2, "tensor": 2, "remat": "selective"}
 CASES = {
     # A small head: for larger logits, the formula is only within 25% of what the plain loss stores (`estimate.memory`).
     "v5e_dense": ("v5e:4x4", config(replace(DENSE, vocab_size=4096), 32, 1024, fsdp=4, tensor=4)),
@@ -75,13 +75,16 @@ CASES = {
     "v5e_gpipe_32": ("v5e:4x4", pipelined("gpipe", 32, **STAGES)),
     "v5e_1f1b_8": ("v5e:4x4", pipelined("1f1b", 8, **STAGES)),
     "v5e_1f1b_32": ("v5e:4x4", pipelined("1f1b", 32, **STAGES)),
-    "v5e_interleaved_8": ("v5e:4x4", pipelined("interleaved_1f1b", 8, 2, **STAGES)),
-    "v5e_interleaved_32": ("v5e:4x4", pipelined("interleaved_1f1b", 32, 2, **STAGES)),
-    "v5p_stages": ("v5p:2x2x2", pipelined("1f1b", 8, seq=1024, pipe=2, fsdp=2, tensor=2, remat="selective")),
+    "v5e_zb1x2_8": ("v5e:4x4", pipelined("zb1", 8, 2, **STAGES)),
+    "v5e_zb1x2_32": ("v5e:4x4", pipelined("zb1", 32, 2, **STAGES)),
+    "v5p_stages": ("v5p:2x2x2", pipelined("1f1b", 8, **EIGHT)),
+    "v5p_zb1": ("v5p:2x2x2", pipelined("zb1", 8, **EIGHT)),
+    "v5p_zb_h1": ("v5p:2x2x2", pipelined("zb_h1", 8, **EIGHT)),
     "v5p_layers": ("v5p:2x2x2", pipelined("1f1b", 4, seq=512, model=SMALL_HEAD, pipe=2, fsdp=4, gather="layer")),
     "h100_layers": ("h100:1x1x8", pipelined("1f1b", 4, seq=512, model=SMALL_HEAD, pipe=2, fsdp=4, gather="layer")),
-    "h100_stages_8": ("h100:1x1x8", pipelined("1f1b", 8, seq=1024, pipe=2, fsdp=2, tensor=2, remat="selective")),
-    "h100_stages_64": ("h100:1x8x8", pipelined("interleaved_1f1b", 8, 2, pipe=4, data=4, fsdp=2, tensor=2)),
+    "h100_stages_8": ("h100:1x1x8", pipelined("1f1b", 8, **EIGHT)),
+    "h100_zb_h1_8": ("h100:1x1x8", pipelined("zb_h1", 8, **EIGHT)),
+    "h100_stages_64": ("h100:1x8x8", pipelined("zb1", 8, 2, split=(".*",), pipe=4, data=4, fsdp=2, tensor=2)),
 }
 
 

@@ -75,6 +75,21 @@ def test_stages(name, sends, ends):
     asks_the_host_nothing(report(name))
 
 
+def test_stages_that_do_different_work_in_a_tick():
+    """`zb_h1` sends what the formula has. In its P - 1 mixed ticks, stages have trip counts that the host reads.
+
+    It needs 1.27 times the memory of 1F1B, of which the formula has 1.01 times; the cause is not found.
+    """
+    sent, found = check("h100_zb_h1_8", within=0.25), report("h100_zb_h1_8")
+    predicted = hlo.sent(found.expected)
+    for kind, value in sent.items():
+        np.testing.assert_allclose(value, predicted[kind], rtol=0.02, err_msg=str(kind))
+    assert all(c.times == 1 for c in found.collectives if "fsdp" in c.axes)
+    loops = step_bytes.read_program(str(found.compiled.as_text()), found.trip_counts).loops
+    assert sum(loop.is_unnoted for loop in loops) <= 6  # 6 when written, of 18
+    assert found.total <= 1.3 * report("h100_stages_8").total
+
+
 def asks_the_host_nothing(found):
     """Asserts that XLA notes the trip count of every loop, and that no predicate is read; returns the program."""
     text = str(found.compiled.as_text())
@@ -130,10 +145,11 @@ def test_a_new_token_moves_little_more_than_it_needs():
 
 
 @pytest.mark.parametrize("layers", [8, 11])
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("zb1", 1), ("interleaved_1f1b", 2)])
 def test_loops_of_a_pipeline_never_ask_the_host(schedule, chunks, layers):
     """On equal and on uneven stages."""
-    cfg = pipelined(schedule, 8, chunks, 256, pipe=4, model=replace(SMALL_STAGES, num_layers=layers))
+    model = replace(SMALL_STAGES, num_layers=layers)
+    cfg = pipelined(schedule, 8, chunks, 256, pipe=4, model=model, split=(".*",))
     found = aot.compile(replace(cfg, kernels=KernelsConfig()), "h100:1x1x4")
     program = asks_the_host_nothing(found)
     assert len(program.loops) > 4
