@@ -7,7 +7,8 @@ its share. Parameters are initial values and tokens are random, which a router d
 training.
 
 One replica of one stage is measured: the mesh axes `context`, `tensor` and `expert` are those of the run; `pipe`,
-`data` and `fsdp` are 1. More replicas take no more time, and a pipeline gathers FSDP's shards before it starts.
+`data` and `fsdp` are 1. More replicas take no more time, and a pipeline gathers FSDP's shards before it starts. With
+`pipeline.gather=layer` it gathers in every unit, which is not measured.
 """
 
 import math
@@ -198,9 +199,11 @@ def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
 
     Parameters and optimizer state are counted as they are stored. Gradients are counted as the executor sums them:
     gathered, in float32. Copies of weights are counted where the executor reads them gathered or in another dtype.
+    With `pipeline.gather=layer`, gradients and copies are shards too.
     """
     sizes = {axis: mesh[axis] for axis in AXES}
-    ctx = Context(mesh=AbstractMesh(tuple(sizes.values()), AXES), rules=transformer(cfg.mesh))  # type: ignore[arg-type]
+    on = AbstractMesh(tuple(sizes.values()), AXES)
+    ctx = Context(mesh=on, rules=transformer(cfg.mesh), gather=cfg.pipeline.gather)  # type: ignore[arg-type]
     one_group = len(cfg.model.windows) * mesh["pipe"]  # on each stage
     one = replace(cfg, model=replace(cfg.model, num_layers=one_group))
     spec, state = family.spec(one.model), abstract_state(one, ctx)
@@ -211,7 +214,7 @@ def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
     gathered = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(ctx.sharding(where).shard_shape(leaf.shape), leaf.dtype),
         state.params,
-        ctx.with_gathered_params.parameters(spec),
+        ctx.within_stage.parameters(spec),
     )
     read = jax.eval_shape(lambda values: params.cast_matrices(spec, values, jnp.dtype(cfg.train.dtype)), gathered)
     stored = local_shapes(state.params)

@@ -110,17 +110,20 @@ def test_the_command_refuses_in_one_line(argv, says, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_state_is_counted_to_the_byte():
+@pytest.mark.parametrize(("gather", "shards"), [("once", 1), ("layer", 2)])
+def test_state_is_counted_to_the_byte(gather, shards):
     """AdamW on 2 x FSDP, 2 x tensor and 2 stages shards parameters and moments of matrices in four, of the vocabulary
-    in eight. Gradients and bfloat16 copies are sharded in two and in four. Norms are neither sharded nor copied."""
+    in eight. Gradients and bfloat16 copies are sharded in two and in four, or as often as parameters if units gather
+    layers. Norms are neither sharded nor copied."""
     cfg = config(dtype="bfloat16")
+    cfg = replace(cfg, pipeline=replace(cfg.pipeline, gather=gather))
     D, F, V = cfg.model.d_model, cfg.model.ff_width, cfg.model.vocab
     layer, norms = 4 * D * D + 3 * D * F, 2 * D  # 8 heads of 8 for queries, keys and values
     state, shared = profile._state_bytes(cfg, {**MESH, "expert": 1, "context": 1})
-    assert state == 12 * (layer / 4 + norms) + 4 * (layer / 2 + norms) + 2 * layer / 2
+    assert state == 12 * (layer / 4 + norms) + 4 * (layer / 2 / shards + norms) + 2 * layer / 2 / shards
     ends = 2 * V * D
     counters = 2 * 4  # the steps of the moments and of the learning rate
-    assert shared == 12 * (ends / 8 + D) + 4 * (ends / 4 + D) + 2 * ends / 4 + counters
+    assert shared == 12 * (ends / 8 + D) + 4 * (ends / 4 / shards + D) + 2 * ends / 4 / shards + counters
 
 
 @pytest.mark.parametrize(
