@@ -52,7 +52,7 @@ def main() -> None:
 def keep_freed_memory() -> None:
     """Makes glibc keep what is freed, in one heap. It must run before other threads start."""
     arena_max, mmap_max, trim_threshold = -8, -4, -1  # names of mallopt(3)
-    for name, value in ((arena_max, 1), (mmap_max, 0), (trim_threshold, 2**31 - 1)):
+    for name, value in ((arena_max, 1), (mmap_max, 0), (trim_threshold, -1)):
         assert ctypes.CDLL("libc.so.6").mallopt(name, value) == 1
 
 
