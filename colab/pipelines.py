@@ -30,7 +30,17 @@ import numpy as np
 from IPython.display import Image, display
 
 from jaxstack.config import MeshConfig
-from jaxstack.pipeline import Schedule, ScheduleError, gpipe, interleaved_one_f_one_b, one_f_one_b, value_and_grad
+from jaxstack.pipeline import (
+    Schedule,
+    ScheduleError,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    product,
+    value_and_grad,
+    zb1,
+    zb_h1,
+)
 from jaxstack.pipeline.plot import draw
 from jaxstack.sharding import make_mesh
 
@@ -40,7 +50,7 @@ devices = (jax.devices() if jax.device_count() >= STAGES else jax.devices("cpu")
 print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
 
 # %% [markdown]
-# ## Three schedules
+# ## Schedules
 #
 # Time is divided into *ticks*. In each tick a stage runs at most one forward unit (one microbatch through its layers) and then
 # at most one backward unit. Results reach the neighbour in the next tick. `text` prints the table: two lines per stage, with
@@ -82,31 +92,53 @@ show(interleaved_one_f_one_b(STAGES, 8, chunks=2))
 # *Interleaved 1F1B* gives each stage two ranges of layers, *chunks*: light and dark. The gaps at both ends are half as
 # long, for twice the traffic.
 #
+# ## Weight units
+#
+# A backward unit computes two gradients: that of the activations, for which the previous stage waits, and those of the weights,
+# for which no stage waits. *ZB1* computes the latter in a third kind of unit (green): on all stages at once, after the last
+# backward unit of a microbatch. So the gaps at both ends have no green part.
+
+# %%
+show(zb1(STAGES, 8))
+
+# %% [markdown]
+# *ZB-H1* also moves weight units into the idle time at the end. `text` marks them with a `w`.
+
+# %%
+show(zb_h1(STAGES, 8))
+print(zb_h1(STAGES, 8).text())
+
+# %% [markdown]
 # ## Bubble and slots
 #
-# Two numbers describe a schedule. The *bubble* is idle time divided by work. *Slots* are the units whose residuals (the
-# arrays that the backward pass needs) a stage has room for. With P stages, M microbatches and V chunks a stage:
+# Two numbers describe a schedule. The *bubble* is idle time divided by work. *Slots* are the units that a stage stores: first
+# their residuals (the arrays that the backward pass needs), then what their weight units need. With P stages, M microbatches
+# and V chunks a stage, and if forward units, gradients of activations and gradients of weights all take the same time:
 #
 # | | bubble | slots |
 # |---|---|---|
 # | GPipe | (P - 1) / M | M |
 # | 1F1B | (P - 1) / M | min(2P - 1, M) |
 # | interleaved, M at least 2P | (P - 1) / (V M) | P(V + 1) - 1, each 1/V as large |
+# | ZB1 | 2 (P - 1) / (3 M) | min(2P - 1, M) |
+# | ZB-H1, M at least 2P - 1 | (P - 1) / (3 M) | 2P - 1 |
 #
-# We check these formulas by counting in the tables.
+# We check these formulas by counting in the tables. A tick has three lanes, which follow each other: one for each kind of unit.
+# ZB-H1 has weight units in the other two lanes as well.
 
 
 # %%
 def counted(schedule: Schedule) -> tuple[float, int]:
     """Returns the bubble and the slots, counted in the table; -1 means no unit."""
-    forward_ticks = (schedule.forward_TP != -1).any(axis=1).sum()  # in which some stage goes forward
-    backward_ticks = (schedule.backward_TP != -1).any(axis=1).sum()
-    work = 3 * schedule.microbatches * schedule.chunks  # of each stage: forward units take 1, backward units 2
+    lanes = np.stack([schedule.forward_TP, schedule.backward_TP, np.full_like(schedule.forward_TP, -1)])
+    runs = (np.maximum(lanes, schedule.weight_KTP) != -1).any(axis=2)  # [lane, tick]: in which some stage has a unit
+    lasts = [1, 2, 0] if schedule.weight_MG is None else [1, 1, 1]  # without weight units, backward units compute both
+    work = 3 * schedule.microbatches * schedule.chunks
     most = 0
     for tick in range(schedule.ticks):
-        waits = (schedule.forward_MG <= tick) & (tick <= schedule.backward_MG)  # [microbatch, block]
+        waits = (schedule.forward_MG <= tick) & (tick <= schedule.last_MG)  # [microbatch, block]
         most = max(most, *(waits[:, stage :: schedule.stages].sum() for stage in range(schedule.stages)))
-    return (forward_ticks + 2 * backward_ticks) / work - 1, int(most)
+    return float(runs.sum(axis=1) @ lasts) / work - 1, int(most)
 
 
 P = STAGES
@@ -116,6 +148,8 @@ for M in (8, 16, 32, 64):
         (gpipe(P, M), (P - 1) / M, M),
         (one_f_one_b(P, M), (P - 1) / M, 2 * P - 1),
         (interleaved_one_f_one_b(P, M, 2), (P - 1) / (2 * M), P * (2 + 1) - 1),
+        (zb1(P, M), 2 * (P - 1) / (3 * M), 2 * P - 1),
+        (zb_h1(P, M), (P - 1) / (3 * M), 2 * P - 1),
     ):
         found = counted(schedule)
         print(f"{schedule.name:17} M={M:<3} {found[0]:6.1%} {found[1]:10}")
@@ -123,10 +157,44 @@ for M in (8, 16, 32, 64):
         assert found[1] == slots == schedule.slots
 
 # %% [markdown]
+# ### Which one?
+#
+# - 1F1B, unless there is a reason.
+# - Interleaved, if the batch gives few microbatches a stage and the links between stages are fast: they carry V times as much.
+# - ZB1 or ZB-H1, if the bubble is large and memory is left. Their slots are not of one size. Until its backward unit, a unit
+#   stores residuals, which recomputation makes small. From then until its weight unit, it stores the inputs and output
+#   gradients of all matrices. `pair_slots` counts those: P with ZB1, up to 2P - 1 with ZB-H1.
+# - If weight units take less time than the others, they fill less: with long sequences, attention does much of the backward
+#   work and has no weights.
+
+# %%
+print("waiting for weight units:", {make.__name__: make(STAGES, 32).pair_slots for make in (zb1, zb_h1)})
+for share in (0.5, 0.335, 0.2):
+    bubbles = {make.__name__: make(STAGES, 8).simulate(weight=share).bubble for make in (one_f_one_b, zb1, zb_h1)}
+    print(f"weights take {share:.0%} of the backward pass:", {name: f"{b:.1%}" for name, b in bubbles.items()})
+
+# %% [markdown]
+# ### What lockstep costs
+#
+# All stages run one program, and a lane is as long as its longest unit in any stage. If each stage ran freely:
+#
+# - 1F1B would take the same time, and keep P microbatches in place of 2P - 1.
+# - ZB1 would be as fast as ZB-H1 is here, because each stage would run a weight unit whenever it has nothing else to do.
+# - ZB-H1 would be faster if weight units are short: here, in the lanes of longer units, they take as long as those.
+
+# %%
+for make in (one_f_one_b, zb1, zb_h1):
+    for share in (0.5, 0.2):
+        figures = make(STAGES, 8).simulate(weight=share)
+        print(
+            f"{make.__name__:12} {share:.0%}: bubble {figures.bubble:.1%}, {figures.free_bubble:.1%} if stages ran freely"
+        )
+
+# %% [markdown]
 # ## Running them
 #
 # The model is only an example: 8 equal layers, and something before and after them. `value_and_grad` takes these three as
-# functions, and a schedule.
+# functions, and a schedule. `product(f, x, w)` is `f(x, w)`; weight units compute the gradients of such weights.
 
 # %%
 WIDTH, LAYERS, ROWS = 128, 8, 64  # rows of a microbatch
@@ -140,7 +208,7 @@ shared = {"in": jax.random.normal(next(keys), (8, WIDTH)), "out": jax.random.nor
 
 
 def layer(weights, x):
-    return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+    return x + product(jnp.matmul, jnp.tanh(product(jnp.matmul, x, weights["up"])), weights["down"])
 
 
 def embed(shared, batch):
@@ -186,9 +254,10 @@ def largest_difference(schedule: Schedule) -> float:
     )
 
 
-difference = largest_difference(interleaved_one_f_one_b(STAGES, 8, chunks=2))
-print(f"interleaved 1F1B against plain JAX: {difference:.1e}")
-assert difference < 1e-5
+for schedule in (interleaved_one_f_one_b(STAGES, 8, chunks=2), zb1(STAGES, 8), zb_h1(STAGES, 8)):
+    difference = largest_difference(schedule)
+    print(f"{schedule.name} against plain JAX: {difference:.1e}")
+    assert difference < 1e-5
 
 # %% [markdown]
 # ## Memory

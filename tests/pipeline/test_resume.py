@@ -1,0 +1,72 @@
+"""A run that changes its pipeline schedule each time it resumes has the losses of one device."""
+
+import jax
+import numpy as np
+import pytest
+from lines import lines
+from orbax.checkpoint import v1 as ocp
+
+from jaxstack.common.tree import flatten
+from jaxstack.config.parse import parse_config
+from jaxstack.train import main
+
+FLAGS = [
+    "--model.num_layers=5", "--model.d_model=32", "--model.d_ff=64", "--model.num_heads=4", "--data.source=path",
+    "--data.seq_len=16", "--data.batch_size=8", "--train.eval_every=100", "--train.eval_steps=2",
+    "--train.ngram_baseline=false", "--optim.warmup_steps=0", "--optim.schedule=constant", "--run.log_every=1",
+    "--checkpoint.every=2", "--checkpoint.keep=100", "--sample.prompts=[]",
+]  # fmt: skip
+STAGES = ["--mesh.pipe=2", "--mesh.fsdp=2", "--mesh.data=1", "--pipeline.microbatches=4", "--pipeline.split=['.*']"]
+LEGS = [
+    ("1f1b", 1, "once"),
+    ("zb1", 1, "layer"),
+    ("zb_h1", 1, "once"),
+    ("interleaved_1f1b", 2, "layer"),
+    ("1f1b", 1, "once"),
+]
+"""Schedule, chunks and `pipeline.gather` of two steps each. Five layers make uneven stages, and empty slots."""
+
+
+def arrays(path):
+    """Returns the arrays of a checkpoint."""
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    saved = ocp.metadata(path).metadata
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), saved)
+    return {name: np.asarray(leaf) for name, leaf in flatten(ocp.load(path, abstract)).items()}
+
+
+@pytest.mark.slow
+def test_every_leg_of_a_run_may_have_another_schedule(tmp_path, rng, monkeypatch, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(c) for c in rng.integers(97, 122, 9000)))
+
+    def run(name, steps, *flags):
+        main(
+            parse_config(
+                [*FLAGS, f"--data.path={text}", f"--train.steps={steps}", f"--run.dir={tmp_path / name}", *flags]
+            )
+        )
+        return capsys.readouterr().out
+
+    devices = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
+    run("plain", 2 * len(LEGS), "--mesh.data=1")
+    monkeypatch.setattr(jax, "devices", lambda *_: devices[:4])
+    for leg, (schedule, chunks, gather) in enumerate(LEGS):
+        how = [f"--pipeline.schedule={schedule}", f"--pipeline.chunks={chunks}", f"--pipeline.gather={gather}"]
+        out = run("legs", 2 * leg + 2, *STAGES, *how)
+        assert f"pipeline {schedule}, 2 stages" in out
+        assert ("waiting" in out) == schedule.startswith("zb"), "some gradients are left to weight units"
+        assert leg == 0 or f"resumed from step {2 * leg}" in out
+    plain, legs = (
+        {line["step"]: line["loss"] for line in lines(tmp_path / name) if "loss" in line} for name in ("plain", "legs")
+    )
+    # Other orders of summation, as in test_faults.test_another_mesh.
+    assert legs == pytest.approx(plain, rel=3e-6)
+
+    # A step without an update, under another schedule, on other stages: it saves what it read.
+    frozen = ["--optim.lr=0", "--optim.weight_decay=0", "--pipeline.schedule=zb_h1", "--pipeline.gather=layer"]
+    out = run("legs", 2 * len(LEGS) + 1, *STAGES, *frozen)
+    before, after = (arrays(tmp_path / "legs" / "checkpoints" / str(2 * len(LEGS) + n)) for n in (0, 1))
+    for name in (name for name in before if name.startswith("params/")):
+        np.testing.assert_array_equal(after[name], before[name], name)
