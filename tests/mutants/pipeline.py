@@ -61,4 +61,16 @@ mistakes(
     ("loss(shared, x, microbatch) / parts", "loss(shared, x, microbatch) / schedule.microbatches"),
     ("return self.all_reduce(sums.loss), self.all_reduce(sums.shared), self.all_reduce(sums.stacked)",
      "return self.all_reduce(sums.loss), self.all_reduce(sums.shared), sums.stacked"),
+    ("fns = replace(self.fns, split=self.check_functions(shared, stacked, microbatches))",
+     "fns = (self.check_functions(shared, stacked, microbatches), self.fns)[1]",
+     "pipeline/test_pipeline.py -k weight_units"),
+)  # fmt: skip
+
+mistakes(
+    "pipeline", "kernels/taps.py", "pipeline/test_pipeline.py -k cannot_compute",
+    ("if len(uses) != 1 or found_shapes != [shapes]:", "if found_shapes != [shapes]:"),
+    ("found_shapes != [shapes]:", "not marked:"),
+    ('"closed_call")', '"closed_call", "scan")'),
+    ("if not isinstance(factor, int | float):", "if False:", "kernels/test_taps.py -k another_use"),
+    ("if not (required or leaf in found.sites):", "if True:", "kernels/test_taps.py -k another_use"),
 )  # fmt: skip

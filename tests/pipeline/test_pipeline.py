@@ -694,6 +694,7 @@ UNUSUAL = {
     "array": False,
     "twice": False,
     "changed": False,
+    "summed": False,
     "batched": False,
     "columns": False,
     "repeated": False,
@@ -712,6 +713,7 @@ def unusual_layer(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     x = x + jnp.sin(x @ w["array"].T)
     x = x + jnp.sin(product(jnp.matmul, product(jnp.matmul, x, w["twice"]), w["twice"]))
     x = x + jnp.sin(product(jnp.matmul, x, jax.tree.map(lambda a: 2 * a, w["changed"])))
+    x = x + jnp.sin(product(jnp.matmul, x, w["summed"])) + sum(a.sum() for a in jax.tree.leaves(w["summed"]))
     x = x + jnp.sin(jax.vmap(lambda row: product(jnp.matmul, row, w["batched"]))(x))
     x = x + jnp.sin(jax.vmap(lambda column: product(jnp.matmul, x, column), 1, 1)(w["columns"]))
     x = jax.lax.scan(lambda x, _: (x + jnp.sin(product(jnp.matmul, x, w["repeated"])), None), x, None, 2)[0]
