@@ -6,8 +6,8 @@ bytes of the held-out text:
 - the encoder of `configs/encoder_quickstart.yaml`, from the text around them, in which other bytes are masked, too;
 - a decoder with the same layers, from all bytes before them, none of which is masked;
 - interpolated n-gram models, fitted on the training text with masks: a mixture of one that reads bytes and masks before
-  the byte and one that reads those after it, and one that reads both sides at once. Orders and weights are the best ones
-  on the held-out text itself.
+  the byte and one that reads those after it, and one that reads both sides at once. Orders and weights are the best
+  ones on the held-out text itself.
 
 Losses and accuracies go to `benchmarks/results/encoder_baselines.json`.
 """

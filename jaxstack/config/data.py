@@ -108,6 +108,8 @@ class DataConfig:
     mask_share: Annotated[float, Interval(0, 1, low_open=True, high_open=True)] = 0.15
     """With `model.family=encoder`: share of the tokens that are hidden and learned. Of these, 80% become `mask_id`, 10%
     a random token, and 10% stay as they are (BERT). ModernBERT uses 0.3."""
+    mask_words: bool = False
+    """With `model.family=encoder`: hide whole words, and not one token at a time."""
     mask_id: Annotated[int, Interval(0)] | None = None
     """With `model.family=encoder`: id that hides a token. Null means one after those of the tokenizer."""
     domains: tuple[str, ...] = ()

@@ -199,6 +199,7 @@ def _check_family(cfg: Config) -> None:
         ("model.token_types", str(model.token_types), "0"),
         ("model.first_position", str(model.first_position), "0"),
         ("data.mask_id", str(data.mask_id), "None"),
+        ("data.mask_words", str(data.mask_words).lower(), "false"),
         ("model.labels", str(list(model.labels)), "[]"),
     ):
         require(

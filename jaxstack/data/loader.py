@@ -9,7 +9,7 @@ import jax
 from jaxstack import data
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
-from jaxstack.data.masking import Masking
+from jaxstack.data.masking import Masking, Words
 from jaxstack.data.mixture import WindowSizes
 from jaxstack.data.tokenizers import Tokenizer
 from jaxstack.runtime import distributed
@@ -33,7 +33,7 @@ class HeldOut:
         Raises:
           ConfigError: an encoder has no hidden token to evaluate.
         """
-        sizes, steps = window_sizes(cfg), cfg.train.eval_steps
+        sizes, steps = window_sizes(cfg, tokenizer), cfg.train.eval_steps
         rows = distributed.local_rows(sharding, cfg.data.batch_size)
         self.name, self.share, self._tokenizer = source.name, share, tokenizer
         self._masks, self._reads_text = sizes.get("masking") is not None, cfg.model.family == "decoder"
@@ -57,12 +57,16 @@ class HeldOut:
         return sum(map(self._tokenizer.num_bytes, targets)) / sum(each.size for each in targets) or math.nan
 
 
-def window_sizes(cfg: Config) -> WindowSizes:
-    """Returns how the texts of a run are cut into batches."""
+def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes:
+    """Returns how the texts of a run are cut into batches; the tokenizer is for `data.mask_words`."""
     masking = None
     if cfg.model.family == "encoder" and not cfg.model.labels:
         assert cfg.data.mask_id is not None, "mask_id is filled from the tokenizer"
-        masking = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab)
+        words = None
+        if cfg.data.mask_words:
+            assert tokenizer is not None
+            words = Words.of(tokenizer, cfg.model.vocab)
+        masking = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab, words)
     return WindowSizes(
         seq_len=cfg.data.seq_len, batch_size=cfg.data.batch_size, packing=cfg.data.packing, masking=masking
     )
@@ -88,7 +92,8 @@ class DataLoader:
         self._cfg, self._dataset, self._sharding = cfg, dataset, sharding
         self._local_rows = distributed.local_rows(sharding, cfg.data.batch_size)
         texts, names = [one.train for one in dataset.sources], [one.name for one in dataset.sources]
-        self._reader = data.MixtureReader(texts, names, dataset.weights, window_sizes(cfg), cfg.run.seed)
+        sizes = window_sizes(cfg, dataset.tokenizer)
+        self._reader = data.MixtureReader(texts, names, dataset.weights, sizes, cfg.run.seed)
         self._batches = self._reader.batches(self._local_rows)
         self.held_out = [
             HeldOut(source, share, dataset.tokenizer, cfg, sharding)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxstack.config import ConfigError
+from jaxstack.data.tokenizers import Tokenizer
+
 Batch = dict[str, np.ndarray]
 
 _STREAM = 1  # keeps these draws apart from those of an epoch's order, which are seeded with two numbers
@@ -18,12 +21,14 @@ class Masking:
     """The masking of BERT (Devlin et al. 2018, arXiv:1810.04805, section 3.1 and appendix A).
 
     Each token is chosen with the probability `share`. Of the chosen tokens, 80% become `mask_id`, 10% a random token
-    below `vocab_size`, and 10% stay as they are. Only chosen tokens count in the loss.
+    below `vocab_size`, and 10% stay as they are. Only chosen tokens count in the loss. With `words`, all tokens of a
+    word are chosen, or none. Then, too, `share` is the expected share of chosen tokens.
     """
 
     share: float
     mask_id: int
     vocab_size: int
+    words: "Words | None" = None
 
     def apply(self, batch: Batch, sequences_B: np.ndarray, seed: int) -> Batch:
         """Returns a batch of windows with masked `tokens`, the original ones as `targets`, and their `loss_weights`.
@@ -39,6 +44,11 @@ class Masking:
         random_BS = np.stack(
             [rng.integers(self.vocab_size, size=targets.shape[1], dtype=np.int32) for rng in generators]
         )
+        if self.words is not None:  # the first token draws for its word, and each token what becomes of it
+            own_BS = np.stack([rng.random(targets.shape[1]) for rng in generators])
+            first_BS = self.words.first_tokens(targets, batch.get("segment_ids"))
+            chosen_BS = np.take_along_axis(draw_BS, first_BS, 1) < self.share
+            draw_BS = np.where(chosen_BS, own_BS * self.share, 1.0)
         tokens = np.where(draw_BS < 0.9 * self.share, random_BS, targets)
         tokens[draw_BS < 0.8 * self.share] = self.mask_id
         return batch | {
@@ -46,3 +56,57 @@ class Masking:
             "targets": targets,
             "loss_weights": (draw_BS < self.share).astype(np.float32),
         }
+
+
+@dataclass(frozen=True)
+class Words:
+    """Which tokens are parts of one word. A token that is not a word, such as a space, is one of its own.
+
+    Attributes:
+      goes_back: whether each id continues a word that the token before it leaves open, bool [V].
+      open_ended: whether the token after each id may continue its word, bool [V].
+    """
+
+    goes_back: np.ndarray
+    open_ended: np.ndarray
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, size: int) -> "Words":
+        """Returns the words of a tokenizer: letters, digits and bytes of other alphabets, in a row.
+
+        With WordPiece (BERT), a token that begins with `##` continues the word before it.
+
+        Args:
+          tokenizer: of the ids.
+          size: V. Ids beyond the tokenizer's, such as that of the mask, are words of their own.
+
+        Raises:
+          ConfigError: the bytes of the ids are not known.
+        """
+        text, counts = tokenizer.to_bytes(np.arange(tokenizer.vocab_size))
+        if not text.size:
+            raise ConfigError(
+                f"data.mask_words=true needs the text of the ids, which data.tokenizer={tokenizer.name} does not have. "
+                f"Use another tokenizer, or data.mask_words=false."
+            )
+        ends = np.cumsum(counts)
+        starts = ends - counts
+        some = counts > 0
+        is_word = np.array([chr(byte).isalnum() if byte < 128 else True for byte in range(256)])
+        goes_back, open_ended = np.zeros((2, max(size, counts.size)), bool)
+        padded = np.append(text, np.zeros(2, text.dtype))
+        if tokenizer.keeps_text:
+            goes_back[: counts.size] = some & is_word[padded[starts]]
+            open_ended[: counts.size] = some & is_word[padded[ends - 1]]
+        else:
+            goes_back[: counts.size] = (counts > 2) & (padded[starts] == ord("#")) & (padded[starts + 1] == ord("#"))
+            open_ended[: counts.size] = some
+        return cls(goes_back, open_ended)
+
+    def first_tokens(self, ids_BS: np.ndarray, segments_BS: np.ndarray | None) -> np.ndarray:
+        """Returns for each token the index in its row of the first token of its word; segments end words."""
+        inside_BS = np.zeros(ids_BS.shape, bool)
+        inside_BS[:, 1:] = self.goes_back[ids_BS[:, 1:]] & self.open_ended[ids_BS[:, :-1]]
+        if segments_BS is not None:
+            inside_BS[:, 1:] &= segments_BS[:, 1:] == segments_BS[:, :-1]
+        return np.maximum.accumulate(np.where(inside_BS, 0, np.arange(ids_BS.shape[1])), axis=1)

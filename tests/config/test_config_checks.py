@@ -92,6 +92,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.first_position": 2}, ENCODER | {"model.first_position": 2}),
     ({"model.first_attention_norm": False, "model.norm_after": True}, {"model.first_attention_norm": False}),
     ({"data.mask_id": 4}, ENCODER | {"data.mask_id": 4}),
+    ({"data.mask_words": True}, ENCODER | {"data.mask_words": True}),
     (ENCODER | {"data.mask_id": 256}, ENCODER | {"data.mask_id": 255}),
     (ENCODER | {"model.vocab_size": 256}, ENCODER | {"model.vocab_size": 257}),
     (ENCODER | {"model.tied_embeddings": False}, {"model.tied_embeddings": False}),

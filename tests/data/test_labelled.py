@@ -44,6 +44,7 @@ def test_a_word_has_its_label_on_its_first_token_and_long_texts_are_cut(tmp_path
     assert bytes(batch["tokens"][0].tolist()).decode() == "a\u00e9 run "[:7]
     assert "2 cut to data.seq_len=8" in found.sources[0].description
     assert batch["loss_weights"][0].tolist() == [1] + [0] * 7
+    assert "cut to" not in load(tmp_path, WORDS, line, line, seq_len=13).sources[0].description
     found = load(tmp_path, WORDS, line, line, seq_len=16)
     batch = batches(found.train, seq_len=16, batch_size=1, seed=0, packing=False)[0]
     assert np.flatnonzero(batch["loss_weights"][0]).tolist() == [0, 8, 10]  # é has two bytes

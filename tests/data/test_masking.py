@@ -8,7 +8,8 @@ from jaxstack import data
 from jaxstack.config import ConfigError
 from jaxstack.config.parse import parse_config
 from jaxstack.data.loader import HeldOut
-from jaxstack.data.masking import Masking
+from jaxstack.data.masking import Masking, Words
+from jaxstack.data.tokenizers import IdTokenizer
 
 MASK, VOCAB, S, B = 300, 256, 32, 4
 
@@ -43,6 +44,49 @@ def test_shares_of_10000_windows(rng):
     counts = np.bincount(batch["tokens"][chosen][changed], minlength=VOCAB)
     assert counts.size == VOCAB
     assert np.abs(counts - counts.mean()).max() < 6 * np.sqrt(counts.mean())
+
+
+def test_whole_words_of_10000_windows(rng):
+    """A word is hidden as a whole or not at all. Shares are within five standard deviations."""
+    letters = np.frombuffer(b"abcde  ..", np.uint8)  # 5/9 of the bytes are letters: words have two on average
+    windows = letters[rng.integers(0, letters.size, (10_000, S))].astype(np.int32)
+    words = Words.of(data.make_tokenizer("bytes", ()), VOCAB + 1)
+    seed = int(rng.integers(2**31))
+    batch = Masking(0.15, MASK, VOCAB, words).apply({"tokens": windows}, np.arange(10_000), seed)
+    chosen = batch["loss_weights"] == 1
+    is_letter = windows >= ord("a")
+    together = is_letter[:, 1:] & is_letter[:, :-1]
+    assert (chosen[:, 1:] == chosen[:, :-1])[together].all()
+    both = chosen[:, 1:] & chosen[:, :-1]
+    apart = both[~together].mean()  # of tokens in different words the draws are independent
+    assert abs(apart - 0.15**2) < 5 * np.sqrt(0.15**2 / (~together).sum())
+    first = is_letter & ~np.pad(together, ((0, 0), (1, 0)))
+    for of, share in ((chosen[first], 0.15), (chosen[~is_letter], 0.15), (batch["tokens"][chosen] == MASK, 0.8)):
+        assert abs(of.mean() - share) < 5 * np.sqrt(share * (1 - share) / of.size), share
+    lengths = 2 * 10_000 * S  # a word has the variance of its squared length, 2.25 letters and 6.9 on average
+    assert abs(chosen.mean() - 0.15) < 5 * np.sqrt(0.15 * 0.85 * 6.9 / lengths)
+    one = Masking(0.15, MASK, VOCAB, words).apply({"tokens": windows[7:8]}, np.array([7]), seed)
+    assert all((one[name] == batch[name][7]).all() for name in one)
+
+
+def test_words_are_tokens_in_a_row_that_continue_each_other(tmp_path):
+    """Bytes of letters, digits and other alphabets; in BERT what begins with ##; never over the end of a document."""
+    ids = np.frombuffer("a\u00e9 b1_c.".encode(), np.uint8)[None].astype(np.int32)
+    words = Words.of(data.make_tokenizer("bytes", ()), 300)
+    assert words.first_tokens(ids, None).tolist() == [[0, 0, 0, 3, 4, 4, 6, 7, 8]]
+    assert words.first_tokens(ids, np.array([[1, 2, 2, 2, 2, 3, 3, 3, 3]])).tolist() == [[0, 1, 1, 3, 4, 5, 6, 7, 8]]
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra [hf]")
+    vocab = {"[UNK]": 0, "play": 1, "##ing": 2, "##s": 3, "#": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    pieces = Words.of(data.make_tokenizer(str(tmp_path / "tokenizer.json"), ()), 5)
+    assert pieces.first_tokens(np.array([[1, 2, 3, 4, 1, 3]]), None).tolist() == [[0, 0, 0, 3, 4, 4]]
+
+
+def test_words_of_unknown_ids_are_an_error():
+    with pytest.raises(ConfigError, match=r"data\.mask_words=true needs the text .* data\.tokenizer=ids"):
+        Words.of(IdTokenizer(9), 9)
 
 
 @pytest.mark.parametrize("packing", [False, True])

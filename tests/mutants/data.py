@@ -25,6 +25,20 @@ mistakes(
 )
 
 mistakes(
+    "data", "data/masking.py", "data/test_masking.py",
+    ("inside_BS[:, 1:] &= segments_BS[:, 1:] == segments_BS[:, :-1]", "pass"),
+    ("own_BS * self.share, 1.0)", "draw_BS, 1.0)"),
+    ("self.goes_back[ids_BS[:, 1:]] & self.open_ended[ids_BS[:, :-1]]", "self.goes_back[ids_BS[:, 1:]]"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/labelled.py", "data/test_labelled.py",
+    ("(ends > first) & (starts < last)", "(ends >= first) & (starts < last)"),
+    ("piece_BS - piece_BS[:, :1] + 1, 0)", "piece_BS - piece_BS[:, :1], 0)"),
+    ("found[0].size > room", "found[0].size >= room"),
+)  # fmt: skip
+
+mistakes(
     "data", "data/tokens.py", DATA,
     ("kept = min(int(len(tokens) * (1 - eval_fraction))", "kept = min(int(len(tokens) * eval_fraction)"),
     ("if pattern.fullmatch(name)", "if pattern.match(name)"),
