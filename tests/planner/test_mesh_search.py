@@ -142,6 +142,7 @@ def test_less_work_is_faster():
     assert best(train__grad_accum=1) < best(train__grad_accum=2) < best(train__grad_accum=4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)  # ten times the promised 20 seconds: CI's machines are shared
 def test_64_gpus_on_8_hosts():
     """Tensor parallelism sends most, so that it stays in a host; the answer needs no compiler."""
