@@ -249,10 +249,11 @@ tokens = np.concatenate([batch["tokens"] for batch in held_out])
 values = jax.device_put(trained["a loss"], jax.devices()[0])
 experts = choices(configs["a loss"], values, tokens)
 
-# Checks the choices against the counts that the model returns.
+# Checks the choices against the counts that the model returns. Its compiled loop rounds in other places, so that a few of
+# 16,384 nearly equal scores may change their order.
 _, aux = decoder.forward(configs["a loss"].model, values, tokens)
 for layer in range(LAYERS):
-    assert (np.bincount(experts[layer].ravel(), minlength=EXPERTS) == aux["load"][layer]).all()
+    assert np.abs(np.bincount(experts[layer].ravel(), minlength=EXPERTS) - aux["load"][layer]).sum() <= 32
 
 # %% [markdown]
 # Each column is a frequent byte. Its colors show to which experts it is sent.

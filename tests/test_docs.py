@@ -138,6 +138,8 @@ def in_sandbox(path: Path) -> Path:
     for i in range(4):
         (path / "my_texts" / f"{i}.txt").write_text(text[i * 500 :])
     (path / "tinyshakespeare.txt").write_text(3 * text)
+    reviews = [{"text": f"A {word} lens.", "label": word} for word in 40 * ("bad", "good")]
+    (path / "reviews.jsonl").write_text("".join(f"{json.dumps(review)}\n" for review in reviews))
     return path
 
 
