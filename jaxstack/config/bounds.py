@@ -176,6 +176,15 @@ _WORDS: dict[object, str] = {
 _PLURAL: dict[object, str] = {int: "integers", str: "texts"}
 
 
+class ShortRepr:
+    """Shows a dataclass as users write it in YAML, without the fields that have their defaults."""
+
+    def __repr__(self) -> str:
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}  # type: ignore[arg-type]
+        shown = (f"{name}: {list(value) if isinstance(value, tuple) else value}" for name, value in values.items())
+        return f"{{{', '.join(shown)}}}"
+
+
 def expand_home(group: "DataclassInstance", *names: str) -> None:
     """Replaces a leading `~` by the home directory in paths of a frozen dataclass that is being made."""
     for name in names:

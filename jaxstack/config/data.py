@@ -7,23 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from jaxstack.config.bounds import Interval, PositiveInt, check_bounds, expand_home, require
+from jaxstack.config.bounds import Interval, PositiveInt, ShortRepr, check_bounds, expand_home, require
 
 FormatName: TypeAlias = Literal["jaxstack", "nanogpt", "megatron", "llmc"]
 SourceName: TypeAlias = Literal["stdlib", "path", "tokens", "hf", "chat", "labels"]
 
 
-class _Short:
-    """Shows a dataclass as users write it in YAML, without the fields that have their defaults."""
-
-    def __repr__(self) -> str:
-        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}  # type: ignore[arg-type]
-        shown = (f"{name}: {list(value) if isinstance(value, tuple) else value}" for name, value in values.items())
-        return f"{{{', '.join(shown)}}}"
-
-
 @dataclass(frozen=True, repr=False)
-class SourceConfig(_Short):
+class SourceConfig(ShortRepr):
     """One source of `data.mixture`. Its other properties are the keys of the group `data`."""
 
     source: SourceName
@@ -55,7 +46,7 @@ class SourceConfig(_Short):
 
 
 @dataclass(frozen=True, repr=False)
-class WeightChange(_Short):
+class WeightChange(ShortRepr):
     """New weights of `data.mixture`, from a step on."""
 
     step: int

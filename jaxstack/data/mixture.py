@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxstack.data.interleave import Interleaving
 from jaxstack.data.masking import Masking
+from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokens import Tokens
 from jaxstack.data.windows import Batch, SequenceReader
 
@@ -25,7 +26,7 @@ class WindowSizes(TypedDict):
     seq_len: int
     batch_size: int
     packing: bool
-    masking: NotRequired[Masking | None]
+    masking: NotRequired[Masking | SpanCorruption | None]
 
 
 class MixtureReader:
@@ -37,7 +38,7 @@ class MixtureReader:
       texts: the training text of each source.
       names: of the sources, for error messages.
       weights: steps from which weights hold, with the weights, see `DataConfig.weights`.
-      sizes: sequence length, rows of a batch, packing and, for masked language modelling, the masking.
+      sizes: sequence length, rows of a batch, packing and, for masked tokens or spans, the masking.
       seed: of the order of the sequences within each source, and of the masks.
 
     Raises:

@@ -300,6 +300,10 @@ class HFTokenizer:
         starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
         return np.array(found.ids, id_dtype(self.vocab_size)), starts, ends
 
+    def find(self, token: str) -> int | None:
+        """Returns the id of a token, or `None` if the vocabulary does not have it."""
+        return self._tokenizer.token_to_id(token)
+
     def frame(self) -> tuple[list[int], list[int]]:
         """Returns the special tokens before and after a text, such as BERT's [CLS] and [SEP], if the file adds any."""
         found = self._tokenizer.encode("a", add_special_tokens=True)

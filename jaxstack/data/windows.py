@@ -15,6 +15,7 @@ import numpy as np
 from jaxstack.config import ConfigError
 from jaxstack.data.labelled import make_batch
 from jaxstack.data.masking import Masking
+from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -312,7 +313,7 @@ def eval_batches(
     batch_size: int,
     steps: int,
     packing: bool,
-    masking: Masking | None = None,
+    masking: Masking | SpanCorruption | None = None,
     rows: np.ndarray | None = None,
 ) -> "grain.MapDataset[Batch]":
     """Returns a dataset of held-out batches, always the same: disjoint windows, spread evenly over the whole text.
@@ -326,7 +327,7 @@ def eval_batches(
       batch_size: B, the rows of a batch over all devices.
       steps: the largest number of batches.
       packing: whether batches have `segment_ids` and `positions`, see `batches`.
-      masking: hides tokens, which are then the targets; a window always has the same mask. `None` means next tokens.
+      masking: hides tokens or spans, which are then the targets; a window always has the same. `None`: next tokens.
       rows: indices of the rows of each batch to read. `None` means all.
 
     Raises:

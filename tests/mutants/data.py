@@ -32,6 +32,30 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "data", "data/spans.py", "data/test_spans.py",
+    ("_parts(rng, length - hidden + 2, spans + 1)", "_parts(rng, length - hidden + 1, spans + 1)"),
+    ("np.random.default_rng([seed, number, _STREAM])", "np.random.default_rng([seed, _STREAM])"),
+    ("rng.integers(window.size - length + 1)", "0"),
+    ("np.cumsum(sizes) - sizes, sentinels)", "np.cumsum(sizes), sentinels)"),
+    ("inputs = np.insert(inputs, 0,", "inputs = np.insert(inputs, inputs.size,"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/seq2seq.py", "data/test_spans.py",
+    ("np.append(start_id, pair.targets[:-1])", "pair.targets"),
+    ("enumerate(pairs, start=1)", "enumerate(pairs)"),
+    ("range(size - 1, size - 1 - max(SENTINELS, spans), -1)", "range(size - max(SENTINELS, spans), size)"),
+    ("if sentinels and len(sentinels) < spans", "if sentinels and len(sentinels) < spans - 1"),
+)  # fmt: skip
+
+mistakes(
+    "data", "config/denoisers.py", "data/test_spans.py",
+    ("return length - hidden + spans + 1 + (self.mode is not None)", "return length - hidden + spans + 1"),
+    ("and targets <= (target_len or targets)", ""),
+    ("round(hidden / self.span)", "int(hidden / self.span)"),
+)  # fmt: skip
+
+mistakes(
     "data", "data/labelled.py", "data/test_labelled.py",
     ("(ends > first) & (starts < last)", "(ends >= first) & (starts < last)"),
     ("piece_BS - piece_BS[:, :1] + 1, 0)", "piece_BS - piece_BS[:, :1], 0)"),
