@@ -307,7 +307,7 @@ for op, table in kernels.OP_IMPLEMENTATIONS.items():
 
 # %%
 batch = [a.swapaxes(0, 1)[None] for a in (q, k, v)]  # [1, S, heads, K]
-ours = kernels.attention(*batch, scale=64**-0.5, window=100, implementation="chunked")
+ours = kernels.attention(*batch, scale=64**-0.5, mask=kernels.AttentionMask(100), implementation="chunked")
 off = error(ours[0].swapaxes(0, 1), true_attention(q, k, v, 100))
 print(f"chunked attention is off by {off:.1e}")
 assert off < 1e-2

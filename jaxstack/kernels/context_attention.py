@@ -19,8 +19,19 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack.kernels.attention import chunked, options, reference
-from jaxstack.kernels.attention.reference import Mask, Options, heads_first, heads_last, row_dots, slice_tokens
+from jaxstack.kernels.attention import CAUSAL, chunked, mask_arrays, options, reference
+from jaxstack.kernels.attention.reference import (
+    AttentionMask,
+    Mask,
+    Options,
+    Tokens,
+    heads_first,
+    heads_last,
+    row_dots,
+    slice_tokens,
+    slice_tree,
+)
+from jaxstack.kernels.attention.relative_bias import RelativeBias
 from jaxstack.sharding import collectives
 
 METHODS = ("ring", "all_gather")
@@ -51,10 +62,12 @@ def context_attention(
     *,
     axis: str,
     scale: float,
-    causal: bool = True,
-    window: int = 0,
+    mask: AttentionMask = CAUSAL,
     softcap: float | None = None,
     segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    prefix_ids: jax.Array | None = None,
+    bias: RelativeBias | None = None,
     method: str = "ring",
     implementation: str = "xla",
 ) -> jax.Array:
@@ -69,37 +82,45 @@ def context_attention(
         the low half attend to the first half of the keys, and those of the high half to all keys. This is 1.5 times
         the work of the ring. Without a causal mask, all queries attend to all keys.
 
+    With kind="cross", both gather the keys and values, which are shards of another sequence, in any order.
+
     Args:
       q: queries of this shard [B, S, H, K]. The shards have the tokens in the sequence's `order`.
-      k: keys of this shard [B, S, G, K].
-      v: values of this shard [B, S, G, K].
+      k: keys of this shard [B, T, G, K]. T is S unless the mask is of kind="cross".
+      v: values of this shard [B, T, G, K].
       axis: mesh axis that shards the sequence.
-      scale, causal, window, softcap: see `attention`; positions are those in the sequence. The ring needs the causal
-        mask.
-      segment_ids: segment ids of this shard's tokens [B, S], or None for one segment.
+      scale, mask, softcap: see `attention`; windows count positions in the sequence. The ring needs a causal mask.
+      segment_ids, kv_segment_ids, prefix_ids: see `attention`, for the tokens of this shard.
+      bias: see `attention`; its positions are those of this shard's tokens. The ring does not support it.
       method: "ring" or "all_gather".
       implementation: see `attention`. The ring without a window also runs "cudnn" and "pallas_gpu": each step calls the
         kernel for a block of keys, forward and backward, with the log-sum-exp of all keys in the backward pass.
 
     Raises:
-      ValueError: the shard does not have two equal halves, the method is unknown or needs a causal mask, or `attention`
-        rejects the arguments.
+      ValueError: the shard does not have two equal halves, the method is unknown, needs a causal mask or does not
+        support a bias, or `attention` rejects the arguments.
     """
     case = {"sequence_shards": lax.axis_size(axis), "segments": segment_ids is not None, "context_method": method}
-    o = options(q, k, scale, causal, window, softcap, implementation, **case)
+    o = options(q, k, scale, mask, softcap, implementation, bias, **case)
+    arrays = mask_arrays(mask, segment_ids, kv_segment_ids, prefix_ids, bias)
+    if mask.kind == "cross":
+        return _cross(o, axis, q, k, v, arrays)
     if q.shape[1] % 2:
         raise ValueError(
             f"a shard of {q.shape[1]} tokens does not have two equal halves; use a sequence length that is a multiple "
             f"of {2 * lax.axis_size(axis)} for mesh axis {axis!r} of size {lax.axis_size(axis)}"
         )
-    q, k, v, segment_ids = _match_varying(axis, q, k, v, segment_ids)
+    table = None if bias is None else bias.table
+    q, k, v, tokens, table = _match_varying(axis, q, k, v, arrays.queries, table)
     match method:
-        case "ring" if not causal:
+        case "ring" if not mask.causal:
             raise ValueError("the ring computes causal attention only; use method=all_gather")
+        case "ring" if table is not None:
+            raise ValueError("the ring does not add relative biases; use method=all_gather")
         case "ring":
-            return _ring(o, axis, q, k, v, segment_ids)
+            return _ring(o, axis, q, k, v, tokens.segments)
         case "all_gather":
-            return _all_gather(o, axis, q, k, v, segment_ids)
+            return _all_gather(o, axis, q, k, v, tokens, table)
     raise ValueError(f"context_attention has no method {method!r}; use one of {', '.join(METHODS)}")
 
 
@@ -116,14 +137,24 @@ def _match_varying(axis, *arrays):
 # All-gather
 
 
-def _all_gather(o: Options, axis, q, k, v, segment_ids):
+def _cross(o: Options, axis, q, k, v, mask: Mask):
+    q, k, v, mask = _match_varying(axis, q, k, v, mask)
+    k, v, of_keys = jax.tree.map(lambda x: collectives.gather(x, (axis,), 1), (k, v, mask.keys))
+    return _attend(o)(o, q, k, v, Mask(mask.queries, of_keys))
+
+
+def _attend(o: Options):
+    return chunked.attend if o.name == "chunked" else reference.attend
+
+
+def _all_gather(o: Options, axis, q, k, v, tokens: Tokens, table):
     shards, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
-    k, v, key_segments = jax.tree.map(partial(_gather, axis), (k, v, segment_ids))
-    attend, outs = chunked.attend if o.name == "chunked" else reference.attend, []
+    k, v, of_keys = jax.tree.map(partial(_gather, axis), (k, v, tokens))
+    outs = []
     for start, chunk, key_chunks in ((0, me, shards), (half, 2 * shards - 1 - me, 2 * shards)):
         keys = (key_chunks if o.causal else 2 * shards) * half  # enough for this half of the queries on every shard
-        mask = Mask(slice_tokens(segment_ids, start, half), slice_tokens(key_segments, 0, keys), chunk * half)
-        outs.append(attend(o, q[:, start : start + half], k[:, :keys], v[:, :keys], mask))
+        mask = Mask(slice_tree(tokens, start, half), slice_tree(of_keys, 0, keys), chunk * half)
+        outs.append(_attend(o)(o, q[:, start : start + half], k[:, :keys], v[:, :keys], mask, table))
     return jnp.concatenate(outs, axis=1)
 
 
@@ -164,7 +195,7 @@ def _same_halves(axis, source, half):
 
 def _unmasked(o: Options) -> Options:
     """Returns the options for queries after all keys, which need a mask only with a window."""
-    return o._replace(causal=o.window > 0)
+    return o._replace(mask=AttentionMask(o.window, "causal" if o.window else "full"))
 
 
 def _both_halves(f, half, dim):
@@ -226,7 +257,7 @@ def _backward(o: Options, q, k, v, d_out, out, lse, delta, mask: Mask):
             from jaxstack.kernels.attention import pallas_gpu
 
             return pallas_gpu.backward_block(o, q, k, v, d_out, out, lse, delta, mask)
-    return chunked.backward(o, q, k, v, d_out, lse, delta, mask, jnp.float32)
+    return chunked.backward(o, q, k, v, d_out, lse, delta, mask, jnp.float32)[:3]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -241,7 +272,7 @@ def _ring_forward(o: Options, axis, q, k, v, segment_ids):
 
     def pair(o, block, query, key, offset):
         k, v, key_segments = (slice_tokens(x, key, half, dim) for x in block)
-        mask = Mask(slice_tokens(segment_ids, query, half), key_segments, offset)
+        mask = Mask(Tokens(slice_tokens(segment_ids, query, half)), Tokens(key_segments), offset)
         return _forward(o, slice_tokens(queries, query, half, dim), k, v, mask)
 
     def merge(result, block, query, key, offset):
@@ -281,7 +312,7 @@ def _ring_backward(o: Options, axis, residuals, d_out):
     def pair(o, block, query, key, offset):
         q, d_out, out, lse, delta = (slice_tokens(x, query, half, dim) for x in of_queries)
         k, v, key_segments = (slice_tokens(x, key, half, dim) for x in block)
-        mask = Mask(slice_tokens(segment_ids, query, half), key_segments, offset)
+        mask = Mask(Tokens(slice_tokens(segment_ids, query, half)), Tokens(key_segments), offset)
         return _backward(o, q, k, v, d_out, out, lse, delta, mask)
 
     def add(gradients, block, query, key, offset):

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, MeshConfig
-from jaxstack.kernels import context_order, implementation
+from jaxstack.kernels import AttentionMask, context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.kernels.taps import Tapped
 from jaxstack.models.implementations import OPS, implementations
@@ -131,7 +131,7 @@ class Context:
                 "segments": cfg.has_segments,
                 "sequence_shards": mesh.shape["context"],
                 "context_method": cfg.mesh.context_method,
-                "window": max(model.windows),
+                "mask": AttentionMask(max(model.windows), "full" if model.family == "encoder" else "causal"),
             },
             "norm": {"d_model": model.d_model, "partitioner": context.partitioner},
             "linear": {"summed_by_xla": context.reduce_dtype} if context.partitioner == "auto" else {},

@@ -24,7 +24,7 @@ from jaxstack.models.blocks import Stack, block
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Parts
 from jaxstack.models.forward import hidden_states as run_parts
-from jaxstack.models.layers import AttentionMask, Aux, LayerInputs
+from jaxstack.models.layers import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Role, Spec, pad, unstack
 from jaxstack.models.params import stack as stack_layers
 from jaxstack.models.width import scale_to_width
@@ -160,7 +160,7 @@ def scan_block(
             x,
             ctx,
             own,
-            mask=AttentionMask(window, cfg.family != "encoder"),
+            mask=kernels.AttentionMask(window, "full" if cfg.family == "encoder" else "causal"),
             dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
             cache={**cache[i], "distance": layer_inputs.distance[i]} if cache else cache,
         )

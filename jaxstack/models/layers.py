@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack import kernels
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig
+from jaxstack.kernels import AttentionMask
 from jaxstack.models import lora
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, Params, Spec
@@ -21,19 +22,6 @@ from jaxstack.sharding import collectives
 
 Aux: TypeAlias = dict[str, jax.Array]
 """Auxiliary values of layers by name: sums of routing, or keys and values for a cache."""
-
-
-@dataclass(frozen=True)
-class AttentionMask:
-    """Which tokens of its document a token attends to, as far as that is known before tracing.
-
-    Attributes:
-      window: number of tokens that each token sees, including itself; 0 means all.
-      causal: whether a token sees no tokens after it. Otherwise a window has as many after it as before it.
-    """
-
-    window: int = 0
-    causal: bool = True
 
 
 @jax.tree_util.register_dataclass
@@ -223,16 +211,16 @@ def attention(
     q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
     options: dict[str, Any] = {
         "scale": cfg.head_width**-0.5 if cfg.attention_scale is None else cfg.attention_scale,
-        "window": mask.window,
         "softcap": cfg.attention_softcap,
     }
     if cache:
         assert mask.causal, "a cache has the tokens before these"
-        mixed = kernels.cached_attention(q, k, v, cache["keys"], cache["values"], cache["distance"], **options)
+        held = cache["keys"], cache["values"], cache["distance"]
+        mixed = kernels.cached_attention(q, k, v, *held, window=mask.window, **options)
     else:
         rows, heads = ("batch", "sequence"), ("batch", "sequence", "heads")
         arguments, inputs = (q, k, v, layer_inputs.segment_ids), (heads, heads, heads, rows)
-        mixed, _ = ctx.region(partial(_attend, options | {"causal": mask.causal}), arguments, inputs, heads)
+        mixed, _ = ctx.region(partial(_attend, options | {"mask": mask}), arguments, inputs, heads)
     y = ctx.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
     y = kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
     return y, {} if cache is None else {"keys": k.transpose(0, 2, 3, 1), "values": v.swapaxes(1, 2)}

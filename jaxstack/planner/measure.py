@@ -106,12 +106,12 @@ def _attention(cfg: Config, ctx: Context, ops: list[Op], rows: int, length: int,
     """Returns the seconds of attention in one layer; where windows alternate, with the widest one."""
     m = cfg.model
     q, kv = _heads(cfg, str(ctx.dtype), rows, length, tensor)
-    window = 0 if 0 in m.windows else max(m.windows)
+    mask = kernels.AttentionMask(0 if 0 in m.windows else max(m.windows))
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scale = m.head_width**-0.5
         return kernels.attention(
-            q, k, v, scale=scale, window=window, softcap=m.attention_softcap, implementation=ctx.attention
+            q, k, v, scale=scale, mask=mask, softcap=m.attention_softcap, implementation=ctx.attention
         )
 
     return _forward_and_backward(attention, (q, kv, kv), _runs(ops, "attention"))

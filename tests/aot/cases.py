@@ -90,7 +90,7 @@ CASES = {
 
 ATTENTION = {  # B, S, H, G, K and options: Llama's, and Gemma 2's of 2e9 parameters
     "llama": ((2, 4096, 16, 4, 128), {}),
-    "gemma2": ((1, 4096, 8, 4, 256), {"window": 2048, "softcap": 50.0}),
+    "gemma2": ((1, 4096, 8, 4, 256), {"mask": kernels.AttentionMask(2048), "softcap": 50.0}),
     "packed": ((2, 4096, 16, 4, 64), {"segments": True}),
 }
 

@@ -27,7 +27,7 @@ from jaxstack import kernels
 from jaxstack.kernels import OP_IMPLEMENTATIONS, tiles
 from jaxstack.kernels import implementation as choice
 from jaxstack.kernels.attention import block_ranges
-from jaxstack.kernels.attention.reference import Options
+from jaxstack.kernels.attention.reference import AttentionMask, Options
 
 pallas_gpu, pallas_tpu = (
     importlib.import_module(f"jaxstack.kernels.attention.{name}") for name in ("pallas_gpu", "pallas_tpu")
@@ -71,9 +71,9 @@ def check(rng, implementation, shape, options, ids, dtype=jnp.float32, scale=0.4
     ("shape", "options", "segments", "dtype"),
     [
         ((1, 75, 4, 2, 16), {}, None, jnp.bfloat16),
-        ((1, 75, 4, 2, 48), {"window": 40, "softcap": 2.0}, (30, 1, 44), jnp.float32),
-        ((1, 41, 2, 2, 16), {"causal": False}, None, jnp.float32),
-        ((1, 75, 4, 2, 16), {"causal": False, "window": 20}, (30, 45), jnp.bfloat16),
+        ((1, 75, 4, 2, 48), {"mask": AttentionMask(40), "softcap": 2.0}, (30, 1, 44), jnp.float32),
+        ((1, 41, 2, 2, 16), {"mask": AttentionMask(kind="full")}, None, jnp.float32),
+        ((1, 75, 4, 2, 16), {"mask": AttentionMask(20, "full")}, (30, 45), jnp.bfloat16),
     ],
     ids=["causal", "everything", "full", "full_window"],
 )
@@ -93,7 +93,10 @@ def test_a_negative_scale(rng, options, implementation):
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("case", [*ATTENTION_CASES, "width_80", "width_256"])
 def test_the_cases_of_the_definition(rng, implementation, case):
-    widths = {"width_80": (1, 40, 2, 1, 80, {}, None), "width_256": (1, 40, 2, 1, 256, {"window": 20}, None)}
+    widths = {
+        "width_80": (1, 40, 2, 1, 80, {}, None),
+        "width_256": (1, 40, 2, 1, 256, {"mask": AttentionMask(20)}, None),
+    }
     b, s, h, g, width, options, segments = (ATTENTION_CASES | widths)[case]
     ids = None if segments is None else segment_ids(b, segments)
     check(rng, implementation, (b, s, h, g, width), options, ids, scale=0.4 if width < 80 else 0.1)
@@ -113,9 +116,9 @@ def test_any_case_at_all(rng, implementation, turn):
         g,
         int(rng.integers(1, 40)),
     )
-    options = {"causal": bool(rng.integers(0, 4)), "softcap": float(rng.uniform(1, 5)) if rng.integers(0, 2) else None}
-    if rng.integers(0, 2):
-        options["window"] = int(rng.integers(1, 100))
+    kind = "causal" if rng.integers(0, 4) else "full"
+    options = {"softcap": float(rng.uniform(1, 5)) if rng.integers(0, 2) else None}
+    options["mask"] = AttentionMask(int(rng.integers(1, 100)) if rng.integers(0, 2) else 0, kind)
     ids = rng.integers(0, 4, shape[:2]).astype(np.int32) if rng.integers(0, 2) else None
     if ids is not None and rng.integers(0, 2):
         ids = np.sort(ids, axis=1)
@@ -165,8 +168,8 @@ def seen_blocks(o, length, rows, keys):
 @pytest.mark.parametrize("turn", range(40))
 def test_visits_are_the_blocks_that_are_seen(rng, turn):
     length, rows, keys = (int(n) for n in rng.integers(1, [100, 30, 30]))
-    causal = bool(rng.integers(0, 4))
-    o = Options(1.0, causal, int(rng.integers(0, 60)), None)
+    kind = "causal" if rng.integers(0, 4) else "full"
+    o = Options(1.0, AttentionMask(int(rng.integers(0, 60)), kind), None)
     any_, all_ = seen_blocks(o, length, rows, keys)
 
     def pairs(visits, inner):
@@ -186,18 +189,18 @@ def test_visits_are_the_blocks_that_are_seen(rng, turn):
 @pytest.mark.parametrize(("n", "window"), [(1, 0), (8, 0), (8, 3), (5, 9)])
 def test_visits_by_formula(n, window):
     """n blocks of 16 tokens form a triangle. A window just below w + 1 blocks gives a band of w + 1 blocks."""
-    o = Options(1.0, True, 16 * window, None)
+    o = Options(1.0, AttentionMask(16 * window), None)
     band = min(window + 1, n) if window else n  # a window of w blocks touches w + 1
     expected = n * band - band * (band - 1) // 2
     for visits in (block_ranges.key_blocks(o, 16 * n, 16, 16), block_ranges.query_blocks(o, 16 * n, 16, 16)):
         assert visits.total == expected
-    full = block_ranges.key_blocks(Options(1.0, False, 0, None), 16 * n, 16, 16)
+    full = block_ranges.key_blocks(Options(1.0, AttentionMask(kind="full"), None), 16 * n, 16, 16)
     assert full.total == n * n
 
 
 def test_documents_do_not_visit_each_other():
     """Packed documents of 3, 1 and 4 blocks have a triangle each."""
-    o, ids = Options(1.0, True, 0, None), jnp.asarray(segment_ids(2, (48, 16, 64)))
+    o, ids = Options(1.0, AttentionMask(), None), jnp.asarray(segment_ids(2, (48, 16, 64)))
     for visits in (block_ranges.key_blocks(o, 128, 16, 16), block_ranges.query_blocks(o, 128, 16, 16)):
         low, _, _, high = jnp.moveaxis(block_ranges.to_array(visits, (ids, ids), 16, 16), -1, 0)
         assert (high - low).sum(1).tolist() == [6 + 1 + 10] * 2
@@ -242,7 +245,7 @@ def test_lowers_for_tpus_here(monkeypatch):
     x, ids = jax.ShapeDtypeStruct((1, 300, 2, 48), jnp.bfloat16), jax.ShapeDtypeStruct((1, 300), jnp.int32)
 
     def total(q, k, v, ids):
-        options = {"window": 100, "softcap": 3.0, "segment_ids": ids, "implementation": "pallas_tpu"}
+        options = {"mask": AttentionMask(100), "softcap": 3.0, "segment_ids": ids, "implementation": "pallas_tpu"}
         return kernels.attention(q, k, v, scale=1.0, **options).astype(jnp.float32).sum()
 
     lowered = jax.jit(jax.grad(total, (0, 1, 2))).trace(x, x, x, ids).lower(lowering_platforms=("tpu",))
@@ -271,7 +274,7 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
         with pytest.raises(ValueError, match=f"attention=cudnn .*{words}.*; use one of .*pallas_gpu"):
             choose("cudnn", "gpu", **case)
     for change, words in [
-        ({"sequence_shards": 2, "window": 5}, "split over mesh axis context"),
+        ({"sequence_shards": 2, "mask": AttentionMask(5)}, "split over mesh axis context"),
         ({"head_dim": 1024}, "wide, not 1024"),
         ({"dtype": jnp.float64}, "not float64"),
     ]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxstack.kernels.attention import attention, cudnn, pallas_gpu
+from jaxstack.kernels.attention import AttentionMask, attention, cudnn, pallas_gpu
 from jaxstack.kernels.context_attention import context_attention, order
 from jaxstack.kernels.implementation import interpret_mode
 from jaxstack.kernels.tiles import AttentionTile
@@ -104,18 +104,19 @@ def test_order():
         np.testing.assert_array_equal(np.sort(positions, axis=None), np.arange(48))
 
 
+ALL_WAYS = ("ring xla", "ring chunked", "all_gather chunked")
 CASES = {  # shards, length, heads, kv heads, options, segments, methods and implementations
     "one_shard": (1, 12, 2, 2, {}, 0, "ring chunked", "all_gather xla"),
     "two_shards": (2, 24, 4, 2, {}, 0, "ring xla", "all_gather chunked"),
-    "full": (2, 24, 4, 2, {"causal": False}, 3, "all_gather chunked"),
-    "full_window": (4, 32, 2, 1, {"causal": False, "window": 5}, 0, "all_gather xla"),
+    "full": (2, 24, 4, 2, {"mask": AttentionMask(kind="full")}, 3, "all_gather chunked"),
+    "full_window": (4, 32, 2, 1, {"mask": AttentionMask(5, "full")}, 0, "all_gather xla"),
     "two_tokens_a_shard": (4, 8, 2, 1, {}, 0, "ring chunked"),
-    "window_in_a_half": (4, 64, 2, 1, {"window": 5}, 0, "ring chunked"),
-    "window_over_shards": (4, 64, 2, 1, {"window": 29}, 0, "ring xla", "all_gather xla"),
+    "window_in_a_half": (4, 64, 2, 1, {"mask": AttentionMask(5)}, 0, "ring chunked"),
+    "window_over_shards": (4, 64, 2, 1, {"mask": AttentionMask(29)}, 0, "ring xla", "all_gather xla"),
     "segments": (8, 64, 2, 1, {}, 7, "ring chunked", "ring pallas_gpu", "all_gather xla"),
     "blocks": (2, 128, 2, 1, {}, 7, "ring pallas_gpu"),
     "capped_kernel": (4, 64, 6, 2, {"softcap": 1.5}, 4, "ring pallas_gpu"),
-    "capped": (4, 64, 6, 2, {"window": 23, "softcap": 1.5}, 4, "ring xla", "ring chunked", "all_gather chunked"),
+    "capped": (4, 64, 6, 2, {"mask": AttentionMask(23), "softcap": 1.5}, 4, *ALL_WAYS),
 }
 
 
@@ -204,8 +205,8 @@ def test_beside_a_tensor_axis(rng, monkeypatch, method):
     arrays, ids = draw(rng, 2, 32, 4, 1, 8), draw_segments(rng, 2, 32, 3)
     mesh = mesh_of(data=2, context=2, tensor=2)
     spec, kv_spec = PartitionSpec("data", "context", "tensor"), PartitionSpec("data", "context")
-    f = sharded(mesh, spec, kv_spec, method=method, implementation="chunked", window=11)
-    assert_close(value_and_gradients(f, mesh, *arrays, ids), whole(*arrays, ids, window=11))
+    f = sharded(mesh, spec, kv_spec, method=method, implementation="chunked", mask=AttentionMask(11))
+    assert_close(value_and_gradients(f, mesh, *arrays, ids), whole(*arrays, ids, mask=AttentionMask(11)))
 
 
 def shapes(shards, tokens, kv_heads=2, segments=False):
@@ -338,4 +339,4 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="evenly"):
         call(kv_heads=3)
     with pytest.raises(ValueError, match="window=-1"):
-        call(window=-1)
+        call(mask=AttentionMask(-1))

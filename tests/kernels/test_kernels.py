@@ -24,6 +24,7 @@ from jaxstack import kernels
 from jaxstack.config import Config, KernelsConfig, ModelConfig, MoEConfig
 from jaxstack.kernels import cross_entropy_pallas, grouped_matmul_pallas, norm_pallas, tiles
 from jaxstack.kernels import implementation as choice
+from jaxstack.kernels.attention import CAUSAL, AttentionMask
 from jaxstack.models import context
 
 activation_module, chunked_module, cross_entropy_module, grouped_module, linear_module, norm_module = (
@@ -100,21 +101,38 @@ def value_and_vjp(f, cotangent, *args):
 # Attention
 
 
-def numpy_attention(q, k, v, d_out, scale, causal=True, window=0, softcap=None, segment_ids=None):
-    """Returns output and gradients, computed for one query of one head at a time."""
+FULL = AttentionMask(kind="full")
+
+
+def numpy_attention(q, k, v, d_out, scale, mask=CAUSAL, softcap=None, segment_ids=None, bias=None, **more):
+    """Returns output and gradients, computed for one query of one head at a time.
+
+    `more` has other array arguments of `attention`. `bias` is a table [N, H] and the bucket of each pair [B, S, S]; its
+    gradient is then the last result.
+    """
     out, dq, dk, dv = np.zeros_like(q), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    d_table = None if bias is None else np.zeros_like(bias[0])
     batch, length, heads, _ = q.shape
+
+    def is_seen(b, i, j):
+        if mask.kind == "cross":
+            own, other = segment_ids, more.get("kv_segment_ids")
+            return other is None or own[b, i] == other[b, j] != 0
+        near = mask.window == 0 or abs(i - j) < mask.window
+        prefix = mask.kind == "prefix" and more["prefix_ids"][b, i] == more["prefix_ids"][b, j] != 0
+        earlier = j <= i or prefix or mask.kind == "full"
+        return near and earlier and (segment_ids is None or segment_ids[b, i] == segment_ids[b, j])
+
     for b, h, i in np.ndindex(batch, heads, length):
         g = h // (heads // k.shape[2])
-        seen = [
-            j
-            for j in range(length)
-            if (not causal or j <= i)
-            and (window == 0 or abs(i - j) < window)
-            and (segment_ids is None or segment_ids[b, i] == segment_ids[b, j])
-        ]
+        seen = [j for j in range(k.shape[1]) if is_seen(b, i, j)]
+        if not seen:
+            continue
         keys, values = k[b, seen, g], v[b, seen, g]
         capped = scale * (keys @ q[b, i, h])
+        if bias is not None:
+            buckets = bias[1][b, i, seen]
+            capped += bias[0][buckets, h]
         slope = 1.0
         if softcap is not None:
             capped = softcap * np.tanh(capped / softcap)
@@ -123,11 +141,13 @@ def numpy_attention(q, k, v, d_out, scale, causal=True, window=0, softcap=None, 
         p /= p.sum()
         out[b, i, h] = p @ values
         dp = values @ d_out[b, i, h]
-        ds = scale * slope * p * (dp - p @ dp)
-        dq[b, i, h] = ds @ keys
-        dk[b, seen, g] += np.outer(ds, q[b, i, h])
+        ds = slope * p * (dp - p @ dp)
+        if bias is not None:
+            np.add.at(d_table[:, h], buckets, ds)
+        dq[b, i, h] = scale * ds @ keys
+        dk[b, seen, g] += np.outer(scale * ds, q[b, i, h])
         dv[b, seen, g] += np.outer(p, d_out[b, i, h])
-    return out, dq, dk, dv
+    return out, dq, dk, dv, *(() if bias is None else (d_table,))
 
 
 ATTENTION_CASES = {  # batch, length, heads, kv heads, head width, options, segment lengths
@@ -136,16 +156,16 @@ ATTENTION_CASES = {  # batch, length, heads, kv heads, head width, options, segm
     "ragged": (1, 131, 2, 2, 4, {}, None),
     "grouped": (2, 70, 6, 2, 8, {}, None),
     "one_kv_head": (1, 65, 4, 1, 16, {}, None),
-    "window": (1, 150, 2, 1, 4, {"window": 67}, None),
-    "window_of_one": (1, 70, 2, 2, 4, {"window": 1}, None),
-    "window_longer_than_sequence": (1, 70, 2, 2, 4, {"window": 500}, None),
+    "window": (1, 150, 2, 1, 4, {"mask": AttentionMask(67)}, None),
+    "window_of_one": (1, 70, 2, 2, 4, {"mask": AttentionMask(1)}, None),
+    "window_longer_than_sequence": (1, 70, 2, 2, 4, {"mask": AttentionMask(500)}, None),
     "softcap": (1, 90, 2, 2, 8, {"softcap": 1.5}, None),
-    "full": (2, 90, 2, 1, 8, {"causal": False}, None),
+    "full": (2, 90, 2, 1, 8, {"mask": FULL}, None),
     "segments": (2, 75, 4, 2, 8, {}, (30, 1, 43, 1)),
-    "full_segments": (1, 75, 2, 2, 8, {"causal": False}, (1, 66, 8)),
-    "full_window": (1, 150, 2, 1, 4, {"causal": False, "window": 20}, None),
-    "full_window_segments": (1, 141, 2, 1, 8, {"causal": False, "window": 67}, (1, 100, 40)),
-    "everything": (2, 140, 4, 2, 8, {"window": 40, "softcap": 2.0}, (1, 100, 39)),
+    "full_segments": (1, 75, 2, 2, 8, {"mask": FULL}, (1, 66, 8)),
+    "full_window": (1, 150, 2, 1, 4, {"mask": AttentionMask(20, "full")}, None),
+    "full_window_segments": (1, 141, 2, 1, 8, {"mask": AttentionMask(67, "full")}, (1, 100, 40)),
+    "everything": (2, 140, 4, 2, 8, {"mask": AttentionMask(40), "softcap": 2.0}, (1, 100, 39)),
 }
 
 
@@ -193,10 +213,11 @@ def test_attention_to_what_is_held(rng, options, new):
     out = kernels.cached_attention(q[:, old:], k[:, old:], v[:, old:], *cache, scale=0.4, **options)
     for row, start in ((0, 0), (1, 7)):
         texts = (x[row : row + 1, start:] for x in (q64, k64, v64, q64))
-        assert_close(out[row], numpy_attention(*texts, 0.4, **options)[0][0, -new:])
+        mask = AttentionMask(options.get("window", 0))
+        assert_close(out[row], numpy_attention(*texts, 0.4, mask, options.get("softcap"))[0][0, -new:])
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 9}, {"causal": False}], ids=["causal", "window", "full"])
+@pytest.mark.parametrize("options", [{}, {"mask": AttentionMask(9)}, {"mask": FULL}], ids=["causal", "window", "full"])
 def test_attention_chunks_that_are_scanned(rng, monkeypatch, options):
     """A long sequence has groups of chunks: here 11 chunks in 3 groups (4, 4, 3), and a shorter last chunk."""
     monkeypatch.setattr(chunked_module, "_CHUNK", 4)
@@ -249,7 +270,7 @@ def attention_gradient_jaxpr(length, implementation, **options):
 
 
 def test_attention_memory_is_linear():
-    for options in ({}, {"window": 300}, {"causal": False}):
+    for options in ({}, {"mask": AttentionMask(300)}, {"mask": FULL}):
         short, long = (largest_intermediate(attention_gradient_jaxpr(s, "chunked", **options)) for s in (2048, 8192))
         assert long <= 4.1 * short, (options, short, long)
     short, long = (largest_intermediate(attention_gradient_jaxpr(s, "xla")) for s in (2048, 8192))
@@ -609,14 +630,13 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="evenly"):
         kernels.attention(x[:, :, [0, 1, 0]], x, x, scale=1.0)
     with pytest.raises(ValueError, match="negative"):
-        kernels.attention(x, x, x, scale=1.0, window=-1)
+        kernels.attention(x, x, x, scale=1.0, mask=AttentionMask(-1))
     with pytest.raises(ValueError, match="causal mask only"):
         kernels.attention(
             x.astype(jnp.bfloat16),
             *(x.astype(jnp.bfloat16),) * 2,
             scale=1.0,
-            causal=False,
-            window=3,
+            mask=AttentionMask(3, "full"),
             implementation="cudnn",
         )
     with pytest.raises(ValueError, match="xla, barrier"):

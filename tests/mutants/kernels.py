@@ -54,9 +54,9 @@ mistakes(
 
 mistakes(
     "attention", "kernels/attention/reference.py", KERNELS + " -k 'test_attention and not mistakes'",
-    ("q_positions[:, None] - k_positions < o.window", "q_positions[:, None] - k_positions <= o.window"),
-    ("visible = q_positions[:, None] >= k_positions", "visible = q_positions[:, None] > k_positions"),
-    ("jax.nn.softmax(scores, axis=-1).astype(v.dtype)", "jax.nn.softmax(scores.astype(v.dtype), axis=-1)"),
+    ("q_index[:, None] - k_index < o.window", "q_index[:, None] - k_index <= o.window"),
+    ("visible = q_index[:, None] >= k_index\n        if", "visible = q_index[:, None] > k_index\n        if"),
+    ("weights = jax.nn.softmax(scores, axis=-1)", "weights = jax.nn.softmax(scores.astype(v.dtype), axis=-1)"),
     ("return x.reshape(b, s, g, h // g, width).transpose(0, 2, 1, 3, 4)",
      "return x.reshape(b, s, h // g, g, width).transpose(0, 3, 1, 2, 4)"),
     ("o.softcap * jnp.tanh(scores / o.softcap)", "jnp.tanh(scores / o.softcap)"),
@@ -65,12 +65,12 @@ mistakes(
 
 mistakes(
     "attention", "kernels/attention/chunked.py", KERNELS + " -k 'test_attention and not mistakes'",
-    ("o.scale * weights * (d_weights - delta[..., None])", "o.scale * weights * d_weights"),
+    ("factor * weights * (d_weights - delta[..., None])", "factor * weights * d_weights"),
     ("d_scores *= 1 - jnp.square(jnp.clip(scores / o.softcap, -1, 1))", "d_scores *= 1 - jnp.abs(jnp.clip(scores / o.softcap, -1, 1))"),
     ("max(0, start - o.window + 1) if o.window", "max(0, start - o.window + 2) if o.window"),
     ("min(other_length, end + o.window - 1) if o.window", "min(other_length, end + o.window - 2) if o.window"),
     ("(top + jnp.log(total))[..., 0]", "jnp.log(total)[..., 0]"),
-    ("return dq_group + more, (dk, dv)", "return more, (dk, dv)"),
+    ("return (dq_group + more, d_table), (dk, dv)", "return (more, d_table), (dk, dv)"),
 )  # fmt: skip
 
 mistakes(
@@ -82,6 +82,39 @@ mistakes(
     ("mixed += weights[..., slots:] *", "mixed = weights[..., slots:] *"),
 )
 
+MASKS = "kernels/test_attention_masks.py -k 'not transformers'"
+
+mistakes(
+    "attention", "kernels/attention/relative_bias.py", MASKS,
+    ("(-high, -low) for low, high in intervals", "(low, high) for low, high in intervals"),
+    ("(max(low, 1), high) for low", "(low, high) for low"),
+    ("(distance_BCT[..., None] <= high)", "(distance_BCT[..., None] < high)"),
+    ("exact = own // 2  #", "exact = own  #"),
+    ("return apart if apart.ndim == 3 else apart[None]", "return -apart if apart.ndim == 3 else apart[None]"),
+    ("ngr->bgcrt", "nrg->bgcrt"),
+)  # fmt: skip
+
+mistakes(
+    "attention", "kernels/attention/reference.py", MASKS,
+    ("own[:, :, None] != 0) & (own", "own[:, :, None] >= 0) & (own"),
+    ("visible = (q_index[:, None] >= k_index) | same_prefix(mask)", "visible = (q_index[:, None] > k_index) | same_prefix(mask)"),
+    ("scores += bias_scores(", "scores -= bias_scores("),
+)  # fmt: skip
+
+mistakes(
+    "attention", "kernels/attention/chunked.py", MASKS,
+    ("top = jnp.where(top > MASKED, top, 0)", "top = top"),
+    ("total = jnp.maximum(total, 1)", "total = total"),
+    ("                d_scores *= o.scale\n", ""),
+    ("d_table += table_gradient(", "d_table = table_gradient("),
+    ("factor = o.scale if table is None else 1.0", "factor = o.scale"),
+)  # fmt: skip
+
+mistakes(
+    "attention", "kernels/attention/__init__.py", MASKS,
+    ("jnp.where(kv_segment_ids == 0, -1, kv_segment_ids)", "kv_segment_ids"),
+)  # fmt: skip
+
 mistakes(
     "attention",
     "kernels/context_attention.py",
@@ -90,7 +123,7 @@ mistakes(
     ("start = jnp.where(source < me, 0, half)", "start = jnp.where(source > me, 0, half)"),
     ("out * jnp.exp(lse - total)[..., None]", "out * jnp.exp(total - lse)[..., None]"),
     ("for x in _next(axis, d_block))\n    return _unpack", "for x in d_block)\n    return _unpack"),
-    ("causal=o.window > 0", "causal=False"),
+    ('AttentionMask(o.window, "causal" if o.window else "full")', 'AttentionMask(0, "full")'),
     ("jnp.abs(me - source) * half", "(source - me) * half"),
     ("source = (me - t) % shards\n        result", "source = (me + t) % shards\n        result"),
 )

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: causal or full, grouped (GQA), windowed, soft-capped, within segments.
+"""Scaled dot-product attention: masked, grouped (GQA), soft-capped, within segments, with biases by distance.
 
 | implementation | what it is | file |
 |---|---|---|
@@ -22,7 +22,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.kernels.attention import chunked, reference
-from jaxstack.kernels.attention.reference import MASKED, Mask, Options, heads_first, heads_last, masked_scores
+from jaxstack.kernels.attention.reference import (
+    MASKED,
+    AttentionMask,
+    Mask,
+    Options,
+    Tokens,
+    heads_first,
+    heads_last,
+    masked_scores,
+)
+from jaxstack.kernels.attention.relative_bias import RelativeBias
 from jaxstack.kernels.implementation import (
     Implementation,
     OpCase,
@@ -31,6 +41,9 @@ from jaxstack.kernels.implementation import (
     resolve_implementation,
 )
 from jaxstack.sharding import collectives
+
+CAUSAL = AttentionMask()
+"""Every token attends to itself and all earlier ones of its segment."""
 
 _MAX_HEAD_DIM = {"cudnn": 128, "pallas_gpu": 256, "pallas_tpu": 256}  # cuDNN supports 256 on Hopper and later
 _DTYPES = {
@@ -42,13 +55,19 @@ _DTYPES = {
 
 def _unsupported_reason(name: str, case: OpCase) -> str:
     """Returns why a kernel cannot compute a case; see `Implementation.unsupported_reason`."""
-    symmetric = bool(case.get("window")) and not case.get("causal", True)
-    if name == "cudnn" and symmetric:
+    mask = case.get("mask", AttentionMask())
+    if name == "cudnn" and mask.window and not mask.causal:
         return "takes windows with a causal mask only"
+    if mask.kind == "cross":
+        return "does not support queries and keys of different sequences"
+    if mask.kind == "prefix":
+        return "does not support prefixes"
+    if case.get("bias"):
+        return "does not support relative biases"
     if case.get("sequence_shards", 1) > 1:
         if name == "pallas_tpu":
             return "takes whole sequences, and this one is split over mesh axis context"
-        if case.get("window"):
+        if mask.window:
             return "does not support a window in a sequence that is split over mesh axis context"
         if case.get("context_method", "ring") != "ring":
             return "takes the keys of a split sequence by mesh.context_method=ring only"
@@ -83,13 +102,15 @@ def attention(
     v: jax.Array,
     *,
     scale: float,
-    causal: bool = True,
-    window: int = 0,
+    mask: AttentionMask = CAUSAL,
     softcap: float | None = None,
     segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    prefix_ids: jax.Array | None = None,
+    bias: RelativeBias | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Returns softmax(scale * q k^T) v: [B, S, H, K] in q's dtype, with the softmax in float32.
+    """Returns softmax(scale * q k^T + bias) v: [B, S, H, K] in q's dtype, with the softmax in float32.
 
     Implementations:
       - "xla" has all S x S scores in memory.
@@ -101,23 +122,28 @@ def attention(
 
     Args:
       q: queries [B, S, H, K], with H a multiple of G. Query head h uses kv head h // (H // G).
-      k: keys [B, S, G, K].
-      v: values [B, S, G, K].
+      k: keys [B, T, G, K]. T is S unless the mask is of kind="cross".
+      v: values [B, T, G, K].
       scale: factor of the scores.
-      causal: whether a token attends only to itself and earlier tokens.
-      window: with a positive number, token i attends only to tokens i - window + 1 .. i (Mistral, Gemma), and without
-        the causal mask also to i + 1 .. i + window - 1 (ModernBERT). 0 means all.
+      mask: which keys of its segment a query attends to.
       softcap: replaces each score by softcap * tanh(score / softcap) before masking (Gemma 2). `None` means no cap.
-      segment_ids: integers [B, S]; a token attends only to its own segment. `None` means one segment.
+      segment_ids: integers [B, S]; a query attends only to keys of its own segment. `None` means one segment.
+      kv_segment_ids: the same of the keys [B, T], with kind="cross". Segment 0 is padding: no query attends to it. The
+        output of a query whose segment has no key is 0.
+      prefix_ids: integers [B, S], with kind="prefix". Tokens of a segment with the same id see each other; 0 is not a
+        prefix.
+      bias: is added to the scores before the cap; its table has a column for each query head. `None` means no bias.
       implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
 
     Raises:
-      ValueError: H is not a multiple of G, a window is negative, or the implementation is unknown or does not support
-        the arguments.
+      ValueError: H is not a multiple of G, a window is negative, the arrays do not fit the mask, or the implementation
+        is unknown or does not support the arguments.
     """
-    o = options(q, k, scale, causal, window, softcap, implementation, segments=segment_ids is not None)
-    q, k, v = collectives.match_varying(q, k, v)
-    return _attend(o, q, k, v, segment_ids)
+    case = {"segments": segment_ids is not None}
+    o = options(q, k, scale, mask, softcap, implementation, bias, **case)
+    arrays = mask_arrays(mask, segment_ids, kv_segment_ids, prefix_ids, bias)
+    q, k, v, table = collectives.match_varying(q, k, v, None if bias is None else bias.table)
+    return _attend(o, q, k, v, arrays, table)
 
 
 @jax.named_scope("attention")
@@ -153,9 +179,11 @@ def cached_attention(
     visible, distance = visible[:, None], distance[:, None] + new[:, None]  # of each query [B, 1 or S, T]
     if window:
         visible &= distance < window
-    cached = masked_scores(Options(scale, False, 0, softcap), q_BGSRK, keys.swapaxes(2, 3), new, new, None, None)
+    full = Options(scale, AttentionMask(kind="full"), softcap)
+    cached = masked_scores(full, q_BGSRK, keys.swapaxes(2, 3), new, new, Mask())
     cached = jnp.where(visible[:, None, :, None], cached, MASKED)
-    own = masked_scores(Options(scale, new.size > 1, window, softcap), q_BGSRK, k.swapaxes(1, 2), new, new, None, None)
+    own_mask = AttentionMask(window, "causal" if new.size > 1 else "full")
+    own = masked_scores(Options(scale, own_mask, softcap), q_BGSRK, k.swapaxes(1, 2), new, new, Mask())
     weights = jax.nn.softmax(jnp.concatenate([cached, own], axis=-1), axis=-1).astype(v.dtype)
     mixed = jnp.einsum("bgcrt,bgtk->bgcrk", weights[..., :slots], values, preferred_element_type=jnp.float32)
     if new.size == 1:  # a product is faster than a matmul over one token
@@ -165,18 +193,45 @@ def cached_attention(
     return heads_last(mixed.astype(q.dtype))
 
 
-def options(q, k, scale, causal, window, softcap, implementation, **case: Any) -> Options:
+def options(q, k, scale, mask: AttentionMask, softcap, implementation, bias=None, **case: Any) -> Options:
     """Checks the arguments of `attention` and returns them as `Options`; `case` has more properties of the call."""
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} kv heads evenly; use a divisor")
-    if window < 0:
-        raise ValueError(f"window={window} is negative; use a positive size, or window=0 to attend to all keys")
-    case |= {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap, "window": window, "causal": causal}
+    if mask.window < 0:
+        raise ValueError(f"window={mask.window} is negative; use a positive size, or window=0 to attend to all keys")
+    if mask.window and mask.kind not in ("causal", "full"):
+        raise ValueError(f"a mask of kind={mask.kind!r} has no window; use window=0, or kind='causal'")
+    if mask.kind != "cross" and q.shape[1] != k.shape[1]:
+        raise ValueError(f"{q.shape[1]} queries and {k.shape[1]} keys are not the same tokens; use kind='cross'")
+    if bias is not None and mask.kind == "cross":
+        raise ValueError("a relative bias needs queries and keys of one sequence; leave it out with kind='cross'")
+    if bias is not None and bias.table.shape[1] != q.shape[2]:
+        raise ValueError(f"a bias of {bias.table.shape[1]} heads does not fit {q.shape[2]} query heads; use as many")
+    case |= {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap, "mask": mask, "bias": bias is not None}
     name = resolve_implementation("attention", IMPLEMENTATIONS, implementation, case)
-    return Options(scale, causal, window, softcap, name, interpret_setting())
+    return Options(scale, mask, softcap, name, interpret_setting(), None if bias is None else bias.buckets)
 
 
-def _attend(o: Options, q, k, v, segment_ids):
+def mask_arrays(mask: AttentionMask, segment_ids, kv_segment_ids, prefix_ids, bias) -> Mask:
+    """Returns the array arguments of `attention`, about queries and about keys.
+
+    Raises:
+      ValueError: an array is missing, or does not belong to this kind of mask.
+    """
+    if (prefix_ids is not None) != (mask.kind == "prefix"):
+        raise ValueError("prefix_ids and a mask of kind='prefix' need each other; pass both, or neither")
+    cross = mask.kind == "cross"
+    if kv_segment_ids is not None and not cross:
+        raise ValueError("kv_segment_ids are those of other keys than the queries' own; use kind='cross'")
+    if cross and (segment_ids is None) != (kv_segment_ids is None):
+        raise ValueError("segment_ids and kv_segment_ids need each other; pass both, or neither")
+    if kv_segment_ids is not None:
+        kv_segment_ids = jnp.where(kv_segment_ids == 0, -1, kv_segment_ids)
+    of_queries = Tokens(segment_ids, prefix_ids, None if bias is None else bias.positions)
+    return Mask(of_queries, of_queries._replace(segments=kv_segment_ids) if cross else of_queries)
+
+
+def _attend(o: Options, q, k, v, mask: Mask, table):
     match o.name:  # kernels are imported only when used, because importing Pallas takes time
         case "cudnn":
             from jaxstack.kernels.attention import cudnn
@@ -185,11 +240,11 @@ def _attend(o: Options, q, k, v, segment_ids):
         case "pallas_gpu":
             from jaxstack.kernels.attention import pallas_gpu
 
-            return pallas_gpu.attend(o, q, k, v, segment_ids)
+            return pallas_gpu.attend(o, q, k, v, mask.queries.segments)
         case "pallas_tpu":
             from jaxstack.kernels.attention import pallas_tpu
 
-            return pallas_tpu.attend(o, q, k, v, segment_ids)
+            return pallas_tpu.attend(o, q, k, v, mask.queries.segments)
         case "chunked":
-            return chunked.attend(o, q, k, v, Mask(segment_ids, segment_ids, None))
-    return reference.attend(o, q, k, v, Mask(segment_ids, segment_ids, None))
+            return chunked.attend(o, q, k, v, mask, table)
+    return reference.attend(o, q, k, v, mask, table)

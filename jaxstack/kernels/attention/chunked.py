@@ -14,15 +14,19 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack.kernels.attention.reference import (
+    MASKED,
     Mask,
     Options,
     add_offset,
+    bias_distances,
+    has_empty_rows,
     heads_first,
     heads_last,
     masked_scores,
     row_dots,
-    slice_tokens,
+    slice_tree,
 )
+from jaxstack.kernels.attention.relative_bias import table_gradient
 
 _CHUNK = 64  # queries (forward) or keys (backward) of a chunk
 _MAX_GROUPS = 16  # groups of chunks to trace; a longer sequence scans over the chunks of each group
@@ -77,51 +81,56 @@ def _groups(o: Options, length: int, other_length: int, mask: Mask, over: str) -
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(o: Options, q, k, v, mask: Mask):
-    """Returns the output [B, S, H, K] for queries q [B, S, H, K], keys k and values v [B, T, G, K]."""
-    return _attend_forward(o, q, k, v, mask)[0]
+def attend(o: Options, q, k, v, mask: Mask, table=None):
+    """Returns the output [B, S, H, K] for queries q [B, S, H, K], keys k and values v [B, T, G, K].
+
+    `table` has the biases [N, H] of the buckets in the options.
+    """
+    return _attend_forward(o, q, k, v, mask, table)[0]
 
 
-def _attend_forward(o: Options, q, k, v, mask: Mask):
+def _attend_forward(o: Options, q, k, v, mask: Mask, table):
     q_BGSRK, k_BGTK, v_BGTK = heads_first(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2)
-    out, lse = forward(o, q_BGSRK, k_BGTK, v_BGTK, mask, q.dtype)
+    out, lse = forward(o, q_BGSRK, k_BGTK, v_BGTK, mask, q.dtype, table)
     out, lse = checkpoint_name(heads_last(out), "attention"), checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, mask, out, lse)
+    return out, (q, k, v, mask, table, out, lse)
 
 
 def _attend_backward(o: Options, residuals, d_out):
-    q, k, v, mask, out, lse = residuals
+    q, k, v, mask, table, out, lse = residuals
     q_BGSRK, d_out_BGSRK, out_BGSRK = (heads_first(x, k.shape[2]) for x in (q, d_out, out))
     k_BGTK, v_BGTK = k.swapaxes(1, 2), v.swapaxes(1, 2)
     delta = row_dots(d_out_BGSRK, out_BGSRK)
-    dq, dk, dv = backward(o, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse, delta, mask, q.dtype)
+    dq, dk, dv, d_table = backward(o, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse, delta, mask, q.dtype, table)
     dk, dv = dk.swapaxes(1, 2), dv.swapaxes(1, 2)
-    return heads_last(dq).astype(q.dtype), dk, dv, None
+    return heads_last(dq).astype(q.dtype), dk, dv, None, None if table is None else d_table.astype(table.dtype)
 
 
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def forward(o: Options, q_BGSRK, k_BGTK, v_BGTK, mask: Mask, dtype):
+def forward(o: Options, q_BGSRK, k_BGTK, v_BGTK, mask: Mask, dtype, table=None):
     """Returns the output [B, G, S, R, K] in `dtype`, and the log-sum-exp [B, G, S, R] of the scores in float32.
 
-    For a query without visible keys, the log-sum-exp is about float32's lowest number, and the output is an arbitrary
-    mean of values.
+    A query without visible keys has zeros and a log-sum-exp of 0 with kind="cross". With other kinds of masks, its
+    log-sum-exp is about float32's lowest number, and its output is an arbitrary mean of values.
     """
     outs, lses = [], []
     for group in _groups(o, q_BGSRK.shape[2], k_BGTK.shape[2], mask, over="queries"):
         keys = group.low + jnp.arange(group.high - group.low)
-        k_group, v_group, k_segments = (
-            slice_tokens(x, group.low, keys.size) for x in (k_BGTK, v_BGTK, mask.key_segments)
-        )
+        k_group, v_group, of_keys = slice_tree((k_BGTK, v_BGTK, mask.keys), group.low, keys.size)
 
         def chunk(start):
-            positions = add_offset(start + jnp.arange(group.size), mask.offset)
-            q_chunk, q_segments = (slice_tokens(x, start, group.size) for x in (q_BGSRK, mask.query_segments))
-            scores = masked_scores(o, q_chunk, k_group, positions, keys, q_segments, k_segments)
+            index = add_offset(start + jnp.arange(group.size), mask.offset)
+            q_chunk, of_queries = slice_tree((q_BGSRK, mask.queries), start, group.size)
+            scores = masked_scores(o, q_chunk, k_group, index, keys, Mask(of_queries, of_keys), table)
             top = scores.max(-1, keepdims=True)
+            if has_empty_rows(o, mask):
+                top = jnp.where(top > MASKED, top, 0)
             weights = jnp.exp(scores - top)
             total = weights.sum(-1, keepdims=True)
+            if has_empty_rows(o, mask):  # other rows have a weight of 1
+                total = jnp.maximum(total, 1)
             weights = weights.astype(v_group.dtype)
             out = jnp.einsum("bgcrt,bgtk->bgcrk", weights, v_group, preferred_element_type=jnp.float32)
             return (out / total).astype(dtype), (top + jnp.log(total))[..., 0]
@@ -140,44 +149,49 @@ def _over_chunks(group: _Group, chunk):
     return jax.tree.map(lambda x: jnp.concatenate(jnp.unstack(x), axis=2), stacked)
 
 
-def backward(o: Options, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse_BGSR, delta_BGSR, mask: Mask, dtype):
-    """Returns the gradients of q in float32, and of k and v in `dtype`.
+def backward(o: Options, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse_BGSR, delta_BGSR, mask: Mask, dtype, table=None):
+    """Returns the gradients of q in float32, of k and v in `dtype`, and of the table in float32 (None without one).
 
     `delta` is the dot product of each output with its gradient. If `lse` and `delta` cover more keys than these, the
     gradient of q is the part that comes from these keys.
     """
     dq = jnp.zeros_like(q_BGSRK, jnp.float32)
+    d_table = None if table is None else jnp.zeros_like(table, jnp.float32)
+    # The scale multiplies the products of queries and keys only, not the biases.
+    factor = o.scale if table is None else 1.0
     dks, dvs = [], []
     for group in _groups(o, k_BGTK.shape[2], q_BGSRK.shape[2], mask, over="keys"):
-        positions = add_offset(group.low + jnp.arange(group.high - group.low), mask.offset)
-        q_group, d_out_group, lse, delta, q_segments = (
-            slice_tokens(x, group.low, positions.size)
-            for x in (q_BGSRK, d_out_BGSRK, lse_BGSR, delta_BGSR, mask.query_segments)
+        index = add_offset(group.low + jnp.arange(group.high - group.low), mask.offset)
+        q_group, d_out_group, lse, delta, of_queries = slice_tree(
+            (q_BGSRK, d_out_BGSRK, lse_BGSR, delta_BGSR, mask.queries), group.low, index.size
         )
 
-        def add_chunk(dq_group, start):
+        def add_chunk(sums, start):
+            dq_group, d_table = sums
             keys = start + jnp.arange(group.size)
-            k_chunk, v_chunk, k_segments = (
-                slice_tokens(x, start, group.size) for x in (k_BGTK, v_BGTK, mask.key_segments)
-            )
-            scores = masked_scores(o, q_group, k_chunk, positions, keys, q_segments, k_segments)
+            k_chunk, v_chunk, of_keys = slice_tree((k_BGTK, v_BGTK, mask.keys), start, group.size)
+            chunk_mask = Mask(of_queries, of_keys)
+            scores = masked_scores(o, q_group, k_chunk, index, keys, chunk_mask, table)
             weights = jnp.exp(scores - lse[..., None])
             d_weights = jnp.einsum("bgcrk,bgtk->bgcrt", d_out_group, v_chunk, preferred_element_type=jnp.float32)
-            d_scores = o.scale * weights * (d_weights - delta[..., None])
+            d_scores = factor * weights * (d_weights - delta[..., None])
             if o.softcap is not None:  # masked scores are outside the range of tanh, but their weights are 0
                 d_scores *= 1 - jnp.square(jnp.clip(scores / o.softcap, -1, 1))
+            if o.buckets is not None:
+                d_table += table_gradient(o.buckets, d_scores, bias_distances(index, keys, chunk_mask))
+                d_scores *= o.scale
             weights, d_scores = weights.astype(q_group.dtype), d_scores.astype(q_group.dtype)
             more = jnp.einsum("bgcrt,bgtk->bgcrk", d_scores, k_chunk, preferred_element_type=jnp.float32)
             dk = jnp.einsum("bgcrt,bgcrk->bgtk", d_scores, q_group, preferred_element_type=dtype)
             dv = jnp.einsum("bgcrt,bgcrk->bgtk", weights, d_out_group, preferred_element_type=dtype)
-            return dq_group + more, (dk, dv)
+            return (dq_group + more, d_table), (dk, dv)
 
         dq_group = lax.slice_in_dim(dq, group.low, group.high, axis=2)
         if group.chunks == 1:
-            dq_group, (dk, dv) = add_chunk(dq_group, group.start)
+            (dq_group, d_table), (dk, dv) = add_chunk((dq_group, d_table), group.start)
         else:
             starts = group.start + group.size * jnp.arange(group.chunks)
-            dq_group, stacked = lax.scan(add_chunk, dq_group, starts)
+            (dq_group, d_table), stacked = lax.scan(add_chunk, (dq_group, d_table), starts)
             dk, dv = (jnp.concatenate(jnp.unstack(x), axis=2) for x in stacked)
         # If the group has all queries, the index of `dq.at[...]` is an empty array. The compiler of jaxlib 0.11.2 has a
         # segmentation fault if a `jax.shard_map` takes an empty array.
@@ -185,4 +199,4 @@ def backward(o: Options, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse_BGSR, delta_B
         dks.append(dk)
         dvs.append(dv)
     dk, dv = (jnp.concatenate(x, axis=2) for x in (dks, dvs))
-    return dq, dk, dv
+    return dq, dk, dv, d_table

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxstack.kernels.attention import block_ranges
-from jaxstack.kernels.attention.reference import MASKED, Mask, Options, row_dots
+from jaxstack.kernels.attention.reference import MASKED, Mask, Options, Tokens, row_dots
 from jaxstack.kernels.tiles import AttentionTile, attention_class, find_tile
 from jaxstack.sharding import collectives
 
@@ -67,7 +67,7 @@ def attend(o: Options, q, k, v, segment_ids):
 
 
 def _forward(o: Options, q, k, v, segment_ids):
-    out, lse_BHS = _forward_call(o, q, k, v, Mask(segment_ids, segment_ids, None), q.dtype)
+    out, lse_BHS = _forward_call(o, q, k, v, Mask(*(Tokens(segment_ids),) * 2), q.dtype)
     out, lse_BHS = checkpoint_name(out, "attention"), checkpoint_name(lse_BHS, "attention_lse")
     return out, (q, k, v, segment_ids, out, lse_BHS)
 
@@ -75,7 +75,7 @@ def _forward(o: Options, q, k, v, segment_ids):
 def _backward(o: Options, residuals, d_out):
     q, k, v, segment_ids, out, lse_BHS = residuals
     delta_BHS = row_dots(out, d_out).swapaxes(1, 2)
-    return *_backward_call(o, q, k, v, d_out, lse_BHS, delta_BHS, Mask(segment_ids, segment_ids, None), q.dtype), None
+    return *_backward_call(o, q, k, v, d_out, lse_BHS, delta_BHS, Mask(*(Tokens(segment_ids),) * 2), q.dtype), None
 
 
 def forward_block(o: Options, q, k, v, mask: Mask):
@@ -142,7 +142,7 @@ def _call(kernel, over, static: _Static, heads, mask: Mask, inputs, in_specs, re
         block, visited_block = tile.block_kv, tile.block_q
     count, sequences = len(ranges.low), inputs[0].shape[0]
     masked_ends = bool((ranges.low < ranges.inner_low).any()), bool((ranges.inner_high < ranges.high).any())
-    of_queries, of_keys = jax.tree.map(lambda x: x.astype(jnp.int32), mask[:2])
+    of_queries, of_keys = jax.tree.map(lambda x: x.astype(jnp.int32), (mask.queries.segments, mask.keys.segments))
     both = (of_queries, of_keys) if over == "queries" else (of_keys, of_queries)
     visits = block_ranges.to_array(ranges, None if of_keys is None else both, block, visited_block)
     # Under a causal mask the last queries attend to the most keys, and the first keys have the most queries. These
