@@ -233,7 +233,7 @@ def choices(cfg: Config, values: Any, tokens: np.ndarray) -> np.ndarray:
     """Returns the experts of every token in every layer, [L, B, S, k]."""
     ctx, m = Context(), cfg.model
     given = decoder.make_layer_inputs(m, {"tokens": tokens}, ctx)
-    x, found = decoder.embed(m, values, given, ctx), []
+    (x, _), found = decoder.embed(m, values, given, ctx), []
     for i in range(m.num_layers):
         weights = jax.tree.map(lambda leaf, i=i: leaf[i], values["layers"])
         h = layers.norm(m, weights["attention_norm"], x, ctx)

@@ -145,7 +145,8 @@ class Walk:
     def _embed(self) -> Callable[[Params, Batch], jax.Array]:
         def work(values: Params, batch: Batch) -> jax.Array:
             its = family.of(self.cfg)
-            return its.embed(self.cfg, self._cast(values), its.make_layer_inputs(self.cfg, batch, self.ctx), self.ctx)
+            layer_inputs = its.make_layer_inputs(self.cfg, batch, self.ctx)
+            return its.embed(self.cfg, self._cast(values), layer_inputs, self.ctx)[0]
 
         if not self._meshed:
             return jax.jit(work)

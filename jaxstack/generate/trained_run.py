@@ -25,7 +25,7 @@ from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, family, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
-from jaxstack.tracking.step_log import mean_loss
+from jaxstack.tracking.step_log import mean_losses
 from jaxstack.training import init_from
 from jaxstack.training.losses import EvalSums
 from jaxstack.training.step import make_eval_step
@@ -254,9 +254,11 @@ class TrainedRun:
             )
         loader = DataLoader(cfg, dataset, self.context.sharding(self.context.batch))
         losses = {
-            one.name: mean_loss(
-                (self._eval_step(self.params, loader.to_devices(batch)) for batch in one.local_batches), lambda: None
-            )[0]
+            one.name: mean_losses(
+                self.model.objective.terms,
+                (self._eval_step(self.params, loader.to_devices(batch)) for batch in one.local_batches),
+                lambda: None,
+            ).loss
             for one in loader.held_out
         }
         loss = loader.mean_loss(losses)

@@ -23,6 +23,24 @@ from jaxstack.sharding import BATCH_AXES
 Tree = TypeVar("Tree")
 
 
+class Enter(Protocol):
+    """Leads from one stack to the next, for `Stack.enter`."""
+
+    def __call__(
+        self, cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, layer_inputs: LayerInputs, ctx: Context, /
+    ) -> tuple[jax.Array, PyTree]:
+        """Returns the residual stream before the first layer of this stack, and the side inputs of its layers.
+
+        Args:
+          cfg: the model.
+          params: all parameters of the model; those of the stack's layers are not read.
+          x: residual stream after the last layer of the stack before.
+          side: the side inputs of that stack.
+          layer_inputs: from `make_layer_inputs`.
+          ctx: execution context.
+        """
+
+
 class StackStep(Protocol):
     """One step of the scan over a stack, for `Stack.step`."""
 
@@ -61,11 +79,13 @@ class Stack:
       depth: number of layers.
       period: blocks in one step of the loop.
       step: runs one step.
+      enter: leads from the stack before to this one. `None` for the first stack, which begins with `Family.embed`.
     """
 
     depth: int
     period: int
     step: StackStep
+    enter: Enter | None = None
 
 
 def block(

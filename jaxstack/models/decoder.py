@@ -18,8 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import ModelConfig
+from jaxstack.config import Config, ModelConfig
 from jaxstack.models import layers, lora, moe_layer
+from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack, block
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Parts
@@ -60,6 +61,24 @@ def spec(cfg: ModelConfig) -> Spec:
         tree["head"] = {"w": pad(w, 1, cfg.padded_vocab)}
     tree = scale_to_width(tree, cfg.width_ratio) if cfg.base_width else tree
     return lora.add_adapters(tree, cfg.lora) if cfg.lora.rank else tree
+
+
+def batch_spec(cfg: Config) -> BatchSpec:
+    """Declares the arrays of a batch of texts, of which each token has a target."""
+    shape, model = (cfg.data.batch_size, cfg.data.seq_len), cfg.model
+    arrays = {
+        "tokens": BatchArray(shape, "ids", model.vocab),
+        "targets": BatchArray(shape, "ids", model.classes),
+        "loss_weights": BatchArray(shape, "ones"),
+    }
+    if cfg.has_segments:
+        arrays["segment_ids"] = BatchArray(shape, "one_document")
+    if cfg.data.packing:
+        arrays["positions"] = BatchArray(shape, "positions")
+    if model.moe.num_experts and model.moe.router in ("domain", "timestep"):
+        gates = model.moe.num_experts if model.moe.router == "domain" else model.moe.max_timestep
+        arrays["gate_ids"] = BatchArray(shape, "ids", gates)
+    return arrays
 
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
@@ -117,8 +136,11 @@ def dropout_keys(layer_inputs: LayerInputs) -> tuple[jax.Array, jax.Array] | tup
     return keys[0], keys[1]
 
 
-def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
-    """Returns the residual stream before the first layer [B, S/n, D]; `layer_inputs` is from `make_layer_inputs`."""
+def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
+    """Returns the residual stream before the first layer [B, S/n, D], and that there are no side inputs.
+
+    `layer_inputs` is from `make_layer_inputs`.
+    """
     assert layer_inputs.tokens is not None
     assert layer_inputs.positions is not None
     declared = spec(cfg)["embedding"]
@@ -130,7 +152,7 @@ def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Cont
     residual = ("batch", "residual")
     where = residual[-layer_inputs.positions.ndim :]
     x, _ = ctx.region(work, arguments, (declared, ("batch", "sequence"), where), residual)
-    return layers.dropout(dropout_keys(layer_inputs)[1], cfg.dropout, x, layer_inputs.dropout_ids)
+    return layers.dropout(dropout_keys(layer_inputs)[1], cfg.dropout, x, layer_inputs.dropout_ids), None
 
 
 def scan_block(
@@ -210,7 +232,7 @@ def hidden_states_unrolled(
       Normalised hidden states, and `keys` and `values` of these tokens for each block of each step.
     """
     layer_inputs = make_layer_inputs(cfg, batch, ctx)
-    x, made = embed(cfg, params, layer_inputs, ctx), []
+    x, made = embed(cfg, params, layer_inputs, ctx)[0], []
     for index, (weights, one) in enumerate(zip(steps, cache, strict=True)):
         x, aux = scan_block(cfg, ctx, weights, x, index, layer_inputs, one)
         made.append([{name: aux[name][i] for name in block} for i, block in enumerate(one)])
@@ -249,8 +271,8 @@ def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
     return ctx.gather_params(table, params["embedding"]["tokens"].astype(ctx.dtype)).T
 
 
-def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> jax.Array:
-    """Returns the sum of weight * negative log-likelihood of the next tokens, in nats.
+def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
+    """Returns the sum `loss` of weight * negative log-likelihood of the next tokens, in nats.
 
     Args:
       cfg: the model.
@@ -280,7 +302,7 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
     name = "tokens" if cfg.tied_embeddings else "w"
     only, rows = {group: {name: spec(cfg)[group][name]}}, ("batch", "sequence")
     arguments = {group: {name: params[group][name]}}, hidden, batch["targets"], batch["loss_weights"]
-    return ctx.region(work, arguments, (only, rows, rows, rows), ())[1]
+    return {"loss": ctx.region(work, arguments, (only, rows, rows, rows), ())[1]}
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:

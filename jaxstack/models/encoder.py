@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import ModelConfig
+from jaxstack.config import Config, ModelConfig
 from jaxstack.models import decoder, layers
+from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Parts
@@ -68,6 +69,11 @@ def with_other_head(there: ModelConfig, values: Params, here: ModelConfig, fresh
     }
 
 
+def batch_spec(cfg: Config) -> BatchSpec:
+    """Declares the arrays of a batch of texts, see `decoder.batch_spec`."""
+    return decoder.batch_spec(cfg)
+
+
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters: an encoder has one."""
     return decoder.stacks(cfg)
@@ -88,16 +94,19 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     return replace(made, token_types=ctx.slice_for_sequence_parallel(types))
 
 
-def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
-    """Returns the residual stream before the first layer [B, S/n, D]; `layer_inputs` is from `make_layer_inputs`."""
+def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
+    """Returns the residual stream before the first layer [B, S/n, D], and that there are no side inputs.
+
+    `layer_inputs` is from `make_layer_inputs`.
+    """
     tables = {name: params["embedding"][name] for name in decoder.spec(cfg)["embedding"]}
-    x = decoder.embed(cfg, {"embedding": tables}, replace(layer_inputs, key=None), ctx)
+    x, _ = decoder.embed(cfg, {"embedding": tables}, replace(layer_inputs, key=None), ctx)
     if cfg.token_types:
         assert layer_inputs.token_types is not None
         table = ctx.gather_params(spec(cfg)["embedding"]["types"], params["embedding"]["types"])
         x = kernels.add_in_float32(x, kernels.embedding_lookup(table, layer_inputs.token_types))
     x = layers.norm(cfg, params["embedding"]["norm"], x, ctx)
-    return layers.dropout(decoder.dropout_keys(layer_inputs)[1], cfg.dropout, x, layer_inputs.dropout_ids)
+    return layers.dropout(decoder.dropout_keys(layer_inputs)[1], cfg.dropout, x, layer_inputs.dropout_ids), None
 
 
 def hidden_states(
@@ -144,8 +153,11 @@ def with_one(hidden: jax.Array) -> jax.Array:
     return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
 
 
-def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> jax.Array:
-    """Returns the sum of weight * negative log-likelihood of hidden tokens or labels, in nats; see `decoder.loss`."""
+def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
+    """Returns the sum `loss` of weight * negative log-likelihood of hidden tokens or labels, in nats.
+
+    For the arguments, see `decoder.loss`.
+    """
 
     def work(
         ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array
@@ -167,7 +179,8 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
     if not cfg.labels:
         only["embedding"] = {"tokens": declared["embedding"]["tokens"]}
         used["embedding"] = {"tokens": params["embedding"]["tokens"]}
-    return ctx.region(work, (used, hidden, batch["targets"], batch["loss_weights"]), (only, rows, rows, rows), ())[1]
+    arguments = used, hidden, batch["targets"], batch["loss_weights"]
+    return {"loss": ctx.region(work, arguments, (only, rows, rows, rows), ())[1]}
 
 
 def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:

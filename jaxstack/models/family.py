@@ -10,8 +10,9 @@ from typing import Protocol, TypeVar
 import jax
 
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import ModelConfig
+from jaxstack.config import Config, ModelConfig
 from jaxstack.models import decoder, encoder
+from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.layers import Aux, LayerInputs
@@ -26,14 +27,19 @@ class Family(Protocol):
     def spec(self, cfg: ModelConfig, /) -> Spec:
         """Declares every parameter."""
 
+    def batch_spec(self, cfg: Config, /) -> BatchSpec:
+        """Declares the arrays of a training batch of a run; the loader of its data makes them."""
+
     def stacks(self, cfg: ModelConfig, /) -> dict[str, Stack]:
         """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
 
     def make_layer_inputs(self, cfg: ModelConfig, batch: Batch, ctx: Context, /) -> LayerInputs:
         """Builds what the layers read in addition to the residual stream, once for all of them."""
 
-    def embed(self, cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context, /) -> jax.Array:
-        """Returns the residual stream before the first layer [B, S/n, D]."""
+    def embed(
+        self, cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context, /
+    ) -> tuple[jax.Array, PyTree]:
+        """Returns the residual stream before the first layer [B, S/n, D], and `LayerInputs.side` or `None`."""
 
     def final_norm(self, cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, /) -> jax.Array:
         """Returns hidden states [B, S, D], from the residual stream after the last layer."""
@@ -51,8 +57,10 @@ class Family(Protocol):
     ) -> tuple[jax.Array, Aux]:
         """Returns hidden states [B, S, D] and auxiliary values: `embed`, all stacks, and `final_norm`."""
 
-    def loss(self, cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context, /) -> jax.Array:
-        """Returns the sum of the objective over the weighted tokens of a batch, in nats."""
+    def loss(
+        self, cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context, /
+    ) -> dict[str, jax.Array]:
+        """Returns for each term of the objective, by its name, its sum over this device's weighted tokens."""
 
     def logits(self, cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None, /) -> jax.Array:
         """Returns logits [B, S, V/n] in float32, this device's part of the classes."""

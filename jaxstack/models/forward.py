@@ -1,8 +1,9 @@
-"""From a batch to the hidden states that the head reads, for families with one stack of layers, on any mesh."""
+"""From a batch to the hidden states that the head reads, through the stacks of a family, on any mesh."""
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,8 @@ from jaxstack.models.layers import Aux, LayerInputs
 from jaxstack.models.params import Params, Spec, cast_matrices
 from jaxstack.pipeline import PipelineFns
 
-ARRAYS = ("tokens", "positions", "distance", "segment_ids", "gate_ids", "loss_weights", "rows", "token_types")
-"""The arrays of a batch that `make_layer_inputs` of the families reads."""
+Stream: TypeAlias = tuple[jax.Array, PyTree]
+"""What a stage of a pipeline sends to the next: the residual stream, and the side inputs of the layers."""
 
 
 class Parts(NamedTuple):
@@ -26,7 +27,7 @@ class Parts(NamedTuple):
     spec: Callable[[ModelConfig], Spec]
     stacks: Callable[[ModelConfig], dict[str, Stack]]
     make_layer_inputs: Callable[[ModelConfig, Batch, Context], LayerInputs]
-    embed: Callable[[ModelConfig, Params, LayerInputs, Context], jax.Array]
+    embed: Callable[[ModelConfig, Params, LayerInputs, Context], tuple[jax.Array, PyTree]]
     final_norm: Callable[[ModelConfig, Params, jax.Array, Context], jax.Array]
 
 
@@ -46,28 +47,42 @@ def hidden_states(
       parts: of the family.
       cfg: the model.
       params: as `spec` declares them, float32.
-      batch: see `make_layer_inputs` of the family; other arrays are ignored.
+      batch: see `make_layer_inputs` of the family, which ignores other arrays.
       ctx: execution context.
       dropout_key: `None` disables dropout, for evaluation.
       cache: for each block of a step, keys and values of earlier tokens, see `layers.attention`: arrays
         [L/period, ...], on a stage of a pipeline [R/P/period, ...]. An empty cache means that rows begin here.
 
     Returns:
-      Hidden states [B, S, D] in `ctx.dtype`, as the head reads them, and auxiliary values, each [L, ...]: with experts
-      those of `moe_layer.moe`, with a cache the `keys` and `values` of these tokens.
+      Hidden states [B, S, D] in `ctx.dtype`, as the head reads them, and auxiliary values. Each is [L, ...] over the
+      layers that have one, in the order of the stacks: with experts those of `moe_layer.moe`, with a cache the `keys`
+      and `values` of these tokens.
     """
     params = cast_matrices(parts.spec(cfg), params, ctx.dtype)
-    batch = {name: batch[name] for name in ARRAYS if name in batch}
     if dropout_key is not None:
-        batch["key"] = jax.random.key_data(dropout_key)
+        batch = {**batch, "key": jax.random.key_data(dropout_key)}
     if ctx.pipeline is not None:
         return _through_stages(parts, cfg, params, batch, ctx, cache)
     layer_inputs = parts.make_layer_inputs(cfg, batch, ctx)
-    ((name, stack),) = parts.stacks(cfg).items()
-    steps = split_steps(stack, params[name])
-    x = parts.embed(cfg, params, layer_inputs, ctx)
-    x, aux = scan_stack(cfg, ctx, stack, steps, x, layer_inputs, cache)
-    return parts.final_norm(cfg, params, x, ctx), jax.tree.map(lambda a: a.reshape(stack.depth, *a.shape[2:]), aux)
+    stacks = parts.stacks(cfg)
+    steps = {name: split_steps(stack, params[name]) for name, stack in stacks.items()}
+    x, side = parts.embed(cfg, params, layer_inputs, ctx)
+    every: list[Aux] = []
+    for name, stack in stacks.items():
+        if stack.enter is not None:
+            x, side = stack.enter(cfg, params, x, side, layer_inputs, ctx)
+        own = replace(layer_inputs, side=side)
+        x, aux = scan_stack(cfg, ctx, stack, steps[name], x, own, cache)
+        every.append(jax.tree.map(lambda a, depth=stack.depth: a.reshape(depth, *a.shape[2:]), aux))
+    return parts.final_norm(cfg, params, x, ctx), _join(every)
+
+
+def _join(every: list[Aux]) -> Aux:
+    """Concatenates the auxiliary values of several stacks [L, ...], each over the stacks that have it."""
+    if len(every) == 1:
+        return every[0]
+    names = dict.fromkeys(name for aux in every for name in aux)
+    return {name: jnp.concatenate([aux[name] for aux in every if name in aux]) for name in names}
 
 
 def _through_stages(
@@ -75,7 +90,7 @@ def _through_stages(
 ) -> tuple[jax.Array, Aux]:
     """Computes `hidden_states` with the layers on the stages of a pipeline. Its gradient by autodiff is GPipe's."""
     assert ctx.pipeline is not None
-    rows = batch["tokens"].shape[0]
+    rows = next(array for name, array in batch.items() if name != "key").shape[0]
     # Auxiliary values are summed over microbatches; keys and values must not be.
     microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches) if cache is None else 1
     ((name, stack),) = parts.stacks(cfg).items()
@@ -84,11 +99,11 @@ def _through_stages(
         stacked = ctx.gather_params(parts.spec(cfg)[name], stacked)
 
     def scan_body(
-        layer: tuple[list[Params], PyTree], x: jax.Array, index: jax.Array, layer_inputs: LayerInputs
-    ) -> tuple[jax.Array, jax.Array, Aux]:
-        weights, cache = layer
-        x, aux = stack.step(cfg, inner, weights, x, index, layer_inputs, cache)
-        return x, jnp.zeros(()), aux
+        layer: tuple[list[Params], PyTree], stream: Stream, index: jax.Array, layer_inputs: LayerInputs
+    ) -> tuple[Stream, jax.Array, Aux]:
+        (weights, cache), (x, side) = layer, stream
+        x, aux = stack.step(cfg, inner, weights, x, index, replace(layer_inputs, side=side), cache)
+        return (x, side), jnp.zeros(()), aux
 
     work = PipelineFns(
         prepare=lambda micro: parts.make_layer_inputs(cfg, micro, ctx),
@@ -97,7 +112,7 @@ def _through_stages(
     )
     layers_and_cache = group_layers(stack.period, stacked), cache
     micros = split_microbatches(batch, microbatches)
-    x, _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, layers_and_cache, micros)
+    (x, _), _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, layers_and_cache, micros)
     x = x.swapaxes(0, 1).reshape(rows, *x.shape[2:])
     aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
     own = {name: aux.pop(name) for name in ("keys", "values") if name in aux}

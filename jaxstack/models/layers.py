@@ -40,6 +40,8 @@ class LayerInputs:
       rope: cosine and sine of the positions within attention.
       rope_local: the same for layers with a window, if they have a base of their own.
       segment_ids: document of each token [B, S]. `None` means one document a row.
+      side: side inputs, a tree of arrays that depend on parameters: a condition, or the output of an encoder. All
+        layers of a stack read the same. They get gradients.
       token_types: type of each token of the residual stream, for an encoder [B, S/n].
       tokens: ids [B, S].
     """
@@ -54,6 +56,7 @@ class LayerInputs:
     rope: tuple[jax.Array, jax.Array] | None = None
     rope_local: tuple[jax.Array, jax.Array] | None = None
     segment_ids: jax.Array | None = None
+    side: PyTree = None
     token_types: jax.Array | None = None
     tokens: jax.Array | None = None
 

@@ -36,6 +36,7 @@ from jaxstack.pipeline.operations import (
     read_at,
     run_if,
     send,
+    where,
     write_at,
     zeros,
 )
@@ -45,7 +46,7 @@ from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.pipeline.split_vjp import Pairs, SplitVJP
 from jaxstack.pipeline.tick_rows import TickRow, UnitRow, tick_rows, ticks_from
 from jaxstack.sharding import collectives
-from jaxstack.sharding.collectives import varies_along, varying
+from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
 
 
 @dataclass(frozen=True)
@@ -55,22 +56,24 @@ class PipelineFns:
     All stages call `embed` and `loss` at once with equal arguments, and the results must be equal on all stages. The
     functions may divide their work among the stages, for example by a split vocabulary. The type of `embed`'s result
     may vary along the stages, as that of a gather does; only stage 0 uses the value. Losses and penalties are shares
-    of one sum over microbatches and layers. The gradients are those of this sum.
+    of one sum over microbatches and layers. The gradients are those of this sum. `x` is an array, or a tree of arrays
+    that stages send on together.
 
     Attributes:
       prepare: (one microbatch) -> inputs, the values that the other functions need from it. It runs once for each unit.
       embed: (shared, inputs) -> x, the input of the first layer.
       layer: (weights of one layer group, x, index of the group, inputs) -> (x, penalty, aux). `aux` has no gradient
         and is summed over microbatches.
-      loss: (shared, x, inputs) -> loss, from the output of the last layer. `forward` does not call it.
+      loss: (shared, x, inputs) -> loss, from the output of the last layer: a scalar, or a tree of scalars, which the
+        sum adds up. `forward` does not call it.
       split: for each weight of a layer group, whether its gradient may be left to a weight unit. The layer uses such a
         weight only through `kernels.taps.product`. `None` means no weight.
     """
 
     prepare: Callable[[PyTree], PyTree]
-    embed: Callable[[PyTree, PyTree], jax.Array]
-    layer: Callable[[PyTree, jax.Array, jax.Array, PyTree], tuple[jax.Array, jax.Array, PyTree]]
-    loss: Callable[[PyTree, jax.Array, PyTree], jax.Array] | None = None
+    embed: Callable[[PyTree, PyTree], PyTree]
+    layer: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[PyTree, jax.Array, PyTree]]
+    loss: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
     split: PyTree = None
 
 
@@ -87,7 +90,7 @@ class Sums:
       stacked: float32 gradients of the parameters in this stage's layer slots.
     """
 
-    loss: jax.Array
+    loss: PyTree
     penalty: jax.Array
     aux: PyTree
     shared: PyTree
@@ -153,10 +156,10 @@ class _State:
       sums: results so far.
     """
 
-    x: jax.Array
-    dx: jax.Array
+    x: PyTree
+    dx: PyTree
     stash: list[jax.Array]
-    outputs: jax.Array | None
+    outputs: PyTree
     pairs: Pairs
     sums: Sums
 
@@ -191,13 +194,14 @@ class _Run:
     def inputs_of(self, m: jax.Array) -> PyTree:
         return self.fns.prepare(index_leading(self.microbatches, m))
 
-    def layer(
-        self, weights: PyTree, x: jax.Array, group: jax.Array, inputs: PyTree
-    ) -> tuple[jax.Array, jax.Array, PyTree]:
+    def on_stage(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda a: varying(a, (self.axis,)), tree)
+
+    def layer(self, weights: PyTree, x: PyTree, group: jax.Array, inputs: PyTree) -> tuple[PyTree, jax.Array, PyTree]:
         inputs, constants = inputs
         return self.fns.layer(weights if self.constants is None else (weights, constants), x, group, inputs)
 
-    def loss(self, shared: PyTree, x: jax.Array, inputs: PyTree) -> jax.Array:
+    def loss(self, shared: PyTree, x: PyTree, inputs: PyTree) -> PyTree:
         assert self.fns.loss is not None, "execute needs PipelineFns.loss"
         return self.fns.loss(shared, x, inputs)
 
@@ -207,9 +211,9 @@ class _Run:
         m = varying(jnp.int32(0), axes)
         inputs = (self.inputs_of(m), index_leading(self.constants, m))
         weights, group = index_leading(self.stacked, m), self.group_of_slot[0]
-        x = zeros(jax.eval_shape(lambda: self.fns.embed(self.shared, self.inputs_of(jnp.int32(0)))), axes)
-        y = jax.eval_shape(lambda: self.layer(weights, x, group, inputs)[0])
-        x = varying(x, varies_along(y))
+        x = jax.eval_shape(lambda: self.fns.embed(self.shared, self.inputs_of(jnp.int32(0))))
+        x = jax.tree.map(lambda a: zeros(a, axes), x)
+        x = match_varying_tree(x, jax.eval_shape(lambda: self.layer(weights, x, group, inputs)[0]))
         if self.program.weight and self.fns.split is not None:
             self.vjp.find_sites(self.fns.split, weights, x, group, inputs)
         _, penalty, aux, residuals = jax.eval_shape(lambda: self.vjp.forward(weights, x, group, inputs))
@@ -219,7 +223,7 @@ class _Run:
             )
         )
         sums = Sums(
-            loss=zeros(loss),
+            loss=jax.tree.map(zeros, loss),
             penalty=zeros(penalty, axes),
             aux=jax.tree.map(lambda a: varying(zeros(a, lead=(len(self.group_of_slot),)), axes), aux),
             shared=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), self.shared),
@@ -228,7 +232,7 @@ class _Run:
         stash = [varying(zeros(r, lead=(slots, self.program.stages.max_groups)), axes) for r in residuals]
         outputs = None
         if not self.program.loss_follows_forward:
-            outputs = varying(zeros(x, lead=(slots,)), varies_along(x))
+            outputs = jax.tree.map(lambda a: zeros(a, lead=(slots,)), x)
         lead = (self.program.pair_slots, self.program.stages.max_groups)
         pairs = jax.tree.map(lambda tap: varying(zeros(tap, lead=lead), axes), jax.eval_shape(self.vjp.sites.taps))
         return _State(x, x, stash, outputs, pairs, sums)
@@ -256,8 +260,8 @@ class _Run:
         stacked, pairs = self.run_weight(state.sums.stacked, state.pairs, row, FORWARD)
         output, outputs = x, state.outputs
         if outputs is not None:
-            outputs = write_at(outputs, x, row.forward.slot)
-            output = lax.dynamic_index_in_dim(outputs, row.backward.slot, keepdims=False)
+            outputs = jax.tree.map(lambda s, a: write_at(s, a, row.forward.slot), outputs, x)
+            output = index_leading(outputs, row.backward.slot)
         dx, loss, shared = self.run_loss(state, row, output)
         dx, stacked, pairs = self.run_backward(pairs, stash, row, dx, stacked)
         stacked, pairs = self.run_weight(stacked, pairs, row, BACKWARD)
@@ -269,15 +273,15 @@ class _Run:
         dx = send(dx, self.axis, -1) if may_run(row.turns.backward) else dx
         return _State(x, dx, stash, outputs, pairs, sums), None
 
-    def run_forward(self, state: _State, row: TickRow) -> tuple[jax.Array, list[jax.Array], jax.Array, PyTree]:
+    def run_forward(self, state: _State, row: TickRow) -> tuple[PyTree, list[jax.Array], jax.Array, PyTree]:
         """Runs this stage's model chunk on the received activations; the first model chunk embeds a new microbatch.
 
         Returns the output, the stash with the unit's residuals, and the sums of penalty and aux.
         """
 
-        def embed(x: jax.Array, m: jax.Array) -> jax.Array:
+        def embed(x: PyTree, m: jax.Array) -> PyTree:
             embedded = self.fns.embed(self.shared, self.inputs_of(jnp.maximum(m, 0)))
-            return jnp.where((self.stage == 0) & (m >= 0), embedded, x)
+            return where((self.stage == 0) & (m >= 0), embedded, x)
 
         x = run_if("embed", row.turns.embed, embed, state.x, row.embed_at)
         unit = row.forward
@@ -296,12 +300,12 @@ class _Run:
             stash = [write_at(s, r, unit.slot, i) for s, r in zip(stash, residuals, strict=True)]
             counts = is_layer & unit.active
             aux = jax.tree.map(lambda a, e: add_at(a, jnp.where(counts, e, 0), slot), aux, extra)
-            return jnp.where(is_layer, y, x), stash, penalty + jnp.where(counts, share, 0), aux
+            return where(is_layer, y, x), stash, penalty + jnp.where(counts, share, 0), aux
 
         carry = (x, state.stash, state.sums.penalty, state.sums.aux)
         return fori_loop("forward", row.forward_groups, layer_forward, carry)
 
-    def run_loss(self, state: _State, row: TickRow, output: jax.Array) -> tuple[jax.Array, jax.Array, PyTree]:
+    def run_loss(self, state: _State, row: TickRow, output: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """Computes the loss of the last stage's output on all stages, which divide the work of the head.
 
         Returns the cotangents for the backward unit, and the sums of the loss and of the shared gradients.
@@ -311,15 +315,16 @@ class _Run:
             (dx, loss, grads), (output, m) = carry, operands
             y, inputs = broadcast(output, self.stage, self.last_stage, self.axis), self.inputs_of(m)
             share, pull = jax.vjp(lambda shared, y: self.loss(shared, y, inputs), self.shared, y)
-            dshared, dy = pull(varying(jnp.ones((), share.dtype), varies_along(share)))
-            return jnp.where(self.stage == self.last_stage, dy, dx), loss + share, add_trees(grads, dshared)
+            dshared, dy = pull(jax.tree.map(lambda a: varying(jnp.ones((), a.dtype), varies_along(a)), share))
+            loss = jax.tree.map(jnp.add, loss, share)
+            return where(self.stage == self.last_stage, dy, dx), loss, add_trees(grads, dshared)
 
         carry = (state.dx, state.sums.loss, state.sums.shared)
         return run_if("loss", row.turns.loss, loss_and_grad, carry, (output, row.loss_at))
 
     def run_backward(
-        self, waiting: Pairs, stash: list[jax.Array], row: TickRow, dx: jax.Array, sums: PyTree
-    ) -> tuple[jax.Array, PyTree, Pairs]:
+        self, waiting: Pairs, stash: list[jax.Array], row: TickRow, dx: PyTree, sums: PyTree
+    ) -> tuple[PyTree, PyTree, Pairs]:
         """Applies the VJPs of this stage's model chunk, last layer group first.
 
         Returns the cotangents for the previous stage, the sums of the stacked gradients, and the pairs that wait.
@@ -341,7 +346,7 @@ class _Run:
             if row.pair_slot is not None:
                 place = row.pair_slot, layer
                 waiting = jax.tree.map(lambda s, a: write_at(s, a, *place), waiting, pairs)
-            return jnp.where(is_layer, dy, dx), sums, waiting
+            return where(is_layer, dy, dx), sums, waiting
 
         return fori_loop("backward", row.backward_groups, layer_backward, (dx, sums, waiting))
 
@@ -365,7 +370,7 @@ class _Run:
 
         return fori_loop(WEIGHT_LOOPS[lane], row.weight_groups(lane), layer_weight, (sums, waiting))
 
-    def run_embed_grad(self, sums: PyTree, row: TickRow, dx: jax.Array) -> PyTree:
+    def run_embed_grad(self, sums: PyTree, row: TickRow, dx: PyTree) -> PyTree:
         """Adds the gradient of the embedding to the sums of the shared gradients, and returns them."""
 
         def embed_grad(grads: PyTree, operands: PyTree) -> PyTree:
@@ -373,7 +378,7 @@ class _Run:
             inputs, used = self.inputs_of(jnp.maximum(m, 0)), (self.stage == 0) & (m >= 0)
             # All stages compute the embedding, but only stage 0 uses it: the others have zero cotangents. The VJP of
             # the collectives in `embed` sums over the stages (a psum gives a broadcast, a gather gives a scatter).
-            x, pull = jax.vjp(lambda shared: varying(self.fns.embed(shared, inputs), (self.axis,)), self.shared)
-            return add_trees(grads, *pull(varying(jnp.where(used, dx, 0), varies_along(x))))
+            x, pull = jax.vjp(lambda shared: self.on_stage(self.fns.embed(shared, inputs)), self.shared)
+            return add_trees(grads, *pull(match_varying_tree(where(used, dx, None), x)))
 
         return run_if("embed_grad", row.turns.embed_grad, embed_grad, sums, (dx, row.embed_grad_at))

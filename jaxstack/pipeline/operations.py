@@ -52,15 +52,22 @@ def run_if(
     return fori_loop(name, trips, once, carry)
 
 
-def broadcast(x: jax.Array, stage: jax.Array, source: int, axis: str) -> jax.Array:
-    """Returns the value of stage `source` on all stages."""
-    return lax.psum(jnp.where(stage == source, x, 0), axis)
+def broadcast(x: PyTree, stage: jax.Array, source: int, axis: str) -> PyTree:
+    """Returns the arrays of stage `source` on all stages."""
+    return jax.tree.map(lambda a: lax.psum(jnp.where(stage == source, a, 0), axis), x)
 
 
-def send(x: jax.Array, axis: str, by: int) -> jax.Array:
-    """Sends x `by` stages further round the ring of stages, and returns the received value."""
+def send(x: PyTree, axis: str, by: int) -> PyTree:
+    """Sends arrays `by` stages further round the ring of stages, and returns the received ones."""
     size = lax.axis_size(axis)
-    return lax.ppermute(x, axis, [(s, (s + by) % size) for s in range(size)])
+    return jax.tree.map(lambda a: lax.ppermute(a, axis, [(s, (s + by) % size) for s in range(size)]), x)
+
+
+def where(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:
+    """Returns the arrays of one of two trees; `None` in place of the second means zeros."""
+    if y is None:
+        return jax.tree.map(lambda a: jnp.where(condition, a, 0), x)
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), x, y)
 
 
 def may_run(trips: jax.Array | int) -> bool:

@@ -7,15 +7,15 @@ from jax import lax
 
 from jaxstack.common.tree import PyTree
 from jaxstack.pipeline.execute import PipelineFns
-from jaxstack.pipeline.operations import add_at, broadcast, index_leading, send, zeros
+from jaxstack.pipeline.operations import add_at, broadcast, index_leading, send, where, zeros
 from jaxstack.pipeline.program import Stages
 from jaxstack.sharding import collectives
-from jaxstack.sharding.collectives import varies_along, varying
+from jaxstack.sharding.collectives import match_varying_tree, varying
 
 
 def forward(
     stages: Stages, fns: PipelineFns, axis: str, shared: PyTree, stacked: PyTree, microbatches: PyTree
-) -> tuple[jax.Array, jax.Array, PyTree]:
+) -> tuple[PyTree, jax.Array, PyTree]:
     """Runs all layers forward, with the microbatches following each other from stage to stage.
 
     Autodiff through it is GPipe (Huang et al. 2019, arXiv:1811.06965). Tests compare `execute` with it. The arguments
@@ -35,7 +35,7 @@ def forward(
 
     embedded = lax.map(lambda m: fns.embed(shared, inputs_of(m)), jnp.arange(M))
 
-    def tick(carry: PyTree, now: jax.Array) -> tuple[PyTree, jax.Array]:
+    def tick(carry: PyTree, now: jax.Array) -> tuple[PyTree, PyTree]:
         x, penalty, sums = carry
         # Groups of P microbatches take turns on the chunks, as in `schedule.interleaved_one_f_one_b`.
         since = now - stage
@@ -43,7 +43,7 @@ def forward(
         chunk, m = rest // P, group * P + rest % P
         active = (since >= 0) & (m < M)
         m, chunk = jnp.where(active, m, 0), jnp.where(active, chunk, 0)
-        x = jnp.where((stage == 0) & (chunk == 0), index_leading(embedded, m), x)
+        x = where((stage == 0) & (chunk == 0), index_leading(embedded, m), x)
         inputs = inputs_of(m)
 
         def one_group(carry: PyTree, i: jax.Array) -> tuple[PyTree, None]:
@@ -52,21 +52,21 @@ def forward(
             is_layer = group_of_slot[slot] >= 0
             y, share, extra = fns.layer(index_leading(stacked, slot), x, group_of_slot[slot], inputs)
             sums = jax.tree.map(lambda s, e: add_at(s, jnp.where(is_layer & active, e, 0), slot), sums, extra)
-            return (jnp.where(is_layer, y, x), penalty + jnp.where(is_layer & active, share, 0), sums), None
+            return (where(is_layer, y, x), penalty + jnp.where(is_layer & active, share, 0), sums), None
 
         (x, penalty, sums), _ = lax.scan(one_group, (x, penalty, sums), jnp.arange(max_groups))
         return (send(x, axis, 1), penalty, sums), x
 
     m0 = varying(jnp.int32(0), (axis,))
-    x0 = varying(jnp.zeros_like(embedded[0]), (axis,))
+    x0 = jax.tree.map(lambda a: varying(jnp.zeros_like(a[0]), (axis,)), embedded)
 
-    def first_group() -> tuple[jax.Array, jax.Array, PyTree]:
+    def first_group() -> tuple[PyTree, jax.Array, PyTree]:
         return fns.layer(index_leading(stacked, m0), x0, group_of_slot[0], inputs_of(m0))
 
-    x0 = varying(x0, varies_along(jax.eval_shape(first_group)[0]))
+    x0 = match_varying_tree(x0, jax.eval_shape(first_group)[0])
     _, penalty0, aux0 = jax.eval_shape(first_group)
     sums = jax.tree.map(lambda a: zeros(a, (axis,), (len(group_of_slot),)), aux0)
     # The tick at which each microbatch leaves the last layer.
     end_ticks = np.asarray([P - 1 + m // P * V * P + (V - 1) * P + m % P for m in range(M)])
     (_, penalty, sums), outputs = lax.scan(tick, (x0, zeros(penalty0, (axis,)), sums), jnp.arange(end_ticks.max() + 1))
-    return broadcast(outputs[end_ticks], stage, P - 1, axis), penalty, sums
+    return broadcast(jax.tree.map(lambda a: a[end_ticks], outputs), stage, P - 1, axis), penalty, sums

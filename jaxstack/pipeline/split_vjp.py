@@ -28,24 +28,24 @@ class SplitVJP:
 
     penalty: jax.ShapeDtypeStruct
 
-    def __init__(self, layer: Callable[..., tuple[jax.Array, jax.Array, PyTree]], sites: Sites = NO_SITES) -> None:
+    def __init__(self, layer: Callable[..., tuple[PyTree, jax.Array, PyTree]], sites: Sites = NO_SITES) -> None:
         self._layer = layer
         self.sites = sites
         self._structure: PyTree = None
         self._argument_of_leaf: list[int | None] = []
 
-    def find_sites(self, wanted: PyTree, weights: PyTree, x: jax.Array, group: jax.Array, inputs: PyTree) -> None:
+    def find_sites(self, wanted: PyTree, weights: PyTree, x: PyTree, group: jax.Array, inputs: PyTree) -> None:
         """Sets `sites` to those of the wanted weights, see `taps.find_sites`. The arguments are those of `forward`."""
         self.sites = find_sites(lambda weights: self._layer(weights, x, group, inputs), weights, wanted)
 
     def forward(
-        self, weights: PyTree, x: jax.Array, group: jax.Array, inputs: PyTree
-    ) -> tuple[jax.Array, jax.Array, PyTree, list[jax.Array]]:
+        self, weights: PyTree, x: PyTree, group: jax.Array, inputs: PyTree
+    ) -> tuple[PyTree, jax.Array, PyTree, list[jax.Array]]:
         """Returns output, penalty, aux and the residuals."""
         later, others = self.sites.without_gradients(weights)
         taps = self.sites.taps()
 
-        def f(others: PyTree, x: jax.Array, taps: Pairs) -> tuple[tuple[jax.Array, jax.Array], PyTree]:
+        def f(others: PyTree, x: PyTree, taps: Pairs) -> tuple[tuple[PyTree, jax.Array], PyTree]:
             y, penalty, aux = self._layer(self.sites.tap(later, others, taps), x, group, inputs)
             return (y, penalty), aux
 
@@ -64,9 +64,9 @@ class SplitVJP:
         weights: PyTree,
         group: jax.Array,
         inputs: PyTree,
-        dy: jax.Array,
+        dy: PyTree,
         dpenalty: jax.Array,
-    ) -> tuple[PyTree, jax.Array, Pairs]:
+    ) -> tuple[PyTree, PyTree, Pairs]:
         """Returns the gradients of the weights without a site (None for the others) and of x, and the sites' pairs."""
         arguments, rest = jax.tree.leaves((weights, group, inputs, self.sites.taps())), iter(residuals)
         leaves = [next(rest) if i is None else arguments[i] for i in self._argument_of_leaf]

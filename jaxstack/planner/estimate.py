@@ -8,12 +8,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
-
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
+from jaxstack.models import batches, family
 from jaxstack.models.context import Context
 from jaxstack.planner import shards, weight_split
 from jaxstack.planner.explain import Counter
@@ -37,15 +35,7 @@ def abstract_inputs(cfg: Config, ctx: Context) -> tuple[TrainState, Batch]:
 
 def abstract_batch(cfg: Config, ctx: Context) -> Batch:
     """Returns the shapes, dtypes and shardings of a batch."""
-    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
-    if cfg.has_segments:
-        kinds["segment_ids"] = jnp.int32
-    if cfg.data.packing:
-        kinds["positions"] = jnp.int32
-    if cfg.model.moe.num_experts and cfg.model.moe.router in ("domain", "timestep"):
-        kinds["gate_ids"] = jnp.int32
-    shape, where = (cfg.data.batch_size, cfg.data.seq_len), ctx.sharding(ctx.batch)
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in kinds.items()}  # type: ignore[misc]
+    return batches.abstract_batch(family.of(cfg.model).batch_spec(cfg), ctx.sharding(ctx.batch))
 
 
 def exact_bytes(parts: Mapping[str, float]) -> float:

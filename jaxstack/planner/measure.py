@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from jaxstack import kernels
 from jaxstack.common.hardware import Chip
-from jaxstack.common.tree import Batch, PyTree
+from jaxstack.common.tree import PyTree
 from jaxstack.config import Config
 from jaxstack.kernels import implementation
 from jaxstack.models import family, layers, params
+from jaxstack.models.batches import random_batch
 from jaxstack.models.blocks import remat
 from jaxstack.models.context import Context
 from jaxstack.models.implementations import implementations
@@ -235,26 +236,12 @@ def _layer(cfg: Config, ctx: Context, x: jax.Array) -> float:
     return seconds_per_call(both, weights, x, x) / stack.period
 
 
-def _random_batch(cfg: Config) -> Batch:
-    """Returns a batch of random tokens, each row one document."""
-    shape = (cfg.data.batch_size, cfg.data.seq_len)
-    ids = jax.random.randint(jax.random.key(0), shape, 0, cfg.model.vocab)
-    batch = {"tokens": ids, "targets": ids % cfg.model.classes, "loss_weights": jnp.ones(shape)}
-    if cfg.has_segments:
-        batch["segment_ids"] = jnp.zeros(shape, jnp.int32)
-    if cfg.data.packing:
-        batch["positions"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    if cfg.model.moe.num_experts and cfg.model.moe.router == "domain":
-        batch["gate_ids"] = jax.random.randint(jax.random.key(1), shape, 0, cfg.model.moe.num_experts)
-    return batch
-
-
 def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
     """Measures a whole training step, and the optimizer alone."""
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, [device]))
     abstract = abstract_state(cfg, ctx)
     state = make_state(cfg, ctx, abstract)
-    batch = jax.device_put(_random_batch(cfg), ctx.sharding(ctx.batch))
+    batch = random_batch(family.of(cfg.model).batch_spec(cfg), ctx.sharding(ctx.batch))
     train_step, optimizer = step.jit_train_step(cfg, ctx, abstract), make_optimizer(cfg)
 
     def run_steps(count: int) -> TrainState:

@@ -6,20 +6,19 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxstack import pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config
-from jaxstack.models import family, params
+from jaxstack.models import batches, family, params
 from jaxstack.models.blocks import group_layers, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.pipeline.operations import add_trees, add_where, barrier, index_leading, read_at, write_at
 from jaxstack.pipeline.split_vjp import SplitVJP
 from jaxstack.sharding import collectives
-from jaxstack.sharding.collectives import varies_along, varying
+from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
 from jaxstack.training import losses
 from jaxstack.training.pipelined import pipeline_fns, split_matrices
 
@@ -49,24 +48,8 @@ def initial_values(cfg: Config, ctx: Context) -> PyTree:
 
 
 def random_batch(cfg: Config, ctx: Context) -> Batch:
-    """Returns a batch of random tokens; with packing, each row is one document."""
-    rng, shape = np.random.default_rng(0), (cfg.data.batch_size, cfg.data.seq_len)
-
-    def ids(below: int) -> np.ndarray:
-        return rng.integers(0, below, shape).astype(np.int32)
-
-    batch = {
-        "tokens": ids(cfg.model.vocab),
-        "targets": ids(cfg.model.classes),
-        "loss_weights": np.ones(shape, np.float32),
-    }
-    if cfg.has_segments:
-        batch["segment_ids"] = np.zeros(shape, np.int32)
-    if cfg.data.packing:
-        batch["positions"] = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    if cfg.data.domains:
-        batch["gate_ids"] = ids(cfg.model.moe.num_experts)
-    return jax.device_put(batch, ctx.sharding(ctx.batch))
+    """Returns a made-up batch; with packing, each row is one document."""
+    return batches.random_batch(family.of(cfg.model).batch_spec(cfg), ctx.sharding(ctx.batch))
 
 
 @dataclass(frozen=True)
@@ -91,10 +74,13 @@ class _Stage:
     def create(cls, cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> "_Stage":
         """Builds the stage on a device's shards of parameters and batch."""
         values, batch = ctx.defer_grad_sync(family.spec(cfg.model), values), ctx.shard_sequence(batch)
-        rows, length = batch["tokens"].shape
+        terms = cfg.model.objective.terms
+        rows, length = batch[terms[0].weights].shape
         if cfg.model.dropout:
             batch = batch | {"rows": ctx.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
-        fns = pipeline_fns(cfg, ctx, losses.BatchTotals(1.0, float(rows * length), float(rows)))
+        fns = pipeline_fns(
+            cfg, ctx, losses.BatchTotals({t.name: 1.0 for t in terms}, float(rows * length), float(rows))
+        )
         name, stack = family.only_stack(cfg.model)
         shared, stacks = family.split_stacks(cfg.model, values)
         stage = cls(
@@ -109,18 +95,18 @@ class _Stage:
         """Returns the inputs of the functions for microbatch `i`."""
         return self.fns.prepare(index_leading(self.microbatches, i))
 
-    def embed(self, i: jax.Array) -> jax.Array:
-        """Returns the residual stream of microbatch `i` before the first layer."""
+    def embed(self, i: jax.Array) -> PyTree:
+        """Returns the stream of microbatch `i` before the first layer."""
         return self.fns.embed(self.shared, self.inputs(i))
 
-    def forward(self, x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array, PyTree, list[jax.Array]]:
-        """Runs group `i` and returns the residual stream, the penalty, auxiliary values and residuals."""
+    def forward(self, x: PyTree, i: jax.Array) -> tuple[PyTree, jax.Array, PyTree, list[jax.Array]]:
+        """Runs group `i` and returns the stream, the penalty, auxiliary values and residuals."""
         return self.layer.forward(index_leading(self.stacked, i), x, i, self.inputs(i))
 
-    def loss(self, shared: PyTree, y: jax.Array, i: jax.Array) -> jax.Array:
-        """Returns the loss of microbatch `i`, given the residual stream after the last layer."""
+    def loss(self, shared: PyTree, y: PyTree, i: jax.Array) -> jax.Array:
+        """Returns the loss of microbatch `i`, given the stream after the last layer."""
         assert self.fns.loss is not None
-        return self.fns.loss(shared, y, self.inputs(i))
+        return losses.add_up(self.fns.loss(shared, y, self.inputs(i)))
 
 
 def _zeros(tree: PyTree) -> PyTree:
@@ -133,7 +119,7 @@ def _ones(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     return varying(jnp.ones((), like.dtype), varies_along(like))
 
 
-def _layer_loops(stage: _Stage, embedded: jax.Array, x: jax.Array) -> Loops:
+def _layer_loops(stage: _Stage, embedded: PyTree, x: PyTree) -> Loops:
     """Builds the loops over a group of layers: forward writes residuals, backward reads them and sums gradients.
 
     Backward also writes the pairs of weights whose gradients are computed later, and the third loop reads these.
@@ -177,10 +163,10 @@ def _layer_loops(stage: _Stage, embedded: jax.Array, x: jax.Array) -> Loops:
     }
 
 
-def _embedding_loops(stage: _Stage, embedded: jax.Array) -> Loops:
+def _embedding_loops(stage: _Stage, embedded: PyTree) -> Loops:
     """Builds the loops over the embedding and its backward pass."""
 
-    def embedding(i: jax.Array, _: jax.Array) -> jax.Array:
+    def embedding(i: jax.Array, _: PyTree) -> PyTree:
         return stage.embed(i)
 
     def embedding_backward(i: jax.Array, sums: PyTree) -> PyTree:
@@ -193,9 +179,9 @@ def _embedding_loops(stage: _Stage, embedded: jax.Array) -> Loops:
     }
 
 
-def _head_loops(stage: _Stage, x: jax.Array) -> Loops:
+def _head_loops(stage: _Stage, x: PyTree) -> Loops:
     """Builds the loops over head and loss, without and with their backward pass."""
-    outputs = jnp.stack([x, x / 2])
+    outputs = jax.tree.map(lambda a: jnp.stack([a, a / 2]), x)
 
     def head(i: jax.Array, loss: jax.Array) -> jax.Array:
         return loss + stage.loss(stage.shared, index_leading(outputs, i), i)
@@ -223,7 +209,7 @@ def part_program(cfg: Config, ctx: Context, name: str) -> Callable[[PyTree, Batc
         stage = _Stage.create(cfg, ctx, values, batch)
         embedded = stage.embed(jnp.int32(0))
         y = jax.eval_shape(lambda: stage.forward(embedded, jnp.int32(0)))[0]
-        x = varying(embedded, varies_along(y))
+        x = match_varying_tree(embedded, y)
         loops = _layer_loops(stage, embedded, x) | _embedding_loops(stage, embedded) | _head_loops(stage, x)
         body, begin = loops[name]
         ends = jax.tree.leaves(_repeat(turns, body, begin()))
@@ -237,21 +223,18 @@ def part_program(cfg: Config, ctx: Context, name: str) -> Callable[[PyTree, Batc
 def _repeat(turns: jax.Array, body: Body, carry: PyTree) -> PyTree:
     """Runs a body `turns` times, with index 0 and 1 alternately."""
 
-    def as_(types: PyTree, tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda a, t: varying(a, varies_along(t)), tree, types)
-
-    carry = as_(jax.eval_shape(body, jnp.int32(0), carry), carry)
-    return lax.fori_loop(0, turns, lambda i, carry: as_(carry, body(i % 2, carry)), carry)
+    carry = match_varying_tree(carry, jax.eval_shape(body, jnp.int32(0), carry))
+    return lax.fori_loop(0, turns, lambda i, carry: match_varying_tree(body(i % 2, carry), carry), carry)
 
 
 def activation_bytes(cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> tuple[float, float, float]:
     """Returns the bytes on a device of the residual stream, and of the residuals and pairs of a group of layers."""
     assert ctx.mesh is not None
 
-    def local(values: PyTree, batch: Batch) -> tuple[jax.Array, list[jax.Array], PyTree]:
+    def local(values: PyTree, batch: Batch) -> tuple[PyTree, list[jax.Array], PyTree]:
         stage, start = _Stage.create(cfg, ctx, values, batch), jnp.int32(0)
         x, *_, residuals = stage.forward(stage.embed(start), start)
-        return x[None], [r[None] for r in residuals], jax.tree.map(lambda a: a[None], stage.layer.sites.taps())
+        return jax.tree.map(lambda a: a[None], (x, residuals, stage.layer.sites.taps()))
 
     sharded = PartitionSpec(ctx.mesh.axis_names)
     run = ctx.local(local, (ctx.parameters(family.spec(cfg.model)), ctx.batch), sharded)

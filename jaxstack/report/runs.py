@@ -311,12 +311,17 @@ def summarize(run: LoggedRun) -> dict[str, str]:
 
 
 def _describe_objective(run: LoggedRun) -> dict[str, str]:
-    """Returns the figures that only objectives with an accuracy have."""
-    loss, unit, accuracy = run.objective
-    if accuracy is None:
-        return {}
-    figures = {"objective": f"{loss.removeprefix('held-out ')} in {unit}"}
-    return figures | {f"last held-out {accuracy}": format_number(_last(run, "eval_accuracy"), ".1%")}
+    """Returns the figures that only objectives with several losses, or with an accuracy, have."""
+    objective, figures = run.objective, {}
+    if len(objective.terms) > 1 or objective.accuracy:
+        figures["objective"] = f"{objective.loss.removeprefix('held-out ')} in {objective.unit}"
+    if len(objective.terms) > 1:
+        for term in objective.terms:
+            last = _last(run, f"eval_loss_{term.name}")
+            figures[f"last held-out loss of {term.name}"] = format_number(last, ".4f")
+    if objective.accuracy:
+        figures[f"last held-out {objective.accuracy}"] = format_number(_last(run, "eval_accuracy"), ".1%")
+    return figures
 
 
 def _tokens_seen(run: LoggedRun, steps: int) -> float | None:

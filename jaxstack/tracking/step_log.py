@@ -2,15 +2,16 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.config import Config
+from jaxstack.config.model import Term
 from jaxstack.data.loader import DataLoader
 from jaxstack.models import family, params
 from jaxstack.runtime import platform
@@ -22,8 +23,9 @@ from jaxstack.tracking.jsonl import JsonLines, Record
 from jaxstack.tracking.noise_scale import NoiseScale
 from jaxstack.tracking.throughput import ThroughputMeter
 
-Sums: TypeAlias = tuple[jax.Array, jax.Array, jax.Array | None]
-"""Sums over an evaluated batch: loss, weights, and the weights of right predictions if they are counted."""
+Sums: TypeAlias = tuple[Mapping[str, jax.Array], Mapping[str, jax.Array], jax.Array | None]
+"""Sums over an evaluated batch: the loss and the weights of each term of the objective, and the weights of right
+predictions if they are counted."""
 
 
 @dataclass(frozen=True)
@@ -186,16 +188,19 @@ class StepLogger:
           sums: for each batch of each source, by the sources' names. They are waited for one at a time: if independent
             programs run at the same time, their collectives can block each other.
         """
-        means = {name: mean_loss(batches, self._watchdog.report_progress) for name, batches in sums.items()}
-        losses = {name: loss for name, (loss, _) in means.items()}
-        loss, objective = self._loader.mean_loss(losses), self._cfg.model.objective
+        objective, progress = self._cfg.model.objective, self._watchdog.report_progress
+        means = {name: mean_losses(objective.terms, batches, progress) for name, batches in sums.items()}
+        losses = {name: mean.loss for name, mean in means.items()}
+        loss = self._loader.mean_loss(losses)
         # Only process 0 counts the bytes of all rows, and only process 0 writes.
         first = jax.process_index() == 0
         bits = loss / math.log(2) / self._loader.held_out_bytes_per_token if first else math.nan
         record = {"step": step, "eval_loss": loss, "eval_bits_per_byte": bits, "parameters": self._parameters}
-        accuracies = {name: accuracy for name, (_, accuracy) in means.items()}
         if objective.accuracy:
-            record["eval_accuracy"] = self._loader.mean_loss(accuracies)
+            record["eval_accuracy"] = self._loader.mean_loss({name: mean.accuracy for name, mean in means.items()})
+        for term in objective.terms if len(objective.terms) > 1 else ():
+            each = {name: mean.terms[term.name] for name, mean in means.items()}
+            record[f"eval_loss_{term.name}"] = self._loader.mean_loss(each)
         if len(losses) > 1:
             record |= {f"eval_loss/{name}": value for name, value in losses.items()}
             per_token = {one.name: one.bytes_per_token if first else math.nan for one in self._loader.held_out}
@@ -210,14 +215,32 @@ class StepLogger:
         return loss
 
 
-def mean_loss(sums: Iterable[Sums], after_batch: Callable[[], None]) -> tuple[float, float]:
-    """Returns the mean loss per token and the share of right predictions, NaN if unknown, given each batch's sums."""
-    total = np.zeros(3)
-    for loss, weight, right in sums:
-        found = jax.device_get((loss, weight, right))
-        total += [math.nan if value is None else float(value) for value in found]
+class Means(NamedTuple):
+    """The results of an evaluation.
+
+    Attributes:
+      loss: the objective, which is the sum of the terms by their scales.
+      terms: mean loss of each term over its tokens.
+      accuracy: share of right predictions; NaN if they were not counted.
+    """
+
+    loss: float
+    terms: dict[str, float]
+    accuracy: float
+
+
+def mean_losses(terms: Sequence[Term], sums: Iterable[Sums], after_batch: Callable[[], None]) -> Means:
+    """Returns the means over all batches, given the sums of each, which are waited for one at a time."""
+    loss, weight, right = np.zeros(len(terms)), np.zeros(len(terms)), 0.0
+    for batch in sums:
+        losses, weights, found = jax.device_get(batch)
+        loss += [float(losses[term.name]) for term in terms]
+        weight += [float(weights[term.name]) for term in terms]
+        right += math.nan if found is None else float(found)
         after_batch()
-    return float(total[0] / total[1]), float(total[2] / total[1])
+    each = {t.name: float(a) / float(b) if b else math.nan for t, a, b in zip(terms, loss, weight, strict=True)}
+    there = [t for t, b in zip(terms, weight, strict=True) if b or len(terms) == 1]
+    return Means(sum(t.scale * each[t.name] for t in there), each, right / float(weight[0]) if weight[0] else math.nan)
 
 
 def _in_words(loss: float, bits: float, unit: str) -> str:

@@ -27,11 +27,11 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     by the totals of the global batch. With accumulation, gradients are summed over devices once.
 
     - `params`, `batch`: global arrays. `key` is for dropout; `None` disables it.
-    - `loss`: the likelihood's part of the objective alone.
+    - `loss`: the objective without the auxiliary losses of experts.
     - `gradients`: of the full objective, with respect to the trained parameters. Nothing is computed for frozen ones.
-    - `sums`: the weighted `tokens` and the model's auxiliary values, summed over the step. With a mixture of experts
-      also `counted_tokens` and `counted_sequences`, see `losses.BatchTotals`. With `train.noise_scale` also
-      those of `noise_scale.measure`.
+    - `sums`: the weighted `tokens` and the model's auxiliary values, summed over the step. With several losses also
+      those of `losses.term_metrics`. With a mixture of experts also `counted_tokens` and `counted_sequences`, see
+      `losses.BatchTotals`. With `train.noise_scale` also those of `noise_scale.measure`.
 
     Raises:
       ConfigError: `train.noise_scale` with a single gradient.
@@ -45,31 +45,33 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
 
     def work(values: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Params, Metrics]:
         batch = ctx.shard_sequence(batch)
-        totals = losses.batch_totals(batch["loss_weights"], ctx)
+        totals = losses.batch_totals(cfg.model, batch, ctx)
+        first = cfg.model.objective.terms[0]
+        tokens, first_weights = totals.weights[first.name], first.weights
         if key is not None:
-            batch["rows"] = ctx.row_indices(batch["tokens"].shape[0])
+            batch["rows"] = ctx.row_indices(batch[first_weights].shape[0])
 
-        def objective(trained: Params, frozen: Params, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
-            total, aux = losses.next_token(cfg.model, params.combine(trained, frozen), micro, ctx, key)
-            loss = total / totals.loss_weight
-            return loss + losses.auxiliary(cfg.model, aux, totals), (loss, aux)
+        def objective(trained: Params, frozen: Params, micro: Batch) -> tuple[jax.Array, tuple[losses.Sums, Aux]]:
+            sums, aux = losses.loss_sums(cfg.model, params.combine(trained, frozen), micro, ctx, key)
+            shares = losses.shares(cfg.model, sums, totals)
+            return losses.add_up(shares) + losses.auxiliary(cfg.model, aux, totals), (shares, aux)
 
-        def share(values: Params, micro: Batch) -> tuple[tuple[jax.Array, Aux], Params]:
+        def share(values: Params, micro: Batch) -> tuple[tuple[losses.Sums, Aux], Params]:
             if ctx.pipeline is not None:
                 return pipelined_gradients(cfg, ctx, values, micro, key, totals)
             (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(*params.partition(spec, values), micro)
             return reported, grads
 
-        def small_batch(values: Params, micro: Batch) -> tuple[tuple[jax.Array, Aux], Params, Metrics]:
+        def small_batch(values: Params, micro: Batch) -> tuple[tuple[losses.Sums, Aux], Params, Metrics]:
             reported, grads = share(values, micro)
             if not measured:
                 return reported, grads, {}
             grads = ctx.sync_grads(trained_spec, grads, without=noise_scale.replica_axes(ctx))
-            return reported, grads, noise_scale.measure(ctx, grads, micro, totals.loss_weight)
+            return reported, grads, noise_scale.measure(ctx, grads, micro[first_weights], tokens)
 
         small: Metrics = {}
         if sums_by_layer(cfg, ctx):
-            (loss, aux), grads = share(values, batch)
+            (terms, aux), grads = share(values, batch)
         else:
             values = ctx.defer_grad_sync(spec, values)
             micros = split_batch(batch, accum)
@@ -79,12 +81,13 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
             def add(sums: PyTree, micro: Batch) -> tuple[PyTree, None]:
                 return jax.tree.map(jnp.add, sums, small_batch(values, micro)), None
 
-            ((loss, aux), grads, small), _ = jax.lax.scan(add, zeros, micros)
+            ((terms, aux), grads, small), _ = jax.lax.scan(add, zeros, micros)
             grads = ctx.sync_grads(trained_spec, grads)
-        loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
+        terms, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (terms, aux))
         if cfg.model.moe.num_experts:
             aux |= {"counted_tokens": totals.tokens, "counted_sequences": totals.sequences}
-        return loss, grads, {"tokens": totals.loss_weight, **aux, **noise_scale.total(ctx, small)}
+        sums = {"tokens": tokens, **losses.term_metrics(cfg.model, terms), **aux, **noise_scale.total(ctx, small)}
+        return losses.add_up(terms), grads, sums
 
     def gradients(values: Params, batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Params, Metrics]:
         if ctx.mesh is None:

@@ -1,6 +1,9 @@
 """The training objective: the loss of a batch, the auxiliary losses of experts, and the totals they are divided by."""
 
-from typing import NamedTuple
+import functools
+import operator
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,50 +17,84 @@ from jaxstack.models.layers import Aux
 from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
 
+Sums: TypeAlias = dict[str, jax.Array]
+"""A float32 scalar for each term of the objective, by its name, see `config.Term`."""
 
-def next_token(
+
+def loss_sums(
     cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, dropout_key: jax.Array | None = None
-) -> tuple[jax.Array, Aux]:
-    """Returns the sum of weight * negative log-likelihood over a batch, in nats.
+) -> tuple[Sums, Aux]:
+    """Returns the sums of weight * loss over a batch, one for each term of the objective.
 
-    It is a sum, because only the caller has the totals of all microbatches, which a mean is divided by.
+    They are sums, because only the caller has the totals of all microbatches, which means are divided by.
 
     Args:
       cfg: the model.
       params: its parameters, float32.
-      batch: ids `tokens` and `targets` [B, S], and `loss_weights` [B, S]; with packing also `positions` and
-        `segment_ids`, with a hard gate `gate_ids`, see the family's `make_layer_inputs`.
+      batch: the arrays that the family reads, such as `tokens` and `targets` [B, S], see its `make_layer_inputs` and
+        `loss`; and the weights of each term.
       ctx: execution context.
       dropout_key: `None` disables dropout.
 
     Returns:
-      The sum, a float32 scalar, and the model's auxiliary values, which are sums, too.
+      The sums, and the model's auxiliary values, which are sums, too.
     """
     model = family.of(cfg)
     hidden, aux = model.hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
     return model.loss(cfg, params, hidden, batch, ctx), aux
 
 
+def shares(cfg: ModelConfig, sums: Sums, totals: "BatchTotals") -> Sums:
+    """Returns what each term adds to the objective: its scaled mean, or the share of it that the sums are.
+
+    A term without a token in the whole batch adds nothing, unless it is the only one; then the loss is not finite.
+
+    Args:
+      cfg: the model.
+      sums: from `loss_sums`.
+      totals: of the global batch, from `batch_totals`.
+    """
+    terms, found = cfg.objective.terms, {}
+    for term in terms:
+        total = totals.weights[term.name]
+        mean = sums[term.name] / (total if len(terms) == 1 else jnp.where(total == 0, 1.0, total))
+        found[term.name] = mean if term.scale == 1 else term.scale * mean
+    return found
+
+
+def add_up(shares: Sums) -> jax.Array:
+    """Returns the objective without auxiliary losses, from `shares`."""
+    return functools.reduce(operator.add, shares.values())
+
+
+def term_metrics(cfg: ModelConfig, shares: Sums) -> dict[str, jax.Array]:
+    """Returns the mean of each term for the log, `loss_<name>`. Empty if there is one term, which `loss` is then."""
+    terms = cfg.objective.terms
+    return {f"loss_{t.name}": shares[t.name] / t.scale for t in terms} if len(terms) > 1 else {}
+
+
 class EvalSums(NamedTuple):
     """Sums over an evaluated batch, float32 scalars.
 
     Attributes:
-      loss: see `next_token`.
-      weight: the sum of `loss_weights`.
-      right: of these, the weight of right predictions; `None` where accuracy is not an aim (`Objective.accuracy`).
+      losses: of each term, see `loss_sums`.
+      weights: the sum of each term's weights.
+      right: of the first term's weights, that of right predictions; `None` where accuracy is not an aim
+        (`Objective.accuracy`).
     """
 
-    loss: jax.Array
-    weight: jax.Array
+    losses: Sums
+    weights: Sums
     right: jax.Array | None
 
 
 def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context) -> EvalSums:
-    """Returns this device's share of the sums over a batch, without dropout. For the arguments, see `next_token`."""
+    """Returns this device's share of the sums over a batch, without dropout. For the arguments, see `loss_sums`."""
     model = family.of(cfg)
     hidden, _ = model.hidden_states(cfg, params, batch, ctx)
     right = count_right(cfg, params, hidden, batch, ctx) if cfg.objective.accuracy else None
-    return EvalSums(model.loss(cfg, params, hidden, batch, ctx), batch["loss_weights"].sum(), right)
+    weights = {term.name: batch[term.weights].sum() for term in cfg.objective.terms}
+    return EvalSums(model.loss(cfg, params, hidden, batch, ctx), weights, right)
 
 
 def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> jax.Array:
@@ -99,23 +136,30 @@ class BatchTotals(NamedTuple):
     A token counts if its loss weight is not zero, however large it is: a statistic of routing says where tokens went.
 
     Attributes:
-      loss_weight: sum of `loss_weights`.
-      tokens: number of tokens that count.
-      sequences: number of sequences with at least one token that counts.
+      weights: sum of the weights of each term of the objective.
+      tokens: number of tokens that count in the first term.
+      sequences: number of sequences with at least one such token.
     """
 
-    loss_weight: jax.Array | float
+    weights: Mapping[str, jax.Array | float]
     tokens: jax.Array | float
     sequences: jax.Array | float
 
 
-def batch_totals(weights: jax.Array, ctx: Context) -> BatchTotals:
-    """Returns the totals over all devices; `weights` [B, S] are the loss weights of this device's tokens."""
-    loss_weight = collectives.all_reduce(weights.sum(), ctx.token_axes)
-    each = jnp.sum(weights != 0, axis=1, dtype=jnp.float32)
+def batch_totals(cfg: ModelConfig, batch: Batch, ctx: Context) -> BatchTotals:
+    """Returns the totals over all devices.
+
+    Args:
+      cfg: the model.
+      batch: the weights of each term [B, S], of this device's tokens; other arrays are not read.
+      ctx: execution context.
+    """
+    terms = cfg.objective.terms
+    weights = {t.name: collectives.all_reduce(batch[t.weights].sum(), ctx.token_axes) for t in terms}
+    each = jnp.sum(batch[terms[0].weights] != 0, axis=1, dtype=jnp.float32)
     of_sequences = collectives.all_reduce(each, ctx.axes("sequence"))
     return BatchTotals(
-        loss_weight,
+        weights,
         collectives.all_reduce(each.sum(), ctx.token_axes),
         collectives.all_reduce(jnp.sum(of_sequences > 0, dtype=jnp.float32), ctx.axes("batch")),
     )
@@ -128,7 +172,7 @@ def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals) -> jax.Array | fl
 
     Args:
       cfg: the model.
-      aux: from `next_token`.
+      aux: from `loss_sums`.
       totals: of the global batch, from `batch_totals`.
     """
     if not aux:
@@ -140,11 +184,13 @@ def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals) -> jax.Array | fl
     return (balance / sequences + z / tokens) / cfg.num_layers
 
 
-def routing_metrics(aux: Aux, totals: BatchTotals) -> dict[str, jax.Array]:
-    """Returns figures for the log, from the sums of a step: the load of the worst layer, the others as layer means."""
-    if not aux:
-        return {}
-    tokens, sequences = (jnp.maximum(n, 1.0) for n in (totals.tokens, totals.sequences))
+def routing_metrics(aux: Aux) -> dict[str, jax.Array]:
+    """Returns figures for the log: the load of the worst layer, the others as layer means.
+
+    Args:
+      aux: the sums of a step, with `counted_tokens` and `counted_sequences`, see `gradients.make_gradients`.
+    """
+    tokens, sequences = (jnp.maximum(aux[name], 1.0) for name in ("counted_tokens", "counted_sequences"))
     figures = moe.summary(aux["load"], aux["dropped"], aux["entropy"], tokens)
     return {
         "moe_load_max_over_mean": figures["max_over_mean"].max(),

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -52,7 +51,7 @@ def require_small_batches(cfg: Config, ctx: Context) -> None:
         )
 
 
-def measure(ctx: Context, grads: Params, micro: Batch, total_weight: jax.Array | float) -> dict[str, jax.Array]:
+def measure(ctx: Context, grads: Params, weights: jax.Array, total_weight: jax.Array | float) -> dict[str, jax.Array]:
     """Returns the part of one small batch in two sums of a step, float32 scalars.
 
     `small_squared_norm` is the squared norm of the mean gradient, weighted with the batch's part of the loss weights.
@@ -61,12 +60,12 @@ def measure(ctx: Context, grads: Params, micro: Batch, total_weight: jax.Array |
     Args:
       ctx: execution context within the step.
       grads: gradients of the small batch, summed over all axes but `replica_axes`, and divided by `total_weight`.
-      micro: this device's part of the small batch.
+      weights: loss weights of this device's part of the small batch [B, S].
       total_weight: sum of the loss weights of the global batch.
     """
     replicas = replica_axes(ctx)
     within = tuple(axis for axis in ctx.token_axes if axis not in replicas)
-    weight = collectives.all_reduce(micro["loss_weights"].sum(), within)
+    weight = collectives.all_reduce(weights.sum(), within)
 
     def squared(x: jax.Array) -> jax.Array:
         total = jnp.square(x.astype(jnp.float32)).sum()

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,13 +14,11 @@ from jaxstack.config import Config, ConfigError
 from jaxstack.models import family, params
 from jaxstack.models.blocks import group_layers, remat, split_microbatches
 from jaxstack.models.context import Context
+from jaxstack.models.forward import Stream
 from jaxstack.models.layers import Aux, LayerInputs
 from jaxstack.models.params import Params, Spec
 from jaxstack.pipeline import PipelineFns
 from jaxstack.training import losses
-
-READ_BY_LOSS = ("loss_weights", "targets")
-"""The arrays of a batch that the loss reads."""
 
 
 def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> PipelineFns:
@@ -34,20 +33,21 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
     ctx = ctx.within_stage
 
     def prepare(micro: Batch) -> tuple[LayerInputs, Batch]:
-        return model.make_layer_inputs(cfg.model, micro, ctx), {name: micro[name] for name in READ_BY_LOSS}
+        return model.make_layer_inputs(cfg.model, micro, ctx), micro
 
-    def embed(shared: Params, inputs: tuple[LayerInputs, Batch]) -> jax.Array:
+    def embed(shared: Params, inputs: tuple[LayerInputs, Batch]) -> Stream:
         return model.embed(cfg.model, shared, inputs[0], ctx)
 
     def step(
-        weights: list[Params], x: jax.Array, index: jax.Array, inputs: tuple[LayerInputs, Batch]
-    ) -> tuple[jax.Array, jax.Array, Aux]:
-        x, aux = stack.step(cfg.model, ctx, weights, x, index, inputs[0])
-        return x, jnp.asarray(losses.auxiliary(cfg.model, aux, totals)), aux
+        weights: list[Params], stream: Stream, index: jax.Array, inputs: tuple[LayerInputs, Batch]
+    ) -> tuple[Stream, jax.Array, Aux]:
+        x, side = stream
+        x, aux = stack.step(cfg.model, ctx, weights, x, index, replace(inputs[0], side=side))
+        return (x, side), jnp.asarray(losses.auxiliary(cfg.model, aux, totals)), aux
 
-    def loss(shared: Params, x: jax.Array, inputs: tuple[LayerInputs, Batch]) -> jax.Array:
-        hidden = model.final_norm(cfg.model, shared, x, ctx)
-        return model.loss(cfg.model, shared, hidden, inputs[1], ctx) / totals.loss_weight
+    def loss(shared: Params, stream: Stream, inputs: tuple[LayerInputs, Batch]) -> losses.Sums:
+        hidden = model.final_norm(cfg.model, shared, stream[0], ctx)
+        return losses.shares(cfg.model, model.loss(cfg.model, shared, hidden, inputs[1], ctx), totals)
 
     trained, _ = params.partition(family.spec(cfg.model), family.spec(cfg.model))
     split = [split_matrices(cfg, trained.get(name, {}))] * stack.period
@@ -92,8 +92,8 @@ def pipelined_gradients(
     batch: Batch,
     key: jax.Array | None,
     totals: losses.BatchTotals,
-) -> tuple[tuple[jax.Array, Aux], Params]:
-    """Returns this device's share of loss, auxiliary values and gradients, by the pipeline's table.
+) -> tuple[tuple[losses.Sums, Aux], Params]:
+    """Returns this device's share of the objective's terms, auxiliary values and gradients, by the pipeline's table.
 
     Parameters that are stored in shards (FSDP) are gathered before the pipeline runs, and their gradients are scattered
     after it. With `pipeline.gather=layer` each unit does so for one layer at a time, and sums of gradients are shards.

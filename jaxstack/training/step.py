@@ -44,8 +44,8 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
     loss, unless `train.spike.action` is `report`.
 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
-    `skipped_in_a_row`, `spike` (0 or 1), with a mixture of experts those of `losses.routing_metrics`, and with
-    `train.noise_scale` those of `noise_scale.estimate`.
+    `skipped_in_a_row`, `spike` (0 or 1), with several losses those of `losses.term_metrics`, with a mixture of experts
+    those of `losses.routing_metrics`, and with `train.noise_scale` those of `noise_scale.estimate`.
     """
     optimizer, spec = make_optimizer(cfg, ctx), family.spec(cfg.model)
     schedule = optim.schedule(cfg.optim, cfg.train.steps)
@@ -85,16 +85,13 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
             params=params.combine(trained, frozen),
             opt_state=opt_state,
         )
-        routed = {}
-        if cfg.model.moe.num_experts:
-            totals = losses.BatchTotals(sums["tokens"], sums["counted_tokens"], sums["counted_sequences"])
-            routed = losses.routing_metrics(sums, totals)
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": schedule(updates),  # the optimizer does not count skipped steps
             "tokens": sums["tokens"],
-            **routed,
+            **{name: value for name, value in sums.items() if name.startswith("loss_")},
+            **(losses.routing_metrics(sums) if cfg.model.moe.num_experts else {}),
             **(noise_scale.estimate(sums, grad_norm) if cfg.train.noise_scale else {}),
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,

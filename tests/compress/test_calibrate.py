@@ -63,7 +63,7 @@ def test_statistics_are_those_of_the_inputs(name: str) -> None:
     gram, size = 0.0, 0.0
     for batch in batches:
         inputs = decoder.make_layer_inputs(walk.cfg, batch, walk.ctx)
-        x = np.asarray(decoder.embed(walk.cfg, values, inputs, walk.ctx), np.float64)
+        x = np.asarray(decoder.embed(walk.cfg, values, inputs, walk.ctx)[0], np.float64)
         scales = jax.tree.map(lambda a: np.asarray(a[0], np.float64), values["layers"]["attention_norm"])
         if walk.cfg.norm == "layer":
             x = x - x.mean(-1, keepdims=True)
@@ -124,7 +124,7 @@ def test_a_layer_reads_what_the_compressed_layers_before_it_make() -> None:
     gram = 0.0
     for batch in batches:
         inputs = decoder.make_layer_inputs(walk.cfg, batch, walk.ctx)
-        x = decoder.embed(walk.cfg, values, inputs, walk.ctx)
+        x, _ = decoder.embed(walk.cfg, values, inputs, walk.ctx)
         x, _ = decoder.scan_block(walk.cfg, walk.ctx, [jax.tree.map(lambda a: a / 2, first)], x, 0, inputs)
         h = np.asarray(norm(walk.cfg, second["attention_norm"], x, walk.ctx), np.float64).reshape(-1, x.shape[-1])
         gram = gram + h.T @ h

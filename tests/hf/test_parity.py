@@ -194,7 +194,7 @@ def test_loss_and_every_gradient(family, context, rng):
     values, batch = to_ours(family, theirs.named_parameters()), random_batch(cfg, rng)
 
     def loss_fn(values):
-        return losses.next_token(cfg, values, batch, CONTEXTS[context])[0] / batch["loss_weights"].sum()
+        return losses.loss_sums(cfg, values, batch, CONTEXTS[context])[0]["loss"] / batch["loss_weights"].sum()
 
     loss, grads = jax.jit(jax.value_and_grad(loss_fn))(values)
     expected = their_loss(theirs, batch)

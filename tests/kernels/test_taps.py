@@ -49,7 +49,8 @@ def layer_gradients(cfg: Config, ctx: Context, part: str, values: Any, batch: An
     batch |= {"rows": ctx.row_indices(len(batch["tokens"])), "key": jax.random.key_data(jax.random.key(1))}
     values = ctx.gather_params(spec, params.cast_matrices(spec, values, ctx.dtype))
     trained, frozen = params.partition(spec, values)
-    fns = pipeline_fns(cfg, ctx, losses.BatchTotals(1.0, float(batch["tokens"].size), float(len(batch["tokens"]))))
+    rows, length = batch["tokens"].shape
+    fns = pipeline_fns(cfg, ctx, losses.BatchTotals({"loss": 1.0}, float(rows * length), float(rows)))
     layer = fns.layer
 
     def first(tree: Any) -> Any:  # the blocks of the first step
@@ -69,7 +70,7 @@ def layer_gradients(cfg: Config, ctx: Context, part: str, values: Any, batch: An
         return found.weight_gradients(later, lax.optimization_barrier(found.taps())), later
     vjp = SplitVJP(layer, taps.Sites({}) if part == "one VJP" else found)
     y, penalty, _, residuals = vjp.forward(weights, x, index, inputs)
-    dy, one = jnp.sin(y), varying(jnp.ones((), penalty.dtype), varies_along(penalty))
+    dy, one = jax.tree.map(jnp.sin, y), varying(jnp.ones((), penalty.dtype), varies_along(penalty))
     others, dx, pairs = vjp.backward(residuals, weights, index, inputs, dy, one)
     if part == "dx":
         return (others, dx, pairs), later

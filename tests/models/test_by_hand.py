@@ -279,9 +279,11 @@ def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
     def run(values, batch):
         rest = {name: batch[name] for name in ("segment_ids", "positions", "gate_ids")}
         logits, _ = decoder.forward(cfg, values, batch["tokens"], **rest)
-        loss, aux = losses.next_token(cfg, values, batch, Context())
-        totals = losses.batch_totals(batch["loss_weights"], Context())
-        return logits, loss, losses.auxiliary(cfg, aux, totals), losses.routing_metrics(aux, totals), aux
+        sums, aux = losses.loss_sums(cfg, values, batch, Context())
+        totals = losses.batch_totals(cfg, batch, Context())
+        counted = {"counted_tokens": totals.tokens, "counted_sequences": totals.sequences}
+        figures = losses.routing_metrics(aux | counted) if aux else {}
+        return logits, sums["loss"], losses.auxiliary(cfg, aux, totals), figures, aux
 
     logits, loss, auxiliary, figures, aux = run(values, batch)
     expected, sums = expected_of(cfg, values, batch)

@@ -60,8 +60,8 @@ def test_right_predictions_are_those_with_the_largest_logit(family, rng, seed):
         placed = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), values, state.params)
         sums = jax.jit(make_eval_step(own, ctx))(placed, jax.device_put(batch, ctx.sharding(ctx.batch)))
         np.testing.assert_allclose(float(sums.right), expected)
-        np.testing.assert_allclose(float(sums.weight), batch["loss_weights"].sum(dtype=np.float64))
-        assert 0 < expected < float(sums.weight)
+        np.testing.assert_allclose(float(sums.weights["loss"]), batch["loss_weights"].sum(dtype=np.float64))
+        assert 0 < expected < float(sums.weights["loss"])
 
 
 def test_of_equal_logits_the_first_one_is_the_right_prediction():

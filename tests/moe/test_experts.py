@@ -55,8 +55,8 @@ def test_every_implementation_is_the_reference(name, rng):
     values, batch = randomised(cfg, rng), random_batch(cfg, rng)
 
     def objective(values, ctx):
-        total, aux = losses.next_token(cfg, values, batch, ctx)
-        return total / 64 + losses.auxiliary(cfg, aux, losses.BatchTotals(64.0, 64.0, 4.0)), aux
+        sums, aux = losses.loss_sums(cfg, values, batch, ctx)
+        return sums["loss"] / 64 + losses.auxiliary(cfg, aux, losses.BatchTotals({}, 64.0, 4.0)), aux
 
     ways = {n: c for n, c in CONTEXTS.items() if n != "ragged" or name == "mixtral"}
     results = {
@@ -76,7 +76,7 @@ def test_every_parameter_is_read(name, rng):
     """It uses finite differences, since the balancing bias is read but has no gradient."""
     cfg = EXPERTS[name]
     values, batch = randomised(cfg, rng), random_batch(cfg, rng)
-    loss = jax.jit(lambda v: losses.next_token(cfg, v, batch, Context())[0])
+    loss = jax.jit(lambda v: losses.loss_sums(cfg, v, batch, Context())[0]["loss"])
     for path in flatten(values):
         # A row of one entry moves, so that a bias which moves all experts alike is seen, too.
         moved = jax.tree_util.tree_map_with_path(

@@ -4,8 +4,8 @@ from mutants.rows import PIPELINE, STEP, mistakes
 
 mistakes(
     "step", "training/losses.py", STEP,
-    ("loss_weight = collectives.all_reduce(weights.sum(), ctx.token_axes)",
-     "loss_weight = collectives.all_reduce((weights >= 0).sum(), ctx.token_axes)", STEP + " -k mean_over"),
+    ("collectives.all_reduce(batch[t.weights].sum(), ctx.token_axes)",
+     "collectives.all_reduce((batch[t.weights] >= 0).sum(), ctx.token_axes)", STEP + " -k mean_over"),
 )  # fmt: skip
 
 mistakes(
@@ -28,8 +28,7 @@ mistakes(
 
 mistakes(
     "step", "training/losses.py", STEP,
-    ('EvalSums(model.loss(cfg, params, hidden, batch, ctx), batch["loss_weights"].sum(), right)',
-     'EvalSums(model.loss(cfg, params, hidden, batch, ctx), jnp.ones_like(batch["loss_weights"]).sum(), right)',
+    ("{term.name: batch[term.weights].sum() for", "{term.name: jnp.ones_like(batch[term.weights]).sum() for",
      STEP + " -k evaluation"),
     ("(logits > own) | ((logits == own) & (ids < target[:, None]))", "logits > own",
      "models/test_labels.py -k right"),

@@ -221,11 +221,12 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
     """Computes `make_gradients` by autodiff through `pipeline.forward`, which is GPipe without a table."""
 
     def work(values: Any, batch: Any) -> Any:
-        totals = losses.batch_totals(batch["loss_weights"], ctx)
-        tokens = totals.loss_weight
+        totals = losses.batch_totals(cfg.model, batch, ctx)
+        tokens = totals.weights["loss"]
 
         def objective(values: Any) -> Any:
-            total, aux = losses.next_token(cfg.model, values, batch, ctx)
+            sums, aux = losses.loss_sums(cfg.model, values, batch, ctx)
+            total = sums["loss"]
             return total / tokens + losses.auxiliary(cfg.model, aux, totals), (total / tokens, aux)
 
         (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(values)
