@@ -67,22 +67,23 @@ def hidden_states(
     stacks = parts.stacks(cfg)
     steps = {name: split_steps(stack, params[name]) for name, stack in stacks.items()}
     x, side = parts.embed(cfg, params, layer_inputs, ctx)
-    every: list[Aux] = []
+    every: list[tuple[int, Aux]] = []
     for name, stack in stacks.items():
         if stack.enter is not None:
             x, side = stack.enter(cfg, params, x, side, layer_inputs, ctx)
         own = replace(layer_inputs, side=side)
         x, aux = scan_stack(cfg, ctx, stack, steps[name], x, own, cache)
-        every.append(jax.tree.map(lambda a, depth=stack.depth: a.reshape(depth, *a.shape[2:]), aux))
+        every.append((stack.depth, aux))
     return parts.final_norm(cfg, params, x, ctx), _join(every)
 
 
-def _join(every: list[Aux]) -> Aux:
-    """Concatenates the auxiliary values of several stacks [L, ...], each over the stacks that have it."""
-    if len(every) == 1:
-        return every[0]
-    names = dict.fromkeys(name for aux in every for name in aux)
-    return {name: jnp.concatenate([aux[name] for aux in every if name in aux]) for name in names}
+def _join(every: list[tuple[int, Aux]]) -> Aux:
+    """Joins the auxiliary values of stacks, given with their depths: [L/period, period, ...] of each to [L, ...]."""
+    flat = [jax.tree.map(lambda a, depth=depth: a.reshape(depth, *a.shape[2:]), aux) for depth, aux in every]
+    if len(flat) == 1:
+        return flat[0]
+    names = dict.fromkeys(name for aux in flat for name in aux)
+    return {name: jnp.concatenate([aux[name] for aux in flat if name in aux]) for name in names}
 
 
 def _through_stages(

@@ -93,8 +93,8 @@ def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context) -> Ev
     model = family.of(cfg)
     hidden, _ = model.hidden_states(cfg, params, batch, ctx)
     right = count_right(cfg, params, hidden, batch, ctx) if cfg.objective.accuracy else None
-    weights = {term.name: batch[term.weights].sum() for term in cfg.objective.terms}
-    return EvalSums(model.loss(cfg, params, hidden, batch, ctx), weights, right)
+    sums = model.loss(cfg, params, hidden, batch, ctx)
+    return EvalSums(sums, {term.name: batch[term.weights].sum() for term in cfg.objective.terms}, right)
 
 
 def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> jax.Array:

@@ -85,13 +85,14 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
             params=params.combine(trained, frozen),
             opt_state=opt_state,
         )
+        routed = losses.routing_metrics(sums) if cfg.model.moe.num_experts else {}
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": schedule(updates),  # the optimizer does not count skipped steps
             "tokens": sums["tokens"],
             **{name: value for name, value in sums.items() if name.startswith("loss_")},
-            **(losses.routing_metrics(sums) if cfg.model.moe.num_experts else {}),
+            **routed,
             **(noise_scale.estimate(sums, grad_norm) if cfg.train.noise_scale else {}),
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,

@@ -2,21 +2,28 @@
 
 import ast
 import dataclasses
+import functools
 import math
 import re
 import types
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import SMALL
 
-from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxstack import kernels
+from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxstack.config.model import Objective, Term
 from jaxstack.models import decoder, family, params
-from jaxstack.models.blocks import scan_stack, split_steps
+from jaxstack.models.blocks import Stack, scan_stack, split_steps
 from jaxstack.models.context import Context
-from jaxstack.sharding import make_mesh
+from jaxstack.models.forward import Parts
+from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.sharding import collectives, make_mesh
+from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, make_state
 from jaxstack.training.step import jit_train_step, make_eval_step
 
@@ -66,11 +73,11 @@ TOWER.stacks = lambda cfg: renamed(decoder.stacks(cfg), "layers", "tower")
 TOWER.hidden_states = tower_hidden_states
 
 
-def config(model: ModelConfig, **mesh: int) -> Config:
+def config(model: ModelConfig, accum: int = 1, **mesh: int) -> Config:
     return Config(
         model=model,
-        data=DataConfig(seq_len=8, batch_size=4),
-        train=TrainConfig(steps=3),
+        data=DataConfig(seq_len=8, batch_size=8),
+        train=TrainConfig(steps=3, grad_accum=accum),
         mesh=MeshConfig(data=1, **mesh),
     )
 
@@ -82,8 +89,8 @@ def tower(monkeypatch) -> ModelConfig:
 
 
 def random_batch(cfg: ModelConfig, rng) -> dict[str, np.ndarray]:
-    ids = rng.integers(0, cfg.vocab, (4, 9)).astype(np.int32)
-    return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((4, 8), np.float32)}
+    ids = rng.integers(0, cfg.vocab, (8, 9)).astype(np.int32)
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((8, 8), np.float32)}
 
 
 @pytest.mark.parametrize("mesh", [{}, {"pipe": 2, "fsdp": 2}], ids=["one_device", "pipeline"])
@@ -93,7 +100,7 @@ def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
     batch, results = random_batch(tower, rng), []
     for model in (ModelConfig(**SIZES), tower):
         cfg = config(model, **mesh)
-        ctx = Context.create(cfg, make_mesh(cfg.mesh, 4, jax.devices()[: math.prod(mesh.values())]))
+        ctx = Context.create(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(mesh.values())]))
         abstract = abstract_state(cfg, ctx)
         state = make_state(cfg, ctx, abstract)
         values = params.init(jax.random.key(0), decoder.spec(tower))
@@ -109,3 +116,134 @@ def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
             found = jax.jit(make_eval_step(cfg, ctx))(state.params, placed)
             results[-1] += [float(found.losses["loss"]), float(found.weights["loss"])]
     assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+TERMS = (Term("loss", "loss_weights", 0.5), Term("norm", "norm_weights", 2.0), Term("absent", "absent_weights", 3.0))
+
+
+def two_embed(cfg, values, layer_inputs, ctx):
+    """Returns the decoder's embedding, and that of the row's class: a condition for all layers."""
+    x, _ = decoder.embed(cfg, values, layer_inputs, ctx)
+    table = ctx.gather_params(two_spec(cfg)["classes"], values["classes"])["table"]
+    return x, {"condition": 0.02 * jnp.tanh(kernels.embedding_lookup(table, layer_inputs.gate_ids[:, :1]))}
+
+
+def two_spec(cfg):
+    return decoder.spec(cfg) | {
+        "classes": {"table": params.Param((4, cfg.d_model), ("position", "embed"), "table", std=1.0)}
+    }
+
+
+def two_step(cfg, ctx, weights, x, index, layer_inputs, cache=None):
+    return decoder.scan_block(cfg, ctx, weights, x + layer_inputs.side["condition"], index, layer_inputs, cache)
+
+
+def two_loss(cfg, values, hidden, batch, ctx):
+    each, axes = jnp.square(hidden.astype(jnp.float32)).mean(-1), ctx.axes("vocab")
+    each = collectives.all_reduce(each / collectives.count(axes), axes)  # every device of a tensor split has all of it
+    sums = {name: (batch[f"{name}_weights"] * each).sum() for name in ("norm", "absent")}
+    return decoder.loss(cfg, values, hidden, batch, ctx) | sums
+
+
+def two_enter(cfg, values, x, side, layer_inputs, ctx):
+    return jnp.tanh(x), {"condition": side["condition"] / 2}
+
+
+def two_hidden_states(parts, cfg, values, batch, ctx=None, *, dropout_key=None, cache=None):
+    return run_parts(parts, cfg, values, batch, ctx or Context(), dropout_key=dropout_key)
+
+
+def family_of(stacks, spec=two_spec) -> types.SimpleNamespace:
+    """Returns a family with a side input, three losses and these stacks."""
+    made = types.SimpleNamespace(**{name: getattr(decoder, name) for name in dir(decoder) if name.islower()})
+    made.stacks, made.embed, made.loss, made.spec = stacks, two_embed, two_loss, spec
+    parts = Parts(spec, stacks, decoder.make_layer_inputs, two_embed, decoder.final_norm)
+    made.hidden_states = functools.partial(two_hidden_states, parts)
+    return made
+
+
+ONE_STACK = family_of(lambda cfg: {"layers": Stack(cfg.num_layers, 1, two_step)})
+TWO_STACKS = family_of(
+    lambda cfg: {"layers": Stack(cfg.num_layers, 1, two_step), "upper": Stack(1, 1, two_step, two_enter)},
+    lambda cfg: two_spec(cfg) | {"upper": decoder.spec(dataclasses.replace(cfg, num_layers=1))["layers"]},
+)
+
+
+def by_hand(made, cfg: ModelConfig, values, batch):
+    """Returns the means of the three losses with a loop in place of every stack; `norm` counts other tokens."""
+    ctx = Context()
+    inputs = decoder.make_layer_inputs(cfg, batch, ctx)
+    x, side = two_embed(cfg, values, inputs, ctx)
+    for name, stack in made.stacks(cfg).items():
+        if stack.enter:
+            x, side = stack.enter(cfg, values, x, side, inputs, ctx)
+        for i in range(stack.depth):
+            layer = jax.tree.map(lambda a, i=i: a[i], values[name])
+            x, _ = two_step(cfg, ctx, [layer], x, i, dataclasses.replace(inputs, side=side))
+    sums = two_loss(cfg, values, decoder.final_norm(cfg, values, x, ctx), batch, ctx)
+    return {name: sums[name] / jnp.maximum(batch[f"{name}_weights"].sum(), 1) for name in ("loss", "norm", "absent")}
+
+
+MESHES = {
+    "accumulation": {"accum": 4},
+    "fsdp_tensor": {"fsdp": 2, "tensor": 2, "context": 2, "accum": 2},
+    "pipeline": {"pipe": 2, "fsdp": 2, "accum": 2},
+    "interleaved": {"pipe": 2, "tensor": 2},
+}
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(
+    ("split", "stacks"),
+    [
+        ("fsdp_tensor", 2),
+        ("pipeline", 1),
+        *(
+            pytest.param(*both, marks=pytest.mark.slow)
+            for both in (("accumulation", 1), ("accumulation", 2), ("fsdp_tensor", 1), ("interleaved", 1))
+        ),
+    ],
+)
+def test_side_inputs_and_losses_with_tokens_of_their_own(monkeypatch, rng, seed, stacks, split):
+    """Each loss is a mean over its own tokens, whatever splits the batch, and side inputs get gradients.
+
+    The reference computes each loss as one expression of the whole batch, and autodiff its gradients.
+    """
+    mesh = dict(MESHES[split])
+    made = {1: ONE_STACK, 2: TWO_STACKS}[stacks]
+    monkeypatch.setitem(family.FAMILIES, "two", made)
+    monkeypatch.setattr(ModelConfig, "objective", Objective("held-out loss", "nats per token", None, TERMS))
+    model = ModelConfig(**SIZES | {"num_layers": 4}, family="two")
+    pipeline = PipelineConfig(schedule="1f1b" if split == "pipeline" else "interleaved_1f1b", microbatches=2,
+                              chunks=1 if split == "pipeline" else 2)  # fmt: skip
+    cfg = dataclasses.replace(config(model, **mesh), pipeline=pipeline if "pipe" in mesh else PipelineConfig())
+    batch = random_batch(model, rng)
+    for name, share in (("loss", 0.8), ("norm", 0.3), ("absent", 0.0)):
+        batch[f"{name}_weights"] = (rng.random((8, 8)) < share).astype(np.float32) * rng.random((8, 8), np.float32)
+    batch["gate_ids"] = np.broadcast_to(rng.integers(0, 4, (8, 1)), (8, 8)).astype(np.int32)
+    values = params.init(jax.random.key(seed), made.spec(model))
+    expected = jax.jit(functools.partial(by_hand, made, model))(values, batch)
+    objective = jax.jit(jax.grad(lambda v: sum(t.scale * by_hand(made, model, v, batch)[t.name] for t in TERMS)))
+    wanted = objective(values)
+
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, 8 // cfg.train.grad_accum, jax.devices()[: sizes(cfg)]))
+    placed = jax.tree.map(
+        lambda a, p: jax.device_put(ctx.to_stage_order(a) if p.stacked else a), values, made.spec(model)
+    )
+    placed = jax.device_put(placed, jax.tree.map(ctx.sharding, ctx.parameters(made.spec(model))))
+    loss, grads, sums = jax.jit(make_gradients(cfg, ctx))(placed, jax.device_put(batch, ctx.sharding(ctx.batch)))
+    # float32 sums of 64 tokens in another order: a few 1e-7 of the largest.
+    for name, mean in expected.items():
+        assert float(sums[f"loss_{name}"]) == pytest.approx(float(mean), rel=3e-6, abs=1e-7), name
+    assert float(loss) == pytest.approx(float(sum(t.scale * expected[t.name] for t in TERMS)), rel=3e-6)
+    order = slice(None) if ctx.pipeline is None else ctx.pipeline.stages.slot_of_layer
+    for (path, p), one, other in zip(
+        params.flat_spec(made.spec(model)).items(), jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True
+    ):
+        one = np.asarray(one)[order] if p.stacked else np.asarray(one)
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max(), err_msg=path)
+
+
+def sizes(cfg: Config) -> int:
+    """Returns the number of devices of a mesh."""
+    return math.prod(getattr(cfg.mesh, axis) for axis in ("data", "fsdp", "tensor", "context", "expert", "pipe"))

@@ -103,7 +103,7 @@ mistakes(
     ("(balance / sequences + z / tokens) / cfg.num_layers", "balance / sequences + z / tokens"),
     ('aux["balance_loss"].sum() if', 'aux["balance_loss"].mean() if'),
     ("(balance / sequences + z / tokens)", "(balance + z) / tokens"),
-    ("each = jnp.sum(weights != 0, axis=1", "each = jnp.sum(weights == weights, axis=1"),
+    ("each = jnp.sum(batch[terms[0].weights] != 0, axis=1", "each = jnp.sum(batch[terms[0].weights] == batch[terms[0].weights], axis=1"),
     ('figures["max_over_mean"].max()', 'figures["max_over_mean"].mean()'),
 )  # fmt: skip
 

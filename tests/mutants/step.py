@@ -30,6 +30,8 @@ mistakes(
     "step", "training/losses.py", STEP,
     ("{term.name: batch[term.weights].sum() for", "{term.name: jnp.ones_like(batch[term.weights]).sum() for",
      STEP + " -k evaluation"),
+    ("total = totals.weights[term.name]", "total = totals.weights[terms[0].name]", "models/test_family.py -k side"),
+    ("term.scale * mean", "mean", "models/test_family.py -k side"),
     ("(logits > own) | ((logits == own) & (ids < target[:, None]))", "logits > own",
      "models/test_labels.py -k right"),
     ("weight * (collectives", "(weight > 0) * (collectives", "models/test_labels.py -k right"),
@@ -37,7 +39,7 @@ mistakes(
 
 mistakes(
     "step", "training/gradients.py", STEP,
-    ("return loss + losses.auxiliary(cfg.model, aux, totals), (loss, aux)", "return loss, (loss, aux)",
+    ("return losses.add_up(shares) + losses.auxiliary(cfg.model, aux, totals), (shares, aux)", "return losses.add_up(shares), (shares, aux)",
      "moe/test_experts.py -k balance"),
 )  # fmt: skip
 
@@ -51,4 +53,6 @@ mistakes(
     "step", "training/pipelined.py", STEP,
     ("_, scatter = jax.vjp(partial(gather, trained_spec), trained)", "_, scatter = jax.vjp(partial(gather, spec), trained)",
      PIPELINE, {"equivalent": "the tests of pipelines freeze nothing, and then both specs are one"}),
+    ("replace(inputs[0], side=side)", "replace(inputs[0], side=jax.lax.stop_gradient(side))",
+     "models/test_family.py -k side"),
 )  # fmt: skip
