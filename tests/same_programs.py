@@ -78,6 +78,8 @@ CASES = {
     "gemma_sharded": [f"""{GEMMA} --mesh.data=2 --mesh.fsdp=2 --mesh.tensor=2 --train.grad_accum=2
         --train.reduce_dtype=bfloat16"""],
     "no_sequence_parallel": ["--config=quickstart --optim.name=sgd --mesh.tensor=2 --mesh.sequence_parallel=false"],
+    "encoder": ["""--config=encoder_quickstart --sample.prompts=null --model.vocab_size=257 --model.windows=[8,0]
+        --mesh.data=2 --mesh.context=2 --mesh.context_method=all_gather"""],
     "context_ring": [f"{GEMMA} --mesh.data=2 --mesh.context=2 --mesh.tensor=2"],
     "context_all_gather": [f"{GEMMA} --mesh.context=4 --mesh.context_method=all_gather"],
     "moe_softmax": [f"""--config=mixtral_8x7b {MOE} --model.num_kv_heads=2 --model.moe.aux_loss_weight=0.02
