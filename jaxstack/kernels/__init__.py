@@ -6,7 +6,13 @@ Each op has a file or a folder with its public function. `implementation.py` sel
 from jaxstack.kernels.activation import IMPLEMENTATIONS as _GELU
 from jaxstack.kernels.activation import gelu
 from jaxstack.kernels.attention import IMPLEMENTATIONS as _ATTENTION
-from jaxstack.kernels.attention import AttentionMask, RelativeBias, attention, cached_attention
+from jaxstack.kernels.attention import (
+    AttentionMask,
+    RelativeBias,
+    attention,
+    cached_attention,
+    cached_cross_attention,
+)
 from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
 from jaxstack.kernels.cross_entropy import IMPLEMENTATIONS as _CROSS_ENTROPY
@@ -39,6 +45,7 @@ __all__ = [
     "add_in_float32",
     "attention",
     "cached_attention",
+    "cached_cross_attention",
     "context_attention",
     "context_order",
     "cross_entropy",

@@ -221,6 +221,44 @@ def test_no_scale_and_scale_zero(rng):
         check(f, (q, k, v, table, d_out), truth, jnp.float32)
 
 
+@pytest.mark.parametrize(("new", "dtype"), [(1, jnp.float32), (1, jnp.bfloat16), (4, jnp.float32)])
+def test_cached_keys_with_a_bias(rng, new, dtype):
+    """The last of 22 tokens attend to those before them, which are in 25 slots in any order; the second row has 15."""
+    old = 22 - new
+    (q, k, v, _), wide = draw_inputs(rng, (2, 22, 22, 4, 2, 8), dtype)
+    table, table64 = draw(rng, (12, 4), dtype, scale=2.0)
+    slots, distance = rng.permutation(25)[:old], np.zeros((2, 25), np.int32)
+    distance[:, slots] = old - np.arange(old)
+    distance[1, slots[:7]] = 0  # of no document
+    held_k, held_v = (draw(rng, (2, 25, 2, 8), dtype)[0].at[:, slots].set(x[:, :old]) for x in (k, v))
+    cache = held_k.transpose(0, 2, 3, 1), held_v.swapaxes(1, 2), jnp.asarray(distance)
+    bias = RelativeBias(table, None, 14, False)
+    out = jax.jit(functools.partial(kernels.cached_attention, scale=0.7))(
+        q[:, old:], k[:, old:], v[:, old:], *cache, bias=bias
+    )
+    assert out.dtype == dtype
+    buckets = pair_buckets(np.arange(22)[None], 12, 14, False)
+    for row, start in ((0, 0), (1, 7)):
+        texts = (x[row : row + 1, start:] for x in wide)
+        truth = numpy_attention(*texts, 0.7, bias=(table64, buckets[:, start:, start:]))[0]
+        assert_close(out[row], truth[0, -new:], dtype)
+
+
+@pytest.mark.parametrize(
+    ("new", "softcap", "dtype"), [(1, None, jnp.float32), (1, None, jnp.bfloat16), (3, 2.0, jnp.float32)]
+)
+def test_cached_cross_attention(rng, new, softcap, dtype):
+    """Texts of 9 and 5 tokens, and one of none, which gives zeros."""
+    (q, k, v, _), wide = draw_inputs(rng, (3, new, 11, 4, 2, 8), dtype)
+    visible = np.arange(11) < np.array([[9], [5], [0]])
+    cache = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), jnp.asarray(visible)
+    out = jax.jit(functools.partial(kernels.cached_cross_attention, scale=0.4, softcap=softcap))(q, *cache)
+    ids = {"segment_ids": np.ones((3, new), int), "kv_segment_ids": visible.astype(int)}
+    assert out.dtype == dtype
+    assert_close(out, numpy_attention(*wide, 0.4, CROSS, softcap, **ids)[0], dtype)
+    assert not np.asarray(out[2]).any()
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_memory_with_a_bias_is_linear(monkeypatch, given):
     """No array has a number for each pair of tokens, neither of scores nor of buckets."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxstack.kernels.attention import AttentionMask, attention, cudnn, pallas_gpu
+from jaxstack.kernels.attention import AttentionMask, RelativeBias, attention, cudnn, pallas_gpu
 from jaxstack.kernels.context_attention import context_attention, order
 from jaxstack.kernels.implementation import interpret_mode
 from jaxstack.kernels.tiles import AttentionTile
@@ -189,6 +189,80 @@ def plain_backward_block(o, q, k, v, d_out, out, lse_BSH, delta_BSH, mask):
     return dq, *(x.reshape(*k.shape[:3], shared, -1).sum(3) for x in (dk, dv))
 
 
+MASK_CASES = {  # shards, tensor shards, kind of mask, tokens of keys, whether there is a bias, whether it has positions
+    "cross": (4, 1, "cross", 20, False, False),
+    "cross_by_ring": (2, 2, "cross", 10, False, False),
+    "encoder": (4, 1, "full", 24, True, False),
+    "decoder": (2, 2, "causal", 24, True, True),
+    "prefix": (2, 1, "prefix", 24, True, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "implementation", "dtype"),
+    [(case, "chunked", jnp.float32) for case in ("cross", "encoder", "decoder")]
+    + [
+        pytest.param(*way, marks=pytest.mark.slow)
+        for way in (
+            ("cross_by_ring", "chunked", jnp.float32),
+            ("prefix", "chunked", jnp.float32),
+            ("encoder", "xla", jnp.float32),
+            ("cross", "chunked", jnp.bfloat16),
+            ("decoder", "chunked", jnp.bfloat16),
+        )
+    ],
+)
+def test_cross_attention_prefixes_and_biases(rng, monkeypatch, case, implementation, dtype):
+    """A shard of the keys in cross-attention has an odd number of tokens. The gradient of the table is that of one
+    device, too, and with heads over `tensor` each device has the columns of its heads."""
+    monkeypatch.setattr(chunked_module, "_CHUNK", 3)
+    monkeypatch.setattr(chunked_module, "_MAX_GROUPS", 1)
+    shards, tensor, kind, length, biased, positioned = MASK_CASES[case]
+    q, _, _, d_out = draw(rng, 2, 24, 4, 2, 8, dtype)
+    k, v = draw(rng, 2, length, 4, 2, 8, dtype)[1:3]
+    ids = {"segment_ids": draw_segments(rng, 2, 24, 3)}
+    if kind == "cross":
+        ids["kv_segment_ids"] = draw_segments(rng, 2, length, 3).at[:, -2:].set(0)
+    if kind == "prefix":
+        ids["prefix_ids"] = jnp.asarray(rng.integers(0, 2, (2, 24)), jnp.int32)
+    table = jnp.asarray(2 * rng.standard_normal((8, 4)), dtype) if biased else None
+    if positioned:
+        ids["positions"] = jnp.asarray(np.sort(rng.integers(0, 60, (2, 24))), jnp.int32)
+
+    def f(function, q, k, v, table, ids, **how):
+        more = {name: x for name, x in ids.items() if name != "positions"}
+        bias = None if table is None else RelativeBias(table, ids.get("positions"), 9, kind != "causal")
+        return function(q, k, v, scale=SCALE, mask=AttentionMask(kind=kind), bias=bias, **more, **how)
+
+    mesh = mesh_of(context=shards, tensor=tensor)
+    rows, heads = PartitionSpec(None, "context"), PartitionSpec(None, "context", "tensor")
+    method = "ring" if case == "cross_by_ring" else "all_gather"
+    split = jax.shard_map(
+        lambda *x: f(context_attention, *x, axis="context", method=method, implementation=implementation),
+        mesh=mesh,
+        in_specs=(heads, heads, heads, PartitionSpec(None, "tensor"), rows),
+        out_specs=heads,
+    )
+
+    def by_order(x):
+        return x if x.shape[1] % (2 * shards) else x[:, order(shards, x.shape[1])]
+
+    def run(function, q, k, v, table, d_out, ids):
+        out, vjp = jax.vjp(lambda *x: function(*x, ids), q, k, v, table)
+        return out, *(x for x in vjp(d_out) if x is not None)
+
+    balanced = [by_order(x) for x in (q, k, v)], by_order(d_out), jax.tree.map(by_order, ids)
+    actual = jax.jit(lambda a, d, ids: run(split, *a, table, d, ids))(*balanced)
+    wide = [None if x is None else x.astype(jnp.float32) for x in (q, k, v, table, d_out)]
+    truth = jax.jit(lambda *x: run(lambda *y: f(attention, *y), *x, ids))(*wide)
+    truth = [x if x.shape[0] == 8 else by_order(x) for x in truth]
+    for name, a, t in zip(("out", "dq", "dk", "dv", "d_table"), actual, truth, strict=False):
+        assert a.dtype == dtype, name
+        a, t = np.asarray(a, np.float64), np.asarray(t, np.float64)
+        assert np.linalg.norm(a - t) <= TOLERANCE[dtype] * np.linalg.norm(t), name
+    assert len(actual) == len(truth) == 4 + biased
+
+
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_beside_a_data_axis(rng, method):
     arrays, ids = draw(rng, 4, 32, 2, 1, 8), draw_segments(rng, 4, 32, 3)
@@ -338,5 +412,9 @@ def test_mistakes_are_named():
         call(implementation="fast")
     with pytest.raises(ValueError, match="evenly"):
         call(kv_heads=3)
+    with pytest.raises(ValueError, match="the ring computes causal attention only; use method=all_gather"):
+        call(mask=AttentionMask(kind="prefix"), prefix_ids=jnp.ones((1, 4)))
+    with pytest.raises(ValueError, match="the ring does not add relative biases; use method=all_gather"):
+        call(bias=RelativeBias(jnp.zeros((32, 4))))
     with pytest.raises(ValueError, match="window=-1"):
         call(mask=AttentionMask(-1))

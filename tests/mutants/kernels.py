@@ -78,7 +78,7 @@ mistakes(
     "kernels/attention/__init__.py",
     KERNELS + " -k held",
     ("visible &= distance < window", "visible &= distance <= window"),
-    ("visible = distance > 0", "visible = distance >= 0"),
+    ("visible, distance_to_first = distance > 0,", "visible, distance_to_first = distance >= 0,"),
     ("mixed += weights[..., slots:] *", "mixed = weights[..., slots:] *"),
 )
 
@@ -113,6 +113,9 @@ mistakes(
 mistakes(
     "attention", "kernels/attention/__init__.py", MASKS,
     ("jnp.where(kv_segment_ids == 0, -1, kv_segment_ids)", "kv_segment_ids"),
+    ("Tokens(positions=-distance_to_first)", "Tokens(positions=distance_to_first)"),
+    ("jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0)", "jax.nn.softmax(scores, axis=-1)"),
+    ("every._replace(mask=own_mask), q_BGSRK", "every._replace(mask=own_mask, buckets=None), q_BGSRK"),
 )  # fmt: skip
 
 mistakes(
@@ -125,6 +128,8 @@ mistakes(
     ("for x in _next(axis, d_block))\n    return _unpack", "for x in d_block)\n    return _unpack"),
     ('AttentionMask(o.window, "causal" if o.window else "full")', 'AttentionMask(0, "full")'),
     ("jnp.abs(me - source) * half", "(source - me) * half"),
+    ("collectives.gather(x, (axis,), 1), (k, v, mask.keys)", "x, (k, v, mask.keys)"),
+    ("slice_tree(of_keys, 0, keys), chunk * half)", "slice_tree(of_keys, 0, keys), start)"),
     ("source = (me - t) % shards\n        result", "source = (me + t) % shards\n        result"),
 )
 

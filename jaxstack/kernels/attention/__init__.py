@@ -158,6 +158,7 @@ def cached_attention(
     scale: float,
     window: int = 0,
     softcap: float | None = None,
+    bias: RelativeBias | None = None,
 ) -> jax.Array:
     """Returns the result of `attention` for the newest S tokens of each sequence, with a KV cache: [B, S, H, K].
 
@@ -172,24 +173,57 @@ def cached_attention(
       values: cached values [B, G, T, K].
       distance: number of tokens from the token of each slot to the first of these [B, T]. 0 or less masks the slot.
       scale, window, softcap: see `attention`.
+      bias: see `attention`; its positions are ignored, because `distance` has those of the cached tokens.
     """
     g, slots, new = keys.shape[1], keys.shape[3], jnp.arange(q.shape[1])
     q_BGSRK, v_BGSK = heads_first(q, g), v.swapaxes(1, 2)
-    visible = distance > 0
+    visible, distance_to_first = distance > 0, distance
     visible, distance = visible[:, None], distance[:, None] + new[:, None]  # of each query [B, 1 or S, T]
     if window:
         visible &= distance < window
-    full = Options(scale, AttentionMask(kind="full"), softcap)
-    cached = masked_scores(full, q_BGSRK, keys.swapaxes(2, 3), new, new, Mask())
+    every, table, positions = Options(scale, AttentionMask(kind="full"), softcap), None, Mask()
+    if bias is not None:
+        every, table = every._replace(buckets=bias.buckets), bias.table
+        positions = Mask(Tokens(positions=new[None]), Tokens(positions=-distance_to_first))
+    cached = masked_scores(every, q_BGSRK, keys.swapaxes(2, 3), new, new, positions, table)
     cached = jnp.where(visible[:, None, :, None], cached, MASKED)
     own_mask = AttentionMask(window, "causal" if new.size > 1 else "full")
-    own = masked_scores(Options(scale, own_mask, softcap), q_BGSRK, k.swapaxes(1, 2), new, new, Mask())
+    own = masked_scores(every._replace(mask=own_mask), q_BGSRK, k.swapaxes(1, 2), new, new, Mask(), table)
     weights = jax.nn.softmax(jnp.concatenate([cached, own], axis=-1), axis=-1).astype(v.dtype)
     mixed = jnp.einsum("bgcrt,bgtk->bgcrk", weights[..., :slots], values, preferred_element_type=jnp.float32)
     if new.size == 1:  # a product is faster than a matmul over one token
         mixed += weights[..., slots:] * v_BGSK[:, :, :, None]
     else:
         mixed += jnp.einsum("bgcrt,bgtk->bgcrk", weights[..., slots:], v_BGSK, preferred_element_type=jnp.float32)
+    return heads_last(mixed.astype(q.dtype))
+
+
+@jax.named_scope("attention")
+def cached_cross_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    visible: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Returns the result of `attention` for tokens that attend to cached keys of another sequence: [B, S, H, K].
+
+    The cache is read in place. The result is 0 for a row without visible keys.
+
+    Args:
+      q: queries of the tokens [B, S, H, K].
+      keys: cached keys in T slots [B, G, K, T].
+      values: cached values [B, G, T, K].
+      visible: whether the tokens attend to a slot [B, T].
+      scale, softcap: see `attention`.
+    """
+    q_BGSRK, new = heads_first(q, keys.shape[1]), jnp.arange(q.shape[1])
+    every, seen = Options(scale, AttentionMask(kind="cross"), softcap), visible[:, None, None, None]
+    scores = jnp.where(seen, masked_scores(every, q_BGSRK, keys.swapaxes(2, 3), new, new, Mask()), MASKED)
+    weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0).astype(values.dtype)
+    mixed = jnp.einsum("bgcrt,bgtk->bgcrk", weights, values, preferred_element_type=jnp.float32)
     return heads_last(mixed.astype(q.dtype))
 
 
