@@ -7,10 +7,11 @@
 from jaxstack.data.dataset import Dataset, Source, load
 from jaxstack.data.labelled import labels_of
 from jaxstack.data.mixture import MixtureReader, describe_batch
+from jaxstack.data.prefetch import prefetch
 from jaxstack.data.sources import Document, documents
 from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary, tokenizer_from_json
 from jaxstack.data.tokens import Tokens, assign_domains, encode, read_token_file, split, write_token_file
-from jaxstack.data.windows import Batch, batches, eval_batches, prefetch
+from jaxstack.data.windows import Batch, batches, eval_batches
 
 __all__ = [
     "Batch",

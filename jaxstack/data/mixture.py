@@ -82,10 +82,13 @@ class MixtureReader:
         for source in np.unique(source_B).tolist():
             here, reader = source_B == source, self._readers[source]
             assert reader is not None
-            for key, values in reader.read(index_B[here]).items():
+            part = reader.read(index_B[here])
+            if self._masking and not reader.is_complete:
+                part = self._masking.apply(part, sequences[here], self._seed)
+            for key, values in part.items():
                 rows = batch.setdefault(key, np.empty((sequences.size, *values.shape[1:]), values.dtype))
                 rows[here] = values
-        return self._masking.apply(batch, sequences, self._seed) if self._masking else batch
+        return batch
 
     def passes(self, steps: int) -> list[float]:
         """Returns how often `steps` steps read the text of each source."""

@@ -3,9 +3,7 @@
 Suffixes: B batch, S sequence, T = S + 1 tokens read, P pieces of a stream, W windows, D documents.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,6 +13,7 @@ import numpy as np
 from jaxstack.config import ConfigError
 from jaxstack.data.labelled import make_batch
 from jaxstack.data.masking import Masking
+from jaxstack.data.pairs import PairTokens, PairWindows
 from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokens import Tokens
 
@@ -93,6 +92,10 @@ class _Windows:
         """Returns windows of `seq_len` + 1 tokens."""
         return cls(stream, first_W, np.full(first_W.size, seq_len + 1))
 
+    def reorder(self, order_W: np.ndarray) -> "_Windows":
+        """Returns the windows in another order."""
+        return _Windows(self.stream, self.first_W[order_W], self.length_W[order_W])
+
     def make_batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
         """Returns the batch of these windows."""
         first_B, length_B = self.first_W[window_B], self.length_W[window_B]
@@ -103,13 +106,18 @@ class _Windows:
         return make_batch(ids_BS, labels_BS, length_B, piece_BS, position_BS if packing else None)
 
 
-def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _Windows:
+_AnyWindows: TypeAlias = _Windows | PairWindows
+
+
+def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows:
     """Returns windows of complete documents: one in each window, or as many as fit with packing.
 
     Packing is best-fit decreasing (Ding et al. 2024, arXiv:2404.10830, section 3.1): it places the longest documents
     first, each into the fullest window that has room. It depends on the lengths alone, so all epochs have the same
     number of windows.
     """
+    if isinstance(tokens, PairTokens):
+        return PairWindows.of(tokens, seq_len, packing)
     room, length_D = seq_len + (tokens.labels is None), tokens.ends - tokens.starts
     assert tokens.starts.size
     assert length_D.max() <= room, "documents that do not fit must be left out before"
@@ -138,7 +146,7 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _Windows:
     return _Windows(stream, first_W, stream.bounds_P[last_W] - first_W)
 
 
-def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int, Callable[[int], _Windows]]:
+def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int, Callable[[int], _AnyWindows]]:
     """Returns the number of windows in an epoch, and a function that returns the windows of epoch `e`.
 
     The function caches the last two epochs. Each epoch cuts the text at other offsets. Otherwise a token just after a
@@ -158,9 +166,8 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
     if tokens.loss_mask is not None:
         all_windows = document_windows(tokens, seq_len, packing)
 
-        def shuffled(index: int) -> _Windows:
-            order_W = np.random.default_rng([seed, index]).permutation(all_windows.first_W.size)
-            return _Windows(all_windows.stream, all_windows.first_W[order_W], all_windows.length_W[order_W])
+        def shuffled(index: int) -> _AnyWindows:
+            return all_windows.reorder(np.random.default_rng([seed, index]).permutation(all_windows.first_W.size))
 
         return all_windows.first_W.size, lru_cache(maxsize=2)(shuffled)
     total = len(tokens)
@@ -174,7 +181,7 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
     slack = min(seq_len - 1, total - 1 - windows * seq_len)
 
     @lru_cache(maxsize=2)
-    def epoch(index: int) -> _Windows:
+    def epoch(index: int) -> _AnyWindows:
         rng = np.random.default_rng([seed, index])
         offset = 0 if packing else rng.integers(slack + 1)
         stream = plain or TokenStream.from_documents(tokens, rng.permutation(tokens.starts.size))
@@ -235,11 +242,13 @@ class SequenceReader:
 
     Attributes:
       windows: number of sequences of one pass over the text.
+      is_complete: whether the batches are those of an encoder-decoder, so that nothing is masked.
     """
 
     def __init__(self, tokens: Tokens, *, seq_len: int, seed: int, packing: bool) -> None:
         self.windows, self._epoch = _epochs(tokens, seq_len, seed, packing)
         self._tokens, self._seq_len, self._packing = tokens, seq_len, packing
+        self.is_complete = isinstance(tokens, PairTokens)
 
     def read(self, sequences: np.ndarray) -> Batch:
         """Returns the rows of these sequences, whose numbers ascend.
@@ -261,6 +270,8 @@ class SequenceReader:
         """Returns the documents, or the ranges of the token file, from which a sequence is read."""
         index, window = divmod(sequence, self.windows)
         windows = self._epoch(index)
+        if isinstance(windows, PairWindows):
+            return windows.describe(window)
         first, length = int(windows.first_W[window]), int(windows.length_W[window])
         return " + ".join(_source_ranges(self._tokens, windows.stream, first, length))
 
@@ -355,29 +366,11 @@ def eval_batches(
         row_B = np.arange(batch_size) if rows is None else rows
         window_B = np.minimum(samples[0] + row_B, count - 1)
         batch = all_windows.make_batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
-        batch = masking.apply(batch, window_B, 0) if masking else batch
+        batch = masking.apply(batch, window_B, 0) if masking and not isinstance(tokens, PairTokens) else batch
         batch["loss_weights"][row_B >= len(samples)] = 0
         return batch
 
     return grain.MapDataset.range(count).batch(batch_size, batch_fn=read)
-
-
-def prefetch(ds: "grain.MapDataset[Batch]", start: int = 0, depth: int = 2) -> Iterator[tuple[int, Batch]]:
-    """Yields (step, batch) from step `start` to the end of `ds`, while a thread reads `depth` batches ahead.
-
-    An exception of the thread is raised at the step of its batch. Closing the generator ends the thread.
-    """
-    end = len(ds)
-    with ThreadPoolExecutor(1, thread_name_prefix="jaxstack-prefetch") as reader:
-        ahead = deque(reader.submit(ds.__getitem__, step) for step in range(start, min(start + depth, end)))
-        try:
-            for step in range(start, end):
-                batch = ahead.popleft().result()
-                if step + depth < end:
-                    ahead.append(reader.submit(ds.__getitem__, step + depth))
-                yield step, batch
-        finally:
-            reader.shutdown(cancel_futures=True)
 
 
 def _source_ranges(tokens: Tokens, stream: TokenStream, first: int, length: int) -> Iterator[str]:

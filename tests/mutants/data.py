@@ -18,11 +18,15 @@ mistakes(
     ("rng.integers(slack + 1)", "rng.integers(slack)"),
     ("        rng = np.random.default_rng([seed, index])", "        rng = np.random.default_rng(seed + index)"),
     ('batch["loss_weights"][row_B >= len(samples)] = 0', 'batch["loss_weights"][row_B > len(samples)] = 0'),
-    ("ds.__getitem__, step + depth))", "ds.__getitem__, step + 1))"),
     ('"targets": np.ascontiguousarray(ids_BT[:, 1:])', '"targets": np.ascontiguousarray(ids_BT[:, :-1])'),
     ("stream.loss_mask[index_BT[:, 1:]]", "stream.loss_mask[index_BT[:, :-1]]", "data/test_chat.py"),
     ("np.argsort(-length_D, kind", "np.argsort(length_D, kind", "data/test_chat.py"),
 )
+
+mistakes(
+    "data", "data/prefetch.py", "data/test_windows.py",
+    ("ds.__getitem__, step + depth))", "ds.__getitem__, step + 1))"),
+)  # fmt: skip
 
 mistakes(
     "data", "data/masking.py", "data/test_masking.py",
@@ -53,6 +57,27 @@ mistakes(
     ("return length - hidden + spans + 1 + (self.mode is not None)", "return length - hidden + spans + 1"),
     ("and targets <= (target_len or targets)", ""),
     ("round(hidden / self.span)", "int(hidden / self.span)"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/pairs.py", "data/test_pairs.py",
+    ('" ".join(text.split()).casefold()', "text"),
+    ("min(max(bound, ascending[1]), ascending[-1])", "bound"),
+    ("special.named[first_tokens[one.language]])", "special.named[first_tokens[languages[0]]])"),
+    ("targets.size > lengths[1]:", "targets.size > lengths[0]:"),
+    ("if one[1:] in seen:", "if one in seen:"),
+    ("np.cumsum(length_W) - length_W, length_W)", "np.cumsum(length_W) - length_W, np.ones_like(length_W))"),
+    ("free[place] -= size", "free[place, 0] -= size[0]"),
+    ("middles=self.middles[which])", "middles=self.middles)"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/translations.py", "data/test_pairs.py",
+    (" and not message.fuzzy", ""),
+    ('file.suffix != ".mo" or file.with_suffix("") not in sources', "True"),
+    ('file.parents[1].name if file.parent.name == "LC_MESSAGES" else file.stem', "file.stem"),
+    ('.decode("utf-8-sig")', ".decode(errors='replace')"),
+    ("if not count[language]:", "if count[language] < 0:"),
 )  # fmt: skip
 
 mistakes(

@@ -1,0 +1,230 @@
+"""Pairs of a text and its translation as tokens, what of them is held out, and the rows that they fill.
+
+Suffixes: B batch, D pairs, W rows of an epoch.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxstack.config import ConfigError
+from jaxstack.data.seq2seq import Pair, SpecialIds, make_batch
+from jaxstack.data.tokenizers import Tokenizer, id_dtype
+from jaxstack.data.tokens import Tokens, assign_domains
+from jaxstack.data.translations import Translation
+
+_OPEN = 256  # rows that packing fills at the same time
+
+
+def language_tokens(languages: Sequence[str]) -> dict[str, str]:
+    """Returns the token before a text that says what to translate it to, by language; one language needs none.
+
+    They are those of MADLAD-400: `<2de>`.
+    """
+    return {language: f"<2{language}>" for language in languages if len(languages) > 1}
+
+
+@dataclass(frozen=True)
+class PairTokens(Tokens):
+    """Pairs: each document is the ids of a text, and behind them those of its translation."""
+
+    middles: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Start of each translation in `ids`, int64 [D]."""
+    start_id: int = 0
+    """What a decoder reads first."""
+    target_len: int = 0
+    """Targets of a row."""
+
+    def documents(self, which: np.ndarray) -> "PairTokens":
+        """Returns some of the pairs, in the order of `which`: indices [n], or a mask over all."""
+        found = super().documents(which)
+        assert isinstance(found, PairTokens)
+        return replace(found, middles=self.middles[which])
+
+    def pair(self, index: int) -> Pair:
+        """Returns the ids of a pair."""
+        start, middle, end = int(self.starts[index]), int(self.middles[index]), int(self.ends[index])
+        gate = 0 if self.domains is None else int(self.domains[index])
+        return Pair(self.ids[start:middle], self.ids[middle:end], gate)
+
+
+def encode_pairs(
+    pairs: Iterable[Translation],
+    tokenizer: Tokenizer,
+    special: SpecialIds,
+    languages: Sequence[str],
+    domains: Sequence[str],
+    lengths: tuple[int, int],
+    left_out: Counter[str],
+) -> tuple[PairTokens, list[str]]:
+    """Encodes pairs in memory. Each side ends with the end-of-document id.
+
+    The same pair is read once. Pairs that do not fit a row are left out. With several languages, a text begins with
+    the token of the language to translate to.
+
+    Args:
+      pairs: texts and translations.
+      tokenizer: of both.
+      special: ids of the ends, the start and the languages.
+      languages: of the translations.
+      domains: a regular expression of languages for each domain. Empty means that pairs have no domains.
+      lengths: the inputs and the targets of a row.
+      left_out: counts what is left out, by its reason.
+
+    Returns:
+      The tokens, and the text of each pair.
+
+    Raises:
+      ConfigError: a language without a domain, or no pair fits.
+    """
+    domain_of, first_tokens = _domains(languages, domains), language_tokens(languages)
+    pieces: list[np.ndarray] = []
+    sizes, texts, names, gates = [], [], [], []
+    seen: set[tuple[str, str, str]] = set()
+    longest, reason = 0, "longer than a row"
+    for one in pairs:
+        if one[1:] in seen:
+            continue
+        seen.add(one[1:])
+        inputs = np.append(tokenizer.encode(one.source).astype(np.int64), special.eos)
+        if one.language in first_tokens:
+            inputs = np.insert(inputs, 0, special.named[first_tokens[one.language]])
+        targets = np.append(tokenizer.encode(one.target).astype(np.int64), special.eos)
+        if inputs.size > lengths[0] or targets.size > lengths[1]:
+            left_out[reason] += 1
+            longest = max(longest, inputs.size, targets.size)
+            continue
+        pieces += [inputs, targets]
+        sizes.append((inputs.size, targets.size))
+        texts.append(one.source)
+        names.append(f"{one.name} ({one.language})")
+        gates.append(domain_of[one.language])
+    if not pieces:
+        raise ConfigError(
+            f"data.seq_len={lengths[0]} with {lengths[1]} targets is too short for all {left_out[reason]:,} pairs; the "
+            f"longest has {longest:,} tokens. Raise it."
+        )
+    bounds = np.append(0, np.cumsum(np.array(sizes, np.int64)))
+    ids = np.concatenate(pieces).astype(id_dtype(special.size))
+    domain_D = np.array(gates, np.int32) if domains else None
+    tokens = PairTokens(
+        ids, bounds[:-1:2], bounds[2::2], special.size, tuple(names), domain_D, loss_mask=np.ones(ids.size, bool),
+        middles=bounds[1::2], start_id=special.start, target_len=lengths[1],
+    )  # fmt: skip
+    return tokens, texts
+
+
+def _domains(languages: Sequence[str], patterns: Sequence[str]) -> dict[str, int]:
+    """Returns the domain of each language; 0 without patterns."""
+    if not patterns:
+        return dict.fromkeys(languages, 0)
+    empty = np.zeros(len(languages), np.int64)
+    found = assign_domains(Tokens(np.zeros(0, np.uint8), empty, empty, 1, tuple(languages)), tuple(patterns)).domains
+    assert found is not None
+    return dict(zip(languages, found.tolist(), strict=True))
+
+
+def hold_out(texts: Sequence[str], fraction: float) -> np.ndarray:
+    """Returns which pairs are held out, bool [D]: all translations of about `fraction` of the texts.
+
+    A hash of the text decides. So the same texts are held out for each language and in each source, and other
+    languages change nothing. Texts that differ only in upper case and spaces are the same.
+
+    Args:
+      texts: the text of each pair.
+      fraction: above 0 and below 1.
+
+    Raises:
+      ConfigError: there is only one text.
+    """
+    keys = [" ".join(text.split()).casefold() for text in texts]
+    hashes = {key: hashlib.sha256(key.encode()).digest()[:8] for key in {*keys}}
+    if len(hashes) < 2:
+        raise ConfigError("there is only one text, and one must be held out. Add more.")
+    ascending = sorted(hashes.values())
+    bound = int(fraction * 2**64).to_bytes(8, "big")
+    bound = min(max(bound, ascending[1]), ascending[-1])  # one text at least in each part
+    return np.array([hashes[key] < bound for key in keys])
+
+
+@dataclass(frozen=True)
+class PairWindows:
+    """Rows of pairs, in the order of training."""
+
+    pairs: PairTokens
+    order_D: np.ndarray
+    """The pairs in the order of their rows, int64 [D]."""
+    first_W: np.ndarray
+    """The first of the pairs of each row in `order_D`."""
+    length_W: np.ndarray
+    """Number of pairs of each row."""
+
+    @classmethod
+    def of(cls, pairs: PairTokens, seq_len: int, packing: bool) -> "PairWindows":
+        """Returns rows of one pair, or of as many as fit with packing."""
+        if not packing:
+            order_D = np.arange(pairs.starts.size)
+            return cls(pairs, order_D, order_D, np.ones_like(order_D))
+        rows = pack(
+            np.stack([pairs.middles - pairs.starts, pairs.ends - pairs.middles], 1), (seq_len, pairs.target_len)
+        )
+        length_W = np.array([len(row) for row in rows])
+        return cls(pairs, np.concatenate(rows), np.cumsum(length_W) - length_W, length_W)
+
+    def reorder(self, order_W: np.ndarray) -> "PairWindows":
+        """Returns the rows in another order."""
+        return replace(self, first_W=self.first_W[order_W], length_W=self.length_W[order_W])
+
+    def make_batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> dict[str, np.ndarray]:
+        """Returns the batch of these rows, see `seq2seq.make_batch`."""
+        del packing, vocab_size
+        rows = [[self.pairs.pair(index) for index in self._row(window)] for window in window_B.tolist()]
+        gates = self.pairs.domains is not None
+        return make_batch(rows, seq_len, self.pairs.target_len, self.pairs.start_id, gates)
+
+    def describe(self, window: int) -> str:
+        """Returns the places from which the pairs of a row were read."""
+        assert self.pairs.names is not None
+        return " + ".join(self.pairs.names[index] for index in self._row(window))
+
+    def _row(self, window: int) -> list[int]:
+        first = int(self.first_W[window])
+        return self.order_D[first : first + int(self.length_W[window])].tolist()
+
+
+def pack(sizes_D2: np.ndarray, room: tuple[int, int]) -> list[list[int]]:
+    """Returns the pairs of each row, by best fit: the longest first, each into the fullest row that has room for it.
+
+    Args:
+      sizes_D2: inputs and targets of each pair, which fit a row.
+      room: inputs and targets of a row.
+    """
+    rows: list[list[int]] = []
+    free = np.zeros((0, 2), np.int64)
+    open_rows: list[int] = []
+    for pair in np.argsort(-(sizes_D2 / room).max(1), kind="stable").tolist():
+        size = sizes_D2[pair]
+        fitting = np.flatnonzero((free >= size).all(1))
+        if fitting.size:
+            place = int(fitting[np.argmin((free[fitting] / room).sum(1))])
+        else:
+            if len(open_rows) == _OPEN:
+                full = int(np.argmin((free / room).sum(1)))
+                free = np.delete(free, full, 0)
+                del open_rows[full]
+            place = len(open_rows)
+            open_rows.append(len(rows))
+            rows.append([])
+            free = np.concatenate([free, [room]])
+        rows[open_rows[place]].append(pair)
+        free[place] -= size
+    return rows
+
+
+def describe_left_out(left_out: Counter[str]) -> str:
+    """Returns what was left out, for users: `12 longer than a row and 34 with plural forms left out`, or nothing."""
+    parts = [f"{count:,} {reason}" for reason, count in left_out.items() if count]
+    return f"{' and '.join(parts)} left out" if parts else ""
