@@ -23,7 +23,7 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
     """
     sinks.require_packages(cfg.run.sinks)
     dataset = data.load(cfg.data, data.labels_of(cfg.model))
-    cfg = resolve(cfg, dataset.tokenizer.vocab_size)
+    cfg = resolve(cfg, dataset.vocab_size)
     kept = None
     if searched is not None:
         kept, cfg = earlier_mesh(cfg, searched), open_mesh(cfg, searched)
@@ -86,7 +86,7 @@ def show(cfg: Config, searched: Collection[str] | None = None) -> None:
       searched: see `main`. The mesh of an earlier part of the run is not read.
     """
     labels = data.labels_of(cfg.model)
-    cfg = resolve(cfg, None if cfg.model.vocab_size else data.load(cfg.data, labels).tokenizer.vocab_size)
+    cfg = resolve(cfg, None if cfg.model.vocab_size else data.load(cfg.data, labels).vocab_size)
     if searched is not None:
         cfg = open_mesh(cfg, searched)
     platform.configure(cfg.mesh, cfg.microbatch_size if searched is None else 0)

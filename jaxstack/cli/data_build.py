@@ -31,8 +31,7 @@ def main(args: Namespace) -> None:
     cfg, out = args.data, args.out
     if cfg.source == "tokens":
         raise ConfigError("data.source=tokens is already a token file. Build from stdlib, path or hf.")
-    if cfg.source in ("chat", "labels"):
-        what = "answers" if cfg.source == "chat" else "labels"
+    if what := {"chat": "answers", "labels": "labels", "pairs": "translations"}.get(cfg.source):
         raise ConfigError(
             f"data.source={cfg.source} cannot become a token file, which does not mark {what}. Train from it directly."
         )

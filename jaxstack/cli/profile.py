@@ -39,7 +39,7 @@ def main(args: Namespace) -> None:
     if cfg.mesh.pipe == 1:
         raise ConfigError("mesh.pipe=1 has no stages to balance. Give the mesh of the run, such as --mesh.pipe=4.")
     labels = data.labels_of(cfg.model)
-    cfg = resolve(cfg, None if cfg.model.vocab_size else data.load(cfg.data, labels).tokenizer.vocab_size)
+    cfg = resolve(cfg, None if cfg.model.vocab_size else data.load(cfg.data, labels).vocab_size)
     platform.configure(cfg.mesh, cfg.microbatch_size)
 
     from jaxstack import sharding

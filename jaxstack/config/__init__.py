@@ -8,6 +8,7 @@ A check raises `ConfigError` with one line that names the key and its value, and
 
 from jaxstack.common.errors import ConfigError
 from jaxstack.config.data import DataConfig, SourceConfig, WeightChange
+from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.model import LoraConfig, ModelConfig, MoEConfig, RopeScaling
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
 from jaxstack.config.run import SEARCHED_KEYS, Config, flat, resolve, with_values
@@ -27,6 +28,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "DenoiserConfig",
     "DistributedConfig",
     "KernelsConfig",
     "LoraConfig",

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from jaxstack.config.bounds import Interval, PositiveInt, ShortRepr, check_bounds, expand_home, require
+from jaxstack.config.denoisers import DenoiserConfig
+from jaxstack.config.seq2seq import check_denoisers
 
 FormatName: TypeAlias = Literal["jaxstack", "nanogpt", "megatron", "llmc"]
-SourceName: TypeAlias = Literal["stdlib", "path", "tokens", "hf", "chat", "labels"]
+SourceName: TypeAlias = Literal["stdlib", "path", "tokens", "hf", "chat", "labels", "pairs"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,10 +65,10 @@ class DataConfig:
     """Where text comes from. `stdlib`: the source code of Python's standard library. `path`: a text file or a folder of
     text files. `tokens`: a token file, see `data.format`. `hf`: a Hugging Face dataset (extra `[hf]`). `chat`:
     conversations, where only the answers are learned; see docs/finetuning.md. `labels`: texts with labels, for a
-    classifier; see docs/encoders.md."""
+    classifier; see docs/encoders.md. `pairs`: texts with translations; see docs/data.md."""
     path: str | None = None
-    """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), or JSON file of conversations
-    (`chat`) or of texts with labels (`labels`)."""
+    """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), JSON file of conversations
+    (`chat`) or of texts with labels (`labels`), or translations (`pairs`): a file, a folder, or `package:NAME`."""
     glob: str | None = None
     """Which files of a folder to read, such as `*.md`, or `**/*.md` for folders within it too. Null means all files."""
     skip: bool = False
@@ -103,9 +105,16 @@ class DataConfig:
     """With `model.family=encoder`: hide whole words, and not one token at a time."""
     mask_id: Annotated[int, Interval(0)] | None = None
     """With `model.family=encoder`: id that hides a token. Null means one after those of the tokenizer."""
+    denoisers: tuple[DenoiserConfig, ...] = ()
+    """With `model.family=encoder_decoder`: how spans of a text are hidden, which the decoder generates. Each row draws
+    one by their weights. T5: `[{rate: 0.15, span: 3}]`. `seq_len` counts inputs."""
+    languages: tuple[str, ...] = ()
+    """With source `pairs`: languages to translate to, by their names in catalogues or columns."""
+    target_len: PositiveInt | None = None
+    """With `model.family=encoder_decoder`: targets per row. Null means as many as `denoisers` need, or `seq_len`."""
     domains: tuple[str, ...] = ()
     """For `model.moe.router=domain`: one regular expression per expert, which must match the full name of a document
-    (its path within data.path). A document belongs to the first expression that matches."""
+    (its path within data.path), or the language of a pair. A document belongs to the first expression that matches."""
     hf_split: str = "train"
     """Split of the Hugging Face dataset."""
     hf_column: str = "text"
@@ -118,6 +127,7 @@ class DataConfig:
         _check_mixture(self)
         _check_format(self)
         _check_folders(self)
+        check_denoisers(self)
         require(
             self.source == "stdlib" or bool(self.path),
             f"data.path is missing, but data.source={self.source} reads from it. Set --data.path=...",
@@ -134,7 +144,19 @@ class DataConfig:
             yield self
         for one in self.mixture:
             own = {f.name: getattr(one, f.name) for f in fields(one) if f.name not in ("name", "weight")}
+            if one.source == "pairs":
+                own |= {"denoisers": (), "target_len": self.target_length}
+            else:
+                own["languages"] = ()
             yield replace(self, mixture=(), mixture_changes=(), **own)
+
+    @property
+    def target_length(self) -> int:
+        """The number of targets of a row of an encoder-decoder."""
+        if self.target_len is not None:
+            return self.target_len
+        sizes = [each.lengths(each.text_length(self.seq_len))[1] for each in self.denoisers]
+        return max(sizes, default=self.seq_len)
 
     def weights(self) -> list[tuple[int, tuple[float, ...]]]:
         """Returns the steps from which weights hold, with the weights; the first step is 0."""

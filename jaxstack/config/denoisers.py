@@ -7,7 +7,7 @@ of text, and has 114 targets.
 from dataclasses import dataclass
 from typing import Annotated
 
-from jaxstack.config.bounds import Interval, PositiveFloat, ShortRepr, require
+from jaxstack.config.bounds import Interval, PositiveFloat, ShortRepr, check_bounds, require
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,6 +22,9 @@ class DenoiserConfig(ShortRepr):
     """Token before the inputs, such as `[R]`. One that the tokenizer does not have is added. Null means none."""
     weight: PositiveFloat = 1.0
     """Share of the rows, relative to the weights of the other denoisers."""
+
+    def __post_init__(self) -> None:
+        check_bounds("data.denoisers", self)
 
     def counts(self, length: int) -> tuple[int, int]:
         """Returns how many tokens of a text of `length` >= 2 tokens are hidden, and in how many spans."""

@@ -9,6 +9,7 @@ from jaxstack.config.bounds import require
 from jaxstack.config.data import DataConfig
 from jaxstack.config.model import ModelConfig
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
+from jaxstack.config.seq2seq import check_seq2seq
 from jaxstack.config.training import (
     CheckpointConfig,
     OptimConfig,
@@ -57,6 +58,7 @@ class Config:
         _check_lengths(self)
         _check_base_width(self)
         _check_family(self)
+        check_seq2seq(self)
 
     @property
     def has_segments(self) -> bool:
@@ -147,6 +149,12 @@ def _check_mesh_sequence(cfg: Config) -> None:
     split = mesh.tensor if mesh.sequence_parallel else 1
     # A context shard has an early and a late chunk, so that all shards do the same work under the causal mask.
     parts = split if mesh.context == 1 else mesh.context * math.lcm(split, 2)
+    targets = cfg.data.target_length if cfg.model.family == "encoder_decoder" else 0
+    require(
+        targets % parts == 0,
+        f"data.target_len={targets} cannot be split into {parts} equal parts, as mesh.context={mesh.context} and "
+        f"mesh.tensor={mesh.tensor} require. Use --data.target_len={-(-targets // parts) * parts}.",
+    )
     require(
         cfg.data.seq_len % parts == 0,
         f"data.seq_len={cfg.data.seq_len} cannot be split into {parts} equal parts, as mesh.context={mesh.context} and "
@@ -169,7 +177,7 @@ def _check_domains(cfg: Config) -> None:
         f"pattern per expert.",
     )
     require(
-        not domains or data.source in ("stdlib", "path"),
+        not domains or data.source in ("stdlib", "path", "pairs"),
         f"data.domains matches names of files, which data.source={data.source} does not have. Use data.source=path.",
     )
     require(

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxstack.config import ConfigError, DataConfig
-from jaxstack.data import chat, labelled, sources
+from jaxstack.data import chat, labelled, pairs, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
 from jaxstack.data.conversations import read_conversations
 from jaxstack.data.labelled import Labels
+from jaxstack.data.seq2seq import SpecialIds, ids_of
 from jaxstack.data.sources import documents
 from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary
 from jaxstack.data.tokens import Tokens, assign_domains, encode, read_header, read_token_file, split
+from jaxstack.data.translations import read_translations
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,14 @@ class Dataset:
     sources: tuple[Source, ...]
     weights: tuple[tuple[int, tuple[float, ...]], ...] = ((0, (1.0,)),)
     """Steps from which weights of the sources hold, with the weights."""
+
+    special: SpecialIds | None = None
+    """Ids beside those of texts, for an encoder-decoder."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids, of which the model predicts one: those of the tokenizer, and special ones."""
+        return self.tokenizer.vocab_size if self.special is None else self.special.size
 
     @property
     def train(self) -> Tokens:
@@ -92,15 +102,22 @@ def load(cfg: DataConfig, labels: Labels | None = None) -> Dataset:
                 f"data.mixture: {names[i]} was made with the tokenizer {file.tokenizer.name}, but other sources use "
                 f"{tokenizer.name}. Use one tokenizer for all: set data.tokenizer, or build the token files again."
             )
+    special = ids_of(cfg, tokenizer)
     found = []
     for i, (name, part) in enumerate(zip(names, parts, strict=True)):
         try:
-            found.append(_finish(name, part, opened[i]) if i in opened else _encode(name, part, tokenizer, labels))
+            if i in opened:
+                found.append(_finish(name, part, opened[i]))
+            elif part.source == "pairs":
+                assert special is not None
+                found.append(_encode_pairs(name, part, tokenizer, special))
+            else:
+                found.append(_encode(name, part, tokenizer, labels))
         except ConfigError as error:
             if not cfg.mixture:
                 raise
             raise ConfigError(f"data.mixture, {name}: {error}") from None
-    return Dataset(tokenizer, tuple(found), tuple(cfg.weights()))
+    return Dataset(tokenizer, tuple(found), tuple(cfg.weights()), special)
 
 
 def _open(cfg: DataConfig) -> BinaryFile:
@@ -140,6 +157,10 @@ def _make_tokenizer(texts: Sequence[DataConfig], name: str, labels: Labels | Non
 
     def read() -> Iterator[str]:
         for one in texts:
+            if one.source == "pairs":
+                for pair in read_translations(str(one.path), one.languages, Counter()):
+                    yield from (pair.source, pair.target)
+                continue
             parts = _render(one) if one.source == "chat" else _examples(one, labels) or documents(one)
             yield from (part.text for part in parts)
 
@@ -214,6 +235,23 @@ def _encode_labels(name: str, cfg: DataConfig, tokenizer: Tokenizer, examples: I
     labels = _format_count(int((tokens.labels >= 0).sum()), "label")
     texts = f"{_format_count(tokens.starts.size, 'text')} with {labels}"
     parts = [texts, *([note] if note else []), _format_sizes(train, held_out, tokenizer)]
+    return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
+
+
+def _encode_pairs(name: str, cfg: DataConfig, tokenizer: Tokenizer, special: SpecialIds) -> Source:
+    """Returns texts and their translations. What is held out is held out in all languages."""
+    left_out: Counter[str] = Counter()
+    found = read_translations(str(cfg.path), cfg.languages, left_out)
+    tokens, texts = pairs.encode_pairs(found, tokenizer, special, cfg, left_out)
+    held_out_D = pairs.hold_out(texts, cfg.eval_fraction)
+    train, held_out = tokens.documents(~held_out_D), tokens.documents(held_out_D)
+    content = (tokens.ids, tokens.middles, *(() if tokens.domains is None else (tokens.domains,)))
+    fingerprint = hashlib.sha256(b"".join(each.tobytes() for each in content)).hexdigest()
+    parts = [
+        _format_count(len(cfg.languages), "language"),
+        f"{train.starts.size:,} pairs train, {held_out.starts.size:,} held out",
+        *([pairs.describe_left_out(left_out)] if left_out else []),
+    ]
     return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
 
 

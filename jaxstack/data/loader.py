@@ -11,6 +11,7 @@ from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
 from jaxstack.data.masking import Masking, Words
 from jaxstack.data.mixture import WindowSizes
+from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokenizers import Tokenizer
 from jaxstack.runtime import distributed
 
@@ -58,8 +59,9 @@ class HeldOut:
 
 
 def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes:
-    """Returns how the texts of a run are cut into batches; the tokenizer is for `data.mask_words`."""
-    masking = None
+    """Returns how the texts of a run are cut into batches; the tokenizer is for masks of words, and for spans."""
+    masking: Masking | SpanCorruption | None = None
+    seq_len = cfg.data.seq_len
     if cfg.model.family == "encoder" and not cfg.model.labels:
         assert cfg.data.mask_id is not None, "mask_id is filled from the tokenizer"
         words = None
@@ -67,9 +69,11 @@ def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes
             assert tokenizer is not None
             words = Words.of(tokenizer, cfg.model.vocab)
         masking = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab, words)
-    return WindowSizes(
-        seq_len=cfg.data.seq_len, batch_size=cfg.data.batch_size, packing=cfg.data.packing, masking=masking
-    )
+    if cfg.data.denoisers:
+        assert tokenizer is not None
+        masking = spans = SpanCorruption.of(cfg.data, tokenizer)
+        seq_len = spans.text_len
+    return WindowSizes(seq_len=seq_len, batch_size=cfg.data.batch_size, packing=cfg.data.packing, masking=masking)
 
 
 class DataLoader:

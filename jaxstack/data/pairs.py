@@ -10,21 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxstack.config import ConfigError
-from jaxstack.data.seq2seq import Pair, SpecialIds, make_batch
+from jaxstack.config import ConfigError, DataConfig
+from jaxstack.data.seq2seq import Pair, SpecialIds, language_tokens, make_batch
 from jaxstack.data.tokenizers import Tokenizer, id_dtype
 from jaxstack.data.tokens import Tokens, assign_domains
 from jaxstack.data.translations import Translation
 
 _OPEN = 256  # rows that packing fills at the same time
-
-
-def language_tokens(languages: Sequence[str]) -> dict[str, str]:
-    """Returns the token before a text that says what to translate it to, by language; one language needs none.
-
-    They are those of MADLAD-400: `<2de>`.
-    """
-    return {language: f"<2{language}>" for language in languages if len(languages) > 1}
 
 
 @dataclass(frozen=True)
@@ -35,8 +27,8 @@ class PairTokens(Tokens):
     """Start of each translation in `ids`, int64 [D]."""
     start_id: int = 0
     """What a decoder reads first."""
-    target_len: int = 0
-    """Targets of a row."""
+    lengths: tuple[int, int] = (0, 0)
+    """Inputs and targets of a row."""
 
     def documents(self, which: np.ndarray) -> "PairTokens":
         """Returns some of the pairs, in the order of `which`: indices [n], or a mask over all."""
@@ -55,9 +47,7 @@ def encode_pairs(
     pairs: Iterable[Translation],
     tokenizer: Tokenizer,
     special: SpecialIds,
-    languages: Sequence[str],
-    domains: Sequence[str],
-    lengths: tuple[int, int],
+    cfg: DataConfig,
     left_out: Counter[str],
 ) -> tuple[PairTokens, list[str]]:
     """Encodes pairs in memory. Each side ends with the end-of-document id.
@@ -69,9 +59,7 @@ def encode_pairs(
       pairs: texts and translations.
       tokenizer: of both.
       special: ids of the ends, the start and the languages.
-      languages: of the translations.
-      domains: a regular expression of languages for each domain. Empty means that pairs have no domains.
-      lengths: the inputs and the targets of a row.
+      cfg: languages, domains, and lengths of a row.
       left_out: counts what is left out, by its reason.
 
     Returns:
@@ -80,7 +68,8 @@ def encode_pairs(
     Raises:
       ConfigError: a language without a domain, or no pair fits.
     """
-    domain_of, first_tokens = _domains(languages, domains), language_tokens(languages)
+    domain_of, first_tokens = _domains(cfg.languages, cfg.domains), language_tokens(cfg.languages)
+    lengths = (cfg.seq_len, cfg.target_length)
     pieces: list[np.ndarray] = []
     sizes, texts, names, gates = [], [], [], []
     seen: set[tuple[str, str, str]] = set()
@@ -109,10 +98,10 @@ def encode_pairs(
         )
     bounds = np.append(0, np.cumsum(np.array(sizes, np.int64)))
     ids = np.concatenate(pieces).astype(id_dtype(special.size))
-    domain_D = np.array(gates, np.int32) if domains else None
+    domain_D = np.array(gates, np.int32) if cfg.domains else None
     tokens = PairTokens(
         ids, bounds[:-1:2], bounds[2::2], special.size, tuple(names), domain_D, loss_mask=np.ones(ids.size, bool),
-        middles=bounds[1::2], start_id=special.start, target_len=lengths[1],
+        middles=bounds[1::2], start_id=special.start, lengths=lengths,
     )  # fmt: skip
     return tokens, texts
 
@@ -163,14 +152,13 @@ class PairWindows:
     """Number of pairs of each row."""
 
     @classmethod
-    def of(cls, pairs: PairTokens, seq_len: int, packing: bool) -> "PairWindows":
+    def of(cls, pairs: PairTokens, packing: bool) -> "PairWindows":
         """Returns rows of one pair, or of as many as fit with packing."""
         if not packing:
             order_D = np.arange(pairs.starts.size)
             return cls(pairs, order_D, order_D, np.ones_like(order_D))
-        rows = pack(
-            np.stack([pairs.middles - pairs.starts, pairs.ends - pairs.middles], 1), (seq_len, pairs.target_len)
-        )
+        sizes_D2 = np.stack([pairs.middles - pairs.starts, pairs.ends - pairs.middles], 1)
+        rows = pack(sizes_D2, pairs.lengths)
         length_W = np.array([len(row) for row in rows])
         return cls(pairs, np.concatenate(rows), np.cumsum(length_W) - length_W, length_W)
 
@@ -180,10 +168,10 @@ class PairWindows:
 
     def make_batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> dict[str, np.ndarray]:
         """Returns the batch of these rows, see `seq2seq.make_batch`."""
-        del packing, vocab_size
+        del seq_len, packing, vocab_size
         rows = [[self.pairs.pair(index) for index in self._row(window)] for window in window_B.tolist()]
         gates = self.pairs.domains is not None
-        return make_batch(rows, seq_len, self.pairs.target_len, self.pairs.start_id, gates)
+        return make_batch(rows, *self.pairs.lengths, self.pairs.start_id, gates)
 
     def describe(self, window: int) -> str:
         """Returns the places from which the pairs of a row were read."""

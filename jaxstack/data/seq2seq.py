@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxstack.config import ConfigError
+from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.tokenizers import HFTokenizer, Tokenizer
 
 SENTINELS = 100
@@ -132,6 +132,28 @@ def special_ids(tokenizer: Tokenizer, names: Sequence[str] = (), spans: int = 0)
         sentinels = [*range(size - 1, size - 1 - max(SENTINELS, spans), -1)]
     start = known("<pad>")
     return SpecialIds(eos if start is None else start, eos, named, tuple(sentinels), size)
+
+
+def ids_of(cfg: DataConfig, tokenizer: Tokenizer) -> SpecialIds | None:
+    """Returns the special ids that the data of an encoder-decoder need, or `None` for other data.
+
+    Raises:
+      ConfigError: the tokenizer has too few sentinels.
+    """
+    names = [*language_tokens(cfg.languages).values()]
+    names += dict.fromkeys(each.mode for each in cfg.denoisers if each.mode is not None)
+    spans = [each.counts(each.text_length(cfg.seq_len, cfg.target_len))[1] for each in cfg.denoisers]
+    if not spans and all(one.source != "pairs" for one in cfg.single_sources()):
+        return None
+    return special_ids(tokenizer, names, max(spans, default=0))
+
+
+def language_tokens(languages: Sequence[str]) -> dict[str, str]:
+    """Returns the token before a text that says what to translate it to, by language; one language needs none.
+
+    They are those of MADLAD-400: `<2de>`.
+    """
+    return {language: f"<2{language}>" for language in languages if len(languages) > 1}
 
 
 def _find_none(token: str) -> int | None:

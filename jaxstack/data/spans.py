@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxstack.config.denoisers import DenoiserConfig
-from jaxstack.data.seq2seq import Pair, SpecialIds, make_batch, special_ids
+from jaxstack.config import DataConfig, DenoiserConfig
+from jaxstack.data.seq2seq import Pair, SpecialIds, ids_of, make_batch
 from jaxstack.data.tokenizers import Tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -42,25 +42,15 @@ class SpanCorruption:
     target_len: int
 
     @classmethod
-    def of(
-        cls, denoisers: tuple[DenoiserConfig, ...], tokenizer: Tokenizer, seq_len: int, target_len: int | None = None
-    ) -> "SpanCorruption":
-        """Returns the span corruption of a tokenizer's ids.
-
-        Args:
-          denoisers: one or more.
-          tokenizer: of the text.
-          seq_len: S.
-          target_len: T. `None` means that of the denoiser with the most targets.
+    def of(cls, cfg: DataConfig, tokenizer: Tokenizer) -> "SpanCorruption":
+        """Returns the span corruption of `data.denoisers`, of which there is at least one.
 
         Raises:
-          ConfigError: spans do not fit a row, or the tokenizer has too few sentinels for them.
+          ConfigError: the tokenizer has too few sentinels.
         """
-        lengths = [each.text_length(seq_len, target_len) for each in denoisers]
-        sizes = [each.lengths(length)[1] for each, length in zip(denoisers, lengths, strict=True)]
-        spans = [each.counts(length)[1] for each, length in zip(denoisers, lengths, strict=True)]
-        modes = dict.fromkeys(each.mode for each in denoisers if each.mode is not None)
-        return cls(denoisers, special_ids(tokenizer, [*modes], max(spans)), seq_len, target_len or max(sizes))
+        ids = ids_of(cfg, tokenizer)
+        assert ids is not None
+        return cls(cfg.denoisers, ids, cfg.seq_len, cfg.target_length)
 
     @cached_property
     def text_lengths(self) -> tuple[int, ...]:

@@ -117,7 +117,7 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
     number of windows.
     """
     if isinstance(tokens, PairTokens):
-        return PairWindows.of(tokens, seq_len, packing)
+        return PairWindows.of(tokens, packing)
     room, length_D = seq_len + (tokens.labels is None), tokens.ends - tokens.starts
     assert tokens.starts.size
     assert length_D.max() <= room, "documents that do not fit must be left out before"

@@ -13,17 +13,22 @@ from jaxstack import config
 from jaxstack.config import (
     Config,
     ConfigError,
+    DenoiserConfig,
     SourceConfig,
     WeightChange,
     bounds,
     data,
+    denoisers,
     model,
     parallel,
     run,
+    seq2seq,
     training,
 )
 
-FILES = {module.__file__: inspect.getsource(module) for module in (model, data, parallel, training, run)}
+FILES = {
+    module.__file__: inspect.getsource(module) for module in (model, data, denoisers, seq2seq, parallel, training, run)
+}
 CHECKS = {
     (path, node.lineno): node
     for path, source in FILES.items()
@@ -41,6 +46,9 @@ THREE = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2,
 ENCODER = {"model.family": "encoder", "model.tied_embeddings": True}
 
 LABELS = {"data.source": "labels", "data.path": "x", "model.labels": ("a", "b")}
+
+SPANS = {"model.family": "encoder_decoder", "data.denoisers": (DenoiserConfig(),)}
+PAIRS = {"model.family": "encoder_decoder", "data.source": "pairs", "data.path": "x"}
 
 A, B = SourceConfig("path", "a", 1.0), SourceConfig("path", "b", 1.0)
 TOKENS = {"data.source": "tokens", "data.path": "x", "data.format": "megatron"}
@@ -109,6 +117,19 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (ENCODER | LABELS | {"model.labels": ()}, ENCODER | LABELS),
     (ENCODER | {"model.labels": ("a", "b")}, ENCODER | LABELS),
     (ENCODER | {"mesh.context": 2}, ENCODER | {"mesh.context": 2, "mesh.context_method": "all_gather"}),
+    ({"data.denoisers": (DenoiserConfig(),)}, SPANS),
+    ({"data.source": "pairs", "data.path": "x"}, PAIRS),
+    ({"data.languages": ("de",)}, PAIRS | {"data.languages": ("de",)}),
+    (PAIRS | {"data.languages": ("de", "de")}, PAIRS | {"data.languages": ("de", "fr")}),
+    ({"data.target_len": 80}, SPANS | {"data.target_len": 80}),
+    (SPANS | {"data.source": "chat", "data.path": "x"}, SPANS | {"data.source": "path", "data.path": "x"}),
+    (PAIRS | {"data.denoisers": (DenoiserConfig(),)}, PAIRS),
+    (SPANS | {"data.packing": True}, PAIRS | {"data.packing": True}),
+    (SPANS | {"data.domains": ("a",)}, PAIRS | DOMAIN | {"data.domains": ("a", "b"), "data.languages": ("a", "b")}),
+    (SPANS | {"data.seq_len": 15}, SPANS | {"data.seq_len": 16}),
+    (SPANS | {"data.target_len": 4}, SPANS | {"data.target_len": 5}),
+    (SPANS | {"data.target_len": 6, "mesh.tensor": 4}, SPANS | {"data.target_len": 8, "mesh.tensor": 4}),
+    (PAIRS | {"data.target_len": 6, "mesh.tensor": 4}, PAIRS | {"data.target_len": 8, "mesh.tensor": 4}),
     ({"model.attention_softcap": 0.0}, {"model.attention_softcap": 0.1}),
     ({"model.logit_softcap": 0.0}, {"model.logit_softcap": 0.1}),
     ({"model.attention_scale": 0.0}, {"model.attention_scale": 0.1}),

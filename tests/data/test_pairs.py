@@ -1,14 +1,17 @@
 """Texts and their translations: files of all kinds, what is held out, and rows of pairs."""
 
+import math
 from collections import Counter
 
+import jax
 import numpy as np
 import pytest
 
 from jaxstack import data
-from jaxstack.config import ConfigError
-from jaxstack.data.pairs import PairWindows, encode_pairs, hold_out, language_tokens, pack
-from jaxstack.data.seq2seq import special_ids
+from jaxstack.config import Config, ConfigError, DataConfig, DenoiserConfig, ModelConfig, SourceConfig, resolve
+from jaxstack.data.loader import DataLoader
+from jaxstack.data.pairs import PairWindows, encode_pairs, hold_out, pack
+from jaxstack.data.seq2seq import ids_of
 from jaxstack.data.translations import Translation, read_translations
 
 BYTES = data.make_tokenizer("bytes", ())
@@ -44,9 +47,9 @@ def read(path, *languages):
 
 
 def encode(pairs, languages=("de", "fr"), domains=(), lengths=(12, 10), tokenizer=BYTES):
-    special = special_ids(tokenizer, [*language_tokens(languages).values()])
+    cfg = DataConfig("pairs", "x", languages=languages, domains=domains, seq_len=lengths[0], target_len=lengths[1])
     left_out = Counter()
-    return *encode_pairs(pairs, tokenizer, special, languages, domains, lengths, left_out), left_out
+    return *encode_pairs(pairs, tokenizer, ids_of(cfg, tokenizer), cfg, left_out), left_out
 
 
 def translations(count, rng, language="de", longest=8):
@@ -218,6 +221,60 @@ def test_packing_fills_rows(rng):
     assert (used <= (128, 120)).all()
     assert (used.mean(0) / (128, 120)).max() > 0.95
     tokens, _, _ = encode(translations(40, rng))
-    windows = PairWindows.of(tokens, 12, packing=True)
+    windows = PairWindows.of(tokens, packing=True)
     assert windows.length_W.sum() == tokens.starts.size
     assert windows.length_W.size < tokens.starts.size
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Forty texts with translations to German, and half as many to French."""
+    path = tmp_path / "pairs.tsv"
+    path.write_text("en\tde\tfr\n" + "".join(f"text {i}\tTexte {i}\t{f'texte {i}' * (i % 2)}\n" for i in range(40)))
+    return path
+
+
+def run_config(**keys):
+    cfg = Config(model=ModelConfig(family="encoder_decoder"), data=DataConfig(seq_len=32, batch_size=4, **keys))
+    dataset = data.load(cfg.data)
+    return resolve(cfg, dataset.vocab_size), dataset
+
+
+def test_a_run_reads_pairs(table):
+    """The vocabulary has the tokens of the languages; no text of the held-out pairs is trained on."""
+    cfg, dataset = run_config(source="pairs", path=str(table), languages=("fr", "de"), packing=True)
+    assert cfg.model.vocab_size == 258
+    loader = DataLoader(cfg, dataset, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    texts = [
+        {bytes(part.pair(i).inputs[1:-1].astype(np.uint8)) for i in range(part.starts.size)}
+        for part in (dataset.train, dataset.eval)
+    ]
+    assert not texts[0] & texts[1]
+    assert len(texts[0] | texts[1]) == 40
+    counts = dataset.train.starts.size, dataset.eval.starts.size
+    assert sum(counts) == 60
+    assert dataset.description == f"{table}: 2 languages, {counts[0]} pairs train, {counts[1]} held out"
+    assert loader.held_out[0].batches[0]["encoder_tokens"].shape == (4, 32)
+    assert math.isnan(loader.held_out_bytes_per_token)
+    assert "pairs.tsv, line" in loader.describe_batch(3)
+
+
+def test_a_run_mixes_pairs_and_hidden_spans(table, tmp_path):
+    """Both have the same arrays and special ids; only texts are corrupted."""
+    (tmp_path / "text.txt").write_text("a text of which spans are hidden. " * 100)
+    sources = SourceConfig("pairs", str(table), name="pairs"), SourceConfig("path", str(tmp_path / "text.txt"))
+    denoisers = DenoiserConfig(mode="[R]"), DenoiserConfig(0.5, 3, "[X]", 2.0)
+    cfg, dataset = run_config(mixture=sources, languages=("de", "fr"), denoisers=denoisers)
+    assert dataset.special.named == {"<2de>": 256, "<2fr>": 257, "[R]": 258, "[X]": 259}
+    assert cfg.model.vocab_size == 360
+    loader = DataLoader(cfg, dataset, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    for batch in loader.first_batches(3):
+        first = batch["encoder_tokens"][:, 0]
+        assert (first[[0, 2]] < 258).all(), "sources with equal weights take turns"
+        assert (first[[1, 3]] >= 258).all()
+        assert (batch["targets"][[0, 2]] < 256).all()
+        assert (batch["targets"][[1, 3], 0] == 359).all(), "the first sentinel"
+    pairs, texts = (one.batches[0] for one in loader.held_out)
+    assert (pairs["encoder_tokens"][:, 0] < 258).all()
+    assert (texts["encoder_tokens"][:, 0] >= 258).all()
+    assert {name: array.shape for name, array in pairs.items()} == {name: array.shape for name, array in texts.items()}

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jaxstack import data
-from jaxstack.config import ConfigError
-from jaxstack.config.denoisers import DenoiserConfig
+from jaxstack.config import ConfigError, DataConfig, DenoiserConfig
 from jaxstack.data.seq2seq import Pair, make_batch, special_ids
 from jaxstack.data.spans import SpanCorruption, draw_spans
 
@@ -27,6 +26,10 @@ def tokens():
     ids = np.random.default_rng(5).integers(1, 256, 20_000).astype(np.uint8)
     ends = np.arange(1, 21) * 1000
     return data.Tokens(ids, ends - 1000, ends, 256)
+
+
+def corruption(*denoisers, seq_len, target_len=None, tokenizer=BYTES):
+    return SpanCorruption.of(DataConfig(denoisers=denoisers, seq_len=seq_len, target_len=target_len), tokenizer)
 
 
 def reader(tokens, spans, seed=3, batch_size=B, rows=None):
@@ -66,7 +69,7 @@ def test_spans_of_10000_windows(length, rng):
     hidden, count = T5.counts(length)
     assert hidden == round(0.15 * length)
     assert count == max(1, round(hidden / 3))
-    spans = SpanCorruption.of((T5,), BYTES, 512)
+    spans = corruption(T5, seq_len=512)
     found = np.zeros((10_000, length), bool)
     for mask in found:
         starts, sizes = draw_spans(rng, length, hidden, count)
@@ -109,12 +112,12 @@ def test_lengths_are_those_of_t5_and_ul2():
     """512 inputs of 568 tokens, with 114 targets; with `target_len`, a denoiser takes less text where it must."""
     assert T5.text_length(512) == 568
     assert T5.lengths(568) == (512, 114)
-    spans = SpanCorruption.of((T5,), BYTES, 512)
+    spans = corruption(T5, seq_len=512)
     assert (spans.text_len, spans.target_len, spans.ids.size) == (568, 114, 356)
     assert spans.ids.sentinels == tuple(range(355, 255, -1))
     half = DenoiserConfig(0.5, 3)
     assert [half.lengths(half.text_length(*rows)) for rows in ((512,), (512, 512))] == [(512, 513), (512, 512)]
-    mixture = SpanCorruption.of(UL2, BYTES, 512, 512)
+    mixture = corruption(*UL2, seq_len=512, target_len=512)
     for each, length in zip(UL2, mixture.text_lengths, strict=True):
         inputs, targets = each.lengths(length)
         assert max(inputs, targets) in (511, 512), each
@@ -125,7 +128,7 @@ def test_lengths_are_those_of_t5_and_ul2():
 
 def test_shares_and_modes_of_a_mixture(tokens):
     """A row is of one denoiser: its mode comes first, and its share of the rows is its weight."""
-    mixture = SpanCorruption.of((*UL2[:6], DenoiserConfig(0.25, None, "[S]", 3.0)), BYTES, 512, 512)
+    mixture = corruption(*UL2[:6], DenoiserConfig(0.25, None, "[S]", 3.0), seq_len=512, target_len=512)
     batch = reader(tokens, mixture, batch_size=3000)[0]
     shares = {"[R]": 2 / 9, "[X]": 4 / 9, "[S]": 3 / 9}
     for mode, share in shares.items():
@@ -152,7 +155,7 @@ def test_shares_and_modes_of_a_mixture(tokens):
 
 
 def test_a_batch_has_the_arrays_of_an_encoder_decoder(tokens):
-    spans = SpanCorruption.of((T5,), BYTES, 64, 24)
+    spans = corruption(T5, seq_len=64, target_len=24)
     batch = reader(tokens, spans)[7]
     assert {name: (str(array.dtype), array.shape) for name, array in batch.items()} == {
         **{f"encoder_{name}": ("int32", (B, 64)) for name in ("tokens", "positions", "segment_ids")},
@@ -171,7 +174,7 @@ def test_a_batch_has_the_arrays_of_an_encoder_decoder(tokens):
 
 def test_spans_are_a_function_of_seed_step_and_row(tokens):
     """Batches are equal however they are read: in any order, in parts of rows, and with other sizes."""
-    spans = SpanCorruption.of(UL2[:4], BYTES, 128, 128)
+    spans = corruption(*UL2[:4], seq_len=128, target_len=128)
     whole = reader(tokens, spans)
     batch = whole[7]
     part = reader(tokens, spans, rows=np.array([1, 3]))
@@ -188,7 +191,7 @@ def test_spans_are_a_function_of_seed_step_and_row(tokens):
 
 def test_held_out_windows_always_have_the_same_spans(tokens):
     """Copies of the last window that fill up the last batch have weight 0."""
-    spans = SpanCorruption.of((T5,), BYTES, 64)
+    spans = corruption(T5, seq_len=64)
     sizes = {"seq_len": spans.text_len, "batch_size": 200, "steps": 2, "packing": False, "masking": spans}
     first, again = data.eval_batches(tokens, **sizes), data.eval_batches(tokens, rows=np.array([5, 199]), **sizes)
     windows = (len(tokens) - 1) // spans.text_len
@@ -201,7 +204,7 @@ def test_held_out_windows_always_have_the_same_spans(tokens):
 
 def test_the_example_of_the_page_is_what_the_code_makes():
     text = BYTES.encode("Thank you for inviting me to your party last week.")
-    spans = SpanCorruption.of((T5,), BYTES, 64)
+    spans = corruption(T5, seq_len=64)
     pair = spans.corrupt(text, T5, np.random.default_rng(2))
     shown = {spans.ids.eos: "</s>"} | {sentinel: f"<{k}>" for k, sentinel in enumerate(spans.ids.sentinels)}
     inputs, targets = ("".join(shown.get(i) or chr(i) for i in side.tolist()) for side in pair[:2])
@@ -236,7 +239,7 @@ def test_ids_that_a_tokenizer_lacks_are_behind_its_vocabulary(tmp_path):
     ids = special_ids(own, ["[R]", "[S]"], 3)
     assert (ids.start, ids.eos, ids.named, ids.sentinels, ids.size) == (0, 1, {"[R]": 3, "[S]": 7}, (6, 5, 4), 8)
     with pytest.raises(ConfigError, match=r"hides up to 4 spans .* has 3 sentinels.* Lower"):
-        SpanCorruption.of((T5,), own, 75)
+        corruption(T5, seq_len=75, tokenizer=own)
 
 
 @pytest.mark.parametrize(("denoiser", "seq_len"), [(T5, 15), (DenoiserConfig(0.15, 64), 256)])

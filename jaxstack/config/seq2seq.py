@@ -1,0 +1,71 @@
+"""The checks of encoder-decoders: pairs, denoisers and the length of targets against each other and other keys."""
+
+from typing import TYPE_CHECKING
+
+from jaxstack.config.bounds import require
+
+if TYPE_CHECKING:
+    from jaxstack.config.data import DataConfig
+    from jaxstack.config.run import Config
+
+
+def check_denoisers(data: "DataConfig") -> None:
+    """Checks the keys of the group `data` that are for encoder-decoders.
+
+    Raises:
+      ConfigError: they do not fit each other.
+    """
+    names = [one.source for one in data.mixture or (data,)]
+    shown = list(data.denoisers)
+    require(
+        "pairs" in names or not data.languages,
+        f"data.languages={list(data.languages)} is for data.source=pairs, which is not set. Remove it, or read pairs.",
+    )
+    require(
+        len({*data.languages}) == len(data.languages),
+        f"data.languages={list(data.languages)} names a language twice. Name each once.",
+    )
+    require(
+        bool(data.denoisers) or "pairs" in names or data.target_len is None,
+        f"data.target_len={data.target_len} is for data.denoisers or data.source=pairs. Remove it, or set one of them.",
+    )
+    if not data.denoisers:
+        return
+    whole = [name for name in names if name in ("chat", "labels")]
+    require(
+        not whole,
+        f"data.denoisers={shown} hides spans of texts, which data.source={''.join(whole[:1])} does not have. Use "
+        f"data.source=path.",
+    )
+    require(
+        {*names} != {"pairs"},
+        f"data.denoisers={shown} hides spans of texts, but data.source=pairs has translations. Remove data.denoisers.",
+    )
+    require(
+        not data.packing,
+        f"data.denoisers={shown} hides spans of rows that span documents, and data.packing=true would part them. Use "
+        f"data.packing=false.",
+    )
+    require(
+        not data.domains,
+        f"data.denoisers={shown} makes rows that span documents, but data.domains={list(data.domains)} chooses experts "
+        f"by document. Use one of the two.",
+    )
+    for each in data.denoisers:
+        each.text_length(data.seq_len, data.target_len)
+
+
+def check_seq2seq(cfg: "Config") -> None:
+    """Checks that pairs and denoisers are used with the family `encoder_decoder` only.
+
+    Raises:
+      ConfigError: the family does not suit the data.
+    """
+    data, model = cfg.data, cfg.model
+    names = [one.source for one in data.mixture or (data,)]
+    key = f"data.denoisers={list(data.denoisers)}" if data.denoisers else "data.source=pairs"
+    require(
+        model.family == "encoder_decoder" or not (data.denoisers or "pairs" in names),
+        f"{key} is for encoder-decoders, but model.family={model.family}. Use --model.family=encoder_decoder, or leave "
+        f"{key.partition('=')[0]} out.",
+    )
