@@ -316,8 +316,8 @@ class _Run:
             y, inputs = broadcast(output, self.stage, self.last_stage, self.axis), self.inputs_of(m)
             share, pull = jax.vjp(lambda shared, y: self.loss(shared, y, inputs), self.shared, y)
             dshared, dy = pull(jax.tree.map(lambda a: varying(jnp.ones((), a.dtype), varies_along(a)), share))
-            loss = jax.tree.map(jnp.add, loss, share)
-            return where(self.stage == self.last_stage, dy, dx), loss, add_trees(grads, dshared)
+            dx = where(self.stage == self.last_stage, dy, dx)
+            return dx, jax.tree.map(jnp.add, loss, share), add_trees(grads, dshared)
 
         carry = (state.dx, state.sums.loss, state.sums.shared)
         return run_if("loss", row.turns.loss, loss_and_grad, carry, (output, row.loss_at))
