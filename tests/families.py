@@ -74,6 +74,14 @@ ENCODERS = {
 }
 ENCODERS["roberta"] = dataclasses.replace(ENCODERS["bert"], token_types=1, first_position=2, max_positions=66)
 
+_T5 = {"family": "encoder_decoder", "positions": "relative", "relative_distance": 20, "attention_scale": 1.0}
+ENCODER_DECODERS = {
+    "t5": ModelConfig(
+        **SMALL | _T5, encoder_layers=3, activation="relu", gated=False, tied_embeddings=True, head_scale=32**-0.5
+    ),
+    "t5_1_1": ModelConfig(**SMALL | _T5, activation="gelu_tanh"),
+}
+
 CLASSIFIERS = {
     "bert_labels": dataclasses.replace(ENCODERS["bert"], labels=tuple("abcde")),
     "bert_words": dataclasses.replace(ENCODERS["bert"], labels=tuple("abcde"), label_each="token"),

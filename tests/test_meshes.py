@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import CLASSIFIERS, ENCODERS, FAMILIES
+from families import CLASSIFIERS, ENCODER_DECODERS, ENCODERS, FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import (
@@ -30,6 +30,7 @@ from jaxstack.config import (
     RunConfig,
     TrainConfig,
 )
+from jaxstack.data.seq2seq import Pair, make_batch
 from jaxstack.models import decoder, params
 from jaxstack.models import family as models
 from jaxstack.models.context import Context
@@ -40,7 +41,10 @@ from jaxstack.training.state import abstract_state, make_state
 BATCH, SEQ = 8, 32
 WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_dim": 8, "d_ff": 96, "vocab_size": 64}
 MODELS: dict[str, ModelConfig] = {
-    **{name: dataclasses.replace(cfg, **WIDE) for name, cfg in (FAMILIES | ENCODERS | CLASSIFIERS).items()},
+    **{
+        name: dataclasses.replace(cfg, **WIDE)
+        for name, cfg in (FAMILIES | ENCODERS | CLASSIFIERS | ENCODER_DECODERS).items()
+    },
     "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}),
 }
 EXPERTS = {
@@ -51,12 +55,14 @@ EXPERTS = {
     ),
     "domain": MoEConfig(num_experts=8, d_ff=32, router="domain"),
 }
+MODELS["t5_gates"] = dataclasses.replace(MODELS["t5_1_1"], moe=EXPERTS["domain"])
 MODELS["untied"] = dataclasses.replace(MODELS["gpt2"], tied_embeddings=False)
 MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in EXPERTS.items()}
 ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
 MODELS |= {name: dataclasses.replace(MODELS[of], lora=LoraConfig(rank=4, alpha=8)) for name, of in ADAPTED.items()}
 PLAIN = {"sequence_parallel": False}
 AUTO = {"partitioner": "auto"}
+SLOW = pytest.mark.slow
 Arrays = dict[str, np.ndarray]
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 # Every axis and every family of models, in few cases.
@@ -131,6 +137,21 @@ ENCODER_CASES: list[Case] = [
     ("modernbert_labels", {"fsdp": 2, "tensor": 4}, {"remat": "selective"}),
 ]
 """Meshes of encoders, in docs/encoders.md. The first one is quick."""
+PAIR_CASES: list[Case] = [
+    ("t5", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
+    *(("t5", {axis: 4}, {}) for axis in ("data", "fsdp", "tensor")),
+    ("t5", {"tensor": 2, **PLAIN}, {"remat": "selective"}),
+    ("t5", {"context": 4, **GATHER}, {}),
+    ("t5", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 2}),
+    ("t5", {"fsdp": 2, "tensor": 2, **AUTO}, {"dropout": 0.3, "remat": "full"}),
+    ("t5_1_1", {"data": 2, "tensor": 4}, {"accum": 2}),
+    ("t5_1_1", {"fsdp": 8}, {"remat": "full"}),
+    ("t5_1_1", {"data": 2, "context": 2, **GATHER, **AUTO}, {}),
+    ("t5_gates", {"data": 2, "expert": 4}, {"remat": "selective"}),
+    ("t5_gates", {"fsdp": 2, "expert": 2, "tensor": 2}, {"accum": 2}),
+    ("t5_gates", {"expert": 2, "context": 2, "tensor": 2, **GATHER}, {}),
+]
+"""Meshes of encoder-decoders, whose rows have several pairs and padding. The first one is quick."""
 
 
 def name_of(case: Case) -> str:
@@ -148,6 +169,7 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
         data=DataConfig(
             seq_len=SEQ,
             batch_size=BATCH,
+            target_len=SEQ // 2 if MODELS[family].family == "encoder_decoder" else None,
             packing=packing,
             source="labels" if MODELS[family].labels else "stdlib",
             path="labels.jsonl" if MODELS[family].labels else None,
@@ -160,6 +182,8 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
 
 def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
+    if cfg.family == "encoder_decoder":
+        return random_pairs(rng, cfg, rows)
     ids = rng.integers(0, cfg.vocab, (rows, SEQ + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:] % cfg.classes}
     batch["loss_weights"] = (rng.random((rows, SEQ)) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32)
@@ -179,6 +203,20 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
         batch["token_types"] = rng.integers(0, cfg.token_types, (rows, SEQ)).astype(np.int32)
     if cfg.moe.router == "domain":
         batch["gate_ids"] = rng.integers(0, cfg.moe.num_experts, (rows, SEQ)).astype(np.int32)
+    return batch
+
+
+def random_pairs(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> dict[str, np.ndarray]:
+    """Returns rows of one to three pairs with padding behind them; one row is padding alone."""
+
+    def pair(inputs: int, targets: int) -> Pair:
+        ids = (rng.integers(1, cfg.vocab, n).astype(np.int32) for n in (inputs, targets))
+        return Pair(*ids, gate=int(rng.integers(max(cfg.moe.num_experts, 1))))
+
+    made = [[pair(*rng.integers(1, (11, 6))) for _ in range(rng.integers(1, 4))] for _ in range(rows)]
+    made[rows // 2] = []
+    batch = make_batch(made, SEQ, SEQ // 2, 0, gates=bool(cfg.moe.num_experts))
+    batch["loss_weights"] *= rng.random(batch["loss_weights"].shape) < 0.8
     return batch
 
 
@@ -264,8 +302,8 @@ def errors(family: str, one: Any, other: Any) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=name_of(c), marks=() if c in [*QUICK, ENCODER_CASES[0]] else pytest.mark.slow)
-        for c in [*CASES, *ENCODER_CASES]
+        pytest.param(c, id=name_of(c), marks=() if c in (*QUICK, ENCODER_CASES[0], PAIR_CASES[0]) else SLOW)
+        for c in [*CASES, *ENCODER_CASES, *PAIR_CASES]
     ],
 )
 def test_every_mesh_gives_the_loss_and_gradients_of_one_device(case, seed):

@@ -1,7 +1,7 @@
 """Keys of the group `model`: the decoder, its mixture of experts, and its adapters."""
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from jaxstack.config.bounds import (
     BelowOne,
@@ -14,6 +14,7 @@ from jaxstack.config.bounds import (
     pattern_error,
     require,
 )
+from jaxstack.config.objective import Objective, objective_of
 
 
 @dataclass(frozen=True)
@@ -144,55 +145,17 @@ LABEL_MULTIPLE = 192
 """A classifier's outputs are padded with zeros to a multiple of this, so that most meshes divide them."""
 
 
-class Term(NamedTuple):
-    """One of the losses that an objective adds up: a mean over the tokens of its own weights.
-
-    Attributes:
-      name: of the sum among those that the family's `loss` returns.
-      weights: name of the array of a batch that has the weight of each token [B, S].
-      scale: factor of the mean in the objective, above 0.
-    """
-
-    name: str = "loss"
-    weights: str = "loss_weights"
-    scale: float = 1.0
-
-
-class Objective(NamedTuple):
-    """What a model is trained for. Steps, evaluations, plans, logs and reports read it.
-
-    Attributes:
-      loss: name of the held-out loss.
-      unit: of the loss; losses with different units cannot be compared.
-      accuracy: what the share of right predictions is called, or `None` if it is not computed.
-      terms: the losses whose sum is the objective. The weights of the first one count a step's tokens.
-    """
-
-    loss: str
-    unit: str
-    accuracy: str | None = None
-    terms: tuple[Term, ...] = (Term(),)
-
-
-def objective_of(family: str, labels: bool, label_each: str) -> Objective:
-    """Returns the objective of a model by its keys `family`, `labels` and `label_each`."""
-    if family != "encoder":
-        return Objective("held-out loss", "nats per token")
-    if not labels:
-        return Objective("held-out masked-LM loss", "nats per hidden token", "accuracy on hidden tokens")
-    each = {"sequence": "sequence", "token": "word"}[label_each]
-    return Objective("held-out classification loss", f"nats per {each}", f"accuracy per {each}")
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder; its switches give GPT-2, Llama 3, Qwen3, Gemma 2, Mixtral and more (see `configs/models/`)."""
 
-    family: Literal["decoder", "encoder"] = "decoder"
+    family: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
     """`decoder`: a token sees those before it, and the next token is learned. `encoder`: it sees all tokens, and hidden
-    tokens are learned (BERT)."""
+    tokens are learned (BERT). `encoder_decoder`: an encoder reads a text, and a decoder learns another one (T5)."""
     num_layers: PositiveInt = 6
-    """Number of transformer blocks."""
+    """Number of transformer blocks. If there is an encoder beside a decoder, these are the blocks of the decoder."""
+    encoder_layers: PositiveInt | None = None
+    """With family `encoder_decoder`: number of blocks of the encoder. Null means num_layers."""
     d_model: PositiveInt = 256
     """Width of the residual stream."""
     num_heads: PositiveInt = 4
@@ -231,8 +194,13 @@ class ModelConfig:
     classified by its first token."""
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head (Qwen3)."""
-    positions: Literal["rope", "learned", "none"] = "rope"
-    """Position encoding: rotary, a learned table (GPT-2), or none."""
+    positions: Literal["rope", "learned", "relative", "none"] = "rope"
+    """Position encoding: rotary, a learned table (GPT-2), or none. With family `encoder_decoder` also `relative`: a
+    learned bias on attention scores for each range of distances (T5)."""
+    relative_buckets: Annotated[int, Interval(4)] = 32
+    """With `positions=relative`: number of ranges of distances."""
+    relative_distance: PositiveInt = 128
+    """With `positions=relative`: distance in tokens from which on all share a bias."""
     max_positions: PositiveInt | None = None
     """Rows of the learned position table; null means data.seq_len. Without a table, this records the context length of
     a model that `jaxstack import` read."""
@@ -251,7 +219,7 @@ class ModelConfig:
     """Factor on the attention scores. Null means head_dim ** -0.5."""
     attention_softcap: PositiveFloat | None = None
     """Cap on the attention scores, applied as cap * tanh(scores / cap) (Gemma 2). Null means no cap."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     """Activation function of the MLP. `gelu` is exact; `gelu_tanh` is the approximation that GPT-2 uses. `relu2` is the
     square of ReLU (So et al. 2021, arXiv:2109.08668)."""
     gated: bool = True
@@ -266,6 +234,8 @@ class ModelConfig:
     """Use the transposed embedding as the output head."""
     embedding_scale: bool = False
     """Multiply embeddings by sqrt(d_model) (Gemma)."""
+    head_scale: PositiveFloat = 1.0
+    """With family `encoder_decoder`: factor of what the output head reads. T5 with tied embeddings uses d_model**-0.5."""
     logit_softcap: PositiveFloat | None = None
     """Cap on the output logits (Gemma 2). Null means no cap."""
     dropout: BelowOne = 0.0
@@ -342,6 +312,11 @@ class ModelConfig:
     def base(self) -> "ModelConfig":
         """Returns the configuration of the model without adapters."""
         return replace(self, lora=LoraConfig())
+
+    @property
+    def encoder_depth(self) -> int:
+        """Returns the number of layers of the encoder of an encoder-decoder."""
+        return self.encoder_layers or self.num_layers
 
     @property
     def kv_heads(self) -> int:

@@ -63,7 +63,7 @@ class Config:
     @property
     def has_segments(self) -> bool:
         """Whether batches have segment ids, which attention stays within: documents, or padding apart from texts."""
-        return self.data.packing or bool(self.model.labels)
+        return self.data.packing or bool(self.model.labels) or self.model.family == "encoder_decoder"
 
     @property
     def microbatch_size(self) -> int:
@@ -200,7 +200,7 @@ def _check_base_width(cfg: Config) -> None:
 
 
 def _check_family(cfg: Config) -> None:
-    model, data, sample = cfg.model, cfg.data, cfg.sample
+    model, data = cfg.model, cfg.data
     encoder = model.family == "encoder"
     for key, value, default in (
         ("model.norm_after", str(model.norm_after).lower(), "false"),
@@ -224,24 +224,49 @@ def _check_family(cfg: Config) -> None:
         f"model.labels={list(model.labels)} are learned from texts with labels, which data.source={names[0]} does not "
         f"have. Use --data.source=labels with a JSON file, or no labels.",
     )
-    if not encoder:
-        return
+    both = model.family == "encoder_decoder"
+    for key, value, default in (
+        ("model.encoder_layers", str(model.encoder_layers), "None"),
+        ("model.head_scale", str(model.head_scale), "1.0"),
+        ("model.positions", model.positions, model.positions if model.positions != "relative" else "rope"),
+    ):
+        require(
+            both or value == default,
+            f"{key}={value} is for encoder-decoders. Add --model.family=encoder_decoder, or leave {key} out.",
+        )
+    if model.family != "decoder":
+        _check_not_decoder(cfg)
+
+
+def _check_not_decoder(cfg: Config) -> None:
+    """Refuses what only decoders have."""
+    model, data, sample = cfg.model, cfg.data, cfg.sample
+    encoder, both = model.family == "encoder", model.family == "encoder_decoder"
+    learned = bool(model.moe.num_experts) and model.moe.router not in ("domain", "timestep")
     decoders: tuple[tuple[str, object, bool, str], ...] = (
-        ("model.tied_embeddings", "false", not model.tied_embeddings, "true"),
-        ("model.moe.num_experts", model.moe.num_experts, bool(model.moe.num_experts), "0"),
+        ("model.tied_embeddings", "false", encoder and not model.tied_embeddings, "true"),
+        ("model.moe.num_experts", model.moe.num_experts, encoder and bool(model.moe.num_experts), "0"),
+        ("model.moe.router", model.moe.router, both and learned, "domain"),
+        ("model.windows", list(model.windows), both and model.windows != (0,), "[0]"),
+        ("model.post_norm", "true", both and model.post_norm, "false"),
         ("model.lora.rank", model.lora.rank, bool(model.lora.rank), "0"),
         ("model.base_width", model.base_width, model.base_width is not None, "null"),
-        ("model.logit_softcap", model.logit_softcap, model.logit_softcap is not None, "null"),
+        ("model.logit_softcap", model.logit_softcap, encoder and model.logit_softcap is not None, "null"),
         ("train.ngram_baseline", "true", cfg.train.ngram_baseline, "false"),
         ("data.source", "chat", any(one.source == "chat" for one in data.single_sources()), "path"),
         ("sample.prompts", list(sample.prompts or ()), bool(sample.prompts), "null"),
     )
     for key, given, used, instead in decoders:
-        require(not used, f"{key}={given} is for decoders, but model.family=encoder. Use {key}={instead}.")
+        require(not used, f"{key}={given} is for decoders, but model.family={model.family}. Use {key}={instead}.")
     require(
         cfg.mesh.context == 1 or cfg.mesh.context_method == "all_gather",
-        f"mesh.context={cfg.mesh.context} with mesh.context_method=ring computes causal attention, which "
-        f"model.family=encoder does not have. Use --mesh.context_method=all_gather.",
+        f"mesh.context={cfg.mesh.context} with mesh.context_method=ring computes causal attention only, and "
+        f"model.family={model.family} has other attention, too. Use --mesh.context_method=all_gather.",
+    )
+    require(
+        not both or cfg.mesh.pipe == 1,
+        f"mesh.pipe={cfg.mesh.pipe}, but a pipeline places one stack of layers, and model.family=encoder_decoder has "
+        f"two. Use mesh.pipe=1 and another axis, such as mesh.fsdp.",
     )
 
 

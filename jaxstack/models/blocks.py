@@ -101,6 +101,8 @@ def block(
 ) -> tuple[jax.Array, Aux]:
     """Runs one block: attention and MLP, each normalised before (with `post_norm` also after) and added to the input.
 
+    A block with parameters `cross` attends to the output of an encoder between the two.
+
     With `norm_after` the two sums are normalised instead of what attention and MLP read.
 
     Args:
@@ -130,6 +132,8 @@ def block(
     if cfg.norm_after:
         x = layers.norm(cfg, params["attention_norm"], x, ctx)
 
+    if "cross" in params:
+        x = _attend_to_encoder(cfg, params, x, ctx, layer_inputs, keys[0])
     h = layers.norm(cfg, params["mlp_norm"], x, ctx) if not cfg.norm_after else x
     if cfg.moe.num_experts:
         h, routed = moe_layer.moe(cfg, params["moe"], h, ctx, layer_inputs)
@@ -142,6 +146,16 @@ def block(
     if cfg.norm_after:
         x = layers.norm(cfg, params["mlp_norm"], checkpoint_name(x, "residual"), ctx)
     return x, aux
+
+
+def _attend_to_encoder(
+    cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, layer_inputs: LayerInputs, key: jax.Array | None
+) -> jax.Array:
+    """Adds the attention to an encoder's output to the residual stream; `key` is that of the layer's attention."""
+    h = layers.norm(cfg, params["cross_norm"], x, ctx)
+    h = layers.cross_attention(cfg, params["cross"], h, ctx, layer_inputs)
+    own = None if key is None else jax.random.fold_in(key, 1)
+    return checkpoint_name(x + layers.dropout(own, cfg.dropout, h, layer_inputs.dropout_ids), "residual")
 
 
 def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:

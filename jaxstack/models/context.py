@@ -19,10 +19,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, MeshConfig
-from jaxstack.kernels import AttentionMask, context_order, implementation
+from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.kernels.taps import Tapped
-from jaxstack.models.implementations import OPS, implementations
+from jaxstack.models.implementations import OPS, attention_mask, implementations
 from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec
 from jaxstack.moe import rounds
 from jaxstack.pipeline import Program, resolve
@@ -131,7 +131,8 @@ class Context:
                 "segments": cfg.has_segments,
                 "sequence_shards": mesh.shape["context"],
                 "context_method": cfg.mesh.context_method,
-                "mask": AttentionMask(max(model.windows), "full" if model.family == "encoder" else "causal"),
+                "mask": attention_mask(model),
+                "bias": model.positions == "relative",
             },
             "norm": {"d_model": model.d_model, "partitioner": context.partitioner},
             "linear": {"summed_by_xla": context.reduce_dtype} if context.partitioner == "auto" else {},

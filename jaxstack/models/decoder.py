@@ -25,7 +25,7 @@ from jaxstack.models.blocks import Stack, block
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Parts
 from jaxstack.models.forward import hidden_states as run_parts
-from jaxstack.models.layers import Aux, LayerInputs
+from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Role, Spec, pad, unstack
 from jaxstack.models.params import stack as stack_layers
 from jaxstack.models.width import scale_to_width
@@ -178,7 +178,7 @@ def scan_block(
             own = replace(own, first=index == 0)
         x, aux = block(
             cfg,
-            _gather_dense(ctx, one_layer, one),
+            gather_dense(ctx, one_layer, one),
             x,
             ctx,
             own,
@@ -192,7 +192,7 @@ def scan_block(
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
 
 
-def _gather_dense(ctx: Context, spec: Spec, params: Params) -> Params:
+def gather_dense(ctx: Context, spec: Spec, params: Params) -> Params:
     """Returns the parameters of a layer as it uses them; a mixture of experts gathers its own."""
     dense = {name: p for name, p in spec.items() if name != "moe"}
     return {**params, **ctx.gather_params(dense, {name: params[name] for name in dense})}

@@ -23,7 +23,7 @@ from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Parts
 from jaxstack.models.forward import hidden_states as run_parts
-from jaxstack.models.layers import Aux, LayerInputs
+from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Spec, abstract, pad
 
 

@@ -13,7 +13,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.models.blocks import Stack, group_layers, remat, scan_stack, split_microbatches, split_steps
 from jaxstack.models.context import Context
-from jaxstack.models.layers import Aux, LayerInputs
+from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Params, Spec, cast_matrices
 from jaxstack.pipeline import PipelineFns
 

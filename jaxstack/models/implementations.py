@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxstack.config import ConfigError, KernelsConfig
-from jaxstack.kernels import OP_IMPLEMENTATIONS, implementation
+from jaxstack.config import ConfigError, KernelsConfig, ModelConfig
+from jaxstack.kernels import OP_IMPLEMENTATIONS, AttentionMask, implementation
 from jaxstack.moe import dispatch
 
 OPS = OP_IMPLEMENTATIONS | {
@@ -37,3 +37,10 @@ def implementations(
         }
     except ValueError as error:
         raise ConfigError(f"kernels.{error}") from error
+
+
+def attention_mask(model: ModelConfig) -> AttentionMask:
+    """Returns the mask that an implementation of attention must support; the most demanding of those of a model."""
+    if model.family == "encoder_decoder":
+        return AttentionMask(kind="cross")
+    return AttentionMask(max(model.windows), "full" if model.family == "encoder" else "causal")

@@ -3,62 +3,21 @@
 Suffixes: B batch, S sequence, D width, H query heads, G key/value heads, K head width, F hidden width of the MLP.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
-from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.kernels import AttentionMask
+from jaxstack.kernels import AttentionMask, RelativeBias
 from jaxstack.models import lora
 from jaxstack.models.context import Context
+from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Spec
 from jaxstack.sharding import collectives
-
-Aux: TypeAlias = dict[str, jax.Array]
-"""Auxiliary values of layers by name: sums of routing, or keys and values for a cache."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LayerInputs:
-    """What the layers read in addition to the residual stream. `None` where a model or a batch has no such input.
-
-    Attributes:
-      counted: tokens that the statistics of routing count [B, S]. `None` means all.
-      distance: with a cache, for each block of a step, distance from each cached token to this one [B, T].
-      dropout_ids: number of each token of the residual stream, for dropout [B, S/n].
-      first: whether this is the first layer, for models with `first_attention_norm=false`.
-      gate_ids: domain or timestep of each token of the residual stream, for hard gates [B, S/n].
-      key: data of the PRNG key for dropout.
-      positions: position of each token of the residual stream, [S/n] or [B, S/n].
-      rope: cosine and sine of the positions within attention.
-      rope_local: the same for layers with a window, if they have a base of their own.
-      segment_ids: document of each token [B, S]. `None` means one document a row.
-      side: side inputs, a tree of arrays that depend on parameters: a condition, or the output of an encoder. All
-        layers of a stack read the same. They get gradients.
-      token_types: type of each token of the residual stream, for an encoder [B, S/n].
-      tokens: ids [B, S].
-    """
-
-    counted: jax.Array | None = None
-    distance: PyTree = None
-    dropout_ids: jax.Array | None = None
-    first: jax.Array | bool = False
-    gate_ids: jax.Array | None = None
-    key: jax.Array | None = None
-    positions: jax.Array | None = None
-    rope: tuple[jax.Array, jax.Array] | None = None
-    rope_local: tuple[jax.Array, jax.Array] | None = None
-    segment_ids: jax.Array | None = None
-    side: PyTree = None
-    token_types: jax.Array | None = None
-    tokens: jax.Array | None = None
 
 
 def norm_spec(cfg: ModelConfig, width: int, axis: str, kind: str | None = None) -> Spec:
@@ -196,7 +155,8 @@ def attention(
       params: the group `attention` of a layer.
       x: this device's part of the residual stream [B, S/n, D] (all of it where n is 1).
       ctx: execution context.
-      layer_inputs: `rope` and `segment_ids` are read. Tokens see their own document only.
+      layer_inputs: `rope`, `segment_ids` and, with relative positions, the side input `relative` are read. Tokens see
+        their own document only.
       mask: which tokens a token sees.
       cache: `keys` [B, G, K, T] and `values` [B, G, T, K] of earlier tokens, and `distance` from each of them to the
         first of these [B, T], see `kernels.cached_attention`. An empty cache means that rows begin here.
@@ -207,33 +167,92 @@ def attention(
     rope = layer_inputs.rope
     x = ctx.gather_activations(x, "heads")
     q, k, v = (linear(cfg, params, name, x, ctx, "heads") for name in ("q", "k", "v"))
-    if cfg.qk_norm:
-        q, k = norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
+    q, k = _norm_queries_and_keys(cfg, params, q, k, ctx)
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
     q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-    options: dict[str, Any] = {
-        "scale": cfg.head_width**-0.5 if cfg.attention_scale is None else cfg.attention_scale,
-        "softcap": cfg.attention_softcap,
-    }
+    options = _score_options(cfg)
     if cache:
         assert mask.causal, "a cache has the tokens before these"
         held = cache["keys"], cache["values"], cache["distance"]
         mixed = kernels.cached_attention(q, k, v, *held, window=mask.window, **options)
     else:
         rows, heads = ("batch", "sequence"), ("batch", "sequence", "heads")
-        arguments, inputs = (q, k, v, layer_inputs.segment_ids), (heads, heads, heads, rows)
-        mixed, _ = ctx.region(partial(_attend, options | {"mask": mask}), arguments, inputs, heads)
-    y = ctx.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
-    y = kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
+        table = layer_inputs.side["relative"] if cfg.positions == "relative" else None
+        arguments = q, k, v, layer_inputs.segment_ids, None, table
+        options |= {"mask": mask, "max_distance": cfg.relative_distance}
+        mixed, _ = ctx.region(
+            partial(_attend, options), arguments, (heads, heads, heads, rows, rows, (None, "heads")), heads
+        )
+    y = _project_out(cfg, params, mixed, ctx)
     return y, {} if cache is None else {"keys": k.transpose(0, 2, 3, 1), "values": v.swapaxes(1, 2)}
 
 
+def cross_attention(
+    cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, layer_inputs: LayerInputs
+) -> jax.Array:
+    """Computes attention from the tokens of a decoder to those of an encoder, in the same segment.
+
+    Args:
+      cfg: the model.
+      params: the group `cross` of a layer, with the projections of `attention_spec`.
+      x: this device's part of the decoder's residual stream [B, T/n, D].
+      ctx: execution context.
+      layer_inputs: `segment_ids` [B, T], those of the encoder [B, S], and the side input `encoded` [B, S, D] are read.
+
+    Returns:
+      [B, T/n, D].
+    """
+    assert layer_inputs.encoder is not None
+    encoded = layer_inputs.side["encoded"]
+    q = linear(cfg, params, "q", ctx.gather_activations(x, "heads"), ctx, "heads")
+    k, v = (linear(cfg, params, name, encoded, ctx, "heads") for name in ("k", "v"))
+    q, k = _norm_queries_and_keys(cfg, params, q, k, ctx)
+    q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
+    options = _score_options(cfg) | {"mask": AttentionMask(kind="cross")}
+    rows, heads = ("batch", "sequence"), ("batch", "sequence", "heads")
+    arguments = q, k, v, layer_inputs.segment_ids, layer_inputs.encoder.segment_ids, None
+    mixed, _ = ctx.region(
+        partial(_attend, options), arguments, (heads, heads, heads, rows, rows, (None, "heads")), heads
+    )
+    return _project_out(cfg, params, mixed, ctx)
+
+
+def _norm_queries_and_keys(
+    cfg: ModelConfig, params: Params, q: jax.Array, k: jax.Array, ctx: Context
+) -> tuple[jax.Array, jax.Array]:
+    if not cfg.qk_norm:
+        return q, k
+    return norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
+
+
+def _score_options(cfg: ModelConfig) -> dict[str, Any]:
+    scale = cfg.head_width**-0.5 if cfg.attention_scale is None else cfg.attention_scale
+    return {"scale": scale, "softcap": cfg.attention_softcap}
+
+
+def _project_out(cfg: ModelConfig, params: Params, mixed: jax.Array, ctx: Context) -> jax.Array:
+    y = ctx.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
+    return kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
+
+
 def _attend(
-    options: dict[str, Any], ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+    options: dict[str, Any],
+    ctx: Context,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    table: jax.Array | None,
 ) -> tuple[jax.Array, None]:
-    """Computes attention over the heads of this device, for `Context.region`."""
+    """Computes attention over the heads of this device, for `Context.region`; `table` has relative biases."""
     masked: dict[str, Any] = {"segment_ids": segment_ids, "implementation": ctx.attention, **options}
+    if kv_segment_ids is not None:
+        masked["kv_segment_ids"] = kv_segment_ids
+    max_distance = masked.pop("max_distance", None)
+    if table is not None:
+        masked["bias"] = RelativeBias(table, None, max_distance, not masked["mask"].causal)
     if ctx.axes("sequence"):
         (axis,) = ctx.axes("sequence")
         return kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **masked), None
@@ -267,9 +286,11 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
             return jax.nn.gelu(x, approximate=True)
         case "gelu":
             return kernels.gelu(x, implementation=ctx.gelu)
+        case "relu":
+            return jax.nn.relu(x)
         case "relu2":
             return jnp.square(jax.nn.relu(x))
-    raise ValueError(f"activation {name!r} does not exist. Use silu, gelu, gelu_tanh or relu2")
+    raise ValueError(f"activation {name!r} does not exist. Use silu, gelu, gelu_tanh, relu or relu2")
 
 
 def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:

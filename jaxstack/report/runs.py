@@ -16,7 +16,7 @@ import yaml
 
 from jaxstack.checkpoint.run_dir import LAUNCH
 from jaxstack.config import ConfigError
-from jaxstack.config.model import Objective, objective_of
+from jaxstack.config.objective import Objective, objective_of
 from jaxstack.tracking import goodput
 from jaxstack.tracking.jsonl import Record, is_step, read_lines
 

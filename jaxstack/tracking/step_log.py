@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.config import Config
-from jaxstack.config.model import Term
+from jaxstack.config.objective import Term
 from jaxstack.data.loader import DataLoader
 from jaxstack.models import family, params
 from jaxstack.runtime import platform

@@ -10,7 +10,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
-from jaxstack.models.layers import Aux
+from jaxstack.models.layer_inputs import Aux
 from jaxstack.models.params import Params
 from jaxstack.models.partitioned import within_step
 from jaxstack.sharding import collectives

@@ -13,7 +13,7 @@ from jaxstack.common.tree import Batch
 from jaxstack.config import ModelConfig
 from jaxstack.models import family
 from jaxstack.models.context import Context
-from jaxstack.models.layers import Aux
+from jaxstack.models.layer_inputs import Aux
 from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
 

@@ -15,7 +15,7 @@ from jaxstack.models import family, params
 from jaxstack.models.blocks import group_layers, remat, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Stream
-from jaxstack.models.layers import Aux, LayerInputs
+from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Params, Spec
 from jaxstack.pipeline import PipelineFns
 from jaxstack.training import losses

@@ -44,6 +44,7 @@ H1_RING = {"pipeline.schedule": "zb_h1", "mesh.pipe": 2, "mesh.context": 2}
 THREE = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2, "distributed.process_id": 0}
 
 ENCODER = {"model.family": "encoder", "model.tied_embeddings": True}
+PAIRS = {"model.family": "encoder_decoder"}
 
 LABELS = {"data.source": "labels", "data.path": "x", "model.labels": ("a", "b")}
 
@@ -116,6 +117,13 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.label_each": "token"}, ENCODER | LABELS | {"model.label_each": "token"}),
     (ENCODER | LABELS | {"model.labels": ()}, ENCODER | LABELS),
     (ENCODER | {"model.labels": ("a", "b")}, ENCODER | LABELS),
+    ({"model.encoder_layers": 2}, PAIRS | {"model.encoder_layers": 2}),
+    ({"model.head_scale": 2.0}, PAIRS | {"model.head_scale": 2.0}),
+    ({"model.positions": "relative"}, PAIRS | {"model.positions": "relative"}),
+    (PAIRS | MOE, PAIRS | DOMAIN | {"data.domains": ("a", "b")}),
+    (PAIRS | {"model.windows": (1,)}, ENCODER | {"model.windows": (1,)}),
+    (PAIRS | {"model.post_norm": True}, {"model.post_norm": True}),
+    (PAIRS | {"mesh.pipe": 2}, PAIRS | {"mesh.fsdp": 2}),
     (ENCODER | {"mesh.context": 2}, ENCODER | {"mesh.context": 2, "mesh.context_method": "all_gather"}),
     ({"data.denoisers": (DenoiserConfig(),)}, SPANS),
     ({"data.source": "pairs", "data.path": "x"}, PAIRS),

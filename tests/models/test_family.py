@@ -16,7 +16,7 @@ from families import SMALL
 
 from jaxstack import kernels
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxstack.config.model import Objective, Term
+from jaxstack.config.objective import Objective, Term
 from jaxstack.models import decoder, family, params
 from jaxstack.models.blocks import Stack, scan_stack, split_steps
 from jaxstack.models.context import Context

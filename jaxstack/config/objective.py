@@ -1,0 +1,43 @@
+"""What a model is trained for: its losses, and their names and units in logs and reports."""
+
+from typing import NamedTuple
+
+
+class Term(NamedTuple):
+    """One of the losses that an objective adds up: a mean over the tokens of its own weights.
+
+    Attributes:
+      name: of the sum among those that the family's `loss` returns.
+      weights: name of the array of a batch that has the weight of each token [B, S].
+      scale: factor of the mean in the objective, above 0.
+    """
+
+    name: str = "loss"
+    weights: str = "loss_weights"
+    scale: float = 1.0
+
+
+class Objective(NamedTuple):
+    """What a model is trained for. Steps, evaluations, plans, logs and reports read it.
+
+    Attributes:
+      loss: name of the held-out loss.
+      unit: of the loss; losses with different units cannot be compared.
+      accuracy: what the share of right predictions is called, or `None` if it is not computed.
+      terms: the losses whose sum is the objective. The weights of the first one count a step's tokens.
+    """
+
+    loss: str
+    unit: str
+    accuracy: str | None = None
+    terms: tuple[Term, ...] = (Term(),)
+
+
+def objective_of(family: str, labels: bool, label_each: str) -> Objective:
+    """Returns the objective of a model by its keys `family`, `labels` and `label_each`."""
+    if family != "encoder":
+        return Objective("held-out loss", "nats per token")
+    if not labels:
+        return Objective("held-out masked-LM loss", "nats per hidden token", "accuracy on hidden tokens")
+    each = {"sequence": "sequence", "token": "word"}[label_each]
+    return Objective("held-out classification loss", f"nats per {each}", f"accuracy per {each}")

@@ -1,0 +1,198 @@
+"""The encoder-decoder family: an encoder reads a text in full, and a decoder writes another one. Switches give T5.
+
+Two stacks run one after the other (Vaswani et al. 2017, arXiv:1706.03762; Raffel et al. 2019, arXiv:1910.10683). A
+layer of the decoder has one more attention, from its tokens to those of the encoder. The encoder's output is a side
+input of the decoder's layers, and so is a table of relative position biases, which all layers of a stack share.
+
+Shapes: see `decoder`, with S tokens of the encoder's row and T of the decoder's.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack import kernels
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import Config, ModelConfig
+from jaxstack.models import decoder, layers
+from jaxstack.models.batches import BatchArray, BatchSpec
+from jaxstack.models.blocks import Stack, block
+from jaxstack.models.context import Context
+from jaxstack.models.forward import Parts
+from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.models.layer_inputs import Aux, LayerInputs
+from jaxstack.models.params import Param, Params, Spec, stack, unstack
+
+
+def spec(cfg: ModelConfig) -> Spec:
+    """Declares every parameter of the model as a nested dict of `Param`."""
+    tree = decoder.spec(cfg)
+    one = unstack(tree.pop("layers"))
+    tree["encoder"] = stack(one, cfg.encoder_depth)
+    tree["encoder_norm"] = layers.norm_spec(cfg, cfg.d_model, "norm")
+    cross = {"cross_norm": layers.norm_spec(cfg, cfg.d_model, "norm"), "cross": layers.attention_spec(cfg)}
+    tree["decoder"] = stack(one | cross, cfg.num_layers)
+    if cfg.positions == "relative":
+        bias = Param((cfg.relative_buckets, cfg.num_heads), ("position", "heads"), "vector", std=cfg.init_std)
+        tree["relative"] = {"encoder": bias, "decoder": bias}
+    return tree
+
+
+def batch_spec(cfg: Config) -> BatchSpec:
+    """Declares the arrays of a batch of pairs; see `data.seq2seq.make_batch`."""
+    model, rows = cfg.model, cfg.data.batch_size
+    ours, theirs = (rows, cfg.data.target_len or cfg.data.seq_len), (rows, cfg.data.seq_len)
+    arrays = {
+        "encoder_tokens": BatchArray(theirs, "ids", model.vocab),
+        "encoder_positions": BatchArray(theirs, "positions"),
+        "encoder_segment_ids": BatchArray(theirs, "one_document"),
+        "tokens": BatchArray(ours, "ids", model.vocab),
+        "targets": BatchArray(ours, "ids", model.vocab),
+        "positions": BatchArray(ours, "positions"),
+        "segment_ids": BatchArray(ours, "one_document"),
+        "loss_weights": BatchArray(ours, "ones"),
+    }
+    if model.moe.num_experts and model.moe.router == "domain":
+        gates = model.moe.num_experts
+        arrays |= {"encoder_gate_ids": BatchArray(theirs, "ids", gates), "gate_ids": BatchArray(ours, "ids", gates)}
+    return arrays
+
+
+def stacks(cfg: ModelConfig) -> dict[str, Stack]:
+    """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
+    return {
+        "encoder": Stack(cfg.encoder_depth, 1, encoder_step),
+        "decoder": Stack(cfg.num_layers, 1, decoder_step, enter_decoder),
+    }
+
+
+def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:
+    """Builds what the layers read in addition to the residual stream, once for all of them.
+
+    Args:
+      cfg: the model.
+      batch: of the decoder see `decoder.make_layer_inputs`, where `segment_ids` [B, T] say which pair of the row a
+        token belongs to, from 1 on. Of the encoder `encoder_tokens`, `encoder_positions`, `encoder_segment_ids` and,
+        for hard gates, `encoder_gate_ids` [B, S]. Tokens of segment 0 are padding, which no query sees.
+      ctx: execution context.
+    """
+    shared = ("key", "rows")
+    theirs = {n.removeprefix("encoder_"): a for n, a in batch.items() if n.startswith("encoder_") or n in shared}
+    if cfg.moe.num_experts and "segment_ids" in theirs:
+        theirs["loss_weights"] = (theirs["segment_ids"] != 0).astype(jnp.float32)
+    ours = {name: array for name, array in batch.items() if not name.startswith("encoder_")}
+    made = decoder.make_layer_inputs(cfg, theirs, ctx)
+    return replace(decoder.make_layer_inputs(cfg, ours, ctx), encoder=made)
+
+
+def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, PyTree]:
+    """Returns the residual stream before the first layer of the encoder [B, S/n, D], and its table of biases."""
+    assert layer_inputs.encoder is not None
+    x, _ = decoder.embed(cfg, params, layer_inputs.encoder, ctx)
+    return x, {"relative": _relative(cfg, params, "encoder", ctx)}
+
+
+def enter_decoder(
+    cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, layer_inputs: LayerInputs, ctx: Context
+) -> tuple[jax.Array, PyTree]:
+    """Returns the decoder's residual stream before its first layer [B, T/n, D], and the side inputs of its layers.
+
+    With sequence parallelism, the encoder's output is gathered here, once for all layers.
+    """
+    encoded = ctx.gather_activations(layers.norm(cfg, params["encoder_norm"], x, ctx), "heads")
+    x, _ = decoder.embed(cfg, params, layer_inputs, ctx)
+    return x, {"relative": _relative(cfg, params, "decoder", ctx), "encoded": encoded}
+
+
+def _relative(cfg: ModelConfig, params: Params, side: str, ctx: Context) -> jax.Array | None:
+    """Returns the table of relative position biases of a stack, for the heads of this device."""
+    if cfg.positions != "relative":
+        return None
+    table: jax.Array = ctx.gather_params(spec(cfg)["relative"][side], params["relative"][side])
+    return table
+
+
+def encoder_step(
+    cfg: ModelConfig,
+    ctx: Context,
+    params: list[Params],
+    x: jax.Array,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Runs one layer of the encoder; arguments and results are those of `StackStep`."""
+    assert layer_inputs.encoder is not None
+    own = replace(layer_inputs.encoder, side=layer_inputs.side)
+    return _step(cfg, ctx, "encoder", params, x, index, own, "full")
+
+
+def decoder_step(
+    cfg: ModelConfig,
+    ctx: Context,
+    params: list[Params],
+    x: jax.Array,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Runs one layer of the decoder; arguments and results are those of `StackStep`."""
+    return _step(cfg, ctx, "decoder", params, x, cfg.encoder_depth + index, layer_inputs, "causal")
+
+
+def _step(
+    cfg: ModelConfig,
+    ctx: Context,
+    name: str,
+    params: list[Params],
+    x: jax.Array,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+    kind: str,
+) -> tuple[jax.Array, Aux]:
+    """Runs a layer of a stack; `index` counts the layers of both, so that each has a dropout key of its own."""
+    (one,), key = params, decoder.dropout_keys(layer_inputs)[0]
+    weights = decoder.gather_dense(ctx, unstack(spec(cfg)[name]), one)
+    key = None if key is None else jax.random.fold_in(key, index)
+    mask = kernels.AttentionMask(kind=kind)  # type: ignore[arg-type]
+    x, aux = block(cfg, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key)
+    return x, jax.tree.map(lambda a: a[None], aux)
+
+
+def hidden_states(
+    cfg: ModelConfig,
+    params: Params,
+    batch: Batch,
+    ctx: Context | None = None,
+    *,
+    dropout_key: jax.Array | None = None,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Computes everything before the decoder's head, see `forward.hidden_states`."""
+    assert cache is None
+    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
+    return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
+
+
+def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
+    """Returns what the head reads [B, T, D], from the residual stream after the decoder's last layer [B, T/n, D]."""
+    x = layers.norm(cfg, params["final_norm"], x, ctx)
+    if cfg.head_scale != 1:
+        x = (x * cfg.head_scale).astype(x.dtype)
+    return ctx.gather_activations(x, "vocab")
+
+
+def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
+    """Returns the sum `loss` of weight * negative log-likelihood of the targets, in nats; see `decoder.loss`."""
+    return decoder.loss(cfg, params, hidden, batch, ctx)
+
+
+def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
+    """Returns logits [B, T, V/n] in float32 of hidden states [B, T, D]; see `decoder.logits`."""
+    return decoder.logits(cfg, params, hidden, ctx)
+
+
+def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
+    """Returns the parameters as they are: the routers have no bias."""
+    return params

@@ -1,0 +1,50 @@
+"""What the layers of a model read in addition to the residual stream, and what they return in addition to it."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import jax
+
+from jaxstack.common.tree import PyTree
+
+Aux: TypeAlias = dict[str, jax.Array]
+"""Auxiliary values of layers by name: sums of routing, or keys and values for a cache."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerInputs:
+    """What the layers read in addition to the residual stream. `None` where a model or a batch has no such input.
+
+    Attributes:
+      counted: tokens that the statistics of routing count [B, S]. `None` means all.
+      distance: with a cache, for each block of a step, distance from each cached token to this one [B, T].
+      dropout_ids: number of each token of the residual stream, for dropout [B, S/n].
+      encoder: the inputs of the encoder's layers, for an encoder-decoder.
+      first: whether this is the first layer, for models with `first_attention_norm=false`.
+      gate_ids: domain or timestep of each token of the residual stream, for hard gates [B, S/n].
+      key: data of the PRNG key for dropout.
+      positions: position of each token of the residual stream, [S/n] or [B, S/n].
+      rope: cosine and sine of the positions within attention.
+      rope_local: the same for layers with a window, if they have a base of their own.
+      segment_ids: document of each token [B, S]. `None` means one document a row.
+      side: side inputs, a tree of arrays that depend on parameters: a condition, or the output of an encoder. All
+        layers of a stack read the same. They get gradients.
+      token_types: type of each token of the residual stream, for an encoder [B, S/n].
+      tokens: ids [B, S].
+    """
+
+    counted: jax.Array | None = None
+    distance: PyTree = None
+    dropout_ids: jax.Array | None = None
+    encoder: "LayerInputs | None" = None
+    first: jax.Array | bool = False
+    gate_ids: jax.Array | None = None
+    key: jax.Array | None = None
+    positions: jax.Array | None = None
+    rope: tuple[jax.Array, jax.Array] | None = None
+    rope_local: tuple[jax.Array, jax.Array] | None = None
+    segment_ids: jax.Array | None = None
+    side: PyTree = None
+    token_types: jax.Array | None = None
+    tokens: jax.Array | None = None
