@@ -235,7 +235,7 @@ class ModelConfig:
     embedding_scale: bool = False
     """Multiply embeddings by sqrt(d_model) (Gemma)."""
     head_scale: PositiveFloat = 1.0
-    """With family `encoder_decoder`: factor of what the output head reads. T5 with tied embeddings uses d_model**-0.5."""
+    """With family `encoder_decoder`: factor of what the output head reads (tied T5: d_model ** -0.5)."""
     logit_softcap: PositiveFloat | None = None
     """Cap on the output logits (Gemma 2). Null means no cap."""
     dropout: BelowOne = 0.0

@@ -28,8 +28,8 @@ mistakes(
     "models/layers.py",
     PRECISION,
     (
-        'y = kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y',
-        'y = y + params["b_o"].astype(y.dtype) if cfg.bias else y',
+        'return kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y',
+        'return y + params["b_o"].astype(y.dtype) if cfg.bias else y',
     ),
     (
         'kernels.add_in_float32(x, kernels.embedding_lookup(params["positions"], positions))',
