@@ -15,6 +15,7 @@ from test_kernels import assert_close, draw, largest_intermediate, numpy_attenti
 
 from jaxstack import kernels
 from jaxstack.kernels import AttentionMask, RelativeBias
+from jaxstack.kernels.attention import relative_bias
 
 chunked = importlib.import_module("jaxstack.kernels.attention.chunked")
 FULL, CAUSAL, PREFIX, CROSS = (AttentionMask(kind=kind) for kind in ("full", "causal", "prefix", "cross"))
@@ -262,7 +263,7 @@ def test_cached_cross_attention(rng, new, softcap, dtype):
 @pytest.mark.parametrize("given", [False, True])
 def test_memory_with_a_bias_is_linear(monkeypatch, given):
     """No array has a number for each pair of tokens, neither of scores nor of buckets."""
-    monkeypatch.undo()
+    monkeypatch.setattr(chunked, "_CHUNK", 32)
 
     def largest(s):
         x, table, ids = (
@@ -276,6 +277,23 @@ def test_memory_with_a_bias_is_linear(monkeypatch, given):
         return largest_intermediate(jax.make_jaxpr(jax.grad(total, (0, 1, 2, 3)))(x, x, x, table, ids).jaxpr)
 
     assert largest(4096) <= 4.1 * largest(1024)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_two_ways_to_sum_the_gradient_of_a_table(rng, rows):
+    """TPUs multiply with a one-hot array, and other platforms add by index. Bucket 4 has no distances."""
+    buckets = RelativeBias(jnp.zeros((8, 4)), None, 9).buckets
+    d_scores, wide = draw(rng, (2, 2, 13, 2, 17))
+    apart = np.sort(rng.integers(-20, 20, (rows, 13, 17)).astype(np.int32), axis=2)
+    expected = np.zeros((8, 4))
+    for b, i, j in np.ndindex(2, 13, 17):
+        expected[bucket_of(int(apart[b % rows, i, j]), 8, 9, True)] += wide[b, :, i, :, j].reshape(-1)
+    for way in (relative_bias.table_gradient, relative_bias._sums_by_products, relative_bias._sums_by_adding):
+        assert_close(jax.jit(functools.partial(way, buckets))(d_scores, apart).reshape(8, 4), expected)
+    assert not expected[4].any()
+    traced = jax.jit(functools.partial(relative_bias.table_gradient, buckets)).trace(d_scores, apart)
+    tpu, cpu = (traced.lower(lowering_platforms=(name,)).as_text() for name in ("tpu", "cpu"))
+    assert ("stablehlo.scatter" in tpu, "stablehlo.scatter" in cpu) == (False, True)
 
 
 def test_what_no_kernel_computes_goes_to_chunked():

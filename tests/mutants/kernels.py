@@ -91,7 +91,10 @@ mistakes(
     ("(distance_BCT[..., None] <= high)", "(distance_BCT[..., None] < high)"),
     ("exact = own // 2  #", "exact = own  #"),
     ("return apart if apart.ndim == 3 else apart[None]", "return -apart if apart.ndim == 3 else apart[None]"),
-    ("ngr->bgcrt", "nrg->bgcrt"),
+    ("(len(buckets), kv_heads, -1)[:, :", "(len(buckets), -1, kv_heads).swapaxes(1, 2)[:, :"),
+    ("[:, None, :, None] >= low", "[:, None, :, None] > low"),
+    ("bucket = jnp.where(distance_BCT >= low", "bucket = jnp.where(distance_BCT > low"),
+    ("d_scores_BGCRT = d_scores_BGCRT.sum(0, keepdims=True)", "d_scores_BGCRT = d_scores_BGCRT[:1]"),
 )  # fmt: skip
 
 mistakes(

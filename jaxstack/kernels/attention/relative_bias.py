@@ -10,13 +10,15 @@ queries, T keys.
 
 import math
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jaxstack.sharding import collectives
 
 Buckets: TypeAlias = tuple[tuple[int, int], ...]
 """The least and the greatest distance (position of the key minus that of the query) of each bucket. A bucket without
@@ -90,23 +92,67 @@ def distances(queries: jax.Array, keys: jax.Array) -> jax.Array:
     return apart if apart.ndim == 3 else apart[None]
 
 
-def _membership(buckets: Buckets, distance_BCT: jax.Array) -> jax.Array:
-    low, high = np.asarray(buckets, np.int32).T
-    within = (distance_BCT[..., None] >= low) & (distance_BCT[..., None] <= high)
-    return within.astype(jnp.float32)
+def _by_distance(buckets: Buckets) -> list[tuple[int, int]]:
+    """Returns the least distance and the number of each bucket that has distances, from far before to far after."""
+    return sorted((low, n) for n, (low, high) in enumerate(buckets) if low <= high)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def bias_scores(buckets: Buckets, table: jax.Array, distance_BCT: jax.Array, kv_heads: int) -> jax.Array:
-    """Returns the biases [B, G, C, R, T] in float32."""
-    table_NGR = table.astype(jnp.float32).reshape(len(buckets), kv_heads, -1)
-    membership = _membership(buckets, distance_BCT)
-    return jnp.einsum("bctn,ngr->bgcrt", membership, table_NGR, precision=lax.Precision.HIGHEST)
+    """Returns the biases [B, G, C, R, T] in float32.
+
+    A chain of selections is one fused operation on every platform. Gathers are slow on TPUs, and products with one-hot
+    arrays on CPUs.
+    """
+    table_NGR = table.astype(jnp.float32).reshape(len(buckets), kv_heads, -1)[:, :, None, :, None]
+    (_, first), *others = _by_distance(buckets)
+    biases = table_NGR[first]
+    for low, n in others:
+        biases = jnp.where(distance_BCT[:, None, :, None] >= low, table_NGR[n], biases)
+    return biases
+
+
+def _bias_scores_forward(buckets: Buckets, table, distance_BCT, kv_heads):
+    return bias_scores(buckets, table, distance_BCT, kv_heads), (distance_BCT, jnp.zeros(0, table.dtype))
+
+
+def _bias_scores_backward(buckets: Buckets, kv_heads, residuals, d_biases):
+    distance_BCT, empty = residuals
+    return table_gradient(buckets, d_biases, distance_BCT).astype(empty.dtype), None
+
+
+bias_scores.defvjp(_bias_scores_forward, _bias_scores_backward)
 
 
 def table_gradient(buckets: Buckets, d_scores_BGCRT: jax.Array, distance_BCT: jax.Array) -> jax.Array:
     """Returns the gradient of the table [N, H] in float32, from those of the biases."""
+    sums = lax.platform_dependent(
+        d_scores_BGCRT, distance_BCT, tpu=partial(_sums_by_products, buckets), default=partial(_sums_by_adding, buckets)
+    )
+    return sums.reshape(len(buckets), -1)
+
+
+def _sums_by_products(buckets: Buckets, d_scores_BGCRT: jax.Array, distance_BCT: jax.Array) -> jax.Array:
+    """Returns the sums of each bucket [N, G, R] by products with a one-hot array: TPUs are slow to add by index."""
     if distance_BCT.shape[0] == 1:
         d_scores_BGCRT = d_scores_BGCRT.sum(0, keepdims=True)
-    membership = _membership(buckets, distance_BCT)
-    gradient = jnp.einsum("bgcrt,bctn->ngr", d_scores_BGCRT, membership, precision=lax.Precision.HIGHEST)
-    return gradient.reshape(len(buckets), -1)
+    low, high = np.asarray(buckets, np.int32).T
+    within = (distance_BCT[..., None] >= low) & (distance_BCT[..., None] <= high)
+    return jnp.einsum("bgcrt,bctn->ngr", d_scores_BGCRT, within.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+def _sums_by_adding(buckets: Buckets, d_scores_BGCRT: jax.Array, distance_BCT: jax.Array) -> jax.Array:
+    """Returns the same by adding each number to the sum of its query and bucket, and then the sums of all queries.
+
+    Few numbers are added one after the other, which keeps float32's error small.
+    """
+    b, g, c, r, _ = d_scores_BGCRT.shape
+    bucket = jnp.zeros(distance_BCT.shape, jnp.int32)
+    for low, n in _by_distance(buckets):
+        bucket = jnp.where(distance_BCT >= low, n, bucket)
+    sums = collectives.zeros((b, c, len(buckets), g, r), jnp.float32, d_scores_BGCRT)
+    rows, queries = np.arange(b)[:, None, None], np.arange(c)[:, None]
+    sums = sums.at[rows, queries, bucket].add(d_scores_BGCRT.transpose(0, 2, 4, 1, 3))
+    # XLA's sum over the first dimensions is slow on CPUs.
+    total = jnp.matmul(jnp.ones(b * c), sums.reshape(b * c, -1), precision=lax.Precision.HIGHEST)
+    return total.reshape(-1, g, r)
