@@ -163,16 +163,19 @@ def name_of(case: Case) -> str:
 
 def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool = False, remat: str = "none",
            dropout: float = 0.0) -> Config:  # fmt: skip
+    source = "labels" if MODELS[family].labels else "stdlib"
+    if MODELS[family].family == "encoder_decoder":
+        source = "pairs"
     return Config(
         run=RunConfig(init_from="base" if MODELS[family].lora.rank else None),
         model=dataclasses.replace(MODELS[family], dropout=dropout),
         data=DataConfig(
             seq_len=SEQ,
             batch_size=BATCH,
-            target_len=SEQ // 2 if MODELS[family].family == "encoder_decoder" else None,
+            target_len=SEQ // 2 if source == "pairs" else None,
             packing=packing,
-            source="labels" if MODELS[family].labels else "stdlib",
-            path="labels.jsonl" if MODELS[family].labels else None,
+            source=source,
+            path=None if source == "stdlib" else f"{source}.jsonl",
             domains=tuple("abcdefgh") if MODELS[family].moe.router == "domain" else (),
         ),
         train=TrainConfig(grad_accum=accum, remat=remat),

@@ -92,9 +92,6 @@ class DataConfig:
     """Tokens per sequence. One more token is read, because targets are shifted by one."""
     batch_size: PositiveInt = 16
     """Sequences per optimizer step, over all devices and accumulation steps."""
-    target_len: PositiveInt | None = None
-    """With `model.family=encoder_decoder`: tokens of a row that the decoder writes. Null means as many as the denoisers
-    need, or seq_len for pairs."""
     packing: bool = False
     """Restrict attention to one document: batches carry segment ids, and positions restart at each document. With
     source `chat` or `labels`, put several whole conversations or texts in a row instead of one."""

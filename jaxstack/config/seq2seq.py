@@ -56,16 +56,23 @@ def check_denoisers(data: "DataConfig") -> None:
 
 
 def check_seq2seq(cfg: "Config") -> None:
-    """Checks that pairs and denoisers are used with the family `encoder_decoder` only.
+    """Checks that the family `encoder_decoder` is used with pairs or denoisers, and they only with it.
 
     Raises:
       ConfigError: the family does not suit the data.
     """
     data, model = cfg.data, cfg.model
     names = [one.source for one in data.mixture or (data,)]
+    both = model.family == "encoder_decoder"
     key = f"data.denoisers={list(data.denoisers)}" if data.denoisers else "data.source=pairs"
     require(
-        model.family == "encoder_decoder" or not (data.denoisers or "pairs" in names),
+        both or not (data.denoisers or "pairs" in names),
         f"{key} is for encoder-decoders, but model.family={model.family}. Use --model.family=encoder_decoder, or leave "
         f"{key.partition('=')[0]} out.",
+    )
+    texts = [name for name in names if name != "pairs"]
+    require(
+        not both or not texts or bool(data.denoisers),
+        f"model.family=encoder_decoder learns hidden spans or translations, but data.source={''.join(texts[:1])} has "
+        f"texts, and data.denoisers is empty. Use --data.denoisers='[{{rate: 0.15, span: 3}}]', or data.source=pairs.",
     )

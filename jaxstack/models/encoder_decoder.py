@@ -42,7 +42,7 @@ def spec(cfg: ModelConfig) -> Spec:
 def batch_spec(cfg: Config) -> BatchSpec:
     """Declares the arrays of a batch of pairs; see `data.seq2seq.make_batch`."""
     model, rows = cfg.model, cfg.data.batch_size
-    ours, theirs = (rows, cfg.data.target_len or cfg.data.seq_len), (rows, cfg.data.seq_len)
+    ours, theirs = (rows, cfg.data.target_length), (rows, cfg.data.seq_len)
     arrays = {
         "encoder_tokens": BatchArray(theirs, "ids", model.vocab),
         "encoder_positions": BatchArray(theirs, "positions"),

@@ -127,6 +127,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (ENCODER | {"mesh.context": 2}, ENCODER | {"mesh.context": 2, "mesh.context_method": "all_gather"}),
     ({"data.denoisers": (DenoiserConfig(),)}, SPANS),
     ({"data.source": "pairs", "data.path": "x"}, PAIRS),
+    ({"model.family": "encoder_decoder"}, PAIRS),
     ({"data.languages": ("de",)}, PAIRS | {"data.languages": ("de",)}),
     (PAIRS | {"data.languages": ("de", "de")}, PAIRS | {"data.languages": ("de", "fr")}),
     ({"data.target_len": 80}, SPANS | {"data.target_len": 80}),
