@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, get_args, get_type_hints
 
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
-from jaxstack.hf.families import ACTIVATIONS, FAMILIES, FULL, SLIDING, TRAINING, UNRELATED, Family
+from jaxstack.hf.families import ACTIVATIONS, FAMILIES, FULL, SLIDING, TRAINING, UNRELATED, Family, gated_activation
 
 JsonObject: TypeAlias = dict[str, Any]
 """The content of a `config.json`, or a part of it."""
@@ -94,7 +94,13 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
         ours[path] = _typed(keys, key, keys.take(key, *default), path)
     if ours["num_layers"] > _MOST_LAYERS:
         raise keys.error(family.key_of("num_layers"), ours["num_layers"], f"Use at most {_MOST_LAYERS}")
+    if ours["num_layers"] is None:  # an older file of T5, with a decoder as deep as the encoder
+        ours["num_layers"] = ours["encoder_layers"]
     activation = keys.take(family.activation)
+    if family.gated_names:
+        activation, ours["gated"] = gated_activation(activation)
+    if family.scales_head and keys.take("scale_decoder_outputs", ours["tied_embeddings"]):
+        ours["head_scale"] = ours["d_model"] ** -0.5
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise keys.error(family.activation, activation, f"Use one of {', '.join(ACTIVATIONS)}")
     ours["activation"] = ACTIVATIONS[activation]
@@ -283,8 +289,13 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None) -> Jso
     if model.labels and family.local_attention:
         values["classifier_pooling"] = "cls"
     values |= {key: ours[path] for key, path in family.fields.items()}
-    activations = {"silu": "silu", "gelu": "gelu", "gelu_tanh": family.tanh_gelu, "relu2": "relu2"}
+    activations = {name: name for name in ("silu", "gelu", "relu", "relu2")} | {"gelu_tanh": family.tanh_gelu}
     values |= {family.activation: activations[model.activation], **family.required}
+    if family.gated_names:
+        usual = "gelu" if model.activation == "gelu_tanh" else values[family.activation]
+        values |= {family.activation: f"gated-{usual}"} if model.gated else {}
+    if family.scales_head:
+        values["scale_decoder_outputs"] = model.head_scale != 1
     if family.query_scalar:
         scalar = model.head_width if model.attention_scale is None else model.attention_scale**-2
         values["query_pre_attn_scalar"] = round(scalar)
@@ -313,6 +324,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None) -> Jso
         "eos_token_id": end,
         "pad_token_id": family.required.get("pad_token_id"),
         "use_cache": True,
+        **family.exported,
     }
 
 
@@ -367,7 +379,8 @@ def _plain(model: ModelConfig) -> ModelConfig:
         rope_theta_local=model.rope_theta_local if rope and max(model.windows) else None,
         rope_theta=model.rope_theta if rope else ModelConfig.rope_theta,
         rope_scaling=model.rope_scaling if rope and model.rope_scaling.factor != 1 else RopeScaling(),
-        max_positions=model.max_positions,
+        max_positions=None if model.positions == "relative" else model.max_positions,
+        encoder_layers=model.encoder_depth if model.family == "encoder_decoder" else None,
         lora=LoraConfig(),  # adapters belong to a model, but do not define it
     )
 

@@ -12,6 +12,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
     "relu2": "relu2",
 }
 """Maps their names of activations to those of `ModelConfig.activation`."""
@@ -46,6 +47,9 @@ class Family:
       ignored: more keys that do not affect the logits.
       aliases: other names of keys.
       classifiers: for an encoder, their classes by `ModelConfig.label_each`.
+      gated_names: whether the value of the key `activation` also says that the MLP is gated, as in T5.
+      scales_head: whether `scale_decoder_outputs` says that what the head reads is divided by the root of the width.
+      exported: keys without a field that an export has, and their values.
     """
 
     architecture: str
@@ -66,6 +70,9 @@ class Family:
     ignored: frozenset[str] = frozenset()
     aliases: dict[str, str] = field(default_factory=dict)
     classifiers: dict[str, str] = field(default_factory=dict)
+    gated_names: bool = False
+    scales_head: bool = False
+    exported: dict[str, Any] = field(default_factory=dict)
 
     def key_of(self, path: str) -> str:
         """Returns the key of a field."""
@@ -94,6 +101,31 @@ _BERT = {
     "type_vocab_size": "token_types",
     "layer_norm_eps": "norm_eps",
 }
+_T5 = {
+    "vocab_size": "vocab_size",
+    "d_model": "d_model",
+    "d_kv": "head_dim",
+    "d_ff": "d_ff",
+    "num_layers": "encoder_layers",
+    "num_decoder_layers": "num_layers",
+    "num_heads": "num_heads",
+    "relative_attention_num_buckets": "relative_buckets",
+    "relative_attention_max_distance": "relative_distance",
+    "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tied_embeddings",
+}
+_T5_FAMILY: dict[str, Any] = {
+    "activation": "feed_forward_proj",
+    "gated_names": True,
+    "fixed": {"family": "encoder_decoder", "positions": "relative", "attention_scale": 1.0},
+    "required": {"is_encoder_decoder": True, "is_decoder": False},
+    "defaults": {"tie_word_embeddings": True, "relative_attention_max_distance": 128, "num_decoder_layers": None},
+    "rope": False,
+    "dropout_keys": ("dropout_rate",),
+    "ignored": frozenset({"dense_act_fn", "decoder_start_token_id", "initializer_factor", "is_gated_act", "n_positions",
+                          "output_past", "tokenizer_class"}),
+    "exported": {"pad_token_id": 0, "decoder_start_token_id": 0},
+}  # fmt: skip
 _POST_NORM = {"norm": "layer", "norm_after": True, "positions": "learned", "gated": False, "bias": True}
 _ENCODER = {"family": "encoder", "tied_embeddings": True}
 _ABSOLUTE = {
@@ -191,6 +223,8 @@ FAMILIES = {
         layer_types=(FULL,),
         aliases={"num_local_experts": "num_experts"},  # as transformers 5 writes it
     ),
+    "t5": Family("T5ForConditionalGeneration", _T5, scales_head=True, **_T5_FAMILY),
+    "mt5": Family("MT5ForConditionalGeneration", _T5, **_T5_FAMILY),
     "bert": Family(
         "BertForMaskedLM",
         _BERT,
@@ -260,7 +294,13 @@ UNRELATED = {
 
 TRAINING = {
     "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop",
-    "embedding_dropout", "hidden_dropout_prob", "mlp_dropout", "resid_pdrop", "router_aux_loss_coef",
+    "dropout_rate", "embedding_dropout", "hidden_dropout_prob", "mlp_dropout", "resid_pdrop", "router_aux_loss_coef",
     "router_jitter_noise",
 }  # fmt: skip
 """Keys that affect training alone. They are not imported, but reported."""
+
+
+def gated_activation(name: Any) -> tuple[Any, bool]:
+    """Returns the activation and whether the MLP is gated, by T5's name of both. Its gated GELU is an approximation."""
+    gated = isinstance(name, str) and name.startswith("gated-")
+    return "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-") if gated else name, gated

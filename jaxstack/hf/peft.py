@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig
 from jaxstack.hf import safetensors, weights
+from jaxstack.hf.tensor_layout import TensorLayout
 from jaxstack.models import decoder, lora, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec
@@ -59,7 +60,7 @@ class _Matrix:
     path: str
     p: Param
     module: str
-    layout: weights.TensorLayout
+    layout: TensorLayout
 
     @property
     def adapters(self) -> tuple[str, str]:

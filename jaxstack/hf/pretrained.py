@@ -82,11 +82,11 @@ class PretrainedFolder:
                 f"config.json of the same model."
             )
         expected = weights.hf_tensors(self.family, self._spec)
-        prefix = next(p for p in PREFIXES if any(name.startswith(p) for name in expected))
+        prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in expected)), "")
         bare = not any(name.startswith(prefix) for name in held)
         names = {name: name.removeprefix(prefix) if bare else name for name in expected}
         for copy, path in weights.COPIES.get(self.family, {"lm_head.weight": "embedding/tokens"}).items():
-            if self.model.tied_embeddings and copy in held:
+            if copy in held and (self.model.tied_embeddings or copy != "lm_head.weight"):
                 table = weights.WEIGHT_MAPS[self.family][path][0]
                 self._require_equal(copy, table.removeprefix(prefix) if bare else table)
                 del held[copy]

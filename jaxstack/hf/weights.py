@@ -6,7 +6,7 @@ and the second that of the expert. A parameter without a tensor, or a tensor wit
 Suffixes: D width, H heads, K head width, F hidden width of the MLP, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -14,99 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from jaxstack.config import ConfigError
+from jaxstack.hf.tensor_layout import Index, TensorLayout
 from jaxstack.models.params import Param, Spec, flat_spec, without_padding
-
-PIECE_BYTES = 32e6
-"""Bytes of a tensor that are read at a time."""
-
-Index = tuple[slice, ...]
-"""A slice for each dimension, with start and stop."""
-
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """The layout of a parameter, of one layer and one expert, in a Hugging Face tensor of one or two axes.
-
-    The tensor joins all input dimensions (such as H * K) in one axis, and all output dimensions in another. A vector
-    has one axis.
-
-    Attributes:
-      transposed: whether the tensor is [outputs, inputs], as in `nn.Linear`, and not [inputs, outputs], as in jaxstack
-        and in GPT-2's `Conv1D`.
-      part: the index of this parameter's part along the axis of outputs.
-      parts: the number of equal parts that the axis of outputs holds.
-      first_layer: the first layer that has the tensor. Layers before it have ones, which the model does not read.
-    """
-
-    transposed: bool = False
-    part: int = 0
-    parts: int = 1
-    first_layer: int = 0
-
-    def outputs_axis(self, p: Param) -> int:
-        """Returns the axis of the tensor that holds the parts."""
-        return 0 if self.transposed or p.kind == "vector" else 1
-
-    def _axes(self, p: Param) -> tuple[tuple[int, ...], ...]:
-        """Returns the dimensions of the parameter that each axis of the tensor joins."""
-        own = tuple(range(len(p.shape) - p.batch_axes))
-        if p.kind == "vector":
-            return (own,)
-        inputs, outputs = own[: p.in_axes], own[p.in_axes :]
-        return (outputs, inputs) if self.transposed else (inputs, outputs)
-
-    def shape(self, p: Param) -> tuple[int, ...]:
-        """Returns the shape of the whole tensor."""
-        own = p.shape[p.batch_axes :]
-        sizes = [prod(own[d] for d in axis) for axis in self._axes(p)]
-        sizes[self.outputs_axis(p)] *= self.parts
-        return tuple(sizes)
-
-    def read_pieces(
-        self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]
-    ) -> Iterator[tuple[Index, np.ndarray]]:
-        """Yields a part of the parameter in pieces, each with its index within the part.
-
-        Args:
-          p: the declaration of the parameter.
-          index: the part, without the dimensions of layers and experts.
-          fetch: reads a part of the tensor.
-        """
-        # Pieces are slices of the tensor's first axis, because these are contiguous in the file.
-        rows = self._axes(p)[0][0]
-        row_bytes = 4 * prod(s.stop - s.start for s in index) / (index[rows].stop - index[rows].start)
-        step = max(int(PIECE_BYTES / row_bytes), 1)
-        for start in range(index[rows].start, index[rows].stop, step):
-            cut = slice(start, min(start + step, index[rows].stop))
-            to = slice(cut.start - index[rows].start, cut.stop - index[rows].start)
-            full = (slice(None),) * len(index)
-            piece = self._piece(p, (*index[:rows], cut, *index[rows + 1 :]), fetch)
-            yield (*full[:rows], to, *full[rows + 1 :]), piece
-
-    def _piece(self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]) -> np.ndarray:
-        """Returns a contiguous piece of the parameter."""
-        own, axes = p.shape[p.batch_axes :], self._axes(p)
-        where: list[slice] = []
-        shape: list[int] = []
-        inner: list[slice] = []
-        for axis in axes:
-            first, rest = index[axis[0]], axis[1:]
-            size = prod(own[d] for d in rest)
-            where.append(slice(first.start * size, first.stop * size))
-            shape += [first.stop - first.start, *(own[d] for d in rest)]
-            inner += [slice(None), *(index[d] for d in rest)]
-        order, outputs = [d for axis in axes for d in axis], self.outputs_axis(p)
-        axes = axes[: outputs + 1]
-        skipped = self.part * prod(own[d] for d in axes[-1])
-        where[outputs] = slice(where[outputs].start + skipped, where[outputs].stop + skipped)
-        return fetch(tuple(where)).reshape(shape)[tuple(inner)].transpose(np.argsort(order))
-
-    def to_hf(self, p: Param, values: np.ndarray) -> np.ndarray:
-        """Returns the tensor, or its part, that holds a parameter of one layer and one expert."""
-        axes = self._axes(p)
-        sizes = [prod(values.shape[d] for d in axis) for axis in axes]
-        return values.transpose([d for axis in axes for d in axis]).reshape(sizes)
-
 
 WeightMap = dict[str, tuple[str, TensorLayout]]
 
@@ -177,6 +86,25 @@ def _bert(base: str, head: str, dense: str, norm: str) -> WeightMap:
     return found
 
 
+def _t5() -> WeightMap:
+    """Returns the weight map of T5 and its variants, whose stacks are named alike."""
+    found: WeightMap = {"embedding/tokens": ("shared.weight", SAME), "head/w": ("lm_head.weight", TRANSPOSED)}
+    for side, norm, mlp in (("encoder", "encoder_norm", 1), ("decoder", "final_norm", 2)):
+        layer = f"{side}.block.{{}}.layer"
+        parts = {"attention": (0, "SelfAttention"), "cross": (1, "EncDecAttention")}
+        for ours, (at, theirs) in parts.items() if side == "decoder" else [("attention", parts["attention"])]:
+            found[f"{side}/{ours}_norm/scale"] = (f"{layer}.{at}.layer_norm.weight", SAME)
+            for w in "qkvo":
+                found[f"{side}/{ours}/w_{w}"] = (f"{layer}.{at}.{theirs}.{w}.weight", TRANSPOSED)
+        found[f"{side}/mlp_norm/scale"] = (f"{layer}.{mlp}.layer_norm.weight", SAME)
+        for ours, theirs in (("up", "wi"), ("gate", "wi_0"), ("down", "wo")):
+            found[f"{side}/mlp/w_{ours}"] = (f"{layer}.{mlp}.DenseReluDense.{theirs}.weight", TRANSPOSED)
+        found[f"{norm}/scale"] = (f"{side}.final_layer_norm.weight", SAME)
+        first = f"{side}.block.0.layer.0.SelfAttention"
+        found[f"relative/{side}"] = (f"{first}.relative_attention_bias.weight", SAME)
+    return found
+
+
 WEIGHT_MAPS: dict[str, WeightMap] = {
     "gpt2": {
         "embedding/tokens": ("transformer.wte.weight", SAME),
@@ -212,6 +140,8 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     },
     "mixtral": _experts(LLAMA, "block_sparse_moe", w_gate="w1", w_up="w3", w_down="w2"),
     "qwen3_moe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
+    "t5": _t5(),
+    "mt5": _t5(),
     "bert": _bert("bert", "cls.predictions.transform", "dense", "LayerNorm"),
     "roberta": _bert("roberta", "lm_head", "dense", "layer_norm"),
     "modernbert": {
@@ -234,7 +164,9 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
 }
 """The weight maps by `model_type`."""
 
+_SHARED = {f"{side}.embed_tokens.weight": "embedding/tokens" for side in ("encoder", "decoder")}
 COPIES = {
+    **dict.fromkeys(("t5", "mt5"), _SHARED | {"lm_head.weight": "embedding/tokens"}),
     "bert": {"cls.predictions.decoder.weight": "embedding/tokens", "cls.predictions.decoder.bias": "output/bias"},
     "roberta": {"lm_head.decoder.weight": "embedding/tokens", "lm_head.decoder.bias": "output/bias"},
     "modernbert": {"decoder.weight": "embedding/tokens"},
@@ -269,6 +201,15 @@ def _with_classifier(family: str, declared: dict[str, Param], rows: WeightMap) -
     return found
 
 
+def _with_gate(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
+    """Returns the weight map of a T5 with a gated MLP, or of one without."""
+    gated = "encoder/mlp/w_gate" in declared
+    found = {path: row for path, row in rows.items() if gated or not path.endswith("w_gate")}
+    for path in (path for path in found if gated and path.endswith("w_up")):
+        found[path] = (found[path][0].replace(".wi.", ".wi_1."), found[path][1])
+    return found
+
+
 def weight_map(family: str, spec: Spec) -> WeightMap:
     """Returns the weight map of a family after checking that it fits the parameters of a model.
 
@@ -278,6 +219,8 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
     declared, rows = flat_spec(spec), dict(WEIGHT_MAPS[family])
     if "head/w" not in declared:  # tied to the embedding
         rows.pop("head/w", None)
+    if family in ("t5", "mt5"):
+        rows = _with_gate(declared, rows)
     if "output/w" in declared:
         rows = _with_classifier(family, declared, rows)
     unnamed = sorted(declared.keys() - rows.keys())

@@ -34,7 +34,8 @@ def spec(cfg: ModelConfig) -> Spec:
     cross = {"cross_norm": layers.norm_spec(cfg, cfg.d_model, "norm"), "cross": layers.attention_spec(cfg)}
     tree["decoder"] = stack(one | cross, cfg.num_layers)
     if cfg.positions == "relative":
-        bias = Param((cfg.relative_buckets, cfg.num_heads), ("position", "heads"), "vector", std=cfg.init_std)
+        shape = (cfg.relative_buckets, cfg.num_heads)  # added to float32 scores, of which bfloat16 would round all
+        bias = Param(shape, ("position", "heads"), "table", std=cfg.init_std, cast=False, decay=False)
         tree["relative"] = {"encoder": bias, "decoder": bias}
     return tree
 

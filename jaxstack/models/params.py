@@ -25,8 +25,7 @@ class Param:
       shape: dimensions, inputs before outputs.
       axes: logical name of each dimension.
       kind: `matrix` is contracted with its input, `table` is looked up by row (embeddings), `vector` acts
-        elementwise (norms, biases). Vectors are neither decayed nor cast to the compute dtype. A `router` is a matrix
-        that is not cast.
+        elementwise (norms, biases). A `router` is a matrix that is not cast.
       in_axes: number of leading dimensions (after `layers` and `experts`) that a matrix contracts.
       init: initial values; `normal` has mean 0 and standard deviation `std`.
       std: standard deviation for `init='normal'`.
@@ -34,6 +33,9 @@ class Param:
       roles: how other code finds a parameter without knowing its path, see `find_role`. `token_table` is the embedding
         of tokens, `head` the output matrix; tied embeddings are both. In a layer, `query`, `key`, `attention_output`
         and `mlp_output` are the matrices whose outputs have these names, and their adapters.
+      cast: whether a forward pass uses it in the compute dtype. `None` means as its kind: matrices and tables.
+      decay: whether weight decay applies to it. `None` means as its kind: all but vectors.
+      orthogonal: whether Muon orthogonalises it. `None` means matrices between two hidden widths; the head is not one.
       width_ratio: for a matrix that reads a hidden width, the width of the model divided by that of its base model, see
         `models.width`. The optimizer reduces its updates by it. 1 means that they stay as they are.
       unpadded: shape without the zeros at the ends of padded dimensions, which change no result. `None` means that the
@@ -48,6 +50,9 @@ class Param:
     std: float = 0.02
     frozen: bool = False
     roles: tuple[Role, ...] = ()
+    cast: bool | None = None
+    decay: bool | None = None
+    orthogonal: bool | None = None
     width_ratio: float = 1.0
     unpadded: tuple[int, ...] | None = None
 
@@ -56,8 +61,13 @@ class Param:
 
     @property
     def is_cast(self) -> bool:
-        """Whether a forward pass uses it in the compute dtype; vectors and routers stay in float32."""
-        return self.kind in ("matrix", "table")
+        """Whether a forward pass uses it in the compute dtype; by default vectors and routers stay in float32."""
+        return self.kind in ("matrix", "table") if self.cast is None else self.cast
+
+    @property
+    def is_decayed(self) -> bool:
+        """Whether weight decay applies to it; by default not to vectors."""
+        return self.kind != "vector" if self.decay is None else self.decay
 
     @property
     def stacked(self) -> int:
@@ -77,7 +87,7 @@ class Param:
     @property
     def is_hidden_matrix(self) -> bool:
         """Whether it is a matrix between two hidden widths, which Muon orthogonalises; the head is not."""
-        return self.kind == "matrix" and "vocab" not in self.axes
+        return self.kind == "matrix" and "vocab" not in self.axes if self.orthogonal is None else self.orthogonal
 
 
 Spec: TypeAlias = dict[str, Any]

@@ -304,6 +304,6 @@ def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: PyTree = None
     return optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
         direction,
-        optax.add_decayed_weights(cfg.weight_decay, mask=map_spec(lambda p: p.kind != "vector", spec)),
+        optax.add_decayed_weights(cfg.weight_decay, mask=map_spec(lambda p: p.is_decayed, spec)),
         optax.scale_by_learning_rate(schedule(cfg, steps)),
     )

@@ -148,7 +148,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, 
 
     def work(values):
         hidden, _ = encoder.hidden_states(cfg, values, batch, CPU)
-        total = encoder.loss(cfg, values, hidden, batch, CPU)
+        total = encoder.loss(cfg, values, hidden, batch, CPU)["loss"]
         return total / batch["loss_weights"].sum(), encoder.logits(cfg, values, hidden, CPU)
 
     (got_loss, logits), grads = jax.jit(jax.value_and_grad(work, has_aux=True))(values)

@@ -1,0 +1,100 @@
+"""How a parameter is laid out in a tensor of a Hugging Face model: transposed, joined, or one part of several."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from jaxstack.models.params import Param
+
+PIECE_BYTES = 32e6
+"""Bytes of a tensor that are read at a time."""
+
+Index = tuple[slice, ...]
+"""A slice for each dimension, with start and stop."""
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """The layout of a parameter, of one layer and one expert, in a Hugging Face tensor of one or two axes.
+
+    The tensor joins all input dimensions (such as H * K) in one axis, and all output dimensions in another. A vector
+    has one axis.
+
+    Attributes:
+      transposed: whether the tensor is [outputs, inputs], as in `nn.Linear`, and not [inputs, outputs], as in jaxstack
+        and in GPT-2's `Conv1D`.
+      part: the index of this parameter's part along the axis of outputs.
+      parts: the number of equal parts that the axis of outputs holds.
+      first_layer: the first layer that has the tensor. Layers before it have ones, which the model does not read.
+    """
+
+    transposed: bool = False
+    part: int = 0
+    parts: int = 1
+    first_layer: int = 0
+
+    def outputs_axis(self, p: Param) -> int:
+        """Returns the axis of the tensor that holds the parts."""
+        return 0 if self.transposed or p.kind == "vector" else 1
+
+    def _axes(self, p: Param) -> tuple[tuple[int, ...], ...]:
+        """Returns the dimensions of the parameter that each axis of the tensor joins."""
+        own = tuple(range(len(p.shape) - p.batch_axes))
+        if p.kind == "vector":
+            return (own,)
+        inputs, outputs = own[: p.in_axes], own[p.in_axes :]
+        return (outputs, inputs) if self.transposed else (inputs, outputs)
+
+    def shape(self, p: Param) -> tuple[int, ...]:
+        """Returns the shape of the whole tensor."""
+        own = p.shape[p.batch_axes :]
+        sizes = [prod(own[d] for d in axis) for axis in self._axes(p)]
+        sizes[self.outputs_axis(p)] *= self.parts
+        return tuple(sizes)
+
+    def read_pieces(
+        self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]
+    ) -> Iterator[tuple[Index, np.ndarray]]:
+        """Yields a part of the parameter in pieces, each with its index within the part.
+
+        Args:
+          p: the declaration of the parameter.
+          index: the part, without the dimensions of layers and experts.
+          fetch: reads a part of the tensor.
+        """
+        # Pieces are slices of the tensor's first axis, because these are contiguous in the file.
+        rows = self._axes(p)[0][0]
+        row_bytes = 4 * prod(s.stop - s.start for s in index) / (index[rows].stop - index[rows].start)
+        step = max(int(PIECE_BYTES / row_bytes), 1)
+        for start in range(index[rows].start, index[rows].stop, step):
+            cut = slice(start, min(start + step, index[rows].stop))
+            to = slice(cut.start - index[rows].start, cut.stop - index[rows].start)
+            full = (slice(None),) * len(index)
+            piece = self._piece(p, (*index[:rows], cut, *index[rows + 1 :]), fetch)
+            yield (*full[:rows], to, *full[rows + 1 :]), piece
+
+    def _piece(self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]) -> np.ndarray:
+        """Returns a contiguous piece of the parameter."""
+        own, axes = p.shape[p.batch_axes :], self._axes(p)
+        where: list[slice] = []
+        shape: list[int] = []
+        inner: list[slice] = []
+        for axis in axes:
+            first, rest = index[axis[0]], axis[1:]
+            size = prod(own[d] for d in rest)
+            where.append(slice(first.start * size, first.stop * size))
+            shape += [first.stop - first.start, *(own[d] for d in rest)]
+            inner += [slice(None), *(index[d] for d in rest)]
+        order, outputs = [d for axis in axes for d in axis], self.outputs_axis(p)
+        axes = axes[: outputs + 1]
+        skipped = self.part * prod(own[d] for d in axes[-1])
+        where[outputs] = slice(where[outputs].start + skipped, where[outputs].stop + skipped)
+        return fetch(tuple(where)).reshape(shape)[tuple(inner)].transpose(np.argsort(order))
+
+    def to_hf(self, p: Param, values: np.ndarray) -> np.ndarray:
+        """Returns the tensor, or its part, that holds a parameter of one layer and one expert."""
+        axes = self._axes(p)
+        sizes = [prod(values.shape[d] for d in axis) for axis in axes]
+        return values.transpose([d for axis in axes for d in axis]).reshape(sizes)

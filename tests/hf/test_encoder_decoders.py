@@ -1,0 +1,184 @@
+"""T5 as `transformers` saves it: import, logits, gradients, training steps and export, with padding and packed rows.
+
+The weights are random and the lengths odd. The tolerances are those of tests/hf/test_parity.py.
+"""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxstack import hf
+from jaxstack.common.tree import flatten, path_of
+from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, TrainConfig
+from jaxstack.config.denoisers import DenoiserConfig
+from jaxstack.data.seq2seq import Pair, make_batch
+from jaxstack.hf import safetensors as tensor_files
+from jaxstack.models import encoder_decoder
+from jaxstack.models.context import Context, implementations
+from jaxstack.models.params import Param
+from jaxstack.training import step
+from jaxstack.training.state import init_state
+
+torch = pytest.importorskip("torch", reason="needs the extra [parity]")
+transformers = pytest.importorskip("transformers", reason="needs the extra [parity]")
+safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [parity]")
+
+S, T, V = 45, 22, 61
+CPU = Context(**implementations("cpu"))
+KINDS = {
+    "t5": {"feed_forward_proj": "relu"},
+    "1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "gelu": {"feed_forward_proj": "gelu", "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+}
+"""Of the second one, the head is a matrix of its own, and what it reads is not scaled."""
+
+
+def build(kind: str, rng: np.random.Generator):
+    """Builds their model with random values for every weight; a large epsilon shows where it is added.
+
+    Scores are not scaled, so larger weights would make most of the softmax 0 or 1, and gradients noise.
+    """
+    sizes = {"vocab_size": V, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_heads": 4, "layer_norm_epsilon": 0.01}
+    config = transformers.T5Config(**sizes, num_layers=3, num_decoder_layers=2, dropout_rate=0.0, **KINDS[kind])
+    config._attn_implementation = "eager"
+    theirs = transformers.T5ForConditionalGeneration(config).eval()
+    if kind == "1.1":
+        theirs.lm_head.weight = torch.nn.Parameter(torch.empty(V, 32))
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.copy_(torch.from_numpy(rng.normal(0, 1.0 if weight.ndim == 1 else 0.15, weight.shape)))
+    return theirs
+
+
+def saved(kind, rng, folder):
+    """Returns their model, and ours from the folder that theirs is saved to."""
+    theirs = build(kind, rng)
+    if kind == "1.1":  # files of this version say that the head is not tied; newer programs write that it is
+        theirs.config.tie_word_embeddings = False
+    theirs.save_pretrained(folder)
+    with hf.PretrainedFolder(folder) as source:
+        return theirs, source.model, source.read_params()
+
+
+def to_ours(cfg, named):
+    """Returns their weights or gradients as a tree of ours."""
+    theirs, spec = {name: tensor.numpy(force=True) for name, tensor in named}, encoder_decoder.spec(cfg)
+    rows = hf.weight_map("t5", spec)
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, p: hf.read_param(p, rows[path_of(keys)], lambda name, index: theirs[name][index]),
+        spec, is_leaf=lambda x: isinstance(x, Param),
+    )  # fmt: skip
+
+
+def random_pairs(rng) -> list[Pair]:
+    sizes = ((30, 9), (17, 20), (5, 3), (41, 13))
+    return [Pair(*(rng.integers(1, V, n).astype(np.int32) for n in both)) for both in sizes]
+
+
+def their_logits(theirs, batch):
+    given = {"input_ids": "encoder_tokens", "attention_mask": "encoder_segment_ids", "decoder_input_ids": "tokens"}
+    return theirs(**{name: torch.from_numpy(batch[ours]).long() for name, ours in given.items()}).logits
+
+
+def their_loss(theirs, batch):
+    targets, weights = (torch.from_numpy(batch[name]).flatten() for name in ("targets", "loss_weights"))
+    each = torch.nn.functional.cross_entropy(
+        their_logits(theirs, batch).flatten(0, 1), targets.long(), reduction="none"
+    )
+    return (each * weights).sum() / weights.sum()
+
+
+def our_logits(cfg, values, batch):
+    hidden, _ = encoder_decoder.hidden_states(cfg, values, batch, CPU)
+    return encoder_decoder.logits(cfg, values, hidden, CPU)
+
+
+def assert_near(got, expected, tolerance):
+    got, expected = flatten(got), flatten(expected)
+    off = {path: np.linalg.norm(got[path] - e) / np.linalg.norm(e) for path, e in expected.items()}
+    assert {path: value for path, value in off.items() if not value <= tolerance} == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_of_an_imported_model_and_its_export(kind, tmp_path, rng):
+    theirs, cfg, values = saved(kind, rng, tmp_path / "saved")
+    pairs = random_pairs(rng)
+    batch = make_batch([[pair] for pair in pairs], S, T, 0)
+    expected = their_logits(theirs, batch).numpy(force=True)
+    real = batch["loss_weights"] > 0
+    loss = their_loss(theirs, batch)
+    loss.backward()
+    wanted = to_ours(cfg, ((name, weight.grad) for name, weight in theirs.named_parameters()))
+
+    def work(values):
+        hidden, _ = encoder_decoder.hidden_states(cfg, values, batch, CPU)
+        total = encoder_decoder.loss(cfg, values, hidden, batch, CPU)["loss"]
+        return total / batch["loss_weights"].sum(), encoder_decoder.logits(cfg, values, hidden, CPU)
+
+    (got_loss, logits), grads = jax.jit(jax.value_and_grad(work, has_aux=True))(values)
+    assert np.abs(np.asarray(logits) - expected)[real].max() <= 5e-5 * np.abs(expected[real]).max()
+    assert float(got_loss) == pytest.approx(loss.item(), rel=2e-6)
+    assert_near(grads, wanted, 1e-4)
+
+    packed = np.asarray(jax.jit(lambda v, b: our_logits(cfg, v, b))(
+        values, make_batch([[pairs[0], pairs[2]], [pairs[1]], [pairs[3]]], S, T, 0)))  # fmt: skip
+    apart = [packed[0, :9], packed[1, :20], packed[0, 9:12], packed[2, :13]]
+    for row, one in enumerate(apart):
+        assert np.abs(one - expected[row, : len(one)]).max() <= 5e-5 * np.abs(expected[real]).max()
+
+    (tmp_path / "out").mkdir()
+    assert hf.save_pretrained(tmp_path / "out", cfg, values, "float32", S, None) == "t5"
+    before, after = (safetensors.load_file(tmp_path / f / tensor_files.SINGLE) for f in ("saved", "out"))
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name].tobytes() != after[name].tobytes()] == []
+    again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert np.array_equal(their_logits(again.eval(), batch).numpy(force=True)[real], expected[real])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t5", "1.1"])
+def test_five_steps_of_adamw(kind, tmp_path, rng):
+    """See test_parity.py: clipping, weight decay of matrices only, and AdamW with a large epsilon."""
+    theirs, model, start = saved(kind, rng, tmp_path / "saved")
+    optim = OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant", weight_decay=0.1, clip_norm=1.0, eps=1e-4)
+    data = DataConfig(seq_len=S, target_len=T, batch_size=4, denoisers=(DenoiserConfig(),))
+    cfg = Config(model=model, data=data, optim=optim, train=TrainConfig(steps=5))
+    state = dataclasses.replace(init_state(cfg), params=start)
+    train_step = jax.jit(step.make_train_step(cfg, CPU))
+    named = dict(theirs.named_parameters())
+    decayed = {name for name, w in named.items() if w.ndim > 1 and "relative" not in name}
+    groups = [
+        {"params": [w for name, w in named.items() if name in decayed], "weight_decay": optim.weight_decay},
+        {"params": [w for name, w in named.items() if name not in decayed], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.b1, optim.b2), eps=optim.eps)
+    got, expected = [], []
+    for _ in range(5):
+        batch = make_batch([[pair] for pair in random_pairs(rng)], S, T, 0)
+        state, metrics = train_step(state, batch)
+        got.append(float(metrics["loss"]))
+        adamw.zero_grad()
+        loss = their_loss(theirs, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(named.values(), optim.clip_norm)
+        adamw.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
+    end = to_ours(model, theirs.named_parameters())
+    moved, they_moved = (jax.tree.map(np.subtract, values, start) for values in (state.params, end))
+    assert_near(moved, they_moved, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("feed_forward_proj", "gated-tanh"), ("is_decoder", True), ("d_kv", 0), ("new_key", 1)],
+)
+def test_a_config_that_we_cannot_have_is_refused(key, value, tmp_path):
+    transformers.T5Config(vocab_size=V).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(ConfigError, match=f"{key}=|model.head_dim"):
+        hf.PretrainedFolder(tmp_path)
