@@ -320,7 +320,7 @@ def test_what_acts_on_training_alone_is_named():
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("llama3_8b", {"model_type": "t5"}, 'model_type="t5" is not supported. Use a model of one of the families'),
+        ("llama3_8b", {"model_type": "bart"}, 'model_type="bart" is not supported. Use a model of one of the families'),
         ("llama3_8b", {"model_type": "gone"}, "has no model_type"),
         ("llama3_8b", {"hidden_size": "gone"}, "has no hidden_size"),
         ("llama3_8b", {"hidden_size": "4096"}, 'hidden_size="4096" is not supported. Give a value of type int'),

@@ -19,8 +19,12 @@ mistakes(
      '        "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight"',
      'post_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", SAME),\n'
      '        "layers/mlp_norm/scale": ("model.layers.{}.post_attention_layernorm.weight"'),
-    ("skipped = self.part * prod(own[d] for d in axes[-1])", "skipped = self.part * own[-1]", HF + " -k 'out_and_in or lies'"),
     ("numbers = [s.start + i for s, i in zip(where, at, strict=False)]", "numbers = list(at)", HF + " -k 'mesh'"),
+)  # fmt: skip
+
+mistakes(
+    "hf", "hf/tensor_layout.py", HF,
+    ("skipped = self.part * prod(own[d] for d in axes[-1])", "skipped = self.part * own[-1]", HF + " -k 'out_and_in or lies'"),
 )  # fmt: skip
 
 mistakes(
