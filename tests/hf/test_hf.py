@@ -332,7 +332,7 @@ def test_what_acts_on_training_alone_is_named():
         ("llama3_8b", {"rms_norm_eps": float("nan")}, "does not describe a valid model: model.norm_eps=nan"),
         ("llama3_8b", {"attention_bias": True}, "attention_bias=true is not supported. Only false"),
         ("llama3_8b", {"mlp_bias": 0.5}, "mlp_bias=0.5"),
-        ("llama3_8b", {"hidden_act": "relu"}, 'hidden_act="relu" is not supported. Use one of silu'),
+        ("llama3_8b", {"hidden_act": "tanh"}, 'hidden_act="tanh" is not supported. Use one of silu'),
         ("llama3_8b", {"hidden_act": ["silu"]}, "hidden_act="),
         ("llama3_8b", {"sliding_window": 4096}, "sliding_window=4096"),
         ("llama3_8b", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 'rope_type="yarn" is not supported'),

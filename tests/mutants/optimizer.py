@@ -57,7 +57,7 @@ mistakes(
     "optim", "training/optimizer.py", "training/test_optim.py -k 'warm or formulas or decay or closed or clipped'",
     ("return lambda count: joined(count + 1)", "return lambda count: joined(count)"),
     ("decay = max(round(steps * cfg.decay_fraction), 1)", "decay = max(round(after * cfg.decay_fraction), 1)"),
-    ('mask=map_spec(lambda p: p.kind != "vector", spec)', 'mask=map_spec(lambda p: p.kind == "matrix", spec)'),
+    ('mask=map_spec(lambda p: p.is_decayed, spec)', 'mask=map_spec(lambda p: p.kind == "matrix", spec)'),
     ('"adamw": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)', '"adamw": lambda: optax.scale_by_adam(cfg.b2, cfg.b1, cfg.eps)'),
     ('"lion": lambda: optax.scale_by_lion(cfg.b1, cfg.b2)', '"lion": lambda: optax.scale_by_lion(cfg.b2, cfg.b1)'),
     ('"sgd": lambda: optax.trace(cfg.b1) if cfg.b1', '"sgd": lambda: optax.trace(cfg.b1, nesterov=True) if cfg.b1'),
