@@ -127,13 +127,16 @@ bias_scores.defvjp(_bias_scores_forward, _bias_scores_backward)
 def table_gradient(buckets: Buckets, d_scores_BGCRT: jax.Array, distance_BCT: jax.Array) -> jax.Array:
     """Returns the gradient of the table [N, H] in float32, from those of the biases."""
     sums = lax.platform_dependent(
-        d_scores_BGCRT, distance_BCT, tpu=partial(_sums_by_products, buckets), default=partial(_sums_by_adding, buckets)
+        d_scores_BGCRT, distance_BCT, cpu=partial(_sums_by_adding, buckets), default=partial(_sums_by_products, buckets)
     )
     return sums.reshape(len(buckets), -1)
 
 
 def _sums_by_products(buckets: Buckets, d_scores_BGCRT: jax.Array, distance_BCT: jax.Array) -> jax.Array:
-    """Returns the sums of each bucket [N, G, R] by products with a one-hot array: TPUs are slow to add by index."""
+    """Returns the sums of each bucket [N, G, R] by products with a one-hot array.
+
+    TPUs are slow to add by index, and GPUs add in an order that changes from run to run.
+    """
     if distance_BCT.shape[0] == 1:
         d_scores_BGCRT = d_scores_BGCRT.sum(0, keepdims=True)
     low, high = np.asarray(buckets, np.int32).T
