@@ -23,7 +23,7 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
     """
     sinks.require_packages(cfg.run.sinks)
     dataset = data.load(cfg.data, data.labels_of(cfg.model))
-    cfg = resolve(cfg, dataset.vocab_size)
+    cfg = resolve(cfg, dataset.vocab_size, dataset.image)
     kept = None
     if searched is not None:
         kept, cfg = earlier_mesh(cfg, searched), open_mesh(cfg, searched)
@@ -85,8 +85,7 @@ def show(cfg: Config, searched: Collection[str] | None = None) -> None:
       cfg: the configuration.
       searched: see `main`. The mesh of an earlier part of the run is not read.
     """
-    labels = data.labels_of(cfg.model)
-    cfg = resolve(cfg, None if cfg.model.vocab_size else data.load(cfg.data, labels).vocab_size)
+    cfg = data.resolve_from_data(cfg)
     if searched is not None:
         cfg = open_mesh(cfg, searched)
     platform.configure(cfg.mesh, cfg.microbatch_size if searched is None else 0)
@@ -115,11 +114,11 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
     from jaxstack import sharding
     from jaxstack.data.loader import DataLoader
-    from jaxstack.generate.decode import sample_texts
+    from jaxstack.generate import decode, pictures
     from jaxstack.models.context import Context
     from jaxstack.planner import estimate, memory, pipeline_costs
     from jaxstack.training.run import Run
-    from jaxstack.training.state import abstract_state
+    from jaxstack.training.state import abstract_state, averaged_params
     from jaxstack.training.step import jit_train_step, make_eval_step
 
     # ---- devices and compiled steps
@@ -133,12 +132,12 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so there is nothing to save
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints
-    with Run(cfg, dataset, ctx, abstract, loader) as run:
+    with Run(cfg, dataset, ctx, abstract, loader, pictures.make_grid(cfg, dataset, ctx)) as run:
         run.print_header(changes, warning, split)
         state, loop = run.restore_or_init()
         run.begin(loop)  # first write: a state that does not fit has raised an error above
         if loop.step and loop.step % cfg.train.eval_every == 0:
-            run.evaluate(loop, eval_step, state.params)  # in case the run was interrupted before this evaluation
+            run.evaluate(loop, eval_step, state)  # in case the run was interrupted before this evaluation
         batches = loader.iterate(loop.batch, cfg.train.steps - loop.step)
 
         # ---- training loop
@@ -163,9 +162,9 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             if stop:
                 run.stop(loop)  # raises
             if evaluate:
-                run.evaluate(loop, eval_step, state.params)
+                run.evaluate(loop, eval_step, state)
 
         # ---- end
         run.end_loop()
-        run.evaluate(loop, eval_step, state.params)  # does nothing if the loop has just evaluated
-        run.finish(sample_texts(cfg, state.params, dataset, ctx))
+        run.evaluate(loop, eval_step, state)  # does nothing if the loop has just evaluated
+        run.finish(decode.sample_texts(cfg, averaged_params(cfg, state), dataset, ctx))

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxstack.config import ModelConfig, MoEConfig, RopeScaling
+from jaxstack.config.diffusion import DiffusionConfig
 
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4, "vocab_size": 61}
 
@@ -87,6 +88,29 @@ CLASSIFIERS = {
     "bert_words": dataclasses.replace(ENCODERS["bert"], labels=tuple("abcde"), label_each="token"),
     "modernbert_labels": dataclasses.replace(ENCODERS["modernbert"], labels=tuple("abcde")),
 }
+
+DIFFUSION = {
+    "dit": ModelConfig(
+        **SMALL,
+        family="diffusion",
+        norm="layer",
+        positions="learned",
+        max_positions=32,
+        activation="gelu_tanh",
+        gated=False,
+        bias=True,
+        diffusion=DiffusionConfig(image=(8, 16, 1)),
+    ),
+    "dit_experts": ModelConfig(
+        **SMALL,
+        family="diffusion",
+        d_ff=96,
+        qk_norm=True,
+        moe=MoEConfig(num_experts=4, router="timestep", max_timestep=100),
+        diffusion=DiffusionConfig(image=(8, 16, 3), path="cosine"),
+    ),
+}
+"""Diffusion transformers on pictures of 32 patches."""
 
 _LLAMA = {**SMALL, "num_kv_heads": 2, "d_ff": 96}
 

@@ -213,7 +213,7 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
 def checked(flags: list[str]) -> Config:
     """A configuration that the model can have, whatever data it reads."""
     cfg = parser.read_arguments(["train", *flags]).cfg
-    return resolve(cfg, cfg.model.vocab_size or 256)
+    return resolve(cfg, cfg.model.vocab_size or 256, (8, 8, 1))
 
 
 def names_its_directory(cfg: Config, quickstart: Config, flags: list[str]) -> None:

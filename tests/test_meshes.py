@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import CLASSIFIERS, ENCODER_DECODERS, ENCODERS, FAMILIES
+from families import CLASSIFIERS, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import (
@@ -43,7 +43,7 @@ WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_
 MODELS: dict[str, ModelConfig] = {
     **{
         name: dataclasses.replace(cfg, **WIDE)
-        for name, cfg in (FAMILIES | ENCODERS | CLASSIFIERS | ENCODER_DECODERS).items()
+        for name, cfg in (FAMILIES | ENCODERS | CLASSIFIERS | ENCODER_DECODERS | DIFFUSION).items()
     },
     "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}),
 }
@@ -153,6 +153,23 @@ PAIR_CASES: list[Case] = [
 ]
 """Meshes of encoder-decoders, whose rows have several pairs and padding. The first one is quick."""
 
+DIFFUSION_CASES: list[Case] = [
+    ("dit_experts", {"data": 2, "expert": 2, "tensor": 2}, {"accum": 2, "remat": "selective"}),
+    *(("dit", {axis: 4}, {}) for axis in ("data", "fsdp", "tensor")),
+    ("dit", {"context": 4, **GATHER}, {}),
+    ("dit", {"tensor": 2, **PLAIN}, {"remat": "selective"}),
+    ("dit", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "remat": "full"}),
+    ("dit", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 2}),
+    ("dit", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"remat": "selective"}),
+    ("dit", {"data": 2, "context": 2, **GATHER, **AUTO}, {}),
+    ("dit_experts", {"expert": 4}, {}),
+    ("dit_experts", {"fsdp": 4, "expert": 2}, {"remat": "selective"}),
+    ("dit_experts", {"expert": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 2}),
+    ("dit_experts", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"accum": 2}),
+]
+"""Meshes of diffusion transformers, in docs/diffusion.md. The first one is quick."""
+QUICK_CASES = (*QUICK, ENCODER_CASES[0], PAIR_CASES[0], DIFFUSION_CASES[0])
+
 
 def name_of(case: Case) -> str:
     family, mesh, how = case
@@ -163,9 +180,8 @@ def name_of(case: Case) -> str:
 
 def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool = False, remat: str = "none",
            dropout: float = 0.0) -> Config:  # fmt: skip
-    source = "labels" if MODELS[family].labels else "stdlib"
-    if MODELS[family].family == "encoder_decoder":
-        source = "pairs"
+    sources = {"encoder_decoder": "pairs", "diffusion": "digits"}
+    source = "labels" if MODELS[family].labels else sources.get(MODELS[family].family, "stdlib")
     return Config(
         run=RunConfig(init_from="base" if MODELS[family].lora.rank else None),
         model=dataclasses.replace(MODELS[family], dropout=dropout),
@@ -175,7 +191,7 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
             target_len=SEQ // 2 if source == "pairs" else None,
             packing=packing,
             source=source,
-            path=None if source == "stdlib" else f"{source}.jsonl",
+            path=f"{source}.jsonl" if source in ("labels", "pairs") else None,
             domains=tuple("abcdefgh") if MODELS[family].moe.router == "domain" else (),
         ),
         train=TrainConfig(grad_accum=accum, remat=remat),
@@ -187,6 +203,8 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
     rng = np.random.default_rng(seed)
     if cfg.family == "encoder_decoder":
         return random_pairs(rng, cfg, rows)
+    if cfg.family == "diffusion":
+        return random_pictures(rng, cfg, rows)
     ids = rng.integers(0, cfg.vocab, (rows, SEQ + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:] % cfg.classes}
     batch["loss_weights"] = (rng.random((rows, SEQ)) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32)
@@ -221,6 +239,16 @@ def random_pairs(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> dict[
     batch = make_batch(made, SEQ, SEQ // 2, 0, gates=bool(cfg.moe.num_experts))
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape) < 0.8
     return batch
+
+
+def random_pictures(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> dict[str, np.ndarray]:
+    shape = (rows, cfg.diffusion.num_patches)
+    by_row = {"gate_ids": cfg.moe.max_timestep, "classes": cfg.vocab + 1}
+    return {
+        **{n: rng.standard_normal((*shape, cfg.diffusion.patch_values), np.float32) for n in ("patches", "noise")},
+        **{n: np.repeat(rng.integers(0, most, (rows, 1)), shape[1], 1).astype(np.int32) for n, most in by_row.items()},
+        "loss_weights": (rng.random(shape) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32),
+    }
 
 
 def gradients(
@@ -305,8 +333,8 @@ def errors(family: str, one: Any, other: Any) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=name_of(c), marks=() if c in (*QUICK, ENCODER_CASES[0], PAIR_CASES[0]) else SLOW)
-        for c in [*CASES, *ENCODER_CASES, *PAIR_CASES]
+        pytest.param(c, id=name_of(c), marks=() if c in QUICK_CASES else SLOW)
+        for c in [*CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES]
     ],
 )
 def test_every_mesh_gives_the_loss_and_gradients_of_one_device(case, seed):

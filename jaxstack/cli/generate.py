@@ -1,4 +1,4 @@
-"""Continues prompts with the model of a run. Arguments that are not given have the run's values.
+"""Continues prompts with the model of a run, or draws pictures. Arguments that are not given have the run's values.
 
 On a terminal the text appears as its tokens come, with control characters escaped.
 """
@@ -30,12 +30,13 @@ def add_arguments(parser: Parser) -> None:
         metavar="PROMPT",
         type=str,
         nargs="+",
-        help="text to continue; - reads one prompt per line from stdin",
+        help="text to continue; - reads one prompt per line from stdin; with a diffusion model, names of classes",
     )
     parser.add_argument("--chat", action="store_true", help="treat prompts as messages of a user and print the answers")
     parser.add_argument(
         "--stream", action="store_true", help="print tokens as they come, even if stdout is not a terminal"
     )
+    parser.add_argument("--out", type=user_path, help="PNG file for pictures; null means pictures.png in RUN")
     add_model_arguments(parser)
 
 
@@ -66,6 +67,11 @@ def main(args: Namespace) -> None:
       ConfigError: the run cannot be read, or an argument does not suit it.
     """
     cfg, tokenizer = load_run.read_run(Path(args.run))
+    if cfg.model.family == "diffusion":
+        draw(cfg, tokenizer, args)
+        return
+    if args.out is not None:
+        raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Leave --out away.")
     prompts = read_prompts(args.prompts)
     stop = stop_tokens(tokenizer, args.stop)
     if args.chat:
@@ -90,6 +96,32 @@ def main(args: Namespace) -> None:
         for piece in in_turn(texts, run.stream_tokens(ids, stop=stop, at_once=not live)):
             write(piece, flush=live)
     write("\n")
+
+
+def draw(cfg: Config, classes: Tokenizer, args: Namespace) -> None:
+    """Writes a PNG file with a row of pictures for each class that was named.
+
+    Raises:
+      ConfigError: a class does not exist, or an argument is for text.
+    """
+    for flag, given in (("--chat", args.chat), ("--stream", args.stream), ("--stop", bool(args.stop))):
+        if given:
+            raise ConfigError(f"{flag} is for text, and {args.run} makes pictures. Leave {flag} away.")
+    names = " ".join(args.prompts)
+    ids = classes.encode(names).tolist()
+    cfg, out = with_arguments(cfg, args), Path(args.out or Path(args.run) / "pictures.png")
+    count = cfg.sample.pictures
+    if not ids or not count:
+        raise ConfigError(f"sample.pictures={count} of {len(ids)} classes are no pictures. Ask for one or more.")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out={out} is in a directory that does not exist. Make {out.parent}, or name another.")
+    run = load_run.open_run(Path(args.run), cfg, classes, args.mesh, args.step, rows=len(ids) * count)
+
+    from jaxstack.generate.pictures import write_grid
+
+    drawn = run.draw([name for name in names.split() for _ in range(count)])
+    write_grid(out, drawn.reshape(len(ids), count, *drawn.shape[1:]))
+    print(f"{out} has {count} pictures of each of {names}")
 
 
 def check_memory(longest: int, cfg: Config) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from jaxstack.config import ConfigError, resolve
+from jaxstack.config import ConfigError
 from jaxstack.config.parse import Parser, user_path
 from jaxstack.runtime import platform
 
@@ -38,8 +38,7 @@ def main(args: Namespace) -> None:
         )
     if cfg.mesh.pipe == 1:
         raise ConfigError("mesh.pipe=1 has no stages to balance. Give the mesh of the run, such as --mesh.pipe=4.")
-    labels = data.labels_of(cfg.model)
-    cfg = resolve(cfg, None if cfg.model.vocab_size else data.load(cfg.data, labels).vocab_size)
+    cfg = data.resolve_from_data(cfg)
     platform.configure(cfg.mesh, cfg.microbatch_size)
 
     from jaxstack import sharding

@@ -12,7 +12,10 @@ from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.seq2seq import check_denoisers
 
 FormatName: TypeAlias = Literal["jaxstack", "nanogpt", "megatron", "llmc"]
-SourceName: TypeAlias = Literal["stdlib", "path", "tokens", "hf", "chat", "labels", "pairs"]
+SourceName: TypeAlias = Literal["stdlib", "path", "tokens", "hf", "chat", "labels", "pairs", "digits", "images"]
+
+_WITHOUT_PATH = ("stdlib", "digits")
+"""Sources that read no file of the user."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,10 +68,12 @@ class DataConfig:
     """Where text comes from. `stdlib`: the source code of Python's standard library. `path`: a text file or a folder of
     text files. `tokens`: a token file, see `data.format`. `hf`: a Hugging Face dataset (extra `[hf]`). `chat`:
     conversations, where only the answers are learned; see docs/finetuning.md. `labels`: texts with labels, for a
-    classifier; see docs/encoders.md. `pairs`: texts with translations; see docs/data.md."""
+    classifier; see docs/encoders.md. `pairs`: texts with translations; see docs/data.md. `digits`: scikit-learn's
+    pictures of digits (extra `[images]`). `images`: pictures of one size; see docs/diffusion.md."""
     path: str | None = None
-    """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), JSON file of conversations
-    (`chat`) or of texts with labels (`labels`), or translations (`pairs`): a file, a folder, or `package:NAME`."""
+    """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), JSON file of conversations (`chat`) or
+    of texts with labels (`labels`), translations (`pairs`): a file, a folder, or `package:NAME`; or a folder or .npz
+    file of pictures (`images`)."""
     glob: str | None = None
     """Which files of a folder to read, such as `*.md`, or `**/*.md` for folders within it too. Null means all files."""
     skip: bool = False
@@ -129,13 +134,13 @@ class DataConfig:
         _check_folders(self)
         check_denoisers(self)
         require(
-            self.source == "stdlib" or bool(self.path),
+            self.source in _WITHOUT_PATH or bool(self.path),
             f"data.path is missing, but data.source={self.source} reads from it. Set --data.path=...",
         )
         require(
-            self.source != "stdlib" or not self.path,
-            f"data.path={self.path} is set, but data.source=stdlib does not read it. Add --data.source=path for text, "
-            f"or --data.source=tokens for a token file.",
+            self.source not in _WITHOUT_PATH or not self.path,
+            f"data.path={self.path} is set, but data.source={self.source} does not read it. Add --data.source=path for "
+            f"text, or --data.source=tokens for a token file.",
         )
 
     def single_sources(self) -> Iterator["DataConfig"]:

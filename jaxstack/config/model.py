@@ -14,6 +14,7 @@ from jaxstack.config.bounds import (
     pattern_error,
     require,
 )
+from jaxstack.config.diffusion import DiffusionConfig
 from jaxstack.config.objective import Objective, objective_of
 
 
@@ -64,7 +65,7 @@ class MoEConfig:
     bias_update_rate: NonNegativeFloat = 1e-3
     """With router `sigmoid`: change per step of each expert's bias, towards a balanced load."""
     max_timestep: PositiveInt = 1000
-    """With router `timestep`: end of diffusion time."""
+    """With router `timestep` or family `diffusion`: number of timesteps of diffusion."""
     shared_experts: NonNegativeInt = 0
     """Experts that process every token, in addition to the chosen ones."""
     capacity_factor: PositiveFloat | None = None
@@ -149,9 +150,10 @@ LABEL_MULTIPLE = 192
 class ModelConfig:
     """A decoder; its switches give GPT-2, Llama 3, Qwen3, Gemma 2, Mixtral and more (see `configs/models/`)."""
 
-    family: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
+    family: Literal["decoder", "encoder", "encoder_decoder", "diffusion"] = "decoder"
     """`decoder`: a token sees those before it, and the next token is learned. `encoder`: it sees all tokens, and hidden
-    tokens are learned (BERT). `encoder_decoder`: an encoder reads a text, and a decoder learns another one (T5)."""
+    tokens are learned (BERT). `encoder_decoder`: an encoder reads a text, and a decoder learns another one (T5).
+    `diffusion`: pictures are made from noise, given their class (DiT)."""
     num_layers: PositiveInt = 6
     """Number of transformer blocks. If there is an encoder beside a decoder, these are the blocks of the decoder."""
     encoder_layers: PositiveInt | None = None
@@ -167,7 +169,7 @@ class ModelConfig:
     d_ff: PositiveInt | None = None
     """Hidden width of the MLP. Null means 4 * d_model."""
     vocab_size: PositiveInt | None = None
-    """Rows of the embedding. Null means the size of the tokenizer's vocabulary."""
+    """Rows of the embedding. Null means the size of the tokenizer's vocabulary, or the number of classes."""
     pad_vocab_to: PositiveInt | None = None
     """Rows of the embedding with padding, for an even split. The rows from `vocab_size` on are zeros and change no
     result. Checkpoints and exports do not contain them. Null means no padding."""
@@ -224,6 +226,8 @@ class ModelConfig:
     square of ReLU (So et al. 2021, arXiv:2109.08668)."""
     gated: bool = True
     """Multiply the activation with a second up-projection (SwiGLU, GeGLU)."""
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    """Pictures and noise, for family `diffusion`."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """Mixture of experts in place of the MLP."""
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -35,6 +35,8 @@ class Objective(NamedTuple):
 
 def objective_of(family: str, labels: bool, label_each: str) -> Objective:
     """Returns the objective of a model by its keys `family`, `labels` and `label_each`."""
+    if family == "diffusion":
+        return Objective("held-out denoising loss", "squared error per value")
     if family != "encoder":
         return Objective("held-out loss", "nats per token")
     if not labels:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxstack.config.bounds import require
 from jaxstack.config.data import DataConfig
+from jaxstack.config.diffusion import check_diffusion, with_image
 from jaxstack.config.model import ModelConfig
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
 from jaxstack.config.seq2seq import check_seq2seq
@@ -59,6 +60,7 @@ class Config:
         _check_base_width(self)
         _check_family(self)
         check_seq2seq(self)
+        check_diffusion(self)
 
     @property
     def has_segments(self) -> bool:
@@ -181,11 +183,6 @@ def _check_domains(cfg: Config) -> None:
         f"data.domains matches names of files, which data.source={data.source} does not have. Use data.source=path.",
     )
     require(
-        moe.num_experts == 0 or moe.router != "timestep",
-        "model.moe.router=timestep needs diffusion time, which text does not have. Use it in your own training loop, "
-        "with `gate_ids` in its batches.",
-    )
-    require(
         cfg.sample.domain < max(domains, 1),
         f"sample.domain={cfg.sample.domain} is out of range: data.domains has {domains} domains. Count domains from 0.",
     )
@@ -254,7 +251,7 @@ def _check_not_decoder(cfg: Config) -> None:
         ("model.logit_softcap", model.logit_softcap, encoder and model.logit_softcap is not None, "null"),
         ("train.ngram_baseline", "true", cfg.train.ngram_baseline, "false"),
         ("data.source", "chat", any(one.source == "chat" for one in data.single_sources()), "path"),
-        ("sample.prompts", list(sample.prompts or ()), bool(sample.prompts), "null"),
+        ("sample.prompts", list(sample.prompts or ()), model.family != "diffusion" and bool(sample.prompts), "null"),
     )
     for key, given, used, instead in decoders:
         require(not used, f"{key}={given} is for decoders, but model.family={model.family}. Use {key}={instead}.")
@@ -301,16 +298,20 @@ def _check_lengths(cfg: Config) -> None:
     )
 
 
-def resolve(config: Config, vocab_size: int | None) -> Config:
+def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ()) -> Config:
     """Returns the configuration with the values that depend on data: sizes of vocabulary and position table, mask's id.
 
     Args:
       config: the configuration as the user gave it.
       vocab_size: number of tokens of the tokenizer. `None`: as many as the model's vocabulary, which is then set.
+      image: height, width and channels of the pictures of the data. Empty: those of the model, which are then set.
 
     Raises:
-      ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it.
+      ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it; or the model
+        has pictures of another size.
     """
+    if config.model.family == "diffusion":
+        config = with_image(config, image)
     model, mesh, source = config.model, config.mesh, config.run.init_from
     masks, mask_id = model.family == "encoder" and not model.labels, config.data.mask_id
     own_row = masks and mask_id is None  # the token that hides others is not one of the tokenizer's
@@ -328,7 +329,7 @@ def resolve(config: Config, vocab_size: int | None) -> Config:
     )
     vocabulary, sizes = model.vocab_size or vocab_size, mesh.known_sizes
     model = replace(model, vocab_size=vocabulary)
-    shards = sizes["pipe"] * sizes["tensor"]
+    shards = sizes["pipe"] * sizes["tensor"] if model.family != "diffusion" else 1  # a table of classes is not split
     product = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in ("pipe", "tensor") if sizes[axis] > 1)
     require(
         model.padded_vocab % shards == 0,

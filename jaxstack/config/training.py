@@ -134,6 +134,9 @@ class OptimConfig:
     """Second-moment decay (AdamW), or decay of the momentum (Lion)."""
     eps: NonNegativeFloat = 1e-8
     """Number added to the square root of the second moment (AdamW)."""
+    ema: BelowOne | None = None
+    """Decay of an exponential average of the parameters. If it is set, evaluation, samples, generation and export use
+    the averages. Null means no average."""
 
     def __post_init__(self) -> None:
         check_bounds("optim", self)
@@ -182,6 +185,14 @@ class SampleConfig:
     """Number of beams. Above 1, beam search returns the most probable text found; it needs temperature=0."""
     length_penalty: float = 1.0
     """Beam search ranks texts by log-likelihood / length ** length_penalty. 0 means by log-likelihood alone."""
+    pictures: NonNegativeInt = 8
+    """With `model.family=diffusion`: number of pictures of each class. Every evaluation draws them; `prompts` names the
+    classes, and null means all. 0 means none."""
+    steps: PositiveInt = 50
+    """With `model.family=diffusion`: number of steps from noise to a picture."""
+    guidance: NonNegativeFloat = 1.0
+    """With `model.family=diffusion`: how far the prediction moves from that without a class to that with it, or beyond
+    it (classifier-free guidance). 1 means that the class is used as it is, 0 that it is ignored."""
 
     def __post_init__(self) -> None:
         check_bounds("sample", self)

@@ -4,7 +4,8 @@
 `eval_batches` cut a text into batches, and `MixtureReader` mixes several.
 """
 
-from jaxstack.data.dataset import Dataset, Source, load
+from jaxstack.data.dataset import Dataset, Source, load, resolve_from_data
+from jaxstack.data.images import Images
 from jaxstack.data.labelled import labels_of
 from jaxstack.data.mixture import MixtureReader, describe_batch
 from jaxstack.data.prefetch import prefetch
@@ -17,6 +18,7 @@ __all__ = [
     "Batch",
     "Dataset",
     "Document",
+    "Images",
     "MixtureReader",
     "Source",
     "Tokenizer",
@@ -32,6 +34,7 @@ __all__ = [
     "make_tokenizer",
     "prefetch",
     "read_token_file",
+    "resolve_from_data",
     "same_vocabulary",
     "split",
     "tokenizer_from_json",

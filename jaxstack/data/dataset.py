@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxstack.config import ConfigError, DataConfig
+from jaxstack.config import Config, ConfigError, DataConfig, resolve
+from jaxstack.config.diffusion import PICTURES
 from jaxstack.data import chat, labelled, pairs, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
+from jaxstack.data.class_names import ClassNames
 from jaxstack.data.conversations import read_conversations
-from jaxstack.data.labelled import Labels
+from jaxstack.data.images import Images, fingerprint, read_images, split_images
+from jaxstack.data.labelled import Labels, labels_of
 from jaxstack.data.seq2seq import SpecialIds, ids_of
 from jaxstack.data.sources import documents
 from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary
@@ -20,16 +23,16 @@ from jaxstack.data.translations import read_translations
 
 @dataclass(frozen=True)
 class Source:
-    """The training text and the held-out text of one source."""
+    """The training text and the held-out text of one source, or its pictures."""
 
     name: str
     """Name in metrics, on the screen and in reports."""
-    train: Tokens
-    eval: Tokens
+    train: Tokens | Images
+    eval: Tokens | Images
     description: str
     """For users: `Python 3.11 standard library: 1,021 files, 11.4 MB train, 1.2 MB held out`."""
     fingerprint: str
-    """SHA-256 of all ids. It identifies the text and the tokenizer."""
+    """SHA-256 of all ids, or of all pixels. It identifies the text and the tokenizer, or the pictures."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,12 @@ class Dataset:
         return self.tokenizer.vocab_size if self.special is None else self.special.size
 
     @property
-    def train(self) -> Tokens:
+    def train(self) -> Tokens | Images:
         """The training text of the first source, which is the only one without a mixture."""
         return self.sources[0].train
 
     @property
-    def eval(self) -> Tokens:
+    def eval(self) -> Tokens | Images:
         """The held-out text of the first source, which is the only one without a mixture."""
         return self.sources[0].eval
 
@@ -70,6 +73,21 @@ class Dataset:
         if len(self.sources) == 1:
             return self.sources[0].fingerprint
         return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
+
+    @property
+    def training_texts(self) -> Iterator[Tokens]:
+        """Yields the training text of each source; pictures are not texts."""
+        return (one.train for one in self.sources if isinstance(one.train, Tokens))
+
+    @property
+    def held_out_texts(self) -> Iterator[Tokens]:
+        """Yields the held-out text of each source; pictures are not texts."""
+        return (one.eval for one in self.sources if isinstance(one.eval, Tokens))
+
+    @property
+    def image(self) -> tuple[int, ...]:
+        """Height, width and channels of the pictures; empty for texts."""
+        return self.tokenizer.image if isinstance(self.tokenizer, ClassNames) else ()
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -91,6 +109,8 @@ def load(cfg: DataConfig, labels: Labels | None = None) -> Dataset:
       ConfigError: there is no text to read, a file is not text, a token file is damaged, or the sources of a mixture
         have different tokenizers.
     """
+    if cfg.source in PICTURES:
+        return _load_images(cfg)
     parts = [*cfg.single_sources()]
     names = [one.label for one in cfg.mixture] or [sources.describe(cfg)]
     opened = {i: _open(part) for i, part in enumerate(parts) if part.source == "tokens"}
@@ -118,6 +138,30 @@ def load(cfg: DataConfig, labels: Labels | None = None) -> Dataset:
                 raise
             raise ConfigError(f"data.mixture, {name}: {error}") from None
     return Dataset(tokenizer, tuple(found), tuple(cfg.weights()), special)
+
+
+def resolve_from_data(cfg: Config) -> Config:
+    """Returns the configuration with the values that depend on data, which is read if it does not have them all.
+
+    Raises:
+      ConfigError: see `load` and `config.resolve`.
+    """
+    if cfg.model.vocab_size and (cfg.model.diffusion.image or cfg.model.family != "diffusion"):
+        return resolve(cfg, None)
+    dataset = load(cfg.data, labels_of(cfg.model))
+    return resolve(cfg, dataset.vocab_size, dataset.image)
+
+
+def _load_images(cfg: DataConfig) -> Dataset:
+    """Returns pictures, some of which are held out, with the names of their classes in place of a tokenizer."""
+    images, classes = read_images(cfg)
+    train, held_out = split_images(images, cfg.eval_fraction)
+    height, width, channels = classes.image
+    text = (
+        f"{sources.describe(cfg)}: pictures of {height}x{width}x{channels} in {len(classes.names)} classes, "
+        f"{len(train):,} train, {len(held_out):,} held out"
+    )
+    return Dataset(classes, (Source(sources.describe(cfg), train, held_out, text, fingerprint(images)),))
 
 
 def _open(cfg: DataConfig) -> BinaryFile:

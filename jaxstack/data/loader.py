@@ -9,6 +9,7 @@ import jax
 from jaxstack import data
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
+from jaxstack.data.images import ImageReader, Images
 from jaxstack.data.masking import Masking, Words
 from jaxstack.data.mixture import WindowSizes
 from jaxstack.data.spans import SpanCorruption
@@ -34,13 +35,17 @@ class HeldOut:
         Raises:
           ConfigError: an encoder has no hidden token to evaluate.
         """
-        sizes, steps = window_sizes(cfg, tokenizer), cfg.train.eval_steps
-        rows = distributed.local_rows(sharding, cfg.data.batch_size)
+        steps, rows = cfg.train.eval_steps, distributed.local_rows(sharding, cfg.data.batch_size)
         self.name, self.share, self._tokenizer = source.name, share, tokenizer
-        self._masks, self._reads_text = sizes.get("masking") is not None, cfg.model.family == "decoder"
+        self._reads_text = cfg.model.family == "decoder"
+        if isinstance(source.eval, Images):
+            reader = image_reader(cfg, source.eval, shuffle=False)
+            self.local_batches, self.batches = [*reader.batches(rows, steps)], reader.batches(count=steps)
+            return
+        sizes = window_sizes(cfg, tokenizer)
         self.local_batches = [*data.eval_batches(source.eval, steps=steps, rows=rows, **sizes)]
         self.batches = data.eval_batches(source.eval, steps=steps, **sizes)
-        if self._masks and not any(batch["loss_weights"].any() for batch in self.batches):
+        if sizes.get("masking") is not None and not any(batch["loss_weights"].any() for batch in self.batches):
             raise ConfigError(
                 f"data.mask_share={cfg.data.mask_share} hides none of the held-out tokens of {source.name}. "
                 f"Raise data.mask_share, data.eval_fraction or train.eval_steps."
@@ -76,6 +81,13 @@ def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes
     return WindowSizes(seq_len=seq_len, batch_size=cfg.data.batch_size, packing=cfg.data.packing, masking=masking)
 
 
+def image_reader(cfg: Config, images: Images, shuffle: bool = True) -> ImageReader:
+    """Returns the reader of training pictures, or without `shuffle` of held-out ones: always the same, with classes."""
+    size, dropped = cfg.model.diffusion, cfg.model.diffusion.class_dropout if shuffle else 0.0
+    seed, timesteps = cfg.run.seed if shuffle else 0, cfg.model.moe.max_timestep
+    return ImageReader(images, seed, cfg.data.batch_size, size.patch_size, timesteps, cfg.model.vocab, dropped, shuffle)
+
+
 class DataLoader:
     """Reads training batches by their index, and the held-out batches.
 
@@ -95,9 +107,13 @@ class DataLoader:
         """
         self._cfg, self._dataset, self._sharding = cfg, dataset, sharding
         self._local_rows = distributed.local_rows(sharding, cfg.data.batch_size)
-        texts, names = [one.train for one in dataset.sources], [one.name for one in dataset.sources]
-        sizes = window_sizes(cfg, dataset.tokenizer)
-        self._reader = data.MixtureReader(texts, names, dataset.weights, sizes, cfg.run.seed)
+        self._reader: data.MixtureReader | ImageReader
+        if isinstance(dataset.train, Images):
+            self._reader = image_reader(cfg, dataset.train)
+        else:
+            texts, names = [*dataset.training_texts], [one.name for one in dataset.sources]
+            sizes = window_sizes(cfg, dataset.tokenizer)
+            self._reader = data.MixtureReader(texts, names, dataset.weights, sizes, cfg.run.seed)
         self._batches = self._reader.batches(self._local_rows)
         self.held_out = [
             HeldOut(source, share, dataset.tokenizer, cfg, sharding)

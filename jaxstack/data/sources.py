@@ -63,6 +63,8 @@ def describe(cfg: DataConfig) -> str:
             return f"Python {sys.version_info.major}.{sys.version_info.minor} standard library"
         case "hf":
             return f"dataset {cfg.path}, {cfg.hf_split}"
+        case "digits":
+            return "digits of scikit-learn"
     return str(cfg.path)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxstack.config import ConfigError
+from jaxstack.data.class_names import ClassNames
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, such as the content of a tokenizer.json."""
@@ -369,6 +370,8 @@ def tokenizer_from_json(saved: JsonObject) -> Tokenizer:
             return IdTokenizer(vocab_size)
         case {"kind": "chars", "alphabet": str(alphabet)} if alphabet:
             return CharTokenizer(alphabet)
+        case {"kind": "classes", "names": list(names), "image": list(image)} if names:
+            return ClassNames(tuple(names), tuple(image))
         case {"kind": "hf", "name": str(name), "tokenizer": dict(tokenizer)}:
             return HFTokenizer(name, tokenizer, saved.get("chat"))
     raise ConfigError(f"tokenizer {str(saved)[:60]!r} is not of a known kind. Use a tokenizer.json of a run directory.")

@@ -20,7 +20,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, Sample
 from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
-from jaxstack.generate import decode
+from jaxstack.generate import decode, pictures
 from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, family, params
 from jaxstack.models.context import Context
@@ -104,6 +104,24 @@ class TrainedRun:
     def model(self) -> ModelConfig:
         """The model of `params`: that of the run, without adapters."""
         return self.config.model.base
+
+    def draw(self, classes: Sequence[str], *, seed: int | None = None, **sample: float) -> np.ndarray:
+        """Returns pictures [N, H, W, C] with values from -1 to 1 of a diffusion model, given the class of each.
+
+        Args:
+          classes: names of classes.
+          seed: of the noise. `None` means `run.seed` of the run.
+          sample: `steps` and `guidance` in place of the run's, see `SampleConfig`.
+
+        Raises:
+          ConfigError: the model does not make pictures, or a class does not exist.
+        """
+        if self.model.family != "diffusion":
+            raise ConfigError(f"model.family={self.model.family} does not make pictures. Use generate for text.")
+        options = replace(self.config.sample, **sample)  # type: ignore[arg-type]
+        ids = self.tokenizer.encode(" ".join(classes)).tolist()
+        made = pictures.make_draw(self.model, options, self.context)
+        return made(self.params, ids, self.config.run.seed if seed is None else seed)
 
     @overload
     def generate(self, prompts: str, *, seed: int | None = None, stop: Sequence[int] = (), **sample: float) -> str: ...

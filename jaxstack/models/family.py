@@ -11,7 +11,7 @@ import jax
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
-from jaxstack.models import decoder, encoder, encoder_decoder
+from jaxstack.models import decoder, diffusion, encoder, encoder_decoder
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
@@ -69,7 +69,12 @@ class Family(Protocol):
         """Returns the parameters after an update, with the biases of routers moved by the step's auxiliary values."""
 
 
-FAMILIES: dict[str, Family] = {"decoder": decoder, "encoder": encoder, "encoder_decoder": encoder_decoder}
+FAMILIES: dict[str, Family] = {
+    "decoder": decoder,
+    "diffusion": diffusion,
+    "encoder": encoder,
+    "encoder_decoder": encoder_decoder,
+}
 """The families by the value of `model.family`."""
 
 

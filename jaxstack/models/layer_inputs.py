@@ -17,6 +17,7 @@ class LayerInputs:
     """What the layers read in addition to the residual stream. `None` where a model or a batch has no such input.
 
     Attributes:
+      classes: class of each picture, for a diffusion model [B, S].
       counted: tokens that the statistics of routing count [B, S]. `None` means all.
       distance: with a cache, for each block of a step, distance from each cached token to this one [B, T].
       dropout_ids: number of each token of the residual stream, for dropout [B, S/n].
@@ -24,6 +25,7 @@ class LayerInputs:
       first: whether this is the first layer, for models with `first_attention_norm=false`.
       gate_ids: domain or timestep of each token of the residual stream, for hard gates [B, S/n].
       key: data of the PRNG key for dropout.
+      noisy: patches of pictures with noise, for a diffusion model [B, S/n, P].
       positions: position of each token of the residual stream, [S/n] or [B, S/n].
       rope: cosine and sine of the positions within attention.
       rope_local: the same for layers with a window, if they have a base of their own.
@@ -34,6 +36,7 @@ class LayerInputs:
       tokens: ids [B, S].
     """
 
+    classes: jax.Array | None = None
     counted: jax.Array | None = None
     distance: PyTree = None
     dropout_ids: jax.Array | None = None
@@ -41,6 +44,7 @@ class LayerInputs:
     first: jax.Array | bool = False
     gate_ids: jax.Array | None = None
     key: jax.Array | None = None
+    noisy: jax.Array | None = None
     positions: jax.Array | None = None
     rope: tuple[jax.Array, jax.Array] | None = None
     rope_local: tuple[jax.Array, jax.Array] | None = None

@@ -303,6 +303,6 @@ def keys_seen(m: ModelConfig, seq_len: int) -> float:
     for window in m.windows:
         w = min(window or seq_len, seq_len)
         total += (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len
-    if m.family == "encoder":  # as many keys after a token as before it
+    if m.family != "decoder":  # as many keys after a token as before it
         total = 2 * total - len(m.windows)
     return total / len(m.windows)

@@ -256,6 +256,7 @@ def transformer(cfg: MeshConfig) -> Rules:
             "head_dim": None,
             "mlp": "tensor",
             "position": None,
+            "features": None,
             "experts": "expert",
             "router": None,
             "lora": None,

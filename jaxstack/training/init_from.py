@@ -16,7 +16,14 @@ from jaxstack.models import encoder, family, lora, params, surgery
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.training.checkpoint_layout import checkpoint_layout
-from jaxstack.training.state import TrainState, abstract_state, make_state
+from jaxstack.training.state import (
+    TrainState,
+    abstract_state,
+    averaged_params,
+    make_state,
+    only_averaged_params,
+    start_from,
+)
 
 
 def find_source(name: str, key: str) -> Config | PretrainedFolder:
@@ -60,7 +67,9 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
 
 
 def restore_params(run: Config, ctx: Context, number: int | None = None, merge_adapters: bool = True) -> Params:
-    """Restores the parameters of a run, sharded for the mesh of the context. The optimizer's state is not read.
+    """Restores the parameters of a run, sharded for the mesh of the context; with `optim.ema` their averages.
+
+    The other arrays of the optimizer are not read.
 
     Args:
       run: the run.
@@ -73,14 +82,14 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
     """
     saved = run_dir.checkpoints(Path(run.run.dir))
     layout = checkpoint_layout(run, ctx, abstract_state(run, ctx))
-    wanted = replace(layout.abstract, opt_state=jax.tree.map(lambda _: ..., layout.abstract.opt_state))
+    wanted = only_averaged_params(run, layout.abstract)
     if number is None:
         number = verify.latest_valid_step(saved, wanted)
     elif number not in manifest.steps(saved):
         raise ConfigError(f"{saved} has no step {number}. Use one of {sorted(manifest.steps(saved))}.")
     elif why := verify.corruption(saved, number, wanted):
         raise ConfigError(f"step {number} in {saved} is damaged: {why}. Use another step.")
-    values = layout.unpack(store.restore(saved, number, wanted)).params
+    values = averaged_params(run, layout.unpack(store.restore(saved, number, wanted)))
     if not (run.model.lora.rank and merge_adapters):
         return values
     shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(run.model.base)))
@@ -172,7 +181,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     adapters = params.partition(family.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
     if cfg.run.init_adapter is not None:
         adapters = _read_adapters(cfg, source, ctx)
-    return replace(state, params=params.combine(adapters, values))
+    return start_from(cfg, state, params.combine(adapters, values))
 
 
 def _read_adapters(cfg: Config, source: Config | PretrainedFolder, ctx: Context) -> Params:

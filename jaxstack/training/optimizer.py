@@ -282,6 +282,41 @@ def _scaled_to_width(cfg: OptimConfig, spec: Spec) -> optax.GradientTransformati
     return optax.stateless(lambda updates, _: map_spec(one, spec, updates))
 
 
+class AverageState(NamedTuple):
+    """State of an optimizer that also averages the parameters.
+
+    Attributes:
+      updates: number of updates so far.
+      average: exponential average of the parameters.
+      inner: state of the optimizer.
+    """
+
+    updates: jax.Array
+    average: PyTree
+    inner: PyTree
+
+
+def _averaging(inner: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
+    """Builds an optimizer that averages the parameters after each update: decay * average + (1 - decay) * parameters.
+
+    After n updates the decay is at most (1 + n) / (10 + n), so that the initial values are soon forgotten.
+    """
+
+    def init(values: Any) -> AverageState:
+        # A copy: the step donates both, and one buffer cannot be donated twice.
+        return AverageState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, values), inner.init(values))
+
+    def update(grads: Any, state: AverageState, values: Any = None) -> tuple[Any, AverageState]:
+        changes, inner_state = inner.update(grads, state.inner, values)
+        n = state.updates.astype(jnp.float32)
+        kept = jnp.minimum(decay, (1 + n) / (10 + n))
+        new = optax.apply_updates(values, changes)
+        average = jax.tree.map(lambda old, value: old + (1 - kept) * (value - old), state.average, new)
+        return changes, AverageState(state.updates + 1, average, inner_state)
+
+    return optax.GradientTransformation(init, update)
+
+
 def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: PyTree = None) -> optax.GradientTransformation:
     """Builds the update rule: clipping, direction, decoupled weight decay on matrices and tables, learning rate.
 
@@ -301,9 +336,10 @@ def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: PyTree = None
     }[cfg.name]()
     if any(p.width_ratio != 1 for p in flat_spec(spec).values()):
         direction = optax.chain(direction, _scaled_to_width(cfg, spec))
-    return optax.chain(
+    whole = optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
         direction,
         optax.add_decayed_weights(cfg.weight_decay, mask=map_spec(lambda p: p.is_decayed, spec)),
         optax.scale_by_learning_rate(schedule(cfg, steps)),
     )
+    return whole if cfg.ema is None else _averaging(whole, cfg.ema)

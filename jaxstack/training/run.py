@@ -39,10 +39,12 @@ from jaxstack.training import init_from
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.losses import EvalSums
 from jaxstack.training.optimizer import warmup_warning
-from jaxstack.training.state import TrainState, make_state
+from jaxstack.training.state import TrainState, averaged_params, make_state
 
 T = TypeVar("T")
 EvalStep = Callable[[PyTree, Batch], EvalSums]
+DrawGrid = Callable[[PyTree, Path | None], None]
+"""Draws pictures with these parameters, on all processes; writes them to a file if one is named."""
 
 
 class Run:
@@ -61,7 +63,15 @@ class Run:
 
     logger: StepLogger
 
-    def __init__(self, cfg: Config, dataset: Dataset, ctx: Context, abstract: TrainState, loader: DataLoader) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        dataset: Dataset,
+        ctx: Context,
+        abstract: TrainState,
+        loader: DataLoader,
+        draw: DrawGrid | None = None,
+    ) -> None:
         """Prepares a run; nothing is started or written yet.
 
         Args:
@@ -70,7 +80,9 @@ class Run:
           ctx: its execution context.
           abstract: shapes, dtypes and shardings of the state, see `abstract_state`.
           loader: of the batches.
+          draw: what draws pictures at every evaluation. `None` means none.
         """
+        self._draw = draw
         assert ctx.mesh is not None
         self._mesh = ctx.mesh
         self._cfg, self._dataset, self._ctx, self._abstract, self._loader = cfg, dataset, ctx, abstract, loader
@@ -249,14 +261,15 @@ class Run:
         """Returns whether all processes stop after this step. Every process calls this at every step."""
         return distributed.should_stop(loop.step, self._stop_request.signal is not None)
 
-    def evaluate(self, loop: LoopState, eval_step: EvalStep, values: PyTree) -> None:
-        """Computes and logs the held-out loss, unless the log has it from before an interruption.
+    def evaluate(self, loop: LoopState, eval_step: EvalStep, state: TrainState) -> None:
+        """Computes and logs the held-out loss and draws pictures, unless the log has it from before an interruption.
 
         Args:
           loop: position of the loop.
           eval_step: returns the sums over a batch.
-          values: parameters.
+          state: of the run; with `optim.ema` the averages of its parameters are evaluated.
         """
+        values = averaged_params(self._cfg, state)
         if distributed.broadcast_from_process_0(self.logger.is_evaluated(loop.step)):
             return
         self.goodput.enter("evaluation")
@@ -264,6 +277,8 @@ class Run:
             one.name: (eval_step(values, self._loader.to_devices(batch)) for batch in one.local_batches)
             for one in self._loader.held_out
         }
+        if self._draw is not None:  # before the record, so that an interruption between them draws again
+            self._draw(values, self._directory / "samples" / f"{loop.step:06}.png" if self._is_first else None)
         self._checkpoints.scores[loop.step] = self.logger.log_evaluation(loop.step, sums)
         if self.throughput.started:
             self.throughput.restart()
@@ -355,7 +370,7 @@ class Run:
         """
         loader, steps, records = self._loader, self._cfg.train.steps, self._log.records
         tokenizer = self._dataset.tokenizer
-        if reason := ngram.obstacle([source.train for source in self._dataset.sources], tokenizer):
+        if reason := ngram.obstacle([*self._dataset.training_texts], tokenizer):
             self.console.print(f"held out, byte n-grams    left out: {reason}")
             return None
         final = next(r for r in records if r["step"] == steps and "eval_loss" in r)

@@ -15,6 +15,7 @@ from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Spec, map_spec
 from jaxstack.training import optimizer as optim
+from jaxstack.training.optimizer import AverageState
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +80,40 @@ def _state_shapes(model: ModelConfig, optimizer: OptimConfig, steps: int, window
     spec = map_spec(lambda p: replace(p, shape=(slots, *p.shape[1:])) if p.stacked and slots else p, plain)
     transform = optim.optimizer(optimizer, steps, params.partition(plain, plain)[0])
     return jax.eval_shape(lambda: _first_state(spec, params.init(jax.random.key(0), spec), transform, window))
+
+
+def averaged_params(cfg: Config, state: TrainState) -> PyTree:
+    """Returns the parameters that evaluation and samples use: with `optim.ema` the averages, else those of the step."""
+    if not isinstance(state.opt_state, AverageState):
+        return state.params
+    _, frozen = params.partition(family.spec(cfg.model), state.params)
+    return params.combine(state.opt_state.average, frozen)
+
+
+def only_averaged_params(cfg: Config, abstract: TrainState) -> TrainState:
+    """Returns an abstract state of which only what `averaged_params` returns is read; the other leaves are `...`."""
+
+    def unread(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: ..., tree)
+
+    opt_state = abstract.opt_state
+    if not isinstance(opt_state, AverageState):
+        return replace(abstract, opt_state=unread(opt_state))
+    trained, frozen = params.partition(family.spec(cfg.model), abstract.params)
+    return replace(
+        abstract,
+        params=params.combine(unread(trained), frozen),
+        opt_state=unread(opt_state)._replace(average=opt_state.average),
+    )
+
+
+def start_from(cfg: Config, state: TrainState, values: PyTree) -> TrainState:
+    """Returns an initial state with other parameters, where their averages begin, too."""
+    opt_state = state.opt_state
+    if isinstance(opt_state, AverageState):
+        trained, _ = params.partition(family.spec(cfg.model), values)
+        opt_state = opt_state._replace(average=jax.tree.map(jnp.copy, trained))
+    return replace(state, params=values, opt_state=opt_state)
 
 
 def make_state(cfg: Config, ctx: Context, abstract: TrainState) -> TrainState:

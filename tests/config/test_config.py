@@ -12,7 +12,8 @@ import yaml
 from jaxstack.cli import parser
 from jaxstack.common import errors
 from jaxstack.config import Config, ConfigError, flat, key_help, parse, resolve, suggestions
-from jaxstack.models import decoder, params
+from jaxstack.models import decoder, family, params
+from jaxstack.models.batches import abstract_batch
 from jaxstack.models.context import Context
 from jaxstack.runtime import platform
 from jaxstack.sharding import make_mesh
@@ -48,15 +49,11 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_builds_abstractly(path):
-    cfg = resolve(parse.parse_config([f"--config={path}"], QUICKSTART), 256)
+    cfg = resolve(parse.parse_config([f"--config={path}"], QUICKSTART), 256, (8, 8, 1))
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:1])
     ctx = Context.create(cfg, mesh)
     state = abstract_state(cfg, ctx)
-    shape = (cfg.data.batch_size, cfg.data.seq_len)
-    batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
-    batch["loss_weights"] = jax.ShapeDtypeStruct(shape, "float32")
-    if cfg.data.packing:
-        batch |= {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("segment_ids", "positions")}
+    batch = abstract_batch(family.of(cfg.model).batch_spec(cfg), ctx.sharding(ctx.batch))
     new, metrics = jax.eval_shape(step.make_train_step(cfg, ctx), state, batch)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert metrics["loss"].shape == ()
@@ -66,7 +63,7 @@ def test_every_config_builds_abstractly(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_resolved_config_reads_back_unchanged(path, tmp_path):
-    cfg = resolve(parse.parse_config([f"--config={path}", "--optim.lr=1e-5"], QUICKSTART), 256)
+    cfg = resolve(parse.parse_config([f"--config={path}", "--optim.lr=1e-5"], QUICKSTART), 256, (8, 8, 1))
     (tmp_path / "config.yaml").write_text(parse.to_yaml(cfg))
     assert parse.parse_config([f"--config={tmp_path / 'config.yaml'}"], QUICKSTART) == cfg
     assert cfg.optim.lr == 1e-5

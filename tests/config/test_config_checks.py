@@ -19,6 +19,7 @@ from jaxstack.config import (
     bounds,
     data,
     denoisers,
+    diffusion,
     model,
     parallel,
     run,
@@ -26,9 +27,8 @@ from jaxstack.config import (
     training,
 )
 
-FILES = {
-    module.__file__: inspect.getsource(module) for module in (model, data, denoisers, seq2seq, parallel, training, run)
-}
+MODULES = (model, data, denoisers, diffusion, seq2seq, parallel, training, run)
+FILES = {module.__file__: inspect.getsource(module) for module in MODULES}
 CHECKS = {
     (path, node.lineno): node
     for path, source in FILES.items()
@@ -43,6 +43,10 @@ BEAMS = {"sample.beams": 4, "sample.temperature": 0.0, "sample.prompts": ("\u00e
 H1_RING = {"pipeline.schedule": "zb_h1", "mesh.pipe": 2, "mesh.context": 2}
 THREE = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2, "distributed.process_id": 0}
 
+DIT = {
+    "model.family": "diffusion", "data.source": "digits", "data.seq_len": 16, "model.diffusion.image": (8, 8, 1),
+}  # fmt: skip
+TIMESTEP = {"model.moe.num_experts": 8, "model.moe.router": "timestep"}
 ENCODER = {"model.family": "encoder", "model.tied_embeddings": True}
 PAIRS = {"model.family": "encoder_decoder"}
 
@@ -139,6 +143,23 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (SPANS | {"data.target_len": 4}, SPANS | {"data.target_len": 5}),
     (SPANS | {"data.target_len": 6, "mesh.tensor": 4}, SPANS | {"data.target_len": 8, "mesh.tensor": 4}),
     (PAIRS | {"data.target_len": 6, "mesh.tensor": 4}, PAIRS | {"data.target_len": 8, "mesh.tensor": 4}),
+    ({"data.source": "digits"}, DIT),
+    (TIMESTEP, DIT | TIMESTEP),
+    (DIT | MOE | {"model.moe.router": "softmax"}, DIT | TIMESTEP),
+    (DIT | {"data.source": "stdlib"}, DIT),
+    (DIT | {"data.source": "images"}, DIT | {"data.source": "images", "data.path": "x"}),
+    (DIT | {"data.path": "x"}, DIT),
+    (DIT | {"model.tied_embeddings": True}, {"model.tied_embeddings": True}),
+    (DIT | {"model.lora.rank": 1, "run.init_from": "x"}, {"model.lora.rank": 1, "run.init_from": "x"}),
+    (DIT | {"model.dropout": 0.1}, {"model.dropout": 0.1}),
+    (DIT | {"mesh.context": 2}, DIT | {"mesh.context": 2, "mesh.context_method": "all_gather"}),
+    (DIT | {"model.diffusion.image": (8, 8)}, DIT | {"model.diffusion.image": (8, 8, 3)}),
+    (DIT | {"model.diffusion.image": (8, 8, 0)}, DIT),
+    (DIT | {"model.diffusion.image": (8, 9, 1)}, DIT),
+    (DIT | {"model.diffusion.patch_size": 3}, DIT | {"model.diffusion.patch_size": 4}),
+    (DIT | {"model.diffusion.image": ()}, DIT),
+    (DIT | {"data.seq_len": 32}, DIT),
+    (DIT | {"model.diffusion.class_dropout": 1.0}, DIT | {"model.diffusion.class_dropout": 0.0}),
     ({"model.attention_softcap": 0.0}, {"model.attention_softcap": 0.1}),
     ({"model.logit_softcap": 0.0}, {"model.logit_softcap": 0.1}),
     ({"model.attention_scale": 0.0}, {"model.attention_scale": 0.1}),

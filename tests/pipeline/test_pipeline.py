@@ -153,6 +153,16 @@ ENCODERS: list[Case] = [
     case("bert_labels", ONE, 2, 4, layers=5, fsdp=2, tensor=2),
 ]
 """Pipelines of encoders, in docs/encoders.md. The first one is quick."""
+DIFFUSION: list[Case] = [
+    case("dit_experts", ONE, 2, 4, layers=5, fsdp=2, expert=2, remat="selective"),
+    case("dit", ONE, 4, 4, layers=6, data=2, accum=2),
+    case("dit", TWO, 2, 4, 2, layers=7, fsdp=2, tensor=2),
+    case("dit", ALL, 2, 4, tensor=2, context=2, context_method="all_gather"),
+    case("dit_experts", TWO, 2, 4, 2, data=2, tensor=2, remat="full"),
+    case("dit", ZERO, 2, 4, layers=5, fsdp=2, tensor=2, remat="selective"),
+    case("dit_experts", H1, 2, 4, layers=4, expert=2, gather=LAYER),
+]
+"""Pipelines of diffusion transformers, in docs/diffusion.md. The first one is quick."""
 OTHER = os.environ.get("JAXSTACK_TEST_SCHEDULE", "")
 
 
@@ -167,7 +177,7 @@ def under(case: Case, schedule: str) -> Case:
 if OTHER:
     CASES = [under(c, OTHER) for c in CASES]
     QUICK = CASES[: len(QUICK)]
-ALWAYS = [*QUICK, STATIC[0], ZERO_BUBBLE[0], SHARDED[0], ENCODERS[0]]
+ALWAYS = [*QUICK, STATIC[0], ZERO_BUBBLE[0], SHARDED[0], ENCODERS[0], DIFFUSION[0]]
 
 
 def name_of(case: Case) -> str:
@@ -207,7 +217,7 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
     "case",
     [
         pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else pytest.mark.slow)
-        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS]
+        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS, *DIFFUSION]
     ],
 )
 def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(case, seed):

@@ -33,11 +33,15 @@ QUICK: list[Case] = [
     ("softmax", {}, {}),
     ("untied", {"pipe": 2, "tensor": 2}, {"tokens": 2048}),
     ("bert", {}, {"tokens": 4096}),
+    ("dit", {}, {"tokens": 4096}),
 ]
 CASES: list[Case] = [
     *QUICK,
     ("bert", {"fsdp": 2, "tensor": 2}, {"tokens": 8192, "accum": 2}),
     ("modernbert", {}, {}),
+    ("dit", {"fsdp": 2, "tensor": 2}, {"tokens": 8192, "accum": 2}),
+    ("dit_experts", {}, {}),
+    ("dit_experts", {"expert": 2, "tensor": 2}, {"tokens": 8192, "remat": "selective"}),
     ("modernbert", {"data": 2, "fsdp": 2}, {"tokens": 8192, "packing": True}),
     ("gpt2", {}, {}),
     ("gpt2", {}, {"packing": True, "accum": 2}),

@@ -1,0 +1,300 @@
+"""Reads pictures with classes, and makes the batches of a diffusion model: patches, noise, timesteps and classes.
+
+| `data.source` | what is read |
+|---|---|
+| `digits` | 1,797 handwritten digits of 8x8 pixels, which scikit-learn contains (extra `[images]`) |
+| `images` | a folder with a folder of PNG or JPEG files for each class, or an .npz file with `images` and `labels` |
+
+A batch depends only on seed and step. Suffixes: N pictures, H height, W width, C channels, B rows of a batch, S patches
+of a picture, P values of a patch.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxstack.config import ConfigError, DataConfig
+from jaxstack.data.class_names import ClassNames
+
+if TYPE_CHECKING:
+    import grain
+
+Batch = dict[str, np.ndarray]
+
+_STREAM = 2  # keeps these draws apart from those of an epoch's order and of masks, which are seeded with other lists
+_GOLDEN = 11400714819323198485  # 2**64 divided by the golden ratio
+_SUFFIXES = (".png", ".jpg", ".jpeg")
+_DESCRIBED = 4  # rows of a batch in an error message
+
+
+@dataclass(frozen=True)
+class Images:
+    """Pictures of one size, with their classes.
+
+    Attributes:
+      pixels: float32 [N, H, W, C], from -1 (black) to 1 (white).
+      classes: int32 [N].
+      names: of the pictures, for error messages.
+    """
+
+    pixels: np.ndarray
+    classes: np.ndarray
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def take(self, index_N: np.ndarray) -> "Images":
+        """Returns some of the pictures."""
+        return Images(self.pixels[index_N], self.classes[index_N], tuple(self.names[i] for i in index_N.tolist()))
+
+
+def read_images(cfg: DataConfig) -> tuple[Images, ClassNames]:
+    """Returns the pictures of the source `digits` or `images`, and the names of their classes.
+
+    Raises:
+      ConfigError: there are none, they differ in size, or a file cannot be read.
+    """
+    if cfg.source == "digits":
+        return _digits()
+    path = Path(str(cfg.path))
+    return _folder(path) if path.is_dir() else _npz(path)
+
+
+def split_images(images: Images, eval_fraction: float) -> tuple[Images, Images]:
+    """Returns the training pictures and the held-out ones, always the same.
+
+    NumPy promises that the stream of `RandomState` never changes, so published figures keep their meaning.
+    """
+    order = np.random.RandomState(0).permutation(len(images))
+    count = int((1 - eval_fraction) * len(images))
+    if not 0 < count < len(images):
+        raise ConfigError(
+            f"data.eval_fraction={eval_fraction} of {len(images)} pictures leaves none to train on, or none to hold "
+            f"out. Change it, or use more pictures."
+        )
+    return images.take(order[:count]), images.take(order[count:])
+
+
+def fingerprint(images: Images) -> str:
+    """Returns the SHA-256 of all pixels and classes."""
+    return hashlib.sha256(images.pixels.tobytes() + images.classes.tobytes()).hexdigest()
+
+
+def _digits() -> tuple[Images, ClassNames]:
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except ImportError:
+        raise ConfigError(
+            "data.source=digits needs scikit-learn, which contains the pictures. Run `pip install jaxstack[images]`."
+        ) from None
+    found = load_digits()
+    pixels = (found.images[..., None] / 8 - 1).astype(np.float32)  # the file has levels from 0 to 16
+    names = tuple(f"digit {i}" for i in range(len(pixels)))
+    return Images(pixels, found.target.astype(np.int32), names), ClassNames(tuple("0123456789"), pixels.shape[1:])
+
+
+def _folder(path: Path) -> tuple[Images, ClassNames]:
+    from PIL import Image, UnidentifiedImageError
+
+    classes = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+    files = [
+        (i, file)
+        for i, name in enumerate(classes)
+        for file in sorted((path / name).iterdir())
+        if file.suffix.lower() in _SUFFIXES
+    ]
+    if not files:
+        raise ConfigError(
+            f"data.path={path} has no pictures in folders. Make a folder for each class with PNG or JPEG files in it."
+        )
+    pixels: list[np.ndarray] = []
+    for _, file in files:
+        try:
+            with Image.open(file) as opened:
+                values = np.asarray(opened.convert("L" if opened.mode in ("1", "L") else "RGB"))
+        except (OSError, UnidentifiedImageError) as error:
+            raise ConfigError(f"{file} cannot be read ({error}). Repair or remove it.") from None
+        values = values.reshape(*values.shape[:2], -1)
+        if pixels and values.shape != pixels[0].shape:
+            raise ConfigError(
+                f"data.path={path} has pictures of several sizes: {files[0][1].name} is {_size(pixels[0].shape)}, "
+                f"{file.name} is {_size(values.shape)}. Resize them all to one size."
+            )
+        pixels.append(values)
+    names = tuple(file.relative_to(path).as_posix() for _, file in files)
+    stacked = (np.stack(pixels) / 127.5 - 1).astype(np.float32)
+    return Images(stacked, np.array([i for i, _ in files], np.int32), names), _named(classes, stacked)
+
+
+def _npz(path: Path) -> tuple[Images, ClassNames]:
+    if not path.is_file():
+        raise ConfigError(f"data.path={path} does not exist. Name a folder of pictures, or an .npz file.")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            pixels, labels = file["images"], file["labels"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"data.path={path} is not an .npz file with `images` and `labels` ({error}). Save it with np.savez."
+        ) from None
+    whole = np.issubdtype(labels.dtype, np.integer) and labels.ndim == 1 and len(labels) == len(pixels) > 0
+    if pixels.ndim not in (3, 4) or not whole or labels.min() < 0:
+        raise ConfigError(
+            f"data.path={path} has images {pixels.shape} and labels {labels.shape} {labels.dtype}. Use images [N, H, "
+            f"W] or [N, H, W, C], and labels [N] that count from 0."
+        )
+    limit = 255 if pixels.dtype == np.uint8 else 1
+    if pixels.min() < 0 or not pixels.max() <= limit:
+        raise ConfigError(
+            f"data.path={path} has pixels from {pixels.min()} to {pixels.max()}. Use uint8, or floats from 0 to 1."
+        )
+    scaled = (pixels.reshape(*pixels.shape[:3], -1) * (2 / limit) - 1).astype(np.float32)
+    names = tuple(f"picture {i}" for i in range(len(scaled)))
+    return Images(scaled, labels.astype(np.int32), names), _named([str(i) for i in range(labels.max() + 1)], scaled)
+
+
+def _named(classes: Sequence[str], pixels: np.ndarray) -> ClassNames:
+    for name in classes:
+        if not name.isprintable() or name.split() != [name]:
+            raise ConfigError(f"the class {name!r} has a space or a control character in its name. Rename the folder.")
+    return ClassNames(tuple(classes), pixels.shape[1:])
+
+
+def _size(shape: Sequence[int]) -> str:
+    return f"{shape[1]}x{shape[0]} with {shape[2]} channel{'s' * (shape[2] > 1)}"
+
+
+def to_patches(pixels: np.ndarray, size: int) -> np.ndarray:
+    """Returns pictures [B, H, W, C] as sequences of squares, row by row: [B, S, P]."""
+    B, H, W, C = pixels.shape
+    squares = pixels.reshape(B, H // size, size, W // size, size, C).swapaxes(2, 3)
+    return np.ascontiguousarray(squares.reshape(B, (H // size) * (W // size), size * size * C))
+
+
+def from_patches(patches: np.ndarray, image: Sequence[int], size: int) -> np.ndarray:
+    """Returns pictures [B, H, W, C] from their patches; the inverse of `to_patches`."""
+    H, W, C = image
+    squares = patches.reshape(-1, H // size, W // size, size, size, C).swapaxes(2, 3)
+    return np.ascontiguousarray(squares.reshape(-1, H, W, C))
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads batches of pictures by their index. A batch depends on the seed and its index alone.
+
+    Attributes:
+      images: the pictures.
+      seed: of their order, noise, timesteps and dropped classes; 0 or more.
+      batch_size: rows of a batch over all devices.
+      patch_size: height and width of a patch.
+      timesteps: number of timesteps T.
+      num_classes: number of classes.
+      class_dropout: share of rows whose class is replaced by `num_classes`, which means no class.
+      shuffle: whether each epoch has another order.
+    """
+
+    images: Images
+    seed: int
+    batch_size: int
+    patch_size: int
+    timesteps: int
+    num_classes: int
+    class_dropout: float = 0.0
+    shuffle: bool = True
+
+    def batches(self, rows: np.ndarray | None = None, count: int = 2**62) -> "grain.MapDataset[Batch]":
+        """Returns a dataset of batches of [B, S, ...] arrays; `count` is their number.
+
+        - `patches` [B, S, P], float32: the pictures.
+        - `noise` [B, S, P], float32: standard normal.
+        - `gate_ids` [B, S], int32: the timestep of the row, from 0 (the picture) to T - 1 (noise).
+        - `classes` [B, S], int32: the class of the row; the number of classes means no class.
+        - `loss_weights` [B, S], float32: ones.
+
+        Args:
+          rows: indices of the rows of each batch to read. `None` means all.
+          count: number of batches.
+        """
+        import grain
+
+        def read(samples: Sequence[int]) -> Batch:
+            return self.read(np.asarray(samples)[slice(None) if rows is None else rows])
+
+        return grain.MapDataset.range(min(count * self.batch_size, 2**62)).batch(self.batch_size, batch_fn=read)
+
+    def read(self, numbers_B: np.ndarray) -> Batch:
+        """Returns the rows with these numbers, counted over all batches."""
+        index_B = self.locate(numbers_B)
+        patches = to_patches(self.images.pixels[index_B], self.patch_size)
+        draws = [np.random.default_rng([self.seed, number, _STREAM]) for number in numbers_B.tolist()]
+        noise = np.stack([rng.standard_normal(patches.shape[1:], np.float32) for rng in draws])
+        dropped_B = np.array([rng.random() for rng in draws]) < self.class_dropout
+        classes_B = np.where(dropped_B, self.num_classes, self.images.classes[index_B]).astype(np.int32)
+        shape = patches.shape[:2]
+        return {
+            "patches": patches,
+            "noise": noise,
+            "gate_ids": np.repeat(self.timesteps_of(numbers_B)[:, None], shape[1], 1),
+            "classes": np.repeat(classes_B[:, None], shape[1], 1),
+            "loss_weights": np.ones(shape, np.float32),
+        }
+
+    def timesteps_of(self, numbers_B: np.ndarray) -> np.ndarray:
+        """Returns the timesteps of rows, int32 [B]: multiples of the golden ratio modulo 1, which fill the time evenly.
+
+        So the timesteps of any batch are spread over the time, and the gradient has less variance than with
+        independent ones. They do not depend on the size of a batch.
+        """
+        first = np.random.default_rng([self.seed, _STREAM]).integers(2**64, dtype=np.uint64)
+        turns = first + numbers_B.astype(np.uint64) * np.uint64(_GOLDEN)  # modulo 2**64
+        return ((turns >> np.uint64(32)) * np.uint64(self.timesteps) >> np.uint64(32)).astype(np.int32)
+
+    def locate(self, numbers_B: np.ndarray) -> np.ndarray:
+        """Returns the index of the picture of each row. Every epoch has each picture once."""
+        size = len(self.images)
+        epoch_B, place_B = np.divmod(numbers_B, size)
+        if not self.shuffle:
+            return place_B
+        orders = {e: np.random.default_rng([self.seed, e]).permutation(size) for e in np.unique(epoch_B).tolist()}
+        return np.array([orders[e][i] for e, i in zip(epoch_B.tolist(), place_B.tolist(), strict=True)])
+
+    def passes(self, steps: int) -> list[float]:
+        """Returns how often `steps` steps read the pictures, in a list with one entry for the only source."""
+        return [steps * self.batch_size / len(self.images)]
+
+    def describe(self, index: int) -> str:
+        """Returns one line for error messages with the first pictures of a batch, and their timesteps."""
+        numbers = index * self.batch_size + np.arange(min(_DESCRIBED, self.batch_size))
+        where = zip(self.locate(numbers).tolist(), self.timesteps_of(numbers).tolist(), strict=True)
+        more = f"; and {self.batch_size - numbers.size} more rows" if self.batch_size > numbers.size else ""
+        return f"step {index}: {'; '.join(f'{self.images.names[i]} at timestep {t}' for i, t in where)}{more}"
+
+
+def frechet_distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Returns the Frechet distance of two sets of vectors [N, D], by their means and covariances.
+
+    |m - n|^2 + trace(A + B - 2 (A B)^(1/2)) is the squared Wasserstein distance of two normal distributions (Dowson and
+    Landau 1982). FID (Heusel et al. 2017, arXiv:1706.08500) takes it of a network's features; here the vectors are
+    pixels from 0 to 1.
+    """
+    (m, a), (n, b) = ((x.mean(0), np.cov(x, rowvar=False)) for x in (one.astype(np.float64), other.astype(np.float64)))
+    values, vectors = np.linalg.eigh(a)
+    root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
+    product = np.linalg.eigvalsh(root @ b @ root)  # has the eigenvalues of A B, and is symmetric
+    return float(((m - n) ** 2).sum() + np.trace(a) + np.trace(b) - 2 * np.sqrt(product.clip(0)).sum())
+
+
+def nearest_distances(of: np.ndarray, among: np.ndarray) -> np.ndarray:
+    """Returns for each vector [N, D] the Euclidean distance to the nearest one of other vectors [M, D]."""
+    of, among = of.astype(np.float64), among.astype(np.float64)
+    squares = (of**2).sum(1)[:, None] + (among**2).sum(1) - 2 * of @ among.T
+    return np.sqrt(squares.min(1).clip(0))
+
+
+def to_unit(pixels: np.ndarray) -> np.ndarray:
+    """Returns pictures [N, H, W, C] from -1 to 1 as vectors [N, H W C] from 0 to 1, clipped to that range."""
+    return (pixels.reshape(len(pixels), -1) / 2 + 0.5).clip(0, 1)

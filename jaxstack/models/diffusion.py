@@ -1,0 +1,318 @@
+"""The diffusion family: a transformer on the patches of noisy pictures, DiT (Peebles and Xie 2022, arXiv:2212.09748).
+
+The model reads a picture with noise, the timestep and the class. It predicts the velocity, from which the picture and
+the noise follow (`Path`). Timestep and class make a condition, which scales, shifts and gates what attention and MLP
+read and add (adaLN-Zero). All modulations and the last layer begin as zeros, so that every block is the identity.
+
+With `model.moe.router=timestep` each range of timesteps has MLPs of its own, and attention is shared (ERNIE-ViLG 2.0,
+Feng et al. 2022, arXiv:2210.15257). Shapes: B rows of this device, S patches of a picture, S/n patches in the residual
+stream, P values of a patch, D width.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxstack import kernels
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.models import layers, moe_layer
+from jaxstack.models.batches import BatchArray, BatchSpec
+from jaxstack.models.blocks import Stack
+from jaxstack.models.context import Context
+from jaxstack.models.forward import Parts
+from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.models.layers import Aux, LayerInputs
+from jaxstack.models.params import Param, Params, Spec, unstack
+from jaxstack.models.params import stack as stack_layers
+from jaxstack.sharding import collectives
+
+TIME_FEATURES = 256
+"""Number of sines and cosines of the timestep, as in DiT."""
+MAX_PERIOD = 10_000.0
+"""Largest period of the sines and cosines, in thousandths of the time, as in DiT."""
+
+
+class Path(NamedTuple):
+    """A point on the path from a picture x to noise e, at one time: it is a x + b e.
+
+    The velocity is the derivative of this point with respect to time, where the path is a circle divided by pi / 2. A
+    straight path (Lipman et al. 2022, arXiv:2210.02747) has the velocity e - x. A circle has a e - b x (Salimans and Ho
+    2022, arXiv:2202.00512, appendix D), with a = cos(pi t / 2) and b = sin(pi t / 2).
+
+    Attributes:
+      a: share of the picture.
+      b: share of the noise.
+      da, db: the velocity is da x + db e.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    da: jax.Array
+    db: jax.Array
+
+    @classmethod
+    def at(cls, kind: str, time: jax.Array) -> "Path":
+        """Returns the path `model.diffusion.path` at times from 0 to 1."""
+        if kind == "flow":
+            return cls(1 - time, time, -jnp.ones_like(time), jnp.ones_like(time))
+        a, b = jnp.cos(jnp.pi / 2 * time), jnp.sin(jnp.pi / 2 * time)
+        return cls(a, b, -b, a)
+
+    def mix(self, clean: jax.Array, noise: jax.Array) -> jax.Array:
+        """Returns the noisy picture."""
+        return self.a * clean + self.b * noise
+
+    def velocity(self, clean: jax.Array, noise: jax.Array) -> jax.Array:
+        """Returns what the model predicts."""
+        return self.da * clean + self.db * noise
+
+    def solve(self, noisy: jax.Array, velocity: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the picture and the noise that have this noisy picture and this velocity."""
+        determinant = self.a * self.db - self.b * self.da
+        clean = (self.db * noisy - self.b * velocity) / determinant
+        return clean, (self.a * velocity - self.da * noisy) / determinant
+
+
+def time_of(cfg: ModelConfig, timesteps: jax.Array) -> jax.Array:
+    """Returns the time of timesteps, float32 above 0 and below 1: the middle of each of the equal parts of time."""
+    return (timesteps.astype(jnp.float32) + 0.5) / cfg.moe.max_timestep
+
+
+def spec(cfg: ModelConfig) -> Spec:
+    """Declares every parameter of the model as a nested dict of `Param`."""
+    D, P, std = cfg.d_model, cfg.diffusion.patch_values, cfg.init_std
+    embedding = {"patches": Param((P, D), ("features", "embed"), std=P**-0.5)}
+    if cfg.positions == "learned":
+        assert cfg.max_positions is not None, "max_positions is filled from data.seq_len before the model is built"
+        embedding["positions"] = Param((cfg.max_positions, D), ("position", "embed"), "table", std=std)
+    condition = {
+        "w_time": Param((TIME_FEATURES, D), ("features", "embed"), std=std),
+        "b_time": Param((D,), ("norm",), "vector", init="zeros"),
+        "w_out": Param((D, D), ("embed", "norm"), std=std),
+        "b_out": Param((D,), ("norm",), "vector", init="zeros"),
+        "classes": Param((cfg.vocab + 1, D), ("features", "embed"), "table", std=std, roles=("token_table",)),
+    }
+    layer = {
+        "modulation": _modulation_spec(D, 6),
+        "attention": layers.attention_spec(cfg),
+        **({"moe": moe_layer.moe_spec(cfg)} if cfg.moe.num_experts else {"mlp": layers.mlp_spec(cfg)}),
+    }
+    output = {
+        "modulation": _modulation_spec(D, 2),
+        "w": Param((D, P), ("embed", "features"), init="zeros", roles=("head",)),
+        "b": Param((P,), ("features",), "vector", init="zeros"),
+    }
+    return {
+        "embedding": embedding,
+        "condition": condition,
+        "layers": stack_layers(layer, cfg.num_layers),
+        "output": output,
+    }
+
+
+def _modulation_spec(width: int, count: int) -> Spec:
+    return {
+        "w": Param((width, count, width), ("embed", "features", "norm"), init="zeros"),
+        "b": Param((count, width), ("features", "norm"), "vector", init="zeros"),
+    }
+
+
+def batch_spec(cfg: Config) -> BatchSpec:
+    """Declares the arrays of a batch of pictures, see `data.images.ImageReader.batches`."""
+    shape, model = (cfg.data.batch_size, cfg.data.seq_len), cfg.model
+    patches = (*shape, model.diffusion.patch_values)
+    return {
+        "patches": BatchArray(patches, "normal"),
+        "noise": BatchArray(patches, "normal"),
+        "gate_ids": BatchArray(shape, "ids", model.moe.max_timestep),
+        "classes": BatchArray(shape, "ids", model.vocab + 1),
+        "loss_weights": BatchArray(shape, "ones"),
+    }
+
+
+def stacks(cfg: ModelConfig) -> dict[str, Stack]:
+    """Returns the stacks of layers by the name of their group of parameters: there is one."""
+    return {"layers": Stack(cfg.num_layers, 1, scan_block)}
+
+
+def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:
+    """Builds what the layers and the embedding read, once for all of them.
+
+    Args:
+      cfg: the model.
+      batch: `gate_ids` and `classes` [B, S], and either `patches` and `noise`, or `noisy`, each [B, S, P]. With experts
+        the statistics of routing count the patches whose `loss_weights` [B, S] are not zero; by default all.
+      ctx: execution context.
+    """
+    gate_ids, weights = batch["gate_ids"], batch.get("loss_weights")
+    positions = ctx.token_index(gate_ids.shape[1])
+    noisy = batch.get("noisy")
+    if noisy is None:
+        path = Path.at(cfg.diffusion.path, time_of(cfg, gate_ids)[..., None])
+        noisy = path.mix(batch["patches"], batch["noise"])
+    return LayerInputs(
+        classes=batch["classes"],
+        counted=weights != 0 if weights is not None and cfg.moe.num_experts else None,
+        gate_ids=ctx.slice_for_sequence_parallel(gate_ids),
+        noisy=collectives.local_slice(noisy, ctx.sequence_parallel_axes, 1),
+        positions=ctx.slice_for_sequence_parallel(positions),
+        rope=layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None,
+    )
+
+
+def condition(
+    cfg: ModelConfig, params: Params, gate_ids: jax.Array, classes: jax.Array, ctx: Context
+) -> dict[str, jax.Array]:
+    """Returns the side input `condition` [B, 1, D]: an activation of the sum of embedded timestep and class.
+
+    Args:
+      cfg: the model.
+      params: all parameters.
+      gate_ids: timesteps [B, any], equal within a row; the first column is read.
+      classes: class of each row [B, any]; `cfg.vocab` means no class.
+      ctx: execution context.
+    """
+    values = ctx.gather_params(spec(cfg)["condition"], params["condition"])
+    half = TIME_FEATURES // 2
+    # Angles go to 1000, where float32 has steps of 6e-5: one product with constants is rounded alike in every program.
+    frequencies = np.exp(np.arange(half) * (-math.log(MAX_PERIOD) / half)) * (1000 / cfg.moe.max_timestep)
+    angles = (gate_ids[:, :1, None].astype(jnp.float32) + 0.5) * frequencies.astype(np.float32)
+    features = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1).astype(ctx.dtype)
+    h = kernels.linear(features, values["w_time"].astype(ctx.dtype), values["b_time"], implementation=ctx.linear)
+    h = kernels.linear(jax.nn.silu(h), values["w_out"].astype(ctx.dtype), values["b_out"], implementation=ctx.linear)
+    named = kernels.embedding_lookup(values["classes"].astype(ctx.dtype), classes[:, :1])
+    return {"condition": jax.nn.silu(h + named)}
+
+
+def embed(
+    cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the residual stream before the first layer [B, S/n, D], and `condition` as the side input."""
+    assert layer_inputs.noisy is not None
+    assert layer_inputs.gate_ids is not None
+    assert layer_inputs.classes is not None
+    assert layer_inputs.positions is not None
+    values = ctx.gather_params(spec(cfg)["embedding"], params["embedding"])
+    x = kernels.linear(layer_inputs.noisy.astype(ctx.dtype), values["patches"], implementation=ctx.linear)
+    if cfg.positions == "learned":
+        x = kernels.add_in_float32(x, kernels.embedding_lookup(values["positions"], layer_inputs.positions))
+    return x, condition(cfg, params, layer_inputs.gate_ids, layer_inputs.classes, ctx)
+
+
+def modulations(params: Params, side: dict[str, jax.Array], ctx: Context) -> list[jax.Array]:
+    """Returns the linear functions of the condition that a group `modulation` has, each [B, 1, D]."""
+    made = kernels.linear(side["condition"], params["w"], params["b"], implementation=ctx.linear)
+    return [made[:, :, i] for i in range(made.shape[2])]
+
+
+def modulated(cfg: ModelConfig, x: jax.Array, shift: jax.Array, scale: jax.Array, ctx: Context) -> jax.Array:
+    """Returns the norm of x, which has no parameters, multiplied with 1 + scale, and shifted."""
+    ones = jnp.ones(x.shape[-1], jnp.float32)
+    return layers.norm(cfg, {"scale": ones}, x, ctx) * (1 + scale) + shift
+
+
+def scan_block(
+    cfg: ModelConfig,
+    ctx: Context,
+    params: list[Params],
+    x: jax.Array,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Runs a block: attention among all patches, and the MLP or the experts, see `blocks.StackStep`."""
+    assert cache is None
+    one_layer = {name: p for name, p in unstack(spec(cfg)["layers"]).items() if name != "moe"}
+    values = {**params[0], **ctx.gather_params(one_layer, {name: params[0][name] for name in one_layer})}
+    made = modulations(values["modulation"], layer_inputs.side, ctx)
+    h = modulated(cfg, x, made[0], made[1], ctx)
+    h, _ = layers.attention(cfg, values["attention"], h, ctx, layer_inputs, mask=kernels.AttentionMask(0, "full"))
+    x = checkpoint_name(x + made[2] * h, "residual")
+    h = modulated(cfg, x, made[3], made[4], ctx)
+    aux: Aux = {}
+    if cfg.moe.num_experts:
+        h, aux = moe_layer.moe(cfg, values["moe"], h, ctx, layer_inputs)
+    else:
+        h = layers.mlp(cfg, values["mlp"], h, ctx)
+    return x + made[5] * h, jax.tree.map(lambda leaf: leaf[None], aux)
+
+
+def hidden_states(
+    cfg: ModelConfig,
+    params: Params,
+    batch: Batch,
+    ctx: Context | None = None,
+    *,
+    dropout_key: jax.Array | None = None,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Computes everything before the last layer, see `forward.hidden_states`; there is neither dropout nor a cache."""
+    assert cache is None
+    assert dropout_key is None
+    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
+    return run_parts(parts, cfg, params, batch, ctx or Context())
+
+
+def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
+    """Returns the residual stream [B, S/n, D] as it is: `predict` normalises it, as the condition says."""
+    return x
+
+
+def predict(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> jax.Array:
+    """Returns the predicted velocity of this device's patches of the residual stream, float32 [B, S/n, P].
+
+    Args:
+      cfg: the model.
+      params: as `spec` declares them.
+      hidden: from `hidden_states`.
+      batch: `gate_ids` and `classes` [B, S].
+      ctx: execution context.
+    """
+    side = condition(cfg, params, batch["gate_ids"], batch["classes"], ctx)
+    values = ctx.gather_params(spec(cfg)["output"], params["output"])
+    modulation = values["modulation"] | {"w": values["modulation"]["w"].astype(ctx.dtype)}
+    shift, scale = modulations(modulation, side, ctx)
+    h = modulated(cfg, hidden, shift, scale, ctx)
+    y = jnp.einsum("bsd,dp->bsp", h, values["w"].astype(ctx.dtype), preferred_element_type=jnp.float32)
+    return y + values["b"]
+
+
+def gather_predicted(velocity: jax.Array, ctx: Context) -> jax.Array:
+    """Returns the velocity of whole pictures [B, S, P], equal on all devices of a tensor group."""
+    return collectives.all_gather_invariant(velocity, ctx.sequence_parallel_axes, 1)
+
+
+def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
+    """Returns the sum `loss` over patches of weight * mean squared error of the velocity's values.
+
+    Args:
+      cfg: the model.
+      params: as `spec` declares them.
+      hidden: from `hidden_states`.
+      batch: see `batch_spec`.
+      ctx: execution context.
+    """
+    between = ctx.sequence_parallel_axes
+    path = Path.at(cfg.diffusion.path, time_of(cfg, batch["gate_ids"])[..., None])
+    wanted = path.velocity(batch["patches"], batch["noise"])
+    wanted, weights = (collectives.local_slice(a, between, 1) for a in (wanted, batch["loss_weights"]))
+    squares = jnp.square(predict(cfg, params, hidden, batch, ctx) - wanted).mean(-1)
+    return {"loss": collectives.all_reduce((weights * squares).sum(), between)}
+
+
+def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
+    """Raises a ConfigError: the outputs are velocities and not classes, see `predict`."""
+    raise ConfigError(
+        "model.family=diffusion makes pictures and has no logits. Use `jaxstack generate RUN CLASS`, or "
+        "jaxstack.generate.pictures in Python."
+    )
+
+
+def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
+    """Returns the parameters as they are: experts are chosen by timestep."""
+    return params
