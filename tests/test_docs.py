@@ -138,6 +138,7 @@ def in_sandbox(path: Path) -> Path:
     for i in range(4):
         (path / "my_texts" / f"{i}.txt").write_text(text[i * 500 :])
     (path / "tinyshakespeare.txt").write_text(3 * text)
+    (path / "my_pairs.tsv").write_text("en\tde\tfr\n" + "".join(f"text {i}\tText {i}\ttexte {i}\n" for i in range(40)))
     reviews = [{"text": f"A {word} lens.", "label": word} for word in 40 * ("bad", "good")]
     (path / "reviews.jsonl").write_text("".join(f"{json.dumps(review)}\n" for review in reviews))
     return path

@@ -177,10 +177,12 @@ _PLURAL: dict[object, str] = {int: "integers", str: "texts"}
 
 
 class ShortRepr:
-    """Shows a dataclass as users write it in YAML, without the fields that have their defaults."""
+    """Shows a dataclass as users write it in YAML: its first field, and those that do not have their defaults."""
 
     def __repr__(self) -> str:
-        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}  # type: ignore[arg-type]
+        first, *rest = fields(self)  # type: ignore[arg-type]
+        shown_fields = [first, *(f for f in rest if getattr(self, f.name) != f.default)]
+        values = {f.name: getattr(self, f.name) for f in shown_fields}
         shown = (f"{name}: {list(value) if isinstance(value, tuple) else value}" for name, value in values.items())
         return f"{{{', '.join(shown)}}}"
 

@@ -52,6 +52,10 @@ def check_denoisers(data: "DataConfig") -> None:
         f"by document. Use one of the two.",
     )
     for each in data.denoisers:
+        require(
+            each.mode is None or bool(each.mode.strip()),
+            f"data.denoisers={shown} has an empty mode. Name a token such as [R], or leave it null.",
+        )
         each.text_length(data.seq_len, data.target_len)
 
 

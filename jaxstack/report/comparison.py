@@ -17,6 +17,8 @@ _TEXT_KEYS = (
     "data.eval_fraction",
     "data.hf_split",
     "data.hf_column",
+    "data.denoisers",
+    "data.languages",
 )
 
 

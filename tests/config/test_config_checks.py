@@ -139,6 +139,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (PAIRS | {"data.denoisers": (DenoiserConfig(),)}, PAIRS),
     (SPANS | {"data.packing": True}, PAIRS | {"data.packing": True}),
     (SPANS | {"data.domains": ("a",)}, PAIRS | DOMAIN | {"data.domains": ("a", "b"), "data.languages": ("a", "b")}),
+    (SPANS | {"data.denoisers": (DenoiserConfig(mode=""),)}, SPANS | {"data.denoisers": (DenoiserConfig(mode="S"),)}),
     (SPANS | {"data.seq_len": 15}, SPANS | {"data.seq_len": 16}),
     (SPANS | {"data.target_len": 4}, SPANS | {"data.target_len": 5}),
     (SPANS | {"data.target_len": 6, "mesh.tensor": 4}, SPANS | {"data.target_len": 8, "mesh.tensor": 4}),

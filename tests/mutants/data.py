@@ -53,6 +53,22 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "data", "data/seq2seq.py", "data/test_pairs.py",
+    ("for language in languages if len(languages) > 1}", "for language in languages}"),
+    ("names += dict.fromkeys(", "names = dict.fromkeys("),
+)  # fmt: skip
+
+mistakes(
+    "data", "config/data.py", "data/test_pairs.py",
+    ('own |= {"denoisers": (), "target_len": self.target_length}', 'own |= {"denoisers": ()}'),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/mixture.py", "data/test_pairs.py",
+    ("if self._masking and not reader.is_complete:", "if self._masking:"),
+)  # fmt: skip
+
+mistakes(
     "data", "config/denoisers.py", "data/test_spans.py",
     ("return length - hidden + spans + 1 + (self.mode is not None)", "return length - hidden + spans + 1"),
     ("and targets <= (target_len or targets)", ""),
