@@ -50,6 +50,7 @@ def main(args: Namespace) -> None:
     """
     path = Path(args.run)
     cfg, tokenizer = load_run.read_run(path)
+    load_run.require_decoder(cfg.model)
     stop = generate.stop_tokens(tokenizer, args.stop)
     template = template_of(cfg.data, tokenizer)
     if template is not None and (end := chat.end_of_turn_id(template, tokenizer)) is not None:

@@ -83,10 +83,8 @@ def main(args: Namespace) -> None:
     from jaxstack.compress import quantize, unfinished
     from jaxstack.models import folding
 
-    if opened.model.family != "decoder":
-        raise ConfigError(
-            f"{run} has model.family={opened.model.family}, and calibration reads decoders. Name a run of a decoder."
-        )
+    if (family := opened.model.family) != "decoder":
+        raise ConfigError(f"{run} has model.family={family}, and calibration reads decoders. Name a run of a decoder.")
     hf.family_of(opened.model)  # before anything is computed: the result must be a family's
     how = settings(args)
     walk = quantize.Walk.of(opened.model, opened.context)

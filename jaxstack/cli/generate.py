@@ -132,10 +132,11 @@ def check_memory(longest: int, cfg: Config) -> None:
       cfg: the run, on the mesh to use.
 
     Raises:
-      ConfigError: they do not fit.
+      ConfigError: they do not fit, or the model does not continue texts.
     """
     from jaxstack.planner import memory
 
+    load_run.require_decoder(cfg.model)
     memory.check_generation(cfg, longest)
 
 

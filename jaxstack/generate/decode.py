@@ -24,7 +24,7 @@ from jaxstack.common.tree import PyTree
 from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
 from jaxstack.data import Dataset, Tokenizer
 from jaxstack.data.prompts import held_out_prompts
-from jaxstack.generate import beam_search, sampling
+from jaxstack.generate import beam_search, load_run, sampling
 from jaxstack.generate.kv_cache import CachedDecoder, known_logits
 from jaxstack.models import decoder, family
 from jaxstack.models.context import Context
@@ -236,8 +236,7 @@ def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int)
     """
     if not prompts:
         raise ConfigError("there are no prompts. Give one or more.")
-    if cfg.family != "decoder":
-        raise ConfigError(f"model.family={cfg.family} does not predict next tokens. Use a run of a decoder.")
+    load_run.require_decoder(cfg)
     for i, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise ConfigError(f"prompt {i} of {len(prompts)} is empty. Give it at least one token.")
@@ -333,8 +332,8 @@ def sample_texts(cfg: Config, params: PyTree, dataset: Dataset, ctx: Context) ->
     """
     sample, tokenizer, texts = cfg.sample, dataset.tokenizer, cfg.sample.prompts
     if texts is None and cfg.model.family == "decoder":
-        texts = held_out_prompts(cfg, [*dataset.held_out_texts], tokenizer)
-    if not texts or cfg.model.family == "diffusion":
+        texts = held_out_prompts(cfg, [source.eval for source in dataset.sources], tokenizer)
+    if not texts:
         return []
     prompts = [tokenizer.encode(prompt).tolist() for prompt in texts]
     room = cfg.data.seq_len - max(len(prompt) for prompt in prompts)

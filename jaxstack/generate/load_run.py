@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxstack.config import Config, ConfigError, MeshConfig, parse
+from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, parse
 from jaxstack.data import Tokenizer
 from jaxstack.data.tokenizers import tokenizer_from_json
 from jaxstack.runtime import compile_cache, platform
@@ -124,3 +124,13 @@ def _add_cpu_devices(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
             return
+
+
+def require_decoder(cfg: ModelConfig) -> None:
+    """Checks that a model continues texts.
+
+    Raises:
+      ConfigError: it is of another family.
+    """
+    if cfg.family != "decoder":
+        raise ConfigError(f"model.family={cfg.family} does not continue texts. Use a run whose model is a decoder.")

@@ -7,7 +7,7 @@ import jax
 from jaxstack.common import hardware
 from jaxstack.config import ModelConfig
 from jaxstack.models import family
-from jaxstack.models.params import Param
+from jaxstack.models.params import Param, flat_spec
 
 
 class Flops(NamedTuple):
@@ -40,16 +40,19 @@ def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
     )
 
 
-def flops_per_token(cfg: ModelConfig, seq_len: int) -> Flops:
+def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0) -> Flops:
     """Returns the FLOPs of one training token; a multiply-add is two. Recomputation (remat) is not counted.
 
     Per layer, the two attention matmuls of the forward pass cost 4 * H * K FLOPs for each (query, key) pair.
 
     Args:
       cfg: the model.
-      seq_len: number of tokens of a sequence, S.
+      seq_len: number of tokens of a sequence, S; of an encoder-decoder those that the encoder reads.
+      target_len: number of tokens that the decoder of an encoder-decoder writes, T.
     """
     S = seq_len
+    if cfg.family == "encoder_decoder":
+        return _of_pairs(cfg, S, target_len)
     per_pair = 4 * cfg.num_heads * cfg.head_width
     seen = 0.0  # keys that a token sees on average, summed over layers
     for i in range(cfg.num_layers):
@@ -60,6 +63,21 @@ def flops_per_token(cfg: ModelConfig, seq_len: int) -> Flops:
     # A frozen weight is multiplied forward and for the gradient of its input; it has no gradient of its own.
     dense = 6.0 * matmul_params(cfg) - 2.0 * matmul_params(cfg, frozen=True)
     return Flops(dense + 3.0 * per_pair * S * cfg.num_layers, dense + 3.0 * per_pair * seen)
+
+
+def _of_pairs(cfg: ModelConfig, inputs: int, targets: int) -> Flops:
+    """Returns the FLOPs of a row of an encoder-decoder, divided by the tokens that the encoder reads."""
+    weights = {"inputs": 0.0, "targets": float(cfg.d_model * cfg.vocab if cfg.tied_embeddings else 0)}
+    for path, p in flat_spec(family.spec(cfg)).items():
+        if p.kind in ("matrix", "router"):
+            reads = path.startswith("encoder/") or path.endswith(("cross/w_k", "cross/w_v"))
+            size = p.size * cfg.moe.choices / cfg.moe.num_experts if "experts" in p.axes else p.size
+            weights["inputs" if reads else "targets"] += size
+    dense = 6.0 * (weights["inputs"] * inputs + weights["targets"] * targets)
+    crossing = cfg.encoder_depth * inputs**2 + cfg.num_layers * inputs * targets
+    per_pair = 12 * cfg.num_heads * cfg.head_width
+    full, causal = targets**2, targets * (targets + 1) / 2
+    return Flops(*((dense + per_pair * (crossing + cfg.num_layers * own)) / inputs for own in (full, causal)))
 
 
 def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float | None:

@@ -102,4 +102,4 @@ def hardware_flops(cfg: Config) -> float:
     m, tokens = cfg.model, cfg.data.batch_size * cfg.data.seq_len
     head = m.d_model * m.vocab
     layers = 2.0 * (flops.matmul_params(m) - head) + 4.0 * m.num_heads * m.head_width * cfg.data.seq_len * m.num_layers
-    return tokens * (flops.flops_per_token(m, cfg.data.seq_len).full + layers)
+    return tokens * (flops.flops_per_token(m, cfg.data.seq_len, cfg.data.target_length).full + layers)

@@ -20,6 +20,7 @@ from jaxstack.config import Config, ConfigError
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate, hlo, shards
+from jaxstack.planner.sizes import FORMULAS
 from jaxstack.sharding import ShardingError, abstract_mesh, find_devices
 from jaxstack.training.state import TrainState, abstract_state
 
@@ -190,12 +191,14 @@ def check(cfg: Config, ctx: Context, state: TrainState) -> str | None:
       state: its abstract state.
 
     Returns:
-      A warning if the run may not fit, or None.
+      A warning if the run may not fit, or None. Families without formulas are not compared.
 
     Raises:
       ConfigError: it does not fit even by the lower bound.
     """
     assert ctx.mesh is not None
+    if cfg.model.family not in FORMULAS:
+        return None
     devices = list(ctx.mesh.devices.flat)
     room = room_of([d for d in devices if d.process_index == jax.process_index()])
     found = need_of(cfg, ctx, state, platform_of(devices[0]))

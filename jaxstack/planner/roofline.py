@@ -339,6 +339,6 @@ def make_roofline(
         ops=operations(cfg, ctx, traffic),
         bubble=0.0 if ctx.pipeline is None else ctx.pipeline.bubble,
         tokens=cfg.data.batch_size * cfg.data.seq_len,
-        flops_per_token=flops.flops_per_token(cfg.model, cfg.data.seq_len),
+        flops_per_token=flops.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length),
         measured=measured or {},
     )

@@ -10,6 +10,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Param, find_role
 from jaxstack.planner import estimate, shards
 from jaxstack.planner.roofline_ops import FLOPS_PER_ELEMENT, DeviceShapes, Matmul, Op, OpBuilder, Traffic, pointwise_op
+from jaxstack.planner.sizes import require_formulas
 from jaxstack.training.state import abstract_state
 
 
@@ -28,6 +29,7 @@ def local_operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> l
       ctx: its context; the mesh may be abstract.
       traffic: how operations read and write memory, see `roofline_ops`.
     """
+    require_formulas(cfg)
     sizes, t = shards.mesh_sizes(ctx), cfg.train
     shapes = DeviceShapes(
         model=cfg.model,

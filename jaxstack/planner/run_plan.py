@@ -38,7 +38,7 @@ class Machine:
 
     def seconds(self, cfg: Config, tokens: float) -> float:
         """Returns the seconds that a model takes for this many tokens."""
-        per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len).full
+        per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length).full
         return tokens * per_token / (self.devices * ChipLimits(self.chip).peak(cfg.train.dtype) * self.mfu)
 
 

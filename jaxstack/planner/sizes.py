@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxstack.config import Config
+from jaxstack.config import Config, ConfigError
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
 from jaxstack.planner.explain import Counter
@@ -67,8 +67,26 @@ def itemsize(cfg: Config) -> int:
     return 2 if cfg.train.dtype == "bfloat16" else 4
 
 
+FORMULAS = ("decoder", "encoder")
+"""The families whose layers the formulas of this room count."""
+
+
+def require_formulas(cfg: Config) -> None:
+    """Checks that memory, traffic and time of a model can be counted without compiling.
+
+    Raises:
+      ConfigError: the model is of another family.
+    """
+    if cfg.model.family not in FORMULAS:
+        raise ConfigError(
+            f"model.family={cfg.model.family} has no formulas for memory, traffic and time. Plan a decoder of the same "
+            f"width with --model.family=decoder, or start the run and read its first steps."
+        )
+
+
 def count_weights(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Weights:
     """Counts the parameters. A pipeline gathers the weights of a stage before it starts, or of a layer in each unit."""
+    require_formulas(cfg)
     m, spec = cfg.model, shards.flat_params(cfg, ctx)
     stored, used = {}, {}
     for path, p in spec.items():

@@ -173,7 +173,7 @@ def step_time(cfg: Config, ctx: Context, limits: ChipLimits) -> StepTime:
         weights=_seconds(filter(_is_weight_gradient, in_layers), limits),
     )
     tokens = cfg.data.batch_size * cfg.data.seq_len
-    per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len)
+    per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length)
     exposed, hidden = _communication(cfg, ctx, limits, beside)
     return StepTime(
         layers=layers,

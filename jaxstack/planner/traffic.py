@@ -12,6 +12,7 @@ from jaxstack.models.params import Param
 from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
 from jaxstack.planner import shards
 from jaxstack.planner.hlo import Collective
+from jaxstack.planner.sizes import require_formulas
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
 """Names of the compute dtypes in XLA's programs."""
@@ -90,6 +91,7 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
       cfg: the run, resolved.
       ctx: its context; the mesh may be abstract.
     """
+    require_formulas(cfg)
     return [*activation_traffic(cfg, ctx), *parameter_traffic(cfg, ctx)]
 
 
