@@ -332,8 +332,8 @@ def sample_texts(cfg: Config, params: PyTree, dataset: Dataset, ctx: Context) ->
     """
     sample, tokenizer, texts = cfg.sample, dataset.tokenizer, cfg.sample.prompts
     if texts is None and cfg.model.family == "decoder":
-        texts = held_out_prompts(cfg, [source.eval for source in dataset.sources], tokenizer)
-    if not texts:
+        texts = held_out_prompts(cfg, [*dataset.held_out_texts], tokenizer)
+    if not texts or cfg.model.family == "diffusion":
         return []
     prompts = [tokenizer.encode(prompt).tolist() for prompt in texts]
     room = cfg.data.seq_len - max(len(prompt) for prompt in prompts)
