@@ -280,6 +280,8 @@ def test_attention_memory_is_linear():
 def test_attention_trace_is_bounded():
     equations = [str(attention_gradient_jaxpr(s, "chunked")).count("dot_general") for s in (1024, 8192, 65536)]
     assert equations[0] == equations[1] == equations[2], equations
+    full = str(attention_gradient_jaxpr(8192, "chunked", mask=FULL)).count("dot_general")
+    assert full == equations[0] // 16  # all chunks have the same keys, so one group has them all
 
 
 # Linear

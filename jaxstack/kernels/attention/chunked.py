@@ -57,9 +57,10 @@ def _groups(o: Options, length: int, other_length: int, mask: Mask, over: str) -
     """
     size = _CHUNK if o.name == "chunked" else length
     chunks, rest = divmod(length, size)
-    # Groups differ in the keys (queries) that they need. An offset is not known while tracing, so all are needed and
-    # one group is enough.
-    per_group = -(-chunks // (_MAX_GROUPS if mask.offset is None else 1))
+    # Groups differ in the keys (queries) that they need. One group is enough where all are needed, as without a causal
+    # mask or a window, or with an offset, which is not known while tracing.
+    differ = mask.offset is None and (o.causal or o.window)
+    per_group = -(-chunks // (_MAX_GROUPS if differ else 1))
     groups = [(c * size, size, min(per_group, chunks - c)) for c in range(0, chunks, per_group or 1)]
     if rest:
         groups.append((chunks * size, rest, 1))
