@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxstack.data.interleave import Interleaving
 from jaxstack.data.masking import Masking
+from jaxstack.data.pairs import PairTokens
 from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokens import Tokens
 from jaxstack.data.windows import Batch, SequenceReader
@@ -55,11 +56,15 @@ class MixtureReader:
     ) -> None:
         size = self._batch_size = sizes["batch_size"]
         read = [any(weight > 0 for weight in each) for each in zip(*(w for _, w in weights), strict=True)]
+        masking = sizes.get("masking")
+        for text, used in zip(texts, read, strict=True):
+            if used and isinstance(masking, SpanCorruption) and not isinstance(text, PairTokens):
+                masking.require_text(len(text), "to train on")
         self._readers = [
             SequenceReader(text, seq_len=sizes["seq_len"], seed=seed, packing=sizes["packing"]) if used else None
             for text, used in zip(texts, read, strict=True)
         ]
-        self._names, self._seed, self._masking = names, seed, sizes.get("masking")
+        self._names, self._seed, self._masking = names, seed, masking
         self._order = Interleaving([(step * size, each) for step, each in weights])
 
     def batches(self, rows: np.ndarray | None = None) -> "grain.MapDataset[Batch]":

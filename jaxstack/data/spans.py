@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxstack.config import DataConfig, DenoiserConfig
+from jaxstack.config import ConfigError, DataConfig, DenoiserConfig
 from jaxstack.data.seq2seq import Pair, SpecialIds, ids_of, make_batch
 from jaxstack.data.tokenizers import Tokenizer
 
@@ -61,6 +61,18 @@ class SpanCorruption:
     def text_len(self) -> int:
         """Tokens of text that are read for a row, of which a denoiser with shorter texts takes a part at random."""
         return max(self.text_lengths)
+
+    def require_text(self, count: int, what: str) -> None:
+        """Checks that a text of `count` tokens has a window; `what` says what the text is for.
+
+        Raises:
+          ConfigError: it is shorter.
+        """
+        if count <= self.text_len:
+            raise ConfigError(
+                f"data.seq_len={self.seq_len} with data.denoisers needs {self.text_len + 1:,} tokens of text for one "
+                f"window, but there are {count:,} {what}. Lower data.seq_len or use more text."
+            )
 
     def apply(self, batch: Batch, sequences_B: np.ndarray, seed: int) -> Batch:
         """Returns the batch of an encoder-decoder, see `seq2seq.make_batch`.

@@ -350,6 +350,8 @@ def eval_batches(
         all_windows = document_windows(tokens, seq_len, packing)
     else:
         stream = TokenStream.from_documents(tokens) if packing else TokenStream.from_documents(tokens).merge_adjacent()
+        if isinstance(masking, SpanCorruption):
+            masking.require_text(len(stream), "held out")
         if len(stream) - 1 < seq_len:
             raise ConfigError(
                 f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of held-out text for one window, but there are "

@@ -246,3 +246,19 @@ def test_ids_that_a_tokenizer_lacks_are_behind_its_vocabulary(tmp_path):
 def test_spans_that_do_not_fit_the_row_are_an_error(denoiser, seq_len):
     with pytest.raises(ConfigError, match=rf"data\.denoisers: \{{.*\}} does not fit data\.seq_len={seq_len}, where"):
         denoiser.text_length(seq_len)
+
+
+def test_a_text_shorter_than_a_window_is_an_error(tokens):
+    """The message has the length that users set, and not that of the text behind it."""
+    spans = corruption(T5, seq_len=64)
+    short = tokens.clip(0, spans.text_len)
+    sizes = {"seq_len": spans.text_len, "batch_size": 1, "packing": False, "masking": spans}
+    for read, what in (
+        (lambda: reader(short, spans), "to train on"),
+        (lambda: data.eval_batches(short, steps=1, **sizes), "held out"),
+    ):
+        with pytest.raises(ConfigError, match=rf"data\.seq_len=64 with .* needs 71 tokens .* are 70 {what}\. Lower"):
+            read()
+    just = tokens.clip(0, spans.text_len + 1)
+    assert reader(just, spans)[0]["tokens"].shape == (B, spans.target_len)
+    assert len(data.eval_batches(just, steps=1, **sizes)) == 1

@@ -41,6 +41,7 @@ mistakes(
     ("np.random.default_rng([seed, number, _STREAM])", "np.random.default_rng([seed, _STREAM])"),
     ("rng.integers(window.size - length + 1)", "0"),
     ("np.cumsum(sizes) - sizes, sentinels)", "np.cumsum(sizes), sentinels)"),
+    ("if count <= self.text_len:", "if count < self.text_len:"),
     ("inputs = np.insert(inputs, 0,", "inputs = np.insert(inputs, inputs.size,"),
 )  # fmt: skip
 
