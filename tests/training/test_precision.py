@@ -24,6 +24,9 @@ from jaxstack.sharding import BATCH_AXES, make_mesh
 from jaxstack.training.gradients import make_gradients
 
 BOUND = 0.02
+# Rows of pairs are short and mostly padding. Their noise falls with the root of the tokens, as rounding errors in a sum
+# do: that of `w_k` is 4.9%, 2.9% and 1.6% with 8, 33 and 131 thousand. The table of biases sums differences.
+PAIRS_BOUND, TABLE_BOUND = 0.06, 0.1
 TOKENS = 32_768  # of a device: sums over tokens must be long enough to show that they are lost
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]
@@ -43,6 +46,8 @@ CASES: list[Case] = [
     ("dit_experts", {}, {}),
     ("dit_experts", {"expert": 2, "tensor": 2}, {"tokens": 8192, "remat": "selective"}),
     ("modernbert", {"data": 2, "fsdp": 2}, {"tokens": 8192, "packing": True}),
+    ("t5", {}, {}),
+    ("t5", {"fsdp": 2, "tensor": 2}, {"accum": 2}),
     ("gpt2", {}, {}),
     ("gpt2", {}, {"packing": True, "accum": 2}),
     ("llama3", {}, {}),
@@ -101,8 +106,14 @@ def text_like(seed: int, cfg: Config) -> dict[str, np.ndarray]:
     next token follows from the present one, so that the gradients of tokens add up instead of cancelling."""
     batch = meshes.random_batch(seed, cfg.data.packing, cfg.model, cfg.data.batch_size)
     rng = np.random.default_rng(seed)
-    ids = (cfg.model.vocab * rng.random((cfg.data.batch_size, meshes.SEQ)) ** 3).astype(np.int32)
-    return batch | {"tokens": ids, "targets": (5 * ids + 3) % cfg.model.vocab}
+    if "tokens" not in batch:
+        return batch
+    frequent = {
+        name: (cfg.model.vocab * rng.random(array.shape) ** 3).astype(np.int32)
+        for name, array in batch.items()
+        if name in ("tokens", "encoder_tokens")
+    }
+    return batch | frequent | {"targets": (5 * frequent["tokens"] + 3) % cfg.model.vocab}
 
 
 @functools.cache
@@ -136,7 +147,8 @@ def test_every_gradient_in_bfloat16_is_near_that_in_float32(case):
             assert not short[path].any(), path
         else:
             assert g.any(), path
-            assert np.linalg.norm(short[path] - g) <= BOUND * np.linalg.norm(g), path
+            bound = TABLE_BOUND if path.startswith("relative/") else PAIRS_BOUND if family == "t5" else BOUND
+            assert np.linalg.norm(short[path] - g) <= bound * np.linalg.norm(g), path
     norm = math.sqrt(sum(float(np.square(g).sum()) for g in short.values()))
     assert abs(norm - total) <= BOUND * total  # clipping reads it
 
