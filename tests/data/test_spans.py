@@ -1,9 +1,11 @@
 """Span corruption: counts and places of spans by their definition, and spans as a function of seed and sequence."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from jaxstack import data
 from jaxstack.config import ConfigError, DataConfig, DenoiserConfig
@@ -212,6 +214,10 @@ def test_the_example_of_the_page_is_what_the_code_makes():
     assert targets == "<0>o your<1>a<2>k</s>"
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     assert f"inputs   {inputs}\ntargets  {targets}\n" in page
+    mixture = next(text for text in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S) if "denoisers" in text)
+    shown = yaml.safe_load(mixture)["data"]
+    assert tuple(DenoiserConfig(**each) for each in shown["denoisers"]) == UL2
+    assert shown["seq_len"] == shown["target_len"] == 512
 
 
 def test_pairs_of_a_row_are_apart():
