@@ -305,6 +305,22 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
     return {"loss": collectives.all_reduce((weights * squares).sum(), between)}
 
 
+def flops_correction(cfg: ModelConfig, seq_len: int) -> float:
+    """Returns what the FLOPs of training on a patch differ by from six for each weight that is not an expert's.
+
+    The condition and its modulations are computed once for each picture, and the condition a second time for the last
+    layer. Neither patches nor features of the time have gradients.
+
+    Args:
+      cfg: the model.
+      seq_len: number of patches of a picture.
+    """
+    D = cfg.d_model
+    time, out, modulation = TIME_FEATURES * D, D * D, (6 * cfg.num_layers + 2) * D * D
+    of_picture = 6.0 * modulation + 2 * (4 * time + 6 * out)
+    return of_picture / seq_len - 6 * (modulation + time + out) - 2 * cfg.diffusion.patch_values * D
+
+
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
     """Raises a ConfigError: the outputs are velocities and not classes, see `predict`."""
     raise ConfigError(

@@ -6,7 +6,7 @@ import jax
 
 from jaxstack.common import hardware
 from jaxstack.config import ModelConfig
-from jaxstack.models import family
+from jaxstack.models import diffusion, family
 from jaxstack.models.params import Param, flat_spec
 
 
@@ -62,6 +62,8 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0) -> Flop
         seen += before if cfg.family == "decoder" else 2 * before - 1
     # A frozen weight is multiplied forward and for the gradient of its input; it has no gradient of its own.
     dense = 6.0 * matmul_params(cfg) - 2.0 * matmul_params(cfg, frozen=True)
+    if cfg.family == "diffusion":
+        dense += diffusion.flops_correction(cfg, S)
     return Flops(dense + 3.0 * per_pair * S * cfg.num_layers, dense + 3.0 * per_pair * seen)
 
 

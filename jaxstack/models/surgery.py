@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 
 from jaxstack.config import ConfigError, ModelConfig, MoEConfig
-from jaxstack.models import decoder, params
+from jaxstack.models import family, params
 from jaxstack.models.params import Params
 from jaxstack.moe import upcycle as copy_experts
 
@@ -32,7 +32,7 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
     if moe.d_ff not in (None, cfg.ff_width):
         raise ConfigError(f"model.moe.d_ff={moe.d_ff} differs from the dense model's {cfg.ff_width}. Leave it null")
     grown = replace(cfg, moe=moe)
-    initial = params.init(key, decoder.spec(grown))
+    initial = params.init(key, family.spec(grown))
     layers = {name: group for name, group in values["layers"].items() if name != "mlp"}
     layers["moe"] = initial["layers"]["moe"] | copy_experts(values["layers"]["mlp"], moe.num_experts)
     return grown, {**values, "layers": layers}

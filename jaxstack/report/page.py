@@ -2,6 +2,7 @@
 
 import re
 import time
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 from string import Template
@@ -18,6 +19,8 @@ from jaxstack.report.runs import (
     time_share,
 )
 
+MAX_GRIDS = 4
+"""Grids of pictures of a run at most."""
 MAX_EVENTS = 200
 """Rows of the table of events at most."""
 
@@ -29,6 +32,7 @@ def render(runs: Sequence[LoggedRun]) -> str:
     sections = [
         f"<div class=pair>{_section('Summary', _summary(runs))}{_section('Where the time went', _goodput(runs))}</div>",
         _section("Training", _charts(runs, found)),
+        _section("Pictures", "".join(map(_drawn, runs))),
         _section("Events", _events(runs)),
         _section("Differences", _differences(runs) if len(runs) > 1 else ""),
         _section("Configuration", "".join(map(_config, runs))),
@@ -176,6 +180,19 @@ def _picture(title: str, *drawings: str) -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(drawings)}</figure>"
 
 
+def _drawn(run: LoggedRun) -> str:
+    """Returns some of the grids of pictures that a run has drawn, evenly spread over its steps, with the last one."""
+    every = run.pictures
+    shown = [every[-1 - i * len(every) // MAX_GRIDS] for i in reversed(range(min(MAX_GRIDS, len(every))))]
+
+    def figure(step: int, data: bytes) -> str:
+        source = f"data:image/png;base64,{b64encode(data).decode()}"
+        return _picture(f"{run.name}, step {step:,}", f'<img class=drawn alt="pictures of step {step}" src="{source}">')
+
+    figures = "".join(figure(step, file.read_bytes()) for step, file in shown)
+    return f"<div class=grid>{figures}</div>" if figures else ""
+
+
 def _events(runs: Sequence[LoggedRun]) -> str:
     found = [(step, i, kind, detail) for i, run in enumerate(runs) for step, kind, detail in list_events(run)]
     rows = [
@@ -206,7 +223,7 @@ _PAGE = Template("""<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'">
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>

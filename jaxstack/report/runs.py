@@ -87,6 +87,12 @@ class LoggedRun:
         return [key.removeprefix("eval_loss/") for key in self._columns if key.startswith("eval_loss/")]
 
     @cached_property
+    def pictures(self) -> list[tuple[int, Path]]:
+        """The grids of pictures that evaluations drew, with their steps. Empty for models of text."""
+        found = (self.path / "samples").glob("*.png")
+        return sorted((int(file.stem), file) for file in found if file.stem.isdecimal() and file.is_file())
+
+    @cached_property
     def _columns(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         for record in self.records:

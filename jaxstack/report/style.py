@@ -132,6 +132,7 @@ th[scope=row] { color: var(--soft) }
 .bar b { display: inline-block; padding: 0 4px; font-weight: 600; white-space: nowrap }
 $categories.k-other { background: #94a3b8 }
 figure { margin: 0 }
+figure img.drawn { display: block; max-width: 100%; margin-top: 6px; image-rendering: pixelated }
 figure svg { display: block; width: 100%; height: auto; margin-top: 6px }
 .grid svg, .narrow svg { max-width: 560px }
 .narrow { display: none }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from base64 import b64encode
 
 import jax
 import jax.numpy as jnp
@@ -213,7 +214,7 @@ FLAGS = [
     "--model.family=diffusion", "--model.num_layers=2", "--model.d_model=32", "--model.num_heads=4",
     "--model.moe.num_experts=2", "--model.moe.router=timestep", "--model.norm=layer", "--data.source=images",
     "--data.seq_len=16", "--data.batch_size=8", "--train.eval_every=2", "--train.eval_steps=2", "--run.log_every=1",
-    "--checkpoint.every=2", "--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2", "--optim.ema=0.9",
+    "--checkpoint.every=2", "--mesh.fsdp=2", "--optim.ema=0.9",
     "--optim.warmup_steps=1", "--optim.schedule=constant", "--train.ngram_baseline=false",
     "--sample.steps=2", "--sample.pictures=2",
 ]  # fmt: skip
@@ -224,6 +225,7 @@ def values_of(directory):
     return {(line["step"], key): line[key] for line in lines for key in ("loss", "eval_loss") if key in line}
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_bit_for_bit_and_draws_pictures(tmp_path, rng, capsys):
     file = tmp_path / "pictures.npz"
     np.savez(file, images=rng.random((40, 8, 8)), labels=np.arange(40) % 3)
@@ -236,6 +238,12 @@ def test_a_run_is_resumed_bit_for_bit_and_draws_pictures(tmp_path, rng, capsys):
     for step in (2, 4):  # the averages are resumed as well
         one, other = ((tmp_path / name / "samples" / f"{step:06}.png").read_bytes() for name in ("straight", "resumed"))
         assert one == other
+
+    execute(["report", str(tmp_path / "straight"), f"--out={tmp_path / 'report.html'}"])
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('src="data:image/png;base64,') == 2
+    assert b64encode((tmp_path / "straight" / "samples" / "000004.png").read_bytes()).decode() in page
+    capsys.readouterr()
 
     out = tmp_path / "two.png"
     execute(["generate", str(tmp_path / "straight"), "0", "2", "--sample.pictures=3", f"--out={out}"])

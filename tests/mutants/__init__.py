@@ -23,6 +23,7 @@ PARTS = (
     "planner",
     "runs",
     "optimizer",
+    "diffusion",
 )
 """Files of this folder in the order of their mutants, which is that of the committed results."""
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import ENCODER_DECODERS, ENCODERS, FAMILIES
+from families import DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
 
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, TrainConfig
@@ -24,14 +24,15 @@ from jaxstack.training.state import abstract_state, init_state, make_state
 LLAMA = dataclasses.replace(FAMILIES["llama3"], vocab_size=64)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama3", "qwen3", "bert", "modernbert"])
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "qwen3", "bert", "modernbert", "dit", "dit_experts"])
 def test_matmuls_counted_are_those_of_the_formula(family):
-    model = (FAMILIES | ENCODERS)[family]
-    cfg = Config(model=model, data=DataConfig(seq_len=32, batch_size=2), train=TrainConfig(remat="none"))
-    ctx = Context()
+    model = (FAMILIES | ENCODERS | DIFFUSION)[family]
+    source = "digits" if family in DIFFUSION else "stdlib"
+    data = DataConfig(source=source, seq_len=32, batch_size=2)
+    cfg, ctx = Config(model=model, data=data, train=TrainConfig(remat="none")), Context()
     values = jax.eval_shape(lambda: init_state(cfg)).params
-    batch = {name: jax.ShapeDtypeStruct((2, 32), jnp.int32) for name in ("tokens", "targets")}
-    batch["loss_weights"] = jax.ShapeDtypeStruct((2, 32), jnp.float32)
+    arrays = models.of(model).batch_spec(cfg).items()
+    batch = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays}
     counted = aot.matmul_flops(make_gradients(cfg, ctx), values, batch)
     assert counted == 2 * 32 * flops.flops_per_token(cfg.model, 32).full
 

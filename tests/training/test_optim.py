@@ -16,7 +16,7 @@ from jaxstack.common.tree import flatten
 from jaxstack.config import Config, MeshConfig, OptimConfig
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
-from jaxstack.models.params import Param, flat_spec
+from jaxstack.models.params import Param, flat_spec, map_spec
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
 from jaxstack.training import optimizer
@@ -189,6 +189,24 @@ def test_one_step_and_three_steps_are_the_closed_form(direction, rng):
             # Sums in float32. Muon's iteration multiplies what rounding leaves of small singular values by up to 485.
             tolerance = 1e-4 if direction is muon else 1e-5
             assert np.linalg.norm(value - values[path] - moved) <= tolerance * np.linalg.norm(moved), (path, n)
+
+
+def test_averages_are_the_closed_form_and_change_no_update(rng):
+    """The decay grows from 0.1 to 0.4 by (1 + n) / (10 + n), and then stays at the one that is given."""
+    plain, averaging = (optimizer.optimizer(dataclasses.replace(RULE, ema=ema), 9, SPEC) for ema in (None, 0.4))
+    values = map_spec(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), SPEC)
+    states, truth, current = [plain.init(values), averaging.init(values)], flatten(values), values
+    assert all((value == truth[path]).all() for path, value in flatten(states[1].average).items())
+    for n, decay in enumerate((0.1, 2 / 11, 0.25, 4 / 13, 5 / 14, 0.4, 0.4)):
+        grads = map_spec(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), SPEC)
+        (changes, states[0]), (same, states[1]) = (
+            tx.update(grads, state, current) for tx, state in zip((plain, averaging), states, strict=True)
+        )
+        assert all((one == flatten(same)[path]).all() for path, one in flatten(changes).items())
+        current = optax.apply_updates(current, changes)
+        truth = {path: decay * truth[path] + (1 - decay) * value for path, value in flatten(current).items()}
+        for path, value in flatten(states[1].average).items():
+            np.testing.assert_allclose(value, truth[path], rtol=1e-5, atol=1e-6, err_msg=f"{path}, {n}")
 
 
 def test_muon_is_optaxs(rng):

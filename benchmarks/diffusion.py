@@ -1,0 +1,115 @@
+"""Compares experts by timestep with a dense model: `python benchmarks/diffusion.py [--seeds 0 1 2]`, on the CPU.
+
+The pictures are scikit-learn's digits; 360 of 1,797 are held out. For each seed `configs/diffusion_digits.yaml` is
+trained with its four experts, and with one MLP. Both have equal active parameters, steps and batches. Pixels are scaled
+to 0..1 and clipped. The Frechet distance is that of pixels between drawn and held-out pictures. Its baselines are the
+training pictures, one normal distribution, and one for each class. Distances to the nearest training picture show
+whether pictures are copies.
+
+Results go to `benchmarks/results/diffusion.json`.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import record
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from jaxstack.data import images
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "diffusion_digits.yaml"
+
+
+def train(folder: Path, *flags: str) -> dict[str, float]:
+    """Runs a training command; returns its seconds, those of its processors, and the last held-out loss."""
+    command = [sys.executable, str(ROOT / "train.py"), f"--config={CONFIG}", f"--run.dir={folder}", *flags]
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    loss = [r["eval_loss"] for r in records if "eval_loss" in r][-1]
+    return {"seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(used, 1), "held_out_loss": loss}
+
+
+def judge(drawn: np.ndarray, train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
+    """Returns the distances of pictures [N, D] from the training pictures and from the held-out ones."""
+    near = images.nearest_distances(drawn, train)
+    return {
+        "frechet_held_out": round(images.frechet_distance(drawn, held_out), 4),
+        "frechet_train": round(images.frechet_distance(drawn, train), 4),
+        "nearest_median": round(float(np.median(near)), 3),
+        "nearest_least": round(float(near.min()), 3),
+    }
+
+
+def baselines(train: np.ndarray, classes: np.ndarray, held_out: np.ndarray, count: int) -> dict[str, Any]:
+    """Returns the distances of the training pictures, of one normal distribution, and of one for each class."""
+    rng = np.random.default_rng(0)
+    one = rng.multivariate_normal(train.mean(0), np.cov(train, rowvar=False), count)
+    each, chosen = np.empty((count, train.shape[1])), rng.choice(classes, count)
+    for label in np.unique(classes):
+        own = train[classes == label]
+        draws = rng.multivariate_normal(own.mean(0), np.cov(own, rowvar=False), int((chosen == label).sum()))
+        each[chosen == label] = draws
+    near = images.nearest_distances(held_out, train)
+    return {
+        "train": {"frechet_held_out": round(images.frechet_distance(train, held_out), 4)},
+        "one_normal": judge(one.clip(0, 1), train, held_out),
+        "normal_per_class": judge(each.clip(0, 1), train, held_out),
+        "held_out": {"nearest_median": round(float(np.median(near)), 3), "nearest_least": round(float(near.min()), 3)},
+    }
+
+
+def main() -> None:
+    """Trains, draws, measures and records; results are written after each seed."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments.add_argument("--kinds", nargs="+", default=["experts", "dense"], choices=["experts", "dense"])
+    arguments.add_argument("--steps", type=int, default=1000)
+    arguments.add_argument("--pictures", type=int, default=5000)
+    given = arguments.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+    import jaxstack
+    from jaxstack.config import DataConfig
+    from jaxstack.data import load
+
+    dataset = load(DataConfig(source="digits", eval_fraction=0.2))
+    known, held_out = (images.to_unit(part.pixels) for part in (dataset.train, dataset.eval))
+    result: dict[str, Any] = {
+        "steps": given.steps,
+        "pictures": given.pictures,
+        "load_average": os.getloadavg()[0],
+        "baselines": baselines(known, dataset.train.classes, held_out, 10_000),
+        "cases": [],
+    }
+    print(json.dumps(result["baselines"]), flush=True)
+    ids = np.random.default_rng(0).choice(dataset.train.classes, given.pictures)
+    for seed in given.seeds:
+        for kind in given.kinds:
+            with tempfile.TemporaryDirectory() as name:
+                flags = [f"--run.seed={seed}", "--mesh.data=1", "--sample.pictures=0", f"--train.steps={given.steps}"]
+                flags += [f"--train.eval_every={given.steps}", f"--checkpoint.every={given.steps}"]
+                flags += ["--model.moe.num_experts=0"] if kind == "dense" else []
+                spent = train(Path(name) / kind, *flags)
+                run = jaxstack.load(Path(name) / kind)
+                drawn = run.draw([str(i) for i in ids], seed=0)
+            case = {"seed": seed, "kind": kind, **spent, **judge(images.to_unit(drawn), known, held_out)}
+            print(json.dumps(case), flush=True)
+            result["cases"].append(case)
+            record.record("diffusion", result)
+
+
+if __name__ == "__main__":
+    main()
