@@ -33,12 +33,18 @@ class Objective(NamedTuple):
     terms: tuple[Term, ...] = (Term(),)
 
 
+OBJECTIVES = {
+    "decoder": Objective("held-out loss", "nats per token"),
+    "encoder_decoder": Objective("held-out loss", "nats per token"),
+    "diffusion": Objective("held-out denoising loss", "squared error per value"),
+}
+"""The objectives by the value of `model.family`, but for encoders, which may have labels."""
+
+
 def objective_of(family: str, labels: bool, label_each: str) -> Objective:
     """Returns the objective of a model by its keys `family`, `labels` and `label_each`."""
-    if family == "diffusion":
-        return Objective("held-out denoising loss", "squared error per value")
     if family != "encoder":
-        return Objective("held-out loss", "nats per token")
+        return OBJECTIVES.get(family, OBJECTIVES["decoder"])
     if not labels:
         return Objective("held-out masked-LM loss", "nats per hidden token", "accuracy on hidden tokens")
     each = {"sequence": "sequence", "token": "word"}[label_each]

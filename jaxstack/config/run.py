@@ -231,7 +231,7 @@ def _check_family(cfg: Config) -> None:
             both or value == default,
             f"{key}={value} is for encoder-decoders. Add --model.family=encoder_decoder, or leave {key} out.",
         )
-    if model.family != "decoder":
+    if model.family in ("encoder", "encoder_decoder", "diffusion"):  # not for a family of one's own
         _check_not_decoder(cfg)
 
 

@@ -14,11 +14,12 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-each = pytest.mark.parametrize("name", ["pipeline_nnx", "pipeline_linen", "pipeline_zero_bubble"])
+PIPELINES = ["pipeline_nnx", "pipeline_linen", "pipeline_zero_bubble"]
+each = pytest.mark.parametrize("name", PIPELINES)
 
 
 @pytest.mark.slow
-@each
+@pytest.mark.parametrize("name", [*PIPELINES, "own_family"])
 def test_the_examples_learn(name):
     ours = {"JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}  # as for a user who has set nothing
     env = {key: value for key, value in os.environ.items() if key not in ours}
