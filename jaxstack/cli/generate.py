@@ -36,6 +36,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--stream", action="store_true", help="print tokens as they come, even if stdout is not a terminal"
     )
+    parser.add_argument("--language", type=str, help="language that an encoder-decoder writes, if it has several")
     parser.add_argument("--out", type=user_path, help="PNG file for pictures; null means pictures.png in RUN")
     add_model_arguments(parser)
 
@@ -70,6 +71,11 @@ def main(args: Namespace) -> None:
     if cfg.model.family == "diffusion":
         draw(cfg, tokenizer, args)
         return
+    if cfg.model.family == "encoder_decoder":
+        translate(cfg, tokenizer, args)
+        return
+    if args.language is not None:
+        raise ConfigError(f"--language={args.language} is for encoder-decoders. Leave it out.")
     if args.out is not None:
         raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Leave --out away.")
     prompts = read_prompts(args.prompts)
@@ -96,6 +102,25 @@ def main(args: Namespace) -> None:
         for piece in in_turn(texts, run.stream_tokens(ids, stop=stop, at_once=not live)):
             write(piece, flush=live)
     write("\n")
+
+
+def translate(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
+    """Prints what an encoder-decoder writes for each text, one line each.
+
+    Raises:
+      ConfigError: the language does not suit the run, or an argument is for other families.
+    """
+    for flag, given in (("--chat", args.chat), ("--stream", args.stream), ("--stop", bool(args.stop))):
+        if given:
+            raise ConfigError(
+                f"{flag} is for decoders, and {args.run} writes one text from another. Leave {flag} away."
+            )
+    if args.out is not None:
+        raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Leave --out away.")
+    texts, cfg = read_prompts(args.prompts), with_arguments(cfg, args)
+    run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(texts))
+    for text in run.translate(texts, language=args.language):
+        write(text + "\n")
 
 
 def draw(cfg: Config, classes: Tokenizer, args: Namespace) -> None:

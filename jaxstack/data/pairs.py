@@ -68,7 +68,7 @@ def encode_pairs(
     Raises:
       ConfigError: a language without a domain, or no pair fits.
     """
-    domain_of, first_tokens = _domains(cfg.languages, cfg.domains), language_tokens(cfg.languages)
+    domain_of, first_tokens = domains_of_languages(cfg.languages, cfg.domains), language_tokens(cfg.languages)
     lengths = (cfg.seq_len, cfg.target_length)
     pieces: list[np.ndarray] = []
     sizes, texts, names, gates = [], [], [], []
@@ -106,7 +106,7 @@ def encode_pairs(
     return tokens, texts
 
 
-def _domains(languages: Sequence[str], patterns: Sequence[str]) -> dict[str, int]:
+def domains_of_languages(languages: Sequence[str], patterns: Sequence[str]) -> dict[str, int]:
     """Returns the domain of each language; 0 without patterns."""
     if not patterns:
         return dict.fromkeys(languages, 0)

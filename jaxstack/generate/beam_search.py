@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxstack.common.tree import PyTree
 from jaxstack.config import SampleConfig
-from jaxstack.generate.kv_cache import CachedDecoder
+from jaxstack.generate.pair_cache import CachedModel
 from jaxstack.models.context import Context
 from jaxstack.sharding import collectives
 
@@ -100,7 +100,7 @@ class _Search:
 
 
 def beam_search(
-    model: CachedDecoder, tokens: jax.Array, sample: SampleConfig, stop: Sequence[int]
+    model: CachedModel, tokens: jax.Array, sample: SampleConfig, stop: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the best continuation found for each row [B, N], and its length [B].
 

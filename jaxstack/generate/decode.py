@@ -26,6 +26,7 @@ from jaxstack.data import Dataset, Tokenizer
 from jaxstack.data.prompts import held_out_prompts
 from jaxstack.generate import beam_search, load_run, sampling
 from jaxstack.generate.kv_cache import CachedDecoder, known_logits
+from jaxstack.generate.pair_cache import CachedModel
 from jaxstack.models import decoder, family
 from jaxstack.models.context import Context
 from jaxstack.runtime.xla_options import select_decode_options
@@ -135,7 +136,7 @@ class RowSampler:
       keys: a PRNG key for each row [B].
     """
 
-    model: CachedDecoder
+    model: CachedModel
     sample: SampleConfig
     stop: Sequence[int]
     keys: jax.Array
@@ -234,20 +235,30 @@ def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int)
     Raises:
       ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than learned positions.
     """
+    load_run.require_decoder(cfg)
+    check_rows(prompts, vocabulary)
+    for i, prompt in enumerate(prompts, start=1):
+        if cfg.positions == "learned" and cfg.max_positions is not None and len(prompt) + tokens > cfg.max_positions:
+            raise ConfigError(
+                f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} adds more, but the "
+                f"model's table of learned positions ends at {cfg.max_positions}. Shorten the prompt or sample.tokens."
+            )
+
+
+def check_rows(prompts: Rows, vocabulary: int) -> None:
+    """Checks the ids of prompts.
+
+    Raises:
+      ConfigError: no prompt, an empty prompt, or an id that does not exist.
+    """
     if not prompts:
         raise ConfigError("there are no prompts. Give one or more.")
-    load_run.require_decoder(cfg)
     for i, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise ConfigError(f"prompt {i} of {len(prompts)} is empty. Give it at least one token.")
         unknown = [token for token in prompt if not 0 <= token < vocabulary]
         if unknown:
             raise ConfigError(f"prompt {i} of {len(prompts)} has the id {unknown[0]}. Ids are below {vocabulary}.")
-        if cfg.positions == "learned" and cfg.max_positions is not None and len(prompt) + tokens > cfg.max_positions:
-            raise ConfigError(
-                f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} adds more, but the "
-                f"model's table of learned positions ends at {cfg.max_positions}. Shorten the prompt or sample.tokens."
-            )
 
 
 def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, parts: int) -> Callable[..., PyTree]:

@@ -165,6 +165,7 @@ class Programs:
 
         def work(sampler: RowSampler, cache: PyTree, block: jax.Array, used: jax.Array, place: PyTree) -> PyTree:
             count, slot = place
+            assert isinstance(sampler.model, CachedDecoder)
             logits, cache = sampler.model.append_tokens(block, count, slot, cache)
             return sampler.start(logits, cache, used)
 

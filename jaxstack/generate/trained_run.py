@@ -20,7 +20,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, Sample
 from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
-from jaxstack.generate import decode, pictures
+from jaxstack.generate import decode, load_run, pictures, translate
 from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, family, params
 from jaxstack.models.context import Context
@@ -123,6 +123,31 @@ class TrainedRun:
         made = pictures.make_draw(self.model, options, self.context)
         return made(self.params, ids, self.config.run.seed if seed is None else seed)
 
+    def translate(
+        self, texts: Sequence[str], *, language: str | None = None, seed: int | None = None, **sample: float
+    ) -> list[str]:
+        """Returns what an encoder-decoder writes for each text: translations, or hidden spans.
+
+        Args:
+          texts: what the encoder reads.
+          language: the language to write, if the run has several.
+          seed: of sampling. `None` means `run.seed`.
+          **sample: keys of the group `sample`, see `generate`.
+
+        Raises:
+          ConfigError: the model is not an encoder-decoder, or the language is missing or unknown.
+        """
+        if self.model.family != "encoder_decoder":
+            raise ConfigError(f"model.family={self.model.family} reads and writes one text. Use generate.")
+        cfg, special = self.config, translate.special_ids(self.config, self.tokenizer)
+        gate = translate.gate_of(cfg, language) if self.model.moe.num_experts else None
+        write = translate.make_translate(
+            self.model, self._sample(sample), start=special.start, stop=(special.eos,), gate=gate, ctx=self.context
+        )
+        inputs = translate.to_inputs(cfg, self.tokenizer, texts, language)
+        rows = write(self.params, inputs, cfg.run.seed if seed is None else seed)
+        return [translate.to_text(cfg, self.tokenizer, row) for row in rows]
+
     @overload
     def generate(self, prompts: str, *, seed: int | None = None, stop: Sequence[int] = (), **sample: float) -> str: ...
 
@@ -194,6 +219,7 @@ class TrainedRun:
           at_once: see `Engine.stream`.
           **sample: see `generate`.
         """
+        load_run.require_decoder(self.model)
         how = self._sample(sample)
         seed = self.config.run.seed if seed is None else seed
         end = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)

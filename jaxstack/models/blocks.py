@@ -133,7 +133,7 @@ def block(
         x = layers.norm(cfg, params["attention_norm"], x, ctx)
 
     if "cross" in params:
-        x = _attend_to_encoder(cfg, params, x, ctx, layer_inputs, keys[0])
+        x = _attend_to_encoder(cfg, params, x, ctx, layer_inputs, keys[0], cache)
     h = layers.norm(cfg, params["mlp_norm"], x, ctx) if not cfg.norm_after else x
     if cfg.moe.num_experts:
         h, routed = moe_layer.moe(cfg, params["moe"], h, ctx, layer_inputs)
@@ -149,11 +149,17 @@ def block(
 
 
 def _attend_to_encoder(
-    cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, layer_inputs: LayerInputs, key: jax.Array | None
+    cfg: ModelConfig,
+    params: Params,
+    x: jax.Array,
+    ctx: Context,
+    layer_inputs: LayerInputs,
+    key: jax.Array | None,
+    cache: PyTree,
 ) -> jax.Array:
     """Adds the attention to an encoder's output to the residual stream; `key` is that of the layer's attention."""
     h = layers.norm(cfg, params["cross_norm"], x, ctx)
-    h = layers.cross_attention(cfg, params["cross"], h, ctx, layer_inputs)
+    h = layers.cross_attention(cfg, params["cross"], h, ctx, layer_inputs, cache)
     own = None if key is None else jax.random.fold_in(key, 1)
     return checkpoint_name(x + layers.dropout(own, cfg.dropout, h, layer_inputs.dropout_ids), "residual")
 

@@ -8,6 +8,7 @@ Shapes: see `decoder`, with S tokens of the encoder's row and T of the decoder's
 """
 
 from dataclasses import replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack, block
+from jaxstack.models.blocks import Stack, block, scan_stack, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Parts
 from jaxstack.models.forward import hidden_states as run_parts
@@ -126,7 +127,7 @@ def encoder_step(
     """Runs one layer of the encoder; arguments and results are those of `StackStep`."""
     assert layer_inputs.encoder is not None
     own = replace(layer_inputs.encoder, side=layer_inputs.side)
-    return _step(cfg, ctx, "encoder", params, x, index, own, "full")
+    return _step(cfg, ctx, "encoder", params, x, index, own)
 
 
 def decoder_step(
@@ -139,25 +140,26 @@ def decoder_step(
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
     """Runs one layer of the decoder; arguments and results are those of `StackStep`."""
-    return _step(cfg, ctx, "decoder", params, x, cfg.encoder_depth + index, layer_inputs, "causal")
+    return _step(cfg, ctx, "decoder", params, x, cfg.encoder_depth + index, layer_inputs, cache)
 
 
 def _step(
     cfg: ModelConfig,
     ctx: Context,
-    name: str,
+    name: Literal["encoder", "decoder"],
     params: list[Params],
     x: jax.Array,
     index: jax.Array | int,
     layer_inputs: LayerInputs,
-    kind: str,
+    cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
     """Runs a layer of a stack; `index` counts the layers of both, so that each has a dropout key of its own."""
     (one,), key = params, decoder.dropout_keys(layer_inputs)[0]
     weights = decoder.gather_dense(ctx, unstack(spec(cfg)[name]), one)
     key = None if key is None else jax.random.fold_in(key, index)
-    mask = kernels.AttentionMask(kind=kind)  # type: ignore[arg-type]
-    x, aux = block(cfg, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key)
+    mask = kernels.AttentionMask(kind="full" if name == "encoder" else "causal")
+    held = {**cache[0], "distance": layer_inputs.distance[0]} if cache else cache
+    x, aux = block(cfg, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key, cache=held)
     return x, jax.tree.map(lambda a: a[None], aux)
 
 
@@ -174,6 +176,53 @@ def hidden_states(
     assert cache is None
     parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
     return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
+
+
+def encode(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context) -> Params:
+    """Runs the encoder and returns the keys and values of its tokens for each layer of the decoder.
+
+    Args:
+      cfg: the model.
+      params: in the compute dtype.
+      batch: the arrays of the encoder [B, S], see `make_layer_inputs`.
+      ctx: execution context in which devices have whole sequences.
+
+    Returns:
+      `cross_keys` [L, B, G, K, S] and `cross_values` [L, B, G, S, K].
+    """
+    layer_inputs = make_layer_inputs(cfg, {**batch, "tokens": batch["encoder_tokens"][:, :1]}, ctx)
+    stack, declared = stacks(cfg)["encoder"], unstack(spec(cfg)["decoder"])["cross"]
+    x, side = embed(cfg, params, layer_inputs, ctx)
+    own = replace(layer_inputs, side=side)
+    x, _ = scan_stack(cfg, ctx, stack, split_steps(stack, params["encoder"]), x, own)
+    _, side = enter_decoder(cfg, params, x, side, layer_inputs, ctx)
+
+    def one_layer(weights: Params) -> Params:
+        k, v = layers.cross_keys(cfg, ctx.gather_params(declared, weights), side["encoded"], ctx)
+        return {"cross_keys": k.transpose(0, 2, 3, 1), "cross_values": v.swapaxes(1, 2)}
+
+    made: Params = jax.lax.map(one_layer, params["decoder"]["cross"])
+    return made
+
+
+def decode(
+    cfg: ModelConfig, params: Params, batch: Batch, cache: Params, ctx: Context
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns hidden states [B, T, D] of new tokens of the decoder, and their `keys` and `values` [L, ...].
+
+    Args:
+      cfg: the model.
+      params: in the compute dtype.
+      batch: `tokens` and `positions` [B, T], `encoder_segment_ids` [B, S], and `distance`, see `layers.attention`.
+      cache: of each layer [L, ...]: `keys` and `values` of earlier tokens, and what `encode` returns.
+      ctx: execution context in which devices have whole sequences.
+    """
+    layer_inputs = make_layer_inputs(cfg, {**batch, "encoder_tokens": batch["encoder_segment_ids"]}, ctx)
+    stack = stacks(cfg)["decoder"]
+    x, _ = decoder.embed(cfg, params, layer_inputs, ctx)
+    own = replace(layer_inputs, side={"relative": _relative(cfg, params, "decoder", ctx)})
+    x, aux = scan_stack(cfg, ctx, stack, split_steps(stack, params["decoder"]), x, own, [cache])
+    return final_norm(cfg, params, x, ctx), {name: aux[name][:, 0] for name in ("keys", "values")}
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:

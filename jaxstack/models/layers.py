@@ -167,18 +167,20 @@ def attention(
     rope = layer_inputs.rope
     x = ctx.gather_activations(x, "heads")
     q, k, v = (linear(cfg, params, name, x, ctx, "heads") for name in ("q", "k", "v"))
-    q, k = _norm_queries_and_keys(cfg, params, q, k, ctx)
+    if cfg.qk_norm:
+        q, k = norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
     q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
     options = _score_options(cfg)
+    table = layer_inputs.side["relative"] if cfg.positions == "relative" else None
     if cache:
         assert mask.causal, "a cache has the tokens before these"
         held = cache["keys"], cache["values"], cache["distance"]
-        mixed = kernels.cached_attention(q, k, v, *held, window=mask.window, **options)
+        bias = None if table is None else RelativeBias(table, None, cfg.relative_distance, bidirectional=False)
+        mixed = kernels.cached_attention(q, k, v, *held, window=mask.window, bias=bias, **options)
     else:
         rows, heads = ("batch", "sequence"), ("batch", "sequence", "heads")
-        table = layer_inputs.side["relative"] if cfg.positions == "relative" else None
         arguments = q, k, v, layer_inputs.segment_ids, None, table
         options |= {"mask": mask, "max_distance": cfg.relative_distance}
         mixed, _ = ctx.region(
@@ -189,7 +191,7 @@ def attention(
 
 
 def cross_attention(
-    cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, layer_inputs: LayerInputs
+    cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, layer_inputs: LayerInputs, cache: Params | None = None
 ) -> jax.Array:
     """Computes attention from the tokens of a decoder to those of an encoder, in the same segment.
 
@@ -199,15 +201,21 @@ def cross_attention(
       x: this device's part of the decoder's residual stream [B, T/n, D].
       ctx: execution context.
       layer_inputs: `segment_ids` [B, T], those of the encoder [B, S], and the side input `encoded` [B, S, D] are read.
+      cache: `cross_keys` [B, G, K, S] and `cross_values` [B, G, S, K] of the encoder's tokens, from `cross_keys`. They
+        take the place of `encoded`, and each row is one segment.
 
     Returns:
       [B, T/n, D].
     """
     assert layer_inputs.encoder is not None
-    encoded = layer_inputs.side["encoded"]
     q = linear(cfg, params, "q", ctx.gather_activations(x, "heads"), ctx, "heads")
-    k, v = (linear(cfg, params, name, encoded, ctx, "heads") for name in ("k", "v"))
-    q, k = _norm_queries_and_keys(cfg, params, q, k, ctx)
+    q = norm(cfg, params["q_norm"], q, ctx, "rms") if cfg.qk_norm else q
+    if cache:
+        assert layer_inputs.encoder.segment_ids is not None
+        held, visible = (cache["cross_keys"], cache["cross_values"]), layer_inputs.encoder.segment_ids != 0
+        mixed = kernels.cached_cross_attention(q, *held, visible, **_score_options(cfg))
+        return _project_out(cfg, params, mixed, ctx)
+    k, v = cross_keys(cfg, params, layer_inputs.side["encoded"], ctx)
     q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
     options = _score_options(cfg) | {"mask": AttentionMask(kind="cross")}
     rows, heads = ("batch", "sequence"), ("batch", "sequence", "heads")
@@ -218,12 +226,10 @@ def cross_attention(
     return _project_out(cfg, params, mixed, ctx)
 
 
-def _norm_queries_and_keys(
-    cfg: ModelConfig, params: Params, q: jax.Array, k: jax.Array, ctx: Context
-) -> tuple[jax.Array, jax.Array]:
-    if not cfg.qk_norm:
-        return q, k
-    return norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
+def cross_keys(cfg: ModelConfig, params: Params, encoded: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    """Returns the keys and the values [B, S, G, K] of an encoder's output [B, S, D], for `cross_attention`."""
+    k, v = (linear(cfg, params, name, encoded, ctx, "heads") for name in ("k", "v"))
+    return norm(cfg, params["k_norm"], k, ctx, kind="rms") if cfg.qk_norm else k, v
 
 
 def _score_options(cfg: ModelConfig) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import pytest
 
 from jaxstack import hf
 from jaxstack.common.tree import flatten, path_of
-from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, TrainConfig
+from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, SampleConfig, TrainConfig
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.data.seq2seq import Pair, make_batch
+from jaxstack.generate.translate import make_translate
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import encoder_decoder
 from jaxstack.models.context import Context, implementations
@@ -170,6 +171,29 @@ def test_five_steps_of_adamw(kind, tmp_path, rng):
     end = to_ours(model, theirs.named_parameters())
     moved, they_moved = (jax.tree.map(np.subtract, values, start) for values in (state.params, end))
     assert_near(moved, they_moved, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("kind", ["t5", "1.1"])
+def test_written_tokens(kind, beams, tmp_path, rng):
+    """Greedy tokens are theirs. Texts of beams are as likely: their length is that without the end, ours with it."""
+    theirs, cfg, values = saved(kind, rng, tmp_path / "saved")
+    inputs = [rng.integers(2, V, n).tolist() for n in (9, 30, 1)]
+    write = make_translate(cfg, SampleConfig(tokens=12, temperature=0.0, beams=beams), start=0, stop=(1,))
+
+    def value(row, written):
+        given = torch.tensor([row]), torch.tensor([[0, *written[:-1]]])
+        likely = theirs(input_ids=given[0], decoder_input_ids=given[1]).logits.log_softmax(-1)[0]
+        return likely[range(len(written)), written].mean().item()
+
+    for row, got in zip(inputs, write(values, inputs, 0), strict=True):
+        (found,) = theirs.generate(
+            input_ids=torch.tensor([row]), max_new_tokens=12, num_beams=beams, do_sample=False, eos_token_id=1,
+            pad_token_id=0, decoder_start_token_id=0, early_stopping="never",
+        ).tolist()  # fmt: skip
+        expected = found[1 : found.index(1) + 1] if 1 in found else found[1:]
+        assert got == expected or (beams > 1 and value(row, got) > value(row, expected))
 
 
 @pytest.mark.parametrize(

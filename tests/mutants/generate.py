@@ -69,3 +69,12 @@ mistakes(
     ),
     ("moe.d_ff not in (None, cfg.ff_width)", "moe.d_ff is None", "moe/test_experts.py -k mistakes"),
 )
+
+mistakes(
+    "generate",
+    "generate/pair_cache.py",
+    "generate/test_translate.py -k 'whole_model and t5'",
+    ("jnp.broadcast_to(position - index, ", "jnp.broadcast_to(position + 1 - index, "),
+    ('slot - cache["segments"].shape[-1] + 1', 'slot - cache["segments"].shape[-1]'),
+    ("(positions >= 0).astype(jnp.int32)", "(positions >= -99).astype(jnp.int32)"),
+)

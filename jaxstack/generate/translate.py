@@ -1,0 +1,129 @@
+"""Writes texts from other texts with an encoder-decoder: greedy, sampled, or by beam search.
+
+Suffixes: B rows of this device, S slots of the inputs, N tokens to write.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxstack.common.tree import PyTree
+from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
+from jaxstack.data import Tokenizer
+from jaxstack.data.pairs import domains_of_languages
+from jaxstack.data.seq2seq import SpecialIds, ids_of, language_tokens
+from jaxstack.generate import beam_search, decode
+from jaxstack.generate.decode import Rows, RowSampler
+from jaxstack.generate.pair_cache import CachedPairs
+from jaxstack.models.context import Context
+
+
+def make_translate(
+    cfg: ModelConfig,
+    sample: SampleConfig,
+    *,
+    start: int,
+    stop: Sequence[int] = (),
+    gate: int | None = None,
+    vocabulary: int | None = None,
+    ctx: Context | None = None,
+) -> Callable[[PyTree, Rows, int], Rows]:
+    """Builds `run(params, inputs, seed) -> targets`, which writes the targets of several inputs.
+
+    Targets end with a stop token, or have `sample.tokens` tokens. They depend on the input, on the seed and on how
+    often the same input precedes it, up to rounding. Another number of inputs or another multiple of 64 tokens compiles
+    another program.
+
+    Args:
+      cfg: the model, an encoder-decoder.
+      sample: how tokens are chosen; its prompts and domain are not read.
+      start: id that the decoder reads first.
+      stop: tokens that end a text.
+      gate: domain of the inputs, for a model with a hard gate.
+      vocabulary: number of ids that exist. `None` means all of the model's.
+      ctx: the execution context. `None` means one device.
+
+    Raises (when run):
+      ConfigError: no input, an empty one, or an id that does not exist.
+    """
+    ctx = (ctx or Context()).whole_sequences()
+    ids = vocabulary or cfg.vocab
+
+    def work(
+        params: PyTree, tokens: jax.Array, first: jax.Array, marks: jax.Array, seed: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        model = CachedPairs.create(
+            cfg, params, ctx, gate=gate, vocabulary=ids, first=first, start=start, num_slots=sample.tokens
+        )
+        if sample.beams > 1:
+            return beam_search.beam_search(model, tokens, sample, stop)
+        sampler = RowSampler(model, sample, stop, decode.row_keys(seed, marks))
+        logits, cache = model.prefill(tokens)
+        state = sampler.start(logits, cache, decode.used_at_first(tokens, first, logits, sample))
+        state = sampler.extend(state, tokens.shape[1], sample.tokens)
+        return state["added"], state["lengths"]
+
+    compiled = decode.jit_on_mesh(work, cfg, ctx, parts=3)
+
+    def run(params: PyTree, inputs: Rows, seed: int) -> Rows:
+        decode.check_rows(inputs, ids)
+        if not sample.tokens:
+            return [[] for _ in inputs]
+        filled = decode.pad_rows(inputs, ctx.replicas)
+        tokens, first = decode.align_rows(filled)
+        added, lengths = jax.device_get(compiled(params, tokens, first, decode.row_seeds(filled), np.uint32(seed)))
+        return [row[:length].tolist() for _, row, length in zip(inputs, added, lengths, strict=False)]
+
+    return run
+
+
+def special_ids(cfg: Config, tokenizer: Tokenizer) -> SpecialIds:
+    """Returns the ids with a meaning of their own of a run.
+
+    Raises:
+      ConfigError: the run's data are not those of an encoder-decoder.
+    """
+    found = ids_of(cfg.data, tokenizer)
+    if found is None:
+        raise ConfigError("the run has neither data.denoisers nor data.source=pairs. Name a run of an encoder-decoder.")
+    return found
+
+
+def to_inputs(cfg: Config, tokenizer: Tokenizer, texts: Sequence[str], language: str | None) -> Rows:
+    """Returns what the encoder reads: the token of the language to write, if there are several, the text, and the end.
+
+    Raises:
+      ConfigError: the language is missing, unknown, or not asked for.
+    """
+    special, known = special_ids(cfg, tokenizer), cfg.data.languages
+    if language is None and len(known) > 1:
+        raise ConfigError(f"the run writes several languages. Name one of {', '.join(known)} with --language.")
+    if language is not None and language not in known:
+        choices = f"Use one of {', '.join(known)}" if known else "Leave it out"
+        raise ConfigError(f"--language={language} is not a language of the run. {choices}.")
+    before = [special.named[token] for name, token in language_tokens(known).items() if name == language]
+    return [[*before, *tokenizer.encode(text).tolist(), special.eos] for text in texts]
+
+
+def gate_of(cfg: Config, language: str | None) -> int:
+    """Returns the domain of a language, or with `language=None` that of the first one."""
+    domains = domains_of_languages(cfg.data.languages, cfg.data.domains)
+    return domains[language] if language is not None else next(iter(domains.values()), 0)
+
+
+def to_text(cfg: Config, tokenizer: Tokenizer, row: Sequence[int]) -> str:
+    """Returns the text of targets up to their end, with sentinels as `<extra_id_0>`, `<extra_id_1>`, ..."""
+    special = special_ids(cfg, tokenizer)
+    sentinels = {id: f"<extra_id_{i}>" for i, id in enumerate(special.sentinels)}
+    pieces, plain = [], list[int]()
+    for id in [*row, special.eos]:
+        if id in sentinels or id == special.eos:
+            pieces.append(tokenizer.decode(plain) if plain else "")
+            plain = []
+            if id == special.eos:
+                break
+            pieces.append(sentinels[id])
+        elif id < tokenizer.vocab_size:
+            plain.append(id)
+    return "".join(pieces)
