@@ -199,7 +199,7 @@ STREAMED = [("gemma2", "scan"), ("capacity", "scan")]
 MORE_STREAMED = [(name, OTHER[form]) for name, form in QUICK + SLOW if name not in dict(STREAMED)]
 
 
-@pytest.mark.parametrize(("name", "form"), [*STREAMED, *slow(MORE_STREAMED)])
+@pytest.mark.parametrize(("name", "form"), [STREAMED[0], *slow([*STREAMED[1:], *MORE_STREAMED])])
 def test_streams_and_conversations_have_the_tokens_of_one_call(name, form):
     cfg = MODELS[name]
     assert_streams(cfg, values_of(cfg), SAMPLED, gate=gate_of(cfg), ctx=Context(decode=form))

@@ -20,7 +20,7 @@ from jaxstack.common.tree import flatten
 from jaxstack.compress import quantize
 from jaxstack.compress.calibrate import Walk
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig
-from jaxstack.hf import compressed, weights
+from jaxstack.hf import compressed, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.hf.compressed import Scheme
 from jaxstack.models import decoder, params
@@ -136,7 +136,7 @@ def test_every_part_of_a_matrix_is_what_the_bits_say(tmp_path, rng, bits, form, 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_a_model_is_written_and_read_again(name, scheme, tmp_path, rng, monkeypatch):
     """The parameters equal those of a folder with the dequantised tensors, on one device and sharded over four."""
-    monkeypatch.setattr(weights, "PIECE_BYTES", 700)
+    monkeypatch.setattr(tensor_layout, "PIECE_BYTES", 700)
     cfg, scheme = dataclasses.replace(MODELS[name], vocab_size=64), SCHEMES[scheme]
     dense = save_quantized(tmp_path / "out", name, cfg, scheme, rng)
     plain = tmp_path / "plain"

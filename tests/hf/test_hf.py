@@ -22,7 +22,7 @@ from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, PipelineConfig, RunConfig, parse
 from jaxstack.data.tokenizers import CharTokenizer
-from jaxstack.hf import originals, weights
+from jaxstack.hf import originals, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
@@ -73,7 +73,7 @@ def change_json(path, **values):
 @pytest.mark.parametrize("name", MODELS)
 def test_out_and_in_again(name, tmp_path, rng, monkeypatch):
     monkeypatch.setattr(tensor_files, "FILE_BYTES", 1)  # one file for every tensor
-    monkeypatch.setattr(weights, "PIECE_BYTES", 1000)  # and many pieces for every tensor
+    monkeypatch.setattr(tensor_layout, "PIECE_BYTES", 1000)  # and many pieces for every tensor
     cfg = MODELS[name]
     values = random_values(cfg, rng)
     folder = save(tmp_path / "out", cfg, values)

@@ -193,6 +193,7 @@ def test_the_sampler_is_eulers_method_on_a_straight_path_and_ddim_on_a_circle(mo
             np.testing.assert_allclose(drawn[i], wanted, atol=2e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 def test_a_picture_depends_neither_on_the_others_nor_on_the_mesh(model, monkeypatch):
     cfg, values = model
     draw = pictures.make_draw(cfg, SampleConfig(steps=3))

@@ -93,7 +93,10 @@ def random_batch(cfg: ModelConfig, rng) -> dict[str, np.ndarray]:
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((8, 8), np.float32)}
 
 
-@pytest.mark.parametrize("mesh", [{}, {"pipe": 2, "fsdp": 2}], ids=["one_device", "pipeline"])
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param({}, id="one_device"), pytest.param({"pipe": 2, "fsdp": 2}, id="pipeline", marks=pytest.mark.slow)],
+)
 def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
     """Its steps and evaluations are those of the decoder that it renames, on a mesh with a pipeline, too."""
     assert set(family.spec(tower)) == {"embedding", "tower", "final_norm", "head"}
