@@ -162,7 +162,7 @@ def write(run: "TrainedRun", values: "Params", codes: "Codes", how: "Settings", 
     with safetensors.new_folder(out) as made:
         folder = made / "model"
         folder.mkdir()
-        end = write_tokenizer(saved, folder)
+        _, end = write_tokenizer(saved, folder, cfg)
         plain = replace(run.model, pad_vocab_to=None)
         quantized = how.scheme, codes
         hf.save_pretrained(folder, plain, jax.device_get(values), how.dtype, cfg.data.seq_len, end, quantized)

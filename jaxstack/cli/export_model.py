@@ -48,9 +48,10 @@ def main(args: Namespace) -> None:
     with safetensors.new_folder(folder) as made:
         cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
         tokenizer = json.loads(path.read_text()) if (path := run / "tokenizer.json").is_file() else None
-        end = None if tokenizer is None else write_tokenizer(tokenizer, made)
+        start, end = (None, None) if tokenizer is None else write_tokenizer(tokenizer, made, cfg)
         model = replace(cfg.model.base, pad_vocab_to=None)
-        family = hf.save_pretrained(made, model, _read_params(run), args.dtype, cfg.data.seq_len, end)
+        values = _read_params(run)
+        family = hf.save_pretrained(made, model, values, args.dtype, cfg.data.seq_len, end, start=start)
         if found := originals.find(run):
             originals.restore(found, tokenizer, made)
     print(f"wrote {folder}: a {family} model in {args.dtype}")
@@ -58,15 +59,22 @@ def main(args: Namespace) -> None:
         print("The folder has no tokenizer.json, because the tokenizer of this run is not of that kind.")
 
 
-def write_tokenizer(saved: "JsonObject", folder: Path) -> int | None:
-    """Writes the run's tokenizer and chat template to the folder if there are any; returns the id of the EOS token."""
+def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> tuple[int | None, int | None]:
+    """Writes a run's tokenizer and chat template to the folder if there are any.
+
+    Returns:
+      The id that the decoder of an encoder-decoder reads first, and the id of the end, each `None` if there is none.
+    """
     from jaxstack import data
+    from jaxstack.data.seq2seq import ids_of
 
     if saved["kind"] == "hf":
         (folder / "tokenizer.json").write_text(json.dumps(saved["tokenizer"], ensure_ascii=False), "utf-8")
         if "chat" in saved:
             (folder / "chat_template.jinja").write_text(saved["chat"]["source"], "utf-8")
-    return data.tokenizer_from_json(saved).eos_id
+    tokenizer = data.tokenizer_from_json(saved)
+    special = ids_of(cfg.data, tokenizer) if cfg.model.family == "encoder_decoder" else None
+    return (None, tokenizer.eos_id) if special is None else (special.start, special.eos)
 
 
 def _read_params(run: Path) -> "Params":

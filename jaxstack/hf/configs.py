@@ -14,54 +14,23 @@ from typing import Any, TypeAlias, get_args, get_type_hints
 
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
-from jaxstack.hf.families import ACTIVATIONS, FAMILIES, FULL, SLIDING, TRAINING, UNRELATED, Family, gated_activation
+from jaxstack.hf.families import (
+    ACTIVATIONS,
+    FAMILIES,
+    FULL,
+    SLIDING,
+    TRAINING,
+    UNRELATED,
+    Family,
+    gated_activation,
+    gated_name,
+)
+from jaxstack.hf.json_keys import Keys
 
 JsonObject: TypeAlias = dict[str, Any]
 """The content of a `config.json`, or a part of it."""
 
 _MOST_LAYERS = 10_000  # a file with more is damaged
-
-
-class Keys:
-    """A JSON object whose keys are taken one by one, until none is left."""
-
-    def __init__(self, where: str, values: Any) -> None:
-        if not isinstance(values, dict):
-            raise ConfigError(f"{where} is not a JSON object. Give the model's own config.json.")
-        self.where, self._left = where, dict(values)
-
-    def take(self, key: str, *default: Any) -> Any:
-        """Returns the value of a key, or the default if there is one, and removes the key."""
-        if key not in self._left and not default:
-            raise ConfigError(f"{self.where} has no {key}. Copy it from the model's own config.json.")
-        return self._left.pop(key, *default)
-
-    def drop(self, names: set[str]) -> None:
-        """Removes these keys, and those that begin with an underscore: by custom, they do not change the model."""
-        self._left = {key: value for key, value in self._left.items() if key not in names and not key.startswith("_")}
-
-    def rename(self, aliases: dict[str, str]) -> None:
-        """Gives keys that have another name in some files their usual name."""
-        self._left = {aliases.get(key, key): value for key, value in self._left.items()}
-
-    def expect(self, key: str, *allowed: Any) -> None:
-        """Takes a key that is absent or has one of these values."""
-        value = self.take(key, allowed[0])
-        if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
-            raise self.error(key, value, f"Only {' or '.join(json.dumps(a) for a in allowed)} is supported")
-
-    def error(self, key: str, value: Any, fix: str) -> ConfigError:
-        """Returns the error for an unsupported value."""
-        return ConfigError(f"{self.where}: {key}={json.dumps(value)} is not supported. {fix}.")
-
-    def require_empty(self) -> None:
-        """Checks that every key was taken."""
-        if self._left:
-            shown = ", ".join(f"{key}={json.dumps(value)[:40]}" for key, value in sorted(self._left.items())[:6])
-            raise ConfigError(
-                f"{self.where} has {len(self._left)} unknown keys ({shown}), which may change the model. Remove those "
-                f"that do not."
-            )
 
 
 def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]:
@@ -266,7 +235,7 @@ def _period(windows: tuple[int, ...]) -> tuple[int, ...]:
     return next(windows[:p] for p in range(1, n + 1) if n % p == 0 and windows == windows[:p] * (n // p))
 
 
-def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None) -> JsonObject:
+def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None, start: int | None = None) -> JsonObject:
     """Returns the `config.json` of a model as one of a family. Fields without a key are lost (see `family_of`).
 
     Args:
@@ -274,6 +243,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None) -> Jso
       model: the model.
       seq_len: the sequence length of training, for a model without `max_positions`.
       end: the token at the end of a document, if there is one.
+      start: the token that the decoder of an encoder-decoder reads first. `None` means 0, as in T5.
     """
     family, dense_width = FAMILIES[name], model.ff_width
     model = replace(_plain(model), max_positions=model.max_positions or seq_len)
@@ -291,9 +261,8 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None) -> Jso
     values |= {key: ours[path] for key, path in family.fields.items()}
     activations = {name: name for name in ("silu", "gelu", "relu", "relu2")} | {"gelu_tanh": family.tanh_gelu}
     values |= {family.activation: activations[model.activation], **family.required}
-    if family.gated_names:
-        usual = "gelu" if model.activation == "gelu_tanh" else values[family.activation]
-        values |= {family.activation: f"gated-{usual}"} if model.gated else {}
+    if family.gated_names and model.gated:
+        values[family.activation] = gated_name(values[family.activation])
     if family.scales_head:
         values["scale_decoder_outputs"] = model.head_scale != 1
     if family.query_scalar:
@@ -302,11 +271,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None) -> Jso
     if family.dropout_keys:
         values |= dict.fromkeys(family.zero_keys, 0.0) | dict.fromkeys(family.dropout_keys, model.dropout)
     if family.rope:
-        values |= {"rope_theta": model.rope_theta, "rope_scaling": None}
-    if model.rope_scaling.factor != 1:
-        scaling = dataclasses.asdict(model.rope_scaling)
-        scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
-        values["rope_scaling"] = {"rope_type": "llama3", **scaling}
+        values |= _rope_keys(model)
     if family.local_attention:
         values |= _local_attention_keys(model)
     if family.layer_types is not None:
@@ -325,7 +290,18 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None) -> Jso
         "pad_token_id": family.required.get("pad_token_id"),
         "use_cache": True,
         **family.exported,
+        **({} if start is None else {"decoder_start_token_id": start}),
     }
+
+
+def _rope_keys(model: ModelConfig) -> JsonObject:
+    """Returns the keys of rotary position embeddings."""
+    values: JsonObject = {"rope_theta": model.rope_theta, "rope_scaling": None}
+    if model.rope_scaling.factor != 1:
+        scaling = dataclasses.asdict(model.rope_scaling)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
+        values["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    return values
 
 
 def family_of(model: ModelConfig) -> str:

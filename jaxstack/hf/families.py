@@ -116,6 +116,7 @@ _T5 = {
 }
 _T5_FAMILY: dict[str, Any] = {
     "activation": "feed_forward_proj",
+    "tanh_gelu": "gelu_new",
     "gated_names": True,
     "fixed": {"family": "encoder_decoder", "positions": "relative", "attention_scale": 1.0},
     "required": {"is_encoder_decoder": True, "is_decoder": False},
@@ -304,3 +305,8 @@ def gated_activation(name: Any) -> tuple[Any, bool]:
     """Returns the activation and whether the MLP is gated, by T5's name of both. Its gated GELU is an approximation."""
     gated = isinstance(name, str) and name.startswith("gated-")
     return "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-") if gated else name, gated
+
+
+def gated_name(activation: str) -> str:
+    """Returns T5's name of a gated MLP with their activation."""
+    return f"gated-{'gelu' if activation == 'gelu_new' else activation}"

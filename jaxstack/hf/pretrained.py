@@ -170,6 +170,7 @@ def save_pretrained(
     seq_len: int,
     end: int | None,
     quantized: tuple[compressed.Scheme, compressed.Codes] | None = None,
+    start: int | None = None,
 ) -> str:
     """Writes `config.json` and tensors that `transformers` can load into an empty folder, and returns the family.
 
@@ -182,6 +183,7 @@ def save_pretrained(
       end: the token at the end of a document, if there is one.
       quantized: a format, and the codes and scales of matrices by the name of their tensor. They are stored in place
         of the matrices' values. `None` stores values only.
+      start: the token that the decoder of an encoder-decoder reads first. `None` means 0, as in T5.
 
     Raises:
       ConfigError: no family has this model, or a quantised tensor is not the weight of a linear layer.
@@ -190,7 +192,7 @@ def save_pretrained(
     declared, leaves, kind = flat_spec(spec), flatten(values), jnp.dtype(dtype)
     assert {path: leaf.shape for path, leaf in leaves.items()} == {path: p.shape for path, p in declared.items()}
     tensors = weights.hf_tensors(family, spec)
-    config = configs.to_json(family, cfg, seq_len, end) | {"torch_dtype": dtype}
+    config = configs.to_json(family, cfg, seq_len, end, start) | {"torch_dtype": dtype}
     codes: compressed.Codes = {}
     if quantized is not None:
         scheme, codes = quantized

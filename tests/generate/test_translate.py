@@ -14,6 +14,7 @@ from jaxstack.cli import parser
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, SampleConfig
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.data.seq2seq import Pair, make_batch
+from jaxstack.generate import translate
 from jaxstack.generate.translate import make_translate
 from jaxstack.models import encoder_decoder, params
 from jaxstack.models.context import Context
@@ -86,9 +87,10 @@ def trained(tmp_path_factory) -> str:
     parser.execute([
         "train", "--data.source=pairs", f"--data.path={folder}/pairs.jsonl", "--data.languages=[up, back]",
         "--model.family=encoder_decoder", "--model.num_layers=1", "--model.d_model=64", "--model.num_heads=4",
-        "--model.d_ff=128", "--data.seq_len=8", "--data.target_len=8", "--data.batch_size=64", "--mesh.data=8",
-        "--train.steps=250", "--train.eval_every=250", "--train.eval_steps=1", "--train.ngram_baseline=false",
-        "--optim.lr=0.01", "--optim.warmup_steps=10", f"--run.dir={folder}/run",
+        "--model.d_ff=128", "--model.positions=relative", "--model.attention_scale=1.0", "--model.qk_norm=false",
+        "--model.activation=gelu_tanh", "--data.seq_len=8", "--data.target_len=8", "--data.batch_size=64",
+        "--mesh.data=8", "--train.steps=250", "--train.eval_every=250", "--train.eval_steps=1",
+        "--train.ngram_baseline=false", "--optim.lr=0.01", "--optim.warmup_steps=10", f"--run.dir={folder}/run",
     ])  # fmt: skip
     return f"{folder}/run"
 
@@ -109,3 +111,14 @@ def test_a_run_translates_to_the_language_that_is_named(trained, capsys):
             run.translate(["a"], **options)
     with pytest.raises(ConfigError, match="does not continue texts"):
         run.generate("a")
+
+
+@pytest.mark.slow
+def test_an_exported_run_writes_the_same_with_transformers(trained, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    parser.execute(["export", trained, str(tmp_path / "out")])
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out")
+    run = jaxstack.load(trained, mesh={"data": 1})
+    (row,) = translate.to_inputs(run.config, run.tokenizer, ["bca"], "up")
+    made = theirs.generate(input_ids=torch.tensor([row]), max_new_tokens=8, do_sample=False)[0, 1:].tolist()
+    assert translate.to_text(run.config, run.tokenizer, made) == "BCA"

@@ -41,6 +41,10 @@ mistakes(
 mistakes(
     "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
     ("theta = _number(rope, \"rope_theta\", *([] if usual is None else [usual]))", "theta = _number(rope, \"rope_theta\", 10000.0)"),
+)  # fmt: skip
+
+mistakes(
+    "hf", "hf/json_keys.py", HF + " -k 'published or refused or both or rope or out_and_in'",
     ("self._left.pop(key, *default)", "self._left.get(key, *default)"),
 )  # fmt: skip
 
