@@ -92,6 +92,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^plan run": "files and pictures; tests/planner/test_plan_run.py",
     r"^plan (?!roofline|fit|run|memory|flops|time)": "a compiler of an extra; tests/aot",
     r"^python benchmarks/": "measured on its own; tests/test_benchmarks.py runs the ones for accelerators, small",
+    r"^python docs/examples/own_family": "eight devices; tests/pipeline/test_pipeline_examples.py",
     r"^plan roofline(?!.*llama3_8b)": "tests/planner/test_roofline.py",
     r"--kernels\.attention=pallas": "an error on a CPU; tests/kernels/test_attention_kernels.py",
     r"^(report|generate|export) runs/gpt2": "what an accelerator has trained; run with runs/quickstart",
@@ -120,6 +121,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"--data\.source=chat", [*STEPS, *ALONE]),
     (r"--profile\.steps=", [*SHORT, "--profile.steps=1:2"]),
     (r"--model\.base_width", [*SHORT, "--optim.name=adamw"]),  # SGD is refused
+    (r"diffusion_digits\.yaml", [*STEPS, "--sample.pictures=1"]),
     (r"^train\b", SHORT),
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),
