@@ -439,7 +439,7 @@ def test_a_mesh_that_does_not_divide_is_refused(argv, straight, tmp_path):
 def poisoned(*indices: int, how: str) -> str:
     """Returns a patch that spoils the batches of these indices whenever they are read."""
     return (
-        "import numpy as np, jaxstack.data.windows as w, jaxstack.data as d\nread = w.prefetch\n"
+        "import numpy as np, jaxstack.data as d\nread = d.prefetch\n"
         "def prefetch(*a, **k):\n"
         "    for index, batch in read(*a, **k):\n"
         f"        if index in {indices}: batch = {{**batch, {how}}}\n"
