@@ -265,22 +265,23 @@ def gradients(
     spec = models.spec(cfg.model)
     abstract = abstract_state(cfg, ctx)
     initial = make_state(cfg, ctx, abstract).params
-    stages = ctx.pipeline.stages if ctx.pipeline else None
+    stacked = {path for path, p in params.flat_spec(spec).items() if p.stacked}
     rng = np.random.default_rng(seed)
 
     def in_order(path: str, value: jax.Array) -> np.ndarray:
         whole = np.asarray(value)
-        if stages is None or not path.startswith("layers/"):
+        if ctx.stages is None or path not in stacked:
             return whole
+        stages = ctx.stages.of(path)
         assert not whole[stages.layer_of_slot < 0].any(), f"{path}: rows without a layer must stay zero"
         return whole[stages.slot_of_layer]
 
     def move(path: str, value: jax.Array) -> jax.Array:
         whole = in_order(path, value)
         whole = whole + rng.normal(0, 0.1, whole.shape).astype(np.float32)
-        if stages is not None and path.startswith("layers/"):
+        if ctx.stages is not None and path in stacked:
             rows = np.zeros(value.shape, np.float32)
-            rows[stages.slot_of_layer] = whole
+            rows[ctx.stages.of(path).slot_of_layer] = whole
             whole = rows
         return jax.device_put(whole, value.sharding)
 

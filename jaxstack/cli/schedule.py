@@ -43,7 +43,7 @@ def main(args: Namespace) -> None:
     out = files.writable("--out", args.out, files.PICTURES) if args.out is not None else None
 
     from jaxstack.pipeline.plot import draw
-    from jaxstack.pipeline.program import SCHEDULES
+    from jaxstack.pipeline.resolve import SCHEDULES
 
     units = args.stages * args.microbatches * args.chunks
     if units > MAX_UNITS:

@@ -260,11 +260,6 @@ def _check_not_decoder(cfg: Config) -> None:
         f"mesh.context={cfg.mesh.context} with mesh.context_method=ring computes causal attention only, and "
         f"model.family={model.family} has other attention, too. Use --mesh.context_method=all_gather.",
     )
-    require(
-        not both or cfg.mesh.pipe == 1,
-        f"mesh.pipe={cfg.mesh.pipe}, but a pipeline places one stack of layers, and model.family=encoder_decoder has "
-        f"two. Use mesh.pipe=1 and another axis, such as mesh.fsdp.",
-    )
 
 
 def _check_adapters(cfg: Config) -> None:

@@ -196,7 +196,6 @@ def place(adapters: Adapters, model: ModelConfig, ctx: Context) -> PyTree:
       model: the base model.
       ctx: the mesh, the sharding of parameters and the stages.
     """
-    layers = None if ctx.pipeline is None else ctx.pipeline.stages.layer_of_slot
     spec = decoder.spec(replace(model, lora=adapters.lora))
     spec, _ = params.partition(spec, spec)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -204,7 +203,8 @@ def place(adapters: Adapters, model: ModelConfig, ctx: Context) -> PyTree:
 
     def put(keys: tuple[Any, ...], p: Param, where: Any) -> jax.Array:
         value = adapters.values[path_of(keys)]
-        if layers is not None:
+        if ctx.pipeline is not None:
+            layers = ctx.pipeline.stages.of(path_of(keys)).layer_of_slot
             value = np.where((layers >= 0).reshape(-1, *[1] * (value.ndim - 1)), value[layers], np.float32(0))
         sharding = where if ctx.mesh is None else ctx.sharding(where)
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

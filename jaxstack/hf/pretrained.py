@@ -18,7 +18,7 @@ from jaxstack.hf import compressed, configs, peft, safetensors, weights
 from jaxstack.models import family as families
 from jaxstack.models import lora, params
 from jaxstack.models.context import Context
-from jaxstack.models.params import Param, flat_spec, map_spec
+from jaxstack.models.params import Param, flat_spec, map_spec, pad_to_slots
 
 PREFIXES = ("transformer.", "model.", "bert.", "roberta.")
 """Prefixes of tensor names that are missing if a model was saved without its head."""
@@ -135,7 +135,6 @@ class PretrainedFolder:
           pad_vocab_to: see `ModelConfig`.
         """
         ctx, spec = ctx or Context(), families.spec(replace(self.model, pad_vocab_to=pad_vocab_to))
-        layers = None if ctx.pipeline is None else ctx.pipeline.stages.layer_of_slot
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         where = map_spec(lambda p: one, spec) if ctx.mesh is None else ctx.parameters(spec)
         names = weights.weight_map(self.family, self._spec)
@@ -146,13 +145,14 @@ class PretrainedFolder:
         def place(keys: tuple[Any, ...], p: Param, where: Any) -> jax.Array:
             sharding = where if ctx.mesh is None else ctx.sharding(where)
             name = names[path_of(keys)]
+            layers = None if ctx.pipeline is None else ctx.pipeline.stages.of(path_of(keys)).layer_of_slot
 
             def read(index: tuple[slice, ...] | None) -> np.ndarray:
                 return weights.read_param(p, name, fetch, index, layers)
 
             return jax.make_array_from_callback(p.shape, sharding, read)
 
-        stored = ctx.pad_to_stages(spec)
+        stored = pad_to_slots(spec, ctx.stages)
         values = jax.tree_util.tree_map_with_path(place, stored, where, is_leaf=lambda x: isinstance(x, Param))
         if self.adapters is None:
             return values

@@ -23,10 +23,11 @@ from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.kernels.taps import Tapped
 from jaxstack.models.implementations import OPS, attention_mask, implementations
-from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec
+from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec, pad_to_slots
 from jaxstack.moe import rounds
-from jaxstack.pipeline import Program, resolve
-from jaxstack.sharding import BATCH_AXES, Leaf, Rules, collectives, transformer
+from jaxstack.pipeline import Program, Stages
+from jaxstack.pipeline.operations import to_slots
+from jaxstack.sharding import Leaf, Rules, collectives, transformer
 from jaxstack.sharding.collectives import Axes
 from jaxstack.sharding.rules import names_of
 
@@ -103,18 +104,17 @@ class Context:
         Raises:
           ConfigError: a pipeline that does not fit the model or the batch, or a kernel that cannot run.
         """
-        stages, replicas = mesh.shape["pipe"], math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-        sequences = cfg.data.batch_size // cfg.train.grad_accum // replicas
+        from jaxstack.models import family  # it imports this module
+
         device = None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
         if platform is None and device is not None:
             platform = implementation.platform_of(device)
-        static_loops = {"auto": platform == "gpu", "static": True, "dynamic": False}[cfg.pipeline.loops]
         context = cls(
             mesh=mesh,  # type: ignore[arg-type]
-            pipeline=resolve(cfg, stages, sequences, static_loops) if stages > 1 else None,
+            pipeline=family.pipeline_program(cfg, mesh, platform),
             rules=transformer(cfg.mesh),
             partitioner=cfg.mesh.partitioner if mesh.size > 1 else "manual",
-            gather=cfg.pipeline.gather if stages > 1 else "once",
+            gather=cfg.pipeline.gather if mesh.shape["pipe"] > 1 else "once",
             context_method=cfg.mesh.context_method,
             dtype=jnp.dtype(cfg.train.dtype),
             reduce_dtype=jnp.dtype(cfg.train.reduce_dtype),
@@ -179,12 +179,10 @@ class Context:
         """Returns the spec of an activation with these logical axes; `None` is a dimension that is not split."""
         return self.narrow(PartitionSpec(*(axis and self.rules.activation((axis,))[0] for axis in axes)))
 
-    def pad_to_stages(self, spec: Spec) -> Spec:
-        """Returns the declarations with as many slots for layers as the stages of a pipeline store."""
-        if self.pipeline is None:
-            return spec
-        slots = len(self.pipeline.stages.layer_of_slot)
-        return map_spec(lambda p: replace(p, shape=(slots, *p.shape[1:])) if p.stacked else p, spec)
+    @property
+    def stages(self) -> Stages | None:
+        """The layers of each stage of the pipeline, or `None` without one."""
+        return None if self.pipeline is None else self.pipeline.stages
 
     def parameters(self, spec: Spec) -> PyTree:
         """Returns how parameters are sharded, as a tree of PartitionSpecs.
@@ -193,7 +191,7 @@ class Context:
           ShardingError: a parameter that the mesh does not divide, see `Rules.resolve`.
         """
         assert self.mesh is not None
-        leaves = {path: Leaf(p.shape, p.axes) for path, p in flat_spec(self.pad_to_stages(spec)).items()}
+        leaves = {path: Leaf(p.shape, p.axes) for path, p in flat_spec(pad_to_slots(spec, self.stages)).items()}
         named = {axis for leaf in leaves.values() for axis in leaf.axes or ()}
         # The rules name the axes of every model of the family; this model has some of them.
         rules = replace(self.rules, parameters={k: v for k, v in self.rules.parameters.items() if k in named})
@@ -341,23 +339,21 @@ class Context:
 
         return map_spec(total, spec, grads)
 
-    def to_layer_order(self, tree: PyTree) -> PyTree:
+    def to_layer_order(self, tree: PyTree, stack: str = "") -> PyTree:
         """Gathers arrays over the slots of this device's stage [R/P, ...] to arrays over all layers, in order [L, ...].
 
-        The results are equal on all stages. It is meant for small arrays.
+        The results are equal on all stages. It is meant for small arrays. One of several stacks has a name.
         """
         if self.pipeline is None:
             return tree
-        slots = self.pipeline.stages.slot_of_layer
+        slots = self.pipeline.stages.of(stack).slot_of_layer
         return jax.tree.map(lambda a: collectives.all_gather_invariant(a, ("pipe",), 0)[slots], tree)
 
-    def to_stage_order(self, values: jax.Array) -> jax.Array:
+    def to_stage_order(self, values: jax.Array, stack: str = "") -> jax.Array:
         """Returns an array over all layers, in order [L, ...], as stages store it [R, ...]; empty slots are zeros."""
         if self.pipeline is None:
             return values
-        layers = self.pipeline.stages.layer_of_slot
-        filled = (layers >= 0).reshape(-1, *(1,) * (values.ndim - 1))
-        return jnp.where(filled, values[layers], jnp.zeros((), values.dtype))
+        return to_slots(self.pipeline.stages.of(stack), values)
 
     def token_index(self, length: int) -> jax.Array:
         """Returns the positions within a row of this device's `length` tokens, int32 [S].

@@ -1,7 +1,7 @@
 """From a batch to the hidden states that the head reads, through the stacks of a family, on any mesh."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
@@ -15,7 +15,7 @@ from jaxstack.models.blocks import Stack, group_layers, remat, scan_stack, split
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Params, Spec, cast_matrices
-from jaxstack.pipeline import PipelineFns
+from jaxstack.pipeline import PipelineFns, StackFns
 
 Stream: TypeAlias = tuple[jax.Array, PyTree]
 """What a stage of a pipeline sends to the next: the residual stream, and the side inputs of the layers."""
@@ -67,23 +67,23 @@ def hidden_states(
     stacks = parts.stacks(cfg)
     steps = {name: split_steps(stack, params[name]) for name, stack in stacks.items()}
     x, side = parts.embed(cfg, params, layer_inputs, ctx)
-    every: list[tuple[int, Aux]] = []
+    every: list[Aux] = []
     for name, stack in stacks.items():
         if stack.enter is not None:
             x, side = stack.enter(cfg, params, x, side, layer_inputs, ctx)
         own = replace(layer_inputs, side=side)
         x, aux = scan_stack(cfg, ctx, stack, steps[name], x, own, cache)
-        every.append((stack.depth, aux))
-    return parts.final_norm(cfg, params, x, ctx), _join(every)
+        every.append(aux)
+    x = parts.final_norm(cfg, params, x, ctx)
+    return x, join([jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux) for aux in every])
 
 
-def _join(every: list[tuple[int, Aux]]) -> Aux:
-    """Joins the auxiliary values of stacks, given with their depths: [L/period, period, ...] of each to [L, ...]."""
-    flat = [jax.tree.map(lambda a, depth=depth: a.reshape(depth, *a.shape[2:]), aux) for depth, aux in every]
-    if len(flat) == 1:
-        return flat[0]
-    names = dict.fromkeys(name for aux in flat for name in aux)
-    return {name: jnp.concatenate([aux[name] for aux in flat if name in aux]) for name in names}
+def join(every: Sequence[Aux]) -> Aux:
+    """Joins the auxiliary values of stacks, [L, ...] each with its own depth."""
+    if len(every) == 1:
+        return every[0]
+    names = dict.fromkeys(name for aux in every for name in aux)
+    return {name: jnp.concatenate([aux[name] for aux in every if name in aux]) for name in names}
 
 
 def _through_stages(
@@ -94,27 +94,53 @@ def _through_stages(
     rows = next(array for name, array in batch.items() if name != "key").shape[0]
     # Auxiliary values are summed over microbatches; keys and values must not be.
     microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches) if cache is None else 1
-    ((name, stack),) = parts.stacks(cfg).items()
-    inner, stacked = ctx.within_stage, params[name]
-    if ctx.gather == "once":
-        stacked = ctx.gather_params(parts.spec(cfg)[name], stacked)
+    stacks, inner, spec = parts.stacks(cfg), ctx.within_stage, parts.spec(cfg)
 
-    def scan_body(
-        layer: tuple[list[Params], PyTree], stream: Stream, index: jax.Array, layer_inputs: LayerInputs
-    ) -> tuple[Stream, jax.Array, Aux]:
-        (weights, cache), (x, side) = layer, stream
-        x, aux = stack.step(cfg, inner, weights, x, index, replace(layer_inputs, side=side), cache)
-        return (x, side), jnp.zeros(()), aux
+    def layer(stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
+        def scan_body(
+            layer: tuple[list[Params], PyTree], stream: Stream, index: jax.Array, layer_inputs: LayerInputs
+        ) -> tuple[Stream, jax.Array, Aux]:
+            (weights, cache), (x, side) = layer, stream
+            x, aux = stack.step(cfg, inner, weights, x, index, replace(layer_inputs, side=side), cache)
+            return (x, side), jnp.zeros(()), aux
 
+        return remat(inner, scan_body)
+
+    def stacked(name: str, stack: Stack) -> tuple[list[Params], PyTree]:
+        own = params[name] if ctx.gather == "layer" else ctx.gather_params(spec[name], params[name])
+        return group_layers(stack.period, own), cache
+
+    first, *later = stacks.values()
     work = PipelineFns(
         prepare=lambda micro: parts.make_layer_inputs(cfg, micro, ctx),
         embed=lambda shared, layer_inputs: parts.embed(cfg, shared, layer_inputs, ctx),
-        layer=remat(inner, scan_body),
+        layer=layer(first),
+        later=tuple(StackFns(enter(cfg, stack, ctx), layer(stack)) for stack in later),
     )
-    layers_and_cache = group_layers(stack.period, stacked), cache
+    layers_and_cache = tuple(stacked(name, stack) for name, stack in stacks.items())
     micros = split_microbatches(batch, microbatches)
-    (x, _), _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, layers_and_cache, micros)
+    own_layers = layers_and_cache if later else layers_and_cache[0]
+    (x, _), _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, own_layers, micros)
     x = x.swapaxes(0, 1).reshape(rows, *x.shape[2:])
-    aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
-    own = {name: aux.pop(name) for name in ("keys", "values") if name in aux}
-    return parts.final_norm(cfg, params, x, ctx), ctx.to_layer_order(aux) | own
+    auxes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux if later else (aux,))
+    own = {name: auxes[0].pop(name) for name in ("keys", "values") if name in auxes[0]}
+    return parts.final_norm(cfg, params, x, ctx), in_layer_order(ctx, stacks, auxes) | own
+
+
+def enter(cfg: ModelConfig, stack: Stack, ctx: Context) -> Callable[[Params, Stream, LayerInputs], Stream]:
+    """Returns `Stack.enter` as a pipeline calls it."""
+
+    def enter(shared: Params, stream: Stream, layer_inputs: LayerInputs) -> Stream:
+        assert stack.enter is not None, "a stack after the first one says how it begins"
+        return stack.enter(cfg, shared, *stream, layer_inputs, ctx)
+
+    return enter
+
+
+def in_layer_order(ctx: Context, stacks: Mapping[str, Stack], auxes: Sequence[Aux]) -> Aux:
+    """Joins the auxiliary values of stacks, by the layer slots of this device's stage, to those of all layers [L, ...].
+
+    Each is [R/P, ...]; the results are equal on all stages.
+    """
+    ordered = [ctx.to_layer_order(aux, name) for name, aux in zip(stacks, auxes, strict=True)]
+    return join(ordered)

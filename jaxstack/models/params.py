@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxstack.common.tree import PyTree, path_of
+from jaxstack.pipeline.stages import Stages
 
 Role: TypeAlias = Literal["token_table", "head", "query", "key", "attention_output", "mlp_output"]
 """What a parameter is for, see `Param.roles`."""
@@ -169,7 +170,20 @@ def abstract(spec: Spec, dtype: DTypeLike = jnp.float32) -> Params:
     return map_spec(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), spec)
 
 
-def init(key: jax.Array, spec: Spec, layers: np.ndarray | None = None) -> Params:
+def pad_to_slots(spec: Spec, stages: Stages | None) -> Spec:
+    """Returns the declarations with as many layers as stages have slots for; `None` means that there are no stages."""
+    if stages is None:
+        return spec
+    placed = stages
+
+    def pad(keys: tuple[Any, ...], p: Param) -> Param:
+        slots = len(placed.of(path_of(keys)).layer_of_slot) if p.stacked else 0
+        return replace(p, shape=(slots, *p.shape[1:])) if p.stacked else p
+
+    return jax.tree_util.tree_map_with_path(pad, spec, is_leaf=lambda x: isinstance(x, Param))
+
+
+def init(key: jax.Array, spec: Spec, stages: Stages | None = None) -> Params:
     """Draws initial values, float32.
 
     Each array's key is folded from its path and, where layers are stacked, from the layer's index. So values depend
@@ -178,8 +192,8 @@ def init(key: jax.Array, spec: Spec, layers: np.ndarray | None = None) -> Params
     Args:
       key: PRNG key that all values derive from.
       spec: declarations.
-      layers: layer in each slot of the stacked arrays; -1 means an empty slot, which is zeros. `None` means that slot i
-        has layer i.
+      stages: which layer each slot of the stacked arrays has; empty slots are zeros. `None` means that slot i has
+        layer i.
     """
 
     def one(keys: tuple[Any, ...], p: Param) -> jax.Array:
@@ -195,9 +209,10 @@ def init(key: jax.Array, spec: Spec, layers: np.ndarray | None = None) -> Params
             return jnp.pad(draw(own), [(0, to - size) for size, to in zip(shape, p.shape, strict=True)])
         if not p.stacked:
             return draw(own)
-        numbers = jnp.arange(p.shape[0]) if layers is None else jnp.asarray(layers)
+        layers = np.arange(p.shape[0]) if stages is None else stages.of(path_of(keys)).layer_of_slot
+        numbers = jnp.arange(p.shape[0]) if stages is None else jnp.asarray(layers)
         values = jax.vmap(lambda i: draw(jax.random.fold_in(own, i)))(numbers)
-        if layers is None or (layers >= 0).all():
+        if (layers >= 0).all():
             return values
         return jnp.where((numbers >= 0).reshape(-1, *(1,) * len(shape)), values, 0.0)
 

@@ -1,10 +1,14 @@
 """Pipeline parallelism: schedule tables (`schedule`), programs of a model (`program`), their executor (`execute`)."""
 
 from jaxstack.kernels.taps import product
-from jaxstack.pipeline.execute import PipelineFns, Sums, execute
-from jaxstack.pipeline.program import Program, Stages, resolve
+from jaxstack.pipeline.execute import execute
+from jaxstack.pipeline.functions import PipelineFns, StackFns, Sums
+from jaxstack.pipeline.fused import gpipe, interleaved_one_f_one_b, one_f_one_b
+from jaxstack.pipeline.program import Program
 from jaxstack.pipeline.reference import forward
-from jaxstack.pipeline.schedule import Schedule, ScheduleError, gpipe, interleaved_one_f_one_b, one_f_one_b
+from jaxstack.pipeline.resolve import resolve
+from jaxstack.pipeline.schedule import Schedule, ScheduleError
+from jaxstack.pipeline.stages import Stages
 from jaxstack.pipeline.transform import value_and_grad
 from jaxstack.pipeline.zero_bubble import zb1, zb_h1
 
@@ -13,6 +17,7 @@ __all__ = [
     "Program",
     "Schedule",
     "ScheduleError",
+    "StackFns",
     "Stages",
     "Sums",
     "execute",

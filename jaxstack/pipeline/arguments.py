@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxstack.common.errors import ConfigError
 from jaxstack.common.tree import PyTree, flatten
 from jaxstack.kernels.taps import find_weights
-from jaxstack.pipeline.program import Stages
 from jaxstack.pipeline.schedule import Schedule, ScheduleError
+from jaxstack.pipeline.stages import Stages
 
 CALLS = {"layer": "layer(weights, x)", "embed": "embed(shared, batch)", "loss": "loss(shared, x, batch)"}
 """The functions of `value_and_grad` in their order, and how each is called."""

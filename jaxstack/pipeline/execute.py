@@ -15,8 +15,7 @@ stages run weight units in place of others (`Program.mixed_T`). If the program i
 whose loops have static trip counts, see `phases`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import jax
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack.common.tree import PyTree
+from jaxstack.pipeline.functions import PipelineFns, Sums
 from jaxstack.pipeline.operations import (
     add_at,
     add_trees,
@@ -36,65 +36,19 @@ from jaxstack.pipeline.operations import (
     read_at,
     run_if,
     send,
+    turn_at,
     where,
     write_at,
     zeros,
 )
+from jaxstack.pipeline.parts import Carrier, Part, State, parts_of
 from jaxstack.pipeline.phases import Phase, Turns
 from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
 from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
-from jaxstack.pipeline.split_vjp import Pairs, SplitVJP
+from jaxstack.pipeline.split_vjp import Pairs
 from jaxstack.pipeline.tick_rows import TickRow, UnitRow, tick_rows, ticks_from
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
-
-
-@dataclass(frozen=True)
-class PipelineFns:
-    """The functions that a pipeline runs, each on the shards of one device.
-
-    All stages call `embed` and `loss` at once with equal arguments, and the results must be equal on all stages. The
-    functions may divide their work among the stages, for example by a split vocabulary. The type of `embed`'s result
-    may vary along the stages, as that of a gather does; only stage 0 uses the value. Losses and penalties are shares
-    of one sum over microbatches and layers. The gradients are those of this sum. `x` is an array, or a tree of arrays
-    that stages send on together.
-
-    Attributes:
-      prepare: (one microbatch) -> inputs, the values that the other functions need from it. It runs once for each unit.
-      embed: (shared, inputs) -> x, the input of the first layer.
-      layer: (weights of one layer group, x, index of the group, inputs) -> (x, penalty, aux). `aux` has no gradient
-        and is summed over microbatches.
-      loss: (shared, x, inputs) -> loss, from the output of the last layer: a scalar, or a tree of scalars, which the
-        sum adds up. `forward` does not call it.
-      split: for each weight of a layer group, whether its gradient may be left to a weight unit. The layer uses such a
-        weight only through `kernels.taps.product`. `None` means no weight.
-    """
-
-    prepare: Callable[[PyTree], PyTree]
-    embed: Callable[[PyTree, PyTree], PyTree]
-    layer: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[PyTree, jax.Array, PyTree]]
-    loss: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
-    split: PyTree = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Sums:
-    """The values that a run sums over microbatches.
-
-    Attributes:
-      loss: sum of `PipelineFns.loss`, equal on all stages.
-      penalty: sum of the penalties of this stage's layers.
-      aux: sums of the `aux` of `PipelineFns.layer`, by layer slot of this stage.
-      shared: float32 gradients of the shared parameters.
-      stacked: float32 gradients of the parameters in this stage's layer slots.
-    """
-
-    loss: PyTree
-    penalty: jax.Array
-    aux: PyTree
-    shared: PyTree
-    stacked: PyTree
 
 
 def execute(
@@ -113,55 +67,26 @@ def execute(
       fns: the functions to run.
       axis: mesh axis of the stages.
       shared: parameters that `embed` and `loss` read, in the dtype of the computation.
-      stacked: parameters in this stage's layer slots, [slots / P, ...].
+      stacked: parameters in this stage's layer slots, [slots / P, ...]; with `PipelineFns.later` a tuple of these.
       microbatches: arrays [M, ...], equal on all stages.
-      constants: arrays in this stage's layer slots that get no gradient. If given, `fns.layer` receives the pair
-        (parameters, constants) of a layer group instead of its parameters.
+      constants: arrays in this stage's layer slots that get no gradient, like `stacked`. If given, `fns.layer`
+        receives the pair (parameters, constants) of a layer group instead of its parameters.
 
     Returns:
       Sums over microbatches. To sum over other mesh axes, pass parameters that vary along them and reduce the result.
     """
-    run = _Run(
-        program,
-        fns,
-        axis,
-        shared,
-        stacked,
-        microbatches,
-        constants,
-        stage=lax.axis_index(axis),
-        group_of_slot=collectives.local_slice(jnp.asarray(program.stages.group_of_slot), (axis,), 0),
-    )
+    parts = parts_of(program, fns, axis, stacked, constants)
+    run = _Run(program, fns, axis, shared, microbatches, parts, stage=lax.axis_index(axis))
     state, rows = run.initial_state(), tick_rows(program)
     if not program.static:
-        return lax.scan(run.tick, state, rows)[0].sums
-    start = 0
-    for phase in program.phases:
-        state = run.phase(phase, state, ticks_from(rows, start, phase.ticks))
-        start += phase.ticks
-    return state.sums
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _State:
-    """The values that a stage carries from tick to tick.
-
-    Attributes:
-      x: activations received from the previous stage.
-      dx: cotangents received from the next stage.
-      stash: residuals of layers, [stash slots, groups of a model chunk, ...] each.
-      outputs: outputs of the last layer that wait for the loss, [stash slots, ...]; None if none waits.
-      pairs: what the weight units need from the backward units, [pair slots, groups of a model chunk, ...] each.
-      sums: results so far.
-    """
-
-    x: PyTree
-    dx: PyTree
-    stash: list[jax.Array]
-    outputs: PyTree
-    pairs: Pairs
-    sums: Sums
+        sums = lax.scan(run.tick, state, rows)[0].sums
+    else:
+        start = 0
+        for phase in program.phases:
+            state = run.phase(phase, state, ticks_from(rows, start, phase.ticks))
+            start += phase.ticks
+        sums = state.sums
+    return sums if fns.later else replace(sums, stacked=sums.stacked[0], aux=sums.aux[0])
 
 
 @dataclass(frozen=True)
@@ -169,27 +94,26 @@ class _Run:
     """The arguments of `execute`, the position of this device, and the phases of a tick as methods.
 
     Attributes (beyond those of `execute`):
+      parts: the stacks of layers.
       stage: index of this device along the axis of stages.
-      group_of_slot: index of the layer group in each of this stage's layer slots, or -1 for an empty slot.
     """
 
     program: Program
     fns: PipelineFns
     axis: str
     shared: PyTree
-    stacked: PyTree
     microbatches: PyTree
-    constants: PyTree
+    parts: tuple[Part, ...]
     stage: jax.Array
-    group_of_slot: jax.Array
-
-    @cached_property
-    def vjp(self) -> SplitVJP:
-        return SplitVJP(self.layer)
 
     @property
     def last_stage(self) -> int:
         return self.program.stages.stages - 1
+
+    @property
+    def last(self) -> Part:
+        """The stack with the last layer."""
+        return self.parts[-1]
 
     def inputs_of(self, m: jax.Array) -> PyTree:
         return self.fns.prepare(index_leading(self.microbatches, m))
@@ -197,50 +121,75 @@ class _Run:
     def on_stage(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda a: varying(a, (self.axis,)), tree)
 
-    def layer(self, weights: PyTree, x: PyTree, group: jax.Array, inputs: PyTree) -> tuple[PyTree, jax.Array, PyTree]:
-        inputs, constants = inputs
-        return self.fns.layer(weights if self.constants is None else (weights, constants), x, group, inputs)
-
     def loss(self, shared: PyTree, x: PyTree, inputs: PyTree) -> PyTree:
         assert self.fns.loss is not None, "execute needs PipelineFns.loss"
         return self.fns.loss(shared, x, inputs)
 
-    def initial_state(self) -> _State:
-        """Returns zeros of the carry's shapes and types, which come from abstract traces."""
-        slots, axes = self.program.slots, (self.axis,)
-        m = varying(jnp.int32(0), axes)
-        inputs = (self.inputs_of(m), index_leading(self.constants, m))
-        weights, group = index_leading(self.stacked, m), self.group_of_slot[0]
+    @cached_property
+    def carrier(self) -> Carrier:
+        """The arrays that stages send, whose types come from abstract traces."""
+        m = varying(jnp.int32(0), (self.axis,))
         x = jax.eval_shape(lambda: self.fns.embed(self.shared, self.inputs_of(jnp.int32(0))))
-        x = jax.tree.map(lambda a: zeros(a, axes), x)
-        x = match_varying_tree(x, jax.eval_shape(lambda: self.layer(weights, x, group, inputs)[0]))
-        if self.program.weight and self.fns.split is not None:
-            self.vjp.find_sites(self.fns.split, weights, x, group, inputs)
-        _, penalty, aux, residuals = jax.eval_shape(lambda: self.vjp.forward(weights, x, group, inputs))
+        streams: list[PyTree] = []
+        for part in self.parts:
+            if part.index:
+                before = streams[-1]
+                x = jax.eval_shape(lambda: part.enter(self.shared, before, self.inputs_of(jnp.int32(0))))
+            x = jax.tree.map(lambda a: zeros(a, (self.axis,)), x)
+            arguments = self.first_unit(part, m)
+            x = match_varying_tree(x, jax.eval_shape(lambda: part.layer(arguments[0], x, *arguments[1:])[0]))
+            streams.append(x)
+        return Carrier(streams)
+
+    def first_unit(self, part: Part, m: jax.Array) -> tuple[PyTree, jax.Array, PyTree]:
+        """Returns the weights, the index and the inputs of a stack's first layer group."""
+        inputs = (self.inputs_of(m), index_leading(part.constants, m))
+        return index_leading(part.stacked, m), part.group_of_slot[0], inputs
+
+    def initial_state(self) -> State:
+        """Returns zeros of the carry's shapes and types, which come from abstract traces."""
+        axes = (self.axis,)
+        m = varying(jnp.int32(0), axes)
+        arrays = self.carrier.arrays
+        stash, entries, pairs, auxes, penalties = [], [], [], [], []
+        for part in self.parts:
+            x, (weights, group, inputs) = self.carrier.stream(arrays, part.index), self.first_unit(part, m)
+            if self.program.weight and part.fns.split is not None:
+                part.vjp.find_sites(part.fns.split, weights, x, group, inputs)
+            _, share, aux, residuals = jax.eval_shape(lambda: part.vjp.forward(weights, x, group, inputs))
+            penalties.append(share)
+            lead = (part.plan.slots, part.max_groups)
+            stash.append([varying(zeros(r, lead=lead), axes) for r in residuals])
+            before = self.carrier.stream(arrays, part.index - 1) if part.index else None
+            entries.append(jax.tree.map(lambda a: zeros(a, lead=(part.plan.slots,)), before))
+            lead = (self.program.pair_slots, part.max_groups)
+            taps = jax.eval_shape(part.vjp.sites.taps)
+            pairs.append(jax.tree.map(lambda tap: varying(zeros(tap, lead=lead), axes), taps))
+            slots = (len(part.group_of_slot),)
+            auxes.append(jax.tree.map(lambda a: varying(zeros(a, lead=slots), axes), aux))
+        output = self.carrier.stream(arrays, self.last.index)
         loss = jax.eval_shape(
             lambda: self.loss(
-                self.shared, broadcast(x, self.stage, self.last_stage, self.axis), self.inputs_of(jnp.int32(0))
+                self.shared, broadcast(output, self.stage, self.last_stage, self.axis), self.inputs_of(jnp.int32(0))
             )
         )
+        gradients = partial(jax.tree.map, lambda a: collectives.zeros(a.shape, jnp.float32, a))
         sums = Sums(
             loss=jax.tree.map(zeros, loss),
-            penalty=zeros(penalty, axes),
-            aux=jax.tree.map(lambda a: varying(zeros(a, lead=(len(self.group_of_slot),)), axes), aux),
-            shared=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), self.shared),
-            stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), self.stacked),
+            penalty=zeros(penalties[0], axes),
+            aux=tuple(auxes),
+            shared=gradients(self.shared),
+            stacked=tuple(gradients(part.stacked) for part in self.parts),
         )
-        stash = [varying(zeros(r, lead=(slots, self.program.stages.max_groups)), axes) for r in residuals]
         outputs = None
         if not self.program.loss_follows_forward:
-            outputs = jax.tree.map(lambda a: zeros(a, lead=(slots,)), x)
-        lead = (self.program.pair_slots, self.program.stages.max_groups)
-        pairs = jax.tree.map(lambda tap: varying(zeros(tap, lead=lead), axes), jax.eval_shape(self.vjp.sites.taps))
-        return _State(x, x, stash, outputs, pairs, sums)
+            outputs = jax.tree.map(lambda a: zeros(a, lead=(self.last.plan.slots,)), output)
+        return State(arrays, arrays, stash, entries, outputs, pairs, sums)
 
-    def phase(self, phase: Phase, state: _State, rows: TickRow) -> _State:
+    def phase(self, phase: Phase, state: State, rows: TickRow) -> State:
         """Runs the ticks of a phase. In each run of ticks, the trip counts are Python's integers."""
 
-        def repeat(state: _State, rows: TickRow) -> tuple[_State, None]:
+        def repeat(state: State, rows: TickRow) -> tuple[State, None]:
             start = 0
             for turns, count in phase.runs:
                 run = partial(self.static_tick, turns)
@@ -250,62 +199,101 @@ class _Run:
 
         return lax.scan(repeat, state, jax.tree.map(lambda a: a.reshape(phase.repeats, -1, *a.shape[1:]), rows))[0]
 
-    def static_tick(self, turns: Turns[int], state: _State, row: TickRow) -> tuple[_State, None]:
+    def static_tick(self, turns: Turns[int], state: State, row: TickRow) -> tuple[State, None]:
         return self.tick(state, row.static(turns))
 
-    def tick(self, state: _State, row: TickRow) -> tuple[_State, None]:
+    def tick(self, state: State, row: TickRow) -> tuple[State, None]:
         """Runs one tick: embedding, forward unit, loss, backward unit, gradient of the embedding, sends."""
         row = row.of_stage(self.stage)
-        x, stash, penalty, aux = self.run_forward(state, row)
-        stacked, pairs = self.run_weight(state.sums.stacked, state.pairs, row, FORWARD)
-        output, outputs = x, state.outputs
+        x, entries = self.run_embed(state, row)
+        sums = state.sums
+        stash, penalty, aux, waiting = list(state.stash), sums.penalty, list(sums.aux), list(state.pairs)
+        for part in self.parts:
+            i = part.index
+            x, stash[i], penalty, aux[i] = self.run_forward(part, x, stash[i], penalty, aux[i], row)
+        stacked = list(sums.stacked)
+        self.run_weight(stacked, waiting, row, FORWARD)
+        outputs, last = state.outputs, self.last.index
+        output = self.carrier.stream(x, last)
         if outputs is not None:
-            outputs = jax.tree.map(lambda s, a: write_at(s, a, row.forward.slot), outputs, x)
-            output = index_leading(outputs, row.backward.slot)
+            unit = row.forward[last]
+            if len(self.parts) > 1:  # only with one stack, the slot of a stage without a unit is free
+                output = where(unit.active, output, index_leading(outputs, unit.slot))
+            outputs = jax.tree.map(lambda s, a: write_at(s, a, unit.slot), outputs, output)
+            output = index_leading(outputs, row.backward[last].slot)
         dx, loss, shared = self.run_loss(state, row, output)
-        dx, stacked, pairs = self.run_backward(pairs, stash, row, dx, stacked)
-        stacked, pairs = self.run_weight(stacked, pairs, row, BACKWARD)
-        if jax.tree.leaves(self.shared):
-            shared = self.run_embed_grad(shared, row, dx)
-        stacked, pairs = self.run_weight(stacked, pairs, row, WEIGHT)
-        sums = Sums(loss, penalty, aux, shared, stacked)
+        for part in reversed(self.parts):
+            i = part.index
+            dx, stacked[i], waiting[i] = self.run_backward(part, waiting[i], stash[i], row, dx, stacked[i])
+        self.run_weight(stacked, waiting, row, BACKWARD)
+        if jax.tree.leaves(self.shared) or len(self.parts) > 1:
+            dx, shared = self.run_embed_grad(shared, entries, row, dx)
+        self.run_weight(stacked, waiting, row, WEIGHT)
+        sums = Sums(loss, penalty, tuple(aux), shared, tuple(stacked))
         x = send(x, self.axis, 1) if may_run(row.turns.forward) else x
         dx = send(dx, self.axis, -1) if may_run(row.turns.backward) else dx
-        return _State(x, dx, stash, outputs, pairs, sums), None
+        return State(x, dx, stash, entries, outputs, waiting, sums), None
 
-    def run_forward(self, state: _State, row: TickRow) -> tuple[PyTree, list[jax.Array], jax.Array, PyTree]:
-        """Runs this stage's model chunk on the received activations; the first model chunk embeds a new microbatch.
+    def run_embed(self, state: State, row: TickRow) -> tuple[list[jax.Array], list[PyTree]]:
+        """Returns the received activations, in which stage 0 begins a stack, and the entries.
+
+        The first stack begins with the embedding of a new microbatch, another one with what it makes of the output of
+        the stack before, which becomes an entry.
+        """
+
+        def embed(x: list[jax.Array], m: jax.Array) -> list[jax.Array]:
+            embedded = self.fns.embed(self.shared, self.inputs_of(jnp.maximum(m, 0)))
+            began = where((self.stage == 0) & (m >= 0), embedded, self.carrier.stream(x, 0))
+            return self.carrier.put(x, 0, began)
+
+        x = run_if("embed", row.turns.embed, embed, state.x, row.embed_at)
+        entries = list(state.entries)
+        for part in self.parts[1:]:
+            at, i = row.enter_at[part.index - 1], part.index
+
+            def enter(carry: PyTree, operands: PyTree, part: Part = part) -> PyTree:
+                (x, entries), (m, slot) = carry, operands
+                before = self.carrier.stream(x, part.index - 1)
+                entered = part.enter(self.shared, before, self.inputs_of(jnp.maximum(m, 0)))
+                began = where((self.stage == 0) & (m >= 0), entered, self.carrier.stream(x, part.index))
+                entries = jax.tree.map(lambda s, a: write_at(s, a, slot), entries, before)
+                return self.carrier.put(x, part.index, began), entries
+
+            operands = at, row.forward[i].slot
+            x, entries[i] = run_if(f"enter{part.plan.loop}", turn_at(at), enter, (x, entries[i]), operands)
+        return x, entries
+
+    def run_forward(
+        self, part: Part, x: list[jax.Array], stash: list[jax.Array], penalty: jax.Array, aux: PyTree, row: TickRow
+    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, PyTree]:
+        """Runs this stage's model chunk of a stack on the received activations.
 
         Returns the output, the stash with the unit's residuals, and the sums of penalty and aux.
         """
-
-        def embed(x: PyTree, m: jax.Array) -> PyTree:
-            embedded = self.fns.embed(self.shared, self.inputs_of(jnp.maximum(m, 0)))
-            return where((self.stage == 0) & (m >= 0), embedded, x)
-
-        x = run_if("embed", row.turns.embed, embed, state.x, row.embed_at)
-        unit = row.forward
+        unit = row.forward[part.index]
         inputs = self.inputs_of(unit.microbatch)
 
         def layer_forward(i: jax.Array, carry: PyTree) -> PyTree:
             x, stash, penalty, aux = carry
-            slot = unit.chunk * self.program.stages.max_groups + i
-            is_layer = self.group_of_slot[slot] >= 0
-            y, share, extra, residuals = self.vjp.forward(
-                index_leading(self.stacked, slot),
+            slot = unit.chunk * part.max_groups + i
+            is_layer = part.group_of_slot[slot] >= 0
+            y, share, extra, residuals = part.vjp.forward(
+                index_leading(part.stacked, slot),
                 x,
-                self.group_of_slot[slot],
-                (inputs, index_leading(self.constants, slot)),
+                part.group_of_slot[slot],
+                (inputs, index_leading(part.constants, slot)),
             )
             stash = [write_at(s, r, unit.slot, i) for s, r in zip(stash, residuals, strict=True)]
             counts = is_layer & unit.active
             aux = jax.tree.map(lambda a, e: add_at(a, jnp.where(counts, e, 0), slot), aux, extra)
             return where(is_layer, y, x), stash, penalty + jnp.where(counts, share, 0), aux
 
-        carry = (x, state.stash, state.sums.penalty, state.sums.aux)
-        return fori_loop("forward", row.forward_groups, layer_forward, carry)
+        carry = (self.carrier.stream(x, part.index), stash, penalty, aux)
+        trips = row.groups(unit, row.turns.forward)
+        y, stash, penalty, aux = fori_loop(f"forward{part.plan.loop}", trips, layer_forward, carry)
+        return self.carrier.put(x, part.index, y), stash, penalty, aux
 
-    def run_loss(self, state: _State, row: TickRow, output: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    def run_loss(self, state: State, row: TickRow, output: PyTree) -> tuple[list[jax.Array], PyTree, PyTree]:
         """Computes the loss of the last stage's output on all stages, which divide the work of the head.
 
         Returns the cotangents for the backward unit, and the sums of the loss and of the shared gradients.
@@ -319,28 +307,31 @@ class _Run:
             dx = where(self.stage == self.last_stage, dy, dx)
             return dx, jax.tree.map(jnp.add, loss, share), add_trees(grads, dshared)
 
-        carry = (state.dx, state.sums.loss, state.sums.shared)
-        return run_if("loss", row.turns.loss, loss_and_grad, carry, (output, row.loss_at))
+        dx = self.carrier.stream(state.dx, self.last.index)
+        carry = (dx, state.sums.loss, state.sums.shared)
+        dx, loss, shared = run_if("loss", row.turns.loss, loss_and_grad, carry, (output, row.loss_at))
+        return self.carrier.put(state.dx, self.last.index, dx), loss, shared
 
     def run_backward(
-        self, waiting: Pairs, stash: list[jax.Array], row: TickRow, dx: PyTree, sums: PyTree
-    ) -> tuple[PyTree, PyTree, Pairs]:
-        """Applies the VJPs of this stage's model chunk, last layer group first.
+        self, part: Part, waiting: Pairs, stash: list[jax.Array], row: TickRow, dx: list[jax.Array], sums: PyTree
+    ) -> tuple[list[jax.Array], PyTree, Pairs]:
+        """Applies the VJPs of this stage's model chunk of a stack, last layer group first.
 
         Returns the cotangents for the previous stage, the sums of the stacked gradients, and the pairs that wait.
         """
-        unit = row.backward
-        inputs, one = self.inputs_of(unit.microbatch), zeros(self.vjp.penalty) + 1
+        unit = row.backward[part.index]
+        trips = row.groups(unit, row.turns.backward)
+        inputs, one = self.inputs_of(unit.microbatch), zeros(part.vjp.penalty) + 1
 
         def layer_backward(i: jax.Array, carry: PyTree) -> PyTree:
             dx, sums, waiting = carry
-            layer = row.backward_groups - 1 - i
-            slot = unit.chunk * self.program.stages.max_groups + layer
-            is_layer = self.group_of_slot[slot] >= 0
+            layer = trips - 1 - i
+            slot = unit.chunk * part.max_groups + layer
+            is_layer = part.group_of_slot[slot] >= 0
             residuals = [read_at(s, unit.slot, layer) for s in stash]
-            constants = index_leading(self.constants, slot)
-            weights, group = index_leading(self.stacked, slot), self.group_of_slot[slot]
-            dweights, dy, pairs = self.vjp.backward(residuals, weights, group, (inputs, constants), dx, one)
+            constants = index_leading(part.constants, slot)
+            weights, group = index_leading(part.stacked, slot), part.group_of_slot[slot]
+            dweights, dy, pairs = part.vjp.backward(residuals, weights, group, (inputs, constants), dx, one)
             counts = is_layer & unit.active
             sums = add_where(counts, sums, dweights, slot)
             if row.pair_slot is not None:
@@ -348,30 +339,53 @@ class _Run:
                 waiting = jax.tree.map(lambda s, a: write_at(s, a, *place), waiting, pairs)
             return where(is_layer, dy, dx), sums, waiting
 
-        return fori_loop("backward", row.backward_groups, layer_backward, (dx, sums, waiting))
+        carry = (self.carrier.stream(dx, part.index), sums, waiting)
+        dy, sums, waiting = fori_loop(f"backward{part.plan.loop}", trips, layer_backward, carry)
+        return self.carrier.put(dx, part.index, dy), sums, waiting
 
-    def run_weight(self, sums: PyTree, waiting: Pairs, row: TickRow, lane: int) -> tuple[PyTree, Pairs]:
+    def run_weight(self, every_sums: list[PyTree], every_waiting: list[Pairs], row: TickRow, lane: int) -> None:
         """Adds the gradients that this stage's weight unit in a lane computes to the sums of the stacked gradients.
 
-        Returns the sums and the unchanged pairs. The loop carries the pairs through a barrier: XLA then sees the order
-        of reads and writes in a tick, where it would otherwise copy all pairs.
+        The lists get the sums and the unchanged pairs. The loop carries the pairs through a barrier: XLA then sees the
+        order of reads and writes in a tick, where it would otherwise copy all pairs.
         """
         if row.weight is None or (lane != WEIGHT and row.weight.trips is None):
-            return sums, waiting
+            return
+        (part,) = self.parts  # schedules with weight units run one stack
         unit: UnitRow = jax.tree.map(lambda a: a[lane], row.weight)
 
         def layer_weight(i: jax.Array, carry: PyTree) -> PyTree:
             sums, waiting = carry
-            slot = unit.chunk * self.program.stages.max_groups + i
+            slot = unit.chunk * part.max_groups + i
             pairs = jax.tree.map(lambda s: read_at(s, unit.slot, i), waiting)
-            dweights = self.vjp.weights(index_leading(self.stacked, slot), pairs)
-            sums = add_where((self.group_of_slot[slot] >= 0) & unit.active, sums, dweights, slot)
+            dweights = part.vjp.weights(index_leading(part.stacked, slot), pairs)
+            sums = add_where((part.group_of_slot[slot] >= 0) & unit.active, sums, dweights, slot)
             return barrier((sums, waiting)) if unit.trips is not None else (sums, waiting)
 
-        return fori_loop(WEIGHT_LOOPS[lane], row.weight_groups(lane), layer_weight, (sums, waiting))
+        carry = (every_sums[0], every_waiting[0])
+        every_sums[0], every_waiting[0] = fori_loop(WEIGHT_LOOPS[lane], row.weight_groups(lane), layer_weight, carry)
 
-    def run_embed_grad(self, sums: PyTree, row: TickRow, dx: PyTree) -> PyTree:
-        """Adds the gradient of the embedding to the sums of the shared gradients, and returns them."""
+    def run_embed_grad(
+        self, sums: PyTree, entries: list[PyTree], row: TickRow, dx: list[jax.Array]
+    ) -> tuple[list[jax.Array], PyTree]:
+        """Adds the gradient of what begins a stack to the sums of the shared gradients.
+
+        Returns the cotangents for the previous stage, which leave a later stack where it began, and the sums.
+        """
+        for part in reversed(self.parts[1:]):
+            at, entry = row.enter_grad_at[part.index - 1], entries[part.index]
+
+            def enter_grad(carry: PyTree, operands: PyTree, part: Part = part) -> PyTree:
+                (dx, grads), (entry, m) = carry, operands
+                inputs, used = self.inputs_of(jnp.maximum(m, 0)), (self.stage == 0) & (m >= 0)
+                y, pull = jax.vjp(lambda shared, x: self.on_stage(part.enter(shared, x, inputs)), self.shared, entry)
+                dy = where(used, self.carrier.stream(dx, part.index), None)
+                dshared, before = pull(match_varying_tree(dy, y))
+                before = where(used, before, self.carrier.stream(dx, part.index - 1))
+                return self.carrier.put(dx, part.index - 1, before), add_trees(grads, dshared)
+
+            operands = index_leading(entry, row.backward[part.index].slot), at
+            dx, sums = run_if(f"enter_grad{part.plan.loop}", turn_at(at), enter_grad, (dx, sums), operands)
 
         def embed_grad(grads: PyTree, operands: PyTree) -> PyTree:
             dx, m = operands
@@ -381,4 +395,5 @@ class _Run:
             x, pull = jax.vjp(lambda shared: self.on_stage(self.fns.embed(shared, inputs)), self.shared)
             return add_trees(grads, *pull(match_varying_tree(where(used, dx, None), x)))
 
-        return run_if("embed_grad", row.turns.embed_grad, embed_grad, sums, (dx, row.embed_grad_at))
+        operands = self.carrier.stream(dx, 0), row.embed_grad_at
+        return dx, run_if("embed_grad", row.turns.embed_grad, embed_grad, sums, operands)

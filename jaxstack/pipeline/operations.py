@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack.common.tree import PyTree
+from jaxstack.pipeline.stages import Stages
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import varies_along, varying
 
@@ -68,6 +69,17 @@ def where(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:
     if y is None:
         return jax.tree.map(lambda a: jnp.where(condition, a, 0), x)
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), x, y)
+
+
+def to_slots(stages: Stages, a: jax.Array) -> jax.Array:
+    """Reorders layers [L, ...] to layer slots; empty slots are zeros."""
+    is_layer = (stages.layer_of_slot >= 0).reshape(-1, *(1,) * (a.ndim - 1))
+    return jnp.where(is_layer, a[stages.layer_of_slot], jnp.zeros((), a.dtype))
+
+
+def turn_at(microbatch: jax.Array) -> jax.Array:
+    """Returns the trip count of work for a microbatch: 0 for none, which is a negative number."""
+    return (microbatch >= 0).astype(jnp.int32)
 
 
 def may_run(trips: jax.Array | int) -> bool:

@@ -1,120 +1,45 @@
 """Prepares a schedule for the executor: which layers are stored on which stage, and what a stage runs at every tick.
 
-The layers of a model are cut, in order, into model chunks. Model chunk `g` is chunk `g // stages` of stage
-`g % stages`. Arrays with a leading dimension over layers are stored in layer slots, ordered by stage and then by
-chunk. Every model chunk has as many slots as the largest one has layers, so that an even split of the leading
-dimension gives every stage its own layers. If model chunks are equal and every stage has one, slots are in layer
-order. Layers run in groups of `period` layers that differ in kind (such as Gemma 2's windows). A group is never cut.
-
 Suffixes: T ticks, P stages, M microbatches, G model chunks, L layers. JAX is not imported.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from pathlib import Path
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxstack.config import Config, ConfigError
-from jaxstack.pipeline.costs import Costs
-from jaxstack.pipeline.partition import Partition, cut, even
+from jaxstack.pipeline.partition import Partition
 from jaxstack.pipeline.phases import Phase, Turns, Units, count_sends, find_phases, layer_work, mask_turns
-from jaxstack.pipeline.schedule import (
-    IDLE,
-    WEIGHT,
-    Schedule,
-    ScheduleError,
-    gpipe,
-    interleaved_one_f_one_b,
-    one_f_one_b,
-)
-from jaxstack.pipeline.zero_bubble import pair_slots, zb1, zb_h1
-
-SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
-    "gpipe": lambda stages, microbatches, chunks: gpipe(stages, microbatches),
-    "1f1b": lambda stages, microbatches, chunks: one_f_one_b(stages, microbatches),
-    "interleaved_1f1b": interleaved_one_f_one_b,
-    "zb1": zb1,
-    "zb_h1": lambda stages, microbatches, chunks: zb_h1(stages, microbatches),
-}
-"""Builds each schedule from stages, microbatches and chunks."""
+from jaxstack.pipeline.schedule import IDLE, WEIGHT, Schedule, ScheduleError
+from jaxstack.pipeline.stages import Stages
+from jaxstack.pipeline.zero_bubble import pair_slots
 
 WEIGHT_LOOPS = ("weight_in_forward", "weight_in_backward", "weight")
 """Names of the loops over the layer groups of weight units, by lane."""
 
 
-@dataclass(frozen=True)
-class Stages:
-    """The assignment of layers to stages and layer slots.
+class Part(NamedTuple):
+    """One stack of a program.
 
     Attributes:
-      stages: number of stages, P.
-      layers: number of layers in each model chunk, in the model's order [G].
-      period: layers in a group.
+      stages: where its layers are.
+      forward: its forward units. Chunks are counted from its first one, and slots hold its units alone.
+      backward: its backward units.
+      slots: its stash slots.
+      loop: what the names of its loops end with.
+      enter_at_T: microbatch that stage 0 leads into this stack from the one before, or -1; `None` for the first stack.
+      enter_grad_at_T: microbatch whose gradients go back to the stack before, or -1; `None` for the first stack.
     """
 
-    stages: int
-    layers: tuple[int, ...]
-    period: int = 1
-
-    def __post_init__(self) -> None:
-        count = len(self.layers)
-        if not count or count % self.stages or min(self.layers) < 1 or any(n % self.period for n in self.layers):
-            raise ScheduleError(
-                f"layers of each model chunk {list(self.layers)} do not fit {self.stages} stages; give each stage the "
-                f"same number of model chunks, each with a positive multiple of {self.period} layers"
-            )
-
-    @property
-    def chunks(self) -> int:
-        """Number of model chunks on each stage."""
-        return len(self.layers) // self.stages
-
-    @property
-    def max_layers(self) -> int:
-        """Layers in the largest model chunk, which is the number of layer slots of each."""
-        return max(self.layers)
-
-    @cached_property
-    def layer_of_slot(self) -> np.ndarray:
-        """Layer that each layer slot holds, or -1 for an empty slot. int32 [P * chunks * max_layers]."""
-        layers = np.full((self.stages, self.chunks, self.max_layers), -1, np.int32)
-        start = 0
-        for g, count in enumerate(self.layers):
-            layers[g % self.stages, g // self.stages, :count] = np.arange(start, start + count)
-            start += count
-        return layers.reshape(-1)
-
-    @cached_property
-    def slot_of_layer(self) -> np.ndarray:
-        """Layer slot of each layer, int32 [L]."""
-        held = self.layer_of_slot >= 0
-        return np.flatnonzero(held)[np.argsort(self.layer_of_slot[held])].astype(np.int32)
-
-    @property
-    def group_of_slot(self) -> np.ndarray:
-        """Layer group that each `period` of layer slots holds, or -1 for empty slots. int32 [slots / period]."""
-        return self.layer_of_slot[:: self.period] // self.period
-
-    @property
-    def max_groups(self) -> int:
-        """Layer groups in the largest model chunk."""
-        return self.max_layers // self.period
-
-    @property
-    def is_layer_order(self) -> bool:
-        """Whether the layer slots hold the layers in the model's order, without empty slots."""
-        return np.array_equal(self.layer_of_slot, np.arange(sum(self.layers)))
-
-    def __str__(self) -> str:
-        """Returns the layers of each stage, counted from 0: `0-3 | 4-7`. Chunks of a stage are joined by `+`."""
-        ends = np.cumsum(self.layers)
-        spans = [
-            str(end - 1) if count == 1 else f"{end - count}-{end - 1}"
-            for count, end in zip(self.layers, ends, strict=True)
-        ]
-        return " | ".join("+".join(spans[stage :: self.stages]) for stage in range(self.stages))
+    stages: Stages
+    forward: Units
+    backward: Units
+    slots: int
+    loop: str = ""
+    enter_at_T: np.ndarray | None = None
+    enter_grad_at_T: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +68,29 @@ class Program:
                 f"the schedule has {a[0]} stages x {a[1]} chunks, but the layers are on {b[0]} x {b[1]}; make them "
                 f"equal"
             )
+        if self.stages.stacks and (self.static or self.schedule.weight_MG is not None):
+            raise ScheduleError(
+                f"{self.schedule.name} of several stacks runs in one loop and has no weight units; use gpipe or "
+                f"interleaved_1f1b, and static=False"
+            )
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The stacks of layers in the order in which they run."""
+        if not self.stages.stacks:
+            return (Part(self.stages, self.forward, self.backward, self.slots),)
+        s, found, first = self.schedule, [], 0
+        for name, stages in self.stages.parts.items():
+            chunks = range(first, first + stages.chunks)
+            slots_MG = s.stash_slots(chunks)
+            forward, backward = (
+                self._units(unit_TP, slots_MG, 0, chunks, stages.period) for unit_TP in (s.forward_TP, s.backward_TP)
+            )
+            enter, leave = (self._at_T(ticks_MG[:, first * s.stages]) for ticks_MG in (s.forward_MG, s.backward_MG))
+            slots, entry = int(slots_MG.max()) + 1, (enter, leave) if first else (None, None)
+            found.append(Part(stages, forward, backward, slots, f"_{name}", *entry))
+            first = chunks.stop
+        return tuple(found)
 
     @cached_property
     def forward(self) -> Units:
@@ -169,6 +117,10 @@ class Program:
     @cached_property
     def layer_trips(self) -> dict[str, np.ndarray]:
         """Trip counts of the loops over layer groups by tick and stage, int32 [T, P], by the loop's named scope."""
+        if self.stages.stacks:
+            directions = [(f"forward{p.loop}", p.forward) for p in self.parts]
+            directions += [(f"backward{p.loop}", p.backward) for p in self.parts]
+            return {name: units.groups_TP for name, units in directions}
         mixed, weight, shape = self.mixed_T[:, None], self.weight, self.schedule.forward_TP.shape
         trips = {
             name: np.where(mixed, units.groups_TP, np.broadcast_to(trips_T[:, None], shape))
@@ -195,13 +147,23 @@ class Program:
         writes_TP = np.where(self.mixed_T[:, None], self.backward.active_TP, self.backward.groups_T[:, None] > 0)
         return int(self.pair_slot_TP[writes_TP].max()) + 1
 
-    def _units(self, unit_TP: np.ndarray, slots_MG: np.ndarray, idle_slot_TP: np.ndarray | int = 0) -> Units:
-        active = unit_TP != IDLE
-        microbatch, chunk = np.divmod(np.where(active, unit_TP, 0), self.schedule.chunks)
+    def _units(
+        self,
+        unit_TP: np.ndarray,
+        slots_MG: np.ndarray,
+        idle_slot_TP: np.ndarray | int = 0,
+        chunks: range | None = None,
+        period: int | None = None,
+    ) -> Units:
+        """Returns units by tick and stage; with `chunks` only those of the stack that has these and this period."""
+        chunks = chunks or range(self.schedule.chunks)
+        chunk = np.where(unit_TP == IDLE, IDLE, unit_TP % self.schedule.chunks)
+        active = (chunk >= chunks.start) & (chunk < chunks.stop)
+        microbatch, chunk = np.where(active, unit_TP // self.schedule.chunks, 0), np.where(active, chunk, chunks.start)
         model_chunk = chunk * self.schedule.stages + np.arange(self.schedule.stages)
         slot = np.where(active, slots_MG[microbatch, model_chunk], idle_slot_TP)
-        groups = np.where(active, np.asarray(self.stages.layers)[model_chunk] // self.stages.period, 0)
-        return Units(active, *(a.astype(np.int32) for a in (microbatch, chunk, slot, groups)))
+        groups = np.where(active, np.asarray(self.stages.layers)[model_chunk] // (period or self.stages.period), 0)
+        return Units(active, *(a.astype(np.int32) for a in (microbatch, chunk - chunks.start, slot, groups)))
 
     @cached_property
     def _free_TP(self) -> np.ndarray:
@@ -218,6 +180,8 @@ class Program:
     @cached_property
     def slots(self) -> int:
         """Stash slots of a stage: those of the schedule, and one more if an idle stage would find none free."""
+        if self.stages.stacks:
+            return sum(part.slots for part in self.parts)
         ran = self.forward.groups_T > 0
         return int(self.forward.slot_TP[ran].max()) + 1
 
@@ -281,7 +245,12 @@ class Program:
     @property
     def trip_counts(self) -> dict[str, float]:
         """Mean trip counts over all ticks of the loops whose counts XLA does not know, by the loop's named scope."""
-        turns = {name: trips_T[:, None] for name, trips_T in self.turns._asdict().items() if name != "mixed"}
+        layers = ("forward", "backward") if self.stages.stacks else ()  # whose loops have names of their own
+        turns = {n: trips_T[:, None] for n, trips_T in self.turns._asdict().items() if n not in ("mixed", *layers)}
+        for part in self.parts:
+            for name, at_T in (("enter", part.enter_at_T), ("enter_grad", part.enter_grad_at_T)):
+                if at_T is not None:
+                    turns[name + part.loop] = (at_T != IDLE)[:, None]
         ticks = self.mixed_T if self.static else slice(None)
         found = {name: trips[ticks] for name, trips in (turns | self.layer_trips).items()}
         return {f"pipeline_{name}": float(trips.mean()) for name, trips in found.items() if trips.any()}
@@ -312,89 +281,3 @@ class Program:
             f"bubble {self.bubble:.1%}; residuals of {self.slots} of {s.microbatches * s.chunks} units a stage"
             + (f", weight gradients of {self.pair_slots} waiting" if self.pair_slots else "")
         )
-
-
-def resolve(cfg: Config, stages: int, sequences: int, static: bool = False) -> Program:
-    """Returns the program of a configuration.
-
-    Args:
-      cfg: the configuration; `pipeline` and the number of layers are read.
-      stages: size of the mesh axis `pipe`, P.
-      sequences: sequences of one gradient-accumulation microbatch on one replica. The pipeline divides them into its
-        own microbatches.
-      static: whether all loops have static trip counts.
-
-    Raises:
-      ScheduleError: the sizes do not fit each other; the message names sizes that do.
-      ConfigError: the file of `pipeline.partition` has the costs of another model, or no cut fits in memory.
-    """
-    pipeline, period = cfg.pipeline, len(cfg.model.windows)
-    groups, model_chunks = cfg.model.num_layers // period, stages * pipeline.chunks
-    unit = "layers" if period == 1 else f"groups of {period} layers (model.windows)"
-    if model_chunks > groups:
-        fits = [n for n in range(1, groups + 1) if n * pipeline.chunks <= groups] or [1]
-        raise ScheduleError(
-            f"mesh.pipe={stages} x pipeline.chunks={pipeline.chunks} makes {model_chunks} model chunks, but "
-            f"model.num_layers={cfg.model.num_layers} has only {groups} {unit}; use mesh.pipe={fits[-1]}"
-            + (f", or pipeline.chunks={groups // stages}" if groups >= stages else "")
-        )
-    microbatches = _microbatches(cfg, stages, sequences)
-    groups_G = even(groups, model_chunks)
-    if pipeline.partition == "even":
-        return _even_program(
-            pipeline.schedule, Stages(stages, tuple(period * n for n in groups_G), period), microbatches, static
-        )
-    schedule = SCHEDULES[pipeline.schedule](stages, microbatches, pipeline.chunks)
-    partition = _cut(cfg, schedule, groups, unit)
-    placed = Stages(stages, tuple(period * n for n in partition.layers), period)
-    return Program(schedule, placed, partition, static)
-
-
-@lru_cache(maxsize=512)
-def _even_program(schedule: str, stages: Stages, microbatches: int, static: bool) -> Program:
-    """Returns the program of stages with equally many layers. A search over meshes asks for the same ones often."""
-    return Program(SCHEDULES[schedule](stages.stages, microbatches, stages.chunks), stages, static=static)
-
-
-def _cut(cfg: Config, schedule: Schedule, groups: int, unit: str) -> Partition:
-    """Returns the partition by a file of costs."""
-    name = cfg.pipeline.partition
-    if name == "auto":
-        raise ConfigError(
-            "pipeline.partition=auto is measured by train.py when it trains; elsewhere use even, or name a file made "
-            "by jaxstack profile"
-        )
-    costs = Costs.load(Path(name))
-    if costs.layers != groups:
-        raise ConfigError(
-            f"pipeline.partition={name} holds costs of {costs.layers} layers, but "
-            f"model.num_layers={cfg.model.num_layers} has {groups} {unit}; measure this model by "
-            f"jaxstack profile, or use pipeline.partition=even"
-        )
-    try:
-        best = cut(costs, schedule, costs.memory_bytes)
-    except ConfigError as error:
-        raise ConfigError(f"pipeline.partition={name}: {error}") from error
-    evenly = Partition(costs, schedule, even(groups, schedule.model_chunks))
-    fits = costs.memory_bytes is None or evenly.stage_bytes <= costs.memory_bytes
-    # `cut` assumes that stages run freely, but a tick of the executor takes as long as its longest unit.
-    return evenly if fits and evenly.lockstep_seconds <= best.lockstep_seconds else best
-
-
-def _microbatches(cfg: Config, stages: int, sequences: int) -> int:
-    """Returns `pipeline.microbatches`; null means the largest number that works, up to four a stage."""
-    multiple = stages if cfg.pipeline.chunks > 1 else 1  # interleaved schedules need groups of P microbatches
-    works = [m for m in range(multiple, sequences + 1, multiple) if sequences % m == 0]
-    asked = cfg.pipeline.microbatches
-    if asked is None and works:
-        return max([m for m in works if m <= 4 * stages], default=works[0])
-    if asked not in works:
-        near = sorted(works, key=lambda m: (abs(m - (asked or stages)), m))[:2]
-        advice = f"use {' or '.join(map(str, sorted(near)))}" if near else "no number does"
-        groups = f" in groups of mesh.pipe={stages} (pipeline.chunks={cfg.pipeline.chunks})" if multiple > 1 else ""
-        raise ScheduleError(
-            f"pipeline.microbatches={'null' if asked is None else asked} does not divide the {sequences} sequences of "
-            f"a replica{groups}; {advice}, or another data.batch_size={cfg.data.batch_size} "
-            f"(over train.grad_accum={cfg.train.grad_accum} and the axes that share the batch)"
-        )
-    return asked

@@ -1,14 +1,16 @@
 """The reference of pipelines: a forward pass through all stages, which autodiff turns into GPipe."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxstack.common.tree import PyTree
-from jaxstack.pipeline.execute import PipelineFns
+from jaxstack.pipeline.functions import Layer, PipelineFns, StackFns
 from jaxstack.pipeline.operations import add_at, broadcast, index_leading, send, where, zeros
-from jaxstack.pipeline.program import Stages
+from jaxstack.pipeline.stages import Stages
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import match_varying_tree, varying
 
@@ -18,22 +20,46 @@ def forward(
 ) -> tuple[PyTree, jax.Array, PyTree]:
     """Runs all layers forward, with the microbatches following each other from stage to stage.
 
-    Autodiff through it is GPipe (Huang et al. 2019, arXiv:1811.06965). Tests compare `execute` with it. The arguments
-    are those of `execute`.
+    Autodiff through it is GPipe (Huang et al. 2019, arXiv:1811.06965), for each stack of layers in turn. Tests compare
+    `execute` with it. The arguments are those of `execute`.
 
     Returns:
       The output of the last layer [M, ...], equal on all stages; and penalty and aux of this stage's layers, summed
-      over microbatches, aux by layer slot.
+      over microbatches, aux by layer slot; with several stacks a tuple.
     """
-    P, V, max_groups = stages.stages, stages.chunks, stages.max_groups
-    M = jax.tree.leaves(microbatches)[0].shape[0]
-    stage = lax.axis_index(axis)
-    group_of_slot = collectives.local_slice(jnp.asarray(stages.group_of_slot), (axis,), 0)
+    micros = jnp.arange(jax.tree.leaves(microbatches)[0].shape[0])
 
     def inputs_of(m: jax.Array) -> PyTree:
         return fns.prepare(index_leading(microbatches, m))
 
-    embedded = lax.map(lambda m: fns.embed(shared, inputs_of(m)), jnp.arange(M))
+    x = lax.map(lambda m: fns.embed(shared, inputs_of(m)), micros)
+    if not fns.later:
+        return _through(stages, fns.layer, axis, stacked, x, inputs_of)
+    penalties, auxes = [], []
+    stacks: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
+    for part, stack, own in zip(stages.parts.values(), stacks, stacked, strict=True):
+        if isinstance(stack, StackFns):
+            before, enter = x, stack.enter
+            x = lax.map(lambda m: enter(shared, index_leading(before, m), inputs_of(m)), micros)
+        x, penalty, aux = _through(part, stack.layer, axis, own, x, inputs_of)
+        penalties.append(penalty)
+        auxes.append(aux)
+    return x, sum(penalties[1:], penalties[0]), tuple(auxes)
+
+
+def _through(
+    stages: Stages,
+    layer: Layer,
+    axis: str,
+    stacked: PyTree,
+    entered: PyTree,
+    inputs_of: Callable[[jax.Array], PyTree],
+) -> tuple[PyTree, jax.Array, PyTree]:
+    """Returns what `forward` does, of one stack of layers, from the inputs of its first layer [M, ...]."""
+    P, V, max_groups = stages.stages, stages.chunks, stages.max_groups
+    M = jax.tree.leaves(entered)[0].shape[0]
+    stage = lax.axis_index(axis)
+    group_of_slot = collectives.local_slice(jnp.asarray(stages.group_of_slot), (axis,), 0)
 
     def tick(carry: PyTree, now: jax.Array) -> tuple[PyTree, PyTree]:
         x, penalty, sums = carry
@@ -43,14 +69,14 @@ def forward(
         chunk, m = rest // P, group * P + rest % P
         active = (since >= 0) & (m < M)
         m, chunk = jnp.where(active, m, 0), jnp.where(active, chunk, 0)
-        x = where((stage == 0) & (chunk == 0), index_leading(embedded, m), x)
+        x = where((stage == 0) & (chunk == 0), index_leading(entered, m), x)
         inputs = inputs_of(m)
 
         def one_group(carry: PyTree, i: jax.Array) -> tuple[PyTree, None]:
             x, penalty, sums = carry
             slot = chunk * max_groups + i
             is_layer = group_of_slot[slot] >= 0
-            y, share, extra = fns.layer(index_leading(stacked, slot), x, group_of_slot[slot], inputs)
+            y, share, extra = layer(index_leading(stacked, slot), x, group_of_slot[slot], inputs)
             sums = jax.tree.map(lambda s, e: add_at(s, jnp.where(is_layer & active, e, 0), slot), sums, extra)
             return (where(is_layer, y, x), penalty + jnp.where(is_layer & active, share, 0), sums), None
 
@@ -58,10 +84,10 @@ def forward(
         return (send(x, axis, 1), penalty, sums), x
 
     m0 = varying(jnp.int32(0), (axis,))
-    x0 = jax.tree.map(lambda a: varying(jnp.zeros_like(a[0]), (axis,)), embedded)
+    x0 = jax.tree.map(lambda a: varying(jnp.zeros_like(a[0]), (axis,)), entered)
 
     def first_group() -> tuple[PyTree, jax.Array, PyTree]:
-        return fns.layer(index_leading(stacked, m0), x0, group_of_slot[0], inputs_of(m0))
+        return layer(index_leading(stacked, m0), x0, group_of_slot[0], inputs_of(m0))
 
     x0 = match_varying_tree(x0, jax.eval_shape(first_group)[0])
     _, penalty0, aux0 = jax.eval_shape(first_group)

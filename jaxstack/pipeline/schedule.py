@@ -15,10 +15,8 @@ other: forward, backward and weight. A weight unit runs in the third lane, or in
 Suffixes: T ticks, P stages, M microbatches, G model chunks, K lanes. JAX is not imported.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -176,14 +174,18 @@ class Schedule:
 
     @cached_property
     def slots_MG(self) -> np.ndarray:
-        """Stash slot of each unit's residuals between its forward and its backward tick, int32 [M, G].
+        """Stash slot of each unit's residuals between its forward and its backward tick, int32 [M, G]."""
+        return self.stash_slots(range(self.chunks))
+
+    def stash_slots(self, chunks: range) -> np.ndarray:
+        """Returns `slots_MG` where only these chunks of a stage share slots; the other units have slot 0.
 
         This is interval colouring: a unit takes the lowest free slot of its stage. The slot is free again in the tick
         after the backward unit.
         """
         slots = np.zeros((self.microbatches, self.model_chunks), np.int32)
         for stage in range(self.stages):
-            units = [(m, g) for m in range(self.microbatches) for g in range(stage, self.model_chunks, self.stages)]
+            units = [(m, v * self.stages + stage) for m in range(self.microbatches) for v in chunks]
             units.sort(key=lambda unit: self.forward_MG[unit])
             free_from: list[int] = []
             for unit in units:
@@ -332,68 +334,3 @@ class Simulation:
     def free_bubble(self) -> float:
         """Idle time divided by work, when stages run freely."""
         return self.free / self.work - 1
-
-
-def _make(
-    name: str,
-    stages: int,
-    microbatches: int,
-    chunks: int,
-    forward: Callable[[int, int], int],
-    backward: Callable[[int, int], int],
-) -> Schedule:
-    """Builds a schedule from functions (m, g) -> tick of microbatch m in model chunk g."""
-    for key, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if not isinstance(value, Integral) or value < 1:
-            raise ScheduleError(f"{name}: {key}={value!r} must be an integer of 1 or more")
-    both = [
-        np.array([[tick(m, g) for g in range(stages * chunks)] for m in range(microbatches)])
-        for tick in (forward, backward)
-    ]
-    return Schedule(name, stages, chunks, microbatches, *both)
-
-
-def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Builds GPipe: all forward units, then all backward units (Huang et al. 2019, arXiv:1811.06965).
-
-    The bubble is (P - 1) / M. The residuals of all microbatches are stored at once.
-    """
-    P, M = stages, microbatches
-    return _make("gpipe", P, M, 1, lambda m, s: s + m, lambda m, s: P - 1 + M + P - 1 - s + m)
-
-
-def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Builds 1F1B: one forward, one backward (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503).
-
-    The bubble is that of GPipe. Stage s stores the residuals of at most 2 (P - s) - 1 microbatches, for any M.
-    """
-    P = stages
-    return _make("1f1b", P, microbatches, 1, lambda m, s: s + m, lambda m, s: 2 * (P - 1) - s + m)
-
-
-def interleaved_one_f_one_b(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Builds interleaved 1F1B, with several chunks a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
-
-    V chunks reduce the bubble to (P - 1) / (V M), and multiply the traffic between stages by V. Microbatches run in
-    groups of P, so that the first stage is free when the last stage sends it the next chunk's input.
-
-    Raises:
-      ScheduleError: the number of microbatches is not a multiple of the number of stages.
-    """
-    P, V, M = stages, chunks, microbatches
-    if V > 1 and M % P:
-        near = max(P, M - M % P)
-        raise ScheduleError(
-            f"interleaved_1f1b: {M} microbatches come in groups of {P} stages; use {near} or {near + P}, "
-            f"or the schedule 1f1b"
-        )
-
-    def forward(m: int, g: int) -> int:
-        (group, i), (v, s) = divmod(m, P), divmod(g, P)
-        return s + group * V * P + v * P + i
-
-    def backward(m: int, g: int) -> int:
-        (group, i), (v, s) = divmod(m, P), divmod(g, P)
-        return V * P - 1 + (P - 1 - s) + group * V * P + (V - 1 - v) * P + i
-
-    return _make("interleaved_1f1b", P, M, V, forward, backward)

@@ -28,15 +28,18 @@ class TickRow(NamedTuple):
     """One tick of a program; in `tick_rows` all ticks, stacked.
 
     The `_at` fields hold the microbatch whose embedding, embedding gradient or loss is computed at the tick, or -1.
-    `weight` are the weight units of each lane, [K, P]. Without weight units the last two fields are None.
+    Those of `enter` are of each stack but the first. `forward` and `backward` have the units of each stack; `weight`
+    are the weight units of each lane, [K, P]. Without weight units `weight` and `pair_slot` are None.
     """
 
     turns: Turns[jax.Array] | Turns[int]
-    backward: UnitRow
+    backward: tuple[UnitRow, ...]
     embed_at: jax.Array
-    forward: UnitRow
+    forward: tuple[UnitRow, ...]
     embed_grad_at: jax.Array
     loss_at: jax.Array
+    enter_at: tuple[jax.Array, ...]
+    enter_grad_at: tuple[jax.Array, ...]
     weight: UnitRow | None
     pair_slot: jax.Array | None
 
@@ -53,20 +56,14 @@ class TickRow(NamedTuple):
             return self._replace(turns=turns)
         return self._replace(
             turns=turns,
-            forward=self.forward._replace(trips=None),
-            backward=self.backward._replace(trips=None),
+            forward=tuple(unit._replace(trips=None) for unit in self.forward),
+            backward=tuple(unit._replace(trips=None) for unit in self.backward),
             weight=self.weight and self.weight._replace(trips=None),
         )
 
-    @property
-    def forward_groups(self) -> jax.Array | int:
-        """Layer groups of the forward unit."""
-        return self.turns.forward if self.forward.trips is None else self.forward.trips
-
-    @property
-    def backward_groups(self) -> jax.Array | int:
-        """Layer groups of the backward unit."""
-        return self.turns.backward if self.backward.trips is None else self.backward.trips
+    def groups(self, unit: UnitRow, turns: jax.Array | int) -> jax.Array | int:
+        """Returns the layer groups of a unit, where all stages run `turns` of them unless the unit has its own."""
+        return turns if unit.trips is None else unit.trips
 
     def weight_groups(self, lane: int) -> jax.Array | int:
         """Returns the layer groups of the weight unit in a lane."""
@@ -78,7 +75,8 @@ class TickRow(NamedTuple):
 def tick_rows(program: Program) -> TickRow:
     """Returns the program's arrays, with the ticks as leading dimension."""
 
-    trips = program.layer_trips if program.mixed_T.any() else {}
+    trips = program.layer_trips if program.mixed_T.any() or len(program.parts) > 1 else {}
+    later = program.parts[1:]
 
     def unit(u: Units, *loops: str) -> UnitRow:
         arrays = [u.active_TP, u.chunk_TP, u.microbatch_TP, u.slot_TP]
@@ -89,11 +87,13 @@ def tick_rows(program: Program) -> TickRow:
 
     return TickRow(
         turns=Turns(*map(jnp.asarray, program.turns)),
-        backward=unit(program.backward, "backward"),
+        backward=tuple(unit(part.backward, f"backward{part.loop}") for part in program.parts),
         embed_at=jnp.asarray(program.embed_at_T),
-        forward=unit(program.forward, "forward"),
+        forward=tuple(unit(part.forward, f"forward{part.loop}") for part in program.parts),
         embed_grad_at=jnp.asarray(program.embed_grad_at_T),
         loss_at=jnp.asarray(program.loss_at_T),
+        enter_at=tuple(jnp.asarray(part.enter_at_T) for part in later),
+        enter_grad_at=tuple(jnp.asarray(part.enter_grad_at_T) for part in later),
         weight=unit(program.weight, *WEIGHT_LOOPS) if program.weight else None,
         pair_slot=jnp.asarray(program.pair_slot_TP) if program.weight else None,
     )

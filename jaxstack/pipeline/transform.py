@@ -13,11 +13,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxstack.common.tree import PyTree
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.pipeline import arguments
-from jaxstack.pipeline.execute import PipelineFns, execute
-from jaxstack.pipeline.operations import zeros
+from jaxstack.pipeline.execute import execute
+from jaxstack.pipeline.functions import PipelineFns
+from jaxstack.pipeline.operations import to_slots, zeros
 from jaxstack.pipeline.partition import even
-from jaxstack.pipeline.program import Program, Stages
+from jaxstack.pipeline.program import Program
 from jaxstack.pipeline.schedule import Schedule
+from jaxstack.pipeline.stages import Stages
 from jaxstack.sharding import collectives
 
 ValueAndGrad = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, tuple[PyTree, PyTree]]]
@@ -139,7 +141,7 @@ class _Pipeline:
             return self.all_reduce(sums.loss), self.all_reduce(sums.shared), self.all_reduce(sums.stacked)
 
         if not stages.is_layer_order:
-            stacked = jax.tree.map(lambda a: _to_slots(stages, a), stacked)
+            stacked = jax.tree.map(lambda a: to_slots(stages, a), stacked)
         staged, replicated, rows = PartitionSpec(self.axis), PartitionSpec(), PartitionSpec(self.batch_axes or None)
         run_local = jax.shard_map(
             local,
@@ -164,9 +166,3 @@ class _Pipeline:
 
     def all_reduce(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda a: collectives.all_reduce(a, self.batch_axes), tree)
-
-
-def _to_slots(stages: Stages, a: jax.Array) -> jax.Array:
-    """Reorders layers [L, ...] to layer slots; empty slots are zeros."""
-    is_layer = (stages.layer_of_slot >= 0).reshape(-1, *(1,) * (a.ndim - 1))
-    return jnp.where(is_layer, a[stages.layer_of_slot], 0).astype(a.dtype)

@@ -6,7 +6,8 @@ gradients of the weights to weight units. JAX is not imported.
 
 import numpy as np
 
-from jaxstack.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT, Schedule, interleaved_one_f_one_b, one_f_one_b
+from jaxstack.pipeline.fused import interleaved_one_f_one_b, one_f_one_b
+from jaxstack.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT, Schedule
 
 
 def zb1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:

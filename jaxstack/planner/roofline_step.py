@@ -7,7 +7,7 @@ from dataclasses import replace
 from jaxstack.config import Config
 from jaxstack.models import family
 from jaxstack.models.context import Context
-from jaxstack.models.params import Param, find_role
+from jaxstack.models.params import Param, find_role, pad_to_slots
 from jaxstack.planner import estimate, shards
 from jaxstack.planner.roofline_ops import FLOPS_PER_ELEMENT, DeviceShapes, Matmul, Op, OpBuilder, Traffic, pointwise_op
 from jaxstack.planner.sizes import require_formulas
@@ -194,7 +194,7 @@ def _sums(build: OpBuilder, s: DeviceShapes) -> list[Op]:
 
 def _ends(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list[Op]:
     """Returns embedding, final norm, head and loss, forward and backward, on one microbatch."""
-    e, spec = build.itemsize, ctx.pad_to_stages(family.spec(cfg.model))
+    e, spec = build.itemsize, pad_to_slots(family.spec(cfg.model), ctx.stages)
     (_, embedding), (_, weight) = find_role(spec, "token_table"), find_role(spec, "head")
     table = shards.used_shape(embedding, ctx)
     vocab = table[0] if weight is embedding else shards.used_shape(weight, ctx)[1]

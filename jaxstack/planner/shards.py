@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -12,8 +11,9 @@ from jaxstack.common.tree import PyTree
 from jaxstack.config import Config, ModelConfig, MoEConfig
 from jaxstack.models import family
 from jaxstack.models.context import Context
-from jaxstack.models.params import Param, flat_spec
+from jaxstack.models.params import Param, flat_spec, pad_to_slots
 from jaxstack.moe import rounds
+from jaxstack.pipeline import Stages
 from jaxstack.sharding.rules import names_of
 from jaxstack.training import optimizer
 
@@ -34,14 +34,13 @@ def device_count(ctx: Context) -> int:
 
 def flat_params(cfg: Config, ctx: Context) -> dict[str, Param]:
     """Returns the declaration of every stored parameter by its path; a pipeline's padding is included."""
-    return dict(_padded_params(cfg.model, 0 if ctx.pipeline is None else len(ctx.pipeline.stages.layer_of_slot)))
+    return dict(_padded_params(cfg.model, ctx.stages))
 
 
 @lru_cache(maxsize=32)
-def _padded_params(model: ModelConfig, slots: int) -> dict[str, Param]:
-    """Returns the declarations with that many slots for layers; 0 means one slot for each layer."""
-    found = flat_spec(family.spec(model))
-    return {path: replace(p, shape=(slots, *p.shape[1:])) if p.stacked and slots else p for path, p in found.items()}
+def _padded_params(model: ModelConfig, stages: Stages | None) -> dict[str, Param]:
+    """Returns the declarations with the slots of these stages for layers; `None` means one slot for each layer."""
+    return flat_spec(pad_to_slots(family.spec(model), stages))
 
 
 def param_axes(p: Param, ctx: Context) -> DimAxes:

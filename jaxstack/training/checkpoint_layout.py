@@ -14,6 +14,8 @@ from jaxstack.common.tree import path_of
 from jaxstack.config import Config
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
+from jaxstack.pipeline import Stages
+from jaxstack.pipeline.operations import to_slots
 from jaxstack.sharding.rules import names_of
 from jaxstack.training.state import TrainState, init_state
 
@@ -43,35 +45,34 @@ def checkpoint_layout(cfg: Config, ctx: Context, abstract: TrainState) -> Layout
     is_padded, sizes = cfg.model.padded_vocab > cfg.model.vocab, ctx.mesh.shape
     if stages is None and not is_padded:
         return Layout(abstract, lambda state: state, lambda state: state)
-    stacked = tuple("/" + path for path, p in params.flat_spec(family.spec(cfg.model)).items() if p.stacked)
+    stacked = [path for path, p in params.flat_spec(family.spec(cfg.model)).items() if p.stacked]
     small = padded = _leaves(abstract)
     if is_padded:
         bare = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
         small = _leaves(jax.eval_shape(lambda: init_state(bare, ctx)))
 
-    def is_reordered(path: str) -> bool:  # parameters of layers, and the optimizer's arrays for them
-        return stages is not None and path.endswith(stacked)
+    def placed(path: str) -> Stages | None:  # of parameters of layers, and of the optimizer's arrays for them
+        found = [name for name in stacked if path.endswith("/" + name)]
+        return stages.of(found[0]) if stages is not None and found else None
 
     def saved(keys: tuple[Any, ...], leaf: Leaf) -> Leaf:
         path, entries = path_of(keys), (*leaf.sharding.spec, *[None] * leaf.ndim)
         shape = small[path].shape
-        if is_reordered(path):
-            assert stages is not None
-            shape = (len(stages.slot_of_layer), *shape[1:])
+        if stack := placed(path):
+            shape = (len(stack.slot_of_layer), *shape[1:])
         shards = [prod(sizes[name] for name in names_of(entry)) for entry in entries]
         # A dimension that its mesh axes do not divide is replicated over them while it is saved or restored.
         split = [entry if n % parts == 0 else None for n, entry, parts in zip(shape, entries, shards, strict=False)]
         return Leaf(shape, leaf.dtype, sharding=ctx.sharding(PartitionSpec(*split)))
 
     def to_checkpoint(path: str, a: jax.Array) -> jax.Array:
-        if is_reordered(path):
-            assert stages is not None
-            return a[stages.slot_of_layer]
+        if stack := placed(path):
+            return a[stack.slot_of_layer]
         return a[tuple(slice(n) for n in small[path].shape)]
 
     def to_run(path: str, a: jax.Array) -> jax.Array:
-        if is_reordered(path):
-            return ctx.to_stage_order(a)
+        if stack := placed(path):
+            return to_slots(stack, a)
         zeros = [(0, to - n) for n, to in zip(a.shape, padded[path].shape, strict=True)]
         return jnp.pad(a, zeros) if zeros else a
 

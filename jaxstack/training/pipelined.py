@@ -1,7 +1,7 @@
 """Loss and gradients of a batch on the stages of a pipeline."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,12 +12,13 @@ from jaxstack import pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError
 from jaxstack.models import family, params
-from jaxstack.models.blocks import group_layers, remat, split_microbatches
+from jaxstack.models.blocks import Stack, group_layers, remat, split_microbatches
 from jaxstack.models.context import Context
-from jaxstack.models.forward import Stream
+from jaxstack.models.forward import Stream, enter, in_layer_order
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Params, Spec
-from jaxstack.pipeline import PipelineFns
+from jaxstack.pipeline import PipelineFns, StackFns
+from jaxstack.pipeline.functions import Layer
 from jaxstack.training import losses
 
 
@@ -29,8 +30,9 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
       ctx: execution context of the parameters as they are stored.
       totals: of the global batch, from `losses.batch_totals`.
     """
-    model, (name, stack) = family.of(cfg.model), family.only_stack(cfg.model)
-    ctx = ctx.within_stage
+    model = family.of(cfg.model)
+    stacks, ctx = model.stacks(cfg.model), ctx.within_stage
+    trained, _ = params.partition(family.spec(cfg.model), family.spec(cfg.model))
 
     def prepare(micro: Batch) -> tuple[LayerInputs, Batch]:
         return model.make_layer_inputs(cfg.model, micro, ctx), micro
@@ -38,20 +40,28 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
     def embed(shared: Params, inputs: tuple[LayerInputs, Batch]) -> Stream:
         return model.embed(cfg.model, shared, inputs[0], ctx)
 
-    def step(
-        weights: list[Params], stream: Stream, index: jax.Array, inputs: tuple[LayerInputs, Batch]
-    ) -> tuple[Stream, jax.Array, Aux]:
-        x, side = stream
-        x, aux = stack.step(cfg.model, ctx, weights, x, index, replace(inputs[0], side=side))
-        return (x, side), jnp.asarray(losses.auxiliary(cfg.model, aux, totals)), aux
+    def layer(stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
+        def step(
+            weights: list[Params], stream: Stream, index: jax.Array, inputs: tuple[LayerInputs, Batch]
+        ) -> tuple[Stream, jax.Array, Aux]:
+            x, side = stream
+            x, aux = stack.step(cfg.model, ctx, weights, x, index, replace(inputs[0], side=side))
+            return (x, side), jnp.asarray(losses.auxiliary(cfg.model, aux, totals)), aux
+
+        return remat(ctx, step)
+
+    def later(stack: Stack) -> StackFns:
+        begin = enter(cfg.model, stack, ctx)
+        return StackFns(lambda shared, stream, inputs: begin(shared, stream, inputs[0]), layer(stack))
 
     def loss(shared: Params, stream: Stream, inputs: tuple[LayerInputs, Batch]) -> losses.Sums:
         hidden = model.final_norm(cfg.model, shared, stream[0], ctx)
         return losses.shares(cfg.model, model.loss(cfg.model, shared, hidden, inputs[1], ctx), totals)
 
-    trained, _ = params.partition(family.spec(cfg.model), family.spec(cfg.model))
-    split = [split_matrices(cfg, trained.get(name, {}))] * stack.period
-    return PipelineFns(prepare=prepare, embed=embed, layer=remat(ctx, step), loss=loss, split=split)
+    name, first = next(iter(stacks.items()))
+    split = [split_matrices(cfg, trained.get(name, {}))] * first.period
+    others = tuple(later(stack) for stack in list(stacks.values())[1:])
+    return PipelineFns(prepare, embed, layer(first), loss, split, others)
 
 
 def split_matrices(cfg: Config, spec: Spec) -> PyTree:
@@ -74,14 +84,26 @@ def with_frozen(fns: PipelineFns, frozen: Params) -> PipelineFns:
     `frozen` are the shared parameters that are frozen. In place of its parameters, a layer then takes pairs (trained,
     frozen), one for each block of the step.
     """
-    embed, layer, loss = fns.embed, fns.layer, fns.loss
+    embed, loss = fns.embed, fns.loss
     assert loss is not None
-    return PipelineFns(
-        prepare=fns.prepare,
+
+    def of_pairs(layer: Layer) -> Layer:
+        return lambda pair, *rest: layer([params.combine(*one) for one in zip(*pair, strict=True)], *rest)
+
+    def later(stack: StackFns) -> StackFns:
+        begin = stack.enter
+        return replace(
+            stack,
+            enter=lambda shared, x, inputs: begin(params.combine(shared, frozen), x, inputs),
+            layer=of_pairs(stack.layer),
+        )
+
+    return replace(
+        fns,
         embed=lambda shared, inputs: embed(params.combine(shared, frozen), inputs),
-        layer=lambda pair, *rest: layer([params.combine(*one) for one in zip(*pair, strict=True)], *rest),
+        layer=of_pairs(fns.layer),
         loss=lambda shared, x, inputs: loss(params.combine(shared, frozen), x, inputs),
-        split=fns.split,
+        later=tuple(later(stack) for stack in fns.later),
     )
 
 
@@ -111,15 +133,15 @@ def pipelined_gradients(
         raise ConfigError(
             "pipeline.split=null is chosen where a run starts or is planned. Here, name the weights, such as ['.*']."
         )
-    name, stack = family.only_stack(cfg.model)
-    spec = family.spec(cfg.model)
+    stacks, spec = family.of(cfg.model).stacks(cfg.model), family.spec(cfg.model)
     (trained_spec, frozen_spec), (trained, frozen) = params.partition(spec, spec), params.partition(spec, values)
 
-    def gather(spec: Spec, values: Params) -> tuple[Params, list[Params]]:
+    def gather(spec: Spec, values: Params) -> tuple[Params, PyTree]:
         if ctx.gather == "once":
             values = ctx.gather_params(spec, values)
-        shared, stacks = family.split_stacks(cfg.model, values)
-        return shared, group_layers(stack.period, stacks.get(name, {}))
+        shared, own = family.split_stacks(cfg.model, values)
+        groups = tuple(group_layers(stack.period, own.get(name, {})) for name, stack in stacks.items())
+        return shared, groups if len(groups) > 1 else groups[0]
 
     if key is not None:
         batch = {**batch, "key": jax.random.key_data(key)}
@@ -133,4 +155,5 @@ def pipelined_gradients(
     sums = pipeline.execute(ctx.pipeline, fns, "pipe", shared, stacked, micros, constants)
     _, scatter = jax.vjp(partial(gather, trained_spec), trained)  # linear: its forward half is not run
     (grads,) = scatter((sums.shared, sums.stacked))
-    return (sums.loss, ctx.to_layer_order(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.aux))), grads
+    auxes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.aux if len(stacks) > 1 else (sums.aux,))
+    return (sums.loss, in_layer_order(ctx, stacks, auxes)), grads

@@ -13,7 +13,8 @@ from jaxstack.common.tree import PyTree, path_of
 from jaxstack.config import Config, ModelConfig, OptimConfig
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
-from jaxstack.models.params import Spec, map_spec
+from jaxstack.models.params import Spec
+from jaxstack.pipeline import Stages
 from jaxstack.training import optimizer as optim
 from jaxstack.training.optimizer import AverageState
 
@@ -55,9 +56,8 @@ def init_state(cfg: Config, ctx: Context | None = None) -> TrainState:
     Only the order in which the stages of a pipeline store their layers is read from the context.
     """
     ctx = ctx or Context()
-    layers = None if ctx.pipeline is None else ctx.pipeline.stages.layer_of_slot
-    spec = ctx.pad_to_stages(family.spec(cfg.model))
-    values = params.init(jax.random.key(cfg.run.seed), spec, layers)
+    spec = params.pad_to_slots(family.spec(cfg.model), ctx.stages)
+    values = params.init(jax.random.key(cfg.run.seed), spec, ctx.stages)
     return _first_state(spec, values, make_optimizer(cfg), cfg.train.spike.window)
 
 
@@ -67,17 +67,19 @@ def _first_state(spec: Spec, values: PyTree, optimizer: optax.GradientTransforma
 
 
 @lru_cache(maxsize=32)
-def _state_shapes(model: ModelConfig, optimizer: OptimConfig, steps: int, window: int, slots: int) -> TrainState:
+def _state_shapes(
+    model: ModelConfig, optimizer: OptimConfig, steps: int, window: int, stages: Stages | None
+) -> TrainState:
     """Returns the shapes of `init_state`. They are the same on every mesh, and a search over meshes asks for many.
 
     Args:
       model, optimizer: groups of the configuration.
       steps: of the run.
       window: losses that the state keeps.
-      slots: layers of the stacked arrays, with the padding for the stages of a pipeline; 0 means as many as there are.
+      stages: slots of the stacked arrays, with the padding for the stages of a pipeline; `None` means none.
     """
     plain = family.spec(model)
-    spec = map_spec(lambda p: replace(p, shape=(slots, *p.shape[1:])) if p.stacked and slots else p, plain)
+    spec = params.pad_to_slots(plain, stages)
     transform = optim.optimizer(optimizer, steps, params.partition(plain, plain)[0])
     return jax.eval_shape(lambda: _first_state(spec, params.init(jax.random.key(0), spec), transform, window))
 
@@ -131,7 +133,7 @@ def abstract_state(cfg: Config, ctx: Context) -> TrainState:
     The optimizer's arrays for a parameter are sharded like it. Means over the inputs or outputs of its matrices are
     sharded like it in the remaining dimensions.
     """
-    spec = ctx.pad_to_stages(family.spec(cfg.model))
+    spec = params.pad_to_slots(family.spec(cfg.model), ctx.stages)
     found = {}
     for (path, p), where in zip(params.flat_spec(spec).items(), jax.tree.leaves(ctx.parameters(spec)), strict=True):
         entries, outputs = (*where, *[None] * len(p.shape))[: len(p.shape)], p.batch_axes + p.in_axes
@@ -150,6 +152,5 @@ def abstract_state(cfg: Config, ctx: Context) -> TrainState:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.shape])
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
-    slots = 0 if ctx.pipeline is None else len(ctx.pipeline.stages.layer_of_slot)
-    shapes = _state_shapes(cfg.model, cfg.optim, cfg.train.steps, cfg.train.spike.window, slots)
+    shapes = _state_shapes(cfg.model, cfg.optim, cfg.train.steps, cfg.train.spike.window, ctx.stages)
     return jax.tree_util.tree_map_with_path(with_sharding, shapes)

@@ -127,7 +127,6 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (PAIRS | MOE, PAIRS | DOMAIN | {"data.domains": ("a", "b")}),
     (PAIRS | {"model.windows": (1,)}, ENCODER | {"model.windows": (1,)}),
     (PAIRS | {"model.post_norm": True}, {"model.post_norm": True}),
-    (PAIRS | {"mesh.pipe": 2}, PAIRS | {"mesh.fsdp": 2}),
     (ENCODER | {"mesh.context": 2}, ENCODER | {"mesh.context": 2, "mesh.context_method": "all_gather"}),
     ({"data.denoisers": (DenoiserConfig(),)}, SPANS),
     ({"data.source": "pairs", "data.path": "x"}, PAIRS),

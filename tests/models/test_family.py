@@ -15,6 +15,7 @@ import pytest
 from families import SMALL
 
 from jaxstack import kernels
+from jaxstack.common.tree import path_of
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.config.objective import Objective, Term
 from jaxstack.models import decoder, family, params
@@ -167,8 +168,8 @@ def family_of(stacks, spec=two_spec) -> types.SimpleNamespace:
 
 ONE_STACK = family_of(lambda cfg: {"layers": Stack(cfg.num_layers, 1, two_step)})
 TWO_STACKS = family_of(
-    lambda cfg: {"layers": Stack(cfg.num_layers, 1, two_step), "upper": Stack(1, 1, two_step, two_enter)},
-    lambda cfg: two_spec(cfg) | {"upper": decoder.spec(dataclasses.replace(cfg, num_layers=1))["layers"]},
+    lambda cfg: {"layers": Stack(cfg.num_layers, 1, two_step), "upper": Stack(2, 1, two_step, two_enter)},
+    lambda cfg: two_spec(cfg) | {"upper": decoder.spec(dataclasses.replace(cfg, num_layers=2))["layers"]},
 )
 
 
@@ -195,15 +196,18 @@ MESHES = {
 }
 
 
+PIPELINES = ("pipeline", "interleaved")
+
+
 @pytest.mark.random
 @pytest.mark.parametrize(
     ("split", "stacks"),
     [
         ("fsdp_tensor", 2),
-        ("pipeline", 1),
+        ("pipeline", 2),
         *(
             pytest.param(*both, marks=pytest.mark.slow)
-            for both in (("accumulation", 1), ("accumulation", 2), ("fsdp_tensor", 1), ("interleaved", 1))
+            for both in (*(("accumulation", n) for n in (1, 2)), *((s, 1) for s in ("fsdp_tensor", *PIPELINES)))
         ),
     ],
 )
@@ -230,8 +234,10 @@ def test_side_inputs_and_losses_with_tokens_of_their_own(monkeypatch, rng, seed,
     wanted = objective(values)
 
     ctx = Context.create(cfg, make_mesh(cfg.mesh, 8 // cfg.train.grad_accum, jax.devices()[: sizes(cfg)]))
-    placed = jax.tree.map(
-        lambda a, p: jax.device_put(ctx.to_stage_order(a) if p.stacked else a), values, made.spec(model)
+    placed = jax.tree_util.tree_map_with_path(
+        lambda keys, a, p: jax.device_put(ctx.to_stage_order(a, path_of(keys)) if p.stacked else a),
+        values,
+        made.spec(model),
     )
     placed = jax.device_put(placed, jax.tree.map(ctx.sharding, ctx.parameters(made.spec(model))))
     loss, grads, sums = jax.jit(make_gradients(cfg, ctx))(placed, jax.device_put(batch, ctx.sharding(ctx.batch)))
@@ -239,11 +245,11 @@ def test_side_inputs_and_losses_with_tokens_of_their_own(monkeypatch, rng, seed,
     for name, mean in expected.items():
         assert float(sums[f"loss_{name}"]) == pytest.approx(float(mean), rel=3e-6, abs=1e-7), name
     assert float(loss) == pytest.approx(float(sum(t.scale * expected[t.name] for t in TERMS)), rel=3e-6)
-    order = slice(None) if ctx.pipeline is None else ctx.pipeline.stages.slot_of_layer
     for (path, p), one, other in zip(
         params.flat_spec(made.spec(model)).items(), jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True
     ):
-        one = np.asarray(one)[order] if p.stacked else np.asarray(one)
+        order = ctx.stages.of(path).slot_of_layer if p.stacked and ctx.stages else slice(None)
+        one = np.asarray(one)[order]
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max(), err_msg=path)
 
 

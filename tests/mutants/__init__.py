@@ -24,7 +24,6 @@ PARTS = (
     "runs",
     "optimizer",
     "diffusion",
-    "contrastive",
 )
 """Files of this folder in the order of their mutants, which is that of the committed results."""
 

@@ -2,13 +2,14 @@
 
 from mutants.rows import PIPELINE, mistakes
 
+STACKS = "pipeline/test_pipeline.py -k 'slots_of_their_own or (gives and t5)'"
+
 mistakes(
     "pipeline", "pipeline/schedule.py", "pipeline/test_schedule.py",
     ("[int(self.backward_MG[unit]) + 1]", "[int(self.backward_MG[unit])]"),
     ("max(ready[stage], needed) + (", "needed + (", "pipeline/test_schedule.py pipeline/test_partition.py"),
     ("ticks_MG[m, g], g % self.stages, m * self.chunks + g // self.stages",
      "ticks_MG[m, g], g % self.stages, m * self.chunks + g % self.chunks", "pipeline/test_schedule.py pipeline/test_pipeline.py"),
-    ("lambda m, s: 2 * (P - 1) - s + m)", "lambda m, s: 2 * P - s + m)"),
     ("(self.forward_MG <= ticks) & (ticks <= self.backward_MG)", "(self.forward_MG <= ticks) & (ticks < self.backward_MG)"),
 )  # fmt: skip
 
@@ -19,6 +20,17 @@ mistakes(
      {"equivalent": "a stage that goes forward at a tick is not idle then, and its free slot is not read"}),
     ("return self._at_T(self.schedule.backward_MG[:, 0])", "return self._at_T(self.schedule.backward_MG[:, -1])",
      PIPELINE),
+    ("chunk - chunks.start, slot", "chunk, slot", STACKS),
+)  # fmt: skip
+
+mistakes(
+    "pipeline", "pipeline/fused.py", "pipeline/test_schedule.py",
+    ("lambda m, s: 2 * (P - 1) - s + m)", "lambda m, s: 2 * P - s + m)"),
+    ("chunks * microbatches + stages - 1", "chunks * microbatches + stages"),
+)  # fmt: skip
+
+mistakes(
+    "pipeline", "pipeline/resolve.py", "pipeline/test_pipeline.py -k 'rows or idle or bubble or number or fit'",
     ("if m <= 4 * stages]", "if m <= 2 * stages]"),
     ("evenly.lockstep_seconds <= best.lockstep_seconds", "evenly.lockstep_seconds >= best.lockstep_seconds", "planner/test_profile.py -k 'cut'"),
 )  # fmt: skip
@@ -27,11 +39,14 @@ mistakes(
     "pipeline", "pipeline/execute.py", PIPELINE,
     ("counts = is_layer & unit.active\n            aux", "counts = is_layer\n            aux", "pipeline/test_pipeline.py -k 'auxiliary'"),
     ("counts = is_layer & unit.active\n            sums", "counts = is_layer\n            sums"),
-    ("layer = row.backward_groups - 1 - i", "layer = i"),
+    ("layer = trips - 1 - i", "layer = i"),
     ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", "pipeline/test_pipeline.py -k 'auxiliary'", {"survives": "no caller reads the sum of penalties, whose gradients are taken by themselves"}),
     (" send(dx, self.axis, -1)", " send(dx, self.axis, 1)"),
-    ("stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, jnp.float32, a), self.stacked),",
-     "stacked=jax.tree.map(lambda a: collectives.zeros(a.shape, a.dtype, a), self.stacked),", "training/test_precision.py -k 'near and pipe'"),
+    ("partial(jax.tree.map, lambda a: collectives.zeros(a.shape, jnp.float32, a))",
+     "partial(jax.tree.map, lambda a: collectives.zeros(a.shape, a.dtype, a))", "training/test_precision.py -k 'near and pipe'"),
+    ("before = where(used, before, self.carrier.stream(dx, part.index - 1))", "", STACKS),
+    ("entries = jax.tree.map(lambda s, a: write_at(s, a, slot), entries, before)", "", STACKS),
+    ("output = where(unit.active, output, index_leading(outputs, unit.slot))", "pass", "pipeline/test_pipeline.py -m '' -k 'gives and t5 and gpipe'"),
 )  # fmt: skip
 
 mistakes(

@@ -45,7 +45,7 @@ mistakes(
 
 mistakes(
     "step", "training/state.py", STEP,
-    ('params.init(jax.random.key(cfg.run.seed), spec, layers)', "params.init(jax.random.key(0), spec, layers)",
+    ('params.init(jax.random.key(cfg.run.seed), spec, ctx', "params.init(jax.random.key(0), spec, ctx",
      STEP + " -k first_state"),
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 from jaxstack.pipeline import Program, Stages
 from jaxstack.pipeline.partition import even
 from jaxstack.pipeline.phases import MASKED, MOST_RUNS, Turns, find_phases
-from jaxstack.pipeline.program import SCHEDULES
+from jaxstack.pipeline.resolve import SCHEDULES
 
 SIZES = [
     (name, stages, microbatches, chunks, layers)

@@ -30,7 +30,7 @@ from jaxstack import pipeline
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, OptimConfig, PipelineConfig
 from jaxstack.kernels.taps import find_weights
-from jaxstack.models import decoder
+from jaxstack.models import family as families
 from jaxstack.models.context import Context
 from jaxstack.pipeline import (
     Program,
@@ -163,6 +163,17 @@ DIFFUSION: list[Case] = [
     case("dit_experts", H1, 2, 4, layers=4, expert=2, gather=LAYER),
 ]
 """Pipelines of diffusion transformers, in docs/diffusion.md. The first one is quick."""
+PAIRS: list[Case] = [
+    case("t5", ONE, 2, 4, layers=3, fsdp=2, tensor=2, dropout=0.3),
+    case("t5", ONE, 4, 8, layers=5, data=2),
+    case("t5", TWO, 2, 4, 2, layers=5, tensor=2, accum=2),
+    case("t5", ALL, 2, 4, layers=4, tensor=2, context=2, context_method="all_gather"),
+    case("t5_1_1", ONE, 2, 2, layers=4, fsdp=4, remat="full", gather=LAYER),
+    case("t5_1_1", TWO, 2, 4, 2, layers=6, data=2, tensor=2, remat="selective"),
+    case("t5_gates", ONE, 2, 4, layers=3, fsdp=2, expert=2),
+    case("t5_gates", ALL, 2, 4, expert=2, tensor=2, remat="selective"),
+]
+"""Pipelines of encoder-decoders, in docs/encoder_decoders.md. The first one is quick."""
 OTHER = os.environ.get("JAXSTACK_TEST_SCHEDULE", "")
 
 
@@ -177,7 +188,7 @@ def under(case: Case, schedule: str) -> Case:
 if OTHER:
     CASES = [under(c, OTHER) for c in CASES]
     QUICK = CASES[: len(QUICK)]
-ALWAYS = [*QUICK, STATIC[0], ZERO_BUBBLE[0], SHARDED[0], ENCODERS[0], DIFFUSION[0]]
+ALWAYS = [*QUICK, STATIC[0], ZERO_BUBBLE[0], SHARDED[0], ENCODERS[0], DIFFUSION[0], PAIRS[0]]
 
 
 def name_of(case: Case) -> str:
@@ -190,10 +201,13 @@ def config(family: str, mesh: dict[str, Any], *, layers: int = 8, batch: int = m
            microbatches: int | None = None, chunks: int = 1, loops: Any = "auto", gather: Any = "once",
            split: tuple[str, ...] = (".*",), **how: Any) -> Config:  # fmt: skip
     cfg = meshes.config(family, mesh, **how)
+    depths: dict[str, Any] = {"num_layers": layers}
+    if cfg.model.family == "encoder_decoder":  # stacks of other depths
+        depths["encoder_layers"] = layers + 1
     pipelined = PipelineConfig(schedule, microbatches, chunks, loops=loops, gather=gather, split=split)
     return dataclasses.replace(
         cfg,
-        model=dataclasses.replace(cfg.model, num_layers=layers),
+        model=dataclasses.replace(cfg.model, **depths),
         data=dataclasses.replace(cfg.data, batch_size=batch),
         pipeline=pipelined,
     )
@@ -217,7 +231,7 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
     "case",
     [
         pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else pytest.mark.slow)
-        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS, *DIFFUSION]
+        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS, *DIFFUSION, *PAIRS]
     ],
 )
 def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(case, seed):
@@ -244,7 +258,7 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
         counted = {"counted_tokens": totals.tokens, "counted_sequences": totals.sequences} if aux else {}
         return loss, grads, {"tokens": tokens, **aux, **counted}
 
-    where, whole = ctx.parameters(decoder.spec(cfg.model)), PartitionSpec()
+    where, whole = ctx.parameters(families.spec(cfg.model)), PartitionSpec()
     mapped = ctx.local(work, (where, ctx.batch), (whole, where, whole))
     return lambda values, batch, key: mapped(values, batch)
 
@@ -256,6 +270,7 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
         pytest.param(case("gemma2", ALL, 4, 4, data=2, remat="selective"), marks=pytest.mark.slow),
         pytest.param(case("llama3", TWO, 2, 4, 2, layers=6, fsdp=2), marks=pytest.mark.slow),
         pytest.param(case("sigmoid", ALL, 2, 4, expert=2, packing=True), marks=pytest.mark.slow),
+        pytest.param(case("t5", TWO, 2, 4, 2, layers=4, fsdp=2), marks=pytest.mark.slow),
     ],
     ids=name_of,
 )
@@ -488,6 +503,18 @@ def test_the_bubble_of_uneven_stages_is_that_of_the_longest():
             "8 model chunks.* 6 layers.* mesh.pipe=1, or pipeline.chunks=3",
         ),
         ({"family": "gemma2", "layers": 6}, 4, "3 groups of 2 layers .model.windows.* use mesh.pipe=3"),
+        ({"family": "t5", "layers": 2}, 4, "mesh.pipe=4 .* each stack, but the encoder of .* has only 3 .*mesh.pipe=3"),
+        (
+            {"family": "t5", "schedule": ZERO},
+            2,
+            "pipeline.schedule=zb1 is for .* 2 .encoder, decoder.; use .*=gpipe or",
+        ),
+        ({"family": "t5", "loops": "static"}, 2, "pipeline.loops=static is for .*; use pipeline.loops=auto or"),
+        (
+            {"family": "t5", "microbatches": 1},
+            2,
+            "microbatches=1 .* groups of mesh.pipe=2 .2 model chunks.*; use 2 or 4",
+        ),
         ({"microbatches": 3}, 2, "microbatches=3 does not divide the 8 sequences of a replica; use 2 or 4"),
         ({"microbatches": 16}, 2, "microbatches=16 does not divide the 8 .* use 4 or 8"),
         (
@@ -509,6 +536,34 @@ def test_what_does_not_fit_is_one_line_before_anything_compiles(how, pipe, words
     with pytest.raises(ScheduleError, match=words) as caught:
         Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:pipe]))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", [gpipe(2, 6, 3), interleaved_one_f_one_b(2, 6, 3), gpipe(4, 8, 3)], ids=str)
+def test_units_of_each_stack_have_slots_of_their_own(schedule):
+    """No unit is overwritten while it waits, and every unit enters its stack from the unit before."""
+    P, M = schedule.stages, schedule.microbatches
+    program = Program(schedule, Stages(P, (2,) * P + (3,) * 2 * P, stacks=(("low", 1, 1), ("high", 2, 1))))
+    low, high = program.parts
+    assert [part.stages.chunks for part in program.parts] == [1, 2]
+    assert [str(part.stages) for part in program.parts] == str(program.stages).replace("low ", "").split(", high ")
+    for part, first in ((low, 0), (high, 1)):
+        holds: dict[tuple[int, int], Any] = {}
+        forward, backward = part.forward, part.backward
+        for tick, stage in itertools.product(range(schedule.ticks), range(P)):
+            at = tick, stage
+            if forward.active_TP[at]:
+                unit = forward.microbatch_TP[at], forward.chunk_TP[at]
+                assert schedule.forward_MG[unit[0], (unit[1] + first) * P + stage] == tick
+                assert holds.setdefault((stage, forward.slot_TP[at]), unit) == unit
+                assert forward.groups_TP[at] == part.stages.max_groups
+            assert forward.active_TP[at] or not forward.groups_TP[at]
+            if backward.active_TP[at]:
+                unit = backward.microbatch_TP[at], backward.chunk_TP[at]
+                assert holds.pop((stage, backward.slot_TP[at])) == unit
+        assert not holds
+    assert low.enter_at_T is low.enter_grad_at_T is None
+    for at_T, ticks_MG in ((high.enter_at_T, schedule.forward_MG), (high.enter_grad_at_T, schedule.backward_MG)):
+        assert [np.flatnonzero(at_T == m).tolist() for m in range(M)] == ticks_MG[:, P, None].tolist()
 
 
 def test_without_a_number_microbatches_are_four_a_stage_at_most():

@@ -1,5 +1,7 @@
 """A run that changes its pipeline schedule each time it resumes has the losses of one device."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -33,6 +35,38 @@ def arrays(path):
     saved = ocp.metadata(path).metadata
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), saved)
     return {name: np.asarray(leaf) for name, leaf in flatten(ocp.load(path, abstract)).items()}
+
+
+@pytest.mark.slow
+def test_encoder_decoders_resume_in_and_out_of_a_pipeline(tmp_path, rng, monkeypatch):
+    """Uneven stages of both stacks, another schedule in each leg, and evaluation: the losses of one device."""
+    words = ["".join(word) for word in rng.choice(list("abc"), (300, 3))]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps({"source": w, "target": w[::-1], "language": "back"}) for w in words))
+    flags = [*FLAGS[2:-1], "--model.family=encoder_decoder", "--model.num_layers=3", "--model.encoder_layers=5"]
+    flags = [f for f in flags if "source" not in f and "eval" not in f] + [
+        "--data.source=pairs", f"--data.path={path}", "--data.languages=[back]", "--data.target_len=8",
+        "--model.d_model=32", "--train.eval_every=2", "--train.eval_steps=1",
+    ]  # fmt: skip
+
+    def run(name, steps, *more):
+        main(parse_config([*flags, f"--train.steps={steps}", f"--run.dir={tmp_path / name}", *more]))
+
+    devices = jax.devices()
+    one, four = ((lambda *_, n=n: devices[:n]) for n in (1, 4))
+    monkeypatch.setattr(jax, "devices", one)
+    run("plain", 6, "--mesh.data=1")
+    monkeypatch.setattr(jax, "devices", four)
+    run("legs", 2, *STAGES[:-1], "--pipeline.schedule=1f1b")
+    run("legs", 4, *STAGES[:-1], "--pipeline.schedule=gpipe", "--pipeline.gather=layer")
+    monkeypatch.setattr(jax, "devices", one)
+    run("legs", 6, "--mesh.data=1")
+    for key in ("loss", "eval_loss"):
+        plain, legs = (
+            {line["step"]: line[key] for line in lines(tmp_path / name) if key in line} for name in ("plain", "legs")
+        )
+        assert len(plain) == {"loss": 6, "eval_loss": 3}[key]
+        assert legs == pytest.approx(plain, rel=3e-6)
 
 
 @pytest.mark.slow

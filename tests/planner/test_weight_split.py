@@ -10,7 +10,8 @@ import test_meshes as meshes
 
 from jaxstack.config import ConfigError, PipelineConfig
 from jaxstack.models.context import Context
-from jaxstack.pipeline.program import Program, Stages
+from jaxstack.pipeline.program import Program
+from jaxstack.pipeline.stages import Stages
 from jaxstack.pipeline.zero_bubble import zb1
 from jaxstack.planner import estimate, roofline, step_bytes, weight_split
 from jaxstack.sharding import make_mesh

@@ -48,6 +48,7 @@ CASES: list[Case] = [
     ("modernbert", {"data": 2, "fsdp": 2}, {"tokens": 8192, "packing": True}),
     ("t5", {}, {}),
     ("t5", {"fsdp": 2, "tensor": 2}, {"accum": 2}),
+    ("t5", {"pipe": 2, "tensor": 2}, {}),
     ("gpt2", {}, {}),
     ("gpt2", {}, {"packing": True, "accum": 2}),
     ("llama3", {}, {}),
@@ -182,7 +183,7 @@ def test_devices_sum_gradients_in_the_dtype_that_is_asked_for(case, reduce_dtype
     cfg = config(family, mesh, "bfloat16", tokens=meshes.BATCH * meshes.SEQ, **how)
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, reduce_dtype=reduce_dtype))
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum))
-    values = params.abstract(ctx.pad_to_stages(decoder.spec(cfg.model)))
+    values = params.abstract(params.pad_to_slots(decoder.spec(cfg.model), ctx.stages))
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), text_like(0, cfg))
     traced = jax.make_jaxpr(make_gradients(cfg, ctx))(values, batch)
     replicated = {"context", *BATCH_AXES}  # axes along which devices see other tokens

@@ -1,0 +1,151 @@
+"""From a configuration to the program of its pipeline: the schedule, and the layers of each stage.
+
+JAX is not imported.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from jaxstack.config import Config, ConfigError
+from jaxstack.pipeline.costs import Costs
+from jaxstack.pipeline.fused import gpipe, interleaved_one_f_one_b, one_f_one_b
+from jaxstack.pipeline.partition import Partition, cut, even
+from jaxstack.pipeline.program import Program
+from jaxstack.pipeline.schedule import Schedule, ScheduleError
+from jaxstack.pipeline.stages import Stages
+from jaxstack.pipeline.zero_bubble import zb1, zb_h1
+
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": lambda stages, microbatches, chunks: gpipe(stages, microbatches),
+    "1f1b": lambda stages, microbatches, chunks: one_f_one_b(stages, microbatches),
+    "interleaved_1f1b": interleaved_one_f_one_b,
+    "zb1": zb1,
+    "zb_h1": lambda stages, microbatches, chunks: zb_h1(stages, microbatches),
+}
+"""Builds each schedule from stages, microbatches and chunks."""
+
+WEIGHTLESS = ("gpipe", "1f1b", "interleaved_1f1b")
+"""Schedules without weight units, which can run several stacks."""
+
+
+def resolve(
+    cfg: Config,
+    stages: int,
+    sequences: int,
+    static: bool = False,
+    stacks: Mapping[str, tuple[int, int]] | None = None,
+) -> Program:
+    """Returns the program of a configuration.
+
+    Args:
+      cfg: the configuration; `pipeline` and the number of layers are read.
+      stages: size of the mesh axis `pipe`, P.
+      sequences: sequences of one gradient-accumulation microbatch on one replica. The pipeline divides them into its
+        own microbatches.
+      static: whether all loops have static trip counts. A model with several stacks ignores it.
+      stacks: layers of each stack and its period, if there are several.
+
+    Raises:
+      ScheduleError: the sizes do not fit each other; the message names sizes that do.
+      ConfigError: the file of `pipeline.partition` has the costs of another model, or no cut fits in memory.
+    """
+    if stacks is not None and len(stacks) > 1:
+        return _resolve_stacks(cfg, stages, sequences, stacks)
+    pipeline, period = cfg.pipeline, len(cfg.model.windows)
+    groups, model_chunks = cfg.model.num_layers // period, stages * pipeline.chunks
+    unit = "layers" if period == 1 else f"groups of {period} layers (model.windows)"
+    if model_chunks > groups:
+        fits = [n for n in range(1, groups + 1) if n * pipeline.chunks <= groups] or [1]
+        raise ScheduleError(
+            f"mesh.pipe={stages} x pipeline.chunks={pipeline.chunks} makes {model_chunks} model chunks, but "
+            f"model.num_layers={cfg.model.num_layers} has only {groups} {unit}; use mesh.pipe={fits[-1]}"
+            + (f", or pipeline.chunks={groups // stages}" if groups >= stages else "")
+        )
+    microbatches = _microbatches(cfg, stages, sequences, pipeline.chunks)
+    groups_G = even(groups, model_chunks)
+    if pipeline.partition == "even":
+        return _even_program(
+            pipeline.schedule, Stages(stages, tuple(period * n for n in groups_G), period), microbatches, static
+        )
+    schedule = SCHEDULES[pipeline.schedule](stages, microbatches, pipeline.chunks)
+    partition = _cut(cfg, schedule, groups, unit)
+    placed = Stages(stages, tuple(period * n for n in partition.layers), period)
+    return Program(schedule, placed, partition, static)
+
+
+def _resolve_stacks(cfg: Config, stages: int, sequences: int, stacks: Mapping[str, tuple[int, int]]) -> Program:
+    """Returns the program of a model with several stacks, see `resolve`. Each stack is cut evenly over all stages."""
+    pipeline, chunks = cfg.pipeline, cfg.pipeline.chunks
+    for key, works in (("schedule", WEIGHTLESS), ("partition", ("even",)), ("loops", ("auto", "dynamic"))):
+        if getattr(pipeline, key) not in works:
+            raise ScheduleError(
+                f"pipeline.{key}={getattr(pipeline, key)} is for models with one stack of layers, but "
+                f"model.family={cfg.model.family} has {len(stacks)} ({', '.join(stacks)}); use "
+                f"{' or '.join(f'pipeline.{key}={value}' for value in works)}"
+            )
+    layers: tuple[int, ...] = ()
+    for name, (depth, period) in stacks.items():
+        groups = depth // period
+        if stages * chunks > groups:
+            raise ScheduleError(
+                f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {stages * chunks} model chunks of each stack, "
+                f"but the {name} of model.family={cfg.model.family} has only {groups} "
+                f"{'layers' if period == 1 else f'groups of {period} layers'}; use mesh.pipe={max(groups // chunks, 1)}"
+            )
+        layers += tuple(period * n for n in even(groups, stages * chunks))
+    every = chunks * len(stacks)
+    microbatches = _microbatches(cfg, stages, sequences, every)
+    schedule = (gpipe if pipeline.schedule == "gpipe" else interleaved_one_f_one_b)(stages, microbatches, every)
+    named = tuple((name, chunks, period) for name, (_, period) in stacks.items())
+    return Program(schedule, Stages(stages, layers, stacks=named))
+
+
+@lru_cache(maxsize=512)
+def _even_program(schedule: str, stages: Stages, microbatches: int, static: bool) -> Program:
+    """Returns the program of stages with equally many layers. A search over meshes asks for the same ones often."""
+    return Program(SCHEDULES[schedule](stages.stages, microbatches, stages.chunks), stages, static=static)
+
+
+def _cut(cfg: Config, schedule: Schedule, groups: int, unit: str) -> Partition:
+    """Returns the partition by a file of costs."""
+    name = cfg.pipeline.partition
+    if name == "auto":
+        raise ConfigError(
+            "pipeline.partition=auto is measured by train.py when it trains; elsewhere use even, or name a file made "
+            "by jaxstack profile"
+        )
+    costs = Costs.load(Path(name))
+    if costs.layers != groups:
+        raise ConfigError(
+            f"pipeline.partition={name} holds costs of {costs.layers} layers, but "
+            f"model.num_layers={cfg.model.num_layers} has {groups} {unit}; measure this model by "
+            f"jaxstack profile, or use pipeline.partition=even"
+        )
+    try:
+        best = cut(costs, schedule, costs.memory_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"pipeline.partition={name}: {error}") from error
+    evenly = Partition(costs, schedule, even(groups, schedule.model_chunks))
+    fits = costs.memory_bytes is None or evenly.stage_bytes <= costs.memory_bytes
+    # `cut` assumes that stages run freely, but a tick of the executor takes as long as its longest unit.
+    return evenly if fits and evenly.lockstep_seconds <= best.lockstep_seconds else best
+
+
+def _microbatches(cfg: Config, stages: int, sequences: int, chunks: int) -> int:
+    """Returns `pipeline.microbatches`; null means the largest number that works, up to four a stage."""
+    multiple = stages if chunks > 1 else 1  # interleaved schedules need groups of P microbatches
+    works = [m for m in range(multiple, sequences + 1, multiple) if sequences % m == 0]
+    asked = cfg.pipeline.microbatches
+    if asked is None and works:
+        return max([m for m in works if m <= 4 * stages], default=works[0])
+    if asked not in works:
+        near = sorted(works, key=lambda m: (abs(m - (asked or stages)), m))[:2]
+        advice = f"use {' or '.join(map(str, sorted(near)))}" if near else "no number does"
+        groups = f" in groups of mesh.pipe={stages} ({chunks} model chunks a stage)" if multiple > 1 else ""
+        raise ScheduleError(
+            f"pipeline.microbatches={'null' if asked is None else asked} does not divide the {sequences} sequences of "
+            f"a replica{groups}; {advice}, or another data.batch_size={cfg.data.batch_size} "
+            f"(over train.grad_accum={cfg.train.grad_accum} and the axes that share the batch)"
+        )
+    return asked
