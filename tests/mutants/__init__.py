@@ -24,6 +24,7 @@ PARTS = (
     "runs",
     "optimizer",
     "diffusion",
+    "contrastive",
 )
 """Files of this folder in the order of their mutants, which is that of the committed results."""
 
