@@ -22,7 +22,7 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
       preflight: check the machines, and return without training.
     """
     sinks.require_packages(cfg.run.sinks)
-    dataset = data.load(cfg.data, data.labels_of(cfg.model))
+    dataset = data.load_for(cfg)
     cfg = resolve(cfg, dataset.vocab_size, dataset.image)
     kept = None
     if searched is not None:

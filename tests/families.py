@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxstack.config import ModelConfig, MoEConfig, RopeScaling
+from jaxstack.config.contrastive import ContrastiveConfig
 from jaxstack.config.diffusion import DiffusionConfig
 
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4, "vocab_size": 61}
@@ -111,6 +112,29 @@ DIFFUSION = {
     ),
 }
 """Diffusion transformers on pictures of 32 patches."""
+
+CONTRASTIVE = {
+    "coca": ModelConfig(
+        **SMALL,
+        family="contrastive",
+        encoder_layers=3,
+        norm="layer",
+        positions="learned",
+        max_positions=16,
+        activation="gelu_tanh",
+        gated=False,
+        bias=True,
+        contrastive=ContrastiveConfig(image=(8, 16, 1), features=24, caption_layers=2),
+    ),
+    "clip": ModelConfig(
+        **SMALL,
+        family="contrastive",
+        d_ff=96,
+        qk_norm=True,
+        contrastive=ContrastiveConfig(image=(8, 16, 3), loss="softmax"),
+    ),
+}
+"""Towers for pictures of 32 patches and texts; the first one has the sigmoid loss and captions."""
 
 _LLAMA = {**SMALL, "num_kv_heads": 2, "d_ff": 96}
 

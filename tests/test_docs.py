@@ -121,7 +121,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"--data\.source=chat", [*STEPS, *ALONE]),
     (r"--profile\.steps=", [*SHORT, "--profile.steps=1:2"]),
     (r"--model\.base_width", [*SHORT, "--optim.name=adamw"]),  # SGD is refused
-    (r"diffusion_digits\.yaml", [*STEPS, "--sample.pictures=1"]),
+    (r"(diffusion|contrastive)_digits\.yaml", [*STEPS, "--sample.pictures=1"]),
     (r"^train\b", SHORT),
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),

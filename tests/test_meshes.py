@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import CLASSIFIERS, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
+from families import CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import (
@@ -43,7 +43,7 @@ WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_
 MODELS: dict[str, ModelConfig] = {
     **{
         name: dataclasses.replace(cfg, **WIDE)
-        for name, cfg in (FAMILIES | ENCODERS | CLASSIFIERS | ENCODER_DECODERS | DIFFUSION).items()
+        for name, cfg in (FAMILIES | ENCODERS | CLASSIFIERS | ENCODER_DECODERS | DIFFUSION | CONTRASTIVE).items()
     },
     "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}),
 }
@@ -168,7 +168,24 @@ DIFFUSION_CASES: list[Case] = [
     ("dit_experts", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"accum": 2}),
 ]
 """Meshes of diffusion transformers, in docs/diffusion.md. The first one is quick."""
-QUICK_CASES = (*QUICK, ENCODER_CASES[0], PAIR_CASES[0], DIFFUSION_CASES[0])
+
+CONTRASTIVE_CASES: list[Case] = [
+    ("clip", {"fsdp": 2, "tensor": 2}, {"accum": 2}),
+    ("coca", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
+    *(("coca", {axis: 4}, {}) for axis in ("data", "fsdp", "tensor")),
+    ("coca", {"context": 4, **GATHER}, {}),
+    ("coca", {"tensor": 2, **PLAIN}, {"remat": "selective"}),
+    ("coca", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 2}),
+    ("coca", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"dropout": 0.3, "remat": "full"}),
+    ("clip", {"data": 8}, {}),
+    ("clip", {"fsdp": 8}, {"remat": "full"}),
+    ("clip", {"data": 2, "tensor": 4}, {}),
+    ("clip", {"context": 2, "tensor": 2, **GATHER}, {}),
+    ("clip", {"data": 2, "context": 2, **GATHER, **AUTO}, {}),
+    ("clip", {"data": 4, "tensor": 2, **PLAIN, **AUTO}, {"remat": "selective"}),
+]
+"""Meshes of contrastive models, in docs/contrastive.md. The first one is quick."""
+QUICK_CASES = (*QUICK, ENCODER_CASES[0], PAIR_CASES[0], DIFFUSION_CASES[0], CONTRASTIVE_CASES[0])
 
 
 def name_of(case: Case) -> str:
@@ -180,7 +197,7 @@ def name_of(case: Case) -> str:
 
 def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool = False, remat: str = "none",
            dropout: float = 0.0) -> Config:  # fmt: skip
-    sources = {"encoder_decoder": "pairs", "diffusion": "digits"}
+    sources = {"encoder_decoder": "pairs", "diffusion": "digits", "contrastive": "digits"}
     source = "labels" if MODELS[family].labels else sources.get(MODELS[family].family, "stdlib")
     return Config(
         run=RunConfig(init_from="base" if MODELS[family].lora.rank else None),
@@ -188,7 +205,7 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
         data=DataConfig(
             seq_len=SEQ,
             batch_size=BATCH,
-            target_len=SEQ // 2 if source == "pairs" else None,
+            target_len=SEQ // 2 if MODELS[family].family in ("encoder_decoder", "contrastive") else None,
             packing=packing,
             source=source,
             path=f"{source}.jsonl" if source in ("labels", "pairs") else None,
@@ -205,6 +222,8 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
         return random_pairs(rng, cfg, rows)
     if cfg.family == "diffusion":
         return random_pictures(rng, cfg, rows)
+    if cfg.family == "contrastive":
+        return random_captions(rng, cfg, rows)
     ids = rng.integers(0, cfg.vocab, (rows, SEQ + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:] % cfg.classes}
     batch["loss_weights"] = (rng.random((rows, SEQ)) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32)
@@ -248,6 +267,20 @@ def random_pictures(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> di
         **{n: rng.standard_normal((*shape, cfg.diffusion.patch_values), np.float32) for n in ("patches", "noise")},
         **{n: np.repeat(rng.integers(0, most, (rows, 1)), shape[1], 1).astype(np.int32) for n, most in by_row.items()},
         "loss_weights": (rng.random(shape) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32),
+    }
+
+
+def random_captions(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> dict[str, np.ndarray]:
+    """Returns pictures with texts of several lengths; some show the same, and one text is padding alone."""
+    shape = (rows, SEQ // 2)
+    last = rng.integers(1, shape[1], (rows, 1))
+    place, real = np.arange(shape[1]), np.arange(rows)[:, None] != rows // 2
+    return {
+        "patches": rng.standard_normal((rows, cfg.contrastive.num_patches, cfg.contrastive.patch_values), np.float32),
+        "pair_ids": np.repeat(rng.integers(0, rows // 2, (rows, 1)), shape[1], 1).astype(np.int32),
+        "pair_weights": ((place == last) * real * rng.uniform(0.5, 1.5, (rows, 1))).astype(np.float32),
+        "loss_weights": ((place < last) * real).astype(np.float32),
+        **{name: rng.integers(0, cfg.vocab, shape).astype(np.int32) for name in ("tokens", "targets")},
     }
 
 
@@ -306,10 +339,11 @@ def on_one_device(family: str, how: tuple[tuple[str, Any], ...], seed: int) -> A
 def compare(case: Case, seed: int) -> tuple[float, float]:
     """Returns relative errors against one device: of the loss (or the worst sum of routing) and of the worst gradient.
 
-    That one neither accumulates nor recomputes.
+    That one neither accumulates nor recomputes, unless rows are compared in each microbatch.
     """
     family, mesh, how = case
-    plain = tuple((k, v) for k, v in how.items() if k in ("packing", "dropout"))
+    kept = ("packing", "dropout") + ("accum",) * (MODELS[family].family == "contrastive")  # rows meet in a microbatch
+    plain = tuple((k, v) for k, v in how.items() if k in kept)
     return errors(family, on_one_device(family, plain, seed), gradients(config(family, mesh, **how), seed))
 
 
@@ -319,7 +353,7 @@ def errors(family: str, one: Any, other: Any) -> tuple[float, float]:
     for path, value in initial.items():
         assert (value == other_initial[path]).all(), f"initial values of {path} differ"
     # A key's bias moves all scores of a query alike: without RoPE its true gradient is zero, and what is left is noise.
-    zero = {path for path in grads if path.endswith("attention/b_k") and MODELS[family].positions != "rope"}
+    zero = {path for path in grads if path.endswith("/b_k") and MODELS[family].positions != "rope"}
     apart = {
         path: float(np.linalg.norm(other_grads[path] - g) / np.linalg.norm(g))
         for path, g in grads.items()
@@ -335,7 +369,7 @@ def errors(family: str, one: Any, other: Any) -> tuple[float, float]:
     "case",
     [
         pytest.param(c, id=name_of(c), marks=() if c in QUICK_CASES else SLOW)
-        for c in [*CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES]
+        for c in [*CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES, *CONTRASTIVE_CASES]
     ],
 )
 def test_every_mesh_gives_the_loss_and_gradients_of_one_device(case, seed):

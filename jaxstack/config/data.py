@@ -69,7 +69,7 @@ class DataConfig:
     text files. `tokens`: a token file, see `data.format`. `hf`: a Hugging Face dataset (extra `[hf]`). `chat`:
     conversations, where only the answers are learned; see docs/finetuning.md. `labels`: texts with labels, for a
     classifier; see docs/encoders.md. `pairs`: texts with translations; see docs/data.md. `digits`: scikit-learn's
-    pictures of digits (extra `[images]`). `images`: pictures of one size; see docs/diffusion.md."""
+    pictures of digits (extra `[images]`). `images`: pictures of one size; see docs/diffusion.md and contrastive.md."""
     path: str | None = None
     """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), JSON file of conversations (`chat`) or
     of texts with labels (`labels`), translations (`pairs`): a file, a folder, or `package:NAME`; or a folder or .npz
@@ -114,9 +114,12 @@ class DataConfig:
     """With `model.family=encoder_decoder`: how spans of a text are hidden, which the decoder generates. Each row draws
     one by their weights. T5: `[{rate: 0.15, span: 3}]`. `seq_len` counts inputs."""
     languages: tuple[str, ...] = ()
-    """With source `pairs`: languages to translate to, by their names in catalogues or columns."""
+    """With source `pairs`: languages to translate to, by their names in catalogues or columns. With pictures and family
+    `contrastive`: languages in which the numbers that the classes are have names (num2words); empty means the classes'
+    own names."""
     target_len: PositiveInt | None = None
-    """With `model.family=encoder_decoder`: targets per row. Null means as many as `denoisers` need, or `seq_len`."""
+    """With `model.family=encoder_decoder`: targets per row. Null means as many as `denoisers` need, or `seq_len`. With
+    family `contrastive`: tokens of a text."""
     domains: tuple[str, ...] = ()
     """For `model.moe.router=domain`: one regular expression per expert, which must match the full name of a document
     (its path within data.path), or the language of a pair. A document belongs to the first expression that matches."""

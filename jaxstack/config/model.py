@@ -14,8 +14,10 @@ from jaxstack.config.bounds import (
     pattern_error,
     require,
 )
+from jaxstack.config.contrastive import ContrastiveConfig
 from jaxstack.config.diffusion import DiffusionConfig
-from jaxstack.config.objective import Objective, objective_of
+from jaxstack.config.objective import Objective, contrastive_objective, objective_of
+from jaxstack.config.pictures import PictureConfig
 
 
 @dataclass(frozen=True)
@@ -150,14 +152,16 @@ LABEL_MULTIPLE = 192
 class ModelConfig:
     """A decoder; its switches give GPT-2, Llama 3, Qwen3, Gemma 2, Mixtral and more (see `configs/models/`)."""
 
-    family: Literal["decoder", "encoder", "encoder_decoder", "diffusion"] = "decoder"
+    family: Literal["decoder", "encoder", "encoder_decoder", "diffusion", "contrastive"] = "decoder"
     """`decoder`: a token sees those before it, and the next token is learned. `encoder`: it sees all tokens, and hidden
     tokens are learned (BERT). `encoder_decoder`: an encoder reads a text, and a decoder learns another one (T5).
-    `diffusion`: pictures are made from noise, given their class (DiT)."""
+    `diffusion`: pictures are made from noise, given their class (DiT). `contrastive`: a tower for pictures and one for
+    texts learn to find what belongs together (CLIP, SigLIP, CoCa)."""
     num_layers: PositiveInt = 6
     """Number of transformer blocks. If there is an encoder beside a decoder, these are the blocks of the decoder."""
     encoder_layers: PositiveInt | None = None
-    """With family `encoder_decoder`: number of blocks of the encoder. Null means num_layers."""
+    """With family `encoder_decoder` or `contrastive`: number of blocks of the encoder, or of the tower for pictures.
+    Null means num_layers."""
     d_model: PositiveInt = 256
     """Width of the residual stream."""
     num_heads: PositiveInt = 4
@@ -228,6 +232,8 @@ class ModelConfig:
     """Multiply the activation with a second up-projection (SwiGLU, GeGLU)."""
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     """Pictures and noise, for family `diffusion`."""
+    contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
+    """Pictures and texts, for family `contrastive`."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """Mixture of experts in place of the MLP."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -371,4 +377,12 @@ class ModelConfig:
     @property
     def objective(self) -> "Objective":
         """Returns what the model is trained for."""
+        two = self.contrastive
+        if self.family == "contrastive":
+            return contrastive_objective(two.caption_layers > 0, two.weight, two.caption_weight)
         return objective_of(self.family, bool(self.labels), self.label_each)
+
+    @property
+    def pictures(self) -> PictureConfig | None:
+        """Returns the size of the pictures that the model reads, or `None` if it reads texts alone."""
+        return {"diffusion": self.diffusion, "contrastive": self.contrastive}.get(self.family)

@@ -41,6 +41,13 @@ OBJECTIVES = {
 """The objectives by the value of `model.family`, but for encoders, which may have labels."""
 
 
+def contrastive_objective(captions: bool, weight: float = 1.0, caption_weight: float = 1.0) -> Objective:
+    """Returns the objective of a contrastive model, with factors of its losses, by whether it learns captions."""
+    pairs, words = Term("contrastive", "pair_weights", weight), Term("caption", "loss_weights", caption_weight)
+    terms, unit = ((pairs, words), "nats") if captions else ((pairs,), "nats per pair")
+    return Objective("held-out loss", unit, "recall@1 among the texts of a batch", terms)
+
+
 def objective_of(family: str, labels: bool, label_each: str) -> Objective:
     """Returns the objective of a model by its keys `family`, `labels` and `label_each`."""
     if family != "encoder":

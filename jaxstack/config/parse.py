@@ -382,9 +382,9 @@ def _check_secrets(cfg: Config) -> None:
 def _check_vocabulary(cfg: Config) -> None:
     """Applies the checks that depend on the vocabulary, if its size is given without reading data."""
     own = any(one.source == "tokens" for one in cfg.data.single_sources())  # a token file has its own tokenizer
-    pictures = cfg.model.family == "diffusion"
-    bytes_only = cfg.data.tokenizer == "bytes" and not own and not pictures
-    if bytes_only or (cfg.model.vocab_size is not None and (cfg.model.diffusion.image or not pictures)):
+    pictures = cfg.model.pictures
+    bytes_only = cfg.data.tokenizer == "bytes" and not own and pictures is None
+    if bytes_only or (cfg.model.vocab_size is not None and (pictures is None or pictures.image)):
         resolve(cfg, 256 if bytes_only else None)
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxstack.config.bounds import require
+from jaxstack.config.contrastive import check_contrastive
 from jaxstack.config.data import DataConfig
-from jaxstack.config.diffusion import check_diffusion, with_image
+from jaxstack.config.diffusion import check_diffusion
 from jaxstack.config.model import ModelConfig
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
+from jaxstack.config.pictures import with_image
 from jaxstack.config.seq2seq import check_seq2seq
 from jaxstack.config.training import (
     CheckpointConfig,
@@ -61,11 +63,17 @@ class Config:
         _check_family(self)
         check_seq2seq(self)
         check_diffusion(self)
+        check_contrastive(self)
 
     @property
     def has_segments(self) -> bool:
         """Whether batches have segment ids, which attention stays within: documents, or padding apart from texts."""
         return self.data.packing or bool(self.model.labels) or self.model.family == "encoder_decoder"
+
+    @property
+    def text_length(self) -> int:
+        """Number of positions of a table of learned ones: the texts of a contrastive model are its targets."""
+        return self.data.target_length if self.model.family == "contrastive" else self.data.seq_len
 
     @property
     def microbatch_size(self) -> int:
@@ -151,7 +159,7 @@ def _check_mesh_sequence(cfg: Config) -> None:
     split = mesh.tensor if mesh.sequence_parallel else 1
     # A context shard has an early and a late chunk, so that all shards do the same work under the causal mask.
     parts = split if mesh.context == 1 else mesh.context * math.lcm(split, 2)
-    targets = cfg.data.target_length if cfg.model.family == "encoder_decoder" else 0
+    targets = cfg.data.target_length if cfg.model.family in ("encoder_decoder", "contrastive") else 0
     require(
         targets % parts == 0,
         f"data.target_len={targets} cannot be split into {parts} equal parts, as mesh.context={mesh.context} and "
@@ -223,7 +231,7 @@ def _check_family(cfg: Config) -> None:
     )
     both = model.family == "encoder_decoder"
     for key, value, default in (
-        ("model.encoder_layers", str(model.encoder_layers), "None"),
+        ("model.encoder_layers", str(model.encoder_layers) if model.family != "contrastive" else "None", "None"),
         ("model.head_scale", str(model.head_scale), "1.0"),
         ("model.positions", model.positions, model.positions if model.positions != "relative" else "rope"),
     ):
@@ -231,7 +239,7 @@ def _check_family(cfg: Config) -> None:
             both or value == default,
             f"{key}={value} is for encoder-decoders. Add --model.family=encoder_decoder, or leave {key} out.",
         )
-    if model.family in ("encoder", "encoder_decoder", "diffusion"):  # not for a family of one's own
+    if model.family in ("encoder", "encoder_decoder", "diffusion", "contrastive"):  # not for a family of one's own
         _check_not_decoder(cfg)
 
 
@@ -286,9 +294,10 @@ def _check_lengths(cfg: Config) -> None:
     )
     positions = cfg.model.max_positions if cfg.model.positions == "learned" else None
     first = cfg.model.first_position
-    rows = f"data.seq_len={seq_len}" + (f" and model.first_position={first}" if first else "")
+    key = "target_len" if cfg.model.family == "contrastive" else "seq_len"
+    rows = f"data.{key}={cfg.text_length}" + (f" and model.first_position={first}" if first else "")
     require(
-        positions is None or positions >= seq_len + first,
+        positions is None or positions >= cfg.text_length + first,
         f"model.max_positions={positions} is less than {rows}. Raise it, or leave it null.",
     )
 
@@ -305,8 +314,8 @@ def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ())
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it; or the model
         has pictures of another size.
     """
-    if config.model.family == "diffusion":
-        config = with_image(config, image)
+    if config.model.pictures is not None:
+        config = with_image(config, config.model.pictures, image)
     model, mesh, source = config.model, config.mesh, config.run.init_from
     masks, mask_id = model.family == "encoder" and not model.labels, config.data.mask_id
     own_row = masks and mask_id is None  # the token that hides others is not one of the tokenizer's
@@ -333,7 +342,7 @@ def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ())
     )
     positions = model.max_positions
     if model.positions == "learned" and positions is None:
-        positions = config.data.seq_len
+        positions = config.text_length
         positions += model.first_position
     require(
         mask_id is None or mask_id < vocabulary,

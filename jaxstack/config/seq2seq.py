@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jaxstack.config.bounds import require
+from jaxstack.config.pictures import PICTURES
 
 if TYPE_CHECKING:
     from jaxstack.config.data import DataConfig
@@ -16,17 +17,18 @@ def check_denoisers(data: "DataConfig") -> None:
       ConfigError: they do not fit each other.
     """
     names = [one.source for one in data.mixture or (data,)]
-    shown = list(data.denoisers)
+    shown, texts_only = list(data.denoisers), not {"pairs", *PICTURES} & {*names}
     require(
-        "pairs" in names or not data.languages,
-        f"data.languages={list(data.languages)} is for data.source=pairs, which is not set. Remove it, or read pairs.",
+        not texts_only or not data.languages,
+        f"data.languages={list(data.languages)} is for translations and for names of pictures, but data.source="
+        f"{names[0]} has neither. Remove it, or use data.source=pairs.",
     )
     require(
         len({*data.languages}) == len(data.languages),
         f"data.languages={list(data.languages)} names a language twice. Name each once.",
     )
     require(
-        bool(data.denoisers) or "pairs" in names or data.target_len is None,
+        bool(data.denoisers) or not texts_only or data.target_len is None,
         f"data.target_len={data.target_len} is for data.denoisers or data.source=pairs. Remove it, or set one of them.",
     )
     if not data.denoisers:

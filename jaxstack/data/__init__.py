@@ -4,9 +4,8 @@
 `eval_batches` cut a text into batches, and `MixtureReader` mixes several.
 """
 
-from jaxstack.data.dataset import Dataset, Source, load, resolve_from_data
+from jaxstack.data.dataset import Dataset, Source, load, load_for, resolve_from_data
 from jaxstack.data.images import Images
-from jaxstack.data.labelled import labels_of
 from jaxstack.data.mixture import MixtureReader, describe_batch
 from jaxstack.data.prefetch import prefetch
 from jaxstack.data.sources import Document, documents
@@ -29,8 +28,8 @@ __all__ = [
     "documents",
     "encode",
     "eval_batches",
-    "labels_of",
     "load",
+    "load_for",
     "make_tokenizer",
     "prefetch",
     "read_token_file",

@@ -3,18 +3,19 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxstack.config import Config, ConfigError, DataConfig, resolve
-from jaxstack.config.diffusion import PICTURES
+from jaxstack.config.pictures import PICTURES
 from jaxstack.data import chat, labelled, pairs, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
+from jaxstack.data.captions import class_texts, encode_captions
 from jaxstack.data.class_names import ClassNames
 from jaxstack.data.conversations import read_conversations
 from jaxstack.data.images import Images, fingerprint, read_images, split_images
 from jaxstack.data.labelled import Labels, labels_of
-from jaxstack.data.seq2seq import SpecialIds, ids_of
+from jaxstack.data.seq2seq import SpecialIds, ids_of, special_ids
 from jaxstack.data.sources import documents
 from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary
 from jaxstack.data.tokens import Tokens, assign_domains, encode, read_header, read_token_file, split
@@ -87,7 +88,7 @@ class Dataset:
     @property
     def image(self) -> tuple[int, ...]:
         """Height, width and channels of the pictures; empty for texts."""
-        return self.tokenizer.image if isinstance(self.tokenizer, ClassNames) else ()
+        return self.train.pixels.shape[1:] if isinstance(self.train, Images) else ()
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -96,7 +97,7 @@ class Dataset:
         return tuple(weight / sum(weights) for weight in weights)
 
 
-def load(cfg: DataConfig, labels: Labels | None = None) -> Dataset:
+def load(cfg: DataConfig, labels: Labels | None = None, captions: bool = False) -> Dataset:
     """Returns the tokens of a configuration's source or sources, with a part of each held out.
 
     Text is encoded in memory; a token file stays on disk. A token file determines its own tokenizer.
@@ -104,13 +105,14 @@ def load(cfg: DataConfig, labels: Labels | None = None) -> Dataset:
     Args:
       cfg: the sources.
       labels: those of the model, for `data.source=labels`.
+      captions: whether pictures have texts, for a contrastive model.
 
     Raises:
       ConfigError: there is no text to read, a file is not text, a token file is damaged, or the sources of a mixture
         have different tokenizers.
     """
     if cfg.source in PICTURES:
-        return _load_images(cfg)
+        return _load_captions(cfg) if captions else _load_images(cfg)
     parts = [*cfg.single_sources()]
     names = [one.label for one in cfg.mixture] or [sources.describe(cfg)]
     opened = {i: _open(part) for i, part in enumerate(parts) if part.source == "tokens"}
@@ -140,15 +142,20 @@ def load(cfg: DataConfig, labels: Labels | None = None) -> Dataset:
     return Dataset(tokenizer, tuple(found), tuple(cfg.weights()), special)
 
 
+def load_for(cfg: Config) -> Dataset:
+    """Returns the data of a run, as its model reads them; see `load`."""
+    return load(cfg.data, labels_of(cfg.model), cfg.model.family == "contrastive")
+
+
 def resolve_from_data(cfg: Config) -> Config:
     """Returns the configuration with the values that depend on data, which is read if it does not have them all.
 
     Raises:
       ConfigError: see `load` and `config.resolve`.
     """
-    if cfg.model.vocab_size and (cfg.model.diffusion.image or cfg.model.family != "diffusion"):
+    if cfg.model.vocab_size and (cfg.model.pictures is None or cfg.model.pictures.image):
         return resolve(cfg, None)
-    dataset = load(cfg.data, labels_of(cfg.model))
+    dataset = load_for(cfg)
     return resolve(cfg, dataset.vocab_size, dataset.image)
 
 
@@ -162,6 +169,23 @@ def _load_images(cfg: DataConfig) -> Dataset:
         f"{len(train):,} train, {len(held_out):,} held out"
     )
     return Dataset(classes, (Source(sources.describe(cfg), train, held_out, text, fingerprint(images)),))
+
+
+def _load_captions(cfg: DataConfig) -> Dataset:
+    """Returns pictures with texts of their classes, some of which are held out, and the tokenizer of the texts."""
+    pictures = _load_images(cfg)
+    assert isinstance(pictures.tokenizer, ClassNames)
+    texts = class_texts(cfg, pictures.tokenizer.names)
+    tokenizer = make_tokenizer(cfg.tokenizer, [text for each in texts for text in each])
+    special = special_ids(tokenizer)
+    captions = encode_captions(texts, tokenizer, special, cfg.target_length)
+    (source,) = pictures.sources
+    assert isinstance(source.train, Images)
+    assert isinstance(source.eval, Images)
+    train, held_out = replace(source.train, captions=captions), replace(source.eval, captions=captions)
+    text = f"{source.description}, named in {_format_count(len(texts), 'language')}"
+    texts_sha = hashlib.sha256((source.fingerprint + fingerprint(train)).encode()).hexdigest()
+    return Dataset(tokenizer, (Source(source.name, train, held_out, text, texts_sha),), special=special)
 
 
 def _open(cfg: DataConfig) -> BinaryFile:

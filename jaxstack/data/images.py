@@ -10,8 +10,8 @@ of a picture, P values of a patch.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,18 +39,21 @@ class Images:
       pixels: float32 [N, H, W, C], from -1 (black) to 1 (white).
       classes: int32 [N].
       names: of the pictures, for error messages.
+      captions: for a contrastive model, the texts of each language and class [L, C, T]; see `captions.encode_captions`.
     """
 
     pixels: np.ndarray
     classes: np.ndarray
     names: tuple[str, ...]
+    captions: Mapping[str, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def take(self, index_N: np.ndarray) -> "Images":
         """Returns some of the pictures."""
-        return Images(self.pixels[index_N], self.classes[index_N], tuple(self.names[i] for i in index_N.tolist()))
+        names = tuple(self.names[i] for i in index_N.tolist())
+        return replace(self, pixels=self.pixels[index_N], classes=self.classes[index_N], names=names)
 
 
 def read_images(cfg: DataConfig) -> tuple[Images, ClassNames]:
@@ -81,8 +84,9 @@ def split_images(images: Images, eval_fraction: float) -> tuple[Images, Images]:
 
 
 def fingerprint(images: Images) -> str:
-    """Returns the SHA-256 of all pixels and classes."""
-    return hashlib.sha256(images.pixels.tobytes() + images.classes.tobytes()).hexdigest()
+    """Returns the SHA-256 of all pixels, classes and texts."""
+    texts = b"" if images.captions is None else images.captions["tokens"].tobytes()
+    return hashlib.sha256(images.pixels.tobytes() + images.classes.tobytes() + texts).hexdigest()
 
 
 def _digits() -> tuple[Images, ClassNames]:
@@ -183,17 +187,14 @@ def from_patches(patches: np.ndarray, image: Sequence[int], size: int) -> np.nda
 
 
 @dataclass(frozen=True)
-class ImageReader:
+class PictureReader:
     """Reads batches of pictures by their index. A batch depends on the seed and its index alone.
 
     Attributes:
       images: the pictures.
-      seed: of their order, noise, timesteps and dropped classes; 0 or more.
+      seed: of all draws; 0 or more.
       batch_size: rows of a batch over all devices.
       patch_size: height and width of a patch.
-      timesteps: number of timesteps T.
-      num_classes: number of classes.
-      class_dropout: share of rows whose class is replaced by `num_classes`, which means no class.
       shuffle: whether each epoch has another order.
     """
 
@@ -201,19 +202,14 @@ class ImageReader:
     seed: int
     batch_size: int
     patch_size: int
-    timesteps: int
-    num_classes: int
-    class_dropout: float = 0.0
-    shuffle: bool = True
+    shuffle: bool = field(default=True, kw_only=True)
+
+    def read(self, numbers_B: np.ndarray) -> Batch:
+        """Returns the rows with these numbers, counted over all batches."""
+        raise NotImplementedError
 
     def batches(self, rows: np.ndarray | None = None, count: int = 2**62) -> "grain.MapDataset[Batch]":
-        """Returns a dataset of batches of [B, S, ...] arrays; `count` is their number.
-
-        - `patches` [B, S, P], float32: the pictures.
-        - `noise` [B, S, P], float32: standard normal.
-        - `gate_ids` [B, S], int32: the timestep of the row, from 0 (the picture) to T - 1 (noise).
-        - `classes` [B, S], int32: the class of the row; the number of classes means no class.
-        - `loss_weights` [B, S], float32: ones.
+        """Returns a dataset of what `read` returns for each batch.
 
         Args:
           rows: indices of the rows of each batch to read. `None` means all.
@@ -226,8 +222,53 @@ class ImageReader:
 
         return grain.MapDataset.range(min(count * self.batch_size, 2**62)).batch(self.batch_size, batch_fn=read)
 
+    def locate(self, numbers_B: np.ndarray) -> np.ndarray:
+        """Returns the index of the picture of each row. Every epoch has each picture once."""
+        size = len(self.images)
+        epoch_B, place_B = np.divmod(numbers_B, size)
+        if not self.shuffle:
+            return place_B
+        orders = {e: np.random.default_rng([self.seed, e]).permutation(size) for e in np.unique(epoch_B).tolist()}
+        return np.array([orders[e][i] for e, i in zip(epoch_B.tolist(), place_B.tolist(), strict=True)])
+
+    def passes(self, steps: int) -> list[float]:
+        """Returns how often `steps` steps read the pictures, in a list with one entry for the only source."""
+        return [steps * self.batch_size / len(self.images)]
+
+    def describe(self, index: int) -> str:
+        """Returns one line for error messages with the first pictures of a batch."""
+        numbers = index * self.batch_size + np.arange(min(_DESCRIBED, self.batch_size))
+        more = f"; and {self.batch_size - numbers.size} more rows" if self.batch_size > numbers.size else ""
+        return f"step {index}: {'; '.join(self.describe_rows(numbers))}{more}"
+
+    def describe_rows(self, numbers_B: np.ndarray) -> list[str]:
+        """Returns the names of the pictures of rows."""
+        return [self.images.names[i] for i in self.locate(numbers_B).tolist()]
+
+
+@dataclass(frozen=True)
+class ImageReader(PictureReader):
+    """Reads batches for a diffusion model: pictures, noise, timesteps and classes.
+
+    Attributes:
+      timesteps: number of timesteps T.
+      num_classes: number of classes.
+      class_dropout: share of rows whose class is replaced by `num_classes`, which means no class.
+    """
+
+    timesteps: int
+    num_classes: int
+    class_dropout: float = 0.0
+
     def read(self, numbers_B: np.ndarray) -> Batch:
-        """Returns the rows with these numbers, counted over all batches."""
+        """Returns the rows with these numbers, counted over all batches.
+
+        - `patches` [B, S, P], float32: the pictures.
+        - `noise` [B, S, P], float32: standard normal.
+        - `gate_ids` [B, S], int32: the timestep of the row, from 0 (the picture) to T - 1 (noise).
+        - `classes` [B, S], int32: the class of the row; the number of classes means no class.
+        - `loss_weights` [B, S], float32: ones.
+        """
         index_B = self.locate(numbers_B)
         patches = to_patches(self.images.pixels[index_B], self.patch_size)
         draws = [np.random.default_rng([self.seed, number, _STREAM]) for number in numbers_B.tolist()]
@@ -253,25 +294,10 @@ class ImageReader:
         turns = first + numbers_B.astype(np.uint64) * np.uint64(_GOLDEN)  # modulo 2**64
         return ((turns >> np.uint64(32)) * np.uint64(self.timesteps) >> np.uint64(32)).astype(np.int32)
 
-    def locate(self, numbers_B: np.ndarray) -> np.ndarray:
-        """Returns the index of the picture of each row. Every epoch has each picture once."""
-        size = len(self.images)
-        epoch_B, place_B = np.divmod(numbers_B, size)
-        if not self.shuffle:
-            return place_B
-        orders = {e: np.random.default_rng([self.seed, e]).permutation(size) for e in np.unique(epoch_B).tolist()}
-        return np.array([orders[e][i] for e, i in zip(epoch_B.tolist(), place_B.tolist(), strict=True)])
-
-    def passes(self, steps: int) -> list[float]:
-        """Returns how often `steps` steps read the pictures, in a list with one entry for the only source."""
-        return [steps * self.batch_size / len(self.images)]
-
-    def describe(self, index: int) -> str:
-        """Returns one line for error messages with the first pictures of a batch, and their timesteps."""
-        numbers = index * self.batch_size + np.arange(min(_DESCRIBED, self.batch_size))
-        where = zip(self.locate(numbers).tolist(), self.timesteps_of(numbers).tolist(), strict=True)
-        more = f"; and {self.batch_size - numbers.size} more rows" if self.batch_size > numbers.size else ""
-        return f"step {index}: {'; '.join(f'{self.images.names[i]} at timestep {t}' for i, t in where)}{more}"
+    def describe_rows(self, numbers_B: np.ndarray) -> list[str]:
+        """Returns the names of the pictures of rows, with their timesteps."""
+        names = super().describe_rows(numbers_B)
+        return [f"{name} at timestep {t}" for name, t in zip(names, self.timesteps_of(numbers_B).tolist(), strict=True)]
 
 
 def frechet_distance(one: np.ndarray, other: np.ndarray) -> float:

@@ -9,7 +9,8 @@ import jax
 from jaxstack import data
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
-from jaxstack.data.images import ImageReader, Images
+from jaxstack.data.captions import CaptionReader
+from jaxstack.data.images import ImageReader, Images, PictureReader
 from jaxstack.data.masking import Masking, Words
 from jaxstack.data.mixture import WindowSizes
 from jaxstack.data.spans import SpanCorruption
@@ -39,7 +40,7 @@ class HeldOut:
         self.name, self.share, self._tokenizer = source.name, share, tokenizer
         self._reads_text = cfg.model.family == "decoder"
         if isinstance(source.eval, Images):
-            reader = image_reader(cfg, source.eval, shuffle=False)
+            reader = picture_reader(cfg, source.eval, shuffle=False)
             self.local_batches, self.batches = [*reader.batches(rows, steps)], reader.batches(count=steps)
             return
         sizes = window_sizes(cfg, tokenizer)
@@ -81,11 +82,15 @@ def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes
     return WindowSizes(seq_len=seq_len, batch_size=cfg.data.batch_size, packing=cfg.data.packing, masking=masking)
 
 
-def image_reader(cfg: Config, images: Images, shuffle: bool = True) -> ImageReader:
+def picture_reader(cfg: Config, images: Images, shuffle: bool = True) -> PictureReader:
     """Returns the reader of training pictures, or without `shuffle` of held-out ones: always the same, with classes."""
-    size, dropped = cfg.model.diffusion, cfg.model.diffusion.class_dropout if shuffle else 0.0
-    seed, timesteps = cfg.run.seed if shuffle else 0, cfg.model.moe.max_timestep
-    return ImageReader(images, seed, cfg.data.batch_size, size.patch_size, timesteps, cfg.model.vocab, dropped, shuffle)
+    model, seed = cfg.model, cfg.run.seed if shuffle else 0
+    assert model.pictures is not None
+    shared = images, seed, cfg.data.batch_size, model.pictures.patch_size
+    if images.captions is not None:
+        return CaptionReader(*shared, shuffle=shuffle)
+    dropped = model.diffusion.class_dropout if shuffle else 0.0
+    return ImageReader(*shared, model.moe.max_timestep, model.vocab, dropped, shuffle=shuffle)
 
 
 class DataLoader:
@@ -107,9 +112,9 @@ class DataLoader:
         """
         self._cfg, self._dataset, self._sharding = cfg, dataset, sharding
         self._local_rows = distributed.local_rows(sharding, cfg.data.batch_size)
-        self._reader: data.MixtureReader | ImageReader
+        self._reader: data.MixtureReader | PictureReader
         if isinstance(dataset.train, Images):
-            self._reader = image_reader(cfg, dataset.train)
+            self._reader = picture_reader(cfg, dataset.train)
         else:
             texts, names = [*dataset.training_texts], [one.name for one in dataset.sources]
             sizes = window_sizes(cfg, dataset.tokenizer)

@@ -20,7 +20,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, Sample
 from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
-from jaxstack.generate import decode, load_run, pictures, translate
+from jaxstack.generate import decode, features, load_run, pictures, translate
 from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, family, params
 from jaxstack.models.context import Context
@@ -122,6 +122,23 @@ class TrainedRun:
         ids = self.tokenizer.encode(" ".join(classes)).tolist()
         made = pictures.make_draw(self.model, options, self.context)
         return made(self.params, ids, self.config.run.seed if seed is None else seed)
+
+    def features(self, given: np.ndarray | Sequence[str]) -> np.ndarray:
+        """Returns the features of pictures or of texts, float32 [N, E], by a contrastive model.
+
+        Each has length 1. The product of a picture's features and a text's is the cosine that the model compares.
+
+        Args:
+          given: pictures [N, H, W, C] with values from -1 to 1, or texts.
+
+        Raises:
+          ConfigError: the model has no features, the pictures are not of its size, or a text is too long.
+        """
+        if self.model.family != "contrastive":
+            raise ConfigError(f"model.family={self.model.family} has no features. Use a run with family=contrastive.")
+        if isinstance(given, np.ndarray):
+            return features.image_features(self.config, self.params, given, self.context)
+        return features.text_features(self.config, self.params, given, self.tokenizer, self.context)
 
     def translate(
         self, texts: Sequence[str], *, language: str | None = None, seed: int | None = None, **sample: float
@@ -286,7 +303,7 @@ class TrainedRun:
           ConfigError: the data cannot be read, has changed since the checkpoint, or has another tokenizer.
         """
         cfg = replace(self.config, data=source or self.config.data)
-        dataset = data.load(cfg.data, data.labels_of(cfg.model))
+        dataset = data.load_for(cfg)
         saved = run_dir.checkpoints(Path(cfg.run.dir))
         if source is None and (steps := manifest.complete_steps(saved)):
             metadata = store.metadata(saved, max(steps) if self.step is None else self.step)

@@ -29,6 +29,7 @@ from jaxstack.models.forward import hidden_states as run_parts
 from jaxstack.models.layers import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Spec, unstack
 from jaxstack.models.params import stack as stack_layers
+from jaxstack.models.patches import embed_patches, patches_spec
 from jaxstack.sharding import collectives
 
 TIME_FEATURES = 256
@@ -86,10 +87,6 @@ def time_of(cfg: ModelConfig, timesteps: jax.Array) -> jax.Array:
 def spec(cfg: ModelConfig) -> Spec:
     """Declares every parameter of the model as a nested dict of `Param`."""
     D, P, std = cfg.d_model, cfg.diffusion.patch_values, cfg.init_std
-    embedding = {"patches": Param((P, D), ("features", "embed"), std=P**-0.5)}
-    if cfg.positions == "learned":
-        assert cfg.max_positions is not None, "max_positions is filled from data.seq_len before the model is built"
-        embedding["positions"] = Param((cfg.max_positions, D), ("position", "embed"), "table", std=std)
     condition = {
         "w_time": Param((TIME_FEATURES, D), ("features", "embed"), std=std),
         "b_time": Param((D,), ("norm",), "vector", init="zeros"),
@@ -108,7 +105,7 @@ def spec(cfg: ModelConfig) -> Spec:
         "b": Param((P,), ("features",), "vector", init="zeros"),
     }
     return {
-        "embedding": embedding,
+        "embedding": patches_spec(cfg, P, cfg.max_positions or 0),
         "condition": condition,
         "layers": stack_layers(layer, cfg.num_layers),
         "output": output,
@@ -159,7 +156,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
         classes=batch["classes"],
         counted=weights != 0 if weights is not None and cfg.moe.num_experts else None,
         gate_ids=ctx.slice_for_sequence_parallel(gate_ids),
-        noisy=collectives.local_slice(noisy, ctx.sequence_parallel_axes, 1),
+        patches=collectives.local_slice(noisy, ctx.sequence_parallel_axes, 1),
         positions=ctx.slice_for_sequence_parallel(positions),
         rope=layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None,
     )
@@ -193,14 +190,12 @@ def embed(
     cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the residual stream before the first layer [B, S/n, D], and `condition` as the side input."""
-    assert layer_inputs.noisy is not None
+    assert layer_inputs.patches is not None
     assert layer_inputs.gate_ids is not None
     assert layer_inputs.classes is not None
     assert layer_inputs.positions is not None
-    values = ctx.gather_params(spec(cfg)["embedding"], params["embedding"])
-    x = kernels.linear(layer_inputs.noisy.astype(ctx.dtype), values["patches"], implementation=ctx.linear)
-    if cfg.positions == "learned":
-        x = kernels.add_in_float32(x, kernels.embedding_lookup(values["positions"], layer_inputs.positions))
+    declared, embedding = spec(cfg)["embedding"], params["embedding"]
+    x = embed_patches(cfg, declared, embedding, layer_inputs.patches, layer_inputs.positions, ctx)
     return x, condition(cfg, params, layer_inputs.gate_ids, layer_inputs.classes, ctx)
 
 

@@ -40,19 +40,23 @@ def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
     )
 
 
-def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0) -> Flops:
+def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: int = 0) -> Flops:
     """Returns the FLOPs of one training token; a multiply-add is two. Recomputation (remat) is not counted.
 
     Per layer, the two attention matmuls of the forward pass cost 4 * H * K FLOPs for each (query, key) pair.
 
     Args:
       cfg: the model.
-      seq_len: number of tokens of a sequence, S; of an encoder-decoder those that the encoder reads.
-      target_len: number of tokens that the decoder of an encoder-decoder writes, T.
+      seq_len: number of tokens of a sequence, S; of an encoder-decoder those that the encoder reads, of a contrastive
+        model the patches of a picture.
+      target_len: number of tokens that the decoder of an encoder-decoder writes, or of a text beside a picture, T.
+      rows: number of rows that a contrastive model compares, which are those of a microbatch.
     """
     S = seq_len
     if cfg.family == "encoder_decoder":
         return _of_pairs(cfg, S, target_len)
+    if cfg.family == "contrastive":
+        return _of_towers(cfg, S, target_len, rows)
     per_pair = 4 * cfg.num_heads * cfg.head_width
     seen = 0.0  # keys that a token sees on average, summed over layers
     for i in range(cfg.num_layers):
@@ -80,6 +84,24 @@ def _of_pairs(cfg: ModelConfig, inputs: int, targets: int) -> Flops:
     per_pair = 12 * cfg.num_heads * cfg.head_width
     full, causal = targets**2, targets * (targets + 1) / 2
     return Flops(*((dense + per_pair * (crossing + cfg.num_layers * own)) / inputs for own in (full, causal)))
+
+
+def _of_towers(cfg: ModelConfig, patches: int, words: int, rows: int) -> Flops:
+    """Returns the FLOPs of a row of a contrastive model, divided by its patches."""
+    own, weights = cfg.contrastive, {"patch": 0.0, "word": 0.0, "row": 0.0}
+    weights["word"] += cfg.d_model * cfg.vocab if own.caption_layers and cfg.tied_embeddings else 0
+    for path, p in flat_spec(family.spec(cfg)).items():
+        if p.kind == "matrix":
+            reads = path.startswith(("picture/", "image/")) or path.endswith(("cross/w_k", "cross/w_v"))
+            weights["row" if path.startswith("projection/") else "patch" if reads else "word"] += p.size
+    dense = 6.0 * (weights["patch"] * patches + weights["word"] * words + weights["row"])
+    dense -= 2.0 * own.patch_values * cfg.d_model * patches  # patches have no gradients
+    dense += 6.0 * rows * (own.features or cfg.d_model)  # a row's similarities
+    per_pair, crossing = 12 * cfg.num_heads * cfg.head_width, own.caption_layers * words * patches
+    fixed = dense + per_pair * (cfg.encoder_depth * patches**2 + crossing)
+    full, causal = words**2, words * (words + 1) / 2
+    deep = cfg.num_layers + own.caption_layers
+    return Flops(*((fixed + per_pair * deep * own_words) / patches for own_words in (full, causal)))
 
 
 def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float | None:

@@ -21,11 +21,11 @@ class LayerInputs:
       counted: tokens that the statistics of routing count [B, S]. `None` means all.
       distance: with a cache, for each block of a step, distance from each cached token to this one [B, T].
       dropout_ids: number of each token of the residual stream, for dropout [B, S/n].
-      encoder: the inputs of the encoder's layers, for an encoder-decoder.
+      encoder: the inputs of the encoder's layers, for an encoder-decoder; of the picture's tower, for two towers.
       first: whether this is the first layer, for models with `first_attention_norm=false`.
       gate_ids: domain or timestep of each token of the residual stream, for hard gates [B, S/n].
       key: data of the PRNG key for dropout.
-      noisy: patches of pictures with noise, for a diffusion model [B, S/n, P].
+      patches: of pictures, in the residual stream; those of a diffusion model have noise [B, S/n, P].
       positions: position of each token of the residual stream, [S/n] or [B, S/n].
       rope: cosine and sine of the positions within attention.
       rope_local: the same for layers with a window, if they have a base of their own.
@@ -44,7 +44,7 @@ class LayerInputs:
     first: jax.Array | bool = False
     gate_ids: jax.Array | None = None
     key: jax.Array | None = None
-    noisy: jax.Array | None = None
+    patches: jax.Array | None = None
     positions: jax.Array | None = None
     rope: tuple[jax.Array, jax.Array] | None = None
     rope_local: tuple[jax.Array, jax.Array] | None = None

@@ -28,7 +28,7 @@ class Param:
       kind: `matrix` is contracted with its input, `table` is looked up by row (embeddings), `vector` acts
         elementwise (norms, biases). A `router` is a matrix that is not cast.
       in_axes: number of leading dimensions (after `layers` and `experts`) that a matrix contracts.
-      init: initial values; `normal` has mean 0 and standard deviation `std`.
+      init: initial values; `normal` has mean 0 and standard deviation `std`, and a number is that of all elements.
       std: standard deviation for `init='normal'`.
       frozen: whether the parameter never changes; it has neither gradients nor optimizer state.
       roles: how other code finds a parameter without knowing its path, see `find_role`. `token_table` is the embedding
@@ -47,7 +47,7 @@ class Param:
     axes: tuple[str, ...]
     kind: Literal["matrix", "table", "vector", "router"] = "matrix"
     in_axes: int = 1
-    init: Literal["normal", "zeros", "ones"] = "normal"
+    init: Literal["normal", "zeros", "ones"] | float = "normal"
     std: float = 0.02
     frozen: bool = False
     roles: tuple[Role, ...] = ()
@@ -203,7 +203,7 @@ def init(key: jax.Array, spec: Spec, stages: Stages | None = None) -> Params:
         def draw(key: jax.Array) -> jax.Array:
             if p.init == "normal":
                 return p.std * jax.random.normal(key, shape, jnp.float32)
-            return jnp.full(shape, float(p.init == "ones"), jnp.float32)
+            return jnp.full(shape, p.init if isinstance(p.init, float) else float(p.init == "ones"), jnp.float32)
 
         if p.unpadded:
             return jnp.pad(draw(own), [(0, to - size) for size, to in zip(shape, p.shape, strict=True)])

@@ -89,10 +89,14 @@ class EvalSums(NamedTuple):
 
 
 def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context) -> EvalSums:
-    """Returns this device's share of the sums over a batch, without dropout. For the arguments, see `loss_sums`."""
+    """Returns this device's share of the sums over a batch, without dropout. For the arguments, see `loss_sums`.
+
+    A family that does not choose among classes has a function `count_right` of its own.
+    """
     model = family.of(cfg)
     hidden, _ = model.hidden_states(cfg, params, batch, ctx)
-    right = count_right(cfg, params, hidden, batch, ctx) if cfg.objective.accuracy else None
+    counted = getattr(model, "count_right", count_right)
+    right = counted(cfg, params, hidden, batch, ctx) if cfg.objective.accuracy else None
     sums = model.loss(cfg, params, hidden, batch, ctx)
     return EvalSums(sums, {term.name: batch[term.weights].sum() for term in cfg.objective.terms}, right)
 

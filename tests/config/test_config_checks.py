@@ -17,17 +17,19 @@ from jaxstack.config import (
     SourceConfig,
     WeightChange,
     bounds,
+    contrastive,
     data,
     denoisers,
     diffusion,
     model,
     parallel,
+    pictures,
     run,
     seq2seq,
     training,
 )
 
-MODULES = (model, data, denoisers, diffusion, seq2seq, parallel, training, run)
+MODULES = (model, data, denoisers, contrastive, diffusion, pictures, seq2seq, parallel, training, run)
 FILES = {module.__file__: inspect.getsource(module) for module in MODULES}
 CHECKS = {
     (path, node.lineno): node
@@ -45,6 +47,9 @@ THREE = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2,
 
 DIT = {
     "model.family": "diffusion", "data.source": "digits", "data.seq_len": 16, "model.diffusion.image": (8, 8, 1),
+}  # fmt: skip
+TOWERS = {
+    "model.family": "contrastive", "data.source": "digits", "data.seq_len": 16, "model.contrastive.image": (8, 8, 1),
 }  # fmt: skip
 TIMESTEP = {"model.moe.num_experts": 8, "model.moe.router": "timestep"}
 ENCODER = {"model.family": "encoder", "model.tied_embeddings": True}
@@ -160,6 +165,24 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (DIT | {"model.diffusion.image": ()}, DIT),
     (DIT | {"data.seq_len": 32}, DIT),
     (DIT | {"model.diffusion.class_dropout": 1.0}, DIT | {"model.diffusion.class_dropout": 0.0}),
+    (DIT | {"data.languages": ("en",)}, TOWERS | {"data.languages": ("en",)}),
+    (DIT | {"data.target_len": 8}, TOWERS | {"data.target_len": 8}),
+    ({"model.contrastive.loss": "softmax"}, TOWERS | {"model.contrastive.loss": "softmax"}),
+    ({"model.contrastive.caption_layers": 1}, TOWERS | {"model.contrastive.caption_layers": 1}),
+    (TOWERS | {"data.source": "stdlib"}, TOWERS),
+    (TOWERS | {"data.batch_size": 1}, TOWERS | {"data.batch_size": 2}),
+    (TOWERS | {"data.batch_size": 4, "train.grad_accum": 4}, TOWERS | {"data.batch_size": 4, "train.grad_accum": 2}),
+    (TOWERS | {"mesh.pipe": 2}, TOWERS | {"mesh.fsdp": 2}),
+    (TOWERS | MOE, DIT | TIMESTEP),
+    (TOWERS | {"model.windows": (1,)}, {"model.windows": (1,)}),
+    (TOWERS | {"data.packing": True}, {"data.packing": True}),
+    (TOWERS | {"model.contrastive.image": ()}, TOWERS),
+    (TOWERS | {"model.contrastive.patch_size": 3}, TOWERS | {"model.contrastive.patch_size": 2}),
+    (TOWERS | {"data.seq_len": 32}, TOWERS),
+    (TOWERS | {"data.target_len": 6, "mesh.tensor": 4}, TOWERS | {"data.target_len": 8, "mesh.tensor": 4}),
+    (TOWERS | {"model.positions": "learned", "model.max_positions": 15, "data.target_len": 16},
+     TOWERS | {"model.positions": "learned", "model.max_positions": 16, "data.target_len": 16}),
+    (TOWERS | {"data.denoisers": (DenoiserConfig(),)}, TOWERS),
     ({"model.attention_softcap": 0.0}, {"model.attention_softcap": 0.1}),
     ({"model.logit_softcap": 0.0}, {"model.logit_softcap": 0.1}),
     ({"model.attention_scale": 0.0}, {"model.attention_scale": 0.1}),

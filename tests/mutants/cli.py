@@ -42,7 +42,7 @@ mistakes(
 mistakes(
     "config", "config/run.py", CHECKS,
     ("cfg.profile.span[1] <= train.steps", "cfg.profile.span[0] <= train.steps"),
-    ("positions >= seq_len", "positions > seq_len"),
+    ("positions >= cfg.text_length", "positions > cfg.text_length"),
 )  # fmt: skip
 
 mistakes(
@@ -53,7 +53,7 @@ mistakes(
 
 mistakes(
     "config", "config/run.py", CHECKS,
-    ("positions = config.data.seq_len\n", "positions = config.data.seq_len - 1\n", "config/test_config.py config/test_config_checks.py"),
+    ("positions = config.text_length\n", "positions = config.text_length - 1\n", "config/test_config.py config/test_config_checks.py"),
 )  # fmt: skip
 
 mistakes(

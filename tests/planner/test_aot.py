@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
+from families import CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
 
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, TrainConfig
@@ -48,6 +48,17 @@ def test_matmuls_of_pairs_are_those_of_the_formula(kind):
     batch = abstract_batch(models.of(cfg.model).batch_spec(cfg), one)
     counted = aot.matmul_flops(make_gradients(cfg, Context()), values, batch)
     assert counted == pytest.approx(2 * 32 * flops.flops_per_token(cfg.model, 32, 12).full, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", CONTRASTIVE)
+def test_matmuls_of_pictures_with_texts_are_those_of_the_formula(kind):
+    """Both rows of the batch are compared with both."""
+    model = dataclasses.replace(CONTRASTIVE[kind], positions="none")  # see pairs
+    cfg = Config(model=model, data=DataConfig(source="digits", seq_len=32, target_len=12, batch_size=2))
+    values = jax.eval_shape(lambda: init_state(cfg)).params
+    batch = abstract_batch(models.of(model).batch_spec(cfg), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    counted = aot.matmul_flops(make_gradients(cfg, Context()), values, batch)
+    assert counted == pytest.approx(2 * 32 * flops.flops_per_token(model, 32, 12, 2).full, rel=1e-12)
 
 
 @pytest.mark.parametrize("accum", [1, 2])

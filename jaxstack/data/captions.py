@@ -1,0 +1,119 @@
+"""Texts for the classes of pictures, and the batches of a contrastive model: pictures, each with a text of its class.
+
+The text of a class is its name, or with `data.languages` the name of the number that it is, in each of these languages
+(num2words). A batch depends only on seed and step. Suffixes: N pictures, L languages, C classes, B rows of a batch, S
+patches of a picture, T tokens of a text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxstack.config import ConfigError, DataConfig
+from jaxstack.data.images import Batch, PictureReader, to_patches
+from jaxstack.data.seq2seq import SpecialIds
+from jaxstack.data.tokenizers import Tokenizer
+
+_STREAM = 3  # keeps the draws of languages apart from others, which are seeded with other lists
+
+
+def class_texts(cfg: DataConfig, names: Sequence[str]) -> list[list[str]]:
+    """Returns the text of each class in each language [L][C]; without `data.languages` their names [1][C].
+
+    Raises:
+      ConfigError: a class is not a number, or num2words is not installed or does not have a language.
+    """
+    if not cfg.languages:
+        return [[*names]]
+    try:
+        from num2words import CONVERTER_CLASSES, num2words  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except ImportError:
+        raise ConfigError(
+            f"data.languages={list(cfg.languages)} names numbers in languages, which needs num2words. Run `pip install "
+            f"jaxstack[images]`."
+        ) from None
+    numbers = [name for name in names if not name.isdecimal()]
+    if numbers:
+        raise ConfigError(
+            f"data.languages={list(cfg.languages)} names numbers, but the class {numbers[0]!r} is not one. Leave "
+            f"data.languages empty, so that texts are the names of the classes."
+        )
+    for language in cfg.languages:
+        if language not in CONVERTER_CLASSES:
+            raise ConfigError(
+                f"data.languages has {language}, in which num2words has no numbers. Use some of "
+                f"{', '.join(sorted(CONVERTER_CLASSES))}."
+            )
+    return [[num2words(int(name), lang=language) for name in names] for language in cfg.languages]
+
+
+def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, special: SpecialIds, target_len: int) -> Batch:
+    """Returns rows of texts, each between a start and an end, which is the token that stands for the text.
+
+    Args:
+      texts: any number of texts.
+      tokenizer: of these texts.
+      special: ids of start and end.
+      target_len: T.
+
+    Returns:
+      - `tokens` [texts, T], int32: start, text, end, and zeros behind it.
+      - `targets` [texts, T], int32: the token after each, and `loss_weights` [texts, T], float32: 1 where there is one.
+      - `pair_weights` [texts, T], float32: 1 at the end.
+
+    Raises:
+      ConfigError: a text is longer than T.
+    """
+    shape = (len(texts), target_len)
+    tokens, targets = (np.zeros(shape, np.int32) for _ in range(2))
+    words, pairs = (np.zeros(shape, np.float32) for _ in range(2))
+    for i, text in enumerate(texts):
+        ids = [special.start, *tokenizer.encode(text).tolist(), special.eos]
+        if len(ids) > target_len:
+            raise ConfigError(
+                f"data.target_len={target_len} is less than the {len(ids)} tokens of {text!r} with its start and end. "
+                f"Raise it."
+            )
+        tokens[i, : len(ids)] = ids
+        targets[i, : len(ids) - 1] = ids[1:]
+        words[i, : len(ids) - 1] = 1
+        pairs[i, len(ids) - 1] = 1
+    return {"tokens": tokens, "targets": targets, "loss_weights": words, "pair_weights": pairs}
+
+
+def encode_captions(
+    texts: Sequence[Sequence[str]], tokenizer: Tokenizer, special: SpecialIds, target_len: int
+) -> dict[str, np.ndarray]:
+    """Returns the arrays of `encode_texts` for texts [L][C], each [L, C, T]."""
+    flat = encode_texts([text for each in texts for text in each], tokenizer, special, target_len)
+    return {name: array.reshape(len(texts), -1, target_len) for name, array in flat.items()}
+
+
+@dataclass(frozen=True)
+class CaptionReader(PictureReader):
+    """Reads batches of pictures with texts. The language of a row is drawn from the seed and the row's number."""
+
+    def read(self, numbers_B: np.ndarray) -> Batch:
+        """Returns the rows with these numbers, counted over all batches.
+
+        - `patches` [B, S, P], float32: the pictures.
+        - `pair_ids` [B, T], int32: the class of the row. Rows of one class match each other in all languages.
+        - `tokens`, `targets`, `loss_weights`, `pair_weights` [B, T], see `encode_texts`.
+        """
+        captions = self.images.captions
+        assert captions is not None
+        index_B = self.locate(numbers_B)
+        classes_B, language_B = self.images.classes[index_B], self.languages_of(numbers_B)
+        batch = {name: array[language_B, classes_B] for name, array in captions.items()}
+        return batch | {
+            "patches": to_patches(self.images.pixels[index_B], self.patch_size),
+            "pair_ids": np.repeat(classes_B[:, None], batch["tokens"].shape[1], 1),
+        }
+
+    def languages_of(self, numbers_B: np.ndarray) -> np.ndarray:
+        """Returns the index of the language of each row, int [B]."""
+        assert self.images.captions is not None
+        count = len(self.images.captions["tokens"])
+        draws = (np.random.default_rng([self.seed, number, _STREAM]) for number in numbers_B.tolist())
+        return np.array([rng.integers(count) for rng in draws])

@@ -1,0 +1,321 @@
+"""The contrastive family: a tower for pictures and one for texts, whose outputs are compared. CLIP, SigLIP, CoCa.
+
+Three stacks run one after the other. `image` reads the patches of a picture, each of which sees all. `text` reads the
+name of a class, of which each token sees those before it. `caption` continues from the tokens of the text, which now
+also attend to the patches, and predicts the next token (CoCa, Yu et al. 2022, arXiv:2205.01917). Without it the first
+two give CLIP (Radford et al. 2021, arXiv:2103.00020) or SigLIP (Zhai et al. 2023, arXiv:2303.15343).
+
+A picture's features are a projection of the mean over its patches. A text's are one of its last token. Both have length
+1, in float32 for every dtype of the layers: similarities are multiplied by up to 100.
+
+Shapes: B rows of this device, S patches of a picture, T tokens of a text, S/n and T/n of them in the residual stream, P
+values of a patch, D width, E width of the features.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack import kernels
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.kernels.contrastive import Pairs, contrastive_loss, count_matches
+from jaxstack.models import decoder, layers
+from jaxstack.models.batches import BatchArray, BatchSpec
+from jaxstack.models.blocks import Stack, block
+from jaxstack.models.context import Context
+from jaxstack.models.forward import Parts
+from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.models.layer_inputs import Aux, LayerInputs
+from jaxstack.models.params import Param, Params, Spec, stack, unstack
+from jaxstack.models.patches import embed_patches, patches_spec
+from jaxstack.sharding import collectives
+
+Tower = Literal["image", "text", "caption"]
+
+
+def spec(cfg: ModelConfig) -> Spec:
+    """Declares every parameter of the model as a nested dict of `Param`."""
+    own, D = cfg.contrastive, cfg.d_model
+    E = own.features or D
+    tree = decoder.spec(cfg)
+    one = unstack(tree.pop("layers"))
+    tree["picture"] = patches_spec(cfg, own.patch_values, own.num_patches)
+    tree |= {"image": stack(one, cfg.encoder_depth), "text": stack(one, cfg.num_layers)}
+    tree |= {name: layers.norm_spec(cfg, D, "norm") for name in ("image_norm", "text_norm")}
+    to_features = Param((D, E), ("embed", "features"), std=D**-0.5, cast=False)
+    tree["projection"] = {"image": to_features, "text": to_features}
+    # As in SigLIP: with this bias, the many pairs that do not match cost next to nothing at first.
+    tree["pairs"] = {"log_scale": Param((), (), "vector", init=math.log(10.0))}
+    if own.loss == "sigmoid":
+        tree["pairs"]["bias"] = Param((), (), "vector", init=-10.0)
+    if own.caption_layers:
+        cross = {"cross_norm": layers.norm_spec(cfg, D, "norm"), "cross": layers.attention_spec(cfg)}
+        tree["caption"] = stack(one | cross, own.caption_layers)
+        return tree
+    return {name: group for name, group in tree.items() if name not in ("final_norm", "head")}
+
+
+def batch_spec(cfg: Config) -> BatchSpec:
+    """Declares the arrays of a batch of pictures with texts, see `data.captions.CaptionReader.read`."""
+    rows, model = cfg.data.batch_size, cfg.model
+    text = (rows, cfg.data.target_length)
+    arrays = {
+        "patches": BatchArray((rows, cfg.data.seq_len, model.contrastive.patch_values), "normal"),
+        "tokens": BatchArray(text, "ids", model.vocab),
+        "pair_ids": BatchArray(text, "ids", rows),
+        "pair_weights": BatchArray(text, "ones"),
+    }
+    if model.contrastive.caption_layers:
+        arrays |= {"targets": BatchArray(text, "ids", model.vocab), "loss_weights": BatchArray(text, "ones")}
+    return arrays
+
+
+def stacks(cfg: ModelConfig) -> dict[str, Stack]:
+    """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
+    found = {
+        "image": Stack(cfg.encoder_depth, 1, image_step),
+        "text": Stack(cfg.num_layers, 1, text_step, enter_text),
+    }
+    if depth := cfg.contrastive.caption_layers:
+        found["caption"] = Stack(depth, 1, caption_step, enter_caption)
+    return found
+
+
+def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:
+    """Builds what the layers and the embeddings read, once for all of them.
+
+    Args:
+      cfg: the model.
+      batch: `patches` [B, S, P] and `tokens` [B, T]. Padding is behind the tokens of a text, which do not see it. For
+        dropout `key` and `rows`, see `decoder.make_layer_inputs`.
+      ctx: execution context.
+    """
+    shared = {name: array for name, array in batch.items() if name in ("key", "rows")}
+    patches = batch["patches"]
+    image = decoder.make_layer_inputs(cfg, {"tokens": patches, **shared}, ctx)
+    text = decoder.make_layer_inputs(cfg, {"tokens": batch["tokens"], **shared}, ctx)
+    own = collectives.local_slice(patches, ctx.sequence_parallel_axes, 1)
+    return replace(text, encoder=replace(image, tokens=None, patches=own))
+
+
+def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
+    """Returns the residual stream before the first layer of the picture's tower [B, S/n, D]; it has no side inputs."""
+    image = layer_inputs.encoder
+    assert image is not None
+    assert image.patches is not None
+    assert image.positions is not None
+    x = embed_patches(cfg, spec(cfg)["picture"], params["picture"], image.patches, image.positions, ctx)
+    return layers.dropout(decoder.dropout_keys(image)[1], cfg.dropout, x, image.dropout_ids), None
+
+
+def enter_text(
+    cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, layer_inputs: LayerInputs, ctx: Context
+) -> tuple[PyTree, PyTree]:
+    """Returns `text`, the text's tokens [B, T/n, D], and `image`, the mean of the picture's patches [B, D].
+
+    The patches themselves [B, S, D] are a side input, for captions.
+    """
+    x = layers.norm(cfg, params["image_norm"], x, ctx)
+    patches = x.shape[1] * collectives.count(ctx.axes("residual"))
+    image = _pool(x, jnp.full(x.shape[1], 1 / patches, jnp.float32), ctx)
+    side = {"encoded": ctx.gather_activations(x, "heads")} if cfg.contrastive.caption_layers else None
+    return {"image": image, "text": decoder.embed(cfg, params, layer_inputs, ctx)[0]}, side
+
+
+def enter_caption(
+    cfg: ModelConfig, params: Params, x: PyTree, side: PyTree, layer_inputs: LayerInputs, ctx: Context
+) -> tuple[PyTree, PyTree]:
+    """Returns also `caption`, which the layers above the text's tower change."""
+    return x | {"caption": x["text"]}, side
+
+
+def image_step(
+    cfg: ModelConfig,
+    ctx: Context,
+    params: list[Params],
+    x: jax.Array,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Runs one layer of the picture's tower; arguments and results are those of `StackStep`."""
+    assert layer_inputs.encoder is not None
+    return _step(cfg, ctx, "image", params, x, index, layer_inputs.encoder), {}
+
+
+def text_step(
+    cfg: ModelConfig,
+    ctx: Context,
+    params: list[Params],
+    x: PyTree,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[PyTree, Aux]:
+    """Runs one layer of the text's tower; arguments and results are those of `StackStep`."""
+    own = replace(layer_inputs, side=None)
+    return x | {"text": _step(cfg, ctx, "text", params, x["text"], cfg.encoder_depth + index, own)}, {}
+
+
+def caption_step(
+    cfg: ModelConfig,
+    ctx: Context,
+    params: list[Params],
+    x: PyTree,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[PyTree, Aux]:
+    """Runs one layer that reads text and picture; arguments and results are those of `StackStep`."""
+    index = cfg.encoder_depth + cfg.num_layers + index
+    return x | {"caption": _step(cfg, ctx, "caption", params, x["caption"], index, layer_inputs)}, {}
+
+
+def _step(
+    cfg: ModelConfig,
+    ctx: Context,
+    name: Tower,
+    params: list[Params],
+    x: jax.Array,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+) -> jax.Array:
+    """Runs a layer of a stack; `index` counts the layers of all, so that each has a dropout key of its own."""
+    (one,), key = params, decoder.dropout_keys(layer_inputs)[0]
+    weights = decoder.gather_dense(ctx, unstack(spec(cfg)[name]), one)
+    key = None if key is None else jax.random.fold_in(key, index)
+    mask = kernels.AttentionMask(kind="full" if name == "image" else "causal")
+    return block(cfg, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key)[0]
+
+
+def hidden_states(
+    cfg: ModelConfig,
+    params: Params,
+    batch: Batch,
+    ctx: Context | None = None,
+    *,
+    dropout_key: jax.Array | None = None,
+    cache: PyTree = None,
+) -> tuple[PyTree, Aux]:
+    """Computes what `final_norm` returns, see `forward.hidden_states`; there is no cache."""
+    assert cache is None
+    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
+    return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
+
+
+def final_norm(cfg: ModelConfig, params: Params, x: PyTree, ctx: Context) -> PyTree:
+    """Returns `image` [B, D] and `text` [B, T/n, D], which `features` reads, and `caption` [B, T, D] for the head."""
+    hidden = {"image": x["image"], "text": layers.norm(cfg, params["text_norm"], x["text"], ctx)}
+    if cfg.contrastive.caption_layers:
+        hidden["caption"] = decoder.final_norm(cfg, params, x["caption"], ctx)
+    return hidden
+
+
+def _pool(x: jax.Array, weights: jax.Array, ctx: Context) -> jax.Array:
+    """Returns the sum of weight * token over all tokens of a row, float32 [B, D].
+
+    Args:
+      x: tokens of the residual stream [B, S/n, D].
+      weights: of these tokens, [S/n] or [B, S/n].
+      ctx: execution context.
+    """
+    return collectives.all_reduce((weights[..., None] * x.astype(jnp.float32)).sum(1), ctx.axes("residual"))
+
+
+def features(
+    cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the features of pictures and of texts, each float32 [B, E] and of length 1.
+
+    Args:
+      cfg: the model.
+      params: as `spec` declares them.
+      hidden: from `hidden_states`.
+      batch: `pair_weights` [B, T], which is not zero at the last token of a text.
+      ctx: execution context.
+    """
+    last = ctx.slice_for_sequence_parallel((batch["pair_weights"] != 0).astype(jnp.float32))
+    pooled = {"image": hidden["image"], "text": _pool(hidden["text"], last, ctx)}
+    weights = ctx.gather_params(spec(cfg)["projection"], params["projection"])
+
+    def project(name: str) -> jax.Array:
+        x = jnp.einsum("bd,de->be", pooled[name], weights[name], precision=jax.lax.Precision.HIGHEST)
+        return x * jax.lax.rsqrt(jnp.maximum(jnp.square(x).sum(-1, keepdims=True), 1e-12))
+
+    return project("image"), project("text")
+
+
+def _of_pairs(
+    measure: Callable[..., jax.Array], cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context
+) -> jax.Array:
+    """Returns this device's share of `measure(pairs, scalars, axes=...)`, a sum over the rows of its `pairs`.
+
+    Devices that share rows, because they split sequences or matrices, all compute it, and have equal shares.
+    """
+
+    def work(ctx: Context, scalars: Params, *arrays: jax.Array) -> tuple[None, jax.Array]:
+        total = measure(Pairs(*arrays), scalars, axes=ctx.axes("batch"))
+        sequence = ctx.axes("sequence")
+        others = tuple(axis for axis in collectives.varies_along(total) if axis not in ctx.token_axes)
+        total = collectives.all_reduce(total / collectives.count(others), others)
+        return None, collectives.varying(total / collectives.count(sequence), sequence)
+
+    weights = collectives.all_reduce(batch["pair_weights"].sum(1), ctx.axes("sequence"))
+    image, text = features(cfg, params, hidden, batch, ctx)
+    arguments = params["pairs"], image, text, batch["pair_ids"][:, 0], weights
+    share: jax.Array = ctx.region(work, arguments, (spec(cfg)["pairs"], *[("batch",)] * 4), ())[1]
+    return share
+
+
+def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
+    """Returns the sum `contrastive` over pairs, and with layers for captions `caption` over tokens, in nats.
+
+    Args:
+      cfg: the model.
+      params: as `spec` declares them.
+      hidden: from `hidden_states`.
+      batch: `pair_ids` and `pair_weights` [B, T]: a row shows the id that all its tokens have, and its weight is at the
+        last token of the text. Rows of equal ids match each other. For captions `targets` and `loss_weights` [B, T].
+      ctx: execution context.
+    """
+
+    def measure(pairs: Pairs, scalars: Params, axes: collectives.Axes) -> jax.Array:
+        kind = cfg.contrastive.loss
+        return contrastive_loss(pairs, scalars["log_scale"], scalars.get("bias", 0.0), kind=kind, axes=axes)
+
+    sums = {"contrastive": _of_pairs(measure, cfg, params, hidden, batch, ctx)}
+    if cfg.contrastive.caption_layers:
+        sums["caption"] = decoder.loss(cfg, params, hidden["caption"], batch, ctx)["loss"]
+    return sums
+
+
+def count_right(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> jax.Array:
+    """Returns the sum of the weights of pictures whose most similar text in the microbatch matches; see `loss`."""
+
+    def measure(pairs: Pairs, scalars: Params, axes: collectives.Axes) -> jax.Array:
+        return count_matches(pairs, axes=axes)
+
+    return _of_pairs(measure, cfg, params, hidden, batch, ctx)
+
+
+def logits(cfg: ModelConfig, params: Params, hidden: PyTree, ctx: Context | None = None) -> jax.Array:
+    """Returns logits [B, T, V/n] of captions in float32; see `decoder.logits`.
+
+    Raises:
+      ConfigError: the model has no layers for captions.
+    """
+    if not cfg.contrastive.caption_layers:
+        raise ConfigError(
+            "model.contrastive.caption_layers=0 has no logits. Compare features, or set it to the number of layers."
+        )
+    return decoder.logits(cfg, params, hidden["caption"], ctx)
+
+
+def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
+    """Returns the parameters as they are: there are no routers."""
+    return params
