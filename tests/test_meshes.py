@@ -56,6 +56,7 @@ EXPERTS = {
     "domain": MoEConfig(num_experts=8, d_ff=32, router="domain"),
 }
 MODELS["t5_gates"] = dataclasses.replace(MODELS["t5_1_1"], moe=EXPERTS["domain"])
+MODELS |= {f"t5_{name}": dataclasses.replace(MODELS["t5"], moe=EXPERTS[name]) for name in ("softmax", "sigmoid")}
 MODELS["untied"] = dataclasses.replace(MODELS["gpt2"], tied_embeddings=False)
 MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in EXPERTS.items()}
 ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
@@ -150,6 +151,8 @@ PAIR_CASES: list[Case] = [
     ("t5_gates", {"data": 2, "expert": 4}, {"remat": "selective"}),
     ("t5_gates", {"fsdp": 2, "expert": 2, "tensor": 2}, {"accum": 2}),
     ("t5_gates", {"expert": 2, "context": 2, "tensor": 2, **GATHER}, {}),
+    ("t5_softmax", {"data": 2, "expert": 2, "tensor": 2}, {"accum": 2}),
+    ("t5_sigmoid", {"fsdp": 2, "expert": 2, "context": 2, **GATHER}, {"remat": "selective"}),
 ]
 """Meshes of encoder-decoders, whose rows have several pairs and padding. The first one is quick."""
 

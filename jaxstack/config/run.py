@@ -247,11 +247,9 @@ def _check_not_decoder(cfg: Config) -> None:
     """Refuses what only decoders have."""
     model, data, sample = cfg.model, cfg.data, cfg.sample
     encoder, both = model.family == "encoder", model.family == "encoder_decoder"
-    learned = bool(model.moe.num_experts) and model.moe.router not in ("domain", "timestep")
     decoders: tuple[tuple[str, object, bool, str], ...] = (
         ("model.tied_embeddings", "false", encoder and not model.tied_embeddings, "true"),
         ("model.moe.num_experts", model.moe.num_experts, encoder and bool(model.moe.num_experts), "0"),
-        ("model.moe.router", model.moe.router, both and learned, "domain"),
         ("model.windows", list(model.windows), both and model.windows != (0,), "[0]"),
         ("model.post_norm", "true", both and model.post_norm, "false"),
         ("model.lora.rank", model.lora.rank, bool(model.lora.rank), "0"),

@@ -80,12 +80,15 @@ class Stack:
       period: blocks in one step of the loop.
       step: runs one step.
       enter: leads from the stack before to this one. `None` for the first stack, which begins with `Family.embed`.
+      counts: array of a batch; where it is not zero, there is a token that the stack's routers count. `None` means the
+        weights of the objective's first term.
     """
 
     depth: int
     period: int
     step: StackStep
     enter: Enter | None = None
+    counts: str | None = None
 
 
 def block(

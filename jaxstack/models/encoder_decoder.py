@@ -24,6 +24,7 @@ from jaxstack.models.forward import Parts
 from jaxstack.models.forward import hidden_states as run_parts
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Spec, stack, unstack
+from jaxstack.moe import update_bias
 
 
 def spec(cfg: ModelConfig) -> Spec:
@@ -64,7 +65,7 @@ def batch_spec(cfg: Config) -> BatchSpec:
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
     return {
-        "encoder": Stack(cfg.encoder_depth, 1, encoder_step),
+        "encoder": Stack(cfg.encoder_depth, 1, encoder_step, counts="encoder_segment_ids"),
         "decoder": Stack(cfg.num_layers, 1, decoder_step, enter_decoder),
     }
 
@@ -244,5 +245,13 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
 
 
 def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
-    """Returns the parameters as they are: the routers have no bias."""
+    """Returns the parameters with the biases of the routers of both stacks moved; see `decoder.update_router_bias`."""
+    if not cfg.moe.num_experts or cfg.moe.router != "sigmoid":
+        return params
+    start = 0
+    for name, depth in (("encoder", cfg.encoder_depth), ("decoder", cfg.num_layers)):
+        load = ctx.to_stage_order(aux["load"][start : start + depth], name)
+        balance = update_bias(params[name]["moe"]["balance"], load, cfg.moe.bias_update_rate)
+        params = {**params, name: {**params[name], "moe": {**params[name]["moe"], "balance": balance}}}
+        start += depth
     return params

@@ -84,7 +84,7 @@ def summary(counts: jax.Array, dropped: jax.Array, entropy: jax.Array, tokens: j
       counts: from `load`, [..., E].
       dropped: number of dropped pairs, from `moe_mlp`, [...].
       entropy: from `entropy_sum`, [...].
-      tokens: number of tokens in the step, [].
+      tokens: number of tokens in the step, [] or [...].
 
     Returns:
       `max_over_mean`: load of the busiest expert over the mean load, 1 to E. `dropped_fraction`: dropped pairs over all

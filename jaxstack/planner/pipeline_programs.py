@@ -78,10 +78,9 @@ class _Stage:
         rows, length = batch[terms[0].weights].shape
         if cfg.model.dropout:
             batch = batch | {"rows": ctx.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
-        fns = pipeline_fns(
-            cfg, ctx, losses.BatchTotals({t.name: 1.0 for t in terms}, float(rows * length), float(rows))
-        )
         name, stack = family.only_stack(cfg.model)
+        counted = {name: float(rows * length)}, {name: float(rows)}
+        fns = pipeline_fns(cfg, ctx, losses.BatchTotals({t.name: 1.0 for t in terms}, *counted))
         shared, stacks = family.split_stacks(cfg.model, values)
         stage = cls(
             fns, SplitVJP(fns.layer), shared, group_layers(stack.period, stacks[name]), split_microbatches(batch, 2)

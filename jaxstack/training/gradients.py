@@ -30,8 +30,8 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     - `loss`: the objective without the auxiliary losses of experts.
     - `gradients`: of the full objective, with respect to the trained parameters. Nothing is computed for frozen ones.
     - `sums`: the weighted `tokens` and the model's auxiliary values, summed over the step. With several losses also
-      those of `losses.term_metrics`. With a mixture of experts also `counted_tokens` and `counted_sequences`, see
-      `losses.BatchTotals`. With `train.noise_scale` also those of `noise_scale.measure`.
+      those of `losses.term_metrics`; with a mixture of experts those of `losses.routing_totals`; with
+      `train.noise_scale` those of `noise_scale.measure`.
 
     Raises:
       ConfigError: `train.noise_scale` with a single gradient.
@@ -85,7 +85,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
             grads = ctx.sync_grads(trained_spec, grads)
         terms, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (terms, aux))
         if cfg.model.moe.num_experts:
-            aux |= {"counted_tokens": totals.tokens, "counted_sequences": totals.sequences}
+            aux |= losses.routing_totals(cfg.model, totals)
         sums = {"tokens": tokens, **losses.term_metrics(cfg.model, terms), **aux, **noise_scale.total(ctx, small)}
         return losses.add_up(terms), grads, sums
 

@@ -1,6 +1,7 @@
 """The training objective: the loss of a batch, the auxiliary losses of experts, and the totals they are divided by."""
 
 import functools
+import itertools
 import operator
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
@@ -137,17 +138,16 @@ def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batc
 class BatchTotals(NamedTuple):
     """The numbers that the sums of a step are divided by: float32 scalars, equal on all devices.
 
-    A token counts if its loss weight is not zero, however large it is: a statistic of routing says where tokens went.
-
     Attributes:
       weights: sum of the weights of each term of the objective.
-      tokens: number of tokens that count in the first term.
-      sequences: number of sequences with at least one such token.
+      tokens: number of tokens that the routers of each stack count, see `Stack.counts`. A token counts if its loss
+        weight is not zero, however large it is: a statistic of routing says where tokens went.
+      sequences: number of sequences with at least one such token, for each stack.
     """
 
     weights: Mapping[str, jax.Array | float]
-    tokens: jax.Array | float
-    sequences: jax.Array | float
+    tokens: Mapping[str, jax.Array | float]
+    sequences: Mapping[str, jax.Array | float]
 
 
 def batch_totals(cfg: ModelConfig, batch: Batch, ctx: Context) -> BatchTotals:
@@ -155,21 +155,24 @@ def batch_totals(cfg: ModelConfig, batch: Batch, ctx: Context) -> BatchTotals:
 
     Args:
       cfg: the model.
-      batch: the weights of each term [B, S], of this device's tokens; other arrays are not read.
+      batch: the weights of each term [B, S], and with experts `Stack.counts`, of this device's tokens.
       ctx: execution context.
     """
     terms = cfg.objective.terms
     weights = {t.name: collectives.all_reduce(batch[t.weights].sum(), ctx.token_axes) for t in terms}
-    each = jnp.sum(batch[terms[0].weights] != 0, axis=1, dtype=jnp.float32)
-    of_sequences = collectives.all_reduce(each, ctx.axes("sequence"))
-    return BatchTotals(
-        weights,
-        collectives.all_reduce(each.sum(), ctx.token_axes),
-        collectives.all_reduce(jnp.sum(of_sequences > 0, dtype=jnp.float32), ctx.axes("batch")),
-    )
+
+    def count(array: str) -> tuple[jax.Array, jax.Array]:
+        each = jnp.sum(batch[array] != 0, axis=1, dtype=jnp.float32)
+        of_sequences = collectives.all_reduce(each, ctx.axes("sequence"))
+        tokens = collectives.all_reduce(each.sum(), ctx.token_axes)
+        return tokens, collectives.all_reduce(jnp.sum(of_sequences > 0, dtype=jnp.float32), ctx.axes("batch"))
+
+    stacks = family.of(cfg).stacks(cfg) if cfg.moe.num_experts else {}
+    counted = {name: count(stack.counts or terms[0].weights) for name, stack in stacks.items()}
+    return BatchTotals(weights, *({name: pair[i] for name, pair in counted.items()} for i in (0, 1)))
 
 
-def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals) -> jax.Array | float:
+def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals, stack: str | None = None) -> jax.Array | float:
     """Returns what a mixture of experts adds to the objective, from this device's sums of one microbatch.
 
     The shares add up over devices and microbatches to the value that one device gets from the global batch.
@@ -178,28 +181,65 @@ def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals) -> jax.Array | fl
       cfg: the model.
       aux: from `loss_sums`.
       totals: of the global batch, from `batch_totals`.
+      stack: the stack that `aux` is of. `None` means all.
     """
     if not aux:
         return 0.0
+    depths = _depths(cfg)
+    if stack is None and len(depths) > 1:
+        return functools.reduce(
+            operator.add, (auxiliary(cfg, part, totals, name) for name, part in _by_stack(cfg, aux).items())
+        )
+    stack = stack or next(iter(depths))
     learned = cfg.moe.router in ("softmax", "sigmoid")
     balance = cfg.moe.aux_loss_weight * aux["balance_loss"].sum() if cfg.moe.router == "softmax" else 0.0
     z = cfg.moe.z_loss_weight * aux["z_loss"].sum() if learned else 0.0
-    tokens, sequences = (jnp.maximum(n, 1.0) for n in (totals.tokens, totals.sequences))
-    return (balance / sequences + z / tokens) / cfg.num_layers
+    tokens, sequences = (jnp.maximum(n[stack], 1.0) for n in (totals.tokens, totals.sequences))
+    return (balance / sequences + z / tokens) / sum(depths.values())
+
+
+def _depths(cfg: ModelConfig) -> dict[str, int]:
+    """Returns the number of layers of each stack."""
+    return {name: stack.depth for name, stack in family.of(cfg).stacks(cfg).items()}
+
+
+def _by_stack(cfg: ModelConfig, aux: Aux) -> dict[str, Aux]:
+    """Returns the auxiliary values of each stack, from those of all layers [L, ...]."""
+    depths = _depths(cfg)
+    ends = dict(zip(depths, itertools.accumulate(depths.values()), strict=True))
+    return {
+        name: jax.tree.map(lambda a, end=end, name=name: a[end - depths[name] : end], aux) for name, end in ends.items()
+    }
+
+
+def routing_totals(cfg: ModelConfig, totals: BatchTotals) -> Aux:
+    """Returns the totals that `routing_metrics` divides by: scalars, or [L] where stacks count different tokens."""
+    depths = _depths(cfg)
+    sums = {"counted_tokens": totals.tokens, "counted_sequences": totals.sequences}
+    if len(depths) == 1:
+        return {name: jnp.asarray(each[stack]) for name, each in sums.items() for stack in depths}
+    return {
+        name: jnp.concatenate([jnp.broadcast_to(each[stack], depth) for stack, depth in depths.items()])
+        for name, each in sums.items()
+    }
 
 
 def routing_metrics(aux: Aux) -> dict[str, jax.Array]:
     """Returns figures for the log: the load of the worst layer, the others as layer means.
 
     Args:
-      aux: the sums of a step, with `counted_tokens` and `counted_sequences`, see `gradients.make_gradients`.
+      aux: the sums of a step, with those of `routing_totals`.
     """
     tokens, sequences = (jnp.maximum(aux[name], 1.0) for name in ("counted_tokens", "counted_sequences"))
+
+    def mean(sums: jax.Array, count: jax.Array) -> jax.Array:
+        return (sums / count).mean() if count.ndim else sums.mean() / count
+
     figures = moe.summary(aux["load"], aux["dropped"], aux["entropy"], tokens)
     return {
         "moe_load_max_over_mean": figures["max_over_mean"].max(),
         "moe_dropped_fraction": figures["dropped_fraction"].mean(),
         "moe_entropy": figures["entropy"].mean(),
-        "moe_balance_loss": aux["balance_loss"].mean() / sequences,
-        "moe_z_loss": aux["z_loss"].mean() / tokens,
+        "moe_balance_loss": mean(aux["balance_loss"], sequences),
+        "moe_z_loss": mean(aux["z_loss"], tokens),
     }

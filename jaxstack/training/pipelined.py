@@ -40,28 +40,27 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
     def embed(shared: Params, inputs: tuple[LayerInputs, Batch]) -> Stream:
         return model.embed(cfg.model, shared, inputs[0], ctx)
 
-    def layer(stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
+    def layer(name: str, stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
         def step(
             weights: list[Params], stream: Stream, index: jax.Array, inputs: tuple[LayerInputs, Batch]
         ) -> tuple[Stream, jax.Array, Aux]:
             x, side = stream
             x, aux = stack.step(cfg.model, ctx, weights, x, index, replace(inputs[0], side=side))
-            return (x, side), jnp.asarray(losses.auxiliary(cfg.model, aux, totals)), aux
+            return (x, side), jnp.asarray(losses.auxiliary(cfg.model, aux, totals, name)), aux
 
         return remat(ctx, step)
 
-    def later(stack: Stack) -> StackFns:
+    def later(name: str, stack: Stack) -> StackFns:
         begin = enter(cfg.model, stack, ctx)
-        return StackFns(lambda shared, stream, inputs: begin(shared, stream, inputs[0]), layer(stack))
+        return StackFns(lambda shared, stream, inputs: begin(shared, stream, inputs[0]), layer(name, stack))
 
     def loss(shared: Params, stream: Stream, inputs: tuple[LayerInputs, Batch]) -> losses.Sums:
         hidden = model.final_norm(cfg.model, shared, stream[0], ctx)
         return losses.shares(cfg.model, model.loss(cfg.model, shared, hidden, inputs[1], ctx), totals)
 
-    name, first = next(iter(stacks.items()))
+    (name, first), *others = stacks.items()
     split = [split_matrices(cfg, trained.get(name, {}))] * first.period
-    others = tuple(later(stack) for stack in list(stacks.values())[1:])
-    return PipelineFns(prepare, embed, layer(first), loss, split, others)
+    return PipelineFns(prepare, embed, layer(name, first), loss, split, tuple(later(*other) for other in others))
 
 
 def split_matrices(cfg: Config, spec: Spec) -> PyTree:

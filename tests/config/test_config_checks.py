@@ -129,7 +129,6 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.encoder_layers": 2}, PAIRS | {"model.encoder_layers": 2}),
     ({"model.head_scale": 2.0}, PAIRS | {"model.head_scale": 2.0}),
     ({"model.positions": "relative"}, PAIRS | {"model.positions": "relative"}),
-    (PAIRS | MOE, PAIRS | DOMAIN | {"data.domains": ("a", "b")}),
     (PAIRS | {"model.windows": (1,)}, ENCODER | {"model.windows": (1,)}),
     (PAIRS | {"model.post_norm": True}, {"model.post_norm": True}),
     (ENCODER | {"mesh.context": 2}, ENCODER | {"mesh.context": 2, "mesh.context_method": "all_gather"}),

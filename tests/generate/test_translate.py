@@ -22,6 +22,7 @@ from jaxstack.sharding import make_mesh
 
 MODELS = ENCODER_DECODERS | {
     "gates": dataclasses.replace(ENCODER_DECODERS["t5_1_1"], moe=MoEConfig(num_experts=2, d_ff=32, router="domain")),
+    "routed": dataclasses.replace(ENCODER_DECODERS["t5"], moe=MoEConfig(num_experts=4, d_ff=32)),
     "rope": dataclasses.replace(ENCODER_DECODERS["t5_1_1"], positions="rope", qk_norm=True, num_kv_heads=2),
 }
 LENGTHS, N = (9, 30, 1), 10

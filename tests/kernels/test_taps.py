@@ -50,7 +50,8 @@ def layer_gradients(cfg: Config, ctx: Context, part: str, values: Any, batch: An
     values = ctx.gather_params(spec, params.cast_matrices(spec, values, ctx.dtype))
     trained, frozen = params.partition(spec, values)
     rows, length = batch["tokens"].shape
-    fns = pipeline_fns(cfg, ctx, losses.BatchTotals({"loss": 1.0}, float(rows * length), float(rows)))
+    counted = {"layers": float(rows * length)}, {"layers": float(rows)}
+    fns = pipeline_fns(cfg, ctx, losses.BatchTotals({"loss": 1.0}, *counted))
     layer = fns.layer
 
     def first(tree: Any) -> Any:  # the blocks of the first step

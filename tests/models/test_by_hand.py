@@ -281,8 +281,7 @@ def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
         logits, _ = decoder.forward(cfg, values, batch["tokens"], **rest)
         sums, aux = losses.loss_sums(cfg, values, batch, Context())
         totals = losses.batch_totals(cfg, batch, Context())
-        counted = {"counted_tokens": totals.tokens, "counted_sequences": totals.sequences}
-        figures = losses.routing_metrics(aux | counted) if aux else {}
+        figures = losses.routing_metrics(aux | losses.routing_totals(cfg, totals)) if aux else {}
         return logits, sums["loss"], losses.auxiliary(cfg, aux, totals), figures, aux
 
     logits, loss, auxiliary, figures, aux = run(values, batch)

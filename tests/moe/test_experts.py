@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import EXPERTS, FAMILIES
+from families import ENCODER_DECODERS, EXPERTS, FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
-from jaxstack.models import decoder, flops, moe_layer, params, surgery
+from jaxstack.models import decoder, family, flops, moe_layer, params, surgery
 from jaxstack.models.context import Context, implementations
 from jaxstack.training import losses, step
 from jaxstack.training.gradients import make_gradients
@@ -56,7 +56,8 @@ def test_every_implementation_is_the_reference(name, rng):
 
     def objective(values, ctx):
         sums, aux = losses.loss_sums(cfg, values, batch, ctx)
-        return sums["loss"] / 64 + losses.auxiliary(cfg, aux, losses.BatchTotals({}, 64.0, 4.0)), aux
+        totals = losses.BatchTotals({}, {"layers": 64.0}, {"layers": 4.0})
+        return sums["loss"] / 64 + losses.auxiliary(cfg, aux, totals), aux
 
     ways = {n: c for n, c in CONTEXTS.items() if n != "ragged" or name == "mixtral"}
     results = {
@@ -178,14 +179,44 @@ def test_means_of_what_counts_are_those_of_even_scores(rng):
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape) < 0.5
     batch["loss_weights"][1] = 0
     _, _, sums = jax.jit(make_gradients(cfg, Context()))(values, batch)
-    totals = losses.BatchTotals({}, sums["counted_tokens"], sums["counted_sequences"])
-    assert (totals.tokens, totals.sequences) == (batch["loss_weights"].sum(), 3)
+    totals = losses.BatchTotals({}, *({"layers": sums[f"counted_{name}"]} for name in ("tokens", "sequences")))
+    assert (totals.tokens["layers"], totals.sequences["layers"]) == (batch["loss_weights"].sum(), 3)
     figures = losses.routing_metrics(sums)
     truth = {"load_max_over_mean": 2, "entropy": math.log(4), "balance_loss": 1, "z_loss": math.log(4) ** 2}
     for name, value in truth.items():
         np.testing.assert_allclose(figures[f"moe_{name}"], value, rtol=1e-6, err_msg=name)
     # By the objective's weights, too: 0.01 for the balance loss, 1e-3 for the z-loss.
     objective = losses.auxiliary(cfg.model, sums, totals)
+    np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
+
+
+def test_each_stack_counts_its_own_tokens(rng):
+    """With routers of zeros every mean is known, however many tokens an encoder and a decoder have."""
+    moe = MoEConfig(num_experts=4, d_ff=16, aux_loss_weight=0.01, z_loss_weight=1e-3)
+    model = dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=3, moe=moe)
+    values = params.init(jax.random.key(0), family.spec(model))
+    for name in ("encoder", "decoder"):
+        values[name]["moe"]["router"] *= 0
+    lengths = {"encoder": np.array([9, 3, 0, 1]), "decoder": np.array([2, 8, 1, 0])}
+    segments = {name: (np.arange(12) < n[:, None]).astype(np.int32) for name, n in lengths.items()}
+    tokens = {name: rng.integers(0, model.vocab, (4, 12)).astype(np.int32) for name in ("encoder", "decoder")}
+    positions = np.broadcast_to(np.arange(12, dtype=np.int32), (4, 12))
+    batch = {
+        "encoder_tokens": tokens["encoder"], "encoder_positions": positions, "encoder_segment_ids": segments["encoder"],
+        "tokens": tokens["decoder"], "positions": positions, "segment_ids": segments["decoder"],
+        "targets": tokens["decoder"], "loss_weights": segments["decoder"].astype(np.float32),
+    }  # fmt: skip
+    data = DataConfig(seq_len=12, target_len=12, batch_size=4, source="pairs", path="pairs.jsonl")
+    cfg = dataclasses.replace(run_config("mixtral"), model=model, data=data)
+    _, _, sums = jax.jit(make_gradients(cfg, Context()))(values, batch)
+    assert sums["counted_tokens"].tolist() == [13.0] * 3 + [11.0] * model.num_layers
+    assert sums["counted_sequences"].tolist() == [3.0] * (3 + model.num_layers)
+    figures = losses.routing_metrics(sums)
+    truth = {"load_max_over_mean": 2, "entropy": math.log(4), "balance_loss": 1, "z_loss": math.log(4) ** 2}
+    for name, value in truth.items():
+        np.testing.assert_allclose(figures[f"moe_{name}"], value, rtol=1e-6, err_msg=name)
+    penalties = {name: sums[name] for name in ("balance_loss", "z_loss")}
+    objective = losses.auxiliary(model, penalties, losses.batch_totals(model, batch, Context()))
     np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
 
 

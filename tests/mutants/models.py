@@ -100,7 +100,8 @@ mistakes(
 
 mistakes(
     "losses", "training/losses.py", BY_HAND,
-    ("(balance / sequences + z / tokens) / cfg.num_layers", "balance / sequences + z / tokens"),
+    ("(balance / sequences + z / tokens) / sum(depths.values())", "balance / sequences + z / tokens"),
+    ("count(stack.counts or terms[0].weights)", "count(terms[0].weights)", "moe/test_experts.py -k each_stack"),
     ('aux["balance_loss"].sum() if', 'aux["balance_loss"].mean() if'),
     ("(balance / sequences + z / tokens)", "(balance + z) / tokens"),
     ("each = jnp.sum(batch[terms[0].weights] != 0, axis=1", "each = jnp.sum(batch[terms[0].weights] == batch[terms[0].weights], axis=1"),

@@ -172,6 +172,7 @@ PAIRS: list[Case] = [
     case("t5_1_1", TWO, 2, 4, 2, layers=6, data=2, tensor=2, remat="selective"),
     case("t5_gates", ONE, 2, 4, layers=3, fsdp=2, expert=2),
     case("t5_gates", ALL, 2, 4, expert=2, tensor=2, remat="selective"),
+    case("t5_softmax", ONE, 2, 4, layers=2, expert=2, tensor=2),
 ]
 """Pipelines of encoder-decoders, in docs/encoder_decoders.md. The first one is quick."""
 OTHER = os.environ.get("JAXSTACK_TEST_SCHEDULE", "")
@@ -255,7 +256,7 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
 
         (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(values)
         loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
-        counted = {"counted_tokens": totals.tokens, "counted_sequences": totals.sequences} if aux else {}
+        counted = losses.routing_totals(cfg.model, totals) if aux else {}
         return loss, grads, {"tokens": tokens, **aux, **counted}
 
     where, whole = ctx.parameters(families.spec(cfg.model)), PartitionSpec()
