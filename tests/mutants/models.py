@@ -104,7 +104,7 @@ mistakes(
     ("count(stack.counts or terms[0].weights)", "count(terms[0].weights)", "moe/test_experts.py -k each_stack"),
     ('aux["balance_loss"].sum() if', 'aux["balance_loss"].mean() if'),
     ("(balance / sequences + z / tokens)", "(balance + z) / tokens"),
-    ("each = jnp.sum(batch[terms[0].weights] != 0, axis=1", "each = jnp.sum(batch[terms[0].weights] == batch[terms[0].weights], axis=1"),
+    ("each = jnp.sum(batch[array] != 0, axis=1", "each = jnp.sum(batch[array] == batch[array], axis=1"),
     ('figures["max_over_mean"].max()', 'figures["max_over_mean"].mean()'),
 )  # fmt: skip
 

@@ -280,7 +280,7 @@ from jaxstack.config import CheckpointConfig, MeshConfig
 from jaxstack.sharding import make_mesh
 
 hashed, sha256 = {}, manifest._sha256
-def routing_totals(path):
+def counted(path):
     hashed[path.relative_to(directory).as_posix()] = path.stat().st_size
     return sha256(path)
 manifest._sha256 = counted
