@@ -74,6 +74,7 @@ def main(args: Namespace) -> None:
     if cfg.model.family == "encoder_decoder":
         translate(cfg, tokenizer, args)
         return
+    load_run.require_decoder(cfg.model)
     if args.language is not None:
         raise ConfigError(f"--language={args.language} is for encoder-decoders. Leave it out.")
     if args.out is not None:

@@ -202,12 +202,12 @@ def test_a_run_is_resumed_bit_for_bit_and_reports_its_losses(tmp_path, rng, caps
         with pytest.raises(ConfigError) as error:
             run.features(given)
         assert "\n" not in str(error.value)
-    for words in (
-        ["generate", str(tmp_path / "straight"), "3"],
-        ["export", str(tmp_path / "straight"), str(tmp_path / "hf")],
-        ["compress", "quantize", str(tmp_path / "straight"), str(tmp_path / "small")],
+    for said, *words in (
+        ("does not continue texts", "generate", str(tmp_path / "straight"), "3"),
+        ("contrastive", "export", str(tmp_path / "straight"), str(tmp_path / "hf")),
+        ("reads decoders", "compress", "quantize", str(tmp_path / "straight"), str(tmp_path / "small")),
     ):
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match=said) as error:
             execute(words)
         assert "\n" not in str(error.value)
     assert features.text_features(run.config, run.params, ["2"], run.tokenizer, run.context).shape == (1, 32)
