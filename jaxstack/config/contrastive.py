@@ -1,6 +1,6 @@
 """Keys of the group `model.contrastive`, and the checks of `model.family=contrastive` against other groups."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from jaxstack.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt, require
@@ -37,7 +37,7 @@ def check_contrastive(cfg: "Config") -> None:
     """
     model, data, default = cfg.model, cfg.data, ContrastiveConfig()
     if model.family != "contrastive":
-        for key in ("loss", "caption_layers"):
+        for key in (f.name for f in fields(default)):
             given = getattr(model.contrastive, key)
             require(
                 given == getattr(default, key),
@@ -61,7 +61,10 @@ def check_contrastive(cfg: "Config") -> None:
         f"mesh.pipe={cfg.mesh.pipe} would compare rows within the small microbatches of a pipeline only, so "
         f"model.family=contrastive refuses it. Use mesh.pipe=1 and another axis, such as mesh.fsdp.",
     )
+    weight = model.contrastive.caption_weight
+    weighted = not model.contrastive.caption_layers and weight != default.caption_weight
     unused: tuple[tuple[str, object, bool, str], ...] = (
+        ("model.contrastive.caption_weight", weight, weighted, f"{default.caption_weight}, or caption_layers=1"),
         ("model.moe.num_experts", model.moe.num_experts, model.moe.num_experts > 0, "0"),
         ("model.first_attention_norm", "false", not model.first_attention_norm, "true"),
         ("model.windows", list(model.windows), model.windows != (0,), "[0]"),

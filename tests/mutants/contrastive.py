@@ -3,7 +3,7 @@
 from mutants.rows import mistakes
 
 TOWERS, CAPTIONS = "models/test_towers.py", "data/test_captions.py"
-MESH = "test_meshes.py -k 'clip and fsdp=2 and accum=2'"
+MESH = "test_meshes.py -k 'every_mesh and clip'"
 
 mistakes(
     "contrastive", "kernels/contrastive.py", "kernels/test_contrastive.py",
@@ -26,13 +26,11 @@ mistakes(
     "contrastive", "models/contrastive.py", TOWERS,
     ("init=math.log(10.0)", "init=10.0"),
     ("init=-10.0", "init=10.0"),
-    ("jnp.full(x.shape[1], 1 / patches, jnp.float32)", "jnp.ones(x.shape[1], jnp.float32)", MESH),
     ("\"full\" if name == \"image\" else \"causal\"", "\"causal\" if name == \"image\" else \"causal\""),
     ("x | {\"caption\": x[\"text\"]}", "x | {\"caption\": 0 * x[\"text\"]}"),
     ("layers.norm(cfg, params[\"text_norm\"], x[\"text\"], ctx)", "x[\"text\"]"),
     ("x = layers.norm(cfg, params[\"image_norm\"], x, ctx)", "x = x * 1"),
     ("jnp.square(x).sum(-1, keepdims=True)", "jnp.square(x).mean(-1, keepdims=True)"),
-    ("batch[\"pair_weights\"] != 0).astype", "batch[\"pair_weights\"]).astype"),
     ("total / collectives.count(others)", "total", MESH),
     ("ctx.axes(\"residual\"))\n\n\ndef features", "ctx.axes(\"sequence\"))\n\n\ndef features", MESH),
     ("scalars.get(\"bias\", 0.0)", "0.0"),
@@ -41,6 +39,7 @@ mistakes(
 mistakes(
     "contrastive", "models/flops.py", "planner/test_aot.py -k matmuls",
     ("6.0 * rows * (own.features or cfg.d_model)", "6.0 * (own.features or cfg.d_model)"),
+    ("deep = cfg.num_layers + own.caption_layers", "deep = cfg.num_layers"),
     ("2.0 * own.patch_values * cfg.d_model * patches", "0.0 * own.patch_values * cfg.d_model * patches"),
     ("path.endswith((\"cross/w_k\", \"cross/w_v\"))\n            weights", "path.endswith(\"cross/w_k\")\n            weights"),
 )  # fmt: skip
