@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxstack.config import ModelConfig, MoEConfig, RopeScaling
+from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.contrastive import ContrastiveConfig
 from jaxstack.config.diffusion import DiffusionConfig
 
@@ -158,3 +159,26 @@ EXPERTS = {
     "timestep": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=4, router="timestep", max_timestep=100)),
 }
 """Models with experts: one for every router."""
+
+BRANCHES = {
+    "branches": ModelConfig(
+        **SMALL | {"num_layers": 3},
+        family="branches",
+        branches=BranchesConfig(layers=1, rates=(2, 1), masked_weight=0.7),
+        norm="layer",
+        activation="gelu",
+        positions="learned",
+        max_positions=32,
+        bias=True,
+        tied_embeddings=True,
+    ),
+    "deep_branches": ModelConfig(
+        **SMALL | {"num_layers": 4},
+        family="branches",
+        branches=BranchesConfig(layers=2, rates=(1, 2)),
+        d_ff=96,
+        qk_norm=True,
+        tied_embeddings=True,
+    ),
+}
+"""Trunks with two branches, which read different numbers of windows."""

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
+from families import BRANCHES, CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import (
@@ -30,6 +30,7 @@ from jaxstack.config import (
     RunConfig,
     TrainConfig,
 )
+from jaxstack.config.branches import BranchesConfig
 from jaxstack.data.seq2seq import Pair, make_batch
 from jaxstack.models import decoder, params
 from jaxstack.models import family as models
@@ -40,11 +41,9 @@ from jaxstack.training.state import abstract_state, make_state
 
 BATCH, SEQ = 8, 32
 WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_dim": 8, "d_ff": 96, "vocab_size": 64}
+ALL = FAMILIES | ENCODERS | CLASSIFIERS | ENCODER_DECODERS | DIFFUSION | CONTRASTIVE | BRANCHES
 MODELS: dict[str, ModelConfig] = {
-    **{
-        name: dataclasses.replace(cfg, **WIDE)
-        for name, cfg in (FAMILIES | ENCODERS | CLASSIFIERS | ENCODER_DECODERS | DIFFUSION | CONTRASTIVE).items()
-    },
+    **{name: dataclasses.replace(cfg, **WIDE) for name, cfg in ALL.items()},
     "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}),
 }
 EXPERTS = {
@@ -188,7 +187,22 @@ CONTRASTIVE_CASES: list[Case] = [
     ("clip", {"data": 4, "tensor": 2, **PLAIN, **AUTO}, {"remat": "selective"}),
 ]
 """Meshes of contrastive models, in docs/contrastive.md. The first one is quick."""
-QUICK_CASES = (*QUICK, ENCODER_CASES[0], PAIR_CASES[0], DIFFUSION_CASES[0], CONTRASTIVE_CASES[0])
+
+BRANCH_CASES: list[Case] = [
+    ("branches", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
+    *(("branches", {axis: 4}, {}) for axis in ("data", "fsdp", "tensor")),
+    ("branches", {"tensor": 2, **PLAIN}, {"remat": "selective"}),
+    ("branches", {"context": 4, **GATHER}, {}),
+    ("branches", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"packing": True}),
+    ("deep_branches", {"fsdp": 8}, {"remat": "full"}),
+    ("deep_branches", {"data": 2, "tensor": 4}, {"accum": 2, "packing": True}),
+    ("deep_branches", {"data": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 4}),
+    ("branches", {"fsdp": 2, "tensor": 2, **AUTO}, {"dropout": 0.3, "remat": "full"}),
+    ("deep_branches", {"data": 2, "context": 2, **GATHER, **AUTO}, {}),
+    ("branches", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2, "remat": "selective"}),
+]
+"""Meshes of a trunk with two branches, in docs/branches.md. The first one is quick."""
+QUICK_CASES = (*QUICK, ENCODER_CASES[0], PAIR_CASES[0], DIFFUSION_CASES[0], CONTRASTIVE_CASES[0], BRANCH_CASES[0])
 
 
 def name_of(case: Case) -> str:
@@ -227,6 +241,8 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
         return random_pictures(rng, cfg, rows)
     if cfg.family == "contrastive":
         return random_captions(rng, cfg, rows)
+    if cfg.family == "branches":
+        return random_windows(seed, packing, cfg, rows)
     ids = rng.integers(0, cfg.vocab, (rows, SEQ + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:] % cfg.classes}
     batch["loss_weights"] = (rng.random((rows, SEQ)) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32)
@@ -261,6 +277,17 @@ def random_pairs(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> dict[
     batch = make_batch(made, SEQ, SEQ // 2, 0, gates=bool(cfg.moe.num_experts))
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape) < 0.8
     return batch
+
+
+def random_windows(seed: int, packing: bool, cfg: ModelConfig, rows: int) -> dict[str, np.ndarray]:
+    """Returns windows for both branches, of which `understanding` has its arrays with a prefix."""
+    found = {}
+    plain = dataclasses.replace(cfg, family="decoder", branches=BranchesConfig())
+    for prefix, rate in zip(("masked_", ""), cfg.branches.rates, strict=True):
+        seed, made = seed + 1000, random_batch(seed, packing, plain, rows * rate)
+        found |= {f"{prefix}{name}": a.reshape(rows, rate, SEQ).swapaxes(1, 2) for name, a in made.items()}
+    found["masked_weights"] = found.pop("masked_loss_weights")
+    return found
 
 
 def random_pictures(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> dict[str, np.ndarray]:
@@ -372,7 +399,7 @@ def errors(family: str, one: Any, other: Any) -> tuple[float, float]:
     "case",
     [
         pytest.param(c, id=name_of(c), marks=() if c in QUICK_CASES else SLOW)
-        for c in [*CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES, *CONTRASTIVE_CASES]
+        for c in [*CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES, *CONTRASTIVE_CASES, *BRANCH_CASES]
     ],
 )
 def test_every_mesh_gives_the_loss_and_gradients_of_one_device(case, seed):

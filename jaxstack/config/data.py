@@ -104,12 +104,12 @@ class DataConfig:
     """Fraction held out for evaluation: whole documents if there are many, otherwise the end of the text. Conversations
     are never split."""
     mask_share: Annotated[float, Interval(0, 1, low_open=True, high_open=True)] = 0.15
-    """With `model.family=encoder`: share of the tokens that are hidden and learned. Of these, 80% become `mask_id`, 10%
-    a random token, and 10% stay as they are (BERT). ModernBERT uses 0.3."""
+    """With `model.family=encoder` or `branches`: share of the tokens that are hidden and learned. Of these, 80% become
+    `mask_id`, 10% a random token, and 10% stay as they are (BERT). ModernBERT uses 0.3."""
     mask_words: bool = False
-    """With `model.family=encoder`: hide whole words, and not one token at a time."""
+    """With `model.family=encoder` or `branches`: hide whole words, and not one token at a time."""
     mask_id: Annotated[int, Interval(0)] | None = None
-    """With `model.family=encoder`: id that hides a token. Null means one after those of the tokenizer."""
+    """With `model.family=encoder` or `branches`: id that hides a token. Null means one after those of the tokenizer."""
     denoisers: tuple[DenoiserConfig, ...] = ()
     """With `model.family=encoder_decoder`: how spans of a text are hidden, which the decoder generates. Each row draws
     one by their weights. T5: `[{rate: 0.15, span: 3}]`. `seq_len` counts inputs."""

@@ -14,6 +14,7 @@ from jaxstack.config.bounds import (
     pattern_error,
     require,
 )
+from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.contrastive import ContrastiveConfig
 from jaxstack.config.diffusion import DiffusionConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
@@ -152,11 +153,12 @@ LABEL_MULTIPLE = 192
 class ModelConfig:
     """A decoder; its switches give GPT-2, Llama 3, Qwen3, Gemma 2, Mixtral and more (see `configs/models/`)."""
 
-    family: Literal["decoder", "encoder", "encoder_decoder", "diffusion", "contrastive"] = "decoder"
+    family: Literal["decoder", "encoder", "encoder_decoder", "diffusion", "contrastive", "branches"] = "decoder"
     """`decoder`: a token sees those before it, and the next token is learned. `encoder`: it sees all tokens, and hidden
     tokens are learned (BERT). `encoder_decoder`: an encoder reads a text, and a decoder learns another one (T5).
     `diffusion`: pictures are made from noise, given their class (DiT). `contrastive`: a tower for pictures and one for
-    texts learn to find what belongs together (CLIP, SigLIP, CoCa)."""
+    texts learn to find what belongs together (CLIP, SigLIP, CoCa). `branches`: an encoder and a decoder have their
+    first blocks in common (ERNIE 3.0)."""
     num_layers: PositiveInt = 6
     """Number of transformer blocks. If there is an encoder beside a decoder, these are the blocks of the decoder."""
     encoder_layers: PositiveInt | None = None
@@ -234,6 +236,8 @@ class ModelConfig:
     """Pictures and noise, for family `diffusion`."""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
     """Pictures and texts, for family `contrastive`."""
+    branches: BranchesConfig = field(default_factory=BranchesConfig)
+    """A trunk that two branches share, for family `branches`."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """Mixture of experts in place of the MLP."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -329,6 +333,11 @@ class ModelConfig:
         return self.encoder_layers or self.num_layers
 
     @property
+    def masks_tokens(self) -> bool:
+        """Returns whether hidden tokens are learned."""
+        return self.family == "branches" or (self.family == "encoder" and not self.labels)
+
+    @property
     def kv_heads(self) -> int:
         """Returns the number of key and value heads."""
         return self.num_kv_heads or self.num_heads
@@ -380,6 +389,8 @@ class ModelConfig:
         two = self.contrastive
         if self.family == "contrastive":
             return contrastive_objective(two.caption_layers > 0, two.weight, two.caption_weight)
+        if self.family == "branches":
+            return self.branches.objective
         return objective_of(self.family, bool(self.labels), self.label_each)
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxstack.config.bounds import require
+from jaxstack.config.branches import check_branches
 from jaxstack.config.contrastive import check_contrastive
 from jaxstack.config.data import DataConfig
 from jaxstack.config.diffusion import check_diffusion
@@ -64,6 +65,7 @@ class Config:
         check_seq2seq(self)
         check_diffusion(self)
         check_contrastive(self)
+        check_branches(self)
 
     @property
     def has_segments(self) -> bool:
@@ -211,13 +213,19 @@ def _check_family(cfg: Config) -> None:
         ("model.norm_after", str(model.norm_after).lower(), "false"),
         ("model.token_types", str(model.token_types), "0"),
         ("model.first_position", str(model.first_position), "0"),
-        ("data.mask_id", str(data.mask_id), "None"),
-        ("data.mask_words", str(data.mask_words).lower(), "false"),
         ("model.labels", str(list(model.labels)), "[]"),
     ):
         require(
             encoder or value == default,
             f"{key}={value} is for encoders. Add --model.family=encoder, or leave {key} out.",
+        )
+    for key, value, default in (
+        ("data.mask_id", str(data.mask_id), "None"),
+        ("data.mask_words", str(data.mask_words).lower(), "false"),
+    ):
+        require(
+            encoder or model.masks_tokens or value == default,
+            f"{key}={value} is for encoders and branches. Add --model.family=encoder, or leave {key} out.",
         )
     names = [one.source for one in data.single_sources()]
     require(
@@ -239,14 +247,15 @@ def _check_family(cfg: Config) -> None:
             both or value == default,
             f"{key}={value} is for encoder-decoders. Add --model.family=encoder_decoder, or leave {key} out.",
         )
-    if model.family in ("encoder", "encoder_decoder", "diffusion", "contrastive"):  # not for a family of one's own
+    shipped = ("branches", "contrastive", "diffusion", "encoder", "encoder_decoder")
+    if model.family in shipped:  # not for a family of one's own
         _check_not_decoder(cfg)
 
 
 def _check_not_decoder(cfg: Config) -> None:
     """Refuses what only decoders have."""
     model, data, sample = cfg.model, cfg.data, cfg.sample
-    encoder, both = model.family == "encoder", model.family == "encoder_decoder"
+    encoder, both = model.family in ("branches", "encoder"), model.family == "encoder_decoder"
     decoders: tuple[tuple[str, object, bool, str], ...] = (
         ("model.tied_embeddings", "false", encoder and not model.tied_embeddings, "true"),
         ("model.moe.num_experts", model.moe.num_experts, encoder and bool(model.moe.num_experts), "0"),
@@ -315,7 +324,7 @@ def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ())
     if config.model.pictures is not None:
         config = with_image(config, config.model.pictures, image)
     model, mesh, source = config.model, config.mesh, config.run.init_from
-    masks, mask_id = model.family == "encoder" and not model.labels, config.data.mask_id
+    masks, mask_id = model.masks_tokens, config.data.mask_id
     own_row = masks and mask_id is None  # the token that hides others is not one of the tokenizer's
     if vocab_size is None:
         assert model.vocab_size is not None

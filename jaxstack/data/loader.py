@@ -11,7 +11,7 @@ from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
 from jaxstack.data.captions import CaptionReader
 from jaxstack.data.images import ImageReader, Images, PictureReader
-from jaxstack.data.masking import Masking, Words
+from jaxstack.data.masking import BranchWindows, Masking, Words
 from jaxstack.data.mixture import WindowSizes
 from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokenizers import Tokenizer
@@ -46,7 +46,8 @@ class HeldOut:
         sizes = window_sizes(cfg, tokenizer)
         self.local_batches = [*data.eval_batches(source.eval, steps=steps, rows=rows, **sizes)]
         self.batches = data.eval_batches(source.eval, steps=steps, **sizes)
-        if sizes.get("masking") is not None and not any(batch["loss_weights"].any() for batch in self.batches):
+        weights = cfg.model.objective.terms[-1].weights
+        if sizes.get("masking") is not None and not any(batch[weights].any() for batch in self.batches):
             raise ConfigError(
                 f"data.mask_share={cfg.data.mask_share} hides none of the held-out tokens of {source.name}. "
                 f"Raise data.mask_share, data.eval_fraction or train.eval_steps."
@@ -66,15 +67,18 @@ class HeldOut:
 
 def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes:
     """Returns how the texts of a run are cut into batches; the tokenizer is for masks of words, and for spans."""
-    masking: Masking | SpanCorruption | None = None
+    masking: Masking | BranchWindows | SpanCorruption | None = None
     seq_len = cfg.data.seq_len
-    if cfg.model.family == "encoder" and not cfg.model.labels:
+    if cfg.model.masks_tokens:
         assert cfg.data.mask_id is not None, "mask_id is filled from the tokenizer"
         words = None
         if cfg.data.mask_words:
             assert tokenizer is not None
             words = Words.of(tokenizer, cfg.model.vocab)
-        masking = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab, words)
+        masking = hidden = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab, words)
+        if cfg.model.family == "branches":
+            masking = BranchWindows(hidden, cfg.model.branches.rates)
+            seq_len *= cfg.model.branches.windows
     if cfg.data.denoisers:
         assert tokenizer is not None
         masking = spans = SpanCorruption.of(cfg.data, tokenizer)

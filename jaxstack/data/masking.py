@@ -59,6 +59,39 @@ class Masking:
 
 
 @dataclass(frozen=True)
+class BranchWindows:
+    """Windows for two branches, which read different ones: `rates` for hidden tokens, then for next tokens.
+
+    `masking` hides tokens of the first ones.
+    """
+
+    masking: Masking
+    rates: tuple[int, int]
+
+    def apply(self, batch: Batch, sequences_B: np.ndarray, seed: int) -> Batch:
+        """Returns a batch whose arrays have a third dimension, the window of a branch: [B, S, windows].
+
+        The arrays with the prefix `masked_` are those of the branch that learns hidden tokens.
+
+        Args:
+          batch: from `windows.batches`; a row has all windows of both branches, one after the other.
+          sequences_B: number of the sequence of each row.
+          seed: 0 or more.
+        """
+        count = sum(self.rates)
+        cut = {name: np.stack(np.split(array, count, axis=1), 2) for name, array in batch.items()}
+        if "positions" in cut:  # a document may begin in the window before
+            cut["positions"] -= cut["positions"][:, :1] * (cut["segment_ids"] == cut["segment_ids"][:, :1])
+        masked = self.masking.apply(batch, sequences_B, seed)
+        learned = ("tokens", "targets", "loss_weights")
+        hidden = cut | {name: np.stack(np.split(masked[name], count, axis=1), 2) for name in learned}
+        first = self.rates[0]
+        named = {f"masked_{name}": np.ascontiguousarray(a[..., :first]) for name, a in hidden.items()}
+        named["masked_weights"] = named.pop("masked_loss_weights")
+        return named | {name: np.ascontiguousarray(a[..., first:]) for name, a in cut.items()}
+
+
+@dataclass(frozen=True)
 class Words:
     """Which tokens are parts of one word. A token that is not a word, such as a space, is one of its own.
 

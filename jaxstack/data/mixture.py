@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 import numpy as np
 
 from jaxstack.data.interleave import Interleaving
-from jaxstack.data.masking import Masking
+from jaxstack.data.masking import BranchWindows, Masking
 from jaxstack.data.pairs import PairTokens
 from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokens import Tokens
@@ -27,7 +27,7 @@ class WindowSizes(TypedDict):
     seq_len: int
     batch_size: int
     packing: bool
-    masking: NotRequired[Masking | SpanCorruption | None]
+    masking: NotRequired[Masking | BranchWindows | SpanCorruption | None]
 
 
 class MixtureReader:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxstack.config import ConfigError
 from jaxstack.data.labelled import make_batch
-from jaxstack.data.masking import Masking
+from jaxstack.data.masking import BranchWindows, Masking
 from jaxstack.data.pairs import PairTokens, PairWindows
 from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokens import Tokens
@@ -324,7 +324,7 @@ def eval_batches(
     batch_size: int,
     steps: int,
     packing: bool,
-    masking: Masking | SpanCorruption | None = None,
+    masking: Masking | BranchWindows | SpanCorruption | None = None,
     rows: np.ndarray | None = None,
 ) -> "grain.MapDataset[Batch]":
     """Returns a dataset of held-out batches, always the same: disjoint windows, spread evenly over the whole text.
@@ -369,7 +369,8 @@ def eval_batches(
         window_B = np.minimum(samples[0] + row_B, count - 1)
         batch = all_windows.make_batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
         batch = masking.apply(batch, window_B, 0) if masking and not isinstance(tokens, PairTokens) else batch
-        batch["loss_weights"][row_B >= len(samples)] = 0
+        for name in {"loss_weights", "masked_weights"} & batch.keys():
+            batch[name][row_B >= len(samples)] = 0
         return batch
 
     return grain.MapDataset.range(count).batch(batch_size, batch_fn=read)

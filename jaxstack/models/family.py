@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
-from jaxstack.models import contrastive, decoder, diffusion, encoder, encoder_decoder
+from jaxstack.models import branches, contrastive, decoder, diffusion, encoder, encoder_decoder
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
@@ -74,6 +74,7 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {
+    "branches": branches,
     "contrastive": contrastive,
     "decoder": decoder,
     "diffusion": diffusion,

@@ -6,7 +6,7 @@ import jax
 
 from jaxstack.common import hardware
 from jaxstack.config import ModelConfig
-from jaxstack.models import diffusion, family
+from jaxstack.models import branches, diffusion, family
 from jaxstack.models.params import Param, flat_spec
 
 
@@ -57,6 +57,8 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: i
         return _of_pairs(cfg, S, target_len)
     if cfg.family == "contrastive":
         return _of_towers(cfg, S, target_len, rows)
+    if cfg.family == "branches":
+        return _of_branches(cfg, S)
     per_pair = 4 * cfg.num_heads * cfg.head_width
     seen = 0.0  # keys that a token sees on average, summed over layers
     for i in range(cfg.num_layers):
@@ -102,6 +104,14 @@ def _of_towers(cfg: ModelConfig, patches: int, words: int, rows: int) -> Flops:
     full, causal = words**2, words * (words + 1) / 2
     deep = cfg.num_layers + own.caption_layers
     return Flops(*((fixed + per_pair * deep * own_words) / patches for own_words in (full, causal)))
+
+
+def _of_branches(cfg: ModelConfig, length: int) -> Flops:
+    """Returns the FLOPs of a row of a trunk with branches, divided by the tokens of a window."""
+    both = zip(branches.BRANCHES, cfg.branches.rates, strict=True)
+    each = [(flops_per_token(branches.model_of(cfg, branch), length), rate) for branch, rate in both]
+    frozen = 2.0 * sum(cfg.branches.rates) * matmul_params(cfg, frozen=True)  # they have no gradients of their own
+    return Flops(*(sum(getattr(one, name) * rate for one, rate in each) - frozen for name in Flops._fields))
 
 
 def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float | None:

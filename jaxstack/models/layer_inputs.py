@@ -21,7 +21,8 @@ class LayerInputs:
       counted: tokens that the statistics of routing count [B, S]. `None` means all.
       distance: with a cache, for each block of a step, distance from each cached token to this one [B, T].
       dropout_ids: number of each token of the residual stream, for dropout [B, S/n].
-      encoder: the inputs of the encoder's layers, for an encoder-decoder; of the picture's tower, for two towers.
+      encoder: the inputs of the encoder's layers, for an encoder-decoder; of the picture's tower, for two towers;
+        of the branch `understanding`, for two branches.
       first: whether this is the first layer, for models with `first_attention_norm=false`.
       gate_ids: domain or timestep of each token of the residual stream, for hard gates [B, S/n].
       key: data of the PRNG key for dropout.

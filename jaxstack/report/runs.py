@@ -16,6 +16,7 @@ import yaml
 
 from jaxstack.checkpoint.run_dir import LAUNCH
 from jaxstack.config import ConfigError
+from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
 from jaxstack.tracking import goodput
 from jaxstack.tracking.jsonl import Record, is_step, read_lines
@@ -49,6 +50,8 @@ class LoggedRun:
         """What the run learns. Losses of different objectives cannot be compared."""
         labels = bool(self.config.get("model.labels"))
         family, each = (self.config.get(f"model.{key}") for key in ("family", "label_each"))
+        if family == "branches":
+            return BranchesConfig().objective
         if family == "contrastive":
             return contrastive_objective(bool(self.config.get("model.contrastive.caption_layers")))
         return objective_of(str(family), labels, str(each or "sequence"))

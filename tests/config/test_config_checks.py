@@ -17,6 +17,7 @@ from jaxstack.config import (
     SourceConfig,
     WeightChange,
     bounds,
+    branches,
     contrastive,
     data,
     denoisers,
@@ -29,7 +30,7 @@ from jaxstack.config import (
     training,
 )
 
-MODULES = (model, data, denoisers, contrastive, diffusion, pictures, seq2seq, parallel, training, run)
+MODULES = (branches, model, data, denoisers, contrastive, diffusion, pictures, seq2seq, parallel, training, run)
 FILES = {module.__file__: inspect.getsource(module) for module in MODULES}
 CHECKS = {
     (path, node.lineno): node
@@ -53,7 +54,7 @@ TOWERS = {
 }  # fmt: skip
 TIMESTEP = {"model.moe.num_experts": 8, "model.moe.router": "timestep"}
 ENCODER = {"model.family": "encoder", "model.tied_embeddings": True}
-PAIRS = {"model.family": "encoder_decoder"}
+TWO = {"model.family": "branches", "model.tied_embeddings": True}
 
 LABELS = {"data.source": "labels", "data.path": "x", "model.labels": ("a", "b")}
 
@@ -126,6 +127,15 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.label_each": "token"}, ENCODER | LABELS | {"model.label_each": "token"}),
     (ENCODER | LABELS | {"model.labels": ()}, ENCODER | LABELS),
     (ENCODER | {"model.labels": ("a", "b")}, ENCODER | LABELS),
+    ({"model.branches.layers": 1}, TWO | {"model.branches.layers": 1}),
+    (TWO | {"model.branches.rates": (0, 1)}, TWO | {"model.branches.rates": (2, 1)}),
+    (TWO | {"model.branches.freeze_trunk": True}, TWO | {"model.branches.freeze_trunk": True, "run.init_from": "x"}),
+    (TWO | {"model.branches.layers": 6}, TWO | {"model.branches.layers": 5}),
+    (TWO | {"model.windows": (1,)}, {"model.windows": (1,)}),
+    (TWO | {"mesh.context": 2}, TWO | {"mesh.context": 2, "mesh.context_method": "all_gather"}),
+    (TWO | {"model.tied_embeddings": False}, {"model.tied_embeddings": False}),
+    (TWO | {"model.norm_after": True}, ENCODER | {"model.norm_after": True}),
+    ({"data.mask_id": 4}, TWO | {"data.mask_id": 4}),
     ({"model.encoder_layers": 2}, PAIRS | {"model.encoder_layers": 2}),
     ({"model.head_scale": 2.0}, PAIRS | {"model.head_scale": 2.0}),
     ({"model.positions": "relative"}, PAIRS | {"model.positions": "relative"}),

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
+from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
 
 from jaxstack.cli.parser import execute
-from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, TrainConfig
+from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, RunConfig, TrainConfig
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.models import family as models
 from jaxstack.models import flops
@@ -59,6 +59,18 @@ def test_matmuls_of_pictures_with_texts_are_those_of_the_formula(kind):
     batch = abstract_batch(models.of(model).batch_spec(cfg), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     counted = aot.matmul_flops(make_gradients(cfg, Context()), values, batch)
     assert counted == pytest.approx(2 * 32 * flops.flops_per_token(model, 32, 12, 2).full, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", BRANCHES)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_matmuls_of_branches_are_those_of_the_formula(kind, frozen):
+    own = dataclasses.replace(BRANCHES[kind].branches, freeze_trunk=frozen)
+    model = dataclasses.replace(BRANCHES[kind], branches=own)
+    cfg = Config(model=model, data=DataConfig(seq_len=32, batch_size=2), run=RunConfig(init_from="x"))
+    values = jax.eval_shape(lambda: init_state(cfg)).params
+    batch = abstract_batch(models.of(model).batch_spec(cfg), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    counted = aot.matmul_flops(make_gradients(cfg, Context()), values, batch)
+    assert counted == pytest.approx(2 * 32 * flops.flops_per_token(model, 32).full, rel=1e-12)
 
 
 @pytest.mark.parametrize("accum", [1, 2])

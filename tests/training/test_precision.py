@@ -46,6 +46,8 @@ CASES: list[Case] = [
     ("dit_experts", {}, {}),
     ("dit_experts", {"expert": 2, "tensor": 2}, {"tokens": 8192, "remat": "selective"}),
     ("modernbert", {"data": 2, "fsdp": 2}, {"tokens": 8192, "packing": True}),
+    ("branches", {}, {"tokens": 8192}),
+    ("branches", {"fsdp": 2, "tensor": 2}, {"tokens": 8192, "accum": 2}),
     ("t5", {}, {}),
     ("t5", {"fsdp": 2, "tensor": 2}, {"accum": 2}),
     ("t5", {"pipe": 2, "tensor": 2}, {}),
@@ -112,9 +114,11 @@ def text_like(seed: int, cfg: Config) -> dict[str, np.ndarray]:
     frequent = {
         name: (cfg.model.vocab * rng.random(array.shape) ** 3).astype(np.int32)
         for name, array in batch.items()
-        if name in ("tokens", "encoder_tokens")
+        if name in ("tokens", "encoder_tokens", "masked_tokens")
     }
-    return batch | frequent | {"targets": (5 * frequent["tokens"] + 3) % cfg.model.vocab}
+    learned = {"targets": "tokens", "masked_targets": "masked_tokens"}
+    follows = {new: (5 * frequent[old] + 3) % cfg.model.vocab for new, old in learned.items() if old in frequent}
+    return batch | frequent | follows
 
 
 @functools.cache

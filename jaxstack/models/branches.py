@@ -1,0 +1,274 @@
+"""The branches family: a trunk that two branches share, one of an encoder and one of a decoder (ERNIE 3.0).
+
+In some windows of text, each token sees all tokens, and the branch `understanding` learns those that are hidden. In
+others, each token sees those before it, and the branch `generation` learns the next one (Sun et al. 2021,
+arXiv:2107.02137). The trunk has the same weights for both, with the attention of each. Every layer is a layer of
+`decoder`, what is around the layers of a branch is that of `encoder` or `decoder`, and so are the losses.
+
+Two stacks run one after the other. Their stream is a tree of two residual streams by the name of the branch. One step
+of the stack "branches" runs a layer of each branch.
+
+A row of a batch has the windows of both branches, in numbers that `model.branches.rates` sets. So every device and
+microbatch has the same mix, on every mesh. Shapes: see `decoder`; a branch with R windows a row has arrays [B, S, R],
+and a residual stream [B * R, S/n, D], in which the windows of a row are neighbours.
+"""
+
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import Config, ModelConfig
+from jaxstack.config.branches import BranchesConfig
+from jaxstack.models import decoder, encoder
+from jaxstack.models.batches import BatchSpec
+from jaxstack.models.blocks import Stack
+from jaxstack.models.context import Context
+from jaxstack.models.forward import Parts
+from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.models.layer_inputs import Aux, LayerInputs
+from jaxstack.models.params import Params, Spec, map_spec, stack, unstack
+
+Branch: TypeAlias = Literal["understanding", "generation"]
+BRANCHES: tuple[Branch, ...] = ("understanding", "generation")
+
+_NAMES: dict[Branch, dict[str, str]] = {
+    "understanding": {
+        "tokens": "masked_tokens",
+        "targets": "masked_targets",
+        "loss_weights": "masked_weights",
+        "positions": "masked_positions",
+        "segment_ids": "masked_segment_ids",
+    },
+    "generation": {},
+}
+"""Names of the arrays of a batch where they are not those of a decoder's batch."""
+
+
+def model_of(cfg: ModelConfig, branch: Branch) -> ModelConfig:
+    """Returns the model of a branch with the trunk: an encoder, or a decoder."""
+    family: Literal["encoder", "decoder"] = "encoder" if branch == "understanding" else "decoder"
+    return replace(cfg, family=family, branches=BranchesConfig())
+
+
+def depths(cfg: ModelConfig) -> tuple[int, int]:
+    """Returns the number of layers of the trunk, and of each branch."""
+    own = cfg.branches.depth(cfg.num_layers)
+    return cfg.num_layers - own, own
+
+
+def spec(cfg: ModelConfig) -> Spec:
+    """Declares every parameter of the model as a nested dict of `Param`.
+
+    Both branches have the table of tokens in common, as their head, too.
+    """
+    tree = {branch: around(model_of(cfg, branch)) for branch in BRANCHES}
+    embedding = tree["understanding"].pop("embedding")
+    del tree["generation"]["embedding"]
+    one = unstack(decoder.spec(model_of(cfg, "generation"))["layers"])
+    shared, own = depths(cfg)
+    trunk = stack(one, shared)
+    if cfg.branches.freeze_trunk:
+        trunk = map_spec(lambda p: replace(p, frozen=True), trunk)
+    branches = stack(dict.fromkeys(BRANCHES, one), own)
+    return {"embedding": embedding, "trunk": trunk, "branches": branches} | tree
+
+
+def around(model: ModelConfig) -> Spec:
+    """Declares the parameters of the model of a branch outside of its layers."""
+    own = encoder if model.family == "encoder" else decoder
+    return {name: group for name, group in own.spec(model).items() if name != "layers"}
+
+
+def params_of(cfg: ModelConfig, params: Params, branch: Branch) -> Params:
+    """Returns the parameters outside of layers as the model of a branch declares them."""
+    names = around(model_of(cfg, branch))["embedding"]
+    return {**params[branch], "embedding": {name: params["embedding"][name] for name in names}}
+
+
+def extract(cfg: ModelConfig, params: Params, branch: Branch) -> tuple[ModelConfig, Params]:
+    """Returns the model of a branch with the trunk, and its parameters: what it computes for a text is the same."""
+    layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), params["trunk"], params["branches"][branch])
+    return model_of(cfg, branch), {**params_of(cfg, params, branch), "layers": layers}
+
+
+def batch_spec(cfg: Config) -> BatchSpec:
+    """Declares the arrays of a batch of texts, see `data.masking.BranchWindows`."""
+    found: BatchSpec = {}
+    for branch, rate in zip(BRANCHES, cfg.model.branches.rates, strict=True):
+        for name, array in decoder.batch_spec(cfg).items():
+            found[_NAMES[branch].get(name, name)] = replace(array, shape=(*array.shape, rate))
+    return found
+
+
+def of_branch(batch: Batch, branch: Branch) -> Batch:
+    """Returns the arrays of a branch, whose rows are windows: [B * R, S].
+
+    `rows` and `key`, for dropout, are those of the windows and of the branch.
+    """
+    back = {there: here for here, there in _NAMES[branch].items()}
+    kept = {back.get(n, n): a for n, a in batch.items() if n in back or (not back and not n.startswith("masked_"))}
+    found = {n: a.swapaxes(1, 2).reshape(-1, a.shape[1]) for n, a in kept.items() if n not in ("key", "rows")}
+    if "key" in batch:
+        key = jax.random.wrap_key_data(batch["key"])
+        found["key"] = jax.random.key_data(jax.random.fold_in(key, BRANCHES.index(branch)))
+        rate = kept["tokens"].shape[2]
+        found["rows"] = (batch["rows"][:, None] * rate + jnp.arange(rate, dtype=jnp.int32)).reshape(-1)
+    return found
+
+
+def stacks(cfg: ModelConfig) -> dict[str, Stack]:
+    """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
+    shared, own = depths(cfg)
+    return {"trunk": Stack(shared, 1, trunk_step), "branches": Stack(own, 1, branches_step, enter_branches)}
+
+
+def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:
+    """Builds what the layers read in addition to the residual streams, once for all of them.
+
+    Args:
+      cfg: the model.
+      batch: `masked_tokens` and `tokens` [B, S, R], and the optional arrays of `decoder.make_layer_inputs` with the
+        same names and shapes; `rows` [B] and `key` are those of both branches.
+      ctx: execution context.
+    """
+    if "key" in batch and "rows" not in batch:
+        batch = {**batch, "rows": ctx.row_indices(batch["tokens"].shape[0])}
+    understanding = encoder.make_layer_inputs(model_of(cfg, "understanding"), of_branch(batch, "understanding"), ctx)
+    generation = decoder.make_layer_inputs(model_of(cfg, "generation"), of_branch(batch, "generation"), ctx)
+    return replace(generation, encoder=understanding)
+
+
+def _inputs_of(layer_inputs: LayerInputs, branch: Branch) -> LayerInputs:
+    if branch == "generation":
+        return layer_inputs
+    assert layer_inputs.encoder is not None
+    return layer_inputs.encoder
+
+
+def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> tuple[PyTree, None]:
+    """Returns the residual streams before the first layer [B * R, S/n, D], and that there are no side inputs.
+
+    Args:
+      cfg: the model.
+      params: as `spec` declares them.
+      layer_inputs: from `make_layer_inputs`.
+      ctx: execution context.
+    """
+    return {
+        branch: (encoder if branch == "understanding" else decoder).embed(
+            model_of(cfg, branch), params_of(cfg, params, branch), _inputs_of(layer_inputs, branch), ctx
+        )[0]
+        for branch in BRANCHES
+    }, None
+
+
+def enter_branches(
+    cfg: ModelConfig, params: Params, x: PyTree, side: PyTree, layer_inputs: LayerInputs, ctx: Context
+) -> tuple[PyTree, PyTree]:
+    """Returns the residual streams as the trunk leaves them."""
+    return x, side
+
+
+def trunk_step(
+    cfg: ModelConfig,
+    ctx: Context,
+    params: list[Params],
+    x: PyTree,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[PyTree, Aux]:
+    """Runs one layer of the trunk on both streams; arguments and results are those of `StackStep`."""
+    return {branch: _layer(cfg, ctx, branch, params, x[branch], index, layer_inputs) for branch in BRANCHES}, {}
+
+
+def branches_step(
+    cfg: ModelConfig,
+    ctx: Context,
+    params: list[Params],
+    x: PyTree,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[PyTree, Aux]:
+    """Runs one layer of each branch on its stream; arguments and results are those of `StackStep`."""
+    index = depths(cfg)[0] + index
+    return {
+        branch: _layer(cfg, ctx, branch, [one[branch] for one in params], x[branch], index, layer_inputs)
+        for branch in BRANCHES
+    }, {}
+
+
+def _layer(
+    cfg: ModelConfig,
+    ctx: Context,
+    branch: Branch,
+    params: list[Params],
+    x: jax.Array,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+) -> jax.Array:
+    """Runs a layer on the stream of a branch; `index` counts the layers of the trunk, too."""
+    return decoder.scan_block(model_of(cfg, branch), ctx, params, x, index, _inputs_of(layer_inputs, branch))[0]
+
+
+def hidden_states(
+    cfg: ModelConfig,
+    params: Params,
+    batch: Batch,
+    ctx: Context | None = None,
+    *,
+    dropout_key: jax.Array | None = None,
+    cache: PyTree = None,
+) -> tuple[PyTree, Aux]:
+    """Computes everything before the heads, for each branch, see `forward.hidden_states`; there is no cache."""
+    assert cache is None
+    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
+    return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
+
+
+def final_norm(cfg: ModelConfig, params: Params, x: PyTree, ctx: Context) -> PyTree:
+    """Returns what the head of each branch reads [B * R, S, D], from the residual streams after the last layers."""
+    return {
+        branch: (encoder if branch == "understanding" else decoder).final_norm(
+            model_of(cfg, branch), params_of(cfg, params, branch), x[branch], ctx
+        )
+        for branch in BRANCHES
+    }
+
+
+def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
+    """Returns the sums of weight * negative log-likelihood, in nats: `causal` of next tokens, `masked` of hidden ones.
+
+    Args:
+      cfg: the model.
+      params: as `spec` declares them.
+      hidden: hidden states of each branch [B * R, S, D].
+      batch: `targets` and `loss_weights` [B, S, R] of next tokens, `masked_targets` and `masked_weights` of hidden
+        ones.
+      ctx: execution context.
+    """
+    masked, causal = of_branch(batch, "understanding"), of_branch(batch, "generation")
+    model, own = model_of(cfg, "understanding"), params_of(cfg, params, "understanding")
+    understood = encoder.loss(model, own, hidden["understanding"], masked, ctx)["loss"]
+    model, own = model_of(cfg, "generation"), params_of(cfg, params, "generation")
+    generated = decoder.loss(model, own, hidden["generation"], causal, ctx)["loss"]
+    return {"causal": generated, "masked": understood}
+
+
+def logits(cfg: ModelConfig, params: Params, hidden: PyTree, ctx: Context | None = None) -> PyTree:
+    """Returns logits [B * R, S, V/n] in float32 of each branch, from its hidden states."""
+    return {
+        branch: (encoder if branch == "understanding" else decoder).logits(
+            model_of(cfg, branch), params_of(cfg, params, branch), hidden[branch], ctx
+        )
+        for branch in BRANCHES
+    }
+
+
+def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
+    """Returns the parameters as they are: there are no routers."""
+    return params

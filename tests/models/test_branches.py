@@ -1,0 +1,125 @@
+"""A trunk with two branches against its definition: an encoder and a decoder whose first layers are the same arrays."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import BRANCHES
+
+from jaxstack.common.tree import flatten
+from jaxstack.config import Config, DataConfig, ModelConfig, RunConfig
+from jaxstack.config.branches import BranchesConfig
+from jaxstack.data.loader import window_sizes
+from jaxstack.data.mixture import MixtureReader
+from jaxstack.data.tokens import Tokens
+from jaxstack.models import branches, decoder, encoder, params
+from jaxstack.models.context import Context
+from jaxstack.training.gradients import make_gradients
+
+SEQ, ROWS, IDS = 16, 2, 60
+IN_BRANCH = {"understanding": (encoder, "masked_"), "generation": (decoder, "")}
+
+
+def text(rng, documents=40):
+    ends = np.cumsum(rng.integers(20, 90, documents))
+    return Tokens(rng.integers(0, IDS, ends[-1]).astype(np.uint16), np.append(0, ends[:-1]), ends, IDS)
+
+
+def config(kind, packing=False, **own):
+    model = dataclasses.replace(BRANCHES[kind], max_positions=SEQ if kind == "branches" else None)
+    model = dataclasses.replace(model, branches=dataclasses.replace(model.branches, **own))
+    data = DataConfig(seq_len=SEQ, batch_size=ROWS, packing=packing, mask_id=IDS, mask_share=0.3)
+    return Config(model=model, data=data, run=RunConfig(init_from="x"))
+
+
+def read(cfg, tokens, rows=None, step=1):
+    return MixtureReader([tokens], ["text"], [(0, (1.0,))], window_sizes(cfg), seed=3).batches(rows)[step]
+
+
+def alone(cfg: ModelConfig, values, name):
+    """Returns a model of the present families, and its parameters, as the branch is defined: the trunk, then its own
+    layers."""
+    family = "encoder" if name == "understanding" else "decoder"
+    model = dataclasses.replace(cfg, family=family, branches=BranchesConfig())
+    layers = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), values["trunk"], values["branches"][name])
+    tables = dict(values["embedding"])
+    if name == "generation":
+        tables.pop("norm")
+    return model, {**values[name], "layers": layers, "embedding": tables}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def one_window(family, model, values, batch):
+    hidden, _ = family.hidden_states(model, values, batch)
+    return family.loss(model, values, hidden, batch, Context())["loss"]
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(("kind", "packing"), [("branches", True), ("deep_branches", False)])
+def test_losses_and_gradients_are_those_of_an_encoder_and_a_decoder(kind, packing, seed):
+    """Each window has a call of its own, on arrays without the dimension of windows."""
+    cfg = config(kind, packing)
+    batch = read(cfg, text(np.random.default_rng(seed)))
+    values = params.init(jax.random.key(seed), branches.spec(cfg.model))
+    values = jax.tree.map(lambda a: a + 0.05 * jax.random.normal(jax.random.key(a.size), a.shape), values)
+
+    def definition(values):
+        terms = {}
+        for name, (family, prefix) in IN_BRANCH.items():
+            model, own = alone(cfg.model, values, name)
+            weights = batch["masked_weights" if prefix else "loss_weights"]
+            terms[name] = 0.0
+            for row in range(ROWS):
+                for window in range(weights.shape[2]):
+                    names = ("tokens", "targets", "positions", "segment_ids")
+                    one = {n: batch[prefix + n][row : row + 1, :, window] for n in names if prefix + n in batch}
+                    one["loss_weights"] = weights[row : row + 1, :, window]
+                    terms[name] += one_window(family, model, own, one) / weights.sum()
+        return terms["generation"] + cfg.model.branches.masked_weight * terms["understanding"], terms
+
+    (want, terms), want_grads = jax.value_and_grad(definition, has_aux=True)(values)
+    loss, grads, sums = make_gradients(cfg, Context())(values, batch)
+    assert float(loss) == pytest.approx(float(want), rel=1e-5)
+    assert float(sums["loss_causal"]) == pytest.approx(float(terms["generation"]), rel=1e-5)
+    assert float(sums["loss_masked"]) == pytest.approx(float(terms["understanding"]), rel=1e-5)
+    found, wanted = flatten(grads), flatten(want_grads)
+    assert found.keys() == wanted.keys()
+    for path, grad in found.items():
+        assert np.linalg.norm(grad - wanted[path]) <= 2e-5 * max(np.linalg.norm(wanted[path]), 1e-3), path
+
+    frozen = config(kind, packing, freeze_trunk=True)
+    _, grads, _ = make_gradients(frozen, Context())(values, batch)
+    left = {path for path in wanted if not path.startswith("trunk/")}
+    assert flatten(grads).keys() == left
+    np.testing.assert_allclose(grads["embedding"]["tokens"], wanted["embedding/tokens"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("packing", [False, True])
+def test_windows_of_the_branches_are_neighbours_in_the_text(packing, seed):
+    """A row is a text of three windows: two with hidden tokens, then one whose next tokens are learned."""
+    tokens = text(np.random.default_rng(seed))
+    cfg = config("branches", packing)
+    assert cfg.model.branches.rates == (2, 1)
+    plain = Config(model=ModelConfig(vocab_size=61), data=DataConfig(seq_len=3 * SEQ, batch_size=ROWS, packing=packing))
+    rows, batch = read(plain, tokens), read(cfg, tokens)
+    declared = branches.batch_spec(cfg)
+    assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {n: (a.shape, a.dtype) for n, a in declared.items()}
+    for name, windows in (("masked_targets", [0, 1]), ("tokens", [2]), ("targets", [2]), ("loss_weights", [2])):
+        source = rows["tokens" if name == "masked_targets" else name]
+        for i, window in enumerate(windows):
+            np.testing.assert_array_equal(batch[name][..., i], source[:, window * SEQ : (window + 1) * SEQ], name)
+    hidden = batch["masked_weights"] == 1
+    assert 0 < hidden.mean() < 0.6
+    np.testing.assert_array_equal(batch["masked_tokens"][~hidden], batch["masked_targets"][~hidden])
+    assert (batch["masked_tokens"][hidden] == IDS).mean() > 0.5
+    for name in ("masked_positions", "positions") if packing else ():
+        begins = np.diff(batch[name.replace("positions", "segment_ids")], axis=1, prepend=-1) != 0
+        np.testing.assert_array_equal(batch[name] == 0, begins)
+        assert (np.diff(batch[name], axis=1)[~begins[:, 1:]] == 1).all()
+    part = read(cfg, tokens, rows=np.array([1]))
+    for name, array in batch.items():
+        np.testing.assert_array_equal(part[name], array[1:], name)
