@@ -2,9 +2,11 @@
 
 import atexit
 import os
+import random
 import shutil
 import signal
 import tempfile
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,6 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import numpy as np
 import pytest
+from other_seeds import seed_of_commit
 
 SLOW_LIMIT_S = 3000
 """The time limit of slow tests and of those that compile ahead of time. pyproject.toml has the limit of the others."""
@@ -37,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=int(os.environ.get("JAXSTACK_TEST_SEED", "0")),
         help="the seed of all random inputs, 0 or more (default: JAXSTACK_TEST_SEED, else 0)",
+    )
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="run tests in an order that depends on the commit, and begin none of `matrix` after this time",
     )
 
 
@@ -56,6 +64,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
         if {"rng", "seed"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("random")
+    if items and items[0].config.option.minutes:
+        random.Random(seed_of_commit()).shuffle(items)
+
+
+BEGAN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.option.minutes
+    if minutes and item.get_closest_marker("matrix") and time.monotonic() - BEGAN > 60 * minutes:
+        pytest.skip("the time of --minutes is over; the order depends on the commit")
 
 
 def entropy(node: pytest.Item | pytest.Collector) -> list[int]:

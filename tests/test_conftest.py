@@ -38,9 +38,19 @@ def test_goes_on(): pass
 """
 
 
+MATRIX = """
+import pytest, time
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("n", range(20))
+def test_one_of_many(n): print("ran", n); time.sleep(0.1)
+"""
+
+
 def outcome(folder: Path, content: str, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs pytest on a file in a folder with a copy of conftest.py, using the settings of the project."""
-    shutil.copy(TESTS / "conftest.py", folder)
+    for name in ("conftest.py", "other_seeds.py"):
+        shutil.copy(TESTS / name, folder)
     (folder / "test_inner.py").write_text(content)
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "JAXSTACK_TEST_"))}
     words = ["-c", str(TESTS.parent / "pyproject.toml"), f"--rootdir={folder}", "-p", "no:cacheprovider"]
@@ -53,6 +63,15 @@ def draws(folder: Path, *flags: str, **env: str) -> dict[str, str]:
     done = outcome(folder, DRAWS, "-n", "0", "-s", *flags, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(re.findall(r"drew (\w+(?: \d)?) (\d+)$", done.stdout, re.M))
+
+
+def test_of_a_matrix_other_tests_run_for_each_commit(tmp_path):
+    done = outcome(tmp_path, MATRIX, "-n", "0", "-s", "-rs", "--minutes", "0.008")
+    ran = [int(n) for n in re.findall(r"ran (\d+)", done.stdout)]
+    assert 1 <= len(ran) <= 6, done.stdout
+    assert "the time of --minutes is over" in done.stdout
+    assert done.returncode == 0
+    assert len(re.findall(r"ran (\d+)", outcome(tmp_path, MATRIX, "-n", "0", "-s").stdout)) == 20
 
 
 def test_inputs_depend_on_the_seed_and_on_the_name_of_the_test_alone(tmp_path):

@@ -17,7 +17,7 @@ mistakes(
     ("at_BT - np.maximum(begins_BT, first_B[:, None])", "at_BT - begins_BT"),
     ("rng.integers(slack + 1)", "rng.integers(slack)"),
     ("        rng = np.random.default_rng([seed, index])", "        rng = np.random.default_rng(seed + index)"),
-    ('batch[name][row_B >= len(samples)] = 0', 'batch[name][row_B > len(samples)] = 0'),
+    ("batch[name][row_B >= len(samples)] = 0", "batch[name][row_B > len(samples)] = 0"),
     ('"targets": np.ascontiguousarray(ids_BT[:, 1:])', '"targets": np.ascontiguousarray(ids_BT[:, :-1])'),
     ("stream.loss_mask[index_BT[:, 1:]]", "stream.loss_mask[index_BT[:, :-1]]", "data/test_chat.py"),
     ("np.argsort(-length_D, kind", "np.argsort(length_D, kind", "data/test_chat.py"),

@@ -231,7 +231,7 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else pytest.mark.slow)
+        pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else meshes.MATRIX)
         for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS, *DIFFUSION, *PAIRS]
     ],
 )

@@ -132,7 +132,7 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=name_of(c), marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+    "case", [pytest.param(c, id=name_of(c), marks=() if c in QUICK else meshes.MATRIX) for c in CASES]
 )
 def test_every_gradient_in_bfloat16_is_near_that_in_float32(case):
     family, mesh, how = case
