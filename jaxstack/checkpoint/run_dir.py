@@ -18,6 +18,7 @@ from jaxstack.config.parse import parse_config, to_yaml
 # for the free ones. All other keys may change when a run resumes.
 _FIXED = ("model.", "optim.name")
 _FREE = (
+    "model.branches.masked_weight",
     "model.dropout",
     "model.init_std",
     "model.moe.aux_loss_weight",

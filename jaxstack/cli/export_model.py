@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +26,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--adapter", action="store_true", help="write only the adapters, in PEFT's format, and not the merged model"
     )
+    parser.add_argument(
+        "--branch",
+        type=Literal["understanding", "generation"] | None,
+        default=None,
+        help="of a model with two branches: make DIR a run directory of this branch with the trunk",
+    )
 
 
 def main(args: Namespace) -> None:
@@ -42,6 +48,9 @@ def main(args: Namespace) -> None:
     from jaxstack import hf
     from jaxstack.hf import originals, safetensors
 
+    if args.branch is not None:
+        _write_branch(run, folder, args.branch)
+        return
     if args.adapter:
         _write_adapters(run, folder, args.dtype)
         return
@@ -99,6 +108,44 @@ def _restore(run: Config, merge_adapters: bool = True) -> "Params":
     alone = replace(run, model=model, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
     mesh = sharding.make_mesh(alone.mesh, 1, sharding.find_devices()[:1])
     return init_from.restore_params(alone, Context.create(alone, mesh), merge_adapters=merge_adapters)
+
+
+def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "generation"]) -> None:
+    """Makes a run directory of one branch with the trunk, which begins at step 0 with the parameters of a run."""
+    from jaxstack import sharding
+    from jaxstack.checkpoint import manifest, run_dir, store
+    from jaxstack.hf import safetensors
+    from jaxstack.models import branches
+    from jaxstack.models.context import Context
+    from jaxstack.training import init_from
+    from jaxstack.training.state import abstract_state, make_state, start_from
+
+    source = init_from.find_source(str(run), "RUN")
+    if source.model.family != "branches" or not isinstance(source, Config):
+        raise ConfigError(f"{run} has model.family={source.model.family}, without branches. Leave out --branch.")
+    saved = run_dir.checkpoints(Path(source.run.dir))
+    model, values = branches.extract(replace(source.model, pad_vocab_to=None), _restore(source), branch)
+    data = source.data
+    if model.family == "decoder":
+        data = replace(data, mask_id=None, mask_words=False)
+    cfg = replace(
+        source,
+        run=replace(source.run, dir=str(folder), init_from=None),
+        model=model,
+        data=data,
+        mesh=MeshConfig(),
+        pipeline=PipelineConfig(),
+    )
+    mesh = sharding.make_mesh(MeshConfig(data=1), cfg.microbatch_size, sharding.find_devices()[:1])
+    ctx = Context.create(cfg, mesh)
+    state = start_from(cfg, make_state(cfg, ctx, abstract_state(cfg, ctx)), values)
+    metadata = store.metadata(saved, max(manifest.complete_steps(saved))) | {"config": asdict(cfg), "next_batch": 0}
+    with safetensors.new_folder(folder) as made:
+        (made / "config.yaml").write_text(parse.to_yaml(cfg))
+        (made / "tokenizer.json").write_bytes((Path(source.run.dir) / "tokenizer.json").read_bytes())
+        with store.Checkpoints(cfg.checkpoint, run_dir.checkpoints(made)) as checkpoints:
+            checkpoints.save(0, state, metadata)
+    print(f"wrote {folder}: the run of a model with model.family={model.family}, at step 0")
 
 
 def _write_adapters(run: Path, folder: Path, dtype: str) -> None:

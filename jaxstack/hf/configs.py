@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, get_args, get_type_hints
 
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
+from jaxstack.config.branches import BranchesConfig
 from jaxstack.hf.families import (
     ACTIVATIONS,
     FAMILIES,
@@ -357,6 +358,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
         rope_scaling=model.rope_scaling if rope and model.rope_scaling.factor != 1 else RopeScaling(),
         max_positions=None if model.positions == "relative" else model.max_positions,
         encoder_layers=model.encoder_depth if model.family == "encoder_decoder" else None,
+        branches=BranchesConfig(layers=model.branches.depth(model.num_layers) if model.family == "branches" else None),
         lora=LoraConfig(),  # adapters belong to a model, but do not define it
     )
 

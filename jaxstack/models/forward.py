@@ -121,7 +121,12 @@ def _through_stages(
     micros = split_microbatches(batch, microbatches)
     own_layers = layers_and_cache if later else layers_and_cache[0]
     (x, _), _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, own_layers, micros)
-    x = jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(-1, *a.shape[2:]), x)
+
+    def in_row_order(a: jax.Array) -> jax.Array:  # a row of a batch may be several of `a`, which stay neighbours
+        of_rows = a.reshape(microbatches, rows // microbatches, -1, *a.shape[2:])
+        return of_rows.swapaxes(0, 1).reshape(-1, *a.shape[2:])
+
+    x = jax.tree.map(in_row_order, x)
     auxes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux if later else (aux,))
     own = {name: auxes[0].pop(name) for name in ("keys", "values") if name in auxes[0]}
     return parts.final_norm(cfg, params, x, ctx), in_layer_order(ctx, stacks, auxes) | own

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 from families import BRANCHES
 
+import jaxstack
+from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, DataConfig, ModelConfig, RunConfig
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.data.loader import window_sizes
 from jaxstack.data.mixture import MixtureReader
@@ -123,3 +126,63 @@ def test_windows_of_the_branches_are_neighbours_in_the_text(packing, seed):
     part = read(cfg, tokens, rows=np.array([1]))
     for name, array in batch.items():
         np.testing.assert_array_equal(part[name], array[1:], name)
+
+
+def losses(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {(line["step"], key): line[key] for line in lines for key in line if "loss" in key}
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_bit_for_bit_and_its_branches_are_runs_of_their_own(tmp_path, rng, capsys):
+    file = tmp_path / "text.txt"
+    file.write_text("".join(chr(c) for c in rng.integers(97, 122, 9000)))
+    flags = ["--config=configs/branches_quickstart.yaml", "--data.source=path", f"--data.path={file}"]
+    flags += [
+        "--model.num_layers=2",
+        "--model.d_model=32",
+        "--model.d_ff=64",
+        "--data.seq_len=32",
+        "--optim.name=adamw",
+    ]
+    flags += [
+        "--train.eval_every=2",
+        "--train.eval_steps=1",
+        "--checkpoint.every=2",
+        "--optim.warmup_steps=1",
+        "--optim.schedule=constant",
+        "--run.log_every=1",
+    ]
+    for name, steps in (("straight", 4), ("resumed", 2), ("resumed", 4)):
+        execute(["train", *flags, f"--train.steps={steps}", f"--run.dir={tmp_path / name}"])
+    found = losses(tmp_path / "straight")
+    assert found == losses(tmp_path / "resumed")
+    assert {"loss_causal", "loss_masked", "eval_loss_causal", "eval_loss_masked"} <= {key for _, key in found}
+    execute(["report", str(tmp_path / "straight"), f"--out={tmp_path / 'report.html'}"])
+    assert "causal and masked loss" in capsys.readouterr().out
+
+    whole = jaxstack.load(tmp_path / "straight")
+    for branch in branches.BRANCHES:
+        execute(["export", str(tmp_path / "straight"), str(tmp_path / branch), f"--branch={branch}"])
+        alone = jaxstack.load(tmp_path / branch)
+        for path, value in flatten(alone.params).items():
+            group, _, rest = path.partition("/")
+            if group == "layers":
+                parts = flatten(whole.params["trunk"])[rest], flatten(whole.params["branches"][branch])[rest]
+                np.testing.assert_array_equal(value, np.concatenate(parts))
+            else:
+                there = whole.params if group == "embedding" else whole.params[branch]
+                np.testing.assert_array_equal(value, flatten(there)[path])
+        assert np.isfinite(alone.evaluate().loss)
+    text = jaxstack.load(tmp_path / "generation").generate("abc", tokens=3, temperature=0.0)
+    assert len(text) >= 3
+    continued = tmp_path / "understanding"
+    execute(["train", f"--config={continued / 'config.yaml'}", "--train.steps=1", f"--run.dir={continued}"])
+    with pytest.raises(ConfigError, match="without branches"):
+        execute(["export", str(continued), str(tmp_path / "again"), "--branch=generation"])
+
+    frozen = [f"--run.init_from={tmp_path / 'straight'}", "--model.branches.freeze_trunk=true", "--train.steps=2"]
+    execute(["train", *flags, *frozen, f"--run.dir={tmp_path / 'frozen'}"])
+    after = jaxstack.load(tmp_path / "frozen").params
+    jax.tree.map(np.testing.assert_array_equal, after["trunk"], whole.params["trunk"])
+    assert not np.array_equal(after["embedding"]["tokens"], whole.params["embedding"]["tokens"])

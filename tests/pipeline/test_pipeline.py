@@ -175,6 +175,15 @@ PAIRS: list[Case] = [
     case("t5_softmax", ONE, 2, 4, layers=2, expert=2, tensor=2),
 ]
 """Pipelines of encoder-decoders, in docs/encoder_decoders.md. The first one is quick."""
+BRANCHES: list[Case] = [
+    case("branches", ONE, 2, 4, layers=5, fsdp=2, tensor=2, dropout=0.3),
+    case("branches", ONE, 2, 2, layers=4, data=2, packing=True),
+    case("deep_branches", TWO, 2, 4, 2, layers=8, tensor=2, accum=2),
+    case("deep_branches", ALL, 2, 4, layers=5, tensor=2, context=2, context_method="all_gather"),
+    case("branches", ONE, 2, 2, layers=4, fsdp=4, remat="full", gather=LAYER),
+    case("deep_branches", ONE, 4, 8, layers=9, data=2, remat="selective"),
+]
+"""Pipelines of a trunk with two branches, in docs/branches.md."""
 OTHER = os.environ.get("JAXSTACK_TEST_SCHEDULE", "")
 
 
@@ -205,6 +214,8 @@ def config(family: str, mesh: dict[str, Any], *, layers: int = 8, batch: int = m
     depths: dict[str, Any] = {"num_layers": layers}
     if cfg.model.family == "encoder_decoder":  # stacks of other depths
         depths["encoder_layers"] = layers + 1
+    if cfg.model.family == "branches":
+        depths["branches"] = dataclasses.replace(cfg.model.branches, layers=layers // 2)
     pipelined = PipelineConfig(schedule, microbatches, chunks, loops=loops, gather=gather, split=split)
     return dataclasses.replace(
         cfg,
@@ -232,7 +243,7 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
     "case",
     [
         pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else meshes.MATRIX)
-        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS, *DIFFUSION, *PAIRS]
+        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS, *DIFFUSION, *PAIRS, *BRANCHES]
     ],
 )
 def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(case, seed):
@@ -247,12 +258,12 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
 
     def work(values: Any, batch: Any) -> Any:
         totals = losses.batch_totals(cfg.model, batch, ctx)
-        tokens = totals.weights["loss"]
+        tokens = totals.weights[cfg.model.objective.terms[0].name]
 
         def objective(values: Any) -> Any:
             sums, aux = losses.loss_sums(cfg.model, values, batch, ctx)
-            total = sums["loss"]
-            return total / tokens + losses.auxiliary(cfg.model, aux, totals), (total / tokens, aux)
+            total = losses.add_up(losses.shares(cfg.model, sums, totals))
+            return total + losses.auxiliary(cfg.model, aux, totals), (total, aux)
 
         (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(values)
         loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
@@ -272,6 +283,7 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
         pytest.param(case("llama3", TWO, 2, 4, 2, layers=6, fsdp=2), marks=pytest.mark.slow),
         pytest.param(case("sigmoid", ALL, 2, 4, expert=2, packing=True), marks=pytest.mark.slow),
         pytest.param(case("t5", TWO, 2, 4, 2, layers=4, fsdp=2), marks=pytest.mark.slow),
+        pytest.param(case("branches", ALL, 2, 4, layers=5, data=2), marks=pytest.mark.slow),
     ],
     ids=name_of,
 )
