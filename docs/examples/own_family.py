@@ -88,5 +88,7 @@ if __name__ == "__main__":
     rng = np.random.default_rng(0)
     for step in range(cfg.train.steps):
         state, metrics = train_step(state, jax.device_put(make_batch(rng, cfg), ctx.sharding(ctx.batch)))
+        # Read in every step: with many steps under way, simulated devices may wait for each other without end.
+        loss, second = float(metrics["loss"]), float(metrics["loss_second"])
         if step % 100 == 0 or step == cfg.train.steps - 1:
-            print(f"step {step:3d}  loss {metrics['loss']:.3f}  second token {metrics['loss_second']:.3f}")
+            print(f"step {step:3d}  loss {loss:.3f}  second token {second:.3f}")
