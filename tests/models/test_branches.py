@@ -186,3 +186,16 @@ def test_a_run_is_resumed_bit_for_bit_and_its_branches_are_runs_of_their_own(tmp
     after = jaxstack.load(tmp_path / "frozen").params
     jax.tree.map(np.testing.assert_array_equal, after["trunk"], whole.params["trunk"])
     assert not np.array_equal(after["embedding"]["tokens"], whole.params["embedding"]["tokens"])
+
+
+def test_each_window_has_dropout_of_its_own():
+    """Equal numbers would drop the same units in two windows, on every mesh alike."""
+    key = np.asarray(jax.random.key_data(jax.random.key(0)))
+    batch = {"masked_tokens": np.zeros((4, SEQ, 3), np.int32), "tokens": np.zeros((4, SEQ, 2), np.int32)}
+    batch |= {"rows": np.arange(4, 8, dtype=np.int32), "key": key}
+    made = {branch: branches.of_branch(batch, branch) for branch in branches.BRANCHES}
+    assert [sorted(made[branch]["rows"].tolist()) for branch in branches.BRANCHES] == [
+        [*range(12, 24)],
+        [*range(8, 16)],
+    ]
+    assert (made["understanding"]["key"] != made["generation"]["key"]).any()
