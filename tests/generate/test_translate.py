@@ -54,7 +54,8 @@ def inputs_of(rng, cfg):
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "t5" else pytest.mark.slow) for k in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
 def test_tokens_are_those_of_the_whole_model(kind, rng, seed):
     cfg, gate = MODELS[kind], 1
     values, inputs = random_values(cfg, seed), inputs_of(rng, cfg)

@@ -61,7 +61,9 @@ def one_window(family, model, values, batch):
 
 
 @pytest.mark.random
-@pytest.mark.parametrize(("kind", "packing"), [("branches", True), ("deep_branches", False)])
+@pytest.mark.parametrize(
+    ("kind", "packing"), [pytest.param("branches", True, marks=pytest.mark.slow), ("deep_branches", False)]
+)
 def test_losses_and_gradients_are_those_of_an_encoder_and_a_decoder(kind, packing, seed):
     """Each window has a call of its own, on arrays without the dimension of windows."""
     cfg = config(kind, packing)
