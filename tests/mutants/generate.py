@@ -73,7 +73,7 @@ mistakes(
 mistakes(
     "generate",
     "generate/pair_cache.py",
-    "generate/test_translate.py -k 'whole_model and t5'",
+    "generate/test_translate.py -m '' -k 'whole_model and t5'",
     ("jnp.broadcast_to(position - index, ", "jnp.broadcast_to(position + 1 - index, "),
     ('slot - cache["segments"].shape[-1] + 1', 'slot - cache["segments"].shape[-1]'),
     ("(positions >= 0).astype(jnp.int32)", "(positions >= -99).astype(jnp.int32)"),
