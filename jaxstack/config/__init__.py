@@ -9,7 +9,8 @@ A check raises `ConfigError` with one line that names the key and its value, and
 from jaxstack.common.errors import ConfigError
 from jaxstack.config.data import DataConfig, SourceConfig, WeightChange
 from jaxstack.config.denoisers import DenoiserConfig
-from jaxstack.config.model import LoraConfig, ModelConfig, MoEConfig, RopeScaling
+from jaxstack.config.experts import MoEConfig
+from jaxstack.config.model import LoraConfig, ModelConfig, RopeScaling
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
 from jaxstack.config.run import SEARCHED_KEYS, Config, flat, resolve, with_values
 from jaxstack.config.training import (

@@ -22,6 +22,7 @@ from jaxstack.config import (
     data,
     denoisers,
     diffusion,
+    experts,
     model,
     parallel,
     pictures,
@@ -30,7 +31,20 @@ from jaxstack.config import (
     training,
 )
 
-MODULES = (branches, model, data, denoisers, contrastive, diffusion, pictures, seq2seq, parallel, training, run)
+MODULES = (
+    branches,
+    experts,
+    model,
+    data,
+    denoisers,
+    contrastive,
+    diffusion,
+    pictures,
+    seq2seq,
+    parallel,
+    training,
+    run,
+)
 FILES = {module.__file__: inspect.getsource(module) for module in MODULES}
 CHECKS = {
     (path, node.lineno): node

@@ -30,8 +30,12 @@ mistakes(
 mistakes(
     "config", "config/model.py", CHECKS,
     ("0 < self.low_freq_factor < self.high_freq_factor", "0 < self.low_freq_factor <= self.high_freq_factor"),
-    ("not learned or self.top_k <= self.num_experts", "not learned or self.top_k < self.num_experts"),
     ("self.num_layers % len(self.windows) == 0", "len(self.windows) % self.num_layers == 0"),
+)  # fmt: skip
+
+mistakes(
+    "config", "config/experts.py", CHECKS,
+    ("not learned or self.top_k <= self.num_experts", "not learned or self.top_k < self.num_experts"),
 )  # fmt: skip
 
 mistakes(

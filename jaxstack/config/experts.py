@@ -1,0 +1,89 @@
+"""Keys of the group `model.moe`: the mixture of experts in place of the MLP."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxstack.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds, require
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts: every block has several MLPs, and a router sends each token to a few of them."""
+
+    num_experts: NonNegativeInt = 0
+    """Experts per layer. 0 means a dense MLP."""
+    top_k: PositiveInt = 2
+    """Experts that each token is sent to. The routers `domain` and `timestep` always use one."""
+    d_ff: PositiveInt | None = None
+    """Hidden width of one expert. Null means `model.d_ff`."""
+    router: Literal["softmax", "sigmoid", "domain", "timestep"] = "softmax"
+    """How experts are chosen. `softmax`: the top_k most probable ones (Mixtral, Qwen3). `sigmoid`: DeepSeek-V3's
+    router, balanced by a bias instead of a loss. `domain`: expert i for domain i of the data. `timestep`: one expert
+    for each of `num_experts` equal intervals of diffusion time."""
+    normalize: bool = True
+    """With router `softmax`: divide the weights of a token's experts by their sum."""
+    num_groups: PositiveInt = 1
+    """With router `sigmoid`: number of equal groups of neighbouring experts."""
+    top_k_groups: PositiveInt = 1
+    """With router `sigmoid`: number of groups from which a token's experts are chosen."""
+    routed_scale: float = 1.0
+    """With router `sigmoid`: factor on the weights of the chosen experts."""
+    bias_update_rate: NonNegativeFloat = 1e-3
+    """With router `sigmoid`: change per step of each expert's bias, towards a balanced load."""
+    max_timestep: PositiveInt = 1000
+    """With router `timestep` or family `diffusion`: number of timesteps of diffusion."""
+    shared_experts: NonNegativeInt = 0
+    """Experts that process every token, in addition to the chosen ones."""
+    capacity_factor: PositiveFloat | None = None
+    """Maximum tokens per expert, as a multiple of the even share of each sequence. Excess tokens are dropped, lowest
+    weight first. Null means dropless, which the routers `domain` and `timestep` require."""
+    aux_loss_weight: NonNegativeFloat = 0.01
+    """With router `softmax`: weight of the sequence-wise load-balancing loss in the objective."""
+    z_loss_weight: NonNegativeFloat = 0.0
+    """With router `softmax` or `sigmoid`: weight of the router's z-loss in the objective."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model.moe", self)
+        if self.num_experts:
+            self._check_router()
+            self._check_groups()
+
+    def _check_router(self) -> None:
+        learned = self.router in ("softmax", "sigmoid")
+        require(
+            not learned or self.top_k <= self.num_experts,
+            f"model.moe.top_k={self.top_k} is more than model.moe.num_experts={self.num_experts}. Lower top_k.",
+        )
+        require(
+            not (self.router == "softmax" and self.normalize and self.top_k == 1),
+            "model.moe.top_k=1 with normalize=true makes every weight 1, so the router cannot learn. "
+            "Use normalize=false, or top_k=2.",
+        )
+        require(
+            self.capacity_factor is None or learned,
+            f"model.moe.capacity_factor={self.capacity_factor} limits the tokens of each sequence, but "
+            f"model.moe.router={self.router} may send a whole sequence to one expert, which would drop most of them. "
+            f"Use capacity_factor=null (dropless).",
+        )
+
+    def _check_groups(self) -> None:
+        require(
+            self.num_experts % self.num_groups == 0,
+            f"model.moe.num_groups={self.num_groups} does not divide model.moe.num_experts={self.num_experts}. "
+            f"Use a divisor.",
+        )
+        require(
+            self.top_k_groups <= self.num_groups,
+            f"model.moe.top_k_groups={self.top_k_groups} is more than model.moe.num_groups={self.num_groups}. "
+            f"Lower top_k_groups.",
+        )
+        require(
+            self.router != "sigmoid" or self.top_k_groups * (self.num_experts // self.num_groups) >= self.top_k,
+            f"model.moe.top_k_groups={self.top_k_groups} groups of {self.num_experts // self.num_groups} experts hold "
+            f"fewer than model.moe.top_k={self.top_k}. Raise top_k_groups, or lower top_k.",
+        )
+
+    @property
+    def choices(self) -> int:
+        """Returns the number of experts that each token is sent to, without shared experts."""
+        return self.top_k if self.router in ("softmax", "sigmoid") else 1
