@@ -6,6 +6,7 @@ from jaxstack.config import ModelConfig, MoEConfig, RopeScaling
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.contrastive import ContrastiveConfig
 from jaxstack.config.diffusion import DiffusionConfig
+from jaxstack.config.sentences import SentencesConfig
 
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4, "vocab_size": 61}
 
@@ -76,6 +77,9 @@ ENCODERS = {
     ),
 }
 ENCODERS["roberta"] = dataclasses.replace(ENCODERS["bert"], token_types=1, first_position=2, max_positions=66)
+
+PAIRS = {"bert_pairs": dataclasses.replace(ENCODERS["bert"], sentences=SentencesConfig(("next",), weight=0.6))}
+"""Encoders that also learn pairs of sentences."""
 
 _T5 = {"family": "encoder_decoder", "positions": "relative", "relative_distance": 20, "attention_scale": 1.0}
 ENCODER_DECODERS = {
@@ -176,9 +180,10 @@ BRANCHES = {
         **SMALL | {"num_layers": 4},
         family="branches",
         branches=BranchesConfig(layers=2, rates=(1, 2)),
+        sentences=SentencesConfig(("distance", "reordering"), weight=0.4),
         d_ff=96,
         qk_norm=True,
         tied_embeddings=True,
     ),
 }
-"""Trunks with two branches, which read different numbers of windows."""
+"""Trunks with two branches, which read different numbers of windows; the second one has tasks on sentences."""

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import BRANCHES, CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
+from families import BRANCHES, CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES, PAIRS
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import (
@@ -31,6 +31,7 @@ from jaxstack.config import (
     TrainConfig,
 )
 from jaxstack.config.branches import BranchesConfig
+from jaxstack.config.sentences import SentencesConfig
 from jaxstack.data.seq2seq import Pair, make_batch
 from jaxstack.models import decoder, params
 from jaxstack.models import family as models
@@ -41,7 +42,7 @@ from jaxstack.training.state import abstract_state, make_state
 
 BATCH, SEQ = 8, 32
 WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_dim": 8, "d_ff": 96, "vocab_size": 64}
-ALL = FAMILIES | ENCODERS | CLASSIFIERS | ENCODER_DECODERS | DIFFUSION | CONTRASTIVE | BRANCHES
+ALL = FAMILIES | ENCODERS | PAIRS | CLASSIFIERS | ENCODER_DECODERS | DIFFUSION | CONTRASTIVE | BRANCHES
 MODELS: dict[str, ModelConfig] = {
     **{name: dataclasses.replace(cfg, **WIDE) for name, cfg in ALL.items()},
     "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}),
@@ -123,9 +124,10 @@ CASES: list[Case] = [
 
 GATHER = {"context_method": "all_gather"}
 ENCODER_CASES: list[Case] = [
-    ("bert", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
+    ("bert_pairs", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
     *(("bert", {axis: 4}, {}) for axis in ("data", "fsdp", "tensor")),
-    ("bert", {"tensor": 2, **PLAIN}, {"remat": "selective"}),
+    ("bert_pairs", {"tensor": 2, **PLAIN}, {"remat": "selective"}),
+    ("bert_pairs", {"fsdp": 2, "context": 2, **GATHER, **AUTO}, {}),
     ("bert", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"packing": True}),
     ("bert", {"data": 2, "context": 2, **GATHER, **AUTO}, {"packing": True, "dropout": 0.2}),
     ("modernbert", {"data": 2, "tensor": 4}, {"packing": True, "accum": 2}),
@@ -196,7 +198,7 @@ BRANCH_CASES: list[Case] = [
     ("branches", {"context": 4, **GATHER}, {}),
     ("branches", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"packing": True}),
     ("deep_branches", {"fsdp": 8}, {"remat": "full"}),
-    ("deep_branches", {"data": 2, "tensor": 4}, {"accum": 2, "packing": True}),
+    ("deep_branches", {"data": 2, "tensor": 4}, {"accum": 2}),
     ("deep_branches", {"data": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 4}),
     ("branches", {"fsdp": 2, "tensor": 2, **AUTO}, {"dropout": 0.3, "remat": "full"}),
     ("deep_branches", {"data": 2, "context": 2, **GATHER, **AUTO}, {}),
@@ -254,6 +256,8 @@ def random_batch(seed: int, packing: bool, cfg: ModelConfig, rows: int = BATCH) 
         batch["segment_ids"] = np.cumsum(starts, axis=1).astype(np.int32)
         first = np.maximum.accumulate(np.where(starts, np.arange(SEQ), 0), axis=1)
         batch["positions"] = (np.arange(SEQ) - first).astype(np.int32)
+    if cfg.sentences.tasks:
+        batch |= random_tasks(rng, cfg, rows)
     if cfg.labels:  # the last tokens are padding
         real = np.arange(SEQ) < rng.integers(1, SEQ + 1, (rows, 1))
         batch["segment_ids"] = np.where(real, batch.get("segment_ids", 1), 0).astype(np.int32)
@@ -280,13 +284,29 @@ def random_pairs(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> dict[
     return batch
 
 
+def random_tasks(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> dict[str, np.ndarray]:
+    """Returns the answers of tasks on sentences: each row has one task at its first token, and one row has none."""
+    tasks, found = cfg.sentences.tasks, {}
+    drawn = rng.integers(0, len(tasks), rows)
+    drawn[rows // 2] = -1
+    for i, task in enumerate(tasks):
+        weights = np.zeros((rows, SEQ), np.float32)
+        weights[drawn == i, 0] = 1
+        targets = rng.integers(0, cfg.sentences.classes(task), (rows, SEQ)).astype(np.int32)
+        found |= {f"{task}_targets": targets, f"{task}_weights": weights}
+    return found
+
+
 def random_windows(seed: int, packing: bool, cfg: ModelConfig, rows: int) -> dict[str, np.ndarray]:
     """Returns windows for both branches, of which `understanding` has its arrays with a prefix."""
     found = {}
-    plain = dataclasses.replace(cfg, family="decoder", branches=BranchesConfig())
+    plain = dataclasses.replace(cfg, family="decoder", branches=BranchesConfig(), sentences=SentencesConfig())
     for prefix, rate in zip(("masked_", ""), cfg.branches.rates, strict=True):
         seed, made = seed + 1000, random_batch(seed, packing, plain, rows * rate)
-        found |= {f"{prefix}{name}": a.reshape(rows, rate, SEQ).swapaxes(1, 2) for name, a in made.items()}
+        named = {f"{prefix}{name}": a for name, a in made.items()}
+        if prefix and cfg.sentences.tasks:
+            named |= random_tasks(np.random.default_rng(seed), cfg, rows * rate)
+        found |= {name: a.reshape(rows, rate, SEQ).swapaxes(1, 2) for name, a in named.items()}
     found["masked_weights"] = found.pop("masked_loss_weights")
     return found
 

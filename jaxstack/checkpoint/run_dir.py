@@ -26,6 +26,7 @@ _FREE = (
     "model.moe.capacity_factor",
     "model.moe.z_loss_weight",
     "model.pad_vocab_to",
+    "model.sentences.weight",
 )
 
 _LOCK = ".lock"

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import Namespace
 
-from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig, parse
+from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, PipelineConfig, parse
 from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.sentences import SentencesConfig
 
 if TYPE_CHECKING:  # the package imports JAX, for which help must not wait
     from jaxstack.data.tokenizers import JsonObject
@@ -59,13 +60,31 @@ def main(args: Namespace) -> None:
         tokenizer = json.loads(path.read_text()) if (path := run / "tokenizer.json").is_file() else None
         start, end = (None, None) if tokenizer is None else write_tokenizer(tokenizer, made, cfg)
         model = replace(cfg.model.base, pad_vocab_to=None)
-        values = _read_params(run)
+        model, values, left_out = _without_other_heads(model, _read_params(run))
         family = hf.save_pretrained(made, model, values, args.dtype, cfg.data.seq_len, end, start=start)
         if found := originals.find(run):
             originals.restore(found, tokenizer, made)
     print(f"wrote {folder}: a {family} model in {args.dtype}")
+    if left_out:
+        print(f"The heads of model.sentences.tasks={left_out} are left out: no Hugging Face model has them.")
     if not (folder / "tokenizer.json").is_file():
         print("The folder has no tokenizer.json, because the tokenizer of this run is not of that kind.")
+
+
+def _without_other_heads(model: ModelConfig, values: "Params") -> tuple[ModelConfig, "Params", list[str]]:
+    """Returns a model and its parameters without heads that no Hugging Face model has, and the tasks of these."""
+    from jaxstack import hf
+    from jaxstack.models import family
+
+    tasks: list[str] = [*model.sentences.tasks]
+    if not tasks:
+        return model, values, []
+    try:
+        hf.family_of(model)
+    except ConfigError:
+        alone = replace(model, sentences=SentencesConfig())
+        return alone, {name: values[name] for name in family.spec(alone)}, tasks
+    return model, values, []
 
 
 def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> tuple[int | None, int | None]:

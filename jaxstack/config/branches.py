@@ -40,10 +40,9 @@ class BranchesConfig:
         """Returns the number of windows of text for each row of a batch."""
         return sum(self.rates)
 
-    @property
-    def objective(self) -> Objective:
-        """Returns what a trunk with two branches is trained for."""
-        terms = (Term("causal"), Term("masked", "masked_weights", self.masked_weight))
+    def objective(self, more: tuple[Term, ...] = ()) -> Objective:
+        """Returns what a trunk with two branches is trained for, with `more` terms of the branch `understanding`."""
+        terms = (Term("causal"), Term("masked", "masked_weights", self.masked_weight), *more)
         return Objective("held-out causal and masked loss", "nats per token", terms=terms)
 
 

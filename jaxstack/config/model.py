@@ -20,6 +20,7 @@ from jaxstack.config.diffusion import DiffusionConfig
 from jaxstack.config.experts import MoEConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
 from jaxstack.config.pictures import PictureConfig
+from jaxstack.config.sentences import SentencesConfig
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ class ModelConfig:
     """Pictures and texts, for family `contrastive`."""
     branches: BranchesConfig = field(default_factory=BranchesConfig)
     """A trunk that two branches share, for family `branches`."""
+    sentences: SentencesConfig = field(default_factory=SentencesConfig)
+    """Tasks on the parts of a text, beside hidden tokens."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """Mixture of experts in place of the MLP."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -304,12 +307,12 @@ class ModelConfig:
     @property
     def objective(self) -> "Objective":
         """Returns what the model is trained for."""
-        two = self.contrastive
         if self.family == "contrastive":
+            two = self.contrastive
             return contrastive_objective(two.caption_layers > 0, two.weight, two.caption_weight)
         if self.family == "branches":
-            return self.branches.objective
-        return objective_of(self.family, bool(self.labels), self.label_each)
+            return self.branches.objective(self.sentences.terms)
+        return objective_of(self.family, bool(self.labels), self.label_each, self.sentences.terms)
 
     @property
     def pictures(self) -> PictureConfig | None:

@@ -48,11 +48,14 @@ def contrastive_objective(captions: bool, weight: float = 1.0, caption_weight: f
     return Objective("held-out loss", unit, "recall@1 among the texts of a batch", terms)
 
 
-def objective_of(family: str, labels: bool, label_each: str) -> Objective:
-    """Returns the objective of a model by its keys `family`, `labels` and `label_each`."""
+def objective_of(family: str, labels: bool, label_each: str, sentences: tuple[Term, ...] = ()) -> Objective:
+    """Returns the objective of a model by its keys `family`, `labels` and `label_each`, and the terms of sentences."""
     if family != "encoder":
         return OBJECTIVES.get(family, OBJECTIVES["decoder"])
     if not labels:
-        return Objective("held-out masked-LM loss", "nats per hidden token", "accuracy on hidden tokens")
+        right = "accuracy on hidden tokens"
+        if sentences:
+            return Objective("held-out loss", "nats", right, (Term("masked"), *sentences))
+        return Objective("held-out masked-LM loss", "nats per hidden token", right)
     each = {"sequence": "sequence", "token": "word"}[label_each]
     return Objective("held-out classification loss", f"nats per {each}", f"accuracy per {each}")

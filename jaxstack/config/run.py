@@ -13,6 +13,7 @@ from jaxstack.config.diffusion import check_diffusion
 from jaxstack.config.model import ModelConfig
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
 from jaxstack.config.pictures import with_image
+from jaxstack.config.sentences import check_sentences
 from jaxstack.config.seq2seq import check_seq2seq
 from jaxstack.config.training import (
     CheckpointConfig,
@@ -66,6 +67,7 @@ class Config:
         check_diffusion(self)
         check_contrastive(self)
         check_branches(self)
+        check_sentences(self)
 
     @property
     def has_segments(self) -> bool:

@@ -13,6 +13,7 @@ from jaxstack.data.captions import CaptionReader
 from jaxstack.data.images import ImageReader, Images, PictureReader
 from jaxstack.data.masking import BranchWindows, Masking, Words
 from jaxstack.data.mixture import WindowSizes
+from jaxstack.data.sentences import SentenceTasks
 from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokenizers import Tokenizer
 from jaxstack.runtime import distributed
@@ -46,7 +47,7 @@ class HeldOut:
         sizes = window_sizes(cfg, tokenizer)
         self.local_batches = [*data.eval_batches(source.eval, steps=steps, rows=rows, **sizes)]
         self.batches = data.eval_batches(source.eval, steps=steps, **sizes)
-        weights = cfg.model.objective.terms[-1].weights
+        weights = "masked_weights" if cfg.model.family == "branches" else "loss_weights"
         if sizes.get("masking") is not None and not any(batch[weights].any() for batch in self.batches):
             raise ConfigError(
                 f"data.mask_share={cfg.data.mask_share} hides none of the held-out tokens of {source.name}. "
@@ -68,22 +69,32 @@ class HeldOut:
 def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes:
     """Returns how the texts of a run are cut into batches; the tokenizer is for masks of words, and for spans."""
     masking: Masking | BranchWindows | SpanCorruption | None = None
-    seq_len = cfg.data.seq_len
+    seq_len, sentences = cfg.data.seq_len, None
     if cfg.model.masks_tokens:
         assert cfg.data.mask_id is not None, "mask_id is filled from the tokenizer"
         words = None
         if cfg.data.mask_words:
             assert tokenizer is not None
             words = Words.of(tokenizer, cfg.model.vocab)
-        masking = hidden = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab, words)
-        if cfg.model.family == "branches":
-            masking = BranchWindows(hidden, cfg.model.branches.rates)
-            seq_len *= cfg.model.branches.windows
+        branches = cfg.model.branches if cfg.model.family == "branches" else None
+        windows, tasks = branches.rates[0] if branches else 1, cfg.model.sentences
+        sentences = SentenceTasks.of(tasks, seq_len, windows, tokenizer, cfg.model.token_types)
+        never = (*sentences.before, *sentences.after) if sentences else ()
+        masking = hidden = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab, words, never)
+        if branches:
+            masking = BranchWindows(hidden, branches.rates, tasks.tasks)
+            seq_len *= branches.windows
     if cfg.data.denoisers:
         assert tokenizer is not None
         masking = spans = SpanCorruption.of(cfg.data, tokenizer)
         seq_len = spans.text_len
-    return WindowSizes(seq_len=seq_len, batch_size=cfg.data.batch_size, packing=cfg.data.packing, masking=masking)
+    return WindowSizes(
+        seq_len=seq_len,
+        batch_size=cfg.data.batch_size,
+        packing=cfg.data.packing,
+        masking=masking,
+        sentences=sentences,
+    )
 
 
 def picture_reader(cfg: Config, images: Images, shuffle: bool = True) -> PictureReader:

@@ -22,13 +22,15 @@ class Masking:
 
     Each token is chosen with the probability `share`. Of the chosen tokens, 80% become `mask_id`, 10% a random token
     below `vocab_size`, and 10% stay as they are. Only chosen tokens count in the loss. With `words`, all tokens of a
-    word are chosen, or none. Then, too, `share` is the expected share of chosen tokens.
+    word are chosen, or none. Then, too, `share` is the expected share of chosen tokens. Ids in `never`, such as [CLS],
+    are not chosen.
     """
 
     share: float
     mask_id: int
     vocab_size: int
     words: "Words | None" = None
+    never: tuple[int, ...] = ()
 
     def apply(self, batch: Batch, sequences_B: np.ndarray, seed: int) -> Batch:
         """Returns a batch of windows with masked `tokens`, the original ones as `targets`, and their `loss_weights`.
@@ -49,6 +51,8 @@ class Masking:
             first_BS = self.words.first_tokens(targets, batch.get("segment_ids"))
             chosen_BS = np.take_along_axis(draw_BS, first_BS, 1) < self.share
             draw_BS = np.where(chosen_BS, own_BS * self.share, 1.0)
+        if self.never:
+            draw_BS = np.where(np.isin(targets, self.never), 1.0, draw_BS)
         tokens = np.where(draw_BS < 0.9 * self.share, random_BS, targets)
         tokens[draw_BS < 0.8 * self.share] = self.mask_id
         return batch | {
@@ -62,11 +66,12 @@ class Masking:
 class BranchWindows:
     """Windows for two branches, which read different ones: `rates` for hidden tokens, then for next tokens.
 
-    `masking` hides tokens of the first ones.
+    `masking` hides tokens of the first ones, which also have the tasks on sentences with the names `tasks`.
     """
 
     masking: Masking
     rates: tuple[int, int]
+    tasks: tuple[str, ...] = ()
 
     def apply(self, batch: Batch, sequences_B: np.ndarray, seed: int) -> Batch:
         """Returns a batch whose arrays have a third dimension, the window of a branch: [B, S, windows].
@@ -88,7 +93,9 @@ class BranchWindows:
         first = self.rates[0]
         named = {f"masked_{name}": np.ascontiguousarray(a[..., :first]) for name, a in hidden.items()}
         named["masked_weights"] = named.pop("masked_loss_weights")
-        return named | {name: np.ascontiguousarray(a[..., first:]) for name, a in cut.items()}
+        answers = {f"{task}_{kind}" for task in self.tasks for kind in ("targets", "weights")}
+        named |= {name: named.pop(f"masked_{name}") for name in answers}
+        return named | {name: np.ascontiguousarray(a[..., first:]) for name, a in cut.items() if name not in answers}
 
 
 @dataclass(frozen=True)

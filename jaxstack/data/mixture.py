@@ -11,6 +11,7 @@ import numpy as np
 from jaxstack.data.interleave import Interleaving
 from jaxstack.data.masking import BranchWindows, Masking
 from jaxstack.data.pairs import PairTokens
+from jaxstack.data.sentences import SentenceTasks
 from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokens import Tokens
 from jaxstack.data.windows import Batch, SequenceReader
@@ -28,6 +29,7 @@ class WindowSizes(TypedDict):
     batch_size: int
     packing: bool
     masking: NotRequired[Masking | BranchWindows | SpanCorruption | None]
+    sentences: NotRequired[SentenceTasks | None]
 
 
 class MixtureReader:
@@ -39,7 +41,7 @@ class MixtureReader:
       texts: the training text of each source.
       names: of the sources, for error messages.
       weights: steps from which weights hold, with the weights, see `DataConfig.weights`.
-      sizes: sequence length, rows of a batch, packing and, for masked tokens or spans, the masking.
+      sizes: sequence length, rows of a batch, packing and, for masked tokens or spans, the masking and tasks.
       seed: of the order of the sequences within each source, and of the masks.
 
     Raises:
@@ -57,11 +59,12 @@ class MixtureReader:
         size = self._batch_size = sizes["batch_size"]
         read = [any(weight > 0 for weight in each) for each in zip(*(w for _, w in weights), strict=True)]
         masking = sizes.get("masking")
+        seq_len, packing, sentences = sizes["seq_len"], sizes["packing"], sizes.get("sentences")
         for text, used in zip(texts, read, strict=True):
             if used and isinstance(masking, SpanCorruption) and not isinstance(text, PairTokens):
                 masking.require_text(len(text), "to train on")
         self._readers = [
-            SequenceReader(text, seq_len=sizes["seq_len"], seed=seed, packing=sizes["packing"]) if used else None
+            SequenceReader(text, seq_len=seq_len, seed=seed, packing=packing, sentences=sentences) if used else None
             for text, used in zip(texts, read, strict=True)
         ]
         self._names, self._seed, self._masking = names, seed, masking

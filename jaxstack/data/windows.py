@@ -4,7 +4,7 @@ Suffixes: B batch, S sequence, T = S + 1 tokens read, P pieces of a stream, W wi
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -14,7 +14,9 @@ from jaxstack.config import ConfigError
 from jaxstack.data.labelled import make_batch
 from jaxstack.data.masking import BranchWindows, Masking
 from jaxstack.data.pairs import PairTokens, PairWindows
+from jaxstack.data.sentences import SentenceTasks
 from jaxstack.data.spans import SpanCorruption
+from jaxstack.data.token_stream import TokenStream
 from jaxstack.data.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -22,59 +24,6 @@ if TYPE_CHECKING:
 
 Batch: TypeAlias = dict[str, np.ndarray]
 """The arrays of a batch by name, see `batches`."""
-
-
-@dataclass(frozen=True)
-class TokenStream:
-    """Pieces of `ids`, concatenated without a copy and readable from any offset."""
-
-    ids: np.ndarray
-    starts_P: np.ndarray
-    """Start of each piece in `ids`, int64."""
-    bounds_P: np.ndarray
-    """Start of each piece in the stream, then the length of the stream, int64 [P + 1]."""
-    domains_P: np.ndarray | None = None
-    """Domain of each piece, int32. `None` if documents have no domain."""
-    loss_mask: np.ndarray | None = None
-    """Whether each id of `ids` is a target of the loss. `None` means all."""
-    labels: np.ndarray | None = None
-    """Index of the label of each id of `ids`, or -1. `None` means that tokens are the targets."""
-
-    @classmethod
-    def from_documents(cls, tokens: Tokens, order: np.ndarray | None = None) -> "TokenStream":
-        """Returns the documents in the order of these indices [documents]. `None` keeps their order."""
-        tokens = replace(tokens, names=None)  # there may be millions, and a stream does not need them
-        if order is not None:
-            tokens = tokens.documents(order)
-        tokens = tokens.documents(tokens.ends > tokens.starts)
-        bounds = np.append(np.int64(0), np.cumsum(tokens.ends - tokens.starts))
-        return cls(tokens.ids, tokens.starts, bounds, tokens.domains, tokens.loss_mask, tokens.labels)
-
-    def merge_adjacent(self) -> "TokenStream":
-        """Returns the same stream with adjacent pieces of `ids` merged, so that an uncut text is a single piece.
-
-        Pieces that have domains are not merged.
-        """
-        if self.domains_P is not None:
-            return self
-        lengths = np.diff(self.bounds_P)
-        first = np.append(True, self.starts_P[1:] != (self.starts_P + lengths)[:-1])
-        return TokenStream(self.ids, self.starts_P[first], np.append(self.bounds_P[:-1][first], self.bounds_P[-1]))
-
-    def __len__(self) -> int:
-        return int(self.bounds_P[-1])
-
-    def locate(self, first_B: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Locates `length` tokens from each offset of the stream. Past the end, the last token is repeated.
-
-        Returns:
-          For each token [B, T]: its index in `ids`, its piece, and its position within the part of that piece that is
-          in the row.
-        """
-        at_BT = np.minimum(first_B[:, None] + np.arange(length), len(self) - 1)
-        piece_BT = np.searchsorted(self.bounds_P, at_BT, side="right") - 1
-        begins_BT = self.bounds_P[piece_BT]
-        return self.starts_P[piece_BT] + at_BT - begins_BT, piece_BT, at_BT - np.maximum(begins_BT, first_B[:, None])
 
 
 @dataclass(frozen=True)
@@ -146,7 +95,9 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
     return _Windows(stream, first_W, stream.bounds_P[last_W] - first_W)
 
 
-def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int, Callable[[int], _AnyWindows]]:
+def _epochs(
+    tokens: Tokens, seq_len: int, seed: int, packing: bool, sentences: SentenceTasks | None = None
+) -> tuple[int, Callable[[int], _AnyWindows]]:
     """Returns the number of windows in an epoch, and a function that returns the windows of epoch `e`.
 
     The function caches the last two epochs. Each epoch cuts the text at other offsets. Otherwise a token just after a
@@ -176,7 +127,7 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
             f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of text for one window, but there are {total:,} to "
             f"train on. Lower data.seq_len or use more text."
         )
-    plain = None if packing else TokenStream.from_documents(tokens).merge_adjacent()
+    plain = None if packing else _whole_stream(tokens, sentences, "to train on")
     windows = (total - 1) // seq_len if packing else max(1, (total - seq_len) // seq_len)
     slack = min(seq_len - 1, total - 1 - windows * seq_len)
 
@@ -188,6 +139,15 @@ def _epochs(tokens: Tokens, seq_len: int, seed: int, packing: bool) -> tuple[int
         return _Windows.full_length(stream, offset + rng.permutation(windows) * seq_len, seq_len)
 
     return windows, epoch
+
+
+def _whole_stream(tokens: Tokens, sentences: SentenceTasks | None, where: str) -> TokenStream:
+    """Returns all documents as one stream, whose pieces are documents where tasks on sentences tell them apart."""
+    stream = TokenStream.from_documents(tokens)
+    if sentences is None:
+        return stream.merge_adjacent()
+    sentences.require_text(stream, where)
+    return stream
 
 
 def _make_batch(
@@ -236,6 +196,7 @@ class SequenceReader:
       seq_len: S, the tokens of a row. One more token is read for the targets.
       seed: 0 or more.
       packing: whether rows have segment ids and positions, see `batches`.
+      sentences: rearranges windows for tasks on sentences. `None`: they stay as they are.
 
     Raises:
       ConfigError: the text is shorter than one window.
@@ -245,9 +206,12 @@ class SequenceReader:
       is_complete: whether the batches are those of an encoder-decoder, so that nothing is masked.
     """
 
-    def __init__(self, tokens: Tokens, *, seq_len: int, seed: int, packing: bool) -> None:
-        self.windows, self._epoch = _epochs(tokens, seq_len, seed, packing)
+    def __init__(
+        self, tokens: Tokens, *, seq_len: int, seed: int, packing: bool, sentences: SentenceTasks | None = None
+    ) -> None:
+        self.windows, self._epoch = _epochs(tokens, seq_len, seed, packing, sentences)
         self._tokens, self._seq_len, self._packing = tokens, seq_len, packing
+        self._sentences, self._seed = sentences, seed
         self.is_complete = isinstance(tokens, PairTokens)
 
     def read(self, sequences: np.ndarray) -> Batch:
@@ -262,8 +226,12 @@ class SequenceReader:
         parts = []
         for index in np.unique(index_B).tolist():
             windows = self._epoch(index)
-            which = window_B[index_B == index]
-            parts.append(windows.make_batch(which, self._seq_len, self._packing, self._tokens.vocab_size))
+            here = index_B == index
+            part = windows.make_batch(window_B[here], self._seq_len, self._packing, self._tokens.vocab_size)
+            if self._sentences and isinstance(windows, _Windows):
+                first_B = windows.first_W[window_B[here]]
+                part = self._sentences.apply(part, windows.stream, first_B, sequences[here], self._seed)
+            parts.append(part)
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts[1:] else parts[0]
 
     def describe(self, sequence: int) -> str:
@@ -325,6 +293,7 @@ def eval_batches(
     steps: int,
     packing: bool,
     masking: Masking | BranchWindows | SpanCorruption | None = None,
+    sentences: SentenceTasks | None = None,
     rows: np.ndarray | None = None,
 ) -> "grain.MapDataset[Batch]":
     """Returns a dataset of held-out batches, always the same: disjoint windows, spread evenly over the whole text.
@@ -339,6 +308,7 @@ def eval_batches(
       steps: the largest number of batches.
       packing: whether batches have `segment_ids` and `positions`, see `batches`.
       masking: hides tokens or spans, which are then the targets; a window always has the same. `None`: next tokens.
+      sentences: see `SequenceReader`; a window always has the same task, too.
       rows: indices of the rows of each batch to read. `None` means all.
 
     Raises:
@@ -349,15 +319,10 @@ def eval_batches(
     if tokens.loss_mask is not None:
         all_windows = document_windows(tokens, seq_len, packing)
     else:
-        stream = TokenStream.from_documents(tokens) if packing else TokenStream.from_documents(tokens).merge_adjacent()
+        stream = TokenStream.from_documents(tokens) if packing else _whole_stream(tokens, sentences, "held out")
         if isinstance(masking, SpanCorruption):
             masking.require_text(len(stream), "held out")
-        if len(stream) - 1 < seq_len:
-            raise ConfigError(
-                f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of held-out text for one window, but there are "
-                f"{len(stream):,}. Raise data.eval_fraction, lower data.seq_len or use more text."
-            )
-        all_windows = _Windows.full_length(stream, np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len)
+        all_windows = _held_out_windows(stream, seq_len)
     windows = all_windows.first_W.size
     count = min(windows, steps * batch_size)
     spread_W = np.arange(count) * windows // count
@@ -368,12 +333,30 @@ def eval_batches(
         row_B = np.arange(batch_size) if rows is None else rows
         window_B = np.minimum(samples[0] + row_B, count - 1)
         batch = all_windows.make_batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
+        if sentences and isinstance(all_windows, _Windows):
+            first_B = all_windows.first_W[spread_W[window_B]]
+            batch = sentences.apply(batch, all_windows.stream, first_B, window_B, 0)
         batch = masking.apply(batch, window_B, 0) if masking and not isinstance(tokens, PairTokens) else batch
-        for name in {"loss_weights", "masked_weights"} & batch.keys():
-            batch[name][row_B >= len(samples)] = 0
+        for name in batch:
+            if name.endswith("_weights"):
+                batch[name][row_B >= len(samples)] = 0
         return batch
 
     return grain.MapDataset.range(count).batch(batch_size, batch_fn=read)
+
+
+def _held_out_windows(stream: TokenStream, seq_len: int) -> _Windows:
+    """Returns all disjoint windows of a held-out text.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if len(stream) - 1 < seq_len:
+        raise ConfigError(
+            f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of held-out text for one window, but there are "
+            f"{len(stream):,}. Raise data.eval_fraction, lower data.seq_len or use more text."
+        )
+    return _Windows.full_length(stream, np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len)
 
 
 def _source_ranges(tokens: Tokens, stream: TokenStream, first: int, length: int) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, get_args, get_type_hints
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
 from jaxstack.config.branches import BranchesConfig
+from jaxstack.config.sentences import SentencesConfig
 from jaxstack.hf.families import (
     ACTIVATIONS,
     FAMILIES,
@@ -97,15 +98,16 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
 
 
 def _labels(keys: Keys, family: Family) -> JsonObject:
-    """Returns the labels of a classifier, and what has one; nothing for models of another class.
+    """Returns the labels of a classifier, and what has one, or the task of a model that learns pairs of sentences, too.
 
-    Their classes classify a sequence by its first token, or in ModernBERT by the mean of all.
+    For models of another class there is nothing. Their classes classify a sequence by its first token, or in ModernBERT
+    by the mean of all.
     """
     classes, names = keys.take("architectures", None) or [], keys.take("id2label", None)
     kind, pooling = keys.take("problem_type", None), keys.take("classifier_pooling", "cls")
     each = next((each for each, name in family.classifiers.items() if name in classes), None)
     if each is None:
-        return {}
+        return {"sentences": SentencesConfig(("next",))} if family.pairs in classes else {}
     names = {"0": "LABEL_0", "1": "LABEL_1"} if names is None else names
     ids = [str(i) for i in range(len(names))]
     if not isinstance(names, dict) or sorted(names) != sorted(ids) or not all(map(_is_name, names.values())):
@@ -257,6 +259,8 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None, start:
         values["id2label"] = {str(i): label for i, label in enumerate(model.labels)}
         values["label2id"] = {label: i for i, label in enumerate(model.labels)}
         values |= {"problem_type": "single_label_classification"}
+    if model.sentences.tasks and family.pairs:
+        values["architectures"] = [family.pairs]
     if model.labels and family.local_attention:
         values["classifier_pooling"] = "cls"
     values |= {key: ours[path] for key, path in family.fields.items()}
@@ -359,6 +363,11 @@ def _plain(model: ModelConfig) -> ModelConfig:
         max_positions=None if model.positions == "relative" else model.max_positions,
         encoder_layers=model.encoder_depth if model.family == "encoder_decoder" else None,
         branches=BranchesConfig(layers=model.branches.depth(model.num_layers) if model.family == "branches" else None),
+        sentences=replace(
+            model.sentences,
+            weight=SentencesConfig.weight,
+            parts=model.sentences.parts if "reordering" in model.sentences.tasks else SentencesConfig.parts,
+        ),
         lora=LoraConfig(),  # adapters belong to a model, but do not define it
     )
 

@@ -47,6 +47,7 @@ class Family:
       ignored: more keys that do not affect the logits.
       aliases: other names of keys.
       classifiers: for an encoder, their classes by `ModelConfig.label_each`.
+      pairs: for an encoder, their class with a head for the task `next` on sentences beside that of hidden tokens.
       gated_names: whether the value of the key `activation` also says that the MLP is gated, as in T5.
       scales_head: whether `scale_decoder_outputs` says that what the head reads is divided by the root of the width.
       exported: keys without a field that an export has, and their values.
@@ -70,6 +71,7 @@ class Family:
     ignored: frozenset[str] = frozenset()
     aliases: dict[str, str] = field(default_factory=dict)
     classifiers: dict[str, str] = field(default_factory=dict)
+    pairs: str = ""
     gated_names: bool = False
     scales_head: bool = False
     exported: dict[str, Any] = field(default_factory=dict)
@@ -234,6 +236,7 @@ FAMILIES = {
         rope=False,
         tanh_gelu="gelu_new",
         classifiers=_classifiers("Bert"),
+        pairs="BertForPreTraining",
         **_DROPOUTS,
     ),
     "roberta": Family(

@@ -201,6 +201,14 @@ def _with_classifier(family: str, declared: dict[str, Param], rows: WeightMap) -
     return found
 
 
+def _with_pairs(rows: WeightMap) -> WeightMap:
+    """Returns the weight map of a BERT with its pooler and its head for pairs of sentences."""
+    linear = {"pooler/{}": "bert.pooler.dense", "sentences/next/{}": "cls.seq_relationship"}
+    found = {path.format("w"): (f"{name}.weight", TRANSPOSED) for path, name in linear.items()}
+    bias = {"pooler/b": "bert.pooler.dense.bias", "sentences/next/bias": "cls.seq_relationship.bias"}
+    return rows | found | {path: (name, SAME) for path, name in bias.items()}
+
+
 def _with_gate(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
     """Returns the weight map of a T5 with a gated MLP, or of one without."""
     gated = "encoder/mlp/w_gate" in declared
@@ -223,6 +231,8 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
         rows = _with_gate(declared, rows)
     if "output/w" in declared:
         rows = _with_classifier(family, declared, rows)
+    if family == "bert" and "sentences/next/w" in declared:
+        rows = _with_pairs(rows)
     unnamed = sorted(declared.keys() - rows.keys())
     if unnamed:
         raise ConfigError(

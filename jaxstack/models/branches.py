@@ -14,7 +14,7 @@ and a residual stream [B * R, S/n, D], in which the windows of a row are neighbo
 """
 
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
 from jaxstack.config.branches import BranchesConfig
+from jaxstack.config.sentences import SentencesConfig, SentenceTask
 from jaxstack.models import decoder, encoder
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
@@ -41,6 +42,7 @@ _NAMES: dict[Branch, dict[str, str]] = {
         "loss_weights": "masked_weights",
         "positions": "masked_positions",
         "segment_ids": "masked_segment_ids",
+        **{f"{task}_{kind}": f"{task}_{kind}" for task in get_args(SentenceTask) for kind in ("targets", "weights")},
     },
     "generation": {},
 }
@@ -50,7 +52,8 @@ _NAMES: dict[Branch, dict[str, str]] = {
 def model_of(cfg: ModelConfig, branch: Branch) -> ModelConfig:
     """Returns the model of a branch with the trunk: an encoder, or a decoder."""
     family: Literal["encoder", "decoder"] = "encoder" if branch == "understanding" else "decoder"
-    return replace(cfg, family=family, branches=BranchesConfig())
+    tasks = cfg.sentences if branch == "understanding" else SentencesConfig()
+    return replace(cfg, family=family, branches=BranchesConfig(), sentences=tasks)
 
 
 def depths(cfg: ModelConfig) -> tuple[int, int]:
@@ -98,7 +101,7 @@ def batch_spec(cfg: Config) -> BatchSpec:
     """Declares the arrays of a batch of texts, see `data.masking.BranchWindows`."""
     found: BatchSpec = {}
     for branch, rate in zip(BRANCHES, cfg.model.branches.rates, strict=True):
-        for name, array in decoder.batch_spec(cfg).items():
+        for name, array in (encoder if branch == "understanding" else decoder).batch_spec(cfg).items():
             found[_NAMES[branch].get(name, name)] = replace(array, shape=(*array.shape, rate))
     return found
 
@@ -109,7 +112,8 @@ def of_branch(batch: Batch, branch: Branch) -> Batch:
     `rows` and `key`, for dropout, are those of the windows and of the branch.
     """
     back = {there: here for here, there in _NAMES[branch].items()}
-    kept = {back.get(n, n): a for n, a in batch.items() if n in back or (not back and not n.startswith("masked_"))}
+    others = set() if back else {*_NAMES["understanding"].values()}
+    kept = {back.get(n, n): a for n, a in batch.items() if n in back or (not back and n not in others)}
     found = {n: a.swapaxes(1, 2).reshape(-1, a.shape[1]) for n, a in kept.items() if n not in ("key", "rows")}
     if "key" in batch:
         key = jax.random.wrap_key_data(batch["key"])
@@ -243,6 +247,8 @@ def final_norm(cfg: ModelConfig, params: Params, x: PyTree, ctx: Context) -> PyT
 def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
     """Returns the sums of weight * negative log-likelihood, in nats: `causal` of next tokens, `masked` of hidden ones.
 
+    The tasks on sentences, which are of the branch `understanding`, have a sum each.
+
     Args:
       cfg: the model.
       params: as `spec` declares them.
@@ -253,10 +259,10 @@ def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Co
     """
     masked, causal = of_branch(batch, "understanding"), of_branch(batch, "generation")
     model, own = model_of(cfg, "understanding"), params_of(cfg, params, "understanding")
-    understood = encoder.loss(model, own, hidden["understanding"], masked, ctx)["loss"]
+    understood = encoder.loss(model, own, hidden["understanding"], masked, ctx)
     model, own = model_of(cfg, "generation"), params_of(cfg, params, "generation")
     generated = decoder.loss(model, own, hidden["generation"], causal, ctx)["loss"]
-    return {"causal": generated, "masked": understood}
+    return {"causal": generated, **({"masked": understood["loss"]} if "loss" in understood else understood)}
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: PyTree, ctx: Context | None = None) -> PyTree:

@@ -6,7 +6,8 @@ and normalises after each sum (`norm_after`). Shapes: see `decoder`.
 
 The head predicts tokens of the vocabulary, or labels (`ModelConfig.labels`). A sequence is classified by its first
 token. So a classifier of sequences, too, computes labels for all tokens, and the batch weighs the first one. Whatever
-splits rows or sequences then needs no rule of its own.
+splits rows or sequences then needs no rule of its own. Tasks on sentences (`ModelConfig.sentences`) have heads beside
+that of the vocabulary, which read what BERT's pooler makes of the first token; their batches weigh it, too.
 """
 
 from dataclasses import replace
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
+from jaxstack.config.model import LABEL_MULTIPLE
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
@@ -44,34 +46,60 @@ def spec(cfg: ModelConfig) -> Spec:
             tree["transform"]["b"] = Param((D,), ("norm",), "vector", init="zeros")
         if not pools:
             tree["transform"]["norm"] = layers.norm_spec(cfg, D, "norm")
-    bias = Param((cfg.classes,), ("vocab",), "vector", init="zeros")
-    tree["output"] = {"bias": pad(bias, 0, cfg.padded_classes)}
+    tree["output"] = {"bias": _head_bias(cfg.classes, cfg.padded_classes)}
     if cfg.labels:
-        # Zeros: all labels are equally likely at first, and the layers are not moved by random directions.
-        w = Param((D, cfg.classes), ("embed", "vocab"), init="zeros", roles=("head",))
-        tree["output"]["w"] = pad(w, 1, cfg.padded_classes)
+        tree["output"]["w"] = _head_matrix(D, cfg.classes, cfg.padded_classes)
         tree["embedding"]["tokens"] = replace(tree["embedding"]["tokens"], roles=("token_table",))
+    if cfg.sentences.tasks:
+        tree["pooler"] = {"w": Param((D, D), ("embed", "norm"), std=cfg.init_std)}
+        if cfg.bias:
+            tree["pooler"]["b"] = Param((D,), ("norm",), "vector", init="zeros")
+        tree["sentences"] = {
+            task: {"w": _head_matrix(D, *sizes), "bias": _head_bias(*sizes)} for task, sizes in _sentences(cfg).items()
+        }
     return tree
+
+
+def _head_matrix(width: int, classes: int, padded: int) -> Param:
+    # Zeros: all labels are equally likely at first, and the layers are not moved by random directions.
+    return pad(Param((width, classes), ("embed", "vocab"), init="zeros", roles=("head",)), 1, padded)
+
+
+def _head_bias(classes: int, padded: int) -> Param:
+    return pad(Param((classes,), ("vocab",), "vector", init="zeros"), 0, padded)
+
+
+def _sentences(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Returns the number of answers of each task on sentences, without and with padding."""
+    found = {task: cfg.sentences.classes(task) for task in cfg.sentences.tasks}
+    return {task: (count, -(-count // LABEL_MULTIPLE) * LABEL_MULTIPLE) for task, count in found.items()}
 
 
 def with_other_head(there: ModelConfig, values: Params, here: ModelConfig, fresh: Params) -> Params:
     """Returns `fresh`, the initial parameters of a model, with the groups that a model with another head has, too.
 
     Args:
-      there: the other model, equal to `here` but for its labels.
+      there: the other model, equal to `here` but for its labels and its tasks on sentences.
       values: its parameters.
       here: the model.
       fresh: its parameters; the head, and a transform that `there` does not have, stay as they are.
     """
     shapes, before = abstract(spec(here)), abstract(spec(there))
+    other = {"output"} if there.labels != here.labels else set()
     return {
-        name: values[name] if name != "output" and shapes[name] == before.get(name) else fresh[name] for name in shapes
+        name: values[name] if name not in other and shapes[name] == before.get(name) else fresh[name] for name in shapes
     }
 
 
 def batch_spec(cfg: Config) -> BatchSpec:
-    """Declares the arrays of a batch of texts, see `decoder.batch_spec`."""
-    return decoder.batch_spec(cfg)
+    """Declares the arrays of a batch of texts, see `decoder.batch_spec` and `data.sentences`."""
+    arrays = decoder.batch_spec(cfg)
+    for task, (classes, _) in _sentences(cfg.model).items():
+        arrays[f"{task}_targets"] = replace(arrays["targets"], below=classes)
+        arrays[f"{task}_weights"] = arrays["loss_weights"]
+    if cfg.model.sentences.tasks and cfg.model.token_types > 1:
+        arrays["token_types"] = replace(arrays["tokens"], below=2)
+    return arrays
 
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
@@ -127,10 +155,15 @@ def hidden_states(
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
     """Returns what the head reads [B, S, D], from the residual stream after the last layer [B, S/n, D].
 
-    Each device transforms its tokens of the residual stream.
+    Each device transforms its tokens of the residual stream. With tasks on sentences, what their heads read is behind
+    what the head of the vocabulary reads: [B, S, 2 * D].
     """
     if not cfg.norm_after:
         x = layers.norm(cfg, params["final_norm"], x, ctx)
+    pooled = None
+    if cfg.sentences.tasks:
+        pooler = ctx.gather_params(spec(cfg)["pooler"], params["pooler"])
+        pooled = jnp.tanh(kernels.linear(x, pooler["w"], pooler.get("b"), implementation=ctx.linear))
     if "transform" in params:
         transform = ctx.gather_params(spec(cfg)["transform"], params["transform"])
         x = kernels.linear(x, transform["w"], transform.get("b"), implementation=ctx.linear)
@@ -138,14 +171,21 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> 
             x = layers.norm(cfg, transform["norm"], layers.activate(cfg.activation, x, ctx), ctx)
         else:
             x = jnp.tanh(x)
-    return ctx.gather_activations(x, "vocab")
+    return ctx.gather_activations(x if pooled is None else jnp.concatenate([x, pooled], -1), "vocab")
 
 
 def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
     """Returns the output matrix [D + 1, V/n] in the compute dtype, whose last row is the bias of each class."""
+    if cfg.labels:
+        return _with_bias(spec(cfg)["output"], params["output"], ctx)
     output = ctx.gather_params(spec(cfg)["output"], params["output"])
-    w = output["w"].astype(ctx.dtype) if cfg.labels else decoder.head(cfg, params, ctx)
-    return jnp.concatenate([w, output["bias"].astype(ctx.dtype)[None]])
+    return jnp.concatenate([decoder.head(cfg, params, ctx), output["bias"].astype(ctx.dtype)[None]])
+
+
+def _with_bias(declared: Spec, output: Params, ctx: Context) -> jax.Array:
+    """Returns the matrix `w` of a head with its `bias` as the last row, in the compute dtype."""
+    output = ctx.gather_params(declared, output)
+    return jnp.concatenate([output["w"].astype(ctx.dtype), output["bias"].astype(ctx.dtype)[None]])
 
 
 def with_one(hidden: jax.Array) -> jax.Array:
@@ -156,31 +196,70 @@ def with_one(hidden: jax.Array) -> jax.Array:
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
     """Returns the sum `loss` of weight * negative log-likelihood of hidden tokens or labels, in nats.
 
-    For the arguments, see `decoder.loss`.
+    With tasks on sentences, its name is `masked`, and each task has a sum of its own. For the arguments, see
+    `decoder.loss`.
     """
 
     def work(
         ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[None, jax.Array]:
-        total = kernels.cross_entropy(
-            with_one(hidden),
-            head(cfg, params, ctx),
-            targets,
-            weights,
-            vocab_axes=ctx.axes("vocab"),
-            vocab_size=cfg.classes,
-            chunk=ctx.loss_chunk,
-            implementation=ctx.cross_entropy,
-        )
-        return None, total
+        return None, _nll(head(cfg, params, ctx), cfg.classes, hidden, targets, weights, ctx)
 
     declared, rows = spec(cfg), ("batch", "sequence")
     only, used = {"output": declared["output"]}, {"output": params["output"]}
     if not cfg.labels:
         only["embedding"] = {"tokens": declared["embedding"]["tokens"]}
         used["embedding"] = {"tokens": params["embedding"]["tokens"]}
-    arguments = used, hidden, batch["targets"], batch["loss_weights"]
-    return {"loss": ctx.region(work, arguments, (only, rows, rows, rows), ())[1]}
+    arguments = used, _of_tokens(cfg, hidden), batch["targets"], batch["loss_weights"]
+    total = ctx.region(work, arguments, (only, rows, rows, rows), ())[1]
+    if not cfg.sentences.tasks:
+        return {"loss": total}
+    return {"masked": total, **_sentence_losses(cfg, params, hidden[..., cfg.d_model :], batch, ctx)}
+
+
+def _of_tokens(cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """Returns what the head of the vocabulary or of labels reads of the results of `hidden_states`."""
+    return hidden[..., : cfg.d_model] if cfg.sentences.tasks else hidden
+
+
+def _sentence_losses(
+    cfg: ModelConfig, params: Params, pooled: jax.Array, batch: Batch, ctx: Context
+) -> dict[str, jax.Array]:
+    """Returns the sum of weight * negative log-likelihood of the answers of each task on sentences."""
+    declared, rows, sums = spec(cfg), ("batch", "sequence"), {}
+    for task, (classes, _) in _sentences(cfg).items():
+        own = declared["sentences"][task]
+
+        def work(
+            ctx: Context,
+            params: Params,
+            pooled: jax.Array,
+            targets: jax.Array,
+            weights: jax.Array,
+            own: Spec = own,
+            classes: int = classes,
+        ) -> tuple[None, jax.Array]:
+            return None, _nll(_with_bias(own, params, ctx), classes, pooled, targets, weights, ctx)
+
+        arguments = params["sentences"][task], pooled, batch[f"{task}_targets"], batch[f"{task}_weights"]
+        sums[task] = ctx.region(work, arguments, (own, rows, rows, rows), ())[1]
+    return sums
+
+
+def _nll(
+    head: jax.Array, classes: int, hidden: jax.Array, targets: jax.Array, weights: jax.Array, ctx: Context
+) -> jax.Array:
+    """Returns the sum of weight * negative log-likelihood of targets [B, S], by a head with biases [D + 1, V/n]."""
+    return kernels.cross_entropy(
+        with_one(hidden),
+        head,
+        targets,
+        weights,
+        vocab_axes=ctx.axes("vocab"),
+        vocab_size=classes,
+        chunk=ctx.loss_chunk,
+        implementation=ctx.cross_entropy,
+    )
 
 
 def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
@@ -194,5 +273,6 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     V is the size of the vocabulary, or the number of labels.
     """
     ctx = ctx or Context()
-    scores = jnp.einsum("bsd,dv->bsv", with_one(hidden), head(cfg, params, ctx), preferred_element_type=jnp.float32)
+    read = with_one(_of_tokens(cfg, hidden))
+    scores = jnp.einsum("bsd,dv->bsv", read, head(cfg, params, ctx), preferred_element_type=jnp.float32)
     return kernels.mask_vocab_padding(scores, cfg.classes, ctx.axes("vocab"))

@@ -1,5 +1,6 @@
 """Formulas of a model's compute: FLOPs per token, and the share of a chip's peak that a run reaches (MFU)."""
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -33,6 +34,8 @@ def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
     encoder = cfg.family == "encoder"
     rows = cfg.d_model * (cfg.tied_embeddings and not cfg.labels) + encoder  # an encoder's head has its bias as a row
     head = rows * cfg.classes if frozen in (None, bool(cfg.lora.rank)) else 0
+    if cfg.sentences.tasks and not frozen:  # their heads have biases as rows, too
+        head += sum(p.size for path, p in flat_spec(family.spec(cfg)).items() if re.match("sentences/.*/bias", path))
     return head + sum(
         p.size * cfg.moe.choices // cfg.moe.num_experts if "experts" in p.axes else p.size
         for p in leaves

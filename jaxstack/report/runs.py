@@ -18,6 +18,7 @@ from jaxstack.checkpoint.run_dir import LAUNCH
 from jaxstack.config import ConfigError
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
+from jaxstack.config.sentences import SentencesConfig
 from jaxstack.tracking import goodput
 from jaxstack.tracking.jsonl import Record, is_step, read_lines
 
@@ -50,11 +51,12 @@ class LoggedRun:
         """What the run learns. Losses of different objectives cannot be compared."""
         labels = bool(self.config.get("model.labels"))
         family, each = (self.config.get(f"model.{key}") for key in ("family", "label_each"))
+        sentences = SentencesConfig(tuple(self.config.get("model.sentences.tasks") or ())).terms
         if family == "branches":
-            return BranchesConfig().objective
+            return BranchesConfig().objective(sentences)
         if family == "contrastive":
             return contrastive_objective(bool(self.config.get("model.contrastive.caption_layers")))
-        return objective_of(str(family), labels, str(each or "sequence"))
+        return objective_of(str(family), labels, str(each or "sequence"), sentences)
 
     @cached_property
     def training(self) -> list[Record]:

@@ -198,15 +198,17 @@ class StepLogger:
         record = {"step": step, "eval_loss": loss, "eval_bits_per_byte": bits, "parameters": self._parameters}
         if objective.accuracy:
             record["eval_accuracy"] = self._loader.mean_loss({name: mean.accuracy for name, mean in means.items()})
+        terms = {}
         for term in objective.terms if len(objective.terms) > 1 else ():
             each = {name: mean.terms[term.name] for name, mean in means.items()}
-            record[f"eval_loss_{term.name}"] = self._loader.mean_loss(each)
+            terms[term.name] = record[f"eval_loss_{term.name}"] = self._loader.mean_loss(each)
         if len(losses) > 1:
             record |= {f"eval_loss/{name}": value for name, value in losses.items()}
             per_token = {one.name: one.bytes_per_token if first else math.nan for one in self._loader.held_out}
             record |= {f"eval_bits_per_byte/{n}": losses[n] / math.log(2) / per_token[n] for n in losses}
         self._log.write(record)
-        right = f", {objective.accuracy} {record['eval_accuracy']:.1%}" if objective.accuracy else ""
+        right = f" ({', '.join(f'{name} {value:.4f}' for name, value in terms.items())})" if terms else ""
+        right += f", {objective.accuracy} {record['eval_accuracy']:.1%}" if objective.accuracy else ""
         self._console.print(f"step {step:>6}  {objective.loss} {_in_words(loss, bits, objective.unit)}{right}")
         if len(losses) > 1:
             for name, value in losses.items():

@@ -27,6 +27,7 @@ from jaxstack.config import (
     parallel,
     pictures,
     run,
+    sentences,
     seq2seq,
     training,
 )
@@ -40,6 +41,7 @@ MODULES = (
     contrastive,
     diffusion,
     pictures,
+    sentences,
     seq2seq,
     parallel,
     training,
@@ -68,6 +70,7 @@ TOWERS = {
 }  # fmt: skip
 TIMESTEP = {"model.moe.num_experts": 8, "model.moe.router": "timestep"}
 ENCODER = {"model.family": "encoder", "model.tied_embeddings": True}
+NEXT = {"model.family": "encoder", "model.tied_embeddings": True, "model.sentences.tasks": ("next",)}
 TWO = {"model.family": "branches", "model.tied_embeddings": True}
 
 LABELS = {"data.source": "labels", "data.path": "x", "model.labels": ("a", "b")}
@@ -141,6 +144,11 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.label_each": "token"}, ENCODER | LABELS | {"model.label_each": "token"}),
     (ENCODER | LABELS | {"model.labels": ()}, ENCODER | LABELS),
     (ENCODER | {"model.labels": ("a", "b")}, ENCODER | LABELS),
+    ({"model.sentences.parts": 4}, NEXT | {"model.sentences.parts": 4}),
+    (NEXT | {"model.sentences.tasks": ("next", "next")}, NEXT | {"model.sentences.tasks": ("next", "distance")}),
+    (NEXT | {"model.family": "decoder"}, NEXT | {"model.family": "branches"}),
+    (NEXT | {"data.packing": True}, {**NEXT, "model.sentences.tasks": (), "data.packing": True}),
+    (NEXT | {"data.seq_len": 11}, NEXT | {"data.seq_len": 12}),
     ({"model.branches.layers": 1}, TWO | {"model.branches.layers": 1}),
     (TWO | {"model.branches.rates": (0, 1)}, TWO | {"model.branches.rates": (2, 1)}),
     (TWO | {"model.branches.freeze_trunk": True}, TWO | {"model.branches.freeze_trunk": True, "run.init_from": "x"}),

@@ -1,7 +1,7 @@
 """BERT, RoBERTa and ModernBERT as `transformers` saves them: import, logits, gradients, training steps and export.
 
-Each has its masked-LM head, or a classifier of sequences or of tokens. The weights are random, rows have odd lengths
-and padding. The tolerances are those of tests/hf/test_parity.py.
+Each has its masked-LM head, or a classifier of sequences or of tokens; BERT also a head for pairs of sentences.
+The weights are random, rows have odd lengths and padding. The tolerances are those of tests/hf/test_parity.py.
 """
 
 import dataclasses
@@ -33,17 +33,18 @@ SLOW = pytest.mark.slow
 HEADS = [
     *((family, "") for family in PAD),
     ("bert", "sequence"),
+    ("bert", "pairs"),
     pytest.param("bert", "token", marks=SLOW),
     *(pytest.param(family, each, marks=SLOW) for family in ("roberta", "modernbert") for each in ("sequence", "token")),
 ]
-"""Families, and what their labels are of; empty for masked language models."""
+"""Families, and what their labels are of; empty for masked language models, `pairs` if these learn pairs, too."""
 
 
 def build(family: str, rng: np.random.Generator, each: str = ""):
     """Builds their model with random values for every weight; a large epsilon shows where it is added."""
     own = {**COMMON, "num_hidden_layers": 4 if family == "modernbert" else 2, "pad_token_id": PAD[family]}
     own |= dict.fromkeys(("bos_token_id", "eos_token_id"))
-    if each:
+    if each in ("sequence", "token"):
         own |= {"id2label": dict(enumerate(LABELS)), "label2id": {label: i for i, label in enumerate(LABELS)}}
     if family == "modernbert":
         own |= dict.fromkeys(("cls_token_id", "sep_token_id"))
@@ -63,6 +64,8 @@ def build(family: str, rng: np.random.Generator, each: str = ""):
 
 
 def their_class(each: str):
+    if each == "pairs":
+        return transformers.AutoModelForPreTraining
     return getattr(transformers, f"AutoModelFor{f'{each.title()}Classification' if each else 'MaskedLM'}")
 
 
@@ -101,25 +104,39 @@ def random_batch(family, cfg, rng):
         "loss_weights": weights,
     }
     batch["segment_ids"] = real.astype(np.int32)
+    for task in cfg.sentences.tasks:
+        batch[f"{task}_targets"] = rng.integers(0, 2, (B, S)).astype(np.int32)
+        batch[f"{task}_weights"] = np.zeros((B, S), np.float32)
+        batch[f"{task}_weights"][:, 0] = 1
     if cfg.token_types == 2:
         batch["token_types"] = rng.integers(0, 2, (B, S)).astype(np.int32)
     return batch
 
 
-def their_logits(theirs, batch):
-    """Returns their logits [B, S, V]; a classifier of sequences has S = 1."""
+def their_output(theirs, batch):
     given = {"input_ids": batch["tokens"], "attention_mask": batch["segment_ids"]}
     if "token_types" in batch:
         given["token_type_ids"] = batch["token_types"]
-    logits = theirs(**{name: torch.from_numpy(value).long() for name, value in given.items()}).logits
+    return theirs(**{name: torch.from_numpy(value).long() for name, value in given.items()})
+
+
+def their_logits(theirs, batch, output=None):
+    """Returns their logits [B, S, V]; a classifier of sequences has S = 1."""
+    output = output or their_output(theirs, batch)
+    logits = output.logits if "logits" in output else output.prediction_logits
     return logits if logits.ndim == 3 else logits[:, None]
 
 
 def their_loss(theirs, batch):
-    logits = their_logits(theirs, batch)
+    output = their_output(theirs, batch)
+    logits = their_logits(theirs, batch, output)
     targets, weights = (torch.from_numpy(batch[name][:, : logits.shape[1]]) for name in ("targets", "loss_weights"))
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.long().flatten(), reduction="none")
-    return (each * weights.flatten()).sum() / weights.sum()
+    loss = (each * weights.flatten()).sum() / weights.sum()
+    if "next_targets" not in batch:
+        return loss
+    answers = torch.from_numpy(batch["next_targets"][:, 0]).long()
+    return loss + torch.nn.functional.cross_entropy(output.seq_relationship_logits, answers)
 
 
 def assert_near(got, expected, tolerance, family):
@@ -137,7 +154,8 @@ def assert_near(got, expected, tolerance, family):
 @pytest.mark.parametrize(("family", "each"), HEADS)
 def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, tmp_path, rng):
     theirs, cfg, values = saved(family, rng, tmp_path / "saved", each)
-    assert (cfg.labels, cfg.label_each) == ((LABELS, each) if each else ((), "sequence"))
+    assert (cfg.labels, cfg.label_each) == ((LABELS, each) if each in ("sequence", "token") else ((), "sequence"))
+    assert cfg.sentences.tasks == (("next",) if each == "pairs" else ())
     batch = random_batch(family, cfg, rng)
     expected = their_logits(theirs, batch).numpy(force=True)
     real = batch["segment_ids"][:, : expected.shape[1]] == 1
@@ -148,8 +166,9 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, 
 
     def work(values):
         hidden, _ = encoder.hidden_states(cfg, values, batch, CPU)
-        total = encoder.loss(cfg, values, hidden, batch, CPU)["loss"]
-        return total / batch["loss_weights"].sum(), encoder.logits(cfg, values, hidden, CPU)
+        sums = encoder.loss(cfg, values, hidden, batch, CPU)
+        total = sum(sums[term.name] / batch[term.weights].sum() for term in cfg.objective.terms)
+        return total, encoder.logits(cfg, values, hidden, CPU)
 
     (got_loss, logits), grads = jax.jit(jax.value_and_grad(work, has_aux=True))(values)
     assert (
@@ -175,7 +194,7 @@ def test_five_steps_of_adamw(family, each, tmp_path, rng):
     """See test_parity.py: clipping, weight decay of matrices only, and AdamW with a large epsilon."""
     theirs, model, start = saved(family, rng, tmp_path / "saved", each)
     optim = OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant", weight_decay=0.1, clip_norm=1.0, eps=1e-4)
-    data = DataConfig(seq_len=S, batch_size=B, source="labels" if each else "stdlib", path="x" if each else None)
+    data = DataConfig(seq_len=S, batch_size=B, **({"source": "labels", "path": "x"} if model.labels else {}))
     cfg = Config(model=model, data=data, optim=optim, train=TrainConfig(steps=5))
     state = dataclasses.replace(init_state(cfg), params=start)
     train_step = jax.jit(step.make_train_step(cfg, CPU))

@@ -15,6 +15,7 @@ from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig
 from jaxstack.config.branches import BranchesConfig
+from jaxstack.config.sentences import SentencesConfig
 from jaxstack.data.loader import window_sizes
 from jaxstack.data.mixture import MixtureReader
 from jaxstack.data.tokens import Tokens
@@ -47,6 +48,8 @@ def alone(cfg: ModelConfig, values, name):
     layers."""
     family = "encoder" if name == "understanding" else "decoder"
     model = dataclasses.replace(cfg, family=family, branches=BranchesConfig())
+    if name == "generation":
+        model = dataclasses.replace(model, sentences=SentencesConfig())
     layers = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), values["trunk"], values["branches"][name])
     tables = dict(values["embedding"])
     if name == "generation":
@@ -57,7 +60,7 @@ def alone(cfg: ModelConfig, values, name):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def one_window(family, model, values, batch):
     hidden, _ = family.hidden_states(model, values, batch)
-    return family.loss(model, values, hidden, batch, Context())["loss"]
+    return family.loss(model, values, hidden, batch, Context())
 
 
 @pytest.mark.random
@@ -72,24 +75,32 @@ def test_losses_and_gradients_are_those_of_an_encoder_and_a_decoder(kind, packin
     values = jax.tree.map(lambda a: a + 0.05 * jax.random.normal(jax.random.key(a.size), a.shape), values)
 
     def definition(values):
-        terms = {}
+        terms = dict.fromkeys(("causal", "masked", *cfg.model.sentences.tasks), 0.0)
         for name, (family, prefix) in IN_BRANCH.items():
             model, own = alone(cfg.model, values, name)
             weights = batch["masked_weights" if prefix else "loss_weights"]
-            terms[name] = 0.0
             for row in range(ROWS):
                 for window in range(weights.shape[2]):
                     names = ("tokens", "targets", "positions", "segment_ids")
                     one = {n: batch[prefix + n][row : row + 1, :, window] for n in names if prefix + n in batch}
                     one["loss_weights"] = weights[row : row + 1, :, window]
-                    terms[name] += one_window(family, model, own, one) / weights.sum()
-        return terms["generation"] + cfg.model.branches.masked_weight * terms["understanding"], terms
+                    for task in model.sentences.tasks:
+                        answers = {f"{task}_{kind}": batch[f"{task}_{kind}"] for kind in ("targets", "weights")}
+                        one |= {n: a[row : row + 1, :, window] for n, a in answers.items()}
+                    sums = one_window(family, model, own, one)
+                    main = "masked" if prefix else "causal"
+                    terms[main] += sums.get("masked", sums.get("loss")) / weights.sum()
+                    for task in model.sentences.tasks:
+                        terms[task] += sums[task] / max(batch[f"{task}_weights"].sum(), 1)
+        scales = {"masked": cfg.model.branches.masked_weight}
+        scales |= dict.fromkeys(cfg.model.sentences.tasks, cfg.model.sentences.weight)
+        return sum(scales.get(name, 1.0) * term for name, term in terms.items()), terms
 
     (want, terms), want_grads = jax.value_and_grad(definition, has_aux=True)(values)
     loss, grads, sums = make_gradients(cfg, Context())(values, batch)
     assert float(loss) == pytest.approx(float(want), rel=1e-5)
-    assert float(sums["loss_causal"]) == pytest.approx(float(terms["generation"]), rel=1e-5)
-    assert float(sums["loss_masked"]) == pytest.approx(float(terms["understanding"]), rel=1e-5)
+    for name, term in terms.items():
+        assert float(sums[f"loss_{name}"]) == pytest.approx(float(term), rel=1e-5), name
     found, wanted = flatten(grads), flatten(want_grads)
     assert found.keys() == wanted.keys()
     for path, grad in found.items():

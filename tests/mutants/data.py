@@ -14,7 +14,6 @@ mistakes(
         "data/test_chat.py",
     ),
     ("(piece_BS == piece_BT[:, 1:])", "(piece_BS == piece_BT[:, :-1])"),
-    ("at_BT - np.maximum(begins_BT, first_B[:, None])", "at_BT - begins_BT"),
     ("rng.integers(slack + 1)", "rng.integers(slack)"),
     ("        rng = np.random.default_rng([seed, index])", "        rng = np.random.default_rng(seed + index)"),
     ("batch[name][row_B >= len(samples)] = 0", "batch[name][row_B > len(samples)] = 0"),
@@ -24,12 +23,34 @@ mistakes(
 )
 
 mistakes(
+    "data", "data/token_stream.py", "data/test_windows.py",
+    ("at_BT - np.maximum(begins_BT, first_B[:, None])", "at_BT - begins_BT"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/sentences.py", "data/test_sentences.py",
+    ("(begins, first - 2 * size)", "(begins, first - size)"),
+    ("(ends, len(stream) - size)", "(ends - 1, len(stream) - size)"),
+    ("rng.integers(1, self.cfg.parts + 1)", "rng.integers(1, self.cfg.parts)"),
+    ("sum(later < part for later", "sum(later > part for later"),
+    ("np.random.default_rng([seed, number, _STREAM])", "np.random.default_rng([seed, row, _STREAM])"),
+    ("draw -= last - least + 1", "draw -= last - least"),
+)  # fmt: skip
+
+mistakes(
+    "models", "models/encoder.py", "hf/test_encoders.py -k pairs",
+    ('other = {"output"} if there.labels != here.labels else set()', "other = set()", "models/test_encoder_heads.py"),
+    ("pooled = jnp.tanh(kernels.linear(", "pooled = (kernels.linear("),
+)  # fmt: skip
+
+mistakes(
     "data", "data/prefetch.py", "data/test_windows.py",
     ("ds.__getitem__, step + depth))", "ds.__getitem__, step + 1))"),
 )  # fmt: skip
 
 mistakes(
     "data", "data/masking.py", "data/test_masking.py",
+    ("np.isin(targets, self.never)", "np.isin(targets, self.never[:1])", "data/test_sentences.py"),
     ("inside_BS[:, 1:] &= segments_BS[:, 1:] == segments_BS[:, :-1]", "pass"),
     ("own_BS * self.share, 1.0)", "draw_BS, 1.0)"),
     ("self.goes_back[ids_BS[:, 1:]] & self.open_ended[ids_BS[:, :-1]]", "self.goes_back[ids_BS[:, 1:]]"),

@@ -143,7 +143,7 @@ SHARDED: list[Case] = [
 ]
 """Pipelines whose units gather the weights of one layer at a time. The first one is quick."""
 ENCODERS: list[Case] = [
-    case("bert", ONE, 2, 4, layers=5, fsdp=2, tensor=2, dropout=0.3),
+    case("bert_pairs", ONE, 2, 4, layers=5, fsdp=2, tensor=2, dropout=0.3),
     case("bert", TWO, 2, 4, 2, layers=7, data=2, packing=True, accum=2),
     case("bert", ZERO, 4, 8, layers=6, remat="full", loops="static"),
     case("bert", ALL, 4, 4, tensor=2, context_method="all_gather", remat="selective"),

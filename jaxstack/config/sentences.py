@@ -1,0 +1,78 @@
+"""Keys of the group `model.sentences`: what an encoder learns about the parts of a text, beside hidden tokens."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+from jaxstack.config.bounds import Interval, PositiveFloat, check_bounds, require
+from jaxstack.config.objective import Term
+
+if TYPE_CHECKING:
+    from jaxstack.config.run import Config
+
+SentenceTask: TypeAlias = Literal["next", "distance", "reordering"]
+
+
+@dataclass(frozen=True)
+class SentencesConfig:
+    """Tasks on the parts of a window of text, for families `encoder` and `branches`."""
+
+    tasks: tuple[SentenceTask, ...] = ()
+    """What is learned beside hidden tokens; each window draws one. `next`: whether its second half follows the first
+    (BERT). `distance`: whether the halves are neighbours, from one document, or from two (ERNIE). `reordering`: the
+    order that its parts had (ERNIE)."""
+    parts: Annotated[int, Interval(2, 6)] = 3
+    """With the task `reordering`: largest number of parts. Each window draws a number from 1 on."""
+    weight: PositiveFloat = 1.0
+    """Factor of the loss of each task in the objective. That of hidden tokens is 1."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model.sentences", self)
+        require(
+            len({*self.tasks}) == len(self.tasks),
+            f"model.sentences.tasks={list(self.tasks)} names a task twice. Name each once.",
+        )
+
+    def classes(self, task: SentenceTask) -> int:
+        """Returns the number of answers that a task has."""
+        if task == "reordering":
+            return sum(math.factorial(parts) for parts in range(1, self.parts + 1))
+        return {"next": 2, "distance": 3}[task]
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Returns the losses of the tasks, whose weights are 1 at the first token of a window with the task."""
+        return tuple(Term(task, f"{task}_weights", self.weight) for task in self.tasks)
+
+
+def check_sentences(cfg: "Config") -> None:
+    """Checks that tasks on sentences are used with a model and data that have them.
+
+    Raises:
+      ConfigError: the tasks do not suit the family or the data.
+    """
+    model, data, own, default = cfg.model, cfg.data, cfg.model.sentences, SentencesConfig()
+    if not own.tasks:
+        for key, given in vars(own).items():
+            require(
+                given == getattr(default, key),
+                f"model.sentences.{key}={given} is for tasks on sentences, but model.sentences.tasks is empty. Name "
+                f"one, such as [next], or leave it out.",
+            )
+        return
+    shown = f"model.sentences.tasks={list(own.tasks)}"
+    require(
+        model.masks_tokens,
+        f"{shown} is learned beside hidden tokens, which model.family={model.family}"
+        f"{' with model.labels' * bool(model.labels)} does not learn. Use --model.family=encoder without labels, or "
+        f"tasks=[].",
+    )
+    require(
+        not data.packing,
+        f"{shown} compares parts of a window, which data.packing=true keeps apart. Use data.packing=false.",
+    )
+    require(
+        data.seq_len >= 4 * own.parts,
+        f"data.seq_len={data.seq_len} is too short for {shown} with up to {own.parts} parts of 4 tokens or more. Raise "
+        f"it.",
+    )
