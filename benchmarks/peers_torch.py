@@ -1,10 +1,12 @@
-"""Trains the three jobs of the CPU comparison in PyTorch, eager or compiled, one optimizer step at a time.
+"""Trains the jobs of the CPU comparison in PyTorch, eager or compiled, one optimizer step at a time.
 
 gpt    The block of nanoGPT as configured by its own jobs: LayerNorm and linear layers without biases, learned
        positions, exact GELU, `scaled_dot_product_attention`, head tied to the embedding.
 llama  `transformers.LlamaForCausalLM` with `attn_implementation="sdpa"`.
+bert   `transformers.BertForMaskedLM`, likewise, without dropout. All tokens are targets.
+t5     `transformers.T5ForConditionalGeneration` without dropout: half as many targets as inputs.
 
-Both use float32, the fused AdamW of `torch.optim`, and gradients clipped to a global norm of 1.
+All use float32, the fused AdamW of `torch.optim`, and gradients clipped to a global norm of 1.
 """
 
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ JOBS = {
     "J1": Job("gpt", 4, 128, 4, 4, 512, batch=12, seq_len=64, vocab=256),  # the CPU job of nanoGPT
     "J2": Job("gpt", 6, 384, 6, 6, 1536, batch=16, seq_len=256, vocab=256),  # its Shakespeare job, without dropout
     "J3": Job("llama", 8, 512, 8, 4, 1408, batch=4, seq_len=512, vocab=32_000),
+    "E1": Job("bert", 4, 256, 4, 4, 1024, batch=16, seq_len=128, vocab=8192),
+    "T1": Job("t5", 3, 256, 4, 4, 1024, batch=16, seq_len=128, vocab=8192),  # three layers of each stack
 }
 MODES = ("eager", "compile")
 
@@ -104,6 +108,43 @@ def _llama(job: Job) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def _bert(job: Job) -> nn.Module:
+    """Returns a BERT of transformers with its masked-LM head."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=job.vocab,
+        hidden_size=job.width,
+        intermediate_size=job.hidden,
+        num_hidden_layers=job.layers,
+        num_attention_heads=job.heads,
+        max_position_embeddings=job.seq_len,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation="sdpa",
+        dtype="float32",
+    )
+    return BertForMaskedLM(config)
+
+
+def _t5(job: Job) -> nn.Module:
+    """Returns a T5 1.0 of transformers."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=job.vocab,
+        d_model=job.width,
+        d_kv=job.width // job.heads,
+        d_ff=job.hidden,
+        num_layers=job.layers,
+        num_heads=job.heads,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
 class Peer:
     """One job in one mode on a fixed random batch. `step()` trains once and returns the loss in nats per token."""
 
@@ -116,17 +157,21 @@ class Peer:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         job = JOBS[name]
-        self.model = GPT(job) if job.family == "gpt" else _llama(job)
+        self.model = {"gpt": GPT, "llama": _llama, "bert": _bert, "t5": _t5}[job.family](job)
         self.model.train()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         text = torch.randint(job.vocab, (job.batch, job.seq_len + 1))
         self.inputs, self.targets = text[:, :-1].contiguous(), text[:, 1:].reshape(-1)
+        self.given: dict[str, Tensor] = {}
+        if job.family == "t5":
+            self.targets = text[:, : job.seq_len // 2].reshape(-1)
+            self.given = {"decoder_input_ids": text[:, 1 : job.seq_len // 2 + 1].contiguous()}
         self.loss = torch.compile(self._loss) if mode == "compile" else self._loss
 
     def _loss(self) -> Tensor:
-        out = self.model(self.inputs)
+        out = self.model(self.inputs, **self.given)
         logits = out if isinstance(out, Tensor) else out.logits
         return F.cross_entropy(logits.flatten(0, 1), self.targets)
 

@@ -1,9 +1,9 @@
-"""Compares training steps with PyTorch on the CPU: `python benchmarks/train_cpu.py [--jobs J1 J2 J3] [--rounds 7]`
+"""Compares training steps with PyTorch on the CPU: `python benchmarks/train_cpu.py [--jobs J1 J2 ...] [--rounds 9]`
 
 Needs the extra `[parity]`. For each job, three processes (jaxstack, torch eager, torch.compile) take turns of a few
 steps. Turns alternate in rounds, so that other work on the machine slows all of them. The result is the ratio within a
 round: the time of the better torch mode over ours. Medians are printed and written to
-`benchmarks/results/train_cpu.json`.
+`benchmarks/results/train_cpu.json`. The jobs are GPTs (J1, J2), a Llama (J3), a BERT (E1) and a T5 (T1).
 
 Our side runs as `train.py` does: with its device count and flags, `step.jit_train_step`, and metrics that are read one
 step late.
@@ -21,13 +21,21 @@ from typing import Any
 import record
 
 ROOT = Path(__file__).parent.parent
-STEPS = {"J1": 30, "J2": 2, "J3": 2}  # steps of a turn, which takes about a second or two
+STEPS = {"J1": 30, "J2": 2, "J3": 2, "E1": 4, "T1": 4}  # steps of a turn, which takes about a second or two
 
 
 def ours(name: str) -> None:
     """Trains one job of `peers_torch.JOBS` in a process of its own; each line of input is a number of steps."""
     sys.path.insert(0, str(ROOT))
-    from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+    from jaxstack.config import (
+        Config,
+        DataConfig,
+        DenoiserConfig,
+        MeshConfig,
+        ModelConfig,
+        OptimConfig,
+        TrainConfig,
+    )
     from jaxstack.runtime import platform
 
     job = json.loads(sys.stdin.readline())
@@ -38,6 +46,7 @@ def ours(name: str) -> None:
 
     from jaxstack import sharding
     from jaxstack.models.context import Context
+    from jaxstack.models.family import of as family_of
     from jaxstack.training import step
     from jaxstack.training.state import abstract_state, make_state
 
@@ -52,7 +61,30 @@ def ours(name: str) -> None:
             "tied_embeddings": True,
         },
         "llama": {"norm_eps": 1e-6},
+        "bert": {
+            "family": "encoder",
+            "norm": "layer",
+            "norm_eps": 1e-12,
+            "norm_after": True,
+            "token_types": 2,
+            "positions": "learned",
+            "max_positions": job["seq_len"],
+            "activation": "gelu",
+            "gated": False,
+            "bias": True,
+            "tied_embeddings": True,
+        },
+        "t5": {
+            "family": "encoder_decoder",
+            "positions": "relative",
+            "attention_scale": 1.0,
+            "activation": "relu",
+            "gated": False,
+            "tied_embeddings": True,
+            "head_scale": job["width"] ** -0.5,
+        },
     }[job["family"]]
+    both = {"denoisers": (DenoiserConfig(),), "target_len": job["seq_len"] // 2} if job["family"] == "t5" else {}
     cfg = Config(
         model=ModelConfig(
             num_layers=job["layers"],
@@ -63,7 +95,7 @@ def ours(name: str) -> None:
             vocab_size=job["vocab"],
             **family,
         ),
-        data=DataConfig(seq_len=job["seq_len"], batch_size=job["batch"]),
+        data=DataConfig(seq_len=job["seq_len"], batch_size=job["batch"], **both),
         optim=OptimConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
         train=TrainConfig(steps=10**6, grad_accum=job["accum"]),
     )
@@ -72,8 +104,9 @@ def ours(name: str) -> None:
     abstract = abstract_state(cfg, ctx)
     state = make_state(cfg, ctx, abstract)
     train_step = step.jit_train_step(cfg, ctx, abstract)
-    ids = np.random.default_rng(0).integers(0, job["vocab"], (job["batch"], job["seq_len"] + 1)).astype(np.int32)
-    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones(ids[:, 1:].shape, np.float32)}
+    arrays = family_of(cfg.model).batch_spec(cfg)
+    rng = np.random.default_rng(0)
+    batch = {name: array.draw(rng) for name, array in arrays.items()}
     placed = ctx.sharding(ctx.batch)
 
     def run(steps: int) -> float:
@@ -188,7 +221,7 @@ def compare(name: str, rounds: int, accum: int) -> dict[str, Any]:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    arguments.add_argument("--jobs", nargs="+", default=["J1", "J2", "J3"])
+    arguments.add_argument("--jobs", nargs="+", default=[*STEPS])
     arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument("--accum", type=int, default=1, help="microbatches of jaxstack's side")
     arguments.add_argument("--name", default="train_cpu", help="name of the result file")
