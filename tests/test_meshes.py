@@ -57,6 +57,14 @@ EXPERTS = {
 }
 MODELS["t5_gates"] = dataclasses.replace(MODELS["t5_1_1"], moe=EXPERTS["domain"])
 MODELS |= {f"t5_{name}": dataclasses.replace(MODELS["t5"], moe=EXPERTS[name]) for name in ("softmax", "sigmoid")}
+_SWITCH = {"encoder_layers": 4, "num_layers": 2}
+MODELS |= {
+    f"{name}_{n}": dataclasses.replace(MODELS["t5"], moe=dataclasses.replace(moe, every=n), **_SWITCH | own)
+    for name, n, moe, own in (
+        ("switch", 2, dataclasses.replace(EXPERTS["softmax"], top_k=1, normalize=False), {}),
+        ("switch_sigmoid", 3, EXPERTS["sigmoid"], {"encoder_layers": 3, "num_layers": 3}),
+    )
+}
 MODELS["untied"] = dataclasses.replace(MODELS["gpt2"], tied_embeddings=False)
 MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in EXPERTS.items()}
 ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
@@ -155,6 +163,8 @@ PAIR_CASES: list[Case] = [
     ("t5_gates", {"expert": 2, "context": 2, "tensor": 2, **GATHER}, {}),
     ("t5_softmax", {"data": 2, "expert": 2, "tensor": 2}, {"accum": 2}),
     ("t5_sigmoid", {"fsdp": 2, "expert": 2, "context": 2, **GATHER}, {"remat": "selective"}),
+    ("switch_2", {"fsdp": 2, "expert": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
+    ("switch_sigmoid_3", {"data": 2, "expert": 4}, {"remat": "selective"}),
 ]
 """Meshes of encoder-decoders, whose rows have several pairs and padding. The first one is quick."""
 

@@ -7,7 +7,7 @@ import json
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,8 @@ def main(args: Namespace) -> None:
         print(f"its matrices are quantised ({' and '.join(found.formats)}) and are read as float32")
     if adapter is not None:
         print(f"{adapter} has adapters of rank {cfg.model.lora.rank} for {', '.join(cfg.model.lora.targets)}")
+    if (capacity := found.ignored_values.pop("expert_capacity", None)) is not None:
+        print(f"ignored: expert_capacity={capacity}, because jaxstack drops no token; see model.moe.capacity_factor")
     if found.ignored_values:
         shown = ", ".join(f"{key}={value}" for key, value in found.ignored_values.items())
         print(f"ignored, because they affect only training: {shown}")
@@ -102,10 +104,10 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
     begin = RunConfig(dir=str(run), init_from=str(folder))
     longest = found.model.max_positions or DataConfig.seq_len
     usual = {"data": {"seq_len": min(longest, DataConfig.seq_len)}}
-    complete = yaml.safe_load(parse.to_yaml(Config(run=begin, model=replace(found.model, max_positions=None))))
+    complete = json.loads(json.dumps(asdict(found.model)))  # with lists for tuples, as in YAML
     decided: dict[str, Any] = {
         "run": {"dir": begin.dir, "init_from": begin.init_from},
-        "model": {key: value for key, value in complete["model"].items() if key not in ("lora", "pad_vocab_to")}
+        "model": {key: value for key, value in complete.items() if key not in ("lora", "pad_vocab_to")}
         | {"max_positions": found.model.max_positions},
     }
     if found.adapters is not None:

@@ -32,6 +32,9 @@ class MoEConfig:
     """With router `sigmoid`: change per step of each expert's bias, towards a balanced load."""
     max_timestep: PositiveInt = 1000
     """With router `timestep` or family `diffusion`: number of timesteps of diffusion."""
+    every: PositiveInt = 1
+    """With family `encoder_decoder`: number of layers of which one has experts, the second one; the others have an MLP.
+    Switch Transformers use 2. 1 means that all layers have experts."""
     shared_experts: NonNegativeInt = 0
     """Experts that process every token, in addition to the chosen ones."""
     capacity_factor: PositiveFloat | None = None

@@ -76,6 +76,16 @@ def check_seq2seq(cfg: "Config") -> None:
         f"{key} is for encoder-decoders, but model.family={model.family}. Use --model.family=encoder_decoder, or leave "
         f"{key.partition('=')[0]} out.",
     )
+    every = model.moe.every
+    require(
+        both or every == 1,
+        f"model.moe.every={every} is for encoder-decoders, but model.family={model.family}. Use every=1.",
+    )
+    for name, depth in (("encoder_layers", model.encoder_depth), ("num_layers", model.num_layers)):
+        require(
+            not model.moe.num_experts or depth % every == 0,
+            f"model.moe.every={every} does not divide model.{name}={depth}. Change one of them.",
+        )
     texts = [name for name in names if name != "pairs"]
     require(
         not both or not texts or bool(data.denoisers),

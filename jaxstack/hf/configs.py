@@ -26,6 +26,7 @@ from jaxstack.hf.families import (
     Family,
     gated_activation,
     gated_name,
+    sparse_layers,
 )
 from jaxstack.hf.json_keys import Keys
 
@@ -77,6 +78,9 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
     ours["activation"] = ACTIVATIONS[activation]
     if family.head_activation not in (None, ours["activation"]):
         raise keys.error(family.activation, activation, f"Use {family.head_activation}, the activation of the head")
+    if family.sparse:
+        ours["moe.every"] = sparse_layers(keys, ours["encoder_layers"], ours["num_layers"])
+        ignored["expert_capacity"] = keys.take("expert_capacity", None)  # no token is dropped
     if family.query_scalar:
         keys.expect("hidden_act", *ACTIVATIONS)  # these models do not read it
         ours["attention_scale"] = _number(keys, "query_pre_attn_scalar") ** -0.5
@@ -275,6 +279,9 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None, start:
         values["query_pre_attn_scalar"] = round(scalar)
     if family.dropout_keys:
         values |= dict.fromkeys(family.zero_keys, 0.0) | dict.fromkeys(family.dropout_keys, model.dropout)
+    if family.sparse:
+        values |= {"num_sparse_encoder_layers": model.encoder_depth // model.moe.every}
+        values |= {"num_sparse_decoder_layers": model.num_layers // model.moe.every}
     if family.rope:
         values |= _rope_keys(model)
     if family.local_attention:
@@ -352,7 +359,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
         model,
         num_kv_heads=model.kv_heads,
         head_dim=model.head_width,
-        d_ff=model.expert_width if moe.num_experts else model.ff_width,
+        d_ff=model.expert_width if moe.num_experts and moe.every == 1 else model.ff_width,
         moe=replace(moe, d_ff=model.expert_width) if moe.num_experts else MoEConfig(),
         attention_scale=scale,
         windows=_period(model.windows),

@@ -6,6 +6,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxstack.hf.json_keys import Keys
+
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -51,6 +53,7 @@ class Family:
       gated_names: whether the value of the key `activation` also says that the MLP is gated, as in T5.
       scales_head: whether `scale_decoder_outputs` says that what the head reads is divided by the root of the width.
       exported: keys without a field that an export has, and their values.
+      sparse: whether some layers of an encoder-decoder have experts, in the keys of Switch Transformers.
     """
 
     architecture: str
@@ -75,6 +78,7 @@ class Family:
     gated_names: bool = False
     scales_head: bool = False
     exported: dict[str, Any] = field(default_factory=dict)
+    sparse: bool = False
 
     def key_of(self, path: str) -> str:
         """Returns the key of a field."""
@@ -228,6 +232,23 @@ FAMILIES = {
     ),
     "t5": Family("T5ForConditionalGeneration", _T5, scales_head=True, **_T5_FAMILY),
     "mt5": Family("MT5ForConditionalGeneration", _T5, **_T5_FAMILY),
+    "switch_transformers": Family(
+        "SwitchTransformersForConditionalGeneration",
+        _T5 | {"num_experts": "moe.num_experts"},
+        scales_head=True,
+        sparse=True,
+        **_T5_FAMILY
+        | {
+            "activation": "dense_act_fn",
+            "gated_names": False,
+            "fixed": _T5_FAMILY["fixed"] | {"gated": False, "moe.top_k": 1, "moe.normalize": False},
+            "required": _T5_FAMILY["required"]
+            | {"add_cross_attention": False, "router_bias": False, "router_dtype": "float32"},
+            "ignored": _T5_FAMILY["ignored"] - {"dense_act_fn"}
+            | {"add_router_probs", "batch_prioritized_routing", "feed_forward_proj", "num_selected_experts"}
+            | {"router_ignore_padding_tokens", "router_type"},
+        },
+    ),
     "bert": Family(
         "BertForMaskedLM",
         _BERT,
@@ -299,7 +320,7 @@ UNRELATED = {
 TRAINING = {
     "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop",
     "dropout_rate", "embedding_dropout", "hidden_dropout_prob", "mlp_dropout", "resid_pdrop", "router_aux_loss_coef",
-    "router_jitter_noise",
+    "router_jitter_noise", "router_z_loss_coef",
 }  # fmt: skip
 """Keys that affect training alone. They are not imported, but reported."""
 
@@ -313,3 +334,18 @@ def gated_activation(name: Any) -> tuple[Any, bool]:
 def gated_name(activation: str) -> str:
     """Returns T5's name of a gated MLP with their activation."""
     return f"gated-{'gelu' if activation == 'gelu_new' else activation}"
+
+
+def sparse_layers(keys: Keys, encoder_layers: int | None, num_layers: int) -> int:
+    """Returns `MoEConfig.every` of Switch Transformers, which have experts in as many layers as two keys say."""
+    steps = []
+    for side, depth in (("encoder", encoder_layers), ("decoder", num_layers)):
+        key = f"num_sparse_{side}_layers"
+        count = keys.take(key)
+        keys.take(f"{side}_sparse_step", None)  # newer files have what follows from the others
+        if type(count) is not int or count < 1 or not depth or depth % count:
+            raise keys.error(key, count, f"Give a divisor of {depth} layers")
+        steps.append(depth // count)
+    if steps[0] != steps[1]:
+        raise keys.error("num_sparse_decoder_layers", count, f"Give experts to one of {steps[0]} layers in both stacks")
+    return steps[0]

@@ -28,12 +28,20 @@ class TensorLayout:
       part: the index of this parameter's part along the axis of outputs.
       parts: the number of equal parts that the axis of outputs holds.
       first_layer: the first layer that has the tensor. Layers before it have ones, which the model does not read.
+      layers: of units with several layers, how many a unit has, and which of them this one is. A parameter has a row
+        for each unit.
     """
 
     transposed: bool = False
     part: int = 0
     parts: int = 1
     first_layer: int = 0
+    layers: tuple[int, int] = (1, 0)
+
+    def name(self, pattern: str, at: tuple[int, ...]) -> str:
+        """Returns the name of a tensor, from its pattern and the numbers of the unit of layers and of the expert."""
+        size, which = self.layers
+        return pattern.format(*(number * size + which if i == 0 else number for i, number in enumerate(at)))
 
     def outputs_axis(self, p: Param) -> int:
         """Returns the axis of the tensor that holds the parts."""

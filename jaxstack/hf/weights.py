@@ -142,6 +142,7 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "qwen3_moe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
     "t5": _t5(),
     "mt5": _t5(),
+    "switch_transformers": _t5(),
     "bert": _bert("bert", "cls.predictions.transform", "dense", "LayerNorm"),
     "roberta": _bert("roberta", "lm_head", "dense", "layer_norm"),
     "modernbert": {
@@ -166,7 +167,7 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
 
 _SHARED = {f"{side}.embed_tokens.weight": "embedding/tokens" for side in ("encoder", "decoder")}
 COPIES = {
-    **dict.fromkeys(("t5", "mt5"), _SHARED | {"lm_head.weight": "embedding/tokens"}),
+    **dict.fromkeys(("t5", "mt5", "switch_transformers"), _SHARED | {"lm_head.weight": "embedding/tokens"}),
     "bert": {"cls.predictions.decoder.weight": "embedding/tokens", "cls.predictions.decoder.bias": "output/bias"},
     "roberta": {"lm_head.decoder.weight": "embedding/tokens", "lm_head.decoder.bias": "output/bias"},
     "modernbert": {"decoder.weight": "embedding/tokens"},
@@ -201,6 +202,30 @@ def _with_classifier(family: str, declared: dict[str, Param], rows: WeightMap) -
     return found
 
 
+def _with_units(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
+    """Returns the weight map of Switch Transformers: that of T5 with another name of the MLP, dense or with experts."""
+    size = len({path.split("/")[1] for path in declared if path.startswith("encoder/layer_")}) or 1
+    found: WeightMap = {}
+    for path, (name, layout) in rows.items():
+        side, _, rest = path.partition("/")
+        if "{}" not in name:
+            found[path] = name, layout
+            continue
+        dense = name.replace("DenseReluDense", "mlp")
+        for i in range(size):
+            unit = f"{side}/layer_{i}" if size > 1 else side
+            own = replace(layout, layers=(size, i))
+            if not rest.startswith("mlp/"):
+                found[f"{unit}/{rest}"] = name, own
+            elif f"{unit}/{rest}" in declared:
+                found[f"{unit}/{rest}"] = dense, own
+            elif (expert := rest.replace("mlp/", "moe/")) and f"{unit}/{expert}" in declared:
+                module = dense.rpartition(".mlp.")
+                found[f"{unit}/{expert}"] = f"{module[0]}.mlp.experts.expert_{{}}.{module[2]}", own
+                found[f"{unit}/moe/router"] = f"{module[0]}.mlp.router.classifier.weight", own
+    return found
+
+
 def _with_pairs(rows: WeightMap) -> WeightMap:
     """Returns the weight map of a BERT with its pooler and its head for pairs of sentences."""
     linear = {"pooler/{}": "bert.pooler.dense", "sentences/next/{}": "cls.seq_relationship"}
@@ -229,6 +254,8 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
         rows.pop("head/w", None)
     if family in ("t5", "mt5"):
         rows = _with_gate(declared, rows)
+    if family == "switch_transformers":
+        rows = _with_units(declared, rows)
     if "output/w" in declared:
         rows = _with_classifier(family, declared, rows)
     if family == "bert" and "sentences/next/w" in declared:
@@ -278,7 +305,7 @@ def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
         for at in np.ndindex(*p.shape[: p.batch_axes]):
             if at and at[0] < layout.first_layer:
                 continue
-            tensor = found.setdefault(name.format(*at), HFTensor(layout.shape(p), []))
+            tensor = found.setdefault(layout.name(name, at), HFTensor(layout.shape(p), []))
             tensor.sources.append((path, layout, at))
     for tensor in found.values():
         tensor.sources.sort(key=lambda source: source[1].part)
@@ -322,7 +349,7 @@ def read_param(
         if p.stacked and numbers[0] < layout.first_layer:
             values[at] = numbers[0] >= 0  # a row without a layer, or a layer without the tensor
             continue
-        tensor = name.format(*numbers)
+        tensor = layout.name(name, tuple(numbers))
         for to, piece in layout.read_pieces(p, where[lead:], lambda part: fetch(tensor, part)):
             values[at][to] = piece
     return complete

@@ -4,6 +4,10 @@ Two stacks run one after the other (Vaswani et al. 2017, arXiv:1706.03762; Raffe
 layer of the decoder has one more attention, from its tokens to those of the encoder. The encoder's output is a side
 input of the decoder's layers, and so is a table of relative position biases, which all layers of a stack share.
 
+If not all layers have experts (Switch Transformers, Fedus et al. 2021, arXiv:2101.03961), a stack is one of units. A
+unit has `MoEConfig.every` layers, of which the second one has experts. Its parameters are those of its layers, by the
+names `layer_0`, `layer_1` and so on. So loops, stages of a pipeline and checkpoints have units for layers.
+
 Shapes: see `decoder`, with S tokens of the encoder's row and T of the decoder's.
 """
 
@@ -12,13 +16,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ModelConfig
+from jaxstack.config import Config, ModelConfig, MoEConfig
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack, block, scan_stack, split_steps
+from jaxstack.models.blocks import Stack, block, group_layers, scan_stack, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Parts
 from jaxstack.models.forward import hidden_states as run_parts
@@ -30,16 +35,39 @@ from jaxstack.moe import update_bias
 def spec(cfg: ModelConfig) -> Spec:
     """Declares every parameter of the model as a nested dict of `Param`."""
     tree = decoder.spec(cfg)
-    one = unstack(tree.pop("layers"))
-    tree["encoder"] = stack(one, cfg.encoder_depth)
-    tree["encoder_norm"] = layers.norm_spec(cfg, cfg.d_model, "norm")
+    del tree["layers"]
     cross = {"cross_norm": layers.norm_spec(cfg, cfg.d_model, "norm"), "cross": layers.attention_spec(cfg)}
-    tree["decoder"] = stack(one | cross, cfg.num_layers)
+    tree["encoder"] = stack(_unit(cfg, {}), cfg.encoder_depth // _unit_size(cfg))
+    tree["encoder_norm"] = layers.norm_spec(cfg, cfg.d_model, "norm")
+    tree["decoder"] = stack(_unit(cfg, cross), cfg.num_layers // _unit_size(cfg))
     if cfg.positions == "relative":
         shape = (cfg.relative_buckets, cfg.num_heads)  # added to float32 scores, of which bfloat16 would round all
         bias = Param(shape, ("position", "heads"), "table", std=cfg.init_std, cast=False, decay=False)
         tree["relative"] = {"encoder": bias, "decoder": bias}
     return tree
+
+
+def _unit_size(cfg: ModelConfig) -> int:
+    """Returns the number of layers of a unit of a stack."""
+    return cfg.moe.every if cfg.moe.num_experts else 1
+
+
+def _models(cfg: ModelConfig) -> list[ModelConfig]:
+    """Returns the model of each layer of a unit: that with experts, or the same one without."""
+    dense, size = replace(cfg, moe=MoEConfig()), _unit_size(cfg)
+    return [cfg if i == min(1, size - 1) else dense for i in range(size)]
+
+
+def _unit(cfg: ModelConfig, cross: Spec) -> Spec:
+    """Declares the parameters of a unit: those of its only layer, or those of each layer by name."""
+    each = [unstack(decoder.spec(model)["layers"]) | cross for model in _models(cfg)]
+    return {f"layer_{i}": one for i, one in enumerate(each)} if each[1:] else each[0]
+
+
+def _layers_of(cfg: ModelConfig, unit: Params) -> list[Params]:
+    """Returns the parameters, or declarations, of each layer of a unit."""
+    size = _unit_size(cfg)
+    return [unit[f"layer_{i}"] for i in range(size)] if size > 1 else [unit]
 
 
 def batch_spec(cfg: Config) -> BatchSpec:
@@ -65,8 +93,8 @@ def batch_spec(cfg: Config) -> BatchSpec:
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
     return {
-        "encoder": Stack(cfg.encoder_depth, 1, encoder_step, counts="encoder_segment_ids"),
-        "decoder": Stack(cfg.num_layers, 1, decoder_step, enter_decoder),
+        "encoder": Stack(cfg.encoder_depth // _unit_size(cfg), 1, encoder_step, counts="encoder_segment_ids"),
+        "decoder": Stack(cfg.num_layers // _unit_size(cfg), 1, decoder_step, enter_decoder),
     }
 
 
@@ -125,10 +153,10 @@ def encoder_step(
     layer_inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
-    """Runs one layer of the encoder; arguments and results are those of `StackStep`."""
+    """Runs one unit of the encoder; arguments and results are those of `StackStep`."""
     assert layer_inputs.encoder is not None
     own = replace(layer_inputs.encoder, side=layer_inputs.side)
-    return _step(cfg, ctx, "encoder", params, x, index, own)
+    return _step(cfg, ctx, "encoder", params, x, index * _unit_size(cfg), own)
 
 
 def decoder_step(
@@ -140,8 +168,9 @@ def decoder_step(
     layer_inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
-    """Runs one layer of the decoder; arguments and results are those of `StackStep`."""
-    return _step(cfg, ctx, "decoder", params, x, cfg.encoder_depth + index, layer_inputs, cache)
+    """Runs one unit of the decoder; arguments and results are those of `StackStep`."""
+    first = cfg.encoder_depth + index * _unit_size(cfg)
+    return _step(cfg, ctx, "decoder", params, x, first, layer_inputs, cache)
 
 
 def _step(
@@ -150,18 +179,25 @@ def _step(
     name: Literal["encoder", "decoder"],
     params: list[Params],
     x: jax.Array,
-    index: jax.Array | int,
+    first: jax.Array | int,
     layer_inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
-    """Runs a layer of a stack; `index` counts the layers of both, so that each has a dropout key of its own."""
-    (one,), key = params, decoder.dropout_keys(layer_inputs)[0]
-    weights = decoder.gather_dense(ctx, unstack(spec(cfg)[name]), one)
-    key = None if key is None else jax.random.fold_in(key, index)
+    """Runs a unit of a stack; `first` counts the layers of both, so that each has a dropout key of its own."""
+    (unit,), keys = params, decoder.dropout_keys(layer_inputs)[0]
     mask = kernels.AttentionMask(kind="full" if name == "encoder" else "causal")
-    held = {**cache[0], "distance": layer_inputs.distance[0]} if cache else cache
-    x, aux = block(cfg, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key, cache=held)
-    return x, jax.tree.map(lambda a: a[None], aux)
+    declared, every = _layers_of(cfg, unstack(spec(cfg)[name])), []
+    for i, (model, one) in enumerate(zip(_models(cfg), _layers_of(cfg, unit), strict=True)):
+        weights = decoder.gather_dense(ctx, declared[i], one)
+        key = None if keys is None else jax.random.fold_in(keys, first + i)
+        held = {**cache[i], "distance": layer_inputs.distance[0]} if cache else cache
+        x, aux = block(model, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key, cache=held)
+        if i + 1 < len(declared):
+            x = checkpoint_name(x, "residual")  # as the loop saves its own
+        every.append(aux)
+    names = dict.fromkeys(name for aux in every for name in aux)
+    found = {name: [aux[name][None] for aux in every if name in aux] for name in names}
+    return x, {name: jnp.concatenate(each) if each[1:] else each[0] for name, each in found.items()}
 
 
 def hidden_states(
@@ -192,7 +228,7 @@ def encode(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context) -> Para
       `cross_keys` [L, B, G, K, S] and `cross_values` [L, B, G, S, K].
     """
     layer_inputs = make_layer_inputs(cfg, {**batch, "tokens": batch["encoder_tokens"][:, :1]}, ctx)
-    stack, declared = stacks(cfg)["encoder"], unstack(spec(cfg)["decoder"])["cross"]
+    stack, declared = stacks(cfg)["encoder"], _layers_of(cfg, unstack(spec(cfg)["decoder"]))[0]["cross"]
     x, side = embed(cfg, params, layer_inputs, ctx)
     own = replace(layer_inputs, side=side)
     x, _ = scan_stack(cfg, ctx, stack, split_steps(stack, params["encoder"]), x, own)
@@ -202,7 +238,10 @@ def encode(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context) -> Para
         k, v = layers.cross_keys(cfg, ctx.gather_params(declared, weights), side["encoded"], ctx)
         return {"cross_keys": k.transpose(0, 2, 3, 1), "cross_values": v.swapaxes(1, 2)}
 
-    made: Params = jax.lax.map(one_layer, params["decoder"]["cross"])
+    weights = [one["cross"] for one in _layers_of(cfg, params["decoder"])]
+    if weights[1:]:
+        weights = [jax.tree.map(lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *weights)]
+    made: Params = jax.lax.map(one_layer, weights[0])
     return made
 
 
@@ -222,8 +261,10 @@ def decode(
     stack = stacks(cfg)["decoder"]
     x, _ = decoder.embed(cfg, params, layer_inputs, ctx)
     own = replace(layer_inputs, side={"relative": _relative(cfg, params, "decoder", ctx)})
-    x, aux = scan_stack(cfg, ctx, stack, split_steps(stack, params["decoder"]), x, own, [cache])
-    return final_norm(cfg, params, x, ctx), {name: aux[name][:, 0] for name in ("keys", "values")}
+    held = group_layers(_unit_size(cfg), cache) if _unit_size(cfg) > 1 else [cache]
+    x, aux = scan_stack(cfg, ctx, stack, split_steps(stack, params["decoder"]), x, own, held)
+    new = {name: aux[name].reshape(-1, *aux[name].shape[2:]) for name in ("keys", "values")}
+    return final_norm(cfg, params, x, ctx), new
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
@@ -248,10 +289,12 @@ def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context)
     """Returns the parameters with the biases of the routers of both stacks moved; see `decoder.update_router_bias`."""
     if not cfg.moe.num_experts or cfg.moe.router != "sigmoid":
         return params
-    start = 0
-    for name, depth in (("encoder", cfg.encoder_depth), ("decoder", cfg.num_layers)):
+    start, size = 0, _unit_size(cfg)
+    for name, depth in (("encoder", cfg.encoder_depth // size), ("decoder", cfg.num_layers // size)):
         load = ctx.to_stage_order(aux["load"][start : start + depth], name)
-        balance = update_bias(params[name]["moe"]["balance"], load, cfg.moe.bias_update_rate)
-        params = {**params, name: {**params[name], "moe": {**params[name]["moe"], "balance": balance}}}
+        layer = params[name] if size == 1 else params[name]["layer_1"]
+        balance = update_bias(layer["moe"]["balance"], load, cfg.moe.bias_update_rate)
+        moved = {**layer, "moe": {**layer["moe"], "balance": balance}}
+        params = {**params, name: moved if size == 1 else {**params[name], "layer_1": moved}}
         start += depth
     return params

@@ -144,6 +144,11 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.label_each": "token"}, ENCODER | LABELS | {"model.label_each": "token"}),
     (ENCODER | LABELS | {"model.labels": ()}, ENCODER | LABELS),
     (ENCODER | {"model.labels": ("a", "b")}, ENCODER | LABELS),
+    ({"model.moe.every": 2}, SPANS | {"model.moe.num_experts": 8, "model.moe.every": 2}),
+    (
+        SPANS | {"model.moe.num_experts": 8, "model.moe.every": 4},
+        SPANS | {"model.moe.num_experts": 8, "model.moe.every": 3},
+    ),
     ({"model.sentences.parts": 4}, NEXT | {"model.sentences.parts": 4}),
     (NEXT | {"model.sentences.tasks": ("next", "next")}, NEXT | {"model.sentences.tasks": ("next", "distance")}),
     (NEXT | {"model.family": "decoder"}, NEXT | {"model.family": "branches"}),

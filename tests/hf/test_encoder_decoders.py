@@ -1,4 +1,4 @@
-"""T5 as `transformers` saves it: import, logits, gradients, training steps and export, with padding and packed rows.
+"""T5 and Switch Transformers of `transformers`: import, logits, gradients, training steps, export, padding, packing.
 
 The weights are random and the lengths odd. The tolerances are those of tests/hf/test_parity.py.
 """
@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from jaxstack import hf
+from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, SampleConfig, TrainConfig
 from jaxstack.config.denoisers import DenoiserConfig
+from jaxstack.config.parse import parse_config
 from jaxstack.data.seq2seq import Pair, make_batch
 from jaxstack.generate.translate import make_translate
 from jaxstack.hf import safetensors as tensor_files
@@ -33,8 +35,12 @@ KINDS = {
     "t5": {"feed_forward_proj": "relu"},
     "1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "gelu": {"feed_forward_proj": "gelu", "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+    "switch": {"num_layers": 4, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 1},
+    "switch of 3": {"num_decoder_layers": 3, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
 }
-"""Of the second one, the head is a matrix of its own, and what it reads is not scaled."""
+"""Of the second one, the head is a matrix of its own, and what it reads is not scaled. In the last ones, one of two or
+three layers has experts."""
+NAMES = {kind: "switch_transformers" if kind.startswith("switch") else "t5" for kind in KINDS}
 
 
 def build(kind: str, rng: np.random.Generator):
@@ -43,9 +49,12 @@ def build(kind: str, rng: np.random.Generator):
     Scores are not scaled, so larger weights would make most of the softmax 0 or 1, and gradients noise.
     """
     sizes = {"vocab_size": V, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_heads": 4, "layer_norm_epsilon": 0.01}
-    config = transformers.T5Config(**sizes, num_layers=3, num_decoder_layers=2, dropout_rate=0.0, **KINDS[kind])
-    config._attn_implementation = "eager"
-    theirs = transformers.T5ForConditionalGeneration(config).eval()
+    own = {"num_layers": 3, "num_decoder_layers": 2, "dropout_rate": 0.0} | KINDS[kind]
+    if NAMES[kind] == "t5":
+        config = transformers.T5Config(**sizes, **own)
+    else:  # with room for all tokens
+        config = transformers.SwitchTransformersConfig(**sizes, **own, num_experts=4, expert_capacity=1000)
+    theirs = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
     if kind == "1.1":
         theirs.lm_head.weight = torch.nn.Parameter(torch.empty(V, 32))
     with torch.no_grad():
@@ -67,11 +76,18 @@ def saved(kind, rng, folder):
 def to_ours(cfg, named):
     """Returns their weights or gradients as a tree of ours."""
     theirs, spec = {name: tensor.numpy(force=True) for name, tensor in named}, encoder_decoder.spec(cfg)
-    rows = hf.weight_map("t5", spec)
+    rows = hf.weight_map("switch_transformers" if cfg.moe.num_experts else "t5", spec)
     return jax.tree_util.tree_map_with_path(
         lambda keys, p: hf.read_param(p, rows[path_of(keys)], lambda name, index: theirs[name][index]),
         spec, is_leaf=lambda x: isinstance(x, Param),
     )  # fmt: skip
+
+
+def with_gradients(theirs):
+    """Returns their gradients by name; that of an expert without tokens is zero, as in our step."""
+    for weight in theirs.parameters():
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    return [(name, weight.grad) for name, weight in theirs.named_parameters()]
 
 
 def random_pairs(rng) -> list[Pair]:
@@ -99,7 +115,7 @@ def our_logits(cfg, values, batch):
 
 def assert_near(got, expected, tolerance):
     got, expected = flatten(got), flatten(expected)
-    off = {path: np.linalg.norm(got[path] - e) / np.linalg.norm(e) for path, e in expected.items()}
+    off = {path: np.linalg.norm(got[path] - e) / max(np.linalg.norm(e), 1e-6) for path, e in expected.items()}
     assert {path: value for path, value in off.items() if not value <= tolerance} == {}
 
 
@@ -112,7 +128,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(kind, tmp_path
     real = batch["loss_weights"] > 0
     loss = their_loss(theirs, batch)
     loss.backward()
-    wanted = to_ours(cfg, ((name, weight.grad) for name, weight in theirs.named_parameters()))
+    wanted = to_ours(cfg, with_gradients(theirs))
 
     def work(values):
         hidden, _ = encoder_decoder.hidden_states(cfg, values, batch, CPU)
@@ -131,19 +147,20 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(kind, tmp_path
         assert np.abs(one - expected[row, : len(one)]).max() <= 5e-5 * np.abs(expected[real]).max()
 
     (tmp_path / "out").mkdir()
-    assert hf.save_pretrained(tmp_path / "out", cfg, values, "float32", S, None) == "t5"
+    assert hf.save_pretrained(tmp_path / "out", cfg, values, "float32", S, None) == NAMES[kind]
     before, after = (safetensors.load_file(tmp_path / f / tensor_files.SINGLE) for f in ("saved", "out"))
     assert before.keys() == after.keys()
     assert [name for name in before if before[name].tobytes() != after[name].tobytes()] == []
-    again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert np.array_equal(their_logits(again.eval(), batch).numpy(force=True)[real], expected[real])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t5", "1.1"])
+@pytest.mark.parametrize("kind", ["t5", "1.1", "switch"])
 def test_five_steps_of_adamw(kind, tmp_path, rng):
     """See test_parity.py: clipping, weight decay of matrices only, and AdamW with a large epsilon."""
     theirs, model, start = saved(kind, rng, tmp_path / "saved")
+    model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, aux_loss_weight=0.0))  # their loss has none
     optim = OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant", weight_decay=0.1, clip_norm=1.0, eps=1e-4)
     data = DataConfig(seq_len=S, target_len=T, batch_size=4, denoisers=(DenoiserConfig(),))
     cfg = Config(model=model, data=data, optim=optim, train=TrainConfig(steps=5))
@@ -164,6 +181,7 @@ def test_five_steps_of_adamw(kind, tmp_path, rng):
         adamw.zero_grad()
         loss = their_loss(theirs, batch)
         loss.backward()
+        with_gradients(theirs)
         torch.nn.utils.clip_grad_norm_(named.values(), optim.clip_norm)
         adamw.step()
         expected.append(loss.item())
@@ -175,7 +193,7 @@ def test_five_steps_of_adamw(kind, tmp_path, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("kind", ["t5", "1.1"])
+@pytest.mark.parametrize("kind", ["t5", "1.1", "switch"])
 def test_written_tokens(kind, beams, tmp_path, rng):
     """Greedy tokens are theirs. Texts of beams are as likely: their length is that without the end, ours with it."""
     theirs, cfg, values = saved(kind, rng, tmp_path / "saved")
@@ -206,3 +224,15 @@ def test_a_config_that_we_cannot_have_is_refused(key, value, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(ConfigError, match=f"{key}=|model.head_dim"):
         hf.PretrainedFolder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["t5", "switch"])
+def test_a_folder_becomes_a_run_with_the_data_that_flags_name(kind, tmp_path, rng, capsys):
+    build(kind, rng).save_pretrained(tmp_path / "saved")
+    words = ["import", str(tmp_path / "saved"), str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=r"data.denoisers is empty. Use"):
+        execute(words)
+    execute([*words, "--data.denoisers=[{rate: 0.15, span: 3}]"])
+    assert ("expert_capacity=1000, because jaxstack drops no token" in capsys.readouterr().out) == (kind == "switch")
+    cfg = parse_config([f"--config={tmp_path / 'run' / 'config.yaml'}"])
+    assert cfg.model.moe.every == (2 if kind == "switch" else 1)

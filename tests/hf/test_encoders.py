@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from jaxstack import hf
+from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, TrainConfig
+from jaxstack.config.parse import parse_config
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import encoder
 from jaxstack.models.context import Context, implementations
@@ -219,6 +221,15 @@ def test_five_steps_of_adamw(family, each, tmp_path, rng):
     end = to_ours(family, model, theirs.named_parameters())
     moved, they_moved = (jax.tree.map(np.subtract, values, start) for values in (state.params, end))
     assert_near(moved, they_moved, 1e-3, family)
+
+
+def test_a_classifier_becomes_a_run_with_the_labels_that_flags_name(tmp_path, rng):
+    build("bert", rng, "sequence").save_pretrained(tmp_path / "saved")
+    words = ["import", str(tmp_path / "saved"), str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=r"Use --data.source=labels"):
+        execute(words)
+    execute([*words, "--data.source=labels", "--data.path=texts.jsonl", "--data.seq_len=16"])
+    assert parse_config([f"--config={tmp_path / 'run' / 'config.yaml'}"]).model.labels == LABELS
 
 
 def test_names_and_tensors_that_older_files_have(tmp_path, rng):

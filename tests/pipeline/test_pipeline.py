@@ -173,6 +173,7 @@ PAIRS: list[Case] = [
     case("t5_gates", ONE, 2, 4, layers=3, fsdp=2, expert=2),
     case("t5_gates", ALL, 2, 4, expert=2, tensor=2, remat="selective"),
     case("t5_softmax", ONE, 2, 4, layers=2, expert=2, tensor=2),
+    case("switch_2", ONE, 2, 4, layers=4, fsdp=2, expert=2),
 ]
 """Pipelines of encoder-decoders, in docs/encoder_decoders.md. The first one is quick."""
 BRANCHES: list[Case] = [
@@ -213,7 +214,7 @@ def config(family: str, mesh: dict[str, Any], *, layers: int = 8, batch: int = m
     cfg = meshes.config(family, mesh, **how)
     depths: dict[str, Any] = {"num_layers": layers}
     if cfg.model.family == "encoder_decoder":  # stacks of other depths
-        depths["encoder_layers"] = layers + 1
+        depths["encoder_layers"] = layers + cfg.model.moe.every
     if cfg.model.family == "branches":
         depths["branches"] = dataclasses.replace(cfg.model.branches, layers=layers // 2)
     pipelined = PipelineConfig(schedule, microbatches, chunks, loops=loops, gather=gather, split=split)
