@@ -24,8 +24,8 @@ from jaxstack.hf.families import (
     TRAINING,
     UNRELATED,
     Family,
-    gated_activation,
     gated_name,
+    read_activation,
     sparse_layers,
 )
 from jaxstack.hf.json_keys import Keys
@@ -68,16 +68,9 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
         raise keys.error(family.key_of("num_layers"), ours["num_layers"], f"Use at most {_MOST_LAYERS}")
     if ours["num_layers"] is None:  # an older file of T5, with a decoder as deep as the encoder
         ours["num_layers"] = ours["encoder_layers"]
-    activation = keys.take(family.activation)
-    if family.gated_names:
-        activation, ours["gated"] = gated_activation(activation)
+    ours |= read_activation(keys, family)
     if family.scales_head and keys.take("scale_decoder_outputs", ours["tied_embeddings"]):
         ours["head_scale"] = ours["d_model"] ** -0.5
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise keys.error(family.activation, activation, f"Use one of {', '.join(ACTIVATIONS)}")
-    ours["activation"] = ACTIVATIONS[activation]
-    if family.head_activation not in (None, ours["activation"]):
-        raise keys.error(family.activation, activation, f"Use {family.head_activation}, the activation of the head")
     if family.sparse:
         ours["moe.every"] = sparse_layers(keys, ours["encoder_layers"], ours["num_layers"])
         ignored["expert_capacity"] = keys.take("expert_capacity", None)  # no token is dropped
@@ -257,16 +250,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None, start:
     ours = flat(model)
     if "moe.d_ff" in family.fields.values():  # `d_ff` is then the width of dense layers, although there are none
         ours["d_ff"] = dense_width
-    values: JsonObject = {"architectures": [family.architecture], "model_type": name}
-    if model.labels and family.classifiers:
-        values["architectures"] = [family.classifiers[model.label_each]]
-        values["id2label"] = {str(i): label for i, label in enumerate(model.labels)}
-        values["label2id"] = {label: i for i, label in enumerate(model.labels)}
-        values |= {"problem_type": "single_label_classification"}
-    if model.sentences.tasks and family.pairs:
-        values["architectures"] = [family.pairs]
-    if model.labels and family.local_attention:
-        values["classifier_pooling"] = "cls"
+    values: JsonObject = {"architectures": [family.architecture], "model_type": name, **_head_keys(family, model)}
     values |= {key: ours[path] for key, path in family.fields.items()}
     activations = {name: name for name in ("silu", "gelu", "relu", "relu2")} | {"gelu_tanh": family.tanh_gelu}
     values |= {family.activation: activations[model.activation], **family.required}
@@ -304,6 +288,21 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None, start:
         **family.exported,
         **({} if start is None else {"decoder_start_token_id": start}),
     }
+
+
+def _head_keys(family: Family, model: ModelConfig) -> JsonObject:
+    """Returns the keys of a classifier, or of a model that learns pairs of sentences, too."""
+    values: JsonObject = {}
+    if model.labels and family.classifiers:
+        values["architectures"] = [family.classifiers[model.label_each]]
+        values["id2label"] = {str(i): label for i, label in enumerate(model.labels)}
+        values["label2id"] = {label: i for i, label in enumerate(model.labels)}
+        values |= {"problem_type": "single_label_classification"}
+    if model.sentences.tasks and family.pairs:
+        values["architectures"] = [family.pairs]
+    if model.labels and family.local_attention:
+        values["classifier_pooling"] = "cls"
+    return values
 
 
 def _rope_keys(model: ModelConfig) -> JsonObject:

@@ -349,3 +349,17 @@ def sparse_layers(keys: Keys, encoder_layers: int | None, num_layers: int) -> in
     if steps[0] != steps[1]:
         raise keys.error("num_sparse_decoder_layers", count, f"Give experts to one of {steps[0]} layers in both stacks")
     return steps[0]
+
+
+def read_activation(keys: Keys, family: Family) -> dict[str, Any]:
+    """Returns the activation of the MLP, and where its name says so, whether the MLP is gated."""
+    ours: dict[str, Any] = {}
+    activation = keys.take(family.activation)
+    if family.gated_names:
+        activation, ours["gated"] = gated_activation(activation)
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise keys.error(family.activation, activation, f"Use one of {', '.join(ACTIVATIONS)}")
+    ours["activation"] = ACTIVATIONS[activation]
+    if family.head_activation not in (None, ours["activation"]):
+        raise keys.error(family.activation, activation, f"Use {family.head_activation}, the activation of the head")
+    return ours
