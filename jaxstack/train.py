@@ -5,12 +5,17 @@ JAX is imported inside functions: it must start after `platform.configure`, and 
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, resolve, with_values
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
+
+if TYPE_CHECKING:
+    from jaxstack.tracking.step_log import LoopState
+    from jaxstack.training.run import Run
 
 
 def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool = False) -> None:
@@ -108,6 +113,22 @@ def show(cfg: Config, searched: Collection[str] | None = None) -> None:
     print(f"optimizer state: {optimizer}")
 
 
+def log_step(cfg: Config, run: "Run", loop: "LoopState", metrics: dict[str, Any]) -> int | None:
+    """Does what `Run.log_step` does. With `train.debug`, it waits for the step, and explains the first bad one."""
+    spike, before, step = run.log_step(loop, metrics), run.logger.not_finite, loop.step
+    if not cfg.train.debug:
+        return spike
+    spike = run.logger.flush() or spike
+    import jax
+
+    if before is None and run.logger.not_finite == step and jax.process_count() == 1:
+        from jaxstack.debug import replay
+
+        for line in replay.explain_step(cfg, step, replay.folder(cfg, step)):
+            run.console.print(line)
+    return spike
+
+
 def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     """Trains until `train.steps` steps are done. Prints `changes`: the values that differ from an earlier start."""
     import jax
@@ -145,7 +166,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
             batch = run.next_batch(batches)
             loop = loop.advance()
             state, metrics = run.profiler.run_step(loop.step, train_step, state, loader.to_devices(batch))
-            spike = run.log_step(loop, metrics)  # reads the metrics of the step before: the host never waits
+            spike = log_step(cfg, run, loop, metrics)  # reads the metrics of the step before: the host never waits
             stop = run.should_stop(loop)
             last = loop.step == cfg.train.steps
             evaluate = last or loop.step % cfg.train.eval_every == 0

@@ -24,6 +24,7 @@ FLOORS = {
     "generate": 8,
     "planner": 8,
     "compress": 9,
+    "debug": 8,
     "report": 8,
     "train": 9,
     "cli": 10,

@@ -41,6 +41,7 @@ COMMANDS = {
     "supervise": Command("Train", "supervise", "restart a run when it fails"),
     "launch": Command("Train", "launch", "write and submit the file that starts a run on a cluster"),
     "report": Command("Train", "report", "summarize runs in a table and a page with curves"),
+    "debug": Command("Train", "debug", "find the operation that made a step not finite"),
     "generate": Command("Use a model", "generate", "continue prompts with the model of a run"),
     "chat": Command("Use a model", "chat", "talk with the model of a run"),
     "import": Command("Use a model", "import_model", "make a run from a Hugging Face folder"),

@@ -97,6 +97,9 @@ class TrainConfig:
     that is not finite, or a skipped spike), or after this many returns to one checkpoint."""
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     """How spikes of the loss are detected and handled."""
+    debug: bool = False
+    """Read the metrics of each step before the next one begins, and find the operation that made the first step not
+    finite, as `jaxstack debug` does. Steps take longer, because the host and the devices wait for each other."""
     noise_scale: bool = False
     """Measure the gradient noise scale, an estimate of the batch size above which training needs few steps less. It
     needs two or more gradients a step: `train.grad_accum` or `mesh.data` above 1. See docs/planning.md."""

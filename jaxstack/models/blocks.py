@@ -5,6 +5,7 @@ within attention, S/n tokens of a row in the residual stream (n > 1 with sequenc
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -149,6 +150,11 @@ def block(
     if cfg.norm_after:
         x = layers.norm(cfg, params["mlp_norm"], checkpoint_name(x, "residual"), ctx)
     return x, aux
+
+
+def layer_scope(index: int, count: int) -> AbstractContextManager[Any]:
+    """Returns a scope that names a layer among the several of one step, for profiles and `jaxstack debug`."""
+    return jax.named_scope(f"layer_{index}_of_{count}") if count > 1 else nullcontext()
 
 
 def _attend_to_encoder(

@@ -21,7 +21,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
 from jaxstack.models import layers, lora, moe_layer
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack, block
+from jaxstack.models.blocks import Stack, block, layer_scope
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Parts
 from jaxstack.models.forward import hidden_states as run_parts
@@ -176,16 +176,17 @@ def scan_block(
             own = replace(own, rope=own.rope_local)
         if i == 0 and not cfg.first_attention_norm:
             own = replace(own, first=index == 0)
-        x, aux = block(
-            cfg,
-            gather_dense(ctx, one_layer, one),
-            x,
-            ctx,
-            own,
-            mask=kernels.AttentionMask(window, "full" if cfg.family == "encoder" else "causal"),
-            dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
-            cache={**cache[i], "distance": layer_inputs.distance[i]} if cache else cache,
-        )
+        with layer_scope(i, len(cfg.windows)):
+            x, aux = block(
+                cfg,
+                gather_dense(ctx, one_layer, one),
+                x,
+                ctx,
+                own,
+                mask=kernels.AttentionMask(window, "full" if cfg.family == "encoder" else "causal"),
+                dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
+                cache={**cache[i], "distance": layer_inputs.distance[i]} if cache else cache,
+            )
         if i + 1 < len(cfg.windows) and not (cfg.post_norm or cfg.norm_after):
             x = checkpoint_name(x, "residual")  # as the loop saves its own; the MLP's last product is not repeated
         every.append(aux)

@@ -23,7 +23,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig, MoEConfig
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack, block, group_layers, scan_stack, split_steps
+from jaxstack.models.blocks import Stack, block, group_layers, layer_scope, scan_stack, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Parts
 from jaxstack.models.forward import hidden_states as run_parts
@@ -191,7 +191,8 @@ def _step(
         weights = decoder.gather_dense(ctx, declared[i], one)
         key = None if keys is None else jax.random.fold_in(keys, first + i)
         held = {**cache[i], "distance": layer_inputs.distance[0]} if cache else cache
-        x, aux = block(model, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key, cache=held)
+        with layer_scope(i, len(declared)):
+            x, aux = block(model, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key, cache=held)
         if i + 1 < len(declared):
             x = checkpoint_name(x, "residual")  # as the loop saves its own
         every.append(aux)

@@ -72,7 +72,8 @@ def hidden_states(
         if stack.enter is not None:
             x, side = stack.enter(cfg, params, x, side, layer_inputs, ctx)
         own = replace(layer_inputs, side=side)
-        x, aux = scan_stack(cfg, ctx, stack, steps[name], x, own, cache)
+        with jax.named_scope(f"stack_{name}"):
+            x, aux = scan_stack(cfg, ctx, stack, steps[name], x, own, cache)
         every.append(aux)
     x = parts.final_norm(cfg, params, x, ctx)
     return x, join([jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux) for aux in every])

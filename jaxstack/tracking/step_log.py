@@ -75,6 +75,9 @@ class StepLogger:
     """Logs steps and evaluations to metrics.jsonl and the console.
 
     Metrics are read one step late: while the host waits for step n, the device already runs step n + 1.
+
+    Attributes:
+      not_finite: the first step since the start that was skipped because it was not finite. `None`: there was none.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class StepLogger:
         self._parameters = params.count(family.spec(cfg.model))
         self._noise_scale = NoiseScale(cfg.data.batch_size, log.records) if cfg.train.noise_scale else None
         self._bad: Record = {}
+        self.not_finite: int | None = None
         self._unread: tuple[LoopState, dict[str, jax.Array], float] | None = None
 
     def log_step(self, loop: LoopState, metrics: dict[str, jax.Array], waited: float) -> int | None:
@@ -149,6 +153,11 @@ class StepLogger:
         name = f"was a spike and was {'' if skipped else 'not '}skipped" if values["spike"] else "was skipped"
         reason = f"loss {values['loss']}, gradient norm {values['grad_norm']}, batch of {self._bad['batch']}"
         self._console.print(f"step {step} {name}: {reason}", style="yellow")
+        if not values["spike"] and self.not_finite is None:
+            self.not_finite = step
+            self._console.print(
+                f"         `jaxstack debug {self._cfg.run.dir} --step={step}` finds the operation that made it so"
+            )
         if skipped >= self._cfg.train.max_bad_steps:
             raise RunError(
                 Exit.DIVERGED,

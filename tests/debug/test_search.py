@@ -1,0 +1,231 @@
+"""Faults of many kinds: the search names the operation, the layer, the line and the direction.
+
+Each fault is a function of the code that is replaced by one that fails in a certain layer, or a poisoned parameter.
+The line that must be found is the one that ends with a comment such as `# fault exp`. Within a rule for gradients, JAX
+keeps the line that calls the function with the rule.
+"""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_meshes as meshes
+
+from jaxstack.cli.parser import execute
+from jaxstack.config import ConfigError
+from jaxstack.debug import replay, search
+from jaxstack.models import blocks, decoder, encoder_decoder, family, params
+from jaxstack.models.context import Context, implementations
+
+HERE = str(Path(__file__))
+
+
+def line_of(text, file=HERE):
+    """Returns the number of the only line of a file with this text."""
+    (number,) = [i for i, line in enumerate(Path(file).read_text().splitlines(), 1) if line.endswith(text)]
+    return number
+
+
+@jax.custom_vjp
+def bad_backward(x):
+    return x
+
+
+def _forward(x):
+    return x, jnp.zeros(())
+
+
+def _backward(zero, g):
+    return (g / zero,)
+
+
+bad_backward.defvjp(_forward, _backward)
+
+
+@jax.custom_jvp
+def bad_tangent(x):
+    return jnp.abs(x)
+
+
+@bad_tangent.defjvp
+def _tangent(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return jnp.abs(x), t * jnp.log(jnp.zeros_like(x))
+
+
+def in_layer(number, f, otherwise):
+    """Counts the layers by the first value of their norm, which the test has set to the number of the layer."""
+
+    def chosen(p, x):
+        return jax.lax.cond(p["attention_norm"]["scale"].ravel()[0] == 100 + number, f, otherwise, x)
+
+    return chosen
+
+
+def wrap_block(monkeypatch, number, f):
+    """Applies `f` to what the block of one layer returns."""
+    real = blocks.block
+
+    def block(cfg, p, x, *rest, **how):
+        x, aux = real(cfg, p, x, *rest, **how)
+        return in_layer(number, f, lambda x: x)(p, x), aux
+
+    for module in (blocks, decoder, encoder_decoder):
+        monkeypatch.setattr(module, "block", block)
+
+
+def overflow(x):
+    return jnp.exp(jnp.abs(x) * 0 + 200.0).astype(x.dtype) * x  # fault exp
+
+
+def backward(x):
+    return bad_backward(x)  # fault backward
+
+
+def tangent(x):
+    return bad_tangent(x)  # fault tangent
+
+
+def exponential(x):
+    return x + jnp.exp(jnp.abs(x))  # fault large
+
+
+def divide(x):
+    return x / (x - x)  # fault divide
+
+
+def root(x):
+    return x + jnp.sqrt(x * 0)  # fault root
+
+
+def logarithm(x):
+    return x + jnp.log(jnp.abs(x) * 0)  # fault logarithm
+
+
+def nan_constant(x):
+    return x * jnp.where(jnp.abs(x).max() >= 0, jnp.float32(0) / (x * 0).sum(), 1)  # fault quotient
+
+
+FAULTS = {
+    # name: (family, what a layer does, text of the line, direction)
+    "overflow of exp": ("llama3", overflow, "# fault exp", False),
+    "division by zero": ("gpt2", divide, "# fault divide", False),
+    "log of zero": ("gemma2", logarithm, "# fault logarithm", False),
+    "zero by zero": ("qwen3", nan_constant, "# fault quotient", False),
+    "root of zero, backward": ("llama3", root, "# fault root", True),
+    "custom backward pass": ("bert", backward, "# fault backward", True),
+    "custom tangent": ("modernbert", tangent, "# fault tangent", None),
+    "overflow with experts": ("softmax", overflow, "# fault exp", False),
+    "division in a decoder": ("t5", divide, "# fault divide", False),
+    "division in a unit of layers": ("switch_2", divide, "# fault divide", False),
+    "division in a trunk": ("branches", divide, "# fault divide", False),
+}
+
+
+def setting(kind, **how):
+    """Returns configuration, context, parameters and batch; the first norm of layer i begins with 100 + i."""
+    cfg = meshes.config(kind, {}, **how)
+    ctx = Context(**implementations("cpu"))
+    values = params.init(jax.random.key(0), family.spec(cfg.model))
+
+    def numbered(path, a):
+        if "attention_norm/scale" not in path:
+            return a
+        numbers = 100.0 + np.arange(len(a))
+        return a.at[:, 0].set(jnp.asarray(numbers, a.dtype))
+
+    values = jax.tree_util.tree_map_with_path(lambda keys, a: numbered("/".join(str(k.key) for k in keys), a), values)
+    return cfg, ctx, values, meshes.random_batch(0, cfg.data.packing, cfg.model, cfg.data.batch_size)
+
+
+QUICK = ("overflow of exp", "custom backward pass")
+
+
+@pytest.mark.parametrize("fault", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAULTS])
+def test_a_fault_of_a_layer_is_found(fault, monkeypatch):
+    kind, f, text, backward = FAULTS[fault]
+    wrap_block(monkeypatch, 1, f)
+    cfg, ctx, values, batch = setting(kind)
+    found = replay.explain(cfg, ctx, values, batch)
+    assert found is not None
+    assert found.frames[0][:2] == (HERE, line_of(text))
+    assert backward in (None, bool(found.result))
+    where = replay.place(cfg, found)
+    number = 2 if kind == "switch_2" else 1  # there, the mark is that of a unit of two layers
+    of = {"t5": " of encoder", "switch_2": " of encoder", "branches": " of trunk"}.get(kind, "")
+    assert f"layer {number}{of} ({number + 1} of" in where
+    assert not any(map(search.is_bad, found.inputs))
+    assert any(map(search.is_bad, found.outputs))
+
+
+def test_masks_and_padding_are_no_faults():
+    cfg, ctx, values, batch = setting("gemma2", packing=True)
+    assert replay.explain(cfg, ctx, values, batch) is None
+
+
+def test_faults_outside_of_layers_and_in_bfloat16(monkeypatch):
+    """A batch without learned tokens, and an overflow in bfloat16 in the rows of the second microbatch alone."""
+    cfg, ctx, values, batch = setting("llama3", accum=2)
+    found = replay.explain(cfg, ctx, values, batch | {"loss_weights": np.zeros_like(batch["loss_weights"])})
+    assert found.frames[0][0].endswith("training/losses.py")
+    assert found.frames[0][2] == "shares"
+    assert found.equation.primitive.name == "div"
+
+    wrap_block(monkeypatch, 0, exponential)
+    large = {**values, "embedding": {"tokens": values["embedding"]["tokens"].at[5].set(1e4)}}
+    one = batch | {"tokens": np.where(np.arange(8)[:, None] % 2, 5, 6) * np.ones_like(batch["tokens"])}
+    found = replay.explain(cfg, dataclasses.replace(ctx, dtype=jnp.bfloat16), large, one)
+    assert found is not None
+    assert found.result == 0
+    assert replay.place(cfg, found) == "microbatch 1 of 2, layer 0 (1 of 2)"
+    assert found.frames[0][:2] == (HERE, line_of("# fault large"))
+
+
+def test_parameters_and_batches_that_are_not_finite_are_named():
+    _, _, values, batch = setting("bert")
+    assert replay.bad_inputs(values, batch) == []
+    values["layers"]["mlp"]["w_up"] = values["layers"]["mlp"]["w_up"].at[1, 2, 3].set(jnp.nan)
+    batch["loss_weights"][3, 4] = np.inf
+    assert replay.bad_inputs(values, batch) == [
+        "the parameter layers/mlp/w_up, first at [1, 2, 3]: " + search.statistics(values["layers"]["mlp"]["w_up"]),
+        "the batch's loss_weights, first at [3, 4]: " + search.statistics(batch["loss_weights"]),
+    ]
+
+
+@pytest.mark.slow
+def test_the_command_explains_the_first_skipped_step_and_its_operation_can_be_repeated(tmp_path, capsys):
+    """Plain gradient descent with a huge rate overflows after a few steps; the state is computed from the beginning."""
+    text = tmp_path / "text.txt"
+    text.write_text("all the words of this text are here, one after the other. " * 60)
+    run = tmp_path / "run"
+    words = f"""--run.dir={run} --data.source=path --data.path={text} --data.seq_len=32 --data.batch_size=8
+        --mesh.data=4 --mesh.tensor=2 --model.num_layers=2 --model.d_model=32 --model.num_heads=2 --train.steps=8
+        --train.ngram_baseline=false --train.max_bad_steps=20 --train.dtype=bfloat16 --train.eval_steps=1
+        --optim.name=sgd --optim.lr=1e12 --optim.clip_norm=null --optim.warmup_steps=0 --optim.schedule=constant
+        --checkpoint.every=3 --checkpoint.keep=9"""
+    execute(["train", *words.split(), "--train.debug=true"])
+    during = capsys.readouterr().out
+    assert during.count("on one device") == 1
+    shutil.rmtree(run / "debug")
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        execute(["debug", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"--step=9 is past the last one"):
+        execute(["debug", str(run), "--step=9"])
+    execute(["debug", str(run)])
+    out = capsys.readouterr().out
+    found = out.index("first    ")
+    assert "jaxstack/" in out
+    assert "infinite" in out or "NaN" in out
+    code = out[found:].partition("input")[0]  # figures differ: during the run, the last checkpoint may be on its way
+    assert code in during
+    (folder,) = (run / "debug").iterdir()
+    _, outputs = replay.repeat(folder)
+    assert any(map(search.is_bad, outputs))
+    with pytest.raises(ConfigError, match="exists, with what was found before"):
+        execute(["debug", str(run)])
+    execute(["debug", str(run), "--step=1"])
+    assert "loss and gradients are finite here" in capsys.readouterr().out
