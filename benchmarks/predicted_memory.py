@@ -18,7 +18,7 @@ import math
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,14 @@ def settings(name: str, chip: str) -> dict[str, Any]:
 
 
 def _changed(group: Any) -> dict[str, Any]:
-    """Returns the values of a group of the configuration that differ from its defaults."""
-    default = asdict(type(group)())
-    return {key: value for key, value in asdict(group).items() if value != default[key]}
+    """Returns the values of a group of the configuration that differ from its defaults, also in groups within it."""
+    default = type(group)()
+    pairs = {key: (value, getattr(default, key)) for key, value in vars(group).items()}
+    return {
+        key: _changed(value) if is_dataclass(value) else value
+        for key, (value, usual) in pairs.items()
+        if value != usual
+    }
 
 
 def compilers() -> dict[str, str]:
