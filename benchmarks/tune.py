@@ -36,7 +36,7 @@ from jax.sharding import AxisType, SingleDeviceSharding
 from jaxstack.common.hardware import chip_name
 from jaxstack.kernels import tiles
 from jaxstack.kernels.attention import block_ranges
-from jaxstack.kernels.attention.reference import Options
+from jaxstack.kernels.attention.reference import AttentionMask, Options
 from jaxstack.kernels.implementation import interpret_mode, platform_of
 from jaxstack.kernels.tiles import AttentionTile as A
 from jaxstack.kernels.tiles import GroupedTile as G
@@ -200,7 +200,7 @@ def loaded_bytes(kernel: str, tile: Tile, case: cases_of_kernels.Case) -> dict[s
             blocks, depth = -(-inner // tile.rows) * -(-columns // tile.columns), rows
         return {"loaded_bytes": blocks * (tile.rows + tile.columns) * depth * size}
     b, s, h, width = first.shape
-    o = Options(1.0, True, 0, None)
+    o = Options(1.0, AttentionMask(), None)
     ranges = block_ranges.query_blocks if kernel == "attention_dkv" else block_ranges.key_blocks
     visited = tile.block_q if kernel == "attention_dkv" else tile.block_kv
     visits = ranges(o, s, tile.block_q, tile.block_kv).total
