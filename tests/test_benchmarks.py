@@ -273,3 +273,10 @@ def test_the_check_of_a_device(tmp_path):
     for case, ways in rows.items():
         assert ways.keys() - {"xla", "ragged"}, case  # something was compared
         assert all(row["ok"] for row in ways.values()), case
+
+
+def test_the_tuner_counts_what_every_kernel_loads():
+    """Arithmetic alone, which is otherwise computed only where a compiler for GPUs is."""
+    for search in tune.searches("gpu", False, [*tiles.TABLE["h100"].sizes]):
+        tile = tiles.TABLE["gpu"].sizes[search.kernel][search.shape_class]
+        assert min(tune.loaded_bytes(search.kernel, tile, search.case).values()) > 0
