@@ -229,8 +229,8 @@ def _jaxpr_of(program: Any) -> Any:
 def _go_into_scan(equation: Any, inputs: Values, bad: list[int], way: Way) -> Finding | None:
     """Goes into the first step of a loop in which a carried value, or a bad result, is not finite any more."""
     p = equation.params
-    body, carried = p["jaxpr"], p["num_carry"]
-    consts, carry, arrays = _split(inputs, p["num_consts"], carried)
+    body, (constant, carried) = p["jaxpr"], _scan_sizes(p)
+    consts, carry, arrays = _split(inputs, constant, carried)
     step = jax.jit(core.jaxpr_as_fun(body))
     order = range(p["length"])
     for i in reversed(order) if p["reverse"] else order:
@@ -245,6 +245,14 @@ def _go_into_scan(equation: Any, inputs: Values, bad: list[int], way: Way) -> Fi
                 return found
         carry = [*results[:carried]]
     return None
+
+
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many inputs of a scan are constants, and how many are carried. JAX 0.11 has other parameters."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constant, carried, _ = (len([*part.vals]) for part in params["ft_in"].unpack())
+    return constant, carried
 
 
 def _go_into_while(equation: Any, inputs: Values, bad: list[int], way: Way) -> Finding | None:
