@@ -27,6 +27,9 @@ from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import TrainState, abstract_state, make_state
 from jaxstack.training.step import jit_train_step
 
+LAYERS_SHOWN = 8
+"""Layers before a bad one whose values are described."""
+
 
 def on_one_device(cfg: Config) -> Config:
     """Returns the configuration of the same computation without a mesh, a pipeline and recomputation."""
@@ -170,6 +173,11 @@ def describe(cfg: Config, found: search.Finding) -> list[str]:
     own = [frame for frame in found.frames if "/jaxstack/debug/" not in frame[0]]
     for i, (file, line, function) in enumerate(own[:3]):
         lines.append(f"{'code' if i == 0 else 'called':<9}{_short(file)}:{line} in {function}")
+    for loop in found.loops:
+        if _is_stack(loop):
+            what = "gradient of what it returns" if loop.reverse else "what it reads"
+            size = _layers_of_step(found)[1]
+            lines += [f"layer {i * size:<3}{what}: {text}" for i, text in loop.carried[:LAYERS_SHOWN]]
     lines += [f"input    {search.statistics(value)}" for value in found.inputs]
     lines += [f"output   {search.statistics(value)}" for value in found.outputs]
     return lines
@@ -180,14 +188,19 @@ def place(cfg: Config, found: search.Finding) -> str:
     parts = []
     for loop in found.loops:
         function = loop.frames[0][2].rpartition(".")[2] if loop.frames else ""
-        if function == "scan_stack":
+        if _is_stack(loop):
             parts.append(_layer(cfg, found, loop))
         elif function == "work" and loop.length == cfg.train.grad_accum:
-            parts.insert(0, f"microbatch {loop.step} of {loop.length}")
+            parts.append(f"microbatch {loop.step} of {loop.length}")
         else:
             of = "" if loop.length is None else f" of {loop.length}"
             parts.append(f"step {loop.step}{of} of the loop at {_short(loop.frames[0][0])}:{loop.frames[0][1]}")
     return ", ".join(parts)
+
+
+def _is_stack(loop: search.Loop) -> bool:
+    """Returns whether a loop runs over the layers of a stack."""
+    return bool(loop.frames) and loop.frames[0][2].rpartition(".")[2] == "scan_stack"
 
 
 def _layer(cfg: Config, found: search.Finding, loop: search.Loop) -> str:
@@ -195,11 +208,17 @@ def _layer(cfg: Config, found: search.Finding, loop: search.Loop) -> str:
     names = [name for name in stacks if f"stack_{name}" in found.scopes]
     name = names[-1] if names else next(iter(stacks))
     assert loop.length is not None
-    parts = re.findall(r"layer_(\d+)_of_(\d+)", found.scopes)  # in a step with several layers
-    inner, size = map(int, parts[-1]) if parts else (0, 1)
+    inner, size = _layers_of_step(found)
     number = loop.step * size + inner
     of = f" of {name}" if len(stacks) > 1 else ""
     return f"layer {number}{of} ({number + 1} of {loop.length * size})"
+
+
+def _layers_of_step(found: search.Finding) -> tuple[int, int]:
+    """Returns the number of the layer within its step of the loop over layers, and how many layers a step has."""
+    parts = re.findall(r"layer_(\d+)_of_(\d+)", found.scopes)
+    inner, size = map(int, parts[-1]) if parts else (0, 1)
+    return inner, size
 
 
 def _short(file: str) -> str:

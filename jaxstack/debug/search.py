@@ -31,11 +31,16 @@ class Loop:
       frames: places in the code where the loop is, innermost first.
       step: index of the step. Of a loop that runs backwards, it is the index in the arrays that it reads.
       length: number of steps; `None` if the loop's length is not static.
+      carried: of a scan, its largest carried array before the step and after each of the steps before, newest first:
+        the number of the step that read it, and its statistics.
+      reverse: whether the loop runs from the last step to the first one, as that of gradients does.
     """
 
     frames: tuple[Frame, ...]
     step: int
     length: int | None
+    carried: tuple[tuple[int, str], ...] = ()
+    reverse: bool = False
 
 
 @dataclass(frozen=True)
@@ -233,13 +238,16 @@ def _go_into_scan(equation: Any, inputs: Values, bad: list[int], way: Way) -> Fi
     consts, carry, arrays = _split(inputs, constant, carried)
     step = jax.jit(core.jaxpr_as_fun(body))
     order = range(p["length"])
+    history: list[tuple[int, str]] = []
     for i in reversed(order) if p["reverse"] else order:
         given = [*consts, *carry, *(a[i] for a in arrays)]
+        if carry:
+            history.insert(0, (i, statistics(max(carry, key=np.size))))
         results = step(*given)
         new = [k for k in range(carried) if is_bad(results[k]) and not is_bad(carry[k])]
         new += [k for k in bad if k >= carried and is_bad(results[k])]
         if new:
-            here = way.into(equation, Loop(way.frames_of(equation), i, p["length"]))
+            here = way.into(equation, Loop(way.frames_of(equation), i, p["length"], tuple(history), p["reverse"]))
             level = _Level(body.jaxpr, [*body.consts], given)
             if found := level.explain([body.jaxpr.outvars[k] for k in new], here):
                 return found

@@ -135,7 +135,8 @@ def setting(kind, **how):
     def numbered(path, a):
         if "attention_norm/scale" not in path:
             return a
-        numbers = 100.0 + np.arange(len(a))
+        _, _, inner = path.partition("layer_")  # in a step with two layers
+        numbers = 100.0 + (2 * np.arange(len(a)) + int(inner[0]) if inner else np.arange(len(a)))
         return a.at[:, 0].set(jnp.asarray(numbers, a.dtype))
 
     values = jax.tree_util.tree_map_with_path(lambda keys, a: numbered("/".join(str(k.key) for k in keys), a), values)
@@ -155,11 +156,39 @@ def test_a_fault_of_a_layer_is_found(fault, monkeypatch):
     assert found.frames[0][:2] == (HERE, line_of(text))
     assert backward in (None, bool(found.result))
     where = replay.place(cfg, found)
-    number = 2 if kind == "switch_2" else 1  # there, the mark is that of a unit of two layers
     of = {"t5": " of encoder", "switch_2": " of encoder", "branches": " of trunk"}.get(kind, "")
-    assert f"layer {number}{of} ({number + 1} of" in where
+    assert f"layer 1{of} (2 of" in where
     assert not any(map(search.is_bad, found.inputs))
     assert any(map(search.is_bad, found.outputs))
+
+
+def test_small_programs():
+    """Each has values that are bad on purpose, and one operation that is at fault."""
+
+    def explain(f, *x):
+        found = search.find(jax.make_jaxpr(f)(*x), x)
+        return found and (found.equation.primitive.name, [loop.step for loop in found.loops], found.result)
+
+    x = jnp.array([1.0, 2.0, 3.0])
+    masked = jnp.where(x > 9, x, -jnp.inf)  # all scores of a row are masked
+    assert explain(lambda m, x: jax.nn.softmax(jnp.where(m, x, -jnp.inf)), x > 2, x) is None
+    assert explain(lambda m, x: jnp.where(m, x, -jnp.inf) - masked.max(), x > 9, x) == ("sub", [], 0)
+    assert explain(lambda x: (x.sum(), jnp.log(x - 1).sum()), x) == ("log", [], 1)
+    assert explain(lambda x: jnp.exp(x * 100).sum() - jnp.exp(x * 100).sum(), x)[0] == "exp"
+
+    def running(largest, x):  # begins with -inf, and is finite from the second step on
+        largest = jnp.maximum(largest, jnp.where(x > 1, x, -jnp.inf))
+        return largest, jnp.sqrt(2.5 - x)
+
+    assert explain(lambda x: jax.lax.scan(running, -jnp.inf, x), x) == ("sqrt", [2], 1)
+    # From the end, products are 3, 6e20 and infinite; from the beginning the last one would be.
+    factors = jnp.array([1e30, 2e20, 3.0, 1.0])
+    assert explain(lambda x: jax.lax.scan(lambda c, f: (c * f, c), 1.0, x, reverse=True), factors) == ("mul", [0], 0)
+    grows = lambda x: jax.lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] * 1e10), (0, x))[1]  # noqa: E731
+    assert explain(grows, 1.0) == ("mul", [3], 0)
+    chosen = lambda x: jax.lax.cond(x > 0, lambda x: x / (x - x), lambda x: x, x)  # noqa: E731
+    assert explain(chosen, 1.0) == ("div", [], 0)
+    assert explain(chosen, -1.0) is None
 
 
 def test_masks_and_padding_are_no_faults():
@@ -182,6 +211,8 @@ def test_faults_outside_of_layers_and_in_bfloat16(monkeypatch):
     assert found is not None
     assert found.result == 0
     assert replay.place(cfg, found) == "microbatch 1 of 2, layer 0 (1 of 2)"
+    (reads,) = (line for line in replay.describe(cfg, found) if line.startswith("layer 0"))
+    assert "what it reads: bfloat16 4x32x64" in reads
     assert found.frames[0][:2] == (HERE, line_of("# fault large"))
 
 

@@ -101,3 +101,15 @@ mistakes(
     ("position[local] = np.arange(len(local))", "position[: len(local)] = np.arange(len(local))"),
     ("np.unique(np.concatenate([np.arange(rows)[index]", "np.sort(np.concatenate([np.arange(rows)[index]"),
 )
+
+mistakes(
+    "debug", "debug/search.py", "debug/test_search.py",
+    ("waiting += nans or inputs", "waiting += []"),
+    ("elif not nans and (_has_nan(self.value(variable)) or", "elif not nans and ("),
+    ("reversed(order) if p[\"reverse\"] else order", "order"),
+)  # fmt: skip
+
+mistakes(
+    "debug", "debug/replay.py", "debug/test_search.py",
+    ("number = loop.step * size + inner", "number = loop.step * size", "debug/test_search.py -m '' -k unit"),
+)  # fmt: skip
