@@ -228,6 +228,19 @@ def names_its_directory(cfg: Config, quickstart: Config, flags: list[str]) -> No
         assert cfg.run.dir != quickstart.run.dir, "add --run.dir=..."
 
 
+def test_runs_in_one_directory_train_one_model(sandbox, monkeypatch):
+    """Who follows two pages must not find another model's checkpoints where the second one begins a run."""
+    monkeypatch.chdir(sandbox[0])
+    trained = {}
+    for command in COMMANDS:
+        flags = command.words[1:]
+        if command.words[0] != "train" or command.mistake or {"--help", "--print_config"} & {*flags}:
+            continue
+        cfg = checked(flags)
+        page, model = trained.setdefault(cfg.run.dir, (command.page, cfg.model))
+        assert model == cfg.model, f"{page} and {command.page} train other models in {cfg.run.dir}"
+
+
 def test_every_command_is_run_or_has_a_reason():
     for command in COMMANDS:
         ran = any(re.search(pattern, command.text) for pattern, _ in RUN)
