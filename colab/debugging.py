@@ -1,0 +1,115 @@
+# %% [markdown]
+# # Debugging: which operation made it NaN?
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/debugging.ipynb)
+#
+# A model is broken here on purpose. Its loss is finite, and its gradients are NaN. The layers run in a loop that XLA compiles, so
+# no value within it can be printed. `jaxstack.debug` finds the operation, the layer and the line, and shows what it read.
+#
+# You need no download and no accelerator.
+
+# %%
+import importlib.util
+
+if importlib.util.find_spec("jaxstack") is None:
+    print("installing jaxstack, about a minute")
+    # %pip install -q git+https://github.com/jaxstack/jaxstack
+
+# %% [markdown]
+# ## A model, and a mistake
+#
+# The mistake is a change of the MLP: its output is divided by its length. Where the length is zero, the result shall be zero, so
+# the author has written `jnp.where`. The third layer begins with an output matrix of zeros, as some recipes do, and there all
+# lengths are zero.
+
+# %%
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstack.config import Config, DataConfig, ModelConfig
+from jaxstack.debug import replay, search
+from jaxstack.models import decoder, layers, params
+from jaxstack.models.context import Context
+from jaxstack.training.gradients import make_gradients
+
+cfg = Config(
+    model=ModelConfig(num_layers=4, d_model=64, num_heads=4, vocab_size=256),
+    data=DataConfig(seq_len=32, batch_size=4),
+)
+ctx = Context()  # one device, in float32
+values = params.init(jax.random.key(0), decoder.spec(cfg.model))
+values["layers"]["mlp"]["w_down"] = values["layers"]["mlp"]["w_down"].at[2].set(0.0)
+ids = np.random.default_rng(0).integers(0, 256, (4, 33)).astype(np.int32)
+batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((4, 32), np.float32)}
+right = layers.mlp
+
+
+def mistaken(cfg, p, x, ctx):
+    """The MLP, with outputs of length one."""
+    y = right(cfg, p, x, ctx)
+    length = jnp.sqrt(jnp.square(y).sum(axis=-1, keepdims=True))
+    return jnp.where(length > 0, y / length, 0.0)
+
+
+layers.mlp = mistaken
+
+# %% [markdown]
+# ## What a user sees
+#
+# The loss is finite. The gradients of nearly all parameters are NaN, because the backward pass carries NaN from the third layer to
+# all layers before it.
+
+# %%
+loss, gradients, _ = jax.jit(make_gradients(cfg, ctx))(values, batch)
+print(f"loss {float(loss):.4f}")
+for path in ("w_q", "w_o"):
+    bad = jnp.isnan(gradients["layers"]["attention"][path]).reshape(4, -1).any(axis=1)
+    print(f"NaN in the gradients of {path}, by layer: {bad.tolist()}")
+
+# %% [markdown]
+# ## What made it NaN
+#
+# `replay.explain` traces loss and gradients to a JAX program. It walks back from the first bad result to the operation that made
+# it from finite values. For a run, `jaxstack debug RUN` does the same from the run's checkpoints.
+
+# %%
+found = replay.explain(cfg, ctx, values, batch)
+assert found is not None
+print("\n".join(replay.describe(cfg, found)))
+
+# %% [markdown]
+# The operation is of the gradient of the square root. Its derivative at zero is infinite: `1 / (2 * sqrt(0))`. The author's
+# `where` chooses zero in the forward pass. In the backward pass the other branch gets a gradient of zero, and zero times infinity
+# is NaN.
+#
+# The finding has the arrays themselves. So you can look at every input, and repeat the operation.
+
+# %%
+print(found.equation.primitive.name, [search.statistics(value) for value in found.inputs])
+again = search.run(found.equation, found.inputs)
+print("again:", search.statistics(again[0]))
+
+# %% [markdown]
+# ## The repair
+#
+# The operation must not see a zero at all: `where` goes inside.
+
+
+# %%
+def repaired(cfg, p, x, ctx):
+    """The MLP, with outputs of length one, or zero."""
+    y = right(cfg, p, x, ctx)
+    squares = jnp.square(y).sum(axis=-1, keepdims=True)
+    length = jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
+    return jnp.where(squares > 0, y / length, 0.0)
+
+
+layers.mlp = repaired
+_, gradients, _ = jax.jit(make_gradients(cfg, ctx))(values, batch)
+print("all finite:", all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradients)))
+print("found:", replay.explain(cfg, ctx, values, batch))
+layers.mlp = right
+
+# %% [markdown]
+# Next: [debugging](https://github.com/jaxstack/jaxstack/blob/main/docs/debugging.md) of runs, and how the search works.
