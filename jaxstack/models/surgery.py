@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
 from jaxstack.config import ConfigError, ModelConfig, MoEConfig
 from jaxstack.models import family, params
@@ -33,9 +34,19 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
         raise ConfigError(f"model.moe.d_ff={moe.d_ff} differs from the dense model's {cfg.ff_width}. Leave it null")
     grown = replace(cfg, moe=moe)
     initial = params.init(key, family.spec(grown))
-    layers = {name: group for name, group in values["layers"].items() if name != "mlp"}
-    layers["moe"] = initial["layers"]["moe"] | copy_experts(values["layers"]["mlp"], moe.num_experts)
-    return grown, {**values, "layers": layers}
+    stacks = family.of(cfg).stacks(cfg)
+    return grown, {**values, **{name: _with_experts(values[name], initial[name], moe) for name in stacks}}
+
+
+def _with_experts(layers: Params, initial: Params, moe: MoEConfig) -> Params:
+    """Returns dense layers [L, ...] as those of a grown stack, which has `initial` values, or one of its units."""
+    if moe.every > 1 and "layer_0" in initial:
+        each = {f"layer_{i}": jax.tree.map(lambda a, i=i: a[i :: moe.every], layers) for i in range(moe.every)}
+        return {name: _with_experts(one, initial[name], moe) for name, one in each.items()}
+    if "moe" not in initial:
+        return layers
+    grown = {name: group for name, group in layers.items() if name != "mlp"}
+    return {**grown, "moe": initial["moe"] | copy_experts(layers["mlp"], moe.num_experts)}
 
 
 def extract_expert(cfg: ModelConfig, values: Params, expert: int) -> tuple[ModelConfig, Params]:
@@ -51,6 +62,22 @@ def extract_expert(cfg: ModelConfig, values: Params, expert: int) -> tuple[Model
         )
     if not 0 <= expert < cfg.moe.num_experts:
         raise ConfigError(f"expert {expert} does not exist. Use one from 0 to {cfg.moe.num_experts - 1}")
-    layers = {name: group for name, group in values["layers"].items() if name != "moe"}
-    layers["mlp"] = {name: w[:, expert] for name, w in values["layers"]["moe"].items()}
-    return replace(cfg, moe=MoEConfig(), d_ff=cfg.expert_width), {**values, "layers": layers}
+    if cfg.moe.every > 1 and cfg.expert_width != cfg.ff_width:
+        raise ConfigError(
+            f"model.moe.d_ff={cfg.expert_width} differs from the {cfg.ff_width} of the layers without experts, so one "
+            f"expert alone has layers of two widths. Use a model whose model.moe.d_ff is null"
+        )
+    stacks = family.of(cfg).stacks(cfg)
+    dense = {name: _without_experts(values[name], cfg.moe.every, expert) for name in stacks}
+    return replace(cfg, moe=MoEConfig(), d_ff=cfg.expert_width), {**values, **dense}
+
+
+def _without_experts(layers: Params, every: int, expert: int) -> Params:
+    """Returns the dense layers [L, ...] of a stack, or of one layer of its units, with one expert as their MLP."""
+    if every > 1 and "layer_0" in layers:
+        each = [_without_experts(layers[f"layer_{i}"], every, expert) for i in range(every)]
+        return jax.tree.map(lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *each)
+    if "moe" not in layers:
+        return layers
+    dense = {name: group for name, group in layers.items() if name != "moe"}
+    return {**dense, "mlp": {name: w[:, expert] for name, w in layers["moe"].items()}}

@@ -86,12 +86,12 @@ def _resolve_stacks(cfg: Config, stages: int, sequences: int, stacks: Mapping[st
             )
     layers: tuple[int, ...] = ()
     for name, (depth, period) in stacks.items():
-        groups = depth // period
+        groups, unit = depth // period, period * (cfg.model.moe.every if cfg.model.moe.num_experts else 1)
         if stages * chunks > groups:
             raise ScheduleError(
                 f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {stages * chunks} model chunks of each stack, "
                 f"but the {name} of model.family={cfg.model.family} has only {groups} "
-                f"{'layers' if period == 1 else f'groups of {period} layers'}; use mesh.pipe={max(groups // chunks, 1)}"
+                f"{'layers' if unit == 1 else f'groups of {unit} layers'}; use mesh.pipe={max(groups // chunks, 1)}"
             )
         layers += tuple(period * n for n in even(groups, stages * chunks))
     every = chunks * len(stacks)

@@ -12,7 +12,7 @@ from families import ENCODER_DECODERS, EXPERTS, FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
-from jaxstack.models import decoder, family, flops, moe_layer, params, surgery
+from jaxstack.models import decoder, encoder_decoder, family, flops, moe_layer, params, surgery
 from jaxstack.models.context import Context, implementations
 from jaxstack.training import losses, step
 from jaxstack.training.gradients import make_gradients
@@ -190,13 +190,15 @@ def test_means_of_what_counts_are_those_of_even_scores(rng):
     np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
 
 
-def test_each_stack_counts_its_own_tokens(rng):
-    """With routers of zeros every mean is known, however many tokens an encoder and a decoder have."""
-    moe = MoEConfig(num_experts=4, d_ff=16, aux_loss_weight=0.01, z_loss_weight=1e-3)
-    model = dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=3, moe=moe)
+@pytest.mark.parametrize("every", [1, 3])
+def test_each_stack_counts_its_own_tokens(every, rng):
+    """With routers of zeros every mean is known, however many tokens an encoder and a decoder have, and however many
+    of their layers have experts."""
+    moe = MoEConfig(num_experts=4, d_ff=16, aux_loss_weight=0.01, z_loss_weight=1e-3, every=every)
+    model = dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=6, num_layers=3, moe=moe)
     values = params.init(jax.random.key(0), family.spec(model))
     for name in ("encoder", "decoder"):
-        values[name]["moe"]["router"] *= 0
+        (values[name] if every == 1 else values[name]["layer_1"])["moe"]["router"] *= 0
     lengths = {"encoder": np.array([9, 3, 0, 1]), "decoder": np.array([2, 8, 1, 0])}
     segments = {name: (np.arange(12) < n[:, None]).astype(np.int32) for name, n in lengths.items()}
     tokens = {name: rng.integers(0, model.vocab, (4, 12)).astype(np.int32) for name in ("encoder", "decoder")}
@@ -209,8 +211,8 @@ def test_each_stack_counts_its_own_tokens(rng):
     data = DataConfig(seq_len=12, target_len=12, batch_size=4, source="pairs", path="pairs.jsonl")
     cfg = dataclasses.replace(run_config("mixtral"), model=model, data=data)
     _, _, sums = jax.jit(make_gradients(cfg, Context()))(values, batch)
-    assert sums["counted_tokens"].tolist() == [13.0] * 3 + [11.0] * model.num_layers
-    assert sums["counted_sequences"].tolist() == [3.0] * (3 + model.num_layers)
+    assert sums["counted_tokens"].tolist() == [13.0] * (6 // every) + [11.0] * (3 // every)
+    assert sums["counted_sequences"].tolist() == [3.0] * (9 // every)
     figures = losses.routing_metrics(sums)
     truth = {"load_max_over_mean": 2, "entropy": math.log(4), "balance_loss": 1, "z_loss": math.log(4) ** 2}
     for name, value in truth.items():
@@ -321,6 +323,30 @@ def test_an_up_cycled_model_starts_as_the_dense_one(rng):
     np.testing.assert_allclose(sparse, dense, atol=1e-5 * float(jnp.abs(dense).max()))
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_both_stacks_of_an_encoder_decoder_are_converted(every, rng):
+    """Up-cycled, it computes what the dense model does. One expert of the result has the dense weights, in order."""
+    cfg = dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=6, num_layers=3)
+    values = params.init(jax.random.key(0), family.spec(cfg))
+    positions = np.broadcast_to(np.arange(7, dtype=np.int32), (2, 7))
+    batch = {f"{side}{name}": np.ones((2, 7), np.int32) for side in ("", "encoder_") for name in ("segment_ids",)}
+    batch |= {f"{side}positions": positions for side in ("", "encoder_")}
+    batch |= {f"{side}tokens": rng.integers(0, cfg.vocab, (2, 7)) for side in ("", "encoder_")}
+    moe = MoEConfig(num_experts=4, top_k=2, every=every)
+    grown, grown_values = surgery.upcycle(cfg, values, moe, jax.random.key(1))
+    assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(lambda p: p.shape, params.abstract(family.spec(grown)))
+    dense, _ = encoder_decoder.hidden_states(cfg, values, batch)
+    sparse, _ = encoder_decoder.hidden_states(grown, grown_values, batch)
+    np.testing.assert_allclose(sparse, dense, atol=1e-5 * float(jnp.abs(dense).max()))
+
+    gates = dataclasses.replace(grown, moe=MoEConfig(num_experts=4, router="domain", every=every))
+    routed = params.init(jax.random.key(2), family.spec(gates))
+    batch |= {f"{side}gate_ids": np.full((2, 7), 3) for side in ("", "encoder_")}
+    whole, _ = encoder_decoder.hidden_states(gates, routed, batch)
+    alone, _ = encoder_decoder.hidden_states(*surgery.extract_expert(gates, routed, 3), batch)
+    np.testing.assert_allclose(whole, alone, atol=1e-5 * float(jnp.abs(alone).max()))
+
+
 def test_active_parameters_are_what_is_counted():
     cfg = EXPERTS["mixtral"]
     dense = dataclasses.replace(cfg, moe=MoEConfig(), d_ff=2 * 96)
@@ -352,3 +378,6 @@ def test_mistakes_are_named(rng):
         surgery.extract_expert(EXPERTS["domain"], {}, 3)
     with pytest.raises(ConfigError, match="d_ff=7 differs"):
         surgery.upcycle(FAMILIES["llama3"], {}, MoEConfig(num_experts=2, d_ff=7), jax.random.key(0))
+    narrow = MoEConfig(num_experts=2, d_ff=7, router="domain", every=2)
+    with pytest.raises(ConfigError, match=r"d_ff=7 differs from the .* layers of two widths"):
+        surgery.extract_expert(dataclasses.replace(ENCODER_DECODERS["t5"], moe=narrow), {}, 0)

@@ -517,6 +517,7 @@ def test_the_bubble_of_uneven_stages_is_that_of_the_longest():
             "8 model chunks.* 6 layers.* mesh.pipe=1, or pipeline.chunks=3",
         ),
         ({"family": "gemma2", "layers": 6}, 4, "3 groups of 2 layers .model.windows.* use mesh.pipe=3"),
+        ({"family": "switch_2", "layers": 4}, 4, "encoder of .* has only 3 groups of 2 layers; use mesh.pipe=3"),
         ({"family": "t5", "layers": 2}, 4, "mesh.pipe=4 .* each stack, but the encoder of .* has only 3 .*mesh.pipe=3"),
         (
             {"family": "t5", "schedule": ZERO},

@@ -9,6 +9,7 @@ from lines import lines
 from orbax.checkpoint import v1 as ocp
 
 from jaxstack.common.tree import flatten
+from jaxstack.config import ConfigError
 from jaxstack.config.parse import parse_config
 from jaxstack.train import main
 
@@ -37,17 +38,47 @@ def arrays(path):
     return {name: np.asarray(leaf) for name, leaf in flatten(ocp.load(path, abstract)).items()}
 
 
+def pair_flags(folder, rng):
+    """Writes pairs of words, and returns the flags of an encoder-decoder that reads them."""
+    words = ["".join(word) for word in rng.choice(list("abc"), (300, 3))]
+    path = folder / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps({"source": w, "target": w[::-1], "language": "back"}) for w in words))
+    return [f for f in FLAGS[2:-1] if "source" not in f and "eval" not in f] + [
+        "--data.source=pairs", f"--data.path={path}", "--data.languages=[back]", "--data.target_len=8",
+        "--model.family=encoder_decoder", "--model.d_model=32", "--train.eval_every=2", "--train.eval_steps=1",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_experts_in_some_layers_resume_bit_for_bit(tmp_path, rng, monkeypatch):
+    """A dense run is up-cycled to one layer of two with experts, which a pipeline cannot do."""
+    flags = [*pair_flags(tmp_path, rng), "--model.num_layers=4", "--model.encoder_layers=4"]
+    grown = [f"--run.init_from={tmp_path / 'dense'}", "--model.moe={num_experts: 4, every: 2, top_k: 2}"]
+    spread = [*grown, "--mesh.data=1", "--mesh.expert=2", "--mesh.tensor=2"]
+    stages = [*grown, *STAGES[:-1], "--pipeline.schedule=1f1b"]
+
+    def run(name, steps, *more):
+        main(parse_config([*flags, f"--train.steps={steps}", f"--run.dir={tmp_path / name}", *more]))
+
+    devices = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
+    run("dense", 2, "--mesh.data=1")
+    monkeypatch.setattr(jax, "devices", lambda *_: devices[:4])
+    with pytest.raises(ConfigError, match=r"up-cycled to model.moe.every=2, .* mesh.pipe=1, and resume"):
+        run("refused", 2, *stages)
+    run("whole", 4, *spread)
+    run("parts", 2, *spread)
+    run("parts", 4, *spread)
+    whole, parts = (arrays(tmp_path / name / "checkpoints" / "4") for name in ("whole", "parts"))
+    assert any("layer_1/moe/router" in name for name in whole)
+    assert whole.keys() == parts.keys()
+    assert [name for name in whole if not np.array_equal(whole[name], parts[name])] == []
+
+
 @pytest.mark.slow
 def test_encoder_decoders_resume_in_and_out_of_a_pipeline(tmp_path, rng, monkeypatch):
     """Uneven stages of both stacks, another schedule in each leg, and evaluation: the losses of one device."""
-    words = ["".join(word) for word in rng.choice(list("abc"), (300, 3))]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("\n".join(json.dumps({"source": w, "target": w[::-1], "language": "back"}) for w in words))
-    flags = [*FLAGS[2:-1], "--model.family=encoder_decoder", "--model.num_layers=3", "--model.encoder_layers=5"]
-    flags = [f for f in flags if "source" not in f and "eval" not in f] + [
-        "--data.source=pairs", f"--data.path={path}", "--data.languages=[back]", "--data.target_len=8",
-        "--model.d_model=32", "--train.eval_every=2", "--train.eval_steps=1",
-    ]  # fmt: skip
+    flags = [*pair_flags(tmp_path, rng), "--model.num_layers=3", "--model.encoder_layers=5"]
 
     def run(name, steps, *more):
         main(parse_config([*flags, f"--train.steps={steps}", f"--run.dir={tmp_path / name}", *more]))

@@ -10,7 +10,7 @@ import pytest
 from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES, PAIRS
 
 from jaxstack.cli.parser import execute
-from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, RunConfig, TrainConfig
+from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, RunConfig, TrainConfig
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.models import encoder, flops
 from jaxstack.models import family as models
@@ -22,6 +22,10 @@ from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, init_state, make_state
 
 LLAMA = dataclasses.replace(FAMILIES["llama3"], vocab_size=64)
+_SWITCH = MoEConfig(num_experts=4, top_k=1, normalize=False, d_ff=24, every=3)
+PAIR_MODELS = ENCODER_DECODERS | {
+    "switch": dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=6, num_layers=3, moe=_SWITCH)
+}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama3", "qwen3", "bert_pairs", "modernbert", "dit", "dit_experts"])
@@ -38,11 +42,11 @@ def test_matmuls_counted_are_those_of_the_formula(family, monkeypatch):
     assert counted == 2 * 32 * flops.flops_per_token(cfg.model, 32).full
 
 
-@pytest.mark.parametrize("kind", ENCODER_DECODERS)
+@pytest.mark.parametrize("kind", PAIR_MODELS)
 def test_matmuls_of_pairs_are_those_of_the_formula(kind):
     data = DataConfig(seq_len=32, target_len=12, batch_size=2, denoisers=(DenoiserConfig(),))
     # Without relative biases, whose selection is a product on some devices. It is not one of the model.
-    model = dataclasses.replace(ENCODER_DECODERS[kind], positions="none")
+    model = dataclasses.replace(PAIR_MODELS[kind], positions="none")
     cfg = Config(model=model, data=data, train=TrainConfig(remat="none"))
     values = jax.eval_shape(lambda: init_state(cfg)).params
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
