@@ -8,16 +8,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import get_type_hints
+from typing import TYPE_CHECKING, get_type_hints
 
 from jsonargparse import Namespace
 
 from jaxstack.config import Config, ConfigError, MeshConfig, SampleConfig, TrainConfig
+from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.text_stream import TextStream
 from jaxstack.generate import load_run
 from jaxstack.tracking.console import printable
+
+if TYPE_CHECKING:  # JAX must start after the devices were chosen
+    from jaxstack.generate.trained_run import Draft
 
 DTYPE = get_type_hints(TrainConfig)["dtype"]
 
@@ -36,6 +40,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--stream", action="store_true", help="print tokens as they come, even if stdout is not a terminal"
     )
+    parser.add_argument("--draft", metavar="RUN", type=user_path, help="run of a small model that drafts tokens")
+    parser.add_argument("--draft_tokens", type=PositiveInt, default=4, help="number of tokens that it drafts at a time")
     parser.add_argument("--language", type=str, help="language that an encoder-decoder writes, if it has several")
     parser.add_argument("--out", type=user_path, help="PNG file for pictures; null means pictures.png in RUN")
     add_model_arguments(parser)
@@ -89,20 +95,44 @@ def main(args: Namespace) -> None:
     cfg = with_arguments(cfg, args)
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     longest = max(map(len, ids)) + cfg.sample.tokens
+    rows = min(len(prompts), cfg.sample.rows or len(prompts))
     run = load_run.open_run(
-        Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(prompts), check=partial(check_memory, longest)
+        Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=rows, check=partial(check_memory, longest)
     )
     if longest > cfg.data.seq_len:
         print(f"note: texts have up to {longest} tokens; the model was trained on {cfg.data.seq_len}", file=sys.stderr)
+    draft = open_draft(args, cfg, longest) if args.draft is not None else None
     texts = [TextStream(tokenizer, "", end=stop) if args.chat else TextStream(tokenizer, text) for text in prompts]
     live = args.stream or sys.stdout.isatty()
 
     from jaxstack.planner import memory
 
     with memory.explained(lambda: memory.generation_error(run.config, longest)):
-        for piece in in_turn(texts, run.stream_tokens(ids, stop=stop, at_once=not live)):
+        for piece in in_turn(texts, run.stream_tokens(ids, stop=stop, draft=draft, at_once=not live)):
             write(piece, flush=live)
     write("\n")
+
+
+def open_draft(args: Namespace, cfg: Config, longest: int) -> "Draft":
+    """Opens the small model of `--draft`, with the dtype and on the mesh of the other one.
+
+    Args:
+      args: of the command.
+      cfg: the run that it drafts for.
+      longest: tokens of the longest prompt with its continuation.
+
+    Raises:
+      ConfigError: it cannot be read, or beams or penalties do not fit a draft.
+    """
+    from jaxstack.generate import speculative
+    from jaxstack.generate.trained_run import Draft
+
+    speculative.check(cfg.sample)
+    small, tokenizer = load_run.read_run(Path(args.draft))
+    small = replace(small, sample=cfg.sample, train=replace(small.train, dtype=cfg.train.dtype))
+    check = partial(check_memory, longest)
+    run = load_run.open_run(Path(args.draft), small, tokenizer, args.mesh, None, rows=1, check=check)
+    return Draft(run, args.draft_tokens)
 
 
 def translate(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
@@ -111,7 +141,7 @@ def translate(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
     Raises:
       ConfigError: the language does not suit the run, or an argument is for other families.
     """
-    for flag, given in (("--chat", args.chat), ("--stream", args.stream), ("--stop", bool(args.stop))):
+    for flag, given in text_flags(args):
         if given:
             raise ConfigError(
                 f"{flag} is for decoders, and {args.run} writes one text from another. Leave {flag} away."
@@ -124,13 +154,19 @@ def translate(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
         write(text + "\n")
 
 
+def text_flags(args: Namespace) -> list[tuple[str, bool]]:
+    """Returns the flags that only a decoder has, and whether they were given."""
+    given = {"chat": args.chat, "stream": args.stream, "stop": bool(args.stop), "draft": args.draft is not None}
+    return [(f"--{name}", there) for name, there in given.items()]
+
+
 def draw(cfg: Config, classes: Tokenizer, args: Namespace) -> None:
     """Writes a PNG file with a row of pictures for each class that was named.
 
     Raises:
       ConfigError: a class does not exist, or an argument is for text.
     """
-    for flag, given in (("--chat", args.chat), ("--stream", args.stream), ("--stop", bool(args.stop))):
+    for flag, given in text_flags(args):
         if given:
             raise ConfigError(f"{flag} is for text, and {args.run} makes pictures. Leave {flag} away.")
     names = " ".join(args.prompts)

@@ -171,6 +171,9 @@ class SampleConfig:
     empty list means that no samples are generated."""
     tokens: NonNegativeInt = 200
     """Maximum number of tokens to add to each prompt."""
+    rows: PositiveInt | None = None
+    """Number of texts that `jaxstack generate` writes at the same time. When one ends, the next prompt takes its place.
+    Null means all prompts."""
     domain: NonNegativeInt = 0
     """Domain of the prompts, for `model.moe.router=domain`."""
     temperature: NonNegativeFloat = 0.8
@@ -203,6 +206,11 @@ class SampleConfig:
             self.beams == 1 or (self.temperature == 0 and self.repetition_penalty == 1),
             f"sample.beams={self.beams} searches for the most probable text, without sampling or penalties. Use "
             f"sample.temperature=0 and sample.repetition_penalty=1.",
+        )
+        require(
+            self.beams == 1 or self.rows is None,
+            f"sample.rows={self.rows} has no effect on beam search, which writes all texts at the same time. Leave it "
+            f"null, or use sample.beams=1.",
         )
         require(all(self.prompts or ()), "sample.prompts contains an empty string. Give every prompt a text.")
 

@@ -67,7 +67,7 @@ def make_generate(
 
     Args:
       cfg: the model. Its experts have no capacity limit here, so no token is dropped.
-      sample: how tokens are chosen; its prompts and domain are not read.
+      sample: how tokens are chosen; its prompts, domain and rows are not read.
       stop: tokens that end a text.
       gate: domain of the prompts, for a model with a hard gate.
       vocabulary: number of ids that exist, if the tokenizer has fewer than the model. `None` means all of the model's.

@@ -55,6 +55,7 @@ class CachedDecoder:
       vocabulary: number of ids that exist.
       first: slot of each prompt's first token [B].
       num_slots: number of slots, for the prompts and all tokens to come.
+      spare: number of newest tokens that may be dropped again, see `verify_tokens`.
       token_weights: what a new token reads with `ctx.decode=unrolled`.
     """
 
@@ -66,6 +67,7 @@ class CachedDecoder:
     first: jax.Array
     num_slots: int
     token_weights: TokenWeights | None
+    spare: int = 0
 
     @classmethod
     def create(
@@ -108,7 +110,7 @@ class CachedDecoder:
         ]
         if self.token_weights is not None:
             cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.token_weights.layer_groups))]
-        return self._logits(x[:, -1:]), cache
+        return self._logits(x[:, -1:])[:, 0], cache
 
     def empty_cache(self) -> PyTree:
         """Returns the cache before the first token."""
@@ -123,7 +125,7 @@ class CachedDecoder:
         def update(axis: int, a: jax.Array, entry: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(a, entry, slot % a.shape[axis], axis)
 
-        return self._logits(x), _map_cache(update, cache, new)
+        return self._logits(x)[:, 0], _map_cache(update, cache, new)
 
     def append_tokens(
         self, tokens: jax.Array, count: jax.Array, slot: jax.Array, cache: PyTree
@@ -146,7 +148,52 @@ class CachedDecoder:
             return a.at[(..., places, *[slice(None)] * (-1 - axis))].set(entries, mode="drop")
 
         last = jax.lax.dynamic_slice_in_dim(x, count - 1, 1, 1)
-        return self._logits(last), _map_cache(update, cache, new)
+        return self._logits(last)[:, 0], _map_cache(update, cache, new)
+
+    def verify_tokens(self, tokens: jax.Array, slot: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns the logits [B, S, V] after each of some more tokens, and the cache that includes them.
+
+        The caller may drop all but the first of them: the next token then takes the slot of the first dropped one. A
+        layer with a window holds `spare` tokens more for that, because the dropped ones have replaced the oldest.
+
+        Args:
+          tokens: the tokens [B, S]; S - 1 is at most `spare`.
+          slot: slot of the first.
+          cache: of all tokens before it.
+        """
+        x, new = self._hidden_states(tokens, slot, cache)
+
+        def update(axis: int, a: jax.Array, entries: jax.Array) -> jax.Array:
+            T = a.shape[axis]
+            if self.num_slots == T:  # all slots have an entry of their own
+                return jax.lax.dynamic_update_slice_in_dim(a, entries, slot, axis)
+            places = (slot + jnp.arange(tokens.shape[1])) % T
+            return a.at[(..., places, *[slice(None)] * (-1 - axis))].set(entries)
+
+        return self._logits(x), _map_cache(update, cache, new)
+
+    def move_cache(self, cache: PyTree, slot: jax.Array, to: jax.Array) -> PyTree:
+        """Returns the cache of the tokens before a slot as that of this number of slots, with other numbers.
+
+        Args:
+          cache: from a decoder of any number of slots. Where it has more, the oldest tokens are dropped.
+          slot: the slot after the newest token.
+          to: what this slot is to be called.
+        """
+
+        def move(T: int, axis: int, a: jax.Array) -> jax.Array:
+            had = a.shape[axis]
+            in_order = jnp.roll(a, -slot % had, axis)
+            if had > T:
+                in_order = jax.lax.slice_in_dim(in_order, had - T, had, axis=axis)
+            else:  # the newest are the last
+                in_order = jnp.pad(in_order, [(T - had, 0) if i == axis % a.ndim else (0, 0) for i in range(a.ndim)])
+            return jnp.roll(in_order, to % T, axis)
+
+        def move_blocks(blocks: list[PyTree]) -> list[PyTree]:
+            return [_map_cache(partial(move, T), block) for T, block in zip(self._lengths, blocks, strict=True)]
+
+        return [move_blocks(group) for group in cache] if self.token_weights is not None else move_blocks(cache)
 
     def _hidden_states(self, tokens: jax.Array, slot: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns hidden states of the tokens [B, S] in the slots from `slot` on, and their keys and values."""
@@ -166,7 +213,8 @@ class CachedDecoder:
     @property
     def _lengths(self) -> list[int]:
         """The number of tokens that each block of a group keeps: all that its window spans, except the newest."""
-        return [min(max(window - 1, 1), self.num_slots) if window else self.num_slots for window in self.cfg.windows]
+        kept = [max(window - 1, 1) + self.spare if window else self.num_slots for window in self.cfg.windows]
+        return [min(T, self.num_slots) for T in kept]
 
     def _distance(self, slot: jax.Array, T: int) -> jax.Array:
         """Returns how far each kept token [B, T] is before `slot`; 0 marks entries that are empty or before the row."""
@@ -176,8 +224,8 @@ class CachedDecoder:
     def _logits(self, x: jax.Array) -> jax.Array:
         head = self.token_weights.head if self.token_weights is not None else None
         params = self.params if head is None else {"head": {"w": head}}
-        own = decoder.logits(self.cfg, params, x, self.ctx)[:, 0]
-        return known_logits(self.cfg, collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 1), self.vocabulary)
+        own = decoder.logits(self.cfg, params, x, self.ctx)
+        return known_logits(self.cfg, collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 2), self.vocabulary)
 
 
 def _map_cache(f: Callable[..., jax.Array], cache: PyTree, *others: PyTree) -> PyTree:
@@ -196,5 +244,5 @@ def _allocate(T: int, axis: int, a: jax.Array) -> jax.Array:
 
 
 def known_logits(cfg: ModelConfig, logits: jax.Array, vocabulary: int) -> jax.Array:
-    """Returns logits [B, V] without padding, and with minus infinity for ids that the tokenizer does not have."""
-    return jnp.where(jnp.arange(cfg.vocab) < vocabulary, logits[:, : cfg.vocab], -jnp.inf)
+    """Returns logits [..., V] without padding, and with minus infinity for ids that the tokenizer does not have."""
+    return jnp.where(jnp.arange(cfg.vocab) < vocabulary, logits[..., : cfg.vocab], -jnp.inf)

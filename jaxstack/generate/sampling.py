@@ -21,8 +21,18 @@ def sample_tokens(logits: jax.Array, used: jax.Array, keys: jax.Array, sample: S
         logits = jnp.where(used, apply_repetition_penalty(logits, sample.repetition_penalty), logits)
     if sample.temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
-    logits = keep_likeliest(logits / sample.temperature, sample)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys, _scaled(logits, sample)).astype(jnp.int32)
+
+
+def probabilities(logits: jax.Array, sample: SampleConfig) -> jax.Array:
+    """Returns the probabilities [B, V] that `sample_tokens` chooses with, without repetition penalty."""
+    if sample.temperature == 0:
+        return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1])
+    return jax.nn.softmax(_scaled(logits, sample), axis=-1)
+
+
+def _scaled(logits: jax.Array, sample: SampleConfig) -> jax.Array:
+    return keep_likeliest(logits / sample.temperature, sample)
 
 
 def apply_repetition_penalty(logits: jax.Array, penalty: float) -> jax.Array:

@@ -87,7 +87,7 @@ class Engine:
             model = CachedDecoder.create(cfg, params, ctx, gate=None, vocabulary=1, first=first, num_slots=1)
             return model.token_weights, model.params
 
-        program = _compile(ctx, prepare, (engine.specs.params, engine.specs.rows), engine.specs.params)
+        program = compile_program(ctx, prepare, (engine.specs.params, engine.specs.rows), engine.specs.params)
         copies, cast = program(params, np.zeros(ctx.replicas, np.int32))
         return replace(engine, params=cast, token_weights=copies)
 
@@ -105,7 +105,8 @@ class Engine:
 
         Args:
           prompts: token ids of each prompt.
-          sample: how tokens are chosen. Beam search has no tokens to show before its end, so `beams` must be 1.
+          sample: how tokens are chosen, and how many texts grow at the same time. Beam search has no tokens to show
+            before its end, so `beams` must be 1.
           stop: tokens that end a text.
           seed: of sampling.
           at_once: whether all tokens after the first come at once, which is faster if nobody waits for them.
@@ -117,10 +118,15 @@ class Engine:
         decode.check_prompts(self.cfg, prompts, sample.tokens, self.vocabulary)
         if not sample.tokens:
             return
+        if sample.rows is not None and len(prompts) > sample.rows:
+            from jaxstack.generate.continuous import continue_in_turn
+
+            yield from continue_in_turn(self, prompts, sample, stop=stop, seed=seed, at_once=at_once)
+            return
         filled = decode.pad_rows(prompts, self.ctx.replicas)
         tokens, first = decode.align_rows(filled)
         rows = first, decode.row_seeds(filled), np.uint32(seed)
-        work = Programs(self, tokens.shape[1] + sample.tokens, replace(sample, prompts=None), tuple(stop))
+        work = Programs(self, tokens.shape[1] + sample.tokens, replace(sample, prompts=None, rows=None), tuple(stop))
         state, results = work.start(rows, tokens)
         shown = 0
         place = tokens.shape[1], sample.tokens
@@ -201,8 +207,7 @@ class Programs:
             until = np.int32(min(int(found.i) + count, limit))
             state, results = self._call("extend", work, rows, state, (np.int32(slot), until))
             jax.block_until_ready(results)
-            took = time.perf_counter() - began
-            count = count * 2 if took < _CHUNK_S / 1.5 else max(count // 2, 1) if took > _CHUNK_S * 1.5 else count
+            count = next_count(count, time.perf_counter() - began)
 
     def _call(self, name: str, work: Callable[..., PyTree], rows: PyTree, *others: PyTree) -> tuple[PyTree, Results]:
         """Runs `work(sampler, *others)`, compiled, and returns the state and what the host reads of it."""
@@ -232,8 +237,15 @@ class Programs:
             }[name]
             where = (specs.params, CARRIED, (specs.rows, specs.rows, one), *kinds)
             results = () if name == "empty_cache" else Results(specs.rows, specs.rows, one, one)
-            engine.programs[key] = _compile(engine.ctx, run, where, results, donated=3 if CARRIED in kinds else None)
+            engine.programs[key] = compile_program(
+                engine.ctx, run, where, results, donated=3 if CARRIED in kinds else None
+            )
         return engine.programs[key](engine.params, engine.token_weights, rows, *others)
+
+
+def next_count(count: int, took: float) -> int:
+    """Returns how many tokens the next call adds, given the number and the seconds of the one before."""
+    return count * 2 if took < _CHUNK_S / 1.5 else max(count // 2, 1) if took > _CHUNK_S * 1.5 else count
 
 
 class _Carried:
@@ -243,7 +255,7 @@ class _Carried:
 CARRIED = _Carried()
 
 
-def _compile(
+def compile_program(
     ctx: Context,
     work: Callable[..., tuple[PyTree, PyTree]],
     in_specs: tuple[PyTree, ...],

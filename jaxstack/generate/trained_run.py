@@ -21,6 +21,7 @@ from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
 from jaxstack.generate import decode, features, load_run, pictures, translate
+from jaxstack.generate.speculative import Speculation
 from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, family, params
 from jaxstack.models.context import Context
@@ -43,6 +44,18 @@ class Evaluation(NamedTuple):
     loss: float
     bits_per_byte: float
     sources: dict[str, float]
+
+
+class Draft(NamedTuple):
+    """A small model that drafts tokens for a larger one, which checks them: see `generate.speculative`.
+
+    Attributes:
+      run: the small model, on the same mesh and with the same tokenizer.
+      tokens: number of tokens that it drafts in each round.
+    """
+
+    run: "TrainedRun"
+    tokens: int = 4
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -166,15 +179,35 @@ class TrainedRun:
         return [translate.to_text(cfg, self.tokenizer, row) for row in rows]
 
     @overload
-    def generate(self, prompts: str, *, seed: int | None = None, stop: Sequence[int] = (), **sample: float) -> str: ...
+    def generate(
+        self,
+        prompts: str,
+        *,
+        seed: int | None = None,
+        stop: Sequence[int] = (),
+        draft: "Draft | None" = None,
+        **sample: float,
+    ) -> str: ...
 
     @overload
     def generate(
-        self, prompts: list[str], *, seed: int | None = None, stop: Sequence[int] = (), **sample: float
+        self,
+        prompts: list[str],
+        *,
+        seed: int | None = None,
+        stop: Sequence[int] = (),
+        draft: "Draft | None" = None,
+        **sample: float,
     ) -> list[str]: ...
 
     def generate(
-        self, prompts: str | list[str], *, seed: int | None = None, stop: Sequence[int] = (), **sample: float
+        self,
+        prompts: str | list[str],
+        *,
+        seed: int | None = None,
+        stop: Sequence[int] = (),
+        draft: "Draft | None" = None,
+        **sample: float,
     ) -> str | list[str]:
         """Returns a prompt with its continuation, or a list of them for a list of prompts.
 
@@ -182,6 +215,7 @@ class TrainedRun:
           prompts: a text, or several that are continued at the same time.
           seed: of sampling. `None` means `run.seed`.
           stop: ids of tokens that end a text; the end of a document always ends it.
+          draft: a small model that drafts tokens, see `Draft`. Texts are then written one after the other.
           **sample: keys of the group `sample` of the configuration, such as `tokens=100, temperature=0.7`. The others
             have the run's values.
 
@@ -191,7 +225,7 @@ class TrainedRun:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         streams = [TextStream(self.tokenizer, text) for text in texts]
         prompt_ids = [stream.prompt for stream in streams]
-        for parts in self.stream_tokens(prompt_ids, seed=seed, stop=stop, at_once=True, **sample):
+        for parts in self.stream_tokens(prompt_ids, seed=seed, stop=stop, draft=draft, at_once=True, **sample):
             for stream, part in zip(streams, parts, strict=True):
                 stream.add(part)
         complete = [stream.text for stream in streams]
@@ -210,7 +244,7 @@ class TrainedRun:
         """
         text = TextStream(self.tokenizer, prompt)
         yield text.take()
-        parts = self.stream_tokens([text.prompt], seed=seed, stop=stop, at_once=False, **sample)
+        parts = self.stream_tokens([text.prompt], seed=seed, stop=stop, draft=None, at_once=False, **sample)
         for (part,) in parts:
             text.add(part)
             if piece := text.take():
@@ -224,6 +258,7 @@ class TrainedRun:
         *,
         seed: int | None = None,
         stop: Sequence[int] = (),
+        draft: "Draft | None" = None,
         at_once: bool = False,
         **sample: float,
     ) -> Iterator[decode.Rows]:
@@ -233,6 +268,7 @@ class TrainedRun:
           prompts: token ids of each prompt.
           seed: see `generate`.
           stop: see `generate`.
+          draft: see `generate`.
           at_once: see `Engine.stream`.
           **sample: see `generate`.
         """
@@ -240,6 +276,15 @@ class TrainedRun:
         how = self._sample(sample)
         seed = self.config.run.seed if seed is None else seed
         end = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+        if draft is not None:
+            if not data.same_vocabulary(self.tokenizer.to_json(), draft.run.tokenizer.to_json()):
+                raise ConfigError(
+                    f"the draft {draft.run.config.run.dir} has the tokenizer {draft.run.tokenizer.name}, whose ids are "
+                    f"not those of {self.tokenizer.name}. Draft with a run of the same tokenizer."
+                )
+            work = Speculation(self.engine(how.domain), draft.run.engine(how.domain), draft.tokens)
+            yield from work.stream_rows(prompts, how, stop=(*stop, *end), seed=seed, at_once=at_once)
+            return
         if how.beams == 1:
             yield from self.engine(how.domain).stream(prompts, how, stop=(*stop, *end), seed=seed, at_once=at_once)
             return

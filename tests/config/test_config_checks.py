@@ -291,6 +291,8 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"sample.repetition_penalty": 0.0}, {"sample.repetition_penalty": 0.1}),
     ({"sample.beams": 2}, {"sample.beams": 2, "sample.temperature": 0.0}),
     (BEAMS | {"sample.repetition_penalty": 1.1}, BEAMS),
+    (BEAMS | {"sample.rows": 2}, BEAMS),
+    ({"sample.rows": 0}, {"sample.rows": 1}),
     ({"sample.prompts": ("a", "")}, {"sample.prompts": ("a",)}),
     ({"profile.steps": "5"}, {"profile.steps": ""}),
     ({"profile.steps": "0:5"}, {"profile.steps": "1:5"}),

@@ -512,11 +512,12 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
         )
         text(), text("--dtype=bfloat16")
     assert computed == [jnp.float32, jnp.bfloat16]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\ncde\n"))
-    execute(["generate", str(run_dir), "-", "--sample.temperature=0", "--sample.tokens=8"])
-    first, second = capsys.readouterr().out.split("\n---\n")
-    assert first == newest.rstrip("\n")
-    assert second.startswith("cde")
+    for flags in ([], ["--sample.rows=1"], [f"--draft={run_dir}", "--draft_tokens=2"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("ab\ncde\n"))
+        execute(["generate", str(run_dir), "-", "--sample.temperature=0", "--sample.tokens=8", *flags])
+        first, second = capsys.readouterr().out.split("\n---\n")
+        assert first == newest.rstrip("\n")
+        assert second.startswith("cde")
 
 
 @pytest.mark.parametrize(
@@ -531,6 +532,8 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
         (["RUN", "x", "--sample.beams=4"], "Use sample.temperature=0 and"),
         (["RUN", "x", "--step=4", "--sample.tokens=3"], "has no step 4. Use one of"),
         (["RUN", "x", "--stop=ab"], "is 2 tokens"),
+        (["RUN", "x", "--draft=nowhere"], "nowhere is not a run directory"),
+        (["RUN", "x", "--draft", "RUN", "--sample.repetition_penalty=2"], "does not fit a draft"),
         (["RUN"], "PROMPT is missing"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",

@@ -39,7 +39,7 @@ mistakes(
     "generate",
     "generate/kv_cache.py",
     GENERATE + " -k '(greedy and gemma2) or window'",
-    ("min(max(window - 1, 1), self.num_slots)", "min(max(window, 1), self.num_slots)"),
+    ("[max(window - 1, 1) + self.spare", "[max(window, 1) + self.spare"),
     ("there = slot - 1 - (slot - 1 - jnp.arange(T)) % T", "there = slot - (slot - jnp.arange(T)) % T"),
     (
         "jnp.roll(jax.lax.slice_in_dim(a, S - T, S, axis=axis), S % T, axis)",
@@ -78,3 +78,36 @@ mistakes(
     ('slot - cache["segments"].shape[-1] + 1', 'slot - cache["segments"].shape[-1]'),
     ("(positions >= 0).astype(jnp.int32)", "(positions >= -99).astype(jnp.int32)"),
 )
+
+mistakes(
+    "generate",
+    "generate/continuous.py",
+    "generate/test_continuous.py -k 'one_batch and llama3 or free_takes or room'",
+    ("jnp.where(place[0] >= 0, b, kept)", "jnp.where(place[0] >= 0, kept, b)"),
+    ("& ~(wait & (rows_that(after & ~done) > 0))", ""),
+    ('new, used = self._choose(logits, state["used"], keys, state["index"])',
+     'new, used = self._choose(logits, state["used"], keys, 0 * state["index"])'),
+    ("self._programs.slots - longest)", "2 * self._programs.slots - longest)"),
+    ("if not slots // 4 < needed <= slots:", "if needed > slots:"),
+)  # fmt: skip
+
+mistakes(
+    "generate", "generate/kv_cache.py", "generate/test_continuous.py -m '' -k 'gemma2-scan or room'",
+    ("jnp.roll(in_order, to % T, axis)", "jnp.roll(in_order, 0 * to, axis)"),
+    ("jnp.roll(a, -slot % had, axis)", "jnp.roll(a, slot % had, axis)"),
+    ("(T - had, 0) if i == axis % a.ndim", "(0, T - had) if i == axis % a.ndim"),
+)  # fmt: skip
+
+mistakes(
+    "generate", "generate/speculative.py", "generate/test_speculative.py -k 'greedy or distribution or perfect'",
+    ("jax.random.uniform(for_uniform, (G,)) * of_draft < own", "jax.random.uniform(for_uniform, (G,)) < own"),
+    ("p[n] - jnp.pad(q, ((0, 1), (0, 0)))[n]", "p[n]"),
+    ("jnp.cumprod(accepted.astype(jnp.int32)).sum()", "accepted.astype(jnp.int32).sum()"),
+    ("jnp.arange(G + 1))\n            block", "jnp.arange(G))\n            block"),
+    ("length = jnp.where(ends.any(), ends.argmax() + 1, n + 1)", "length = n + 1"),
+)  # fmt: skip
+
+mistakes(
+    "generate", "generate/kv_cache.py", "generate/test_speculative.py -k 'greedy and gemma2'",
+    ("+ self.spare if window", "if window"),
+)  # fmt: skip

@@ -1,0 +1,257 @@
+"""Speculative decoding: a small model drafts a few tokens, and the model checks all of them in one forward pass.
+
+The text has the distribution of the model alone, exactly (Leviathan et al. 2023, arXiv:2211.17192, theorem in A.1). At
+temperature 0 it has the same tokens, up to rounding.
+
+Suffixes: G drafted tokens, S slots of the prompt, N tokens to add, V vocabulary. A text is one row of the batch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxstack.common.tree import PyTree
+from jaxstack.config import ConfigError, SampleConfig
+from jaxstack.generate import decode, sampling
+from jaxstack.generate.kv_cache import CachedDecoder
+from jaxstack.generate.stream import CARRIED, Engine, compile_program
+from jaxstack.sharding import collectives
+
+_ROUNDS = 8
+"""Number of rounds of a call that shows its tokens as they come."""
+
+
+class Found(NamedTuple):
+    """What the host reads after a call.
+
+    Attributes:
+      added: the tokens so far [R, N + G + 1].
+      count: how many belong to the text [R].
+      going: whether there is more to come.
+      rounds: number of forward passes of the model.
+      accepted: number of drafted tokens that it accepted.
+    """
+
+    added: PyTree
+    count: PyTree
+    going: PyTree
+    rounds: PyTree
+    accepted: PyTree
+
+
+def choose(key: jax.Array, drafted: jax.Array, q: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns how many drafted tokens are accepted, and the token after them.
+
+    Token i is accepted with probability min(1, p_i / q_i). The one after the last accepted token is drawn from the
+    positive part of p - q, or from p if all were accepted. Together the tokens have the distribution p.
+
+    Args:
+      key: PRNG key.
+      drafted: the tokens [G].
+      q: the probabilities that each was drawn with [G, V].
+      p: the probabilities of the model for each, and for the token after all [G + 1, V].
+    """
+    G = drafted.shape[0]
+    for_uniform, for_next = jax.random.split(key)
+    own, of_draft = p[jnp.arange(G), drafted], q[jnp.arange(G), drafted]
+    accepted = jax.random.uniform(for_uniform, (G,)) * of_draft < own
+    n = jnp.cumprod(accepted.astype(jnp.int32)).sum()
+    rest = jnp.maximum(p[n] - jnp.pad(q, ((0, 1), (0, 0)))[n], 0.0)
+    rest = jnp.where(rest.sum() > 0, rest, p[n])  # by rounding p may equal q nearly everywhere
+    return n, jax.random.categorical(for_next, jnp.log(rest)).astype(jnp.int32)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A model and the small one that drafts for it, on the same devices.
+
+    Attributes:
+      engine: the model.
+      draft: the small model, with the same tokens.
+      tokens: number G of tokens that it drafts in each round.
+    """
+
+    engine: Engine
+    draft: Engine
+    tokens: int = 4
+
+    def stream(
+        self,
+        prompt: list[int],
+        sample: SampleConfig,
+        *,
+        mark: np.ndarray | None = None,
+        stop: Sequence[int] = (),
+        seed: int = 0,
+        at_once: bool = False,
+    ) -> Iterator[Found]:
+        """Yields what has been found so far of a text, until it has ended.
+
+        Args:
+          prompt: its token ids.
+          sample: how tokens are chosen; without beams and repetition penalty.
+          mark: what seeds its samples, from `decode.row_seeds`. `None` means that of the prompt alone.
+          stop: tokens that end the text.
+          seed: of sampling.
+          at_once: whether all tokens come at once.
+
+        Raises:
+          ConfigError: see `decode.check_prompts`; or the text would exceed the draft's learned positions.
+        """
+        check(sample)
+        for engine in (self.engine, self.draft):
+            decode.check_prompts(engine.cfg, [prompt], sample.tokens + self.tokens, engine.vocabulary)
+        if not sample.tokens:
+            return
+        replicas = self.engine.ctx.replicas
+        tokens, first = (np.repeat(a, replicas, 0) for a in decode.align_rows([prompt]))
+        marks = decode.row_seeds([prompt]) if mark is None else mark[None]
+        rows = first, np.repeat(marks, replicas, 0), np.uint32(seed)
+        how = replace(sample, prompts=None, rows=None), tuple(stop), tokens.shape[1]
+        state, results = self._call("start", self._start, how, rows, tokens)
+        found = jax.device_get(results)
+        yield found
+        while found.going:
+            until = np.int32(found.rounds + (sample.tokens if at_once else _ROUNDS))
+            state, results = self._call("extend", self._extend, how, rows, state, until)
+            found = jax.device_get(results)
+            yield found
+
+    def stream_rows(
+        self, prompts: decode.Rows, sample: SampleConfig, *, stop: Sequence[int], seed: int, at_once: bool
+    ) -> Iterator[decode.Rows]:
+        """Yields the tokens that are added to each prompt, one text after the other; see `stream`."""
+        for i, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
+            shown = 0
+            for found in self.stream(prompt, sample, mark=mark, stop=stop, seed=seed, at_once=at_once):
+                parts: decode.Rows = [[] for _ in prompts]
+                parts[i] = found.added[0, shown : found.count[0]].tolist()
+                shown = int(found.count[0])
+                yield parts
+
+    def _start(self, models: list[CachedDecoder], how: "_How", key: jax.Array, tokens: jax.Array) -> PyTree:
+        """Reads the prompt and adds the first token."""
+        sample, stop, _ = how
+        (logits, cache), (_, of_draft) = (model.prefill(tokens) for model in models)
+        chances = sampling.probabilities(logits, sample)
+        last = jax.random.categorical(jax.random.fold_in(key, 0), jnp.log(chances)).astype(jnp.int32)
+        room = collectives.zeros((1, sample.tokens + self.tokens + 1), jnp.int32, last)
+        added = jax.lax.dynamic_update_slice_in_dim(room, last[:, None], 0, 1)
+        count = jnp.ones_like(last)
+        done = decode.is_stop(last, stop) | (count >= sample.tokens)
+        zero = count[0] - 1
+        caches = {"cache": cache, "draft": of_draft}
+        return caches | {"added": added, "count": count, "last": last, "done": done, "rounds": zero, "accepted": zero}
+
+    def _extend(
+        self, models: list[CachedDecoder], how: "_How", key: jax.Array, state: PyTree, until: jax.Array
+    ) -> PyTree:
+        """Adds tokens for some rounds, or until the text has ended."""
+        sample, stop, slots = how
+        model, draft = models
+        G = self.tokens
+
+        def one_round(state: PyTree) -> PyTree:
+            count = state["count"][0]
+            slot = slots + count - 1
+            own = jax.random.fold_in(key, count)
+
+            def draft_one(carry: tuple[jax.Array, PyTree], i: jax.Array) -> tuple[PyTree, PyTree]:
+                last, cache = carry
+                logits, cache = draft.decode_token(last, slot + i, cache)
+                chances = sampling.probabilities(logits, sample)
+                new = jax.random.categorical(jax.random.fold_in(own, i), jnp.log(chances)).astype(jnp.int32)
+                return collectives.match_varying_tree((new, cache), carry), (new[0], chances[0])
+
+            # The last turn only puts the last drafted token into the cache.
+            start = state["last"], state["draft"]
+            (_, of_draft), (drafted, q) = jax.lax.scan(draft_one, start, jnp.arange(G + 1))
+            block = jnp.append(state["last"], drafted[:G])[None]
+            logits, cache = model.verify_tokens(block, slot, state["cache"])
+            p = sampling.probabilities(logits[0], sample)
+            n, last = choose(jax.random.fold_in(own, G + 1), drafted[:G], q[:G], p)
+            new = jnp.where(jnp.arange(G + 1) == n, last, block[0, jnp.minimum(jnp.arange(G + 1) + 1, G)])
+            ends = decode.is_stop(new, stop) & (jnp.arange(G + 1) <= n)
+            length = jnp.where(ends.any(), ends.argmax() + 1, n + 1)
+            after = jnp.minimum(count + length, sample.tokens)
+            next_state = {
+                "added": jax.lax.dynamic_update_slice_in_dim(state["added"], new[None], count, 1),
+                "count": after[None],
+                "last": last[None],
+                "done": (ends.any() | (after >= sample.tokens))[None],
+                "rounds": state["rounds"] + 1,
+                "accepted": state["accepted"] + n,
+                "cache": cache,
+                "draft": of_draft,
+            }
+            return collectives.match_varying_tree(next_state, state)
+
+        axes = model.ctx.axes("batch")
+
+        def more(state: PyTree) -> jax.Array:
+            return collectives.all_reduce((~state["done"] & (state["rounds"] < until)).sum(), axes) > 0
+
+        return jax.lax.while_loop(more, one_round, state)
+
+    def _call(
+        self, name: str, work: Callable[..., PyTree], how: "_How", rows: PyTree, *others: PyTree
+    ) -> tuple[PyTree, Any]:
+        """Runs `work(models, how, key, *others)`, compiled, and returns the state and what the host reads of it."""
+        engine, draft, one = self.engine, self.draft, PartitionSpec()
+        programs_key = (f"speculative {name}", draft.cfg, self.tokens, *how)
+        if programs_key not in engine.programs:
+            sample, _, slots = how
+
+            def run(
+                params: PyTree, copies: PyTree, of_draft: PyTree, its_copies: PyTree, rows: PyTree, *others: PyTree
+            ) -> tuple[PyTree, Found]:
+                first, marks, seed = rows
+                models = [
+                    replace(
+                        CachedDecoder.create(
+                            one.cfg, values, one.ctx, gate=one.gate, vocabulary=one.vocabulary, first=first,
+                            num_slots=slots + sample.tokens + self.tokens + 1, token_weights=made,
+                        ),
+                        spare=self.tokens,
+                    )
+                    for one, values, made in ((engine, params, copies), (draft, of_draft, its_copies))
+                ]  # fmt: skip
+                state = work(models, how, decode.row_keys(seed, marks)[0], *others)
+                axes = engine.ctx.axes("batch")
+                going = collectives.all_reduce((~state["done"]).sum(), axes) > 0
+                counts = [
+                    collectives.all_reduce(state[name], axes) // engine.ctx.replicas for name in ("rounds", "accepted")
+                ]
+                return state, Found(state["added"], state["count"], going, *counts)
+
+            rows_spec = engine.specs.rows
+            kinds = (rows_spec,) if name == "start" else (CARRIED, one)
+            where = (engine.specs.params, CARRIED, draft.specs.params, CARRIED, (rows_spec, rows_spec, one), *kinds)
+            results = Found(rows_spec, rows_spec, one, one, one)
+            donated = 5 if name == "extend" else None
+            engine.programs[programs_key] = compile_program(engine.ctx, run, where, results, donated=donated)
+        return engine.programs[programs_key](
+            engine.params, engine.token_weights, draft.params, draft.token_weights, rows, *others
+        )
+
+
+_How = tuple[SampleConfig, tuple[int, ...], int]
+"""How tokens are chosen, what ends a text, and the number of slots of the prompt."""
+
+
+def check(sample: SampleConfig) -> None:
+    """Checks that texts can be drafted.
+
+    Raises:
+      ConfigError: beams, or a repetition penalty, which depends on the tokens of a round.
+    """
+    for name, given in (("beams", sample.beams), ("repetition_penalty", sample.repetition_penalty)):
+        if given != 1:
+            raise ConfigError(
+                f"sample.{name}={given} does not fit a draft. Use sample.{name}=1, or leave the draft away."
+            )

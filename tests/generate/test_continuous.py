@@ -1,0 +1,149 @@
+"""Compares continuous batching with one batch that starts together: the tokens of every text are the same."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_generate import GREEDY, MODELS, SAMPLED, gate_of, joined, on_mesh, slow, values_of
+
+from jaxstack.generate import continuous, decode
+from jaxstack.generate.continuous import ContinuousBatch, Prompt
+from jaxstack.generate.stream import Engine
+from jaxstack.models.context import Context
+
+STOP = (9, 11, 12, 13)
+
+
+def prompts_for(cfg: Any, rng: np.random.Generator, longest: int = 40) -> list[list[int]]:
+    """Prompts of unequal length, two of them equal."""
+    rows = [rng.integers(0, cfg.vocab, n).tolist() for n in (3, 1, longest, 7, 20, 2, 33, 4)]
+    return [*rows, rows[1]]
+
+
+def assert_same_texts(cfg: Any, values: Any, prompts: Any, sample: Any, rows: int, **options: Any) -> None:
+    expected = decode.generate(cfg, values, prompts, sample, seed=3, stop=STOP, **options)
+    engine = Engine.create(cfg, values, **options)
+    for at_once in (True, False):
+        parts = engine.stream(prompts, replace(sample, rows=rows), seed=3, stop=STOP, at_once=at_once)
+        assert joined(prompts, parts) == expected
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(
+    ("name", "form", "dtype"),
+    [
+        ("llama3", "unrolled", jnp.float32),
+        *slow(
+            [
+                ("gemma2", "scan", jnp.float32),  # windows of 6 tokens, a ring within the ring
+                ("gemma2", "unrolled", jnp.bfloat16),
+                ("gpt2", "scan", jnp.float32),  # learned positions end at 64
+                ("mixtral", "unrolled", jnp.float32),
+                ("domain", "scan", jnp.float32),
+                ("llama3", "scan", jnp.bfloat16),
+            ]
+        ),
+    ],
+)
+def test_texts_are_those_of_one_batch(name, form, dtype, rng):
+    cfg = MODELS[name]
+    options = {"gate": gate_of(cfg), "ctx": Context(decode=form, dtype=dtype)}
+    prompts = prompts_for(cfg, rng)
+    for sample, rows in ((SAMPLED, 3), (replace(GREEDY, tokens=20), 2)):
+        assert_same_texts(cfg, values_of(cfg), prompts, sample, rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama3", {"data": 2, "tensor": 2}),
+        *slow(
+            [
+                ("softmax", {"expert": 4, "tensor": 2}),
+                ("gemma2", {"fsdp": 4, "tensor": 2}),
+                ("gpt2", {"pipe": 2, "tensor": 2}),
+                ("deep", {"pipe": 2, "data": 2}),
+                ("domain", {"expert": 2, "data": 2}),
+            ]
+        ),
+    ],
+)
+def test_texts_on_a_mesh_are_those_of_one_batch(name, mesh, rng):
+    """More rows than replicas, and fewer prompts in the end than replicas."""
+    cfg, values, options = on_mesh(name, mesh)
+    assert_same_texts(cfg, values, prompts_for(cfg, rng), SAMPLED, 3, **options)
+
+
+def batch_of(rows: int, slots: int = 300, stop: tuple[int, ...] = ()) -> tuple[Any, ContinuousBatch]:
+    cfg = MODELS["llama3"]
+    engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
+    return engine, ContinuousBatch(engine, GREEDY, rows=rows, slots=slots, stop=stop, seed=3)
+
+
+def waiting(name: int, length: int, limit: int) -> Prompt:
+    return Prompt(name, list(range(1, length + 1)), limit, np.zeros(2, np.uint32))
+
+
+def test_a_row_that_is_free_takes_the_next_prompt_at_once():
+    """Two rows write texts of 2, 9, 3, 1 and 4 tokens in as many steps as the longer row has, and not one more."""
+    _, batch = batch_of(2)
+    for name, limit in enumerate((2, 9, 3, 1, 4)):
+        batch.add(waiting(name, 3, limit))
+    texts: dict[int, int] = dict.fromkeys(range(5), 0)
+    ended = []
+    while batch.busy:
+        for part in batch.advance():
+            texts[part.name] += len(part.tokens)
+            ended += [part.name] * part.ended
+    assert texts == {0: 2, 1: 9, 2: 3, 3: 1, 4: 4}
+    assert ended == [0, 2, 3, 4, 1]
+    # The first token of a text comes with its prompt. So one row needs 1 + 2 + 0 + 3 steps, and the other one 8.
+    assert int(batch._state["slot"]) == 8
+
+
+def test_the_cache_has_room_for_the_longest_text_and_no_more(monkeypatch):
+    """It grows and shrinks while texts are written, and they stay as they are."""
+    engine, batch = batch_of(2)
+    sizes = []
+    extend = continuous._Programs.extend
+    monkeypatch.setattr(continuous._Programs, "extend", lambda self, *a: sizes.append(self.slots) or extend(self, *a))
+    prompts = [[1, 2], [5] * 100, [7, 8, 9], [3] * 20, [2, 4]]
+    for name, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
+        batch.add(Prompt(name, prompt, 90 if name == 0 else 20, mark))
+    texts = [list(prompt) for prompt in prompts]
+    while batch.busy:
+        for part in batch.advance():
+            texts[part.name] += part.tokens
+    assert sizes[0] == 128
+    assert {64, 128} == {*sizes}
+    assert batch._state["cache"][0][0]["keys"].shape[-1] == sizes[-1]
+    for prompt, text in zip(prompts, texts, strict=True):
+        sample = replace(GREEDY, tokens=len(text) - len(prompt))
+        assert decode.generate(engine.cfg, engine.params, [prompt], sample, ctx=engine.ctx) == [text]
+
+
+def test_a_text_that_is_given_up_makes_room():
+    _, batch = batch_of(1)
+    batch.add(waiting(0, 3, 50))
+    batch.add(waiting(1, 3, 50))
+    batch.add(waiting(2, 3, 2))
+    assert [part.name for part in batch.advance(2)] == [0]
+    batch.remove(0)
+    batch.remove(1)
+    parts = [part for _ in range(2) if batch.busy for part in batch.advance()]
+    assert [(part.name, len(part.tokens), part.ended) for part in parts] == [(2, 2, True)]
+    assert not batch.busy
+
+
+def test_other_prompts_compile_nothing(rng, monkeypatch):
+    cfg = MODELS["llama3"]
+    engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
+    compiled, compile_program = [], continuous.compile_program
+    monkeypatch.setattr(
+        continuous, "compile_program", lambda *a, **how: compiled.append(a) or compile_program(*a, **how)
+    )
+    for count in (4, 7):
+        list(engine.stream(prompts_for(cfg, rng)[:count], replace(GREEDY, rows=2), at_once=True))
+        assert len(compiled) == 3  # an empty batch, a prompt, and tokens
