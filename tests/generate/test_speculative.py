@@ -114,6 +114,17 @@ def test_a_perfect_draft_is_always_accepted(tokens):
     assert (found.rounds, found.accepted, found.count[0]) == (4, 4 * tokens, sample.tokens)
 
 
+def test_a_text_ends_with_its_first_stop_token():
+    """Also where a round has accepted tokens behind it."""
+    cfg, ctx = MODELS["llama3"], Context(decode="unrolled")
+    work = speculation(cfg, values_of(cfg), 0.0, ctx=ctx)
+    (text,) = decode.generate(cfg, values_of(cfg), [[1, 2, 3]], LONG, ctx=ctx)
+    stop = text[5]
+    found = last(work.stream([1, 2, 3], LONG, stop=(stop,), at_once=True))
+    assert [1, 2, 3, *added(found)] == text[: text.index(stop, 3) + 1]
+    assert found.rounds <= 1
+
+
 @pytest.mark.random
 def test_chosen_tokens_have_the_distribution_of_the_model(rng):
     """By chi-squared: the first two tokens of a round together. Each model has tokens that the other one never has."""

@@ -99,7 +99,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "generate", "generate/speculative.py", "generate/test_speculative.py -k 'greedy or distribution or perfect'",
+    "generate", "generate/speculative.py", "generate/test_speculative.py -k 'greedy or distribution or perfect or ends'",
     ("jax.random.uniform(for_uniform, (G,)) * of_draft < own", "jax.random.uniform(for_uniform, (G,)) < own"),
     ("p[n] - jnp.pad(q, ((0, 1), (0, 0)))[n]", "p[n]"),
     ("jnp.cumprod(accepted.astype(jnp.int32)).sum()", "accepted.astype(jnp.int32).sum()"),
