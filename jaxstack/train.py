@@ -138,6 +138,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     from jaxstack.generate import decode, pictures
     from jaxstack.models.context import Context
     from jaxstack.planner import estimate, memory, pipeline_costs
+    from jaxstack.training import teacher
     from jaxstack.training.run import Run
     from jaxstack.training.state import abstract_state, averaged_params
     from jaxstack.training.step import jit_train_step, make_eval_step
@@ -151,6 +152,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     train_step = jit_train_step(resolved, ctx, abstract)  # (state, batch) -> (state, metrics); donates the state
     eval_step = jax.jit(make_eval_step(cfg, ctx))  # (params, batch) -> (sum of nats, number of tokens)
     loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so there is nothing to save
+    teach = teacher.open_teacher(cfg, dataset.tokenizer, mesh)
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints
     with Run(cfg, dataset, ctx, abstract, loader, pictures.make_grid(cfg, dataset, ctx)) as run:
@@ -163,12 +165,10 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
         # ---- training loop
         while loop.step < cfg.train.steps:
-            batch = run.next_batch(batches)
-            loop = loop.advance()
-            state, metrics = run.profiler.run_step(loop.step, train_step, state, loader.to_devices(batch))
+            batch, loop = run.next_batch(batches), loop.advance()
+            state, metrics = run.profiler.run_step(loop.step, train_step, state, teach(loader.to_devices(batch)))
             spike = log_step(cfg, run, loop, metrics)  # reads the metrics of the step before: the host never waits
-            stop = run.should_stop(loop)
-            last = loop.step == cfg.train.steps
+            stop, last = run.should_stop(loop), loop.step == cfg.train.steps
             evaluate = last or loop.step % cfg.train.eval_every == 0
             save = last or stop or loop.step % cfg.checkpoint.every == 0
             if evaluate or save:

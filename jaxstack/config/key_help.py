@@ -20,6 +20,7 @@ COMMON: dict[str, tuple[str, ...]] = {
     "model": ("num_layers", "d_model", "num_heads", "d_ff", "moe.num_experts", "lora.rank"),
     "data": ("source", "path", "tokenizer", "seq_len", "batch_size"),
     "train": ("steps", "grad_accum", "dtype", "remat", "eval_every"),
+    "distill": (),
     "optim": ("name", "lr", "schedule", "warmup_steps", "weight_decay"),
     "kernels": (),
     "mesh": ("data", "fsdp", "tensor"),

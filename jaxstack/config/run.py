@@ -10,6 +10,7 @@ from jaxstack.config.branches import check_branches
 from jaxstack.config.contrastive import check_contrastive
 from jaxstack.config.data import DataConfig
 from jaxstack.config.diffusion import check_diffusion
+from jaxstack.config.distill import DistillConfig, check_distill
 from jaxstack.config.model import ModelConfig
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
 from jaxstack.config.pictures import with_image
@@ -42,6 +43,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -68,6 +70,7 @@ class Config:
         check_contrastive(self)
         check_branches(self)
         check_sentences(self)
+        check_distill(self)
 
     @property
     def has_segments(self) -> bool:

@@ -21,7 +21,7 @@ from jaxstack.debug import search
 from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
-from jaxstack.training import init_from
+from jaxstack.training import init_from, teacher
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import TrainState, abstract_state, make_state
@@ -54,6 +54,7 @@ class Replay:
         self._context = replace(made, layers="scan")
         self._dataset = data.load_for(self.cfg)
         self._loader = DataLoader(self.cfg, self._dataset, made.sharding(made.batch))
+        self._teach = teacher.open_teacher(self.cfg, self._dataset.tokenizer, self._mesh)
 
     def before(self, step: int) -> tuple[TrainState, Batch, int]:
         """Returns the state before a step, the batch of the step, and from which saved step the state was computed.
@@ -81,8 +82,8 @@ class Replay:
         if count:
             train_step = jit_train_step(cfg, ctx, abstract)
             for _ in range(count):
-                state, _ = train_step(state, self._loader.to_devices(next(batches)))
-        return state, self._loader.to_devices(next(batches)), start
+                state, _ = train_step(state, self._teach(self._loader.to_devices(next(batches))))
+        return state, self._teach(self._loader.to_devices(next(batches))), start
 
     def explain(self, state: TrainState, batch: Batch) -> search.Finding | None:
         """Returns the operation of a step that made the first value that is not finite, or `None` if all are finite."""

@@ -17,6 +17,7 @@ from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
 from jaxstack.kernels.cross_entropy import IMPLEMENTATIONS as _CROSS_ENTROPY
 from jaxstack.kernels.cross_entropy import cross_entropy, mask_vocab_padding
+from jaxstack.kernels.distillation import Mix, distillation_loss
 from jaxstack.kernels.embedding import embedding_lookup
 from jaxstack.kernels.grouped_matmul import IMPLEMENTATIONS as _GROUPED_MATMUL
 from jaxstack.kernels.grouped_matmul import grouped_matmul
@@ -41,6 +42,7 @@ OP_IMPLEMENTATIONS: dict[str, Implementations] = {
 __all__ = [
     "OP_IMPLEMENTATIONS",
     "AttentionMask",
+    "Mix",
     "RelativeBias",
     "add_in_float32",
     "attention",
@@ -49,6 +51,7 @@ __all__ = [
     "context_attention",
     "context_order",
     "cross_entropy",
+    "distillation_loss",
     "embedding_lookup",
     "find_sites",
     "gelu",

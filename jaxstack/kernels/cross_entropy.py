@@ -75,7 +75,7 @@ def cross_entropy(
     if name.startswith("pallas_"):
         x, head = collectives.match_varying(x.reshape(-1, x.shape[-1]), head)
         return _pallas((name.removeprefix("pallas_"), *options), x, head, targets.reshape(-1), weights.reshape(-1))
-    return (weights * _nll(options, x, head, targets)[0]).sum()
+    return (weights * negative_log_likelihood(options, x, head, targets)[0]).sum()
 
 
 def mask_vocab_padding(logits: jax.Array, vocab_size: int, vocab_axes: Axes = ()) -> jax.Array:
@@ -86,11 +86,10 @@ def mask_vocab_padding(logits: jax.Array, vocab_size: int, vocab_axes: Axes = ()
     V = logits.shape[-1]
     if vocab_size == V * collectives.count(vocab_axes):
         return logits
-    exists = _exists(V, vocab_size, vocab_axes)
-    return jnp.where(exists, logits, jnp.finfo(logits.dtype).min)
+    return jnp.where(exists(V, vocab_size, vocab_axes), logits, jnp.finfo(logits.dtype).min)
 
 
-def _exists(V: int, vocab_size: int, vocab_axes: Axes) -> jax.Array:
+def exists(V: int, vocab_size: int, vocab_axes: Axes) -> jax.Array:
     """Returns whether each of this device's V ids exists, bool [V]."""
     return collectives.index(vocab_axes) * V + jnp.arange(V) < vocab_size
 
@@ -120,7 +119,7 @@ def _by_platform(logits):
     return lax.platform_dependent(logits, cuda=_one_pass, rocm=_one_pass, default=_two_passes)
 
 
-def _nll(options, x, head, targets, logsumexp=_two_passes):
+def negative_log_likelihood(options, x, head, targets, logsumexp=_two_passes):
     """Returns the negative log-likelihoods, the (capped) logits, their log-sum-exps, and the targets' local indices."""
     softcap, vocab_axes, vocab_size, *_ = options
     logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)
@@ -133,19 +132,19 @@ def _nll(options, x, head, targets, logsumexp=_two_passes):
     if not vocab_axes:
         chosen = jnp.take_along_axis(logits, local[..., None], axis=-1)[..., 0]
         return lse - chosen, logits, lse, local
-    lse = _over_shards(lse, vocab_axes)
+    lse = over_shards(lse, vocab_axes)
     is_local = (local >= 0) & (local < head.shape[1])
     chosen = jnp.take_along_axis(logits, jnp.where(is_local, local, 0)[..., None], axis=-1)[..., 0]
     return lse - collectives.all_reduce(jnp.where(is_local, chosen, 0.0), vocab_axes), logits, lse, local
 
 
-def _over_shards(lse, vocab_axes):
+def over_shards(lse, vocab_axes):
     """Returns the log-sum-exps over the whole vocabulary, from those of each device's part."""
     top = lax.pmax(lax.stop_gradient(lse), vocab_axes)
     return top + jnp.log(collectives.all_reduce(jnp.exp(lse - top), vocab_axes))
 
 
-def _scan_chunks(limit, chunk, total, *tokens):
+def scan_chunks(limit, chunk, total, *tokens):
     """Applies `chunk(*tokens) -> summand, rows` to chunks of axis 1 of arrays [B, S, ...], of at most `limit` tokens.
 
     Returns the sum of the summands and the concatenated rows.
@@ -169,30 +168,30 @@ def _scan_chunks(limit, chunk, total, *tokens):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(options, x, head, targets, weights):
     def chunk(x, targets, weights):
-        nll, *_ = _nll(options, x, head, targets)
+        nll, *_ = negative_log_likelihood(options, x, head, targets)
         return (weights * nll).sum(), nll
 
-    return _scan_chunks(options[3], chunk, collectives.zeros((), jnp.float32, weights), x, targets, weights)[0]
+    return scan_chunks(options[3], chunk, collectives.zeros((), jnp.float32, weights), x, targets, weights)[0]
 
 
 def _chunked_forward(options, x, head, targets, weights):
     softcap, vocab_axes, vocab_size, size = options
 
     def chunk(x, targets, weights):
-        nll, logits, lse, local = _nll(options, x, head, targets, _by_platform)
+        nll, logits, lse, local = negative_log_likelihood(options, x, head, targets, _by_platform)
         at_target = local[..., None] == jnp.arange(head.shape[1])
         d_logits = weights[..., None] * (jnp.exp(logits - lse[..., None]) - at_target)
         if softcap is not None:
             d_logits *= 1 - jnp.square(logits / softcap)
         if vocab_size is not None:  # with a softcap, the gradient of padding is 0 times infinity here
-            d_logits = jnp.where(_exists(head.shape[1], vocab_size, vocab_axes), d_logits, 0)
+            d_logits = jnp.where(exists(head.shape[1], vocab_size, vocab_axes), d_logits, 0)
         d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
         dx = jnp.matmul(d_logits, head.T)
         d_head = jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)
         return ((weights * nll).sum(), d_head), dx
 
     zero = collectives.zeros((), jnp.float32, weights), collectives.zeros(head.shape, jnp.float32, head)
-    (total, d_head), dx = _scan_chunks(size, chunk, zero, x, targets, weights)
+    (total, d_head), dx = scan_chunks(size, chunk, zero, x, targets, weights)
     return total, (dx, d_head.astype(head.dtype))
 
 
@@ -217,7 +216,7 @@ def _pallas_forward(options, x, head, targets, weights):
     ids = None if vocab_size is None else jnp.full_like(local, vocab_size) - first
     lse, chosen = cross_entropy_pallas.statistics(platform, softcap, x, head, local, ids)
     if vocab_axes:
-        lse = _over_shards(lse, vocab_axes)
+        lse = over_shards(lse, vocab_axes)
         chosen = collectives.all_reduce(chosen, vocab_axes)
     return (weights * (lse - chosen)).sum(), (x, head, local, ids, lse, weights)
 

@@ -10,6 +10,7 @@ sequence parallelism), D width, V vocabulary, L layers.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -279,31 +280,32 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
       cfg: the model.
       params: as `spec` declares them.
       hidden: normalised hidden states [B, S, D].
-      batch: `targets` and `loss_weights` [B, S].
+      batch: `targets` and `loss_weights` [B, S]. With a teacher also `teacher_ids` and `teacher_log_probs` [B, S, K],
+        and how both losses are mixed, `distill`; see `kernels.distillation_loss`.
       ctx: execution context.
     """
 
     def work(
-        ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array
+        ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array, *teacher: jax.Array
     ) -> tuple[None, jax.Array]:
-        total = kernels.cross_entropy(
-            hidden,
-            head(cfg, params, ctx),
-            targets,
-            weights,
-            softcap=cfg.logit_softcap,
-            vocab_axes=ctx.axes("vocab"),
-            vocab_size=cfg.vocab,
-            chunk=ctx.loss_chunk,
-            implementation=ctx.cross_entropy,
-        )
-        return None, total
+        given = hidden, head(cfg, params, ctx), targets, weights
+        options: dict[str, Any] = {
+            "softcap": cfg.logit_softcap,
+            "vocab_axes": ctx.axes("vocab"),
+            "vocab_size": cfg.vocab,
+            "chunk": ctx.loss_chunk,
+        }
+        if teacher:
+            ids, log_probs = teacher
+            return None, kernels.distillation_loss(*given, (ids, log_probs), batch["distill"], **options)  # type: ignore[arg-type]
+        return None, kernels.cross_entropy(*given, **options, implementation=ctx.cross_entropy)
 
     group = "embedding" if cfg.tied_embeddings else "head"
     name = "tokens" if cfg.tied_embeddings else "w"
     only, rows = {group: {name: spec(cfg)[group][name]}}, ("batch", "sequence")
-    arguments = {group: {name: params[group][name]}}, hidden, batch["targets"], batch["loss_weights"]
-    return {"loss": ctx.region(work, arguments, (only, rows, rows, rows), ())[1]}
+    taught = [batch[name] for name in ("teacher_ids", "teacher_log_probs") if name in batch]
+    arguments = {group: {name: params[group][name]}}, hidden, batch["targets"], batch["loss_weights"], *taught
+    return {"loss": ctx.region(work, arguments, (only, *[rows] * (len(arguments) - 1)), ())[1]}
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:

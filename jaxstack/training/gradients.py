@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config
 from jaxstack.models import family, params
@@ -45,6 +46,8 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
 
     def work(values: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Params, Metrics]:
         batch = ctx.shard_sequence(batch)
+        if "teacher_ids" in batch:
+            batch["distill"] = kernels.Mix(cfg.distill.weight, cfg.distill.temperature)  # type: ignore[assignment]
         totals = losses.batch_totals(cfg.model, batch, ctx)
         first = cfg.model.objective.terms[0]
         tokens, first_weights = totals.weights[first.name], first.weights

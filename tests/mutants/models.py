@@ -112,7 +112,7 @@ mistakes(
     "losses", "models/decoder.py", BY_HAND,
     ('segment_ids=batch.get("segment_ids"),', "segment_ids=None,"),
     ('positions = batch.get("positions", ctx.token_index(length))', "positions = ctx.token_index(length)"),
-    ("softcap=cfg.logit_softcap", "softcap=cfg.attention_softcap"),
+    ('"softcap": cfg.logit_softcap', '"softcap": cfg.attention_softcap'),
     ('rows = batch.get("rows")', "rows = None", STEP + " -k dropout"),
 )  # fmt: skip
 

@@ -1,0 +1,139 @@
+"""What a model loses against the next token and against a teacher, with the logits of one chunk of tokens in memory."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstack.kernels.cross_entropy import CHUNK_TOKENS, exists, negative_log_likelihood, over_shards, scan_chunks
+from jaxstack.sharding import collectives
+from jaxstack.sharding.collectives import Axes
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Mix:
+    """How both losses are mixed.
+
+    Attributes:
+      weight: of the teacher's part; that of the next token is 1 - weight.
+      temperature: divisor of the logits in the teacher's part.
+    """
+
+    weight: float
+    temperature: float
+
+
+@jax.named_scope("distillation")
+def distillation_loss(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    teacher: tuple[jax.Array, jax.Array],
+    mix: Mix,
+    *,
+    softcap: float | None = None,
+    vocab_axes: Axes = (),
+    vocab_size: int | None = None,
+    chunk: int = CHUNK_TOKENS["cpu"],
+) -> jax.Array:
+    """Returns the sum over tokens of weight * ((1 - w) * nll + w * t^2 * KL(teacher || model)), a float32 scalar.
+
+    The divergence is that of softmax(logits / t) (Hinton et al. 2015, arXiv:1503.02531, section 2). The teacher is
+    known by its K most probable tokens; all others count as one token, which has the sum of their probabilities. So
+    this is at most the divergence of the whole vocabulary, and equal to it where K is all of it.
+
+    Args:
+      x: hidden states [B, S, D].
+      head: [D, V], or this device's shard of it [D, V/n] with `vocab_axes`.
+      targets: integers [B, S], ids of the full vocabulary.
+      weights: [B, S]; no gradient.
+      teacher: ids [B, S, K], all different, and the logarithms of their probabilities at this temperature [B, S, K]; no
+        gradient.
+      mix: w and t.
+      softcap: see `cross_entropy`.
+      vocab_axes: see `cross_entropy`.
+      vocab_size: see `cross_entropy`.
+      chunk: tokens of one chunk.
+    """
+    weights = lax.stop_gradient(weights.astype(jnp.float32))
+    if vocab_size == head.shape[1] * collectives.count(vocab_axes):
+        vocab_size = None
+    ids, log_p = teacher
+    options = (mix, softcap, vocab_axes, vocab_size, chunk)
+    x, head = collectives.match_varying(x, head)
+    return _loss(options, x, head, targets, weights, ids, lax.stop_gradient(log_p))
+
+
+def _chunk(options, head, x, targets, weights, ids, log_p):
+    """Returns the weighted loss of each token of a chunk [B, C], and the gradients of its logits [B, C, V/n]."""
+    mix, softcap, axes, vocab_size, _ = options
+    V, t, w = head.shape[1], mix.temperature, mix.weight
+    nll, logits, lse, local = negative_log_likelihood((softcap, axes, vocab_size), x, head, targets)
+    d_hard = jnp.exp(logits - lse[..., None]) - (local[..., None] == jnp.arange(V))
+
+    scaled = logits / t
+    lowest = jnp.finfo(jnp.float32).min
+    total = _logsumexp(scaled, axes)
+    own = ids - collectives.index(axes) * V
+    is_local = (own >= 0) & (own < V)
+    at = jnp.where(is_local, own, V)  # V is outside, and dropped
+    rows = jnp.indices(ids.shape, sparse=True)[:2]
+    known = jnp.zeros(logits.shape, bool).at[(*rows, at)].set(True, mode="drop")
+    chosen = jnp.take_along_axis(scaled, jnp.where(is_local, own, 0), axis=-1)
+    log_q = collectives.all_reduce(jnp.where(is_local, chosen, 0.0), axes) - total[..., None]
+    p = jnp.exp(log_p)
+    kl = (p * (log_p - log_q)).sum(-1)
+    taught = jnp.zeros_like(logits).at[(*rows, at)].set(p, mode="drop")
+    q = jnp.exp(scaled - total[..., None])
+    every = V * collectives.count(axes) if vocab_size is None else vocab_size
+    if ids.shape[-1] < every:  # the probability of all others
+        p_rest = jnp.maximum(1 - p.sum(-1), 0.0)
+        log_q_rest = _logsumexp(jnp.where(known, lowest, scaled), axes) - total
+        kl += jnp.where(p_rest > 0, p_rest * (jnp.log(jnp.where(p_rest > 0, p_rest, 1.0)) - log_q_rest), 0.0)
+        # The teacher's probability of all others has the shares that the model gives them.
+        taught = jnp.where(known, taught, q * (p_rest * jnp.exp(-log_q_rest))[..., None])
+    d_logits = (1 - w) * d_hard + w * t * (q - taught)
+    if softcap is not None:
+        d_logits *= 1 - jnp.square(logits / softcap)
+    if vocab_size is not None:
+        d_logits = jnp.where(exists(V, vocab_size, axes), d_logits, 0)
+    return weights * ((1 - w) * nll + w * t * t * kl), weights[..., None] * d_logits
+
+
+def _logsumexp(logits, axes):
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    return over_shards(lse, axes) if axes else lse
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(options, x, head, *tokens):
+    def chunk(x, *tokens):
+        loss, _ = _chunk(options, head, x, *tokens)
+        return loss.sum(), loss
+
+    return scan_chunks(options[-1], chunk, collectives.zeros((), jnp.float32, tokens[1]), x, *tokens)[0]
+
+
+def _forward(options, x, head, *tokens):
+    def chunk(x, *tokens):
+        loss, d_logits = _chunk(options, head, x, *tokens)
+        d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
+        dx = jnp.matmul(d_logits, head.T)
+        d_head = jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)
+        return (loss.sum(), d_head), dx
+
+    zero = collectives.zeros((), jnp.float32, tokens[1]), collectives.zeros(head.shape, jnp.float32, head)
+    (total, d_head), dx = scan_chunks(options[-1], chunk, zero, x, *tokens)
+    return total, (dx, d_head.astype(head.dtype))
+
+
+def _backward(options, residuals, d_total):
+    dx, d_head = residuals
+    return d_total.astype(dx.dtype) * dx, d_total.astype(d_head.dtype) * d_head, None, None, None, None
+
+
+_loss.defvjp(_forward, _backward)
