@@ -400,11 +400,10 @@ def on_one_device(family: str, how: tuple[tuple[str, Any], ...], seed: int) -> A
 def compare(case: Case, seed: int) -> tuple[float, float]:
     """Returns relative errors against one device: of the loss (or the worst sum of routing) and of the worst gradient.
 
-    That one neither accumulates nor recomputes, unless rows are compared in each microbatch.
+    That one neither accumulates nor recomputes.
     """
     family, mesh, how = case
-    kept = ("packing", "dropout") + ("accum",) * (MODELS[family].family == "contrastive")  # rows meet in a microbatch
-    plain = tuple((k, v) for k, v in how.items() if k in kept)
+    plain = tuple((k, v) for k, v in how.items() if k in ("packing", "dropout"))
     return errors(family, on_one_device(family, plain, seed), gradients(config(family, mesh, **how), seed))
 
 

@@ -18,7 +18,7 @@ class ContrastiveConfig(PictureConfig):
 
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
     """`sigmoid`: each pair of a picture and a text is one decision (SigLIP). `softmax`: a picture chooses among all
-    texts of a microbatch, and a text among all pictures (CLIP)."""
+    texts of the batch, and a text among all pictures (CLIP)."""
     features: PositiveInt | None = None
     """Width of the space in which pictures and texts are compared. Null means d_model."""
     caption_layers: NonNegativeInt = 0
@@ -52,14 +52,8 @@ def check_contrastive(cfg: "Config") -> None:
         f"mixture is text. Use --data.source=digits, or --data.source=images with a path.",
     )
     require(
-        cfg.microbatch_size > 1,
-        f"data.batch_size={data.batch_size} and train.grad_accum={cfg.train.grad_accum} leave one row in a microbatch, "
-        f"which has nothing to be compared with. Use at least two rows in each.",
-    )
-    require(
-        cfg.mesh.pipe == 1,
-        f"mesh.pipe={cfg.mesh.pipe} would compare rows within the small microbatches of a pipeline only, so "
-        f"model.family=contrastive refuses it. Use mesh.pipe=1 and another axis, such as mesh.fsdp.",
+        data.batch_size > 1,
+        f"data.batch_size={data.batch_size} leaves a picture nothing to be compared with. Use at least two rows.",
     )
     weight = model.contrastive.caption_weight
     weighted = not model.contrastive.caption_layers and weight != default.caption_weight

@@ -266,8 +266,10 @@ def scan_stack(
 
 
 def split_microbatches(batch: Batch, microbatches: int) -> Batch:
-    """Splits the arrays of a batch [B, ...] into [M, B/M, ...]: microbatch i takes rows i, i + M, ... Each microbatch
-    gets the same `key`."""
+    """Splits the arrays of a batch [B, ...] into [M, B/M, ...]: microbatch i takes rows i, i + M, ...
+
+    With these rows none moves to another device. Each microbatch gets the same `key`.
+    """
 
     def split(a: jax.Array) -> jax.Array:
         return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)
@@ -276,3 +278,8 @@ def split_microbatches(batch: Batch, microbatches: int) -> Batch:
         name: jnp.broadcast_to(a, (microbatches, *a.shape)) if name == "key" else jax.tree.map(split, a)
         for name, a in batch.items()
     }
+
+
+def merge_microbatches(tree: PyTree) -> PyTree:
+    """Returns arrays of microbatches [M, B/M, ...] in the order of the batch [B, ...], see `split_microbatches`."""
+    return jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(-1, *a.shape[2:]), tree)

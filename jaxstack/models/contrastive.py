@@ -15,7 +15,7 @@ values of a patch, D width, E width of the features.
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ from jaxstack.models.patches import embed_patches, patches_spec
 from jaxstack.sharding import collectives
 
 Tower = Literal["image", "text", "caption"]
+Features: TypeAlias = tuple[jax.Array, jax.Array]
+"""Features of pictures and of texts, each float32 [B, E] and of length 1."""
 
 
 def spec(cfg: ModelConfig) -> Spec:
@@ -227,9 +229,7 @@ def _pool(x: jax.Array, weights: jax.Array, ctx: Context) -> jax.Array:
     return collectives.all_reduce((weights[..., None] * x.astype(jnp.float32)).sum(1), ctx.axes("residual"))
 
 
-def features(
-    cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context
-) -> tuple[jax.Array, jax.Array]:
+def features(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> Features:
     """Returns the features of pictures and of texts, each float32 [B, E] and of length 1.
 
     Args:
@@ -251,7 +251,7 @@ def features(
 
 
 def _of_pairs(
-    measure: Callable[..., jax.Array], cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context
+    measure: Callable[..., jax.Array], cfg: ModelConfig, params: Params, rows: Features, batch: Batch, ctx: Context
 ) -> jax.Array:
     """Returns this device's share of `measure(pairs, scalars, axes=...)`, a sum over the rows of its `pairs`.
 
@@ -266,21 +266,20 @@ def _of_pairs(
         return None, collectives.varying(total / collectives.count(sequence), sequence)
 
     weights = collectives.all_reduce(batch["pair_weights"].sum(1), ctx.axes("sequence"))
-    image, text = features(cfg, params, hidden, batch, ctx)
-    arguments = params["pairs"], image, text, batch["pair_ids"][:, 0], weights
+    arguments = params["pairs"], *rows, batch["pair_ids"][:, 0], weights
     share: jax.Array = ctx.region(work, arguments, (spec(cfg)["pairs"], *[("batch",)] * 4), ())[1]
     return share
 
 
-def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
-    """Returns the sum `contrastive` over pairs, and with layers for captions `caption` over tokens, in nats.
+def compare(cfg: ModelConfig, params: Params, rows: Features, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
+    """Returns the sum `contrastive` over pairs, in nats.
 
     Args:
       cfg: the model.
       params: as `spec` declares them.
-      hidden: from `hidden_states`.
+      rows: from `features`, of all rows of this device.
       batch: `pair_ids` and `pair_weights` [B, T]: a row shows the id that all its tokens have, and its weight is at the
-        last token of the text. Rows of equal ids match each other. For captions `targets` and `loss_weights` [B, T].
+        last token of the text. Rows of equal ids match each other.
       ctx: execution context.
     """
 
@@ -288,19 +287,31 @@ def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Co
         kind = cfg.contrastive.loss
         return contrastive_loss(pairs, scalars["log_scale"], scalars.get("bias", 0.0), kind=kind, axes=axes)
 
-    sums = {"contrastive": _of_pairs(measure, cfg, params, hidden, batch, ctx)}
-    if cfg.contrastive.caption_layers:
-        sums["caption"] = decoder.loss(cfg, params, hidden["caption"], batch, ctx)["loss"]
-    return sums
+    return {"contrastive": _of_pairs(measure, cfg, params, rows, batch, ctx)}
 
 
-def count_right(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> jax.Array:
-    """Returns the sum of the weights of pictures whose most similar text in the microbatch matches; see `loss`."""
+def count_right(cfg: ModelConfig, params: Params, rows: Features, batch: Batch, ctx: Context) -> jax.Array:
+    """Returns the sum of the weights of pictures whose most similar text of the batch matches; see `compare`."""
 
     def measure(pairs: Pairs, scalars: Params, axes: collectives.Axes) -> jax.Array:
         return count_matches(pairs, axes=axes)
 
-    return _of_pairs(measure, cfg, params, hidden, batch, ctx)
+    return _of_pairs(measure, cfg, params, rows, batch, ctx)
+
+
+def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
+    """Returns with layers for captions the sum `caption` over tokens, in nats; `compare` has the other term.
+
+    Args:
+      cfg: the model.
+      params: as `spec` declares them.
+      hidden: from `hidden_states`.
+      batch: for captions `targets` and `loss_weights` [B, T].
+      ctx: execution context.
+    """
+    if not cfg.contrastive.caption_layers:
+        return {}
+    return {"caption": decoder.loss(cfg, params, hidden["caption"], batch, ctx)["loss"]}
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: PyTree, ctx: Context | None = None) -> jax.Array:

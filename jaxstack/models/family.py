@@ -6,7 +6,7 @@ A family is a module with the functions of `Family`; `jaxstack.models.decoder` i
 
 import math
 from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -73,6 +73,25 @@ class Family(Protocol):
         """Returns the parameters after an update, with the biases of routers moved by the step's auxiliary values."""
 
 
+class ComparingFamily(Family, Protocol):
+    """A family with a loss that compares the rows of a batch with each other.
+
+    Its `loss` returns the other terms of the objective only. All rows of a batch are compared, whatever splits it: see
+    `training.comparison`.
+    """
+
+    def features(self, cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context, /) -> PyTree:
+        """Returns what is compared of each row, as a tree of arrays [B, ...], from hidden states."""
+
+    def compare(
+        self, cfg: ModelConfig, params: Params, rows: PyTree, batch: Batch, ctx: Context, /
+    ) -> dict[str, jax.Array]:
+        """Returns one term of the objective, by its name: this device's share of the sum, from `features`."""
+
+    def count_right(self, cfg: ModelConfig, params: Params, rows: PyTree, batch: Batch, ctx: Context, /) -> jax.Array:
+        """Returns this device's share of the weights of rows that are matched with right ones, from `features`."""
+
+
 FAMILIES: dict[str, Family] = {
     "branches": branches,
     "contrastive": contrastive,
@@ -87,6 +106,12 @@ FAMILIES: dict[str, Family] = {
 def of(cfg: ModelConfig) -> Family:
     """Returns the family of a configuration."""
     return FAMILIES[cfg.family]
+
+
+def comparing(cfg: ModelConfig) -> ComparingFamily | None:
+    """Returns the family of a configuration if its loss compares rows, else `None`."""
+    model = of(cfg)
+    return cast(ComparingFamily, model) if hasattr(model, "compare") else None
 
 
 def spec(cfg: ModelConfig) -> Spec:

@@ -15,7 +15,7 @@ class ThroughputMeter:
 
     def __init__(self, cfg: Config, devices: list[jax.Device]) -> None:
         """Prepares a meter for the model and batches of `cfg`, on the devices of the mesh."""
-        flops = plan.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length, cfg.microbatch_size)
+        flops = plan.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length, cfg.data.batch_size)
         self._conventions = {"mfu": flops.full, "mfu_causal": flops.causal}
         self._tokens = cfg.data.batch_size * cfg.data.seq_len
         self._dtype = cfg.train.dtype

@@ -10,12 +10,13 @@ from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config
 from jaxstack.models import family, params
+from jaxstack.models.blocks import split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
 from jaxstack.models.params import Params
 from jaxstack.models.partitioned import within_step
 from jaxstack.sharding import collectives
-from jaxstack.training import losses, noise_scale
+from jaxstack.training import comparison, losses, noise_scale
 from jaxstack.training.pipelined import pipelined_gradients
 
 Metrics = dict[str, jax.Array]
@@ -77,7 +78,10 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
             (terms, aux), grads = share(values, batch)
         else:
             values = ctx.defer_grad_sync(spec, values)
-            micros = split_batch(batch, accum)
+            compared = None
+            if family.comparing(cfg.model):
+                batch, compared = comparison.compare_rows(cfg, ctx, values, batch, key, totals)
+            micros = split_microbatches(batch, accum)
             shapes = jax.eval_shape(small_batch, values, jax.tree.map(lambda x: x[0], micros))
             zeros = jax.tree.map(lambda s: collectives.zeros(s.shape, s.dtype, s), shapes)
 
@@ -85,6 +89,8 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
                 return jax.tree.map(jnp.add, sums, small_batch(values, micro)), None
 
             ((terms, aux), grads, small), _ = jax.lax.scan(add, zeros, micros)
+            if compared:
+                terms, grads = terms | compared.terms, jax.tree.map(jnp.add, grads, compared.grads)
             grads = ctx.sync_grads(trained_spec, grads)
         terms, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (terms, aux))
         if cfg.model.moe.num_experts:
@@ -110,11 +116,3 @@ def sums_by_layer(cfg: Config, ctx: Context) -> bool:
     the layers before.
     """
     return cfg.train.grad_accum == 1 and ctx.pipeline is None and not cfg.train.noise_scale
-
-
-def split_batch(batch: Batch, count: int) -> Batch:
-    """Returns a device's rows [B, ...] as microbatches [count, B/count, ...]; microbatch i has rows i, i + count, ...
-
-    With these rows none moves to another device.
-    """
-    return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack import moe
-from jaxstack.common.tree import Batch
+from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
+from jaxstack.config.objective import Term
 from jaxstack.models import family
+from jaxstack.models.blocks import merge_microbatches, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
 from jaxstack.models.params import Params
@@ -40,9 +42,28 @@ def loss_sums(
     Returns:
       The sums, and the model's auxiliary values, which are sums, too.
     """
-    model = family.of(cfg)
-    hidden, aux = model.hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
-    return model.loss(cfg, params, hidden, batch, ctx), aux
+    hidden, aux = family.of(cfg).hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
+    return term_sums(cfg, params, hidden, batch, ctx), aux
+
+
+def term_sums(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> Sums:
+    """Returns the sums of `loss_sums` from hidden states.
+
+    A batch with `feature_grads` is one of several microbatches whose rows were compared before, see `comparison`. Then
+    the sum of the term that compares rows has the right gradients, but not its value.
+    """
+    sums, model = family.of(cfg).loss(cfg, params, hidden, batch, ctx), family.comparing(cfg)
+    if model is None:
+        return sums
+    features = model.features(cfg, params, hidden, batch, ctx)
+    if "feature_grads" not in batch:
+        return sums | model.compare(cfg, params, features, batch, ctx)
+    (name,) = (term.name for term in cfg.objective.terms if term.name not in sums)
+    products = jax.tree.map(lambda a, b: (a * b).sum(), features, batch["feature_grads"])
+    total = functools.reduce(operator.add, jax.tree.leaves(products))
+    # Devices that share rows have parts of the gradients with respect to their features.
+    others = tuple(axis for axis in collectives.varies_along(total) if axis not in ctx.token_axes)
+    return sums | {name: collectives.all_reduce(total, others)}
 
 
 def shares(cfg: ModelConfig, sums: Sums, totals: "BatchTotals") -> Sums:
@@ -55,12 +76,14 @@ def shares(cfg: ModelConfig, sums: Sums, totals: "BatchTotals") -> Sums:
       sums: from `loss_sums`.
       totals: of the global batch, from `batch_totals`.
     """
-    terms, found = cfg.objective.terms, {}
-    for term in terms:
-        total = totals.weights[term.name]
-        mean = sums[term.name] / (total if len(terms) == 1 else jnp.where(total == 0, 1.0, total))
-        found[term.name] = mean if term.scale == 1 else term.scale * mean
-    return found
+    return {term.name: share(cfg, term, sums[term.name], totals) for term in cfg.objective.terms}
+
+
+def share(cfg: ModelConfig, term: Term, value: jax.Array, totals: "BatchTotals") -> jax.Array:
+    """Returns what a sum of one term adds to the objective, or what a gradient of the sum does; see `shares`."""
+    total = totals.weights[term.name]
+    mean = value / (total if len(cfg.objective.terms) == 1 else jnp.where(total == 0, 1.0, total))
+    return mean if term.scale == 1 else term.scale * mean
 
 
 def add_up(shares: Sums) -> jax.Array:
@@ -89,16 +112,34 @@ class EvalSums(NamedTuple):
     right: jax.Array | None
 
 
-def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context) -> EvalSums:
-    """Returns this device's share of the sums over a batch, without dropout. For the arguments, see `loss_sums`.
+def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, microbatches: int = 1) -> EvalSums:
+    """Returns this device's share of the sums over a batch, without dropout.
 
     A family that does not choose among classes has a function `count_right` of its own.
+
+    Args:
+      cfg, params, batch, ctx: see `loss_sums`.
+      microbatches: parts of the batch that run one after the other, since all of it at once may need more memory than
+        the training step. A family that compares rows still compares those of the whole batch.
     """
-    model = family.of(cfg)
-    hidden, _ = model.hidden_states(cfg, params, batch, ctx)
-    counted = getattr(model, "count_right", count_right)
-    right = counted(cfg, params, hidden, batch, ctx) if cfg.objective.accuracy else None
-    sums = model.loss(cfg, params, hidden, batch, ctx)
+    model, comparing = family.of(cfg), family.comparing(cfg)
+    counted = getattr(model, "count_right", count_right) if cfg.objective.accuracy and comparing is None else None
+
+    def work(micro: Batch) -> tuple[Sums, jax.Array | None, PyTree]:
+        hidden, _ = model.hidden_states(cfg, params, micro, ctx)
+        right = counted(cfg, params, hidden, micro, ctx) if counted else None
+        features = comparing.features(cfg, params, hidden, micro, ctx) if comparing else None
+        return model.loss(cfg, params, hidden, micro, ctx), right, features
+
+    if microbatches == 1:
+        sums, right, features = work(batch)
+    else:
+        sums, right, features = jax.lax.map(work, split_microbatches(batch, microbatches))
+        sums, right = jax.tree.map(jnp.sum, (sums, right))
+        features = merge_microbatches(features)
+    if comparing is not None:
+        right = comparing.count_right(cfg, params, features, batch, ctx)
+        sums |= comparing.compare(cfg, params, features, batch, ctx)
     return EvalSums(sums, {term.name: batch[term.weights].sum() for term in cfg.objective.terms}, right)
 
 

@@ -56,7 +56,7 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
 
     def loss(shared: Params, stream: Stream, inputs: tuple[LayerInputs, Batch]) -> losses.Sums:
         hidden = model.final_norm(cfg.model, shared, stream[0], ctx)
-        return losses.shares(cfg.model, model.loss(cfg.model, shared, hidden, inputs[1], ctx), totals)
+        return losses.shares(cfg.model, losses.term_sums(cfg.model, shared, hidden, inputs[1], ctx), totals)
 
     (name, first), *others = stacks.items()
     split = [split_matrices(cfg, trained.get(name, {}))] * first.period

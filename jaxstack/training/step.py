@@ -18,7 +18,7 @@ from jaxstack.runtime.xla_options import select_options
 from jaxstack.sharding import collectives
 from jaxstack.training import losses, noise_scale
 from jaxstack.training import optimizer as optim
-from jaxstack.training.gradients import Metrics, make_gradients, split_batch
+from jaxstack.training.gradients import Metrics, make_gradients
 from jaxstack.training.state import TrainState, make_optimizer
 
 
@@ -125,12 +125,7 @@ def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Params, Batch], losse
 
     def work(values: Params, batch: Batch) -> losses.EvalSums:
         batch = ctx.shard_sequence(batch)
-        if cfg.train.grad_accum == 1:
-            sums = losses.evaluate(cfg.model, values, batch, ctx)
-        else:  # the whole batch at once may need more memory than the training step
-            micros = split_batch(batch, cfg.train.grad_accum)
-            each = jax.lax.map(lambda micro: losses.evaluate(cfg.model, values, micro, ctx), micros)
-            sums = jax.tree.map(jnp.sum, each)
+        sums = losses.evaluate(cfg.model, values, batch, ctx, cfg.train.grad_accum)
         return jax.tree.map(lambda total: collectives.all_reduce(total, ctx.token_axes), sums)
 
     if ctx.mesh is None:

@@ -212,8 +212,6 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
      TOWERS | {"model.contrastive.caption_weight": 1.0, "model.contrastive.caption_layers": 1}),
     (TOWERS | {"data.source": "stdlib"}, TOWERS),
     (TOWERS | {"data.batch_size": 1}, TOWERS | {"data.batch_size": 2}),
-    (TOWERS | {"data.batch_size": 4, "train.grad_accum": 4}, TOWERS | {"data.batch_size": 4, "train.grad_accum": 2}),
-    (TOWERS | {"mesh.pipe": 2}, TOWERS | {"mesh.fsdp": 2}),
     (TOWERS | MOE, DIT | TIMESTEP),
     (TOWERS | {"model.windows": (1,)}, {"model.windows": (1,)}),
     (TOWERS | {"data.packing": True}, {"data.packing": True}),

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_meshes as meshes
+import test_pipeline as pipelines
 from families import CONTRASTIVE
 from test_diffusion import mlp, rms
 
@@ -18,8 +20,11 @@ from jaxstack.config.parse import parse_config
 from jaxstack.generate import features
 from jaxstack.models import contrastive, params
 from jaxstack.models.context import Context
+from jaxstack.sharding import make_mesh
 from jaxstack.train import main
 from jaxstack.training import losses
+from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.step import make_eval_step
 
 
 def norm(cfg, p, x):
@@ -143,11 +148,11 @@ def test_right_pictures_are_those_whose_most_similar_text_shows_the_same(model, 
     batch = meshes.random_captions(rng, cfg, 6)
     ctx = Context()
     hidden, _ = contrastive.hidden_states(cfg, values, batch, ctx)
-    image, text = contrastive.features(cfg, values, hidden, batch, ctx)
+    image, text = rows = contrastive.features(cfg, values, hidden, batch, ctx)
     weights, ids = batch["pair_weights"].sum(1), batch["pair_ids"][:, 0]
     s = np.where(weights != 0, np.asarray(image @ text.T), -2)
     wanted = (weights * (ids[s.argmax(1)] == ids)).sum()
-    assert float(contrastive.count_right(cfg, values, hidden, batch, ctx)) == pytest.approx(float(wanted), rel=1e-6)
+    assert float(contrastive.count_right(cfg, values, rows, batch, ctx)) == pytest.approx(float(wanted), rel=1e-6)
     np.testing.assert_allclose(np.square(image).sum(1), 1, rtol=1e-5)
     other = batch | {"patches": batch["patches"][::-1]}
     again, swapped = contrastive.features(
@@ -155,6 +160,32 @@ def test_right_pictures_are_those_whose_most_similar_text_shows_the_same(model, 
     )
     np.testing.assert_allclose(swapped, text, atol=1e-5)
     np.testing.assert_allclose(again, image[::-1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        ({}, {"accum": 4}),  # microbatches of two rows, with one of which right and wrong texts can be confused
+        pytest.param({"pipe": 2, "fsdp": 2}, {"schedule": pipelines.ONE, "microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param({"pipe": 2, "tensor": 2}, {"schedule": pipelines.TWO, "accum": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_evaluation_compares_all_rows_of_a_batch(mesh, how, seed):
+    """In microbatches, and on stages, where one device compares all of them at once."""
+    found = []
+    for axes, split in (({}, {}), (mesh, how)):
+        cfg = pipelines.config("clip", axes, layers=2, **split)
+        devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
+        ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+        batch = meshes.random_batch(seed, False, cfg.model)
+        values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
+        sums = jax.jit(make_eval_step(cfg, ctx))(values, jax.device_put(batch, ctx.sharding(ctx.batch)))
+        found.append(jax.tree.map(float, sums))
+    one, other = found
+    assert other.right == pytest.approx(one.right, rel=1e-6)  # sums of the weights in another order
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert other.weights == pytest.approx(one.weights, rel=1e-6)
 
 
 FLAGS = [

@@ -185,6 +185,16 @@ BRANCHES: list[Case] = [
     case("deep_branches", ONE, 4, 8, layers=9, data=2, remat="selective"),
 ]
 """Pipelines of a trunk with two branches, in docs/branches.md."""
+CONTRASTIVE: list[Case] = [
+    case("coca", ONE, 2, 4, layers=3, fsdp=2, tensor=2, dropout=0.3),
+    case("clip", ONE, 4, 8, layers=5, data=2, remat="selective"),
+    case("coca", TWO, 2, 4, 2, layers=5, tensor=2, accum=2),
+    case("coca", ALL, 2, 4, layers=4, tensor=2, context=2, context_method="all_gather"),
+    case("clip", TWO, 2, 4, 2, layers=4, data=2, fsdp=2, accum=2),
+    case("coca", ONE, 2, 2, layers=2, fsdp=4, remat="full", gather=LAYER),
+    case("clip", ALL, 4, 4, layers=4, tensor=2, sequence_parallel=False),
+]
+"""Pipelines of contrastive models, in docs/contrastive.md. None is quick: a mesh of theirs with accumulation is."""
 OTHER = os.environ.get("JAXSTACK_TEST_SCHEDULE", "")
 
 
@@ -213,8 +223,10 @@ def config(family: str, mesh: dict[str, Any], *, layers: int = 8, batch: int = m
            split: tuple[str, ...] = (".*",), **how: Any) -> Config:  # fmt: skip
     cfg = meshes.config(family, mesh, **how)
     depths: dict[str, Any] = {"num_layers": layers}
-    if cfg.model.family == "encoder_decoder":  # stacks of other depths
+    if cfg.model.family in ("encoder_decoder", "contrastive"):  # stacks of other depths
         depths["encoder_layers"] = layers + cfg.model.moe.every
+    if cfg.model.contrastive.caption_layers:
+        depths["contrastive"] = dataclasses.replace(cfg.model.contrastive, caption_layers=max(layers - 1, 2))
     if cfg.model.family == "branches":
         depths["branches"] = dataclasses.replace(cfg.model.branches, layers=layers // 2)
     pipelined = PipelineConfig(schedule, microbatches, chunks, loops=loops, gather=gather, split=split)
@@ -244,7 +256,7 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
     "case",
     [
         pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else meshes.MATRIX)
-        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS, *DIFFUSION, *PAIRS, *BRANCHES]
+        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS, *DIFFUSION, *PAIRS, *BRANCHES, *CONTRASTIVE]
     ],
 )
 def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(case, seed):
