@@ -92,7 +92,7 @@ ENCODER_DECODERS = {
 CLASSIFIERS = {
     "bert_labels": dataclasses.replace(ENCODERS["bert"], labels=tuple("abcde")),
     "bert_words": dataclasses.replace(ENCODERS["bert"], labels=tuple("abcde"), label_each="token"),
-    "modernbert_labels": dataclasses.replace(ENCODERS["modernbert"], labels=tuple("abcde")),
+    "modernbert_labels": dataclasses.replace(ENCODERS["modernbert"], labels=tuple("abcde"), label_pooling="mean"),
 }
 
 DIFFUSION = {

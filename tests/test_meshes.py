@@ -146,6 +146,8 @@ ENCODER_CASES: list[Case] = [
     ("bert_labels", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 2, "packing": True}),
     ("bert_words", {"data": 2, "tensor": 2, **PLAIN, **AUTO}, {"dropout": 0.3}),
     ("modernbert_labels", {"fsdp": 2, "tensor": 4}, {"remat": "selective"}),
+    ("modernbert_labels", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 2, "packing": True}),
+    ("modernbert_labels", {"data": 2, "context": 2, **GATHER, **AUTO}, {}),
 ]
 """Meshes of encoders, in docs/encoders.md. The first one is quick."""
 PAIR_CASES: list[Case] = [

@@ -119,6 +119,9 @@ class ModelConfig:
     label_each: Literal["sequence", "token"] = "sequence"
     """With `labels`: what has a label. `sequence`: each text, classified by its first token. `token`: each word,
     classified by its first token."""
+    label_pooling: Literal["first", "mean"] = "first"
+    """With `labels` and `label_each=sequence`: what a text is classified by. `first`: its first token. `mean`: the mean
+    of all its tokens (ModernBERT has both)."""
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head (Qwen3)."""
     positions: Literal["rope", "learned", "relative", "none"] = "rope"
@@ -203,6 +206,11 @@ class ModelConfig:
         require(
             bool(self.labels) or self.label_each == "sequence",
             f"model.label_each={self.label_each} needs labels. Name them in model.labels.",
+        )
+        require(
+            self.label_pooling == "first" or (bool(self.labels) and self.label_each == "sequence"),
+            f"model.label_pooling={self.label_pooling} is for labels of sequences. Name them in model.labels, with "
+            f"model.label_each=sequence, or use model.label_pooling=first.",
         )
         require(
             not (self.bias and self.moe.num_experts),

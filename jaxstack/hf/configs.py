@@ -94,11 +94,15 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
 
 
+_POOLING = {"cls": "first", "mean": "mean"}
+"""The values of ModernBERT's `classifier_pooling`, and those of `ModelConfig.label_pooling`."""
+
+
 def _labels(keys: Keys, family: Family) -> JsonObject:
     """Returns the labels of a classifier, and what has one, or the task of a model that learns pairs of sentences, too.
 
     For models of another class there is nothing. Their classes classify a sequence by its first token, or in ModernBERT
-    by the mean of all.
+    by the mean of all tokens.
     """
     classes, names = keys.take("architectures", None) or [], keys.take("id2label", None)
     kind, pooling = keys.take("problem_type", None), keys.take("classifier_pooling", "cls")
@@ -111,9 +115,10 @@ def _labels(keys: Keys, family: Family) -> JsonObject:
         raise keys.error("id2label", names, "Give each index from 0 on the name of a label")
     if kind not in (None, "single_label_classification"):
         raise keys.error("problem_type", kind, "Use single_label_classification")
-    if pooling != "cls" and each == "sequence":
-        raise keys.error("classifier_pooling", pooling, 'Use "cls" and train the classifier again')
-    return {"labels": tuple(names[i] for i in ids), "label_each": each}
+    if pooling not in _POOLING:
+        raise keys.error("classifier_pooling", pooling, "Use cls or mean")
+    pools = {"label_pooling": _POOLING[pooling]} if each == "sequence" else {}
+    return {"labels": tuple(names[i] for i in ids), "label_each": each, **pools}
 
 
 def _is_name(value: object) -> bool:
@@ -301,7 +306,7 @@ def _head_keys(family: Family, model: ModelConfig) -> JsonObject:
     if model.sentences.tasks and family.pairs:
         values["architectures"] = [family.pairs]
     if model.labels and family.local_attention:
-        values["classifier_pooling"] = "cls"
+        values["classifier_pooling"] = next(key for key, value in _POOLING.items() if value == model.label_pooling)
     return values
 
 

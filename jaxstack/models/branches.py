@@ -234,11 +234,11 @@ def hidden_states(
     return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
 
 
-def final_norm(cfg: ModelConfig, params: Params, x: PyTree, ctx: Context) -> PyTree:
+def final_norm(cfg: ModelConfig, params: Params, x: PyTree, layer_inputs: LayerInputs, ctx: Context) -> PyTree:
     """Returns what the head of each branch reads [B * R, S, D], from the residual streams after the last layers."""
     return {
         branch: (encoder if branch == "understanding" else decoder).final_norm(
-            model_of(cfg, branch), params_of(cfg, params, branch), x[branch], ctx
+            model_of(cfg, branch), params_of(cfg, params, branch), x[branch], _inputs_of(layer_inputs, branch), ctx
         )
         for branch in BRANCHES
     }

@@ -210,11 +210,11 @@ def hidden_states(
     return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
 
 
-def final_norm(cfg: ModelConfig, params: Params, x: PyTree, ctx: Context) -> PyTree:
+def final_norm(cfg: ModelConfig, params: Params, x: PyTree, layer_inputs: LayerInputs, ctx: Context) -> PyTree:
     """Returns `image` [B, D] and `text` [B, T/n, D], which `features` reads, and `caption` [B, T, D] for the head."""
     hidden = {"image": x["image"], "text": layers.norm(cfg, params["text_norm"], x["text"], ctx)}
     if cfg.contrastive.caption_layers:
-        hidden["caption"] = decoder.final_norm(cfg, params, x["caption"], ctx)
+        hidden["caption"] = decoder.final_norm(cfg, params, x["caption"], layer_inputs, ctx)
     return hidden
 
 

@@ -238,10 +238,10 @@ def hidden_states_unrolled(
     for index, (weights, one) in enumerate(zip(steps, cache, strict=True)):
         x, aux = scan_block(cfg, ctx, weights, x, index, layer_inputs, one)
         made.append([{name: aux[name][i] for name in block} for i, block in enumerate(one)])
-    return final_norm(cfg, params, x, ctx), made
+    return final_norm(cfg, params, x, layer_inputs, ctx), made
 
 
-def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
+def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
     """Returns what the head reads [B, S, D], from the residual stream after the last layer [B, S/n, D]."""
     x = layers.norm(cfg, params["final_norm"], x, ctx)
     if cfg.base_width and cfg.tied_embeddings:  # see `models.width`

@@ -253,7 +253,7 @@ def hidden_states(
     return run_parts(parts, cfg, params, batch, ctx or Context())
 
 
-def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
+def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
     """Returns the residual stream [B, S/n, D] as it is: `predict` normalises it, as the condition says."""
     return x
 

@@ -5,9 +5,10 @@ layer with an activation and a norm. BERT (Devlin et al. 2018, arXiv:1810.04805)
 and normalises after each sum (`norm_after`). Shapes: see `decoder`.
 
 The head predicts tokens of the vocabulary, or labels (`ModelConfig.labels`). A sequence is classified by its first
-token. So a classifier of sequences, too, computes labels for all tokens, and the batch weighs the first one. Whatever
-splits rows or sequences then needs no rule of its own. Tasks on sentences (`ModelConfig.sentences`) have heads beside
-that of the vocabulary, which read what BERT's pooler makes of the first token; their batches weigh it, too.
+token, or by the mean of all its tokens, which takes the place of each (`ModelConfig.label_pooling`). So a classifier of
+sequences, too, computes labels for all tokens, and the batch weighs the first one. Whatever splits rows or sequences
+then needs no rule of its own. Tasks on sentences (`ModelConfig.sentences`) have heads beside that of the vocabulary,
+which read what BERT's pooler makes of the first token; their batches weigh it, too.
 """
 
 from dataclasses import replace
@@ -27,6 +28,7 @@ from jaxstack.models.forward import Parts
 from jaxstack.models.forward import hidden_states as run_parts
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Spec, abstract, pad
+from jaxstack.sharding import collectives
 
 
 def spec(cfg: ModelConfig) -> Spec:
@@ -152,14 +154,17 @@ def hidden_states(
     return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
 
 
-def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
+def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
     """Returns what the head reads [B, S, D], from the residual stream after the last layer [B, S/n, D].
 
     Each device transforms its tokens of the residual stream. With tasks on sentences, what their heads read is behind
-    what the head of the vocabulary reads: [B, S, 2 * D].
+    what the head of the vocabulary reads: [B, S, 2 * D]. A classifier by the mean of a text's tokens reads
+    `layer_inputs.segment_ids`.
     """
     if not cfg.norm_after:
         x = layers.norm(cfg, params["final_norm"], x, ctx)
+    if cfg.label_pooling == "mean":
+        x = _mean_of_text(x, layer_inputs, ctx)
     pooled = None
     if cfg.sentences.tasks:
         pooler = ctx.gather_params(spec(cfg)["pooler"], params["pooler"])
@@ -172,6 +177,32 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> 
         else:
             x = jnp.tanh(x)
     return ctx.gather_activations(x if pooled is None else jnp.concatenate([x, pooled], -1), "vocab")
+
+
+def _mean_of_text(x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
+    """Returns for each token [B, S/n, D] the mean over all tokens of its text, wherever they are.
+
+    The texts of a row have segment ids from 1 on, at most S of them, and padding has 0.
+    """
+    if layer_inputs.segment_ids is None:
+        ids = jnp.zeros(x.shape[:2], jnp.int32)
+    else:
+        ids = ctx.slice_for_sequence_parallel(layer_inputs.segment_ids)
+
+    def work(ctx: Context, x: jax.Array, ids: jax.Array) -> tuple[jax.Array, None]:
+        axes = ctx.axes("residual")
+        texts = x.shape[1] * collectives.count(axes) + 1
+
+        def one_row(x: jax.Array, ids: jax.Array) -> jax.Array:
+            own = jnp.concatenate([x.astype(jnp.float32), jnp.ones_like(x[:, :1], jnp.float32)], axis=1)
+            sums = collectives.all_reduce(jax.ops.segment_sum(own, ids, texts), axes)[ids]
+            return (sums[:, :-1] / sums[:, -1:]).astype(x.dtype)
+
+        return jax.vmap(one_row)(x, ids), None
+
+    tokens = ("batch", "residual")
+    mean: jax.Array = ctx.region(work, (x, ids), (tokens, tokens), tokens)[0]
+    return mean
 
 
 def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:

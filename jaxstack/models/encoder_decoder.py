@@ -265,10 +265,10 @@ def decode(
     held = group_layers(_unit_size(cfg), cache) if _unit_size(cfg) > 1 else [cache]
     x, aux = scan_stack(cfg, ctx, stack, split_steps(stack, params["decoder"]), x, own, held)
     new = {name: aux[name].reshape(-1, *aux[name].shape[2:]) for name in ("keys", "values")}
-    return final_norm(cfg, params, x, ctx), new
+    return final_norm(cfg, params, x, layer_inputs, ctx), new
 
 
-def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
+def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
     """Returns what the head reads [B, T, D], from the residual stream after the decoder's last layer [B, T/n, D]."""
     x = layers.norm(cfg, params["final_norm"], x, ctx)
     if cfg.head_scale != 1:

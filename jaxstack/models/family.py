@@ -45,7 +45,9 @@ class Family(Protocol):
     ) -> tuple[jax.Array, PyTree]:
         """Returns the residual stream before the first layer [B, S/n, D], and `LayerInputs.side` or `None`."""
 
-    def final_norm(self, cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, /) -> jax.Array:
+    def final_norm(
+        self, cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: LayerInputs, ctx: Context, /
+    ) -> jax.Array:
         """Returns hidden states [B, S, D], from the residual stream after the last layer."""
 
     def hidden_states(

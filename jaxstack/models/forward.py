@@ -28,7 +28,7 @@ class Parts(NamedTuple):
     stacks: Callable[[ModelConfig], dict[str, Stack]]
     make_layer_inputs: Callable[[ModelConfig, Batch, Context], LayerInputs]
     embed: Callable[[ModelConfig, Params, LayerInputs, Context], tuple[jax.Array, PyTree]]
-    final_norm: Callable[[ModelConfig, Params, jax.Array, Context], jax.Array]
+    final_norm: Callable[[ModelConfig, Params, jax.Array, LayerInputs, Context], jax.Array]
 
 
 def hidden_states(
@@ -75,7 +75,7 @@ def hidden_states(
         with jax.named_scope(f"stack_{name}"):
             x, aux = scan_stack(cfg, ctx, stack, steps[name], x, own, cache)
         every.append(aux)
-    x = parts.final_norm(cfg, params, x, ctx)
+    x = parts.final_norm(cfg, params, x, layer_inputs, ctx)
     return x, join([jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux) for aux in every])
 
 
@@ -130,7 +130,8 @@ def _through_stages(
     x = jax.tree.map(in_row_order, x)
     auxes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux if later else (aux,))
     own = {name: auxes[0].pop(name) for name in ("keys", "values") if name in auxes[0]}
-    return parts.final_norm(cfg, params, x, ctx), in_layer_order(ctx, stacks, auxes) | own
+    x = parts.final_norm(cfg, params, x, parts.make_layer_inputs(cfg, batch, ctx), ctx)
+    return x, in_layer_order(ctx, stacks, auxes) | own
 
 
 def enter(cfg: ModelConfig, stack: Stack, ctx: Context) -> Callable[[Params, Stream, LayerInputs], Stream]:

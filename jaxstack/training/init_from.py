@@ -157,7 +157,8 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     require_same_tokenizer(source, f"run.init_from={name}", cfg.data, tokenizer)
     there, here = source.model.base, cfg.model.base
     if there.family == here.family == "encoder":  # the head may be another one
-        there = replace(there, labels=here.labels, label_each=here.label_each, sentences=here.sentences)
+        there = replace(there, labels=here.labels, label_each=here.label_each, label_pooling=here.label_pooling)
+        there = replace(there, sentences=here.sentences)
     grows = bool(cfg.model.moe.num_experts and not there.moe.num_experts)
     if different := hf.model_differences(replace(there, moe=here.moe) if grows else there, here):
         raise ConfigError(

@@ -55,7 +55,7 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
         return StackFns(lambda shared, stream, inputs: begin(shared, stream, inputs[0]), layer(name, stack))
 
     def loss(shared: Params, stream: Stream, inputs: tuple[LayerInputs, Batch]) -> losses.Sums:
-        hidden = model.final_norm(cfg.model, shared, stream[0], ctx)
+        hidden = model.final_norm(cfg.model, shared, stream[0], inputs[0], ctx)
         return losses.shares(cfg.model, losses.term_sums(cfg.model, shared, hidden, inputs[1], ctx), totals)
 
     (name, first), *others = stacks.items()

@@ -38,21 +38,29 @@ HEADS = [
     ("bert", "pairs"),
     pytest.param("bert", "token", marks=SLOW),
     *(pytest.param(family, each, marks=SLOW) for family in ("roberta", "modernbert") for each in ("sequence", "token")),
+    pytest.param("modernbert", "mean", marks=SLOW),
 ]
-"""Families, and what their labels are of; empty for masked language models, `pairs` if these learn pairs, too."""
+"""Families, and what their labels are of; empty for masked language models, `pairs` if these learn pairs, too, and
+`mean` if a sequence is classified by the mean of its tokens."""
+CLASSES = {"sequence": "SequenceClassification", "mean": "SequenceClassification", "token": "TokenClassification"}
 
 
 def build(family: str, rng: np.random.Generator, each: str = ""):
     """Builds their model with random values for every weight; a large epsilon shows where it is added."""
     own = {**COMMON, "num_hidden_layers": 4 if family == "modernbert" else 2, "pad_token_id": PAD[family]}
     own |= dict.fromkeys(("bos_token_id", "eos_token_id"))
-    if each in ("sequence", "token"):
+    if each in CLASSES:
         own |= {"id2label": dict(enumerate(LABELS)), "label2id": {label: i for i, label in enumerate(LABELS)}}
     if family == "modernbert":
         own |= dict.fromkeys(("cls_token_id", "sep_token_id"))
         # Layers 1 and 2 of 4 have windows of three tokens to each side.
         config = transformers.ModernBertConfig(
-            **own, local_attention=6, norm_eps=0.01, global_rope_theta=1000.0, local_rope_theta=100.0
+            **own,
+            local_attention=6,
+            norm_eps=0.01,
+            global_rope_theta=1000.0,
+            local_rope_theta=100.0,
+            classifier_pooling="mean" if each == "mean" else "cls",
         )
     else:
         kind = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[family]
@@ -68,7 +76,7 @@ def build(family: str, rng: np.random.Generator, each: str = ""):
 def their_class(each: str):
     if each == "pairs":
         return transformers.AutoModelForPreTraining
-    return getattr(transformers, f"AutoModelFor{f'{each.title()}Classification' if each else 'MaskedLM'}")
+    return getattr(transformers, f"AutoModelFor{CLASSES.get(each, 'MaskedLM')}")
 
 
 def read(folder):
@@ -156,7 +164,9 @@ def assert_near(got, expected, tolerance, family):
 @pytest.mark.parametrize(("family", "each"), HEADS)
 def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, tmp_path, rng):
     theirs, cfg, values = saved(family, rng, tmp_path / "saved", each)
-    assert (cfg.labels, cfg.label_each) == ((LABELS, each) if each in ("sequence", "token") else ((), "sequence"))
+    assert cfg.labels == (LABELS if each in CLASSES else ())
+    assert cfg.label_each == ("token" if each == "token" else "sequence")
+    assert cfg.label_pooling == ("mean" if each == "mean" else "first")
     assert cfg.sentences.tasks == (("next",) if each == "pairs" else ())
     batch = random_batch(family, cfg, rng)
     expected = their_logits(theirs, batch).numpy(force=True)
@@ -267,7 +277,7 @@ def test_names_and_tensors_that_older_files_have(tmp_path, rng):
         ("modernbert", "global_rope_theta", -1.0),
         ("bert", "problem_type", "regression"),
         ("bert", "id2label", {"1": "a", "2": "b"}),
-        ("modernbert", "classifier_pooling", "mean"),
+        ("modernbert", "classifier_pooling", "max"),
     ],
 )
 def test_a_config_that_we_cannot_have_is_refused(family, key, value, tmp_path, rng):

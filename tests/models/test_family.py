@@ -65,7 +65,7 @@ def tower_hidden_states(cfg, values, batch, ctx=None, *, dropout_key=None, cache
     name, stack = family.only_stack(cfg)
     x, _ = decoder.embed(cfg, values, inputs, ctx)
     x, aux = scan_stack(cfg, ctx, stack, split_steps(stack, values[name]), x, inputs)
-    return decoder.final_norm(cfg, values, x, ctx), aux
+    return decoder.final_norm(cfg, values, x, inputs, ctx), aux
 
 
 TOWER = types.SimpleNamespace(**{name: getattr(decoder, name) for name in dir(decoder) if name.islower()})
@@ -184,7 +184,7 @@ def by_hand(made, cfg: ModelConfig, values, batch):
         for i in range(stack.depth):
             layer = jax.tree.map(lambda a, i=i: a[i], values[name])
             x, _ = two_step(cfg, ctx, [layer], x, i, dataclasses.replace(inputs, side=side))
-    sums = two_loss(cfg, values, decoder.final_norm(cfg, values, x, ctx), batch, ctx)
+    sums = two_loss(cfg, values, decoder.final_norm(cfg, values, x, inputs, ctx), batch, ctx)
     return {name: sums[name] / jnp.maximum(batch[f"{name}_weights"].sum(), 1) for name in ("loss", "norm", "absent")}
 
 

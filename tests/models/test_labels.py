@@ -15,6 +15,7 @@ from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError, MeshConfig, PipelineConfig
 from jaxstack.config.parse import parse_config
+from jaxstack.kernels import context_order
 from jaxstack.models import encoder, params
 from jaxstack.models.context import Context
 from jaxstack.report import runs
@@ -71,6 +72,35 @@ def test_of_equal_logits_the_first_one_is_the_right_prediction():
     batch = {"targets": jnp.array([[0, 1, 4, 0]]), "loss_weights": jnp.array([[1.0, 1.0, 1.0, 0.5]])}
     right = count_right(cfg, zeros, jnp.ones((1, 4, cfg.d_model)), batch, Context())
     assert float(right) == 1.5
+
+
+def test_the_mean_of_a_text_is_that_of_its_tokens_beside_others_and_on_other_devices(rng, seed):
+    """A row of three texts and padding gives the logits of each text in a row of its own, on context shards too."""
+    cfg = dataclasses.replace(meshes.config("modernbert_labels", {}).model, norm_eps=0.01)
+    values = moved(params.init(jax.random.key(seed), encoder.spec(cfg)), rng)
+    lengths = (13, 1, 9)
+    ids = np.repeat([1, 2, 3, 0], [*lengths, meshes.SEQ - sum(lengths)])[None]
+    tokens = rng.integers(0, cfg.vocab, ids.shape)
+    position = np.concatenate([np.arange(n) for n in (*lengths, meshes.SEQ - sum(lengths))])[None]
+    batch = {"tokens": tokens, "segment_ids": ids, "positions": position}
+
+    def logits(values, batch, ctx):
+        batch = ctx.shard_sequence(batch)
+        return encoder.logits(cfg, values, encoder.hidden_states(cfg, values, batch, ctx)[0], ctx)
+
+    run = meshes.config("modernbert_labels", {"context": 2, "tensor": 2, **meshes.GATHER})
+    ctx = Context.create(run, make_mesh(run.mesh, 1, jax.devices()[:4]))
+    where = ctx.parameters(encoder.spec(cfg))
+    whole = ctx.local(lambda *given: logits(*given, ctx), (where, ctx.batch), jax.P(None, "context", "tensor"))
+    order = context_order(2, meshes.SEQ)
+    packed = jax.jit(whole)(values, batch)[:, np.argsort(order), : cfg.classes]
+    for i, length in enumerate(lengths):
+        own = {"tokens": tokens[:, (ids == i + 1)[0]]}
+        alone = jax.jit(lambda v, b: logits(v, b, Context()))(values, own)[:, :, : cfg.classes]
+        assert np.ptp(alone, axis=1).max() < 1e-5  # every token has the mean
+        start = sum(lengths[:i])
+        # Sums of float32 in another order, in three layers.
+        np.testing.assert_allclose(packed[0, start : start + length], alone[0], atol=1e-5 * np.abs(alone).max())
 
 
 @pytest.mark.parametrize("family", ["bert_labels", "modernbert_labels"])
