@@ -65,6 +65,8 @@ MODELS |= {
         ("switch_sigmoid", 3, EXPERTS["sigmoid"], {"encoder_layers": 3, "num_layers": 3}),
     )
 }
+# Whole periods are in the loop over layers, and the last two layers behind it.
+MODELS["modernbert_cut"] = dataclasses.replace(MODELS["modernbert"], num_layers=5, windows=(0, 4, 4))
 MODELS["untied"] = dataclasses.replace(MODELS["gpt2"], tied_embeddings=False)
 MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in EXPERTS.items()}
 ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
@@ -142,6 +144,8 @@ ENCODER_CASES: list[Case] = [
     ("modernbert", {"context": 2, **GATHER}, {"accum": 2, "remat": "selective"}),
     ("modernbert", {"fsdp": 2, "context": 4, **GATHER}, {"packing": True, "remat": "full"}),
     ("modernbert", {"fsdp": 8}, {"remat": "full"}),
+    ("modernbert_cut", {"fsdp": 2, "tensor": 2}, {"dropout": 0.3, "remat": "selective"}),
+    ("modernbert_cut", {"data": 2, "tensor": 2, **AUTO}, {"remat": "full"}),
     ("modernbert", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"remat": "selective"}),
     ("bert_labels", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 2, "packing": True}),
     ("bert_words", {"data": 2, "tensor": 2, **PLAIN, **AUTO}, {"dropout": 0.3}),

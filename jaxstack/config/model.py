@@ -144,7 +144,7 @@ class ModelConfig:
     """Llama 3's scaling of RoPE's frequencies."""
     windows: tuple[int, ...] = (0,)
     """Sliding attention window of each layer in tokens; the list repeats over the layers. 0 means full attention.
-    Gemma 2 uses [4096, 0]."""
+    Gemma 2 uses [4096, 0]. With family `encoder`, the last repetition may be a part of the list (ModernBERT)."""
     attention_scale: PositiveFloat | None = None
     """Factor on the attention scores. Null means head_dim ** -0.5."""
     attention_softcap: PositiveFloat | None = None
@@ -246,10 +246,25 @@ class ModelConfig:
             f"attention) or positive.",
         )
         require(
-            self.num_layers % len(self.windows) == 0,
+            self.num_layers % len(self.windows) == 0 or self.family == "encoder",
             f"model.windows={list(self.windows)} has {len(self.windows)} entries, which do not divide "
             f"model.num_layers={self.num_layers}. Change one of them.",
         )
+        require(
+            self.num_layers >= len(self.windows),
+            f"model.windows={list(self.windows)} has {len(self.windows)} entries, but there are only "
+            f"model.num_layers={self.num_layers}. Change one of them.",
+        )
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """Returns the window of each layer."""
+        return tuple(self.windows[i % len(self.windows)] for i in range(self.num_layers))
+
+    @property
+    def layer_groups(self) -> int:
+        """Returns how often `windows` repeats over the layers; the last repetition may be a part of it."""
+        return -(-self.num_layers // len(self.windows))
 
     @property
     def base(self) -> "ModelConfig":

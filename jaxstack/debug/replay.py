@@ -196,6 +196,10 @@ def place(cfg: Config, found: search.Finding) -> str:
         else:
             of = "" if loop.length is None else f" of {loop.length}"
             parts.append(f"step {loop.step}{of} of the loop at {_short(loop.frames[0][0])}:{loop.frames[0][1]}")
+    if after := re.search(r"after_(\d+)_steps", found.scopes):  # see `blocks.scan_stack`
+        inner, size = _layers_of_step(found)
+        number = int(after[1]) * size + inner
+        parts.append(f"layer {number} ({number + 1} of {cfg.model.num_layers})")
     return ", ".join(parts)
 
 

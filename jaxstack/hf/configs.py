@@ -195,7 +195,7 @@ def _windows(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
         raise keys.error("layer_types", types, f"List {FULL} or {SLIDING} for each of {layers} layers")
     if SLIDING in types and size is None and family.lists_layer_types:
         raise keys.error("sliding_window", size, f"Give a number of tokens for the layers of {SLIDING}")
-    return _period(tuple(size or 0 if kind == SLIDING else 0 for kind in types))
+    return _period(tuple(size or 0 if kind == SLIDING else 0 for kind in types), cut=False)
 
 
 def _local_attention(keys: Keys, layers: int) -> dict[str, Any]:
@@ -218,26 +218,30 @@ def _local_attention(keys: Keys, layers: int) -> dict[str, Any]:
         rope.expect("rope_type", "default")
         rope.require_empty()
     parameters.require_empty()
-    windows = _period(tuple(half // 2 + 1 if kind == SLIDING else 0 for kind in types))
+    windows = _period(tuple(half // 2 + 1 if kind == SLIDING else 0 for kind in types), cut=True)
     local = theta[1] if max(windows) and theta[1] != theta[0] else None
     return {"windows": windows, "rope_theta": theta[0], "rope_theta_local": local}
 
 
 def _local_attention_keys(model: ModelConfig) -> JsonObject:
     """Returns the keys of ModernBERT for windows and bases of RoPE."""
-    types = [SLIDING if window else FULL for window in model.windows] * (model.num_layers // len(model.windows))
     return {
         "local_attention": 2 * max(max(model.windows) - 1, 0),
-        "layer_types": types,
+        "layer_types": _layer_types(model),
         "global_rope_theta": model.rope_theta,
         "local_rope_theta": model.rope_theta_local or model.rope_theta,
     }
 
 
-def _period(windows: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shortest prefix whose repetition gives all windows."""
+def _layer_types(model: ModelConfig) -> list[str]:
+    """Returns the attention type of each layer."""
+    return [SLIDING if window else FULL for window in model.layer_windows]
+
+
+def _period(windows: tuple[int, ...], cut: bool) -> tuple[int, ...]:
+    """Returns the shortest prefix whose repetition gives all windows; with `cut`, the last one may be a part of it."""
     n = len(windows)
-    return next(windows[:p] for p in range(1, n + 1) if n % p == 0 and windows == windows[:p] * (n // p))
+    return next(windows[:p] for p in range(1, n + 1) if (cut or n % p == 0) and windows == (windows[:p] * n)[:n])
 
 
 def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None, start: int | None = None) -> JsonObject:
@@ -280,8 +284,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None, start:
         unlimited = model.max_positions if family.lists_layer_types and SLIDING in family.layer_types else None
         values["sliding_window"] = size or unlimited
         if family.lists_layer_types:
-            types = [SLIDING if window else FULL for window in model.windows]
-            values["layer_types"] = types * (model.num_layers // len(types))
+            values["layer_types"] = _layer_types(model)
         if family.layer_types[0] == FULL:
             values["use_sliding_window"] = size > 0
     return values | {
@@ -366,7 +369,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
         d_ff=model.expert_width if moe.num_experts and moe.every == 1 else model.ff_width,
         moe=replace(moe, d_ff=model.expert_width) if moe.num_experts else MoEConfig(),
         attention_scale=scale,
-        windows=_period(model.windows),
+        windows=_period(model.layer_windows, cut=model.family == "encoder"),
         base_width=model.base_width if model.tied_embeddings and model.width_ratio != 1 else None,
         rope_theta_local=model.rope_theta_local if rope and max(model.windows) else None,
         rope_theta=model.rope_theta if rope else ModelConfig.rope_theta,

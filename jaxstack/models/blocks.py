@@ -7,7 +7,7 @@ within attention, S/n tokens of a row in the residual stream (n > 1 with sequenc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ class Stack:
 
     Attributes:
       depth: number of layers.
-      period: blocks in one step of the loop.
+      period: blocks in one step of the loop. If it does not divide the depth, the last step has fewer.
       step: runs one step.
       enter: leads from the stack before to this one. `None` for the first stack, which begins with `Family.embed`.
       counts: array of a batch; where it is not zero, there is a token that the stack's routers count. `None` means the
@@ -226,16 +226,35 @@ def group_layers(period: int, stacked: Tree) -> list[Tree]:
     return [jax.tree.map(lambda a, i=i: a.reshape(-1, period, *a.shape[1:])[:, i], stacked) for i in range(period)]
 
 
-def split_steps(stack: Stack, params: Params) -> Params:
-    """Splits the parameters of a stack [L, ...] by the steps of its loop: [L/period, period, ...]."""
-    return jax.tree.map(lambda a: a.reshape(stack.depth // stack.period, stack.period, *a.shape[1:]), params)
+class Steps(NamedTuple):
+    """The parameters of a stack by the steps of its loop.
+
+    Attributes:
+      whole: of the steps that have all blocks, [L/period, period, ...].
+      rest: of each block of a last step that has fewer; it is not in the loop.
+    """
+
+    whole: Params
+    rest: list[Params]
+
+
+def split_steps(stack: Stack, params: Params) -> Steps:
+    """Splits the parameters of a stack [L, ...] by the steps of its loop."""
+    count = stack.depth // stack.period
+    looped = count * stack.period
+
+    def whole(a: jax.Array) -> jax.Array:
+        return (a if looped == stack.depth else a[:looped]).reshape(count, stack.period, *a.shape[1:])
+
+    rest = [jax.tree.map(lambda a, i=i: a[i], params) for i in range(looped, stack.depth)]
+    return Steps(jax.tree.map(whole, params), rest)
 
 
 def scan_stack(
     cfg: ModelConfig,
     ctx: Context,
     stack: Stack,
-    steps: Params,
+    steps: Steps,
     x: jax.Array,
     layer_inputs: LayerInputs,
     cache: PyTree = None,
@@ -249,10 +268,10 @@ def scan_stack(
       steps: parameters of the stack in the compute dtype, from `split_steps`.
       x: residual stream [B, S/n, D].
       layer_inputs: from `make_layer_inputs`.
-      cache: for each block of a step, arrays [L/period, ...], see `StackStep`.
+      cache: for each block of a step, arrays [L/period, ...], see `StackStep`. The period then divides the depth.
 
     Returns:
-      The residual stream, and auxiliary values, each [L/period, period, ...].
+      The residual stream, and auxiliary values, each [L, ...].
     """
 
     def scan_body(x: jax.Array, scanned: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, Aux]:
@@ -260,9 +279,19 @@ def scan_stack(
         weights = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.period)]
         return stack.step(cfg, ctx, weights, x, index, layer_inputs, cache)
 
-    indices = jnp.arange(stack.depth // stack.period)
+    def last_step(x: jax.Array, weights: list[Params]) -> tuple[jax.Array, Aux]:
+        return stack.step(cfg, ctx, weights, x, count, layer_inputs)
+
+    count = stack.depth // stack.period
     in_loop = ctx.layers == "scan"
-    return jax.lax.scan(remat(ctx, scan_body, in_loop), x, (steps, cache, indices), unroll=not in_loop)
+    scanned = steps.whole, cache, jnp.arange(count)
+    x, aux = jax.lax.scan(remat(ctx, scan_body, in_loop), x, scanned, unroll=not in_loop)
+    aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+    if steps.rest:
+        with jax.named_scope(f"after_{count}_steps"):
+            x, more = remat(ctx, last_step, in_loop=False)(x, steps.rest)
+        aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), aux, more)
+    return x, aux
 
 
 def split_microbatches(batch: Batch, microbatches: int) -> Batch:

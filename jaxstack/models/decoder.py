@@ -167,11 +167,14 @@ def scan_block(
 ) -> tuple[jax.Array, Aux]:
     """Runs one step of the scan over layers: a block for each attention window of a period, in most models one block.
 
-    Arguments and results are those of `StackStep`.
+    Arguments and results are those of `StackStep`. If the period does not divide the layers, the last step has fewer
+    blocks. In a pipeline all steps have as many, and the last ones of the last step change nothing.
     """
     one_layer = unstack(spec(cfg)["layers"])
+    whole, rest = divmod(cfg.num_layers, len(cfg.windows))
     every: list[Aux] = []
-    for i, (window, one) in enumerate(zip(cfg.windows, params, strict=True)):
+    for i, one in enumerate(params):
+        window, before = cfg.windows[i], x
         key, own = dropout_keys(layer_inputs)[0], layer_inputs
         if window and own.rope_local is not None:
             own = replace(own, rope=own.rope_local)
@@ -188,7 +191,9 @@ def scan_block(
                 dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
                 cache={**cache[i], "distance": layer_inputs.distance[i]} if cache else cache,
             )
-        if i + 1 < len(cfg.windows) and not (cfg.post_norm or cfg.norm_after):
+        if ctx.pipeline is not None and 0 < rest <= i:
+            x = jnp.where(index < whole, x, before)
+        if i + 1 < len(params) and not (cfg.post_norm or cfg.norm_after):
             x = checkpoint_name(x, "residual")  # as the loop saves its own; the MLP's last product is not repeated
         every.append(aux)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)

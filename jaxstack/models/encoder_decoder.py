@@ -264,7 +264,7 @@ def decode(
     own = replace(layer_inputs, side={"relative": _relative(cfg, params, "decoder", ctx)})
     held = group_layers(_unit_size(cfg), cache) if _unit_size(cfg) > 1 else [cache]
     x, aux = scan_stack(cfg, ctx, stack, split_steps(stack, params["decoder"]), x, own, held)
-    new = {name: aux[name].reshape(-1, *aux[name].shape[2:]) for name in ("keys", "values")}
+    new = {name: aux[name] for name in ("keys", "values")}
     return final_norm(cfg, params, x, layer_inputs, ctx), new
 
 

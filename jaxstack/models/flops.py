@@ -64,9 +64,8 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: i
         return _of_branches(cfg, S)
     per_pair = 4 * cfg.num_heads * cfg.head_width
     seen = 0.0  # keys that a token sees on average, summed over layers
-    for i in range(cfg.num_layers):
-        window = cfg.windows[i % len(cfg.windows)] or S
-        w = min(window, S)
+    for window in cfg.layer_windows:
+        w = min(window or S, S)
         before = (w * (w + 1) / 2 + (S - w) * w) / S  # and itself
         seen += before if cfg.family == "decoder" else 2 * before - 1
     # A frozen weight is multiplied forward and for the gradient of its input; it has no gradient of its own.

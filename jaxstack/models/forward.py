@@ -76,7 +76,7 @@ def hidden_states(
             x, aux = scan_stack(cfg, ctx, stack, steps[name], x, own, cache)
         every.append(aux)
     x = parts.final_norm(cfg, params, x, layer_inputs, ctx)
-    return x, join([jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux) for aux in every])
+    return x, join(every)
 
 
 def join(every: Sequence[Aux]) -> Aux:

@@ -162,7 +162,7 @@ class Program:
         microbatch, chunk = np.where(active, unit_TP // self.schedule.chunks, 0), np.where(active, chunk, chunks.start)
         model_chunk = chunk * self.schedule.stages + np.arange(self.schedule.stages)
         slot = np.where(active, slots_MG[microbatch, model_chunk], idle_slot_TP)
-        groups = np.where(active, np.asarray(self.stages.layers)[model_chunk] // (period or self.stages.period), 0)
+        groups = np.where(active, -(-np.asarray(self.stages.layers)[model_chunk] // (period or self.stages.period)), 0)
         return Units(active, *(a.astype(np.int32) for a in (microbatch, chunk - chunks.start, slot, groups)))
 
     @cached_property

@@ -3,7 +3,7 @@
 JAX is not imported.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def resolve(
     if stacks is not None and len(stacks) > 1:
         return _resolve_stacks(cfg, stages, sequences, stacks)
     pipeline, period = cfg.pipeline, len(cfg.model.windows)
-    groups, model_chunks = cfg.model.num_layers // period, stages * pipeline.chunks
+    groups, model_chunks = cfg.model.layer_groups, stages * pipeline.chunks
     unit = "layers" if period == 1 else f"groups of {period} layers (model.windows)"
     if model_chunks > groups:
         fits = [n for n in range(1, groups + 1) if n * pipeline.chunks <= groups] or [1]
@@ -65,13 +65,18 @@ def resolve(
     microbatches = _microbatches(cfg, stages, sequences, pipeline.chunks)
     groups_G = even(groups, model_chunks)
     if pipeline.partition == "even":
-        return _even_program(
-            pipeline.schedule, Stages(stages, tuple(period * n for n in groups_G), period), microbatches, static
-        )
+        return _even_program(pipeline.schedule, Stages(stages, _layers(cfg, groups_G), period), microbatches, static)
     schedule = SCHEDULES[pipeline.schedule](stages, microbatches, pipeline.chunks)
     partition = _cut(cfg, schedule, groups, unit)
-    placed = Stages(stages, tuple(period * n for n in partition.layers), period)
+    placed = Stages(stages, _layers(cfg, partition.layers), period)
     return Program(schedule, placed, partition, static)
+
+
+def _layers(cfg: Config, groups_G: Sequence[int]) -> tuple[int, ...]:
+    """Returns the layers of each model chunk from its groups, of which the last one may have fewer layers."""
+    period = len(cfg.model.windows)
+    *most, last = (period * n for n in groups_G)
+    return (*most, last - (period * cfg.model.layer_groups - cfg.model.num_layers))
 
 
 def _resolve_stacks(cfg: Config, stages: int, sequences: int, stacks: Mapping[str, tuple[int, int]]) -> Program:

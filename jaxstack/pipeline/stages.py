@@ -5,6 +5,7 @@ The layers of a model are cut, in order, into model chunks. Model chunk `g` is c
 chunk. Every model chunk has as many slots as the largest one has layers, so that an even split of the leading
 dimension gives every stage its own layers. If model chunks are equal and every stage has one, slots are in layer
 order. Layers run in groups of `period` layers that differ in kind (such as Gemma 2's windows). A group is never cut.
+The last group of a model may have fewer layers (ModernBERT's); its other slots are empty.
 
 A model with several stacks, such as an encoder and a decoder, has the model chunks of the first stack before those of
 the second one. So every stage has layers of all stacks. Each stack has its own layer slots.
@@ -27,7 +28,7 @@ class Stages:
     Attributes:
       stages: number of stages, P.
       layers: number of layers in each model chunk, in the model's order [G].
-      period: layers in a group. Of several stacks, it is 1 here, and each has its own.
+      period: layers in a group; the last one may have fewer. Of several stacks, it is 1 here, and each has its own.
       stacks: name, chunks on each stage and period of each stack, if there are several. No model chunk has layers of
         two.
     """
@@ -39,10 +40,10 @@ class Stages:
 
     def __post_init__(self) -> None:
         count = len(self.layers)
-        if not count or count % self.stages or min(self.layers) < 1 or any(n % self.period for n in self.layers):
+        if not count or count % self.stages or min(self.layers) < 1 or any(n % self.period for n in self.layers[:-1]):
             raise ScheduleError(
                 f"layers of each model chunk {list(self.layers)} do not fit {self.stages} stages; give each stage the "
-                f"same number of model chunks, each with a positive multiple of {self.period} layers"
+                f"same number of model chunks, each but the last with a positive multiple of {self.period} layers"
             )
 
     @cached_property
@@ -66,9 +67,14 @@ class Stages:
         return len(self.layers) // self.stages
 
     @property
+    def groups(self) -> tuple[int, ...]:
+        """Number of layer groups in each model chunk [G]."""
+        return tuple(-(-n // self.period) for n in self.layers)
+
+    @property
     def max_layers(self) -> int:
-        """Layers in the largest model chunk, which is the number of layer slots of each."""
-        return max(self.layers)
+        """Layer slots of each model chunk: the layers of the largest one, in whole groups."""
+        return self.max_groups * self.period
 
     @cached_property
     def layer_of_slot(self) -> np.ndarray:
@@ -94,7 +100,7 @@ class Stages:
     @property
     def max_groups(self) -> int:
         """Layer groups in the largest model chunk."""
-        return self.max_layers // self.period
+        return max(self.groups)
 
     @property
     def is_layer_order(self) -> bool:

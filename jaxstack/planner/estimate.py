@@ -264,7 +264,7 @@ def _attention_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activati
     slices = 0.0
     if ctx.attention == "chunked":
         length = cfg.data.seq_len // shards.mesh_sizes(ctx)["context"]
-        seen = [_queries_seen(length, window) for window in m.windows]
+        seen = [_queries_seen(length, window) for window in m.layer_windows]
         slices = (4 + 2 * e) * acts.tokens * m.head_width * m.num_heads // T * sum(seen) / len(seen)
     hidden = 2 * acts.hidden
     if shards.runs_in_rounds(m.moe, shards.mesh_sizes(ctx)["expert"]):

@@ -153,7 +153,7 @@ def _pipelines(cfg: Config, sizes: Flags, accum: int, given: Collection[str]) ->
     if stages == 1:
         return [{}]
     kept = {key: getattr(cfg.pipeline, key.partition(".")[2]) for key in PIPELINE_KEYS if key in given}
-    groups = cfg.model.num_layers // len(cfg.model.windows)
+    groups = cfg.model.layer_groups
     chunks = [n for n in divisors(groups // stages) if n > 1] if groups % stages == 0 else []
     if kept.get("pipeline.chunks", 1) > 1:
         chunks = [kept["pipeline.chunks"]]

@@ -118,7 +118,7 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
         bandwidth, latency = _link(devices[0], devices[min(stage, len(devices) - 1)])
         link = "link measured between two of the devices"
     memory = (devices[0].memory_stats() or {}).get("bytes_limit")
-    groups = cfg.model.num_layers // len(cfg.model.windows)
+    groups = cfg.model.layer_groups
     return Costs(
         forward=(seconds["layer"],) * groups,
         backward=(seconds["layer_backward"],) * groups,

@@ -106,8 +106,7 @@ def _recomputed_share(build: OpBuilder, s: DeviceShapes, p: Param) -> float:
         m.qk_norm and roles & {"query", "key"}
     )
     if "mlp_output" in roles and not m.post_norm:
-        period = len(m.windows)
-        return float(full) * (1.0 if m.norm_after else (period - 1) / period)
+        return float(full) * (1.0 if m.norm_after else 1 - m.layer_groups / m.num_layers)
     return float(full or (selective and bool(normalised)))
 
 

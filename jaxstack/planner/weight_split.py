@@ -158,7 +158,7 @@ def lockstep_seconds(program: Program, forward: float, backward: float, weight: 
       program: a schedule with weight units, and its stages, which may have different numbers of layers.
       forward, backward, weight: time that a unit of each kind takes for one layer group.
     """
-    groups_G = np.asarray(program.stages.layers) // program.stages.period
+    groups_G = np.asarray(program.stages.groups)
     return float(program.schedule.lane_seconds(*(t * groups_G for t in (forward, backward, weight))).sum())
 
 

@@ -72,6 +72,7 @@ TOWERS = {
 }  # fmt: skip
 TIMESTEP = {"model.moe.num_experts": 8, "model.moe.router": "timestep"}
 ENCODER = {"model.family": "encoder", "model.tied_embeddings": True}
+CUT = {"model.family": "encoder", "model.tied_embeddings": True, "model.windows": (0, 4, 4)}
 NEXT = {"model.family": "encoder", "model.tied_embeddings": True, "model.sentences.tasks": ("next",)}
 TWO = {"model.family": "branches", "model.tied_embeddings": True}
 
@@ -144,6 +145,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.labels": ("a",)}, ENCODER | LABELS),
     ({"model.labels": ("a", "b")}, ENCODER | LABELS),
     ({"model.label_each": "token"}, ENCODER | LABELS | {"model.label_each": "token"}),
+    (CUT | {"model.num_layers": 2}, CUT | {"model.num_layers": 4}),
     ({"model.label_pooling": "mean"}, ENCODER | LABELS | {"model.label_pooling": "mean"}),
     (ENCODER | LABELS | {"model.label_pooling": "mean", "model.label_each": "token"},
      ENCODER | LABELS | {"model.label_each": "token"}),

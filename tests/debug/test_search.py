@@ -260,3 +260,8 @@ def test_the_command_explains_the_first_skipped_step_and_its_operation_can_be_re
         execute(["debug", str(run)])
     execute(["debug", str(run), "--step=1"])
     assert "loss and gradients are finite here" in capsys.readouterr().out
+
+
+def test_a_layer_behind_the_loop_over_layers_has_its_number():
+    found = search.Finding(None, (), (), (), "stack_layers/after_1_steps/layer_1_of_3")
+    assert replay.place(meshes.config("modernbert_cut", {}), found) == "layer 4 (5 of 5)"

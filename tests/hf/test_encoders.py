@@ -167,6 +167,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, 
     assert cfg.labels == (LABELS if each in CLASSES else ())
     assert cfg.label_each == ("token" if each == "token" else "sequence")
     assert cfg.label_pooling == ("mean" if each == "mean" else "first")
+    assert cfg.windows == ((0, 4, 4) if family == "modernbert" else (0,))  # four layers repeat three windows
     assert cfg.sentences.tasks == (("next",) if each == "pairs" else ())
     batch = random_batch(family, cfg, rng)
     expected = their_logits(theirs, batch).numpy(force=True)

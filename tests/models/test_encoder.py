@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import test_meshes as meshes
 
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
@@ -53,3 +54,15 @@ def test_a_run_is_resumed_bit_for_bit_and_its_loss_is_named(tmp_path, rng, capsy
         with pytest.raises(ConfigError, match=r"model\.family=encoder") as error:
             execute(words)
         assert "\n" not in str(error.value)
+
+
+def test_layers_behind_the_last_whole_period_are_those_of_a_list_of_all_windows(seed):
+    """A list of all windows is one period, whose layers no loop runs. Three windows make a loop and two layers more."""
+    cut = meshes.config("modernbert_cut", {}, dropout=0.3, remat="full", accum=2)
+    listed = dataclasses.replace(cut.model, windows=cut.model.layer_windows)
+    assert listed.windows == (0, 4, 4, 0, 4)
+    one, other = (meshes.gradients(cfg, seed) for cfg in (dataclasses.replace(cut, model=listed), cut))
+    loss, gradient = meshes.errors("modernbert_cut", one, other)
+    # The same operations, which XLA fuses otherwise; a window or a mask of another layer is of the order of one.
+    assert loss < 1e-6
+    assert gradient < 1e-5

@@ -151,6 +151,11 @@ ENCODERS: list[Case] = [
     case("modernbert", TWO, 2, 4, 2, tensor=2, remat="full"),
     case("modernbert", ONE, 2, 4, fsdp=2, context=2, context_method="all_gather", gather=LAYER),
     case("bert_labels", ONE, 2, 4, layers=5, fsdp=2, tensor=2),
+    case("modernbert_labels", ONE, 2, 4, layers=4, fsdp=2, tensor=2),
+    # The last group of layers has one or two of three.
+    case("modernbert_cut", ONE, 2, 4, layers=8, fsdp=2, dropout=0.3),
+    case("modernbert_cut", TWO, 2, 4, 2, layers=10, tensor=2, remat="selective"),
+    case("modernbert_cut", ZERO, 2, 4, layers=4, fsdp=2, remat="full", gather=LAYER),
 ]
 """Pipelines of encoders, in docs/encoders.md. The first one is quick."""
 DIFFUSION: list[Case] = [
@@ -446,9 +451,17 @@ def test_bytes_along_each_axis_are_what_the_formula_says(case):
 
 
 def test_rows_hold_every_layer_once():
-    for layers, stages, period in [((2, 2, 2, 1), 4, 1), ((3, 1, 2, 2), 2, 1), ((4, 2, 2, 2), 2, 2), ((5,), 1, 1)]:
+    for layers, stages, period, longest in [
+        ((2, 2, 2, 1), 4, 1, 2),
+        ((3, 1, 2, 2), 2, 1, 3),
+        ((4, 2, 2, 2), 2, 2, 4),
+        ((5,), 1, 1, 5),
+        ((6, 4), 2, 3, 6),  # the last group has one layer of three
+        ((3, 2), 2, 3, 3),
+        ((4,), 1, 3, 6),
+    ]:
         placed = Stages(stages, layers, period)
-        L, longest = sum(layers), max(layers)
+        L = sum(layers)
         assert sorted(placed.layer_of_slot[placed.layer_of_slot >= 0]) == list(range(L))
         assert (placed.layer_of_slot[placed.slot_of_layer] == np.arange(L)).all()
         assert len(placed.layer_of_slot) == len(layers) * longest
@@ -457,6 +470,8 @@ def test_rows_hold_every_layer_once():
             rows = placed.layer_of_slot.reshape(stages, placed.chunks, longest)[g % stages, g // stages]
             assert rows.tolist() == [*range(start, start + count), *[-1] * (longest - count)]
         assert (placed.group_of_slot * period == placed.layer_of_slot[::period])[placed.group_of_slot >= 0].all()
+        assert sum(placed.groups) == (placed.group_of_slot >= 0).sum() == -(-L // period)
+        assert placed.max_groups * period == longest
     assert Stages(4, (2, 2, 2, 2)).is_layer_order
     assert not Stages(2, (2, 2, 2, 2)).is_layer_order
     assert not Stages(2, (2, 1)).is_layer_order
