@@ -1,9 +1,9 @@
 """Measures how long ModernBERT's 22 layers take to compile: `python benchmarks/encoder_compile.py`
 
-Every third layer has no window, so that three windows repeat seven times, and one layer is left. The loop over layers runs
-the seven repetitions, and the last layer follows it. The other form lists all 22 windows, which is one repetition, and
-compiles every layer. Both are one training step on one CPU device, of a small width. The result has the processor seconds
-of tracing and of compiling; it goes to `benchmarks/results/encoder_compile.json`.
+Every third layer has no window, so that three windows repeat seven times, and one layer is left. The loop over layers
+runs the seven repetitions, and the last layer follows it. The other form lists all 22 windows, which is one repetition,
+and compiles every layer. Both are one training step on one CPU device, of a small width. The result has the processor
+seconds of tracing and of compiling; it goes to `benchmarks/results/encoder_compile.json`.
 """
 
 import argparse

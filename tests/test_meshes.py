@@ -191,7 +191,7 @@ DIFFUSION_CASES: list[Case] = [
 """Meshes of diffusion transformers, in docs/diffusion.md. The first one is quick."""
 
 CONTRASTIVE_CASES: list[Case] = [
-    ("clip", {"fsdp": 2, "tensor": 2}, {"accum": 2}),
+    ("clip", {"fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
     ("coca", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
     *(("coca", {axis: 4}, {}) for axis in ("data", "fsdp", "tensor")),
     ("coca", {"context": 4, **GATHER}, {}),

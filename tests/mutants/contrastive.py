@@ -37,6 +37,25 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "contrastive", "training/comparison.py", MESH,
+    ("dropout_key=key)", "dropout_key=None)"),
+    ("terms, grads = jax.tree.map(lambda a: losses.share(cfg.model, term, a, totals), (sums, grads))",
+     "terms = jax.tree.map(lambda a: losses.share(cfg.model, term, a, totals), sums)"),
+)  # fmt: skip
+
+mistakes(
+    "contrastive", "training/losses.py", MESH,
+    ("if \"feature_grads\" not in batch:", "if batch:"),
+    ("features = merge_microbatches(features)\n    if", "features = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), features)\n    if",
+     TOWERS + " -k evaluation"),
+)  # fmt: skip
+
+mistakes(
+    "contrastive", "training/gradients.py", MESH,
+    ("terms | compared.terms, jax.tree.map(jnp.add, grads, compared.grads)", "terms | compared.terms, grads"),
+)  # fmt: skip
+
+mistakes(
     "contrastive", "models/flops.py", "planner/test_aot.py -k matmuls",
     ("6.0 * rows * (own.features or cfg.d_model)", "6.0 * (own.features or cfg.d_model)"),
     ("deep = cfg.num_layers + own.caption_layers", "deep = cfg.num_layers"),

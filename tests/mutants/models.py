@@ -99,6 +99,18 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "model", "models/blocks.py", "models/test_encoder.py -k behind",
+    ("stack.step(cfg, ctx, weights, x, count, layer_inputs)", "stack.step(cfg, ctx, weights, x, 0, layer_inputs)"),
+    ("for i in range(looped, stack.depth)]", "for i in range(looped - 1, stack.depth - 1)]"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/encoder.py", "models/test_labels.py -k mean",
+    ("axes = ctx.axes(\"residual\")\n        texts", "axes = ctx.axes(\"sequence\")\n        texts"),
+    ("sums[:, :-1] / sums[:, -1:]", "sums[:, :-1] / texts"),
+)  # fmt: skip
+
+mistakes(
     "losses", "training/losses.py", BY_HAND,
     ("(balance / sequences + z / tokens) / sum(depths.values())", "balance / sequences + z / tokens"),
     ("count(stack.counts or terms[0].weights)", "count(terms[0].weights)", "moe/test_experts.py -k each_stack"),

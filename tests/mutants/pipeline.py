@@ -89,3 +89,8 @@ mistakes(
     ("if not isinstance(factor, int | float):", "if False:", "kernels/test_taps.py -k another_use"),
     ("if not (required or leaf in found.sites):", "if True:", "kernels/test_taps.py -k another_use"),
 )  # fmt: skip
+
+mistakes(
+    "pipeline", "pipeline/stages.py", "pipeline/test_pipeline.py -k hold_every",
+    ("tuple(-(-n // self.period) for n in self.layers)", "tuple(n // self.period for n in self.layers)"),
+)  # fmt: skip
