@@ -70,6 +70,7 @@ MODELS["modernbert_cut"] = dataclasses.replace(MODELS["modernbert"], num_layers=
 MODELS["untied"] = dataclasses.replace(MODELS["gpt2"], tied_embeddings=False)
 MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in EXPERTS.items()}
 ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
+ADAPTED |= {"lora_t5": "t5", "lora_switch": "switch_2"}
 MODELS |= {name: dataclasses.replace(MODELS[of], lora=LoraConfig(rank=4, alpha=8)) for name, of in ADAPTED.items()}
 PLAIN = {"sequence_parallel": False}
 AUTO = {"partitioner": "auto"}
@@ -171,6 +172,8 @@ PAIR_CASES: list[Case] = [
     ("t5_sigmoid", {"fsdp": 2, "expert": 2, "context": 2, **GATHER}, {"remat": "selective"}),
     ("switch_2", {"fsdp": 2, "expert": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
     ("switch_sigmoid_3", {"data": 2, "expert": 4}, {"remat": "selective"}),
+    ("lora_t5", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
+    ("lora_switch", {"fsdp": 2, "expert": 2}, {"remat": "selective"}),
 ]
 """Meshes of encoder-decoders, whose rows have several pairs and padding. The first one is quick."""
 

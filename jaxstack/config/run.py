@@ -266,7 +266,7 @@ def _check_not_decoder(cfg: Config) -> None:
         ("model.moe.num_experts", model.moe.num_experts, encoder and bool(model.moe.num_experts), "0"),
         ("model.windows", list(model.windows), both and model.windows != (0,), "[0]"),
         ("model.post_norm", "true", both and model.post_norm, "false"),
-        ("model.lora.rank", model.lora.rank, bool(model.lora.rank), "0"),
+        ("model.lora.rank", model.lora.rank, bool(model.lora.rank) and not both, "0"),
         ("model.base_width", model.base_width, model.base_width is not None, "null"),
         ("model.logit_softcap", model.logit_softcap, encoder and model.logit_softcap is not None, "null"),
         ("train.ngram_baseline", "true", cfg.train.ngram_baseline, "false"),

@@ -20,7 +20,8 @@ from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig
 from jaxstack.hf import safetensors, weights
 from jaxstack.hf.tensor_layout import TensorLayout
-from jaxstack.models import decoder, lora, params
+from jaxstack.models import family as families
+from jaxstack.models import lora, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec
 
@@ -46,7 +47,7 @@ class Adapters:
 
     Attributes:
       lora: their configuration.
-      values: `lora_a_*` and `lora_b_*` by path, float32, as `decoder.spec` declares them.
+      values: `lora_a_*` and `lora_b_*` by path, float32, as the family's `spec` declares them.
     """
 
     lora: LoraConfig
@@ -77,10 +78,10 @@ class _Matrix:
 
 
 def _matrices(family: str, model: ModelConfig) -> Iterator[_Matrix]:
-    spec = decoder.spec(model)
+    spec, stacks = families.spec(model), families.of(model).stacks(model)
     declared = flat_spec(spec)
     for path, (name, layout) in weights.weight_map(family, spec).items():
-        if path.startswith("layers/") and declared[path].kind == "matrix":
+        if path.split("/")[0] in stacks and declared[path].kind == "matrix":
             yield _Matrix(path, declared[path], name.removesuffix(".weight"), layout)
 
 
@@ -103,7 +104,7 @@ def read_adapters(folder: Path, family: str, model: ModelConfig) -> Adapters:
     used, matrices = set(), list(_matrices(family, model))
     for matrix in matrices:
         for at in np.ndindex(*matrix.p.shape[: matrix.p.batch_axes]):
-            module = matrix.module.format(*at)
+            module = matrix.layout.name(matrix.module, at)
             names = [f"{_PREFIX}{module}.lora_{part}.weight" for part in "AB"]
             if not tensors.keys() & set(names):
                 continue
@@ -148,7 +149,8 @@ def _stack(
         split = matrix.p.batch_axes + matrix.p.in_axes
         shapes = (*matrix.p.shape[:split], rank), (*lead, rank, *matrix.p.shape[split:])
         values |= {path: x.reshape(s) for path, x, s in zip(matrix.adapters, stacked, shapes, strict=True)}
-    targets = tuple(re.escape(matrix.path.removeprefix("layers/")).replace(r"\-", "-") for matrix in matrices)
+    names = dict.fromkeys(matrix.path.partition("/")[2] for matrix in matrices)  # equal ones of two stacks once
+    targets = tuple(re.escape(name).replace(r"\-", "-") for name in names)
     return Adapters(LoraConfig(rank, common * rank, targets), values)
 
 
@@ -196,7 +198,7 @@ def place(adapters: Adapters, model: ModelConfig, ctx: Context) -> PyTree:
       model: the base model.
       ctx: the mesh, the sharding of parameters and the stages.
     """
-    spec = decoder.spec(replace(model, lora=adapters.lora))
+    spec = families.spec(replace(model, lora=adapters.lora))
     spec, _ = params.partition(spec, spec)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     split = params.map_spec(lambda p: one, spec) if ctx.mesh is None else ctx.parameters(spec)
@@ -228,36 +230,37 @@ def save_adapters(
     Raises:
       ConfigError: adapters of experts.
     """
-    leaves, modules = flatten(values), dict[str, list[_Matrix]]()
+    leaves, modules = flatten(values), dict[tuple[str, tuple[int, int]], list[_Matrix]]()
     for matrix in _matrices(family, cfg.base):
         if matrix.adapters[0] in leaves:
-            modules.setdefault(matrix.module, []).append(matrix)
-    if experts := [name for name, (first, *_) in modules.items() if "experts" in first.p.axes]:
+            modules.setdefault((matrix.module, matrix.layout.layers), []).append(matrix)
+    if experts := [name for (name, _), (first, *_) in modules.items() if "experts" in first.p.axes]:
         raise ConfigError(
             f"the adapters of experts ({experts[0].format('N', 'M')}) have no place in PEFT's format, since "
             f"transformers joins the experts of a layer. Export the merged model, without --adapter."
         )
     tensors, ranks = {}, dict[str, int]()
-    for module, matrices in modules.items():
-        for layer in range(cfg.num_layers):
+    for (module, _), matrices in modules.items():
+        for layer in range(matrices[0].p.shape[0]):
             a, b = _join([tuple(np.asarray(leaves[path][layer]) for path in m.adapters) for m in matrices], matrices)
             ranks[module] = max(len(a), ranks.get(module, 0))
+            place = matrices[0].layout.name(module, (layer,))
             for part, tensor in (("A", a), ("B", b)):
-                name = f"{_PREFIX}{module.format(layer)}.lora_{part}.weight"
+                name = f"{_PREFIX}{place}.lora_{part}.weight"
                 tensors[name] = np.ascontiguousarray(tensor.astype(dtype))
     safetensors.save_file(tensors, folder / WEIGHTS)
     own, scale = cfg.lora, cfg.lora.alpha / cfg.lora.rank
     others = {_short(family, cfg, module): rank for module, rank in ranks.items() if rank != own.rank}
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_2_SEQ_LM" if cfg.family == "encoder_decoder" else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "revision": None,
         "inference_mode": True,
         "r": own.rank,
         "lora_alpha": _integer(own.alpha),
         "lora_dropout": 0.0,
-        "target_modules": [_short(family, cfg, module) for module in modules],
+        "target_modules": [*dict.fromkeys(_short(family, cfg, module) for module, _ in modules)],
         "fan_in_fan_out": family == "gpt2",  # its linear layers are [inputs, outputs]
         "bias": "none",
         "use_rslora": False,

@@ -34,7 +34,10 @@ from jaxstack.moe import update_bias
 
 
 def spec(cfg: ModelConfig) -> Spec:
-    """Declares every parameter of the model as a nested dict of `Param`."""
+    """Declares every parameter of the model as a nested dict of `Param`.
+
+    Adapters are in layers. `spec(cfg.base)` declares what is around them, also for a family whose layers are others.
+    """
     D, V = cfg.d_model, cfg.vocab
     rows, width = layers.table_axes(cfg)
     roles: tuple[Role, ...] = ("token_table", "head") if cfg.tied_embeddings else ("token_table",)
@@ -144,7 +147,7 @@ def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Cont
     """
     assert layer_inputs.tokens is not None
     assert layer_inputs.positions is not None
-    declared = spec(cfg)["embedding"]
+    declared = spec(cfg.base)["embedding"]
 
     def work(ctx: Context, params: Params, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
         return layers.embed(cfg, ctx.gather_params(declared, params), tokens, positions, ctx), None
@@ -270,8 +273,8 @@ def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
     """Returns the output matrix [D, V/n] in the compute dtype, this device's part of the vocabulary: a matrix of its
     own, or the transposed embedding. `params["head"]["w"]` may contain the latter as a copy, which generation makes."""
     if not cfg.tied_embeddings:
-        return ctx.gather_params(spec(cfg)["head"]["w"], params["head"]["w"].astype(ctx.dtype))
-    table = spec(cfg)["embedding"]["tokens"]
+        return ctx.gather_params(spec(cfg.base)["head"]["w"], params["head"]["w"].astype(ctx.dtype))
+    table = spec(cfg.base)["embedding"]["tokens"]
     if "head" in params:
         transposed = replace(table, shape=table.shape[::-1], axes=table.axes[::-1])
         return ctx.gather_params(transposed, params["head"]["w"].astype(ctx.dtype))
@@ -307,7 +310,7 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
 
     group = "embedding" if cfg.tied_embeddings else "head"
     name = "tokens" if cfg.tied_embeddings else "w"
-    only, rows = {group: {name: spec(cfg)[group][name]}}, ("batch", "sequence")
+    only, rows = {group: {name: spec(cfg.base)[group][name]}}, ("batch", "sequence")
     taught = [batch[name] for name in ("teacher_ids", "teacher_log_probs") if name in batch]
     arguments = {group: {name: params[group][name]}}, hidden, batch["targets"], batch["loss_weights"], *taught
     return {"loss": ctx.region(work, arguments, (only, *[rows] * (len(arguments) - 1)), ())[1]}

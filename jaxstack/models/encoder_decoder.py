@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig, MoEConfig
-from jaxstack.models import decoder, layers
+from jaxstack.models import decoder, layers, lora
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack, block, group_layers, layer_scope, scan_stack, split_steps
 from jaxstack.models.context import Context
@@ -34,6 +34,8 @@ from jaxstack.moe import update_bias
 
 def spec(cfg: ModelConfig) -> Spec:
     """Declares every parameter of the model as a nested dict of `Param`."""
+    if cfg.lora.rank:
+        return lora.add_adapters(spec(cfg.base), cfg.lora, ("encoder", "decoder"))
     tree = decoder.spec(cfg)
     del tree["layers"]
     cross = {"cross_norm": layers.norm_spec(cfg, cfg.d_model, "norm"), "cross": layers.attention_spec(cfg)}
@@ -288,7 +290,7 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
 
 def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
     """Returns the parameters with the biases of the routers of both stacks moved; see `decoder.update_router_bias`."""
-    if not cfg.moe.num_experts or cfg.moe.router != "sigmoid":
+    if not cfg.moe.num_experts or cfg.moe.router != "sigmoid" or cfg.lora.rank:
         return params
     start, size = 0, _unit_size(cfg)
     for name, depth in (("encoder", cfg.encoder_depth // size), ("decoder", cfg.num_layers // size)):

@@ -77,17 +77,19 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: i
 
 def _of_pairs(cfg: ModelConfig, inputs: int, targets: int) -> Flops:
     """Returns the FLOPs of a row of an encoder-decoder, divided by the tokens that the encoder reads."""
-    weights = {"inputs": 0.0, "targets": float(cfg.d_model * cfg.vocab if cfg.tied_embeddings else 0)}
+    head = cfg.d_model * cfg.vocab if cfg.tied_embeddings else 0
+    dense = {"inputs": 0.0, "targets": (4.0 if cfg.lora.rank else 6.0) * head}
     for path, p in flat_spec(family.spec(cfg)).items():
         if p.kind in ("matrix", "router"):
-            reads = path.startswith("encoder/") or path.endswith(("cross/w_k", "cross/w_v"))
+            reads = path.startswith("encoder/") or re.search("/cross/(w|lora_[ab])_[kv]$", path)
             size = p.size * cfg.moe.choices / cfg.moe.num_experts if "experts" in p.axes else p.size
-            weights["inputs" if reads else "targets"] += size
-    dense = 6.0 * (weights["inputs"] * inputs + weights["targets"] * targets)
+            # A frozen weight is multiplied forward and for the gradient of its input.
+            dense["inputs" if reads else "targets"] += (4.0 if p.frozen else 6.0) * size
+    products = dense["inputs"] * inputs + dense["targets"] * targets
     crossing = cfg.encoder_depth * inputs**2 + cfg.num_layers * inputs * targets
     per_pair = 12 * cfg.num_heads * cfg.head_width
     full, causal = targets**2, targets * (targets + 1) / 2
-    return Flops(*((dense + per_pair * (crossing + cfg.num_layers * own)) / inputs for own in (full, causal)))
+    return Flops(*((products + per_pair * (crossing + cfg.num_layers * own)) / inputs for own in (full, causal)))
 
 
 def _of_towers(cfg: ModelConfig, patches: int, words: int, rows: int) -> Flops:

@@ -9,6 +9,7 @@ leaves two of the three products of tokens and matrix. Computing x (w + a b) ins
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -21,8 +22,8 @@ from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec
 A, B = "lora_a_", "lora_b_"
 
 
-def add_adapters(spec: Spec, cfg: LoraConfig) -> Spec:
-    """Adds adapters to the declarations of a model, and freezes everything else.
+def add_adapters(spec: Spec, cfg: LoraConfig, stacks: Sequence[str] = ("layers",)) -> Spec:
+    """Adds adapters to the declarations of the layers of a model's stacks, and freezes everything else.
 
     Each matrix [in, out] of each layer and expert has an adapter of its own. a [in, rank] starts normal with standard
     deviation in ** -0.5, so that x a is as large as x; b [rank, out] starts with zeros, so that the model starts
@@ -31,7 +32,8 @@ def add_adapters(spec: Spec, cfg: LoraConfig) -> Spec:
     Raises:
       ConfigError: a pattern of `targets` that matches no matrix.
     """
-    matrices = [path for path, p in flat_spec(spec["layers"]).items() if p.kind == "matrix"]
+    named = ((path, p) for stack in stacks for path, p in flat_spec(spec[stack]).items())
+    matrices = [*dict.fromkeys(path for path, p in named if p.kind == "matrix")]
     for pattern in cfg.targets:
         if not any(re.fullmatch(pattern, path) for path in matrices):
             raise ConfigError(
@@ -53,7 +55,7 @@ def add_adapters(spec: Spec, cfg: LoraConfig) -> Spec:
         return found
 
     frozen = map_spec(lambda p: replace(p, frozen=True), spec)
-    return {**frozen, "layers": with_adapters(frozen["layers"], "")}
+    return {**frozen, **{stack: with_adapters(frozen[stack], "") for stack in stacks}}
 
 
 def _adapter(p: Param, rank: int) -> tuple[Param, Param]:

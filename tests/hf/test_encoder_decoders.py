@@ -18,8 +18,9 @@ from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.parse import parse_config
 from jaxstack.data.seq2seq import Pair, make_batch
 from jaxstack.generate.translate import make_translate
+from jaxstack.hf import peft
 from jaxstack.hf import safetensors as tensor_files
-from jaxstack.models import encoder_decoder
+from jaxstack.models import encoder_decoder, params
 from jaxstack.models.context import Context, implementations
 from jaxstack.models.params import Param
 from jaxstack.training import step
@@ -236,3 +237,43 @@ def test_a_folder_becomes_a_run_with_the_data_that_flags_name(kind, tmp_path, rn
     assert ("expert_capacity=1000, because jaxstack drops no token" in capsys.readouterr().out) == (kind == "switch")
     cfg = parse_config([f"--config={tmp_path / 'run' / 'config.yaml'}"])
     assert cfg.model.moe.every == (2 if kind == "switch" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("kind", ["t5", "switch"])
+def test_adapters_of_peft_are_read_and_written(kind, tmp_path, rng):
+    """In both stacks, in self-attention and in cross-attention. The tolerance is that of logits in test_peft.py."""
+    library = pytest.importorskip("peft", reason="needs the extra [parity]")
+    base, adapter, out = (tmp_path / n for n in ("base", "adapter", "out"))
+    build(kind, rng).save_pretrained(base)
+
+    def load():
+        load = transformers.AutoModelForSeq2SeqLM.from_pretrained
+        return load(base, attn_implementation="eager").eval()
+
+    how = {"r": 3, "lora_alpha": 6, "target_modules": ["SelfAttention.q", "EncDecAttention.v", "SelfAttention.o"]}
+    theirs = library.get_peft_model(load(), library.LoraConfig(task_type="SEQ_2_SEQ_LM", **how)).eval()
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if "lora_" in name:
+                weight.copy_(torch.from_numpy(rng.normal(0, 0.3, weight.shape)))
+    theirs.save_pretrained(adapter)
+    batch = make_batch([[pair] for pair in random_pairs(rng)], S, T, 0)
+    real = batch["loss_weights"] > 0
+    expected = their_logits(theirs, batch).numpy(force=True)[real]
+    assert np.abs(expected - their_logits(load(), batch).numpy(force=True)[real]).max() > 0.1 * np.abs(expected).max()
+    with hf.PretrainedFolder(base, adapter) as source:
+        merged, found = source.read_params(), source.adapters
+        cfg = dataclasses.replace(source.model, lora=found.lora)
+    with hf.PretrainedFolder(base) as source:
+        values = params.combine(peft.place(found, source.model, CPU), source.read_params())
+    out.mkdir()
+    peft.save_adapters(out, NAMES[kind], cfg, values, "float32", str(base))
+    again = library.PeftModel.from_pretrained(load(), out).eval()
+    logits = [our_logits(cfg.base, merged, batch), our_logits(cfg, values, batch)]
+    for one in (
+        *(np.asarray(each)[real][:, :V] for each in logits),
+        their_logits(again, batch).numpy(force=True)[real],
+    ):
+        assert np.abs(one - expected).max() <= 2e-4 * np.abs(expected).max()

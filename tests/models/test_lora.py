@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import test_meshes as meshes
 from families import EXPERTS, FAMILIES
 from lines import lines, values
 from test_train import ROOT, environment
@@ -19,10 +20,10 @@ from jaxstack import data, hf, sharding
 from jaxstack.checkpoint import store
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, OptimConfig, RunConfig, TrainConfig, parse
-from jaxstack.models import decoder, lora, params
+from jaxstack.models import decoder, encoder_decoder, lora, params
 from jaxstack.models import flops as plan
 from jaxstack.models.context import Context
-from jaxstack.training import step
+from jaxstack.training import losses, step
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, init_state
 
@@ -246,6 +247,42 @@ def test_the_gradient_of_a_frozen_matrix_is_not_computed():
     assert flops["adapters"] < 0.75 * flops["all"]
     ours = {n: plan.flops_per_token(m, 16).full for n, m in (("adapters", cfg.model), ("all", cfg.model.base))}
     assert ours["adapters"] / ours["all"] == pytest.approx(flops["adapters"] / flops["all"], abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora_t5", "lora_switch"])
+def test_adapters_of_an_encoder_decoder_are_those_of_the_merged_model(name, rng):
+    """Both stacks have them, and every layer of a unit; gradients are those through the merged matrices."""
+    cfg = meshes.MODELS[name]
+    spec = encoder_decoder.spec(cfg)
+    trained = [path for path, p in params.flat_spec(spec).items() if not p.frozen]
+    matrices = [path for path, p in params.flat_spec(encoder_decoder.spec(cfg.base)).items() if p.kind == "matrix"]
+    assert sorted(trained) == sorted(
+        path.replace("w_", f"lora_{part}_")
+        for path in matrices
+        if path.startswith(("encoder/", "decoder/"))
+        for part in "ab"
+    )
+    fresh = jax.device_get(params.init(jax.random.key(0), spec))
+    adapters, base = params.partition(spec, fresh)
+    moved = jax.tree.map(lambda v: v + rng.normal(0, 0.1, v.shape).astype(np.float32), adapters)
+    batch = meshes.random_batch(0, False, cfg)
+
+    def loss(model, values):
+        return losses.loss_sums(model, values, batch, Context())[0]["loss"]
+
+    def own(adapters):
+        return loss(cfg, params.combine(adapters, base))
+
+    def merged(adapters):
+        return loss(cfg.base, lora.merge_adapters(cfg.lora, params.combine(adapters, base)))
+
+    one, other = (jax.jit(jax.value_and_grad(f))(moved) for f in (own, merged))
+    # Sums of float32 in another order: x w + (x a) b, and x (w + a b).
+    np.testing.assert_allclose(one[0], other[0], rtol=1e-5)
+    for path, gradient in flatten(other[1]).items():
+        assert np.linalg.norm(flatten(one[1])[path] - gradient) <= 1e-4 * np.linalg.norm(gradient), path
+    np.testing.assert_allclose(jax.jit(own)(adapters), jax.jit(lambda: loss(cfg.base, base))(), rtol=1e-6)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

@@ -179,6 +179,7 @@ PAIRS: list[Case] = [
     case("t5_gates", ALL, 2, 4, expert=2, tensor=2, remat="selective"),
     case("t5_softmax", ONE, 2, 4, layers=2, expert=2, tensor=2),
     case("switch_2", ONE, 2, 4, layers=4, fsdp=2, expert=2),
+    case("lora_t5", ONE, 2, 4, layers=3, fsdp=2, tensor=2),
 ]
 """Pipelines of encoder-decoders, in docs/encoder_decoders.md. The first one is quick."""
 BRANCHES: list[Case] = [

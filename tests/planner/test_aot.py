@@ -10,7 +10,7 @@ import pytest
 from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES, PAIRS
 
 from jaxstack.cli.parser import execute
-from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, RunConfig, TrainConfig
+from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MeshConfig, MoEConfig, RunConfig, TrainConfig
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.models import encoder, flops
 from jaxstack.models import family as models
@@ -24,7 +24,8 @@ from jaxstack.training.state import abstract_state, init_state, make_state
 LLAMA = dataclasses.replace(FAMILIES["llama3"], vocab_size=64)
 _SWITCH = MoEConfig(num_experts=4, top_k=1, normalize=False, d_ff=24, every=3)
 PAIR_MODELS = ENCODER_DECODERS | {
-    "switch": dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=6, num_layers=3, moe=_SWITCH)
+    "switch": dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=6, num_layers=3, moe=_SWITCH),
+    "adapters": dataclasses.replace(ENCODER_DECODERS["t5"], lora=LoraConfig(rank=3)),
 }
 
 
@@ -47,7 +48,7 @@ def test_matmuls_of_pairs_are_those_of_the_formula(kind):
     data = DataConfig(seq_len=32, target_len=12, batch_size=2, denoisers=(DenoiserConfig(),))
     # Without relative biases, whose selection is a product on some devices. It is not one of the model.
     model = dataclasses.replace(PAIR_MODELS[kind], positions="none")
-    cfg = Config(model=model, data=data, train=TrainConfig(remat="none"))
+    cfg = Config(model=model, data=data, train=TrainConfig(remat="none"), run=RunConfig(init_from="x"))
     values = jax.eval_shape(lambda: init_state(cfg)).params
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     batch = abstract_batch(models.of(cfg.model).batch_spec(cfg), one)
