@@ -241,7 +241,9 @@ def _layer_types(model: ModelConfig) -> list[str]:
 def _period(windows: tuple[int, ...], cut: bool) -> tuple[int, ...]:
     """Returns the shortest prefix whose repetition gives all windows; with `cut`, the last one may be a part of it."""
     n = len(windows)
-    return next(windows[:p] for p in range(1, n + 1) if (cut or n % p == 0) and windows == (windows[:p] * n)[:n])
+    if cut:
+        return next(windows[:p] for p in range(1, n + 1) if windows == (windows[:p] * n)[:n])
+    return next(windows[:p] for p in range(1, n + 1) if n % p == 0 and windows == windows[:p] * (n // p))
 
 
 def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None, start: int | None = None) -> JsonObject:

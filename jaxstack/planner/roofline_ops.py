@@ -299,10 +299,10 @@ class OpBuilder:
 
 def keys_seen(m: ModelConfig, seq_len: int) -> float:
     """Returns the keys that a token attends to under its mask and windows, as a mean over tokens and layers."""
-    total = 0.0
-    for window in m.layer_windows:
+    m, total = replace(m, windows=m.layer_windows), 0.0
+    for window in m.windows:
         w = min(window or seq_len, seq_len)
         total += (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len
     if m.family != "decoder":  # as many keys after a token as before it
-        total = 2 * total - m.num_layers
-    return total / m.num_layers
+        total = 2 * total - len(m.windows)
+    return total / len(m.windows)
