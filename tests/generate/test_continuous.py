@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from test_generate import GREEDY, MODELS, SAMPLED, gate_of, joined, on_mesh, slow, values_of
 
-from jaxstack.generate import continuous, decode
+from jaxstack.generate import decode, row_programs
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
+from jaxstack.generate.row_programs import RowPrograms
 from jaxstack.generate.stream import Engine
 from jaxstack.models.context import Context
 
@@ -79,11 +80,11 @@ def test_texts_on_a_mesh_are_those_of_one_batch(name, mesh, rng):
 def batch_of(rows: int, slots: int = 300, stop: tuple[int, ...] = ()) -> tuple[Any, ContinuousBatch]:
     cfg = MODELS["llama3"]
     engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
-    return engine, ContinuousBatch(engine, GREEDY, rows=rows, slots=slots, stop=stop, seed=3)
+    return engine, ContinuousBatch(engine, rows=rows, slots=slots, stop=stop)
 
 
 def waiting(name: int, length: int, limit: int) -> Prompt:
-    return Prompt(name, list(range(1, length + 1)), limit, np.zeros(2, np.uint32))
+    return Prompt(name, list(range(1, length + 1)), replace(GREEDY, tokens=limit), np.zeros(2, np.uint32))
 
 
 def test_a_row_that_is_free_takes_the_next_prompt_at_once():
@@ -107,11 +108,11 @@ def test_the_cache_has_room_for_the_longest_text_and_no_more(monkeypatch):
     """It grows and shrinks while texts are written, and they stay as they are."""
     engine, batch = batch_of(2)
     sizes = []
-    extend = continuous._Programs.extend
-    monkeypatch.setattr(continuous._Programs, "extend", lambda self, *a: sizes.append(self.slots) or extend(self, *a))
+    extend = RowPrograms.extend
+    monkeypatch.setattr(RowPrograms, "extend", lambda self, *a: sizes.append(self.slots) or extend(self, *a))
     prompts = [[1, 2], [5] * 100, [7, 8, 9], [3] * 20, [2, 4]]
     for name, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
-        batch.add(Prompt(name, prompt, 90 if name == 0 else 20, mark))
+        batch.add(Prompt(name, prompt, replace(GREEDY, tokens=90 if name == 0 else 20), mark))
     texts = [list(prompt) for prompt in prompts]
     while batch.busy:
         for part in batch.advance():
@@ -140,10 +141,10 @@ def test_a_text_that_is_given_up_makes_room():
 def test_other_prompts_compile_nothing(rng, monkeypatch):
     cfg = MODELS["llama3"]
     engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
-    compiled, compile_program = [], continuous.compile_program
+    compiled, compile_program = [], row_programs.compile_program
     monkeypatch.setattr(
-        continuous, "compile_program", lambda *a, **how: compiled.append(a) or compile_program(*a, **how)
+        row_programs, "compile_program", lambda *a, **how: compiled.append(a) or compile_program(*a, **how)
     )
     for count in (4, 7):
         list(engine.stream(prompts_for(cfg, rng)[:count], replace(GREEDY, rows=2), at_once=True))
-        assert len(compiled) == 3  # an empty batch, a prompt, and tokens
+        assert len(compiled) == 4  # an empty batch, a prompt, its row, and tokens
