@@ -67,13 +67,6 @@ class Part(NamedTuple):
     logprobs: Logprobs | None = None
     cached: int = 0
 
-    def then(self, other: "Part") -> "Part":
-        """Returns this part and the next one of the same text as one."""
-        scores = self.logprobs
-        if scores is not None and other.logprobs is not None:
-            scores = Logprobs(*(np.concatenate(pair) for pair in zip(scores, other.logprobs, strict=True)))
-        return Part(self.name, [*self.tokens, *other.tokens], other.ended, scores, self.cached)
-
 
 class ContinuousBatch:
     """Rows that generate texts, and the prompts that wait for one.
@@ -113,6 +106,7 @@ class ContinuousBatch:
         self._most, self._cache, self._slot = _whole_buckets(slots), cache, 0
         self._texts, self._lengths = np.full((replicas, each), -1), np.zeros((replicas, each), np.int64)
         self._scored: set[int] = set()
+        self._filled = False
         self._programs = RowPrograms(engine, decode.BUCKET, each, tuple(stop), repetition_penalty, alternatives)
         self._state = self._programs.empty()
 
@@ -135,31 +129,31 @@ class ContinuousBatch:
         return bool(self.waiting) or bool((self._texts >= 0).any())
 
     def advance(self, count: int = CALL) -> list[Part]:
-        """Fills free rows, adds up to `count` tokens to each text, and returns what is new.
+        """Either fills free rows and returns first tokens, or adds up to `count` tokens to each text and returns them.
 
-        It stops early when a text ends and another one waits.
+        Both take turns, so that neither waits for the other. Adding stops early when a text ends and another one waits.
         """
-        parts = {part.name: part for part in self._fill()}
+        self._filled = not self._filled and bool(parts := list(self._fill()))
+        if self._filled:
+            return parts
         alive, wait = self._texts >= 0, bool(self.waiting)
         if not alive.any():
-            return list(parts.values())
+            return []
         longest = int(self._lengths[alive].max())
         self._resize(longest + 1)
         self._scored &= {*self._texts[alive].tolist()}
-        how = np.int32(min(count, CALL, self._programs.slots - longest)), np.bool_(wait), np.bool_(self._scored)
+        how = np.int32(min(count, CALL, self._programs.slots - longest)), np.bool_(wait), np.bool_(bool(self._scored))
         self._state, results = self._programs.extend(self._state, alive.reshape(-1), how)
         found: Added = jax.device_get(results)
-        for place, name in enumerate(self._texts.reshape(-1).tolist()):
-            if name < 0:
-                continue
-            length = int(found.lengths[place])
-            part = self._part(found, place, name, length)
-            parts[name] = parts[name].then(part) if name in parts else part
-            self._lengths.reshape(-1)[place] += length
-            if part.ended:
-                self._texts.reshape(-1)[place] = -1
         self._slot += int(found.lengths[alive.reshape(-1)].max())
-        return list(parts.values())
+        parts = []
+        for place, name in enumerate(self._texts.reshape(-1).tolist()):
+            if name >= 0:
+                parts.append(self._part(found, place, name, int(found.lengths[place])))
+                self._lengths.reshape(-1)[place] += len(parts[-1].tokens)
+                if parts[-1].ended:
+                    self._texts.reshape(-1)[place] = -1
+        return parts
 
     def _part(self, found: Added, place: int, name: int, length: int) -> Part:
         scores = jax.tree.map(lambda a: a[place, :length], found.logprobs) if name in self._scored else None

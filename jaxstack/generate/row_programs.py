@@ -88,7 +88,10 @@ class RowPrograms:
             }, ()
 
         rows = np.zeros(self.engine.ctx.replicas * self.rows, np.int32)
-        return self._call("empty", work, (self.engine.specs.rows,), (), rows)[0]
+        state, mesh = self._call("empty", work, (self.engine.specs.rows,), (), rows)[0], self.engine.ctx.mesh
+        if mesh is not None and mesh.size == 1:  # as the other programs return it, so that none is compiled twice
+            state = jax.device_put(state, self.engine.ctx.sharding(PartitionSpec()))
+        return state
 
     def resize(self, state: PyTree) -> PyTree:
         """Returns the state with a cache of this number of slots, from one with any number.

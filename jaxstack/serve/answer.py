@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -197,10 +198,10 @@ def _dumped(value: JsonValue) -> str:
 def _joined(pieces: Sequence[Piece]) -> Piece:
     """Returns all pieces of a text as one."""
     scores = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-    rows = Logprobs(*([row for part in parts for row in part] for parts in zip(*scores, strict=True)))
+    joined = Logprobs(*map(np.concatenate, zip(*scores, strict=True))) if scores else None
     tokens = [token for piece in pieces for token in piece.tokens]
     text = "".join(piece.text for piece in pieces)
-    return Piece(pieces[0].place, text, tokens, rows if scores else None, pieces[-1].finish_reason)
+    return Piece(pieces[0].place, text, tokens, joined, pieces[-1].finish_reason)
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:

@@ -105,7 +105,7 @@ class Reply:
         return {"index": piece.place, "logprobs": scores, "finish_reason": piece.finish_reason or None}
 
     def _scores(self, piece: Piece) -> JsonValue:
-        names = [self._tokenizer.decode([token]) for token in piece.tokens]
+        names = [self._name(token) for token in piece.tokens]
         offsets = []
         for name in names:
             offsets.append(self._offsets[piece.place])
@@ -114,19 +114,24 @@ class Reply:
         return {
             "tokens": names,
             "token_logprobs": [chosen for chosen, _ in rows],
-            "top_logprobs": [{self._tokenizer.decode([token]): value for token, value in top} for _, top in rows],
+            "top_logprobs": [{self._name(token): value for token, value in top} for _, top in rows],
             "text_offset": offsets,
         }
 
     def _chat_scores(self, piece: Piece) -> JsonValue:
         def one(token: int, value: float) -> dict[str, JsonValue]:
-            text = self._tokenizer.decode([token])
-            data = None if "\ufffd" in text else [*text.encode()]
-            return {"token": text, "logprob": value, "bytes": data}
+            data = self._tokenizer.to_bytes([token])[0].tolist()
+            return {"token": self._name(token), "logprob": value, "bytes": data or None}
 
         rows = zip(piece.tokens, self._rows(piece), strict=True)
         content = [one(token, chosen) | {"top_logprobs": [one(*t) for t in top]} for token, (chosen, top) in rows]
         return {"content": content, "refusal": None}
+
+    def _name(self, token: int) -> str:
+        """Returns the text of a token. One that is a part of a character shows its bytes, as OpenAI's does."""
+        text = self._tokenizer.decode([token])
+        data = self._tokenizer.to_bytes([token])[0].tolist() if "\ufffd" in text else []
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data) if data else text
 
     def _rows(self, piece: Piece) -> list[tuple[float, list[tuple[int, float]]]]:
         """Returns for each token its log-probability, and the most probable tokens with theirs."""
