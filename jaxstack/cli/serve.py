@@ -98,6 +98,7 @@ def main(args: Namespace) -> None:
     )
     limits = Limits(args.rows + args.waiting, args.max_body, args.timeout)
     server = Server(Worker(batch), model, limits, stop, log=partial(print, flush=True))
+    listener.listen(128)  # clients may connect as soon as the address is printed
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 import pytest
 import serve
+from families import FAMILIES
 
 import jaxstack
-from families import FAMILIES
 from jaxstack.checkpoint import run_dir as rundir
 from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.config import Config, DataConfig, RunConfig
@@ -54,15 +54,9 @@ def stream(port: int, **body: Any) -> http.client.HTTPResponse:
 
 def test_32_clients_and_the_end_by_a_signal(run):
     """No answer is lost or mixed up. SIGTERM lets a text end that has begun, and the exit code is 0."""
-    trained, requests = jaxstack.load(run), []
-    for i in range(12):
-        prompt = f"{i} prompt {i * i}"
-        ids = trained.tokenizer.encode(prompt).tolist()
-        (added,) = zip(*trained.stream_tokens([ids], temperature=0, tokens=30, at_once=True), strict=True)
-        tokens = [token for part in added for token in part][: 10 + i]
-        assert 0 not in tokens
-        text = trained.tokenizer.decode([*ids, *tokens])[len(prompt) :]
-        requests.append(serve.Request(prompt, 10 + i, text))
+    trained = jaxstack.load(run)
+    requests = [serve.alone(trained, f"{i} prompt {i * i}", 30, 10 + i) for i in range(12)]
+    assert len({request.expected for request in requests}) == 12
     server, port = serve.start(str(run), "--rows=4", "--sample.temperature=0")
     try:
         load = serve.Load(port, requests)
