@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
-from jaxstack.cli import chat, generate
+from jaxstack.cli import generate
+from jaxstack.cli.chat import context_of, template_of
 from jaxstack.config import ConfigError
 from jaxstack.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from jaxstack.config.parse import Parser, user_path
@@ -65,7 +66,7 @@ def main(args: Namespace) -> None:
     except ImportError:
         raise ConfigError("jaxstack serve needs starlette and uvicorn. Install jaxstack[serve].") from None
     stop = generate.stop_tokens(tokenizer, args.stop)
-    template = chat.template_of(cfg.data, tokenizer)
+    template = template_of(cfg.data, tokenizer)
     if template is not None and (end := end_of_turn_id(template, tokenizer)) is not None:
         stop = (*stop, end)
     cfg = generate.with_arguments(cfg, args)
@@ -73,7 +74,7 @@ def main(args: Namespace) -> None:
         raise ConfigError(f"sample.beams={cfg.sample.beams} cannot show tokens as they come. Use sample.beams=1.")
     if cfg.sample.rows is not None and args.sample.rows is not None:
         raise ConfigError(f"sample.rows={cfg.sample.rows} is for `jaxstack generate`. Use --rows.")
-    context = chat.context_of(cfg, args.context)
+    context = context_of(cfg, args.context)
 
     from jaxstack.serve import http  # after `read_run`: it imports starlette
 
@@ -91,6 +92,7 @@ def main(args: Namespace) -> None:
         tokenizer=tokenizer,
         template=template,
         sample=cfg.sample,
+        seed=None if args.seed is None else args.seed % 2**32,
         context=context,
         max_tokens=min(args.max_tokens or context, context),
         max_texts=args.rows + args.waiting,

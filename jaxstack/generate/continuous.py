@@ -129,9 +129,9 @@ class ContinuousBatch:
         return bool(self.waiting) or bool((self._texts >= 0).any())
 
     def advance(self, count: int = CALL) -> list[Part]:
-        """Either fills free rows and returns first tokens, or adds up to `count` tokens to each text and returns them.
+        """Returns the first tokens of prompts that fill free rows, or else up to `count` more tokens of each text.
 
-        Both take turns, so that neither waits for the other. Adding stops early when a text ends and another one waits.
+        The two take turns, so that neither waits for the other. Adding stops early when a text ends and another one waits.
         """
         self._filled = not self._filled and bool(parts := list(self._fill()))
         if self._filled:

@@ -58,7 +58,8 @@ class Model:
       name: of the model.
       tokenizer: of the run.
       template: chat template of the run, if it has one.
-      sample: how tokens are chosen where a request does not say, and how many there are then.
+      sample: how tokens are chosen where a request does not say, and how many there are then; 0 means as many as fit.
+      seed: of requests that have none; `None` means another one for each request.
       context: maximum number of tokens of a prompt with its text.
       max_tokens: maximum number of tokens of a text.
       max_texts: maximum number of texts of a request.
@@ -69,6 +70,7 @@ class Model:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     sample: SampleConfig
+    seed: int | None
     context: int
     max_tokens: int
     max_texts: int
@@ -151,7 +153,7 @@ def read_request(body: bytes, model: Model, *, chat: bool) -> TextRequest:
         sample=sample,
         limits=[_limit(prompt, limit, model) for prompt in prompts],
         count=count,
-        seed=fields.integer("seed", None, 0, 2**32 - 1),
+        seed=fields.integer("seed", model.seed, 0, 2**32 - 1),
         stop=_stop(fields),
         logprobs=_logprobs(fields, chat),
         stream=stream,
@@ -319,7 +321,7 @@ def _limit(prompt: Sequence[int], asked: int | None, model: Model) -> int:
             "prompt" if room < 1 else "max_tokens",
             code="context_length_exceeded",
         )
-    return asked or min(model.sample.tokens, model.max_tokens, room)
+    return asked or min(model.sample.tokens or model.max_tokens, model.max_tokens, room)
 
 
 def _stop(fields: _Fields) -> tuple[str, ...]:

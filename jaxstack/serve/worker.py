@@ -76,7 +76,7 @@ class Worker:
                 receiver(None)
 
     def _take_tasks(self) -> bool:
-        """Does what was asked for, and waits for more while no text grows. Returns whether the thread goes on."""
+        """Does what was asked for, and waits for more while no text grows. Returns whether the thread continues."""
         while True:
             try:
                 task = self._tasks.get(block=not self._batch.busy)

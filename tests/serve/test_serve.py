@@ -231,7 +231,7 @@ def test_a_client_that_goes_frees_its_row(running):
 
 
 def test_mistakes_over_the_wire(running):
-    """Each has its code and OpenAI's format, and the server goes on."""
+    """Each has its code and OpenAI's format, and the server continues."""
     for send, status in (
         ({"body": b"{"}, 400),
         ({"body": b"\xff\xfe"}, 400),
@@ -273,7 +273,7 @@ def test_a_line_for_each_request_has_no_text(running):
 
 
 class TestOverload:
-    """What a full, a slow, a closing and a broken server say; the worker stands still meanwhile."""
+    """What a full, a slow, a closing and a broken server say; the worker does nothing meanwhile."""
 
     @pytest.fixture
     def stuck(self, engine, monkeypatch) -> Iterator[tuple[Running, threading.Event]]:

@@ -12,7 +12,7 @@ from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer
 from jaxstack.serve.requests import ApiError, Model, read_request
 from jaxstack.serve.texts import AnswerText
 
-MODEL = Model("tiny", ByteTokenizer(), None, SampleConfig(tokens=20, temperature=0.8), 64, 40, 8, 256)
+MODEL = Model("tiny", ByteTokenizer(), None, SampleConfig(tokens=20, temperature=0.8), None, 64, 40, 8, 256)
 CHAT = replace(MODEL, template=PlainTemplate())
 
 
@@ -31,6 +31,8 @@ def test_defaults_are_the_runs_and_null_means_the_default():
     asked = read({"prompt": [1, 2], "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_tokens": 7})
     assert asked.sample == replace(MODEL.sample, temperature=0, top_p=0.5, top_k=3, min_p=0.1)
     assert asked.limits == [7]
+    assert read({"prompt": "ab"}, model=replace(MODEL, sample=SampleConfig(tokens=0))).limits == [40]
+    assert read({"prompt": "ab"}, model=replace(MODEL, seed=4)).seed == 4
 
 
 @pytest.mark.parametrize(
