@@ -51,7 +51,7 @@ def main() -> None:
         return first, text, cached
 
     cases = []
-    for shared, own in ((192, 32), (448, 32), (960, 32), (448, 256)):
+    for shared, own in ((192, 32), (448, 32), (960, 32)):
         prefix = rng.integers(1, 256, shared).tolist()
         slots = shared + own + sample.tokens
         cache = PromptCache(cfg, 2**30)
