@@ -131,7 +131,7 @@ class ContinuousBatch:
     def advance(self, count: int = CALL) -> list[Part]:
         """Returns the first tokens of prompts that fill free rows, or else up to `count` more tokens of each text.
 
-        The two take turns, so that neither waits for the other. Adding stops early when a text ends and another one waits.
+        The two take turns, so that neither waits for the other. Adding stops early when a text ends and another waits.
         """
         self._filled = not self._filled and bool(parts := list(self._fill()))
         if self._filled:
