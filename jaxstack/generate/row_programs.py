@@ -89,7 +89,7 @@ class RowPrograms:
 
         rows = np.zeros(self.engine.ctx.replicas * self.rows, np.int32)
         state, mesh = self._call("empty", work, (self.engine.specs.rows,), (), rows)[0], self.engine.ctx.mesh
-        if mesh is not None and mesh.size == 1:  # as the other programs return it, so that none is compiled twice
+        if isinstance(mesh, jax.sharding.Mesh) and mesh.size == 1:  # so that no program is compiled twice
             state = jax.device_put(state, self.engine.ctx.sharding(PartitionSpec()))
         return state
 
