@@ -40,6 +40,7 @@ JAX_FREE = (
     "tracking/__init__.py", "tracking/console.py", "tracking/goodput.py", "tracking/jsonl.py", "tracking/plot.py",
     "tracking/sinks.py", "report/*.py", "cli/__init__.py", "cli/parser.py", "cli/completion.py", "cli/train.py",
     "serve/__init__.py",
+    "serve/requests.py", "serve/texts.py",
     "cli/data_*.py", "cli/launch.py", "cli/report.py", "cli/supervise.py", "cli/schedule.py", "cli/plan.py",
     "__main__.py",
 )  # fmt: skip

@@ -3,6 +3,7 @@
 Requests that arrive at the same time share a batch. SIGTERM or SIGINT lets running texts end; a second one does not.
 """
 
+import socket
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,13 +76,11 @@ def main(args: Namespace) -> None:
     if cfg.sample.rows is not None and args.sample.rows is not None:
         raise ConfigError(f"sample.rows={cfg.sample.rows} is for `jaxstack generate`. Use --rows.")
     context = context_of(cfg, args.context)
-
-    from jaxstack.serve import http  # after `read_run`: it imports starlette
-
-    listener = http.bind(args.host, args.port)  # before the model is read, which takes longer
+    listener = bind(args.host, args.port)  # before the model is read, which takes longer
     check = partial(generate.check_memory, context)
     run = load_run.open_run(path, cfg, tokenizer, args.mesh, args.step, rows=args.rows, check=check)
 
+    from jaxstack.serve import http
     from jaxstack.serve.app import Limits, Server
     from jaxstack.serve.requests import Model
     from jaxstack.serve.worker import Worker
@@ -152,3 +151,24 @@ def make_batch(run: "TrainedRun", args: Namespace, context: int, stop: tuple[int
     while batch.busy:
         batch.advance()
     return batch
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket with an address, which does not listen yet.
+
+    Args:
+      host: name or address of an interface of this machine.
+      port: number of the port; 0 means any that is free.
+
+    Raises:
+      ConfigError: the address does not exist, or is in use.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        return listener
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--host={host} --port={port} cannot be used: {reason}. Choose another.") from None

@@ -70,9 +70,8 @@ class Server:
 
     def close(self, grace: float) -> None:
         """Refuses new requests, and ends those that are not complete after some seconds."""
-        if not self.closing:
-            self.closing = True
-            asyncio.get_running_loop().call_later(grace, self.end_all)
+        self.closing = True
+        asyncio.get_running_loop().call_later(grace, self.end_all)
 
     def end_all(self) -> None:
         """Ends all requests."""

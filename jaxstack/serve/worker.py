@@ -71,9 +71,9 @@ class Worker:
                 count = min(next_count(count, time.perf_counter() - began), CALL)
         except BaseException as error:
             self.error = error
-            self.on_failure()
             for receiver in self._texts.values():
                 receiver(None)
+            self.on_failure()
 
     def _take_tasks(self) -> bool:
         """Does what was asked for, and waits for more while no text grows. Returns whether the thread continues."""
