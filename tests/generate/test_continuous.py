@@ -165,6 +165,7 @@ ROWS = [
     SampleConfig(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02),
     SampleConfig(temperature=1, top_k=1000),
     SampleConfig(temperature=0, top_k=2),
+    SampleConfig(temperature=3, top_k=4, top_p=0.5),  # of the probabilities of the four
 ]
 
 

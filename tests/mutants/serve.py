@@ -23,7 +23,6 @@ mistakes(
 mistakes(
     "serve", "serve/answer.py", SERVER,
     ("        self._worker.cancel(self._names)\n", "", f"{SERVER} -k goes"),
-    ("if text.finish_reason:  # tokens", "if False:  # tokens", f"{SERVER} -k stop_string"),
     ("part or FAILED", "part", f"{SERVER} -k failure"),
 )  # fmt: skip
 

@@ -213,8 +213,12 @@ def test_log_probabilities(running):
     assert all(len(one["top_logprobs"]) == 3 for one in content)
 
 
-def test_a_client_that_goes_frees_its_row(running):
+def test_a_client_that_goes_frees_its_row(running, monkeypatch):
     """It closes the connection in the middle of a stream, and before an answer that is not streamed."""
+    batch = running.server.worker._batch
+    advance, remove, removed = batch.advance, batch.remove, []
+    monkeypatch.setattr(batch, "advance", lambda count: time.sleep(0.05) or advance(1))
+    monkeypatch.setattr(batch, "remove", lambda name: removed.append(name) or remove(name))
     for stream in (True, False):
         body = json.dumps({"prompt": "ab", "max_tokens": 62, "temperature": 1, "stream": stream, "n": 8}).encode()
         with socket.create_connection(("127.0.0.1", running.port)) as client:
@@ -226,6 +230,7 @@ def test_a_client_that_goes_frees_its_row(running):
                 wait_until(lambda: running.server.open)
         wait_until(lambda: not running.server.open and not running.server.worker._batch.busy)
         assert not running.server.worker._texts
+    assert len(removed) > 8  # of sixteen texts, on three rows
     assert any("the client has gone" in line for line in running.lines)
     assert running.ask(prompt="ab", max_tokens=2)[0] == 200
 
@@ -324,6 +329,7 @@ class TestOverload:
             first = pool.submit(running.ask, prompt="x")
             wait_until(lambda: running.server.open)
             release.set()
-            assert first.result()[0] == 500
+            status, reply = first.result()
+            assert (status, reply["error"]["message"][:20]) == (500, "the model has failed")
         assert isinstance(running.server.worker.error, MemoryError)
         assert running.ask(prompt="x")[0] == 500
