@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 QUICKSTART = Path("configs/quickstart.yaml")
 
-PROGRAMS = ("$", "gcloud", "jaxstack", "kubectl", "mkdocs", "pip", "pytest", "python", "sbatch")
+PROGRAMS = ("$", "curl", "gcloud", "jaxstack", "kubectl", "mkdocs", "pip", "pytest", "python", "sbatch")
 OUTPUT = ("device ", "health ", "pipeline ", "{", "<|user|>")  # how blocks begin that are not commands
 
 
@@ -88,6 +88,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^supervise -- jaxstack launch": "several processes; tests/faults/test_faults.py",
     r"--preflight": "several processes; tests/runtime/test_processes.py",
     r"^compress|^generate runs/small": "half a minute; tests/compress/test_command.py",
+    r"^serve |^curl ": "a server, which does not end; tests/serve/test_serve_command.py",
     r"^debug ": "a run with a bad step; tests/debug/test_search.py",
     r"^plan fit": "runs of several sizes; tests/planner/test_scaling_law.py",
     r"^plan run": "files and pictures; tests/planner/test_plan_run.py",

@@ -26,6 +26,7 @@ FLOORS = {
     "compress": 9,
     "debug": 8,
     "report": 8,
+    "serve": 9,
     "train": 9,
     "cli": 10,
     "__main__": 11,
@@ -38,6 +39,8 @@ JAX_FREE = (
     "checkpoint/__init__.py", "checkpoint/manifest.py", "checkpoint/run_dir.py", "data/[!l]*.py",
     "tracking/__init__.py", "tracking/console.py", "tracking/goodput.py", "tracking/jsonl.py", "tracking/plot.py",
     "tracking/sinks.py", "report/*.py", "cli/__init__.py", "cli/parser.py", "cli/completion.py", "cli/train.py",
+    "serve/__init__.py",
+    "serve/requests.py", "serve/texts.py",
     "cli/data_*.py", "cli/launch.py", "cli/report.py", "cli/supervise.py", "cli/schedule.py", "cli/plan.py",
     "__main__.py",
 )  # fmt: skip

@@ -60,10 +60,7 @@ def main(args: Namespace) -> None:
     cfg = generate.with_arguments(cfg, args)
     if cfg.sample.beams > 1:
         raise ConfigError(f"sample.beams={cfg.sample.beams} cannot show tokens as they come. Use sample.beams=1.")
-    context = cfg.data.seq_len if args.context is None else args.context
-    table = cfg.model.max_positions if cfg.model.positions == "learned" else None
-    if context < 2 or (table is not None and context > table):
-        raise ConfigError(f"--context={context} is out of range. Use a number from 2 to {table or 'any size'}.")
+    context = context_of(cfg, args.context)
     run = load_run.open_run(path, cfg, tokenizer, args.mesh, args.step, rows=1)
 
     from jaxstack.generate.conversation import Conversation
@@ -77,6 +74,19 @@ def main(args: Namespace) -> None:
         how = "each line is a message"
     note(f"{path}: {how}. The context has {context} tokens. /help lists commands.")
     talk(History(cfg, tokenizer, template, args.system), conversation, stop)
+
+
+def context_of(cfg: Config, given: int | None) -> int:
+    """Returns the maximum number of tokens of a text: what was given, or what the model was trained on.
+
+    Raises:
+      ConfigError: it is out of range.
+    """
+    context = cfg.data.seq_len if given is None else given
+    table = cfg.model.max_positions if cfg.model.positions == "learned" else None
+    if context < 2 or (table is not None and context > table):
+        raise ConfigError(f"--context={context} is out of range. Use a number from 2 to {table or 'any size'}.")
+    return context
 
 
 def template_of(cfg: DataConfig, tokenizer: Tokenizer) -> chat.ChatTemplate | None:

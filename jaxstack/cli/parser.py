@@ -44,6 +44,7 @@ COMMANDS = {
     "debug": Command("Train", "debug", "find the operation that made a step not finite"),
     "generate": Command("Use a model", "generate", "continue prompts with the model of a run"),
     "chat": Command("Use a model", "chat", "talk with the model of a run"),
+    "serve": Command("Use a model", "serve", "serve the model of a run over HTTP, with OpenAI's protocol"),
     "import": Command("Use a model", "import_model", "make a run from a Hugging Face folder"),
     "export": Command("Use a model", "export_model", "write a run's parameters as a Hugging Face folder"),
     "compress quantize": Command("Use a model", "compress_quantize", "make a run with weights of few bits"),

@@ -1,9 +1,43 @@
 """Chooses the next token of each row from its logits. Shapes: B rows, V vocabulary."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxstack.common.tree import PyTree
 from jaxstack.config import SampleConfig
+
+
+class RowSample(NamedTuple):
+    """How the next token of each row is chosen, for rows that differ in it: keys of `SampleConfig`, arrays [B]."""
+
+    temperature: PyTree
+    top_k: PyTree
+    top_p: PyTree
+    min_p: PyTree
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleConfig]) -> "RowSample":
+        """Returns the sampling parameters of some rows."""
+        kinds = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+        return cls(*(np.asarray([getattr(sample, name) for sample in samples], kind) for name, kind in kinds.items()))
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of tokens under the model, before temperature and filters.
+
+    Attributes:
+      chosen: of the token that was chosen [...].
+      ids: the K most probable tokens [..., K].
+      values: their log-probabilities [..., K].
+    """
+
+    chosen: PyTree
+    ids: PyTree
+    values: PyTree
 
 
 def sample_tokens(logits: jax.Array, used: jax.Array, keys: jax.Array, sample: SampleConfig) -> jax.Array:
@@ -22,6 +56,41 @@ def sample_tokens(logits: jax.Array, used: jax.Array, keys: jax.Array, sample: S
     if sample.temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
     return jax.vmap(jax.random.categorical)(keys, _scaled(logits, sample)).astype(jnp.int32)
+
+
+def sample_rows(
+    logits: jax.Array, used: jax.Array, keys: jax.Array, rows: RowSample, repetition_penalty: float
+) -> jax.Array:
+    """Returns what `sample_tokens` does, int32 [B], with another temperature and other filters for each row.
+
+    The values are arguments of a compiled program, so other ones compile nothing. Logits are sorted only while a row
+    has a filter.
+
+    Args:
+      logits: [B, V], float32.
+      used: whether each token already occurs in the row, bool [B, V].
+      keys: a PRNG key for each row [B].
+      rows: the sampling parameters of each row.
+      repetition_penalty: of all rows.
+    """
+    if repetition_penalty != 1:
+        logits = jnp.where(used, apply_repetition_penalty(logits, repetition_penalty), logits)
+    greedy, sampled = logits.argmax(-1).astype(jnp.int32), rows.temperature > 0
+
+    def sample() -> jax.Array:
+        scaled = logits / jnp.where(sampled, rows.temperature, 1)[:, None]
+        filtered = sampled & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+        scaled = jax.lax.cond(filtered.any(), lambda: _keep_likeliest_of_rows(scaled, rows), lambda: scaled)
+        return jnp.where(sampled, jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32), greedy)
+
+    return jax.lax.cond(sampled.any(), sample, lambda: greedy)
+
+
+def logprobs_of(logits: jax.Array, tokens: jax.Array, count: int) -> Logprobs:
+    """Returns the log-probabilities of tokens [B] and of the `count` most probable ones, given logits [B, V]."""
+    normalized = jax.nn.log_softmax(logits, axis=-1)
+    values, ids = jax.lax.top_k(normalized, count)
+    return Logprobs(jnp.take_along_axis(normalized, tokens[:, None], 1)[:, 0], ids.astype(jnp.int32), values)
 
 
 def probabilities(logits: jax.Array, sample: SampleConfig) -> jax.Array:
@@ -59,6 +128,23 @@ def keep_likeliest(logits: jax.Array, sample: SampleConfig) -> jax.Array:
         least = logits.max(-1, keepdims=True) + jnp.log(sample.min_p)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return logits
+
+
+def _keep_likeliest_of_rows(logits: jax.Array, rows: RowSample) -> jax.Array:
+    """Returns what `keep_likeliest` does, with other filters for each row."""
+    V = logits.shape[-1]
+    descending = -jnp.sort(-logits, axis=-1)
+    k = jnp.where((rows.top_k > 0) & (rows.top_k < V), rows.top_k, V)
+    least = jnp.take_along_axis(descending, k[:, None] - 1, 1)
+    logits = jnp.where(logits < least, -jnp.inf, logits)
+    descending = jnp.where(descending < least, -jnp.inf, descending)
+    probabilities = jax.nn.softmax(descending, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = (before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None]
+    least = jnp.where(kept, descending, jnp.inf).min(-1, keepdims=True)
+    logits = jnp.where(logits < least, -jnp.inf, logits)
+    least = logits.max(-1, keepdims=True) + jnp.log(rows.min_p)[:, None]  # minus infinity for a row without min-p
+    return jnp.where(logits < least, -jnp.inf, logits)
 
 
 def mark_used(used: jax.Array, tokens: jax.Array) -> jax.Array:

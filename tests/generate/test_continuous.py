@@ -1,16 +1,23 @@
 """Compares continuous batching with one batch that starts together: the tokens of every text are the same."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from test_generate import GREEDY, MODELS, SAMPLED, gate_of, joined, on_mesh, slow, values_of
 
-from jaxstack.generate import continuous, decode
+from jaxstack.config import SampleConfig
+from jaxstack.generate import decode, row_programs, sampling
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
+from jaxstack.generate.row_programs import RowPrograms
+from jaxstack.generate.sampling import RowSample
 from jaxstack.generate.stream import Engine
+from jaxstack.models import decoder
 from jaxstack.models.context import Context
 
 STOP = (9, 11, 12, 13)
@@ -79,11 +86,11 @@ def test_texts_on_a_mesh_are_those_of_one_batch(name, mesh, rng):
 def batch_of(rows: int, slots: int = 300, stop: tuple[int, ...] = ()) -> tuple[Any, ContinuousBatch]:
     cfg = MODELS["llama3"]
     engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
-    return engine, ContinuousBatch(engine, GREEDY, rows=rows, slots=slots, stop=stop, seed=3)
+    return engine, ContinuousBatch(engine, rows=rows, slots=slots, stop=stop)
 
 
 def waiting(name: int, length: int, limit: int) -> Prompt:
-    return Prompt(name, list(range(1, length + 1)), limit, np.zeros(2, np.uint32))
+    return Prompt(name, list(range(1, length + 1)), replace(GREEDY, tokens=limit), np.zeros(2, np.uint32))
 
 
 def test_a_row_that_is_free_takes_the_next_prompt_at_once():
@@ -107,11 +114,11 @@ def test_the_cache_has_room_for_the_longest_text_and_no_more(monkeypatch):
     """It grows and shrinks while texts are written, and they stay as they are."""
     engine, batch = batch_of(2)
     sizes = []
-    extend = continuous._Programs.extend
-    monkeypatch.setattr(continuous._Programs, "extend", lambda self, *a: sizes.append(self.slots) or extend(self, *a))
+    extend = RowPrograms.extend
+    monkeypatch.setattr(RowPrograms, "extend", lambda self, *a: sizes.append(self.slots) or extend(self, *a))
     prompts = [[1, 2], [5] * 100, [7, 8, 9], [3] * 20, [2, 4]]
     for name, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
-        batch.add(Prompt(name, prompt, 90 if name == 0 else 20, mark))
+        batch.add(Prompt(name, prompt, replace(GREEDY, tokens=90 if name == 0 else 20), mark))
     texts = [list(prompt) for prompt in prompts]
     while batch.busy:
         for part in batch.advance():
@@ -132,18 +139,84 @@ def test_a_text_that_is_given_up_makes_room():
     assert [part.name for part in batch.advance(2)] == [0]
     batch.remove(0)
     batch.remove(1)
-    parts = [part for _ in range(2) if batch.busy for part in batch.advance()]
-    assert [(part.name, len(part.tokens), part.ended) for part in parts] == [(2, 2, True)]
+    parts = [part for _ in range(3) if batch.busy for part in batch.advance()]
+    assert [(part.name, len(part.tokens), part.ended) for part in parts] == [(2, 1, False), (2, 1, True)]
     assert not batch.busy
 
 
 def test_other_prompts_compile_nothing(rng, monkeypatch):
     cfg = MODELS["llama3"]
     engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
-    compiled, compile_program = [], continuous.compile_program
+    compiled, compile_program = [], row_programs.compile_program
     monkeypatch.setattr(
-        continuous, "compile_program", lambda *a, **how: compiled.append(a) or compile_program(*a, **how)
+        row_programs, "compile_program", lambda *a, **how: compiled.append(a) or compile_program(*a, **how)
     )
     for count in (4, 7):
         list(engine.stream(prompts_for(cfg, rng)[:count], replace(GREEDY, rows=2), at_once=True))
-        assert len(compiled) == 3  # an empty batch, a prompt, and tokens
+        assert len(compiled) == 4  # an empty batch, a prompt, its row, and tokens
+
+
+ROWS = [
+    SampleConfig(temperature=0),
+    SampleConfig(temperature=0.7),
+    SampleConfig(temperature=1.3, top_k=7),
+    SampleConfig(temperature=1, top_p=0.6),
+    SampleConfig(temperature=2, min_p=0.1),
+    SampleConfig(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02),
+    SampleConfig(temperature=1, top_k=1000),
+    SampleConfig(temperature=0, top_k=2),
+    SampleConfig(temperature=3, top_k=4, top_p=0.5),  # of the probabilities of the four
+]
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_rows_are_sampled_as_each_would_be_alone(penalty, rng):
+    """The token of each row is that of `sample_tokens`, over 20 draws. Nothing compiles for other values."""
+    draws, vocab, rows = 20, 64, [replace(row, repetition_penalty=penalty) for row in ROWS]
+    logits = rng.normal(0, 3, (len(rows), vocab)).astype(np.float32)
+    logits[:, 5] = logits.max(1)  # a tie
+    used = rng.random((len(rows), vocab)) < 0.3
+    compiled = jax.jit(partial(sampling.sample_rows, repetition_penalty=penalty))
+    for _ in range(draws):
+        keys = jax.random.split(jax.random.key(rng.integers(2**31)), len(rows))
+        found = compiled(logits, used, keys, RowSample.of(rows))
+        alone = [
+            sampling.sample_tokens(logits[i : i + 1], used[i : i + 1], keys[i : i + 1], row)[0]
+            for i, row in enumerate(rows)
+        ]
+        assert found.tolist() == [int(token) for token in alone]
+    assert compiled(logits, used, keys, RowSample.of(rows[:1] * len(rows))).tolist() == [
+        int(sampling.sample_tokens(logits[i : i + 1], used[i : i + 1], keys[:1], rows[0])[0]) for i in range(len(rows))
+    ]
+    assert compiled._cache_size() == 1
+
+
+@pytest.mark.random
+def test_each_prompt_has_its_own_sampling_and_log_probabilities(rng):
+    cfg = MODELS["llama3"]
+    values, ctx = values_of(cfg), Context(decode="unrolled")
+    engine = Engine.create(cfg, values, ctx=ctx)
+    batch = ContinuousBatch(engine, rows=2, slots=64, alternatives=5)
+    prompts = prompts_for(cfg, rng)[:3]
+    samples = [replace(ROWS[i], tokens=8) for i in (0, 5, 0)]
+    for name, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+        batch.add(Prompt(name, prompt, sample, decode.row_seeds([prompt])[0], 10 + name, logprobs=name > 0))
+    texts, scores = [list(prompt) for prompt in prompts], [[] for _ in prompts]
+    while batch.busy:
+        for part in batch.advance():
+            texts[part.name] += part.tokens
+            scores[part.name].append(part.logprobs)
+    for name, (prompt, sample, text) in enumerate(zip(prompts, samples, texts, strict=True)):
+        assert [text] == decode.generate(cfg, values, [prompt], sample, seed=10 + name, ctx=ctx)
+        if name == 0:
+            assert scores[name] == [None] * len(scores[name])
+            continue
+        chosen, ids, top = map(np.concatenate, zip(*scores[name], strict=True))
+        logits, _ = jax.jit(decoder.forward, static_argnums=0)(cfg, values, np.asarray([text]))
+        expected = scipy.special.log_softmax(np.asarray(logits[0, len(prompt) - 1 : -1], np.float64)[:, : cfg.vocab], 1)
+        own = np.arange(sample.tokens)
+        # One float32 forward pass against another one, with a cache: rounding of a few layers.
+        np.testing.assert_allclose(chosen, expected[own, text[len(prompt) :]], atol=1e-4)
+        np.testing.assert_allclose(top, -np.sort(-expected, 1)[:, :5], atol=1e-4)
+        np.testing.assert_allclose(np.take_along_axis(expected, ids, 1), top, atol=1e-4)

@@ -83,12 +83,40 @@ mistakes(
     "generate",
     "generate/continuous.py",
     "generate/test_continuous.py -k 'one_batch and llama3 or free_takes or room'",
-    ("jnp.where(place[0] >= 0, b, kept)", "jnp.where(place[0] >= 0, kept, b)"),
-    ("& ~(wait & (rows_that(after & ~done) > 0))", ""),
-    ('new, used = self._choose(logits, state["used"], keys, state["index"])',
-     'new, used = self._choose(logits, state["used"], keys, 0 * state["index"])'),
     ("self._programs.slots - longest)", "2 * self._programs.slots - longest)"),
     ("if not slots // 4 < needed <= slots:", "if needed > slots:"),
+)
+
+mistakes(
+    "generate",
+    "generate/row_programs.py",
+    "generate/test_continuous.py -k 'one_batch and llama3 or free_takes or room or own_sampling'",
+    ("jnp.where(at[0] >= 0, b, kept)", "jnp.where(at[0] >= 0, kept, b)"),
+    ("& ~(wait & (rows_that(after & ~done) > 0))", ""),
+    ('self._choose(logits, state, state["index"])', 'self._choose(logits, state, 0 * state["index"])'),
+    ("jax.lax.cond(wanted, compute,", "jax.lax.cond(~wanted, compute,"),
+    (
+        '"first": state["first"] + (to - slot)',
+        '"first": state["first"]',
+        "generate/test_prompt_cache.py -m '' -k counter",
+    ),
+)
+
+mistakes(
+    "generate", "generate/sampling.py", "generate/test_continuous.py -k 'sampled_as'",
+    ("before < rows.top_p[:, None]", "before + probabilities < rows.top_p[:, None]"),
+    ("(rows.top_k > 0) & (rows.top_k < V), rows.top_k, V", "(rows.top_k > 0) & (rows.top_k < V), rows.top_k, 1"),
+    ("jnp.log(rows.min_p)[:, None]", "rows.min_p[:, None]"),
+    ("descending = jnp.where(descending < least, -jnp.inf, descending)\n", "\n"),
+)  # fmt: skip
+
+mistakes(
+    "generate", "generate/prompt_cache.py", "generate/test_prompt_cache.py",
+    ("_common(one.tokens, prompt[:-1])", "_common(one.tokens, prompt)"),
+    ("common == one.tokens.size or one.tokens.size < self._window", "True", "generate/test_prompt_cache.py -k longer"),
+    ("self._drop(self._entries[0])", "self._drop(self._entries[-1])"),
+    ("_buckets(prompt.size - most) == _buckets(prompt.size)", "False"),
+    ("        self._entries.append(entry)\n", "        self._entries.insert(0, entry)\n"),
 )  # fmt: skip
 
 mistakes(

@@ -1,0 +1,174 @@
+"""Serves the model of a run over HTTP, with OpenAI's protocol. Arguments that are not given have the run's values.
+
+Requests that arrive at the same time share a batch. SIGTERM or SIGINT lets running texts end; a second one does not.
+"""
+
+import socket
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jsonargparse import Namespace
+
+from jaxstack.cli import generate
+from jaxstack.cli.chat import context_of, template_of
+from jaxstack.config import ConfigError
+from jaxstack.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+from jaxstack.config.parse import Parser, user_path
+from jaxstack.data.chat import end_of_turn_id
+from jaxstack.generate import load_run
+
+if TYPE_CHECKING:  # JAX must start after the devices were chosen
+    from jaxstack.generate.continuous import ContinuousBatch
+    from jaxstack.generate.trained_run import TrainedRun
+
+PROMPT_CACHE_MIB = 256
+"""Default of `--prompt_cache`."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
+    parser.add_argument("--host", type=str, default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--port", type=NonNegativeInt, default=8000, help="port; 0 means any that is free")
+    parser.add_argument("--name", type=str, help="name of the model in requests; null means that of the directory")
+    parser.add_argument("--rows", type=PositiveInt, default=8, help="number of texts that are written at once")
+    parser.add_argument("--waiting", type=NonNegativeInt, default=64, help="number of texts that may wait for a row")
+    parser.add_argument(
+        "--context", type=int, help="maximum number of tokens of a prompt and its text; null means data.seq_len"
+    )
+    parser.add_argument(
+        "--max_tokens", type=PositiveInt | None, help="maximum number of tokens of a text; null means any"
+    )
+    parser.add_argument("--max_body", type=PositiveInt, default=2**20, help="maximum number of bytes of a request")
+    parser.add_argument("--timeout", type=PositiveFloat, default=300.0, help="maximum seconds of a request")
+    parser.add_argument("--grace", type=PositiveFloat, default=30.0, help="seconds that texts have after a stop signal")
+    parser.add_argument(
+        "--prompt_cache",
+        type=NonNegativeInt | None,
+        help=f"MiB for KV caches of recent prompts; null means {PROMPT_CACHE_MIB} where it can be used",
+    )
+    generate.add_model_arguments(parser)
+
+
+def main(args: Namespace) -> None:
+    """Serves until a signal comes.
+
+    Raises:
+      ConfigError: the run cannot be read, an argument does not suit it, or the address cannot be used.
+    """
+    path = Path(args.run)
+    cfg, tokenizer = load_run.read_run(path)
+    load_run.require_decoder(cfg.model)
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise ConfigError("jaxstack serve needs starlette and uvicorn. Install jaxstack[serve].") from None
+    stop = generate.stop_tokens(tokenizer, args.stop)
+    template = template_of(cfg.data, tokenizer)
+    if template is not None and (end := end_of_turn_id(template, tokenizer)) is not None:
+        stop = (*stop, end)
+    cfg = generate.with_arguments(cfg, args)
+    if cfg.sample.beams > 1:
+        raise ConfigError(f"sample.beams={cfg.sample.beams} cannot show tokens as they come. Use sample.beams=1.")
+    if cfg.sample.rows is not None and args.sample.rows is not None:
+        raise ConfigError(f"sample.rows={cfg.sample.rows} is for `jaxstack generate`. Use --rows.")
+    context = context_of(cfg, args.context)
+    listener = bind(args.host, args.port)  # before the model is read, which takes longer
+    check = partial(generate.check_memory, context)
+    run = load_run.open_run(path, cfg, tokenizer, args.mesh, args.step, rows=args.rows, check=check)
+
+    from jaxstack.serve import http
+    from jaxstack.serve.app import Limits, Server
+    from jaxstack.serve.requests import Model
+    from jaxstack.serve.worker import Worker
+
+    batch = make_batch(run, args, context, stop)
+    model = Model(
+        name=args.name or path.resolve().name,
+        tokenizer=tokenizer,
+        template=template,
+        sample=cfg.sample,
+        seed=None if args.seed is None else args.seed % 2**32,
+        context=context,
+        max_tokens=min(args.max_tokens or context, context),
+        max_texts=args.rows + args.waiting,
+        vocabulary=min(tokenizer.vocab_size, cfg.model.vocab),
+    )
+    limits = Limits(args.rows + args.waiting, args.max_body, args.timeout)
+    server = Server(Worker(batch), model, limits, stop, log=partial(print, flush=True))
+    listener.listen(128)  # clients may connect as soon as the address is printed
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(
+        f"{model.name} at http://{shown}:{port}/v1: {args.rows} texts at once, {args.waiting} may wait, "
+        f"{context} tokens each; {'with' if template else 'without'} a chat template",
+        flush=True,
+    )
+    http.run(server, listener, args.grace)
+
+
+def make_batch(run: "TrainedRun", args: Namespace, context: int, stop: tuple[int, ...]) -> "ContinuousBatch":
+    """Returns an empty batch after it has written a first text, so that the programs of short texts are compiled.
+
+    Args:
+      run: the model.
+      args: of the command.
+      context: largest number of tokens of a text with its prompt.
+      stop: tokens that end a text.
+
+    Raises:
+      ConfigError: the prompt cache cannot be used on this mesh.
+    """
+    import numpy as np
+
+    from jaxstack.generate.continuous import ContinuousBatch, Prompt
+    from jaxstack.generate.prompt_cache import PromptCache
+    from jaxstack.serve.requests import MAX_LOGPROBS
+
+    engine = run.engine(run.config.sample.domain)
+    size = args.prompt_cache
+    if engine.ctx.replicas > 1:
+        if size:
+            raise ConfigError(
+                f"--prompt_cache={size} needs a mesh without data, fsdp and expert, whose replicas have prompts of "
+                f"their own. Use --mesh.tensor or --mesh.pipe, or leave it out."
+            )
+        size = 0
+    size = PROMPT_CACHE_MIB if size is None else size
+    batch = ContinuousBatch(
+        engine,
+        rows=args.rows,
+        slots=context,
+        stop=stop,
+        repetition_penalty=run.config.sample.repetition_penalty,
+        alternatives=min(MAX_LOGPROBS, engine.vocabulary),
+        cache=PromptCache(engine.cfg, size * 2**20) if size else None,
+    )
+    batch.add(Prompt(0, [0], replace(run.config.sample, tokens=min(2, context - 1)), np.zeros(2, np.uint32)))
+    while batch.busy:
+        batch.advance()
+    return batch
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket with an address, which does not listen yet.
+
+    Args:
+      host: name or address of an interface of this machine.
+      port: number of the port; 0 means any that is free.
+
+    Raises:
+      ConfigError: the address does not exist, or is in use.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        return listener
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--host={host} --port={port} cannot be used: {reason}. Choose another.") from None

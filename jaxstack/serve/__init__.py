@@ -1,0 +1,1 @@
+"""A server with the OpenAI completions and chat-completions protocol."""

@@ -1,0 +1,223 @@
+"""Writes the texts of a request: gets their tokens from the worker, and sends them by HTTP."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from jaxstack.generate import decode
+from jaxstack.generate.continuous import Part, Prompt
+from jaxstack.generate.sampling import Logprobs
+from jaxstack.serve.replies import Piece, Reply, Usage
+from jaxstack.serve.requests import ApiError, JsonValue, Model, TextRequest
+from jaxstack.serve.texts import AnswerText
+from jaxstack.serve.worker import Worker
+
+SHUTTING_DOWN = ApiError("the server is shutting down.", status=503, code="shutting_down", retry_after=10)
+FAILED = ApiError("the model has failed, and the server ends.", status=500, code="server_error")
+_LATE_S = 5
+"""Seconds beyond its time after which a client that does not read loses its connection."""
+
+
+class Texts:
+    """The texts of a request while they are written.
+
+    Attributes:
+      unfinished: number of those that are not complete.
+      began: time when the request arrived.
+      first: seconds until the first token; `None` before it.
+    """
+
+    def __init__(self, asked: TextRequest, model: Model, worker: Worker, *, seed: int, end: Sequence[int]) -> None:
+        """Hands the prompts to the worker.
+
+        Args:
+          asked: the request.
+          model: what it is for.
+          worker: has the model.
+          seed: of sampling, if the request has none.
+          end: tokens that end a text.
+        """
+        self._asked, self._worker, self._cached = asked, worker, 0
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Part | ApiError]]()
+        self.first: float | None = None
+        self.began = time.monotonic()
+        prompts = [prompt for prompt in asked.prompts for _ in range(asked.count)]
+        limits = [limit for limit in asked.limits for _ in range(asked.count)]
+        self.unfinished = len(prompts)
+        self._texts = [
+            AnswerText(model.tokenizer, () if asked.chat else prompt, end=end, stop=asked.stop) for prompt in prompts
+        ]
+        seed = seed if asked.seed is None else asked.seed
+        wanted = [
+            Prompt(-1, prompt, replace(asked.sample, tokens=limit), mark, seed, asked.logprobs is not None)
+            for prompt, limit, mark in zip(prompts, limits, decode.row_seeds(prompts), strict=True)
+        ]
+        self._names = worker.submit(wanted, [partial(self._receive, i) for i in range(len(prompts))])
+
+    @property
+    def usage(self) -> Usage:
+        """The numbers of tokens so far."""
+        return Usage(sum(map(len, self._asked.prompts)), sum(text.tokens for text in self._texts), self._cached)
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the request with an error."""
+        self._events.put_nowait((0, error))
+
+    def close(self) -> None:
+        """Gives up what is not complete."""
+        self.unfinished = 0
+        self._worker.cancel(self._names)
+
+    def _receive(self, index: int, part: Part | None) -> None:
+        """Passes a part to the event loop; called by the worker's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, part or FAILED))
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            return
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yields the pieces of all texts as they come.
+
+        Raises:
+          ApiError: the texts cannot be completed.
+        """
+        while self.unfinished:
+            index, part = await self._events.get()
+            if isinstance(part, ApiError):
+                raise part
+            if self.first is None:
+                self.first = time.monotonic() - self.began
+            text = self._texts[index]
+            if text.finish_reason:  # tokens after a stop string
+                continue
+            if not text.tokens and index % self._asked.count == 0:
+                self._cached += part.cached
+            before = text.tokens
+            piece = text.add(part.tokens, last=part.ended)
+            new = text.tokens - before
+            if text.finish_reason and not part.ended:
+                self._worker.cancel([self._names[index]])
+            reason = text.finish_reason or ("length" if part.ended else "")
+            self.unfinished -= bool(reason)
+            scores = part.logprobs and Logprobs(*(a[:new] for a in part.logprobs))
+            yield Piece(index, piece, part.tokens[:new], scores, reason)
+
+
+class TextsResponse(Response):
+    """Sends the texts of a request, and gives up their rows when the client has gone."""
+
+    def __init__(
+        self, asked: TextRequest, model: Model, texts: Texts, seconds: float, done: Callable[[], None]
+    ) -> None:
+        """Prepares the response.
+
+        Args:
+          asked: the request.
+          model: what it is for.
+          texts: of the request.
+          seconds: time of the request.
+          done: is called when the response ends, in any way.
+        """
+        self._asked, self._texts, self._seconds, self._done = asked, texts, seconds, done
+        self._reply = Reply(asked, model.name, model.tokenizer)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the response."""
+        answer = self._stream(send) if self._asked.stream else self._whole(scope, receive, send)
+        try:
+            if not await _while_connected(receive, answer):
+                scope["jaxstack.note"] = "the client has gone"
+        finally:
+            self._texts.close()
+            self._done()
+            first = "" if self._texts.first is None else f", first {self._texts.first:.2f} s"
+            usage = self._texts.usage
+            shown = f"{usage.prompt} + {usage.completion} tokens, {usage.cached} cached{first}"
+            scope["jaxstack.note"] = ", ".join(filter(None, (shown, scope.get("jaxstack.note"))))
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                found: list[list[Piece]] = [[] for _ in range(self._texts.unfinished)]
+                async for piece in self._texts.pieces():
+                    found[piece.place].append(piece)
+            response = JSONResponse(self._reply.whole([_joined(pieces) for pieces in found], self._texts.usage))
+        except TimeoutError:
+            response = error_response(too_late(self._seconds))
+        except ApiError as error:
+            response = error_response(error)
+        await response(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def event(data: str) -> None:
+            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+        async with asyncio.timeout(self._seconds + _LATE_S):
+            try:
+                async with asyncio.timeout(self._seconds):
+                    async for piece in self._texts.pieces():
+                        await event(_dumped(self._reply.chunk(piece)))
+                    if self._asked.usage:
+                        await event(_dumped(self._reply.usage(self._texts.usage)))
+                    await event("[DONE]")
+            except TimeoutError:
+                await event(_dumped(too_late(self._seconds).body))
+            except ApiError as error:
+                await event(_dumped(error.body))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def too_late(seconds: float) -> ApiError:
+    """Returns the error of a request that takes too long."""
+    return ApiError(f"the request has taken more than {seconds:g} s. Ask for less.", status=504, code="timeout")
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """Returns the response that is an error."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    if error.status == 504:
+        headers["x-should-retry"] = "false"  # OpenAI's clients would send the same again
+    return JSONResponse(error.body, error.status, headers)
+
+
+def _dumped(value: JsonValue) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """Returns all pieces of a text as one."""
+    scores = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    joined = Logprobs(*map(np.concatenate, zip(*scores, strict=True))) if scores else None
+    tokens = [token for piece in pieces for token in piece.tokens]
+    text = "".join(piece.text for piece in pieces)
+    return Piece(pieces[0].place, text, tokens, joined, pieces[-1].finish_reason)
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Does some work unless the client goes before it is complete, and returns whether it was."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,188 @@
+"""The server's routes: what arrives by HTTP, and what is sent back. The worker's thread has the model."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxstack.common.errors import one_line
+from jaxstack.serve.answer import FAILED, SHUTTING_DOWN, Texts, TextsResponse, error_response, too_late
+from jaxstack.serve.requests import ApiError, Model, read_request, unknown_model
+from jaxstack.serve.worker import Worker
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes on.
+
+    Attributes:
+      texts: number of texts that are written or wait.
+      body_bytes: size of the body of a request.
+      seconds: time of a request, once to arrive and once to be answered.
+    """
+
+    texts: int
+    body_bytes: int
+    seconds: float
+
+
+class Server:
+    """Answers requests; `app` is the ASGI application. All methods run in the event loop."""
+
+    def __init__(
+        self, worker: Worker, model: Model, limits: Limits, end: tuple[int, ...], log: Callable[[str], None] = print
+    ) -> None:
+        """Makes the application.
+
+        Args:
+          worker: has the model.
+          model: what requests are read for.
+          limits: what is refused.
+          end: tokens that end a text.
+          log: prints a line for each request.
+        """
+        self.worker, self.model, self.limits, self.end, self.log = worker, model, limits, end, log
+        self.open: set[Texts] = set()
+        self.closing = False
+        self._started, self._seeds = int(time.time()), np.random.default_rng()
+        routes = [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._models),
+            Route("/health", self._health),
+        ]
+        self.app = Starlette(
+            routes=routes,
+            middleware=[Middleware(_LogRequests, log=log)],
+            exception_handlers={ApiError: _send_error, HTTPException: _send_http_error, Exception: _send_failure},
+        )
+
+    def close(self, grace: float) -> None:
+        """Refuses new requests, and ends those that are not complete after some seconds."""
+        self.closing = True
+        asyncio.get_running_loop().call_later(grace, self.end_all)
+
+    def end_all(self) -> None:
+        """Ends all requests."""
+        for texts in self.open:
+            texts.fail(SHUTTING_DOWN)
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(request, chat=False)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, chat=True)
+
+    async def _answer(self, request: Request, chat: bool) -> Response:
+        self._check_open()
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                body = await self._body(request)
+        except TimeoutError:
+            raise too_late(self.limits.seconds) from None
+        asked = await run_in_threadpool(read_request, body, self.model, chat=chat)
+        self._check_open(len(asked.prompts) * asked.count)
+        seed = int(self._seeds.integers(2**32))
+        texts = Texts(asked, self.model, self.worker, seed=seed, end=self.end)
+        self.open.add(texts)  # nothing waits between this line and the response, which removes it
+        return TextsResponse(asked, self.model, texts, self.limits.seconds, lambda: self.open.discard(texts))
+
+    def _check_open(self, more: int = 1) -> None:
+        """Checks that the server accepts more texts.
+
+        Raises:
+          ApiError: it does not.
+        """
+        if self.worker.error is not None:
+            raise FAILED
+        if self.closing:
+            raise SHUTTING_DOWN
+        busy = sum(texts.unfinished for texts in self.open)
+        if busy + more > self.limits.texts:
+            raise ApiError(
+                f"{busy} texts are written or wait, and this server takes {self.limits.texts}. Try again later.",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after=1,
+            )
+
+    async def _body(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a page of another site cannot send it without being asked for permission
+            raise ApiError("the header Content-Type is not application/json. Send JSON with it.", status=415)
+        body = bytearray()
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > self.limits.body_bytes:
+                    raise ApiError(f"the body has more than {self.limits.body_bytes} bytes. Send less.", status=413)
+        except ClientDisconnect:
+            raise ApiError("the client has gone before its request was complete.") from None
+        return bytes(body)
+
+    async def _models(self, request: Request) -> Response:
+        one = {"id": self.model.name, "object": "model", "created": self._started, "owned_by": "jaxstack"}
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [one]})
+        if name != self.model.name:
+            raise unknown_model(name, self.model)
+        return JSONResponse(one)
+
+    async def _health(self, _: Request) -> Response:
+        failed = self.worker.error is not None
+        status = "failed" if failed else "closing" if self.closing else "ok"
+        texts = sum(texts.unfinished for texts in self.open)
+        return JSONResponse({"status": status, "texts": texts}, 200 if status == "ok" else 503)
+
+
+class _LogRequests:
+    """Prints a line for each request, without any text of it."""
+
+    def __init__(self, app: ASGIApp, log: Callable[[str], None]) -> None:
+        self._app, self._log = app, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began, status = time.monotonic(), 500
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            note = scope.get("jaxstack.note", "")
+            client = (scope.get("client") or ("?",))[0]
+            seconds = f"{time.monotonic() - began:.2f} s"
+            path = scope["path"][:100]
+            self._log(one_line(f"{client} {scope['method']} {path} {status} {seconds}{': ' if note else ''}{note}"))
+
+
+async def _send_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _send_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    routes = "/v1/completions, /v1/chat/completions, /v1/models and /health"
+    reason = f"{request.method} {request.url.path[:100]}: {error.detail}. This server has {routes}."
+    return error_response(ApiError(reason, status=error.status_code))
+
+
+async def _send_failure(_: Request, error: Exception) -> Response:
+    return error_response(ApiError("the server has failed at this request.", status=500, code="server_error"))

@@ -1,0 +1,79 @@
+"""The text of an answer, as its tokens come: what is certain, up to a stop string."""
+
+from collections.abc import Collection, Sequence
+
+from jaxstack.data import Tokenizer
+from jaxstack.data.text_stream import TextStream
+
+_SEEN = 16
+"""Number of tokens of the prompt with which the first new ones are decoded: a space or a character may depend on it."""
+
+
+class AnswerText:
+    """The text that tokens add to a prompt. It ends before the first stop string, or before a token that ends it.
+
+    What later tokens may change is held back: bytes of a character that is not complete, and the beginning of a stop
+    string. The text does not depend on how its tokens are divided into calls.
+
+    Attributes:
+      tokens: number of tokens of the text, including those of what ended it.
+      finish_reason: `stop` if a stop string or a token has ended it, else empty.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], *, end: Collection[int] = (), stop: Sequence[str] = ()
+    ) -> None:
+        """Begins an answer.
+
+        Args:
+          tokenizer: converts ids to text.
+          prompt: the ids before it, or none if it is decoded alone, as in a chat.
+          end: tokens that end it.
+          stop: strings that end it.
+        """
+        self.tokens, self.finish_reason = 0, ""
+        self._stop, self._end = tuple(stop), {*end}
+        self._stream = TextStream(tokenizer, "", end=end)
+        seen = [*prompt[-_SEEN:]]
+        while any(token in self._end or token == tokenizer.eos_id for token in seen):
+            seen.pop(0)  # what follows the end of a document does not depend on it
+        self._stream.add(seen)
+        self._skip = len(self._stream.text.rstrip("\ufffd"))  # a character that is not complete is the answer's
+        self._text, self._sent = "", 0
+
+    def add(self, tokens: Sequence[int], *, last: bool) -> str:
+        """Returns the text that is certain after some more tokens, beyond what was returned before.
+
+        Args:
+          tokens: the new ids.
+          last: whether no others will come.
+        """
+        steps = [[token] for token in tokens] if self._stop else [list(tokens)]
+        for i, step in enumerate(steps):
+            if self.finish_reason:
+                break
+            self._add(step, last and i == len(steps) - 1)
+        held = 0 if last or self.finish_reason else self._held()
+        piece = self._text[self._sent : len(self._text) - held]
+        self._sent += len(piece)
+        return piece
+
+    def _add(self, tokens: list[int], last: bool) -> None:
+        self._stream.add(tokens)
+        self.tokens += len(tokens)
+        ended = any(token in self._end for token in tokens)
+        piece = self._stream.take(all=last or ended)
+        skipped = min(self._skip, len(piece))
+        self._skip -= skipped
+        self._text += piece[skipped:]
+        if ended:
+            self.finish_reason = "stop"
+        found = [at for at in (self._text.find(word) for word in self._stop) if at >= 0]
+        if found:
+            self._text, self.finish_reason = self._text[: min(found)], "stop"
+
+    def _held(self) -> int:
+        """Returns the length of the longest end of the text with which a stop string begins."""
+        longest = max((len(word) for word in self._stop), default=1) - 1
+        lengths = range(min(longest, len(self._text) - self._sent), 0, -1)
+        return next((n for n in lengths if any(word.startswith(self._text[-n:]) for word in self._stop)), 0)
