@@ -289,6 +289,11 @@ def _check_adapters(cfg: Config) -> None:
         f"Name a run or a Hugging Face folder, or use model.lora.rank=0 to train all parameters.",
     )
     require(
+        not (cfg.model.lora.rank and cfg.optim.keep_zeros),
+        f"optim.keep_zeros=true would keep new adapters at zero, but model.lora.rank={cfg.model.lora.rank}. Use "
+        f"optim.keep_zeros=false; the frozen weights keep their zeros anyway.",
+    )
+    require(
         cfg.run.init_adapter is None or cfg.model.lora.rank > 0,
         f"run.init_adapter={cfg.run.init_adapter} needs model.lora with the same rank, alpha and targets. Make the run "
         f"with `jaxstack import BASE RUN --adapter={cfg.run.init_adapter}`, which sets them.",
