@@ -65,7 +65,7 @@ def remove_thirds(run: TrainedRun, sequences: int) -> list[dict[str, Any]]:
         steps = search.leave_out(sizes.layers)[0] if "layers" in given else None
         kept = prune.choose(run.model, sizes, found, steps)
         cfg = replace(run.config, model=prune.smaller_model(run.model, sizes))
-        small = replace(run, config=cfg, params=prune.keep(run.config, run.context, run.params, kept))
+        small = replace(run, config=cfg, params=prune.keep(run.model, run.context, run.params, kept))
         loss, count = small.evaluate().bits_per_byte, params.count(family.spec(cfg.model))
         rows.append({"sizes": given, "parameters": count, "bits_per_byte": round(loss, 5)})
         print(f"{' '.join(flags(given))}: {count:,} parameters, {loss:.4f} bits per byte", flush=True)

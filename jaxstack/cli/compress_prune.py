@@ -178,7 +178,7 @@ def smaller(run: "TrainedRun", args: Namespace, batches: list["Batch"]) -> tuple
     cfg = replace(run.config, model=prune.smaller_model(run.model, sizes))
     assert run.context.mesh is not None
     context = Context.create(cfg, run.context.mesh)
-    return replace(run, config=cfg, context=context, params=prune.keep(run.config, context, run.params, kept)), Report(
+    return replace(run, config=cfg, context=context, params=prune.keep(run.model, context, run.params, kept)), Report(
         found, kept, losses
     )
 

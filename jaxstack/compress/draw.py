@@ -62,7 +62,7 @@ def _layers(axes: "Axes", found: Importance, kept: Kept, losses: Losses | None) 
         axes.bar(steps, [loss - losses.whole for loss in losses.without], color=colors)
         title, unit = "Layers: loss without this one, above that of all", "nats per token"
     names = [str(s) if period == 1 else f"{s * period}-{s * period + period - 1}" for s in steps]
-    axes.set(title=title, ylabel=unit, xlabel="layer (gray: left out)")
+    axes.set(title=title, ylabel=unit, xlabel="layer (gray: left out)" if LEAVES in colors else "layer")
     axes.set_xticks(steps[:: max(1, len(steps) // 16)], names[:: max(1, len(steps) // 16)])
     axes.grid(alpha=0.3, axis="y")
 
@@ -81,14 +81,14 @@ def _grid(axes: "Axes", values: np.ndarray, stay: np.ndarray, title: str, what: 
 
 
 def _units(axes: "Axes", found: Importance, kept: Kept) -> None:
-    """Draws the hidden units of each layer in order; those right of the line do not stay."""
+    """Draws the hidden units of each layer in order; those to the right of a line do not stay."""
     group, values = next((group, values) for group, values in found.neurons.items() if group in ("mlp", "moe"))
     rows = values.reshape(len(values), -1, values.shape[-1])
     for layer, each in enumerate(rows):
         color = _color(layer, len(rows))
         for i, units in enumerate(each):
             axes.plot(-np.sort(-units), color=color, linewidth=1, label=f"layer {layer}" if i == 0 else None)
-    axes.axvline(kept.neurons[group].shape[-1], color="#dc2626", linestyle="--", label="left out from here")
+    _mark(axes, kept.neurons[group].shape[-1], values.shape[-1])
     axes.set(title="Hidden units, in order", xlabel="rank in the layer", ylabel="importance", yscale="log")
     axes.grid(alpha=0.3)
     if len(rows) <= 12:
@@ -97,11 +97,19 @@ def _units(axes: "Axes", found: Importance, kept: Kept) -> None:
 
 def _channels(axes: "Axes", found: Importance, kept: Kept) -> None:
     axes.plot(-np.sort(-found.channels), color=STAYS)
-    axes.axvline(len(kept.channels), color="#dc2626", linestyle="--", label="left out from here")
+    _mark(axes, len(kept.channels), len(found.channels))
     axes.set(title="Channels of the residual stream, in order", xlabel="rank", ylabel="norm, summed over layers")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+
+
+def _mark(axes: "Axes", count: int, of: int) -> None:
+    """Draws a line after the parts that stay, if others do not."""
+    if count < of:
+        axes.axvline(count - 0.5, color="#dc2626", linestyle="--")
+        axes.annotate(
+            "left out from here", (count, 0.02), xycoords=("data", "axes fraction"), color="#dc2626", fontsize=8
+        )
 
 
 def _color(layer: int, layers: int) -> tuple[float, float, float, float]:

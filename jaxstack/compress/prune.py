@@ -242,19 +242,18 @@ def largest(importance: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argsort(-importance, axis=-1, kind="stable")[..., :count], axis=-1)
 
 
-def keep(cfg: Config, ctx: Context, values: Params, kept: Kept) -> Params:
+def keep(cfg: ModelConfig, ctx: Context, values: Params, kept: Kept) -> Params:
     """Returns the parameters of the parts that stay, sharded over the mesh.
 
     Args:
-      cfg: the run, whose model has these parameters.
+      cfg: the model.
       ctx: how a smaller model is computed.
-      values: parameters of the model without adapters.
+      values: parameters of the model.
       kept: what stays.
     """
-    model = cfg.model.base
-    spec = family.spec(smaller_model(model, sizes_of_kept(kept)))
+    spec = family.spec(smaller_model(cfg, sizes_of_kept(kept)))
     shardings = None if ctx.mesh is None else jax.tree.map(ctx.sharding, ctx.parameters(spec))
-    new: Params = jax.jit(lambda values: surgery.keep(model, values, kept), out_shardings=shardings)(values)
+    new: Params = jax.jit(lambda values: surgery.keep(cfg, values, kept), out_shardings=shardings)(values)
     assert all(leaf.shape == p.shape for leaf, p in zip(flatten(new).values(), flat_spec(spec).values(), strict=True))
     return new
 

@@ -123,7 +123,8 @@ def sparsegpt(w: jax.Array, gram: jax.Array, pattern: Pattern, damp: float = DAM
         return jax.lax.dynamic_update_slice_in_dim(left, values, start, 1)
 
     whole = inputs // block
-    w = jax.lax.fori_loop(0, whole, lambda i, left: run_block(i * block, left, block), w)
+    if whole:
+        w = jax.lax.fori_loop(0, whole, lambda i, left: run_block(i * block, left, block), w)
     return w if inputs == whole * block else run_block(whole * block, w, inputs - whole * block)
 
 

@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack.common.tree import path_of
 from jaxstack.config import ConfigError, ModelConfig, MoEConfig
 from jaxstack.models import family, params
 from jaxstack.models.folding import divide_outputs
-from jaxstack.models.params import Params
+from jaxstack.models.params import Param, Params
 from jaxstack.moe import upcycle as copy_experts
 
 
@@ -131,14 +133,14 @@ def keep(cfg: ModelConfig, values: Params, kept: Kept) -> Params:
     Where embeddings are multiplied by the root of the width, the table makes up for the change of this factor.
     """
 
-    def one(path: str, p: params.Param, a: jax.Array) -> jax.Array:
+    def one(keys: tuple[Any, ...], p: Param, a: jax.Array) -> jax.Array:
         for dim, axis in enumerate(p.axes):
-            index = kept.index(path, axis)
+            index = kept.index(path_of(keys), axis)
             a = a if index is None else _take(a, jnp.asarray(index), dim)
         return a
 
-    flat = iter(params.flat_spec(family.spec(cfg)))
-    new: Params = params.map_spec(lambda p, a: one(next(flat), p, a), family.spec(cfg), values)
+    spec = family.spec(cfg)
+    new: Params = jax.tree_util.tree_map_with_path(one, spec, values, is_leaf=lambda x: isinstance(x, Param))
     factor = (cfg.d_model / len(kept.channels)) ** 0.5
     if not cfg.embedding_scale or factor == 1:
         return new
