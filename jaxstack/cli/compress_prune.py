@@ -81,7 +81,8 @@ def main(args: Namespace) -> None:
     from jaxstack.compress import unfinished
     from jaxstack.models import family, params
 
-    batches = calibration(opened, args.sequences)
+    needed = bool(_given(args)) or args.method != "magnitude"
+    batches = calibration(opened, args.sequences if needed else 0)
     new, report = (opened, None) if _given(args) == {} else smaller(opened, args, batches)
     if args.sparsity is not None:
         # The newest step may be another one when the command continues.
@@ -131,12 +132,18 @@ def open_run(args: Namespace) -> "TrainedRun":
 
         sizes = prune.smaller_sizes(cfg.model, _given(args))
         for each in (cfg, on_mesh):  # the mesh of the run, and that of the calibration
-            replace(each, model=prune.smaller_model(each.model.base, sizes))
+            replace(_without_adapters(each), model=prune.smaller_model(each.model.base, sizes))
         if args.sparsity is not None:
             sparsity.parse_pattern(args.sparsity)
 
     plain = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
-    return load_run.open_run(run, plain, tokenizer, args.mesh, args.step, check=check)
+    opened = load_run.open_run(run, plain, tokenizer, args.mesh, args.step, check=check)
+    return replace(opened, config=_without_adapters(opened.config))
+
+
+def _without_adapters(cfg: Config) -> Config:
+    """Returns a configuration for parameters with adapters merged."""
+    return replace(cfg, run=replace(cfg.run, init_adapter=None), model=cfg.model.base)
 
 
 def settings(args: Namespace) -> "Settings":

@@ -136,9 +136,9 @@ class LayerSearch:
     """Leaves out the steps of layers that matter least, by the loss on calibration batches.
 
     Attributes:
-      cfg: the run, on the mesh.
+      cfg: the run on the mesh, with a model without adapters.
       ctx: how its model is computed.
-      values: parameters of its model without adapters.
+      values: parameters of its model.
       batches: on the devices.
     """
 
@@ -169,7 +169,7 @@ class LayerSearch:
         while len(left) > keep:
             out = min(losses, key=lambda step: losses[step])
             left.remove(out)
-            say(f"left out layers {_name(self._period, out)}: loss {losses[out]:.4f} (all layers {first.whole:.4f})")
+            say(f"left out {_name(self._period, out)}: loss {losses[out]:.4f} (all layers {first.whole:.4f})")
             losses = {out: self.loss([s for s in left if s != out]) for out in left} if len(left) > keep else {}
         return np.array(left), first
 
@@ -185,7 +185,7 @@ class LayerSearch:
         """Returns the program of models with this number of layers, which it receives by their indices."""
         if depth not in self._compiled:
             name, _ = family.only_stack(self.cfg.model)
-            step = make_eval_step(replace(self.cfg, model=replace(self.cfg.model.base, num_layers=depth)), self.ctx)
+            step = make_eval_step(replace(self.cfg, model=replace(self.cfg.model, num_layers=depth)), self.ctx)
 
             def work(values: Params, layers: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
                 stacked = jax.tree.map(lambda a: jnp.take(a, layers, axis=0), values[name])
@@ -197,7 +197,7 @@ class LayerSearch:
 
 
 def _name(period: int, step: int) -> str:
-    return str(step) if period == 1 else f"{step * period} to {step * period + period - 1}"
+    return f"layer {step}" if period == 1 else f"layers {step * period} to {step * period + period - 1}"
 
 
 def _layers_of(period: int, steps: np.ndarray) -> np.ndarray:

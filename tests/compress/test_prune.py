@@ -96,7 +96,7 @@ def test_the_parts_that_matter_most_stay() -> None:
     """Two key heads of four, one query head of two each; one expert of two in each of two groups; and its units."""
     moe = MoEConfig(num_experts=4, router="sigmoid", top_k=1, num_groups=2, top_k_groups=2)
     cfg = ModelConfig(num_layers=2, d_model=4, num_heads=8, num_kv_heads=4, head_dim=2, d_ff=3, moe=moe, vocab_size=5)
-    heads = np.array([[9, 0, 1, 2, 4, 4, 0, 3]] * 2, float)  # key heads: 9, 3, 8, 3
+    heads = np.array([[9, 0, 4, 1, 4, 4, 0, 3]] * 2, float)  # key heads: 9, 5, 8, 3
     heads[1] = heads[0, ::-1]
     units = np.arange(24.0).reshape(2, 4, 3) % 5
     found = Importance(
