@@ -86,21 +86,23 @@ def remove_weights(run: TrainedRun, sequences: int) -> list[dict[str, Any]]:
     return rows
 
 
-def compare(teacher: Path, pruned: Path, folder: Path, seed: int, steps: int) -> dict[str, float]:
-    """Returns the held-out losses of the runs of one seed."""
+def compare(teacher: Path, pruned: Path, folder: Path, seeds: list[int], steps: int) -> list[dict[str, float]]:
+    """Returns the held-out losses of the runs of each seed."""
     quarter = steps // 4
     given = [f"--model.{name}={size}" for name, size in THIRDS[0].items()]
-    case: dict[str, float] = {"seed": seed}
     short = [*given, f"--run.init_from={pruned}", *SHORT]
+    cases: list[dict[str, float]] = [{"seed": seed} for seed in seeds]
     for kind, words, count in (
         ("scratch", given, steps),
         ("distilled", [*short, f"--distill.teacher={teacher}"], quarter),
         ("pruned", short, quarter),
     ):
-        own = [f"--train.steps={count}", f"--train.eval_every={quarter}", f"--run.seed={seed}"]
-        case[kind] = train(folder / f"{kind}_{seed}", [*words, *own])
-    print(", ".join(f"{name} {value:.4g}" for name, value in case.items()), flush=True)
-    return case
+        for case in cases:
+            seed = case["seed"]
+            own = [f"--train.steps={count}", f"--train.eval_every={quarter}", f"--run.seed={seed}"]
+            case[kind] = train(folder / f"{kind}_{seed}", [*words, *own])
+            print(f"{kind}, seed {seed}: {case[kind]:.4f} bits per byte", flush=True)
+    return cases
 
 
 def main() -> None:
@@ -117,7 +119,7 @@ def main() -> None:
     if not pruned.is_dir():
         words = ["compress", "prune", str(teacher), str(pruned), *flags(THIRDS[0]), f"--sequences={args.sequences}"]
         subprocess.run([sys.executable, "-m", "jaxstack", *words], check=True)
-    cases = [compare(teacher, pruned, args.folder, seed, args.steps) for seed in args.seeds]
+    cases = compare(teacher, pruned, args.folder, args.seeds, args.steps)
     print(f"distilled is better on {sum(c['distilled'] < c['scratch'] for c in cases)} of {len(cases)} seeds")
     run = jaxstack.load(teacher)
     result = {"before": round(run.evaluate().bits_per_byte, 5), "parameters": params.count(family.spec(run.model))}

@@ -12,7 +12,7 @@ from jaxstack.models.surgery import Kept
 if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.axes import Axes
 
-STAYS, LEAVES = "#2563eb", "#d1d5db"
+STAYS, LEAVES, OUT = "#2563eb", "#d1d5db", "#dc2626"
 
 
 def draw(found: Importance, kept: Kept, losses: Losses | None, path: Path) -> None:
@@ -72,12 +72,10 @@ def _grid(axes: "Axes", values: np.ndarray, stay: np.ndarray, title: str, what: 
     image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto", interpolation="nearest")
     axes.figure.colorbar(image, ax=axes)
     layers, parts = np.nonzero(~stay)
-    axes.scatter(parts, layers, marker="x", color="#dc2626", label="left out")
-    axes.set(title=title, xlabel=what, ylabel="layer")
+    axes.scatter(parts, layers, marker="x", color=OUT)
+    axes.set(title=title, xlabel=f"{what} (cross: left out)" if len(parts) else what, ylabel="layer")
     for axis, count in ((axes.xaxis, values.shape[1]), (axes.yaxis, values.shape[0])):
         axis.set_ticks(range(0, count, max(1, count // 16)))
-    if len(parts):
-        axes.legend(loc="upper left", fontsize=8)
 
 
 def _units(axes: "Axes", found: Importance, kept: Kept) -> None:
@@ -87,9 +85,10 @@ def _units(axes: "Axes", found: Importance, kept: Kept) -> None:
     for layer, each in enumerate(rows):
         color = _color(layer, len(rows))
         for i, units in enumerate(each):
-            axes.plot(-np.sort(-units), color=color, linewidth=1, label=f"layer {layer}" if i == 0 else None)
-    _mark(axes, kept.neurons[group].shape[-1], values.shape[-1])
+            label = f"layer {layer}" + " (left out)" * (layer not in kept.layers) if i == 0 else None
+            axes.plot(-np.sort(-units), ":" if layer not in kept.layers else "-", color=color, linewidth=1, label=label)
     axes.set(title="Hidden units, in order", xlabel="rank in the layer", ylabel="importance", yscale="log")
+    _mark(axes, kept.neurons[group].shape[-1], values.shape[-1])
     axes.grid(alpha=0.3)
     if len(rows) <= 12:
         axes.legend(fontsize=8)
@@ -97,19 +96,17 @@ def _units(axes: "Axes", found: Importance, kept: Kept) -> None:
 
 def _channels(axes: "Axes", found: Importance, kept: Kept) -> None:
     axes.plot(-np.sort(-found.channels), color=STAYS)
-    _mark(axes, len(kept.channels), len(found.channels))
     axes.set(title="Channels of the residual stream, in order", xlabel="rank", ylabel="norm, summed over layers")
+    _mark(axes, len(kept.channels), len(found.channels))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
 
 
 def _mark(axes: "Axes", count: int, of: int) -> None:
-    """Draws a line after the parts that stay, if others do not."""
+    """Draws a line after the parts that stay, if others do not, and says so below."""
     if count < of:
-        axes.axvline(count - 0.5, color="#dc2626", linestyle="--")
-        axes.annotate(
-            "left out from here", (count, 0.02), xycoords=("data", "axes fraction"), color="#dc2626", fontsize=8
-        )
+        axes.axvline(count - 0.5, color=OUT, linestyle="--")
+        axes.set_xlabel(f"{axes.get_xlabel()} (right of the line: left out)")
 
 
 def _color(layer: int, layers: int) -> tuple[float, float, float, float]:
