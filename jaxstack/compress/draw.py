@@ -63,7 +63,8 @@ def _layers(axes: "Axes", found: Importance, kept: Kept, losses: Losses | None) 
         title, unit = "Layers: loss without this one, above that of all", "nats per token"
     names = [str(s) if period == 1 else f"{s * period}-{s * period + period - 1}" for s in steps]
     axes.set(title=title, ylabel=unit, xlabel="layer (gray: left out)" if LEAVES in colors else "layer")
-    axes.set_xticks(steps[:: max(1, len(steps) // 16)], names[:: max(1, len(steps) // 16)])
+    every = max(1, len(steps) // (16 if period == 1 else 6))
+    axes.set_xticks(steps[::every], names[::every])
     axes.grid(alpha=0.3, axis="y")
 
 
@@ -72,7 +73,7 @@ def _grid(axes: "Axes", values: np.ndarray, stay: np.ndarray, title: str, what: 
     image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto", interpolation="nearest")
     axes.figure.colorbar(image, ax=axes)
     layers, parts = np.nonzero(~stay)
-    axes.scatter(parts, layers, marker="x", color=OUT)
+    axes.scatter(parts, layers, s=36 if max(values.shape) <= 32 else 9, marker="x", color=OUT)
     axes.set(title=title, xlabel=f"{what} (cross: left out)" if len(parts) else what, ylabel="layer")
     for axis, count in ((axes.xaxis, values.shape[1]), (axes.yaxis, values.shape[0])):
         axis.set_ticks(range(0, count, max(1, count // 16)))
