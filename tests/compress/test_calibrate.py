@@ -187,6 +187,7 @@ def test_quantised_layers_make_fewer_errors_than_rounded_ones(name: str, method:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 def test_the_same_weights_become_zero_on_two_meshes(method: Any) -> None:
     """Sums of statistics in another order change near ties alone."""
