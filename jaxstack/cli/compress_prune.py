@@ -218,7 +218,12 @@ def write(source: Path, run: "TrainedRun", report: Report | None, out: Path, kee
     model = replace(run.model, pad_vocab_to=old.model.pad_vocab_to)
     begin = replace(old.run, dir=str(out), init_from=str((out / "model").resolve()), init_adapter=None)
     cfg = replace(old, run=begin, model=model, optim=replace(old.optim, keep_zeros=keep_zeros or old.optim.keep_zeros))
-    alone = replace(run.config, run=replace(begin, dir=str(out / "model"), init_from=None), model=run.model)
+    alone = replace(
+        run.config,
+        run=replace(begin, dir=str(out / "model"), init_from=None),
+        model=run.model,
+        optim=replace(old.optim, keep_zeros=False),
+    )
     state = make_state(alone, run.context, abstract_state(alone, run.context))
     state = start_from(alone, state, run.params)
     metadata = {"config": asdict(alone), "versions": store.versions(), "next_batch": 0}

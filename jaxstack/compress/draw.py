@@ -32,11 +32,11 @@ def draw(found: Importance, kept: Kept, losses: Losses | None, path: Path) -> No
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), dpi=110, layout="constrained")
     _layers(axes[0, 0], found, kept, losses)
     stay = _mask(found.heads, kept.layers, kept.heads)
-    _grid(axes[0, 1], found.heads, stay, "Query heads: norm of the output", "head")
+    _grid(axes[0, 1], found.heads, stay, "Query heads: size of what each adds", "head")
     _units(axes[1, 0], found, kept)
     if found.experts.size:
         stay = _mask(found.experts, kept.layers, kept.experts)
-        _grid(axes[1, 1], found.experts, stay, "Experts: norm of the weighted output", "expert")
+        _grid(axes[1, 1], found.experts, stay, "Experts: size of what each adds", "expert")
     else:
         _channels(axes[1, 1], found, kept)
     figure.savefig(path)
@@ -88,7 +88,12 @@ def _units(axes: "Axes", found: Importance, kept: Kept) -> None:
         for i, units in enumerate(each):
             label = f"layer {layer}" + " (left out)" * (layer not in kept.layers) if i == 0 else None
             axes.plot(-np.sort(-units), ":" if layer not in kept.layers else "-", color=color, linewidth=1, label=label)
-    axes.set(title="Hidden units, in order", xlabel="rank in the layer", ylabel="importance", yscale="log")
+    axes.set(
+        title="Hidden units: size of what each adds, in order",
+        xlabel="rank in the layer",
+        ylabel="importance",
+        yscale="log",
+    )
     _mark(axes, kept.neurons[group].shape[-1], values.shape[-1])
     axes.grid(alpha=0.3)
     if len(rows) <= 12:
@@ -97,7 +102,7 @@ def _units(axes: "Axes", found: Importance, kept: Kept) -> None:
 
 def _channels(axes: "Axes", found: Importance, kept: Kept) -> None:
     axes.plot(-np.sort(-found.channels), color=STAYS)
-    axes.set(title="Channels of the residual stream, in order", xlabel="rank", ylabel="norm, summed over layers")
+    axes.set(title="Channels: size of what layers read, in order", xlabel="rank", ylabel="norm, summed over layers")
     _mark(axes, len(kept.channels), len(found.channels))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

@@ -137,6 +137,12 @@ def test_zeros_stay_in_further_training_on_a_mesh(run, monkeypatch):
     zero = {p: np.asarray(a) == 0 for p, a in flatten(sparse.params).items() if p.startswith("layers/")}
     for path, mask in zero.items():
         assert mask.mean() == (0.5 if spec[path].kind == "matrix" else 0), path
+    again = run.with_name("sparser")
+    execute(["compress", "prune", str(out), str(again), "--sparsity=0.75", "--method=magnitude"])
+    for path, a in flatten(js.load(again).params).items():
+        if path in zero and spec[path].kind == "matrix":
+            assert (np.asarray(a)[zero[path]] == 0).all()
+            assert (np.asarray(a) == 0).mean() == 0.75
     mesh = ["--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2", "--optim.weight_decay=0.5", "--optim.lr=0.05"]
     for name in ("adamw", "muon"):
         folder = run.with_name(f"sparse_{name}")
