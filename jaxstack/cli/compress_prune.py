@@ -95,8 +95,9 @@ def main(args: Namespace) -> None:
         kept.remove()
     else:
         write(Path(args.run), new, report, out, keep_zeros=False)
-    before, after = (params.count(family.spec(one.model)) for one in (opened, new))
-    print(f"{before:,} parameters before, {after:,} after ({after / before - 1:+.1%})")
+    if report is not None:
+        before, after = (params.count(family.spec(one.model)) for one in (opened, new))
+        print(f"{before:,} parameters before, {after:,} after ({after / before - 1:+.1%})")
     print_losses(opened.evaluate(), new.evaluate())
     print(f"wrote {out}; train it with `jaxstack train --config={out}/config.yaml --distill.teacher={args.run}`")
 
@@ -128,13 +129,13 @@ def open_run(args: Namespace) -> "TrainedRun":
         raise ConfigError(f"{run} has model.family={family}, and calibration reads decoders. Name a run of a decoder.")
 
     def check(on_mesh: Config) -> None:
-        from jaxstack.compress import prune, sparsity
+        from jaxstack.compress import prune, sparsify
 
         sizes = prune.smaller_sizes(cfg.model, _given(args))
         for each in (cfg, on_mesh):  # the mesh of the run, and that of the calibration
             replace(_without_adapters(each), model=prune.smaller_model(each.model.base, sizes))
         if args.sparsity is not None:
-            sparsity.parse_pattern(args.sparsity)
+            sparsify.check_groups(prune.smaller_model(cfg.model.base, sizes), settings(args).pattern)
 
     plain = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
     opened = load_run.open_run(run, plain, tokenizer, args.mesh, args.step, check=check)
@@ -196,7 +197,6 @@ def with_zeros(run: "TrainedRun", how: "Settings", batches: list["Batch"], kept:
     from jaxstack.compress.calibrate import Walk
 
     walk = Walk.of(run.model, run.context)
-    sparsify.check_groups(walk, how.pattern)
     layers = []
     own = batches if how.method != "magnitude" else []
     for index, layer in enumerate(sparsify.sparsify(walk, run.params, own, how, kept.read)):

@@ -11,7 +11,8 @@ from jaxstack.common.tree import Batch, flatten, path_of
 from jaxstack.compress.calibrate import Measure, Statistics, Walk
 from jaxstack.compress.quantize import DAMPS, QuantizedLayer, as_rows, from_rows
 from jaxstack.compress.sparsity import Method, Pattern, magnitude, sparsegpt, wanda
-from jaxstack.config import ConfigError
+from jaxstack.config import ConfigError, ModelConfig
+from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 
 
@@ -28,13 +29,13 @@ class Settings:
     method: Method
 
 
-def check_groups(walk: Walk, pattern: Pattern) -> None:
-    """Checks that groups of neighbouring inputs divide the inputs of every matrix.
+def check_groups(cfg: ModelConfig, pattern: Pattern) -> None:
+    """Checks that groups of neighbouring inputs divide the inputs of every matrix of a model's layers.
 
     Raises:
       ConfigError: they do not.
     """
-    for path, p in walk.matrices.items():
+    for path, p in Walk.of(cfg, Context()).matrices.items():
         inputs = np.prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes], dtype=int)
         if pattern.group and inputs % pattern.group:
             raise ConfigError(
