@@ -46,11 +46,13 @@ def flags(sizes: dict[str, int]) -> list[str]:
 
 
 def train(path: Path, words: list[str]) -> float:
-    """Trains the quickstart with flags, and returns its last held-out loss in bits per byte."""
-    script = str(record.RESULTS.parent.parent / "train.py")
+    """Trains the quickstart with flags unless it is done, and returns its last held-out loss in bits per byte."""
+    script, log = str(record.RESULTS.parent.parent / "train.py"), path / "metrics.jsonl"
     own = ["--train.ngram_baseline=false", "--sample.prompts=[]", "--checkpoint.every=10000"]
-    subprocess.run([sys.executable, script, f"--run.dir={path}", *own, *words], check=True, stdout=subprocess.DEVNULL)
-    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    if not log.exists() or '"event": "finished"' not in log.read_text():
+        command = [sys.executable, script, f"--run.dir={path}", *own, *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
     return [r["eval_bits_per_byte"] for r in records if "eval_bits_per_byte" in r][-1]
 
 
@@ -119,13 +121,13 @@ def main() -> None:
     if not pruned.is_dir():
         words = ["compress", "prune", str(teacher), str(pruned), *flags(THIRDS[0]), f"--sequences={args.sequences}"]
         subprocess.run([sys.executable, "-m", "jaxstack", *words], check=True)
-    cases = compare(teacher, pruned, args.folder, args.seeds, args.steps)
-    print(f"distilled is better on {sum(c['distilled'] < c['scratch'] for c in cases)} of {len(cases)} seeds")
     run = jaxstack.load(teacher)
     result = {"before": round(run.evaluate().bits_per_byte, 5), "parameters": params.count(family.spec(run.model))}
     result |= {"steps": args.steps, "sequences": args.sequences, "schedule": SHORT, "unit": "bits per byte"}
     result |= {"thirds": remove_thirds(run, args.sequences), "sparse": remove_weights(run, args.sequences)}
-    record.record("prune", result | {"cases": cases})
+    cases = compare(teacher, pruned, args.folder, args.seeds, args.steps)
+    print(f"distilled is better on {sum(c['distilled'] < c['scratch'] for c in cases)} of {len(cases)} seeds")
+    record.record("prune", result | {"cases": sorted(cases, key=lambda case: case["seed"])})
 
 
 if __name__ == "__main__":
