@@ -89,11 +89,12 @@ def smaller_model(cfg: ModelConfig, sizes: Sizes) -> ModelConfig:
 
 def _check(cfg: ModelConfig, new: Sizes) -> None:
     """Checks that a model can have these sizes."""
-    if new.heads % new.kv_heads or new.heads // new.kv_heads > cfg.num_heads // cfg.kv_heads:
+    each = cfg.num_heads // cfg.kv_heads
+    if new.heads % new.kv_heads or new.heads // new.kv_heads > each:
+        advice = f"Use --kv_heads={new.heads}." if each == 1 else f"Use at most {each} times as many heads as kv_heads."
         raise ConfigError(
-            f"--heads={new.heads} with --kv_heads={new.kv_heads}: each key head must keep equally many of its "
-            f"{cfg.num_heads // cfg.kv_heads} query heads. Use --heads=K * --kv_heads with K from 1 to "
-            f"{cfg.num_heads // cfg.kv_heads}."
+            f"--heads={new.heads} with --kv_heads={new.kv_heads}: each key head must keep equally many of its {each} "
+            f"query heads. {advice}"
         )
     if new.layers % len(cfg.windows):
         raise ConfigError(
