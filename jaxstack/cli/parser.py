@@ -48,6 +48,7 @@ COMMANDS = {
     "import": Command("Use a model", "import_model", "make a run from a Hugging Face folder"),
     "export": Command("Use a model", "export_model", "write a run's parameters as a Hugging Face folder"),
     "compress quantize": Command("Use a model", "compress_quantize", "make a run with weights of few bits"),
+    "compress prune": Command("Use a model", "compress_prune", "make a run with fewer layers, heads, units or weights"),
     "data build": Command("Data", "data_build", "make a token file from text"),
     "data verify": Command("Data", "data_verify", "check a token file against its hashes"),
     "data show": Command("Data", "data_show", "print what a token file contains"),

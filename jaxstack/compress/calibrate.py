@@ -34,29 +34,55 @@ class Statistics(NamedTuple):
       gram: sum of x x^T [I, I].
       size: sum of |x| [I].
       tokens: their number [].
+      norms: sum over sequences of the L2 norm of each unit over the sequence's tokens [U] (Muralidharan et al. 2024,
+        arXiv:2407.14679, section 2.2). A unit is an input; of the output projection of attention, a head. Rows of
+        experts are not in the order of sequences: [E, 0].
     """
 
     gram: jax.Array
     size: jax.Array
     tokens: jax.Array
+    norms: jax.Array
 
 
-Measure = Callable[[], dict[str, Statistics]]
-"""Returns the statistics of each matrix of a layer by path. It computes them at the first call."""
+class Turn(NamedTuple):
+    """Sums over the tokens that a step of layers has read, float32 [].
+
+    Attributes:
+      distance: sum of 1 - the cosine of the residual stream before and after the step.
+      tokens: their number.
+    """
+
+    distance: jax.Array
+    tokens: jax.Array
 
 
 @dataclass
 class _Once:
     """Calls a function at most once."""
 
-    compute: Callable[[], list[dict[str, Statistics]]]
-    _found: list[dict[str, Statistics]] | None = None
+    compute: Callable[[], tuple[list[dict[str, Statistics]], Turn]]
 
-    def of(self, index: int) -> dict[str, Statistics]:
-        """Returns one of the results."""
-        if self._found is None:
-            self._found = self.compute()
-        return self._found[index]
+    @cached_property
+    def found(self) -> tuple[list[dict[str, Statistics]], Turn]:
+        """The result."""
+        return self.compute()
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Measures a layer over the calibration batches, at the first call."""
+
+    _once: _Once
+    _index: int
+
+    def __call__(self) -> dict[str, Statistics]:
+        """Returns the statistics of each matrix of the layer by path."""
+        return self._once.found[0][self._index]
+
+    def turn(self) -> Turn:
+        """Returns how far the step of the layer turns the residual stream."""
+        return self._once.found[1]
 
 
 @dataclass(frozen=True)
@@ -99,7 +125,7 @@ class Walk:
             layers = [self._take(values[self._stack[0]], first + i) for i in range(period)]
             measured = _Once(partial(self._sum, [*layers], stream, batches))
             for i, layer in enumerate(layers):
-                new = compress(first + i, layer, partial(measured.of, i))
+                new = compress(first + i, layer, Measure(measured, i))
                 layers[i] = jax.tree.map(lambda to, like: jax.device_put(to, like.sharding), new, layer)
                 yield first + i, new
             if first + period < self._stack[1].depth:
@@ -107,13 +133,13 @@ class Walk:
 
     def _sum(
         self, layers: list[Params], stream: list[jax.Array], batches: Sequence[Batch]
-    ) -> list[dict[str, Statistics]]:
-        """Returns the statistics of the matrices of each layer over all batches."""
+    ) -> tuple[list[dict[str, Statistics]], Turn]:
+        """Returns the statistics of the matrices of each layer over all batches, and how far the layers turn."""
         found: Any = None
         for x, batch in zip(stream, batches, strict=True):
-            one = self._step(layers, x, batch)[1]
+            one = self._step(layers, x, batch)[1:]
             found = one if found is None else jax.tree.map(jnp.add, found, one)
-        return list(found)
+        return found
 
     @property
     def _stack(self) -> tuple[str, Stack]:
@@ -168,27 +194,30 @@ class Walk:
         return jax.jit(take, out_shardings=jax.tree.map(self.ctx.sharding, self._layer_specs))
 
     @cached_property
-    def _step(self) -> Callable[[list[Params], jax.Array, Batch], tuple[jax.Array, list[dict[str, Statistics]]]]:
-        """Computes the layers of one period: the residual stream after them, and the statistics of their matrices."""
+    def _step(self) -> Callable[[list[Params], jax.Array, Batch], tuple[jax.Array, list[dict[str, Statistics]], Turn]]:
+        """Computes the layers of one period: the residual stream after them, and what `_sum` adds up."""
         period = self._stack[1].period
         wanted = [map_spec(lambda p: p.kind == "matrix", self._layer)] * period
 
-        def work(layers: list[Params], x: jax.Array, batch: Batch) -> tuple[jax.Array, list[dict[str, Statistics]]]:
+        def work(
+            layers: list[Params], before: jax.Array, batch: Batch
+        ) -> tuple[jax.Array, list[dict[str, Statistics]], Turn]:
             layer_inputs = family.of(self.cfg).make_layer_inputs(self.cfg, batch, self.ctx)
             cast = [params.cast_matrices(self._layer, layer, self.ctx.dtype) for layer in layers]
             run = partial(self._stack[1].step, self.cfg, self.ctx)
-            (x, _), seen = taps.record_inputs(lambda weights: run(weights, x, 0, layer_inputs), cast, wanted)
+            (x, _), seen = taps.record_inputs(lambda weights: run(weights, before, 0, layer_inputs), cast, wanted)
             paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(cast)]
             found: list[dict[str, Statistics]] = [{} for _ in layers]
             for leaf, (inputs, sizes) in seen.items():
                 which, _, path = paths[leaf].partition("/")
                 found[int(which)][path] = self._measure(self.matrices[path], inputs, sizes)
-            return x, found
+            turn = jax.tree.map(partial(self._total, self.ctx.axes("batch")), _turn(before, x))
+            return x, found, turn
 
         if not self._meshed:
             return jax.jit(work)
         where = ([self._layer_specs] * period, self._stream_spec, self._batch_spec)
-        return jax.jit(self.ctx.local(work, where, (self._stream_spec, PartitionSpec())))
+        return jax.jit(self.ctx.local(work, where, (self._stream_spec, PartitionSpec(), PartitionSpec())))
 
     def _measure(self, p: Param, x: jax.Array, sizes: tuple[jax.Array, ...]) -> Statistics:
         """Returns the statistics of the inputs of a matrix, equal on all devices.
@@ -202,14 +231,18 @@ class Walk:
         for dim in range(p.in_axes):
             split = tuple(axis for axis in self._axes(p.axes[p.batch_axes + dim]) if axis not in stored)
             x = collectives.all_gather_invariant(x, split, x.ndim - p.in_axes + dim)
-        x = x.reshape(-1, prod(x.shape[x.ndim - p.in_axes :])).astype(jnp.float32)
+        x = x.astype(jnp.float32)
+        by_unit = x  # [B, S, U, ...]
+        x = x.reshape(-1, prod(x.shape[x.ndim - p.in_axes :]))
         if sizes:
             ends = jnp.cumsum(sizes[0])
             rows = jnp.arange(x.shape[0])[:, None]
             member = ((rows >= ends - sizes[0]) & (rows < ends)).astype(jnp.float32)
             found = jax.lax.map(lambda chosen: _sums(x, chosen), member.T)
         else:
+            squares = (by_unit**2).sum((1, *range(3, by_unit.ndim)))
             found = _sums(x, collectives.zeros(x.shape[:1], jnp.float32, x) + 1)
+            found = found._replace(norms=jnp.sqrt(squares).sum(0))
         return jax.tree.map(partial(self._total, stored), found)
 
     def _axes(self, name: str) -> collectives.Axes:
@@ -230,4 +263,12 @@ def _sums(x: jax.Array, chosen: jax.Array) -> Statistics:
     """Returns the statistics of the chosen rows; `chosen` [N] is 0 or 1."""
     x = x * chosen[:, None]
     gram = jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST)
-    return Statistics(gram, jnp.abs(x).sum(0), chosen.sum())
+    return Statistics(gram, jnp.abs(x).sum(0), chosen.sum(), gram[0, :0])
+
+
+def _turn(before: jax.Array, after: jax.Array) -> Turn:
+    """Returns by how much vectors [B, S, D] turn."""
+    before, after = before.astype(jnp.float32), after.astype(jnp.float32)
+    lengths = jnp.linalg.norm(before, axis=-1) * jnp.linalg.norm(after, axis=-1)
+    distance = 1 - (before * after).sum(-1) / jnp.maximum(lengths, jnp.finfo(jnp.float32).tiny)
+    return Turn(distance.sum(), (collectives.zeros(distance.shape, jnp.float32, distance) + 1).sum())

@@ -289,6 +289,16 @@ def _check_adapters(cfg: Config) -> None:
         f"Name a run or a Hugging Face folder, or use model.lora.rank=0 to train all parameters.",
     )
     require(
+        not cfg.optim.keep_zeros or cfg.run.init_from is not None,
+        "optim.keep_zeros=true keeps the zeros of an existing model, but run.init_from is not set. Name a run of "
+        "`jaxstack compress prune`, or use optim.keep_zeros=false.",
+    )
+    require(
+        not (cfg.optim.keep_zeros and cfg.model.lora.rank),
+        f"optim.keep_zeros=true would keep new adapters at zero, but model.lora.rank={cfg.model.lora.rank}. Use "
+        f"optim.keep_zeros=false: frozen matrices keep their zeros.",
+    )
+    require(
         cfg.run.init_adapter is None or cfg.model.lora.rank > 0,
         f"run.init_adapter={cfg.run.init_adapter} needs model.lora with the same rank, alpha and targets. Make the run "
         f"with `jaxstack import BASE RUN --adapter={cfg.run.init_adapter}`, which sets them.",

@@ -137,6 +137,9 @@ class OptimConfig:
     """Second-moment decay (AdamW), or decay of the momentum (Lion)."""
     eps: NonNegativeFloat = 1e-8
     """Number added to the square root of the second moment (AdamW)."""
+    keep_zeros: bool = False
+    """Keep weights of matrices that are zero at zero. `jaxstack compress prune --sparsity` makes such weights, and sets
+    this key."""
     ema: BelowOne | None = None
     """Decay of an exponential average of the parameters. If it is set, evaluation, samples, generation and export use
     the averages. Null means no average."""

@@ -1,13 +1,18 @@
-"""Makes one model from another: up-cycles a dense model to experts, or extracts one expert as a dense model."""
+"""Makes one model from another: up-cycles to experts, extracts one expert, or keeps a part of layers and widths."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxstack.common.tree import path_of
 from jaxstack.config import ConfigError, ModelConfig, MoEConfig
 from jaxstack.models import family, params
-from jaxstack.models.params import Params
+from jaxstack.models.folding import divide_outputs
+from jaxstack.models.params import Param, Params
 from jaxstack.moe import upcycle as copy_experts
 
 
@@ -81,3 +86,70 @@ def _without_experts(layers: Params, every: int, expert: int) -> Params:
         return layers
     dense = {name: group for name, group in layers.items() if name != "moe"}
     return {**dense, "mlp": {name: w[:, expert] for name, w in layers["moe"].items()}}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The parts of a decoder that stay, as increasing indices in the old model. Layers may keep different ones.
+
+    Attributes:
+      layers: [L].
+      heads: query heads of each layer that stays [L, H]. Each key head that stays has equally many of its own.
+      kv_heads: key and value heads [L, G].
+      neurons: hidden units of MLPs by their group of parameters: `mlp` [L, F], `moe` [L, E, F] of each expert that
+        stays, `moe/shared` [L, F].
+      experts: [L, E]; with E = 0 in a dense model.
+      channels: of the residual stream [D].
+    """
+
+    layers: np.ndarray
+    heads: np.ndarray
+    kv_heads: np.ndarray
+    neurons: Mapping[str, np.ndarray]
+    experts: np.ndarray
+    channels: np.ndarray
+
+    def index(self, path: str, axis: str) -> np.ndarray | None:
+        """Returns what stays along a logical axis of a parameter; `None` means everything."""
+        match axis:
+            case "layers":
+                return self.layers
+            case "heads":
+                return self.heads
+            case "kv_heads":
+                return self.kv_heads
+            case "mlp":
+                return self.neurons[path.rpartition("/")[0].partition("/")[2]]
+            case "experts" | "router":
+                return self.experts
+            case "embed" | "expert_embed" | "input_embed" | "norm":
+                return self.channels
+        return None
+
+
+def keep(cfg: ModelConfig, values: Params, kept: Kept) -> Params:
+    """Returns the parameters of a decoder of which a part stays.
+
+    Where embeddings are multiplied by the root of the width, the table makes up for the change of this factor.
+    """
+
+    def one(keys: tuple[Any, ...], p: Param, a: jax.Array) -> jax.Array:
+        for dim, axis in enumerate(p.axes):
+            index = kept.index(path_of(keys), axis)
+            a = a if index is None else _take(a, jnp.asarray(index), dim)
+        return a
+
+    spec = family.spec(cfg)
+    new: Params = jax.tree_util.tree_map_with_path(one, spec, values, is_leaf=lambda x: isinstance(x, Param))
+    factor = (cfg.d_model / len(kept.channels)) ** 0.5
+    if not cfg.embedding_scale or factor == 1:
+        return new
+    new["embedding"] = {**new["embedding"], "tokens": factor * new["embedding"]["tokens"]}
+    return divide_outputs(cfg, new, "final_norm", jnp.asarray(factor)) if cfg.tied_embeddings else new
+
+
+def _take(a: jax.Array, index: jax.Array, dim: int) -> jax.Array:
+    """Returns the elements of an array along a dimension; an index [..., N] is that of each of the first dimensions."""
+    if index.ndim == 1:
+        return jnp.take(a, index, axis=dim)
+    return jax.vmap(lambda a, index: _take(a, index, dim - 1))(a, index)

@@ -317,6 +317,22 @@ def _averaging(inner: optax.GradientTransformation, decay: float) -> optax.Gradi
     return optax.GradientTransformation(init, update)
 
 
+def _keeping_zeros(inner: optax.GradientTransformation, spec: Spec) -> optax.GradientTransformation:
+    """Builds an optimizer that leaves the zeros of matrices at zero, and computes as if their gradients were zero.
+
+    A zero is never changed, so it is still one at the next update: the parameters are the mask, which needs no state.
+    """
+
+    def masked(values: Any, changes: Any) -> Any:
+        return map_spec(lambda p, v, u: jnp.where(v == 0, 0, u) if p.kind == "matrix" else u, spec, values, changes)
+
+    def update(grads: Any, state: Any, values: Any = None) -> tuple[Any, Any]:
+        changes, state = inner.update(masked(values, grads), state, values)
+        return masked(values, changes), state
+
+    return optax.GradientTransformation(inner.init, update)
+
+
 def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: PyTree = None) -> optax.GradientTransformation:
     """Builds the update rule: clipping, direction, decoupled weight decay on matrices and tables, learning rate.
 
@@ -342,4 +358,5 @@ def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: PyTree = None
         optax.add_decayed_weights(cfg.weight_decay, mask=map_spec(lambda p: p.is_decayed, spec)),
         optax.scale_by_learning_rate(schedule(cfg, steps)),
     )
+    whole = _keeping_zeros(whole, spec) if cfg.keep_zeros else whole
     return whole if cfg.ema is None else _averaging(whole, cfg.ema)

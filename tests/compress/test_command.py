@@ -1,4 +1,4 @@
-"""`jaxstack compress quantize`: what it writes, how it ends, and that it continues."""
+"""`jaxstack compress quantize` and `prune`: what they write, how they end, and that they continue."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,10 @@ import pytest
 
 import jaxstack as js
 from jaxstack.cli.parser import execute
-from jaxstack.compress import quantize
+from jaxstack.common.tree import flatten
+from jaxstack.compress import quantize, sparsify
 from jaxstack.config import ConfigError
+from jaxstack.models import params
 
 FLAGS = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.num_kv_heads=2 --model.d_ff=40
     --data.seq_len=32 --data.batch_size=4 --train.steps=2 --train.eval_every=2 --train.eval_steps=2 --optim.name=sgd
@@ -75,3 +77,93 @@ def test_the_result_is_a_run_like_any_other(run, capsys, monkeypatch):
 def test_mistakes(run, flags, text):
     with pytest.raises(ConfigError, match=text):
         execute(["compress", "quantize", str(run), str(run.with_name("no")), *flags])
+
+
+@pytest.mark.slow
+def test_a_pruned_run_is_a_run_like_any_other(run, capsys):
+    """The same parts stay on a mesh. The run is distilled from the original, in its own folder and in another one."""
+    out, other = run.with_name("pruned"), run.with_name("pruned_on_mesh")
+    words = ["--layers=1", "--heads=2", "--kv_heads=2", "--d_ff=24", "--d_model=20", "--sequences=8"]
+    execute(["compress", "prune", str(run), str(out), *words])
+    said = capsys.readouterr().out
+    assert "left out layer " in said
+    execute(["compress", "prune", str(run), str(other), *words, "--mesh.data=2", "--mesh.tensor=2"])
+    one, many = js.load(out), js.load(other)
+    for path, a in flatten(one.params).items():
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(flatten(many.params)[path]), err_msg=path)
+    found, again = (json.loads((folder / "importance.json").read_text()) for folder in (out, other))
+    assert found["heads"]["kept"] == again["heads"]["kept"]
+    assert len(found["layers"]["loss_without"]) == 2
+    assert (out / "importance.png").read_bytes()[:4] == b"\x89PNG"
+    assert f"{one.evaluate().bits_per_byte:.4f} after" in said
+    model = one.model
+    assert (model.num_layers, model.num_heads, model.kv_heads, model.head_width) == (1, 2, 2, 8)
+    assert (model.d_ff, model.d_model) == (24, 20)
+    assert one.generate("word1 ", tokens=5) != "word1 "
+    train = ["train", f"--config={out / 'config.yaml'}", f"--distill.teacher={run}"]
+    execute([*train, "--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2"])
+    words = [f"--run.init_from={out / 'model'}", f"--run.dir={run.with_name('distilled')}"]
+    execute([*train, *words, "--mesh.data=4", "--mesh.fsdp=1", "--mesh.tensor=1", "--mesh.context=2"])
+    a, b = (js.load(folder).evaluate().bits_per_byte for folder in (out, run.with_name("distilled")))
+    assert a == pytest.approx(b, rel=1e-4)  # sums over devices in another order, twice
+    assert a != one.evaluate().bits_per_byte
+    execute(["report", str(out)])
+    with pytest.raises(ConfigError, match="exists and is never overwritten"):
+        execute(["compress", "prune", str(run), str(out), "--d_ff=24"])
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_zeros_stay_in_further_training_on_a_mesh(run, monkeypatch):
+    """An interrupted command continues. AdamW and Muon with weight decay, and a run that resumes, keep every zero."""
+    out = run.with_name("sparse")
+    words = ["compress", "prune", str(run), str(out), "--sparsity=2:4", "--sequences=8"]
+    real, calls = sparsify.sparsify_layer, []
+
+    def stops(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(sparsify, "sparsify_layer", stops)
+    with pytest.raises(KeyboardInterrupt):
+        execute(words)
+    assert not out.exists()
+    execute(words)
+    assert len(calls) == 3
+    sparse = js.load(out)
+    spec = params.flat_spec(js.model.spec(sparse.model))
+    zero = {p: np.asarray(a) == 0 for p, a in flatten(sparse.params).items() if p.startswith("layers/")}
+    for path, mask in zero.items():
+        assert mask.mean() == (0.5 if spec[path].kind == "matrix" else 0), path
+    again = run.with_name("sparser")
+    execute(["compress", "prune", str(out), str(again), "--sparsity=0.75", "--method=magnitude"])
+    for path, a in flatten(js.load(again).params).items():
+        if path in zero and spec[path].kind == "matrix":
+            assert (np.asarray(a)[zero[path]] == 0).all()
+            assert (np.asarray(a) == 0).mean() == 0.75
+    mesh = ["--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2", "--optim.weight_decay=0.5", "--optim.lr=0.05"]
+    for name in ("adamw", "muon"):
+        folder = run.with_name(f"sparse_{name}")
+        train = ["train", f"--config={out / 'config.yaml'}", f"--run.dir={folder}", f"--optim.name={name}", *mesh]
+        execute(train)
+        if name == "muon":
+            execute([*train, "--train.steps=4"])  # resumes after step 2
+        trained = flatten(js.load(folder).params)
+        for path, mask in zero.items():
+            if spec[path].kind == "matrix":
+                np.testing.assert_array_equal(np.asarray(trained[path]) == 0, mask, err_msg=f"{name} {path}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [([], "names nothing to remove. Use --layers"), (["--heads=9"], "--heads=9 is more than the 4"),
+     (["--sparsity=2:2"], "--sparsity=2:2 is neither"), (["--sparsity=3:7"], "layers/attention/w_.* has 32"),
+     (["--heads=2", "--mesh.tensor=2"], "mesh.tensor=2 does not divide model.num_kv_heads=1"),
+     (["--d_model=30", "--mesh.fsdp=4"], "mesh.fsdp=4.*d_model=30"), (["--d_ff=8", "--mesh.pipe=2"], "mesh.pipe=2")],
+)  # fmt: skip
+def test_mistakes_in_pruning(run, flags, text):
+    with pytest.raises(ConfigError, match=text):
+        execute(["compress", "prune", str(run), str(run.with_name("no")), *flags])
+    assert not [path for path in run.parent.iterdir() if path.name in ("no", ".no.unfinished")]

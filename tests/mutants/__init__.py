@@ -26,6 +26,7 @@ PARTS = (
     "diffusion",
     "contrastive",
     "serve",
+    "compress",
 )
 """Files of this folder in the order of their mutants, which is that of the committed results."""
 

@@ -209,6 +209,33 @@ def test_averages_are_the_closed_form_and_change_no_update(rng):
             np.testing.assert_allclose(value, truth[path], rtol=1e-5, atol=1e-6, err_msg=f"{path}, {n}")
 
 
+def with_zeros(rng, tree):
+    """Random values of which a third of those of every array are zero."""
+    return jax.tree.map(lambda p: (rng.normal(size=p.shape) * (rng.random(p.shape) > 1 / 3)).astype(np.float32), tree)
+
+
+@pytest.mark.parametrize("name", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
+def test_zeros_of_matrices_stay_and_count_for_nothing(rng, name):
+    """Other weights change as if the gradients of the zeros were zero. Weight decay and averages keep zeros, too."""
+    rule = dataclasses.replace(RULE, name=name, ema=0.4)
+    plain, keeping = (optimizer.optimizer(dataclasses.replace(rule, keep_zeros=on), 9, SPEC) for on in (False, True))
+    values = with_zeros(rng, params.abstract(SPEC))
+    states, current = [plain.init(values), keeping.init(values)], values
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])  # a checkpoint may be of either
+    free = map_spec(lambda p, v: (v != 0) | (p.kind != "matrix"), SPEC, values)
+    for _ in range(3):
+        grads = map_spec(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), SPEC)
+        changes, states[1] = keeping.update(grads, states[1], current)
+        truth, states[0] = plain.update(jax.tree.map(jnp.multiply, grads, free), states[0], current)
+        for path, change in flatten(changes).items():
+            mask = flatten(free)[path]
+            assert (np.asarray(change)[~mask] == 0).all()
+            np.testing.assert_array_equal(np.asarray(change)[mask], np.asarray(flatten(truth)[path])[mask])
+        current = optax.apply_updates(current, changes)
+    for tree in (current, states[1].average):
+        assert all(((a == 0) == ~flatten(free)[path]).all() for path, a in flatten(tree).items() if "norm" not in path)
+
+
 def test_muon_is_optaxs(rng):
     """Compares three steps on one device with optax's own iteration."""
     spec = SPEC["layers"]["w_o"]

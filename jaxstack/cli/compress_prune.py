@@ -1,0 +1,241 @@
+"""Makes the run OUT with a part of a run's layers, heads, hidden units, experts and channels, or with zeros.
+
+OUT/model is a run of its own that has the smaller model at step 0. The commands `generate`, `export` and `train` take
+OUT like any other run. OUT/importance.json and OUT/importance.png have the importance of every part.
+"""
+
+import json
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from jsonargparse import Namespace
+
+from jaxstack.checkpoint import manifest, run_dir
+from jaxstack.cli.compress_quantize import calibration, print_losses, worst
+from jaxstack.config import Config, ConfigError, MeshConfig, parse
+from jaxstack.config.bounds import PositiveInt
+from jaxstack.config.parse import Parser, user_path
+from jaxstack.generate import load_run
+
+if TYPE_CHECKING:  # these import JAX, for which help must not wait
+    from jaxstack.common.tree import Batch
+    from jaxstack.compress.importance import Importance
+    from jaxstack.compress.prune import Losses
+    from jaxstack.compress.sparsify import Settings
+    from jaxstack.compress.unfinished import Unfinished
+    from jaxstack.generate.trained_run import TrainedRun
+    from jaxstack.models.surgery import Kept
+
+SIZES = {
+    "layers": "layers that stay",
+    "heads": "query heads that stay in each layer",
+    "kv_heads": "key and value heads that stay; null means that each keeps its number of query heads if possible",
+    "d_ff": "hidden units of each MLP, or of each expert, that stay",
+    "experts": "experts that stay in each layer",
+    "d_model": "channels of the residual stream that stay",
+}
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
+    parser.add_argument("out", metavar="OUT", type=user_path, help="run directory to make")
+    for name, text in SIZES.items():
+        parser.add_argument(f"--{name}", type=PositiveInt | None, default=None, help=text)
+    parser.add_argument(
+        "--layers_by",
+        type=Literal["loss", "cosine"],
+        default="loss",
+        help="leave out layers one by one, by the loss without them, or those that change their input least",
+    )
+    parser.add_argument(
+        "--sparsity",
+        type=str | None,
+        default=None,
+        help="share of the weights of each matrix that become zero, or N:M to keep N of M neighbouring ones",
+    )
+    parser.add_argument(
+        "--method",
+        type=Literal["sparsegpt", "wanda", "magnitude"],
+        default="sparsegpt",
+        help="with --sparsity: which weights become zero, and whether the others change",
+    )
+    parser.add_argument(
+        "--sequences", type=PositiveInt, default=128, help="sequences of the run's training data for the calibration"
+    )
+    parser.add_argument("--step", type=int, default=None, help="step of the checkpoint; null means the newest")
+    parser.add_class_arguments(MeshConfig, "mesh")
+    parser.set_defaults({"mesh.data": 1})
+
+
+def main(args: Namespace) -> None:
+    """Makes the run directory and prints the held-out loss before and after.
+
+    Raises:
+      ConfigError: a run, sizes or mesh that do not fit together, or a folder that exists.
+    """
+    opened, out = open_run(args), Path(args.out)
+
+    from jaxstack.compress import unfinished
+    from jaxstack.models import family, params
+
+    needed = bool(_given(args)) or args.method != "magnitude"
+    batches = calibration(opened, args.sequences if needed else 0)
+    new, report = (opened, None) if _given(args) == {} else smaller(opened, args, batches)
+    if args.sparsity is not None:
+        # The newest step may be another one when the command continues.
+        newest = max(manifest.complete_steps(run_dir.checkpoints(Path(opened.config.run.dir))), default=None)
+        names = ("layers_by", "sparsity", "method", "sequences", *SIZES)
+        chosen = {"run": str(Path(args.run).resolve()), "step": newest if args.step is None else args.step}
+        kept = unfinished.open_folder(out, chosen | {name: getattr(args, name) for name in names})
+        new = with_zeros(new, settings(args), batches, kept)
+        write(Path(args.run), new, report, out, keep_zeros=True)
+        kept.remove()
+    else:
+        write(Path(args.run), new, report, out, keep_zeros=False)
+    if report is not None:
+        before, after = (params.count(family.spec(one.model)) for one in (opened, new))
+        print(f"{before:,} parameters before, {after:,} after ({after / before - 1:+.1%})")
+    print_losses(opened.evaluate(), new.evaluate())
+    print(f"wrote {out}; train it with `jaxstack train --config={out}/config.yaml --distill.teacher={args.run}`")
+
+
+def _given(args: Namespace) -> dict[str, int]:
+    """Returns the sizes that the command line names."""
+    return {name: value for name in SIZES if (value := getattr(args, name)) is not None}
+
+
+def open_run(args: Namespace) -> "TrainedRun":
+    """Checks the arguments, and returns the run on the mesh of the calibration.
+
+    Raises:
+      ConfigError: see `main`.
+    """
+    run, out = Path(args.run), Path(args.out)
+    cfg, tokenizer = load_run.read_run(run)
+    if out.exists():
+        raise ConfigError(f"{out} exists and is never overwritten. Name another folder.")
+    if args.sparsity is None and not _given(args):
+        raise ConfigError(f"the command names nothing to remove. Use --{', --'.join(SIZES)} or --sparsity.")
+    for axis in ("pipe", "expert"):
+        if (size := getattr(args.mesh, axis)) > 1:
+            raise ConfigError(
+                f"mesh.{axis}={size} cannot be used: one layer runs at a time, with all of its experts on each "
+                f"device. Use --mesh.data, --mesh.fsdp or --mesh.tensor."
+            )
+    if (family := cfg.model.family) != "decoder":
+        raise ConfigError(f"{run} has model.family={family}, and calibration reads decoders. Name a run of a decoder.")
+
+    def check(on_mesh: Config) -> None:
+        from jaxstack.compress import prune, sparsify
+
+        sizes = prune.smaller_sizes(cfg.model, _given(args))
+        for each in (cfg, on_mesh):  # the mesh of the run, and that of the calibration
+            replace(_without_adapters(each), model=prune.smaller_model(each.model.base, sizes))
+        if args.sparsity is not None:
+            sparsify.check_groups(prune.smaller_model(cfg.model.base, sizes), settings(args).pattern)
+
+    plain = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
+    opened = load_run.open_run(run, plain, tokenizer, args.mesh, args.step, check=check)
+    return replace(opened, config=_without_adapters(opened.config))
+
+
+def _without_adapters(cfg: Config) -> Config:
+    """Returns a configuration for parameters with adapters merged."""
+    return replace(cfg, run=replace(cfg.run, init_adapter=None), model=cfg.model.base)
+
+
+def settings(args: Namespace) -> "Settings":
+    """Returns which weights become zero."""
+    from jaxstack.compress.sparsify import Settings
+    from jaxstack.compress.sparsity import parse_pattern
+
+    return Settings(parse_pattern(args.sparsity), args.method)
+
+
+class Report(NamedTuple):
+    """What was measured, and what stays.
+
+    Attributes:
+      found: importance of every part.
+      kept: the parts that stay.
+      losses: of the model without each layer, if they were measured.
+    """
+
+    found: "Importance"
+    kept: "Kept"
+    losses: "Losses | None"
+
+
+def smaller(run: "TrainedRun", args: Namespace, batches: list["Batch"]) -> tuple["TrainedRun", Report]:
+    """Returns the run with the parts that matter most."""
+    from jaxstack.compress import prune
+    from jaxstack.compress.calibrate import Walk
+    from jaxstack.compress.importance import measure
+    from jaxstack.models.context import Context
+
+    sizes = prune.smaller_sizes(run.model, _given(args))
+    found = measure(Walk.of(run.model, run.context), run.params, batches)
+    steps, losses = None, None
+    if sizes.layers < run.model.num_layers and args.layers_by == "loss":
+        search = prune.LayerSearch(run.config, run.context, run.params, batches)
+        steps, losses = search.leave_out(sizes.layers // len(run.model.windows), partial(print, flush=True))
+    kept = prune.choose(run.model, sizes, found, steps)
+    cfg = replace(run.config, model=prune.smaller_model(run.model, sizes))
+    assert run.context.mesh is not None
+    context = Context.create(cfg, run.context.mesh)
+    return replace(run, config=cfg, context=context, params=prune.keep(run.model, context, run.params, kept)), Report(
+        found, kept, losses
+    )
+
+
+def with_zeros(run: "TrainedRun", how: "Settings", batches: list["Batch"], kept: "Unfinished") -> "TrainedRun":
+    """Returns the run with zeros in the matrices of its layers."""
+    from jaxstack.compress import quantize, sparsify
+    from jaxstack.compress.calibrate import Walk
+
+    walk = Walk.of(run.model, run.context)
+    layers = []
+    own = batches if how.method != "magnitude" else []
+    for index, layer in enumerate(sparsify.sparsify(walk, run.params, own, how, kept.read)):
+        kept.write(index, layer)
+        layers.append(layer)
+        print(f"layer {index + 1} of {run.model.num_layers}{worst(layer.errors)}", flush=True)
+    return replace(run, params=quantize.join(run.model, run.params, layers))
+
+
+def write(source: Path, run: "TrainedRun", report: Report | None, out: Path, keep_zeros: bool) -> None:
+    """Writes the run directory, with a run in its folder `model` that has the parameters at step 0."""
+    from jaxstack import data
+    from jaxstack.checkpoint import store
+    from jaxstack.compress import draw, prune
+    from jaxstack.hf import safetensors
+    from jaxstack.training.state import abstract_state, make_state, start_from
+
+    old, _ = load_run.read_run(source)
+    model = replace(run.model, pad_vocab_to=old.model.pad_vocab_to)
+    begin = replace(old.run, dir=str(out), init_from=str((out / "model").resolve()), init_adapter=None)
+    cfg = replace(old, run=begin, model=model, optim=replace(old.optim, keep_zeros=keep_zeros or old.optim.keep_zeros))
+    alone = replace(
+        run.config,
+        run=replace(begin, dir=str(out / "model"), init_from=None),
+        model=run.model,
+        optim=replace(old.optim, keep_zeros=False),
+    )
+    state = make_state(alone, run.context, abstract_state(alone, run.context))
+    state = start_from(alone, state, run.params)
+    metadata = {"config": asdict(alone), "versions": store.versions(), "next_batch": 0}
+    metadata["data"] = data.load_for(alone).fingerprint
+    with safetensors.new_folder(out) as made:
+        for folder, its in ((made, cfg), (made / "model", alone)):
+            folder.mkdir(exist_ok=True)
+            (folder / "config.yaml").write_text(parse.to_yaml(its))
+            (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+        with store.Checkpoints(alone.checkpoint, run_dir.checkpoints(made / "model")) as checkpoints:
+            checkpoints.save(0, state, metadata)
+        if report is not None:
+            described = prune.describe(report.found, report.kept, report.losses)
+            (made / "importance.json").write_text(json.dumps({"run": str(source)} | described) + "\n")
+            draw.draw(report.found, report.kept, report.losses, made / "importance.png")

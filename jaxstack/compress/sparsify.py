@@ -1,0 +1,124 @@
+"""Sets a share of the weights in a model's layers to zero, one layer after the other."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstack.common.tree import Batch, flatten, path_of
+from jaxstack.compress.calibrate import Measure, Statistics, Walk
+from jaxstack.compress.quantize import DAMPS, QuantizedLayer, as_rows, from_rows
+from jaxstack.compress.sparsity import Method, Pattern, magnitude, sparsegpt, wanda
+from jaxstack.config import ConfigError, ModelConfig
+from jaxstack.models.context import Context
+from jaxstack.models.params import Params
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which weights become zero.
+
+    Attributes:
+      pattern: their share.
+      method: how they are chosen; `magnitude` needs no calibration batches.
+    """
+
+    pattern: Pattern
+    method: Method
+
+
+def check_groups(cfg: ModelConfig, pattern: Pattern) -> None:
+    """Checks that groups of neighbouring inputs divide the inputs of every matrix of a model's layers.
+
+    Raises:
+      ConfigError: they do not.
+    """
+    for path, p in Walk.of(cfg, Context()).matrices.items():
+        inputs = np.prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes], dtype=int)
+        if pattern.group and inputs % pattern.group:
+            raise ConfigError(
+                f"--sparsity={pattern} needs groups of {pattern.group} inputs, but layers/{path} has {inputs}. Use "
+                f"--sparsity={pattern.fraction:g}, or another width."
+            )
+
+
+def sparsify(
+    walk: Walk,
+    values: Params,
+    batches: Sequence[Batch],
+    how: Settings,
+    finished: Callable[[int], QuantizedLayer | None] = lambda index: None,
+) -> Iterator[QuantizedLayer]:
+    """Yields one layer after the other, with zeros in its matrices and without codes.
+
+    Args:
+      walk: the model.
+      values: its parameters, on its mesh.
+      batches: calibration batches on the devices; none are needed for `magnitude`.
+      how: the settings.
+      finished: returns a layer that an earlier call has yielded, or `None`.
+    """
+    results: dict[int, QuantizedLayer] = {}  # `Walk.run` yields them in the same order
+
+    def one(index: int, layer: Params, measure: Measure) -> Params:
+        found = finished(index)
+        if found is None:
+            statistics = jax.device_get(measure()) if batches else {}
+            found = sparsify_layer(walk, jax.device_get(layer), statistics, how)
+        results[index] = found
+        return found.params
+
+    for index, _ in walk.run(values, batches, one):
+        yield results.pop(index)
+
+
+def sparsify_layer(walk: Walk, layer: Params, statistics: Mapping[str, Statistics], how: Settings) -> QuantizedLayer:
+    """Sets weights of the matrices of one layer to zero.
+
+    Args:
+      walk: the model.
+      layer: parameters without the axis of layers, on the host.
+      statistics: of the inputs of each matrix by path; may be empty for `magnitude`.
+      how: the settings.
+
+    Raises:
+      ConfigError: the statistics are not finite.
+    """
+    old, new, errors = flatten(layer), {}, {}
+    for path, p in walk.matrices.items():
+        rows = as_rows(p, old[path])
+        experts, made, off, size = rows if rows.ndim == 3 else rows[None], [], 0.0, 0.0
+        found = statistics.get(path)
+        for e, w in enumerate(experts):
+            gram = None if found is None else found.gram if rows.ndim == 2 else found.gram[e]
+            made.append(_one(path, w, gram, how))
+            if gram is not None:
+                off, size = off + _energy(made[-1] - w, gram), size + _energy(w, gram)
+        new[path] = from_rows(p, np.stack(made).reshape(rows.shape), old[path].shape)
+        if found is not None:
+            errors[path] = off / max(size, 1e-30)
+    layer = jax.tree_util.tree_map_with_path(lambda keys, a: new.get(path_of(keys), a), layer)
+    return QuantizedLayer(layer, {}, errors)
+
+
+def _energy(w: np.ndarray, gram: jax.Array) -> float:
+    """Returns the sum of squared outputs of a matrix [O, I]."""
+    return float(((w @ gram) * w).sum())
+
+
+def _one(path: str, w: np.ndarray, gram: jax.Array | None, how: Settings) -> np.ndarray:
+    """Returns one matrix [O, I] with zeros."""
+    if how.method == "magnitude" or gram is None:
+        return np.asarray(magnitude(w, how.pattern))
+    if how.method == "wanda":
+        return np.asarray(wanda(w, gram, how.pattern))
+    for damp in DAMPS:
+        made = np.asarray(sparsegpt(jnp.asarray(w), jnp.asarray(gram), how.pattern, damp))
+        if np.isfinite(made).all():
+            return made
+    raise ConfigError(
+        f"the inputs of layers/{path} are not finite on the calibration batches, so --method=sparsegpt cannot use "
+        f"them. Use --method=magnitude, or another --step."
+    )
