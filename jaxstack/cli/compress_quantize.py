@@ -18,6 +18,7 @@ from jaxstack.cli.export_model import write_tokenizer
 from jaxstack.config import ConfigError, LoraConfig, MeshConfig, parse
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.scheme import Scheme
 from jaxstack.generate import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
@@ -25,7 +26,6 @@ if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.compress.calibrate import Walk
     from jaxstack.compress.quantize import Codes, Settings
     from jaxstack.generate.trained_run import Evaluation, TrainedRun
-    from jaxstack.hf import Scheme
     from jaxstack.models.params import Params
 
 
@@ -76,7 +76,8 @@ def main(args: Namespace) -> None:
                 f"mesh.{axis}={size} cannot be used: one layer runs at a time, with all of its experts on each "
                 f"device. Use --mesh.data, --mesh.fsdp or --mesh.tensor."
             )
-    cfg = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
+    # With train.qat, the matrices are rounded here, from the master weights, and not before.
+    cfg = replace(cfg, model=replace(cfg.model, pad_vocab_to=None), train=replace(cfg.train, qat="none"))
     opened = load_run.open_run(run, cfg, tokenizer, args.mesh, args.step)
 
     from jaxstack import hf
@@ -111,14 +112,12 @@ def main(args: Namespace) -> None:
 
 def settings(args: Namespace) -> "Settings":
     """Returns how the matrices are quantised."""
-    from jaxstack import hf
     from jaxstack.compress.quantize import Settings
 
-    bits: Literal[4, 8] = 4 if args.weights == "int4" else 8
-    return Settings(hf.Scheme(bits, args.group, "float" if args.weights == "fp8" else "int"), args.method, args.dtype)
+    return Settings(Scheme.of(args.weights, args.group), args.method, args.dtype)
 
 
-def describe(walk: "Walk", scheme: "Scheme") -> str:
+def describe(walk: "Walk", scheme: Scheme) -> str:
     """Returns one line about the scales of the matrices."""
     inputs = {path: prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes]) for path, p in walk.matrices.items()}
     whole = [f"{path} ({size})" for path, size in inputs.items() if scheme.groups(size) == 1]

@@ -8,13 +8,13 @@ Codes that are not packed, int8 or float8, are stored as NAME.weight itself.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxstack.config import ConfigError
+from jaxstack.config.scheme import Scheme
 from jaxstack.hf.configs import JsonObject, Keys
 from jaxstack.hf.safetensors import TensorFiles, TensorInfo
 
@@ -42,75 +42,38 @@ Codes: TypeAlias = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Codes [O, I], int8 or float8_e4m3fn, and scales [O, G], float32, of quantised tensors by name (`....weight`)."""
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """The format of quantised matrices.
+def to_json(scheme: Scheme, codes: Codes, linear: Iterable[str]) -> JsonObject:
+    """Returns the `quantization_config` of a folder.
 
-    Attributes:
-      bits: of a code.
-      group: inputs that share a scale. Where it does not divide the inputs, or is `None`, all inputs of an output
-        share one.
-      kind: `int` for signed integers, or `float` for e4m3 numbers of 8 bits.
-
-    Raises:
-      ConfigError: a format that the layout does not have.
+    Args:
+      scheme: their format.
+      codes: the quantised matrices.
+      linear: names of all tensors that are weights of linear layers.
     """
-
-    bits: Literal[4, 8]
-    group: int | None = None
-    kind: Literal["int", "float"] = "int"
-
-    def __post_init__(self) -> None:
-        if self.kind == "float" and (self.bits, self.group) != (8, None):
-            raise ConfigError(
-                f"fp8 with bits={self.bits} and group={self.group} cannot be stored. Use 8 bits and group null, which "
-                f"is one scale for each output."
-            )
-
-    def __str__(self) -> str:
-        scales = "one scale for each output" if self.group is None else f"a scale for {self.group} inputs"
-        return f"{'fp8' if self.kind == 'float' else f'int{self.bits}'} with {scales}"
-
-    def groups(self, inputs: int) -> int:
-        """Returns the number of groups of a matrix with this number of inputs."""
-        return 1 if self.group is None or inputs % self.group else inputs // self.group
-
-    @property
-    def format(self) -> str:
-        """Returns the name of the format in which matrices are written."""
-        return "float-quantized" if self.kind == "float" else "pack-quantized"
-
-    def to_json(self, codes: Codes, linear: Iterable[str]) -> JsonObject:
-        """Returns the `quantization_config` of a folder.
-
-        Args:
-          codes: the quantised matrices.
-          linear: names of all tensors that are weights of linear layers.
-        """
-        sizes: dict[int | None, set[str]] = {}
-        for name, (code, scale) in codes.items():
-            size = None if scale.shape[1] == 1 else code.shape[1] // scale.shape[1]
-            sizes.setdefault(size, set()).add(name.removesuffix(".weight").rpartition(".")[2])
-        groups = {}
-        for i, (size, layers) in enumerate(sizes.items()):
-            targets = ["Linear"] if len(sizes) == 1 else [rf"re:.*\.{layer}$" for layer in sorted(layers)]
-            weights = {
-                "num_bits": self.bits,
-                "type": self.kind,
-                "symmetric": True,
-                "strategy": "channel" if size is None else "group",
-                "group_size": size,
-                "dynamic": False,
-            }
-            groups[f"group_{i}"] = {"targets": targets, "weights": weights}
-        kept = {"lm_head", *(name.removesuffix(".weight") for name in linear if name not in codes)}
-        return {
-            "quant_method": METHOD,
-            "format": self.format,
-            "quantization_status": "compressed",
-            "config_groups": groups,
-            "ignore": sorted(kept),
+    sizes: dict[int | None, set[str]] = {}
+    for name, (code, scale) in codes.items():
+        size = None if scale.shape[1] == 1 else code.shape[1] // scale.shape[1]
+        sizes.setdefault(size, set()).add(name.removesuffix(".weight").rpartition(".")[2])
+    groups = {}
+    for i, (size, layers) in enumerate(sizes.items()):
+        targets = ["Linear"] if len(sizes) == 1 else [rf"re:.*\.{layer}$" for layer in sorted(layers)]
+        weights = {
+            "num_bits": scheme.bits,
+            "type": scheme.kind,
+            "symmetric": True,
+            "strategy": "channel" if size is None else "group",
+            "group_size": size,
+            "dynamic": False,
         }
+        groups[f"group_{i}"] = {"targets": targets, "weights": weights}
+    kept = {"lm_head", *(name.removesuffix(".weight") for name in linear if name not in codes)}
+    return {
+        "quant_method": METHOD,
+        "format": "float-quantized" if scheme.kind == "float" else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": sorted(kept),
+    }
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -203,7 +203,7 @@ def save_pretrained(
                 f"a model of another family than gpt2."
             )
         assert all(code.shape == tensors[name].shape for name, (code, _) in codes.items())
-        config[compressed.KEY] = scheme.to_json(codes, linear)
+        config[compressed.KEY] = compressed.to_json(scheme, codes, linear)
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
         if name in codes:
