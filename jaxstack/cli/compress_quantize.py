@@ -183,7 +183,11 @@ def write(run: "TrainedRun", codes: "Codes", how: "Settings", out: Path) -> None
         (made / "tokenizer.json").write_text(json.dumps(saved))
         begin = replace(cfg.run, dir=str(out), init_from=str((out / "model").resolve()), init_adapter=None)
         model = replace(cfg.model, lora=LoraConfig(), pad_vocab_to=None)
-        (made / "config.yaml").write_text(parse.to_yaml(replace(cfg, run=begin, model=model, mesh=MeshConfig())))
+        kernels = cfg.kernels
+        if replace(how.scheme, inputs="none") == Scheme(8):  # new tokens read the codes themselves
+            kernels = replace(kernels, decode_weights="int8")
+        final = replace(cfg, run=begin, model=model, mesh=MeshConfig(), kernels=kernels)
+        (made / "config.yaml").write_text(parse.to_yaml(final))
 
 
 def print_losses(before: "Evaluation", after: "Evaluation") -> None:

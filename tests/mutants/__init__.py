@@ -25,6 +25,7 @@ PARTS = (
     "optimizer",
     "diffusion",
     "contrastive",
+    "compress",
 )
 """Files of this folder in the order of their mutants, which is that of the committed results."""
 

@@ -20,7 +20,8 @@ from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.training import qat
 from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state
+from jaxstack.training.optimizer import AverageState
+from jaxstack.training.state import TrainState, abstract_state, evaluated_params
 
 # Groups of 32: with two tensor shards, the 96 inputs of w_down have a group on both of them.
 FORMATS = {"int4": 32, "int8": 32, "fp8": None}
@@ -105,6 +106,21 @@ def test_gradients_are_those_at_the_rounded_matrices(name, seed):
     ):
         assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b), path
         assert np.linalg.norm(a - c) >= 1e-3 * np.linalg.norm(c), path
+
+
+@pytest.mark.random
+def test_evaluation_uses_rounded_matrices(seed):
+    """Also those of averages, of which an optimizer's state has the trained part."""
+    cfg = config("softmax", {})
+    _, values = placed(cfg, seed)
+    halves = jax.tree.map(lambda a: a / 2, values)
+    plain = TrainState(*[jax.numpy.zeros(())] * 4, params=values, opt_state=())
+    averaged = replace(plain, opt_state=AverageState(jax.numpy.zeros(()), halves, ()))
+    for state, used in ((plain, values), (averaged, halves)):
+        expected = qat.round_arrays(cfg, used)
+        for path, found in flatten(evaluated_params(cfg, state)).items():
+            np.testing.assert_array_equal(np.asarray(found), np.asarray(flatten(expected)[path]), path)
+        assert not np.array_equal(expected["layers"]["moe"]["w_up"], used["layers"]["moe"]["w_up"])
 
 
 @pytest.mark.random
