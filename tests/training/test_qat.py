@@ -17,6 +17,7 @@ from jaxstack.config import Config
 from jaxstack.config.scheme import Scheme
 from jaxstack.models import lora
 from jaxstack.models.context import Context
+from jaxstack.planner import estimate
 from jaxstack.sharding import make_mesh
 from jaxstack.training import qat
 from jaxstack.training.gradients import make_gradients
@@ -160,6 +161,19 @@ def test_gradients_in_bfloat16_are_those_of_float32(seed):
         apart = np.linalg.norm(np.asarray(found[1][path] - exact, np.float64)) / np.linalg.norm(np.asarray(exact))
         assert found[1][path].dtype == np.float32
         assert apart < 0.03, path
+
+
+def test_the_plan_counts_the_rounded_copy():
+    """Each device has a copy of its own part of the matrices of layers, float32."""
+    cfg = config("llama3", {"fsdp": 2, "tensor": 2})
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, jax.devices()[:4]))
+    found = estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx))
+    matrices = Walk.of(cfg.model, ctx).matrices.values()
+    assert found["rounded matrices, float32"] == 4 * cfg.model.num_layers * sum(p.size for p in matrices) / 4
+    plain = replace(cfg, train=replace(cfg.train, qat="none"))
+    assert {*found} - {*estimate.memory(plain, ctx, *estimate.abstract_inputs(plain, ctx))} == {
+        "rounded matrices, float32"
+    }
 
 
 FLAGS = """--model.num_layers=2 --model.d_model=64 --model.num_heads=4 --model.num_kv_heads=2 --model.d_ff=96
