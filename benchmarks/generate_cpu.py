@@ -6,6 +6,9 @@ the machine slows all of them: jaxstack, transformers with a thread for each cor
 which suffers less on a busy machine. The result is the ratio within a round: the time of the better transformers over
 ours. We also measure 256 new tokens, because late tokens must cost as much as early ones, attention excepted. Medians
 are printed and written to `benchmarks/results/generate_cpu.json`, where models that did not run keep their rows.
+
+`--int8` adds a fourth process, which is jaxstack with `kernels.decode_weights=int8`. The float32 processes are then a
+baseline, and the result is `benchmarks/results/generate_int8.json`.
 """
 
 import argparse
@@ -28,9 +31,11 @@ SHAPES = {
 PROMPT, NEW, LONG = 64, 128, 256
 
 
-def ours(batch: int, shape: dict[str, int]) -> Any:
-    """Returns a function that decodes with jaxstack."""
+def ours(batch: int, shape: dict[str, int], weights: str) -> Any:
+    """Returns a function that decodes with jaxstack and weights of some kind."""
     sys.path.insert(0, str(train_cpu.ROOT))
+    from dataclasses import replace
+
     import jax
     import numpy as np
 
@@ -49,7 +54,7 @@ def ours(batch: int, shape: dict[str, int]) -> Any:
     )
     values = jax.jit(lambda: params.init(jax.random.key(0), decoder.spec(cfg)))()
     prompts = np.random.default_rng(0).integers(0, shape["vocab"], (batch, PROMPT)).tolist()
-    ctx = Context(**implementations("cpu"))
+    ctx = replace(Context(**implementations("cpu")), decode_weights=weights)
     runs = {n: decode.make_generate(cfg, SampleConfig(tokens=n, temperature=0), ctx=ctx) for n in (1, NEW, LONG)}
     return lambda new: runs[new](values, prompts, 0)
 
@@ -92,25 +97,41 @@ def serve(run: Any) -> None:
         print(json.dumps({"s": time.perf_counter() - begin}), flush=True)
 
 
-def compare(name: str, batch: int, rounds: int) -> dict[str, Any]:
+def compare(name: str, batch: int, rounds: int, int8: bool) -> dict[str, Any]:
     """Runs all sides in rounds and returns their times and ratios."""
     cores = len(os.sched_getaffinity(0))
-    names = {"jaxstack": "0", f"transformers, {cores} threads": str(cores), "transformers, 1 thread": "1"}
+    names = {"jaxstack": "float", f"transformers, {cores} threads": str(cores), "transformers, 1 thread": "1"}
+    if int8:
+        names["jaxstack, int8"] = "int8"
     workers = {key: Worker("--worker", kind, str(batch), name, job={}) for key, kind in names.items()}
-    workers["jaxstack"].turn(1), workers["jaxstack"].turn(LONG)  # compiles
+    for key in names:
+        if key.startswith("jaxstack"):
+            workers[key].turn(1), workers[key].turn(LONG)  # compiles
     seconds: dict[str, list[float]] = {key: [] for key in workers}
     early, late = [], []
     for turn in range(rounds):
         order = list(names)
-        for key in order[turn % 3 :] + order[: turn % 3]:  # no process always runs after the same one
+        first = turn % len(order)
+        for key in order[first:] + order[:first]:  # no process always runs after the same one
             seconds[key].append(workers[key].turn(NEW)["s"])
-        first, long = (workers["jaxstack"].turn(n)["s"] for n in (1, LONG))
-        early.append((seconds["jaxstack"][-1] - first) / (NEW - 1))
-        late.append((long - first) / (LONG - 1))
+        prompt, long = (workers["jaxstack"].turn(n)["s"] for n in (1, LONG))
+        early.append((seconds["jaxstack"][-1] - prompt) / (NEW - 1))
+        late.append((long - prompt) / (LONG - 1))
     for worker in workers.values():
         worker.close()
-    ratios = [min(theirs) / ours for ours, *theirs in zip(*seconds.values(), strict=True)]
+    in_8_bits = seconds.get("jaxstack, int8", [])
+    baseline = zip(*(times for key, times in seconds.items() if key != "jaxstack, int8"), strict=True)
+    ratios = [min(theirs) / ours for ours, *theirs in baseline]
+    gains = [ours / own for own, ours in zip(in_8_bits, seconds["jaxstack"], strict=False)]
+    gained = {} if not int8 else {
+        "int8_against_float": [round(r, 3) for r in gains],
+        "speed_of_int8_against_float": round(median(gains), 3),
+        "speed_of_int8_against_better_transformers": round(
+            median(gain * ratio for gain, ratio in zip(gains, ratios, strict=True)), 3
+        ),
+    }  # fmt: skip
     return {
+        **gained,
         "model": name,
         "batch": batch,
         "rounds": rounds,
@@ -134,19 +155,20 @@ def main() -> None:
     arguments.add_argument("--models", nargs="+", choices=SHAPES, default=[*SHAPES])
     arguments.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--int8", action="store_true", help="also decode with weights of 8 bits")
     arguments.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.worker:
-        threads, batch = map(int, given.worker[:2])
-        shape = SHAPES[given.worker[2]]
+        side, batch, shape = given.worker[0], int(given.worker[1]), SHAPES[given.worker[2]]
         sys.stdin.readline()
-        return serve(theirs(batch, shape, threads) if threads else ours(batch, shape))
+        return serve(theirs(batch, shape, int(side)) if side.isdecimal() else ours(batch, shape, side))
     cases = []
     for name, batch in itertools.product(given.models, given.batches):
-        cases.append(compare(name, batch, given.rounds))
+        cases.append(compare(name, batch, given.rounds, given.int8))
         print(json.dumps(cases[-1]), flush=True)
-    cases = record.replace_cases("generate_cpu", cases, ("model", "batch"))
-    print(record.record("generate_cpu", {"shapes": SHAPES, "prompt": PROMPT, "new": NEW, "cases": cases}))
+    result = "generate_int8" if given.int8 else "generate_cpu"
+    cases = record.replace_cases(result, cases, ("model", "batch"))
+    print(record.record(result, {"shapes": SHAPES, "prompt": PROMPT, "new": NEW, "cases": cases}))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     from jaxstack.planner import estimate, memory, pipeline_costs
     from jaxstack.training import teacher
     from jaxstack.training.run import Run
-    from jaxstack.training.state import abstract_state, averaged_params
+    from jaxstack.training.state import abstract_state, evaluated_params
     from jaxstack.training.step import jit_train_step, make_eval_step
 
     # ---- devices and compiled steps
@@ -188,4 +188,4 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         # ---- end
         run.end_loop()
         run.evaluate(loop, eval_step, state)  # does nothing if the loop has just evaluated
-        run.finish(decode.sample_texts(cfg, averaged_params(cfg, state), dataset, ctx))
+        run.finish(decode.sample_texts(cfg, evaluated_params(cfg, state), dataset, ctx))

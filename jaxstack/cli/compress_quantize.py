@@ -18,6 +18,7 @@ from jaxstack.cli.export_model import write_tokenizer
 from jaxstack.config import ConfigError, LoraConfig, MeshConfig, parse
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.scheme import Scheme
 from jaxstack.generate import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
@@ -25,8 +26,6 @@ if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.compress.calibrate import Walk
     from jaxstack.compress.quantize import Codes, Settings
     from jaxstack.generate.trained_run import Evaluation, TrainedRun
-    from jaxstack.hf import Scheme
-    from jaxstack.models.params import Params
 
 
 def add_arguments(parser: Parser) -> None:
@@ -45,6 +44,13 @@ def add_arguments(parser: Parser) -> None:
         type=Literal["gptq", "awq", "rtn"],
         default="gptq",
         help="gptq and awq keep the outputs on calibration text; rtn rounds to the nearest and needs no text",
+    )
+    parser.add_argument(
+        "--activations",
+        type=Literal["none", "int8"],
+        default="none",
+        help="format of the inputs of the matrices, with a scale for each token; int8 needs --weights=int8 "
+        "--group=null",
     )
     parser.add_argument(
         "--sequences", type=PositiveInt, default=128, help="sequences of the run's training data for the calibration"
@@ -76,7 +82,8 @@ def main(args: Namespace) -> None:
                 f"mesh.{axis}={size} cannot be used: one layer runs at a time, with all of its experts on each "
                 f"device. Use --mesh.data, --mesh.fsdp or --mesh.tensor."
             )
-    cfg = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
+    # With train.qat, the matrices are rounded here, from the master weights, and not before.
+    cfg = replace(cfg, model=replace(cfg.model, pad_vocab_to=None), train=replace(cfg.train, qat="none"))
     opened = load_run.open_run(run, cfg, tokenizer, args.mesh, args.step)
 
     from jaxstack import hf
@@ -87,10 +94,17 @@ def main(args: Namespace) -> None:
         raise ConfigError(f"{run} has model.family={family}, and calibration reads decoders. Name a run of a decoder.")
     hf.family_of(opened.model)  # before anything is computed: the result must be a family's
     how = settings(args)
-    walk = quantize.Walk.of(opened.model, opened.context)
+    quant = cfg.train.quant if how.scheme.inputs == "none" else how.scheme.inputs
+    if how.scheme.inputs != "none" and opened.model.moe.num_experts:
+        raise ConfigError(
+            f"--activations={args.activations} does not round the inputs of experts, and {run} has "
+            f"model.moe.num_experts={opened.model.moe.num_experts}. Use --activations=none."
+        )
+    rounding = replace(opened.context, quant=quant)  # the layers after a layer read what its rounded inputs make
+    walk = quantize.Walk.of(opened.model, rounding)
     if args.method == "awq":
         folding.shared_inputs(walk.cfg)
-    chosen = {key: getattr(args, key) for key in ("sequences", "method", "weights", "dtype")}
+    chosen = {key: getattr(args, key) for key in ("sequences", "method", "weights", "activations", "dtype")}
     # The newest step may be another one when the command continues.
     newest = max(manifest.complete_steps(run_dir.checkpoints(Path(opened.config.run.dir))), default=None)
     chosen |= {"run": str(run.resolve()), "step": newest if args.step is None else args.step}
@@ -103,22 +117,22 @@ def main(args: Namespace) -> None:
         layers.append(layer)
         print(f"layer {index + 1} of {walk.cfg.num_layers}{worst(layer.errors)}", flush=True)
     values = quantize.join(opened.model, opened.params, layers)
-    write(opened, values, quantize.hf_codes(opened.model, layers), how, out)
+    computed = replace(opened.config, train=replace(opened.config.train, quant=quant))
+    made = replace(opened, params=values, context=rounding, config=computed)
+    write(made, quantize.hf_codes(opened.model, layers), how, out)
     kept.remove()
-    print_losses(opened.evaluate(), replace(opened, params=values).evaluate())
+    print_losses(opened.evaluate(), made.evaluate())
     print(f"wrote {out}: {args.weights} by {args.method}; try it with `jaxstack generate {out} ...`")
 
 
 def settings(args: Namespace) -> "Settings":
     """Returns how the matrices are quantised."""
-    from jaxstack import hf
     from jaxstack.compress.quantize import Settings
 
-    bits: Literal[4, 8] = 4 if args.weights == "int4" else 8
-    return Settings(hf.Scheme(bits, args.group, "float" if args.weights == "fp8" else "int"), args.method, args.dtype)
+    return Settings(Scheme.of(args.weights, args.group, args.activations), args.method, args.dtype)
 
 
-def describe(walk: "Walk", scheme: "Scheme") -> str:
+def describe(walk: "Walk", scheme: Scheme) -> str:
     """Returns one line about the scales of the matrices."""
     inputs = {path: prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes]) for path, p in walk.matrices.items()}
     whole = [f"{path} ({size})" for path, size in inputs.items() if scheme.groups(size) == 1]
@@ -150,7 +164,7 @@ def worst(errors: dict[str, float]) -> str:
     return f": outputs off by at most {errors[path] ** 0.5:.2%} (root mean square, {path})"
 
 
-def write(run: "TrainedRun", values: "Params", codes: "Codes", how: "Settings", out: Path) -> None:
+def write(run: "TrainedRun", codes: "Codes", how: "Settings", out: Path) -> None:
     """Writes the run directory with the Hugging Face folder in it."""
     import jax
 
@@ -165,11 +179,15 @@ def write(run: "TrainedRun", values: "Params", codes: "Codes", how: "Settings", 
         _, end = write_tokenizer(saved, folder, cfg)
         plain = replace(run.model, pad_vocab_to=None)
         quantized = how.scheme, codes
-        hf.save_pretrained(folder, plain, jax.device_get(values), how.dtype, cfg.data.seq_len, end, quantized)
+        hf.save_pretrained(folder, plain, jax.device_get(run.params), how.dtype, cfg.data.seq_len, end, quantized)
         (made / "tokenizer.json").write_text(json.dumps(saved))
         begin = replace(cfg.run, dir=str(out), init_from=str((out / "model").resolve()), init_adapter=None)
         model = replace(cfg.model, lora=LoraConfig(), pad_vocab_to=None)
-        (made / "config.yaml").write_text(parse.to_yaml(replace(cfg, run=begin, model=model, mesh=MeshConfig())))
+        kernels = cfg.kernels
+        if replace(how.scheme, inputs="none") == Scheme(8):  # new tokens read the codes themselves
+            kernels = replace(kernels, decode_weights="int8")
+        final = replace(cfg, run=begin, model=model, mesh=MeshConfig(), kernels=kernels)
+        (made / "config.yaml").write_text(parse.to_yaml(final))
 
 
 def print_losses(before: "Evaluation", after: "Evaluation") -> None:

@@ -74,6 +74,8 @@ def main(args: Namespace) -> None:
     print(f"{folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
     if found.formats:
         print(f"its matrices are quantised ({' and '.join(found.formats)}) and are read as float32")
+    if found.inputs != "none":
+        print(f"the run has train.quant={cfg.train.quant}, which rounds their inputs")
     if adapter is not None:
         print(f"{adapter} has adapters of rank {cfg.model.lora.rank} for {', '.join(cfg.model.lora.targets)}")
     if (capacity := found.ignored_values.pop("expert_capacity", None)) is not None:
@@ -103,7 +105,9 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
     folder = found.folder.resolve()
     begin = RunConfig(dir=str(run), init_from=str(folder))
     longest = found.model.max_positions or DataConfig.seq_len
-    usual = {"data": {"seq_len": min(longest, DataConfig.seq_len)}}
+    usual: dict[str, Any] = {"data": {"seq_len": min(longest, DataConfig.seq_len)}}
+    if found.inputs != "none":
+        usual["train"] = {"quant": found.inputs}
     complete = json.loads(json.dumps(asdict(found.model)))  # with lists for tuples, as in YAML
     decided: dict[str, Any] = {
         "run": {"dir": begin.dir, "init_from": begin.init_from},

@@ -11,8 +11,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxstack.compress.rounding import output_error, round_to_nearest
-from jaxstack.hf.compressed import Scheme
+from jaxstack.config.scheme import Scheme
+from jaxstack.kernels.rounding import output_error, round_to_nearest
 
 POINTS = 20
 """Exponents that are tried: 0, 1/20, ..., 19/20. With 0 nothing is scaled."""

@@ -22,7 +22,7 @@ from jaxstack.kernels import taps
 from jaxstack.models import family, params
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
-from jaxstack.models.params import Param, Params, flat_spec, map_spec, unstack
+from jaxstack.models.params import Param, Params, flat_spec, is_compressed, map_spec, unstack
 from jaxstack.sharding import collectives
 from jaxstack.sharding.rules import names_of
 
@@ -105,7 +105,7 @@ class Walk:
     @cached_property
     def matrices(self) -> dict[str, Param]:
         """The matrices of one layer by path: what is compressed."""
-        return {path: p for path, p in flat_spec(self._layer).items() if p.kind == "matrix"}
+        return {path: p for path, p in flat_spec(self._layer).items() if is_compressed(p)}
 
     def run(
         self, values: Params, batches: Sequence[Batch], compress: Callable[[int, Params, Measure], Params]
@@ -197,7 +197,7 @@ class Walk:
     def _step(self) -> Callable[[list[Params], jax.Array, Batch], tuple[jax.Array, list[dict[str, Statistics]], Turn]]:
         """Computes the layers of one period: the residual stream after them, and what `_sum` adds up."""
         period = self._stack[1].period
-        wanted = [map_spec(lambda p: p.kind == "matrix", self._layer)] * period
+        wanted = [map_spec(is_compressed, self._layer)] * period
 
         def work(
             layers: list[Params], before: jax.Array, batch: Batch

@@ -14,8 +14,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxstack.compress.rounding import Quantized, find_scales, repeat, to_codes
-from jaxstack.hf.compressed import Scheme
+from jaxstack.config.scheme import Scheme
+from jaxstack.kernels.rounding import Quantized, find_scales, repeat, to_codes
 
 DAMP = 0.01
 """What is added to the diagonal of the gram matrix, as a share of its mean: it makes the inverse exist."""

@@ -14,10 +14,10 @@ from jaxstack.common.tree import Batch
 from jaxstack.compress.awq import awq_scales
 from jaxstack.compress.calibrate import Measure, Statistics, Walk
 from jaxstack.compress.gptq import DAMP, gptq
-from jaxstack.compress.rounding import output_error, round_to_nearest
 from jaxstack.config import ConfigError, ModelConfig
+from jaxstack.config.scheme import Scheme
 from jaxstack.hf import weights
-from jaxstack.hf.compressed import Scheme
+from jaxstack.kernels.rounding import output_error, round_to_nearest
 from jaxstack.models import family
 from jaxstack.models.folding import divide_outputs, shared_inputs
 from jaxstack.models.params import Param, Params

@@ -192,3 +192,6 @@ class KernelsConfig:
     selects the old or the new values."""
     decode: Literal["auto", "scan", "unrolled"] = "auto"
     """Layers of one decoding step. `scan` loops over stacked weights; `unrolled` copies each layer's weights once."""
+    decode_weights: Literal["float", "int8"] = "float"
+    """Copies of weights that `decode=unrolled` reads for each new token on one device. `int8` has the matrices of
+    layers as codes with a scale for each output, a quarter of the bytes. Experts keep their values."""

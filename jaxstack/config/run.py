@@ -23,6 +23,7 @@ from jaxstack.config.training import (
     RunConfig,
     SampleConfig,
     TrainConfig,
+    check_qat,
 )
 
 SEARCHED_KEYS = (
@@ -71,6 +72,7 @@ class Config:
         check_branches(self)
         check_sentences(self)
         check_distill(self)
+        check_qat(self)
 
     @property
     def has_segments(self) -> bool:

@@ -1,7 +1,7 @@
 """Keys of the groups `run`, `train`, `optim`, `checkpoint`, `sample` and `profile`: the run and its training loop."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxstack.config.bounds import (
     MAX_INT,
@@ -17,6 +17,10 @@ from jaxstack.config.bounds import (
     expand_home,
     require,
 )
+from jaxstack.config.scheme import Scheme
+
+if TYPE_CHECKING:
+    from jaxstack.config.run import Config
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,11 @@ class TrainConfig:
     """8-bit format of the linear layers in blocks (attention, dense MLPs and shared experts), in the forward pass and
     for gradients of activations. Gradients of weights, the head, the router and routed experts stay in `dtype`.
     `fp8_tensorwise` has one scale for each array in place of one for each row, for NVIDIA's fp8 matmul."""
+    qat: Literal["none", "int4", "int8", "fp8"] = "none"
+    """Format of quantisation-aware training. The forward pass uses the matrices of layers rounded as `jaxstack compress
+    quantize --weights=FORMAT --method=rtn` stores them. Master weights stay float32. See docs/compression.md."""
+    qat_group: PositiveInt | None = 64
+    """Inputs that share a scale with `qat`. Null means all inputs of an output, as fp8 needs."""
     remat: Literal["none", "selective", "dots", "full"] = "selective"
     """What the backward pass recomputes. `none`: nothing. `selective`: norms, activations and the inside of attention.
     `dots`: everything but the outputs of unbatched matmuls. `full`: every layer."""
@@ -108,6 +117,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_bounds("train", self)
+
+    @property
+    def rounding(self) -> Scheme | None:
+        """The format to which the forward pass rounds matrices, or `None` without `qat`."""
+        return None if self.qat == "none" else Scheme.of(self.qat, self.qat_group)
 
 
 @dataclass(frozen=True)
@@ -241,3 +255,21 @@ class ProfileConfig:
             return None
         span = int(first), int(last)
         return span if 1 <= span[0] <= span[1] else None
+
+
+def check_qat(cfg: "Config") -> None:
+    """Checks that the matrices which training rounds can be stored.
+
+    Raises:
+      ConfigError: the model is not a decoder, or fp8 has groups.
+    """
+    name, group = cfg.train.qat, cfg.train.qat_group
+    require(
+        name == "none" or cfg.model.family == "decoder",
+        f"train.qat={name} rounds what `jaxstack compress quantize` stores, which reads decoders, but "
+        f"model.family={cfg.model.family}. Use train.qat=none.",
+    )
+    require(
+        name != "fp8" or group is None,
+        f"train.qat=fp8 has one scale for each output, but train.qat_group={group}. Use train.qat_group=null.",
+    )

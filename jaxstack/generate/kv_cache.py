@@ -17,10 +17,11 @@ import jax.numpy as jnp
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
+from jaxstack.kernels.int8_weight import Int8Weight
 from jaxstack.models import decoder, family
 from jaxstack.models.blocks import group_layers
 from jaxstack.models.context import Context
-from jaxstack.models.params import cast_matrices
+from jaxstack.models.params import Param, cast_matrices, is_compressed, map_spec, unstack
 from jaxstack.sharding import collectives
 
 SLOT_AXIS = {"keys": -1, "values": -2}
@@ -83,11 +84,13 @@ class CachedDecoder:
         token_weights: TokenWeights | None = None,
     ) -> "CachedDecoder":
         """Returns a decoder whose parameters are cast and copied once, unless they are already."""
-        params = cast_matrices(family.spec(cfg), params, ctx.dtype)
+        given, params = params, cast_matrices(family.spec(cfg), params, ctx.dtype)
         if token_weights is None and ctx.decode == "unrolled" and ctx.pipeline is None:
             name, stack = family.only_stack(cfg)
             stacked = group_layers(stack.period, params[name])
             groups = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.depth // stack.period)]
+            if ctx.decode_weights == "int8" and (ctx.mesh is None or ctx.mesh.size == 1):
+                groups = _to_int8(cfg, groups, group_layers(stack.period, given[name]))
             copied = cfg.tied_embeddings and (ctx.platform or jax.default_backend()) == "cpu"
             token_weights = TokenWeights(groups, params["embedding"]["tokens"].T if copied else None)
         return cls(cfg, params, ctx, gate, vocabulary, first, num_slots, token_weights)
@@ -226,6 +229,25 @@ class CachedDecoder:
         params = self.params if head is None else {"head": {"w": head}}
         own = decoder.logits(self.cfg, params, x, self.ctx)
         return known_logits(self.cfg, collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 2), self.vocabulary)
+
+
+def _to_int8(cfg: ModelConfig, groups: list[PyTree], stacked: list[PyTree]) -> list[PyTree]:
+    """Returns the weights of each group of layers with codes in place of matrices, except those of experts.
+
+    Args:
+      cfg: the model.
+      groups: in the dtype of the computation.
+      stacked: the same as they were given, before a cast, with all groups on a leading axis.
+    """
+    layer = unstack(family.spec(cfg)[family.only_stack(cfg)[0]])
+
+    def code(p: Param, value: jax.Array, exact: jax.Array) -> jax.Array | Int8Weight:
+        return Int8Weight.of(exact, p.in_axes) if is_compressed(p) and not p.batch_axes else value
+
+    def one(i: int, block: PyTree, whole: PyTree) -> PyTree:
+        return map_spec(code, layer, block, jax.tree.map(lambda a: a[i], whole))
+
+    return [[one(i, *both) for both in zip(group, stacked, strict=True)] for i, group in enumerate(groups)]
 
 
 def _map_cache(f: Callable[..., jax.Array], cache: PyTree, *others: PyTree) -> PyTree:

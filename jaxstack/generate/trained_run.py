@@ -27,7 +27,7 @@ from jaxstack.models import decoder, family, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.tracking.step_log import mean_losses
-from jaxstack.training import init_from
+from jaxstack.training import init_from, qat
 from jaxstack.training.losses import EvalSums
 from jaxstack.training.step import make_eval_step
 
@@ -64,7 +64,8 @@ class TrainedRun:
 
     Attributes:
       config: configuration of the run, on the mesh that was asked for.
-      params: float32 parameters with adapters merged, sharded over the mesh; `model` declares them.
+      params: float32 parameters with adapters merged, sharded over the mesh; `model` declares them. With `train.qat`
+        they are the rounded ones.
       tokenizer: the tokenizer of the run.
       context: how the model is computed.
       step: step of the checkpoint that was asked for. `None` means the newest valid one.
@@ -107,7 +108,8 @@ class TrainedRun:
         source = init_from.find_source(str(path), "RUN")
         if isinstance(source, hf.PretrainedFolder):
             with source:
-                return cls(cfg, source.read_params(ctx, cfg.model.pad_vocab_to), tokenizer, ctx)
+                values = source.read_params(ctx, cfg.model.pad_vocab_to)
+                return cls(cfg, qat.round_arrays(replace(cfg, model=cfg.model.base), values), tokenizer, ctx)
         # A run that has not begun has the parameters of its source, whose model may have no adapters, or other ones.
         model = replace(source.model, pad_vocab_to=cfg.model.pad_vocab_to)
         cfg = replace(cfg, run=replace(cfg.run, dir=source.run.dir), model=model)

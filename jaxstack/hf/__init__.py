@@ -4,7 +4,7 @@
 and `jaxstack export` do both for runs.
 """
 
-from jaxstack.hf.compressed import Scheme
+from jaxstack.config.scheme import Scheme
 from jaxstack.hf.configs import family_of, from_json, model_differences, to_json
 from jaxstack.hf.families import FAMILIES
 from jaxstack.hf.pretrained import PretrainedFolder, save_pretrained

@@ -8,13 +8,13 @@ Codes that are not packed, int8 or float8, are stored as NAME.weight itself.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from jaxstack.config import ConfigError
+from jaxstack.config.scheme import Scheme
 from jaxstack.hf.configs import JsonObject, Keys
 from jaxstack.hf.safetensors import TensorFiles, TensorInfo
 
@@ -38,79 +38,47 @@ _NO_EFFECT = {
 _CALIBRATION = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 """Keys of a format that describe how codes were found, or repeat the dtype of a tensor."""
 
+INPUTS: JsonObject = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+"""Inputs of 8 bits, with a scale for each token that is found when the model runs."""
+
 Codes: TypeAlias = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Codes [O, I], int8 or float8_e4m3fn, and scales [O, G], float32, of quantised tensors by name (`....weight`)."""
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """The format of quantised matrices.
+def to_json(scheme: Scheme, codes: Codes, linear: Iterable[str]) -> JsonObject:
+    """Returns the `quantization_config` of a folder.
 
-    Attributes:
-      bits: of a code.
-      group: inputs that share a scale. Where it does not divide the inputs, or is `None`, all inputs of an output
-        share one.
-      kind: `int` for signed integers, or `float` for e4m3 numbers of 8 bits.
-
-    Raises:
-      ConfigError: a format that the layout does not have.
+    Args:
+      scheme: their format.
+      codes: the quantised matrices.
+      linear: names of all tensors that are weights of linear layers.
     """
-
-    bits: Literal[4, 8]
-    group: int | None = None
-    kind: Literal["int", "float"] = "int"
-
-    def __post_init__(self) -> None:
-        if self.kind == "float" and (self.bits, self.group) != (8, None):
-            raise ConfigError(
-                f"fp8 with bits={self.bits} and group={self.group} cannot be stored. Use 8 bits and group null, which "
-                f"is one scale for each output."
-            )
-
-    def __str__(self) -> str:
-        scales = "one scale for each output" if self.group is None else f"a scale for {self.group} inputs"
-        return f"{'fp8' if self.kind == 'float' else f'int{self.bits}'} with {scales}"
-
-    def groups(self, inputs: int) -> int:
-        """Returns the number of groups of a matrix with this number of inputs."""
-        return 1 if self.group is None or inputs % self.group else inputs // self.group
-
-    @property
-    def format(self) -> str:
-        """Returns the name of the format in which matrices are written."""
-        return "float-quantized" if self.kind == "float" else "pack-quantized"
-
-    def to_json(self, codes: Codes, linear: Iterable[str]) -> JsonObject:
-        """Returns the `quantization_config` of a folder.
-
-        Args:
-          codes: the quantised matrices.
-          linear: names of all tensors that are weights of linear layers.
-        """
-        sizes: dict[int | None, set[str]] = {}
-        for name, (code, scale) in codes.items():
-            size = None if scale.shape[1] == 1 else code.shape[1] // scale.shape[1]
-            sizes.setdefault(size, set()).add(name.removesuffix(".weight").rpartition(".")[2])
-        groups = {}
-        for i, (size, layers) in enumerate(sizes.items()):
-            targets = ["Linear"] if len(sizes) == 1 else [rf"re:.*\.{layer}$" for layer in sorted(layers)]
-            weights = {
-                "num_bits": self.bits,
-                "type": self.kind,
-                "symmetric": True,
-                "strategy": "channel" if size is None else "group",
-                "group_size": size,
-                "dynamic": False,
-            }
-            groups[f"group_{i}"] = {"targets": targets, "weights": weights}
-        kept = {"lm_head", *(name.removesuffix(".weight") for name in linear if name not in codes)}
-        return {
-            "quant_method": METHOD,
-            "format": self.format,
-            "quantization_status": "compressed",
-            "config_groups": groups,
-            "ignore": sorted(kept),
+    sizes: dict[int | None, set[str]] = {}
+    for name, (code, scale) in codes.items():
+        size = None if scale.shape[1] == 1 else code.shape[1] // scale.shape[1]
+        sizes.setdefault(size, set()).add(name.removesuffix(".weight").rpartition(".")[2])
+    groups = {}
+    for i, (size, layers) in enumerate(sizes.items()):
+        targets = ["Linear"] if len(sizes) == 1 else [rf"re:.*\.{layer}$" for layer in sorted(layers)]
+        weights = {
+            "num_bits": scheme.bits,
+            "type": scheme.kind,
+            "symmetric": True,
+            "strategy": "channel" if size is None else "group",
+            "group_size": size,
+            "dynamic": False,
         }
+        groups[f"group_{i}"] = {"targets": targets, "weights": weights}
+        if scheme.inputs != "none":
+            groups[f"group_{i}"]["input_activations"] = INPUTS
+    kept = {"lm_head", *(name.removesuffix(".weight") for name in linear if name not in codes)}
+    return {
+        "quant_method": METHOD,
+        "format": "pack-quantized" if scheme.is_packed else f"{scheme.kind}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": sorted(kept),
+    }
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -132,7 +100,7 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
 def tensor_sizes(name: str, codes: np.ndarray, scales: np.ndarray, scheme: Scheme, dtype: np.dtype) -> dict[str, int]:
     """Returns the bytes of each tensor of `to_tensors`, in their order."""
     scale = {f"{name}_scale": scales.size * dtype.itemsize}
-    if scheme.kind == "float":
+    if not scheme.is_packed:
         return {name: codes.size} | scale
     words = codes.shape[0] * -(-codes.shape[1] * scheme.bits // 32)
     return {f"{name}_packed": 4 * words} | scale | {f"{name}_shape": 16}
@@ -151,8 +119,8 @@ def to_tensors(
       dtype: dtype in which scales are stored.
     """
     scale = {f"{name}_scale": np.ascontiguousarray(scales.astype(dtype))}
-    if scheme.kind == "float":
-        assert codes.dtype == "float8_e4m3fn"
+    if not scheme.is_packed:
+        assert codes.dtype == ("float8_e4m3fn" if scheme.kind == "float" else np.int8)
         return {name: np.ascontiguousarray(codes)} | scale
     return {f"{name}_packed": pack(codes, scheme.bits)} | scale | {f"{name}_shape": np.array(codes.shape, np.int64)}
 
@@ -214,9 +182,8 @@ def _read_scheme(keys: Keys, default: Any) -> tuple[Scheme, bool]:
       default: name of the folder's format, which a group may override.
     """
     keys.drop({"targets"})
-    for key in ("input_activations", "output_activations"):
-        if (found := keys.take(key, None)) is not None:
-            raise keys.error(key, found, "Set it to null to use the weights with activations that are not quantised")
+    keys.expect("output_activations", None)
+    inputs = _read_inputs(keys)
     name = keys.take("format", None) or default
     weights = Keys(f"{keys.where}: weights", keys.take("weights"))
     keys.require_empty()
@@ -242,7 +209,26 @@ def _read_scheme(keys: Keys, default: Any) -> tuple[Scheme, bool]:
     weights.require_empty()
     if kind == "float" and (strategy == "group" or not symmetric):
         raise weights.error("strategy", strategy, "Use channel or tensor, with symmetric=true, for fp8")
-    return Scheme(bits, group if strategy == "group" else None, kind), not symmetric
+    try:
+        return Scheme(bits, group if strategy == "group" else None, kind, inputs), not symmetric
+    except ConfigError as error:
+        raise ConfigError(f"{keys.where}: {error}") from None
+
+
+def _read_inputs(keys: Keys) -> Literal["none", "int8"]:
+    """Returns the format of the inputs of a group of matrices."""
+    found = keys.take("input_activations", None)
+    if found is None:
+        return "none"
+    own = Keys(f"{keys.where}: input_activations", found)
+    own.drop(_CALIBRATION)
+    for key, value in INPUTS.items():
+        if (given := own.take(key, None)) != value:
+            raise own.error(key, given, f"Only {json.dumps(INPUTS)} is. Use null for inputs that are not quantised")
+    for key in ("group_size", "block_structure", "actorder"):
+        own.expect(key, None)
+    own.require_empty()
+    return "int8"
 
 
 class QuantizedFiles:
@@ -267,6 +253,10 @@ class QuantizedFiles:
 
     def __exit__(self, *_: object) -> None:
         self._files.__exit__()
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """Returns the format of a matrix, or `None` if it is not quantised."""
+        return self._scheme.get(name)
 
     def _info(self, name: str) -> TensorInfo:
         """Returns shape and dtype of a quantised matrix, and keeps its format."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class PretrainedFolder:
       ignored_values: keys and values of `config.json` that affect training alone and are not imported.
       dtypes: the dtypes of its tensors, as safetensors spells them; of a quantised matrix that of its scales.
       formats: the formats of its quantised matrices, which are read as dense float32 parameters.
+      inputs: `int8` if the matrices of layers are for inputs of 8 bits, which `train.quant=int8` computes with.
       adapters: adapters in PEFT's format that are merged into the parameters, or `None`.
 
     Raises:
@@ -62,12 +63,30 @@ class PretrainedFolder:
         self.dtypes = sorted({self._tensors.infos[name].dtype for name in self._names.values()})
         found = self._tensors.schemes if isinstance(self._tensors, compressed.QuantizedFiles) else {}
         self.formats = sorted(map(str, found))
+        self.inputs: Literal["none", "int8"] = "int8" if any(s.inputs == "int8" for s in found) else "none"
+        if self.inputs != "none":
+            self._require_all_inputs()
 
     def __enter__(self) -> "PretrainedFolder":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._tensors.__exit__()
+
+    def _require_all_inputs(self) -> None:
+        """Checks that the inputs of all matrices of layers are quantised, because `train.quant` is one key for all."""
+        assert isinstance(self._tensors, compressed.QuantizedFiles)
+        tensors = weights.hf_tensors(self.family, self._spec)
+        linear = {self._names[name] for name, tensor in tensors.items() if tensor.is_linear and "lm_head" not in name}
+        other = sorted(name for name in linear if getattr(self._tensors.scheme_of(name), "inputs", "none") == "none")
+        experts = self.model.moe.num_experts
+        if other or experts:
+            self._tensors.__exit__()
+            what = "jaxstack does not round the inputs of experts" if experts else f"not those of {other[0]}"
+            raise ConfigError(
+                f"{self.folder} has layers whose inputs are quantised, but {what}. Set input_activations to null in "
+                f"its config.json to use inputs that are not quantised."
+            )
 
     def _match_names(self) -> dict[str, str]:
         """Returns the name in the files of each expected tensor; the two differ at most in a prefix."""
@@ -203,7 +222,7 @@ def save_pretrained(
                 f"a model of another family than gpt2."
             )
         assert all(code.shape == tensors[name].shape for name, (code, _) in codes.items())
-        config[compressed.KEY] = scheme.to_json(codes, linear)
+        config[compressed.KEY] = compressed.to_json(scheme, codes, linear)
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
         if name in codes:

@@ -21,6 +21,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, MeshConfig
 from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
+from jaxstack.kernels.int8_weight import Int8Weight
 from jaxstack.kernels.taps import Tapped
 from jaxstack.models.implementations import OPS, attention_mask, implementations
 from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec, pad_to_slots
@@ -65,6 +66,7 @@ class Context:
       update: how a bad step is skipped: `branch`, or `select` after an update that always runs.
       loss_chunk: tokens whose logits are in memory at a time, if `cross_entropy` is `chunked`.
       decode: how a new token runs through the layers: `scan`, or `unrolled` with a copy of each layer's weights.
+      decode_weights: what these copies contain on one device, see `jaxstack.config.KernelsConfig`.
     """
 
     mesh: Mesh | None = None
@@ -86,6 +88,7 @@ class Context:
     update: Literal["branch", "select"] = "branch"
     loss_chunk: int = CHUNK_TOKENS["cpu"]
     decode: Literal["scan", "unrolled"] = "scan"
+    decode_weights: Literal["float", "int8"] = "float"
     gelu: str = "xla"
     cross_entropy: str = "xla"
 
@@ -120,6 +123,7 @@ class Context:
             reduce_dtype=jnp.dtype(cfg.train.reduce_dtype),
             quant=cfg.train.quant,
             remat=cfg.train.remat,
+            decode_weights=cfg.kernels.decode_weights,
         )
         if platform is None:
             return context
@@ -276,7 +280,9 @@ class Context:
         """
         stored, gathers = self.axes("batch"), self.gathers_params
 
-        def gather(p: Param, value: jax.Array | Tapped) -> jax.Array | Tapped:
+        def gather(p: Param, value: jax.Array | Tapped | Int8Weight) -> jax.Array | Tapped | Int8Weight:
+            if isinstance(value, Int8Weight):  # on one device, where nothing is gathered
+                return value
             if isinstance(value, Tapped):
                 return value.map(partial(gather_array, p))
             return gather_array(p, value)

@@ -98,6 +98,11 @@ Params: TypeAlias = dict[str, Any]
 """Parameters, or a group of them: a nested dict like the `Spec` that declares it, with arrays as leaves."""
 
 
+def is_compressed(p: Param) -> bool:
+    """Returns whether a parameter of a layer is a matrix that compression and `train.qat` round: adapters are not."""
+    return p.kind == "matrix" and "lora" not in p.axes
+
+
 def flat_spec(spec: Spec) -> dict[str, Param]:
     """Returns every declaration by its path, in the tree's own order."""
     leaves = jax.tree_util.tree_leaves_with_path(spec, is_leaf=lambda x: isinstance(x, Param))

@@ -143,6 +143,7 @@ def _parts_without_pairs(
         "optimizer state": shards.bytes_of(replace(state, params=())),
         "batch": shards.bytes_of(batch),
         f"parameters in {t.dtype}": cast,
+        **({} if t.rounding is None else {"rounded matrices, float32": 4 * weights.rounded}),
         "gradients": gradients,
         f"saved by {layers:.0f} layers, remat {t.remat}": layers * saved,
         f"work of one layer{', the head or Muon' if update else ' or the head'}": work,

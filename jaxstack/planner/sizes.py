@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jaxstack.config import Config, ConfigError
 from jaxstack.models.context import Context
+from jaxstack.models.params import is_compressed
 from jaxstack.planner import shards
 from jaxstack.planner.explain import Counter
 
@@ -20,6 +21,7 @@ class Weights:
       experts_layer: of the experts of one layer, as they are used.
       trained: of trained parameters as they are stored.
       summed: of the gradients that the units of a pipeline sum, which are those of the parameters that they read.
+      rounded: matrices that `train.qat` rounds, as they are stored.
     """
 
     cast: int
@@ -29,6 +31,7 @@ class Weights:
     experts_layer: int
     trained: int
     summed: int
+    rounded: int
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ def count_weights(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Weig
         ),
         trained=named("trained parameters", sum(stored[path] for path in trained)),
         summed=named("trained parameters as units read them", sum(read[path] for path in trained)),
+        rounded=sum(stored[path] for path, p in spec.items() if p.stacked and is_compressed(p)),
     )
 
 

@@ -18,6 +18,7 @@ from jaxstack.models.partitioned import within_step
 from jaxstack.sharding import collectives
 from jaxstack.training import comparison, losses, noise_scale
 from jaxstack.training.pipelined import pipelined_gradients
+from jaxstack.training.qat import round_params
 
 Metrics = dict[str, jax.Array]
 
@@ -31,6 +32,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     - `params`, `batch`: global arrays. `key` is for dropout; `None` disables it.
     - `loss`: the objective without the auxiliary losses of experts.
     - `gradients`: of the full objective, with respect to the trained parameters. Nothing is computed for frozen ones.
+      With `train.qat`, with respect to the rounded matrices, see `training.qat`.
     - `sums`: the weighted `tokens` and the model's auxiliary values, summed over the step. With several losses also
       those of `losses.term_metrics`; with a mixture of experts those of `losses.routing_totals`; with
       `train.noise_scale` those of `noise_scale.measure`.
@@ -99,6 +101,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
         return losses.add_up(terms), grads, sums
 
     def gradients(values: Params, batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Params, Metrics]:
+        values = round_params(cfg, values)
         if ctx.mesh is None:
             return work(values, batch, key)
         where, replicated = ctx.parameters(spec), PartitionSpec()

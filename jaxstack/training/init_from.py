@@ -19,7 +19,7 @@ from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import (
     TrainState,
     abstract_state,
-    averaged_params,
+    evaluated_params,
     make_state,
     only_averaged_params,
     start_from,
@@ -67,9 +67,10 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
 
 
 def restore_params(run: Config, ctx: Context, number: int | None = None, merge_adapters: bool = True) -> Params:
-    """Restores the parameters of a run, sharded for the mesh of the context; with `optim.ema` their averages.
+    """Restores the parameters of a run, sharded for the mesh of the context.
 
-    The other arrays of the optimizer are not read.
+    With `optim.ema` they are the averages, and with `train.qat` their matrices are rounded. The other arrays of the
+    optimizer are not read.
 
     Args:
       run: the run.
@@ -89,7 +90,7 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
         raise ConfigError(f"{saved} has no step {number}. Use one of {sorted(manifest.steps(saved))}.")
     elif why := verify.corruption(saved, number, wanted):
         raise ConfigError(f"step {number} in {saved} is damaged: {why}. Use another step.")
-    values = averaged_params(run, layout.unpack(store.restore(saved, number, wanted)))
+    values = evaluated_params(run, layout.unpack(store.restore(saved, number, wanted)))
     if not (run.model.lora.rank and merge_adapters):
         return values
     shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(run.model.base)))
@@ -175,7 +176,8 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
         with source:
             values = source.read_params(ctx, padding)
     else:
-        values = restore_params(replace(source, model=replace(source.model, pad_vocab_to=padding)), ctx)
+        masters = replace(source.train, qat="none")
+        values = restore_params(replace(source, model=replace(source.model, pad_vocab_to=padding), train=masters), ctx)
     if grows:
         key = jax.random.key(cfg.run.seed)
         shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(here)))

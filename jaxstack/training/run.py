@@ -39,7 +39,7 @@ from jaxstack.training import init_from
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.losses import EvalSums
 from jaxstack.training.optimizer import warmup_warning
-from jaxstack.training.state import TrainState, averaged_params, make_state
+from jaxstack.training.state import TrainState, evaluated_params, make_state
 
 T = TypeVar("T")
 EvalStep = Callable[[PyTree, Batch], EvalSums]
@@ -267,12 +267,12 @@ class Run:
         Args:
           loop: position of the loop.
           eval_step: returns the sums over a batch.
-          state: of the run; with `optim.ema` the averages of its parameters are evaluated.
+          state: of the run; the parameters of `evaluated_params` are evaluated.
         """
-        values = averaged_params(self._cfg, state)
         if distributed.broadcast_from_process_0(self.logger.is_evaluated(loop.step)):
             return
         self.goodput.enter("evaluation")
+        values = evaluated_params(self._cfg, state)
         sums = {
             one.name: (eval_step(values, self._loader.to_devices(batch)) for batch in one.local_batches)
             for one in self._loader.held_out

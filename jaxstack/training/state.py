@@ -17,6 +17,7 @@ from jaxstack.models.params import Spec
 from jaxstack.pipeline import Stages
 from jaxstack.training import optimizer as optim
 from jaxstack.training.optimizer import AverageState
+from jaxstack.training.qat import round_arrays
 
 
 @jax.tree_util.register_dataclass
@@ -84,16 +85,20 @@ def _state_shapes(
     return jax.eval_shape(lambda: _first_state(spec, params.init(jax.random.key(0), spec), transform, window))
 
 
-def averaged_params(cfg: Config, state: TrainState) -> PyTree:
-    """Returns the parameters that evaluation and samples use: with `optim.ema` the averages, else those of the step."""
-    if not isinstance(state.opt_state, AverageState):
-        return state.params
-    _, frozen = params.partition(family.spec(cfg.model), state.params)
-    return params.combine(state.opt_state.average, frozen)
+def evaluated_params(cfg: Config, state: TrainState) -> PyTree:
+    """Returns the parameters that evaluation and samples use.
+
+    With `optim.ema` they are the averages, else those of the step. With `train.qat` their matrices are rounded.
+    """
+    values = state.params
+    if isinstance(state.opt_state, AverageState):
+        _, frozen = params.partition(family.spec(cfg.model), state.params)
+        values = params.combine(state.opt_state.average, frozen)
+    return round_arrays(cfg, values)
 
 
 def only_averaged_params(cfg: Config, abstract: TrainState) -> TrainState:
-    """Returns an abstract state of which only what `averaged_params` returns is read; the other leaves are `...`."""
+    """Returns an abstract state of which only what `evaluated_params` returns is read; the other leaves are `...`."""
 
     def unread(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda _: ..., tree)

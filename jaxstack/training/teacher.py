@@ -62,7 +62,8 @@ def open_teacher(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> 
         with source:
             values = source.read_params(ctx, cfg.model.pad_vocab_to)
     else:
-        there = replace(run, run=replace(run.run, dir=source.run.dir), optim=source.optim, model=model)
+        train = replace(run.train, qat=source.train.qat, qat_group=source.train.qat_group)
+        there = replace(run, run=replace(run.run, dir=source.run.dir), optim=source.optim, train=train, model=model)
         values = init_from.restore_params(there, ctx)
     return make_teach(replace(run, model=run.model.base), values, ctx.whole_sequences())
 

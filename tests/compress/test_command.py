@@ -1,6 +1,7 @@
 """`jaxstack compress quantize` and `prune`: what they write, how they end, and that they continue."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -69,10 +70,29 @@ def test_the_result_is_a_run_like_any_other(run, capsys, monkeypatch):
         execute(words)
 
 
+@pytest.mark.slow
+def test_activations_of_8_bits_are_rounded_wherever_the_result_is_used(run, capsys):
+    out = run.with_name("w8a8")
+    execute(["compress", "quantize", str(run), str(out), "--weights=int8", "--group=null", "--activations=int8",
+             "--method=rtn"])  # fmt: skip
+    made = js.load(out)
+    assert made.config.train.quant == made.context.quant == "int8"
+    assert f"{made.evaluate().bits_per_byte:.4f} after" in capsys.readouterr().out
+    weights_only = replace(made, context=replace(made.context, quant="none"))
+    rounded = replace(js.load(run), params=made.params, context=made.context)
+    tokens = np.random.default_rng(1).integers(0, 256, (2, 30))
+    one, other, far = (each.logits(tokens) for each in (made, rounded, weights_only))
+    np.testing.assert_array_equal(one, other)
+    assert 0 < np.abs(one - far).max() < 0.05 * np.abs(far).max()  # 1/254 of the largest input of each token
+    assert made.generate("word1 ", tokens=5) != "word1 "
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [(["--mesh.pipe=2"], "mesh.pipe=2 cannot be used"), (["--mesh.expert=2"], "mesh.expert=2 cannot be used"),
-     (["--weights=int2"], "weights"), (["--group=0"], "group=0")],
+     (["--weights=int2"], "weights"), (["--group=0"], "group=0"),
+     (["--activations=int8"], "not with int4 with a scale for 64 inputs. Use weights=int8 and group null"),
+     (["--activations=int8", "--weights=int8"], "not with int8 with a scale for 64 inputs")],
 )  # fmt: skip
 def test_mistakes(run, flags, text):
     with pytest.raises(ConfigError, match=text):

@@ -9,8 +9,8 @@ import pytest
 
 from jaxstack.compress.awq import awq_scales
 from jaxstack.compress.gptq import gptq
-from jaxstack.compress.rounding import output_error, round_to_nearest
 from jaxstack.hf.compressed import Scheme
+from jaxstack.kernels.rounding import output_error, round_to_nearest
 
 SCHEMES = {
     "int4 groups": Scheme(bits=4, group=8),

@@ -20,6 +20,7 @@ from jaxstack.common.tree import flatten
 from jaxstack.compress import quantize
 from jaxstack.compress.calibrate import Walk
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig
+from jaxstack.config.parse import parse_config
 from jaxstack.hf import compressed, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.hf.compressed import Scheme
@@ -29,6 +30,7 @@ from jaxstack.models.context import Context
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [test] or [hf]")
 
 SCHEMES = {"int4": Scheme(4, 8), "int4 rows": Scheme(4), "int8": Scheme(8, 16), "fp8": Scheme(8, kind="float")}
+INPUTS = Scheme(8, inputs="int8")
 FP8, F32 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float32)
 
 
@@ -200,7 +202,9 @@ REFUSED = {
     "no groups": (GOOD, {"outer": {"config_groups": {}}}, "List at least one group of matrices"),
     "preset": (GOOD, {"outer": {"config_groups": {"W4A16": ["Linear"]}}}, "W4A16 is not a JSON object"),
     "unknown": (GOOD, {"outer": {"rotation": 3}}, "has 1 unknown keys (rotation=3)"),
-    "inputs": (GOOD, {"group": {"input_activations": {"num_bits": 8}}}, "Set it to null to use the weights with"),
+    "inputs": (GOOD, {"group": {"input_activations": compressed.INPUTS}}, "multiplied with weights of int8 and one"),
+    "4-bit inputs": (GOOD, {"group": {"input_activations": compressed.INPUTS | {"num_bits": 4}}}, "num_bits=4"),
+    "static inputs": (GOOD, {"group": {"input_activations": compressed.INPUTS | {"dynamic": False}}}, "dynamic=false"),
     "block": (GOOD, {"block_structure": [128, 128]}, "block_structure=[128, 128]"),
     "strategy": (GOOD, {"strategy": "token"}, 'strategy="token" is not supported. Use group, channel or tensor'),
     "group": (GOOD, {"group_size": None}, "group_size=null is not supported"),
@@ -356,3 +360,58 @@ def test_transformers_computes_the_same_logits_after_rounding(library, tmp_path,
     theirs = load(tmp_path, dtype=torch.float32)(torch.tensor(tokens)).logits
     ours = np.asarray(decoder.forward(cfg, found, tokens)[0])
     np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=2e-4 * np.abs(ours).max())
+
+
+def test_a_folder_with_quantised_inputs_is_imported_as_a_run_that_rounds_them(tmp_path, rng, capsys):
+    save_quantized(tmp_path / "in", "llama", MODELS["llama"], INPUTS, rng)
+    config = json.loads((tmp_path / "in/config.json").read_text())["quantization_config"]
+    assert config["format"] == "int-quantized"
+    assert config["config_groups"]["group_0"]["input_activations"] == {
+        "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True
+    }  # fmt: skip
+    execute(["import", str(tmp_path / "in"), str(tmp_path / "run"), "--data.seq_len=32"])
+    assert "the run has train.quant=int8" in capsys.readouterr().out
+    assert parse_config([f"--config={tmp_path / 'run/config.yaml'}"]).train.quant == "int8"
+    own = safetensors.load_file(tmp_path / "in" / tensor_files.SINGLE)
+    name = "model.layers.1.mlp.down_proj.weight"
+    safetensors.save_file(
+        {k: v for k, v in own.items() if not k.startswith(name)} | {name: own[name].astype(F32)},
+        tmp_path / "in" / tensor_files.SINGLE,
+    )
+    with pytest.raises(ConfigError, match=rf"inputs are quantised, but not those of {name}\. Set input_activations"):
+        hf.PretrainedFolder(tmp_path / "in")
+    save_quantized(tmp_path / "experts", "qwen3_moe", MODELS["qwen3_moe"], INPUTS, rng)
+    with pytest.raises(ConfigError, match="jaxstack does not round the inputs of experts"):
+        hf.PretrainedFolder(tmp_path / "experts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+def test_transformers_rounds_the_same_inputs(library, tmp_path, rng, name, monkeypatch):
+    """The library divides the largest number of a token by 127.5 and clips it; we, and vLLM, divide it by 127.
+
+    With its scale as it is, both are as far from each other as from the model without rounded inputs. With ours in its
+    place, what is left are sums in another order, and the few inputs that these move to the next code.
+    """
+    torch, load = library.torch, library.transformers.AutoModelForCausalLM.from_pretrained
+    from compressed_tensors.quantization.utils import helpers
+
+    cfg = FAMILIES[name]
+    values = params.init(jax.random.key(3), decoder.spec(cfg))
+    scheme = INPUTS
+    layers = list(quantize.quantize(Walk.of(cfg, Context()), values, [], quantize.Settings(scheme, "rtn")))
+    new = jax.device_get(quantize.join(cfg, values, layers))
+    hf.save_pretrained(tmp_path, cfg, new, "float32", 64, None, (scheme, quantize.hf_codes(cfg, layers)))
+    found = read(tmp_path)
+    tokens = rng.integers(0, cfg.vocab, (2, 40))
+    plain, ours = (np.asarray(decoder.forward(cfg, found, tokens, Context(quant=q))[0]) for q in ("none", "int8"))
+    theirs = load(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        apart = np.linalg.norm(theirs(torch.tensor(tokens)).logits.numpy() - ours)
+        assert 0 < apart < 2 * np.linalg.norm(ours - plain)
+        real = helpers.calculate_qparams
+        monkeypatch.setattr(
+            helpers, "calculate_qparams", lambda *a, **k: (real(*a, **k)[0] * (127.5 / 127), real(*a, **k)[1])
+        )
+        apart = np.linalg.norm(theirs(torch.tensor(tokens)).logits.numpy() - ours)
+    assert apart < 0.1 * np.linalg.norm(ours - plain)
