@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxstack.config.bounds import require
 from jaxstack.config.branches import check_branches
+from jaxstack.config.buckets import check_buckets
 from jaxstack.config.contrastive import check_contrastive
 from jaxstack.config.data import DataConfig
 from jaxstack.config.diffusion import check_diffusion
@@ -71,11 +72,12 @@ class Config:
         check_branches(self)
         check_sentences(self)
         check_distill(self)
+        check_buckets(self)
 
     @property
     def has_segments(self) -> bool:
         """Whether batches have segment ids, which attention stays within: documents, or padding apart from texts."""
-        return self.data.packing or bool(self.model.labels) or self.model.family == "encoder_decoder"
+        return bool(self.data.packing or self.model.labels) or self.model.family == "encoder_decoder"
 
     @property
     def text_length(self) -> int:
@@ -163,9 +165,7 @@ def _check_mesh_sequence(cfg: Config) -> None:
     mesh = cfg.mesh
     if mesh.open_axis in ("context", "tensor"):
         return
-    split = mesh.tensor if mesh.sequence_parallel else 1
-    # A context shard has an early and a late chunk, so that all shards do the same work under the causal mask.
-    parts = split if mesh.context == 1 else mesh.context * math.lcm(split, 2)
+    parts = mesh.sequence_parts
     targets = cfg.data.target_length if cfg.model.family in ("encoder_decoder", "contrastive") else 0
     require(
         targets % parts == 0,
@@ -314,13 +314,16 @@ def _check_lengths(cfg: Config) -> None:
     )
 
 
-def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ()) -> Config:
+def resolve(
+    config: Config, vocab_size: int | None, image: tuple[int, ...] = (), buckets: tuple[int, ...] = ()
+) -> Config:
     """Returns the configuration with the values that depend on data: sizes of vocabulary and position table, mask's id.
 
     Args:
       config: the configuration as the user gave it.
       vocab_size: number of tokens of the tokenizer. `None`: as many as the model's vocabulary, which is then set.
       image: height, width and channels of the pictures of the data. Empty: those of the model, which are then set.
+      buckets: lengths of rows, for `data.buckets=auto`. Empty: those of the configuration.
 
     Raises:
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it; or the model
@@ -360,7 +363,8 @@ def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ())
         mask_id is None or mask_id < vocabulary,
         f"data.mask_id={mask_id} is not below the vocabulary of {vocabulary}. Lower it, or leave it null.",
     )
-    return replace(config, model=replace(model, max_positions=positions), data=replace(config.data, mask_id=mask_id))
+    data = replace(config.data, mask_id=mask_id, buckets=buckets or config.data.buckets)
+    return replace(config, model=replace(model, max_positions=positions), data=data)
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:

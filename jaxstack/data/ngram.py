@@ -95,6 +95,7 @@ def baseline(
     """Returns the best n-gram model of the bytes that the tokens of a run represent.
 
     As for the language model, the first token of a row is only context, and targets of loss weight 0 are not scored.
+    The padding behind a document is not read.
 
     Args:
       train: the batches that the run trained on.
@@ -105,7 +106,10 @@ def baseline(
     texts, train_bytes = [], 0
     for batch in train:
         rows, counts = _row_bytes(batch, tokenizer)
-        texts += rows
+        learned = batch["loss_weights"] > 0
+        behind = np.logical_or.accumulate(learned[:, ::-1], axis=1)[:, ::-1]  # False from the last learned token on
+        counts[:, 1:] *= behind
+        texts += [row[:size] for row, size in zip(rows, counts.sum(axis=1).tolist(), strict=True)]
         train_bytes += int(counts[:, 1:].sum())
     scored_texts, masks = [], []
     for batch in held_out:

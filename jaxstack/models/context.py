@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, MeshConfig
+from jaxstack.config.buckets import require_lengths
 from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.kernels.taps import Tapped
@@ -102,7 +103,8 @@ class Context:
           platform: `cpu`, `gpu` or `tpu`. `None` means that of the mesh's devices.
 
         Raises:
-          ConfigError: a pipeline that does not fit the model or the batch, or a kernel that cannot run.
+          ConfigError: a pipeline that does not fit the model or the batch, buckets that the mesh does not divide, or a
+            kernel that cannot run.
         """
         from jaxstack.models import family  # it imports this module
 
@@ -121,6 +123,8 @@ class Context:
             quant=cfg.train.quant,
             remat=cfg.train.remat,
         )
+        microbatches = 1 if context.pipeline is None else context.pipeline.schedule.microbatches
+        require_lengths(cfg, replace(cfg.mesh, **mesh.shape), microbatches)
         if platform is None:
             return context
         model = cfg.model

@@ -15,13 +15,18 @@ class ThroughputMeter:
 
     def __init__(self, cfg: Config, devices: list[jax.Device]) -> None:
         """Prepares a meter for the model and batches of `cfg`, on the devices of the mesh."""
-        flops = plan.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length, cfg.microbatch_size)
-        self._conventions = {"mfu": flops.full, "mfu_causal": flops.causal}
+        self._flops = {}  # of a token, by the length of its row
+        for length in cfg.data.lengths:
+            rows = cfg.data.with_length(length)
+            targets, microbatch = rows.target_length, rows.batch_size // cfg.train.grad_accum
+            self._flops[length] = plan.flops_per_token(cfg.model, length, targets, microbatch)
+        self._longest = cfg.data.seq_len
         self._tokens = cfg.data.batch_size * cfg.data.seq_len
         self._dtype = cfg.train.dtype
         self._kind, self._devices = devices[0].device_kind, len(devices)
         self._since: float | None = None
-        self._steps, self._waited = 0, 0.0
+        self._lengths: list[int] = []  # of the rows of each step
+        self._waited = 0.0
 
     @property
     def started(self) -> bool:
@@ -30,7 +35,7 @@ class ThroughputMeter:
 
     def restart(self) -> None:
         """Restarts the clock, and discards the steps timed so far."""
-        self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
+        self._since, self._lengths, self._waited = time.perf_counter(), [], 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -40,30 +45,38 @@ class ThroughputMeter:
         if self._since is not None:
             self._since += time.perf_counter() - began
 
-    def count_step(self, waited: float) -> None:
-        """Counts a finished step, whose batch the loop waited for `waited` seconds."""
-        self._steps += 1
+    def count_step(self, waited: float, length: int | None = None) -> None:
+        """Counts a finished step, whose batch the loop waited for.
+
+        Args:
+          waited: seconds.
+          length: of its rows. `None` means the longest.
+        """
+        self._lengths.append(length or self._longest)
         self._waited += waited
 
     def take(self) -> dict[str, float | None]:
         """Returns means since the clock was started or last read, or `None` for each if no step was timed.
 
-        `tokens_per_s` is the sum over all devices. `step_time_s` and `data_wait_s` are seconds per step. `mfu` uses
-        the full-attention convention and `mfu_causal` the causal one. `peak_bytes_in_use` is the largest memory use of
-        any device of this process since it started. It is missing if devices do not report it, such as CPUs.
+        `tokens_per_s` is the sum over all devices, with padding. `step_time_s` and `data_wait_s` are seconds per step.
+        `mfu` uses the full-attention convention and `mfu_causal` the causal one. `peak_bytes_in_use` is the largest
+        memory use of any device of this process since it started. It is missing if devices do not report it, such as
+        CPUs.
         """
         names = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s")
-        if self._since is None or not self._steps:
+        steps = len(self._lengths)
+        if self._since is None or not steps:
             return dict.fromkeys(names)
-        seconds = (time.perf_counter() - self._since) / self._steps
+        seconds = (time.perf_counter() - self._since) / steps
         speed = self._tokens / seconds
         values: dict[str, float | None] = {
             "tokens_per_s": speed,
             "step_time_s": seconds,
-            "data_wait_s": self._waited / self._steps,
+            "data_wait_s": self._waited / steps,
         }
-        for name, flops in self._conventions.items():
-            values[name] = plan.mfu(speed * flops, self._kind, self._devices, self._dtype)
+        for name, convention in (("mfu", "full"), ("mfu_causal", "causal")):
+            per_token = sum(getattr(self._flops[length], convention) for length in self._lengths) / steps
+            values[name] = plan.mfu(speed * per_token, self._kind, self._devices, self._dtype)
         stats = [device.memory_stats() for device in jax.local_devices()]
         self.restart()
         peaks = [float(s["peak_bytes_in_use"]) for s in stats if s and "peak_bytes_in_use" in s]
