@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxstack.config.parallel import MeshConfig
     from jaxstack.config.run import Config
 
-_SHOWN = 6  # lengths in an error message
+_SHOWN = 5  # lengths in an error message
 
 
 def check_buckets(cfg: "Config") -> None:
@@ -88,14 +88,19 @@ def require_lengths(cfg: "Config", mesh: "MeshConfig", microbatches: int) -> Non
     pairs = cfg.model.family == "encoder_decoder"
     works = working_lengths(data, rows, parts, pairs)
     wrong = [length for length in data.lengths if length not in works]
-    near = sorted(sorted(works, key=lambda n: abs(n - wrong[0]))[:_SHOWN]) if wrong else []
-    advice = f"Lengths that work are {', '.join(map(str, near))}" if near else "No length works"
-    targets = f" (and data.target_len={data.target_length} in proportion)" if pairs else ""
+    near = sorted(sorted(works, key=lambda n: max(n / wrong[0], wrong[0] / n))[:_SHOWN]) if wrong else []
+    advice = f"Lengths that work: {', '.join(map(str, near))}" if near else "No length works"
+    needs = [f"divide the {data.batch_size * data.seq_len:,} tokens of a batch into whole rows"]
+    if rows > 1:
+        needs.append(f"leave a multiple of {rows} rows for mesh, train.grad_accum and microbatches")
+    if parts > 1:
+        needs.append(f"be a multiple of {parts} for mesh.context={sizes['context']} and mesh.tensor={sizes['tensor']}")
+    if pairs:
+        needs.append(f"shorten data.target_len={data.target_length} in proportion")
     require(
         not wrong,
-        f"data.buckets={_show(data)}: rows of {', '.join(map(str, wrong))} tokens{targets} do not divide the "
-        f"{data.batch_size * data.seq_len:,} tokens of a batch into a multiple of {rows} rows and {parts} equal parts "
-        f"of a row, as mesh, train.grad_accum and microbatches require. {advice}.",
+        f"data.buckets={_show(data)}: rows of {', '.join(map(str, wrong))} tokens do not work. A length must "
+        f"{' and '.join(needs)}. {advice}.",
     )
 
 
