@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _MULTIPLE = 16
 """`auto` chooses multiples of this length, which meshes and kernels divide."""
 
+_LOOKED_AT = 100_000
+
 
 def whole_documents(tokens: Tokens, seq_len: int) -> Tokens:
     """Returns documents that fit a row, which are never cut again.
@@ -221,7 +223,11 @@ class BucketReader:
         return grain.MapDataset.range(2**62).map(read)
 
     def buckets(self, first: int, end: int) -> list[int]:
-        """Returns the lengths of the batches from index `first` to `end`, each once, in the order of first use."""
+        """Returns the lengths of the batches from index `first` to `end`, each once, in the order of first use.
+
+        Of a longer run, the first 100,000 batches are looked at.
+        """
+        end = min(end, first + _LOOKED_AT)
         found, at = np.unique(self._order.locate(np.arange(first, end))[0], return_index=True)
         return [self.lengths[bucket] for bucket in found[np.argsort(at)].tolist()]
 
