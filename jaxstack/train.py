@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, resolve, with_values
+from jaxstack.config.buckets import with_buckets
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
@@ -28,7 +29,7 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
     """
     sinks.require_packages(cfg.run.sinks)
     dataset = data.load_for(cfg)
-    cfg = resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
+    cfg = resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size, dataset.image)
     kept = None
     if searched is not None:
         kept, cfg = earlier_mesh(cfg, searched), open_mesh(cfg, searched)
@@ -139,7 +140,6 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     from jaxstack.models.context import Context
     from jaxstack.planner import estimate, memory, pipeline_costs
     from jaxstack.training import teacher
-    from jaxstack.training.compile_ahead import CompileAhead
     from jaxstack.training.run import Run
     from jaxstack.training.state import abstract_state, averaged_params
     from jaxstack.training.step import jit_train_step, make_eval_step
@@ -150,21 +150,16 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     abstract = abstract_state(cfg, ctx)  # shapes, dtypes and shardings, no arrays
     warning = memory.check(cfg, ctx, abstract)  # before minutes of compiling
     resolved, split = estimate.resolve_split(cfg, ctx)
-    jitted = jit_train_step(resolved, ctx, abstract)  # (state, batch) -> (state, metrics); donates the state
-    evaluation = jax.jit(make_eval_step(cfg, ctx))  # (params, batch) -> (sum of nats, number of tokens)
+    steps = jit_train_step(resolved, ctx, abstract), jax.jit(make_eval_step(cfg, ctx))  # of (state or params, batch)
     loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so there is nothing to save
     teach = teacher.open_teacher(cfg, dataset.tokenizer, mesh)
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints
-    grid = pictures.make_grid(cfg, dataset, ctx)
-    with Run(cfg, dataset, ctx, abstract, loader, grid) as run, CompileAhead(cfg, ctx, teach) as ahead:
+    with Run(cfg, dataset, ctx, abstract, loader, pictures.make_grid(cfg, dataset, ctx)) as run:
         run.print_header(changes, warning, split)
         state, loop = run.restore_or_init()
         run.begin(loop)  # first write: a state that does not fit has raised an error above
-        # With data.buckets, a program for each length of rows, in a thread; otherwise the steps stay as they are.
-        end = loop.batch + cfg.train.steps - loop.step
-        train_step = ahead.wrap(jitted, abstract, loader.lengths(loop.batch, end))
-        eval_step = ahead.wrap(evaluation, averaged_params(cfg, abstract), loader.held_out_lengths, training=False)
+        train_step, eval_step = run.ahead.wrap_steps(steps, abstract, loader, loop, teach)
         if loop.step and loop.step % cfg.train.eval_every == 0:
             run.evaluate(loop, eval_step, state)  # in case the run was interrupted before this evaluation
         batches = loader.iterate(loop.batch, cfg.train.steps - loop.step)

@@ -1,6 +1,7 @@
 """The checks of `data.buckets`: lengths of rows against each other, the batch, the model and the mesh."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,12 @@ if TYPE_CHECKING:
 _SHOWN = 5  # lengths in an error message
 
 
-def check_buckets(cfg: "Config") -> None:
+def check_buckets(cfg: "Config", parts: int) -> None:
     """Checks that the lengths of `data.buckets` ascend, and that data, model and mesh allow them.
+
+    Args:
+      cfg: the run.
+      parts: number of equal parts that a row must have.
 
     Raises:
       ConfigError: they do not.
@@ -41,7 +46,12 @@ def check_buckets(cfg: "Config") -> None:
         f"--data.seq_len={lengths[-1]}, or change the last bucket.",
     )
     stages = cfg.pipeline.microbatches if cfg.mesh.known_sizes["pipe"] > 1 else None
-    require_lengths(cfg, cfg.mesh, stages or 1)
+    require_lengths(cfg, cfg.mesh, stages or 1, parts)
+
+
+def with_buckets(cfg: "Config", lengths: tuple[int, ...]) -> "Config":
+    """Returns the configuration with the lengths that were chosen for `data.buckets=auto`, if there are any."""
+    return replace(cfg, data=replace(cfg.data, buckets=lengths)) if lengths else cfg
 
 
 def _check_documents(cfg: "Config") -> None:
@@ -69,13 +79,14 @@ def _check_documents(cfg: "Config") -> None:
     )
 
 
-def require_lengths(cfg: "Config", mesh: "MeshConfig", microbatches: int) -> None:
+def require_lengths(cfg: "Config", mesh: "MeshConfig", microbatches: int, parts: int) -> None:
     """Checks that a mesh divides the batches of all buckets.
 
     Args:
       cfg: the run.
       mesh: the sizes of its axes; an open one counts as 1.
       microbatches: of a pipeline.
+      parts: number of equal parts that a row must have.
 
     Raises:
       ConfigError: it does not divide the rows or the length of one. The message has lengths that work.
@@ -84,7 +95,6 @@ def require_lengths(cfg: "Config", mesh: "MeshConfig", microbatches: int) -> Non
     if data.buckets in ("auto", ()):
         return
     rows = cfg.train.grad_accum * microbatches * math.prod(sizes[axis] for axis in ("data", "fsdp", "expert"))
-    parts = mesh.sequence_parts
     pairs = cfg.model.family == "encoder_decoder"
     works = working_lengths(data, rows, parts, pairs)
     wrong = [length for length in data.lengths if length not in works]

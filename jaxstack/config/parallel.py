@@ -73,16 +73,6 @@ class MeshConfig:
         """Returns the sizes before the devices are known: the open axis counts as 1."""
         return {axis: 1 if size == -1 else size for axis, size in self.sizes.items()}
 
-    @property
-    def sequence_parts(self) -> int:
-        """The number of equal parts that a sequence must have, as far as the sizes are known.
-
-        A context shard has an early and a late chunk, so that all shards do the same work under the causal mask.
-        """
-        sizes = self.known_sizes
-        split = sizes["tensor"] if self.sequence_parallel else 1
-        return split if sizes["context"] == 1 else sizes["context"] * math.lcm(split, 2)
-
     def resolved_sizes(self, devices: int) -> dict[str, int]:
         """Returns the sizes on this many devices: the open axis has all that the other axes leave, and at least one."""
         known = math.prod(self.known_sizes.values())

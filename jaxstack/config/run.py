@@ -72,7 +72,7 @@ class Config:
         check_branches(self)
         check_sentences(self)
         check_distill(self)
-        check_buckets(self)
+        check_buckets(self, sequence_parts(self.mesh))
 
     @property
     def has_segments(self) -> bool:
@@ -161,11 +161,20 @@ def _check_schedule(cfg: Config) -> None:
     )
 
 
+def sequence_parts(mesh: MeshConfig) -> int:
+    """Returns the number of equal parts that a sequence must have; an open axis counts as 1.
+
+    A context shard has an early and a late chunk, so that all shards do the same work under the causal mask.
+    """
+    split = max(mesh.tensor, 1) if mesh.sequence_parallel else 1
+    return split if mesh.context in (1, -1) else mesh.context * math.lcm(split, 2)
+
+
 def _check_mesh_sequence(cfg: Config) -> None:
     mesh = cfg.mesh
     if mesh.open_axis in ("context", "tensor"):
         return
-    parts = mesh.sequence_parts
+    parts = sequence_parts(mesh)
     targets = cfg.data.target_length if cfg.model.family in ("encoder_decoder", "contrastive") else 0
     require(
         targets % parts == 0,
@@ -314,16 +323,13 @@ def _check_lengths(cfg: Config) -> None:
     )
 
 
-def resolve(
-    config: Config, vocab_size: int | None, image: tuple[int, ...] = (), buckets: tuple[int, ...] = ()
-) -> Config:
+def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ()) -> Config:
     """Returns the configuration with the values that depend on data: sizes of vocabulary and position table, mask's id.
 
     Args:
       config: the configuration as the user gave it.
       vocab_size: number of tokens of the tokenizer. `None`: as many as the model's vocabulary, which is then set.
       image: height, width and channels of the pictures of the data. Empty: those of the model, which are then set.
-      buckets: lengths of rows, for `data.buckets=auto`. Empty: those of the configuration.
 
     Raises:
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it; or the model
@@ -363,8 +369,7 @@ def resolve(
         mask_id is None or mask_id < vocabulary,
         f"data.mask_id={mask_id} is not below the vocabulary of {vocabulary}. Lower it, or leave it null.",
     )
-    data = replace(config.data, mask_id=mask_id, buckets=buckets or config.data.buckets)
-    return replace(config, model=replace(model, max_positions=positions), data=data)
+    return replace(config, model=replace(model, max_positions=positions), data=replace(config.data, mask_id=mask_id))
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:

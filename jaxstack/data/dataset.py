@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxstack.config import Config, ConfigError, DataConfig, resolve
+from jaxstack.config.buckets import with_buckets
 from jaxstack.config.pictures import PICTURES
 from jaxstack.data import chat, labelled, pairs, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
@@ -162,7 +163,7 @@ def resolve_from_data(cfg: Config) -> Config:
     if cfg.model.vocab_size and (cfg.model.pictures is None or cfg.model.pictures.image):
         return resolve(cfg, None)
     dataset = load_for(cfg)
-    return resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
+    return resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size, dataset.image)
 
 
 def _load_images(cfg: DataConfig) -> Dataset:

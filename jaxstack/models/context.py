@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, MeshConfig
 from jaxstack.config.buckets import require_lengths
+from jaxstack.config.run import sequence_parts
 from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.kernels.taps import Tapped
@@ -124,7 +125,8 @@ class Context:
             remat=cfg.train.remat,
         )
         microbatches = 1 if context.pipeline is None else context.pipeline.schedule.microbatches
-        require_lengths(cfg, replace(cfg.mesh, **mesh.shape), microbatches)
+        sized = replace(cfg.mesh, **mesh.shape)
+        require_lengths(cfg, sized, microbatches, sequence_parts(sized))
         if platform is None:
             return context
         model = cfg.model

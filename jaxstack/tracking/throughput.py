@@ -1,6 +1,7 @@
 """Throughput, MFU and memory use of the training loop. See `jaxstack.tracking.goodput` for how its time is spent."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,18 +16,18 @@ class ThroughputMeter:
 
     def __init__(self, cfg: Config, devices: list[jax.Device]) -> None:
         """Prepares a meter for the model and batches of `cfg`, on the devices of the mesh."""
-        self._flops = {}  # of a token, by the length of its row
+        self._conventions = {}  # FLOPs of a token, by the length of its row
         for length in cfg.data.lengths:
             rows = cfg.data.with_length(length)
             targets, microbatch = rows.target_length, rows.batch_size // cfg.train.grad_accum
-            self._flops[length] = plan.flops_per_token(cfg.model, length, targets, microbatch)
+            flops = plan.flops_per_token(cfg.model, length, targets, microbatch)
+            self._conventions[length] = {"mfu": flops.full, "mfu_causal": flops.causal}
         self._longest = cfg.data.seq_len
         self._tokens = cfg.data.batch_size * cfg.data.seq_len
         self._dtype = cfg.train.dtype
         self._kind, self._devices = devices[0].device_kind, len(devices)
         self._since: float | None = None
-        self._lengths: list[int] = []  # of the rows of each step
-        self._waited = 0.0
+        self._steps, self._waited, self._lengths = 0, 0.0, Counter[int]()
 
     @property
     def started(self) -> bool:
@@ -35,7 +36,7 @@ class ThroughputMeter:
 
     def restart(self) -> None:
         """Restarts the clock, and discards the steps timed so far."""
-        self._since, self._lengths, self._waited = time.perf_counter(), [], 0.0
+        self._since, self._steps, self._waited, self._lengths = time.perf_counter(), 0, 0.0, Counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -52,7 +53,8 @@ class ThroughputMeter:
           waited: seconds.
           length: of its rows. `None` means the longest.
         """
-        self._lengths.append(length or self._longest)
+        self._steps += 1
+        self._lengths[length or self._longest] += 1
         self._waited += waited
 
     def take(self) -> dict[str, float | None]:
@@ -64,18 +66,17 @@ class ThroughputMeter:
         CPUs.
         """
         names = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s")
-        steps = len(self._lengths)
-        if self._since is None or not steps:
+        if self._since is None or not self._steps:
             return dict.fromkeys(names)
-        seconds = (time.perf_counter() - self._since) / steps
+        seconds = (time.perf_counter() - self._since) / self._steps
         speed = self._tokens / seconds
         values: dict[str, float | None] = {
             "tokens_per_s": speed,
             "step_time_s": seconds,
-            "data_wait_s": self._waited / steps,
+            "data_wait_s": self._waited / self._steps,
         }
-        for name, convention in (("mfu", "full"), ("mfu_causal", "causal")):
-            per_token = sum(getattr(self._flops[length], convention) for length in self._lengths) / steps
+        for name in names[1:3]:
+            per_token = sum(n * self._conventions[length][name] for length, n in self._lengths.items()) / self._steps
             values[name] = plan.mfu(speed * per_token, self._kind, self._devices, self._dtype)
         stats = [device.memory_stats() for device in jax.local_devices()]
         self.restart()

@@ -9,12 +9,16 @@ import jax
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config
+from jaxstack.data.loader import DataLoader
 from jaxstack.models import family
 from jaxstack.models.batches import abstract_batch, with_rows_of
 from jaxstack.models.context import Context
+from jaxstack.tracking.step_log import LoopState
+from jaxstack.training.state import TrainState, averaged_params
 from jaxstack.training.teacher import Teach
 
 Result = TypeVar("Result")
+Trained = TypeVar("Trained")
 Program: TypeAlias = "Future[jax.stages.Compiled]"
 
 
@@ -25,15 +29,14 @@ class CompileAhead:
     the thread has not begun.
     """
 
-    def __init__(self, cfg: Config, ctx: Context, teach: Teach | None = None) -> None:
+    def __init__(self, cfg: Config, ctx: Context) -> None:
         """Prepares to compile; nothing is compiled yet.
 
         Args:
           cfg: the run.
           ctx: its execution context.
-          teach: what adds arrays to training batches. `None` means that nothing does.
         """
-        self._data, self._where, self._teach = cfg.data, ctx.sharding(ctx.batch), teach
+        self._cfg, self._data, self._where = cfg, cfg.data, ctx.sharding(ctx.batch)
         self._spec = family.of(cfg.model).batch_spec(cfg)
         self._programs: list[Program] = []
 
@@ -47,7 +50,7 @@ class CompileAhead:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def wrap(
-        self, step: Callable[[PyTree, Batch], Result], first: PyTree, lengths: Iterable[int], training: bool = True
+        self, step: Callable[[PyTree, Batch], Result], first: PyTree, lengths: Iterable[int], teach: Teach | None = None
     ) -> Callable[[PyTree, Batch], Result]:
         """Returns a step that runs the program of each batch's length, and waits for it if it is not compiled yet.
 
@@ -57,7 +60,7 @@ class CompileAhead:
           step: the jitted function of the first argument and a batch.
           first: shapes, dtypes and shardings of the first argument.
           lengths: those that will be needed, in the order of first use. Others are compiled when they are needed.
-          training: whether the batches are those of training, to which a teacher adds arrays.
+          teach: what adds arrays to the batches before the step. `None` means that nothing does.
         """
         if len(self._data.lengths) == 1:
             return step
@@ -66,7 +69,7 @@ class CompileAhead:
         def begin(length: int) -> Program:
             if length not in programs:
                 programs[length] = self._thread.submit(
-                    lambda: step.lower(first, self._abstract_batch(length, training)).compile()  # type: ignore[attr-defined]
+                    lambda: step.lower(first, self._abstract_batch(length, teach)).compile()  # type: ignore[attr-defined]
                 )
                 self._programs.append(programs[length])
             return programs[length]
@@ -84,10 +87,32 @@ class CompileAhead:
 
         return run
 
-    def _abstract_batch(self, length: int, training: bool) -> Batch:
+    def wrap_steps(
+        self,
+        steps: tuple[Callable[[TrainState, Batch], Trained], Callable[[PyTree, Batch], Result]],
+        abstract: TrainState,
+        loader: DataLoader,
+        loop: LoopState,
+        teach: Teach,
+    ) -> tuple[Callable[[TrainState, Batch], Trained], Callable[[PyTree, Batch], Result]]:
+        """Returns the steps of training and of evaluation, see `wrap`.
+
+        Args:
+          steps: both, jitted.
+          abstract: shapes, dtypes and shardings of the state.
+          loader: says which lengths the batches have.
+          loop: position at which training begins.
+          teach: what adds arrays to the batches of training.
+        """
+        lengths = loader.lengths(loop.batch, loop.batch + self._cfg.train.steps - loop.step)
+        values = averaged_params(self._cfg, abstract)
+        train_step = self.wrap(steps[0], abstract, lengths, teach)
+        return train_step, self.wrap(steps[1], values, loader.held_out_lengths)
+
+    def _abstract_batch(self, length: int, teach: Teach | None) -> Batch:
         """Returns shapes, dtypes and shardings of a batch whose rows have this length."""
         batch = abstract_batch(with_rows_of(self._spec, length, self._data.seq_len), self._where)
-        if self._teach is None or not training:
+        if teach is None:
             return batch
-        taught = jax.eval_shape(self._teach, batch)
+        taught = jax.eval_shape(teach, batch)
         return {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._where) for n, a in taught.items()}  # type: ignore[misc]

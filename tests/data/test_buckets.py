@@ -8,6 +8,7 @@ import pytest
 
 from jaxstack import data
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SourceConfig, resolve
+from jaxstack.config.buckets import with_buckets
 from jaxstack.data.buckets import (
     BucketReader,
     choose_lengths,
@@ -178,9 +179,9 @@ def test_auto_is_filled_in_from_the_text_and_keeps_its_choice(tmp_path):
     # and with four 5 x 32 + 7 x 64 + 6 x 96 + 2 x 128 = 1,440 (21.5%).
     assert choose_lengths(cfg.data, [documents(range(10, 110, 5))]) == (32, 64, 96, 128)
     dataset = data.load(cfg.data)
-    found = resolve(cfg, dataset.vocab_size, buckets=dataset.buckets)
+    found = resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size)
     assert found.data.buckets == dataset.buckets == (32, 64, 96, 128)
-    assert resolve(found, dataset.vocab_size, buckets=data.load(found.data).buckets) == found
+    assert with_buckets(found, data.load(found.data).buckets) == found
     assert [one["batch_size"] for one in bucket_sizes(found)] == [48, 24, 16, 12]
 
 
