@@ -24,6 +24,7 @@ from jaxstack.data.tokens import Tokens
 from jaxstack.models import family as families
 from jaxstack.models import params
 from jaxstack.models.context import Context
+from jaxstack.planner import memory, mesh_search
 from jaxstack.sharding import make_mesh
 from jaxstack.training import losses
 from jaxstack.training.compile_ahead import CompileAhead
@@ -173,6 +174,7 @@ def test_a_length_has_one_program_that_a_thread_compiles_before_it_is_needed():
         total = run(total, batch)
     assert [length for length, _ in traced] == [16, 8, 32], "in the order of first use; the last when it is needed"
     assert all(name.startswith("jaxstack-compile") for _, name in traced)
+    assert len(ahead._programs) == 3, "none is compiled twice"
     assert float(total) == 2 * sum(float(batch["loss_weights"].sum()) for batch in batches)
     ahead.__exit__(None, None, None)
     plain = meshes.config("llama3", {})
@@ -189,13 +191,28 @@ def test_a_program_that_cannot_be_compiled_is_an_error_of_the_next_step():
 
     ahead, run, batches = toy(config("llama3", {}), step, [8, 32])
 
-    def until_the_thread_has_failed():
-        while True:
-            run(jnp.zeros(()), batches[0])
+    def two_steps():
+        run(jnp.zeros(()), batches[0])  # the thread may still be at it
+        while not all(program.done() for program in ahead._programs):
+            time.sleep(0.01)
+        run(jnp.zeros(()), batches[0])
 
     with pytest.raises(ConfigError, match="no room for 32"):
-        until_the_thread_has_failed()
+        two_steps()
     ahead.__exit__(None, None, None)
+
+
+def test_plans_are_for_the_longest_rows_which_need_the_most_memory():
+    cfg = config("llama3", {"data": 2, "tensor": 2})
+    found = memory.need(cfg, 4, "cpu")
+    assert found == memory.need(meshes.config("llama3", {"data": 2, "tensor": 2}), 4, "cpu")
+    auto = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, buckets="auto"))
+    assert found == memory.need(auto, 4, "cpu"), "the text is not read"
+    others = [dataclasses.replace(cfg, data=cfg.data.with_length(length)) for length in cfg.data.lengths]
+    assert max(memory.need(other, 4, "cpu").formula for other in others) == found.formula
+    assert mesh_search.smaller_batches(cfg) == [4, 2, 1]
+    odd = dataclasses.replace(cfg.data, batch_size=12, seq_len=32, buckets=(24, 32))
+    assert mesh_search.smaller_batches(dataclasses.replace(cfg, data=odd)) == [6, 3], "the tokens fill rows of 24"
 
 
 @pytest.mark.slow
