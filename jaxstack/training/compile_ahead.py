@@ -37,7 +37,6 @@ class CompileAhead:
           ctx: its execution context.
         """
         self._cfg, self._data, self._where = cfg, cfg.data, ctx.sharding(ctx.batch)
-        self._spec = family.of(cfg.model).batch_spec(cfg)
         self._programs: list[Program] = []
 
     def __enter__(self) -> "CompileAhead":
@@ -111,7 +110,8 @@ class CompileAhead:
 
     def _abstract_batch(self, length: int, teach: Teach | None) -> Batch:
         """Returns shapes, dtypes and shardings of a batch whose rows have this length."""
-        batch = abstract_batch(with_rows_of(self._spec, length, self._data.seq_len), self._where)
+        spec = family.of(self._cfg.model).batch_spec(self._cfg)
+        batch = abstract_batch(with_rows_of(spec, length, self._data.seq_len), self._where)
         if teach is None:
             return batch
         taught = jax.eval_shape(teach, batch)
