@@ -104,8 +104,7 @@ class Context:
           platform: `cpu`, `gpu` or `tpu`. `None` means that of the mesh's devices.
 
         Raises:
-          ConfigError: a pipeline that does not fit the model or the batch, buckets that the mesh does not divide, or a
-            kernel that cannot run.
+          ConfigError: a pipeline or buckets that do not fit the model, the batch or the mesh, or a kernel that cannot run.
         """
         from jaxstack.models import family  # it imports this module
 
