@@ -104,7 +104,7 @@ class Context:
           platform: `cpu`, `gpu` or `tpu`. `None` means that of the mesh's devices.
 
         Raises:
-          ConfigError: a pipeline or buckets that do not fit the model, the batch or the mesh, or a kernel that cannot run.
+          ConfigError: a pipeline or buckets that do not fit model, batch or mesh, or a kernel that cannot run.
         """
         from jaxstack.models import family  # it imports this module
 
