@@ -31,7 +31,7 @@ def check_buckets(cfg: "Config", parts: int) -> None:
         f"data.max_padding={data.max_padding} is for data.buckets=auto, but data.buckets is empty. Use auto, or leave "
         f"data.max_padding out.",
     )
-    if data.buckets or data.packing == "best_fit":
+    if data.keeps_documents:
         _check_documents(cfg)
     if data.buckets in ("auto", ()):
         return

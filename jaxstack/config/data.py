@@ -175,6 +175,11 @@ class DataConfig:
         return max(sizes, default=self.seq_len)
 
     @property
+    def keeps_documents(self) -> bool:
+        """Whether rows have complete documents of a text, of which only those that are longer than a row are cut."""
+        return bool(self.buckets) or self.packing == "best_fit"
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """The lengths of rows, ascending: those of the buckets, or one. `auto` counts as its longest."""
         return (self.seq_len,) if self.buckets in ("auto", ()) else tuple(map(int, self.buckets))

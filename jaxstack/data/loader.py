@@ -76,8 +76,7 @@ class HeldOut:
 
 def _documents(cfg: Config, text: data.Tokens) -> data.Tokens:
     """Returns the text of a source, as documents that are never cut if rows have complete documents."""
-    complete = cfg.data.buckets or cfg.data.packing == "best_fit"
-    return whole_documents(text, cfg.data.seq_len) if complete else text
+    return whole_documents(text, cfg.data.seq_len) if cfg.data.keeps_documents else text
 
 
 def rows_by_length(cfg: Config, sharding: jax.sharding.Sharding) -> list[np.ndarray]:

@@ -90,25 +90,29 @@ class Baseline(NamedTuple):
 
 
 def baseline(
-    train: Iterable[Batch], held_out: Iterable[Batch], tokenizer: Tokenizer, orders: Sequence[int] = range(2, 7)
+    train: Iterable[Batch],
+    held_out: Iterable[Batch],
+    tokenizer: Tokenizer,
+    orders: Sequence[int] = range(2, 7),
+    padded: bool = False,
 ) -> Baseline:
     """Returns the best n-gram model of the bytes that the tokens of a run represent.
 
     As for the language model, the first token of a row is only context, and targets of loss weight 0 are not scored.
-    The padding behind a document is not read.
 
     Args:
       train: the batches that the run trained on.
       held_out: its evaluation batches.
       tokenizer: of the tokens. Its ids must represent the complete text, see `obstacle`.
       orders: of the models to compare.
+      padded: whether what is behind the last learned token of a row is padding, which is not read.
     """
     texts, train_bytes = [], 0
     for batch in train:
         rows, counts = _row_bytes(batch, tokenizer)
-        learned = batch["loss_weights"] > 0
-        behind = np.logical_or.accumulate(learned[:, ::-1], axis=1)[:, ::-1]  # False from the last learned token on
-        counts[:, 1:] *= behind
+        if padded:
+            learned = batch["loss_weights"] > 0
+            counts[:, 1:] *= np.logical_or.accumulate(learned[:, ::-1], axis=1)[:, ::-1]  # False behind the last one
         texts += [row[:size] for row, size in zip(rows, counts.sum(axis=1).tolist(), strict=True)]
         train_bytes += int(counts[:, 1:].sum())
     scored_texts, masks = [], []

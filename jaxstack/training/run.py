@@ -380,7 +380,8 @@ class Run:
         final = next(r for r in records if r["step"] == steps and "eval_loss" in r)
         fitted = next((r for r in records if r["step"] == steps and "ngram_train_bytes" in r), None)
         if fitted is None:
-            found = ngram.baseline(loader.first_batches(steps), loader.held_out[0].batches, tokenizer)
+            texts = loader.first_batches(steps), loader.held_out[0].batches
+            found = ngram.baseline(*texts, tokenizer, padded=self._cfg.data.keeps_documents)
             fitted = {"step": steps, **{f"ngram_{name}": value for name, value in found._asdict().items()}}
             self._log.write(fitted)
         order, bits, read = (fitted[f"ngram_{name}"] for name in ngram.Baseline._fields)

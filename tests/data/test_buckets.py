@@ -1,7 +1,9 @@
 """Rows of several lengths: what each row has, in which order, and which lengths `auto` chooses."""
 
 import itertools
+import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from jaxstack import data
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SourceConfig, resolve
 from jaxstack.config.buckets import with_buckets
+from jaxstack.data import ngram
 from jaxstack.data.buckets import (
     BucketReader,
     choose_lengths,
@@ -20,6 +23,7 @@ from jaxstack.data.buckets import (
 from jaxstack.data.loader import bucket_sizes
 from jaxstack.data.mixture import MixtureReader, WindowSizes
 from jaxstack.data.pairs import PairTokens
+from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.data.tokens import Tokens
 
 LENGTHS = (4, 8, 16)
@@ -264,3 +268,33 @@ def test_batches_of_buckets_are_of_one_family_of_settings():
         ConfigError, match=r"rows of 24 tokens do not work\. .* the 512 tokens .* work: 4, 8, 16, 32, 64\."
     ):
         Config(data=DataConfig(seq_len=64, batch_size=8, buckets=(24, 64)), model=ModelConfig())
+
+
+def test_the_baseline_does_not_read_padding(rng):
+    """A byte n-gram model is fitted on the bytes that are learned: all but the first of each document."""
+    plain = documents(rng.integers(2, 18, 42))
+    text = data.tokens.replace(plain, ids=rng.integers(97, 123, plain.ids.size).astype(np.uint8), vocab_size=256)
+    reader = BucketReader([whole_documents(text, 16)], ["text"], [(0, (1.0,))], SIZES, seed=3)
+    train = [reader.batches()[k] for k in range(9)]
+    held_out = [*held_out_batches(whole_documents(text, 16), SIZES, 2)]
+    found = ngram.baseline(train, held_out, ByteTokenizer(), padded=True)
+    assert found.train_bytes == sum(int(batch["loss_weights"].sum()) for batch in train)
+    assert ngram.baseline(train, held_out, ByteTokenizer()).train_bytes == 9 * 32
+
+
+def test_the_documents_have_the_figures_of_the_result():
+    root = Path(__file__).parents[2]
+    result = json.loads((root / "benchmarks" / "results" / "buckets.json").read_text())
+    page = (root / "docs" / "data.md").read_text()
+    shown = 0
+    for each in result["padding"]:
+        if each["auto"] is not None and each["seq_len"] != 1024:
+            lengths = ", ".join(map(str, each["buckets"]))
+            row = f"| {each['seq_len']:,} | {each['batch_size']} | {each['one_length']:.1%} | {each['auto']:.1%} | {lengths}"
+            assert f"{row} | {each['best_fit']:.2%} |" in page
+            assert each["auto"] <= 0.1
+            shown += 1
+    assert shown == 5
+    for each in result["time"]:
+        assert f"{each['per_learned_token']:.2f}" in page
+        assert each["per_learned_token"] < 1.1
