@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, resolve, with_values
+from jaxstack.config.buckets import with_buckets
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
@@ -28,7 +29,7 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
     """
     sinks.require_packages(cfg.run.sinks)
     dataset = data.load_for(cfg)
-    cfg = resolve(cfg, dataset.vocab_size, dataset.image)
+    cfg = resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size, dataset.image)
     kept = None
     if searched is not None:
         kept, cfg = earlier_mesh(cfg, searched), open_mesh(cfg, searched)
@@ -149,8 +150,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     abstract = abstract_state(cfg, ctx)  # shapes, dtypes and shardings, no arrays
     warning = memory.check(cfg, ctx, abstract)  # before minutes of compiling
     resolved, split = estimate.resolve_split(cfg, ctx)
-    train_step = jit_train_step(resolved, ctx, abstract)  # (state, batch) -> (state, metrics); donates the state
-    eval_step = jax.jit(make_eval_step(cfg, ctx))  # (params, batch) -> (sum of nats, number of tokens)
+    steps = jit_train_step(resolved, ctx, abstract), jax.jit(make_eval_step(cfg, ctx))  # of (state or params, batch)
     loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so there is nothing to save
     teach = teacher.open_teacher(cfg, dataset.tokenizer, mesh)
 
@@ -159,6 +159,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
         run.print_header(changes, warning, split)
         state, loop = run.restore_or_init()
         run.begin(loop)  # first write: a state that does not fit has raised an error above
+        train_step, eval_step = run.ahead.wrap_steps(steps, abstract, loader, loop, teach)
         if loop.step and loop.step % cfg.train.eval_every == 0:
             run.evaluate(loop, eval_step, state)  # in case the run was interrupted before this evaluation
         batches = loader.iterate(loop.batch, cfg.train.steps - loop.step)

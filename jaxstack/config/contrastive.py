@@ -62,7 +62,7 @@ def check_contrastive(cfg: "Config") -> None:
         ("model.moe.num_experts", model.moe.num_experts, model.moe.num_experts > 0, "0"),
         ("model.first_attention_norm", "false", not model.first_attention_norm, "true"),
         ("model.windows", list(model.windows), model.windows != (0,), "[0]"),
-        ("data.packing", "true", data.packing, "false"),
+        ("data.packing", str(data.packing).lower(), bool(data.packing), "false"),
         ("sample.beams", cfg.sample.beams, cfg.sample.beams > 1, "1"),
         ("train.noise_scale", "true", cfg.train.noise_scale, "false"),
     )

@@ -97,9 +97,17 @@ class DataConfig:
     """Tokens per sequence. One more token is read, because targets are shifted by one."""
     batch_size: PositiveInt = 16
     """Sequences per optimizer step, over all devices and accumulation steps."""
-    packing: bool = False
-    """Restrict attention to one document: batches carry segment ids, and positions restart at each document. With
-    source `chat` or `labels`, put several whole conversations or texts in a row instead of one."""
+    packing: bool | Literal["best_fit"] = False
+    """Restrict attention to one document: batches carry segment ids, and positions restart at each document. `best_fit`
+    puts whole documents into each row, and cuts only those that are longer than a row. With source `chat`, `labels` or
+    `pairs`, `true` does so, too: several whole conversations, texts or pairs in a row instead of one."""
+    buckets: Literal["auto"] | tuple[int, ...] = ()
+    """Lengths of rows in ascending order, such as `[128, 256, 512]`; the last one is `data.seq_len`. Each row has one
+    document, conversation, text or pair, and each batch has the smallest length that holds its rows. Shorter rows are
+    more rows, so that all batches have `batch_size * seq_len` tokens. `auto`: the fewest lengths within
+    `data.max_padding`. Empty: all rows have `data.seq_len` tokens."""
+    max_padding: Annotated[float, Interval(0, 1, low_open=True, high_open=True)] = 0.1
+    """With `data.buckets=auto`: the largest share of the tokens that may be padding."""
     eval_fraction: Annotated[float, Interval(0, 1, low_open=True, high_open=True)] = 0.1
     """Fraction held out for evaluation: whole documents if there are many, otherwise the end of the text. Conversations
     are never split."""
@@ -165,6 +173,28 @@ class DataConfig:
             return self.target_len
         sizes = [each.lengths(each.text_length(self.seq_len))[1] for each in self.denoisers]
         return max(sizes, default=self.seq_len)
+
+    @property
+    def keeps_documents(self) -> bool:
+        """Whether rows have complete documents of a text, of which only those that are longer than a row are cut."""
+        return bool(self.buckets) or self.packing == "best_fit"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of rows, ascending: those of the buckets, or one. `auto` counts as its longest."""
+        return (self.seq_len,) if self.buckets in ("auto", ()) else tuple(map(int, self.buckets))
+
+    def with_length(self, length: int) -> "DataConfig":
+        """Returns the configuration of the batches of one bucket: with its length, and as many rows as it has."""
+        targets = self.target_length * length // self.seq_len
+        return replace(
+            self,
+            buckets=(),
+            max_padding=DataConfig.max_padding,
+            seq_len=length,
+            batch_size=self.batch_size * self.seq_len // length,
+            target_len=None if self.target_len is None else targets,
+        )
 
     def weights(self) -> list[tuple[int, tuple[float, ...]]]:
         """Returns the steps from which weights hold, with the weights; the first step is 0."""

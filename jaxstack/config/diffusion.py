@@ -60,7 +60,7 @@ def check_diffusion(cfg: "Config") -> None:
         ("model.dropout", model.dropout, model.dropout > 0, "0"),
         ("model.windows", list(model.windows), model.windows != (0,), "[0]"),
         ("model.moe.router", model.moe.router, bool(model.moe.num_experts) and not by_time, "timestep"),
-        ("data.packing", "true", data.packing, "false"),
+        ("data.packing", str(data.packing).lower(), bool(data.packing), "false"),
         ("data.languages", list(data.languages), bool(data.languages), "[]"),
         ("data.target_len", data.target_len, data.target_len is not None, "null"),
         ("data.tokenizer", data.tokenizer, data.tokenizer != "bytes", "bytes"),

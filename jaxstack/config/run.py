@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxstack.config.bounds import require
 from jaxstack.config.branches import check_branches
+from jaxstack.config.buckets import check_buckets
 from jaxstack.config.contrastive import check_contrastive
 from jaxstack.config.data import DataConfig
 from jaxstack.config.diffusion import check_diffusion
@@ -73,11 +74,12 @@ class Config:
         check_sentences(self)
         check_distill(self)
         check_qat(self)
+        check_buckets(self, sequence_parts(self.mesh))
 
     @property
     def has_segments(self) -> bool:
         """Whether batches have segment ids, which attention stays within: documents, or padding apart from texts."""
-        return self.data.packing or bool(self.model.labels) or self.model.family == "encoder_decoder"
+        return bool(self.data.packing or self.model.labels) or self.model.family == "encoder_decoder"
 
     @property
     def text_length(self) -> int:
@@ -161,13 +163,20 @@ def _check_schedule(cfg: Config) -> None:
     )
 
 
+def sequence_parts(mesh: MeshConfig) -> int:
+    """Returns the number of equal parts that a sequence must have; an open axis counts as 1.
+
+    A context shard has an early and a late chunk, so that all shards do the same work under the causal mask.
+    """
+    split = max(mesh.tensor, 1) if mesh.sequence_parallel else 1
+    return split if mesh.context in (1, -1) else mesh.context * math.lcm(split, 2)
+
+
 def _check_mesh_sequence(cfg: Config) -> None:
     mesh = cfg.mesh
     if mesh.open_axis in ("context", "tensor"):
         return
-    split = mesh.tensor if mesh.sequence_parallel else 1
-    # A context shard has an early and a late chunk, so that all shards do the same work under the causal mask.
-    parts = split if mesh.context == 1 else mesh.context * math.lcm(split, 2)
+    parts = sequence_parts(mesh)
     targets = cfg.data.target_length if cfg.model.family in ("encoder_decoder", "contrastive") else 0
     require(
         targets % parts == 0,

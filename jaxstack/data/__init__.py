@@ -4,6 +4,7 @@
 `eval_batches` cut a text into batches, and `MixtureReader` mixes several.
 """
 
+from jaxstack.data.buckets import BucketReader
 from jaxstack.data.dataset import Dataset, Source, load, load_for, resolve_from_data
 from jaxstack.data.images import Images
 from jaxstack.data.mixture import MixtureReader, describe_batch
@@ -15,6 +16,7 @@ from jaxstack.data.windows import Batch, batches, eval_batches
 
 __all__ = [
     "Batch",
+    "BucketReader",
     "Dataset",
     "Document",
     "Images",

@@ -69,10 +69,11 @@ def open_binary(cfg: DataConfig) -> BinaryFile:
         vocabulary.
     """
     path = Path(str(cfg.path))
-    if cfg.packing and cfg.format != "megatron":
+    if (cfg.packing or cfg.buckets) and cfg.format != "megatron":
+        key = "data.buckets" if cfg.buckets else f"data.packing={str(cfg.packing).lower()}"
         raise ConfigError(
-            f"data.packing=true needs the starts of documents, which a file of data.format={cfg.format} does not have. "
-            f"Use data.packing=false."
+            f"{key} needs the starts of documents, which a file of data.format={cfg.format} does not have. Leave it "
+            f"out."
         )
     if (found := recognize(path)) not in (None, cfg.format):
         raise ConfigError(f"data.path={path} has the format {found}. Use --data.format={found}.")

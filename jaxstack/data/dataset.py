@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxstack.config import Config, ConfigError, DataConfig, resolve
+from jaxstack.config.buckets import with_buckets
 from jaxstack.config.pictures import PICTURES
 from jaxstack.data import chat, labelled, pairs, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
+from jaxstack.data.buckets import choose_lengths
 from jaxstack.data.captions import class_texts, encode_captions
 from jaxstack.data.class_names import ClassNames
 from jaxstack.data.conversations import read_conversations
@@ -47,6 +49,8 @@ class Dataset:
 
     special: SpecialIds | None = None
     """Ids beside those of texts, for an encoder-decoder."""
+    buckets: tuple[int, ...] = ()
+    """Lengths of rows, for `data.buckets=auto`."""
 
     @property
     def vocab_size(self) -> int:
@@ -139,7 +143,10 @@ def load(cfg: DataConfig, labels: Labels | None = None, captions: bool = False) 
             if not cfg.mixture:
                 raise
             raise ConfigError(f"data.mixture, {name}: {error}") from None
-    return Dataset(tokenizer, tuple(found), tuple(cfg.weights()), special)
+    buckets: tuple[int, ...] = ()
+    if cfg.buckets == "auto":
+        buckets = choose_lengths(cfg, [one.train for one in found if isinstance(one.train, Tokens)])
+    return Dataset(tokenizer, tuple(found), tuple(cfg.weights()), special, buckets)
 
 
 def load_for(cfg: Config) -> Dataset:
@@ -156,7 +163,7 @@ def resolve_from_data(cfg: Config) -> Config:
     if cfg.model.vocab_size and (cfg.model.pictures is None or cfg.model.pictures.image):
         return resolve(cfg, None)
     dataset = load_for(cfg)
-    return resolve(cfg, dataset.vocab_size, dataset.image)
+    return resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size, dataset.image)
 
 
 def _load_images(cfg: DataConfig) -> Dataset:

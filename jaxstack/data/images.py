@@ -235,6 +235,10 @@ class PictureReader:
         """Returns how often `steps` steps read the pictures, in a list with one entry for the only source."""
         return [steps * self.batch_size / len(self.images)]
 
+    def row_figures(self, index: int) -> dict[str, float]:
+        """Returns nothing: rows have one length and no padding."""
+        return {}
+
     def describe(self, index: int) -> str:
         """Returns one line for error messages with the first pictures of a batch."""
         numbers = index * self.batch_size + np.arange(min(_DESCRIBED, self.batch_size))

@@ -58,7 +58,7 @@ class Interleaving:
       phases: number of the first sequence, and the weights of the sources from there on; the first number is 0.
     """
 
-    def __init__(self, phases: Sequence[tuple[int, Sequence[float]]]) -> None:
+    def __init__(self, phases: Sequence[tuple[int, Sequence[float | Fraction]]]) -> None:
         self._starts = [first for first, _ in phases]
         shares = []
         for _, weights in phases:

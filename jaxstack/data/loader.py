@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 import jax
+import numpy as np
 
 from jaxstack import data
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
+from jaxstack.data.buckets import BucketReader, held_out_batches, whole_documents
 from jaxstack.data.captions import CaptionReader
 from jaxstack.data.images import ImageReader, Images, PictureReader
 from jaxstack.data.masking import BranchWindows, Masking, Words
@@ -37,16 +39,22 @@ class HeldOut:
         Raises:
           ConfigError: an encoder has no hidden token to evaluate.
         """
-        steps, rows = cfg.train.eval_steps, distributed.local_rows(sharding, cfg.data.batch_size)
+        steps, rows = cfg.train.eval_steps, rows_by_length(cfg, sharding)
         self.name, self.share, self._tokenizer = source.name, share, tokenizer
         self._reads_text = cfg.model.family == "decoder"
         if isinstance(source.eval, Images):
             reader = picture_reader(cfg, source.eval, shuffle=False)
-            self.local_batches, self.batches = [*reader.batches(rows, steps)], reader.batches(count=steps)
+            self.local_batches, self.batches = [*reader.batches(rows[0], steps)], reader.batches(count=steps)
+            return
+        text = _documents(cfg, source.eval)
+        if cfg.data.buckets:
+            buckets = bucket_sizes(cfg)
+            self.local_batches = [*held_out_batches(text, buckets, steps, rows)]
+            self.batches = held_out_batches(text, buckets, steps)
             return
         sizes = window_sizes(cfg, tokenizer)
-        self.local_batches = [*data.eval_batches(source.eval, steps=steps, rows=rows, **sizes)]
-        self.batches = data.eval_batches(source.eval, steps=steps, **sizes)
+        self.local_batches = [*data.eval_batches(text, steps=steps, rows=rows[0], **sizes)]
+        self.batches = data.eval_batches(text, steps=steps, **sizes)
         weights = "masked_weights" if cfg.model.family == "branches" else "loss_weights"
         if sizes.get("masking") is not None and not any(batch[weights].any() for batch in self.batches):
             raise ConfigError(
@@ -64,6 +72,23 @@ class HeldOut:
             return math.nan
         targets = [batch["targets"][batch["loss_weights"] > 0] for batch in self.batches]
         return sum(map(self._tokenizer.num_bytes, targets)) / sum(each.size for each in targets) or math.nan
+
+
+def _documents(cfg: Config, text: data.Tokens) -> data.Tokens:
+    """Returns the text of a source, as documents that are never cut if rows have complete documents."""
+    return whole_documents(text, cfg.data.seq_len) if cfg.data.keeps_documents else text
+
+
+def rows_by_length(cfg: Config, sharding: jax.sharding.Sharding) -> list[np.ndarray]:
+    """Returns the rows of a batch that this process reads, for each length of rows."""
+    counts = [cfg.data.with_length(length).batch_size for length in cfg.data.lengths]
+    return [distributed.local_rows(sharding, count) for count in counts]
+
+
+def bucket_sizes(cfg: Config) -> list[WindowSizes]:
+    """Returns how many rows of which length the batches of each bucket have."""
+    each = [cfg.data.with_length(length) for length in cfg.data.lengths]
+    return [WindowSizes(seq_len=one.seq_len, batch_size=one.batch_size, packing=False) for one in each]
 
 
 def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes:
@@ -91,7 +116,7 @@ def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes
     return WindowSizes(
         seq_len=seq_len,
         batch_size=cfg.data.batch_size,
-        packing=cfg.data.packing,
+        packing=bool(cfg.data.packing),
         masking=masking,
         sentences=sentences,
     )
@@ -126,15 +151,21 @@ class DataLoader:
           sharding: the sharding of a batch over its rows.
         """
         self._cfg, self._dataset, self._sharding = cfg, dataset, sharding
-        self._local_rows = distributed.local_rows(sharding, cfg.data.batch_size)
-        self._reader: data.MixtureReader | PictureReader
+        local = rows_by_length(cfg, sharding)
+        counts = [cfg.data.with_length(length).batch_size for length in cfg.data.lengths]
+        self._local_rows = {rows.size: (rows, count) for rows, count in zip(local, counts, strict=True)}
+        self._reader: data.MixtureReader | PictureReader | BucketReader
+        texts, names = [_documents(cfg, text) for text in dataset.training_texts], [one.name for one in dataset.sources]
         if isinstance(dataset.train, Images):
             self._reader = picture_reader(cfg, dataset.train)
+            self._batches = self._reader.batches(local[0])
+        elif cfg.data.buckets:
+            self._reader = BucketReader(texts, names, dataset.weights, bucket_sizes(cfg), cfg.run.seed)
+            self._batches = self._reader.batches(local)
         else:
-            texts, names = [*dataset.training_texts], [one.name for one in dataset.sources]
             sizes = window_sizes(cfg, dataset.tokenizer)
             self._reader = data.MixtureReader(texts, names, dataset.weights, sizes, cfg.run.seed)
-        self._batches = self._reader.batches(self._local_rows)
+            self._batches = self._reader.batches(local[0])
         self.held_out = [
             HeldOut(source, share, dataset.tokenizer, cfg, sharding)
             for source, share in zip(dataset.sources, dataset.shares, strict=True)
@@ -150,11 +181,15 @@ class DataLoader:
         return sum(one.share * losses[one.name] for one in self.held_out if one.share)
 
     def describe_sources(self) -> list[str]:
-        """Returns a line for each source of a mixture: its text, its weights and how often the run reads it."""
+        """Returns a line about the buckets, if rows have several lengths, and one for each source of a mixture.
+
+        The latter has its text, its weights and how often the run reads it.
+        """
+        lines = self._reader.describe_buckets() if isinstance(self._reader, BucketReader) else []
         if len(self.held_out) == 1:
-            return []
+            return lines
         steps = self._cfg.train.steps
-        passes, lines = self._reader.passes(steps), []
+        passes = self._reader.passes(steps)
         for i, source in enumerate(self._dataset.sources):
             weights = " then ".join(
                 f"{each[i] / sum(each):.3g}"
@@ -177,7 +212,25 @@ class DataLoader:
 
     def to_devices(self, batch: data.Batch) -> Batch:
         """Returns the global batch on the devices, from the rows that each process has read."""
-        return distributed.to_global_batch(batch, self._sharding, self._local_rows, self._cfg.data.batch_size)
+        rows, count = self._local_rows[len(next(iter(batch.values())))]
+        return distributed.to_global_batch(batch, self._sharding, rows, count)
+
+    def lengths(self, first: int, end: int) -> list[int]:
+        """Returns the lengths of rows that the batches from index `first` to `end` have, in the order of first use."""
+        if isinstance(self._reader, BucketReader):
+            return self._reader.buckets(first, end)
+        return [self._cfg.data.seq_len]
+
+    @property
+    def held_out_lengths(self) -> list[int]:
+        """The lengths of rows that held-out batches have."""
+        tokens = self._cfg.data.batch_size * self._cfg.data.seq_len
+        sizes = {len(next(iter(batch.values()))) for one in self.held_out for batch in one.local_batches}
+        return sorted(tokens // self._local_rows[size][1] for size in sizes)
+
+    def row_figures(self, index: int) -> dict[str, float]:
+        """Returns for the log of a batch: `bucket`, the length of its rows, if they vary, and `padding`, its share."""
+        return self._reader.row_figures(index)
 
     def describe_batch(self, index: int) -> str:
         """Returns one line that lists where a batch was read."""

@@ -4,6 +4,7 @@ A run with one source is a mixture of one.
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import numpy as np
@@ -40,7 +41,7 @@ class MixtureReader:
     Args:
       texts: the training text of each source.
       names: of the sources, for error messages.
-      weights: steps from which weights hold, with the weights, see `DataConfig.weights`.
+      weights: steps from which weights hold, with the weights, see `DataConfig.weights`; fractions are exact, too.
       sizes: sequence length, rows of a batch, packing and, for masked tokens or spans, the masking and tasks.
       seed: of the order of the sequences within each source, and of the masks.
 
@@ -52,7 +53,7 @@ class MixtureReader:
         self,
         texts: Sequence[Tokens],
         names: Sequence[str],
-        weights: Sequence[tuple[int, Sequence[float]]],
+        weights: Sequence[tuple[int, Sequence[float | Fraction]]],
         sizes: WindowSizes,
         seed: int,
     ) -> None:
@@ -83,6 +84,14 @@ class MixtureReader:
 
         return grain.MapDataset.range(2**62).batch(self._batch_size, batch_fn=read)
 
+    def read(self, index: int, rows: np.ndarray | None = None) -> Batch:
+        """Returns some rows of the batch with this index; `None` means all."""
+        sequences = self._sequences(index)
+        return self._read(sequences if rows is None else sequences[rows])
+
+    def _sequences(self, index: int) -> np.ndarray:
+        return np.arange(index * self._batch_size, (index + 1) * self._batch_size)
+
     def _read(self, sequences: np.ndarray) -> Batch:
         """Returns the rows of these sequences of the mixture, whose numbers ascend."""
         source_B, index_B = self._order.locate(sequences)
@@ -98,13 +107,34 @@ class MixtureReader:
                 rows[here] = values
         return batch
 
+    def counts(self, steps: int) -> np.ndarray:
+        """Returns how many sequences of each source `steps` steps read, int64 [sources]."""
+        return self._order.counts(steps * self._batch_size)
+
+    def row_figures(self, index: int) -> dict[str, float]:
+        """Returns what a user wants to see of a batch: the share of padding, if a source has rows that are not full."""
+        if not any(reader and reader.is_padded for reader in self._readers):
+            return {}
+        source_B, index_B = self._order.locate(self._sequences(index))
+        used = total = 0
+        for source in np.unique(source_B).tolist():
+            reader, here = self._readers[source], source_B == source
+            assert reader is not None
+            used += int(reader.used_tokens(index_B[here]).sum())
+            total += int(here.sum()) * reader.row_tokens
+        return {"padding": round(1 - used / total, 6)}
+
     def passes(self, steps: int) -> list[float]:
         """Returns how often `steps` steps read the text of each source."""
-        counts = self._order.counts(steps * self._batch_size).tolist()
+        counts = self.counts(steps).tolist()
         return [count / reader.windows if reader else 0.0 for count, reader in zip(counts, self._readers, strict=True)]
 
     def describe(self, index: int) -> str:
         """Returns one line for error messages that lists where the first rows of a batch were read."""
+        return f"step {index}: {self.describe_rows(index)}"
+
+    def describe_rows(self, index: int) -> str:
+        """Returns where the first rows of a batch were read."""
         first, shown = index * self._batch_size, min(_DESCRIBED, self._batch_size)
         texts = []
         for source, number in zip(*self._order.locate(np.arange(first, first + shown)), strict=True):
@@ -113,7 +143,7 @@ class MixtureReader:
             name = f"{self._names[source]}: " if len(self._names) > 1 else ""
             texts.append(name + reader.describe(int(number)))
         more = f"; and {self._batch_size - shown} more rows" if self._batch_size > shown else ""
-        return f"step {index}: {'; '.join(texts)}{more}"
+        return f"{'; '.join(texts)}{more}"
 
 
 def describe_batch(

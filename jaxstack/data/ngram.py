@@ -90,7 +90,11 @@ class Baseline(NamedTuple):
 
 
 def baseline(
-    train: Iterable[Batch], held_out: Iterable[Batch], tokenizer: Tokenizer, orders: Sequence[int] = range(2, 7)
+    train: Iterable[Batch],
+    held_out: Iterable[Batch],
+    tokenizer: Tokenizer,
+    orders: Sequence[int] = range(2, 7),
+    padded: bool = False,
 ) -> Baseline:
     """Returns the best n-gram model of the bytes that the tokens of a run represent.
 
@@ -101,11 +105,15 @@ def baseline(
       held_out: its evaluation batches.
       tokenizer: of the tokens. Its ids must represent the complete text, see `obstacle`.
       orders: of the models to compare.
+      padded: whether what is behind the last learned token of a row is padding, which is not read.
     """
     texts, train_bytes = [], 0
     for batch in train:
         rows, counts = _row_bytes(batch, tokenizer)
-        texts += rows
+        if padded:
+            learned = batch["loss_weights"] > 0
+            counts[:, 1:] *= np.logical_or.accumulate(learned[:, ::-1], axis=1)[:, ::-1]  # False behind the last one
+        texts += [row[:size] for row, size in zip(rows, counts.sum(axis=1).tolist(), strict=True)]
         train_bytes += int(counts[:, 1:].sum())
     scored_texts, masks = [], []
     for batch in held_out:

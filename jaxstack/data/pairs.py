@@ -173,6 +173,11 @@ class PairWindows:
         gates = self.pairs.domains is not None
         return make_batch(rows, *self.pairs.lengths, self.pairs.start_id, gates)
 
+    def used_tokens(self, window_B: np.ndarray) -> np.ndarray:
+        """Returns the number of inputs and targets of these rows."""
+        rows = [self._row(window) for window in window_B.tolist()]
+        return np.array([(self.pairs.ends[row] - self.pairs.starts[row]).sum() for row in rows])
+
     def describe(self, window: int) -> str:
         """Returns the places from which the pairs of a row were read."""
         assert self.pairs.names is not None

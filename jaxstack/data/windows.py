@@ -54,6 +54,16 @@ class _Windows:
         ids_BS, labels_BS = _checked_ids(self.stream, index_BS, vocab_size), self.stream.labels[index_BS]
         return make_batch(ids_BS, labels_BS, length_B, piece_BS, position_BS if packing else None)
 
+    def used_tokens(self, window_B: np.ndarray) -> np.ndarray:
+        """Returns the number of positions of these rows that have a next token in the same document.
+
+        With labels, it is the number of positions that have a token.
+        """
+        first_B, length_B = self.first_W[window_B], self.length_W[window_B]
+        if self.stream.labels is not None:
+            return length_B
+        return length_B - 1 - self.stream.pieces(first_B + length_B - 1) + self.stream.pieces(first_B)
+
 
 _AnyWindows: TypeAlias = _Windows | PairWindows
 
@@ -204,6 +214,8 @@ class SequenceReader:
     Attributes:
       windows: number of sequences of one pass over the text.
       is_complete: whether the batches are those of an encoder-decoder, so that nothing is masked.
+      is_padded: whether documents are never cut, so that rows may have padding.
+      row_tokens: positions of a row: those of the inputs and of the targets, for an encoder-decoder.
     """
 
     def __init__(
@@ -212,7 +224,20 @@ class SequenceReader:
         self.windows, self._epoch = _epochs(tokens, seq_len, seed, packing, sentences)
         self._tokens, self._seq_len, self._packing = tokens, seq_len, packing
         self._sentences, self._seed = sentences, seed
-        self.is_complete = isinstance(tokens, PairTokens)
+        self.is_complete, self.is_padded = isinstance(tokens, PairTokens), tokens.loss_mask is not None
+        self.row_tokens = sum(tokens.lengths) if isinstance(tokens, PairTokens) else seq_len
+
+    def used_tokens(self, sequences: np.ndarray) -> np.ndarray:
+        """Returns for each sequence how many positions of its row are not padding, see `_Windows.used_tokens`."""
+        if not self.is_padded:
+            return np.full(sequences.size, self.row_tokens)
+        return np.concatenate([windows.used_tokens(window_B) for windows, _, window_B in self._by_epoch(sequences)])
+
+    def _by_epoch(self, sequences: np.ndarray) -> Iterator[tuple[_AnyWindows, np.ndarray, np.ndarray]]:
+        """Yields the windows of each epoch of these sequences, which ascend; which are of it; and their windows."""
+        index_B, window_B = np.divmod(sequences, self.windows)
+        for index in np.unique(index_B).tolist():
+            yield self._epoch(index), index_B == index, window_B[index_B == index]
 
     def read(self, sequences: np.ndarray) -> Batch:
         """Returns the rows of these sequences, whose numbers ascend.
@@ -222,14 +247,11 @@ class SequenceReader:
         """
         if self._tokens.file_state:
             self._tokens.file_state.require_unchanged()
-        index_B, window_B = np.divmod(sequences, self.windows)
         parts = []
-        for index in np.unique(index_B).tolist():
-            windows = self._epoch(index)
-            here = index_B == index
-            part = windows.make_batch(window_B[here], self._seq_len, self._packing, self._tokens.vocab_size)
+        for windows, here, window_B in self._by_epoch(sequences):
+            part = windows.make_batch(window_B, self._seq_len, self._packing, self._tokens.vocab_size)
             if self._sentences and isinstance(windows, _Windows):
-                first_B = windows.first_W[window_B[here]]
+                first_B = windows.first_W[window_B]
                 part = self._sentences.apply(part, windows.stream, first_B, sequences[here], self._seed)
             parts.append(part)
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts[1:] else parts[0]

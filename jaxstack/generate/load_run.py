@@ -108,7 +108,8 @@ def _on_mesh(cfg: Config, mesh: MeshConfig, rows: int | None) -> Config:
     shards = math.prod(mesh.known_sizes[axis] for axis in ("data", "fsdp", "expert"))
     data, train = cfg.data, cfg.train
     if rows is not None or cfg.microbatch_size % shards:
-        data = replace(data, batch_size=-(-(rows or data.batch_size) // shards) * shards)
+        longest = (data.seq_len,) if data.buckets else ()  # other lengths may not divide another batch
+        data = replace(data, buckets=longest, batch_size=-(-(rows or data.batch_size) // shards) * shards)
         train = replace(train, grad_accum=1)
     # Measuring costs would take longer than what even stages lose.
     pipeline = replace(cfg.pipeline, partition="even", microbatches=None if rows else cfg.pipeline.microbatches)

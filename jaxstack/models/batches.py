@@ -1,6 +1,6 @@
 """The arrays of a batch as declarations, and batches made from them for compiles, plans and measurements."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import jax
@@ -44,6 +44,20 @@ class BatchArray:
 
 BatchSpec: TypeAlias = dict[str, BatchArray]
 """Declarations of the arrays of a batch, by name."""
+
+
+def with_rows_of(spec: BatchSpec, length: int, longest: int) -> BatchSpec:
+    """Returns the declarations of a batch with rows of another length, and as many tokens.
+
+    Args:
+      spec: of a batch whose rows have the longest length.
+      length: of the rows.
+      longest: length of the rows of `spec`.
+    """
+    return {
+        name: replace(a, shape=(a.shape[0] * longest // length, a.shape[1] * length // longest, *a.shape[2:]))
+        for name, a in spec.items()
+    }
 
 
 def abstract_batch(spec: BatchSpec, where: jax.sharding.Sharding) -> Batch:

@@ -19,6 +19,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, MeshConfig
+from jaxstack.config.buckets import require_lengths
+from jaxstack.config.run import sequence_parts
 from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.kernels.int8_weight import Int8Weight
@@ -105,7 +107,7 @@ class Context:
           platform: `cpu`, `gpu` or `tpu`. `None` means that of the mesh's devices.
 
         Raises:
-          ConfigError: a pipeline that does not fit the model or the batch, or a kernel that cannot run.
+          ConfigError: a pipeline or buckets that do not fit model, batch or mesh, or a kernel that cannot run.
         """
         from jaxstack.models import family  # it imports this module
 
@@ -125,6 +127,9 @@ class Context:
             remat=cfg.train.remat,
             decode_weights=cfg.kernels.decode_weights,
         )
+        microbatches = 1 if context.pipeline is None else context.pipeline.schedule.microbatches
+        sized = replace(cfg.mesh, **mesh.shape)
+        require_lengths(cfg, sized, microbatches, sequence_parts(sized))
         if platform is None:
             return context
         model = cfg.model

@@ -300,8 +300,9 @@ def any_fits(cfg: Config, devices: int, platform: str, given: Collection[str], r
 
 
 def smaller_batches(cfg: Config) -> list[int]:
-    """Returns the divisors of the batch size that are smaller, largest first."""
-    return divisors(cfg.data.batch_size)[-2::-1]
+    """Returns the divisors of the batch size that are smaller, largest first, and whose tokens fill all buckets."""
+    data = cfg.data
+    return [n for n in divisors(data.batch_size)[-2::-1] if all(n * data.seq_len % each == 0 for each in data.lengths)]
 
 
 def search(

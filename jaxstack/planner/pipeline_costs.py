@@ -176,7 +176,7 @@ def _two_groups(cfg: Config, mesh: Mapping[str, int], rows: int) -> Config:
     return replace(
         cfg,
         model=replace(cfg.model, num_layers=2 * len(cfg.model.windows)),
-        data=replace(cfg.data, batch_size=2 * rows * mesh["expert"]),
+        data=replace(cfg.data, buckets=(), batch_size=2 * rows * mesh["expert"]),
         train=replace(cfg.train, grad_accum=1),
         mesh=replace(
             cfg.mesh, pipe=1, data=1, fsdp=1, expert=mesh["expert"], context=mesh["context"], tensor=mesh["tensor"]

@@ -125,7 +125,8 @@ class StepLogger:
         (loop, metrics, waited), self._unread = self._unread, None
         step = loop.step
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        self._throughput.count_step(waited)
+        rows = self._loader.row_figures(loop.batch - 1)
+        self._throughput.count_step(waited, int(rows.get("bucket", self._cfg.data.seq_len)))
         self._watchdog.report_progress()
         due = step % self._cfg.run.log_every == 0 or step == self._cfg.train.steps
         timed = self._throughput.take() if due else {}
@@ -143,7 +144,8 @@ class StepLogger:
                 self._noise_scale.add(values)
             values |= self._noise_scale.record(values["tokens"])
         if timed:
-            self._log.write({"step": step, **values, **timed, "time": time.time(), "seconds": self._goodput.take()})
+            ends = {"time": time.time(), "seconds": self._goodput.take()}
+            self._log.write({"step": step, **values, **rows, **timed, **ends})
         self._console.show_step(step, values["loss"], timed.get("tokens_per_s"))
         return self._report_bad_step(step, values) if bad else None
 

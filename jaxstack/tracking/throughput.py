@@ -1,6 +1,7 @@
 """Throughput, MFU and memory use of the training loop. See `jaxstack.tracking.goodput` for how its time is spent."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,13 +16,17 @@ class ThroughputMeter:
 
     def __init__(self, cfg: Config, devices: list[jax.Device]) -> None:
         """Prepares a meter for the model and batches of `cfg`, on the devices of the mesh."""
-        flops = plan.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length, cfg.data.batch_size)
-        self._conventions = {"mfu": flops.full, "mfu_causal": flops.causal}
+        self._conventions = {}  # FLOPs of a token, by the length of its row
+        for length in cfg.data.lengths:
+            rows = cfg.data.with_length(length)
+            flops = plan.flops_per_token(cfg.model, length, rows.target_length, rows.batch_size)
+            self._conventions[length] = {"mfu": flops.full, "mfu_causal": flops.causal}
+        self._longest = cfg.data.seq_len
         self._tokens = cfg.data.batch_size * cfg.data.seq_len
         self._dtype = cfg.train.dtype
         self._kind, self._devices = devices[0].device_kind, len(devices)
         self._since: float | None = None
-        self._steps, self._waited = 0, 0.0
+        self._steps, self._waited, self._lengths = 0, 0.0, Counter[int]()
 
     @property
     def started(self) -> bool:
@@ -30,7 +35,7 @@ class ThroughputMeter:
 
     def restart(self) -> None:
         """Restarts the clock, and discards the steps timed so far."""
-        self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
+        self._since, self._steps, self._waited, self._lengths = time.perf_counter(), 0, 0.0, Counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -40,17 +45,24 @@ class ThroughputMeter:
         if self._since is not None:
             self._since += time.perf_counter() - began
 
-    def count_step(self, waited: float) -> None:
-        """Counts a finished step, whose batch the loop waited for `waited` seconds."""
+    def count_step(self, waited: float, length: int | None = None) -> None:
+        """Counts a finished step, whose batch the loop waited for.
+
+        Args:
+          waited: seconds.
+          length: of its rows. `None` means the longest.
+        """
         self._steps += 1
+        self._lengths[length or self._longest] += 1
         self._waited += waited
 
     def take(self) -> dict[str, float | None]:
         """Returns means since the clock was started or last read, or `None` for each if no step was timed.
 
-        `tokens_per_s` is the sum over all devices. `step_time_s` and `data_wait_s` are seconds per step. `mfu` uses
-        the full-attention convention and `mfu_causal` the causal one. `peak_bytes_in_use` is the largest memory use of
-        any device of this process since it started. It is missing if devices do not report it, such as CPUs.
+        `tokens_per_s` is the sum over all devices, with padding. `step_time_s` and `data_wait_s` are seconds per step.
+        `mfu` uses the full-attention convention and `mfu_causal` the causal one. `peak_bytes_in_use` is the largest
+        memory use of any device of this process since it started. It is missing if devices do not report it, such as
+        CPUs.
         """
         names = ("tokens_per_s", "mfu", "mfu_causal", "step_time_s", "data_wait_s")
         if self._since is None or not self._steps:
@@ -62,8 +74,9 @@ class ThroughputMeter:
             "step_time_s": seconds,
             "data_wait_s": self._waited / self._steps,
         }
-        for name, flops in self._conventions.items():
-            values[name] = plan.mfu(speed * flops, self._kind, self._devices, self._dtype)
+        for name in names[1:3]:
+            per_token = sum(n * self._conventions[length][name] for length, n in self._lengths.items()) / self._steps
+            values[name] = plan.mfu(speed * per_token, self._kind, self._devices, self._dtype)
         stats = [device.memory_stats() for device in jax.local_devices()]
         self.restart()
         peaks = [float(s["peak_bytes_in_use"]) for s in stats if s and "peak_bytes_in_use" in s]

@@ -37,6 +37,7 @@ from jaxstack.tracking.step_log import LoopState, StepLogger
 from jaxstack.tracking.throughput import ThroughputMeter
 from jaxstack.training import init_from
 from jaxstack.training.checkpoint_layout import checkpoint_layout
+from jaxstack.training.compile_ahead import CompileAhead
 from jaxstack.training.losses import EvalSums
 from jaxstack.training.optimizer import warmup_warning
 from jaxstack.training.state import TrainState, evaluated_params, make_state
@@ -58,6 +59,7 @@ class Run:
       goodput: records how the time is spent.
       throughput: times the steps.
       profiler: runs the steps, and traces some.
+      ahead: compiles programs for several lengths of rows.
       logger: logs steps and evaluations; set by `begin`.
     """
 
@@ -95,6 +97,7 @@ class Run:
         self._sinks = Sinks()
         self._watchdog = Watchdog(cfg.distributed.lost_s, cfg.train.stalled_s)
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
+        self.ahead = CompileAhead(cfg, ctx)
         self.console = Console(cfg.train.steps, shown=self._is_first)
         self.goodput = GoodputRecorder()
         self.throughput = ThroughputMeter(cfg, list(self._mesh.devices.flat))
@@ -113,6 +116,7 @@ class Run:
             stack.enter_context(self.console)
             stack.enter_context(self._checkpoints)
             stack.enter_context(self.profiler)
+            stack.enter_context(self.ahead)
             stack.enter_context(self._sinks)
             self._stack = stack.pop_all()
         return self
@@ -376,7 +380,8 @@ class Run:
         final = next(r for r in records if r["step"] == steps and "eval_loss" in r)
         fitted = next((r for r in records if r["step"] == steps and "ngram_train_bytes" in r), None)
         if fitted is None:
-            found = ngram.baseline(loader.first_batches(steps), loader.held_out[0].batches, tokenizer)
+            texts = loader.first_batches(steps), loader.held_out[0].batches
+            found = ngram.baseline(*texts, tokenizer, padded=self._cfg.data.keeps_documents)
             fitted = {"step": steps, **{f"ngram_{name}": value for name, value in found._asdict().items()}}
             self._log.write(fitted)
         order, bits, read = (fitted[f"ngram_{name}"] for name in ngram.Baseline._fields)

@@ -177,3 +177,14 @@ mistakes(
     ('said = message["content"] + "\\0" * (message["role"] == "assistant")', 'said = message["content"]'),
     ("return ids[0] if len(ids) == 1 else None", "return ids[0] if ids else None"),
 )
+
+mistakes(
+    "data", "data/buckets.py", "data/test_buckets.py",
+    ("(tokens.ends - tokens.starts - 1) // seq_len", "(tokens.ends - tokens.starts) // seq_len"),
+    ("np.minimum(starts + seq_len + 1, cut.ends)", "np.minimum(starts + seq_len, cut.ends)"),
+    ('sum(row) / size["batch_size"] for row', "sum(row) for row"),
+    ("{int(self._order.counts(step)[j]): rows[j]", "{step: rows[j]"),
+    ('batch["loss_weights"][row_B >= count] = 0', 'batch["loss_weights"][row_B > count] = 0'),
+    ("cost, chosen = possible * total,", "cost, chosen = possible * weights,"),
+    ("rows = cfg.batch_size & -cfg.batch_size", "rows = cfg.batch_size"),
+)  # fmt: skip

@@ -56,3 +56,9 @@ mistakes(
     ("replace(inputs[0], side=side)", "replace(inputs[0], side=jax.lax.stop_gradient(side))",
      "models/test_family.py -k side"),
 )  # fmt: skip
+
+mistakes(
+    "training", "training/compile_ahead.py", "training/test_bucket_steps.py -k 'thread or cannot'",
+    ("if length not in programs:", "if True:"),
+    ("if each.done():", "if False:"),
+)  # fmt: skip
