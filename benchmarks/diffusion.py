@@ -1,7 +1,7 @@
 """Compares experts by timestep with a dense model: `python benchmarks/diffusion.py [--seeds 0 1 2]`, on the CPU.
 
 The pictures are scikit-learn's digits; 360 of 1,797 are held out. For each seed `configs/diffusion_digits.yaml` is
-trained with its four experts, and with one MLP. Both have equal active parameters, steps and batches. Pixels are scaled
+trained with its experts, and with one MLP. Both have equal active parameters, steps and batches. Pixels are scaled
 to 0..1 and clipped. The Frechet distance is that of pixels between drawn and held-out pictures. Its baselines are the
 training pictures, one normal distribution, and one for each class. Distances to the nearest training picture show
 whether pictures are copies.

@@ -115,8 +115,18 @@ DIFFUSION = {
         moe=MoEConfig(num_experts=4, router="timestep", max_timestep=100),
         diffusion=DiffusionConfig(image=(8, 16, 3), path="cosine"),
     ),
+    "dit_text": ModelConfig(
+        **SMALL,
+        family="diffusion",
+        num_kv_heads=2,
+        norm="layer",
+        positions="learned",
+        max_positions=16,
+        moe=MoEConfig(num_experts=4, router="timestep", max_timestep=100),
+        diffusion=DiffusionConfig(image=(8, 16, 1), text_layers=3),
+    ),
 }
-"""Diffusion transformers on pictures of 32 patches."""
+"""Diffusion transformers on pictures of 32 patches; the last one reads texts."""
 
 CONTRASTIVE = {
     "coca": ModelConfig(

@@ -190,6 +190,9 @@ DIFFUSION_CASES: list[Case] = [
     ("dit_experts", {"fsdp": 4, "expert": 2}, {"remat": "selective"}),
     ("dit_experts", {"expert": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 2}),
     ("dit_experts", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"accum": 2}),
+    ("dit_text", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "remat": "selective"}),
+    ("dit_text", {"expert": 2, "context": 2, "tensor": 2, **GATHER}, {}),
+    ("dit_text", {"fsdp": 2, "context": 2, **GATHER, **AUTO}, {"remat": "full"}),
 ]
 """Meshes of diffusion transformers, in docs/diffusion.md. The first one is quick."""
 
@@ -237,6 +240,7 @@ def name_of(case: Case) -> str:
 def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool = False, remat: str = "none",
            dropout: float = 0.0) -> Config:  # fmt: skip
     sources = {"encoder_decoder": "pairs", "diffusion": "digits", "contrastive": "digits"}
+    two_lengths = MODELS[family].family == "encoder_decoder" or MODELS[family].reads_captions
     source = "labels" if MODELS[family].labels else sources.get(MODELS[family].family, "stdlib")
     return Config(
         run=RunConfig(init_from="base" if MODELS[family].lora.rank else None),
@@ -244,7 +248,7 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
         data=DataConfig(
             seq_len=SEQ,
             batch_size=BATCH,
-            target_len=SEQ // 2 if MODELS[family].family in ("encoder_decoder", "contrastive") else None,
+            target_len=SEQ // 2 if two_lengths else None,
             packing=packing,
             source=source,
             path=f"{source}.jsonl" if source in ("labels", "pairs") else None,
@@ -332,8 +336,14 @@ def random_windows(seed: int, packing: bool, cfg: ModelConfig, rows: int) -> dic
 
 def random_pictures(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> dict[str, np.ndarray]:
     shape = (rows, cfg.diffusion.num_patches)
-    by_row = {"gate_ids": cfg.moe.max_timestep, "classes": cfg.vocab + 1}
+    by_row = {"gate_ids": cfg.moe.max_timestep} | ({} if cfg.reads_captions else {"classes": cfg.vocab + 1})
+    text = (rows, SEQ // 2)
+    texts = {
+        "encoder_tokens": rng.integers(0, cfg.vocab, text).astype(np.int32),
+        "encoder_segment_ids": (np.arange(text[1]) < rng.integers(1, text[1] + 1, (rows, 1))).astype(np.int32),
+    }
     return {
+        **(texts if cfg.reads_captions else {}),
         **{n: rng.standard_normal((*shape, cfg.diffusion.patch_values), np.float32) for n in ("patches", "noise")},
         **{n: np.repeat(rng.integers(0, most, (rows, 1)), shape[1], 1).astype(np.int32) for n, most in by_row.items()},
         "loss_weights": (rng.random(shape) < rng.uniform(0.3, 1.0, (rows, 1))).astype(np.float32),

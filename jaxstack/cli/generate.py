@@ -16,6 +16,7 @@ from jaxstack.config import Config, ConfigError, MeshConfig, SampleConfig, Train
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
+from jaxstack.data.captions import Given
 from jaxstack.data.text_stream import TextStream
 from jaxstack.generate import load_run
 from jaxstack.tracking.console import printable
@@ -34,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="PROMPT",
         type=str,
         nargs="+",
-        help="text to continue; - reads one prompt per line from stdin; with a diffusion model, names of classes",
+        help="text to continue; - reads one prompt per line from stdin; for a diffusion model, a class or a text",
     )
     parser.add_argument("--chat", action="store_true", help="treat prompts as messages of a user and print the answers")
     parser.add_argument(
@@ -160,30 +161,30 @@ def text_flags(args: Namespace) -> list[tuple[str, bool]]:
     return [(f"--{name}", there) for name, there in given.items()]
 
 
-def draw(cfg: Config, classes: Tokenizer, args: Namespace) -> None:
-    """Writes a PNG file with a row of pictures for each class that was named.
+def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
+    """Writes a PNG file with a row of pictures for each class that was named, or for each text.
 
     Raises:
-      ConfigError: a class does not exist, or an argument is for text.
+      ConfigError: a class does not exist, a text is too long, or an argument is for text.
     """
     for flag, given in text_flags(args):
         if given:
             raise ConfigError(f"{flag} is for text, and {args.run} makes pictures. Leave {flag} away.")
-    names = " ".join(args.prompts)
-    ids = classes.encode(names).tolist()
+    names = args.prompts if cfg.model.reads_captions else " ".join(args.prompts).split()
     cfg, out = with_arguments(cfg, args), Path(args.out or Path(args.run) / "pictures.png")
     count = cfg.sample.pictures
-    if not ids or not count:
-        raise ConfigError(f"sample.pictures={count} of {len(ids)} classes are no pictures. Ask for one or more.")
+    if not names or not count:
+        raise ConfigError(f"sample.pictures={count} of {len(names)} classes are no pictures. Ask for one or more.")
+    Given.named(cfg, names, tokenizer)  # errors are shown before JAX starts
     if not out.parent.is_dir():
         raise ConfigError(f"--out={out} is in a directory that does not exist. Make {out.parent}, or name another.")
-    run = load_run.open_run(Path(args.run), cfg, classes, args.mesh, args.step, rows=len(ids) * count)
+    run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(names) * count)
 
     from jaxstack.generate.pictures import write_grid
 
-    drawn = run.draw([name for name in names.split() for _ in range(count)])
-    write_grid(out, drawn.reshape(len(ids), count, *drawn.shape[1:]))
-    print(f"{out} has {count} pictures of each of {names}")
+    drawn = run.draw([name for name in names for _ in range(count)])
+    write_grid(out, drawn.reshape(len(names), count, *drawn.shape[1:]))
+    print(f"{out} has {count} pictures of each of {', '.join(names)}")
 
 
 def check_memory(longest: int, cfg: Config) -> None:

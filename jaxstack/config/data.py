@@ -122,12 +122,12 @@ class DataConfig:
     """With `model.family=encoder_decoder`: how spans of a text are hidden, which the decoder generates. Each row draws
     one by their weights. T5: `[{rate: 0.15, span: 3}]`. `seq_len` counts inputs."""
     languages: tuple[str, ...] = ()
-    """With source `pairs`: languages to translate to, by their names in catalogues or columns. With pictures and family
-    `contrastive`: languages in which the numbers that the classes are have names (num2words); empty means the classes'
-    own names."""
+    """With source `pairs`: languages to translate to, by their names in catalogues or columns. With pictures that have
+    texts: languages in which the numbers that the classes are have names (num2words); empty means the classes' own
+    names."""
     target_len: PositiveInt | None = None
     """With `model.family=encoder_decoder`: targets per row. Null means as many as `denoisers` need, or `seq_len`. With
-    family `contrastive`: tokens of a text."""
+    texts of pictures: tokens of a text."""
     domains: tuple[str, ...] = ()
     """For `model.moe.router=domain`: one regular expression per expert, which must match the full name of a document
     (its path within data.path), or the language of a pair. A document belongs to the first expression that matches."""

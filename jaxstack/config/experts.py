@@ -1,6 +1,7 @@
 """Keys of the group `model.moe`: the mixture of experts in place of the MLP."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from jaxstack.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds, require
@@ -19,7 +20,7 @@ class MoEConfig:
     router: Literal["softmax", "sigmoid", "domain", "timestep"] = "softmax"
     """How experts are chosen. `softmax`: the top_k most probable ones (Mixtral, Qwen3). `sigmoid`: DeepSeek-V3's
     router, balanced by a bias instead of a loss. `domain`: expert i for domain i of the data. `timestep`: one expert
-    for each of `num_experts` equal intervals of diffusion time."""
+    for each of `num_experts` intervals of diffusion time."""
     normalize: bool = True
     """With router `softmax`: divide the weights of a token's experts by their sum."""
     num_groups: PositiveInt = 1
@@ -32,6 +33,9 @@ class MoEConfig:
     """With router `sigmoid`: change per step of each expert's bias, towards a balanced load."""
     max_timestep: PositiveInt = 1000
     """With router `timestep` or family `diffusion`: number of timesteps of diffusion."""
+    timestep_starts: tuple[int, ...] = ()
+    """With router `timestep`: first timestep of each expert but the first one, such as `[125, 875]` for three experts.
+    Empty means equal intervals."""
     every: PositiveInt = 1
     """With family `encoder_decoder`: number of layers of which one has experts, the second one; the others have an MLP.
     Switch Transformers use 2. 1 means that all layers have experts."""
@@ -50,6 +54,7 @@ class MoEConfig:
         if self.num_experts:
             self._check_router()
             self._check_groups()
+            self._check_timesteps()
 
     def _check_router(self) -> None:
         learned = self.router in ("softmax", "sigmoid")
@@ -84,6 +89,20 @@ class MoEConfig:
             self.router != "sigmoid" or self.top_k_groups * (self.num_experts // self.num_groups) >= self.top_k,
             f"model.moe.top_k_groups={self.top_k_groups} groups of {self.num_experts // self.num_groups} experts hold "
             f"fewer than model.moe.top_k={self.top_k}. Raise top_k_groups, or lower top_k.",
+        )
+
+    def _check_timesteps(self) -> None:
+        starts, bounds = self.timestep_starts, (0, *self.timestep_starts, self.max_timestep)
+        require(
+            not starts or (self.router == "timestep" and len(starts) == self.num_experts - 1),
+            f"model.moe.timestep_starts={list(starts)} divides time among {len(starts) + 1} experts, but "
+            f"model.moe.router={self.router} has {self.num_experts}. Use router=timestep with one start less than "
+            f"experts, or leave it empty.",
+        )
+        require(
+            not starts or all(one < other for one, other in pairwise(bounds)),
+            f"model.moe.timestep_starts={list(starts)} does not rise from 1 to below max_timestep={self.max_timestep}. "
+            f"Give the timesteps in their order.",
         )
 
     @property

@@ -75,9 +75,9 @@ class ModelConfig:
     family: Literal["decoder", "encoder", "encoder_decoder", "diffusion", "contrastive", "branches"] = "decoder"
     """`decoder`: a token sees those before it, and the next token is learned. `encoder`: it sees all tokens, and hidden
     tokens are learned (BERT). `encoder_decoder`: an encoder reads a text, and a decoder learns another one (T5).
-    `diffusion`: pictures are made from noise, given their class (DiT). `contrastive`: a tower for pictures and one for
-    texts learn to find what belongs together (CLIP, SigLIP, CoCa). `branches`: an encoder and a decoder have their
-    first blocks in common (ERNIE 3.0)."""
+    `diffusion`: pictures are made from noise, given a class or a text (DiT). `contrastive`: a tower for pictures and
+    one for texts learn to find what belongs together (CLIP, SigLIP, CoCa). `branches`: an encoder and a decoder have
+    their first blocks in common (ERNIE 3.0)."""
     num_layers: PositiveInt = 6
     """Number of transformer blocks. If there is an encoder beside a decoder, these are the blocks of the decoder."""
     encoder_layers: PositiveInt | None = None
@@ -341,3 +341,8 @@ class ModelConfig:
     def pictures(self) -> PictureConfig | None:
         """Returns the size of the pictures that the model reads, or `None` if it reads texts alone."""
         return {"diffusion": self.diffusion, "contrastive": self.contrastive}.get(self.family)
+
+    @property
+    def reads_captions(self) -> bool:
+        """Returns whether the model reads pictures together with texts, which are rows of `data.target_len` tokens."""
+        return self.family == "contrastive" or (self.family == "diffusion" and self.diffusion.text_layers > 0)

@@ -83,8 +83,8 @@ class Config:
 
     @property
     def text_length(self) -> int:
-        """Number of positions of a table of learned ones: the texts of a contrastive model are its targets."""
-        return self.data.target_length if self.model.family == "contrastive" else self.data.seq_len
+        """Number of positions of a table of learned ones: texts beside pictures have those of targets."""
+        return self.data.target_length if self.model.reads_captions else self.data.seq_len
 
     @property
     def microbatch_size(self) -> int:
@@ -177,7 +177,7 @@ def _check_mesh_sequence(cfg: Config) -> None:
     if mesh.open_axis in ("context", "tensor"):
         return
     parts = sequence_parts(mesh)
-    targets = cfg.data.target_length if cfg.model.family in ("encoder_decoder", "contrastive") else 0
+    targets = cfg.data.target_length if cfg.model.family == "encoder_decoder" or cfg.model.reads_captions else 0
     require(
         targets % parts == 0,
         f"data.target_len={targets} cannot be split into {parts} equal parts, as mesh.context={mesh.context} and "
@@ -327,7 +327,7 @@ def _check_lengths(cfg: Config) -> None:
     )
     positions = cfg.model.max_positions if cfg.model.positions == "learned" else None
     first = cfg.model.first_position
-    key = "target_len" if cfg.model.family == "contrastive" else "seq_len"
+    key = "target_len" if cfg.model.reads_captions else "seq_len"
     rows = f"data.{key}={cfg.text_length}" + (f" and model.first_position={first}" if first else "")
     require(
         positions is None or positions >= cfg.text_length + first,

@@ -210,12 +210,12 @@ class SampleConfig:
     """Beam search ranks texts by log-likelihood / length ** length_penalty. 0 means by log-likelihood alone."""
     pictures: NonNegativeInt = 8
     """With `model.family=diffusion`: number of pictures of each class. Every evaluation draws them; `prompts` names the
-    classes, and null means all. 0 means none."""
+    classes or texts, and null means all classes. 0 means none."""
     steps: PositiveInt = 50
     """With `model.family=diffusion`: number of steps from noise to a picture."""
     guidance: NonNegativeFloat = 1.0
-    """With `model.family=diffusion`: how far the prediction moves from that without a class to that with it, or beyond
-    it (classifier-free guidance). 1 means that the class is used as it is, 0 that it is ignored."""
+    """With `model.family=diffusion`: how far the prediction moves from that without class or text to that with it, or
+    beyond it (classifier-free guidance). 1 means that it is used as it is, 0 that it is ignored."""
 
     def __post_init__(self) -> None:
         check_bounds("sample", self)

@@ -1,4 +1,4 @@
-"""Texts for the classes of pictures, and the batches of a contrastive model: pictures, each with a text of its class.
+"""Texts for the classes of pictures, and batches of pictures, each with a text of its class.
 
 The text of a class is its name, or with `data.languages` the name of the number that it is, in each of these languages
 (num2words). A batch depends only on seed and step. Suffixes: N pictures, L languages, C classes, B rows of a batch, S
@@ -7,12 +7,13 @@ patches of a picture, T tokens of a text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxstack.config import ConfigError, DataConfig
-from jaxstack.data.images import Batch, PictureReader, to_patches
-from jaxstack.data.seq2seq import SpecialIds
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig
+from jaxstack.data.images import Batch, ImageReader, PictureReader, to_patches
+from jaxstack.data.seq2seq import SpecialIds, special_ids
 from jaxstack.data.tokenizers import Tokenizer
 
 _STREAM = 3  # keeps the draws of languages apart from others, which are seeded with other lists
@@ -91,8 +92,20 @@ def encode_captions(
 
 
 @dataclass(frozen=True)
-class CaptionReader(PictureReader):
-    """Reads batches of pictures with texts. The language of a row is drawn from the seed and the row's number."""
+class CaptionedReader(PictureReader):
+    """Draws the language of a row from the seed and the row's number."""
+
+    def languages_of(self, numbers_B: np.ndarray) -> np.ndarray:
+        """Returns the index of the language of each row, int [B]."""
+        assert self.images.captions is not None
+        count = len(self.images.captions["tokens"])
+        draws = (np.random.default_rng([self.seed, number, _STREAM]) for number in numbers_B.tolist())
+        return np.array([rng.integers(count) for rng in draws])
+
+
+@dataclass(frozen=True)
+class CaptionReader(CaptionedReader):
+    """Reads batches for a contrastive model: pictures with texts."""
 
     def read(self, numbers_B: np.ndarray) -> Batch:
         """Returns the rows with these numbers, counted over all batches.
@@ -111,9 +124,78 @@ class CaptionReader(PictureReader):
             "pair_ids": np.repeat(classes_B[:, None], batch["tokens"].shape[1], 1),
         }
 
-    def languages_of(self, numbers_B: np.ndarray) -> np.ndarray:
-        """Returns the index of the language of each row, int [B]."""
-        assert self.images.captions is not None
-        count = len(self.images.captions["tokens"])
-        draws = (np.random.default_rng([self.seed, number, _STREAM]) for number in numbers_B.tolist())
-        return np.array([rng.integers(count) for rng in draws])
+
+@dataclass(frozen=True)
+class CaptionedImageReader(ImageReader, CaptionedReader):
+    """Reads batches for a diffusion model whose condition is a text, see `ImageReader`."""
+
+    def condition(self, numbers_B: np.ndarray, index_B: np.ndarray, dropped_B: np.ndarray, patches: int) -> Batch:
+        """Returns the texts of rows, in languages drawn from the seed and the row's number.
+
+        - `encoder_tokens` [B, T], int32: the text between its start and end. A dropped one is empty.
+        - `encoder_segment_ids` [B, T], int32: 1 up to the end, and 0 behind it.
+        """
+        captions = self.images.captions
+        assert captions is not None
+        language_B = self.languages_of(numbers_B)
+        texts = {name: array[language_B, self.images.classes[index_B]] for name, array in captions.items()}
+        return text_condition(texts, dropped_B)
+
+
+def text_condition(texts: Batch, dropped_B: np.ndarray | bool = False) -> Batch:
+    """Returns the arrays `encoder_tokens` and `encoder_segment_ids` of texts, see `CaptionedImageReader.condition`.
+
+    Args:
+      texts: from `encode_texts`; a text begins with its start.
+      dropped_B: which texts are replaced by the empty one, its start and its end.
+    """
+    tokens, ends = texts["tokens"], texts["pair_weights"] != 0
+    place, end_B = np.arange(tokens.shape[1]), ends.argmax(1)
+    eos_B = tokens[np.arange(len(tokens)), end_B]
+    last_B = np.where(dropped_B, 1, end_B)[:, None]
+    read = np.where(place < last_B, tokens, np.where(place == last_B, eos_B[:, None], 0))
+    return {"encoder_tokens": read.astype(np.int32), "encoder_segment_ids": (place <= last_B).astype(np.int32)}
+
+
+class Given(NamedTuple):
+    """What N pictures are made from: arrays of N rows, as the model's batches have them.
+
+    Attributes:
+      condition: the class or the text of each.
+      nothing: that of no class, or the empty text, which guidance moves away from.
+    """
+
+    condition: Batch
+    nothing: Batch
+
+    @classmethod
+    def classes(cls, cfg: ModelConfig, ids: Sequence[int]) -> "Given":
+        """Returns the classes with these ids."""
+        shape = (len(ids), cfg.diffusion.num_patches)
+        rows = np.repeat(np.asarray(ids, np.int32)[:, None], shape[1], 1)
+        return cls({"classes": rows}, {"classes": np.full(shape, cfg.vocab, np.int32)})
+
+    @classmethod
+    def texts(cls, arrays: Batch) -> "Given":
+        """Returns texts, from the arrays of `captions.encode_texts`."""
+        return cls(text_condition(arrays), text_condition(arrays, True))
+
+    @classmethod
+    def named(cls, cfg: Config, names: Sequence[str], tokenizer: Tokenizer) -> "Given":
+        """Returns what a user names, with the tokenizer of the run: classes, or texts.
+
+        Raises:
+          ConfigError: a class does not exist, or a text is too long.
+        """
+        if cfg.model.reads_captions:
+            return cls.texts(encode_texts(names, tokenizer, special_ids(tokenizer), cfg.data.target_length))
+        return cls.classes(cfg.model, tokenizer.encode(" ".join(names)).tolist())
+
+    def times(self, count: int) -> "Given":
+        """Returns each of them `count` times, one after the other."""
+        return Given(*({name: np.repeat(a, count, 0) for name, a in arrays.items()} for arrays in self))
+
+    @property
+    def rows(self) -> int:
+        """Returns the number of pictures, N."""
+        return len(next(iter(self.condition.values())))

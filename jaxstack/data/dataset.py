@@ -109,7 +109,7 @@ def load(cfg: DataConfig, labels: Labels | None = None, captions: bool = False) 
     Args:
       cfg: the sources.
       labels: those of the model, for `data.source=labels`.
-      captions: whether pictures have texts, for a contrastive model.
+      captions: whether pictures have texts, see `ModelConfig.reads_captions`.
 
     Raises:
       ConfigError: there is no text to read, a file is not text, a token file is damaged, or the sources of a mixture
@@ -151,7 +151,7 @@ def load(cfg: DataConfig, labels: Labels | None = None, captions: bool = False) 
 
 def load_for(cfg: Config) -> Dataset:
     """Returns the data of a run, as its model reads them; see `load`."""
-    return load(cfg.data, labels_of(cfg.model), cfg.model.family == "contrastive")
+    return load(cfg.data, labels_of(cfg.model), cfg.model.reads_captions)
 
 
 def resolve_from_data(cfg: Config) -> Config:

@@ -39,7 +39,8 @@ class Images:
       pixels: float32 [N, H, W, C], from -1 (black) to 1 (white).
       classes: int32 [N].
       names: of the pictures, for error messages.
-      captions: for a contrastive model, the texts of each language and class [L, C, T]; see `captions.encode_captions`.
+      captions: for a model that reads them, arrays of the texts of each language and class [L, C, T]; see
+        `captions.encode_captions`.
     """
 
     pixels: np.ndarray
@@ -270,7 +271,7 @@ class ImageReader(PictureReader):
         - `patches` [B, S, P], float32: the pictures.
         - `noise` [B, S, P], float32: standard normal.
         - `gate_ids` [B, S], int32: the timestep of the row, from 0 (the picture) to T - 1 (noise).
-        - `classes` [B, S], int32: the class of the row; the number of classes means no class.
+        - what `condition` returns.
         - `loss_weights` [B, S], float32: ones.
         """
         index_B = self.locate(numbers_B)
@@ -278,15 +279,28 @@ class ImageReader(PictureReader):
         draws = [np.random.default_rng([self.seed, number, _STREAM]) for number in numbers_B.tolist()]
         noise = np.stack([rng.standard_normal(patches.shape[1:], np.float32) for rng in draws])
         dropped_B = np.array([rng.random() for rng in draws]) < self.class_dropout
-        classes_B = np.where(dropped_B, self.num_classes, self.images.classes[index_B]).astype(np.int32)
         shape = patches.shape[:2]
         return {
             "patches": patches,
             "noise": noise,
             "gate_ids": np.repeat(self.timesteps_of(numbers_B)[:, None], shape[1], 1),
-            "classes": np.repeat(classes_B[:, None], shape[1], 1),
+            **self.condition(numbers_B, index_B, dropped_B, shape[1]),
             "loss_weights": np.ones(shape, np.float32),
         }
+
+    def condition(self, numbers_B: np.ndarray, index_B: np.ndarray, dropped_B: np.ndarray, patches: int) -> Batch:
+        """Returns what the pictures are made from, beside the noise.
+
+        - `classes` [B, S], int32: the class of the row; the number of classes means no class.
+
+        Args:
+          numbers_B: numbers of the rows, counted over all batches.
+          index_B: index of the picture of each row.
+          dropped_B: whether the row is learned without its condition.
+          patches: S.
+        """
+        classes_B = np.where(dropped_B, self.num_classes, self.images.classes[index_B]).astype(np.int32)
+        return {"classes": np.repeat(classes_B[:, None], patches, 1)}
 
     def timesteps_of(self, numbers_B: np.ndarray) -> np.ndarray:
         """Returns the timesteps of rows, int32 [B]: multiples of the golden ratio modulo 1, which fill the time evenly.

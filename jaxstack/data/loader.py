@@ -11,7 +11,7 @@ from jaxstack import data
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
 from jaxstack.data.buckets import BucketReader, held_out_batches, whole_documents
-from jaxstack.data.captions import CaptionReader
+from jaxstack.data.captions import CaptionedImageReader, CaptionReader
 from jaxstack.data.images import ImageReader, Images, PictureReader
 from jaxstack.data.masking import BranchWindows, Masking, Words
 from jaxstack.data.mixture import WindowSizes
@@ -127,10 +127,11 @@ def picture_reader(cfg: Config, images: Images, shuffle: bool = True) -> Picture
     model, seed = cfg.model, cfg.run.seed if shuffle else 0
     assert model.pictures is not None
     shared = images, seed, cfg.data.batch_size, model.pictures.patch_size
-    if images.captions is not None:
+    if model.family == "contrastive":
         return CaptionReader(*shared, shuffle=shuffle)
     dropped = model.diffusion.class_dropout if shuffle else 0.0
-    return ImageReader(*shared, model.moe.max_timestep, model.vocab, dropped, shuffle=shuffle)
+    reader = ImageReader if images.captions is None else CaptionedImageReader
+    return reader(*shared, model.moe.max_timestep, model.vocab, dropped, shuffle=shuffle)
 
 
 class DataLoader:

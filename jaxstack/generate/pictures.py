@@ -7,7 +7,7 @@ method for the flow.
 Suffixes: N pictures, H height, W width, C channels, B rows of this device, S patches, P values of a patch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import TypeAlias
 
@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.common.tree import PyTree
+from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig, SampleConfig
 from jaxstack.data import Dataset
-from jaxstack.data.images import from_patches
+from jaxstack.data.captions import Given
+from jaxstack.data.images import Images, from_patches
 from jaxstack.generate.decode import jit_on_mesh
 from jaxstack.models import diffusion
 from jaxstack.models.context import Context
-from jaxstack.models.diffusion import Path
+from jaxstack.models.noise_path import Path, time_of
 from jaxstack.models.params import Params
 
 ROWS = 1000
@@ -30,8 +31,8 @@ ROWS = 1000
 _STREAM = 3  # keeps the noise of pictures apart from that of training
 _SCREEN_PIXELS = 48  # least height of a picture in a grid
 
-Draw: TypeAlias = Callable[[PyTree, Sequence[int], int], np.ndarray]
-"""Returns pictures [N, H, W, C] with values from -1 to 1, from parameters, the class of each, and a seed."""
+Draw: TypeAlias = Callable[[PyTree, Given, int], np.ndarray]
+"""Returns pictures [N, H, W, C] with values from -1 to 1, from parameters, what they are made from, and a seed."""
 
 
 def timesteps(cfg: ModelConfig, steps: int) -> np.ndarray:
@@ -41,10 +42,10 @@ def timesteps(cfg: ModelConfig, steps: int) -> np.ndarray:
 
 
 def make_draw(cfg: ModelConfig, sample: SampleConfig, ctx: Context | None = None) -> Draw:
-    """Builds `draw(params, classes, seed) -> pictures`.
+    """Builds `draw(params, given, seed) -> pictures`.
 
-    A picture depends on its class, on the seed and on its place among `classes`, up to rounding. It depends neither on
-    the other pictures nor on the mesh. Another number of pictures compiles another program.
+    A picture depends on its class or text, on the seed and on its place among `given`, up to rounding. It depends
+    neither on the other pictures nor on the mesh. Another number of pictures compiles another program.
 
     Args:
       cfg: the model.
@@ -54,39 +55,40 @@ def make_draw(cfg: ModelConfig, sample: SampleConfig, ctx: Context | None = None
     ctx = (ctx or Context()).whole_sequences()
     size, levels = cfg.diffusion, timesteps(cfg, sample.steps)
 
-    def velocity(params: Params, noisy: jax.Array, classes: jax.Array, level: jax.Array) -> jax.Array:
-        batch = {"noisy": noisy, "classes": classes, "gate_ids": jnp.zeros_like(classes) + level}
+    def velocity(params: Params, noisy: jax.Array, condition: Batch, level: jax.Array) -> jax.Array:
+        batch = {"noisy": noisy, "gate_ids": jnp.zeros(noisy.shape[:2], jnp.int32) + level, **condition}
         hidden, _ = diffusion.hidden_states(cfg, params, batch, ctx)
         return diffusion.gather_predicted(diffusion.predict(cfg, params, hidden, batch, ctx), ctx)
 
-    def guided(params: Params, noisy: jax.Array, classes: jax.Array, level: jax.Array) -> jax.Array:
+    def guided(params: Params, noisy: jax.Array, condition: Batch, nothing: Batch, level: jax.Array) -> jax.Array:
         if sample.guidance == 1:
-            return velocity(params, noisy, classes, level)
-        both = jnp.concatenate([classes, jnp.full_like(classes, cfg.vocab)])
-        with_class, without = jnp.split(velocity(params, jnp.concatenate([noisy, noisy]), both, level), 2)
-        return without + sample.guidance * (with_class - without)
+            return velocity(params, noisy, condition, level)
+        both = jax.tree.map(lambda *a: jnp.concatenate(a), condition, nothing)
+        with_it, without = jnp.split(velocity(params, jnp.concatenate([noisy, noisy]), both, level), 2)
+        return without + sample.guidance * (with_it - without)
 
-    def work(params: Params, noise: jax.Array, classes: jax.Array, levels: jax.Array) -> jax.Array:
+    def work(params: Params, noise: jax.Array, condition: Batch, nothing: Batch, levels: jax.Array) -> jax.Array:
         def step(noisy: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            here, there = (Path.at(size.path, time) for time in (diffusion.time_of(cfg, at[0]), at[1]))
-            clean, noise = here.solve(noisy, guided(params, noisy, classes, at[0]))
+            here, there = (Path.at(size.path, time) for time in (time_of(cfg, at[0]), at[1]))
+            clean, noise = here.solve(noisy, guided(params, noisy, condition, nothing, at[0]))
             return there.mix(clean, noise), None
 
-        after = jnp.append(diffusion.time_of(cfg, levels[1:]), 0.0)  # the last step ends at the picture
+        after = jnp.append(time_of(cfg, levels[1:]), 0.0)  # the last step ends at the picture
         return jax.lax.scan(step, noise, (levels, after))[0]
 
-    compiled = jit_on_mesh(work, cfg, ctx, parts=2)
+    compiled = jit_on_mesh(work, cfg, ctx, parts=3)
 
-    def draw(params: PyTree, classes: Sequence[int], seed: int) -> np.ndarray:
+    def draw(params: PyTree, given: Given, seed: int) -> np.ndarray:
         found = []
-        for start in range(0, len(classes), ROWS):
-            own = [*classes[start : start + ROWS]]
-            filled = np.asarray(own + [0] * (-len(own) % ctx.replicas), np.int32)
+        for start in range(0, given.rows, ROWS):
+            count = min(ROWS, given.rows - start)
+            # The rows that fill the devices repeat the first one.
+            index = start + np.append(np.arange(count), np.zeros(-count % ctx.replicas, int))
+            own = jax.tree.map(lambda a, index=index: a[index], given)
             shape = (size.num_patches, size.patch_values)
-            draws = (np.random.default_rng([seed, start + i, _STREAM]) for i in range(filled.size))
+            draws = (np.random.default_rng([seed, start + i, _STREAM]) for i in range(index.size))
             noise = np.stack([rng.standard_normal(shape, np.float32) for rng in draws])
-            rows = np.repeat(filled[:, None], shape[0], 1)
-            found.append(np.asarray(jax.device_get(compiled(params, noise, rows, levels)))[: len(own)])
+            found.append(np.asarray(jax.device_get(compiled(params, noise, *own, levels)))[:count])
         return from_patches(np.concatenate(found), size.image, size.patch_size)
 
     return draw
@@ -96,7 +98,7 @@ def make_grid(cfg: Config, dataset: Dataset, ctx: Context) -> Callable[[PyTree, 
     """Builds `grid(params, file)`, which draws the pictures of an evaluation and writes them: a row for each class.
 
     Args:
-      cfg: the run; `sample.prompts` names the classes, and null means all.
+      cfg: the run; `sample.prompts` names classes or texts, and null means all classes, in the first language.
       dataset: what the run learns.
       ctx: its execution context.
 
@@ -106,15 +108,21 @@ def make_grid(cfg: Config, dataset: Dataset, ctx: Context) -> Callable[[PyTree, 
     sample = cfg.sample
     if cfg.model.family != "diffusion" or not sample.pictures or sample.prompts == ():
         return None
-    names = " ".join(sample.prompts) if sample.prompts else None
-    classes = range(cfg.model.vocab) if names is None else dataset.tokenizer.encode(names).tolist()
-    every = [number for number in classes for _ in range(sample.pictures)]
+    assert isinstance(dataset.train, Images)
+    captions = dataset.train.captions
+    if sample.prompts:
+        given = Given.named(cfg, sample.prompts, dataset.tokenizer)
+    elif captions is not None:
+        given = Given.texts({name: array[0] for name, array in captions.items()})
+    else:
+        given = Given.classes(cfg.model, range(cfg.model.vocab))
+    every = given.times(sample.pictures)
     draw = make_draw(cfg.model, sample, ctx)
 
     def grid(params: PyTree, file: FilePath | None) -> None:
         pixels = draw(params, every, cfg.run.seed)
         if file is not None:
-            write_grid(file, pixels.reshape(len(classes), sample.pictures, *pixels.shape[1:]))
+            write_grid(file, pixels.reshape(given.rows, sample.pictures, *pixels.shape[1:]))
 
     return grid
 

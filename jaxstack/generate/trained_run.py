@@ -121,22 +121,22 @@ class TrainedRun:
         return self.config.model.base
 
     def draw(self, classes: Sequence[str], *, seed: int | None = None, **sample: float) -> np.ndarray:
-        """Returns pictures [N, H, W, C] with values from -1 to 1 of a diffusion model, given the class of each.
+        """Returns pictures [N, H, W, C] with values from -1 to 1 of a diffusion model, given the class or text of each.
 
         Args:
-          classes: names of classes.
+          classes: names of classes, or texts if the model reads them.
           seed: of the noise. `None` means `run.seed` of the run.
           sample: `steps` and `guidance` in place of the run's, see `SampleConfig`.
 
         Raises:
-          ConfigError: the model does not make pictures, or a class does not exist.
+          ConfigError: the model does not make pictures, a class does not exist, or a text is too long.
         """
         if self.model.family != "diffusion":
             raise ConfigError(f"model.family={self.model.family} does not make pictures. Use generate for text.")
         options = replace(self.config.sample, **sample)  # type: ignore[arg-type]
-        ids = self.tokenizer.encode(" ".join(classes)).tolist()
+        given = pictures.Given.named(self.config, classes, self.tokenizer)
         made = pictures.make_draw(self.model, options, self.context)
-        return made(self.params, ids, self.config.run.seed if seed is None else seed)
+        return made(self.params, given, self.config.run.seed if seed is None else seed)
 
     def features(self, given: np.ndarray | Sequence[str]) -> np.ndarray:
         """Returns the features of pictures or of texts, float32 [N, E], by a contrastive model.

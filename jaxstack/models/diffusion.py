@@ -5,12 +5,18 @@ the noise follow (`Path`). Timestep and class make a condition, which scales, sh
 read and add (adaLN-Zero). All modulations and the last layer begin as zeros, so that every block is the identity.
 
 With `model.moe.router=timestep` each range of timesteps has MLPs of its own, and attention is shared (ERNIE-ViLG 2.0,
-Feng et al. 2022, arXiv:2210.15257). Shapes: B rows of this device, S patches of a picture, S/n patches in the residual
-stream, P values of a patch, D width.
+Feng et al. 2022, arXiv:2210.15257).
+
+With `model.diffusion.text_layers` a text takes the place of the class. A stack `text` reads it, and each block attends
+to its tokens between attention and MLP (PixArt-alpha, Chen et al. 2023, arXiv:2310.00426). This attention begins as
+zero.
+
+Shapes: B rows of this device, S patches of a picture, S/n patches in the residual stream, P values of a patch, T tokens
+of a text, D width.
 """
 
 import math
-from typing import NamedTuple
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +25,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ConfigError, ModelConfig
-from jaxstack.models import layers, moe_layer
+from jaxstack.config import Config, ConfigError, ModelConfig, MoEConfig
+from jaxstack.models import decoder, layers, moe_layer
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack
+from jaxstack.models.blocks import Stack, block
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Parts
 from jaxstack.models.forward import hidden_states as run_parts
 from jaxstack.models.layers import Aux, LayerInputs
-from jaxstack.models.params import Param, Params, Spec, unstack
+from jaxstack.models.noise_path import Path, time_of
+from jaxstack.models.params import Param, Params, Spec, flat_spec, unstack
 from jaxstack.models.params import stack as stack_layers
 from jaxstack.models.patches import embed_patches, patches_spec
 from jaxstack.sharding import collectives
@@ -38,77 +45,58 @@ MAX_PERIOD = 10_000.0
 """Largest period of the sines and cosines, in thousandths of the time, as in DiT."""
 
 
-class Path(NamedTuple):
-    """A point on the path from a picture x to noise e, at one time: it is a x + b e.
-
-    The velocity is the derivative of this point with respect to time, where the path is a circle divided by pi / 2. A
-    straight path (Lipman et al. 2022, arXiv:2210.02747) has the velocity e - x. A circle has a e - b x (Salimans and Ho
-    2022, arXiv:2202.00512, appendix D), with a = cos(pi t / 2) and b = sin(pi t / 2).
-
-    Attributes:
-      a: share of the picture.
-      b: share of the noise.
-      da, db: the velocity is da x + db e.
-    """
-
-    a: jax.Array
-    b: jax.Array
-    da: jax.Array
-    db: jax.Array
-
-    @classmethod
-    def at(cls, kind: str, time: jax.Array) -> "Path":
-        """Returns the path `model.diffusion.path` at times from 0 to 1."""
-        if kind == "flow":
-            return cls(1 - time, time, -jnp.ones_like(time), jnp.ones_like(time))
-        a, b = jnp.cos(jnp.pi / 2 * time), jnp.sin(jnp.pi / 2 * time)
-        return cls(a, b, -b, a)
-
-    def mix(self, clean: jax.Array, noise: jax.Array) -> jax.Array:
-        """Returns the noisy picture."""
-        return self.a * clean + self.b * noise
-
-    def velocity(self, clean: jax.Array, noise: jax.Array) -> jax.Array:
-        """Returns what the model predicts."""
-        return self.da * clean + self.db * noise
-
-    def solve(self, noisy: jax.Array, velocity: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the picture and the noise that have this noisy picture and this velocity."""
-        determinant = self.a * self.db - self.b * self.da
-        clean = (self.db * noisy - self.b * velocity) / determinant
-        return clean, (self.a * velocity - self.da * noisy) / determinant
-
-
-def time_of(cfg: ModelConfig, timesteps: jax.Array) -> jax.Array:
-    """Returns the time of timesteps, float32 above 0 and below 1: the middle of each of the equal parts of time."""
-    return (timesteps.astype(jnp.float32) + 0.5) / cfg.moe.max_timestep
-
-
 def spec(cfg: ModelConfig) -> Spec:
     """Declares every parameter of the model as a nested dict of `Param`."""
-    D, P, std = cfg.d_model, cfg.diffusion.patch_values, cfg.init_std
+    D, P, std, texts = cfg.d_model, cfg.diffusion.patch_values, cfg.init_std, cfg.diffusion.text_layers
     condition = {
         "w_time": Param((TIME_FEATURES, D), ("features", "embed"), std=std),
         "b_time": Param((D,), ("norm",), "vector", init="zeros"),
         "w_out": Param((D, D), ("embed", "norm"), std=std),
         "b_out": Param((D,), ("norm",), "vector", init="zeros"),
-        "classes": Param((cfg.vocab + 1, D), ("features", "embed"), "table", std=std, roles=("token_table",)),
     }
+    if not texts:
+        condition["classes"] = Param(
+            (cfg.vocab + 1, D), ("features", "embed"), "table", std=std, roles=("token_table",)
+        )
     layer = {
         "modulation": _modulation_spec(D, 6),
         "attention": layers.attention_spec(cfg),
         **({"moe": moe_layer.moe_spec(cfg)} if cfg.moe.num_experts else {"mlp": layers.mlp_spec(cfg)}),
     }
+    if texts:
+        cross = layers.attention_spec(cfg)
+        cross["w_o"] = replace(cross["w_o"], init="zeros")
+        layer |= {"cross_norm": layers.norm_spec(cfg, D, "norm"), "cross": cross}
     output = {
         "modulation": _modulation_spec(D, 2),
         "w": Param((D, P), ("embed", "features"), init="zeros", roles=("head",)),
         "b": Param((P,), ("features",), "vector", init="zeros"),
     }
     return {
-        "embedding": patches_spec(cfg, P, cfg.max_positions or 0),
+        "embedding": patches_spec(cfg, P, cfg.diffusion.num_patches if texts else cfg.max_positions or 0),
         "condition": condition,
+        **(_text_spec(cfg) if texts else {}),
         "layers": stack_layers(layer, cfg.num_layers),
         "output": output,
+    }
+
+
+def _text_spec(cfg: ModelConfig) -> Spec:
+    """Declares the parameters that read a text: its tokens, a stack of blocks, and a norm."""
+    D, std = cfg.d_model, cfg.init_std
+    table = {"tokens": Param((cfg.vocab, D), ("features", "embed"), "table", std=std, roles=("token_table",))}
+    if cfg.positions == "learned":
+        table["positions"] = Param((cfg.max_positions or 0, D), ("position", "embed"), "table", std=std)
+    layer = {
+        "attention_norm": layers.norm_spec(cfg, D, "norm"),
+        "attention": layers.attention_spec(cfg),
+        "mlp_norm": layers.norm_spec(cfg, D, "norm"),
+        "mlp": layers.mlp_spec(cfg),
+    }
+    return {
+        "text_embedding": table,
+        "text": stack_layers(layer, cfg.diffusion.text_layers),
+        "text_norm": layers.norm_spec(cfg, D, "norm"),
     }
 
 
@@ -122,19 +110,30 @@ def _modulation_spec(width: int, count: int) -> Spec:
 def batch_spec(cfg: Config) -> BatchSpec:
     """Declares the arrays of a batch of pictures, see `data.images.ImageReader.batches`."""
     shape, model = (cfg.data.batch_size, cfg.data.seq_len), cfg.model
-    patches = (*shape, model.diffusion.patch_values)
+    patches, text = (*shape, model.diffusion.patch_values), (cfg.data.batch_size, cfg.data.target_length)
+    condition = {"classes": BatchArray(shape, "ids", model.vocab + 1)}
+    if model.diffusion.text_layers:
+        condition = {
+            "encoder_tokens": BatchArray(text, "ids", model.vocab),
+            "encoder_segment_ids": BatchArray(text, "one_document"),
+        }
     return {
         "patches": BatchArray(patches, "normal"),
         "noise": BatchArray(patches, "normal"),
         "gate_ids": BatchArray(shape, "ids", model.moe.max_timestep),
-        "classes": BatchArray(shape, "ids", model.vocab + 1),
+        **condition,
         "loss_weights": BatchArray(shape, "ones"),
     }
 
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
-    """Returns the stacks of layers by the name of their group of parameters: there is one."""
-    return {"layers": Stack(cfg.num_layers, 1, scan_block)}
+    """Returns the stacks of layers by the name of their group of parameters: `layers`, and before it `text`, if any."""
+    if not cfg.diffusion.text_layers:
+        return {"layers": Stack(cfg.num_layers, 1, scan_block)}
+    return {
+        "text": Stack(cfg.diffusion.text_layers, 1, text_step),
+        "layers": Stack(cfg.num_layers, 1, scan_block, enter_layers),
+    }
 
 
 def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:
@@ -142,36 +141,45 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
 
     Args:
       cfg: the model.
-      batch: `gate_ids` and `classes` [B, S], and either `patches` and `noise`, or `noisy`, each [B, S, P]. With experts
-        the statistics of routing count the patches whose `loss_weights` [B, S] are not zero; by default all.
+      batch: `gate_ids` [B, S], and either `patches` and `noise`, or `noisy`, each [B, S, P]. Of the condition `classes`
+        [B, S], or `encoder_tokens` and `encoder_segment_ids` [B, T], which are 1 for a text and 0 behind it. With
+        experts the statistics of routing count the patches whose `loss_weights` [B, S] are not zero; by default all.
       ctx: execution context.
     """
     gate_ids, weights = batch["gate_ids"], batch.get("loss_weights")
+    text = None
+    if cfg.diffusion.text_layers:
+        read = {"tokens": batch["encoder_tokens"], "segment_ids": batch["encoder_segment_ids"]}
+        text = decoder.make_layer_inputs(replace(cfg, moe=MoEConfig()), read, ctx)
     positions = ctx.token_index(gate_ids.shape[1])
     noisy = batch.get("noisy")
     if noisy is None:
         path = Path.at(cfg.diffusion.path, time_of(cfg, gate_ids)[..., None])
         noisy = path.mix(batch["patches"], batch["noise"])
     return LayerInputs(
-        classes=batch["classes"],
+        classes=batch.get("classes"),
+        encoder=text,
         counted=weights != 0 if weights is not None and cfg.moe.num_experts else None,
         gate_ids=ctx.slice_for_sequence_parallel(gate_ids),
         patches=collectives.local_slice(noisy, ctx.sequence_parallel_axes, 1),
         positions=ctx.slice_for_sequence_parallel(positions),
         rope=layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None,
+        segment_ids=None if text is None else (gate_ids >= 0).astype(jnp.int32),  # all patches see the text, segment 1
     )
 
 
 def condition(
-    cfg: ModelConfig, params: Params, gate_ids: jax.Array, classes: jax.Array, ctx: Context
+    cfg: ModelConfig, params: Params, gate_ids: jax.Array, classes: jax.Array | None, ctx: Context
 ) -> dict[str, jax.Array]:
     """Returns the side input `condition` [B, 1, D]: an activation of the sum of embedded timestep and class.
+
+    With a text it is one of the timestep alone.
 
     Args:
       cfg: the model.
       params: all parameters.
       gate_ids: timesteps [B, any], equal within a row; the first column is read.
-      classes: class of each row [B, any]; `cfg.vocab` means no class.
+      classes: class of each row [B, any]; `cfg.vocab` means no class. `None` with a text.
       ctx: execution context.
     """
     values = ctx.gather_params(spec(cfg)["condition"], params["condition"])
@@ -182,17 +190,49 @@ def condition(
     features = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1).astype(ctx.dtype)
     h = kernels.linear(features, values["w_time"].astype(ctx.dtype), values["b_time"], implementation=ctx.linear)
     h = kernels.linear(jax.nn.silu(h), values["w_out"].astype(ctx.dtype), values["b_out"], implementation=ctx.linear)
-    named = kernels.embedding_lookup(values["classes"].astype(ctx.dtype), classes[:, :1])
-    return {"condition": jax.nn.silu(h + named)}
+    if classes is not None:
+        h = h + kernels.embedding_lookup(values["classes"].astype(ctx.dtype), classes[:, :1])
+    return {"condition": jax.nn.silu(h)}
 
 
 def embed(
     cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the residual stream before the first layer [B, S/n, D], and `condition` as the side input."""
+    """Returns the residual stream before the first layer, and the side inputs of the first stack.
+
+    Without texts these are the patches [B, S/n, D] and `condition`; with texts the tokens [B, T/n, D] and nothing.
+    """
+    text = layer_inputs.encoder
+    if text is None:
+        return _embed_picture(cfg, params, layer_inputs, ctx)
+    assert text.tokens is not None
+    assert text.positions is not None
+    values = ctx.gather_params(spec(cfg)["text_embedding"], params["text_embedding"])
+    ids = ctx.slice_for_sequence_parallel(text.tokens)
+    x = kernels.embedding_lookup(values["tokens"].astype(ctx.dtype), ids)
+    if cfg.positions == "learned":
+        x = kernels.add_in_float32(x, kernels.embedding_lookup(values["positions"], text.positions))
+    return x, {}
+
+
+def enter_layers(
+    cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, layer_inputs: LayerInputs, ctx: Context
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the patches [B, S/n, D], and the side inputs `condition` and `encoded`, the text's tokens [B, T, D].
+
+    With sequence parallelism the tokens are gathered here, once for all layers.
+    """
+    encoded = ctx.gather_activations(layers.norm(cfg, params["text_norm"], x, ctx), "heads")
+    x, made = _embed_picture(cfg, params, layer_inputs, ctx)
+    return x, {**made, "encoded": encoded}
+
+
+def _embed_picture(
+    cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the embedded patches [B, S/n, D], and `condition` as the side input."""
     assert layer_inputs.patches is not None
     assert layer_inputs.gate_ids is not None
-    assert layer_inputs.classes is not None
     assert layer_inputs.positions is not None
     declared, embedding = spec(cfg)["embedding"], params["embedding"]
     x = embed_patches(cfg, declared, embedding, layer_inputs.patches, layer_inputs.positions, ctx)
@@ -211,6 +251,22 @@ def modulated(cfg: ModelConfig, x: jax.Array, shift: jax.Array, scale: jax.Array
     return layers.norm(cfg, {"scale": ones}, x, ctx) * (1 + scale) + shift
 
 
+def text_step(
+    cfg: ModelConfig,
+    ctx: Context,
+    params: list[Params],
+    x: jax.Array,
+    index: jax.Array | int,
+    layer_inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Runs a block on the tokens of a text, each of which sees all; arguments and results are those of `StackStep`."""
+    assert layer_inputs.encoder is not None
+    dense, mask = replace(cfg, moe=MoEConfig()), kernels.AttentionMask(kind="full")
+    weights = decoder.gather_dense(ctx, unstack(spec(cfg)["text"]), params[0])
+    return block(dense, weights, x, ctx, layer_inputs.encoder, mask=mask)
+
+
 def scan_block(
     cfg: ModelConfig,
     ctx: Context,
@@ -220,14 +276,18 @@ def scan_block(
     layer_inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
-    """Runs a block: attention among all patches, and the MLP or the experts, see `blocks.StackStep`."""
+    """Runs a block: attention among all patches, then to a text, then MLP or experts; see `blocks.StackStep`."""
     assert cache is None
     one_layer = {name: p for name, p in unstack(spec(cfg)["layers"]).items() if name != "moe"}
     values = {**params[0], **ctx.gather_params(one_layer, {name: params[0][name] for name in one_layer})}
     made = modulations(values["modulation"], layer_inputs.side, ctx)
     h = modulated(cfg, x, made[0], made[1], ctx)
-    h, _ = layers.attention(cfg, values["attention"], h, ctx, layer_inputs, mask=kernels.AttentionMask(0, "full"))
+    own = replace(layer_inputs, segment_ids=None)  # all patches are of one picture
+    h, _ = layers.attention(cfg, values["attention"], h, ctx, own, mask=kernels.AttentionMask(0, "full"))
     x = checkpoint_name(x + made[2] * h, "residual")
+    if layer_inputs.encoder is not None:
+        h = layers.norm(cfg, values["cross_norm"], x, ctx)
+        x = checkpoint_name(x + layers.cross_attention(cfg, values["cross"], h, ctx, layer_inputs), "residual")
     h = modulated(cfg, x, made[3], made[4], ctx)
     aux: Aux = {}
     if cfg.moe.num_experts:
@@ -265,10 +325,10 @@ def predict(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, c
       cfg: the model.
       params: as `spec` declares them.
       hidden: from `hidden_states`.
-      batch: `gate_ids` and `classes` [B, S].
+      batch: `gate_ids` and, without a text, `classes` [B, S].
       ctx: execution context.
     """
-    side = condition(cfg, params, batch["gate_ids"], batch["classes"], ctx)
+    side = condition(cfg, params, batch["gate_ids"], batch.get("classes"), ctx)
     values = ctx.gather_params(spec(cfg)["output"], params["output"])
     modulation = values["modulation"] | {"w": values["modulation"]["w"].astype(ctx.dtype)}
     shift, scale = modulations(modulation, side, ctx)
@@ -300,20 +360,28 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
     return {"loss": collectives.all_reduce((weights * squares).sum(), between)}
 
 
-def flops_correction(cfg: ModelConfig, seq_len: int) -> float:
+def flops_correction(cfg: ModelConfig, seq_len: int, text_len: int) -> float:
     """Returns what the FLOPs of training on a patch differ by from six for each weight that is not an expert's.
 
     The condition and its modulations are computed once for each picture, and the condition a second time for the last
-    layer. Neither patches nor features of the time have gradients.
+    layer. Neither patches nor features of the time have gradients. A text has its own tokens, and its attention is not
+    that of patches.
 
     Args:
       cfg: the model.
       seq_len: number of patches of a picture.
+      text_len: number of tokens of a text.
     """
     D = cfg.d_model
     time, out, modulation = TIME_FEATURES * D, D * D, (6 * cfg.num_layers + 2) * D * D
     of_picture = 6.0 * modulation + 2 * (4 * time + 6 * out)
-    return of_picture / seq_len - 6 * (modulation + time + out) - 2 * cfg.diffusion.patch_values * D
+    correction = of_picture / seq_len - 6 * (modulation + time + out) - 2 * cfg.diffusion.patch_values * D
+    if not (depth := cfg.diffusion.text_layers):
+        return correction
+    reads = ("text/", "layers/cross/w_k", "layers/cross/w_v")
+    words = sum(p.size for path, p in flat_spec(spec(cfg)).items() if p.kind == "matrix" and path.startswith(reads))
+    pairs = depth * text_len**2 / seq_len + cfg.num_layers * text_len
+    return correction + 6 * words * (text_len / seq_len - 1) + 12 * cfg.num_heads * cfg.head_width * pairs
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:

@@ -71,7 +71,7 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: i
     # A frozen weight is multiplied forward and for the gradient of its input; it has no gradient of its own.
     dense = 6.0 * matmul_params(cfg) - 2.0 * matmul_params(cfg, frozen=True)
     if cfg.family == "diffusion":
-        dense += diffusion.flops_correction(cfg, S)
+        dense += diffusion.flops_correction(cfg, S, target_len)
     return Flops(dense + 3.0 * per_pair * S * cfg.num_layers, dense + 3.0 * per_pair * seen)
 
 

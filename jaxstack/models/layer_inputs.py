@@ -22,7 +22,7 @@ class LayerInputs:
       distance: with a cache, for each block of a step, distance from each cached token to this one [B, T].
       dropout_ids: number of each token of the residual stream, for dropout [B, S/n].
       encoder: the inputs of the encoder's layers, for an encoder-decoder; of the picture's tower, for two towers;
-        of the branch `understanding`, for two branches.
+        of the branch `understanding`, for two branches; of the text's layers, for a diffusion model that reads texts.
       first: whether this is the first layer, for models with `first_attention_norm=false`.
       gate_ids: domain or timestep of each token of the residual stream, for hard gates [B, S/n].
       key: data of the PRNG key for dropout.

@@ -56,7 +56,7 @@ def route(cfg: ModelConfig, params: Params, x: jax.Array, gate_ids: jax.Array | 
             )
         if moe.router == "domain":
             return experts.by_domain(gate_ids, moe.num_experts)
-        return experts.by_timestep(gate_ids, moe.num_experts, moe.max_timestep)
+        return experts.by_timestep(gate_ids, moe.num_experts, moe.max_timestep, moe.timestep_starts)
     # A dot carries its precision to its gradients; the default would round both sides to bfloat16 on TPU, TF32 on GPU.
     logits = jnp.dot(x.astype(jnp.float32), params["router"], precision=lax.Precision.HIGHEST)
     if moe.router == "softmax":

@@ -3,6 +3,7 @@
 Suffixes: T tokens, E experts, k choices of a token, G groups of experts.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -114,17 +115,23 @@ def by_domain(domain_ids: jax.Array, num_experts: int) -> Routing:
     return _hard(domain_ids.astype(jnp.int32), num_experts)
 
 
-def by_timestep(timesteps: jax.Array, num_experts: int, max_timestep: float) -> Routing:
-    """Chooses expert floor(t * E / max_timestep) for diffusion time t, with a weight of exactly 1: a hard gate.
+def by_timestep(timesteps: jax.Array, num_experts: int, max_timestep: float, starts: Sequence[int] = ()) -> Routing:
+    """Chooses the expert of the range that has the diffusion time t, with a weight of exactly 1: a hard gate.
 
-    Each expert has an equal range of noise levels (eDiff-I, Balaji et al. 2022, arXiv:2211.01324, section 4). A
+    Equal ranges give expert floor(t * E / max_timestep), as in ERNIE-ViLG 2.0. eDiff-I (Balaji et al. 2022,
+    arXiv:2211.01324, section 4) has an expert for each end of the time, and one for the long range between them. A
     continuous t may equal max_timestep, which belongs to the last range. A t out of range gets a weight of NaN.
 
     Args:
       timesteps: integers in [0, max_timestep) or reals in [0, max_timestep], [T].
       num_experts: E.
       max_timestep: end of the time range.
+      starts: first time of each range but the first one, rising. Empty means equal ranges.
     """
+    if starts:
+        limit = timesteps < max_timestep if jnp.issubdtype(timesteps.dtype, jnp.integer) else timesteps <= max_timestep
+        expert = sum((timesteps >= start).astype(jnp.int32) for start in starts)
+        return _hard(jnp.where((timesteps >= 0) & limit, expert, -1), num_experts)
     if jnp.issubdtype(timesteps.dtype, jnp.integer):
         return _hard(timesteps.astype(jnp.int32) * num_experts // int(max_timestep), num_experts)
     timesteps = timesteps.astype(jnp.float32)

@@ -17,7 +17,7 @@ from jaxstack.models import family
 from jaxstack.models.blocks import merge_microbatches, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
-from jaxstack.models.params import Params
+from jaxstack.models.params import Params, flat_spec
 from jaxstack.sharding import collectives
 
 Sums: TypeAlias = dict[str, jax.Array]
@@ -240,8 +240,10 @@ def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals, stack: str | None
 
 
 def _depths(cfg: ModelConfig) -> dict[str, int]:
-    """Returns the number of layers of each stack."""
-    return {name: stack.depth for name, stack in family.of(cfg).stacks(cfg).items()}
+    """Returns the number of layers of each stack that has experts."""
+    spec = family.spec(cfg)
+    routed = {name for name in spec if any("moe" in path.split("/") for path in flat_spec(spec[name]))}
+    return {name: stack.depth for name, stack in family.of(cfg).stacks(cfg).items() if name in routed}
 
 
 def _by_stack(cfg: ModelConfig, aux: Aux) -> dict[str, Aux]:

@@ -1,12 +1,14 @@
 """Texts of pictures' classes: their languages, what is refused, and what a batch has of them."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxstack import data
 from jaxstack.config import ConfigError, DataConfig
+from jaxstack.config.parse import parse_config
 from jaxstack.data import captions, images
 from jaxstack.data.captions import CaptionReader
 from jaxstack.data.images import Images
@@ -59,6 +61,53 @@ def test_a_batch_has_pictures_with_texts_of_their_classes_in_drawn_languages(rea
     other = dataclasses.replace(reader, seed=6).languages_of(np.arange(1000))
     assert 300 < (other != languages).sum() < 700
     assert reader.describe(0).endswith("abcdefg"[reader.locate(np.array([3]))[0]])
+
+
+def test_a_diffusion_model_reads_texts_some_of_which_are_empty(reader):
+    images = reader.images
+    drawn = captions.CaptionedImageReader(images, 5, 4, 2, timesteps=9, num_classes=3, class_dropout=0.3)
+    batch = drawn.read(np.arange(1000))
+    assert {*batch} == {
+        "patches", "noise", "gate_ids", "encoder_tokens", "encoder_segment_ids", "loss_weights",
+    }  # fmt: skip
+    same = dataclasses.replace(drawn, class_dropout=0.0).read(np.arange(1000))
+    texts = [["one", "two", "six"], ["un", "deux", "six"]]
+    languages, classes = drawn.languages_of(np.arange(1000)), images.classes[drawn.locate(np.arange(1000))]
+    found, empty = [], 0
+    for row in range(1000):
+        each = (batch["encoder_tokens"][row], batch["encoder_segment_ids"][row])
+        length = each[1].sum()
+        assert each[1].tolist() == [1] * length + [0] * (8 - length)
+        assert not each[0][length:].any()
+        wanted = texts[languages[row]][classes[row]]
+        found.append(bytes(each[0][1 : length - 1].tolist()).decode())
+        assert found[-1] in ("", wanted)
+        assert same["encoder_segment_ids"][row].sum() == len(wanted) + 2
+        empty += not found[-1]
+    assert empty / 1000 == pytest.approx(0.3, abs=0.05)
+    assert (batch["noise"] == same["noise"]).all()
+
+
+def test_what_pictures_are_made_from_is_named_by_texts_or_classes(tmp_path):
+    cfg = parse_config([
+        "--model.family=diffusion", "--data.source=digits", "--data.seq_len=16", "--model.diffusion.text_layers=1",
+        "--data.target_len=6", "--model.diffusion.image=[8,8,1]", "--model.vocab_size=256",
+        "--train.ngram_baseline=false",
+    ])  # fmt: skip
+    given = captions.Given.named(cfg, ["ab", "c"], BYTES).times(2)
+    assert given.rows == 4
+    start, end = SPECIAL.start, SPECIAL.eos
+    rows = [[start, 97, 98, end, 0, 0], [start, 99, end, 0, 0, 0]]
+    assert given.condition["encoder_tokens"].tolist() == [rows[0], rows[0], rows[1], rows[1]]
+    assert given.condition["encoder_segment_ids"].sum(1).tolist() == [4, 4, 3, 3]
+    assert given.nothing["encoder_tokens"].tolist() == [[start, end, 0, 0, 0, 0]] * 4
+    assert given.nothing["encoder_segment_ids"].sum(1).tolist() == [2] * 4
+    with pytest.raises(ConfigError, match=r"target_len=6 is less"):
+        captions.Given.named(cfg, ["abcdef"], BYTES)
+    plain = replace(cfg.model, vocab_size=3, diffusion=replace(cfg.model.diffusion, text_layers=0))
+    given = captions.Given.classes(plain, [2, 0])
+    assert given.condition["classes"].tolist() == [[2] * 16, [0] * 16]
+    assert given.nothing["classes"].tolist() == [[3] * 16] * 2
 
 
 def folder(tmp_path, **keys):

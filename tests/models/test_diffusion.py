@@ -13,9 +13,10 @@ from families import DIFFUSION
 
 import jaxstack
 from jaxstack.cli.parser import execute
-from jaxstack.config import ConfigError, SampleConfig
+from jaxstack.config import ConfigError, MoEConfig, SampleConfig
 from jaxstack.config.parse import parse_config
 from jaxstack.data import images
+from jaxstack.data.captions import Given
 from jaxstack.generate import pictures
 from jaxstack.models import diffusion, params
 from jaxstack.models.context import Context
@@ -39,10 +40,14 @@ def rms(cfg, x, scale):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + cfg.norm_eps) * scale
 
 
-def attention(cfg, p, h):
-    rows = []
+def attention(cfg, p, h, among=None):
+    """From tokens h [S, D] to themselves, or to `among` [T, D]."""
+    rows, group, other = [], cfg.num_heads // cfg.kv_heads, h if among is None else among
     for head in range(cfg.num_heads):
-        q, k, v = (h @ p[f"w_{n}"][:, head] + (p[f"b_{n}"][head] if cfg.bias else 0) for n in "qkv")
+        q, k, v = (
+            x @ p[f"w_{n}"][:, i] + (p[f"b_{n}"][i] if cfg.bias else 0)
+            for n, x, i in (("q", h, head), ("k", other, head // group), ("v", other, head // group))
+        )
         if cfg.qk_norm:
             q, k = rms(cfg, q, p["q_norm"]["scale"]), rms(cfg, k, p["k_norm"]["scale"])
         if cfg.positions == "rope":
@@ -58,6 +63,22 @@ def attention(cfg, p, h):
     return sum(rows) + (p["b_o"] if cfg.bias else 0)
 
 
+def read_by_hand(cfg, values, ids):
+    """The tokens of a text [T, D] that the picture's blocks attend to."""
+    x = values["text_embedding"]["tokens"][ids] + values["text_embedding"]["positions"][: len(ids)]
+    plain = dataclasses.replace(cfg, moe=MoEConfig())
+    for i in range(cfg.diffusion.text_layers):
+        layer = jax.tree.map(lambda a, i=i: a[i], values["text"])
+        h = scaled(cfg, layer["attention_norm"], x)
+        x = x + attention(cfg, layer["attention"], h)
+        x = x + mlp(plain, layer["mlp"], scaled(cfg, layer["mlp_norm"], x))
+    return scaled(cfg, values["text_norm"], x)
+
+
+def scaled(cfg, p, x):
+    return norm(cfg, x, p["scale"]) + p.get("bias", 0)
+
+
 def mlp(cfg, p, h):
     up = h @ p["w_up"] + (p["b_up"] if cfg.bias else 0)
     if cfg.gated:
@@ -68,11 +89,12 @@ def mlp(cfg, p, h):
 
 
 def predict_by_hand(cfg, values, noisy, step, label):
-    """The velocity of one picture [S, P], from its timestep and class."""
+    """The velocity of one picture [S, P], from its timestep, and its class or the ids of its text."""
     c = values["condition"]
     angle = 1000 * (step + 0.5) / cfg.moe.max_timestep * 10_000.0 ** -(np.arange(128) / 128)
     time = silu(np.concatenate([np.cos(angle), np.sin(angle)]) @ c["w_time"] + c["b_time"]) @ c["w_out"] + c["b_out"]
-    side = silu(time + c["classes"][label])
+    side = silu(time + (0 if cfg.reads_captions else c["classes"][label]))
+    text = read_by_hand(cfg, values, label) if cfg.reads_captions else None
     x = noisy @ values["embedding"]["patches"]
     if cfg.positions == "learned":
         x = x + values["embedding"]["positions"][: len(x)]
@@ -80,6 +102,8 @@ def predict_by_hand(cfg, values, noisy, step, label):
         layer = jax.tree.map(lambda a, i=i: a[i], values["layers"])
         made = jnp.einsum("d,dke->ke", side, layer["modulation"]["w"]) + layer["modulation"]["b"]
         x = x + made[2] * attention(cfg, layer["attention"], norm(cfg, x) * (1 + made[1]) + made[0])
+        if text is not None:
+            x = x + attention(cfg, layer["cross"], scaled(cfg, layer["cross_norm"], x), text)
         own = layer["mlp"] if not cfg.moe.num_experts else None
         if own is None:
             expert = step * cfg.moe.num_experts // cfg.moe.max_timestep
@@ -92,7 +116,11 @@ def predict_by_hand(cfg, values, noisy, step, label):
 def loss_by_hand(cfg, values, batch):
     total = 0.0
     for row in range(len(batch["patches"])):
-        step, label = int(batch["gate_ids"][row, 0]), int(batch["classes"][row, 0])
+        step = int(batch["gate_ids"][row, 0])
+        if cfg.reads_captions:
+            label = np.asarray(batch["encoder_tokens"][row])[np.asarray(batch["encoder_segment_ids"][row]) == 1]
+        else:
+            label = int(batch["classes"][row, 0])
         x, e, t = batch["patches"][row], batch["noise"][row], (step + 0.5) / cfg.moe.max_timestep
         if cfg.diffusion.path == "flow":
             noisy, wanted = (1 - t) * x + t * e, e - x
@@ -119,7 +147,8 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, rng, seed
 
     # float32: angles of time go to 1000, where its steps are 6e-5. bfloat16: 8 bits, some ten times, and three rows do
     # not average the errors; test_precision.py has more.
-    for dtype, bound in ((jnp.float32, 5e-5), (jnp.bfloat16, 0.06)):
+    # With a text there are more layers, and three rows that share less.
+    for dtype, bound in ((jnp.float32, 5e-5), (jnp.bfloat16, 0.12 if cfg.reads_captions else 0.06)):
         ctx = Context(dtype=jnp.dtype(dtype))
 
         def mean(values, ctx=ctx):
@@ -175,7 +204,7 @@ def test_the_sampler_is_eulers_method_on_a_straight_path_and_ddim_on_a_circle(mo
     sample = SampleConfig(steps=4, guidance=1.7)
     for kind in ("flow", "cosine"):
         own = dataclasses.replace(cfg, diffusion=dataclasses.replace(cfg.diffusion, path=kind))
-        drawn = pictures.make_draw(own, sample)(values, [3, 5], 7)
+        drawn = pictures.make_draw(own, sample)(values, Given.classes(own, [3, 5]), 7)
         for i, label in enumerate((3, 5)):
             x = np.random.default_rng([7, i, 3]).standard_normal((32, 12), np.float32)
             levels = [99, 66, 33, 0]
@@ -196,19 +225,18 @@ def test_the_sampler_is_eulers_method_on_a_straight_path_and_ddim_on_a_circle(mo
 @pytest.mark.slow
 def test_a_picture_depends_neither_on_the_others_nor_on_the_mesh(model, monkeypatch):
     cfg, values = model
-    draw = pictures.make_draw(cfg, SampleConfig(steps=3))
-    alone = draw(values, [2, 9, 2], 1)
+    draw, three = pictures.make_draw(cfg, SampleConfig(steps=3)), Given.classes(cfg, [2, 9, 2])
+    alone = draw(values, three, 1)
     assert np.abs(alone[0] - alone[2]).max() > 0.1  # the noise of another place
-    np.testing.assert_allclose(draw(values, [2, 4, 2, 7], 1)[[0, 2]], alone[[0, 2]], atol=1e-5)
+    four = Given.classes(cfg, [2, 4, 2, 7])
+    np.testing.assert_allclose(draw(values, four, 1)[[0, 2]], alone[[0, 2]], atol=1e-5)
     monkeypatch.setattr(pictures, "ROWS", 2)
-    np.testing.assert_allclose(draw(values, [2, 9, 2], 1), alone, atol=1e-5)
+    np.testing.assert_allclose(draw(values, three, 1), alone, atol=1e-5)
     run = meshes.config("dit_experts", {"fsdp": 2, "tensor": 2, "expert": 2})
     run = dataclasses.replace(run, model=cfg)
     ctx = Context.create(run, meshes.make_mesh(run.mesh, 8, jax.devices()))
     placed = jax.device_put(values, jax.tree.map(ctx.sharding, ctx.parameters(diffusion.spec(cfg))))
-    np.testing.assert_allclose(
-        pictures.make_draw(cfg, SampleConfig(steps=3), ctx)(placed, [2, 9, 2], 1), alone, atol=1e-4
-    )
+    np.testing.assert_allclose(pictures.make_draw(cfg, SampleConfig(steps=3), ctx)(placed, three, 1), alone, atol=1e-4)
 
 
 FLAGS = [
@@ -266,3 +294,31 @@ def test_a_run_is_resumed_bit_for_bit_and_draws_pictures(tmp_path, rng, capsys):
         with pytest.raises(ConfigError) as error:
             execute(words)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_run_with_texts_is_resumed_bit_for_bit_and_draws_from_any_text(tmp_path, rng, capsys):
+    file = tmp_path / "pictures.npz"
+    np.savez(file, images=rng.random((40, 8, 8)), labels=np.arange(40) % 3)
+    texts = ["--model.diffusion.text_layers=1", "--data.languages=[en,de]", "--data.target_len=8"]
+    flags = [*FLAGS, *texts, f"--data.path={file}"]
+    for name, steps in (("straight", 4), ("resumed", 2), ("resumed", 4)):
+        main(parse_config([*flags, f"--train.steps={steps}", f"--run.dir={tmp_path / name}"]))
+    assert values_of(tmp_path / "straight") == values_of(tmp_path / "resumed")
+    from PIL import Image
+
+    with Image.open(tmp_path / "straight" / "samples" / "000004.png") as picture:  # three classes, two pictures of each
+        assert picture.size == (98, 148)
+    run, out = str(tmp_path / "straight"), tmp_path / "two.png"
+    capsys.readouterr()
+    execute(["generate", run, "two", "", "--sample.pictures=3", "--sample.guidance=2", f"--out={out}"])
+    assert "two, " in capsys.readouterr().out
+    with Image.open(out) as picture:
+        assert picture.size == (148, 98)
+    loaded = jaxstack.load(run)
+    one, other, none = (loaded.draw([text], steps=2, guidance=2.0) for text in ("two", "zwei", ""))
+    assert np.abs(one - other).max() > 0
+    # With no text, both predictions of guidance are the same one.
+    np.testing.assert_allclose(none, loaded.draw([""], steps=2), atol=1e-5)
+    with pytest.raises(ConfigError, match=r"target_len=8 is less than the 9 tokens of 'seventy' "):
+        execute(["generate", run, "seventy"])

@@ -39,7 +39,7 @@ def normal(rng, *shape):
 
 top_k_softmax = jax.jit(moe.top_k_softmax, static_argnums=1, static_argnames="normalize")
 by_domain = jax.jit(moe.by_domain, static_argnums=1)
-by_timestep = jax.jit(moe.by_timestep, static_argnums=(1, 2))
+by_timestep = jax.jit(moe.by_timestep, static_argnums=(1, 2, 3))
 
 
 def numpy_softmax_router(logits, k, normalize):
@@ -144,12 +144,17 @@ def test_hard_gates(rng):
     routing = by_timestep(jnp.array([0.0, 0.25, 0.3, 0.99, 1.0]), 4, 1.0)
     np.testing.assert_array_equal(routing.experts[:, 0], [0, 1, 1, 3, 3])
     assert (routing.weights == 1).all()
+    for times, dtype in (([0, 2, 3, 8, 9], np.int32), ([0.0, 2.9, 3.0, 8.9, 10.0], np.float32)):
+        routing = by_timestep(jnp.asarray(times, dtype), 3, 10, (3, 9))
+        np.testing.assert_array_equal(routing.experts[:, 0], [0, 0, 1, 1, 2])
+        assert (routing.weights == 1).all()
 
 
 def test_an_id_without_expert_is_loud():
     assert np.isnan(by_domain(jnp.array([0, 3, -1]), 3).weights[:, 0]).tolist() == [False, True, True]
     assert np.isnan(by_timestep(jnp.array([-1, 0, 10]), 2, 10).weights[:, 0]).tolist() == [True, False, True]
     assert np.isnan(by_timestep(jnp.array([-0.1, 1.1]), 2, 1.0).weights).all()
+    assert np.isnan(by_timestep(jnp.array([-1, 0, 10]), 2, 10, (3,)).weights[:, 0]).tolist() == [True, False, True]
     moe.check_domains(np.array([0, 2]), 3)
     with pytest.raises(ValueError, match=r"domain id 3 has no expert: 2 of 4 .* outside of 0 to 2"):
         moe.check_domains(np.array([[0, 3], [-1, 2]]), 3)

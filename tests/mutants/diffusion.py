@@ -8,18 +8,34 @@ mistakes(
     "diffusion", "models/diffusion.py", DIT,
     ("layers.norm(cfg, {\"scale\": ones}, x, ctx) * (1 + scale) + shift", "layers.norm(cfg, {\"scale\": ones}, x, ctx) * scale + shift"),
     ("return x + made[5] * h", "return x + h"),
-    ("+ 0.5) / cfg.moe.max_timestep", ") / cfg.moe.max_timestep"),
-    ("return cls(a, b, -b, a)", "return cls(a, b, b, a)"),
-    ("jax.nn.silu(h + named)", "h + named"),
+    ("{\"condition\": jax.nn.silu(h)}", "{\"condition\": h}"),
     ("(weights * squares).sum()", "squares.sum()"),
     ("6.0 * modulation + 2 * (4 * time + 6 * out)", "6.0 * modulation + 4 * time + 6 * out", "planner/test_aot.py -k matmuls"),
+    ("x + layers.cross_attention(", "made[2] * layers.cross_attention("),
+    ("layers.norm(cfg, values[\"cross_norm\"], x, ctx)", "modulated(cfg, x, made[0], made[1], ctx)"),
+    ("layers.norm(cfg, params[\"text_norm\"], x, ctx), \"heads\"", "x, \"heads\""),
+    ("words * (text_len / seq_len - 1)", "words * (text_len / seq_len)", "planner/test_aot.py -k 'texts and dit_text'"),
+    ("cfg.num_layers * text_len\n", "cfg.num_layers * seq_len\n", "planner/test_aot.py -k 'texts and dit_text'"),
+)  # fmt: skip
+
+mistakes(
+    "diffusion", "models/noise_path.py", DIT,
+    ("+ 0.5) / cfg.moe.max_timestep", ") / cfg.moe.max_timestep"),
+    ("return cls(a, b, -b, a)", "return cls(a, b, b, a)"),
+)  # fmt: skip
+
+mistakes(
+    "diffusion", "data/captions.py", "data/test_captions.py",
+    ("np.where(dropped_B, 1, end_B)", "np.where(dropped_B, 0, end_B)"),
+    ("(place <= last_B)", "(place < last_B)"),
+    ("cls(text_condition(arrays), text_condition(arrays, True))", "cls(text_condition(arrays), text_condition(arrays))"),
 )  # fmt: skip
 
 mistakes(
     "diffusion", "generate/pictures.py", DIT,
     ("np.linspace(last, 0, steps)", "np.linspace(last, 1, steps)"),
-    ("without + sample.guidance * (with_class - without)", "with_class + sample.guidance * (with_class - without)"),
-    ("jnp.append(diffusion.time_of(cfg, levels[1:]), 0.0)", "diffusion.time_of(cfg, levels)"),
+    ("without + sample.guidance * (with_it - without)", "with_it + sample.guidance * (with_it - without)"),
+    ("jnp.append(time_of(cfg, levels[1:]), 0.0)", "time_of(cfg, levels)"),
 )  # fmt: skip
 
 mistakes(

@@ -13,6 +13,8 @@ mistakes(
     ("biased = lax.stop_gradient(affinity + bias)", "biased = lax.stop_gradient(affinity)"),
     ("jnp.sign(counts.mean(-1, keepdims=True) - counts)", "jnp.sign(counts - counts.mean(-1, keepdims=True))", MOE + " -k bias"),
     ("timesteps == max_timestep, num_experts - 1", "timesteps >= max_timestep, num_experts - 1", MOE + " -k 'gate or loud or id'"),
+    ("(timesteps >= start).astype", "(timesteps > start).astype", MOE + " -k 'gate or loud or id'"),
+    ("(timesteps >= 0) & limit, expert, -1", "limit, expert, -1", MOE + " -k 'gate or loud or id'"),
     ("weights = jnp.where(valid, 1.0, jnp.nan)[:, None]", "weights = jnp.where(valid, 1.0, 0.0)[:, None]", MOE + " -k 'gate or loud or id'"),
 )  # fmt: skip
 

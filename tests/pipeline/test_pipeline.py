@@ -166,6 +166,8 @@ DIFFUSION: list[Case] = [
     case("dit_experts", TWO, 2, 4, 2, data=2, tensor=2, remat="full"),
     case("dit", ZERO, 2, 4, layers=5, fsdp=2, tensor=2, remat="selective"),
     case("dit_experts", H1, 2, 4, layers=4, expert=2, gather=LAYER),
+    case("dit_text", ONE, 2, 4, layers=5, fsdp=2, tensor=2, remat="selective"),
+    case("dit_text", ALL, 2, 4, layers=4, data=2, expert=2),
 ]
 """Pipelines of diffusion transformers, in docs/diffusion.md. None is quick: a mesh of theirs is."""
 PAIRS: list[Case] = [

@@ -56,10 +56,10 @@ def test_matmuls_of_pairs_are_those_of_the_formula(kind):
     assert counted == pytest.approx(2 * 32 * flops.flops_per_token(cfg.model, 32, 12).full, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", CONTRASTIVE)
+@pytest.mark.parametrize("kind", [*CONTRASTIVE, "dit_text"])
 def test_matmuls_of_pictures_with_texts_are_those_of_the_formula(kind):
     """Both rows of the batch are compared with both."""
-    model = dataclasses.replace(CONTRASTIVE[kind], positions="none")  # see pairs
+    model = dataclasses.replace((CONTRASTIVE | DIFFUSION)[kind], positions="none")  # see pairs
     cfg = Config(model=model, data=DataConfig(source="digits", seq_len=32, target_len=12, batch_size=2))
     values = jax.eval_shape(lambda: init_state(cfg)).params
     batch = abstract_batch(models.of(model).batch_spec(cfg), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
