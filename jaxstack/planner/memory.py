@@ -20,7 +20,7 @@ from jaxstack.config import Config, ConfigError
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate, hlo, shards
-from jaxstack.planner.sizes import FORMULAS
+from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import ShardingError, abstract_mesh, find_devices
 from jaxstack.training.state import TrainState, abstract_state
 
@@ -197,7 +197,7 @@ def check(cfg: Config, ctx: Context, state: TrainState) -> str | None:
       ConfigError: it does not fit even by the lower bound.
     """
     assert ctx.mesh is not None
-    if cfg.model.family not in FORMULAS:
+    if not has_formulas(cfg):
         return None
     devices = list(ctx.mesh.devices.flat)
     room = room_of([d for d in devices if d.process_index == jax.process_index()])
