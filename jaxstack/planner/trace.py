@@ -211,7 +211,8 @@ class _Walk:
             self.write(result)
             if name in IN_PLACE and k < len(inputs):
                 result.place = inputs[k]
-        read = tuple(value.array for value in inputs if value is not None)
+        pairs = zip(inputs, equation.invars, strict=True)  # a view has another shape than its array
+        read = tuple(_array(x, v.array.label, v.array.name) for v, x in pairs if v is not None)
         self.runs.append(Run(name, where, read, tuple(v.array for v in results), self.times, equation.params))
         return list(results)
 

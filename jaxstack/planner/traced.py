@@ -63,13 +63,12 @@ def trace_of(cfg: Config, ctx: Context) -> Trace:
       cfg: the run, resolved.
       ctx: its context; the mesh may be abstract.
     """
-    plan = replace(cfg, run=type(cfg.run)(), optim=type(cfg.optim)(), checkpoint=type(cfg.checkpoint)())
-    return _trace(plan, tuple(ctx.kernels.items()), ctx.platform, shards.device_count(ctx))
+    return _trace(cfg, tuple(ctx.kernels.items()), ctx.platform, shards.device_count(ctx))
 
 
 @lru_cache(maxsize=512)
 def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, devices: int) -> Trace:
-    """Returns the trace of a configuration, whose optimizer does not matter."""
+    """Returns the trace of a configuration, see `trace_of`."""
     ctx = Context.create(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
     plain: dict[str, Any] = {op: PLAIN.get(op, {}).get(name, name) for op, name in kernels}
     ctx = replace(ctx, partitioner="manual", **plain)

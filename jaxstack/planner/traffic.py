@@ -45,7 +45,7 @@ class _Traffic:
         self.layer_runs = accum * cfg.model.num_layers
         # Runs of the head, of the embedding and of its gradient.
         self.heads = self.embeds = self.embed_grads = accum * shards.microbatches(ctx)
-        if ctx.pipeline is not None:
+        if ctx.pipeline is not None and has_formulas(cfg):
             turns = ctx.pipeline.turns
             trips = _mean_trips(ctx.pipeline)
             self.layer_runs = round(accum * ctx.pipeline.stages.period * (trips["forward"] + trips["backward"]) / 2)
