@@ -39,7 +39,7 @@ class ChipClock:
 
         More microbatches shorten the idle time, in which stages communicate too. They make nothing else shorter.
         """
-        if not has_formulas(cfg):  # the least time of a trace is no bound for the trace of another mesh
+        if not has_formulas(cfg):  # every mesh is visited, as each of its candidates is traced anyway
             return 0.0
         time, turns = step_time(cfg, ctx, self.limits), 1.0
         if ctx.pipeline is not None:

@@ -158,7 +158,7 @@ def _op(run: Run, ctx: Context) -> Op | None:
     kernel = in_attention and ctx.attention != "xla"  # it writes neither scores nor weights
     if kernel and not flops:
         return None
-    size = 0.0 if kernel else float(sum(array.bytes for array in (*run.inputs, *run.outputs)))
+    size = 0.0 if kernel else _moved(run)
     backward, again = "transpose(" in run.where, "rematted_computation" in run.where
     name = f"{loop_of(run.where)} {run.primitive}".strip()
     if backward:
@@ -168,6 +168,16 @@ def _op(run: Run, ctx: Context) -> Op | None:
     kind = "contraction" if flops else "pointwise"
     dtype = run.inputs[0].dtype if flops else str(ctx.dtype)
     return Op(name, part, kind, flops, size, 1.0, int(layer), dtype, again, again)  # type: ignore[arg-type]
+
+
+def _moved(run: Run) -> float:
+    """Returns the bytes that an operation reads and writes. One that works in place touches what it changes alone."""
+    if run.primitive == "optimization_barrier":
+        return 0.0
+    if run.primitive in trace.IN_PLACE:
+        changes = [array for array in run.inputs[1:] if not array.dtype.startswith(("int", "uint"))]
+        return 2.0 * sum(array.bytes for array in changes)
+    return float(sum(array.bytes for array in (*run.inputs, *run.outputs)))
 
 
 def _flops(run: Run) -> float:

@@ -90,8 +90,22 @@ def test_loops_stack_what_each_turn_returns_and_carry_in_place():
     assert trace.total(found.arrays) == (1 + 8 + 2) * 16 * KIB
     assert Counter({run.primitive: 0 for run in found.runs}).keys() == {"dot_general"}
     assert [run.times for run in found.runs] == [1, 8, 8, 8]
-    once = walked(lambda x: jax.lax.scan(lambda c, _: (c @ x, None), x, length=1), X)
-    assert trace.total(once.arrays) == 16 * KIB  # XLA removes a loop of one turn
+    once = walked(lambda x: jax.lax.scan(lambda c, _: ((c @ x) @ x, None), x @ x, length=1), X)
+    assert trace.total(once.arrays) == 2 * 16 * KIB  # XLA removes a loop of one turn, which leaves a chain
+
+
+def test_what_a_turn_needs_counts_where_the_program_holds_less():
+    def f(x):
+        def body(c, _):
+            a, b, d = c @ x, x @ c, c @ c
+            return (a @ b) @ d, None
+
+        first = jax.lax.scan(body, x, length=3)[0]
+        second = first @ x
+        return (first @ second) @ second
+
+    # In a turn: three products, and that of two of them. Behind the loop: three arrays.
+    assert trace.total(walked(f, X).arrays) == 4 * 16 * KIB
 
 
 def test_what_a_scan_saves_for_the_backward_pass_is_labelled():
@@ -131,7 +145,9 @@ def plan(name: str, **options) -> tuple[Config, Context]:
     return cfg, memory.context(cfg, math.prod(cfg.mesh.sizes.values()), "tpu")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["t5", "experts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("branches", "dit", "coca"))]
+)
 def test_traced_flops_are_those_of_the_formula(name):
     """All matmuls that `train.remat` does not repeat, on one device, with attention that computes all pairs."""
     cfg, ctx = plan(name, remat="full", attention="xla")
@@ -159,6 +175,7 @@ def test_saved_arrays_are_named_and_counted_by_hand():
     assert figures.generation_figures(cfg, ctx)[1].name == "KV cache of 48 tokens"
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_two_stacks_has_a_stash_for_each_and_an_idle_time():
     cfg, ctx = plan("t5", remat="full", micro=4, pipe=2)
     saved = {label: trace.total(arrays) for label, arrays in traced.saved(cfg, ctx).items()}
@@ -174,7 +191,11 @@ def test_a_pipeline_of_two_stacks_has_a_stash_for_each_and_an_idle_time():
     assert ctx.pipeline.schedule.stages == 2
     assert 0.2 < time.bubble / busy < 1.5
     one, alone = plan("t5", remat="full", accum=4)
-    assert step_time(one, alone, limits).layers == pytest.approx(2 * time.layers, rel=0.02)  # two stages share it
+    work = [
+        sum(op.times * op.flops for op in traced.operations(*each) if op.of_layer)
+        for each in ((one, alone), (cfg, ctx))
+    ]
+    assert work[0] == pytest.approx(2 * work[1], rel=1e-9)  # two stages share it
 
 
 def test_a_family_without_formulas_is_refused_by_the_roofline_and_by_megatron():
@@ -219,7 +240,10 @@ def test_the_trace_of_today_is_within_the_bounds_of_committed_programs(case):
     ],
 )
 def test_traffic_is_what_compiled_programs_send(name, options):
-    """Each axis and kind of collective; sums of scalars, which the trace leaves out, are less than a hundredth."""
+    """Each axis and kind of collective; sums of scalars, which the trace leaves out, are less than a hundredth.
+
+    XLA gathers some parameters once where the trace does so for each microbatch or use.
+    """
     cfg = of_family(name, **options)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
@@ -227,6 +251,7 @@ def test_traffic_is_what_compiled_programs_send(name, options):
     text = step.jit_train_step(cfg, ctx, state).lower(state, batch).compile().as_text()
     sent = hlo.sent(hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts))
     expected = hlo.sent(estimate.traffic(cfg, ctx))
-    print({key: (sent.get(key, 0), expected.get(key, 0)) for key in {*sent, *expected}})
-    least = 1e-2 * sum(sent.values())
+    least, gathers = 1e-2 * sum(sent.values()), ("fsdp", "all-gather")
+    gathered, by_trace = sent.pop(gathers, 0), expected.pop(gathers, 0)
+    assert gathered <= by_trace <= 1.5 * gathered
     assert not {key for key in {*sent, *expected} if abs(sent.get(key, 0) - expected.get(key, 0)) > least}
