@@ -75,7 +75,6 @@ COCA = ModelConfig(
     activation="gelu_tanh", gated=False, d_ff=2048, dropout=0.1,
     contrastive=ContrastiveConfig(image=(32, 32, 3), caption_layers=2),
 )  # fmt: skip
-CLIP = replace(COCA, dropout=0.0, contrastive=replace(COCA.contrastive, loss="softmax", caption_layers=0))
 """Models of the families without formulas, whose memory follows from their trace."""
 
 
@@ -153,21 +152,23 @@ def _of_families() -> dict[str, Config]:
             model, rows, 256, data=data, train=train, mesh=mesh | how, pipeline=pipeline
         )
 
-    for name, model in {"t5": T5, "branches": BRANCHES, "dit": DIT, "coca": COCA}.items():
-        for remat in ("none", "selective"):
-            add(name, model, remat)
-        add(name, model, "none", fsdp=2, tensor=4)
-        add(name, model, "full", 2, data=2, fsdp=2, tensor=2)
+    models = {"t5": T5, "branches": BRANCHES, "dit": DIT, "coca": COCA}
+    for name, model in models.items():
+        add(name, model, "none")
+        add(name, model)
         add(name, model, fsdp=2, context=4)
-        if model.family == "contrastive":  # refuses pipelines
-            add(name, model, "full", fsdp=8)
-        else:
-            add(name, model, "full", micro=4, pipe=2, fsdp=4)
-            add(f"{name} gpipe", model, micro=4, pipe=2, tensor=2)
+    for name in ("t5", "coca"):
+        add(name, models[name], "none", fsdp=2, tensor=4)
+    for name in ("t5", "branches", "coca"):
+        add(name, models[name], "full", 2, data=2, fsdp=2, tensor=2)
+    for name in ("t5", "branches", "dit"):  # two towers refuse pipelines
+        add(name, models[name], "full", micro=4, pipe=2, fsdp=4)
+    for name in ("branches", "dit"):
+        add(f"{name} gpipe", models[name], micro=4, pipe=2, tensor=2)
+    add("branches", BRANCHES, fsdp=8)
+    add("coca", COCA, "full", fsdp=8)
     add("switch", SWITCH, data=2, expert=4)
-    add("switch", SWITCH, "full", micro=2, pipe=2, expert=2, tensor=2)
     add("dit experts", DIT_EXPERTS, fsdp=2, expert=4)
-    add("clip", CLIP, fsdp=4, tensor=2)
     return found
 
 

@@ -22,7 +22,7 @@ from jaxstack.sharding import make_mesh
 from jaxstack.training import step
 
 ROWS = json.loads((Path(step_memory.__file__).parent / "results" / "step_memory_cpu.json").read_text())["cases"]
-FAMILIES = ("t5", "switch", "branches", "dit", "coca", "clip")
+FAMILIES = ("t5", "switch", "branches", "dit", "coca")
 MODELS = {
     # Without relative biases, whose selection is a product on some devices.
     "t5": dataclasses.replace(ENCODER_DECODERS["t5"], positions="none"),
