@@ -166,7 +166,9 @@ def generation_figures(cfg: Config, ctx: Context) -> list[Figure]:
     A prompt with its continuation has `data.seq_len` tokens. Each layer of an encoder-decoder's decoder has keys of the
     encoder's tokens and of its own. Other families have no cache, and an empty result.
     """
-    m, tokens = cfg.model.base, cfg.data.seq_len + cfg.data.target_length
+    m, tokens = cfg.model.base, cfg.data.seq_len
+    if m.family == "encoder_decoder":
+        tokens += cfg.data.target_length
     if m.family not in (*FORMULAS, "encoder_decoder"):
         return []
     params, cache = memory.generation_need(cfg, ctx, tokens)
