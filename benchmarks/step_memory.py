@@ -159,7 +159,7 @@ def _of_families() -> dict[str, Config]:
         add(name, model, fsdp=2, context=4)
     for name in ("t5", "coca"):
         add(name, models[name], "none", fsdp=2, tensor=4)
-    for name in ("t5", "branches"):
+    for name in ("t5", "branches", "coca"):
         add(name, models[name], "full", 2, data=2, fsdp=2, tensor=2)
     for name in ("t5", "branches", "dit"):  # two towers refuse pipelines
         add(name, models[name], "full", micro=4, pipe=2, fsdp=4)

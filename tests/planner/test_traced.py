@@ -207,10 +207,10 @@ def test_a_family_without_formulas_is_refused_by_the_roofline_and_by_megatron():
 
 
 def test_committed_programs_are_within_the_bounds():
-    """Five meshes, pipelines or policies of each family or more."""
+    """At least six meshes, pipelines or policies of each family; the bounds are those of all families."""
     found = {name: [row["ratio"] for case, row in ROWS.items() if case.split(",")[0].split()[0] == name]
              for name in FAMILIES}  # fmt: skip
-    assert all(len(found[name]) >= 5 for name in ("t5", "branches", "dit", "coca"))
+    assert all(len(found[name]) >= 6 for name in ("t5", "branches", "dit", "coca"))
     low, high = memory.TRACED_RATIOS["cpu"]
     assert all(low <= ratio <= high for ratios in found.values() for ratio in ratios), found
 
