@@ -3,7 +3,8 @@
 `python benchmarks/step_memory.py cpu` uses 8 simulated devices. `v5p` needs the extra `[tpu]` and `h100` the extra
 `[cuda13]`, each in an environment of its own. Each writes results/step_memory_TARGET.json and prints a table. Names of
 cases behind the target select some, which replace their rows. The cases cover each recomputation policy, dtype, family,
-router, optimizer, kernel and mesh axis.
+router, optimizer, kernel and mesh axis. `--check` compiles nothing and compares the compiled bytes of the file with the
+formula of today.
 
 `ratio` is compiled over formula of everything beside the arguments, whose bytes are exact. Its bounds are in
 `jaxstack.planner.memory`; `tests/planner/test_memory.py` holds the results and some fresh programs within them.
@@ -36,6 +37,9 @@ from jaxstack.config import (
     RunConfig,
     TrainConfig,
 )
+from jaxstack.config.branches import BranchesConfig
+from jaxstack.config.contrastive import ContrastiveConfig
+from jaxstack.config.diffusion import DiffusionConfig
 
 TARGETS = {"cpu": None, "v5p": "v5p:2x2x2", "h100": "h100:1x1x8"}
 
@@ -53,6 +57,25 @@ DEEPSEEK = replace(
     LLAMA, num_layers=4,
     moe=MoEConfig(num_experts=16, top_k=4, d_ff=704, router="sigmoid", num_groups=4, top_k_groups=2, shared_experts=1),
 )  # fmt: skip
+
+_WIDE = {"num_layers": 4, "d_model": 512, "num_heads": 8, "vocab_size": 8192}
+T5 = ModelConfig(**_WIDE, family="encoder_decoder", positions="relative", attention_scale=1.0, d_ff=1408)
+SWITCH = replace(T5, moe=MoEConfig(num_experts=4, top_k=1, capacity_factor=1.5, every=2, normalize=False))
+BRANCHES = ModelConfig(
+    **_WIDE, family="branches", branches=BranchesConfig(layers=2, rates=(1, 1)), norm="layer", activation="gelu",
+    d_ff=1408, tied_embeddings=True,
+)  # fmt: skip
+DIT = ModelConfig(
+    **_WIDE | {"vocab_size": 10}, family="diffusion", norm="layer", positions="learned", max_positions=256,
+    activation="gelu_tanh", gated=False, d_ff=2048, diffusion=DiffusionConfig(image=(32, 32, 3)),
+)  # fmt: skip
+DIT_EXPERTS = replace(DIT, moe=MoEConfig(num_experts=4, router="timestep"))
+COCA = ModelConfig(
+    **_WIDE, family="contrastive", encoder_layers=4, norm="layer", positions="learned", max_positions=256,
+    activation="gelu_tanh", gated=False, d_ff=2048, dropout=0.1,
+    contrastive=ContrastiveConfig(image=(32, 32, 3), caption_layers=2),
+)  # fmt: skip
+"""Models of the families without formulas, whose memory follows from their trace."""
 
 
 def case(model: ModelConfig = LLAMA, batch: int = 8, seq: int = 1024, **groups: dict[str, Any]) -> Config:
@@ -110,7 +133,46 @@ def _on_meshes() -> dict[str, Config]:
     return found
 
 
-CASES = _on_one_device() | _on_meshes()
+def _of_families() -> dict[str, Config]:
+    found: dict[str, Config] = {}
+
+    def add(
+        name: str, model: ModelConfig, remat: str = "selective", accum: int = 1, micro: int = 0, **mesh: int
+    ) -> None:
+        sources = {"encoder_decoder": "pairs", "diffusion": "digits", "contrastive": "digits"}
+        data: dict[str, Any] = {"source": sources.get(model.family, "stdlib")}
+        if model.family in ("encoder_decoder", "contrastive"):
+            data |= {"target_len": 256, "path": "pairs.jsonl" if model.family == "encoder_decoder" else None}
+        how: dict[str, Any] = {"context_method": "all_gather"} if "context" in mesh else {}
+        pipeline = {"schedule": "gpipe" if "gpipe" in name else "1f1b", "microbatches": micro} if micro else {}
+        rows = (64 if model.family == "contrastive" else 32) if mesh else 16
+        name = ", ".join((name, *(f"{axis} {size}" for axis, size in mesh.items()), f"remat {remat}"))
+        train = {"remat": remat, "grad_accum": accum}
+        found[name + (f", accum {accum}" if accum > 1 else "")] = case(
+            model, rows, 256, data=data, train=train, mesh=mesh | how, pipeline=pipeline
+        )
+
+    models = {"t5": T5, "branches": BRANCHES, "dit": DIT, "coca": COCA}
+    for name, model in models.items():
+        add(name, model, "none")
+        add(name, model)
+        add(name, model, fsdp=2, context=4)
+    for name in ("t5", "coca"):
+        add(name, models[name], "none", fsdp=2, tensor=4)
+    for name in ("t5", "branches", "coca"):
+        add(name, models[name], "full", 2, data=2, fsdp=2, tensor=2)
+    for name in ("t5", "branches", "dit"):  # two towers refuse pipelines
+        add(name, models[name], "full", micro=4, pipe=2, fsdp=4)
+    for name in ("branches", "dit"):
+        add(f"{name} gpipe", models[name], micro=4, pipe=2, tensor=2)
+    add("branches", BRANCHES, fsdp=8)
+    add("coca", COCA, "full", fsdp=8)
+    add("switch", SWITCH, data=2, expert=4)
+    add("dit experts", DIT_EXPERTS, fsdp=2, expert=4)
+    return found
+
+
+CASES = _on_one_device() | _on_meshes() | _of_families()
 
 
 def measure(cfg: Config, target: str | None) -> dict[str, Any]:
@@ -128,27 +190,39 @@ def measure(cfg: Config, target: str | None) -> dict[str, Any]:
     # Buffers are assigned before LLVM runs, whose optimizations only take time here.
     options = {"xla_backend_optimization_level": 0} if target is None else None
     found = jitted.lower(state, batch).compile(compiler_options=options).memory_analysis()
-    need = memory.need(cfg, len(devices), memory.platform_of(devices[0]))
+    return compare(cfg, memory.platform_of(devices[0]), found.argument_size_in_bytes, found.temp_size_in_bytes)
+
+
+def compare(cfg: Config, platform: str, arguments: int, temporary: int) -> dict[str, Any]:
+    """Returns the compiled bytes of a case beside those of the formula."""
+    from jaxstack.planner import memory
+
+    need = memory.need(cfg, math.prod(cfg.mesh.sizes.values()), platform)
     return {
-        "arguments": found.argument_size_in_bytes,
-        "temporary": found.temp_size_in_bytes,
+        "arguments": arguments,
+        "temporary": temporary,
         "formula": {name: round(value) for name, value in need.parts.items()},
-        "argument_ratio": round(found.argument_size_in_bytes / need.state, 3),
-        "ratio": round(found.temp_size_in_bytes / (need.formula - need.state), 3),
-        "total_ratio": round((found.argument_size_in_bytes + found.temp_size_in_bytes) / need.formula, 3),
+        "argument_ratio": round(arguments / need.state, 3),
+        "ratio": round(temporary / (need.formula - need.state), 3),
+        "total_ratio": round((arguments + temporary) / need.formula, 3),
     }
 
 
 if __name__ == "__main__":
     from record import RESULTS, record
 
-    chip, names = sys.argv[1], sys.argv[2:] or list(CASES)
+    chip, words = sys.argv[1], [word for word in sys.argv[2:] if word != "--check"]
+    names, check = words or list(CASES), "--check" in sys.argv
     earlier = RESULTS / f"step_memory_{chip}.json"
     rows: dict[str, Any] = json.loads(earlier.read_text())["cases"] if sys.argv[2:] and earlier.exists() else {}
     print("| case | compiled, MiB | formula, MiB | all | temporaries | s |\n|---|---|---|---|---|---|")
     for name in names:
         begin = time.perf_counter()
-        row = rows[name] = measure(CASES[name], TARGETS[chip])
+        if check:
+            rows[name] = compare(CASES[name], chip, rows[name]["arguments"], rows[name]["temporary"])
+        else:
+            rows[name] = measure(CASES[name], TARGETS[chip])
+        row = rows[name]
         total = row["arguments"] + row["temporary"]
         sizes = f"{total / 2**20:.0f} | {sum(row['formula'].values()) / 2**20:.0f}"
         seconds = time.perf_counter() - begin

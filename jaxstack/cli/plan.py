@@ -12,6 +12,9 @@ from jsonargparse import Namespace
 from jaxstack.config import Config, ConfigError, resolve
 from jaxstack.config.parse import Parser
 
+BYTES = 256
+"""Size of the vocabulary of `data.tokenizer=bytes`."""
+
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
@@ -52,11 +55,20 @@ def main(args: Namespace) -> None:
 
 
 def with_vocabulary(cfg: Config) -> Config:
-    """Returns the resolved configuration of a model whose vocabulary is given, since no data is read here.
+    """Returns the resolved configuration, with sizes of vocabulary and pictures that the configuration gives.
+
+    What it leaves open is read from data that Python packages have on this machine. No other data is read.
 
     Raises:
-      ConfigError: the size of the vocabulary is missing.
+      ConfigError: the size of the vocabulary is missing, or the package is not installed.
     """
+    missing = cfg.model.vocab_size is None or (cfg.model.pictures is not None and not cfg.model.pictures.image)
+    if missing and (cfg.data.source == "digits" or (cfg.data.path or "").startswith("package:")):
+        from jaxstack.data.dataset import resolve_from_data
+
+        return resolve_from_data(cfg)
+    if cfg.model.vocab_size is None and cfg.data.source == "stdlib" and cfg.data.tokenizer == "bytes":
+        return resolve(cfg, BYTES)
     if cfg.model.vocab_size is None:
         raise ConfigError("model.vocab_size is missing, and no data is read here. Set --model.vocab_size=...")
     return resolve(cfg, None)

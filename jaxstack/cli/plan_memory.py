@@ -35,8 +35,6 @@ def main(args: Namespace) -> None:
     """
     plan = Plan(args)
 
-    from dataclasses import replace
-
     from jaxstack.planner import figures
 
     classic = args.bytes_per_parameter if args.style == "megatron-fp16" else None
@@ -47,13 +45,9 @@ def main(args: Namespace) -> None:
     needed = sum(figure.value for figure in parts)
     verdict = "fits by this formula" if needed <= there else "does NOT fit by this formula"
     print(f"{plan.chip} has {there / GIB:.1f} GiB: the step {verdict}.\n")
-    saved = [
-        replace(figure, name=f"remat {policy}") for policy, of_it in policies.items() for figure in of_it
-        if figures.is_saved(figure)
-    ]  # fmt: skip
-    plan.table("activations that the layers save", saved, "GiB", GIB)
-    generation = figures.generation_figures(plan.cfg, plan.ctx, plan.cfg.data.seq_len)
-    plan.table("generation", generation, "GiB", GIB, total=True)
+    plan.table("activations that the layers save", figures.saved_figures(plan.cfg, plan.ctx, policies), "GiB", GIB)
+    if generation := figures.generation_figures(plan.cfg, plan.ctx):
+        plan.table("generation", generation, "GiB", GIB, total=True)
     plan.write(hbm_bytes=there, style=args.style)
     if plan.plot:
         from jaxstack.planner import plan_plot

@@ -87,7 +87,8 @@ class Plan:
         self.cfg = with_vocabulary(args.cfg)
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the target's chips are not here
 
-        from jaxstack.planner import figures, memory
+        from jaxstack.planner import estimate, figures, memory
+        from jaxstack.planner.sizes import has_formulas
         from jaxstack.planner.step_time import CALIBRATED, Efficiencies
 
         reached = Efficiencies(*efficiencies) if efficiencies else CALIBRATED
@@ -96,6 +97,8 @@ class Plan:
             args.target, reached, 1e9 * link if link else None, 1e9 * network if network else None
         )
         self.ctx = memory.context(self.cfg, devices, self.limits.chip.platform)
+        if not has_formulas(self.cfg):  # a trace has the weights whose gradients wait
+            self.cfg, _ = estimate.resolve_split(self.cfg, self.ctx)
         self.devices = devices
         self.explain = args.explain
         self.figures: dict[str, dict[str, float]] = {}

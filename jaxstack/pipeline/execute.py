@@ -159,12 +159,15 @@ class _Run:
             _, share, aux, residuals = jax.eval_shape(lambda: part.vjp.forward(weights, x, group, inputs))
             penalties.append(share)
             lead = (part.plan.slots, part.max_groups)
-            stash.append([varying(zeros(r, lead=lead), axes) for r in residuals])
+            with jax.named_scope(f"stash{part.plan.loop or '_'}"):
+                stash.append([varying(zeros(r, lead=lead), axes) for r in residuals])
             before = self.carrier.stream(arrays, part.index - 1) if part.index else None
-            entries.append(jax.tree.map(lambda a: zeros(a, lead=(part.plan.slots,)), before))
+            with jax.named_scope("between_stages"):
+                entries.append(jax.tree.map(lambda a: zeros(a, lead=(part.plan.slots,)), before))
             lead = (self.program.pair_slots, part.max_groups)
             taps = jax.eval_shape(part.vjp.sites.taps)
-            pairs.append(jax.tree.map(lambda tap: varying(zeros(tap, lead=lead), axes), taps))
+            with jax.named_scope("weight_pairs"):
+                pairs.append(jax.tree.map(lambda tap: varying(zeros(tap, lead=lead), axes), taps))
             slots = (len(part.group_of_slot),)
             auxes.append(jax.tree.map(lambda a: varying(zeros(a, lead=slots), axes), aux))
         output = self.carrier.stream(arrays, self.last.index)
@@ -174,16 +177,18 @@ class _Run:
             )
         )
         gradients = partial(jax.tree.map, lambda a: collectives.zeros(a.shape, jnp.float32, a))
-        sums = Sums(
-            loss=jax.tree.map(zeros, loss),
-            penalty=zeros(penalties[0], axes),
-            aux=tuple(auxes),
-            shared=gradients(self.shared),
-            stacked=tuple(gradients(part.stacked) for part in self.parts),
-        )
+        with jax.named_scope("gradient_sums"):
+            sums = Sums(
+                loss=jax.tree.map(zeros, loss),
+                penalty=zeros(penalties[0], axes),
+                aux=tuple(auxes),
+                shared=gradients(self.shared),
+                stacked=tuple(gradients(part.stacked) for part in self.parts),
+            )
         outputs = None
         if not self.program.loss_follows_forward:
-            outputs = jax.tree.map(lambda a: zeros(a, lead=(self.last.plan.slots,)), output)
+            with jax.named_scope("between_stages"):
+                outputs = jax.tree.map(lambda a: zeros(a, lead=(self.last.plan.slots,)), output)
         return State(arrays, arrays, stash, entries, outputs, pairs, sums)
 
     def phase(self, phase: Phase, state: State, rows: TickRow) -> State:

@@ -13,9 +13,17 @@ from jaxstack.config import Config
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models import batches, family
 from jaxstack.models.context import Context
-from jaxstack.planner import shards, weight_split
+from jaxstack.planner import shards, trace, traced, weight_split
 from jaxstack.planner.explain import Counter
-from jaxstack.planner.sizes import COUNTER, Activations, Weights, count_activations, count_weights, itemsize
+from jaxstack.planner.sizes import (
+    COUNTER,
+    Activations,
+    Weights,
+    count_activations,
+    count_weights,
+    has_formulas,
+    itemsize,
+)
 from jaxstack.planner.traffic import traffic as traffic
 from jaxstack.planner.weight_split import WeightSplit
 from jaxstack.runtime.xla_options import select_options
@@ -46,7 +54,8 @@ def exact_bytes(parts: Mapping[str, float]) -> float:
 def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: Counter = COUNTER) -> dict[str, float]:
     """Returns the bytes that a training step needs on one device, by purpose.
 
-    With a zero-bubble schedule, these include what waits for weight units, see `split_of`.
+    With a zero-bubble schedule, these include what waits for weight units, see `split_of`. Families without formulas
+    are counted by their trace, see `traced`.
 
     The bytes of parameters, optimizer state and batch are exact. The rest counts what is alive in the backward pass:
     gradients, the residuals of all layers, and the larger of the temporary arrays of the head and of one layer. If the
@@ -64,6 +73,8 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: 
       batch: an abstract batch.
       counter: a `Recorder` makes those bytes that are not exact record their formulas.
     """
+    if not has_formulas(cfg):
+        return _exact_parts(state, batch) | _traced_parts(resolve_split(cfg, ctx)[0], ctx)
     parts = _parts_without_pairs(cfg, ctx, state, batch, counter)
     if ctx.pipeline is None or ctx.pipeline.weight is None:
         return parts
@@ -85,8 +96,10 @@ def split_of(cfg: Config, ctx: Context, parts: Mapping[str, float] | None = None
       ctx: its context, with a pipeline whose schedule has weight units.
       parts: bytes by purpose that the step needs without pairs, if the caller has them.
     """
-    if parts is None:
+    if parts is None and has_formulas(cfg):
         parts = _parts_without_pairs(cfg, ctx, *abstract_inputs(cfg, ctx), COUNTER)
+    elif parts is None:
+        parts = memory(replace(cfg, pipeline=replace(cfg.pipeline, split=())), ctx, *abstract_inputs(cfg, ctx))
     return weight_split.choose(cfg, ctx, math.fsum(parts.values()))
 
 
@@ -98,7 +111,11 @@ def resolve_split(cfg: Config, ctx: Context) -> tuple[Config, str]:
     Raises:
       ConfigError: `pipeline.split` names a weight that does not exist.
     """
-    if ctx.pipeline is None or ctx.pipeline.weight is None:
+    if (
+        ctx.pipeline is None
+        or ctx.pipeline.weight is None
+        or (cfg.pipeline.split is not None and not has_formulas(cfg))
+    ):
         return cfg, ""
     split = split_of(cfg, ctx)
     line = f"{split}; bubble {weight_split.bubble(ctx.pipeline, split.flops_share):.1%}"
@@ -135,19 +152,37 @@ def _parts_without_pairs(
         in_head -= gradients
     work = max(in_layer, in_head)
     cast = e * weights.cast if e != 4 else 0
-    update = _muon_bytes(cfg, ctx, weights)
+    update = _muon_bytes(cfg, ctx, weights.trained)
     if update:
         work = max(work, update - gradients - layers * saved - cast)
-    return {
-        "parameters, float32": shards.bytes_of(state.params),
-        "optimizer state": shards.bytes_of(replace(state, params=())),
-        "batch": shards.bytes_of(batch),
+    return _exact_parts(state, batch) | {
         f"parameters in {t.dtype}": cast,
         **({} if t.rounding is None else {"rounded matrices, float32": 4 * weights.rounded}),
         "gradients": gradients,
         f"saved by {layers:.0f} layers, remat {t.remat}": layers * saved,
         f"work of one layer{', the head or Muon' if update else ' or the head'}": work,
     }
+
+
+def _exact_parts(state: TrainState, batch: Batch) -> dict[str, float]:
+    """Returns the bytes of the step's arguments on one device, by the names of `EXACT`."""
+    sizes = (shards.bytes_of(part) for part in (state.params, replace(state, params=()), batch))
+    return dict(zip(EXACT, sizes, strict=True))
+
+
+def _traced_parts(cfg: Config, ctx: Context) -> dict[str, float]:
+    """Returns the bytes of all but the arguments, by the trace of the gradients.
+
+    The update of Muon is not traced. If it needs more than the gradients did, it is counted instead.
+    """
+    parts = {name: float(trace.total(arrays)) for name, arrays in traced.memory(cfg, ctx).items()}
+    saved = sum(size for name, size in parts.items() if name.startswith("saved by"))
+    if _pipelines_collectives(ctx) and cfg.train.grad_accum > 1:  # see `_copied_bytes`
+        parts["copies of what the layers save"] = saved
+    trained = sum(math.prod(shards.stored_shape(p, ctx)) for p in shards.flat_params(cfg, ctx).values() if not p.frozen)
+    update = _muon_bytes(cfg, ctx, trained)
+    more = update - sum(parts.values())
+    return {**parts, "update of Muon beyond these": more} if more > 0 else parts
 
 
 def _gradient_bytes(cfg: Config, ctx: Context, weights: Weights) -> float:
@@ -330,7 +365,7 @@ def _head_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) 
     return (4 + e) * _logits(cfg, ctx, acts) + gradient + 2 * e * (acts.stream + weights.head)
 
 
-def _muon_bytes(cfg: Config, ctx: Context, weights: Weights) -> float:
+def _muon_bytes(cfg: Config, ctx: Context, trained: int) -> float:
     """Returns the bytes that the update of Muon needs after the backward pass, or 0 with another optimizer.
 
     These are gradients, momentum and updates, and one more array as large as the largest stack of matrices.
@@ -345,7 +380,7 @@ def _muon_bytes(cfg: Config, ctx: Context, weights: Weights) -> float:
     ]
     sums = 4 if cfg.train.grad_accum > 1 or ctx.pipeline is not None else itemsize(cfg)
     several = shards.device_count(ctx) > 1
-    return sums * weights.trained + (2 * sum(own) + max(stacks) if several else sum(own) + 3 * max(stacks))
+    return sums * trained + (2 * sum(own) + max(stacks) if several else sum(own) + 3 * max(stacks))
 
 
 def divisors(number: int) -> list[int]:

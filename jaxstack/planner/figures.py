@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -13,11 +13,12 @@ from jaxstack.common.hardware import CHIPS
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
 from jaxstack.models.context import Context
-from jaxstack.planner import aot, estimate, megatron, memory, shards
+from jaxstack.planner import aot, estimate, megatron, memory, shards, trace, traced
 from jaxstack.planner.explain import Figure, Recorded, Recorder, recorded
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
+from jaxstack.planner.sizes import FORMULAS, has_formulas, require_formulas
 from jaxstack.planner.step_time import CALIBRATED, Efficiencies, Placement, StepTime
 from jaxstack.planner.traffic import traffic
 from jaxstack.training.state import TrainState
@@ -69,11 +70,11 @@ def memory_figures(cfg: Config, ctx: Context) -> list[Figure]:
     exact = dict(
         zip(estimate.EXACT, (4 * elements, _state_bytes(replace(state, params=())), _batch_bytes(batch)), strict=True)
     )
-    found = []
+    found, arrays = [], {} if has_formulas(cfg) else traced.memory(cfg, ctx)
     for name, size in parts.items():
+        formula = _traced_bytes(arrays[name]) if name in arrays else recorded(exact.get(name, size))
         if name.startswith("saved by") and ctx.pipeline is not None:
             name = f"pipeline stash, {name}"
-        formula = recorded(exact.get(name, size))
         found.append(Figure(name, float(size), formula.text, where=formula.where))
     return found
 
@@ -87,13 +88,25 @@ def _state_bytes(state: TrainState) -> float:
     return sum(size * Recorded(count, f"{count} {field}") for (field, size), count in counts.items())
 
 
+def _traced_bytes(arrays: Mapping[trace.Array, int]) -> Recorded:
+    """Returns the bytes of traced arrays, recorded as a sum: the largest by name and shape, then all others."""
+    whole = trace.total(arrays)
+    ranked = sorted(arrays.items(), key=lambda each: -each[0].bytes * each[1])
+    large = {array: count for array, count in ranked if 50 * array.bytes * count >= whole}
+    terms = [f"{n} x {'x'.join(map(str, array.shape)) or '1'} {array.dtype} {array.name}" for array, n in large.items()]
+    rest = whole - trace.total(large)
+    return Recorded(whole, " + ".join([*terms, *([f"{rest} bytes of smaller arrays"] if rest else [])]))
+
+
 def _batch_bytes(batch: Batch) -> float:
     """Returns the bytes of a device's part of an abstract batch, recorded as a sum over its arrays."""
     total: float = 0
     for name, array in batch.items():
-        rows, length = array.sharding.shard_shape(array.shape)
-        where = {f"{name} of the batch": f"{rows} rows x {length} length"}
-        total += array.dtype.itemsize * Recorded(rows * length, f"{rows * length} {name} of the batch", where=where)
+        shape = array.sharding.shard_shape(array.shape)
+        dims = zip(shape, ("rows", "length", "values"), strict=False)
+        where = {f"{name} of the batch": " x ".join(f"{size} {dim}" for size, dim in dims)}
+        size = math.prod(shape)
+        total += array.dtype.itemsize * Recorded(size, f"{size} {name} of the batch", where=where)
     return total
 
 
@@ -104,7 +117,12 @@ def memory_by_policy(cfg: Config, ctx: Context, bytes_per_parameter: int | None 
       cfg: the run, resolved.
       ctx: its context.
       bytes_per_parameter: 16 or 18 count as Megatron-LM does; `None` means `memory_figures`.
+
+    Raises:
+      ConfigError: Megatron-LM's count does not know the family.
     """
+    if bytes_per_parameter:
+        require_formulas(cfg, "--style=megatron-fp16")
     found: dict[str, list[Figure]] = {}
     for policy in POLICIES:
         other = replace(cfg, train=replace(cfg.train, remat=policy))
@@ -114,20 +132,45 @@ def memory_by_policy(cfg: Config, ctx: Context, bytes_per_parameter: int | None 
     return found
 
 
+def saved_figures(cfg: Config, ctx: Context, policies: Mapping[str, list[Figure]]) -> list[Figure]:
+    """Returns the bytes of what the layers save for the backward pass, under each policy.
+
+    Where a step needs the most memory, some of it may be free again. Here, all of it counts.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context.
+      policies: from `memory_by_policy`.
+    """
+    found = []
+    for policy, figures in policies.items():
+        if has_formulas(cfg):
+            found += [replace(figure, name=f"remat {policy}") for figure in figures if is_saved(figure)]
+            continue
+        other, _ = estimate.resolve_split(replace(cfg, train=replace(cfg.train, remat=policy)), ctx)  # type: ignore[arg-type]
+        for label, arrays in traced.saved(other, ctx).items():
+            layers = label.removeprefix("saved by ").partition(",")[0]
+            formula = _traced_bytes(arrays)
+            found.append(Figure(f"remat {policy}, {layers}", float(formula), formula.text))
+    return found
+
+
 def is_saved(figure: Figure) -> bool:
     """Returns whether a figure of memory is of the activations that the layers save for the backward pass."""
     return "saved by" in figure.name or figure.name.startswith("activations")
 
 
-def generation_figures(cfg: Config, ctx: Context, tokens: int) -> list[Figure]:
+def generation_figures(cfg: Config, ctx: Context) -> list[Figure]:
     """Returns the bytes of generation on a device: float32 parameters, and the KV cache of `data.batch_size` prompts.
 
-    Args:
-      cfg: the run, resolved.
-      ctx: its context.
-      tokens: tokens of a prompt with its continuation.
+    A prompt with its continuation has `data.seq_len` tokens. Each layer of an encoder-decoder's decoder has keys of the
+    encoder's tokens and of its own. Other families have no cache, and an empty result.
     """
-    m = cfg.model.base
+    m, tokens = cfg.model.base, cfg.data.seq_len
+    if m.family == "encoder_decoder":
+        tokens += cfg.data.target_length
+    if m.family not in (*FORMULAS, "encoder_decoder"):
+        return []
     params, cache = memory.generation_need(cfg, ctx, tokens)
     keys = m.kv_heads * m.head_width / shards.mesh_sizes(ctx)["tensor"]
     rows = cfg.data.batch_size // ctx.replicas * cfg.sample.beams
@@ -148,7 +191,12 @@ def flops_figures(cfg: Config, time: StepTime, budget: float, classic: bool = Fa
       time: its predicted step.
       budget: training tokens.
       classic: count recomputation as Megatron-LM does.
+
+    Raises:
+      ConfigError: `classic` with a family that Megatron-LM's count does not know.
     """
+    if classic:
+        require_formulas(cfg, "--style=megatron-fp16")
     per_step, tokens = time.model_flops, time.tokens
     again = megatron.hardware_flops(cfg) - per_step.full if classic else time.recomputed_flops
     hardware = per_step.full + again

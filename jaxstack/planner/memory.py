@@ -16,11 +16,11 @@ import psutil
 
 from jaxstack.common.errors import is_out_of_memory
 from jaxstack.common.hardware import CHIPS, chip_name
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import Config, ConfigError, with_values
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate, hlo, shards
-from jaxstack.planner.sizes import FORMULAS
+from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import ShardingError, abstract_mesh, find_devices
 from jaxstack.training.state import TrainState, abstract_state
 
@@ -30,6 +30,11 @@ RATIOS = {"cpu": (0.8, 2.1), "gpu": (0.75, 1.2), "tpu": (0.8, 1.25)}
 """Least and largest ratio of what a compiled step needs beside its arguments to the formula, by platform. The CPU's are
 from benchmarks/results/step_memory_cpu.json, and those of GPU and TPU from predicted_memory.json and train_gpu_aot.json
 there, with room for the cases that `estimate.memory` describes as inexact."""
+
+TRACED_RATIOS = {"cpu": (0.8, 1.7), "gpu": (0.7, 2.2), "tpu": (0.7, 2.2)}
+"""The same for families without formulas, whose memory follows from their trace (`traced`). The CPU's are from the
+programs of these families in benchmarks/results/step_memory_cpu.json. Those of GPU and TPU are wide: they are from
+traces of the decoders of predicted_memory.json, since no program of these families has been compiled for such chips."""
 
 Flags = dict[str, Any]
 """Values of a configuration by their dotted keys."""
@@ -42,10 +47,12 @@ class Need:
     Attributes:
       parts: bytes by purpose, of `estimate.memory`.
       platform: `cpu`, `gpu` or `tpu`.
+      traced: whether the parts follow from a trace, see `TRACED_RATIOS`.
     """
 
     parts: dict[str, float]
     platform: str
+    traced: bool = False
 
     @property
     def state(self) -> float:
@@ -60,7 +67,7 @@ class Need:
     @property
     def bounds(self) -> tuple[float, float]:
         """The least and the most bytes that compiled programs need by experience."""
-        low, high = RATIOS[self.platform]
+        low, high = (TRACED_RATIOS if self.traced else RATIOS)[self.platform]
         return self.state + low * (self.formula - self.state), self.state + high * (self.formula - self.state)
 
 
@@ -145,7 +152,7 @@ def need_of(cfg: Config, ctx: Context, state: TrainState, platform: str) -> Need
     """Returns the memory of a configuration whose context and abstract state exist already, see `need`."""
     if platform == "cpu":  # XLA computes in float32 there, and its arrays are float32 too
         cfg = replace(cfg, train=replace(cfg.train, dtype="float32"))
-    return Need(estimate.memory(cfg, ctx, state, estimate.abstract_batch(cfg, ctx)), platform)
+    return Need(estimate.memory(cfg, ctx, state, estimate.abstract_batch(cfg, ctx)), platform, not has_formulas(cfg))
 
 
 def plan(cfg: Config, target: str) -> str:
@@ -197,7 +204,7 @@ def check(cfg: Config, ctx: Context, state: TrainState) -> str | None:
       ConfigError: it does not fit even by the lower bound.
     """
     assert ctx.mesh is not None
-    if cfg.model.family not in FORMULAS:
+    if not has_formulas(cfg):
         return None
     devices = list(ctx.mesh.devices.flat)
     room = room_of([d for d in devices if d.process_index == jax.process_index()])
@@ -330,12 +337,7 @@ def _options(cfg: Config, devices: int, platform: str) -> list[list[Flags]]:
 def _need_with(cfg: Config, flags: Flags, devices: int, platform: str) -> Need | None:
     """Returns what a configuration with other values needs, or None if it is not valid."""
     try:
-        groups: dict[str, Flags] = {}
-        for key, value in flags.items():
-            group, _, name = key.partition(".")
-            groups.setdefault(group, {})[name] = value
-        changed = replace(cfg, **{group: replace(getattr(cfg, group), **values) for group, values in groups.items()})
-        return need(changed, devices, platform)
+        return need(with_values(cfg, flags), devices, platform)
     except (ConfigError, ShardingError):
         return None
 

@@ -4,6 +4,9 @@ Beside the axes of the mesh, the search chooses what goes with it: the pipeline'
 gradient accumulation, and what is recomputed. None of these changes what a step computes. What is allowed follows from
 the checks of the configuration, of the pipeline and of the sharding rules: a candidate is what passes all of them.
 
+Families without formulas are traced, in a second or more for each candidate. For these, a pipeline has the schedule and
+chunks that are given, or 1f1b without chunks, and about four microbatches for each stage.
+
 A candidate fits if `estimate.memory` is at most `HEADROOM` of the memory. Meshes are visited in the order of a lower
 bound of their time, and no mesh is visited whose bound exceeds the times found. Nothing is compiled, and all meshes are
 abstract.
@@ -20,6 +23,7 @@ from jaxstack.models.context import Context
 from jaxstack.planner import memory
 from jaxstack.planner.estimate import divisors
 from jaxstack.planner.memory import Flags, Need, Room
+from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import AXES
 from jaxstack.training.state import TrainState, abstract_state
 
@@ -159,13 +163,23 @@ def _pipelines(cfg: Config, sizes: Flags, accum: int, given: Collection[str]) ->
         chunks = [kept["pipeline.chunks"]]
     shapes = [(name, 1) for name in SCHEDULES if name != "interleaved_1f1b"]  # with one chunk it is 1f1b
     shapes += [(name, n) for n in chunks for name in SCHEDULES]
+    if not has_formulas(cfg):  # each candidate is traced, in seconds
+        shapes = [(kept.get("pipeline.schedule", "1f1b"), kept.get("pipeline.chunks", 1))]
     sequences = cfg.data.batch_size // accum // math.prod(sizes[f"mesh.{axis}"] for axis in ("data", "fsdp", "expert"))
     found = [
         {"pipeline.schedule": schedule, "pipeline.chunks": n, "pipeline.microbatches": count}
         for schedule, n in shapes
-        for count in reversed(divisors(sequences) if sequences else [])
+        for count in _microbatches(cfg, sequences, stages)
     ]
     return [one for one in found if one.items() >= kept.items()]
+
+
+def _microbatches(cfg: Config, sequences: int, stages: int) -> list[int]:
+    """Returns the numbers of microbatches to try, most first. Where each one is traced, it is about 4 a stage."""
+    found = divisors(sequences)[::-1] if sequences else []
+    if has_formulas(cfg):
+        return found
+    return sorted(found, key=lambda count: abs(math.log(count / (4 * stages))))[:1]
 
 
 def make(cfg: Config, devices: int, platform: str, values: Flags) -> tuple[Config, Context] | None:
@@ -201,18 +215,23 @@ class Search:
         self.cfg, self.devices, self.given = cfg, devices, given
         self.room, self.clock, self.platform = room, clock, platform
         self.found = Found()
-        self._states: dict[tuple[tuple[int, ...], int], TrainState | None] = {}
+        self._states: dict[tuple[tuple[int, ...], tuple[int, ...]], TrainState | None] = {}
 
     def need(self, cfg: Config, ctx: Context) -> Need | None:
         """Returns the memory of a device, or None if a rule does not divide a parameter. Counts the candidate."""
-        key = tuple(cfg.mesh.sizes.values()), 0 if ctx.pipeline is None else len(ctx.pipeline.stages.layer_of_slot)
+        state = self.state(cfg, ctx)
+        return None if state is None else memory.need_of(cfg, ctx, state, self.platform)
+
+    def state(self, cfg: Config, ctx: Context) -> TrainState | None:
+        """Returns the abstract state of a candidate, or None if a rule does not divide a parameter."""
+        slots = () if ctx.pipeline is None else tuple(len(p.layer_of_slot) for p in ctx.pipeline.stages.parts.values())
+        key = tuple(cfg.mesh.sizes.values()), slots
         if key not in self._states:
             try:
                 self._states[key] = abstract_state(cfg, ctx)
             except ConfigError:
                 self._states[key] = None
-        state = self._states[key]
-        return None if state is None else memory.need_of(cfg, ctx, state, self.platform)
+        return self._states[key]
 
     def fits(self, cfg: Config, ctx: Context) -> Need | None:
         """Returns the memory of a candidate that fits, or None; counts it."""
@@ -233,7 +252,7 @@ class Search:
         for accum in _accums(self.cfg, self.given):
             for piped in reversed(_pipelines(self.cfg, sizes, accum, self.given)):
                 made = self.make(sizes, accum, piped, _remats(self.cfg, self.given)[0])
-                if made is not None and self.need(*made) is not None:
+                if made is not None and self.state(*made) is not None:
                     return self.clock.bound(*made), sizes
         return None
 

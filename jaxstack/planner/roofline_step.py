@@ -8,14 +8,19 @@ from jaxstack.config import Config
 from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, find_role, pad_to_slots
-from jaxstack.planner import estimate, shards
+from jaxstack.planner import estimate, shards, traced
 from jaxstack.planner.roofline_ops import FLOPS_PER_ELEMENT, DeviceShapes, Matmul, Op, OpBuilder, Traffic, pointwise_op
-from jaxstack.planner.sizes import require_formulas
+from jaxstack.planner.sizes import has_formulas, require_formulas
 from jaxstack.training.state import abstract_state
 
 
 def operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op]:
-    """Returns everything that one device does in a training step, including communication; see `local_operations`."""
+    """Returns everything that one device does in a training step, including communication; see `local_operations`.
+
+    Raises:
+      ConfigError: the model is of a family without formulas.
+    """
+    require_formulas(cfg, "jaxstack plan roofline")
     return [*local_operations(cfg, ctx, traffic), *_communication(cfg, ctx)]
 
 
@@ -27,9 +32,10 @@ def local_operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> l
     Args:
       cfg: the run, resolved.
       ctx: its context; the mesh may be abstract.
-      traffic: how operations read and write memory, see `roofline_ops`.
+      traffic: how operations read and write memory, see `roofline_ops`. Families without formulas are `fused`.
     """
-    require_formulas(cfg)
+    if not has_formulas(cfg):
+        return [*traced.operations(cfg, ctx), *(replace(op, of_update=True) for op in _update(cfg, ctx))]
     sizes, t = shards.mesh_sizes(ctx), cfg.train
     shapes = DeviceShapes(
         model=cfg.model,

@@ -71,25 +71,33 @@ def itemsize(cfg: Config) -> int:
 
 
 FORMULAS = ("decoder", "encoder")
-"""The families whose layers the formulas of this room count."""
+"""The families whose layers the formulas of this room count. The others are counted by their trace, see `traced`."""
 
 
-def require_formulas(cfg: Config) -> None:
-    """Checks that memory, traffic and time of a model can be counted without compiling.
+def has_formulas(cfg: Config) -> bool:
+    """Returns whether the formulas of this room count the layers of a model."""
+    return cfg.model.family in FORMULAS
+
+
+def require_formulas(cfg: Config, what: str) -> None:
+    """Checks that a command that reads the formulas of layers can count a model.
+
+    Args:
+      cfg: the run.
+      what: the command or flag.
 
     Raises:
       ConfigError: the model is of another family.
     """
-    if cfg.model.family not in FORMULAS:
+    if not has_formulas(cfg):
         raise ConfigError(
-            f"model.family={cfg.model.family} has no formulas for memory, traffic and time. Plan a decoder of the same "
-            f"width with --model.family=decoder, or start the run and read its first steps."
+            f"{what} counts model.family={' and '.join(FORMULAS)} only, not model.family={cfg.model.family}. Use "
+            f"`jaxstack plan memory`, `plan time`, `plan flops` or `plan mesh` without it."
         )
 
 
 def count_weights(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Weights:
     """Counts the parameters. A pipeline gathers the weights of a stage before it starts, or of a layer in each unit."""
-    require_formulas(cfg)
     m, spec = cfg.model, shards.flat_params(cfg, ctx)
     stored, used = {}, {}
     for path, p in spec.items():

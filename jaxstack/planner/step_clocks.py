@@ -15,6 +15,7 @@ from jaxstack.moe import rounds
 from jaxstack.planner import shards
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_step import local_operations
+from jaxstack.planner.sizes import has_formulas
 from jaxstack.planner.step_time import step_time
 from jaxstack.planner.traffic import EXPERT, traffic
 
@@ -38,6 +39,8 @@ class ChipClock:
 
         More microbatches shorten the idle time, in which stages communicate too. They make nothing else shorter.
         """
+        if not has_formulas(cfg):  # every mesh is visited, as each of its candidates is traced anyway
+            return 0.0
         time, turns = step_time(cfg, ctx, self.limits), 1.0
         if ctx.pipeline is not None:
             turns += ctx.pipeline.bubble

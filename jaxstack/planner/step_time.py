@@ -29,6 +29,7 @@ from jaxstack.planner.hlo import Collective
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
+from jaxstack.planner.sizes import has_formulas
 from jaxstack.planner.traffic import activation_traffic, parameter_traffic
 from jaxstack.planner.weight_split import lockstep_seconds
 
@@ -173,7 +174,7 @@ def step_time(cfg: Config, ctx: Context, limits: ChipLimits) -> StepTime:
         weights=_seconds(filter(_is_weight_gradient, in_layers), limits),
     )
     tokens = cfg.data.batch_size * cfg.data.seq_len
-    per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length)
+    per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length, cfg.microbatch_size)
     exposed, hidden = _communication(cfg, ctx, limits, beside)
     return StepTime(
         layers=layers,
@@ -182,7 +183,9 @@ def step_time(cfg: Config, ctx: Context, limits: ChipLimits) -> StepTime:
         update=_seconds((op for op in ops if op.of_update), limits),
         exposed=exposed,
         hidden=hidden,
-        bubble=_bubble(ctx, in_layers, limits, _split_share(cfg, ctx)),
+        bubble=_bubble(ctx, in_layers, limits, _split_share(cfg, ctx))
+        if has_formulas(cfg)
+        else _traced_bubble(ctx, in_layers, limits),
         tokens=tokens,
         model_flops=flops.Flops(*(each * tokens for each in per_token)),
         recomputed_flops=_recomputed_flops(cfg, ctx, ops),
@@ -231,6 +234,21 @@ def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits, split: float 
     return seconds - forward - backward
 
 
+def _traced_bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits) -> float:
+    """Returns what `_bubble` does from the times of the loops over layers, of which each stack has its own.
+
+    The names of traced operations begin with that of their loop.
+    """
+    if ctx.pipeline is None:
+        return 0.0
+    busy: dict[str, float] = defaultdict(float)
+    for op in in_layers:
+        busy[op.name.split()[0].removeprefix("pipeline_")] += op.times * limits.seconds(op)[0]
+    trips = {name: trips_TP for name, trips_TP in ctx.pipeline.layer_trips.items() if busy[name]}
+    ticks_TP = sum(busy[name] / trips_TP.sum(0).mean() * trips_TP for name, trips_TP in trips.items())
+    return float(ticks_TP.max(1).sum()) - math.fsum(busy.values())
+
+
 def _split_share(cfg: Config, ctx: Context) -> float:
     """Returns the part of the FLOPs for gradients of weights that weight units have; 0 without weight units."""
     if ctx.pipeline is None or ctx.pipeline.schedule.weight_MG is None:
@@ -242,6 +260,8 @@ def _recomputed_flops(cfg: Config, ctx: Context, ops: list[Op]) -> float:
     """Returns the FLOPs that `train.remat` repeats over all devices; attention by the convention of full attention."""
     m, tokens = cfg.model, cfg.data.batch_size * cfg.data.seq_len
     repeated = [op for op in ops if op.for_remat and op.kind == "contraction"]
+    if not has_formulas(cfg):
+        return math.fsum(op.times * op.flops for op in repeated) * shards.device_count(ctx)
     found = math.fsum(op.times * op.flops for op in repeated if op.part == "matmul") * shards.device_count(ctx)
     if any(op.part == "attention" for op in repeated):
         found += 4.0 * m.num_heads * m.head_width * cfg.data.seq_len * tokens * m.num_layers

@@ -10,9 +10,9 @@ from jaxstack.config import Config
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param
 from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
-from jaxstack.planner import shards
+from jaxstack.planner import shards, traced
 from jaxstack.planner.hlo import Collective
-from jaxstack.planner.sizes import require_formulas
+from jaxstack.planner.sizes import has_formulas
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
 """Names of the compute dtypes in XLA's programs."""
@@ -45,7 +45,7 @@ class _Traffic:
         self.layer_runs = accum * cfg.model.num_layers
         # Runs of the head, of the embedding and of its gradient.
         self.heads = self.embeds = self.embed_grads = accum * shards.microbatches(ctx)
-        if ctx.pipeline is not None:
+        if ctx.pipeline is not None and has_formulas(cfg):
             turns = ctx.pipeline.turns
             trips = _mean_trips(ctx.pipeline)
             self.layer_runs = round(accum * ctx.pipeline.stages.period * (trips["forward"] + trips["backward"]) / 2)
@@ -74,6 +74,10 @@ class _Traffic:
                 kind = "all-reduce"
             self.collectives.append(Collective(kind, axes, devices, dtype, shape, size, times, where))
 
+    def compiled(self, c: Collective) -> Collective:
+        """Returns a traced collective as the compiler leaves it."""
+        return c._replace(kind="all-reduce") if c.kind == "reduce-scatter" and self.replaced(c.axes) else c
+
     def replaced(self, axes: tuple[str, ...]) -> bool:
         """Returns whether a reduce-scatter is compiled to an all-reduce.
 
@@ -91,13 +95,14 @@ def traffic(cfg: Config, ctx: Context) -> list[Collective]:
       cfg: the run, resolved.
       ctx: its context; the mesh may be abstract.
     """
-    require_formulas(cfg)
     return [*activation_traffic(cfg, ctx), *parameter_traffic(cfg, ctx)]
 
 
 def activation_traffic(cfg: Config, ctx: Context) -> list[Collective]:
     """Returns the collectives of `traffic` that send activations and their gradients."""
     t = _Traffic(cfg, ctx)
+    if not has_formulas(cfg):
+        return [t.compiled(c) for c in traced.traffic(cfg, ctx) if _is_of_activations(c)]
     _tensor_traffic(t)
     if ctx.pipeline is not None:
         _pipeline_traffic(t)
@@ -110,10 +115,18 @@ def activation_traffic(cfg: Config, ctx: Context) -> list[Collective]:
 def parameter_traffic(cfg: Config, ctx: Context) -> list[Collective]:
     """Returns the collectives of `traffic` that send parameters, their gradients, and matrices of Muon."""
     t = _Traffic(cfg, ctx)
-    for path, p in shards.flat_params(cfg, ctx).items():
-        _parameter_traffic(t, path, p)
+    if has_formulas(cfg):
+        for path, p in shards.flat_params(cfg, ctx).items():
+            _parameter_traffic(t, path, p)
+    else:
+        t.collectives = [t.compiled(c) for c in traced.traffic(cfg, ctx) if not _is_of_activations(c)]
     _muon_traffic(t)
     return t.collectives
+
+
+def _is_of_activations(c: Collective) -> bool:
+    """Returns whether a traced collective sends activations: those of parameters are sums and gathers over replicas."""
+    return c.kind in ("all-to-all", "collective-permute") or not set(c.axes) & {"data", "fsdp", "expert"}
 
 
 def _tensor_traffic(t: _Traffic) -> None:

@@ -60,3 +60,31 @@ mistakes(
     ("8 * count + 2 * shards.bytes_of(state.opt_state)", "8 * count + shards.bytes_of(state.opt_state)"),
     ("bytes=head[0].bytes + (4 - e) * logits", "bytes=head[0].bytes + 4 * logits"),
 )  # fmt: skip
+
+mistakes(
+    "plan",
+    "planner/trace.py",
+    "planner/test_traced.py -k 'alive or loops or turn or saves or copies or while'",
+    ("            result.place = inputs[first + k] if k < carry else None\n", ""),
+    ("if size + total(inner) > largest:", "if size > largest:"),
+    ('        if name == "scan" and turns == 1:  # XLA removes the loop\n', "        if False:\n"),
+    ("        value.root.last = self.step\n", "", "planner/test_traced.py -k alive"),
+    ("times=self.times * turns)", "times=self.times)"),
+    ("        read = tuple(_array(x, v.array.label, v.array.name) for", "        read = tuple(v.array for",
+     "planner/test_traced.py -k 'flops and t5'"),
+)  # fmt: skip
+
+mistakes(
+    "plan",
+    "planner/traced.py",
+    "planner/test_traced.py -k 'flops and t5'",
+    ("return 2.0 * math.prod(run.inputs[0]", "return 1.0 * math.prod(run.inputs[0]"),
+    ('"rematted_computation" in run.where', '"checkpoint" in run.where'),
+)
+
+mistakes(
+    "plan",
+    "planner/step_time.py",
+    "planner/test_traced.py -m '' -k pipeline_of_two",
+    ("ticks_TP.max(1).sum()", "ticks_TP.min(1).sum()"),
+)

@@ -121,7 +121,7 @@ def test_the_formula_falls_with_what_is_split_and_recomputed():
     ("argv", "message"),
     [
         ([], "--target is missing"),
-        (["--target=v5e:2x2"], "model.vocab_size is missing"),
+        (["--target=v5e:2x2", "--data.source=path", "--data.path=x.txt"], "model.vocab_size is missing"),
         (["--target=tpu:2x2", "--model.vocab_size=64"], "'tpu' is not the name of a chip. Use one of t4"),
         (["--target=v5e:4,4", "--model.vocab_size=64"], "'4,4' is not a topology"),
     ],

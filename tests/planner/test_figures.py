@@ -106,7 +106,7 @@ def test_memory_is_the_estimate_and_the_stash_grows_with_the_policy(capsys, tmp_
     assert len(saved) == 4
     assert saved[0] == max(saved)
     assert saved[-1] == min(saved)
-    cache = figures.generation_figures(cfg, ctx, 1024)[1]
+    cache = figures.generation_figures(cfg, ctx)[1]
     assert cache.value == 2 * 2 * 16 * 12 * 1024 * 768  # keys and values, bf16, rows, layers, tokens, width
     plan_plot.draw_memory(policies, 80e9, tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 10_000

@@ -1,0 +1,199 @@
+"""Memory, collectives and operations of a training step from its trace, for families without formulas.
+
+What is traced is the gradient of the objective as a run compiles it, with abstract arrays. `trace` says what is alive
+at once, and how often each operation runs. So a family, a schedule or a layer of one's own needs nothing here. What the
+trace leaves out is counted by the same formulas as for other families: the state, and the update.
+
+Kernels of GPU and TPU are traced as implementations in JAX that keep the same arrays for the backward pass.
+"""
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from jaxstack.config import Config
+from jaxstack.models import family
+from jaxstack.models.context import Context
+from jaxstack.planner import shards, trace
+from jaxstack.planner.hlo import Collective
+from jaxstack.planner.roofline_ops import Op
+from jaxstack.planner.trace import PARAMETERS, Array, Run, Trace
+from jaxstack.sharding import abstract_mesh
+from jaxstack.training.gradients import make_gradients
+from jaxstack.training.state import abstract_state
+
+PLAIN = {
+    "attention": {"cudnn": "chunked", "pallas_gpu": "chunked", "pallas_tpu": "chunked"},
+    "moe": {"grouped": "ragged", "pallas_gpu": "ragged", "pallas_tpu": "ragged"},
+    "norm": {"pallas_gpu": "custom_vjp", "pallas_tpu": "custom_vjp"},
+    "cross_entropy": {"pallas_gpu": "chunked", "pallas_tpu": "chunked"},
+}
+"""By op, the implementation that is traced in place of another one, which keeps the same arrays."""
+
+COLLECTIVES = {
+    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_gather_reduced": "all-gather",
+    "all_to_all": "all-to-all", "ppermute": "collective-permute", "psum": "all-reduce", "psum2": "all-reduce",
+    "psum_invariant": "all-reduce", "pmax": "all-reduce", "reduce_scatter": "reduce-scatter",
+    "unreduced_psum": "all-reduce", "unreduced_reduce_scatter": "reduce-scatter",
+}  # fmt: skip
+"""JAX's primitives by the names of XLA's collectives."""
+
+WORK = "work: all other arrays"
+
+
+def labels_of(cfg: Config, ctx: Context) -> dict[str, str]:
+    """Returns what the arrays are for that are made in a named scope and wait for the backward pass."""
+    found = {}
+    for name, stack in family.of(cfg.model).stacks(cfg.model).items():
+        saved = f"saved by {stack.depth} layers of {name}, remat {cfg.train.remat}"
+        scope = name if ctx.pipeline is not None and ctx.pipeline.stages.stacks else ""
+        found[f"stash_{scope}" if ctx.pipeline is not None else f"stack_{name}"] = saved
+    waiting = {"between_stages": "activations between stages", "weight_pairs": "weight gradients, waiting"}
+    return found | waiting | {"gradient_sums": "gradients"}
+
+
+def trace_of(cfg: Config, ctx: Context) -> Trace:
+    """Returns the trace of the gradients of a step.
+
+    Args:
+      cfg: the run, resolved.
+      ctx: its context; the mesh may be abstract.
+    """
+    return _trace(cfg, tuple(ctx.kernels.items()), ctx.platform, shards.device_count(ctx))
+
+
+@lru_cache(maxsize=512)
+def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, devices: int) -> Trace:
+    """Returns the trace of a configuration, see `trace_of`."""
+    ctx = Context.create(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
+    plain: dict[str, Any] = {op: PLAIN.get(op, {}).get(name, name) for op, name in kernels}
+    ctx = replace(ctx, partitioner="manual", **plain)
+    state = abstract_state(cfg, ctx)
+    batch = family.of(cfg.model).batch_spec(cfg)
+    arrays = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in batch.items()}
+    key = jax.eval_shape(lambda: jax.random.key(0)) if cfg.model.dropout else None
+    program = jax.make_jaxpr(make_gradients(cfg, ctx))(state.params, arrays, key).jaxpr
+    count = len(jax.tree.leaves(state.params))
+    arguments = [PARAMETERS if i < count else "" for i in range(len(program.invars))]
+    labels, copies = labels_of(cfg, ctx), platform == "cpu"
+    return trace.walk(program, arguments, labels, ctx.trip_counts, "gradients", copies)
+
+
+def memory(cfg: Config, ctx: Context) -> dict[str, Counter[Array]]:
+    """Returns the arrays of a device where the gradients need the most memory, by what they are for.
+
+    State and batch are left out.
+    """
+    found: dict[str, Counter[Array]] = defaultdict(Counter)
+    for array, count in trace_of(cfg, ctx).arrays.items():
+        if count and array.bytes:
+            found[array.label or WORK][array] += count
+    least = 1e-4 * sum(map(trace.total, found.values()))
+    for label in [label for label, arrays in found.items() if trace.total(arrays) < least]:
+        found[WORK] += found.pop(label)
+    order = sorted(found, key=lambda label: (label == WORK, label))
+    return {label: found[label] for label in order}
+
+
+def saved(cfg: Config, ctx: Context) -> dict[str, Counter[Array]]:
+    """Returns all arrays that the layers of each stack save for the backward pass, by the labels of `labels_of`."""
+    found: dict[str, Counter[Array]] = {label: Counter() for label in labels_of(cfg, ctx).values()}
+    for array, count in trace_of(cfg, ctx).waiting.items():
+        found[array.label][array] += count
+    return {label: arrays for label, arrays in found.items() if label.startswith("saved by")}
+
+
+def traffic(cfg: Config, ctx: Context) -> list[Collective]:
+    """Returns the collectives of the gradients of a step on one device, scalars left out."""
+    sizes, found = shards.mesh_sizes(ctx), []
+    merged: dict[Collective, float] = defaultdict(float)
+    for run in trace_of(cfg, ctx).runs:
+        if run.primitive not in COLLECTIVES:
+            continue
+        named = run.params.get("axes", run.params.get("axis_name"))
+        named = (named,) if isinstance(named, str) else tuple(named)
+        axes = tuple(axis for axis in sizes if axis in named and sizes[axis] > 1)
+        kind = COLLECTIVES[run.primitive]
+        for array in run.outputs if kind == "all-gather" else run.inputs:
+            if axes and len(array.shape) > 0:
+                devices = math.prod(sizes[axis] for axis in axes)
+                dtype = {"float32": "f32", "bfloat16": "bf16", "int32": "s32"}.get(array.dtype, array.dtype)
+                one = Collective(kind, axes, devices, dtype, array.shape, array.bytes, 1, _scope(run.where))
+                merged[one] += run.times
+    for one, times in merged.items():
+        found.append(one._replace(times=times))  # type: ignore[arg-type]
+    return found
+
+
+def _scope(where: str) -> str:
+    """Returns the innermost named scope, for people."""
+    names = [name for name in where.split("/") if name and name not in ("jvp()", "transpose(jvp())")]
+    return names[-1] if names else "step"
+
+
+def operations(cfg: Config, ctx: Context) -> list[Op]:
+    """Returns the operations of the gradients of a step on one device, of a mean stage with a pipeline."""
+    merged: dict[Op, float] = defaultdict(float)
+    for run in trace_of(cfg, ctx).runs:
+        if run.primitive not in COLLECTIVES and (op := _op(run, ctx)) is not None:
+            merged[op] += run.times
+    return [replace(op, times=times) for op, times in merged.items() if times]
+
+
+def loop_of(where: str) -> str:
+    """Returns the name of the loop over layers that a scope is in, or an empty string."""
+    return next((part for part in where.split("/") if part.startswith(("pipeline_forward", "pipeline_backward"))), "")
+
+
+def _op(run: Run, ctx: Context) -> Op | None:
+    """Returns an operation as the roofline counts it, once; `None` for one that only makes a parameter readable."""
+    if all(array.label.startswith(PARAMETERS) for array in run.outputs):
+        return None
+    flops = _flops(run)
+    in_attention = bool({"attention", "jvp(attention)"} & set(run.where.split("/")))
+    kernel = in_attention and ctx.attention != "xla"  # it writes neither scores nor weights
+    if kernel and not flops:
+        return None
+    size = 0.0 if kernel else _moved(run)
+    backward, again = "transpose(" in run.where, "rematted_computation" in run.where
+    name = f"{loop_of(run.where)} {run.primitive}".strip()
+    if backward:
+        name += ", gradient" if not flops or _of_weight(run) else ", gradient of inputs"
+    layer = "stack_" in run.where or bool(loop_of(run.where))
+    part = "attention" if in_attention else "matmul" if flops else "pointwise"
+    kind = "contraction" if flops else "pointwise"
+    dtype = run.inputs[0].dtype if flops else str(ctx.dtype)
+    return Op(name, part, kind, flops, size, 1.0, int(layer), dtype, again, again)  # type: ignore[arg-type]
+
+
+def _moved(run: Run) -> float:
+    """Returns the bytes that an operation reads and writes. One that works in place touches what it changes alone."""
+    if run.primitive == "optimization_barrier":
+        return 0.0
+    if run.primitive in trace.IN_PLACE:
+        changes = [array for array in run.inputs[1:] if not array.dtype.startswith(("int", "uint"))]
+        return 2.0 * sum(array.bytes for array in changes)
+    return float(sum(array.bytes for array in (*run.inputs, *run.outputs)))
+
+
+def _flops(run: Run) -> float:
+    """Returns the FLOPs of a matmul, or 0."""
+    if run.primitive == "dot_general":
+        (contracted, _), _ = run.params["dimension_numbers"]
+        return 2.0 * math.prod(run.inputs[0].shape[dim] for dim in contracted) * math.prod(run.outputs[0].shape)
+    if run.primitive.startswith("ragged_dot"):
+        # Rows [N, I] grouped by expert, times the matrix of their expert [E, I, O], or times rows [N, O].
+        (rows, width), right = run.inputs[0].shape, run.inputs[1].shape
+        return 2.0 * rows * width * (run.outputs[0].shape[-1] if len(right) == 3 else right[1])
+    return 0.0
+
+
+def _of_weight(run: Run) -> bool:
+    """Returns whether a matmul of the backward pass sums over rows, as the gradient of a weight does."""
+    if run.primitive != "dot_general":
+        return len(run.inputs[1].shape) == 2
+    return 0 in run.params["dimension_numbers"][0][0]
