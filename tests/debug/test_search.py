@@ -17,7 +17,8 @@ import test_meshes as meshes
 
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
-from jaxstack.debug import replay, search
+from jaxstack.debug import describe, replay, search
+from jaxstack.debug.statistics import is_bad, statistics
 from jaxstack.models import blocks, decoder, encoder_decoder, family, params
 from jaxstack.models.context import Context, implementations
 
@@ -155,11 +156,11 @@ def test_a_fault_of_a_layer_is_found(fault, monkeypatch):
     assert found is not None
     assert found.frames[0][:2] == (HERE, line_of(text))
     assert backward in (None, bool(found.result))
-    where = replay.place(cfg, found)
+    where = describe.place(cfg, found)
     of = {"t5": " of encoder", "switch_2": " of encoder", "branches": " of trunk"}.get(kind, "")
     assert f"layer 1{of} (2 of" in where
-    assert not any(map(search.is_bad, found.inputs))
-    assert any(map(search.is_bad, found.outputs))
+    assert not any(map(is_bad, found.inputs))
+    assert any(map(is_bad, found.outputs))
 
 
 def test_small_programs():
@@ -210,8 +211,8 @@ def test_faults_outside_of_layers_and_in_bfloat16(monkeypatch):
     found = replay.explain(cfg, dataclasses.replace(ctx, dtype=jnp.bfloat16), large, one)
     assert found is not None
     assert found.result == 0
-    assert replay.place(cfg, found) == "microbatch 1 of 2, layer 0 (1 of 2)"
-    (reads,) = (line for line in replay.describe(cfg, found) if line.startswith("layer 0"))
+    assert describe.place(cfg, found) == "microbatch 1 of 2, layer 0 (1 of 2)"
+    (reads,) = (line for line in describe.describe(cfg, found) if line.startswith("layer 0"))
     assert "what it reads: bfloat16 4x32x64" in reads
     assert found.frames[0][:2] == (HERE, line_of("# fault large"))
 
@@ -222,8 +223,8 @@ def test_parameters_and_batches_that_are_not_finite_are_named():
     values["layers"]["mlp"]["w_up"] = values["layers"]["mlp"]["w_up"].at[1, 2, 3].set(jnp.nan)
     batch["loss_weights"][3, 4] = np.inf
     assert replay.bad_inputs(values, batch) == [
-        "the parameter layers/mlp/w_up, first at [1, 2, 3]: " + search.statistics(values["layers"]["mlp"]["w_up"]),
-        "the batch's loss_weights, first at [3, 4]: " + search.statistics(batch["loss_weights"]),
+        "the parameter layers/mlp/w_up, first at [1, 2, 3]: " + statistics(values["layers"]["mlp"]["w_up"]),
+        "the batch's loss_weights, first at [3, 4]: " + statistics(batch["loss_weights"]),
     ]
 
 
@@ -255,7 +256,7 @@ def test_the_command_explains_the_first_skipped_step_and_its_operation_can_be_re
     assert code in during
     (folder,) = (run / "debug").iterdir()
     _, outputs = replay.repeat(folder)
-    assert any(map(search.is_bad, outputs))
+    assert any(map(is_bad, outputs))
     with pytest.raises(ConfigError, match="exists, with what was found before"):
         execute(["debug", str(run)])
     execute(["debug", str(run), "--step=1"])
