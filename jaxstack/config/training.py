@@ -238,3 +238,15 @@ class ProfileConfig:
             return None
         span = int(first), int(last)
         return span if 1 <= span[0] <= span[1] else None
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """How values within a step can be seen. See docs/debugging.md."""
+
+    eager: bool = False
+    """Run every step operation by operation, so that `breakpoint()` in the model's code stops and sees arrays. It is
+    for small models: a step takes seconds."""
+
+    def __post_init__(self) -> None:
+        check_bounds("debug", self)

@@ -58,13 +58,14 @@ def place(cfg: Config, found: Finding, guide: RunGuide | None = None) -> str:
         if is_stack(loop):
             parts.append(_layer(cfg, found, loop))
         elif loop.function == "work" and loop.length == cfg.train.grad_accum:
-            parts.append(f"microbatch {loop.step} of {loop.length}")
+            of_pipeline = "" if unit is None else "accumulated "
+            parts += [f"{of_pipeline}microbatch {loop.step} of {loop.length}"] * (cfg.train.grad_accum > 1)
         elif unit is None or not loop.function.endswith(("scan_ticks", "fori_loop")):
             of = "" if loop.length is None else f" of {loop.length}"
             at = f"{_short(loop.frames[0][0])}:{loop.frames[0][1]}" if loop.frames else "an unknown place"
             parts.append(f"step {loop.step}{of} of the loop at {at}")
     if unit is not None:
-        parts[bool(parts) and parts[0].startswith("microbatch") :] = [_unit(cfg, found, unit, guide)]
+        parts = [*parts[: cfg.train.grad_accum > 1], _unit(cfg, found, unit, guide)]
     return ", ".join(parts)
 
 
@@ -107,7 +108,7 @@ def _layers_of_step(found: Finding) -> tuple[int, int]:
 
 
 def around(cfg: Config, found: Finding, guide: RunGuide) -> Iterator[str]:
-    """Yields the statistics of layers before the bad one and behind it, forward and backward; in a pipeline by stage."""
+    """Yields the statistics of layers, or stages, before the bad one and behind it, forward and backward."""
     unit = guide.place(found)
     size = _layers_of_step(found)[1]
     for loop in found.loops:

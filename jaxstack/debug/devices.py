@@ -76,9 +76,7 @@ class Devices:
 
     def _map(self, f: Function, given: Sequence[PartitionSpec], made: Sequence[PartitionSpec]) -> Function:
         specs = {"in_specs": tuple(given), "out_specs": [*made]}
-        return jax.jit(
-            jax.shard_map(f, mesh=self.mesh, axis_names={*self.axes}, check_vma=self.typed, **specs)  # type: ignore[arg-type]
-        )
+        return jax.jit(jax.shard_map(f, mesh=self.mesh, axis_names={*self.axes}, check_vma=self.typed, **specs))
 
     def constant(self, value: Any) -> Any:
         """Returns a constant of a program, which is equal on all devices, as a value."""

@@ -6,7 +6,7 @@ What they make is discarded later. Here it is discarded at once, so that the sea
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import jax
@@ -26,7 +26,7 @@ Step = tuple[Way, Values, list[int]]
 
 def flags_of(devices: Devices, values: Mapping[Key, Any]) -> dict[Key, np.ndarray]:
     """Returns for each entry of each value whether it is not finite, and whether it is NaN, [2, entries]."""
-    return dict(zip(values, jax.device_get(flags([with_entries(devices, v) for v in values.values()])), strict=True))
+    return {key: np.asarray(flags(with_entries(devices, value))) for key, value in values.items()}
 
 
 def with_entries(devices: Devices, value: Any) -> Any:
@@ -169,7 +169,7 @@ class Scan(_Steps):
         i, devices = self._left.pop(0), self._way.devices
         loop = self.at(i)
         self._watch(loop, self._carry)
-        given = [*self._consts, *self._carry, *(a[i] if devices.mesh is None else a[:, i] for a in self._arrays)]
+        given = [*self._consts, *self._carry, *_entry_of(self._arrays, i, axis=0 if devices.mesh is None else 1)]
         values = [*map(devices.constant, self.body.consts), *given]
         return loop, given, self._step((*self._way.loops, loop), values)
 
@@ -191,6 +191,12 @@ class Scan(_Steps):
         while self._left:
             self._carry = self._run()[2][: self._carried]
         return self.seen
+
+
+@partial(jax.jit, static_argnames="axis")
+def _entry_of(arrays: Values, index: int, axis: int) -> Values:
+    """Returns what a step reads of arrays."""
+    return [jax.lax.dynamic_index_in_dim(a, index, axis, keepdims=False) for a in arrays]
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any, TypeAlias
 
 import jax
+from jax._src.source_info_util import _source_info_context as _context  # no public function clears the place
 from jax.extend import source_info_util
 
 Frame: TypeAlias = tuple[str, int, str]
@@ -30,23 +31,30 @@ def frames_of(equation: Any) -> tuple[Frame, ...]:
 
 
 def _frames(traceback: Any) -> tuple[tuple[Frame, ...], bool]:
-    """Returns a traceback's frames without those of JAX, and whether they end where a rule is called."""
-    own, found = (str(jax.__path__[0]), "<frozen"), []
-    for frame in traceback.frames if traceback is not None else ():
-        if frame.file_name == __file__ and frame.function_name.endswith(_apply.__name__):
-            return tuple(found), True
-        if not frame.file_name.startswith(own):
-            found.append((frame.file_name, frame.line_num, frame.function_name))
-    return tuple(found), False
+    """Returns the frames of a traceback without those of JAX, up to the call of a rule, and whether there is one."""
+    for i, frame in enumerate(traceback.frames if traceback is not None else ()):
+        if frame.file_name == __file__ and frame.function_name == _apply.__name__:
+            return _own(traceback, i), True
+    return _own(traceback), False
+
+
+def _own(traceback: Any, count: int | None = None) -> tuple[Frame, ...]:
+    """Returns those of the first frames of a traceback that are neither of JAX nor of this file."""
+    others = (str(jax.__path__[0]), "<frozen", __file__)
+    frames = traceback.frames[:count] if traceback is not None else ()
+    return tuple((f.file_name, f.line_num, f.function_name) for f in frames if not f.file_name.startswith(others))
 
 
 def _apply(rule: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Calls a rule such that its equations have their own places."""
-    call, _ = _frames(source_info_util.current().traceback)
-    _calls.append(call)
+    _calls.append(_own(source_info_util.current().traceback))
     names = source_info_util.current_name_stack().extend(f"rule_{len(_calls) - 1}")
-    with source_info_util.user_context(None, name_stack=names):
+    before = _context.context
+    _context.context = source_info_util.new_source_info().replace(name_stack=names)
+    try:
         return rule(*arguments, **named)
+    finally:
+        _context.context = before
 
 
 @contextmanager

@@ -19,27 +19,34 @@ def is_bad(value: Any) -> bool:
     return is_float(value) and not bool(jnp.isfinite(value).all())
 
 
+SMALL = 1 << 22
+"""Values up to which the host looks for those that are not finite: a program for each shape would take longer."""
+
+
+def flags(value: Any) -> Any:
+    """Returns for each entry of the leading dimension whether a value is not finite, and whether one is NaN, [2, n]."""
+    if not is_float(value):
+        return np.zeros((2, len(value)), bool)
+    if value.size > SMALL:
+        return _flags(value)
+    flat = np.asarray(value).reshape(len(value), -1)
+    return np.stack([~np.isfinite(flat).all(1), np.isnan(flat).any(1)])
+
+
 @jax.jit
-def flags(values: list[jax.Array]) -> list[jax.Array]:
-    """Returns for each entry of the leading dimension whether it has a value that is not finite, and one that is NaN."""
-
-    def each(value: jax.Array) -> jax.Array:
-        if not is_float(value):
-            return jnp.zeros((2, len(value)), bool)
-        flat = value.reshape(len(value), -1)
-        return jnp.stack([~jnp.isfinite(flat).all(1), jnp.isnan(flat).any(1)])
-
-    return [each(value) for value in values]
+def _flags(value: jax.Array) -> jax.Array:
+    axes = range(1, value.ndim)
+    return jnp.stack([~jnp.isfinite(value).all(axes), jnp.isnan(value).any(axes)])
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """The statistics of an array, or of each entry of its leading dimension [n].
+    """The statistics of each entry of an array's leading dimension [n].
 
     Attributes:
       kind: dtype and shape of an entry.
       low, high: of finite values; infinite if there are none.
-      squares: sum of the squares of finite values, divided by the square of the largest.
+      squares: sum of the squares of finite values.
       finite, nan, infinite: numbers of values.
     """
 
@@ -55,7 +62,15 @@ class Statistics:
     def of(cls, value: Any) -> "Statistics":
         """Returns the statistics of each entry of an array's leading dimension."""
         shape = "x".join(map(str, value.shape[1:])) or "scalar"
-        return cls(f"{value.dtype} {shape}", *map(np.asarray, _measure(value)))
+        flat = np.asarray(value).reshape(len(value), -1).astype(np.float64)
+        is_finite, nan = np.isfinite(flat), np.isnan(flat)
+        return cls(
+            f"{value.dtype} {shape}",
+            np.where(is_finite, flat, np.inf).min(1, initial=np.inf),
+            np.where(is_finite, flat, -np.inf).max(1, initial=-np.inf),
+            np.square(np.where(is_finite, flat, 0)).sum(1),
+            *(a.sum(1) for a in (is_finite, nan, ~is_finite & ~nan)),
+        )
 
     def text(self, entries: np.ndarray | slice = slice(None)) -> str:
         """Returns one line about some entries taken together."""
@@ -65,28 +80,10 @@ class Statistics:
             return f"{self.kind}, empty"
         parts = ["no finite value"]
         if finite:
-            low, high = self.low[entries].min(), self.high[entries].max()
-            largest = np.maximum(abs(self.low), abs(self.high)).astype(np.float64)
-            squares = np.where(self.finite > 0, self.squares * np.square(largest), 0.0)[entries].sum()
-            parts = [f"{low:.4g} to {high:.4g}, RMS {np.sqrt(squares / finite):.4g}"]
+            rms = np.sqrt(self.squares[entries].sum() / finite)
+            parts = [f"{self.low[entries].min():.4g} to {self.high[entries].max():.4g}, RMS {rms:.4g}"]
         parts += [f"{n:,} of {total:,} {word}" for n, word in ((nan, "NaN"), (infinite, "infinite")) if n]
         return f"{self.kind}: {', '.join(parts)}"
-
-
-@jax.jit
-def _measure(value: jax.Array) -> tuple[jax.Array, ...]:
-    flat = value.reshape(len(value), -1)
-    if not is_float(flat):
-        flat = flat.astype(jnp.float32)
-    is_finite, nan = jnp.isfinite(flat), jnp.isnan(flat)
-    # float32 would overflow in squares: values are divided by the largest one.
-    wide = flat.astype(jnp.promote_types(flat.dtype, jnp.float32))
-    low = jnp.where(is_finite, wide, jnp.inf).min(1, initial=jnp.inf)
-    high = jnp.where(is_finite, wide, -jnp.inf).max(1, initial=-jnp.inf)
-    largest = jnp.maximum(jnp.abs(low), jnp.abs(high))[:, None]
-    scaled = jnp.where(is_finite, wide / jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1), 0)
-    counts = (a.sum(1) for a in (is_finite, nan, ~is_finite & ~nan))
-    return low, high, jnp.square(scaled).sum(1), *counts
 
 
 def statistics(value: Any) -> str:

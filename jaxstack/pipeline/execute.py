@@ -188,7 +188,7 @@ class _Run:
         return State(arrays, arrays, stash, entries, outputs, pairs, sums)
 
     def phase(self, phase: Phase, first: int, state: State, rows: TickRow) -> State:
-        """Runs the ticks of a phase, from the tick `first` on. In each run of ticks, the trip counts are Python's integers."""
+        """Runs a phase, from the tick `first` on. In each run of ticks, the trip counts are Python's integers."""
 
         def repeat(state: State, rows: TickRow) -> tuple[State, None]:
             start = 0

@@ -93,9 +93,10 @@ class Run:
         self._is_first = jax.process_index() == 0
         self._log = JsonLines(None)
         self._sinks = Sinks()
-        self._watchdog = Watchdog(cfg.distributed.lost_s, cfg.train.stalled_s)
+        # Nobody knows how long a user looks at values.
+        self._watchdog = Watchdog(cfg.distributed.lost_s, math.inf if cfg.debug.eager else cfg.train.stalled_s)
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
-        self.console = Console(cfg.train.steps, shown=self._is_first)
+        self.console = Console(cfg.train.steps, shown=self._is_first, live=not cfg.debug.eager)
         self.goodput = GoodputRecorder()
         self.throughput = ThroughputMeter(cfg, list(self._mesh.devices.flat))
         self.profiler = Profiler(cfg.profile, self._directory, self.console.print, self.goodput, self.throughput)

@@ -1,8 +1,8 @@
 """Faults of many kinds: the search names the operation, the layer, the line and the direction.
 
 Each fault is a function of the code that is replaced by one that fails in a certain layer, or a poisoned parameter.
-The line that must be found is the one that ends with a comment such as `# fault exp`. Within a rule for gradients, JAX
-keeps the line that calls the function with the rule.
+The line that must be found is the one that ends with a comment such as `# fault exp`. More faults are in
+`test_faults_on_meshes.py`.
 """
 
 import dataclasses
@@ -18,9 +18,12 @@ import test_meshes as meshes
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.debug import describe, replay, search
-from jaxstack.debug.statistics import is_bad, statistics
+from jaxstack.debug.statistics import Statistics, is_bad, statistics
 from jaxstack.models import blocks, decoder, encoder_decoder, family, params
 from jaxstack.models.context import Context, implementations
+from jaxstack.sharding import make_mesh
+from jaxstack.training.state import abstract_state
+from jaxstack.training.step import jit_train_step
 
 HERE = str(Path(__file__))
 
@@ -41,7 +44,7 @@ def _forward(x):
 
 
 def _backward(zero, g):
-    return (g / zero,)
+    return (g / zero,)  # fault backward
 
 
 bad_backward.defvjp(_forward, _backward)
@@ -55,7 +58,7 @@ def bad_tangent(x):
 @bad_tangent.defjvp
 def _tangent(primals, tangents):
     (x,), (t,) = primals, tangents
-    return jnp.abs(x), t * jnp.log(jnp.zeros_like(x))
+    return jnp.abs(x), t * jnp.log(jnp.zeros_like(x))  # fault tangent
 
 
 def in_layer(number, f, otherwise):
@@ -84,11 +87,11 @@ def overflow(x):
 
 
 def backward(x):
-    return bad_backward(x)  # fault backward
+    return bad_backward(x)
 
 
 def tangent(x):
-    return bad_tangent(x)  # fault tangent
+    return bad_tangent(x)
 
 
 def exponential(x):
@@ -99,29 +102,11 @@ def divide(x):
     return x / (x - x)  # fault divide
 
 
-def root(x):
-    return x + jnp.sqrt(x * 0)  # fault root
-
-
-def logarithm(x):
-    return x + jnp.log(jnp.abs(x) * 0)  # fault logarithm
-
-
-def nan_constant(x):
-    return x * jnp.where(jnp.abs(x).max() >= 0, jnp.float32(0) / (x * 0).sum(), 1)  # fault quotient
-
-
 FAULTS = {
     # name: (family, what a layer does, text of the line, direction)
     "overflow of exp": ("llama3", overflow, "# fault exp", False),
-    "division by zero": ("gpt2", divide, "# fault divide", False),
-    "log of zero": ("gemma2", logarithm, "# fault logarithm", False),
-    "zero by zero": ("qwen3", nan_constant, "# fault quotient", False),
-    "root of zero, backward": ("llama3", root, "# fault root", True),
     "custom backward pass": ("bert", backward, "# fault backward", True),
     "custom tangent": ("modernbert", tangent, "# fault tangent", None),
-    "overflow with experts": ("softmax", overflow, "# fault exp", False),
-    "division in a decoder": ("t5", divide, "# fault divide", False),
     "division in a unit of layers": ("switch_2", divide, "# fault divide", False),
     "division in a trunk": ("branches", divide, "# fault divide", False),
 }
@@ -144,7 +129,7 @@ def setting(kind, **how):
     return cfg, ctx, values, meshes.random_batch(0, cfg.data.packing, cfg.model, cfg.data.batch_size)
 
 
-QUICK = ("overflow of exp", "custom backward pass")
+QUICK = ("overflow of exp",)
 
 
 @pytest.mark.parametrize("fault", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAULTS])
@@ -157,7 +142,7 @@ def test_a_fault_of_a_layer_is_found(fault, monkeypatch):
     assert found.frames[0][:2] == (HERE, line_of(text))
     assert backward in (None, bool(found.result))
     where = describe.place(cfg, found)
-    of = {"t5": " of encoder", "switch_2": " of encoder", "branches": " of trunk"}.get(kind, "")
+    of = {"switch_2": " of encoder", "branches": " of trunk"}.get(kind, "")
     assert f"layer 1{of} (2 of" in where
     assert not any(map(is_bad, found.inputs))
     assert any(map(is_bad, found.outputs))
@@ -212,9 +197,42 @@ def test_faults_outside_of_layers_and_in_bfloat16(monkeypatch):
     assert found is not None
     assert found.result == 0
     assert describe.place(cfg, found) == "microbatch 1 of 2, layer 0 (1 of 2)"
-    (reads,) = (line for line in describe.describe(cfg, found) if line.startswith("layer 0"))
-    assert "what it reads: bfloat16 4x32x64" in reads
+    reads = [line for line in describe.describe(cfg, found) if line.startswith("layer ")]
+    assert [line.partition(":")[0] for line in reads] == [
+        f"layer {i}  {what}" for what in ("what it reads", "gradient of what it returns") for i in (0, 1)
+    ]
+    assert ["no finite value" in line for line in reads] == [False, True, True, True]
     assert found.frames[0][:2] == (HERE, line_of("# fault large"))
+
+
+def test_statistics_are_those_of_numpy(rng):
+    """Of all entries together, of some, and of values whose squares float32 and bfloat16 do not have."""
+    x = rng.normal(size=(3, 4, 5)).astype(np.float32) * 1e30
+    x[1, 2, 3], x[2, 0, 1] = np.nan, -np.inf
+    every = Statistics.of(jnp.asarray(x))
+    for entries, chosen in ((slice(None), x), (np.array([0, 2]), x[[0, 2]])):
+        fine = chosen[np.isfinite(chosen)].astype(np.float64)
+        text = f"float32 4x5: {fine.min():.4g} to {fine.max():.4g}, RMS {np.sqrt(np.square(fine).mean()):.4g}"
+        assert every.text(entries).startswith(text)
+    assert every.text().endswith("1 of 60 NaN, 1 of 60 infinite")
+    assert statistics(jnp.full((2,), 3e38, jnp.bfloat16)) == "bfloat16 2: 2.991e+38 to 2.991e+38, RMS 2.991e+38"
+    assert statistics(np.zeros((0, 2), np.float32)) == "float32 0x2, empty"
+    assert statistics(np.int32(7)) == "int32 scalar: 7 to 7, RMS 7"
+    assert statistics(jax.random.key(0)) == "key<fry> scalar"
+
+
+def test_train_debug_does_not_change_the_program():
+    """The step that is compiled has the same text with `train.debug`; the search traces its own program."""
+
+    def text(debug):
+        cfg = meshes.config("gpt2", {"data": 2, "tensor": 2})
+        cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, debug=debug))
+        ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:4]))
+        abstract = abstract_state(cfg, ctx)
+        batch = meshes.random_batch(0, False, cfg.model, cfg.data.batch_size)
+        return jit_train_step(cfg, ctx, abstract).lower(abstract, batch).as_text()
+
+    assert text(True) == text(False)
 
 
 def test_parameters_and_batches_that_are_not_finite_are_named():
@@ -241,7 +259,7 @@ def test_the_command_explains_the_first_skipped_step_and_its_operation_can_be_re
         --checkpoint.every=3 --checkpoint.keep=9"""
     execute(["train", *words.split(), "--train.debug=true"])
     during = capsys.readouterr().out
-    assert during.count("on one device") == 1
+    assert during.count("from the beginning, on 8 x cpu") + during.count("of step 3, on 8 x cpu") >= 1
     shutil.rmtree(run / "debug")
     with pytest.raises(ConfigError, match=r"no config\.yaml"):
         execute(["debug", str(tmp_path)])
