@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jaxstack import data, sharding
 from jaxstack.checkpoint import manifest, run_dir, store, verify
@@ -186,7 +186,10 @@ def save(found: search.Finding, folder: Path) -> bool:
       Whether the operation was written, for which JAX needs the package flatbuffers.
     """
     equation, devices = found.equation, found.devices
+    mesh: dict[str, int] = {}
     if needs_mesh(found):
+        assert devices.mesh is not None
+        mesh = dict(devices.mesh.shape)
         program, variables, inputs = alone(equation, found.everywhere)
         function = devices.compile(program, devices.specs(variables), devices.specs(equation.outvars))
     else:
@@ -197,7 +200,9 @@ def save(found: search.Finding, folder: Path) -> bool:
     names = [str(array.dtype) for array in arrays]
     raw = {f"input_{i}": a.view(f"u{a.dtype.itemsize}") if a.dtype.kind == "V" else a for i, a in enumerate(arrays)}
     np.savez(folder / "inputs.npz", **raw)  # type: ignore[arg-type]
-    (folder / "operation.json").write_text(json.dumps({"operation": str(equation), "dtypes": names}, indent=1))
+    (folder / "operation.json").write_text(
+        json.dumps({"operation": str(equation), "dtypes": names, "mesh": mesh}, indent=1)
+    )
     if importlib.util.find_spec("flatbuffers") is None:
         return False
     exported = jax.export.export(function)(*inputs)  # type: ignore[arg-type]
@@ -214,16 +219,18 @@ def repeat(folder: str | Path) -> tuple[list[jax.Array], list[jax.Array]]:
       ConfigError: there are fewer devices than the operation needs.
     """
     folder = Path(folder)
-    names = json.loads((folder / "operation.json").read_text())["dtypes"]
+    written = json.loads((folder / "operation.json").read_text())
+    names, mesh = written["dtypes"], written["mesh"]
     with np.load(folder / "inputs.npz", allow_pickle=False) as arrays:
         inputs = [jnp.asarray(arrays[f"input_{i}"].view(jnp.dtype(name))) for i, name in enumerate(names)]
     exported = jax.export.deserialize(bytearray((folder / "operation.bin").read_bytes()))
-    if (needed := exported.nr_devices) > 1:
-        if (count := len(jax.devices())) < needed:
+    if mesh:
+        if (count := len(jax.devices())) < (needed := math.prod(mesh.values())):
             raise ConfigError(
                 f"the operation in {folder} needs {needed} devices, and there are {count}. Set JAX_PLATFORMS=cpu and "
                 f"JAX_NUM_CPU_DEVICES={needed}."
             )
-        shardings = exported.in_shardings_jax(Mesh(np.array(jax.devices()[:needed]), ("devices",)))
+        grid = np.array(jax.devices()[:needed]).reshape([*mesh.values()])
+        shardings = exported.in_shardings_jax(Mesh(grid, [*mesh], axis_types=(AxisType.Auto,) * len(mesh)))
         inputs = [jax.device_put(x, sharding) for x, sharding in zip(inputs, shardings, strict=True)]
     return inputs, [*jax.jit(exported.call)(*inputs)]
