@@ -38,8 +38,6 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
     changes = run_dir.prepare(kept or cfg, dataset.tokenizer.to_json())
     processes = launchers.detect(cfg.distributed)
     count = (processes and processes.count) or 1
-    if cfg.debug.eager and count > 1:
-        raise ConfigError(f"debug.eager=true runs in one process, but this run has {count}. Start it on one machine.")
     batch = cfg.microbatch_size if searched is None else 0
     platform.configure((kept or cfg).mesh, batch, count)  # before JAX is imported
     compile_cache.configure(processes.count if processes else 1)
@@ -134,8 +132,16 @@ def log_step(cfg: Config, run: "Run", loop: "LoopState", metrics: dict[str, Any]
 
 
 def make_step(cfg: Config, ctx: "Context", abstract: "TrainState") -> Callable[..., Any]:
-    """Returns the training step: compiled, or with `debug.eager` operation by operation."""
+    """Returns the training step: compiled, or with `debug.eager` operation by operation.
+
+    Raises:
+      ConfigError: `debug.eager` with several devices.
+    """
     if cfg.debug.eager:
+        if ctx.mesh is not None and ctx.mesh.size > 1:
+            raise ConfigError(
+                f"debug.eager=true runs on one device, but the mesh has {ctx.mesh.size}. Set mesh.data=1 and no other axis."
+            )
         from jaxstack.debug.eager import make_eager_step
 
         return make_eager_step(cfg, ctx, abstract)

@@ -100,10 +100,6 @@ def _check_steps(cfg: Config) -> None:
         not cfg.profile.span or cfg.profile.span[1] <= train.steps,
         f"profile.steps={cfg.profile.steps} ends after train.steps={train.steps}. Name steps of the run.",
     )
-    require(
-        not cfg.debug.eager or cfg.mesh.pipe == 1,
-        f"debug.eager=true runs no pipeline, but mesh.pipe={cfg.mesh.pipe}. Set mesh.pipe=1.",
-    )
 
 
 def _check_mesh_batch(cfg: Config) -> None:

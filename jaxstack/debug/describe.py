@@ -13,6 +13,7 @@ from jaxstack.debug.search import Finding
 from jaxstack.debug.statistics import statistics
 from jaxstack.debug.way import Loop, Seen
 from jaxstack.models import family
+from jaxstack.pipeline.operations import TICKS
 
 LAYERS_SHOWN = 4
 """Layers before a bad one, and behind it, that are described."""
@@ -60,7 +61,7 @@ def place(cfg: Config, found: Finding, guide: RunGuide | None = None) -> str:
         elif loop.function == "work" and loop.length == cfg.train.grad_accum:
             of_pipeline = "" if unit is None else "accumulated "
             parts += [f"{of_pipeline}microbatch {loop.step} of {loop.length}"] * (cfg.train.grad_accum > 1)
-        elif unit is None or not loop.function.endswith(("scan_ticks", "fori_loop")):
+        elif unit is None or not loop.function.endswith(("execute", "fori_loop")):
             of = "" if loop.length is None else f" of {loop.length}"
             at = f"{_short(loop.frames[0][0])}:{loop.frames[0][1]}" if loop.frames else "an unknown place"
             parts.append(f"step {loop.step}{of} of the loop at {at}")
@@ -151,8 +152,8 @@ def _stages(found: Finding, unit: Place, guide: RunGuide) -> Iterator[str]:
     They are what each stage receives from its neighbour. The first stage reads the embedding, and the last one gets the
     gradient of the loss; these are not sent.
     """
-    ticks = [loop for loop in found.loops if loop.function == "scan_ticks"]
-    if guide.program is None or len(ticks) > 1:
+    ticks = [loop for loop in found.loops if loop.scopes.endswith(TICKS)]
+    if guide.program is None:
         return
     stages, chunks = guide.program.schedule.stages, guide.program.parts[0].stages.chunks
     by_tick = {(seen.step, number): seen for number, seen in _numbered(ticks[0].seen)}

@@ -2,8 +2,8 @@
 
 A step first runs the forward pass, without gradients and dropout: every operation is one of JAX's eager operations, and
 the layers are a Python loop. `breakpoint()` stops there. Then it computes the step with its gradients, operation by
-operation too. While JAX differentiates, the forward pass has tracers in place of arrays, and breakpoints are passed
-over. In the backward pass of a `jax.custom_vjp` rule there are arrays again.
+operation too. While JAX differentiates, the forward pass has tracers in place of arrays, and breakpoints are
+skipped. In the backward pass of a `jax.custom_vjp` rule there are arrays again.
 """
 
 import bdb
@@ -56,11 +56,11 @@ def make_eager_step(
 
 @contextmanager
 def breakpoints() -> Iterator[None]:
-    """Lets `breakpoint()` stop where the caller's variables are arrays, and passes over it where one is a tracer."""
+    """Lets `breakpoint()` stop where the caller's variables are arrays, and skips it where one is a tracer."""
 
     def stop(*arguments: Any, **named: Any) -> None:
         frame = sys._getframe(1)
-        if any(map(_is_abstract, jax.tree.leaves([*frame.f_locals.values()]))):
+        if any(map(_is_tracer, jax.tree.leaves([*frame.f_locals.values()]))):
             return
         if os.environ.get("PYTHONBREAKPOINT"):
             sys.__breakpointhook__(*arguments, **named)
@@ -74,16 +74,15 @@ def breakpoints() -> Iterator[None]:
         sys.breakpointhook = hook
 
 
-def _is_abstract(value: Any) -> bool:
-    """Returns whether a value is a tracer. Within `jax.shard_map`, eager ones have the arrays of all devices."""
-    return isinstance(value, jax.core.Tracer) and "ShardMapTracer" not in type(value).__name__
+def _is_tracer(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
 
 
 class Debugger(pdb.Pdb):
     """Python's debugger with the command `show`."""
 
     def do_show(self, argument: str) -> None:
-        """Show EXPRESSION: print an array, or a tree of arrays, with dtypes, shapes and statistics.
+        """Prints an array, or a tree of arrays, with dtypes, shapes and statistics: `show EXPRESSION`.
 
         Small arrays are printed in full.
         """

@@ -1,7 +1,7 @@
 """What the search is told about the program of a training step: its loops over layers, ticks and microbatches.
 
 A stage of a pipeline computes along with the others where it has no unit or no layer. What it then makes is discarded,
-so it is no fault. The schedule's tables say where that is, and which microbatch and layer a unit has.
+so it is not a fault. The schedule's tables say where that is, and which microbatch and layer a unit has.
 """
 
 import re
@@ -51,7 +51,7 @@ class RunGuide(Guide):
 
     Attributes:
       cfg: the run.
-      program: its pipeline, or `None`.
+      program: its pipeline, or `None`. Its ticks are one loop, which `Program.static` excludes.
     """
 
     cfg: Config
@@ -101,19 +101,8 @@ class RunGuide(Guide):
 
     def tick(self, loops: Sequence[Loop]) -> int | None:
         """Returns the tick in which these steps of loops are, or `None`."""
-        over = [(loop, int(found[1])) for loop in loops if (found := re.search(rf"{TICKS}(\d+)$", loop.scopes))]
-        if self.program is None or not over:
-            return None
-        if len(over) == 1 and not self.program.static:
-            return over[0][0].step
-        tick, phases = 0, self.program.phases
-        (outer, start), *inner = over
-        before = 0
-        for phase in phases:
-            if before == start:
-                tick = start + outer.step * (phase.ticks // phase.repeats)
-            before += phase.ticks
-        return tick + sum(first + loop.step for loop, first in inner)
+        ticks = [loop.step for loop in loops if _last(loop, TICKS)]
+        return ticks[-1] if ticks and self.program is not None else None
 
     def place(self, found: Finding) -> Place | None:
         """Returns where in the pipeline a value was made, or `None` if that is outside of ticks."""

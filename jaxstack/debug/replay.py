@@ -147,6 +147,8 @@ def explain(
       batch: the global batch.
       key: for dropout.
     """
+    if ctx.pipeline is not None:  # the phases of static loops run the same units; the guide reads one loop over ticks
+        ctx = replace(ctx, pipeline=replace(ctx.pipeline, static=False))
     flat, tree = jax.tree.flatten((values, batch, key))
     gradients = make_gradients(cfg, ctx)
 

@@ -61,7 +61,7 @@ class Loop:
 
 
 class Guide:
-    """What the search is told about a program. This one knows nothing."""
+    """What the search is told about a program. This one says nothing."""
 
     axis = ""
     """Mesh axis along which devices may compute for nothing."""

@@ -25,6 +25,7 @@ from jax import lax
 from jaxstack.common.tree import PyTree
 from jaxstack.pipeline.functions import PipelineFns, Sums
 from jaxstack.pipeline.operations import (
+    TICKS,
     add_at,
     add_trees,
     add_where,
@@ -35,7 +36,6 @@ from jaxstack.pipeline.operations import (
     may_run,
     read_at,
     run_if,
-    scan_ticks,
     send,
     turn_at,
     where,
@@ -80,11 +80,12 @@ def execute(
     run = _Run(program, fns, axis, shared, microbatches, parts, stage=lax.axis_index(axis))
     state, rows = run.initial_state(), tick_rows(program)
     if not program.static:
-        sums = scan_ticks(0, run.tick, state, rows).sums
+        with jax.named_scope(TICKS):
+            sums = lax.scan(run.tick, state, rows)[0].sums
     else:
         start = 0
         for phase in program.phases:
-            state = run.phase(phase, start, state, ticks_from(rows, start, phase.ticks))
+            state = run.phase(phase, state, ticks_from(rows, start, phase.ticks))
             start += phase.ticks
         sums = state.sums
     return sums if fns.later else replace(sums, stacked=sums.stacked[0], aux=sums.aux[0])
@@ -187,18 +188,18 @@ class _Run:
             outputs = jax.tree.map(lambda a: zeros(a, lead=(self.last.plan.slots,)), output)
         return State(arrays, arrays, stash, entries, outputs, pairs, sums)
 
-    def phase(self, phase: Phase, first: int, state: State, rows: TickRow) -> State:
-        """Runs a phase, from the tick `first` on. In each run of ticks, the trip counts are Python's integers."""
+    def phase(self, phase: Phase, state: State, rows: TickRow) -> State:
+        """Runs the ticks of a phase. In each run of ticks, the trip counts are Python's integers."""
 
         def repeat(state: State, rows: TickRow) -> tuple[State, None]:
             start = 0
             for turns, count in phase.runs:
-                state = scan_ticks(start, partial(self.static_tick, turns), state, ticks_from(rows, start, count))
+                run = partial(self.static_tick, turns)
+                state, _ = lax.scan(run, state, ticks_from(rows, start, count))
                 start += count
             return state, None
 
-        rows = jax.tree.map(lambda a: a.reshape(phase.repeats, -1, *a.shape[1:]), rows)
-        return scan_ticks(first, repeat, state, rows)
+        return lax.scan(repeat, state, jax.tree.map(lambda a: a.reshape(phase.repeats, -1, *a.shape[1:]), rows))[0]
 
     def static_tick(self, turns: Turns[int], state: State, row: TickRow) -> tuple[State, None]:
         return self.tick(state, row.static(turns))

@@ -14,8 +14,8 @@ from jaxstack.sharding.collectives import varies_along, varying
 
 Carry = TypeVar("Carry")
 
-LOOP, TICKS = "pipeline_", "ticks_from_"
-"""How the names of scopes begin: of loops in a tick, and of loops over ticks."""
+LOOP, TICKS = "pipeline_", "ticks"
+"""How the scopes of loops in a tick begin, and the scope of the loop over ticks."""
 
 
 def fori_loop(name: str, trips: jax.Array | int, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
@@ -26,12 +26,6 @@ def fori_loop(name: str, trips: jax.Array | int, body: Callable[[jax.Array, Carr
         # XLA would inline a loop of one turn. Without barriers it then fuses updates of the carry with later reads, and
         # has to copy the updated arrays in every tick.
         return barrier(body(jnp.int32(0), carry)) if trips else carry
-
-
-def scan_ticks(first: int, tick: Callable[[Carry, PyTree], tuple[Carry, None]], state: Carry, rows: PyTree) -> Carry:
-    """Runs ticks by `lax.scan`, in a scope that names the first of them, counted in the loop around it."""
-    with jax.named_scope(f"{TICKS}{first}"):
-        return lax.scan(tick, state, rows)[0]
 
 
 def barrier(tree: Carry) -> Carry:

@@ -93,7 +93,7 @@ class Run:
         self._is_first = jax.process_index() == 0
         self._log = JsonLines(None)
         self._sinks = Sinks()
-        # Nobody knows how long a user looks at values.
+        # A user may look at values for hours.
         self._watchdog = Watchdog(cfg.distributed.lost_s, math.inf if cfg.debug.eager else cfg.train.stalled_s)
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
         self.console = Console(cfg.train.steps, shown=self._is_first, live=not cfg.debug.eager)

@@ -305,7 +305,6 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"profile.steps": "0:5"}, {"profile.steps": "1:5"}),
     ({"profile.steps": "5:4"}, {"profile.steps": "5:5"}),
     ({"profile.steps": "5:11", "train.steps": 10}, {"profile.steps": "5:10", "train.steps": 10}),
-    ({"debug.eager": True, "mesh.pipe": 2}, {"debug.eager": True, "mesh.pipe": 1}),
     ({"train.grad_accum": 3}, {"train.grad_accum": 4}),
     (DOMAIN | {"data.domains": ("a",)}, DOMAIN | {"data.domains": ("a", "b")}),
     (MOE | {"data.domains": ("a",)}, MOE),

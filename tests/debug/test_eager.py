@@ -1,5 +1,6 @@
 """Eager steps: `breakpoint()` in a model's code stops and sees arrays, and the step is that of the compiled program."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import test_meshes as meshes
 
+from jaxstack import train
+from jaxstack.config import ConfigError, DebugConfig
 from jaxstack.debug import eager
 from jaxstack.models import layers
 from jaxstack.models.context import Context
@@ -38,11 +41,10 @@ def test_breakpoints_stop_at_arrays_and_pass_over_tracers(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{}, {"data": 2}])
-def test_an_eager_step_is_that_of_the_compiled_program(sizes, monkeypatch):
-    """On one device, and on two simulated ones. The layers' norms stop once in each of two layers and at the end."""
-    cfg = meshes.config("gpt2", sizes, remat="selective")
-    mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[: sizes.get("data", 1)])
+def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch):
+    """Each of two layers has a breakpoint, which stops once, under recomputation too."""
+    cfg = meshes.config("gpt2", {}, remat="selective")
+    mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:1])
     ctx = Context.create(cfg, mesh)
     abstract = abstract_state(cfg, ctx)
     batch = jax.device_put(meshes.random_batch(0, False, cfg.model, cfg.data.batch_size), ctx.sharding(ctx.batch))
@@ -56,11 +58,18 @@ def test_an_eager_step_is_that_of_the_compiled_program(sizes, monkeypatch):
     expected = jit_train_step(cfg, ctx, abstract)(make_state(cfg, ctx, abstract), batch)
     monkeypatch.setattr(layers, "mlp", mlp)
     found = eager.make_eager_step(cfg, ctx, abstract)(make_state(cfg, ctx, abstract), batch)
-    rows = cfg.data.batch_size // sizes.get("data", 1)
-    assert stops == [(rows, cfg.data.seq_len, cfg.model.d_model)] * cfg.model.num_layers
+    assert stops == [(cfg.data.batch_size, cfg.data.seq_len, cfg.model.d_model)] * cfg.model.num_layers
     # float32: XLA fuses operations, which rounds otherwise.
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=2e-6)
+
+
+def test_a_mesh_is_refused():
+    cfg = meshes.config("gpt2", {"data": 2})
+    cfg = dataclasses.replace(cfg, debug=DebugConfig(eager=True))
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:2]))
+    with pytest.raises(ConfigError, match=r"one device, but the mesh has 2\. Set mesh\.data=1"):
+        train.make_step(cfg, ctx, abstract_state(cfg, ctx))
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ mistakes(
 
 mistakes(
     "debug", "debug/eager.py", "debug/test_eager.py",
-    ("if any(map(_is_abstract", "if not any(map(_is_abstract"),
+    ("if any(map(_is_tracer", "if not any(map(_is_tracer"),
 )  # fmt: skip
 
 mistakes(
