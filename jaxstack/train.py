@@ -140,7 +140,7 @@ def make_step(cfg: Config, ctx: "Context", abstract: "TrainState") -> Callable[.
     if cfg.debug.eager:
         if ctx.mesh is not None and ctx.mesh.size > 1:
             raise ConfigError(
-                f"debug.eager=true runs on one device, but the mesh has {ctx.mesh.size}. Set mesh.data=1 and no other axis."
+                f"debug.eager=true runs on one device, but the mesh has {ctx.mesh.size}. Set mesh.data=1 alone."
             )
         from jaxstack.debug.eager import make_eager_step
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

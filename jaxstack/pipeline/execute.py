@@ -80,8 +80,7 @@ def execute(
     run = _Run(program, fns, axis, shared, microbatches, parts, stage=lax.axis_index(axis))
     state, rows = run.initial_state(), tick_rows(program)
     if not program.static:
-        with jax.named_scope(TICKS):
-            sums = lax.scan(run.tick, state, rows)[0].sums
+        sums = jax.named_scope(TICKS)(lax.scan)(run.tick, state, rows)[0].sums
     else:
         start = 0
         for phase in program.phases:
