@@ -103,4 +103,4 @@ parser.run("train.py", ["train", *sys.argv[1:]])
     assert "x  float32 4x16x16: " in out
     assert "scale  float32 16: 1 to 1, RMS 1" in out
     assert "NameError: name 'no_name' is not defined" in out
-    assert "(4, 16, 16)" in out
+    assert "(4, 16, 2, 8)" in out  # the queries of the first layer
