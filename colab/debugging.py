@@ -29,6 +29,7 @@ import numpy as np
 
 from jaxstack.config import Config, DataConfig, ModelConfig
 from jaxstack.debug import replay, search
+from jaxstack.debug.statistics import statistics
 from jaxstack.models import decoder, layers, params
 from jaxstack.models.context import Context
 from jaxstack.training.gradients import make_gradients
@@ -86,9 +87,9 @@ print("\n".join(replay.describe(cfg, found)))
 # The finding has the arrays themselves. So you can look at every input, and repeat the operation.
 
 # %%
-print(found.equation.primitive.name, [search.statistics(value) for value in found.inputs])
+print(found.equation.primitive.name, [statistics(value) for value in found.inputs])
 again = search.run(found.equation, found.inputs)
-print("again:", search.statistics(again[0]))
+print("again:", statistics(again[0]))
 
 # %% [markdown]
 # ## The repair
@@ -112,4 +113,10 @@ print("found:", replay.explain(cfg, ctx, values, batch))
 layers.mlp = right
 
 # %% [markdown]
+# ## To stop within a layer
+#
+# A compiled step cannot be stopped. With `--debug.eager=true`, a run computes each step operation by operation. Put `breakpoint()` into
+# a function of `jaxstack/models/layers.py`: Python's debugger stops there, and sees arrays. Its command `show x` prints the values with
+# their statistics.
+#
 # Next: [debugging](https://github.com/jaxstack/jaxstack/blob/main/docs/debugging.md) of runs, and how the search works.

@@ -3,7 +3,7 @@
 JAX is imported inside functions: it must start after `platform.configure`, and help and errors must not wait for it.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,10 @@ from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
 if TYPE_CHECKING:
+    from jaxstack.models.context import Context
     from jaxstack.tracking.step_log import LoopState
     from jaxstack.training.run import Run
+    from jaxstack.training.state import TrainState
 
 
 def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool = False) -> None:
@@ -130,6 +132,25 @@ def log_step(cfg: Config, run: "Run", loop: "LoopState", metrics: dict[str, Any]
     return spike
 
 
+def make_step(cfg: Config, ctx: "Context", abstract: "TrainState") -> Callable[..., Any]:
+    """Returns the training step: compiled, or with `debug.eager` operation by operation.
+
+    Raises:
+      ConfigError: `debug.eager` with several devices.
+    """
+    if cfg.debug.eager:
+        if ctx.mesh is not None and ctx.mesh.size > 1:
+            raise ConfigError(
+                f"debug.eager=true runs on one device, but the mesh has {ctx.mesh.size}. Set mesh.data=1 alone."
+            )
+        from jaxstack.debug.eager import make_eager_step
+
+        return make_eager_step(cfg, ctx, abstract)
+    from jaxstack.training.step import jit_train_step
+
+    return jit_train_step(cfg, ctx, abstract)
+
+
 def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     """Trains until `train.steps` steps are done. Prints `changes`: the values that differ from an earlier start."""
     import jax
@@ -142,7 +163,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     from jaxstack.training import teacher
     from jaxstack.training.run import Run
     from jaxstack.training.state import abstract_state, evaluated_params
-    from jaxstack.training.step import jit_train_step, make_eval_step
+    from jaxstack.training.step import make_eval_step
 
     # ---- devices and compiled steps
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
@@ -150,7 +171,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     abstract = abstract_state(cfg, ctx)  # shapes, dtypes and shardings, no arrays
     warning = memory.check(cfg, ctx, abstract)  # before minutes of compiling
     resolved, split = estimate.resolve_split(cfg, ctx)
-    steps = jit_train_step(resolved, ctx, abstract), jax.jit(make_eval_step(cfg, ctx))  # of (state or params, batch)
+    steps = make_step(resolved, ctx, abstract), jax.jit(make_eval_step(cfg, ctx))  # of (state or params, batch)
     loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so there is nothing to save
     teach = teacher.open_teacher(cfg, dataset.tokenizer, mesh)
 

@@ -24,12 +24,12 @@ FLOORS = {
     "generate": 8,
     "planner": 8,
     "compress": 9,
-    "debug": 8,
+    "debug": 9,
     "report": 8,
     "serve": 9,
-    "train": 9,
-    "cli": 10,
-    "__main__": 11,
+    "train": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 
 JAX_FREE = (

@@ -1,7 +1,7 @@
 """Finds the operation that made the loss or a gradient of a step NaN or infinite, and its place in the code.
 
-The step is run again on one device. The state before it is that of the newest checkpoint, from which
-the steps in between are repeated.
+The step is run again on the mesh of the run, whose devices a CPU may simulate. The state before it is that of the
+newest checkpoint, from which the steps in between are repeated.
 """
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from jaxstack.config import Config, ConfigError, MeshConfig, parse
+from jaxstack.config import Config, ConfigError, parse
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.parse import Parser, user_path
 from jaxstack.runtime import platform
@@ -39,7 +39,7 @@ def main(args: Namespace) -> None:
         raise ConfigError(f"{folder} exists, with what was found before. Remove it, or name another step.")
     if step > cfg.train.steps:
         raise ConfigError(f"--step={step} is past the last one, train.steps={cfg.train.steps}. Give an earlier one.")
-    platform.configure(MeshConfig(data=1), cfg.microbatch_size)
+    platform.configure(cfg.mesh, cfg.microbatch_size)
 
     from jaxstack.debug import replay
 

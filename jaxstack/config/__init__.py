@@ -15,6 +15,7 @@ from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfi
 from jaxstack.config.run import SEARCHED_KEYS, Config, flat, resolve, with_values
 from jaxstack.config.training import (
     CheckpointConfig,
+    DebugConfig,
     OptimConfig,
     ProfileConfig,
     RunConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "DebugConfig",
     "DenoiserConfig",
     "DistributedConfig",
     "KernelsConfig",

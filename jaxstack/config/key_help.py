@@ -29,6 +29,7 @@ COMMON: dict[str, tuple[str, ...]] = {
     "checkpoint": ("every", "keep"),
     "sample": ("prompts", "tokens", "temperature", "top_p"),
     "profile": (),
+    "debug": (),
 }
 """The most used keys of each group, which the short help shows."""
 

@@ -19,6 +19,7 @@ from jaxstack.config.sentences import check_sentences
 from jaxstack.config.seq2seq import check_seq2seq
 from jaxstack.config.training import (
     CheckpointConfig,
+    DebugConfig,
     OptimConfig,
     ProfileConfig,
     RunConfig,
@@ -54,6 +55,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
         _check_steps(self)

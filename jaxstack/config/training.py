@@ -273,3 +273,13 @@ def check_qat(cfg: "Config") -> None:
         name != "fp8" or group is None,
         f"train.qat=fp8 has one scale for each output, but train.qat_group={group}. Use train.qat_group=null.",
     )
+@dataclass(frozen=True)
+class DebugConfig:
+    """How values within a step can be seen. See docs/debugging.md."""
+
+    eager: bool = False
+    """Run every step operation by operation, so that `breakpoint()` in the model's code stops and sees arrays. It is
+    for small models: a step takes seconds."""
+
+    def __post_init__(self) -> None:
+        check_bounds("debug", self)

@@ -218,6 +218,8 @@ def remat(ctx: Context, f: Function, in_loop: bool = True) -> Function:
     """
     if ctx.remat == "none" and not ctx.gathers_params:
         return f
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # `jax.checkpoint` would trace what runs eagerly
+        return f
     return jax.checkpoint(f, policy=REMAT_POLICIES[ctx.remat], prevent_cse=not in_loop)  # type: ignore[return-value]
 
 

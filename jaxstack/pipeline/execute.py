@@ -25,6 +25,7 @@ from jax import lax
 from jaxstack.common.tree import PyTree
 from jaxstack.pipeline.functions import PipelineFns, Sums
 from jaxstack.pipeline.operations import (
+    TICKS,
     add_at,
     add_trees,
     add_where,
@@ -79,7 +80,7 @@ def execute(
     run = _Run(program, fns, axis, shared, microbatches, parts, stage=lax.axis_index(axis))
     state, rows = run.initial_state(), tick_rows(program)
     if not program.static:
-        sums = lax.scan(run.tick, state, rows)[0].sums
+        sums = jax.named_scope(TICKS)(lax.scan)(run.tick, state, rows)[0].sums
     else:
         start = 0
         for phase in program.phases:

@@ -14,10 +14,13 @@ from jaxstack.sharding.collectives import varies_along, varying
 
 Carry = TypeVar("Carry")
 
+LOOP, TICKS = "pipeline_", "ticks"
+"""How the scopes of loops in a tick begin, and the scope of the loop over ticks."""
+
 
 def fori_loop(name: str, trips: jax.Array | int, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
     """Runs `lax.fori_loop` in the named scope that `Program.trip_counts` has the trip count of."""
-    with jax.named_scope(f"pipeline_{name}"):
+    with jax.named_scope(LOOP + name):
         if not isinstance(trips, int) or trips > 1:
             return lax.fori_loop(0, trips, body, carry)
         # XLA would inline a loop of one turn. Without barriers it then fuses updates of the carry with later reads, and

@@ -29,15 +29,16 @@ class Console:
     In a pipe or log file, one plain line replaces the spinner, and ten replace the bar.
     """
 
-    def __init__(self, steps: int, shown: bool = True) -> None:
+    def __init__(self, steps: int, shown: bool = True, live: bool = True) -> None:
         """Prepares the console; `start_spinner` and `start` show something live.
 
         Args:
           steps: of the whole run.
           shown: whether anything is printed. Only process 0 prints.
+          live: whether lines that change may be shown, which a debugger would disturb.
         """
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=not shown)
-        self._live = self._rich.is_interactive and shown  # a dumb terminal cannot erase a line
+        self._live = self._rich.is_interactive and shown and live  # a dumb terminal cannot erase a line
         self._steps, self._every = steps, max(steps // 10, 1)
         self._speed = ""
         self._spinner = self._live_line(SpinnerColumn(), TextColumn("{task.description}: {task.elapsed:.0f} s"))

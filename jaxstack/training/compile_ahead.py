@@ -25,7 +25,7 @@ Program: TypeAlias = "Future[jax.stages.Compiled]"
 class CompileAhead:
     """A thread that compiles one program for each length of rows, in the order in which batches need them.
 
-    With rows of one length it does nothing, and the first step compiles its program. Leaving the context cancels what
+    With rows of one length or eager steps it does nothing, and the first step compiles its program. Leaving the context cancels what
     the thread has not begun.
     """
 
@@ -61,7 +61,7 @@ class CompileAhead:
           lengths: those that will be needed, in the order of first use. Others are compiled when they are needed.
           teach: what adds arrays to the batches before the step. `None` means that nothing does.
         """
-        if len(self._data.lengths) == 1:
+        if len(self._data.lengths) == 1 or self._cfg.debug.eager:
             return step
         programs: dict[int, Program] = {}
 

@@ -95,10 +95,11 @@ class Run:
         self._is_first = jax.process_index() == 0
         self._log = JsonLines(None)
         self._sinks = Sinks()
-        self._watchdog = Watchdog(cfg.distributed.lost_s, cfg.train.stalled_s)
+        # A user may look at values for hours.
+        self._watchdog = Watchdog(cfg.distributed.lost_s, math.inf if cfg.debug.eager else cfg.train.stalled_s)
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
         self.ahead = CompileAhead(cfg, ctx)
-        self.console = Console(cfg.train.steps, shown=self._is_first)
+        self.console = Console(cfg.train.steps, shown=self._is_first, live=not cfg.debug.eager)
         self.goodput = GoodputRecorder()
         self.throughput = ThroughputMeter(cfg, list(self._mesh.devices.flat))
         self.profiler = Profiler(cfg.profile, self._directory, self.console.print, self.goodput, self.throughput)

@@ -105,11 +105,39 @@ mistakes(
 mistakes(
     "debug", "debug/search.py", "debug/test_search.py",
     ("waiting += nans or inputs", "waiting += []"),
-    ("elif not nans and (_has_nan(self.value(variable)) or", "elif not nans and ("),
-    ("reversed(order) if p[\"reverse\"] else order", "order"),
+    ("elif not nans and (self.is_bad(variable, nan=True) or", "elif not nans and ("),
+    ("devices if devices.mesh is None else devices.only(taken == number)", "devices"),
 )  # fmt: skip
 
 mistakes(
-    "debug", "debug/replay.py", "debug/test_search.py",
-    ("number = loop.step * size + inner", "number = loop.step * size", "debug/test_search.py -m '' -k unit"),
+    "debug", "debug/levels.py", "debug/test_search.py",
+    ('*(reversed(order) if p["reverse"] else order)', "*order"),
+    ("[devices.choose(runs, v, new, old) for v, new, old in arrays]", "results"),
+    ("if kind:", "if not kind:", "debug/test_faults_on_meshes.py -m '' -k idle"),
+)  # fmt: skip
+
+mistakes(
+    "debug", "debug/devices.py", "debug/test_search.py",
+    ("self.active & chosen", "chosen", "debug/test_faults_on_meshes.py -m '' -k idle"),
+    ("if axis not in self.split(variable))).ravel()", "if axis in self.split(variable))).ravel()"),
+)  # fmt: skip
+
+mistakes(
+    "debug", "debug/rules.py", "debug/test_search.py",
+    ("(*frames, *_calls[int(rule[-1])]) if", "frames if"),
+)  # fmt: skip
+
+mistakes(
+    "debug", "debug/guide.py", "debug/test_faults_on_meshes.py -m '' -k idle",
+    ("return ~units.active_TP[tick]", "return units.active_TP[tick]"),
+)  # fmt: skip
+
+mistakes(
+    "debug", "debug/eager.py", "debug/test_eager.py",
+    ("if any(map(_is_tracer", "if not any(map(_is_tracer"),
+)  # fmt: skip
+
+mistakes(
+    "debug", "debug/describe.py", "debug/test_search.py",
+    ("number = group * size + inner", "number = group * size", "debug/test_search.py -m '' -k unit"),
 )  # fmt: skip

@@ -1,0 +1,244 @@
+"""Programs whose every value is computed, and loops whose steps are run one after the other.
+
+Devices along the axis of a guide may compute for nothing, such as the stages of a pipeline that have no unit in a tick.
+What they make is discarded later. Here it is discarded at once, so that the search is not led astray by it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.sharding import PartitionSpec
+
+from jaxstack.debug.devices import Devices, Function, Values, alone, communicates
+from jaxstack.debug.statistics import Statistics, flags, is_float
+from jaxstack.debug.way import Loop, Seen, Way
+
+Key = TypeVar("Key")
+Step = tuple[Way, Values, list[int]]
+"""A step of a loop: the way into it, what it reads, and which results are bad for the first time."""
+
+
+def flags_of(devices: Devices, values: Mapping[Key, Any]) -> dict[Key, np.ndarray]:
+    """Returns for each entry of each value whether it is not finite, and whether it is NaN, [2, entries]."""
+    return {key: np.asarray(flags(with_entries(devices, value))) for key, value in values.items()}
+
+
+def with_entries(devices: Devices, value: Any) -> Any:
+    """Returns a value with a leading dimension of entries, which whole arrays do not have."""
+    return jnp.asarray(value)[None] if devices.mesh is None else value
+
+
+class Program:
+    """A program that runs on all devices.
+
+    Attributes:
+      made: the variables whose values it returns: all that its equations compute, or its results alone.
+    """
+
+    def __init__(self, jaxpr: Any, way: Way, results: bool = False) -> None:
+        """Prepares a program, which is compiled when it is called first.
+
+        Args:
+          jaxpr: the program.
+          way: to it.
+          results: whether only the results are wanted.
+        """
+        self.made = [*jaxpr.outvars] if results else [v for equation in jaxpr.eqns for v in equation.outvars]
+        self._jaxpr, self._devices, self._guide = jaxpr, way.devices, way.guide
+        self._kinds = [way.guide.idle_kind(way.scopes, way.scopes_of(equation)) for equation in jaxpr.eqns]
+        if way.guide.axis not in way.devices.axes:
+            self._kinds = [""] * len(jaxpr.eqns)
+        self._names = sorted({*self._kinds} - {""})
+
+    def __call__(self, loops: Sequence[Loop], values: Values) -> Values:
+        """Runs it in these steps of loops, on the values of its constants and inputs."""
+        return [*self._compiled(*(jnp.asarray(self._guide.idle(name, loops)) for name in self._names), *values)]
+
+    @cached_property
+    def _compiled(self) -> Function:
+        given = [*self._jaxpr.constvars, *self._jaxpr.invars]
+        masks = [PartitionSpec(self._guide.axis)] * len(self._names)
+        devices = self._devices
+        return devices.compile(self._evaluate, [*masks, *devices.specs(given)], devices.specs(self.made))
+
+    def _evaluate(self, *values: Any) -> Values:
+        masks = dict(zip(self._names, values, strict=False))
+        given = [*self._jaxpr.constvars, *self._jaxpr.invars]
+        env = dict(zip(given, values[len(masks) :], strict=True))
+
+        def read(variable: Any) -> Any:
+            return jnp.asarray(variable.val) if isinstance(variable, core.Literal) else env[variable]
+
+        for equation, kind in zip(self._jaxpr.eqns, self._kinds, strict=True):
+            inputs = [read(v) for v in equation.invars]
+            function, _, own = alone(equation, inputs)
+            outputs = function(*own)
+            if kind:
+                outputs = [self._discard(masks[kind], equation, inputs, i, y) for i, y in enumerate(outputs)]
+            env.update(zip(equation.outvars, outputs, strict=True))
+        return [read(v) for v in self.made]
+
+    def _discard(self, idle: jax.Array, equation: Any, inputs: Values, index: int, made: jax.Array) -> jax.Array:
+        """Returns a result, in which an idle device has no bad value that it made of finite ones."""
+        if not is_float(made) or self._guide.axis not in self._devices.split(equation.outvars[index]):
+            return made  # what is equal on all stages is used
+        wrong, old = idle & ~jnp.isfinite(made), _updated(equation, index)
+        if old is not None:
+            return jnp.where(wrong & jnp.isfinite(inputs[old]), inputs[old], made)
+        if not communicates(equation):
+            for x in inputs:
+                wrong &= jnp.isfinite(x).all() if is_float(x) else True
+        return jnp.where(wrong, 0, made).astype(made.dtype)
+
+
+def _updated(equation: Any, index: int) -> int | None:
+    """Returns the index of the input of which a result is a later state, or `None`."""
+    name, p = equation.primitive.name, equation.params
+    if name == "while":
+        return p["cond_nconsts"] + p["body_nconsts"] + index
+    if name == "scan":
+        constant, carried = scan_sizes(p)
+        return constant + index if index < carried else None
+    return 0 if name == "dynamic_update_slice" else None
+
+
+class _Steps:
+    """The steps of a loop, which run one after the other.
+
+    Attributes:
+      body: the program of a step. The first of its results are carried to the next step.
+      seen: what they read of the carried arrays that the guide watches, in the order in which they ran.
+    """
+
+    body: Any
+
+    def __init__(self, equation: Any, way: Way) -> None:
+        self._equation, self._way = equation, way
+        self.seen: tuple[Seen, ...] = ()
+
+    def loop(self, step: int, length: int | None = None, reverse: bool = False) -> Loop:
+        """Returns a step of this loop."""
+        way, equation = self._way, self._equation
+        return Loop(way.frames_of(equation), step, length, reverse, way.scopes_of(equation))
+
+    def _program(self, jaxpr: Any) -> Program:
+        return Program(jaxpr, replace(self._way, scopes=self._way.scopes_of(self._equation)), results=True)
+
+    def _watch(self, loop: Loop, carry: Values) -> None:
+        devices = self._way.devices
+        for k in self._way.guide.watched(loop, carry):
+            value = with_entries(devices, carry[k])
+            entries = devices.spread(self.body.jaxpr.outvars[k], np.arange(len(value)))
+            self.seen += (Seen(loop.step, k, Statistics.of(value), entries),)
+
+    def _bad(self, variables: Sequence[Any], values: Values, devices: Devices) -> list[bool]:
+        found = flags_of(devices, dict(enumerate(values))).values()
+        return [bool((bad[0] & devices.counted(v)).any()) for v, bad in zip(variables, found, strict=True)]
+
+    def _into(self, loop: Loop, devices: Devices | None = None) -> Way:
+        return self._way.into(self._equation, replace(loop, seen=self.seen), devices)
+
+
+class Scan(_Steps):
+    """The steps of a `lax.scan`."""
+
+    def __init__(self, equation: Any, inputs: Values, way: Way) -> None:
+        """Prepares the loop of an equation with its inputs."""
+        super().__init__(equation, way)
+        p = equation.params
+        self.body = p["jaxpr"]
+        constant, self._carried = scan_sizes(p)
+        self._consts, self._carry = inputs[:constant], inputs[constant : constant + self._carried]
+        self._arrays = inputs[constant + self._carried :]
+        order = range(p["length"])
+        self._left = [*(reversed(order) if p["reverse"] else order)]
+        self._step = self._program(self.body.jaxpr)
+
+    def at(self, step: int) -> Loop:
+        """Returns a step of this loop."""
+        p = self._equation.params
+        return self.loop(step, p["length"], p["reverse"])
+
+    def _run(self) -> tuple[Loop, Values, Values]:
+        i, devices = self._left.pop(0), self._way.devices
+        loop = self.at(i)
+        self._watch(loop, self._carry)
+        given = [*self._consts, *self._carry, *_entry_of(self._arrays, i, axis=0 if devices.mesh is None else 1)]
+        values = [*map(devices.constant, self.body.consts), *given]
+        return loop, given, self._step((*self._way.loops, loop), values)
+
+    def steps(self, bad: Sequence[int]) -> Iterator[Step]:
+        """Runs the steps; yields those in which a carried value, or a bad result, is not finite any more."""
+        devices, variables = self._way.devices, self.body.jaxpr.outvars
+        before = self._bad(variables[: self._carried], self._carry, devices)
+        while self._left:
+            loop, given, results = self._run()
+            now = self._bad(variables, results, devices)
+            new = [k for k in range(self._carried) if now[k] and not before[k]]
+            new += [k for k in bad if k >= self._carried and now[k]]
+            self._carry, before = results[: self._carried], now[: self._carried]
+            if new:
+                yield self._into(loop), given, new
+
+    def finish(self) -> tuple[Seen, ...]:
+        """Runs the steps that are left, and returns what all of them have read."""
+        while self._left:
+            self._carry = self._run()[2][: self._carried]
+        return self.seen
+
+
+@partial(jax.jit, static_argnames="axis")
+def _entry_of(arrays: Values, index: int, axis: int) -> Values:
+    """Returns what a step reads of arrays."""
+    return [jax.lax.dynamic_index_in_dim(a, index, axis, keepdims=False) for a in arrays]
+
+
+def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how many inputs of a scan are constants, and how many are carried. JAX 0.11 has other parameters."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constant, carried, _ = (len([*part.vals]) for part in params["ft_in"].unpack())
+    return constant, carried
+
+
+class While(_Steps):
+    """The turns of a `lax.while_loop`. On a mesh, each device may have another number of them."""
+
+    def __init__(self, equation: Any, inputs: Values, way: Way) -> None:
+        """Prepares the loop of an equation with its inputs."""
+        super().__init__(equation, way)
+        p, devices = equation.params, way.devices
+        self._test, self.body = p["cond_jaxpr"], p["body_jaxpr"]
+        first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+        self._of_test = [*map(devices.constant, self._test.consts), *inputs[:first]]
+        self._of_body, self._carry = inputs[first:second], inputs[second:]
+
+    def steps(self, bad: Sequence[int]) -> Iterator[Step]:
+        """Runs the turns; yields those in which one of the bad results is not finite any more."""
+        devices, variables = self._way.devices, self.body.jaxpr.outvars
+        test, body = self._program(self._test.jaxpr), self._program(self.body.jaxpr)
+        consts = [*map(devices.constant, self.body.consts)]
+        before, turn = self._bad(variables, self._carry, devices), 0
+        while True:
+            loop = self.loop(turn)
+            loops = (*self._way.loops, loop)
+            (answer,) = test(loops, [*self._of_test, *self._carry])
+            runs = devices.spread(self._test.jaxpr.outvars[0], np.asarray(answer))
+            if not (runs if devices.active is None else runs & devices.active).any():
+                return
+            self._watch(loop, self._carry)
+            given = [*self._of_body, *self._carry]
+            results = body(loops, [*consts, *given])
+            arrays = zip(variables, results, self._carry, strict=True)
+            self._carry = [devices.choose(runs, v, new, old) for v, new, old in arrays]
+            now = self._bad(variables, self._carry, devices)
+            new = [k for k in bad if now[k] and not before[k]]
+            before, turn = now, turn + 1
+            if new:
+                yield self._into(loop, None if runs.all() else devices.only(runs)), given, new
