@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from jaxstack.config.bounds import require
+from jaxstack.config.parallel import sequence_parts
 
 if TYPE_CHECKING:
     from jaxstack.config.data import DataConfig
@@ -15,12 +16,8 @@ if TYPE_CHECKING:
 _SHOWN = 5  # lengths in an error message
 
 
-def check_buckets(cfg: "Config", parts: int) -> None:
+def check_buckets(cfg: "Config") -> None:
     """Checks that the lengths of `data.buckets` ascend, and that data, model and mesh allow them.
-
-    Args:
-      cfg: the run.
-      parts: number of equal parts that a row must have.
 
     Raises:
       ConfigError: they do not.
@@ -46,7 +43,7 @@ def check_buckets(cfg: "Config", parts: int) -> None:
         f"--data.seq_len={lengths[-1]}, or change the last bucket.",
     )
     stages = cfg.pipeline.microbatches if cfg.mesh.known_sizes["pipe"] > 1 else None
-    require_lengths(cfg, cfg.mesh, stages or 1, parts)
+    require_lengths(cfg, cfg.mesh, stages or 1)
 
 
 def with_buckets(cfg: "Config", lengths: tuple[int, ...]) -> "Config":
@@ -79,19 +76,18 @@ def _check_documents(cfg: "Config") -> None:
     )
 
 
-def require_lengths(cfg: "Config", mesh: "MeshConfig", microbatches: int, parts: int) -> None:
+def require_lengths(cfg: "Config", mesh: "MeshConfig", microbatches: int) -> None:
     """Checks that a mesh divides the batches of all buckets.
 
     Args:
       cfg: the run.
       mesh: the sizes of its axes; an open one counts as 1.
       microbatches: of a pipeline.
-      parts: number of equal parts that a row must have.
 
     Raises:
       ConfigError: it does not divide the rows or the length of one. The message has lengths that work.
     """
-    data, sizes = cfg.data, mesh.known_sizes
+    data, sizes, parts = cfg.data, mesh.known_sizes, sequence_parts(mesh)
     if data.buckets in ("auto", ()):
         return
     rows = cfg.train.grad_accum * microbatches * math.prod(sizes[axis] for axis in ("data", "fsdp", "expert"))

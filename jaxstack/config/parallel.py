@@ -195,3 +195,12 @@ class KernelsConfig:
     decode_weights: Literal["float", "int8"] = "float"
     """Copies of weights that `decode=unrolled` reads for each new token on one device. `int8` has the matrices of
     layers as codes with a scale for each output, a quarter of the bytes. Experts keep their values."""
+
+
+def sequence_parts(mesh: MeshConfig) -> int:
+    """Returns the number of equal parts that a sequence must have; an open axis counts as 1.
+
+    A context shard has an early and a late chunk, so that all shards do the same work under the causal mask.
+    """
+    split = max(mesh.tensor, 1) if mesh.sequence_parallel else 1
+    return split if mesh.context in (1, -1) else mesh.context * math.lcm(split, 2)

@@ -13,7 +13,7 @@ from jaxstack.config.data import DataConfig
 from jaxstack.config.diffusion import check_diffusion
 from jaxstack.config.distill import DistillConfig, check_distill
 from jaxstack.config.model import ModelConfig
-from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
+from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig, sequence_parts
 from jaxstack.config.pictures import with_image
 from jaxstack.config.sentences import check_sentences
 from jaxstack.config.seq2seq import check_seq2seq
@@ -25,6 +25,7 @@ from jaxstack.config.training import (
     RunConfig,
     SampleConfig,
     TrainConfig,
+    check_keep_zeros,
     check_qat,
 )
 
@@ -76,7 +77,8 @@ class Config:
         check_sentences(self)
         check_distill(self)
         check_qat(self)
-        check_buckets(self, sequence_parts(self.mesh))
+        check_keep_zeros(self)
+        check_buckets(self)
 
     @property
     def has_segments(self) -> bool:
@@ -163,15 +165,6 @@ def _check_schedule(cfg: Config) -> None:
         f"pipeline.schedule=zb_h1 lets them do different work. Use mesh.context_method=all_gather, or "
         f"pipeline.schedule=zb1.",
     )
-
-
-def sequence_parts(mesh: MeshConfig) -> int:
-    """Returns the number of equal parts that a sequence must have; an open axis counts as 1.
-
-    A context shard has an early and a late chunk, so that all shards do the same work under the causal mask.
-    """
-    split = max(mesh.tensor, 1) if mesh.sequence_parallel else 1
-    return split if mesh.context in (1, -1) else mesh.context * math.lcm(split, 2)
 
 
 def _check_mesh_sequence(cfg: Config) -> None:
@@ -300,16 +293,6 @@ def _check_adapters(cfg: Config) -> None:
         not cfg.model.lora.rank or cfg.run.init_from is not None,
         f"model.lora.rank={cfg.model.lora.rank} trains adapters of an existing model, but run.init_from is not set. "
         f"Name a run or a Hugging Face folder, or use model.lora.rank=0 to train all parameters.",
-    )
-    require(
-        not cfg.optim.keep_zeros or cfg.run.init_from is not None,
-        "optim.keep_zeros=true keeps the zeros of an existing model, but run.init_from is not set. Name a run of "
-        "`jaxstack compress prune`, or use optim.keep_zeros=false.",
-    )
-    require(
-        not (cfg.optim.keep_zeros and cfg.model.lora.rank),
-        f"optim.keep_zeros=true would keep new adapters at zero, but model.lora.rank={cfg.model.lora.rank}. Use "
-        f"optim.keep_zeros=false: frozen matrices keep their zeros.",
     )
     require(
         cfg.run.init_adapter is None or cfg.model.lora.rank > 0,

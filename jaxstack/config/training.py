@@ -273,6 +273,26 @@ def check_qat(cfg: "Config") -> None:
         name != "fp8" or group is None,
         f"train.qat=fp8 has one scale for each output, but train.qat_group={group}. Use train.qat_group=null.",
     )
+
+
+def check_keep_zeros(cfg: "Config") -> None:
+    """Checks that there are zeros to keep.
+
+    Raises:
+      ConfigError: nothing is read that could have them, or only adapters are trained.
+    """
+    require(
+        not cfg.optim.keep_zeros or cfg.run.init_from is not None,
+        "optim.keep_zeros=true keeps the zeros of an existing model, but run.init_from is not set. Name a run of "
+        "`jaxstack compress prune`, or use optim.keep_zeros=false.",
+    )
+    require(
+        not (cfg.optim.keep_zeros and cfg.model.lora.rank),
+        f"optim.keep_zeros=true would keep new adapters at zero, but model.lora.rank={cfg.model.lora.rank}. Use "
+        f"optim.keep_zeros=false: frozen matrices keep their zeros.",
+    )
+
+
 @dataclass(frozen=True)
 class DebugConfig:
     """How values within a step can be seen. See docs/debugging.md."""

@@ -1,9 +1,8 @@
 """Execution context: mesh, sharding rules, pipeline, kernel choice, dtypes, remat policy and collectives.
 
 A model is written as the work of one device on its shards of the arrays. `Context.local` wraps such a function in
-`jax.shard_map`, once, at the outermost level. Inside, the model communicates through methods that take names of logical
-axes, such as `gather_activations(x, over="heads")`; the sharding rules translate them to mesh axes. These methods do
-nothing where an axis is not split, so the same code runs on one device.
+`jax.shard_map`, once, at the outermost level. Inside, the model communicates through methods that take logical axes;
+the sharding rules translate these to mesh axes. The methods do nothing where an axis is not split.
 """
 
 import math
@@ -20,7 +19,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, MeshConfig
 from jaxstack.config.buckets import require_lengths
-from jaxstack.config.run import sequence_parts
 from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.kernels.int8_weight import Int8Weight
@@ -98,8 +96,7 @@ class Context:
     def create(cls, cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None) -> "Context":
         """Builds the context of a run on a mesh.
 
-        Kernels are those of the configuration, or fit the platform of the mesh. On an abstract mesh without a platform
-        every op has its default implementation.
+        Kernels are those of the configuration, or fit the platform. Without one, every op has its default.
 
         Args:
           cfg: the run, resolved.
@@ -128,8 +125,7 @@ class Context:
             decode_weights=cfg.kernels.decode_weights,
         )
         microbatches = 1 if context.pipeline is None else context.pipeline.schedule.microbatches
-        sized = replace(cfg.mesh, **mesh.shape)
-        require_lengths(cfg, sized, microbatches, sequence_parts(sized))
+        require_lengths(cfg, replace(cfg.mesh, **mesh.shape), microbatches)
         if platform is None:
             return context
         model = cfg.model

@@ -42,13 +42,12 @@ from jaxstack.pipeline.operations import (
     write_at,
     zeros,
 )
-from jaxstack.pipeline.parts import Carrier, Part, State, parts_of
+from jaxstack.pipeline.parts import Carrier, Part, State, empty_sums, parts_of
 from jaxstack.pipeline.phases import Phase, Turns
 from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
 from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.pipeline.split_vjp import Pairs
 from jaxstack.pipeline.tick_rows import TickRow, UnitRow, tick_rows, ticks_from
-from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
 
 
@@ -177,15 +176,8 @@ class _Run:
                 self.shared, broadcast(output, self.stage, self.last_stage, self.axis), self.inputs_of(jnp.int32(0))
             )
         )
-        gradients = partial(jax.tree.map, lambda a: collectives.zeros(a.shape, jnp.float32, a))
-        with jax.named_scope("gradient_sums"):
-            sums = Sums(
-                loss=jax.tree.map(zeros, loss),
-                penalty=zeros(penalties[0], axes),
-                aux=tuple(auxes),
-                shared=gradients(self.shared),
-                stacked=tuple(gradients(part.stacked) for part in self.parts),
-            )
+        stacked = tuple(part.stacked for part in self.parts)
+        sums = empty_sums(jax.tree.map(zeros, loss), zeros(penalties[0], axes), auxes, self.shared, stacked)
         outputs = None
         if not self.program.loss_follows_forward:
             with jax.named_scope("between_stages"):

@@ -1,7 +1,7 @@
 """The stacks of layers that an executor runs, and the arrays that stages send for all of them."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -136,3 +136,20 @@ class State:
     outputs: PyTree
     pairs: list[Pairs]
     sums: Sums
+
+
+def empty_sums(
+    loss: PyTree, penalty: jax.Array, aux: list[PyTree], shared: PyTree, stacked: tuple[PyTree, ...]
+) -> Sums:
+    """Returns sums to which nothing was added, with float32 gradients of zero.
+
+    Args:
+      loss: terms of the loss, as zeros.
+      penalty: the auxiliary losses, as zero.
+      aux: by stack, auxiliary values, as zeros.
+      shared: the shared parameters.
+      stacked: by stack, the parameters of its layers.
+    """
+    gradients = partial(jax.tree.map, lambda a: collectives.zeros(a.shape, jnp.float32, a))
+    with jax.named_scope("gradient_sums"):
+        return Sums(loss, penalty, tuple(aux), gradients(shared), tuple(gradients(group) for group in stacked))

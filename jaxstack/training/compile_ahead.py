@@ -25,8 +25,8 @@ Program: TypeAlias = "Future[jax.stages.Compiled]"
 class CompileAhead:
     """A thread that compiles one program for each length of rows, in the order in which batches need them.
 
-    With rows of one length or eager steps it does nothing, and the first step compiles its program. Leaving the context cancels what
-    the thread has not begun.
+    With rows of one length it does nothing, and the first step compiles its program; nor with eager steps. Leaving the
+    context cancels what the thread has not begun.
     """
 
     def __init__(self, cfg: Config, ctx: Context) -> None:

@@ -85,15 +85,17 @@ def _state_shapes(
     return jax.eval_shape(lambda: _first_state(spec, params.init(jax.random.key(0), spec), transform, window))
 
 
-def evaluated_params(cfg: Config, state: TrainState) -> PyTree:
-    """Returns the parameters that evaluation and samples use.
+def averaged_params(cfg: Config, state: TrainState) -> PyTree:
+    """Returns with `optim.ema` the averages of the parameters, else those of the step."""
+    if not isinstance(state.opt_state, AverageState):
+        return state.params
+    _, frozen = params.partition(family.spec(cfg.model), state.params)
+    return params.combine(state.opt_state.average, frozen)
 
-    With `optim.ema` they are the averages, else those of the step. With `train.qat` their matrices are rounded.
-    """
-    values = state.params
-    if isinstance(state.opt_state, AverageState):
-        _, frozen = params.partition(family.spec(cfg.model), state.params)
-        values = params.combine(state.opt_state.average, frozen)
+
+def evaluated_params(cfg: Config, state: TrainState) -> PyTree:
+    """Returns the parameters that evaluation and samples use: averaged, and with `train.qat` rounded."""
+    values = averaged_params(cfg, state)
     return round_arrays(cfg, values)
 
 
