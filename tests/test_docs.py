@@ -111,6 +111,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^train --kernels\.attention=chunked": "what the quickstart takes; tests/kernels/test_attention_kernels.py",
     r"^train --mesh.fsdp=2 --mesh.tensor=2 --mesh.data=1 --run.dir": "tests/test_meshes.py",
     r"^train.*--mesh.expert=2": "tests/test_meshes.py",
+    r"^train.*--train\.qat=": "a trained run; tests/training/test_qat.py",
 }
 STEPS = ["--train.steps=2", "--train.eval_every=2", "--train.eval_steps=1", "--checkpoint.every=2"]
 ALONE = ["--train.ngram_baseline=false", "--sample.prompts=[]", "--optim.name=sgd"]  # Muon compiles for longest
@@ -199,7 +200,7 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
     elif program in ("plan", "profile"):
         args = parser.read_arguments([program, *rest])
         if "cfg" in args:  # `plan fit` has runs instead
-            resolve(args.cfg, args.cfg.model.vocab_size or 256)
+            resolve(args.cfg, args.cfg.model.vocab_size or 256, (8, 8, 1))
     elif program == "help":
         with pytest.raises(SystemExit) as done:
             parser.execute(["help", *rest])

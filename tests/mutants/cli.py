@@ -24,6 +24,10 @@ mistakes(
 mistakes(
     "config", "config/run.py", CHECKS,
     ('shards = sizes["pipe"] * sizes["tensor"]', 'shards = sizes["tensor"]'),
+)  # fmt: skip
+
+mistakes(
+    "config", "config/parallel.py", CHECKS,
     ("mesh.context * math.lcm(split, 2)", "mesh.context * split"),
 )  # fmt: skip
 

@@ -42,11 +42,15 @@ mistakes(
     ("layer = trips - 1 - i", "layer = i"),
     ("penalty + jnp.where(counts, share, 0), aux", "penalty + share, aux", "pipeline/test_pipeline.py -k 'auxiliary'", {"survives": "no caller reads the sum of penalties, whose gradients are taken by themselves"}),
     (" send(dx, self.axis, -1)", " send(dx, self.axis, 1)"),
-    ("partial(jax.tree.map, lambda a: collectives.zeros(a.shape, jnp.float32, a))",
-     "partial(jax.tree.map, lambda a: collectives.zeros(a.shape, a.dtype, a))", "training/test_precision.py -k 'near and pipe'"),
     ("before = where(used, before, self.carrier.stream(dx, part.index - 1))", "", STACKS),
     ("entries = jax.tree.map(lambda s, a: write_at(s, a, slot), entries, before)", "", STACKS),
     ("output = where(unit.active, output, index_leading(outputs, unit.slot))", "pass", "pipeline/test_pipeline.py -m '' -k 'gives and t5 and gpipe'"),
+)  # fmt: skip
+
+mistakes(
+    "pipeline", "pipeline/parts.py", "training/test_precision.py -k 'near and pipe'",
+    ("partial(jax.tree.map, lambda a: collectives.zeros(a.shape, jnp.float32, a))",
+     "partial(jax.tree.map, lambda a: collectives.zeros(a.shape, a.dtype, a))"),
 )  # fmt: skip
 
 mistakes(
