@@ -460,6 +460,6 @@ def test_a_fault_on_a_mesh_is_found(name, monkeypatch):
 
 def test_the_table_is_as_large_as_the_documents_say():
     pipelines = {(*f.mesh.items(), f.how.get("schedule"), f.how.get("loops")) for f in FAULTS.values()}
-    text = f"a table of {len(FAULTS)} faults on {len(pipelines)} meshes and pipelines"
+    text = f"lists {len(FAULTS)} injected faults on {len(pipelines)} layouts of devices"
     assert text in (PACKAGE.parent / "docs" / "debugging.md").read_text()
     assert {axis for f in FAULTS.values() for axis in f.mesh} >= {*MeshConfig().sizes}

@@ -8,6 +8,7 @@ The line that must be found is the one that ends with a comment such as `# fault
 import dataclasses
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -365,5 +366,5 @@ def test_the_command_explains_the_first_skipped_step_and_its_operation_can_be_re
 
 
 def test_a_layer_behind_the_loop_over_layers_has_its_number():
-    found = search.Finding(None, (), (), (), "stack_layers/after_1_steps/layer_1_of_3")
-    assert replay.place(meshes.config("modernbert_cut", {}), found) == "layer 4 (5 of 5)"
+    found = SimpleNamespace(loops=(), scopes="stack_layers/after_1_steps/layer_1_of_3", device={})
+    assert describe.place(meshes.config("modernbert_cut", {}), found) == "layer 4 (5 of 5)"
