@@ -67,7 +67,7 @@ def quantize(
     how: Settings,
     finished: Callable[[int], QuantizedLayer | None] = lambda index: None,
 ) -> Iterator[QuantizedLayer]:
-    """Quantises one layer after the other.
+    """Yields one layer after the other, quantised.
 
     Args:
       walk: the model.
@@ -76,13 +76,36 @@ def quantize(
       how: the settings.
       finished: returns a layer that an earlier call has yielded, or `None`.
     """
+
+    def one(layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
+        return quantize_layer(walk, layer, statistics, how)
+
+    return each_layer(walk, values, batches, one, finished)
+
+
+def each_layer(
+    walk: Walk,
+    values: Params,
+    batches: Sequence[Batch],
+    compress: Callable[[Params, dict[str, Statistics]], QuantizedLayer],
+    finished: Callable[[int], QuantizedLayer | None],
+) -> Iterator[QuantizedLayer]:
+    """Yields the layers after their compression, each with the inputs that the layers before it then give.
+
+    Args:
+      walk: the model.
+      values: its parameters, on its mesh.
+      batches: calibration batches on the devices; without any, the statistics are empty.
+      compress: compresses a layer on the host, given the statistics of its inputs.
+      finished: returns a layer that an earlier call has yielded, or `None`.
+    """
     results: dict[int, QuantizedLayer] = {}  # `Walk.run` yields them in the same order
 
     def one(index: int, layer: Params, measure: Measure) -> Params:
         found = finished(index)
         if found is None:
             statistics = measure() if batches else {}
-            found = quantize_layer(walk, jax.device_get(layer), jax.device_get(statistics), how)
+            found = compress(jax.device_get(layer), jax.device_get(statistics))
         results[index] = found
         return found.params
 

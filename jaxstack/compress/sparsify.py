@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstack.common.tree import Batch, flatten, path_of
-from jaxstack.compress.calibrate import Measure, Statistics, Walk
-from jaxstack.compress.quantize import DAMPS, QuantizedLayer, as_rows, from_rows
+from jaxstack.compress.calibrate import Statistics, Walk
+from jaxstack.compress.quantize import DAMPS, QuantizedLayer, as_rows, each_layer, from_rows
 from jaxstack.compress.sparsity import Method, Pattern, magnitude, sparsegpt, wanda
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.models.context import Context
@@ -60,18 +60,11 @@ def sparsify(
       how: the settings.
       finished: returns a layer that an earlier call has yielded, or `None`.
     """
-    results: dict[int, QuantizedLayer] = {}  # `Walk.run` yields them in the same order
 
-    def one(index: int, layer: Params, measure: Measure) -> Params:
-        found = finished(index)
-        if found is None:
-            statistics = jax.device_get(measure()) if batches else {}
-            found = sparsify_layer(walk, jax.device_get(layer), statistics, how)
-        results[index] = found
-        return found.params
+    def one(layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
+        return sparsify_layer(walk, layer, statistics, how)
 
-    for index, _ in walk.run(values, batches, one):
-        yield results.pop(index)
+    return each_layer(walk, values, batches, one, finished)
 
 
 def sparsify_layer(walk: Walk, layer: Params, statistics: Mapping[str, Statistics], how: Settings) -> QuantizedLayer:
