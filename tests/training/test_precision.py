@@ -27,6 +27,9 @@ BOUND = 0.02
 # Rows of pairs are short and mostly padding. Their noise falls with the root of the tokens, as rounding errors in a sum
 # do: that of `w_k` is 4.9%, 2.9% and 1.6% with 8, 33 and 131 thousand. The table of biases sums differences.
 PAIRS_BOUND, TABLE_BOUND = 0.06, 0.1
+# Of models that compare rows: at 8,192 tokens, one device that compares all rows at once has 0.0200 (queries and keys of
+# the text). Rows in microbatches add little to that: 0.0205 with accumulation or a pipeline.
+ROWS_BOUND = 0.023
 TOKENS = 32_768  # of a device: sums over tokens must be long enough to show that they are lost
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]
@@ -148,7 +151,7 @@ def test_every_gradient_in_bfloat16_is_near_that_in_float32(case):
     _, exact, _ = gradients(family, (), "float32", tuple(whole.items()))
     _, short, _ = gradients(family, tuple(mesh.items()), "bfloat16", tuple(how.items()))
     total = math.sqrt(sum(float(np.square(g).sum()) for g in exact.values()))
-    pairs = meshes.MODELS[family].family == "encoder_decoder"
+    pairs, rows = (meshes.MODELS[family].family == name for name in ("encoder_decoder", "contrastive"))
     for path, g in exact.items():
         if path.endswith("attention/b_k") and meshes.MODELS[family].positions != "rope":
             # Its true gradient is zero (see `meshes.errors`); rounding must not make it large.
@@ -158,7 +161,8 @@ def test_every_gradient_in_bfloat16_is_near_that_in_float32(case):
             assert not short[path].any(), path
         else:
             assert g.any(), path
-            bound = TABLE_BOUND if path.startswith("relative/") else PAIRS_BOUND if pairs else BOUND
+            bound = ROWS_BOUND if rows else PAIRS_BOUND if pairs else BOUND
+            bound = TABLE_BOUND if path.startswith("relative/") else bound
             assert np.linalg.norm(short[path] - g) <= bound * np.linalg.norm(g), path
     norm = math.sqrt(sum(float(np.square(g).sum()) for g in short.values()))
     assert abs(norm - total) <= BOUND * total  # clipping reads it
