@@ -27,8 +27,8 @@ BOUND = 0.02
 # Rows of pairs are short and mostly padding. Their noise falls with the root of the tokens, as rounding errors in a sum
 # do: that of `w_k` is 4.9%, 2.9% and 1.6% with 8, 33 and 131 thousand. The table of biases sums differences.
 PAIRS_BOUND, TABLE_BOUND = 0.06, 0.1
-# Of models that compare rows: at 8,192 tokens, one device that compares all rows at once has 0.0200 (queries and keys of
-# the text). Rows in microbatches add little to that: 0.0205 with accumulation or a pipeline.
+# Models that compare rows: one device that compares all at once has 0.0200 at 8,192 tokens, for queries and keys of
+# the text. Rows in microbatches add little to that: 0.0205 with accumulation or a pipeline.
 ROWS_BOUND = 0.023
 TOKENS = 32_768  # of a device: sums over tokens must be long enough to show that they are lost
 
