@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -75,6 +76,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.option.minutes
     if minutes and item.get_closest_marker("matrix") and time.monotonic() - BEGAN > 60 * minutes:
         pytest.skip("the time of --minutes is over; the order depends on the commit")
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Undoes what commands that run in this process change in `os.environ`, which later tests' processes inherit."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def entropy(node: pytest.Item | pytest.Collector) -> list[int]:
