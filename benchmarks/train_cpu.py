@@ -2,8 +2,8 @@
 
 Needs the extra `[parity]`. For each job, three processes (jaxstack, torch eager, torch.compile) take turns of a few
 steps. Turns alternate in rounds, so that other work on the machine slows all of them. The result is the ratio within a
-round: the time of the better torch mode over ours. Medians are printed and written to
-`benchmarks/results/train_cpu.json`. The jobs are GPTs (J1, J2), a Llama (J3), a BERT (E1) and a T5 (T1).
+round: the time of the better torch mode over ours. Medians are printed, and written to
+`benchmarks/results/train_cpu.json` after each job. The jobs are GPTs (J1, J2), a Llama (J3), a BERT (E1) and a T5 (T1).
 
 Our side runs as `train.py` does: with its device count and flags, `step.jit_train_step`, and metrics that are read one
 step late.
@@ -230,14 +230,15 @@ def main() -> None:
     if given.worker:
         kind, name = given.worker
         return ours(name) if kind == "ours" else torch_peer(name, kind)
-    results = {}
+    results: dict[str, Any] = {}
     for name in given.jobs:
         results[name] = compare(name, given.rounds, given.accum)
         times = ", ".join(f"{key} {value:.1f} ms" for key, value in results[name]["step_ms"].items())
         print(
             f"{name}: {results[name]['speed_against_better_torch']:.2f} x the better torch mode ({times})", flush=True
         )
-    print(record.record(given.name, {"jobs": results}))
+        path = record.record(given.name, {"jobs": results})  # after each job: what is measured is not lost
+    print(path)
 
 
 if __name__ == "__main__":
