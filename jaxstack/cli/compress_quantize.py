@@ -1,8 +1,8 @@
 """Quantises the matrices of a run's layers, and makes the run OUT with the result.
 
-OUT/model is a Hugging Face folder in the compressed-tensors layout, which vLLM and transformers load. The commands
-`generate`, `export` and `train` take OUT like any other run. Embedding, head, norms, biases and routers stay as they
-are.
+OUT/model is a Hugging Face folder in the layout of bitsandbytes for nf4, and of compressed-tensors for other formats.
+vLLM and transformers load both. The commands `generate`, `export` and `train` take OUT like any other run. Embedding,
+head, norms, biases and routers stay as they are.
 """
 
 import json
@@ -32,7 +32,9 @@ def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
     parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
     parser.add_argument("out", metavar="OUT", type=user_path, help="run directory to make")
-    parser.add_argument("--weights", type=Literal["int4", "int8", "fp8"], default="int4", help="format of the matrices")
+    parser.add_argument(
+        "--weights", type=Literal["int4", "int8", "fp8", "nf4"], default="int4", help="format of the matrices"
+    )
     parser.add_argument(
         "--group",
         type=PositiveInt | None,
@@ -99,6 +101,11 @@ def main(args: Namespace) -> None:
         raise ConfigError(
             f"--activations={args.activations} does not round the inputs of experts, and {run} has "
             f"model.moe.num_experts={opened.model.moe.num_experts}. Use --activations=none."
+        )
+    if how.scheme.kind == "normal" and opened.model.moe.num_experts:
+        raise ConfigError(
+            f"--weights=nf4 has no layout for experts that transformers loads, and {run} has "
+            f"model.moe.num_experts={opened.model.moe.num_experts}. Use --weights=int4."
         )
     rounding = replace(opened.context, quant=quant)  # the layers after a layer read what its rounded inputs make
     walk = quantize.Walk.of(opened.model, rounding)

@@ -129,7 +129,7 @@ def quantize_layer(walk: Walk, layer: Params, statistics: dict[str, Statistics],
     before = layer
     if how.method == "awq":
         layer, factors = _scale_inputs(walk.cfg, layer, statistics, how)
-    kind = np.dtype(jnp.float8_e4m3fn if how.scheme.kind == "float" else np.int8)
+    kind = np.dtype({"float": jnp.float8_e4m3fn, "normal": np.float32, "int": np.int8}[how.scheme.kind])
     codes: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     errors: dict[str, float] = {}
     for path, p in walk.matrices.items():

@@ -5,6 +5,9 @@ from typing import Literal
 
 from jaxstack.config.bounds import require
 
+NF4_GROUPS = (64, 128, 256, 512, 1024, 2048, 4096)
+"""Sizes of groups that the layout of nf4 has."""
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -14,7 +17,8 @@ class Scheme:
       bits: of a code.
       group: inputs that share a scale. Where it does not divide the inputs, or is `None`, all inputs of an output
         share one.
-      kind: `int` for signed integers, or `float` for e4m3 numbers of 8 bits.
+      kind: `int` for signed integers, `float` for e4m3 numbers of 8 bits, or `normal` for the 16 numbers of nf4, which
+        lie where numbers of a normal distribution do.
       inputs: `int8` where the matrices are multiplied with inputs that are rounded to 8 bits too, with a scale for each
         token. `none` means that inputs are not rounded.
 
@@ -24,7 +28,7 @@ class Scheme:
 
     bits: Literal[4, 8]
     group: int | None = None
-    kind: Literal["int", "float"] = "int"
+    kind: Literal["int", "float", "normal"] = "int"
     inputs: Literal["none", "int8"] = "none"
 
     def __post_init__(self) -> None:
@@ -34,6 +38,10 @@ class Scheme:
             f"is one scale for each output.",
         )
         require(
+            self.kind != "normal" or self.group in NF4_GROUPS,
+            f"nf4 with group={self.group} cannot be stored. Use one of {', '.join(map(str, NF4_GROUPS))}.",
+        )
+        require(
             self.inputs == "none" or (self.bits, self.group, self.kind) == (8, None, "int"),
             f"activations={self.inputs} are multiplied with weights of int8 and one scale for each output, not with "
             f"{self.weights}. Use weights=int8 and group null.",
@@ -41,10 +49,11 @@ class Scheme:
 
     @classmethod
     def of(
-        cls, name: Literal["int4", "int8", "fp8"], group: int | None, inputs: Literal["none", "int8"] = "none"
+        cls, name: Literal["int4", "int8", "fp8", "nf4"], group: int | None, inputs: Literal["none", "int8"] = "none"
     ) -> "Scheme":
         """Returns the format with the name that the command line gives to it."""
-        return cls(4 if name == "int4" else 8, group, "float" if name == "fp8" else "int", inputs)
+        kind: Literal["int", "float", "normal"] = {"fp8": "float", "nf4": "normal"}.get(name, "int")  # type: ignore[assignment]
+        return cls(4 if name.endswith("4") else 8, group, kind, inputs)
 
     def __str__(self) -> str:
         return self.weights + (f", and inputs of {self.inputs}" if self.inputs != "none" else "")
@@ -53,7 +62,7 @@ class Scheme:
     def weights(self) -> str:
         """The format of the matrices in words."""
         scales = "one scale for each output" if self.group is None else f"a scale for {self.group} inputs"
-        return f"{'fp8' if self.kind == 'float' else f'int{self.bits}'} with {scales}"
+        return f"{ {'float': 'fp8', 'normal': 'nf4'}.get(self.kind, f'int{self.bits}') } with {scales}"
 
     @property
     def is_packed(self) -> bool:
@@ -61,5 +70,14 @@ class Scheme:
         return self.kind == "int" and self.inputs == "none"
 
     def groups(self, inputs: int) -> int:
-        """Returns the number of groups of a matrix with this number of inputs."""
+        """Returns the number of groups of a matrix with this number of inputs.
+
+        Raises:
+          ConfigError: nf4 whose group does not divide the inputs, which its layout cannot store.
+        """
+        require(
+            self.kind != "normal" or inputs % (self.group or 1) == 0,
+            f"nf4 with group={self.group} cannot be used for a matrix with {inputs} inputs. Use a group that divides "
+            f"the inputs of all matrices, or int4.",
+        )
         return 1 if self.group is None or inputs % self.group else inputs // self.group

@@ -17,7 +17,7 @@ from jaxstack.config.bounds import (
     expand_home,
     require,
 )
-from jaxstack.config.scheme import Scheme
+from jaxstack.config.scheme import NF4_GROUPS, Scheme
 
 if TYPE_CHECKING:
     from jaxstack.config.run import Config
@@ -86,7 +86,7 @@ class TrainConfig:
     """8-bit format of the linear layers in blocks (attention, dense MLPs and shared experts), in the forward pass and
     for gradients of activations. Gradients of weights, the head, the router and routed experts stay in `dtype`.
     `fp8_tensorwise` has one scale for each array in place of one for each row, for NVIDIA's fp8 matmul."""
-    qat: Literal["none", "int4", "int8", "fp8"] = "none"
+    qat: Literal["none", "int4", "int8", "fp8", "nf4"] = "none"
     """Format of quantisation-aware training. The forward pass uses the matrices of layers rounded as `jaxstack compress
     quantize --weights=FORMAT --method=rtn` stores them. Master weights stay float32. See docs/compression.md."""
     qat_group: PositiveInt | None = 64
@@ -261,7 +261,7 @@ def check_qat(cfg: "Config") -> None:
     """Checks that the matrices which training rounds can be stored.
 
     Raises:
-      ConfigError: the model is not a decoder, or fp8 has groups.
+      ConfigError: the model is not a decoder, fp8 has groups, or the layout of nf4 has no such group.
     """
     name, group = cfg.train.qat, cfg.train.qat_group
     require(
@@ -272,6 +272,10 @@ def check_qat(cfg: "Config") -> None:
     require(
         name != "fp8" or group is None,
         f"train.qat=fp8 has one scale for each output, but train.qat_group={group}. Use train.qat_group=null.",
+    )
+    require(
+        name != "nf4" or group in NF4_GROUPS,
+        f"train.qat=nf4 cannot be stored with train.qat_group={group}. Use one of {', '.join(map(str, NF4_GROUPS))}.",
     )
 
 

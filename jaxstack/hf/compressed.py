@@ -8,7 +8,6 @@ Codes that are not packed, int8 or float8, are stored as NAME.weight itself.
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -125,24 +124,6 @@ def to_tensors(
     return {f"{name}_packed": pack(codes, scheme.bits)} | scale | {f"{name}_shape": np.array(codes.shape, np.int64)}
 
 
-def open_tensors(folder: Path) -> "TensorFiles | QuantizedFiles":
-    """Opens the tensors of a folder, whose config.json says whether they are quantised.
-
-    Raises:
-      ConfigError: another method or format, or damaged files.
-    """
-    values = json.loads((folder / "config.json").read_text("utf-8")).get(KEY)
-    if values is None:
-        return TensorFiles(folder)
-    schemes = read_schemes(str(folder / "config.json"), values)
-    files = TensorFiles(folder)
-    try:
-        return QuantizedFiles(files, schemes)
-    except ConfigError:
-        files.__exit__()
-        raise
-
-
 def read_schemes(where: str, values: Any) -> dict[Scheme, bool]:
     """Returns the formats that a `quantization_config` lists, each with whether its matrices need zero points.
 
@@ -155,7 +136,10 @@ def read_schemes(where: str, values: Any) -> dict[Scheme, bool]:
     """
     keys = Keys(f"{where}: {KEY}", values)
     if (method := keys.take("quant_method", None)) != METHOD:
-        fix = f"Use the model before quantisation, or convert the folder to {METHOD}, for example with llm-compressor"
+        fix = (
+            f"Use the model before quantisation, nf4 of bitsandbytes, or convert the folder to {METHOD}, for example "
+            f"with llm-compressor"
+        )
         raise keys.error("quant_method", method, fix)
     keys.drop(_NO_EFFECT)
     keys.expect("quantization_status", "compressed")

@@ -14,7 +14,9 @@ import numpy as np
 
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, ModelConfig
-from jaxstack.hf import compressed, configs, peft, safetensors, weights
+from jaxstack.config.scheme import Scheme
+from jaxstack.hf import configs, peft, quantized_folders, safetensors, weights
+from jaxstack.hf.compressed import KEY, Codes
 from jaxstack.models import family as families
 from jaxstack.models import lora, params
 from jaxstack.models.context import Context
@@ -54,14 +56,14 @@ class PretrainedFolder:
         self.family, self.model, self.ignored_values = configs.read_config(folder)
         self.adapters = None if adapter is None else peft.read_adapters(adapter, self.family, self.model)
         self._spec = families.spec(self.model)
-        self._tensors = compressed.open_tensors(folder)
+        self._tensors = quantized_folders.open_tensors(folder)
         try:
             self._names = self._match_names()
         except ConfigError:
             self._tensors.__exit__()
             raise
         self.dtypes = sorted({self._tensors.infos[name].dtype for name in self._names.values()})
-        found = self._tensors.schemes if isinstance(self._tensors, compressed.QuantizedFiles) else {}
+        found = {} if isinstance(self._tensors, safetensors.TensorFiles) else self._tensors.schemes
         self.formats = sorted(map(str, found))
         self.inputs: Literal["none", "int8"] = "int8" if any(s.inputs == "int8" for s in found) else "none"
         if self.inputs != "none":
@@ -75,7 +77,7 @@ class PretrainedFolder:
 
     def _require_all_inputs(self) -> None:
         """Checks that the inputs of all matrices of layers are quantised, because `train.quant` is one key for all."""
-        assert isinstance(self._tensors, compressed.QuantizedFiles)
+        assert not isinstance(self._tensors, safetensors.TensorFiles)
         tensors = weights.hf_tensors(self.family, self._spec)
         linear = {self._names[name] for name, tensor in tensors.items() if tensor.is_linear and "lm_head" not in name}
         other = sorted(name for name in linear if getattr(self._tensors.scheme_of(name), "inputs", "none") == "none")
@@ -188,7 +190,7 @@ def save_pretrained(
     dtype: str,
     seq_len: int,
     end: int | None,
-    quantized: tuple[compressed.Scheme, compressed.Codes] | None = None,
+    quantized: tuple[Scheme, Codes] | None = None,
     start: int | None = None,
 ) -> str:
     """Writes `config.json` and tensors that `transformers` can load into an empty folder, and returns the family.
@@ -212,7 +214,7 @@ def save_pretrained(
     assert {path: leaf.shape for path, leaf in leaves.items()} == {path: p.shape for path, p in declared.items()}
     tensors = weights.hf_tensors(family, spec)
     config = configs.to_json(family, cfg, seq_len, end, start) | {"torch_dtype": dtype}
-    codes: compressed.Codes = {}
+    codes: Codes = {}
     if quantized is not None:
         scheme, codes = quantized
         linear = [name for name, tensor in tensors.items() if tensor.is_linear]
@@ -222,18 +224,18 @@ def save_pretrained(
                 f"a model of another family than gpt2."
             )
         assert all(code.shape == tensors[name].shape for name, (code, _) in codes.items())
-        config[compressed.KEY] = compressed.to_json(scheme, codes, linear)
+        config[KEY] = quantized_folders.to_json(scheme, codes, linear, dtype)
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
         if name in codes:
-            sizes |= compressed.tensor_sizes(name, *codes[name], scheme, kind)
+            sizes |= quantized_folders.tensor_sizes(name, *codes[name], scheme, kind)
         else:
             sizes[name] = kind.itemsize * prod(tensor.shape)
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in tensors.items():
             if name in codes:
-                yield from compressed.to_tensors(name, *codes[name], scheme, kind).items()
+                yield from quantized_folders.to_tensors(name, *codes[name], scheme, kind).items()
             else:
                 yield name, weights.build_tensor(tensor, declared, leaves, kind)
 

@@ -169,7 +169,10 @@ def test_factors_of_inputs_change_nothing(name: str) -> None:
     np.testing.assert_allclose(after, before, rtol=1e-3, atol=1e-4 * float(jnp.abs(before).max()))
 
 
-@pytest.mark.parametrize(("name", "method"), [("gemma2", "awq"), ("softmax", "gptq")])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("gemma2", "awq"), pytest.param("softmax", "gptq", marks=(pytest.mark.slow, pytest.mark.matrix))],
+)
 def test_quantised_layers_make_fewer_errors_than_rounded_ones(name: str, method: Any) -> None:
     """In outputs on other batches: the walk has given each layer the inputs that it has after quantisation."""
     walk, values, batches = opened(name, {})

@@ -10,18 +10,25 @@ import pytest
 from jaxstack.compress.awq import awq_scales
 from jaxstack.compress.gptq import gptq
 from jaxstack.hf.compressed import Scheme
-from jaxstack.kernels.rounding import output_error, round_to_nearest
+from jaxstack.kernels.rounding import NF4, output_error, round_to_nearest
 
 SCHEMES = {
     "int4 groups": Scheme(bits=4, group=8),
     "int8 rows": Scheme(bits=8, group=None),
     "fp8 rows": Scheme(bits=8, group=None, kind="float"),
+    "nf4 groups": Scheme(bits=4, group=64, kind="normal"),
 }
 
+# Written again, to 7 digits, from the table of appendix E of QLoRA (arXiv:2305.14314).
+NUMBERS = np.float32([
+    -1, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500,
+    0, 0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1,
+])  # fmt: skip
 
-def problem(seed: int, outputs: int = 24, inputs: int = 40, tokens: int = 96) -> tuple[Any, Any]:
-    """A matrix, and correlated inputs of which one is always zero and one is ten times as large as the others."""
-    rng = np.random.default_rng(seed)
+
+def problem(seed: int, name: str = "", outputs: int = 24, tokens: int = 96) -> tuple[Any, Any]:
+    """For a scheme, a matrix, and correlated inputs: one is always zero, one is ten times as large as the others."""
+    rng, inputs = np.random.default_rng(seed), 128 if name.startswith("nf4") else 40
     x = rng.normal(size=(tokens, inputs)) @ (np.eye(inputs) + 0.5 * rng.normal(size=(inputs, inputs)) / inputs**0.5)
     x[:, 3], x[:, 7] = 0, 10 * x[:, 7]
     return rng.normal(size=(outputs, inputs)), x
@@ -31,6 +38,8 @@ def nearest(x: np.ndarray, scheme: Scheme) -> np.ndarray:
     """The number of the format next to x; of two equally near ones, that with an even last bit."""
     if scheme.kind == "float":
         return np.clip(x, -448, 448).astype(jnp.float8_e4m3fn).astype(np.float64)
+    if scheme.kind == "normal":
+        return np.asarray(NF4)[np.abs(x[..., None] - np.asarray(NF4)).argmin(-1)]
     return np.clip(np.rint(x), -(2 ** (scheme.bits - 1)), 2 ** (scheme.bits - 1) - 1)
 
 
@@ -57,7 +66,9 @@ def largest_to_the_end(w: np.ndarray, scheme: Scheme) -> np.ndarray:
     for i in range(0, w.shape[1], size):
         part = w[:, i : i + size]
         largest = np.take_along_axis(part, np.abs(part).argmax(1)[:, None], 1)
-        found.append({4: -largest / 8, 8: np.abs(largest) / (127 if scheme.kind == "int" else 448)}[scheme.bits])
+        ends = {"int": 127, "float": 448, "normal": 1}
+        signed = scheme.kind == "int" and scheme.bits == 4
+        found.append(-largest / 8 if signed else np.abs(largest) / ends[scheme.kind])
     return np.repeat(np.concatenate(found, 1), size, axis=1)
 
 
@@ -78,7 +89,7 @@ def by_hand(w: np.ndarray, gram: np.ndarray, scheme: Scheme, damp: float) -> np.
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_rounding_takes_the_nearest_number_of_the_format(name: str) -> None:
-    scheme, (w, _) = SCHEMES[name], problem(0)
+    scheme, (w, _) = SCHEMES[name], problem(0, name)
     w[2] = 0
     made = round_to_nearest(jnp.asarray(w, jnp.float32), scheme)
     step = np.where(steps(w, scheme) == 0, 1, steps(w, scheme))
@@ -86,6 +97,9 @@ def test_rounding_takes_the_nearest_number_of_the_format(name: str) -> None:
     if scheme.kind == "float":
         grid = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
         grid = np.unique(grid[np.isfinite(grid)])
+    if scheme.kind == "normal":
+        np.testing.assert_allclose(NF4, NUMBERS, atol=6e-8)  # the last digit of the table
+        grid = np.float32(NF4)
     best = np.abs(w[..., None] / step[..., None] - grid).min(-1)
     np.testing.assert_allclose(np.abs(w / step - np.asarray(made.codes)), best, atol=1e-4 * grid.max())
     assert np.isin(np.asarray(made.codes), grid).all()
@@ -112,7 +126,7 @@ def test_training_in_int8_finds_the_same_codes() -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_gptq_equals_an_explicit_inverse(name: str) -> None:
     """All codes are equal in float64. In float32 a few fall on the other side of a tie, so the error is compared."""
-    scheme, (w, x) = SCHEMES[name], problem(2)
+    scheme, (w, x) = SCHEMES[name], problem(2, name)
     gram = x.T @ x
     expected = by_hand(w, gram, scheme, 0.01)
     with jax.enable_x64(True):
@@ -132,9 +146,10 @@ def test_gptq_equals_an_explicit_inverse(name: str) -> None:
 
 def test_gptq_without_correlations_takes_the_nearest_codes() -> None:
     """Independent inputs cannot make up for each other; nor can inputs that were never seen."""
-    w = problem(3)[0]
-    for gram in (np.diag(np.arange(1.0, 41.0)), np.zeros((40, 40))):
-        for scheme in SCHEMES.values():
+    for name, scheme in SCHEMES.items():
+        w = problem(3, name)[0]
+        inputs = w.shape[1]
+        for gram in (np.diag(np.arange(1.0, inputs + 1)), np.zeros((inputs, inputs))):
             step = steps(w, scheme, np.diag(gram))
             found = gptq(jnp.asarray(w, jnp.float32), jnp.asarray(gram, jnp.float32), scheme).codes
             assert (np.asarray(found) == nearest(w / step, scheme)).mean() > 0.998  # float32
@@ -142,8 +157,8 @@ def test_gptq_without_correlations_takes_the_nearest_codes() -> None:
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_awq_equals_a_search_over_all_exponents(name: str) -> None:
-    scheme, (w, x) = SCHEMES[name], problem(4)
-    v = problem(5)[0]
+    scheme, (w, x) = SCHEMES[name], problem(4, name)
+    v = problem(5, name)[0]
     size, errors = np.abs(x).mean(0), []
     for i in range(20):
         s = np.maximum(size ** (i / 20), 1e-4)

@@ -310,6 +310,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (ENCODER | {"distill.teacher": "RUN"}, ENCODER),
     (ENCODER | {"train.qat": "int4"}, {"train.qat": "int4"}),
     ({"train.qat": "fp8"}, {"train.qat": "fp8", "train.qat_group": None}),
+    ({"train.qat": "nf4", "train.qat_group": 32}, {"train.qat": "nf4"}),
     ({"train.qat_group": 0}, {"train.qat_group": 1}),
     ({"data.max_padding": 0.2}, {"data.max_padding": 0.2, "data.buckets": "auto"}),
     ({"data.buckets": (256, 128)}, {"data.buckets": (128, 256)}),

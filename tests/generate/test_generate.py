@@ -58,8 +58,11 @@ SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("do
 """One form for each model. The streams below have the other one."""
 
 
+MATRIX = (pytest.mark.slow, pytest.mark.matrix)
+
+
 def slow(cases: list[Any]) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+    return [pytest.param(*case, marks=MATRIX) for case in cases]
 
 
 @functools.cache
@@ -199,7 +202,7 @@ STREAMED = [("gemma2", "scan"), ("capacity", "scan")]
 MORE_STREAMED = [(name, OTHER[form]) for name, form in QUICK + SLOW if name not in dict(STREAMED)]
 
 
-@pytest.mark.parametrize(("name", "form"), [STREAMED[0], *slow([*STREAMED[1:], *MORE_STREAMED])])
+@pytest.mark.parametrize(("name", "form"), slow([*STREAMED, *MORE_STREAMED]))
 def test_streams_and_conversations_have_the_tokens_of_one_call(name, form):
     cfg = MODELS[name]
     assert_streams(cfg, values_of(cfg), SAMPLED, gate=gate_of(cfg), ctx=Context(decode=form))
@@ -259,8 +262,8 @@ def test_a_mesh_writes_what_one_device_writes(name, mesh, sample):
     assert texts(mesh) == texts({})
 
 
-MESH_STREAMS = [("llama3", {"data": 2, "tensor": 2})]
-MORE_MESH_STREAMS = [
+MESH_STREAMS = [
+    ("llama3", {"data": 2, "tensor": 2}),
     ("gpt2", {"pipe": 2, "tensor": 2}),
     ("softmax", {"expert": 4, "tensor": 2}),
     ("gemma2", {"fsdp": 4, "tensor": 2}),
@@ -269,7 +272,7 @@ MORE_MESH_STREAMS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [*MESH_STREAMS, *slow(MORE_MESH_STREAMS)])
+@pytest.mark.parametrize(("name", "mesh"), slow(MESH_STREAMS))
 def test_streams_and_conversations_on_a_mesh(name, mesh):
     cfg, values, options = on_mesh(name, mesh)
     assert_streams(cfg, values, SAMPLED, **options)
@@ -496,6 +499,7 @@ def test_only_parameters_are_verified_and_read(run_dir, monkeypatch):
         assert ... not in jax.tree.leaves(tree.params)
 
 
+@pytest.mark.slow
 def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypatch):
     def text(*flags: str) -> str:
         execute(["generate", str(run_dir), "ab", "--sample.temperature=0", "--sample.tokens=8", *flags])

@@ -60,6 +60,8 @@ def test_the_loss_is_that_of_the_log_bit_for_bit(run_dir):
     assert f"on 4 x {jax.devices()[0].device_kind}" in repr(run)
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 def test_one_device_computes_what_a_mesh_computes(run_dir, rng):
     one, many = js.load(run_dir), js.load(str(run_dir), mesh={"fsdp": 2, "context": 2, "tensor": 2})
     assert one.evaluate().loss == pytest.approx(logged(run_dir)["eval_loss"], rel=1e-6)  # sums in another order

@@ -21,9 +21,10 @@ from jaxstack.compress import quantize
 from jaxstack.compress.calibrate import Walk
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig
 from jaxstack.config.parse import parse_config
-from jaxstack.hf import compressed, tensor_layout, weights
+from jaxstack.hf import compressed, quantized_folders, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.hf.compressed import Scheme
+from jaxstack.kernels.rounding import NF4
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 
@@ -38,6 +39,8 @@ def random_codes(rng, shape, scheme):
     """Returns random codes and scales of a matrix, with both ends of the format and a negative scale among them."""
     if scheme.kind == "float":
         codes = rng.normal(0, 20, shape).astype(FP8)
+    elif scheme.kind == "normal":
+        codes = np.float32(NF4)[rng.integers(0, 16, shape)]
     else:
         end = 1 << (scheme.bits - 1)
         codes = rng.integers(-end, end, shape).astype(np.int8)
@@ -123,7 +126,7 @@ def test_every_part_of_a_matrix_is_what_the_bits_say(tmp_path, rng, bits, form, 
     plain = rng.normal(size=7).astype(np.float32)
     folder = write_folder(tmp_path / "folder", tensors | {"b.weight": plain}, bits, form,
                           type=scheme.kind, symmetric=not asymmetric, **sizes)  # fmt: skip
-    files = compressed.open_tensors(folder)
+    files = quantized_folders.open_tensors(folder)
     assert {key: info.shape for key, info in files.infos.items()} == {name: shape, "b.weight": (7,)}
     np.testing.assert_array_equal(files.read("b.weight", (slice(2, 5),)), plain[2:5])
     for _ in range(40):
@@ -226,7 +229,7 @@ def test_what_cannot_be_read_is_one_line(case, tmp_path):
     tensors, changes, words = REFUSED[case]
     folder = write_folder(tmp_path / "folder", tensors, **GROUPS | changes)
     with pytest.raises(ConfigError) as error:
-        compressed.open_tensors(folder)
+        quantized_folders.open_tensors(folder)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -320,7 +323,7 @@ def test_what_the_library_compresses_is_read_bit_for_bit(preset, dtype, library,
 
     held = {f"a.{key}": value.contiguous() for key, value in stored.items()}
     safetensors.torch.save_file(held, folder / tensor_files.SINGLE)
-    files = compressed.open_tensors(folder)
+    files = quantized_folders.open_tensors(folder)
     got = files.read("a.weight", (slice(None), slice(None)))
     assert files.infos["a.weight"].dtype == {"float32": "F32", "bfloat16": "BF16"}[dtype]
     assert np.array_equal(torch.from_numpy(got).to(kind).float().numpy(), expected.float().numpy())

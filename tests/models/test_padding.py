@@ -20,9 +20,9 @@ from jaxstack.training import optimizer, step
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import abstract_state, make_state
 
-SLOW = pytest.mark.slow
+SLOW = (pytest.mark.slow, pytest.mark.matrix)
 CASES = [  # family, mesh, implementation of the cross-entropy, dtype, optimizer
-    ("gemma2", {"tensor": 4}, "chunked", "float32", "adamw"),  # tied, with a softcap
+    pytest.param("gemma2", {"tensor": 4}, "chunked", "float32", "adamw", marks=SLOW),  # tied, with a softcap
     ("llama3", {}, "xla", "bfloat16", "adafactor"),  # a head of its own
     pytest.param("llama3", {"fsdp": 2, "tensor": 4}, "xla", "float32", "adafactor", marks=SLOW),
     pytest.param("gemma2", {}, "chunked", "bfloat16", "lion", marks=SLOW),
@@ -80,7 +80,7 @@ def assert_close(found, expected, tolerance):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), path
 
 
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("llama3", marks=SLOW)])
+@pytest.mark.parametrize("family", [pytest.param("gemma2", marks=SLOW), pytest.param("llama3", marks=SLOW)])
 def test_texts_and_logits_are_those_without_padding(family, rng):
     """A temperature of 50 makes all ids about equally likely, so that padding would be chosen soon."""
     plain = FAMILIES[family]

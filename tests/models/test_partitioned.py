@@ -19,6 +19,7 @@ from jaxstack.training import step
 from jaxstack.training.state import abstract_state, make_state
 
 ROOT = Path(__file__).parents[2]
+MATRIX = (pytest.mark.slow, pytest.mark.matrix)
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
@@ -33,9 +34,9 @@ def build(partitioner: str, optim: OptimConfig, dtype: str):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("muon", "float32"),
-        pytest.param("adamw", "float32", marks=pytest.mark.slow),
-        pytest.param("adamw", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("muon", "float32", marks=MATRIX),
+        pytest.param("adamw", "float32", marks=MATRIX),
+        pytest.param("adamw", "bfloat16", marks=MATRIX),
     ],
 )
 def test_a_step_under_either_partitioner_is_the_same(name, dtype, seed):

@@ -99,7 +99,10 @@ def losses_by_hand(cfg, values, batch):
     return (weights[real] * each).sum() / weights.sum() + captions
 
 
-@pytest.fixture(scope="module", params=CONTRASTIVE)
+@pytest.fixture(
+    scope="module",
+    params=[p if p == "clip" else pytest.param(p, marks=(pytest.mark.slow, pytest.mark.matrix)) for p in CONTRASTIVE],
+)
 def model(request, seed):
     """A small model with random parameters, none of which is zero."""
     cfg = dataclasses.replace(CONTRASTIVE[request.param], norm_eps=0.07)

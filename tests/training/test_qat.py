@@ -25,7 +25,7 @@ from jaxstack.training.optimizer import AverageState
 from jaxstack.training.state import TrainState, abstract_state, evaluated_params
 
 # Groups of 32: with two tensor shards, the 96 inputs of w_down have a group on both of them.
-FORMATS = {"int4": 32, "int8": 32, "fp8": None}
+FORMATS = {"int4": 32, "int8": 32, "fp8": None, "nf4": 64}
 MESHES = [
     ("llama3", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2}),
     ("gpt2", {"pipe": 2, "tensor": 2}, {"accum": 2}),

@@ -1,0 +1,76 @@
+"""Reads and writes folders with quantised matrices: nf4 in the layout of bitsandbytes, others in compressed-tensors."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from jaxstack.config.scheme import Scheme
+from jaxstack.hf import bitsandbytes, compressed
+from jaxstack.hf.compressed import KEY, Codes
+from jaxstack.hf.configs import JsonObject
+from jaxstack.hf.safetensors import TensorFiles
+
+QuantizedFiles: TypeAlias = compressed.QuantizedFiles | bitsandbytes.Nf4Files
+
+
+def open_tensors(folder: Path) -> TensorFiles | QuantizedFiles:
+    """Opens the tensors of a folder, whose config.json says whether they are quantised.
+
+    Raises:
+      ConfigError: another method or format, or damaged files.
+    """
+    path = folder / "config.json"
+    values = json.loads(path.read_text("utf-8")).get(KEY)
+    if values is None:
+        return TensorFiles(folder)
+    nf4 = isinstance(values, dict) and values.get("quant_method") == bitsandbytes.METHOD
+    schemes = {} if nf4 else compressed.read_schemes(str(path), values)
+    if nf4:
+        bitsandbytes.check(str(path), values)
+    files = TensorFiles(folder)
+    try:
+        return bitsandbytes.Nf4Files(files) if nf4 else compressed.QuantizedFiles(files, schemes)
+    except BaseException:
+        files.__exit__()
+        raise
+
+
+def to_json(scheme: Scheme, codes: Codes, linear: Iterable[str], dtype: str) -> JsonObject:
+    """Returns the `quantization_config` of a folder.
+
+    Args:
+      scheme: the format.
+      codes: the quantised matrices.
+      linear: names of all tensors that are weights of linear layers.
+      dtype: dtype of what is not quantised.
+    """
+    if scheme.kind == "normal":
+        return bitsandbytes.to_json(codes, linear, dtype)
+    return compressed.to_json(scheme, codes, linear)
+
+
+def tensor_sizes(name: str, codes: np.ndarray, scales: np.ndarray, scheme: Scheme, dtype: np.dtype) -> dict[str, int]:
+    """Returns the bytes of each tensor of `to_tensors`, in their order."""
+    if scheme.kind == "normal":
+        return bitsandbytes.tensor_sizes(name, codes, scales, dtype.name)
+    return compressed.tensor_sizes(name, codes, scales, scheme, dtype)
+
+
+def to_tensors(
+    name: str, codes: np.ndarray, scales: np.ndarray, scheme: Scheme, dtype: np.dtype
+) -> dict[str, np.ndarray]:
+    """Returns the tensors that hold a quantised matrix.
+
+    Args:
+      name: name of the matrix, which ends with `weight`.
+      codes: [O, I], in the dtype that `compress.quantize` gives to the format's codes.
+      scales: [O, G].
+      scheme: the format.
+      dtype: dtype of what is not quantised.
+    """
+    if scheme.kind == "normal":
+        return bitsandbytes.to_tensors(name, codes, scales, dtype.name)
+    return compressed.to_tensors(name, codes, scales, scheme, dtype)
