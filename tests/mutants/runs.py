@@ -135,6 +135,8 @@ mistakes(
 mistakes(
     "debug", "debug/eager.py", "debug/test_eager.py",
     ("if any(map(_is_tracer", "if not any(map(_is_tracer"),
+    ("return _kept.setdefault(function, function)", "return function"),
+    ("and not isinstance(value, _shard_map.ShardMapTracer)", ""),
 )  # fmt: skip
 
 mistakes(
