@@ -143,3 +143,11 @@ mistakes(
     "debug", "debug/describe.py", "debug/test_search.py",
     ("number = group * size + inner", "number = group * size", "debug/test_search.py -m '' -k unit"),
 )  # fmt: skip
+
+mistakes(
+    "models", "models/shape_errors.py", "models/test_shape_errors.py",
+    ("return not last.raises and any(", "return any("),
+    ("elif size * count == whole:", "elif size == whole * count:"),
+    ("next((name for name, stack in stacks.items() if stack == self.stack)", "next((name for name, stack in stacks.items() if stack is self)"),
+    ("found.append((calls, text, value))", "found.append((-calls, text, value))"),
+)  # fmt: skip
