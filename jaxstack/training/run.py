@@ -20,7 +20,7 @@ from jaxstack.checkpoint.verify import CheckpointScan
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, DistributedConfig
-from jaxstack.data import Dataset, ngram
+from jaxstack.data import Dataset
 from jaxstack.data.loader import DataLoader
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
@@ -39,6 +39,7 @@ from jaxstack.training import init_from
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.compile_ahead import CompileAhead
 from jaxstack.training.losses import EvalSums
+from jaxstack.training.ngram_comparison import compare_with_ngrams
 from jaxstack.training.optimizer import warmup_warning
 from jaxstack.training.state import TrainState, evaluated_params, make_state
 
@@ -353,7 +354,10 @@ class Run:
 
     def _write_report(self, samples: list[tuple[str, str]]) -> None:
         cfg, console, directory, steps = self._cfg, self.console, self._directory, self._cfg.train.steps
-        baseline = self._compare_with_ngrams() if cfg.train.ngram_baseline else None
+        baseline = None
+        if cfg.train.ngram_baseline:
+            known = self._log.records, self._log.write
+            baseline = compare_with_ngrams(cfg, self._dataset, self._loader, *known, console)
         if samples:
             (directory / "samples.txt").write_text("\n\n".join(text for _, text in samples) + "\n")
         for i, (prompt, text) in enumerate(samples, start=1):
@@ -366,33 +370,6 @@ class Run:
             f"raise --train.steps. To start a new run, set another --run.dir. To see its curves: "
             f"jaxstack report {directory}"
         )
-
-    def _compare_with_ngrams(self) -> tuple[str, float] | None:
-        """Prints the held-out loss beside that of an n-gram model, and returns name and nats per token of the latter.
-
-        The n-gram model is fitted on the same bytes, unless the log has it from an earlier start. `None`: there is no
-        comparison, and a line says why.
-        """
-        loader, steps, records = self._loader, self._cfg.train.steps, self._log.records
-        tokenizer = self._dataset.tokenizer
-        if reason := ngram.obstacle([*self._dataset.training_texts], tokenizer):
-            self.console.print(f"held out, byte n-grams    left out: {reason}")
-            return None
-        final = next(r for r in records if r["step"] == steps and "eval_loss" in r)
-        fitted = next((r for r in records if r["step"] == steps and "ngram_train_bytes" in r), None)
-        if fitted is None:
-            texts = loader.first_batches(steps), loader.held_out[0].batches
-            found = ngram.baseline(*texts, tokenizer, padded=self._cfg.data.keeps_documents)
-            fitted = {"step": steps, **{f"ngram_{name}": value for name, value in found._asdict().items()}}
-            self._log.write(fitted)
-        order, bits, read = (fitted[f"ngram_{name}"] for name in ngram.Baseline._fields)
-        own = math.nan if final["eval_bits_per_byte"] is None else final["eval_bits_per_byte"]
-        held_out = f"held out, this model      {own:.3f} bits per byte"
-        self.console.print(held_out, style="bold")
-        self.console.print(
-            f"held out, byte {order}-grams    {bits:.3f} bits per byte, fitted on the same {read:,} bytes"
-        )
-        return f"byte {order}-gram", bits * math.log(2) * loader.held_out_bytes_per_token
 
 
 def _terminate_self() -> None:
