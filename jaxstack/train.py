@@ -127,8 +127,9 @@ def log_step(cfg: Config, run: "Run", loop: "LoopState", metrics: dict[str, Any]
     if before is None and run.logger.not_finite == step and jax.process_count() == 1:
         from jaxstack.debug import replay
 
-        for line in replay.explain_step(cfg, step, replay.folder(cfg, step)):
-            run.console.print(line)
+        with run.recompiles.expected():
+            for line in replay.explain_step(cfg, step, replay.folder(cfg, step)):
+                run.console.print(line)
     return spike
 
 

@@ -7,7 +7,6 @@ code has nothing to do for it, and a step that runs costs nothing.
 import ast
 import linecache
 import math
-import os
 import re
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxstack.common.errors import ConfigError
+from jaxstack.common.files import short_path
 from jaxstack.config import Config, ModelConfig
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
@@ -76,9 +76,8 @@ class Step(NamedTuple):
         return linecache.getline(self.file, self.line).lstrip().startswith("raise")
 
     def text(self) -> str:
-        """Returns place and function, with a path that is relative to the working directory where it can be."""
-        file = os.path.relpath(self.file) if self.file.startswith(os.getcwd()) else self.file
-        return f"{file}:{self.line} in {self.frame.f_code.co_name}"
+        """Returns place and function."""
+        return f"{short_path(self.file)}:{self.line} in {self.frame.f_code.co_name}"
 
 
 def explain(error: BaseException) -> list[str]:

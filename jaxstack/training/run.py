@@ -25,6 +25,7 @@ from jaxstack.data.loader import DataLoader
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.runtime import compile_cache, distributed, preemption, xla_options
+from jaxstack.runtime.host_reads import HostReads
 from jaxstack.runtime.watchdog import Watchdog
 from jaxstack.tracking import goodput
 from jaxstack.tracking.console import Console
@@ -32,6 +33,7 @@ from jaxstack.tracking.goodput import GoodputRecorder
 from jaxstack.tracking.jsonl import JsonLines
 from jaxstack.tracking.plot import plot_loss
 from jaxstack.tracking.profiler import Profiler
+from jaxstack.tracking.recompiles import MOST_REASONS, Recompiles
 from jaxstack.tracking.sinks import Sinks
 from jaxstack.tracking.step_log import LoopState, StepLogger
 from jaxstack.tracking.throughput import ThroughputMeter
@@ -62,6 +64,7 @@ class Run:
       profiler: runs the steps, and traces some.
       ahead: compiles programs for several lengths of rows.
       logger: logs steps and evaluations; set by `begin`.
+      recompiles: collects functions that are compiled again.
     """
 
     logger: StepLogger
@@ -100,6 +103,8 @@ class Run:
         self._watchdog = Watchdog(cfg.distributed.lost_s, math.inf if cfg.debug.eager else cfg.train.stalled_s)
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
         self.ahead = CompileAhead(cfg, ctx)
+        self.recompiles = Recompiles()
+        self._host_reads = HostReads(active=cfg.train.debug and not cfg.debug.eager)
         self.console = Console(cfg.train.steps, shown=self._is_first, live=not cfg.debug.eager)
         self.goodput = GoodputRecorder()
         self.throughput = ThroughputMeter(cfg, list(self._mesh.devices.flat))
@@ -120,6 +125,8 @@ class Run:
             stack.enter_context(self.profiler)
             stack.enter_context(self.ahead)
             stack.enter_context(self._sinks)
+            stack.enter_context(self.recompiles)
+            stack.enter_context(self._host_reads)
             self._stack = stack.pop_all()
         return self
 
@@ -246,22 +253,36 @@ class Run:
         return log
 
     def next_batch(self, batches: Iterator[T]) -> T:
-        """Returns the next batch, and counts the time until it is there as `data`."""
+        """Returns the next batch, and counts the time until it is there as `data`.
+
+        With `train.debug`, the host must not read arrays of the devices from here on until `log_step`.
+        """
         self.goodput.enter("data")
         began = time.perf_counter()
         batch = next(batches)
         self._waited = time.perf_counter() - began
         self.goodput.enter("step" if self.throughput.started else "compile")
+        self._host_reads.forbid()
         return batch
 
     def log_step(self, loop: LoopState, metrics: dict[str, jax.Array]) -> int | None:
         """Takes the metrics of a step that was started, and logs the step before it, see `StepLogger`."""
+        self._host_reads.allow()
+        self._report_recompiles(loop.step)
         spike = self.logger.log_step(loop, metrics, self._waited)
         if self._began_to_compile is not None and self.throughput.started:
             if self._is_first:
                 compile_cache.remember(self._program, time.perf_counter() - self._began_to_compile)
             self._began_to_compile = None
         return spike
+
+    def _report_recompiles(self, step: int) -> None:
+        for found in self.recompiles.take():
+            for line in found.lines():
+                self.console.print(line, style="yellow")
+            seconds = round(found.seconds, 4)
+            what = {"function": found.function, "changed": found.reasons[:MOST_REASONS], "compile_s": seconds}
+            self._log.write({"step": step, "event": "compiled again", **what})
 
     def should_stop(self, loop: LoopState) -> bool:
         """Returns whether all processes stop after this step. Every process calls this at every step."""
@@ -286,6 +307,7 @@ class Run:
         if self._draw is not None:  # before the record, so that an interruption between them draws again
             self._draw(values, self._directory / "samples" / f"{loop.step:06}.png" if self._is_first else None)
         self._checkpoints.scores[loop.step] = self.logger.log_evaluation(loop.step, sums)
+        self._report_recompiles(loop.step)
         if self.throughput.started:
             self.throughput.restart()
 
