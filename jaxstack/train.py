@@ -127,8 +127,9 @@ def log_step(cfg: Config, run: "Run", loop: "LoopState", metrics: dict[str, Any]
     if before is None and run.logger.not_finite == step and jax.process_count() == 1:
         from jaxstack.debug import replay
 
-        for line in replay.explain_step(cfg, step, replay.folder(cfg, step)):
-            run.console.print(line)
+        with run.recompiles.expected():
+            for line in replay.explain_step(cfg, step, replay.folder(cfg, step)):
+                run.console.print(line)
     return spike
 
 
@@ -136,13 +137,11 @@ def make_step(cfg: Config, ctx: "Context", abstract: "TrainState") -> Callable[.
     """Returns the training step: compiled, or with `debug.eager` operation by operation.
 
     Raises:
-      ConfigError: `debug.eager` with several devices.
+      ConfigError: `debug.eager` with a pipeline.
     """
     if cfg.debug.eager:
-        if ctx.mesh is not None and ctx.mesh.size > 1:
-            raise ConfigError(
-                f"debug.eager=true runs on one device, but the mesh has {ctx.mesh.size}. Set mesh.data=1 alone."
-            )
+        if ctx.pipeline is not None:
+            raise ConfigError(f"debug.eager=true runs no pipeline, but mesh.pipe={cfg.mesh.pipe}. Set mesh.pipe=1.")
         from jaxstack.debug.eager import make_eager_step
 
         return make_eager_step(cfg, ctx, abstract)

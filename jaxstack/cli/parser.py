@@ -94,9 +94,23 @@ def run(program: str, words: Sequence[str]) -> None:
             sys.stdout.flush()
             os._exit(code)  # the threads of a save that failed may wait for each other for ever
         sys.exit(code)
+    except (TypeError, ValueError, IndexError) as error:
+        if not (lines := explain_shapes(error)):
+            raise
+        print("\n".join(map(one_line, (f"{program}: error: {lines[0]}", *lines[1:]))), file=sys.stderr, flush=True)
+        sys.exit(Exit.USER_ERROR)
     except KeyboardInterrupt:  # from code that handles the signal itself
         print(interrupted, file=sys.stderr)
         sys.exit(Exit.INTERRUPTED)
+
+
+def explain_shapes(error: Exception) -> list[str]:
+    """Returns the lines for an error about shapes in a model's code; none for others, and if all frames are wanted."""
+    if "jax" not in sys.modules or os.environ.get("JAX_TRACEBACK_FILTERING"):
+        return []
+    from jaxstack.models import shape_errors  # here: it imports JAX
+
+    return shape_errors.explain(error)
 
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}

@@ -77,3 +77,12 @@ def remove_scratch_folders() -> None:
     """Removes the folders of `scratch_folder`. Another thread may still write into them."""
     for folder in tuple(_SCRATCH) * 3:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def short_path(file: str) -> str:
+    """Returns the path of a source file below the folder that the user is in, or below that of this package."""
+    path = Path(file)
+    for base in (Path.cwd(), Path(__file__).parents[2]):
+        if path.is_relative_to(base):
+            return str(path.relative_to(base))
+    return file

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
+from jaxstack.common.files import short_path
 from jaxstack.config import Config
 from jaxstack.debug.guide import Place, RunGuide, is_stack, layers_of
 from jaxstack.debug.search import Finding
@@ -32,7 +32,7 @@ def describe(cfg: Config, found: Finding, guide: RunGuide | None = None) -> list
         lines.append(f"device   {on}")
     own = [frame for frame in found.frames if "/jaxstack/debug/" not in frame[0]]
     for i, (file, line, function) in enumerate(own[:3]):
-        lines.append(f"{'code' if i == 0 else 'called':<9}{_short(file)}:{line} in {function}")
+        lines.append(f"{'code' if i == 0 else 'called':<9}{short_path(file)}:{line} in {function}")
     lines += around(cfg, found, guide)
     lines += [f"input    {statistics(value)}" for value in found.inputs]
     lines += [f"output   {statistics(value)}" for value in found.outputs]
@@ -63,7 +63,7 @@ def place(cfg: Config, found: Finding, guide: RunGuide | None = None) -> str:
             parts += [f"{of_pipeline}microbatch {loop.step} of {loop.length}"] * (cfg.train.grad_accum > 1)
         elif unit is None or not loop.function.endswith(("execute", "fori_loop")):
             of = "" if loop.length is None else f" of {loop.length}"
-            at = f"{_short(loop.frames[0][0])}:{loop.frames[0][1]}" if loop.frames else "an unknown place"
+            at = f"{short_path(loop.frames[0][0])}:{loop.frames[0][1]}" if loop.frames else "an unknown place"
             parts.append(f"step {loop.step}{of} of the loop at {at}")
     if (after := re.search(r"after_(\d+)_steps", found.scopes)) and unit is None:  # see `blocks.scan_stack`
         parts.append(_layer_name(cfg, found, None, int(after[1])))
@@ -174,12 +174,3 @@ def _numbered(rows: tuple[Seen, ...]) -> Iterator[tuple[int, Seen]]:
     carries = sorted({seen.carry for seen in rows})
     for seen in rows:
         yield carries.index(seen.carry), seen
-
-
-def _short(file: str) -> str:
-    """Returns the path of a file below the folder that the user is in, or below that of its package."""
-    path = Path(file)
-    for base in (Path.cwd(), Path(__file__).parents[2]):
-        if path.is_relative_to(base):
-            return str(path.relative_to(base))
-    return file

@@ -4,6 +4,10 @@ A step first runs the forward pass, without gradients and dropout: every operati
 the layers are a Python loop. `breakpoint()` stops there. Then it computes the step with its gradients, operation by
 operation too. While JAX differentiates, the forward pass has tracers in place of arrays, and breakpoints are
 skipped. In the backward pass of a `jax.custom_vjp` rule there are arrays again.
+
+On a mesh, JAX compiles every operation within `jax.shard_map` as a program of its own. It looks for the program of an
+earlier operation by an object that it does not keep, so it would compile each operation of each step again.
+`keep_programs` keeps these objects.
 """
 
 import bdb
@@ -15,6 +19,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src import shard_map as _shard_map  # no public function keeps its programs, or reads its arrays
 
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import Batch, flatten
@@ -44,7 +50,7 @@ def make_eager_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         try:
-            with jax.disable_jit(), breakpoints():
+            with jax.disable_jit(), keep_programs(), breakpoints():
                 forward(state.params, batch)
                 state, metrics = train_step(state, batch)
         except bdb.BdbQuit:
@@ -52,6 +58,30 @@ def make_eager_step(
         return jax.device_put(state, shardings), metrics
 
     return step
+
+
+_kept: dict[Any, Any] = {}
+"""The functions that JAX has compiled for operations within `jax.shard_map`, each by itself."""
+
+
+@contextmanager
+def keep_programs() -> Iterator[None]:
+    """Lets JAX find the programs of operations within `jax.shard_map` again.
+
+    The functions that it gives to `jax.jit` are equal for equal operations, but `jax.jit` forgets a function that
+    nobody keeps.
+    """
+    create = _shard_map.HashablePartial
+
+    def kept(*arguments: Any, **named: Any) -> Any:
+        function = create(*arguments, **named)
+        return _kept.setdefault(function, function)
+
+    _shard_map.HashablePartial = kept  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        _shard_map.HashablePartial = create  # type: ignore[misc]
 
 
 @contextmanager
@@ -75,7 +105,13 @@ def breakpoints() -> Iterator[None]:
 
 
 def _is_tracer(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
+    """Returns whether a value is not there yet; an array of a device within `jax.shard_map` is."""
+    return isinstance(value, jax.core.Tracer) and not isinstance(value, _shard_map.ShardMapTracer)
+
+
+def _array(value: Any) -> Any:
+    """Returns an array within `jax.shard_map` as one array, with the devices that differ in its first dimension."""
+    return np.asarray(value.val) if isinstance(value, _shard_map.ShardMapTracer) else value
 
 
 class Debugger(pdb.Pdb):
@@ -84,7 +120,7 @@ class Debugger(pdb.Pdb):
     def do_show(self, argument: str) -> None:
         """Prints an array, or a tree of arrays, with dtypes, shapes and statistics: `show EXPRESSION`.
 
-        Small arrays are printed in full.
+        Small arrays are printed in full. On a mesh, the first dimension has the devices that differ.
         """
         from rich.console import Console
         from rich.pretty import Pretty
@@ -95,7 +131,7 @@ class Debugger(pdb.Pdb):
             return
         console = Console(file=self.stdout, highlight=True)
         tree = value if isinstance(value, dict) else {argument: value}
-        for path, leaf in flatten(tree).items():
+        for path, leaf in flatten(jax.tree.map(_array, tree)).items():
             console.print(f"{path}  {statistics(leaf) if hasattr(leaf, 'dtype') else ''}".rstrip())
             if not hasattr(leaf, "dtype") or leaf.size <= MOST_VALUES:
                 console.print(Pretty(leaf))

@@ -88,7 +88,7 @@ class Statistics:
 
 def statistics(value: Any) -> str:
     """Returns one line about an array: dtype, shape, range of its finite values, RMS, and how many are not finite."""
-    value = jnp.asarray(value)
+    value = value if isinstance(value, np.ndarray) else jnp.asarray(value)  # JAX would trace it within `jax.shard_map`
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return f"{value.dtype} {'x'.join(map(str, value.shape)) or 'scalar'}"
     return Statistics.of(value[None]).text()

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
-from jaxstack.models import layers, lora, moe_layer
+from jaxstack.models import layers, lora, moe_layer, shape_errors
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack, block, layer_scope
 from jaxstack.models.context import Context
@@ -348,6 +348,7 @@ def _check_tokens(cfg: ModelConfig, tokens: jax.Array) -> None:
         )
 
 
+@shape_errors.explained()
 def forward(
     cfg: ModelConfig,
     params: Params,

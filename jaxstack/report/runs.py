@@ -269,6 +269,10 @@ def list_events(run: LoggedRun) -> list[Event]:
             loss = format_number(record.get("loss"), ".4f")
             found.append(Event(step, kind, f"loss {loss}; batch of {record.get('batch', MISSING)}"))
             skipped = max(skipped, record.get("skipped", 0))  # the next training line counts them again
+        elif kind == "compiled again":
+            found.append(
+                Event(step, kind, f"{record.get('function', MISSING)}: {'; '.join(record.get('changed', []))}")
+            )
         elif kind:
             found.append(Event(step, kind, ""))
         if record.get("spike") and not kind and step not in with_line:

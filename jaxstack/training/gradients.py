@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config
-from jaxstack.models import family, params
+from jaxstack.models import family, params, shape_errors
 from jaxstack.models.blocks import split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
@@ -100,6 +100,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
         sums = {"tokens": tokens, **losses.term_metrics(cfg.model, terms), **aux, **noise_scale.total(ctx, small)}
         return losses.add_up(terms), grads, sums
 
+    @shape_errors.explained()
     def gradients(values: Params, batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Params, Metrics]:
         values = round_params(cfg, values)
         if ctx.mesh is None:

@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jaxstack import hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
+from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, parse
 from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.hf import peft
@@ -151,7 +153,8 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
       tokenizer: of its data.
 
     Raises:
-      ConfigError: a source that does not exist, has no checkpoint, or has another model or tokenizer.
+      ConfigError: a source that does not exist, has no checkpoint, or has another model or tokenizer, or no zeros
+        that `optim.keep_zeros` could keep.
     """
     name = cfg.run.init_from
     source = find_source(str(name), "run.init_from")
@@ -183,6 +186,11 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
         shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(here)))
         grow = jax.jit(lambda values: surgery.upcycle(there, values, cfg.model.moe, key)[1], out_shardings=shardings)
         values = grow(values)
+    if cfg.optim.keep_zeros and not has_zeros(cfg, ctx, values):
+        raise ConfigError(
+            f"optim.keep_zeros=true, but the matrices of run.init_from={name} have no zeros. Name a run of `jaxstack "
+            f"compress prune`, or use optim.keep_zeros=false."
+        )
     state = make_state(cfg, ctx, abstract)
     if there != source.model.base:
         values = encoder.with_other_head(source.model, values, cfg.model, state.params)
@@ -190,6 +198,28 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     if cfg.run.init_adapter is not None:
         adapters = _read_adapters(cfg, source, ctx)
     return start_from(cfg, state, params.combine(adapters, values))
+
+
+def has_zeros(cfg: Config, ctx: Context, values: Params) -> bool:
+    """Returns whether a matrix has a zero that is neither padding nor of a slot without a layer.
+
+    Args:
+      cfg: the run.
+      ctx: its execution context.
+      values: its parameters.
+    """
+    spec = params.flat_spec(family.spec(cfg.model.base))
+
+    def zeros(path: str, array: jax.Array) -> jax.Array:
+        p = spec[path]
+        if p.stacked and ctx.stages is not None:
+            array = array[ctx.stages.of(path).layer_of_slot >= 0]
+        stored = (array.shape[:1] if p.stacked else ()) + (p.unpadded or p.shape)[p.stacked :]
+        return jnp.any(array[tuple(slice(size) for size in stored)] == 0)
+
+    matrices = {path: array for path, array in flatten(values).items() if spec[path].kind == "matrix"}
+    found = jax.jit(lambda arrays: jnp.any(jnp.stack([zeros(*one) for one in arrays.items()])))(matrices)
+    return bool(found)
 
 
 def _read_adapters(cfg: Config, source: Config | PretrainedFolder, ctx: Context) -> Params:

@@ -20,11 +20,12 @@ from jaxstack.checkpoint.verify import CheckpointScan
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, DistributedConfig
-from jaxstack.data import Dataset, ngram
+from jaxstack.data import Dataset
 from jaxstack.data.loader import DataLoader
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.runtime import compile_cache, distributed, preemption, xla_options
+from jaxstack.runtime.host_reads import HostReads
 from jaxstack.runtime.watchdog import Watchdog
 from jaxstack.tracking import goodput
 from jaxstack.tracking.console import Console
@@ -32,6 +33,7 @@ from jaxstack.tracking.goodput import GoodputRecorder
 from jaxstack.tracking.jsonl import JsonLines
 from jaxstack.tracking.plot import plot_loss
 from jaxstack.tracking.profiler import Profiler
+from jaxstack.tracking.recompiles import MOST_REASONS, Recompiles
 from jaxstack.tracking.sinks import Sinks
 from jaxstack.tracking.step_log import LoopState, StepLogger
 from jaxstack.tracking.throughput import ThroughputMeter
@@ -39,6 +41,7 @@ from jaxstack.training import init_from
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.compile_ahead import CompileAhead
 from jaxstack.training.losses import EvalSums
+from jaxstack.training.ngram_comparison import compare_with_ngrams
 from jaxstack.training.optimizer import warmup_warning
 from jaxstack.training.state import TrainState, evaluated_params, make_state
 
@@ -61,6 +64,7 @@ class Run:
       profiler: runs the steps, and traces some.
       ahead: compiles programs for several lengths of rows.
       logger: logs steps and evaluations; set by `begin`.
+      recompiles: collects functions that are compiled again.
     """
 
     logger: StepLogger
@@ -99,6 +103,8 @@ class Run:
         self._watchdog = Watchdog(cfg.distributed.lost_s, math.inf if cfg.debug.eager else cfg.train.stalled_s)
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
         self.ahead = CompileAhead(cfg, ctx)
+        self.recompiles = Recompiles()
+        self._host_reads = HostReads(active=cfg.train.debug and not cfg.debug.eager)
         self.console = Console(cfg.train.steps, shown=self._is_first, live=not cfg.debug.eager)
         self.goodput = GoodputRecorder()
         self.throughput = ThroughputMeter(cfg, list(self._mesh.devices.flat))
@@ -119,6 +125,8 @@ class Run:
             stack.enter_context(self.profiler)
             stack.enter_context(self.ahead)
             stack.enter_context(self._sinks)
+            stack.enter_context(self.recompiles)
+            stack.enter_context(self._host_reads)
             self._stack = stack.pop_all()
         return self
 
@@ -245,22 +253,36 @@ class Run:
         return log
 
     def next_batch(self, batches: Iterator[T]) -> T:
-        """Returns the next batch, and counts the time until it is there as `data`."""
+        """Returns the next batch, and counts the time until it is there as `data`.
+
+        With `train.debug`, the host must not read arrays of the devices from here on until `log_step`.
+        """
         self.goodput.enter("data")
         began = time.perf_counter()
         batch = next(batches)
         self._waited = time.perf_counter() - began
         self.goodput.enter("step" if self.throughput.started else "compile")
+        self._host_reads.forbid()
         return batch
 
     def log_step(self, loop: LoopState, metrics: dict[str, jax.Array]) -> int | None:
         """Takes the metrics of a step that was started, and logs the step before it, see `StepLogger`."""
+        self._host_reads.allow()
+        self._report_recompiles(loop.step)
         spike = self.logger.log_step(loop, metrics, self._waited)
         if self._began_to_compile is not None and self.throughput.started:
             if self._is_first:
                 compile_cache.remember(self._program, time.perf_counter() - self._began_to_compile)
             self._began_to_compile = None
         return spike
+
+    def _report_recompiles(self, step: int) -> None:
+        for found in self.recompiles.take():
+            for line in found.lines():
+                self.console.print(line, style="yellow")
+            seconds = round(found.seconds, 4)
+            what = {"function": found.function, "changed": found.reasons[:MOST_REASONS], "compile_s": seconds}
+            self._log.write({"step": step, "event": "compiled again", **what})
 
     def should_stop(self, loop: LoopState) -> bool:
         """Returns whether all processes stop after this step. Every process calls this at every step."""
@@ -285,6 +307,7 @@ class Run:
         if self._draw is not None:  # before the record, so that an interruption between them draws again
             self._draw(values, self._directory / "samples" / f"{loop.step:06}.png" if self._is_first else None)
         self._checkpoints.scores[loop.step] = self.logger.log_evaluation(loop.step, sums)
+        self._report_recompiles(loop.step)
         if self.throughput.started:
             self.throughput.restart()
 
@@ -353,7 +376,10 @@ class Run:
 
     def _write_report(self, samples: list[tuple[str, str]]) -> None:
         cfg, console, directory, steps = self._cfg, self.console, self._directory, self._cfg.train.steps
-        baseline = self._compare_with_ngrams() if cfg.train.ngram_baseline else None
+        baseline = None
+        if cfg.train.ngram_baseline:
+            known = self._log.records, self._log.write
+            baseline = compare_with_ngrams(cfg, self._dataset, self._loader, *known, console)
         if samples:
             (directory / "samples.txt").write_text("\n\n".join(text for _, text in samples) + "\n")
         for i, (prompt, text) in enumerate(samples, start=1):
@@ -366,33 +392,6 @@ class Run:
             f"raise --train.steps. To start a new run, set another --run.dir. To see its curves: "
             f"jaxstack report {directory}"
         )
-
-    def _compare_with_ngrams(self) -> tuple[str, float] | None:
-        """Prints the held-out loss beside that of an n-gram model, and returns name and nats per token of the latter.
-
-        The n-gram model is fitted on the same bytes, unless the log has it from an earlier start. `None`: there is no
-        comparison, and a line says why.
-        """
-        loader, steps, records = self._loader, self._cfg.train.steps, self._log.records
-        tokenizer = self._dataset.tokenizer
-        if reason := ngram.obstacle([*self._dataset.training_texts], tokenizer):
-            self.console.print(f"held out, byte n-grams    left out: {reason}")
-            return None
-        final = next(r for r in records if r["step"] == steps and "eval_loss" in r)
-        fitted = next((r for r in records if r["step"] == steps and "ngram_train_bytes" in r), None)
-        if fitted is None:
-            texts = loader.first_batches(steps), loader.held_out[0].batches
-            found = ngram.baseline(*texts, tokenizer, padded=self._cfg.data.keeps_documents)
-            fitted = {"step": steps, **{f"ngram_{name}": value for name, value in found._asdict().items()}}
-            self._log.write(fitted)
-        order, bits, read = (fitted[f"ngram_{name}"] for name in ngram.Baseline._fields)
-        own = math.nan if final["eval_bits_per_byte"] is None else final["eval_bits_per_byte"]
-        held_out = f"held out, this model      {own:.3f} bits per byte"
-        self.console.print(held_out, style="bold")
-        self.console.print(
-            f"held out, byte {order}-grams    {bits:.3f} bits per byte, fitted on the same {read:,} bytes"
-        )
-        return f"byte {order}-gram", bits * math.log(2) * loader.held_out_bytes_per_token
 
 
 def _terminate_self() -> None:

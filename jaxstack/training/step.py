@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, SpikeConfig
-from jaxstack.models import family, params
+from jaxstack.models import family, params, shape_errors
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.models.partitioned import within_step
@@ -123,6 +123,7 @@ def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Params, Batch], losse
     """Builds `eval_step(params, batch) -> sums`, without dropout."""
     ctx = within_step(ctx)
 
+    @shape_errors.explained()
     def work(values: Params, batch: Batch) -> losses.EvalSums:
         batch = ctx.shard_sequence(batch)
         sums = losses.evaluate(cfg.model, values, batch, ctx, cfg.train.grad_accum)

@@ -187,3 +187,11 @@ def test_mistakes_in_pruning(run, flags, text):
     with pytest.raises(ConfigError, match=text):
         execute(["compress", "prune", str(run), str(run.with_name("no")), *flags])
     assert not [path for path in run.parent.iterdir() if path.name in ("no", ".no.unfinished")]
+
+
+@pytest.mark.slow
+def test_zeros_cannot_be_kept_where_there_are_none(run):
+    words = ["train", *FLAGS.split(), f"--data.path={run.with_name('text.txt')}", f"--run.dir={run.with_name('none')}"]
+    with pytest.raises(ConfigError, match=r"the matrices of run\.init_from=\S+ have no zeros\. Name a run"):
+        execute([*words, f"--run.init_from={run}", "--optim.keep_zeros=true", "--data.batch_size=8"])
+    assert not (run.with_name("none") / "config.yaml").exists()

@@ -40,11 +40,35 @@ def test_breakpoints_stop_at_arrays_and_pass_over_tracers(monkeypatch):
     assert sys.breakpointhook is sys.__breakpointhook__
 
 
+def test_operations_on_a_mesh_are_compiled_once(rng):
+    """JAX alone would compile each of them in each call."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    rows = jax.sharding.PartitionSpec("data")
+    f = jax.shard_map(lambda x: jnp.sin(x) * 3, mesh=mesh, in_specs=rows, out_specs=rows)
+    x = jax.device_put(rng.normal(size=(4, 5)).astype("float32"), jax.sharding.NamedSharding(mesh, rows))
+    compiled = []
+
+    def count(event, seconds, **_):
+        compiled.extend([event] * event.endswith("backend_compile_duration"))
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        with jax.disable_jit(), eager.keep_programs():
+            f(x)
+            assert compiled
+            compiled.clear()
+            np.testing.assert_allclose(f(x), np.sin(np.asarray(x)) * 3, rtol=1e-6)  # float32's sine
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert not compiled
+
+
 @pytest.mark.slow
-def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch, devices):
     """Each of two layers has a breakpoint, which stops once, under recomputation too."""
-    cfg = meshes.config("gpt2", {}, remat="selective")
-    mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:1])
+    cfg = meshes.config("gpt2", {"fsdp": devices}, remat="selective")
+    mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:devices])
     ctx = Context.create(cfg, mesh)
     abstract = abstract_state(cfg, ctx)
     batch = jax.device_put(meshes.random_batch(0, False, cfg.model, cfg.data.batch_size), ctx.sharding(ctx.batch))
@@ -58,18 +82,42 @@ def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch):
     expected = jit_train_step(cfg, ctx, abstract)(make_state(cfg, ctx, abstract), batch)
     monkeypatch.setattr(layers, "mlp", mlp)
     found = eager.make_eager_step(cfg, ctx, abstract)(make_state(cfg, ctx, abstract), batch)
-    assert stops == [(cfg.data.batch_size, cfg.data.seq_len, cfg.model.d_model)] * cfg.model.num_layers
+    rows = cfg.data.batch_size // devices
+    assert stops == [(rows, cfg.data.seq_len, cfg.model.d_model)] * cfg.model.num_layers
     # float32: XLA fuses operations, which rounds otherwise.
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=2e-6)
 
 
-def test_a_mesh_is_refused():
-    cfg = meshes.config("gpt2", {"data": 2})
+def test_a_pipeline_is_refused():
+    cfg = meshes.config("gpt2", {"pipe": 2})
     cfg = dataclasses.replace(cfg, debug=DebugConfig(eager=True))
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:2]))
-    with pytest.raises(ConfigError, match=r"one device, but the mesh has 2\. Set mesh\.data=1"):
+    with pytest.raises(ConfigError, match=r"no pipeline, but mesh\.pipe=2\. Set mesh\.pipe=1"):
         train.make_step(cfg, ctx, abstract_state(cfg, ctx))
+
+
+def test_an_array_of_a_device_is_not_a_tracer(monkeypatch, capsys):
+    """Within `jax.shard_map` there are arrays; `show` has the devices in their first dimension."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    rows = jax.sharding.PartitionSpec("data")
+    shown = []
+
+    def show(self, frame):
+        self.curframe, self.curframe_locals = frame, frame.f_locals
+        self.do_show("x")
+        shown.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(eager.Debugger, "set_trace", show)
+
+    def work(x):
+        breakpoint()
+        return x
+
+    with jax.disable_jit(), eager.breakpoints():
+        jax.shard_map(work, mesh=mesh, in_specs=rows, out_specs=rows)(jnp.ones((4, 3)))
+    assert len(shown) == 1
+    assert shown[0].startswith("x  float32 2x2x3: 1 to 1")
 
 
 @pytest.mark.slow

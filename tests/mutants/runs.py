@@ -135,9 +135,19 @@ mistakes(
 mistakes(
     "debug", "debug/eager.py", "debug/test_eager.py",
     ("if any(map(_is_tracer", "if not any(map(_is_tracer"),
+    ("return _kept.setdefault(function, function)", "return function"),
+    ("and not isinstance(value, _shard_map.ShardMapTracer)", ""),
 )  # fmt: skip
 
 mistakes(
     "debug", "debug/describe.py", "debug/test_search.py",
     ("number = group * size + inner", "number = group * size", "debug/test_search.py -m '' -k unit"),
+)  # fmt: skip
+
+mistakes(
+    "models", "models/shape_errors.py", "models/test_shape_errors.py",
+    ("return not last.raises and any(", "return any("),
+    ("elif size * count == whole:", "elif size == whole * count:"),
+    ("next((name for name, stack in stacks.items() if stack == self.stack)", "next((name for name, stack in stacks.items() if stack is self)"),
+    ("found.append((calls, text, value))", "found.append((-calls, text, value))"),
 )  # fmt: skip
