@@ -37,7 +37,7 @@ from jaxstack.config import (
 from jaxstack.data import Dataset, Tokens
 from jaxstack.data.dataset import Source
 from jaxstack.data.tokenizers import ByteTokenizer
-from jaxstack.generate import beam_search, decode, sampling, stream
+from jaxstack.generate import beam_search, decode, row_sampler, sampling, stream
 from jaxstack.generate.conversation import Conversation
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.trained_run import TrainedRun
@@ -443,7 +443,7 @@ def test_samples_of_a_run_never_see_more_than_it_was_trained_on():
 
 def test_a_prompt_uses_its_own_tokens_and_no_padding():
     tokens, first = jnp.asarray([[4, 1, 2], [0, 3, 3]]), jnp.asarray([0, 1])
-    used = decode.used_at_first(tokens, first, jnp.zeros((2, 5)), SampleConfig(repetition_penalty=1.5))
+    used = row_sampler.used_at_first(tokens, first, jnp.zeros((2, 5)), SampleConfig(repetition_penalty=1.5))
     assert [np.flatnonzero(row).tolist() for row in used] == [[1, 2, 4], [3]]
 
 
