@@ -183,6 +183,8 @@ def scan_block(
             own = replace(own, rope=own.rope_local)
         if i == 0 and not cfg.first_attention_norm:
             own = replace(own, first=index == 0)
+        if ctx.placement is not None:
+            own = replace(own, replicas=jnp.asarray(ctx.placement.replicas)[index * len(cfg.windows) + i])
         with layer_scope(i, len(cfg.windows)):
             x, aux = block(
                 cfg,
