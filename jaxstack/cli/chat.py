@@ -61,7 +61,7 @@ def main(args: Namespace) -> None:
     if cfg.sample.beams > 1:
         raise ConfigError(f"sample.beams={cfg.sample.beams} cannot show tokens as they come. Use sample.beams=1.")
     context = context_of(cfg, args.context)
-    run = load_run.open_run(path, cfg, tokenizer, args.mesh, args.step, rows=1)
+    run = load_run.open_run(path, cfg, tokenizer, args.mesh, args.step, rows=1, placement=args.placement)
 
     from jaxstack.generate.conversation import Conversation
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_type_hints
 
 from jsonargparse import Namespace
 
+from jaxstack.common import files
 from jaxstack.config import Config, ConfigError, MeshConfig, SampleConfig, TrainConfig
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.parse import Parser, user_path
@@ -43,6 +44,12 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--draft", metavar="RUN", type=user_path, help="run of a small model that drafts tokens")
     parser.add_argument("--draft_tokens", type=PositiveInt, default=4, help="number of tokens that it drafts at a time")
+    parser.add_argument(
+        "--expert_load",
+        metavar="FILE",
+        type=user_path,
+        help="file to write with the tokens of each expert, for plan experts",
+    )
     parser.add_argument("--language", type=str, help="language that an encoder-decoder writes, if it has several")
     parser.add_argument("--out", type=user_path, help="PNG file for pictures; null means pictures.png in RUN")
     add_model_arguments(parser)
@@ -64,6 +71,9 @@ def add_model_arguments(parser: Parser) -> None:
     )
     parser.add_class_arguments(SampleConfig, "sample", skip={"prompts"}, instantiate=False)
     parser.set_defaults({f"sample.{f.name}": None for f in fields(SampleConfig) if f.name != "prompts"})
+    parser.add_argument(
+        "--placement", metavar="FILE", type=user_path, help="which experts each device stores, from plan experts"
+    )
     parser.add_class_arguments(MeshConfig, "mesh")
     parser.set_defaults({"mesh.data": 1})  # one device; more share the prompts
 
@@ -97,8 +107,10 @@ def main(args: Namespace) -> None:
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     longest = max(map(len, ids)) + cfg.sample.tokens
     rows = min(len(prompts), cfg.sample.rows or len(prompts))
+    load = load_file(args, cfg, len(prompts))
+    check = partial(check_memory, longest)
     run = load_run.open_run(
-        Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=rows, check=partial(check_memory, longest)
+        Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=rows, check=check, placement=args.placement
     )
     if longest > cfg.data.seq_len:
         print(f"note: texts have up to {longest} tokens; the model was trained on {cfg.data.seq_len}", file=sys.stderr)
@@ -112,6 +124,37 @@ def main(args: Namespace) -> None:
         for piece in in_turn(texts, run.stream_tokens(ids, stop=stop, draft=draft, at_once=not live)):
             write(piece, flush=live)
     write("\n")
+    if load is not None:
+        from jaxstack.moe.placement import write_load
+
+        write_load(load, run.engine(cfg.sample.domain).counted["load"])
+
+
+def load_file(args: Namespace, cfg: Config, prompts: int) -> Path | None:
+    """Returns the file for the load of the experts, if one is asked for.
+
+    Args:
+      args: of the command.
+      cfg: the run.
+      prompts: number of prompts.
+
+    Raises:
+      ConfigError: the file cannot be written, or the load is not counted.
+    """
+    if args.expert_load is None:
+        return None
+    flag = f"--expert_load={args.expert_load}"
+    if not cfg.model.moe.num_experts:
+        raise ConfigError(f"{flag} needs experts, but the run has model.moe.num_experts=0. Leave --expert_load away.")
+    for name, wrong in (
+        (f"sample.rows={cfg.sample.rows}", cfg.sample.rows is not None and prompts > cfg.sample.rows),
+        (f"sample.beams={cfg.sample.beams}", cfg.sample.beams > 1),
+        (f"--draft={args.draft}", args.draft is not None),
+        ("sample.tokens=0", not cfg.sample.tokens),
+    ):
+        if wrong:
+            raise ConfigError(f"{flag} counts the tokens of one batch, unlike {name}. Leave one of them away.")
+    return files.writable("--expert_load", args.expert_load, (".json",))
 
 
 def open_draft(args: Namespace, cfg: Config, longest: int) -> "Draft":

@@ -60,6 +60,7 @@ COMMANDS = {
     "plan bytes": Command("Plan", "plan_bytes", "count the bytes that each part of a step moves on a GPU"),
     "plan roofline": Command("Plan", "roofline", "compute the least time of each part of a step on a chip"),
     "plan run": Command("Plan", "plan_run", "find model, batch, mesh, time and cost for a budget"),
+    "plan experts": Command("Plan", "plan_experts", "place experts on devices by their measured load"),
     "plan fit": Command("Plan", "plan_fit", "fit a scaling law to runs, and find the best size for a budget"),
     "profile": Command("Plan", "profile", "measure the cost of a pipeline's layers"),
     "schedule": Command("Plan", "schedule", "draw a pipeline schedule as a Gantt chart"),

@@ -78,7 +78,9 @@ def main(args: Namespace) -> None:
     context = context_of(cfg, args.context)
     listener = bind(args.host, args.port)  # before the model is read, which takes longer
     check = partial(generate.check_memory, context)
-    run = load_run.open_run(path, cfg, tokenizer, args.mesh, args.step, rows=args.rows, check=check)
+    run = load_run.open_run(
+        path, cfg, tokenizer, args.mesh, args.step, rows=args.rows, check=check, placement=args.placement
+    )
 
     from jaxstack.serve import http
     from jaxstack.serve.app import Limits, Server

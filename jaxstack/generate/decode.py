@@ -12,7 +12,7 @@ Suffixes: B rows of this device, S slots of the prompts, N tokens to add, V voca
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypedDict, Unpack
 
 import jax
@@ -26,7 +26,7 @@ from jaxstack.data import Dataset, Tokenizer
 from jaxstack.data.prompts import held_out_prompts
 from jaxstack.generate import beam_search, load_run, sampling
 from jaxstack.generate.kv_cache import CachedDecoder, known_logits
-from jaxstack.generate.pair_cache import CachedModel
+from jaxstack.generate.row_sampler import RowSampler
 from jaxstack.models import decoder, family
 from jaxstack.models.context import Context
 from jaxstack.runtime.xla_options import select_decode_options
@@ -88,9 +88,7 @@ def make_generate(
         if sample.beams > 1:
             return beam_search.beam_search(model, tokens, sample, stop)
         sampler = RowSampler(model, sample, stop, row_keys(seed, marks))
-        logits, cache = model.prefill(tokens)
-        state = sampler.start(logits, cache, used_at_first(tokens, first, logits, sample))
-        state = sampler.extend(state, tokens.shape[1], sample.tokens)
+        state = sampler.extend(sampler.read(tokens), tokens.shape[1], sample.tokens)
         return state["added"], state["lengths"]
 
     compiled = jit_on_mesh(work, cfg, ctx, parts=3)
@@ -99,7 +97,7 @@ def make_generate(
         check_prompts(cfg, prompts, sample.tokens, ids)
         if not sample.tokens:
             return [list(prompt) for prompt in prompts]
-        filled = pad_rows(prompts, ctx.replicas)
+        filled = fill_rows(prompts, ctx)
         tokens, first = align_rows(filled)
         added, lengths = jax.device_get(compiled(params, tokens, first, row_seeds(filled), np.uint32(seed)))
         return [[*prompt, *row[:length].tolist()] for prompt, row, length in zip(prompts, added, lengths, strict=False)]
@@ -118,81 +116,6 @@ def generate(
 ) -> Rows:
     """Returns the prompts with their continuations. For several calls use `make_generate`, which compiles once."""
     return make_generate(cfg, sample, **options)(params, prompts, seed)
-
-
-@dataclass(frozen=True)
-class RowSampler:
-    """Adds sampled tokens to the rows of this device, one token of each row at a time.
-
-    Its state is a dict. Of the rows it has the tokens `added` [B, N], how many of them are the text (`lengths` [B]),
-    the newest one (`last` [B]), whether the text has ended (`done` [B]), the tokens that it contains (`used`), and the
-    KV cache of all tokens but the newest. `i` is the number of tokens that were added, and `going` says whether any
-    row of any device still needs more.
-
-    Attributes:
-      model: decodes the tokens.
-      sample: how tokens are chosen, and N.
-      stop: tokens that end a text.
-      keys: a PRNG key for each row [B].
-    """
-
-    model: CachedModel
-    sample: SampleConfig
-    stop: Sequence[int]
-    keys: jax.Array
-
-    def start(self, logits: jax.Array, cache: PyTree, used: jax.Array) -> PyTree:
-        """Returns the state with the first token, given the logits [B, V] and the cache of the prompts."""
-        nothing = collectives.zeros(self.model.first.shape, jnp.int32, self.model.first)
-        added = collectives.zeros((*nothing.shape, self.sample.tokens), jnp.int32, nothing)
-        state = {"added": added, "lengths": nothing, "done": nothing > 0, "used": used, "cache": cache}
-        return self._add(0, logits, state | {"i": jnp.int32(1)})
-
-    def extend(self, state: PyTree, slot: jax.Array | int, until: jax.Array | int) -> PyTree:
-        """Returns the state with tokens added until there are `until`, or all rows have ended.
-
-        Args:
-          state: from `start` or `extend`.
-          slot: slot of the first added token.
-          until: number of tokens, at most N.
-        """
-
-        def step(state: PyTree) -> PyTree:
-            i = state["i"]
-            logits, cache = self.model.decode_token(state["last"], slot + i - 1, state["cache"])
-            return collectives.match_varying_tree(self._add(i, logits, state | {"cache": cache, "i": i + 1}), state)
-
-        return jax.lax.while_loop(lambda s: (s["i"] < until) & s["going"], step, state)
-
-    def _add(self, i: jax.Array | int, logits: jax.Array, state: PyTree) -> PyTree:
-        """Returns the state with token `i` of each row."""
-        keys = self.keys
-        step_keys = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
-        new = sampling.sample_tokens(logits, state["used"], step_keys, self.sample)
-        going = ~state["done"]
-        done = state["done"] | is_stop(new, self.stop)
-        return state | {
-            "added": jax.lax.dynamic_update_slice_in_dim(state["added"], new[:, None], i, 1),
-            "lengths": state["lengths"] + going,
-            "last": new,
-            "done": done,
-            "used": sampling.mark_used(state["used"], new) if state["used"].size else state["used"],
-            "going": collectives.all_reduce((~done).sum(), self.model.ctx.axes("batch")) > 0,
-        }
-
-
-def is_stop(tokens: jax.Array, stop: Sequence[int]) -> jax.Array:
-    """Returns whether each token is a stop token."""
-    return jnp.isin(tokens, jnp.asarray(stop, jnp.int32))
-
-
-def used_at_first(tokens: jax.Array, first: jax.Array, logits: jax.Array, sample: SampleConfig) -> jax.Array:
-    """Returns which tokens occur in each prompt, bool [B, V], or [B, 0] without a repetition penalty."""
-    rows, slots = tokens.shape
-    if sample.repetition_penalty == 1:
-        return jnp.zeros_like(logits[:, :0], bool)
-    there = jnp.arange(slots) >= first[:, None]
-    return jnp.zeros_like(logits, bool).at[jnp.arange(rows)[:, None], tokens].max(there)
 
 
 def row_keys(seed: jax.Array, marks: jax.Array) -> jax.Array:
@@ -220,6 +143,16 @@ def dropless(cfg: ModelConfig) -> ModelConfig:
 def pad_rows(prompts: Rows, replicas: int) -> Rows:
     """Returns the prompts and as many dummy rows as make their number a multiple of `replicas`."""
     return [*prompts, *([[0]] * (-len(prompts) % replicas))]
+
+
+def fill_rows(prompts: Rows, ctx: Context) -> Rows:
+    """Returns the prompts and as many empty ones as give every device equal groups of rows.
+
+    On a pipeline a device has as many groups as stages, see `in_turn`, or a group for each of fewer rows.
+    """
+    each = -(-len(prompts) // ctx.replicas)
+    groups = 1 if ctx.pipeline is None else min(ctx.pipeline.stages.stages, each)
+    return [*prompts, *([[]] * (-len(prompts) % (ctx.replicas * groups)))]
 
 
 def align_rows(prompts: Rows) -> tuple[np.ndarray, np.ndarray]:

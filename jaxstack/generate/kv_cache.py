@@ -8,7 +8,7 @@ Suffixes: B rows of this device, S slots of the prompts, T tokens that a layer k
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jaxstack.kernels.int8_weight import Int8Weight
 from jaxstack.models import decoder, family
 from jaxstack.models.blocks import group_layers
 from jaxstack.models.context import Context
+from jaxstack.models.layer_inputs import Aux
 from jaxstack.models.params import Param, cast_matrices, is_compressed, map_spec, unstack
 from jaxstack.sharding import collectives
 
@@ -97,23 +98,29 @@ class CachedDecoder:
 
     def prefill(self, tokens: jax.Array) -> tuple[jax.Array, PyTree]:
         """Returns the logits [B, V] after the prompts [B, S], and their cache."""
+        return self.prefill_counted(tokens)[:2]
+
+    def prefill_counted(self, tokens: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
+        """Returns what `prefill` does, and this device's `load`, see `decode_counted`."""
         positions = jnp.arange(tokens.shape[1]) - self.first[:, None]
+        there = (positions >= 0).astype(jnp.int32)
         batch: Batch = {
             "tokens": tokens,
             "positions": jnp.maximum(positions, 0),
-            "segment_ids": (positions >= 0).astype(jnp.int32),
+            "segment_ids": there,
+            "loss_weights": there,
         }
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)
         x, aux = decoder.hidden_states(self.cfg, self.params, batch, self.ctx, cache={})
         new = {name: aux[name] for name in ("keys", "values")}
         cache: PyTree = [
-            _map_cache(partial(_allocate, T), block)
+            map_cache(partial(_allocate, T), block)
             for T, block in zip(self._lengths, group_layers(len(self._lengths), new), strict=True)
         ]
         if self.token_weights is not None:
             cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.token_weights.layer_groups))]
-        return self._logits(x[:, -1:])[:, 0], cache
+        return self.logits(x[:, -1:])[:, 0], cache, self.load_of(aux)
 
     def empty_cache(self) -> PyTree:
         """Returns the cache before the first token."""
@@ -123,12 +130,22 @@ class CachedDecoder:
 
     def decode_token(self, tokens: jax.Array, slot: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the logits [B, V] after one more token of each row [B], in `slot`, and the cache that includes it."""
-        x, new = self._hidden_states(tokens[:, None], slot, cache)
+        return self.decode_counted(tokens, slot, cache)[:2]
+
+    def decode_counted(
+        self, tokens: jax.Array, slot: jax.Array, cache: PyTree, counted: jax.Array | None = None
+    ) -> tuple[jax.Array, PyTree, PyTree]:
+        """Returns what `decode_token` does, and the `load`: how many of this device's tokens chose each expert.
+
+        The load is int32 [L, E], or `()` for a model without experts. The sum over the devices that share the rows is
+        the load of all rows. The rows `counted` [B] are counted; `None` means all.
+        """
+        x, new, load = self._hidden_states(tokens[:, None], slot, cache, counted)
 
         def update(axis: int, a: jax.Array, entry: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(a, entry, slot % a.shape[axis], axis)
 
-        return self._logits(x)[:, 0], _map_cache(update, cache, new)
+        return self.logits(x)[:, 0], map_cache(update, cache, new), load
 
     def append_tokens(
         self, tokens: jax.Array, count: jax.Array, slot: jax.Array, cache: PyTree
@@ -141,7 +158,7 @@ class CachedDecoder:
           slot: slot of the first.
           cache: of all tokens before it.
         """
-        x, new = self._hidden_states(tokens, slot, cache)
+        x, new, _ = self._hidden_states(tokens, slot, cache)
         index = jnp.arange(tokens.shape[1])
 
         def update(axis: int, a: jax.Array, entries: jax.Array) -> jax.Array:
@@ -151,7 +168,7 @@ class CachedDecoder:
             return a.at[(..., places, *[slice(None)] * (-1 - axis))].set(entries, mode="drop")
 
         last = jax.lax.dynamic_slice_in_dim(x, count - 1, 1, 1)
-        return self._logits(last)[:, 0], _map_cache(update, cache, new)
+        return self.logits(last)[:, 0], map_cache(update, cache, new)
 
     def verify_tokens(self, tokens: jax.Array, slot: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the logits [B, S, V] after each of some more tokens, and the cache that includes them.
@@ -164,7 +181,7 @@ class CachedDecoder:
           slot: slot of the first.
           cache: of all tokens before it.
         """
-        x, new = self._hidden_states(tokens, slot, cache)
+        x, new, _ = self._hidden_states(tokens, slot, cache)
 
         def update(axis: int, a: jax.Array, entries: jax.Array) -> jax.Array:
             T = a.shape[axis]
@@ -173,7 +190,7 @@ class CachedDecoder:
             places = (slot + jnp.arange(tokens.shape[1])) % T
             return a.at[(..., places, *[slice(None)] * (-1 - axis))].set(entries)
 
-        return self._logits(x), _map_cache(update, cache, new)
+        return self.logits(x), map_cache(update, cache, new)
 
     def move_cache(self, cache: PyTree, slot: jax.Array, to: jax.Array) -> PyTree:
         """Returns the cache of the tokens before a slot as that of this number of slots, with other numbers.
@@ -194,12 +211,22 @@ class CachedDecoder:
             return jnp.roll(in_order, to % T, axis)
 
         def move_blocks(blocks: list[PyTree]) -> list[PyTree]:
-            return [_map_cache(partial(move, T), block) for T, block in zip(self._lengths, blocks, strict=True)]
+            return [map_cache(partial(move, T), block) for T, block in zip(self._lengths, blocks, strict=True)]
 
         return [move_blocks(group) for group in cache] if self.token_weights is not None else move_blocks(cache)
 
-    def _hidden_states(self, tokens: jax.Array, slot: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
-        """Returns hidden states of the tokens [B, S] in the slots from `slot` on, and their keys and values."""
+    def with_first(self, first: jax.Array) -> "CachedDecoder":
+        """Returns the model for other rows, given the slot of the first token of each."""
+        return replace(self, first=first)
+
+    def next_batch(self, tokens: jax.Array, slot: jax.Array, counted: jax.Array | None = None) -> Batch:
+        """Returns the batch of the tokens [B, S] in the slots from `slot` on, for `decoder.make_layer_inputs`.
+
+        Args:
+          tokens: the tokens.
+          slot: slot of the first.
+          counted: see `decode_counted`.
+        """
         batch: dict[str, Any] = {
             "tokens": tokens,
             "positions": (slot - self.first)[:, None] + jnp.arange(tokens.shape[1]),
@@ -207,11 +234,34 @@ class CachedDecoder:
         }
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)
+        if counted is not None:
+            batch["loss_weights"] = jnp.broadcast_to(counted[:, None], tokens.shape)
+        return batch
+
+    def no_load(self) -> PyTree:
+        """Returns the load of no tokens, see `decode_counted`."""
+        shape = self.cfg.num_layers, self.cfg.moe.num_experts
+        return collectives.zeros(shape, jnp.int32, self.first) if self.cfg.moe.num_experts else ()
+
+    def load_of(self, aux: Aux) -> PyTree:
+        """Returns the load among auxiliary values, see `decode_counted`."""
+        return aux["load"].astype(jnp.int32) if self.cfg.moe.num_experts else ()
+
+    def _hidden_states(
+        self, tokens: jax.Array, slot: jax.Array, cache: PyTree, counted: jax.Array | None = None
+    ) -> tuple[jax.Array, PyTree, PyTree]:
+        """Returns hidden states of the tokens [B, S] in the slots from `slot` on, their keys and values, and the load.
+
+        The load is that of `decode_counted`.
+        """
+        batch = self.next_batch(tokens, slot, counted)
         if self.token_weights is not None:
             groups = self.token_weights.layer_groups
-            return decoder.hidden_states_unrolled(self.cfg, self.params, groups, batch, cache, self.ctx)
+            x, new, aux = decoder.hidden_states_unrolled(self.cfg, self.params, groups, batch, cache, self.ctx)
+            return x, new, self.load_of(aux)
         x, aux = decoder.hidden_states(self.cfg, self.params, batch, self.ctx, cache=cache)
-        return x, group_layers(len(self._lengths), {name: aux[name] for name in ("keys", "values")})
+        new = group_layers(len(self._lengths), {name: aux[name] for name in ("keys", "values")})
+        return x, new, self.load_of(aux)
 
     @property
     def _lengths(self) -> list[int]:
@@ -224,7 +274,8 @@ class CachedDecoder:
         there = slot - 1 - (slot - 1 - jnp.arange(T)) % T
         return jnp.where(there >= self.first[:, None], slot - there, 0)
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Returns the logits [B, S, V] of all vocabulary entries from hidden states [B, S, D]."""
         head = self.token_weights.head if self.token_weights is not None else None
         params = self.params if head is None else {"head": {"w": head}}
         own = decoder.logits(self.cfg, params, x, self.ctx)
@@ -250,7 +301,7 @@ def _to_int8(cfg: ModelConfig, groups: list[PyTree], stacked: list[PyTree]) -> l
     return [[one(i, *both) for both in zip(group, stacked, strict=True)] for i, group in enumerate(groups)]
 
 
-def _map_cache(f: Callable[..., jax.Array], cache: PyTree, *others: PyTree) -> PyTree:
+def map_cache(f: Callable[..., jax.Array], cache: PyTree, *others: PyTree) -> PyTree:
     """Returns `f(slot_axis, array, *other_arrays)` of each array of a cache."""
     return jax.tree_util.tree_map_with_path(lambda path, *arrays: f(SLOT_AXIS[path[-1].key], *arrays), cache, *others)
 

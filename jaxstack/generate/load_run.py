@@ -24,6 +24,7 @@ def load(
     mesh: Mapping[str, int] | MeshConfig | None = None,
     step: int | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
+    placement: str | Path | None = None,
 ) -> "TrainedRun":
     """Loads the model of a run, to generate text, compute logits or evaluate it.
 
@@ -33,10 +34,12 @@ def load(
         given has size 1, and `None` means one device.
       step: step of the checkpoint. `None` means the newest valid one.
       dtype: dtype of the computation. `None` means `train.dtype` of the run.
+      placement: file that says which experts each device stores, from `jaxstack plan experts`. `None` means equal
+        parts.
 
     Raises:
-      ConfigError: the folder is not a run, its checkpoint is damaged, or the mesh does not fit the model or the
-        devices.
+      ConfigError: the folder is not a run, its checkpoint is damaged, the mesh does not fit the model or the devices,
+        or the placement does not fit model or mesh.
     """
     if not isinstance(mesh, MeshConfig):
         unknown = sorted((mesh or {}).keys() - {field.name for field in fields(MeshConfig)})
@@ -47,7 +50,8 @@ def load(
     cfg, tokenizer = read_run(path)
     if dtype is not None and dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype={dtype} is unknown. Use float32 or bfloat16.")
-    return open_run(path, replace(cfg, train=replace(cfg.train, dtype=dtype or cfg.train.dtype)), tokenizer, mesh, step)
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype or cfg.train.dtype))
+    return open_run(path, cfg, tokenizer, mesh, step, placement=placement)
 
 
 def read_run(path: Path) -> tuple[Config, Tokenizer]:
@@ -74,6 +78,7 @@ def open_run(
     step: int | None,
     rows: int | None = None,
     check: Callable[[Config], None] = lambda cfg: None,
+    placement: str | Path | None = None,
 ) -> "TrainedRun":
     """Starts JAX with the devices of a mesh, and reads the parameters of a run.
 
@@ -86,6 +91,7 @@ def open_run(
       rows: number of texts that are processed at once, by which an open axis is chosen. `None` means those of a
         microbatch of the run.
       check: receives the configuration on the mesh once JAX has its devices, before anything is read.
+      placement: file that says where the experts are stored. `None` means equal parts.
 
     Raises:
       ConfigError: see `load`.
@@ -97,10 +103,13 @@ def open_run(
     elif not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         _add_cpu_devices(platform.cpu_devices(cfg.mesh, cfg.microbatch_size))
 
+    from jaxstack.generate import replicas
     from jaxstack.generate.trained_run import TrainedRun
 
+    found = None if placement is None else replicas.read(Path(placement), cfg)
     check(cfg)
-    return TrainedRun.open(path, cfg, tokenizer, step)
+    run = TrainedRun.open(path, cfg, tokenizer, step)
+    return run if found is None else replicas.place(run, Path(str(placement)), found)
 
 
 def _on_mesh(cfg: Config, mesh: MeshConfig, rows: int | None) -> Config:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import PyTree
-from jaxstack.generate import decode, sampling
+from jaxstack.generate import decode, row_sampler, sampling
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.sampling import Logprobs, RowSample
 from jaxstack.generate.stream import CARRIED, Engine, compile_program
@@ -160,7 +160,7 @@ class RowPrograms:
             first = state["slot"] - end
             index = jnp.zeros_like(end)
             new, used = self._choose(logits, rows, index)
-            ended = decode.is_stop(new, self.stop) | (rows["limit"] <= 1)
+            ended = row_sampler.is_stop(new, self.stop) | (rows["limit"] <= 1)
             row = rows | {"first": first, "index": index + 1, "last": new, "done": ended, "used": used}
 
             def put(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -209,7 +209,7 @@ class RowPrograms:
                 logits, cache = own.decode_token(state["last"], slot, state["cache"])
                 new, used = self._choose(logits, state, state["index"])
                 index = state["index"] + ~done
-                after = done | decode.is_stop(new, self.stop) | (index >= state["limit"])
+                after = done | row_sampler.is_stop(new, self.stop) | (index >= state["limit"])
                 next_state = state | {"index": index, "last": new, "done": after, "used": used, "cache": cache}
                 next_state["slot"] = slot + 1
                 more = (rows_that(~after) > 0) & ~(wait & (rows_that(after & ~done) > 0))

@@ -19,6 +19,7 @@ from jaxstack.common.tree import PyTree
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.generate import decode, sampling
 from jaxstack.generate.kv_cache import CachedDecoder
+from jaxstack.generate.row_sampler import is_stop
 from jaxstack.generate.stream import CARRIED, Engine, compile_program
 from jaxstack.sharding import collectives
 
@@ -143,7 +144,7 @@ class Speculation:
         room = collectives.zeros((1, sample.tokens + self.tokens + 1), jnp.int32, last)
         added = jax.lax.dynamic_update_slice_in_dim(room, last[:, None], 0, 1)
         count = jnp.ones_like(last)
-        done = decode.is_stop(last, stop) | (count >= sample.tokens)
+        done = is_stop(last, stop) | (count >= sample.tokens)
         zero = count[0] - 1
         caches = {"cache": cache, "draft": of_draft}
         return caches | {"added": added, "count": count, "last": last, "done": done, "rounds": zero, "accepted": zero}
@@ -176,7 +177,7 @@ class Speculation:
             p = sampling.probabilities(logits[0], sample)
             n, last = choose(jax.random.fold_in(own, G + 1), drafted[:G], q[:G], p)
             new = jnp.where(jnp.arange(G + 1) == n, last, block[0, jnp.minimum(jnp.arange(G + 1) + 1, G)])
-            ends = decode.is_stop(new, stop) & (jnp.arange(G + 1) <= n)
+            ends = is_stop(new, stop) & (jnp.arange(G + 1) <= n)
             length = jnp.where(ends.any(), ends.argmax() + 1, n + 1)
             after = jnp.minimum(count + length, sample.tokens)
             next_state = {

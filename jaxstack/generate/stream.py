@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig, SampleConfig
 from jaxstack.generate import decode
-from jaxstack.generate.decode import GenerateOptions, Rows, RowSampler
+from jaxstack.generate.decode import GenerateOptions, Rows
 from jaxstack.generate.kv_cache import CachedDecoder
+from jaxstack.generate.row_sampler import RowSampler
 from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -45,6 +46,7 @@ class Results(NamedTuple):
     lengths: PyTree
     i: PyTree
     going: PyTree
+    load: PyTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,7 @@ class Engine:
       params: the parameters in the dtype of the computation.
       token_weights: see `CachedDecoder`.
       programs: the compiled programs.
+      counted: under the name `load`, how many tokens chose each expert of each layer in the texts of `stream`, [L, E].
     """
 
     cfg: ModelConfig
@@ -68,6 +71,7 @@ class Engine:
     params: Params
     token_weights: PyTree = None
     programs: dict[tuple[object, ...], Program] = field(default_factory=dict, repr=False)
+    counted: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     @classmethod
     def create(cls, cfg: ModelConfig, params: Params, **options: Unpack[GenerateOptions]) -> "Engine":
@@ -123,16 +127,19 @@ class Engine:
 
             yield from continue_in_turn(self, prompts, sample, stop=stop, seed=seed, at_once=at_once)
             return
-        filled = decode.pad_rows(prompts, self.ctx.replicas)
+        filled = decode.fill_rows(prompts, self.ctx)
         tokens, first = decode.align_rows(filled)
         rows = first, decode.row_seeds(filled), np.uint32(seed)
         work = Programs(self, tokens.shape[1] + sample.tokens, replace(sample, prompts=None, rows=None), tuple(stop))
         state, results = work.start(rows, tokens)
-        shown = 0
+        shown, before = 0, 0
         place = tokens.shape[1], sample.tokens
         for _, found in work.extend_by_parts(rows, state, results, place, sample.tokens if at_once else 1):
             new = [row[shown:length].tolist() for row, length in zip(found.added, found.lengths, strict=True)]
             shown = int(found.i)
+            if self.cfg.moe.num_experts:
+                self.counted["load"] = self.counted.get("load", 0) + found.load.astype(np.int64) - before
+                before = found.load
             yield new[: len(prompts)]
 
 
@@ -151,12 +158,7 @@ class Programs:
     def start(self, rows: PyTree, tokens: np.ndarray) -> tuple[PyTree, Results]:
         """Reads prompts [B, S] and adds the first token."""
 
-        def work(sampler: RowSampler, tokens: jax.Array) -> PyTree:
-            logits, cache = sampler.model.prefill(tokens)
-            used = decode.used_at_first(tokens, sampler.model.first, logits, self.sample)
-            return sampler.start(logits, cache, used)
-
-        return self._call("start", work, rows, tokens)
+        return self._call("start", RowSampler.read, rows, tokens)
 
     def append(self, rows: PyTree, cache: PyTree, block: np.ndarray, used: np.ndarray, place: PyTree) -> PyTree:
         """Reads tokens [B, S] and adds one token, given the cache of the tokens before them.
@@ -226,8 +228,10 @@ class Programs:
                     self.sample, self.stop, decode.row_keys(seed, marks),
                 )  # fmt: skip
                 state = work(sampler, *others)
-                shown = () if name == "empty_cache" else Results(*(state[name] for name in Results._fields))
-                return state, shown
+                if name == "empty_cache":
+                    return state, ()
+                shown = {name: state[name] for name in Results._fields} | {"load": sampler.load(state)}
+                return state, Results(**shown)
 
             kinds = {
                 "start": (specs.rows,),
@@ -236,7 +240,7 @@ class Programs:
                 "extend": (CARRIED, one),
             }[name]
             where = (specs.params, CARRIED, (specs.rows, specs.rows, one), *kinds)
-            results = () if name == "empty_cache" else Results(specs.rows, specs.rows, one, one)
+            results = () if name == "empty_cache" else Results(specs.rows, specs.rows, one, one, one)
             engine.programs[key] = compile_program(
                 engine.ctx, run, where, results, donated=3 if CARRIED in kinds else None
             )

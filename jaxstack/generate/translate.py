@@ -14,8 +14,9 @@ from jaxstack.data import Tokenizer
 from jaxstack.data.pairs import domains_of_languages
 from jaxstack.data.seq2seq import SpecialIds, ids_of, language_tokens
 from jaxstack.generate import beam_search, decode
-from jaxstack.generate.decode import Rows, RowSampler
+from jaxstack.generate.decode import Rows
 from jaxstack.generate.pair_cache import CachedPairs
+from jaxstack.generate.row_sampler import RowSampler
 from jaxstack.models.context import Context
 
 
@@ -59,9 +60,7 @@ def make_translate(
         if sample.beams > 1:
             return beam_search.beam_search(model, tokens, sample, stop)
         sampler = RowSampler(model, sample, stop, decode.row_keys(seed, marks))
-        logits, cache = model.prefill(tokens)
-        state = sampler.start(logits, cache, decode.used_at_first(tokens, first, logits, sample))
-        state = sampler.extend(state, tokens.shape[1], sample.tokens)
+        state = sampler.extend(sampler.read(tokens), tokens.shape[1], sample.tokens)
         return state["added"], state["lengths"]
 
     compiled = decode.jit_on_mesh(work, cfg, ctx, parts=3)

@@ -23,9 +23,10 @@ from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.kernels.int8_weight import Int8Weight
 from jaxstack.kernels.taps import Tapped
-from jaxstack.models.implementations import OPS, attention_mask, implementations
+from jaxstack.models.implementations import OPS, implementations, op_cases
 from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec, pad_to_slots
 from jaxstack.moe import rounds
+from jaxstack.moe.placement import Placement
 from jaxstack.pipeline import Program, Stages
 from jaxstack.pipeline.operations import to_slots
 from jaxstack.sharding import Leaf, Rules, collectives, transformer
@@ -67,6 +68,7 @@ class Context:
       loss_chunk: tokens whose logits are in memory at a time, if `cross_entropy` is `chunked`.
       decode: how a new token runs through the layers: `scan`, or `unrolled` with a copy of each layer's weights.
       decode_weights: what these copies contain on one device, see `jaxstack.config.KernelsConfig`.
+      placement: the experts that each device stores, some of them several times. `None` means equal parts.
     """
 
     mesh: Mesh | None = None
@@ -91,6 +93,7 @@ class Context:
     decode_weights: Literal["float", "int8"] = "float"
     gelu: str = "xla"
     cross_entropy: str = "xla"
+    placement: Placement | None = None
 
     @classmethod
     def create(cls, cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None) -> "Context":
@@ -129,22 +132,9 @@ class Context:
         if platform is None:
             return context
         model = cfg.model
-        cases: dict[str, implementation.OpCase] = {
-            "attention": {
-                "head_dim": model.head_width,
-                "softcap": model.attention_softcap,
-                "segments": cfg.has_segments,
-                "sequence_shards": mesh.shape["context"],
-                "context_method": cfg.mesh.context_method,
-                "mask": attention_mask(model),
-                "bias": model.positions == "relative",
-            },
-            "norm": {"d_model": model.d_model, "partitioner": context.partitioner},
-            "linear": {"summed_by_xla": context.reduce_dtype} if context.partitioner == "auto" else {},
-        }
         known = {"dtype": context.dtype, "compute_capability": getattr(device, "compute_capability", None)}
-        cases = {op: known | dict(cases.get(op, {})) for op in OPS}
-        chosen = implementations(platform, cfg.kernels, cases)
+        cases = op_cases(cfg, mesh, context.partitioner, context.reduce_dtype)
+        chosen = implementations(platform, cfg.kernels, {op: known | dict(cases.get(op, {})) for op in OPS})
         # Without a loop, XLA gathers the weights of a layer before those of the layer before it are freed. The loops
         # over tiles of rows in each layer of experts take minutes to compile.
         tile_loops = model.moe.num_experts and chosen["moe"] == "grouped"

@@ -24,7 +24,7 @@ from jaxstack.models import layers, lora, moe_layer, shape_errors
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack, block, layer_scope
 from jaxstack.models.context import Context
-from jaxstack.models.forward import Parts
+from jaxstack.models.forward import CACHED, Parts
 from jaxstack.models.forward import hidden_states as run_parts
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Role, Spec, pad, unstack
@@ -183,6 +183,8 @@ def scan_block(
             own = replace(own, rope=own.rope_local)
         if i == 0 and not cfg.first_attention_norm:
             own = replace(own, first=index == 0)
+        if ctx.placement is not None:
+            own = replace(own, replicas=jnp.asarray(ctx.placement.replicas)[index * len(cfg.windows) + i])
         with layer_scope(i, len(cfg.windows)):
             x, aux = block(
                 cfg,
@@ -224,7 +226,7 @@ def hidden_states(
 
 def hidden_states_unrolled(
     cfg: ModelConfig, params: Params, steps: list[list[Params]], batch: Batch, cache: list[PyTree], ctx: Context
-) -> tuple[jax.Array, list[PyTree]]:
+) -> tuple[jax.Array, list[PyTree], Aux]:
     """Computes `hidden_states` of tokens after a cache, without a loop over layers.
 
     The weights of each layer are arrays of their own. XLA:CPU reads such arrays in place, and would copy a layer's part
@@ -239,14 +241,18 @@ def hidden_states_unrolled(
       ctx: execution context.
 
     Returns:
-      Normalised hidden states, and `keys` and `values` of these tokens for each block of each step.
+      Normalised hidden states, `keys` and `values` of these tokens for each block of each step, and the other auxiliary
+      values [L, ...].
     """
     layer_inputs = make_layer_inputs(cfg, batch, ctx)
     x, made = embed(cfg, params, layer_inputs, ctx)[0], []
+    every: list[Aux] = []
     for index, (weights, one) in enumerate(zip(steps, cache, strict=True)):
         x, aux = scan_block(cfg, ctx, weights, x, index, layer_inputs, one)
         made.append([{name: aux[name][i] for name in block} for i, block in enumerate(one)])
-    return final_norm(cfg, params, x, layer_inputs, ctx), made
+        every.append({name: value for name, value in aux.items() if name not in CACHED})
+    others = jax.tree.map(lambda *parts: jnp.concatenate(parts), *every)
+    return final_norm(cfg, params, x, layer_inputs, ctx), made, others
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:

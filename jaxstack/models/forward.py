@@ -20,6 +20,9 @@ from jaxstack.pipeline import PipelineFns, StackFns
 Stream: TypeAlias = tuple[jax.Array, PyTree]
 """What a stage of a pipeline sends to the next: the residual stream, and the side inputs of the layers."""
 
+CACHED = ("keys", "values")
+"""Auxiliary values that a KV cache is made of. They belong to rows, and are not summed over them."""
+
 
 class Parts(NamedTuple):
     """Functions of a family from which `hidden_states` is made, see `family.Family`."""
@@ -93,8 +96,10 @@ def _through_stages(
     """Computes `hidden_states` with the layers on the stages of a pipeline. Its gradient by autodiff is GPipe's."""
     assert ctx.pipeline is not None
     rows = next(array for name, array in batch.items() if name != "key").shape[0]
-    # Auxiliary values are summed over microbatches; keys and values must not be.
-    microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches) if cache is None else 1
+    if cache is None:
+        microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches)
+    else:  # new rows follow each other; the cache of earlier tokens is not split
+        microbatches = 1 if cache else pipeline.groups_of(rows, 4 * ctx.pipeline.stages.stages)
     stacks, inner, spec = parts.stacks(cfg), ctx.within_stage, parts.spec(cfg)
 
     def layer(stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
@@ -117,6 +122,7 @@ def _through_stages(
         embed=lambda shared, layer_inputs: parts.embed(cfg, shared, layer_inputs, ctx),
         layer=layer(first),
         later=tuple(StackFns(enter(cfg, stack, ctx), layer(stack)) for stack in later),
+        kept=CACHED,
     )
     layers_and_cache = tuple(stacked(name, stack) for name, stack in stacks.items())
     micros = split_microbatches(batch, microbatches)
@@ -128,8 +134,14 @@ def _through_stages(
         return of_rows.swapaxes(0, 1).reshape(-1, *a.shape[2:])
 
     x = jax.tree.map(in_row_order, x)
-    auxes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux if later else (aux,))
-    own = {name: auxes[0].pop(name) for name in ("keys", "values") if name in auxes[0]}
+    auxes = aux if later else (aux,)
+    # [slots, M, period, B/M, ...] to [slots * period, B, ...]
+    own = {
+        name: (a := jnp.moveaxis(auxes[0].pop(name), 1, 3)).reshape(-1, rows, *a.shape[4:])
+        for name in CACHED
+        if name in auxes[0]
+    }
+    auxes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), auxes)
     x = parts.final_norm(cfg, params, x, parts.make_layer_inputs(cfg, batch, ctx), ctx)
     return x, in_layer_order(ctx, stacks, auxes) | own
 

@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxstack.config import ConfigError, KernelsConfig, ModelConfig
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+
+from jaxstack.config import Config, ConfigError, KernelsConfig, ModelConfig
 from jaxstack.kernels import OP_IMPLEMENTATIONS, AttentionMask, implementation
 from jaxstack.moe import dispatch
 
@@ -37,6 +40,33 @@ def implementations(
         }
     except ValueError as error:
         raise ConfigError(f"kernels.{error}") from error
+
+
+def op_cases(
+    cfg: Config, mesh: Mesh | AbstractMesh, partitioner: str, reduce_dtype: DTypeLike
+) -> dict[str, implementation.OpCase]:
+    """Returns what is known of the operands of each op in a run, for `implementations`.
+
+    Args:
+      cfg: the run.
+      mesh: its devices.
+      partitioner: who inserts collectives.
+      reduce_dtype: dtype in which gradients are summed over devices.
+    """
+    model = cfg.model
+    return {
+        "attention": {
+            "head_dim": model.head_width,
+            "softcap": model.attention_softcap,
+            "segments": cfg.has_segments,
+            "sequence_shards": mesh.shape["context"],
+            "context_method": cfg.mesh.context_method,
+            "mask": attention_mask(model),
+            "bias": model.positions == "relative",
+        },
+        "norm": {"d_model": model.d_model, "partitioner": partitioner},
+        "linear": {"summed_by_xla": reduce_dtype} if partitioner == "auto" else {},
+    }
 
 
 def attention_mask(model: ModelConfig) -> AttentionMask:

@@ -28,6 +28,8 @@ class LayerInputs:
       key: data of the PRNG key for dropout.
       patches: of pictures, in the residual stream; those of a diffusion model have noise [B, S/n, P].
       positions: position of each token of the residual stream, [S/n] or [B, S/n].
+      replicas: where the experts of this layer are stored, if some are stored several times: the indices of each
+        expert's replicas, and -1 behind them [E, R].
       rope: cosine and sine of the positions within attention.
       rope_local: the same for layers with a window, if they have a base of their own.
       segment_ids: document of each token [B, S]. `None` means one document a row.
@@ -47,6 +49,7 @@ class LayerInputs:
     key: jax.Array | None = None
     patches: jax.Array | None = None
     positions: jax.Array | None = None
+    replicas: jax.Array | None = None
     rope: tuple[jax.Array, jax.Array] | None = None
     rope_local: tuple[jax.Array, jax.Array] | None = None
     segment_ids: jax.Array | None = None

@@ -80,16 +80,17 @@ def moe(
       params: the group `moe` of a layer, as it is stored.
       x: [B, S/n, D].
       ctx: execution context.
-      layer_inputs: `gate_ids` and `counted` are read.
+      layer_inputs: `gate_ids`, `counted` and `replicas` are read.
 
     Returns:
       [B, S/n, D], and sums over this device's rows and counted tokens, which add up over devices and microbatches:
       `balance_loss`, `z_loss`, `dropped`, `entropy` and `load` [E], see `jaxstack.moe.metrics`.
     """
     spec = lora.with_adapters_of(params, moe_spec(cfg), cfg.lora.rank)
-    arguments = params, x, layer_inputs.gate_ids, layer_inputs.counted
+    arguments = params, x, layer_inputs.gate_ids, layer_inputs.counted, layer_inputs.replicas
     residual = ("batch", "residual")
-    return ctx.region(partial(_moe, cfg, spec), arguments, (spec, residual, residual, ("batch", "sequence")), residual)
+    where = (spec, residual, residual, ("batch", "sequence"), (None, None))
+    return ctx.region(partial(_moe, cfg, spec), arguments, where, residual)
 
 
 def _moe(
@@ -100,6 +101,7 @@ def _moe(
     x: jax.Array,
     gate_ids: jax.Array | None,
     counted: jax.Array | None,
+    replicas: jax.Array | None,
 ) -> tuple[jax.Array, Aux]:
     params = ctx.gather_params(spec, params)
     rows, between = x.shape[0], ctx.sequence_parallel_axes
@@ -119,6 +121,9 @@ def _moe(
         return collectives.gather(a.reshape(*x.shape[:2], -1), between, 1).reshape(tokens, -1)
 
     gathered = Routing(*jax.tree.map(gather_choices, routing))
+    if replicas is not None:
+        device = collectives.index(ctx.axes("experts"))
+        gathered = gathered._replace(experts=experts.choose_replicas(gathered.experts, replicas, device))
     y, dropped = experts.moe_mlp(
         h.reshape(tokens, -1),
         gathered,
@@ -139,9 +144,11 @@ def _moe(
 
 def _options(cfg: ModelConfig, ctx: Context, rows: int) -> experts.MoEOptions:
     """Returns the static settings of the experts for `rows` sequences on this device."""
-    expert_axes = ctx.axes("experts")
+    expert_axes, placement = ctx.axes("experts"), ctx.placement
+    # A capacity is a multiple of the even share of an expert, not of a replica.
+    assert placement is None or cfg.moe.capacity_factor is None
     return experts.MoEOptions(
-        num_experts=cfg.moe.num_experts,
+        num_experts=cfg.moe.num_experts if placement is None else placement.stored.shape[1],
         activation=lambda a: activate(cfg.activation, a, ctx),
         expert_axis=expert_axes[0] if expert_axes else None,
         capacity_factor=cfg.moe.capacity_factor,

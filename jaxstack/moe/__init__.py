@@ -9,6 +9,7 @@ width of an expert.
 
 from jaxstack.moe.dispatch import MoEOptions, moe_mlp, upcycle
 from jaxstack.moe.metrics import balance_loss, entropy_sum, load, summary, z_loss
+from jaxstack.moe.pairs import choose_replicas
 from jaxstack.moe.routers import (
     Routing,
     by_domain,
@@ -26,6 +27,7 @@ __all__ = [
     "by_domain",
     "by_timestep",
     "check_domains",
+    "choose_replicas",
     "entropy_sum",
     "load",
     "moe_mlp",

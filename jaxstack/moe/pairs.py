@@ -33,6 +33,25 @@ def starts_of(groups: jax.Array, num_groups: int) -> jax.Array:
     return jnp.searchsorted(groups, jnp.arange(num_groups + 1), method="scan_unrolled").astype(jnp.int32)
 
 
+def choose_replicas(experts: jax.Array, replicas: jax.Array, device: jax.Array | int) -> jax.Array:
+    """Returns where each token's choices are computed: the pairs of an expert take turns on its replicas.
+
+    Devices begin with different replicas, since a device may have few tokens.
+
+    Args:
+      experts: chosen experts [T, k].
+      replicas: the index of each expert's replicas, and -1 behind them [E, R].
+      device: index of this device on the expert axis.
+
+    Returns:
+      The index of a replica for each choice, int32 [T, k].
+    """
+    pairs = experts.reshape(-1)
+    order, back = sort_by(pairs)
+    turn = back - starts_of(pairs[order], len(replicas))[pairs] + device
+    return replicas[pairs, turn % (replicas >= 0).sum(1)[pairs]].reshape(experts.shape)
+
+
 def assign_slots(groups: jax.Array, num_groups: int, capacity: int, priority: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gives each of N items a slot in its group, the highest priority first and then the earliest item.
 

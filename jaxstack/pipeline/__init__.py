@@ -7,6 +7,7 @@ from jaxstack.pipeline.fused import gpipe, interleaved_one_f_one_b, one_f_one_b
 from jaxstack.pipeline.program import Program
 from jaxstack.pipeline.reference import forward
 from jaxstack.pipeline.resolve import resolve
+from jaxstack.pipeline.rotation import Rotation, RotationFns, Visit, groups_of, rotate
 from jaxstack.pipeline.schedule import Schedule, ScheduleError
 from jaxstack.pipeline.stages import Stages
 from jaxstack.pipeline.transform import value_and_grad
@@ -15,18 +16,23 @@ from jaxstack.pipeline.zero_bubble import zb1, zb_h1
 __all__ = [
     "PipelineFns",
     "Program",
+    "Rotation",
+    "RotationFns",
     "Schedule",
     "ScheduleError",
     "StackFns",
     "Stages",
     "Sums",
+    "Visit",
     "execute",
     "forward",
     "gpipe",
+    "groups_of",
     "interleaved_one_f_one_b",
     "one_f_one_b",
     "product",
     "resolve",
+    "rotate",
     "value_and_grad",
     "zb1",
     "zb_h1",

@@ -48,6 +48,7 @@ class PipelineFns:
       split: for each weight of a layer group, whether its gradient may be left to a weight unit. The layer uses such a
         weight only through `kernels.taps.product`. `None` means no weight.
       later: the stacks of layers after the first one, in order. If there are any, `stacked` is a tuple of trees.
+      kept: names in `aux` that `forward` returns for each microbatch instead of their sum. `execute` does not read it.
     """
 
     prepare: Callable[[PyTree], PyTree]
@@ -56,6 +57,7 @@ class PipelineFns:
     loss: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
     split: PyTree = None
     later: tuple[StackFns, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 @jax.tree_util.register_dataclass

@@ -1,15 +1,25 @@
 """The reference of pipelines: a forward pass through all stages, which autodiff turns into GPipe."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import DictKey, KeyPath
 
 from jaxstack.common.tree import PyTree
 from jaxstack.pipeline.functions import Layer, PipelineFns, StackFns
-from jaxstack.pipeline.operations import add_at, broadcast, index_leading, send, where, zeros
+from jaxstack.pipeline.operations import (
+    add_at,
+    broadcast,
+    index_leading,
+    read_at,
+    send,
+    where,
+    write_at,
+    zeros,
+)
 from jaxstack.pipeline.stages import Stages
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import match_varying_tree, varying
@@ -25,7 +35,7 @@ def forward(
 
     Returns:
       The output of the last layer [M, ...], equal on all stages; and penalty and aux of this stage's layers, summed
-      over microbatches, aux by layer slot; with several stacks a tuple.
+      over microbatches, aux by layer slot, or [slots / P, M, ...] for `fns.kept`; with several stacks a tuple.
     """
     micros = jnp.arange(jax.tree.leaves(microbatches)[0].shape[0])
 
@@ -34,14 +44,14 @@ def forward(
 
     x = lax.map(lambda m: fns.embed(shared, inputs_of(m)), micros)
     if not fns.later:
-        return _through(stages, fns.layer, axis, stacked, x, inputs_of)
+        return _through(stages, fns.layer, axis, stacked, x, inputs_of, fns.kept)
     penalties, auxes = [], []
     stacks: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
     for part, stack, own in zip(stages.parts.values(), stacks, stacked, strict=True):
         if isinstance(stack, StackFns):
             before, enter = x, stack.enter
             x = lax.map(lambda m: enter(shared, index_leading(before, m), inputs_of(m)), micros)
-        x, penalty, aux = _through(part, stack.layer, axis, own, x, inputs_of)
+        x, penalty, aux = _through(part, stack.layer, axis, own, x, inputs_of, fns.kept)
         penalties.append(penalty)
         auxes.append(aux)
     return x, sum(penalties[1:], penalties[0]), tuple(auxes)
@@ -54,8 +64,13 @@ def _through(
     stacked: PyTree,
     entered: PyTree,
     inputs_of: Callable[[jax.Array], PyTree],
+    kept: Collection[str],
 ) -> tuple[PyTree, jax.Array, PyTree]:
     """Returns what `forward` does, of one stack of layers, from the inputs of its first layer [M, ...]."""
+
+    def name_of(path: KeyPath) -> str | None:
+        return path[0].key if path and isinstance(path[0], DictKey) else None
+
     P, V, max_groups = stages.stages, stages.chunks, stages.max_groups
     M = jax.tree.leaves(entered)[0].shape[0]
     stage = lax.axis_index(axis)
@@ -77,8 +92,15 @@ def _through(
             slot = chunk * max_groups + i
             is_layer = group_of_slot[slot] >= 0
             y, share, extra = layer(index_leading(stacked, slot), x, group_of_slot[slot], inputs)
-            sums = jax.tree.map(lambda s, e: add_at(s, jnp.where(is_layer & active, e, 0), slot), sums, extra)
-            return (where(is_layer, y, x), penalty + jnp.where(is_layer & active, share, 0), sums), None
+            counts = is_layer & active
+
+            def record(path: KeyPath, s: jax.Array, e: jax.Array) -> jax.Array:
+                if name_of(path) in kept:
+                    return write_at(s, jnp.where(counts, e, read_at(s, slot, m)), slot, m)
+                return add_at(s, jnp.where(counts, e, 0), slot)
+
+            sums = jax.tree.map_with_path(record, sums, extra)
+            return (where(is_layer, y, x), penalty + jnp.where(counts, share, 0), sums), None
 
         (x, penalty, sums), _ = lax.scan(one_group, (x, penalty, sums), jnp.arange(max_groups))
         return (send(x, axis, 1), penalty, sums), x
@@ -91,7 +113,10 @@ def _through(
 
     x0 = match_varying_tree(x0, jax.eval_shape(first_group)[0])
     _, penalty0, aux0 = jax.eval_shape(first_group)
-    sums = jax.tree.map(lambda a: zeros(a, (axis,), (len(group_of_slot),)), aux0)
+    slots = len(group_of_slot)
+    sums = jax.tree.map_with_path(
+        lambda path, a: zeros(a, (axis,), (slots, M) if name_of(path) in kept else (slots,)), aux0
+    )
     # The tick at which each microbatch leaves the last layer.
     end_ticks = np.asarray([P - 1 + m // P * V * P + (V - 1) * P + m % P for m in range(M)])
     (_, penalty, sums), outputs = lax.scan(tick, (x0, zeros(penalty0, (axis,)), sums), jnp.arange(end_ticks.max() + 1))

@@ -23,16 +23,22 @@ mistakes(
 
 mistakes(
     "generate",
-    "generate/decode.py",
+    "generate/row_sampler.py",
     GENERATE + " -k 'sampled or stop or greedy or reference'",
     ("step_keys = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)", "step_keys = keys"),
     ('state["lengths"] + going', 'state["lengths"] + ~done'),
-    ("marks.append((mark, seen[mark]))", "marks.append((mark, 0))"),
     (
         "there = jnp.arange(slots) >= first[:, None]",
         "there = jnp.arange(slots) > first[:, None]",
         GENERATE + " -k own_tokens",
     ),
+)
+
+mistakes(
+    "generate",
+    "generate/decode.py",
+    GENERATE + " -k 'sampled or stop or greedy or reference'",
+    ("marks.append((mark, seen[mark]))", "marks.append((mark, 0))"),
 )
 
 mistakes(

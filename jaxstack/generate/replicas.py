@@ -1,0 +1,86 @@
+"""Stores the experts of a run as a placement file says: hot experts several times, so that devices get equal work."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxstack.config import Config, ConfigError
+from jaxstack.generate.trained_run import TrainedRun
+from jaxstack.models import family
+from jaxstack.models.context import Context
+from jaxstack.models.params import Params
+from jaxstack.moe import placement
+from jaxstack.moe.placement import Placement
+from jaxstack.sharding import collectives
+
+NAMES = ("w_up", "w_gate", "w_down")
+"""The weights of experts in the group `moe` of a layer."""
+
+
+def read(path: Path, cfg: Config) -> Placement:
+    """Reads the placement of a run's experts.
+
+    Args:
+      path: placement file.
+      cfg: the run on its mesh, of which `expert` may be open.
+
+    Raises:
+      ConfigError: the model has no experts, or the file does not fit model or mesh.
+    """
+    model = cfg.model
+    if model.family != "decoder" or not model.moe.num_experts:
+        raise ConfigError(
+            f"--placement={path} places experts, but the run has model.family={model.family} and model.moe.num_experts="
+            f"{model.moe.num_experts}. Leave --placement away."
+        )
+    found = placement.read(path, model.num_layers, model.moe.num_experts)
+    if cfg.mesh.expert > 0:
+        placement.require_devices(path, found, cfg.mesh.expert)
+    return found
+
+
+def place(run: TrainedRun, path: Path, found: Placement) -> TrainedRun:
+    """Returns the run with copies of experts as the placement says.
+
+    Args:
+      run: the run, with each expert stored once.
+      path: placement file, for the message.
+      found: what it contains.
+
+    Raises:
+      ConfigError: the placement is for another number of devices.
+    """
+    ctx = run.context
+    placement.require_devices(path, found, 1 if ctx.mesh is None else ctx.mesh.shape["expert"])
+    layers = run.params["layers"]
+    moe = layers["moe"] | _stored(run, found, ctx)
+    params = {**run.params, "layers": {**layers, "moe": moe}}
+    return replace(run, params=params, context=replace(ctx, placement=found))
+
+
+def _stored(run: TrainedRun, found: Placement, ctx: Context) -> Params:
+    """Returns the weights of the experts [L, N * S, ...] in the order of the slots.
+
+    The devices gather one layer at a time.
+    """
+    held = {name: run.params["layers"]["moe"][name] for name in NAMES if name in run.params["layers"]["moe"]}
+    order = found.stored if ctx.stages is None else found.stored[np.maximum(ctx.stages.layer_of_slot, 0)]
+    expert = ctx.axes("experts")
+
+    def work(weights: Params, order: jax.Array) -> Params:
+        def one(layer: tuple[Params, jax.Array]) -> Params:
+            own, slots = layer
+            return jax.tree.map(lambda w: collectives.gather(w, expert, 0)[slots], own)
+
+        return jax.lax.map(one, (weights, order))
+
+    if ctx.mesh is None or ctx.mesh.size == 1:
+        return jax.jit(work)(held, jnp.asarray(order))
+    declared = ctx.parameters(family.spec(run.model))["layers"]["moe"]
+    where = {name: declared[name] for name in held}
+    first = next(iter(where.values()))
+    return jax.jit(ctx.local(work, (where, PartitionSpec(*first[:2])), where))(held, order)
