@@ -172,9 +172,8 @@ class ContinuousBatch:
             self._state, self._slot = self._programs.resize(self._state), slots
 
     def _slots_for(self, tokens: int) -> int:
-        """Returns a power of two times a bucket, so that few programs are compiled, but not more than the largest."""
-        buckets = _whole_buckets(tokens) // decode.BUCKET
-        return min(decode.BUCKET << (buckets - 1).bit_length(), self._most)
+        """Returns a power of two times a bucket, but not more than the largest."""
+        return min(decode.power_of_buckets(tokens), self._most)
 
     def _fill(self) -> Iterator[Part]:
         """Gives waiting prompts to free rows, one of each replica in a call, and yields their first tokens."""
