@@ -4,6 +4,7 @@ Texts of similar length share a call, and a call has one of few lengths, so that
 Suffixes: B rows, S slots, V vocabulary.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,6 +67,9 @@ class Scorer:
     def scores(self, texts: Rows, rows: int = 8) -> Iterator[tuple[int, Scores]]:
         """Yields the index of each text and its scores; the longest texts come first.
 
+        The texts of a call share a program, which the length of each alone would choose too. So the scores of a text
+        do not depend on the other texts.
+
         Args:
           texts: ids of each text, two or more.
           rows: number of texts in a call, rounded up to a multiple of the replicas.
@@ -76,15 +80,19 @@ class Scorer:
         self.check(texts)
         size = -(-rows // self.ctx.replicas) * self.ctx.replicas
         order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
-        for at in range(0, len(order), size):
-            some = order[at : at + size]
-            slots = self.slots(len(texts[some[0]]) - 1)
-            tokens = np.zeros((size, slots + 1), np.int32)
-            for row, i in zip(tokens, some, strict=False):
-                row[: len(texts[i])] = texts[i]  # attention is causal, so padding at the end is not seen
-            found = jax.device_get(self._score(self.params, tokens[:, :-1], tokens[:, 1:]))
-            for i, log_probs, greedy in zip(some, *found, strict=False):
-                yield i, Scores(log_probs[: len(texts[i]) - 1], greedy[: len(texts[i]) - 1])
+        for slots, group in itertools.groupby(order, lambda i: self.slots(len(texts[i]) - 1)):
+            own = [*group]
+            for at in range(0, len(own), size):
+                yield from self._call(texts, own[at : at + size], slots, size)
+
+    def _call(self, texts: Rows, some: list[int], slots: int, rows: int) -> Iterator[tuple[int, Scores]]:
+        """Yields the scores of at most `rows` texts."""
+        tokens = np.zeros((rows, slots + 1), np.int32)
+        for row, i in zip(tokens, some, strict=False):
+            row[: len(texts[i])] = texts[i]  # attention is causal, so padding at the end is not seen
+        found = jax.device_get(self._score(self.params, tokens[:, :-1], tokens[:, 1:]))
+        for i, log_probs, greedy in zip(some, *found, strict=False):
+            yield i, Scores(log_probs[: len(texts[i]) - 1], greedy[: len(texts[i]) - 1])
 
     def slots(self, tokens: int) -> int:
         """Returns the length of the program that reads this number of tokens: 64, 128, 256 and so on."""
@@ -124,7 +132,8 @@ class Scorer:
         """Number of programs that scoring has compiled."""
         return self._score._cache_size()  # type: ignore[attr-defined]
 
-    def _hidden_states(self, values: Params, tokens: jax.Array) -> jax.Array:
+    def hidden_states(self, values: Params, tokens: jax.Array) -> jax.Array:
+        """Returns the hidden states of tokens [B, S]; the work of one device."""
         batch: Batch = {"tokens": tokens}
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)
@@ -133,7 +142,7 @@ class Scorer:
     @cached_property
     def _score(self) -> Callable[..., tuple[PyTree, PyTree]]:
         def work(values: Params, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-            hidden = self._hidden_states(values, tokens)
+            hidden = self.hidden_states(values, tokens)
             return decoder.log_probs(self.cfg, values, hidden, targets, self.ctx)
 
         return self._compiled(work, 2, self.ctx.batch if self.ctx.mesh else None)
@@ -143,7 +152,7 @@ class Scorer:
         ctx = self.ctx
 
         def work(values: Params, tokens: jax.Array) -> jax.Array:
-            return decoder.logits(self.cfg, values, self._hidden_states(values, tokens), ctx)
+            return decoder.logits(self.cfg, values, self.hidden_states(values, tokens), ctx)
 
         return self._compiled(work, 1, PartitionSpec(*ctx.batch, None, ctx.axes("vocab") or None) if ctx.mesh else None)
 

@@ -173,7 +173,7 @@ class TrainedRun:
         cfg, special = self.config, translate.special_ids(self.config, self.tokenizer)
         gate = translate.gate_of(cfg, language) if self.model.moe.num_experts else None
         write = translate.make_translate(
-            self.model, self._sample(sample), start=special.start, stop=(special.eos,), gate=gate, ctx=self.context
+            self.model, self.sample_with(sample), start=special.start, stop=(special.eos,), gate=gate, ctx=self.context
         )
         inputs = translate.to_inputs(cfg, self.tokenizer, texts, language)
         rows = write(self.params, inputs, cfg.run.seed if seed is None else seed)
@@ -274,7 +274,7 @@ class TrainedRun:
           **sample: see `generate`.
         """
         load_run.require_decoder(self.model)
-        how = self._sample(sample)
+        how = self.sample_with(sample)
         seed = self.config.run.seed if seed is None else seed
         end = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
         if draft is not None:
@@ -305,7 +305,8 @@ class TrainedRun:
             self._engines[domain] = Engine.create(self.model, self.params, **options | {"gate": gate})
         return self._engines[domain]
 
-    def _sample(self, given: dict[str, float]) -> SampleConfig:
+    def sample_with(self, given: dict[str, float]) -> SampleConfig:
+        """Returns how tokens are chosen: keys of the group `sample`, and the run's values of the others."""
         known = [f.name for f in fields(SampleConfig) if f.name != "prompts"]
         if unknown := sorted(given.keys() - set(known)):
             raise ConfigError(f"{unknown[0]} is not an option of generation. Use {', '.join(known)}.")
