@@ -11,7 +11,7 @@ from rich.text import Text
 from jaxstack.common import files
 from jaxstack.config import ConfigError
 from jaxstack.config.parse import Parser, user_path
-from jaxstack.report import comparison, page, runs, style
+from jaxstack.report import comparison, evaluations, page, runs, style
 
 
 def add_arguments(parser: Parser) -> None:
@@ -41,6 +41,8 @@ def main(args: Namespace) -> None:
     found = runs.read_runs([Path(run) for run in args.runs])
     console = Console(highlight=False, soft_wrap=True)
     console.print(summary_table(found))
+    if any(run.evaluations for run in found):
+        console.print(evaluation_table(found))
     for run in found:
         for gap in run.gaps:
             console.print(f"{run.name}: {gap}", style="yellow", markup=False)
@@ -63,4 +65,15 @@ def summary_table(found: Sequence[runs.LoggedRun]) -> Table:
         grid.add_row(key, *map(Text, row))
     for name in runs.time_categories(found):
         grid.add_row(Text(f"  {name}", style="dim"), *("{} {:>6}".format(*runs.time_share(run, name)) for run in found))
+    return grid
+
+
+def evaluation_table(found: Sequence[runs.LoggedRun]) -> Table:
+    """Returns the table of what `jaxstack eval` has found, for the terminal."""
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    grid.add_column("evaluation", overflow="fold")
+    for run in found:
+        grid.add_column(Text(run.name), justify="right", no_wrap=True)
+    for key, row in evaluations.rows([run.evaluations for run in found], runs.MISSING).items():
+        grid.add_row(Text(key), *map(Text, row))
     return grid

@@ -40,6 +40,7 @@ class Prompt(NamedTuple):
       mark: what seeds its samples, see `decode.row_seeds`.
       seed: of its samples.
       logprobs: whether log-probabilities are wanted.
+      begun: number of its last tokens that were added before, and count as added.
     """
 
     name: int
@@ -48,6 +49,7 @@ class Prompt(NamedTuple):
     mark: np.ndarray
     seed: int = 0
     logprobs: bool = False
+    begun: int = 0
 
 
 class Part(NamedTuple):
@@ -115,7 +117,8 @@ class ContinuousBatch:
         assert prompt.sample.tokens > 0
         assert prompt.sample.repetition_penalty == self._programs.repetition_penalty
         assert not prompt.logprobs or self._programs.alternatives is not None
-        assert len(prompt.tokens) + prompt.sample.tokens <= self._most
+        assert 0 <= prompt.begun < prompt.sample.tokens
+        assert len(prompt.tokens) + prompt.sample.tokens - prompt.begun <= self._most
         self.waiting.append(prompt)
 
     def remove(self, name: int) -> None:
@@ -172,9 +175,8 @@ class ContinuousBatch:
             self._state, self._slot = self._programs.resize(self._state), slots
 
     def _slots_for(self, tokens: int) -> int:
-        """Returns a power of two times a bucket, so that few programs are compiled, but not more than the largest."""
-        buckets = _whole_buckets(tokens) // decode.BUCKET
-        return min(decode.BUCKET << (buckets - 1).bit_length(), self._most)
+        """Returns a power of two times a bucket, but not more than the largest."""
+        return min(decode.power_of_buckets(tokens), self._most)
 
     def _fill(self) -> Iterator[Part]:
         """Gives waiting prompts to free rows, one of each replica in a call, and yields their first tokens."""
@@ -222,6 +224,7 @@ class ContinuousBatch:
             "seed": np.asarray([prompt.seed for prompt in prompts], np.uint32),
             "marks": np.stack([prompt.mark for prompt in prompts]),
             "sample": RowSample.of([prompt.sample for prompt in prompts]),
+            "index": np.asarray([prompt.begun for prompt in prompts], np.int32),
             "limit": np.asarray([prompt.sample.tokens for prompt in prompts], np.int32),
             "used": used,
         }

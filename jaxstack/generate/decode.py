@@ -162,6 +162,11 @@ def align_rows(prompts: Rows) -> tuple[np.ndarray, np.ndarray]:
     return tokens, np.asarray([slots - len(prompt) for prompt in prompts], np.int32)
 
 
+def power_of_buckets(tokens: int) -> int:
+    """Returns the least power of two times a bucket that holds some tokens, so that few programs are compiled."""
+    return BUCKET << (-(-tokens // BUCKET) - 1).bit_length()
+
+
 def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None:
     """Checks prompts to which `tokens` tokens are to be added.
 

@@ -149,7 +149,8 @@ class RowPrograms:
         Args:
           state: of the rows.
           read: from `read` or `read_on`.
-          rows: of each prompt, see the class: `seed` [R], `marks` [R, 2], `sample`, `limit` [R] and `used` [R, V].
+          rows: of each prompt, see the class: `seed` [R], `marks` [R, 2], `sample`, `index` [R], `limit` [R] and `used`
+            [R, V].
           place: of each replica the number of tokens of the prompt [R] and the row for it [R], -1 for none.
         """
 
@@ -158,10 +159,10 @@ class RowPrograms:
         ) -> tuple[PyTree, Added]:
             (logits, cache), (end, at) = read, place
             first = state["slot"] - end
-            index = jnp.zeros_like(end)
-            new, used = self._choose(logits, rows, index)
-            ended = row_sampler.is_stop(new, self.stop) | (rows["limit"] <= 1)
-            row = rows | {"first": first, "index": index + 1, "last": new, "done": ended, "used": used}
+            new, used = self._choose(logits, rows, rows["index"])
+            index = rows["index"] + 1
+            ended = row_sampler.is_stop(new, self.stop) | (rows["limit"] <= index)
+            row = rows | {"first": first, "index": index, "last": new, "done": ended, "used": used}
 
             def put(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
                 into = jnp.maximum(at[0], 0)
@@ -171,7 +172,9 @@ class RowPrograms:
             filled = state | jax.tree.map(partial(put, 0), {name: state[name] for name in row}, row)
             moved = self._model(params, copies, first).move_cache(cache, end[0], state["slot"])
             filled["cache"] = jax.tree.map(partial(put, -4), state["cache"], moved)
-            added = Added(new[:, None], index + 1, ended, jax.tree.map(lambda a: a[:, None], self._scores(logits, new)))
+            added = Added(
+                new[:, None], jnp.ones_like(end), ended, jax.tree.map(lambda a: a[:, None], self._scores(logits, new))
+            )
             return collectives.match_varying_tree(filled, state), added
 
         own = self.engine.specs.rows

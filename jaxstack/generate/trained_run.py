@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from numpy.typing import ArrayLike
 
 from jaxstack import data, hf, sharding
@@ -21,9 +19,10 @@ from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
 from jaxstack.generate import decode, features, load_run, pictures, translate
+from jaxstack.generate.score import Scorer
 from jaxstack.generate.speculative import Speculation
 from jaxstack.generate.stream import Engine
-from jaxstack.models import decoder, family, params
+from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.tracking.step_log import mean_losses
@@ -174,7 +173,7 @@ class TrainedRun:
         cfg, special = self.config, translate.special_ids(self.config, self.tokenizer)
         gate = translate.gate_of(cfg, language) if self.model.moe.num_experts else None
         write = translate.make_translate(
-            self.model, self._sample(sample), start=special.start, stop=(special.eos,), gate=gate, ctx=self.context
+            self.model, self.sample_with(sample), start=special.start, stop=(special.eos,), gate=gate, ctx=self.context
         )
         inputs = translate.to_inputs(cfg, self.tokenizer, texts, language)
         rows = write(self.params, inputs, cfg.run.seed if seed is None else seed)
@@ -275,7 +274,7 @@ class TrainedRun:
           **sample: see `generate`.
         """
         load_run.require_decoder(self.model)
-        how = self._sample(sample)
+        how = self.sample_with(sample)
         seed = self.config.run.seed if seed is None else seed
         end = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
         if draft is not None:
@@ -306,7 +305,8 @@ class TrainedRun:
             self._engines[domain] = Engine.create(self.model, self.params, **options | {"gate": gate})
         return self._engines[domain]
 
-    def _sample(self, given: dict[str, float]) -> SampleConfig:
+    def sample_with(self, given: dict[str, float]) -> SampleConfig:
+        """Returns how tokens are chosen: keys of the group `sample`, and the run's values of the others."""
         known = [f.name for f in fields(SampleConfig) if f.name != "prompts"]
         if unknown := sorted(given.keys() - set(known)):
             raise ConfigError(f"{unknown[0]} is not an option of generation. Use {', '.join(known)}.")
@@ -328,14 +328,22 @@ class TrainedRun:
             raise ConfigError(f"ids are {ids.dtype} of shape {ids.shape}. Give a text, or integers [S] or [B, S].")
         rows = ids.reshape(-1, ids.shape[-1]).astype(np.int64)
         decode.check_prompts(self.model, rows.tolist(), 0, self.model.vocab)
-        count, length = rows.shape
-        slots = -(-length // decode.BUCKET) * decode.BUCKET  # attention is causal, so padding at the end is not seen
-        if self.model.positions == "learned":
-            slots = min(slots, self.model.max_positions or slots)
-        padded = np.pad(rows, ((0, -count % self.context.replicas), (0, slots - length))).astype(np.int32)
-        found = np.asarray(jax.device_get(self._forward(self.params, padded)))[:count, :length]
-        found = found[..., : self.model.vocab]  # without padding
+        found = self.scorer.logits(rows)
         return found[0] if ids.ndim == 1 else found
+
+    def score(self, text: str | ArrayLike) -> np.ndarray:
+        """Returns the log-probability in nats of each token of a text but the first, float32 [S - 1].
+
+        Args:
+          text: a text, or its ids [S].
+
+        Raises:
+          ConfigError: there are fewer than two tokens, an id does not exist, or there are more tokens than learned
+            positions.
+        """
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else np.asarray(text)
+        ((_, found),) = self.scorer.scores([ids.tolist()], rows=1)
+        return found.log_probs
 
     def evaluate(self, source: DataConfig | None = None) -> Evaluation:
         """Returns the held-out loss.
@@ -381,18 +389,8 @@ class TrainedRun:
         return jax.jit(make_eval_step(replace(self.config, model=self.model), self.context))
 
     @cached_property
-    def _forward(self) -> Callable[[Params, np.ndarray], jax.Array]:
-        cfg, ctx = decode.dropless(self.model), self.context.whole_sequences()
-        gate = decode.generate_options(self.config, self.tokenizer, ctx)["gate"]
-
-        def work(values: Params, tokens: jax.Array) -> jax.Array:
-            batch: Batch = {"tokens": tokens}
-            if gate is not None:
-                batch["gate_ids"] = jnp.full_like(tokens, gate)
-            hidden, _ = decoder.hidden_states(cfg, values, batch, ctx)
-            return decoder.logits(cfg, values, hidden, ctx)
-
-        if ctx.mesh is None or ctx.mesh.size == 1:
-            return jax.jit(work)
-        vocabulary = PartitionSpec(*ctx.batch, None, ctx.axes("vocab") or None)
-        return jax.jit(ctx.local(work, (ctx.parameters(family.spec(cfg)), ctx.batch), vocabulary))
+    def scorer(self) -> Scorer:
+        """The model ready to score texts."""
+        load_run.require_decoder(self.model)
+        gate = decode.generate_options(self.config, self.tokenizer, self.context)["gate"]
+        return Scorer.create(self.model, self.params, self.context, gate)

@@ -16,7 +16,7 @@ from jaxstack.kernels.attention import (
 from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
 from jaxstack.kernels.cross_entropy import IMPLEMENTATIONS as _CROSS_ENTROPY
-from jaxstack.kernels.cross_entropy import cross_entropy, mask_vocab_padding
+from jaxstack.kernels.cross_entropy import cross_entropy, mask_vocab_padding, token_log_probs
 from jaxstack.kernels.distillation import Mix, distillation_loss
 from jaxstack.kernels.embedding import embedding_lookup
 from jaxstack.kernels.grouped_matmul import IMPLEMENTATIONS as _GROUPED_MATMUL
@@ -61,4 +61,5 @@ __all__ = [
     "mask_vocab_padding",
     "quantized_matmul",
     "rms_norm",
+    "token_log_probs",
 ]

@@ -78,6 +78,48 @@ def cross_entropy(
     return (weights * negative_log_likelihood(options, x, head, targets)[0]).sum()
 
 
+@jax.named_scope("cross_entropy")
+def token_log_probs(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    softcap: float | None = None,
+    vocab_axes: Axes = (),
+    vocab_size: int | None = None,
+    chunk: int = CHUNK_TOKENS["cpu"],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the log-likelihood of every target (nats, float32 [B, S]), and whether it is the likeliest id [B, S].
+
+    Of several likeliest ids, the first counts. The logits of one chunk of tokens are in memory. Gradients go through
+    the log-likelihoods.
+
+    Args:
+      x: hidden states [B, S, D].
+      head: see `cross_entropy`.
+      targets: see `cross_entropy`.
+      softcap: see `cross_entropy`.
+      vocab_axes: see `cross_entropy`.
+      vocab_size: see `cross_entropy`.
+      chunk: tokens of one chunk.
+    """
+    if vocab_size == head.shape[1] * collectives.count(vocab_axes):
+        vocab_size = None
+    x, head = collectives.match_varying(x, head)
+
+    def one_chunk(x, targets):
+        nll, logits, _, local = negative_log_likelihood((softcap, vocab_axes, vocab_size), x, head, targets)
+        logits = lax.stop_gradient(logits)
+        own, here = local[..., None], jnp.arange(head.shape[1])
+        chosen = collectives.all_reduce(jnp.where(here == own, logits, 0.0).sum(-1, keepdims=True), vocab_axes)
+        better = (logits > chosen) | ((logits == chosen) & (here < own))
+        likeliest = collectives.all_reduce(better.sum(-1, dtype=jnp.float32), vocab_axes) == 0
+        return jnp.float32(0), jnp.stack([-nll, likeliest.astype(jnp.float32)], axis=-1)
+
+    rows = scan_chunks(chunk, one_chunk, jnp.float32(0), x, targets)[1]
+    return rows[..., 0], rows[..., 1] > 0
+
+
 def mask_vocab_padding(logits: jax.Array, vocab_size: int, vocab_axes: Axes = ()) -> jax.Array:
     """Returns logits [..., V/n] with the lowest number of their dtype for ids from `vocab_size` on.
 

@@ -336,6 +336,21 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     return kernels.mask_vocab_padding(scores, cfg.vocab, ctx.axes("vocab"))
 
 
+def log_probs(
+    cfg: ModelConfig, params: Params, hidden: jax.Array, targets: jax.Array, ctx: Context | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the log-probability of every target (nats, float32 [B, S]), and whether no id has a larger one [B, S].
+
+    They are minus the losses of `loss`, token by token, with gradients.
+    """
+    ctx = ctx or Context()
+    axes = ctx.axes("vocab")
+    return kernels.token_log_probs(
+        hidden, head(cfg, params, ctx), targets, softcap=cfg.logit_softcap, vocab_axes=axes, vocab_size=cfg.vocab,
+        chunk=ctx.loss_chunk,
+    )  # fmt: skip
+
+
 def _check_tokens(cfg: ModelConfig, tokens: jax.Array) -> None:
     """Raises a ValueError for tokens that `forward` cannot read; ids are compared only outside of `jax.jit`."""
     if tokens.ndim != 2:

@@ -60,6 +60,12 @@ def source_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
     return [Chart(f"eval_loss/{name}", f"Held-out loss of {name} (nats per token)", noisy=False) for name in names]
 
 
+def evaluation_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
+    """Returns a chart of each result of `jaxstack eval` that a run has for several steps."""
+    names = dict.fromkeys(name for run in runs for name, results in run.evaluations.items() if len(results) > 1)
+    return [Chart(name, name, noisy=False) for name in names]
+
+
 MARKS = {"spike": "^", "skipped": "x", "rolled back": "<", "resumed": ">"}
 """Marked events, with their matplotlib markers."""
 

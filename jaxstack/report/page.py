@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from string import Template
 
-from jaxstack.report import charts, style
+from jaxstack.report import charts, evaluations, style
 from jaxstack.report.comparison import Comparison, LossChart, compare, summary_rows
 from jaxstack.report.runs import (
     MISSING,
@@ -32,6 +32,7 @@ def render(runs: Sequence[LoggedRun]) -> str:
     sections = [
         f"<div class=pair>{_section('Summary', _summary(runs))}{_section('Where the time went', _goodput(runs))}</div>",
         _section("Training", _charts(runs, found)),
+        _section("Evaluations", _evaluations(runs)),
         _section("Pictures", "".join(map(_drawn, runs))),
         _section("Events", _events(runs)),
         _section("Differences", _differences(runs) if len(runs) > 1 else ""),
@@ -134,6 +135,14 @@ def _charts(runs: Sequence[LoggedRun], losses: Comparison) -> str:
     curves = "".join(_picture(chart.title, *_both(chart)) for chart in losses.charts)
     notes = escape(" ".join(_notes(runs, losses, missing)))
     return f"{curves}{_legend(runs)}<div class=grid>{pictures}</div><p class=note>{notes}</p>"
+
+
+def _evaluations(runs: Sequence[LoggedRun]) -> str:
+    found = evaluations.rows([run.evaluations for run in runs], MISSING)
+    table = _compared(runs, [[escape(name), *map(escape, row)] for name, row in found.items()], "figures")
+    drawn = {chart: charts.metric_chart(chart, runs) for chart in charts.evaluation_charts(runs)}
+    pictures = "".join(_picture(chart.title, svg) for chart, svg in drawn.items() if svg)
+    return f"{table}<div class=grid>{pictures}</div>" if found else ""
 
 
 def _both(chart: LossChart) -> list[str]:

@@ -5,7 +5,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
@@ -14,11 +14,13 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 import yaml
 
+from jaxstack.checkpoint import evaluations
 from jaxstack.checkpoint.run_dir import LAUNCH
 from jaxstack.config import ConfigError
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
 from jaxstack.config.sentences import SentencesConfig
+from jaxstack.report.evaluations import Result, by_name
 from jaxstack.tracking import goodput
 from jaxstack.tracking.jsonl import Record, is_step, read_lines
 
@@ -37,6 +39,7 @@ class LoggedRun:
       config: every value of config.yaml by its dotted key; empty if there is no such file.
       gaps: sentences about data that the files lack.
       tokenizer: its tokenizer. `None` if it is not known.
+      evaluations: what `jaxstack eval` has found, see `report.evaluations.by_name`.
     """
 
     name: str
@@ -45,6 +48,7 @@ class LoggedRun:
     config: dict[str, Any]
     gaps: tuple[str, ...]
     tokenizer: "SavedTokenizer | None" = None
+    evaluations: dict[str, list[Result]] = field(default_factory=dict)
 
     @property
     def objective(self) -> Objective:
@@ -106,6 +110,7 @@ class LoggedRun:
             for key, value in record.items():
                 if "event" not in record and _finite(value):
                     found[key].append((record["step"], value))
+        found |= {name: [(each.step, each.value) for each in results] for name, results in self.evaluations.items()}
         arrays = {key: np.array(pairs, float) for key, pairs in found.items()}
         return {key: (array[:, 0], array[:, 1]) for key, array in arrays.items()}
 
@@ -156,7 +161,9 @@ def _read_run(path: Path, name: str) -> LoggedRun:
     if untimed:
         gaps.append(f"{untimed:,} training lines do not record how their seconds were spent, so goodput excludes them.")
     config = _read_config(saved) if saved.is_file() else {}
-    return LoggedRun(name, path, records, config, tuple(gaps), _read_tokenizer(path / "tokenizer.json", config))
+    found, more = evaluations.read(path)
+    tokenizer = _read_tokenizer(path / "tokenizer.json", config)
+    return LoggedRun(name, path, records, config, (*gaps, *more), tokenizer, by_name(found))
 
 
 def _read_records(log: Path) -> tuple[list[Record], list[str]]:

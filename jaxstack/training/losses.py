@@ -13,7 +13,7 @@ from jaxstack import moe
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.config.objective import Term
-from jaxstack.models import family
+from jaxstack.models import decoder, family
 from jaxstack.models.blocks import merge_microbatches, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
@@ -44,6 +44,27 @@ def loss_sums(
     """
     hidden, aux = family.of(cfg).hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
     return term_sums(cfg, params, hidden, batch, ctx), aux
+
+
+def sequence_log_probs(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context) -> jax.Array:
+    """Returns the log-probability in nats of each target [B, S], with the same bits with and without gradients.
+
+    For policy gradients, where `exp(new - old)` is to be exactly 1 until the parameters change. The forward pass is the
+    one of `generate.score`, and nothing of it is saved: the backward pass computes it again. A forward pass that saves
+    residuals is another program, whose last bits differ.
+
+    Args:
+      cfg: the model, a decoder.
+      params: its parameters, float32.
+      batch: `tokens` and `targets` [B, S], see `decoder.make_layer_inputs`.
+      ctx: execution context; that of generation is `ctx.whole_sequences()`.
+    """
+
+    def work(params: Params, batch: Batch) -> jax.Array:
+        hidden, _ = decoder.hidden_states(cfg, params, batch, ctx)
+        return decoder.log_probs(cfg, params, hidden, batch["targets"], ctx)[0]
+
+    return jax.checkpoint(work, policy=jax.checkpoint_policies.nothing_saveable)(params, batch)
 
 
 def term_sums(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> Sums:

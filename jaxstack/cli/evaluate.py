@@ -1,0 +1,218 @@
+"""Evaluates the model of a run: tasks of lm-eval (extra [eval]), and bits per byte of text files.
+
+Results are printed, and kept in RUN/evaluations, where `jaxstack report` finds them.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import Namespace
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from jaxstack.checkpoint import evaluations, manifest, run_dir
+from jaxstack.cli.chat import context_of
+from jaxstack.cli.generate import DTYPE
+from jaxstack.config import ConfigError, MeshConfig
+from jaxstack.config.bounds import NonNegativeInt, PositiveInt
+from jaxstack.config.parse import Parser, user_path
+from jaxstack.data import chat
+from jaxstack.generate import load_run
+
+if TYPE_CHECKING:  # these import JAX, for which help must not wait
+    from jaxstack.evaluate.tasks import Tasks
+    from jaxstack.generate.trained_run import TrainedRun
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
+    parser.add_argument(
+        "--tasks", metavar="TASK", type=str, nargs="+", default=[], help="tasks, groups or tags of lm-eval"
+    )
+    parser.add_argument("--include", metavar="PATH", type=user_path, help="folder with the YAML files of more tasks")
+    parser.add_argument("--fewshot", type=NonNegativeInt | None, help="examples in a prompt; null means as a task says")
+    parser.add_argument("--limit", type=PositiveInt | None, help="examples of each task at most; null means all")
+    parser.add_argument("--chat", action="store_true", help="put prompts as messages in the run's chat template")
+    parser.add_argument(
+        "--text", metavar="FILE", type=user_path, nargs="+", default=[], help="text files, for bits per byte"
+    )
+    parser.add_argument("--overlap", type=NonNegativeInt | None, help="tokens of a window that the one before has too")
+    parser.add_argument("--context", type=int, help="tokens that the model reads at once; null means data.seq_len")
+    parser.add_argument("--rows", type=PositiveInt, default=8, help="number of texts in a call")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; null means the newest")
+    parser.add_argument("--dtype", type=DTYPE | None, help="dtype of the computation; null means train.dtype")
+    parser.add_class_arguments(MeshConfig, "mesh")
+    parser.set_defaults({"mesh.data": 1})
+
+
+def main(args: Namespace) -> None:
+    """Prints the results and writes them into the run directory.
+
+    Raises:
+      ConfigError: the run cannot be read or evaluated, or a task or text does not exist.
+    """
+    path, names = Path(args.run), [name for word in args.tasks for name in word.split(",") if name]
+    cfg, tokenizer = load_run.read_run(path)
+    if cfg.model.family != "decoder":
+        raise ConfigError(
+            f"model.family={cfg.model.family} does not score texts from left to right. Use a run whose model is a "
+            f"decoder."
+        )
+    context = context_of(cfg, args.context)
+    overlap = context // 2 if args.overlap is None else args.overlap
+    check_flags(args, names, context)
+    template = chat.template_for(tokenizer) if args.chat else None
+    texts = {name: read_text(name) for name in args.text}
+    tasks = open_tasks(names, args)
+    cfg = replace(cfg, train=replace(cfg.train, dtype=args.dtype or cfg.train.dtype))
+    step = newest_step(path) if args.step is None else args.step  # so that the record names the one that was read
+    run = load_run.open_run(path, cfg, tokenizer, args.mesh, step, rows=args.rows)
+    began, results = time.perf_counter(), []
+    for name, content in texts.items():
+        results.append(text_result(run, name, content, context=context, overlap=overlap, rows=args.rows))
+    if tasks is not None:
+        results += task_results(run, tasks, template, context, args)
+    record = {
+        "step": step or 0,
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(time.perf_counter() - began, 3),
+        "options": {"context": context, "chat": args.chat, "limit": args.limit, "rows": args.rows},
+        "dtype": cfg.train.dtype,
+        "mesh": {axis: size for axis, size in run.config.mesh.known_sizes.items() if size > 1},
+        "programs": run.scorer.programs,
+        "versions": versions(tasks is not None),
+        "results": results,
+    }
+    Console(highlight=False, soft_wrap=True).print(table(results))
+    print(f"step     {record['step']:,}; number of programs that score: {record['programs']}")
+    print(f"results  {evaluations.write(path, record)}")
+
+
+def check_flags(args: Namespace, names: Sequence[str], context: int) -> None:
+    """Checks flags against each other.
+
+    Raises:
+      ConfigError: there is nothing to do, or a flag has no effect.
+    """
+    if not names and not args.text:
+        raise ConfigError("there is nothing to evaluate. Use --tasks=NAME or --text=FILE.")
+    of_tasks = {"include": args.include, "fewshot": args.fewshot, "limit": args.limit, "chat": args.chat or None}
+    for name, value in of_tasks.items():
+        if value is not None and not names:
+            raise ConfigError(f"--{name}={value} is for tasks. Name some with --tasks.")
+    if args.overlap is not None and not args.text:
+        raise ConfigError(f"--overlap={args.overlap} is for texts. Name some with --text.")
+    if args.overlap is not None and args.overlap >= context:
+        raise ConfigError(f"--overlap={args.overlap} leaves no token to score. Use less than --context={context}.")
+
+
+def read_text(name: str) -> str:
+    """Returns the content of a text file.
+
+    Raises:
+      ConfigError: it is not a file, is not UTF-8, or is empty.
+    """
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"--text={name} is not a file. Name a text file.")
+    try:
+        content = path.read_bytes().decode("utf-8")  # not as text, which would change line ends
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text={name} is not UTF-8 ({error.reason} at byte {error.start:,}). Convert it.") from None
+    if not content:
+        raise ConfigError(f"--text={name} is empty. Name a file with text.")
+    return content
+
+
+def open_tasks(names: Sequence[str], args: Namespace) -> "Tasks | None":
+    """Returns the tasks with their data, before JAX starts, or `None` if there are no names.
+
+    Raises:
+      ConfigError: see `load_tasks`.
+    """
+    if not names:
+        return None
+    from jaxstack.evaluate.tasks import load_tasks
+
+    return load_tasks(names, None if args.include is None else Path(args.include), args.fewshot)
+
+
+@contextmanager
+def shown(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows a progress bar on a terminal, and yields what moves it: `(done, whole)`."""
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(what)
+        yield lambda done, whole: bar.update(task, completed=done, total=whole)
+
+
+def text_result(run: "TrainedRun", name: str, content: str, *, context: int, overlap: int, rows: int) -> dict[str, Any]:
+    """Returns the result of a text file."""
+    from jaxstack.evaluate.text import score_text
+
+    with shown(name) as progress:
+        found = score_text(
+            run.scorer, run.tokenizer, content, context=context, overlap=overlap, rows=rows, progress=progress
+        )
+    how = {"nats": found.nats, "tokens": found.tokens, "bytes": found.bytes, "windows": found.windows}
+    return {
+        "task": name,
+        "metric": "bits_per_byte",
+        "filter": "none",
+        "value": found.bits_per_byte,
+        "stderr": None,
+        "higher_is_better": False,
+        **how,
+        "overlap": overlap,
+    }
+
+
+def task_results(
+    run: "TrainedRun", tasks: "Tasks", template: "chat.ChatTemplate | None", context: int, args: Namespace
+) -> list[dict[str, Any]]:
+    """Returns the results of tasks."""
+    from jaxstack.evaluate.harness import RunModel
+    from jaxstack.evaluate.tasks import run_tasks
+
+    with shown("tasks") as progress:
+        model = RunModel(run, context=context, rows=args.rows, template=template, progress=progress)
+        results = run_tasks(model, tasks, limit=args.limit, chat=args.chat)
+    if model.truncated:
+        print(f"note: {model.truncated:,} texts exceed --context={context} and were cut off at the left")
+    return results
+
+
+def newest_step(run: Path) -> int | None:
+    """Returns the step of a run's newest complete checkpoint, or `None` if it has none."""
+    return max(manifest.complete_steps(run_dir.checkpoints(run)), default=None)
+
+
+def versions(harness: bool) -> dict[str, str]:
+    """Returns the versions of the libraries on which results depend."""
+    from jaxstack.checkpoint import store
+
+    found = store.versions()
+    if harness:
+        from jaxstack.evaluate import tasks
+
+        found["lm_eval"] = tasks.version()
+    return found
+
+
+def table(results: Sequence[dict[str, Any]]) -> Table:
+    """Returns the results as a table for the terminal."""
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("task", "metric", "value", "stderr"):
+        grid.add_column(heading, justify="right" if heading in ("value", "stderr") else "left", no_wrap=True)
+    for each in results:
+        metric = each["metric"] if each["filter"] == "none" else f"{each['metric']} ({each['filter']})"
+        stderr = "" if each["stderr"] is None else f"± {each['stderr']:.4f}"
+        grid.add_row(Text(each["task"]), metric, f"{each['value']:.4f}", stderr)
+    return grid

@@ -1,0 +1,1 @@
+"""Evaluates models: the tasks of `lm-eval`, and bits per byte of texts."""

@@ -1,0 +1,191 @@
+"""Texts whose tokens and log-probabilities are those of the training forward pass, bit for bit.
+
+A token's logits from a KV cache differ from those of training in the last bits, since other shapes sum in other orders.
+So the cache only drafts: a forward pass over the complete text then chooses every token again, with the same random
+numbers. The first token that differs replaces its draft, and the text is continued from there. The result is the text
+that this forward pass alone would write, at the cost of about one pass for each text.
+
+Suffixes: B rows of this device, S slots, C slots of a chunk, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxstack.config import ConfigError, SampleConfig
+from jaxstack.generate import decode, sampling
+from jaxstack.generate.continuous import ContinuousBatch, Prompt
+from jaxstack.generate.decode import Rows
+from jaxstack.generate.kv_cache import known_logits
+from jaxstack.generate.score import Scorer
+from jaxstack.generate.stream import Engine
+from jaxstack.models import decoder, family
+from jaxstack.models.params import Params
+from jaxstack.sharding import collectives
+
+if TYPE_CHECKING:  # it imports this package
+    from jaxstack.generate.trained_run import TrainedRun
+
+
+class Rollout(NamedTuple):
+    """A text that a model has added to a prompt.
+
+    Attributes:
+      tokens: its ids.
+      log_probs: log-probability in nats of each under the model, before temperature and filters, float32 [tokens].
+      redrafted: number of its tokens that the forward pass has chosen in place of drafts.
+    """
+
+    tokens: list[int]
+    log_probs: np.ndarray
+    redrafted: int
+
+
+def rollout(
+    run: "TrainedRun",
+    prompts: Rows,
+    *,
+    seed: int | None = None,
+    stop: Sequence[int] = (),
+    rows: int = 8,
+    **sample: float,
+) -> list[Rollout]:
+    """Returns a text for each prompt, with the log-probabilities of `losses.sequence_log_probs`, bit for bit.
+
+    Args:
+      run: the model.
+      prompts: ids of each prompt.
+      seed: of sampling. `None` means `run.seed`.
+      stop: ids of tokens that end a text; the end of a document always ends it.
+      rows: number of texts in a call.
+      **sample: keys of the group `sample`, see `TrainedRun.generate`.
+
+    Raises:
+      ConfigError: see `TrainedRun.generate`; or a repetition penalty or beams, which depend on more than logits.
+    """
+    how = run.sample_with(sample)
+    end = () if run.tokenizer.eos_id is None else (run.tokenizer.eos_id,)
+    work = Exact(run.scorer, run.engine(how.domain), how, (*stop, *end), rows)
+    return work.texts(prompts, run.config.run.seed if seed is None else seed)
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """Writes texts that a forward pass has checked.
+
+    Attributes:
+      scorer: the forward pass.
+      engine: drafts with a KV cache.
+      sample: how tokens are chosen.
+      stop: tokens that end a text.
+      rows: number of texts in a call.
+    """
+
+    scorer: Scorer
+    engine: Engine
+    sample: SampleConfig
+    stop: tuple[int, ...]
+    rows: int = 8
+
+    def texts(self, prompts: Rows, seed: int) -> list[Rollout]:
+        """Returns a text for each prompt; see `rollout`."""
+        how = self.sample
+        for name, plain in (("beams", 1), ("repetition_penalty", 1.0)):
+            if (value := getattr(how, name)) != plain:
+                raise ConfigError(f"sample.{name}={value} does not fit exact texts. Use sample.{name}={plain}.")
+        decode.check_prompts(self.scorer.cfg, prompts, how.tokens, self.engine.vocabulary)
+        marks, added = decode.row_seeds(prompts), [list[int]() for _ in prompts]
+        redrafted, open_texts = [0] * len(prompts), list(range(len(prompts))) if how.tokens else []
+        while open_texts:
+            self._draft(prompts, added, marks, open_texts, seed)
+            unfinished = []
+            for i, chosen in self._choose(prompts, added, marks, open_texts, seed):
+                wrong = next((j for j, token in enumerate(added[i]) if token != chosen[j]), None)
+                if wrong is not None:
+                    redrafted[i] += 1
+                    added[i] = [*added[i][:wrong], chosen[wrong]]
+                    if chosen[wrong] not in self.stop and len(added[i]) < how.tokens:
+                        unfinished.append(i)
+            open_texts = unfinished
+        whole = [[*prompt, *new] for prompt, new in zip(prompts, added, strict=True)]
+        found = {} if not how.tokens else dict(self.scorer.scores(whole, self.rows))
+        return [
+            Rollout(new, found[i].log_probs[len(whole[i]) - len(new) - 1 :] if new else np.zeros(0, np.float32), count)
+            for i, (new, count) in enumerate(zip(added, redrafted, strict=True))
+        ]
+
+    def _draft(self, prompts: Rows, added: Rows, marks: np.ndarray, some: list[int], seed: int) -> None:
+        """Adds the tokens to some texts that the KV cache gives them."""
+        longest = max(len(prompts[i]) for i in some) + self.sample.tokens
+        batch = ContinuousBatch(self.engine, rows=min(self.rows, len(some)), slots=longest, stop=self.stop)
+        for i in some:
+            batch.add(Prompt(i, [*prompts[i], *added[i]], self.sample, marks[i], seed, begun=len(added[i])))
+        while batch.busy:
+            for part in batch.advance():
+                added[part.name] += part.tokens
+
+    def _choose(
+        self, prompts: Rows, added: Rows, marks: np.ndarray, some: list[int], seed: int
+    ) -> list[tuple[int, list[int]]]:
+        """Returns what the forward pass chooses in place of each added token of some texts."""
+        size = -(-self.rows // self.scorer.ctx.replicas) * self.scorer.ctx.replicas
+        found = []
+        for slots in sorted({self._slots(prompts[i]) for i in some}):
+            own = [i for i in some if self._slots(prompts[i]) == slots]
+            for at in range(0, len(own), size):
+                part = own[at : at + size]
+                tokens, seeds = np.zeros((size, slots), np.int32), np.zeros((size, 2), np.uint32)
+                ends = np.ones(size, np.int32)
+                for row, i in enumerate(part):
+                    text = [*prompts[i], *added[i]][:-1]
+                    tokens[row, : len(text)], ends[row], seeds[row] = text, len(prompts[i]), marks[i]
+                chosen = jax.device_get(self._program(self.scorer.params, tokens, ends, seeds, np.uint32(seed)))
+                for row, i in enumerate(part):
+                    first = len(prompts[i]) - 1
+                    found.append((i, chosen[row, first : first + len(added[i])].tolist()))
+        return found
+
+    def _slots(self, prompt: list[int]) -> int:
+        """Returns the length of the program of a text, which does not depend on the other texts."""
+        return self.scorer.slots(len(prompt) + self.sample.tokens - 1)
+
+    @cached_property
+    def _program(self) -> jax.stages.Wrapped:
+        scorer, ctx, vocabulary = self.scorer, self.scorer.ctx, self.engine.vocabulary
+
+        def work(values: Params, tokens: jax.Array, ends: jax.Array, marks: jax.Array, seed: jax.Array) -> jax.Array:
+            hidden = scorer.hidden_states(values, tokens)
+            B, S = tokens.shape
+            size = max(1, min(S, ctx.loss_chunk // B))
+            index = jnp.maximum(jnp.arange(S) + 1 - ends[:, None], 0)  # of the token after each slot in its text
+            keys = jax.vmap(lambda key, own: jax.vmap(lambda i: jax.random.fold_in(key, i))(own))(
+                decode.row_keys(seed, marks), index
+            )
+
+            def choose(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+                x, own = part
+                local = decoder.logits(scorer.cfg, values, x, ctx)
+                every = collectives.all_gather_invariant(local, ctx.axes("vocab"), 2)
+                logits = known_logits(scorer.cfg, every, vocabulary).reshape(B * size, -1)
+                used = jnp.zeros_like(logits[:, :0], bool)
+                return sampling.sample_tokens(logits, used, own.reshape(-1), self.sample).reshape(B, size)
+
+            def chunks(a: jax.Array) -> jax.Array:
+                widths = [(0, 0), (0, -S % size), *[(0, 0)] * (a.ndim - 2)]
+                return jnp.pad(a, widths).reshape(B, -1, size, *a.shape[2:]).swapaxes(0, 1)
+
+            data = jax.random.key_data(keys)
+            parts = chunks(hidden), chunks(data)
+            found = jax.lax.map(lambda part: choose((part[0], jax.random.wrap_key_data(part[1]))), parts)
+            return found.swapaxes(0, 1).reshape(B, -1)[:, :S]
+
+        if ctx.mesh is None or ctx.mesh.size == 1:
+            return jax.jit(work)
+        where = (ctx.parameters(family.spec(scorer.cfg)), *[ctx.batch] * 3, PartitionSpec())
+        return jax.jit(ctx.local(work, where, ctx.batch))

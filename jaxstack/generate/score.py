@@ -1,0 +1,167 @@
+"""Scores texts: the log-probability of each token after those before it, and logits.
+
+Texts of similar length share a call, and a call has one of few lengths, so that few programs are compiled.
+Suffixes: B rows, S slots, V vocabulary.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import ConfigError, ModelConfig
+from jaxstack.generate import decode
+from jaxstack.generate.decode import Rows
+from jaxstack.models import decoder, family
+from jaxstack.models.context import Context
+from jaxstack.models.params import Params
+
+
+class Scores(NamedTuple):
+    """What a model says of a text of n tokens.
+
+    Attributes:
+      log_probs: log-probability in nats of each token but the first, after those before it, float32 [n - 1].
+      greedy: whether each of them is the most probable token, bool [n - 1].
+    """
+
+    log_probs: np.ndarray
+    greedy: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """Computes log-probabilities with the forward pass of training.
+
+    Attributes:
+      cfg: the model, without capacity limits.
+      params: its parameters.
+      ctx: the execution context, for whole sequences.
+      gate: domain of the texts, for a model with a hard gate.
+    """
+
+    cfg: ModelConfig
+    params: Params
+    ctx: Context
+    gate: int | None = None
+
+    @classmethod
+    def create(cls, cfg: ModelConfig, params: Params, ctx: Context, gate: int | None = None) -> "Scorer":
+        """Returns a scorer.
+
+        Args:
+          cfg: the model.
+          params: its parameters.
+          ctx: the execution context.
+          gate: domain of the texts, for a model with a hard gate.
+        """
+        return cls(decode.dropless(cfg), params, ctx.whole_sequences(), gate)
+
+    def scores(self, texts: Rows, rows: int = 8) -> Iterator[tuple[int, Scores]]:
+        """Yields the index of each text and its scores; the longest texts come first.
+
+        The texts of a call share a program, which the length of each alone would choose too. So the scores of a text
+        do not depend on the other texts.
+
+        Args:
+          texts: ids of each text, two or more.
+          rows: number of texts in a call, rounded up to a multiple of the replicas.
+
+        Raises:
+          ConfigError: an id that does not exist, or more tokens than learned positions.
+        """
+        self.check(texts)
+        size = -(-rows // self.ctx.replicas) * self.ctx.replicas
+        order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
+        for slots, group in itertools.groupby(order, lambda i: self.slots(len(texts[i]) - 1)):
+            own = [*group]
+            for at in range(0, len(own), size):
+                yield from self._call(texts, own[at : at + size], slots, size)
+
+    def _call(self, texts: Rows, some: list[int], slots: int, rows: int) -> Iterator[tuple[int, Scores]]:
+        """Yields the scores of at most `rows` texts."""
+        tokens = np.zeros((rows, slots + 1), np.int32)
+        for row, i in zip(tokens, some, strict=False):
+            row[: len(texts[i])] = texts[i]  # attention is causal, so padding at the end is not seen
+        found = jax.device_get(self._score(self.params, tokens[:, :-1], tokens[:, 1:]))
+        for i, log_probs, greedy in zip(some, *found, strict=False):
+            yield i, Scores(log_probs[: len(texts[i]) - 1], greedy[: len(texts[i]) - 1])
+
+    def slots(self, tokens: int) -> int:
+        """Returns the length of the program that reads this number of tokens: 64, 128, 256 and so on."""
+        table = self.cfg.max_positions if self.cfg.positions == "learned" else None
+        slots = decode.power_of_buckets(tokens)
+        return slots if table is None else min(slots, table)
+
+    def check(self, texts: Rows) -> None:
+        """Checks that the model can read texts.
+
+        Raises:
+          ConfigError: see `scores`.
+        """
+        decode.check_rows(texts, self.cfg.vocab)
+        table = self.cfg.max_positions if self.cfg.positions == "learned" else None
+        longest = max(map(len, texts)) - 1  # the last token is not read
+        if min(map(len, texts)) < 2:
+            raise ConfigError("a text has one token, before which there is nothing. Give two tokens or more.")
+        if table is not None and longest > table:
+            raise ConfigError(
+                f"a text has {longest + 1} tokens, but the model's table of learned positions ends at {table}. Use "
+                f"shorter texts, or windows of at most {table} tokens."
+            )
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the logits of the token after each token [B, S], float32 [B, S, V]."""
+        count, length = tokens.shape
+        slots = -(-length // decode.BUCKET) * decode.BUCKET
+        if self.cfg.positions == "learned":
+            slots = min(slots, self.cfg.max_positions or slots)
+        padded = np.pad(tokens, ((0, -count % self.ctx.replicas), (0, slots - length))).astype(np.int32)
+        found = np.asarray(jax.device_get(self._logits(self.params, padded)))[:count, :length]
+        return found[..., : self.cfg.vocab]  # without padding
+
+    @property
+    def programs(self) -> int:
+        """Number of programs that scoring has compiled."""
+        return self._score._cache_size()  # type: ignore[attr-defined]
+
+    def hidden_states(self, values: Params, tokens: jax.Array) -> jax.Array:
+        """Returns the hidden states of tokens [B, S]; the work of one device."""
+        batch: Batch = {"tokens": tokens}
+        if self.gate is not None:
+            batch["gate_ids"] = jnp.full_like(tokens, self.gate)
+        return decoder.hidden_states(self.cfg, values, batch, self.ctx)[0]
+
+    @cached_property
+    def _score(self) -> Callable[..., tuple[PyTree, PyTree]]:
+        def work(values: Params, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+            hidden = self.hidden_states(values, tokens)
+            return decoder.log_probs(self.cfg, values, hidden, targets, self.ctx)
+
+        return self._compiled(work, 2, self.ctx.batch if self.ctx.mesh else None)
+
+    @cached_property
+    def _logits(self) -> Callable[..., PyTree]:
+        ctx = self.ctx
+
+        def work(values: Params, tokens: jax.Array) -> jax.Array:
+            return decoder.logits(self.cfg, values, self.hidden_states(values, tokens), ctx)
+
+        return self._compiled(work, 1, PartitionSpec(*ctx.batch, None, ctx.axes("vocab") or None) if ctx.mesh else None)
+
+    def _compiled(
+        self, work: Callable[..., PyTree], arrays: int, results: PartitionSpec | None
+    ) -> Callable[..., PyTree]:
+        """Compiles `work(params, *arrays)`, the work of one device on its rows."""
+        ctx = self.ctx
+        if ctx.mesh is None or ctx.mesh.size == 1:
+            return jax.jit(work)
+        where = ctx.parameters(family.spec(self.cfg)), *[ctx.batch] * arrays
+        return jax.jit(ctx.local(work, where, results))
