@@ -23,7 +23,7 @@ from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.kernels.int8_weight import Int8Weight
 from jaxstack.kernels.taps import Tapped
-from jaxstack.models.implementations import OPS, attention_mask, implementations
+from jaxstack.models.implementations import OPS, implementations, op_cases
 from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec, pad_to_slots
 from jaxstack.moe import rounds
 from jaxstack.pipeline import Program, Stages
@@ -128,27 +128,13 @@ class Context:
         require_lengths(cfg, replace(cfg.mesh, **mesh.shape), microbatches)
         if platform is None:
             return context
-        model = cfg.model
-        cases: dict[str, implementation.OpCase] = {
-            "attention": {
-                "head_dim": model.head_width,
-                "softcap": model.attention_softcap,
-                "segments": cfg.has_segments,
-                "sequence_shards": mesh.shape["context"],
-                "context_method": cfg.mesh.context_method,
-                "mask": attention_mask(model),
-                "bias": model.positions == "relative",
-            },
-            "norm": {"d_model": model.d_model, "partitioner": context.partitioner},
-            "linear": {"summed_by_xla": context.reduce_dtype} if context.partitioner == "auto" else {},
-        }
         known = {"dtype": context.dtype, "compute_capability": getattr(device, "compute_capability", None)}
-        cases = {op: known | dict(cases.get(op, {})) for op in OPS}
+        cases = op_cases(cfg, mesh.shape["context"], context.partitioner, known)
         chosen = implementations(platform, cfg.kernels, cases)
         # Without a loop, XLA gathers the weights of a layer before those of the layer before it are freed. The loops
         # over tiles of rows in each layer of experts take minutes to compile.
-        tile_loops = model.moe.num_experts and chosen["moe"] == "grouped"
-        loops_save = context.gathers_params or tile_loops or model.num_layers > MAX_UNROLLED_LAYERS
+        tile_loops = cfg.model.moe.num_experts and chosen["moe"] == "grouped"
+        loops_save = context.gathers_params or tile_loops or cfg.model.num_layers > MAX_UNROLLED_LAYERS
         if platform == "gpu" and loops_save:
             chosen |= {op: "scan" for op in ("layers", "decode") if getattr(cfg.kernels, op) == "auto"}
         return replace(context, platform=platform, loss_chunk=CHUNK_TOKENS[platform], **chosen)

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxstack.config import ConfigError, KernelsConfig, ModelConfig
+import jax.numpy as jnp
+
+from jaxstack.config import Config, ConfigError, KernelsConfig, ModelConfig
 from jaxstack.kernels import OP_IMPLEMENTATIONS, AttentionMask, implementation
 from jaxstack.moe import dispatch
 
@@ -37,6 +39,34 @@ def implementations(
         }
     except ValueError as error:
         raise ConfigError(f"kernels.{error}") from error
+
+
+def op_cases(
+    cfg: Config, sequence_shards: int, partitioner: str, known: implementation.OpCase
+) -> dict[str, implementation.OpCase]:
+    """Returns what is known about the operands of each op of a run, for `implementations`.
+
+    Args:
+      cfg: the run.
+      sequence_shards: devices that split a sequence.
+      partitioner: see `Context`.
+      known: what holds for all ops.
+    """
+    model = cfg.model
+    cases: dict[str, implementation.OpCase] = {
+        "attention": {
+            "head_dim": model.head_width,
+            "softcap": model.attention_softcap,
+            "segments": cfg.has_segments,
+            "sequence_shards": sequence_shards,
+            "context_method": cfg.mesh.context_method,
+            "mask": attention_mask(model),
+            "bias": model.positions == "relative",
+        },
+        "norm": {"d_model": model.d_model, "partitioner": partitioner},
+        "linear": {"summed_by_xla": jnp.dtype(cfg.train.reduce_dtype)} if partitioner == "auto" else {},
+    }
+    return {op: {**known, **cases.get(op, {})} for op in OPS}
 
 
 def attention_mask(model: ModelConfig) -> AttentionMask:
