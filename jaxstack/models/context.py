@@ -60,6 +60,7 @@ class Context:
       reduce_dtype: dtype in which gradients of matrices and tables are summed over devices.
       quant: 8-bit format of the matmuls of linear layers, or `none`, see `jaxstack.config.TrainConfig`.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
+      watch: activations of a layer whose statistics it returns, see `models.watch`.
       attention, linear, norm, gelu, cross_entropy: implementation of each op in `jaxstack.kernels`.
       moe: implementation of the experts' matmuls, see `jaxstack.moe.MoEOptions`.
       layers: how the layers of a training step run: `scan`, or `unrolled`, which compiles each of them.
@@ -80,6 +81,7 @@ class Context:
     reduce_dtype: Any = jnp.float32
     quant: Literal["none", "int8", "fp8", "fp8_tensorwise"] = "none"
     remat: Literal["none", "selective", "dots", "full"] = "none"
+    watch: frozenset[str] = frozenset()
     attention: str = "xla"
     linear: str = "xla"
     norm: str = "xla"

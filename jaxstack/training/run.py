@@ -253,7 +253,7 @@ class Run:
         self.goodput.enter("step" if self.throughput.started else "compile")
         return batch
 
-    def log_step(self, loop: LoopState, metrics: dict[str, jax.Array]) -> int | None:
+    def log_step(self, loop: LoopState, metrics: dict[str, PyTree]) -> int | None:
         """Takes the metrics of a step that was started, and logs the step before it, see `StepLogger`."""
         spike = self.logger.log_step(loop, metrics, self._waited)
         if self._began_to_compile is not None and self.throughput.started:
