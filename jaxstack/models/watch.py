@@ -146,9 +146,15 @@ def histogram(size: jax.Array, keep: int = 0) -> jax.Array:
       size: absolute values, float32.
       keep: number of leading dimensions whose entries are counted apart.
     """
-    bins = np.arange(len(EXPONENTS)).reshape(-1, *(1,) * size.ndim)
-    relative = size / np.float32(2.0) ** (bins + EXPONENTS[0]).astype(np.float32)
-    above = jnp.where(bins == 0, 1.0, 2 * relative - 1)
-    below = jnp.where(bins == len(EXPONENTS) - 1, 1.0, 2 - relative)
-    shares = jnp.where(size > 0, jnp.clip(jnp.minimum(above, below), 0, 1), 0)
-    return jnp.moveaxis(shares.sum(size.ndim).sum(tuple(range(keep + 1, size.ndim))), 0, -1)
+    inner, last = tuple(range(keep, size.ndim - 1)), size.ndim - 1
+
+    def count(bin: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:  # one at a time: all need as many arrays
+        scale, is_first, is_last = bin
+        relative = size * scale
+        above = jnp.where(is_first, 1.0, 2 * relative - 1)
+        below = jnp.where(is_last, 1.0, 2 - relative)
+        shares = jnp.where(size > 0, jnp.clip(jnp.minimum(above, below), 0, 1), 0)
+        return shares.sum(last).sum(inner)
+
+    place, scales = np.arange(len(EXPONENTS)), np.float32(2.0) ** -np.asarray(EXPONENTS, np.float32)
+    return jnp.moveaxis(jax.lax.map(count, (scales, place == 0, place == place[-1])), 0, -1)
