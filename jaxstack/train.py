@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxstack.tracking.step_log import LoopState
     from jaxstack.training.run import Run
     from jaxstack.training.state import TrainState
+    from jaxstack.training.watch import Watched
 
 
 def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool = False) -> None:
@@ -133,8 +134,10 @@ def log_step(cfg: Config, run: "Run", loop: "LoopState", metrics: dict[str, Any]
     return spike
 
 
-def make_step(cfg: Config, ctx: "Context", abstract: "TrainState") -> Callable[..., Any]:
-    """Returns the training step: compiled, or with `debug.eager` operation by operation.
+def make_step(
+    cfg: Config, ctx: "Context", abstract: "TrainState", watched: "Watched | None" = None
+) -> Callable[..., Any]:
+    """Returns the training step: compiled, or with `debug.eager` operation by operation. It measures what is watched.
 
     Raises:
       ConfigError: `debug.eager` with a pipeline.
@@ -144,10 +147,29 @@ def make_step(cfg: Config, ctx: "Context", abstract: "TrainState") -> Callable[.
             raise ConfigError(f"debug.eager=true runs no pipeline, but mesh.pipe={cfg.mesh.pipe}. Set mesh.pipe=1.")
         from jaxstack.debug.eager import make_eager_step
 
-        return make_eager_step(cfg, ctx, abstract)
+        return make_eager_step(cfg, ctx, abstract, watched)
     from jaxstack.training.step import jit_train_step
 
-    return jit_train_step(cfg, ctx, abstract)
+    return jit_train_step(cfg, ctx, abstract, watched)
+
+
+def make_choice(
+    cfg: Config, ctx: "Context", abstract: "TrainState"
+) -> Callable[[int, Callable[..., Any]], Callable[..., Any]]:
+    """Returns `choose(number, step)`, the function that runs the step of a number: `step`, or one that measures.
+
+    Raises:
+      ConfigError: a pattern of `debug.watch` matches no name.
+    """
+    from jaxstack.training.watch import watched_of
+
+    watched = watched_of(cfg)
+    measuring = make_step(cfg, ctx, abstract, watched) if watched else None
+
+    def choose(number: int, step: Callable[..., Any]) -> Callable[..., Any]:
+        return step if measuring is None or number % cfg.debug.watch_every else measuring
+
+    return choose
 
 
 def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
@@ -170,6 +192,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     abstract = abstract_state(cfg, ctx)  # shapes, dtypes and shardings, no arrays
     warning = memory.check(cfg, ctx, abstract)  # before minutes of compiling
     resolved, split = estimate.resolve_split(cfg, ctx)
+    choose = make_choice(resolved, ctx, abstract)  # some steps measure what `debug.watch` names
     steps = make_step(resolved, ctx, abstract), jax.jit(make_eval_step(cfg, ctx))  # of (state or params, batch)
     loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so there is nothing to save
     teach = teacher.open_teacher(cfg, dataset.tokenizer, mesh)
@@ -186,8 +209,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
         # ---- training loop
         while loop.step < cfg.train.steps:
-            batch, loop = run.next_batch(batches), loop.advance()
-            state, metrics = run.profiler.run_step(loop.step, train_step, state, teach(loader.to_devices(batch)))
+            batch, loop = teach(loader.to_devices(run.next_batch(batches))), loop.advance()
+            state, metrics = run.profiler.run_step(loop.step, choose(loop.step, train_step), state, batch)
             spike = log_step(cfg, run, loop, metrics)  # reads the metrics of the step before: the host never waits
             stop, last = run.should_stop(loop), loop.step == cfg.train.steps
             evaluate = last or loop.step % cfg.train.eval_every == 0

@@ -304,6 +304,17 @@ class DebugConfig:
     eager: bool = False
     """Run every step operation by operation, so that `breakpoint()` in the model's code stops and sees arrays. It is
     for small models: a step takes seconds."""
+    watch: tuple[str, ...] | str = ()
+    """Names of activations, gradients and updates, such as `layers/3/mlp/*`, whose statistics the run writes into
+    metrics.jsonl: a pattern or a list of them. `*` matches any text. An empty list means that nothing is measured."""
+    watch_every: PositiveInt = 50
+    """Optimizer steps between these statistics. The steps between them run the program without statistics."""
 
     def __post_init__(self) -> None:
         check_bounds("debug", self)
+        require(all(self.patterns), "debug.watch contains an empty pattern. Name values, such as layers/*/mlp/out.")
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of `watch`."""
+        return (self.watch,) if isinstance(self.watch, str) else self.watch

@@ -30,13 +30,14 @@ from jaxstack.models.context import Context
 from jaxstack.training.gradients import Metrics
 from jaxstack.training.state import TrainState
 from jaxstack.training.step import make_eval_step, make_train_step
+from jaxstack.training.watch import Watched
 
 MOST_VALUES = 1000
 """Values of an array up to which `show` prints all of them."""
 
 
 def make_eager_step(
-    cfg: Config, ctx: Context, abstract: TrainState
+    cfg: Config, ctx: Context, abstract: TrainState, watched: Watched | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the training step, run operation by operation, and lets `breakpoint()` stop in it.
 
@@ -44,8 +45,9 @@ def make_eager_step(
       cfg: the run.
       ctx: its execution context.
       abstract: shapes, dtypes and shardings of the state.
+      watched: what the step measures. `None` means nothing.
     """
-    forward, train_step = make_eval_step(cfg, ctx), make_train_step(cfg, ctx)
+    forward, train_step = make_eval_step(cfg, ctx), make_train_step(cfg, ctx, watched)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -22,6 +22,7 @@ from jaxstack.kernels.embedding import embedding_lookup
 from jaxstack.kernels.grouped_matmul import IMPLEMENTATIONS as _GROUPED_MATMUL
 from jaxstack.kernels.grouped_matmul import grouped_matmul
 from jaxstack.kernels.implementation import Implementations
+from jaxstack.kernels.largest_logit import largest_logit
 from jaxstack.kernels.linear import IMPLEMENTATIONS as _LINEAR
 from jaxstack.kernels.linear import add_in_float32, linear
 from jaxstack.kernels.norm import IMPLEMENTATIONS as _NORM
@@ -56,6 +57,7 @@ __all__ = [
     "find_sites",
     "gelu",
     "grouped_matmul",
+    "largest_logit",
     "layer_norm",
     "linear",
     "mask_vocab_padding",

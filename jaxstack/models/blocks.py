@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.models import layers, moe_layer
+from jaxstack.models import layers, moe_layer, watch
 from jaxstack.models.context import Context
 from jaxstack.models.layers import AttentionMask, Aux, LayerInputs
 from jaxstack.models.params import Params
@@ -121,7 +121,7 @@ def block(
 
     Returns:
       The residual stream and auxiliary values: with experts those of `moe_layer.moe`, with a cache those of
-      `layers.attention`.
+      `layers.attention`; and what is watched.
     """
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     dropout_ids = layer_inputs.dropout_ids
@@ -129,6 +129,7 @@ def block(
     h = layers.norm(cfg, params["attention_norm"], x, ctx) if not cfg.norm_after else x
     if not cfg.first_attention_norm:
         h = jnp.where(layer_inputs.first, x, h)
+    seen = {"attention_norm/out": h}
     h, aux = layers.attention(cfg, params["attention"], h, ctx, layer_inputs, mask=mask, cache=cache)
     if cfg.post_norm:
         h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
@@ -137,19 +138,20 @@ def block(
         x = layers.norm(cfg, params["attention_norm"], x, ctx)
 
     if "cross" in params:
-        x = _attend_to_encoder(cfg, params, x, ctx, layer_inputs, keys[0], cache)
+        x, crossed = _attend_to_encoder(cfg, params, x, ctx, layer_inputs, keys[0], cache)
+        aux |= crossed
     h = layers.norm(cfg, params["mlp_norm"], x, ctx) if not cfg.norm_after else x
+    seen |= {"residual/attention": x, "mlp_norm/out": h}
     if cfg.moe.num_experts:
-        h, routed = moe_layer.moe(cfg, params["moe"], h, ctx, layer_inputs)
-        aux = aux | routed
+        h, more = moe_layer.moe(cfg, params["moe"], h, ctx, layer_inputs)
     else:
-        h = layers.mlp(cfg, params["mlp"], h, ctx)
+        h, more = layers.mlp(cfg, params["mlp"], h, ctx)
     if cfg.post_norm:
         h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)
     x = x + layers.dropout(keys[1], cfg.dropout, h, dropout_ids)
     if cfg.norm_after:
         x = layers.norm(cfg, params["mlp_norm"], checkpoint_name(x, "residual"), ctx)
-    return x, aux
+    return x, aux | more | watch.measure(ctx, seen | {"residual/out": x}, "batch", "residual")
 
 
 def layer_scope(index: int, count: int) -> AbstractContextManager[Any]:
@@ -165,12 +167,12 @@ def _attend_to_encoder(
     layer_inputs: LayerInputs,
     key: jax.Array | None,
     cache: PyTree,
-) -> jax.Array:
+) -> tuple[jax.Array, Aux]:
     """Adds the attention to an encoder's output to the residual stream; `key` is that of the layer's attention."""
     h = layers.norm(cfg, params["cross_norm"], x, ctx)
-    h = layers.cross_attention(cfg, params["cross"], h, ctx, layer_inputs, cache)
+    h, aux = layers.cross_attention(cfg, params["cross"], h, ctx, layer_inputs, cache)
     own = None if key is None else jax.random.fold_in(key, 1)
-    return checkpoint_name(x + layers.dropout(own, cfg.dropout, h, layer_inputs.dropout_ids), "residual")
+    return checkpoint_name(x + layers.dropout(own, cfg.dropout, h, layer_inputs.dropout_ids), "residual"), aux
 
 
 def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:

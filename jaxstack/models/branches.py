@@ -23,7 +23,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.sentences import SentencesConfig, SentenceTask
-from jaxstack.models import decoder, encoder
+from jaxstack.models import decoder, encoder, watch
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
@@ -186,7 +186,7 @@ def trunk_step(
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
     """Runs one layer of the trunk on both streams; arguments and results are those of `StackStep`."""
-    return {branch: _layer(cfg, ctx, branch, params, x[branch], index, layer_inputs) for branch in BRANCHES}, {}
+    return _both({branch: _layer(cfg, ctx, branch, params, x[branch], index, layer_inputs) for branch in BRANCHES})
 
 
 def branches_step(
@@ -200,10 +200,18 @@ def branches_step(
 ) -> tuple[PyTree, Aux]:
     """Runs one layer of each branch on its stream; arguments and results are those of `StackStep`."""
     index = depths(cfg)[0] + index
-    return {
+    return _both({
         branch: _layer(cfg, ctx, branch, [one[branch] for one in params], x[branch], index, layer_inputs)
         for branch in BRANCHES
-    }, {}
+    })  # fmt: skip
+
+
+def _both(made: dict[Branch, tuple[jax.Array, Aux]]) -> tuple[PyTree, Aux]:
+    """Returns the streams, and what is watched in the layers of both branches."""
+    found: Aux = {}
+    for branch, (_, aux) in made.items():
+        found |= watch.within(branch, aux)
+    return {branch: x for branch, (x, _) in made.items()}, found
 
 
 def _layer(
@@ -214,9 +222,9 @@ def _layer(
     x: jax.Array,
     index: jax.Array | int,
     layer_inputs: LayerInputs,
-) -> jax.Array:
+) -> tuple[jax.Array, Aux]:
     """Runs a layer on the stream of a branch; `index` counts the layers of the trunk, too."""
-    return decoder.scan_block(model_of(cfg, branch), ctx, params, x, index, _inputs_of(layer_inputs, branch))[0]
+    return decoder.scan_block(model_of(cfg, branch), ctx, params, x, index, _inputs_of(layer_inputs, branch))
 
 
 def hidden_states(

@@ -61,6 +61,7 @@ class Context:
       reduce_dtype: dtype in which gradients of matrices and tables are summed over devices.
       quant: 8-bit format of the matmuls of linear layers, or `none`, see `jaxstack.config.TrainConfig`.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
+      watch: activations of a layer whose statistics it returns, see `models.watch`.
       attention, linear, norm, gelu, cross_entropy: implementation of each op in `jaxstack.kernels`.
       moe: implementation of the experts' matmuls, see `jaxstack.moe.MoEOptions`.
       layers: how the layers of a training step run: `scan`, or `unrolled`, which compiles each of them.
@@ -82,6 +83,7 @@ class Context:
     reduce_dtype: Any = jnp.float32
     quant: Literal["none", "int8", "fp8", "fp8_tensorwise"] = "none"
     remat: Literal["none", "selective", "dots", "full"] = "none"
+    watch: frozenset[str] = frozenset()
     attention: str = "xla"
     linear: str = "xla"
     norm: str = "xla"
@@ -131,14 +133,13 @@ class Context:
         require_lengths(cfg, replace(cfg.mesh, **mesh.shape), microbatches)
         if platform is None:
             return context
-        model = cfg.model
         known = {"dtype": context.dtype, "compute_capability": getattr(device, "compute_capability", None)}
         cases = op_cases(cfg, mesh, context.partitioner, context.reduce_dtype)
         chosen = implementations(platform, cfg.kernels, {op: known | dict(cases.get(op, {})) for op in OPS})
         # Without a loop, XLA gathers the weights of a layer before those of the layer before it are freed. The loops
         # over tiles of rows in each layer of experts take minutes to compile.
-        tile_loops = model.moe.num_experts and chosen["moe"] == "grouped"
-        loops_save = context.gathers_params or tile_loops or model.num_layers > MAX_UNROLLED_LAYERS
+        tile_loops = cfg.model.moe.num_experts and chosen["moe"] == "grouped"
+        loops_save = context.gathers_params or tile_loops or cfg.model.num_layers > MAX_UNROLLED_LAYERS
         if platform == "gpu" and loops_save:
             chosen |= {op: "scan" for op in ("layers", "decode") if getattr(cfg.kernels, op) == "auto"}
         return replace(context, platform=platform, loss_chunk=CHUNK_TOKENS[platform], **chosen)

@@ -147,7 +147,7 @@ def image_step(
 ) -> tuple[jax.Array, Aux]:
     """Runs one layer of the picture's tower; arguments and results are those of `StackStep`."""
     assert layer_inputs.encoder is not None
-    return _step(cfg, ctx, "image", params, x, index, layer_inputs.encoder), {}
+    return _step(cfg, ctx, "image", params, x, index, layer_inputs.encoder)
 
 
 def text_step(
@@ -161,7 +161,8 @@ def text_step(
 ) -> tuple[PyTree, Aux]:
     """Runs one layer of the text's tower; arguments and results are those of `StackStep`."""
     own = replace(layer_inputs, side=None)
-    return x | {"text": _step(cfg, ctx, "text", params, x["text"], cfg.encoder_depth + index, own)}, {}
+    text, aux = _step(cfg, ctx, "text", params, x["text"], cfg.encoder_depth + index, own)
+    return x | {"text": text}, aux
 
 
 def caption_step(
@@ -175,7 +176,8 @@ def caption_step(
 ) -> tuple[PyTree, Aux]:
     """Runs one layer that reads text and picture; arguments and results are those of `StackStep`."""
     index = cfg.encoder_depth + cfg.num_layers + index
-    return x | {"caption": _step(cfg, ctx, "caption", params, x["caption"], index, layer_inputs)}, {}
+    caption, aux = _step(cfg, ctx, "caption", params, x["caption"], index, layer_inputs)
+    return x | {"caption": caption}, aux
 
 
 def _step(
@@ -186,13 +188,14 @@ def _step(
     x: jax.Array,
     index: jax.Array | int,
     layer_inputs: LayerInputs,
-) -> jax.Array:
+) -> tuple[jax.Array, Aux]:
     """Runs a layer of a stack; `index` counts the layers of all, so that each has a dropout key of its own."""
     (one,), key = params, decoder.dropout_keys(layer_inputs)[0]
     weights = decoder.gather_dense(ctx, unstack(spec(cfg)[name]), one)
     key = None if key is None else jax.random.fold_in(key, index)
     mask = kernels.AttentionMask(kind="full" if name == "image" else "causal")
-    return block(cfg, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key)[0]
+    x, aux = block(cfg, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key)
+    return x, jax.tree.map(lambda leaf: leaf[None], aux)
 
 
 def hidden_states(

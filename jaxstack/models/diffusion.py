@@ -264,7 +264,8 @@ def text_step(
     assert layer_inputs.encoder is not None
     dense, mask = replace(cfg, moe=MoEConfig()), kernels.AttentionMask(kind="full")
     weights = decoder.gather_dense(ctx, unstack(spec(cfg)["text"]), params[0])
-    return block(dense, weights, x, ctx, layer_inputs.encoder, mask=mask)
+    x, aux = block(dense, weights, x, ctx, layer_inputs.encoder, mask=mask)
+    return x, jax.tree.map(lambda leaf: leaf[None], aux)
 
 
 def scan_block(
@@ -283,18 +284,18 @@ def scan_block(
     made = modulations(values["modulation"], layer_inputs.side, ctx)
     h = modulated(cfg, x, made[0], made[1], ctx)
     own = replace(layer_inputs, segment_ids=None)  # all patches are of one picture
-    h, _ = layers.attention(cfg, values["attention"], h, ctx, own, mask=kernels.AttentionMask(0, "full"))
+    h, aux = layers.attention(cfg, values["attention"], h, ctx, own, mask=kernels.AttentionMask(0, "full"))
     x = checkpoint_name(x + made[2] * h, "residual")
     if layer_inputs.encoder is not None:
         h = layers.norm(cfg, values["cross_norm"], x, ctx)
-        x = checkpoint_name(x + layers.cross_attention(cfg, values["cross"], h, ctx, layer_inputs), "residual")
+        h, crossed = layers.cross_attention(cfg, values["cross"], h, ctx, layer_inputs)
+        x, aux = checkpoint_name(x + h, "residual"), aux | crossed
     h = modulated(cfg, x, made[3], made[4], ctx)
-    aux: Aux = {}
     if cfg.moe.num_experts:
-        h, aux = moe_layer.moe(cfg, values["moe"], h, ctx, layer_inputs)
+        h, more = moe_layer.moe(cfg, values["moe"], h, ctx, layer_inputs)
     else:
-        h = layers.mlp(cfg, values["mlp"], h, ctx)
-    return x + made[5] * h, jax.tree.map(lambda leaf: leaf[None], aux)
+        h, more = layers.mlp(cfg, values["mlp"], h, ctx)
+    return x + made[5] * h, jax.tree.map(lambda leaf: leaf[None], aux | more)
 
 
 def hidden_states(

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig, MoEConfig
-from jaxstack.models import decoder, layers, lora
+from jaxstack.models import decoder, layers, lora, watch
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack, block, group_layers, layer_scope, scan_stack, split_steps
 from jaxstack.models.context import Context
@@ -197,10 +197,14 @@ def _step(
             x, aux = block(model, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key, cache=held)
         if i + 1 < len(declared):
             x = checkpoint_name(x, "residual")  # as the loop saves its own
-        every.append(aux)
+        every.append(watch.within(f"layer_{i}", aux) if declared[1:] else aux)
     names = dict.fromkeys(name for aux in every for name in aux)
-    found = {name: [aux[name][None] for aux in every if name in aux] for name in names}
-    return x, {name: jnp.concatenate(each) if each[1:] else each[0] for name, each in found.items()}
+    found = {name: [jax.tree.map(lambda a: a[None], aux[name]) for aux in every if name in aux] for name in names}
+    return x, {name: _concatenate(*each) if each[1:] else each[0] for name, each in found.items()}
+
+
+def _concatenate(*arrays: PyTree) -> PyTree:
+    return jax.tree.map(lambda *a: jnp.concatenate(a), *arrays)
 
 
 def hidden_states(

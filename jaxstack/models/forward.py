@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxstack import pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
+from jaxstack.models import watch
 from jaxstack.models.blocks import Stack, group_layers, remat, scan_stack, split_microbatches, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux, LayerInputs
@@ -70,24 +71,26 @@ def hidden_states(
     stacks = parts.stacks(cfg)
     steps = {name: split_steps(stack, params[name]) for name, stack in stacks.items()}
     x, side = parts.embed(cfg, params, layer_inputs, ctx)
-    every: list[Aux] = []
+    every: dict[str, Aux] = {}
     for name, stack in stacks.items():
         if stack.enter is not None:
             x, side = stack.enter(cfg, params, x, side, layer_inputs, ctx)
         own = replace(layer_inputs, side=side)
         with jax.named_scope(f"stack_{name}"):
             x, aux = scan_stack(cfg, ctx, stack, steps[name], x, own, cache)
-        every.append(aux)
+        every[name] = aux
     x = parts.final_norm(cfg, params, x, layer_inputs, ctx)
     return x, join(every)
 
 
-def join(every: Sequence[Aux]) -> Aux:
-    """Joins the auxiliary values of stacks, [L, ...] each with its own depth."""
-    if len(every) == 1:
-        return every[0]
-    names = dict.fromkeys(name for aux in every for name in aux)
-    return {name: jnp.concatenate([aux[name] for aux in every if name in aux]) for name in names}
+def join(every: Mapping[str, Aux]) -> Aux:
+    """Joins the auxiliary values of stacks, [L, ...] each with its own depth. Watched ones get the stack's name."""
+    parts = [watch.within(stack, aux) for stack, aux in every.items()]
+    if len(parts) == 1:
+        return parts[0]
+    names = dict.fromkeys(name for aux in parts for name in aux)
+    found = {name: [aux[name] for aux in parts if name in aux] for name in names}
+    return {name: jax.tree.map(lambda *a: jnp.concatenate(a), *each) for name, each in found.items()}
 
 
 def _through_stages(
@@ -161,5 +164,4 @@ def in_layer_order(ctx: Context, stacks: Mapping[str, Stack], auxes: Sequence[Au
 
     Each is [R/P, ...]; the results are equal on all stages.
     """
-    ordered = [ctx.to_layer_order(aux, name) for name, aux in zip(stacks, auxes, strict=True)]
-    return join(ordered)
+    return join({name: ctx.to_layer_order(aux, name) for name, aux in zip(stacks, auxes, strict=True)})

@@ -7,8 +7,8 @@ import jax
 
 from jaxstack.common.tree import PyTree
 
-Aux: TypeAlias = dict[str, jax.Array]
-"""Auxiliary values of layers by name: sums of routing, or keys and values for a cache."""
+Aux: TypeAlias = dict[str, PyTree]
+"""Auxiliary values of layers by name: sums of routing, keys and values for a cache, or what `models.watch` measures."""
 
 
 @jax.tree_util.register_dataclass

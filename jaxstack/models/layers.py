@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack import kernels
 from jaxstack.config import ModelConfig
 from jaxstack.kernels import AttentionMask, RelativeBias
-from jaxstack.models import lora
+from jaxstack.models import lora, watch
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Spec
@@ -162,7 +162,7 @@ def attention(
         first of these [B, T], see `kernels.cached_attention`. An empty cache means that rows begin here.
 
     Returns:
-      [B, S/n, D]. With a cache also `keys` [B, G, K, S] and `values` [B, G, S, K] of these tokens.
+      [B, S/n, D]. With a cache also `keys` [B, G, K, S] and `values` [B, G, S, K] of these tokens. What is watched.
     """
     rope = layer_inputs.rope
     x = ctx.gather_activations(x, "heads")
@@ -174,25 +174,26 @@ def attention(
     q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
     options = _score_options(cfg)
     table = layer_inputs.side["relative"] if cfg.positions == "relative" else None
+    made = {"attention/query": q, "attention/key": k, "attention/value": v}
     if cache:
         assert mask.causal, "a cache has the tokens before these"
         held = cache["keys"], cache["values"], cache["distance"]
         bias = None if table is None else RelativeBias(table, None, cfg.relative_distance, bidirectional=False)
         mixed = kernels.cached_attention(q, k, v, *held, window=mask.window, bias=bias, **options)
     else:
-        rows, heads = ("batch", "sequence"), ("batch", "sequence", "heads")
         arguments = q, k, v, layer_inputs.segment_ids, None, table
         options |= {"mask": mask, "max_distance": cfg.relative_distance}
-        mixed, _ = ctx.region(
-            partial(_attend, options), arguments, (heads, heads, heads, rows, rows, (None, "heads")), heads
-        )
+        mixed, aux = _attention_region(ctx, "attention", options, arguments)
     y = _project_out(cfg, params, mixed, ctx)
-    return y, {} if cache is None else {"keys": k.transpose(0, 2, 3, 1), "values": v.swapaxes(1, 2)}
+    if cache is not None:
+        return y, {"keys": k.transpose(0, 2, 3, 1), "values": v.swapaxes(1, 2)}
+    aux |= watch.measure(ctx, made | {"attention/mixed": mixed}, "batch", "sequence", "heads")
+    return y, aux | watch.measure(ctx, {"attention/out": y}, "batch", "residual")
 
 
 def cross_attention(
     cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, layer_inputs: LayerInputs, cache: Params | None = None
-) -> jax.Array:
+) -> tuple[jax.Array, Aux]:
     """Computes attention from the tokens of a decoder to those of an encoder, in the same segment.
 
     Args:
@@ -205,7 +206,7 @@ def cross_attention(
         take the place of `encoded`, and each row is one segment.
 
     Returns:
-      [B, T/n, D].
+      [B, T/n, D], and what is watched.
     """
     assert layer_inputs.encoder is not None
     q = linear(cfg, params, "q", ctx.gather_activations(x, "heads"), ctx, "heads")
@@ -214,16 +215,14 @@ def cross_attention(
         assert layer_inputs.encoder.segment_ids is not None
         held, visible = (cache["cross_keys"], cache["cross_values"]), layer_inputs.encoder.segment_ids != 0
         mixed = kernels.cached_cross_attention(q, *held, visible, **_score_options(cfg))
-        return _project_out(cfg, params, mixed, ctx)
+        return _project_out(cfg, params, mixed, ctx), {}
     k, v = cross_keys(cfg, params, layer_inputs.side["encoded"], ctx)
     q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
     options = _score_options(cfg) | {"mask": AttentionMask(kind="cross")}
-    rows, heads = ("batch", "sequence"), ("batch", "sequence", "heads")
     arguments = q, k, v, layer_inputs.segment_ids, layer_inputs.encoder.segment_ids, None
-    mixed, _ = ctx.region(
-        partial(_attend, options), arguments, (heads, heads, heads, rows, rows, (None, "heads")), heads
-    )
-    return _project_out(cfg, params, mixed, ctx)
+    mixed, aux = _attention_region(ctx, "cross", options, arguments)
+    y = _project_out(cfg, params, mixed, ctx)
+    return y, aux | watch.measure(ctx, {"cross/out": y}, "batch", "residual")
 
 
 def cross_keys(cfg: ModelConfig, params: Params, encoded: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
@@ -242,6 +241,16 @@ def _project_out(cfg: ModelConfig, params: Params, mixed: jax.Array, ctx: Contex
     return kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
 
 
+def _attention_region(
+    ctx: Context, group: str, options: dict[str, Any], arguments: tuple[jax.Array | None, ...]
+) -> tuple[jax.Array, Aux]:
+    """Runs `_attend` on the arguments from `q` on; `group` begins the names of watched values."""
+    rows, heads = ("batch", "sequence"), ("batch", "sequence", "heads")
+    given = (heads, heads, heads, rows, rows, (None, "heads"))
+    mixed, aux = ctx.region(partial(_attend, {**options, "group": group}), arguments, given, heads)
+    return mixed, aux
+
+
 def _attend(
     options: dict[str, Any],
     ctx: Context,
@@ -251,18 +260,22 @@ def _attend(
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
     table: jax.Array | None,
-) -> tuple[jax.Array, None]:
+) -> tuple[jax.Array, Aux]:
     """Computes attention over the heads of this device, for `Context.region`; `table` has relative biases."""
-    masked: dict[str, Any] = {"segment_ids": segment_ids, "implementation": ctx.attention, **options}
+    masked: dict[str, Any] = {"segment_ids": segment_ids, **options}
     if kv_segment_ids is not None:
         masked["kv_segment_ids"] = kv_segment_ids
     max_distance = masked.pop("max_distance", None)
     if table is not None:
         masked["bias"] = RelativeBias(table, None, max_distance, not masked["mask"].causal)
-    if ctx.axes("sequence"):
-        (axis,) = ctx.axes("sequence")
-        return kernels.context_attention(q, k, v, axis=axis, method=ctx.context_method, **masked), None
-    return kernels.attention(q, k, v, **masked), None
+    axes, aux, name = ctx.axes("sequence"), {}, f"{masked.pop('group')}/max_logit"
+    if name in ctx.watch:
+        largest = kernels.largest_logit(q, k, axes=axes, **masked)
+        aux = watch.measure_largest(ctx, name, largest, "batch", "sequence", "heads")
+    masked["implementation"] = ctx.attention
+    if axes:
+        return kernels.context_attention(q, k, v, axis=axes[0], method=ctx.context_method, **masked), aux
+    return kernels.attention(q, k, v, **masked), aux
 
 
 def mlp_spec(cfg: ModelConfig) -> Spec:
@@ -299,24 +312,32 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
     raise ValueError(f"activation {name!r} does not exist. Use silu, gelu, gelu_tanh, relu or relu2")
 
 
-def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
+def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> tuple[jax.Array, Aux]:
     """Computes two projections with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202).
 
-    x and the result are [B, S/n, D].
+    x and the result are [B, S/n, D]. What is watched is returned, too.
     """
-    y = ctx.reduce_activations(mlp_products(cfg, params, ctx.gather_activations(x, "mlp"), ctx), "mlp")
-    return kernels.add_in_float32(y, params["b_down"]) if cfg.bias else y
+    y, aux = mlp_products(cfg, params, ctx.gather_activations(x, "mlp"), ctx)
+    y = ctx.reduce_activations(y, "mlp")
+    y = kernels.add_in_float32(y, params["b_down"]) if cfg.bias else y
+    return y, aux | watch.measure(ctx, {"mlp/out": y}, "batch", "residual")
 
 
-def mlp_products(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
-    """Computes the MLP in a tensor-parallel region: this device's share of the sum over the hidden width, [B, S, D]."""
+def mlp_products(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> tuple[jax.Array, Aux]:
+    """Computes the MLP in a tensor-parallel region: this device's share of the sum over the hidden width, [B, S, D].
+
+    What is watched is returned, too.
+    """
     up = checkpoint_name(linear(cfg, params, "up", x, ctx, "mlp"), "mlp_up")
     if cfg.gated:
         gate = checkpoint_name(linear(cfg, params, "gate", x, ctx, "mlp"), "mlp_gate")
         hidden = activate(cfg.activation, gate, ctx) * up
+        made = {"mlp/up": up, "mlp/gate": gate, "mlp/hidden": hidden}
     else:
         hidden = activate(cfg.activation, up, ctx)
-    return linear(cfg, params, "down", hidden, ctx, "mlp", back=True)
+        made = {"mlp/up": up, "mlp/hidden": hidden}
+    aux = watch.measure(ctx, made, "batch", "sequence", "mlp")
+    return linear(cfg, params, "down", hidden, ctx, "mlp", back=True), aux
 
 
 def table_axes(cfg: ModelConfig) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxstack import moe as experts
 from jaxstack.config import ModelConfig
-from jaxstack.models import lora
+from jaxstack.models import lora, watch
 from jaxstack.models.context import Context
 from jaxstack.models.layers import Aux, LayerInputs, activate, mlp_products, mlp_spec
 from jaxstack.models.params import Param, Params, Spec
@@ -84,13 +84,14 @@ def moe(
 
     Returns:
       [B, S/n, D], and sums over this device's rows and counted tokens, which add up over devices and microbatches:
-      `balance_loss`, `z_loss`, `dropped`, `entropy` and `load` [E], see `jaxstack.moe.metrics`.
+      `balance_loss`, `z_loss`, `dropped`, `entropy` and `load` [E], see `jaxstack.moe.metrics`. What is watched.
     """
     spec = lora.with_adapters_of(params, moe_spec(cfg), cfg.lora.rank)
     arguments = params, x, layer_inputs.gate_ids, layer_inputs.counted, layer_inputs.replicas
     residual = ("batch", "residual")
     where = (spec, residual, residual, ("batch", "sequence"), (None, None))
-    return ctx.region(partial(_moe, cfg, spec), arguments, where, residual)
+    y, aux = ctx.region(partial(_moe, cfg, spec), arguments, where, residual)
+    return y, aux | watch.measure(ctx, {"moe/out": y}, *residual)
 
 
 def _moe(
@@ -113,7 +114,9 @@ def _moe(
         "entropy": experts.entropy_sum(routing, mask),
         "load": experts.load(routing, mask),
     }
-    aux = {name: collectives.all_reduce(value, between) for name, value in aux.items()}
+    counts = x.shape[0] * x.shape[1] if mask is None else mask
+    watched = watch.measure_mean(ctx, "moe/router_entropy", aux["entropy"], counts, "batch", "residual")
+    aux = {name: collectives.all_reduce(value, between) for name, value in aux.items()} | watched
     h = ctx.gather_activations(x, "mlp")
     tokens = h.shape[0] * h.shape[1]
 
@@ -138,7 +141,7 @@ def _moe(
     # All devices of a tensor group have gathered the same tokens and dropped the same pairs.
     aux["dropped"] = collectives.all_reduce(dropped, between) / collectives.count(between)
     if cfg.moe.shared_experts:
-        y = y + mlp_products(cfg, params["shared"], h, ctx)
+        y = y + mlp_products(cfg, params["shared"], h, ctx)[0]
     return ctx.reduce_activations(y, "mlp"), aux
 
 

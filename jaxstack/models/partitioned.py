@@ -22,7 +22,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.kernels import context_order
 from jaxstack.models.context import Arguments, Context, Dims, Result, Tree
 from jaxstack.models.params import Spec, map_spec
-from jaxstack.sharding import collectives
+from jaxstack.sharding import totals
 from jaxstack.sharding.collectives import Axes
 
 
@@ -97,13 +97,13 @@ class AutoContext(Context):
           output: logical axes of the array.
 
         Returns:
-          The array, and the sums over all tokens.
+          The array, and the sums over all tokens; the sums may have maxima among them, see `sharding.totals`.
         """
         inner = self.manual
 
         def work(*shards: PyTree) -> tuple[Any, PyTree]:
             array, sums = f(inner, *shards)
-            return array, jax.tree.map(lambda x: collectives.all_reduce(x, inner.token_axes), sums)
+            return array, totals.reduce(sums, inner.token_axes)
 
         specs = tuple(self.parameters(x) if isinstance(x, dict) else self.activation(x) for x in inputs)
         results = self.activation(output), PartitionSpec()

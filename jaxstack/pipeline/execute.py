@@ -26,7 +26,6 @@ from jaxstack.common.tree import PyTree
 from jaxstack.pipeline.functions import PipelineFns, Sums
 from jaxstack.pipeline.operations import (
     TICKS,
-    add_at,
     add_trees,
     add_where,
     barrier,
@@ -34,6 +33,7 @@ from jaxstack.pipeline.operations import (
     fori_loop,
     index_leading,
     may_run,
+    merge_where,
     read_at,
     run_if,
     send,
@@ -48,6 +48,7 @@ from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
 from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.pipeline.split_vjp import Pairs
 from jaxstack.pipeline.tick_rows import TickRow, UnitRow, tick_rows, ticks_from
+from jaxstack.sharding import totals
 from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
 
 
@@ -169,7 +170,7 @@ class _Run:
             with jax.named_scope("weight_pairs"):
                 pairs.append(jax.tree.map(lambda tap: varying(zeros(tap, lead=lead), axes), taps))
             slots = (len(part.group_of_slot),)
-            auxes.append(jax.tree.map(lambda a: varying(zeros(a, lead=slots), axes), aux))
+            auxes.append(totals.empty(aux, axes, slots))
         output = self.carrier.stream(arrays, self.last.index)
         loss = jax.eval_shape(
             lambda: self.loss(
@@ -283,7 +284,7 @@ class _Run:
             )
             stash = [write_at(s, r, unit.slot, i) for s, r in zip(stash, residuals, strict=True)]
             counts = is_layer & unit.active
-            aux = jax.tree.map(lambda a, e: add_at(a, jnp.where(counts, e, 0), slot), aux, extra)
+            aux = merge_where(counts, aux, extra, slot)
             return where(is_layer, y, x), stash, penalty + jnp.where(counts, share, 0), aux
 
         carry = (self.carrier.stream(x, part.index), stash, penalty, aux)

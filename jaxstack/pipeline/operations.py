@@ -1,6 +1,8 @@
 """Operations that the programs of pipelines share: loops in named scopes, sends between stages, access to slots."""
 
+import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import jax
@@ -9,7 +11,7 @@ from jax import lax
 
 from jaxstack.common.tree import PyTree
 from jaxstack.pipeline.stages import Stages
-from jaxstack.sharding import collectives
+from jaxstack.sharding import collectives, totals
 from jaxstack.sharding.collectives import varies_along, varying
 
 Carry = TypeVar("Carry")
@@ -109,9 +111,30 @@ def write_at(a: jax.Array, value: jax.Array, *at: jax.Array) -> jax.Array:
 
 def add_at(a: jax.Array, value: jax.Array, at: jax.Array) -> jax.Array:
     """Adds `value`, one entry [...] or several [n, ...], to the entries of `a` from `at` on."""
+    return _change_at(operator.add, a, value, at)
+
+
+def _change_at(
+    f: Callable[[jax.Array, jax.Array], jax.Array], a: jax.Array, value: jax.Array, at: jax.Array
+) -> jax.Array:
     value = value.reshape(-1, *a.shape[1:]).astype(a.dtype)
     old = lax.dynamic_slice_in_dim(a, at, value.shape[0])
-    return lax.dynamic_update_slice_in_dim(a, old + value, at, 0)
+    return lax.dynamic_update_slice_in_dim(a, f(old, value), at, 0)
+
+
+def merge_where(counts: jax.Array, merged: PyTree, parts: PyTree, at: jax.Array) -> PyTree:
+    """Merges the parts that count with the entries of `merged`, see `sharding.totals`."""
+
+    def one(a: PyTree, part: PyTree) -> PyTree:
+        if not totals.is_measured(a):
+            return add_at(a, jnp.where(counts, part, 0), at)
+        sums = add_where(counts, a.sums, part.sums, at)
+        if a.largest is None:
+            return replace(a, sums=sums)
+        part = jnp.where(counts, part.largest, -jnp.inf)
+        return replace(a, sums=sums, largest=_change_at(jnp.maximum, a.largest, part, at))
+
+    return jax.tree.map(one, merged, parts, is_leaf=totals.is_measured)
 
 
 def add_where(counts: jax.Array, sums: PyTree, shares: PyTree, at: jax.Array) -> PyTree:

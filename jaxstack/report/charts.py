@@ -16,6 +16,7 @@ from jaxstack.report.runs import LoggedRun, list_events, time_categories, time_s
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, and errors must not wait for it
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_POINTS = 2000
 """Points of one curve at most."""
@@ -203,7 +204,6 @@ def _figure(
     title: str, runs: Sequence[LoggedRun], draw: "Callable[[Axes], None]", scale: str, size: tuple[int, int]
 ) -> str:
     """Returns the SVG of a chart of `size` pixels, whose curves `draw` adds."""
-    import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -227,10 +227,17 @@ def _figure(
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(style.GRID)
+    return to_svg(figure, title, f"{title} {size}")
+
+
+def to_svg(figure: "Figure", title: str, key: str) -> str:
+    """Returns a figure as a part of the page; `key` is different for each of them."""
+    import matplotlib
+
     out = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # the page's fonts; reproducible ids
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return _inline(out.getvalue(), title, f"{title} {size}")
+    return _inline(out.getvalue(), title, key)
 
 
 def _ticks(axes: "Axes", scale: str, most: int) -> None:

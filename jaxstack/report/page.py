@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from string import Template
 
-from jaxstack.report import charts, evaluations, style
+from jaxstack.report import charts, evaluations, heat_maps, style
 from jaxstack.report.comparison import Comparison, LossChart, compare, summary_rows
 from jaxstack.report.runs import (
     MISSING,
@@ -33,6 +33,7 @@ def render(runs: Sequence[LoggedRun]) -> str:
         f"<div class=pair>{_section('Summary', _summary(runs))}{_section('Where the time went', _goodput(runs))}</div>",
         _section("Training", _charts(runs, found)),
         _section("Evaluations", _evaluations(runs)),
+        _section("Watched values", "".join(_watched(run, runs) for run in runs)),
         _section("Pictures", "".join(map(_drawn, runs))),
         _section("Events", _events(runs)),
         _section("Differences", _differences(runs) if len(runs) > 1 else ""),
@@ -187,6 +188,21 @@ _SIGNS = dict(zip(charts.MARKS, "▲✕◄►", strict=True))
 
 def _picture(title: str, *drawings: str) -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(drawings)}</figure>"
+
+
+def _watched(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
+    """Returns the heat maps of what `debug.watch` names, each with a sentence about it."""
+    maps = heat_maps.heat_maps(run)
+    if not maps:
+        return ""
+    figures = "".join(
+        f"<figure><figcaption>{_name(run, runs)}{escape(heat.title)}</figcaption>{heat_maps.draw(heat)}"
+        f"<p class=note>{escape(heat_maps.sentence(heat))}</p></figure>"
+        for heat in maps[: heat_maps.MAX_MAPS]
+    )
+    more = len(maps) - heat_maps.MAX_MAPS
+    note = f"<p class=note>metrics.jsonl has {more} more maps of {escape(run.name)}.</p>" if more > 0 else ""
+    return f"<div class=grid>{figures}</div>{note}"
 
 
 def _drawn(run: LoggedRun) -> str:

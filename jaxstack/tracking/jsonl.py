@@ -45,13 +45,24 @@ class JsonLines:
 
     def write(self, record: Record) -> None:
         """Appends one record, and passes it on to the sinks."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        finite = _finite(record)
         self.records.append(finite)
         if self._path:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(finite) + "\n")
         if self._sinks:
             self._sinks.write(finite)
+
+
+def _finite(record: Record) -> Record:
+    """Returns a record, and the records within it, with null for numbers that are not finite."""
+
+    def one(value: object) -> object:
+        if isinstance(value, dict):
+            return _finite(value)
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {key: one(value) for key, value in record.items()}
 
 
 def read_lines(path: Path) -> list[Record]:

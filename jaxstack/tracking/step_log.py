@@ -10,13 +10,14 @@ import jax
 import numpy as np
 
 from jaxstack.common.errors import Exit, RunError
+from jaxstack.common.tree import PyTree
 from jaxstack.config import Config
 from jaxstack.config.objective import Term
 from jaxstack.data.loader import DataLoader
 from jaxstack.models import family, params
 from jaxstack.runtime import platform
 from jaxstack.runtime.watchdog import Watchdog
-from jaxstack.tracking import goodput
+from jaxstack.tracking import goodput, watched
 from jaxstack.tracking.console import Console
 from jaxstack.tracking.goodput import GoodputRecorder
 from jaxstack.tracking.jsonl import JsonLines, Record
@@ -97,9 +98,9 @@ class StepLogger:
         self._noise_scale = NoiseScale(cfg.data.batch_size, log.records) if cfg.train.noise_scale else None
         self._bad: Record = {}
         self.not_finite: int | None = None
-        self._unread: tuple[LoopState, dict[str, jax.Array], float] | None = None
+        self._unread: tuple[LoopState, dict[str, PyTree], float] | None = None
 
-    def log_step(self, loop: LoopState, metrics: dict[str, jax.Array], waited: float) -> int | None:
+    def log_step(self, loop: LoopState, metrics: dict[str, PyTree], waited: float) -> int | None:
         """Takes the metrics of a step that was started, and logs the step before it. See `flush`.
 
         Args:
@@ -124,7 +125,9 @@ class StepLogger:
             return None
         (loop, metrics, waited), self._unread = self._unread, None
         step = loop.step
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        read = jax.device_get(metrics)
+        measured = read.pop("watch", None)
+        values = {name: value.item() for name, value in read.items()}
         rows = self._loader.row_figures(loop.batch - 1)
         self._throughput.count_step(waited, int(rows.get("bucket", self._cfg.data.seq_len)))
         self._watchdog.report_progress()
@@ -146,6 +149,8 @@ class StepLogger:
         if timed:
             ends = {"time": time.time(), "seconds": self._goodput.take()}
             self._log.write({"step": step, **values, **rows, **timed, **ends})
+        if measured is not None:
+            self._log.write({"step": step, "watch": watched.statistics(self._cfg.debug.patterns, measured)})
         self._console.show_step(step, values["loss"], timed.get("tokens_per_s"))
         return self._report_bad_step(step, values) if bad else None
 

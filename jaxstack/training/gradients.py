@@ -15,12 +15,13 @@ from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
 from jaxstack.models.params import Params
 from jaxstack.models.partitioned import within_step
-from jaxstack.sharding import collectives
+from jaxstack.sharding import totals as sharded
 from jaxstack.training import comparison, losses, noise_scale
 from jaxstack.training.pipelined import pipelined_gradients
 from jaxstack.training.qat import round_params
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, PyTree]
+"""Sums over a step, or its metrics, by name: arrays, and what `debug.watch` names."""
 
 
 def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, Params, Metrics]]:
@@ -33,9 +34,9 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     - `loss`: the objective without the auxiliary losses of experts.
     - `gradients`: of the full objective, with respect to the trained parameters. Nothing is computed for frozen ones.
       With `train.qat`, with respect to the rounded matrices, see `training.qat`.
-    - `sums`: the weighted `tokens` and the model's auxiliary values, summed over the step. With several losses also
-      those of `losses.term_metrics`; with a mixture of experts those of `losses.routing_totals`; with
-      `train.noise_scale` those of `noise_scale.measure`.
+    - `sums`: the weighted `tokens` and the model's auxiliary values, summed over the step; among them is what
+      `Context.watch` names. With several losses also those of `losses.term_metrics`; with a mixture of experts those of
+      `losses.routing_totals`; with `train.noise_scale` those of `noise_scale.measure`.
 
     Raises:
       ConfigError: `train.noise_scale` with a single gradient.
@@ -85,16 +86,16 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
                 batch, compared = comparison.compare_rows(cfg, ctx, values, batch, key, totals)
             micros = split_microbatches(batch, accum)
             shapes = jax.eval_shape(small_batch, values, jax.tree.map(lambda x: x[0], micros))
-            zeros = jax.tree.map(lambda s: collectives.zeros(s.shape, s.dtype, s), shapes)
+            zeros = sharded.empty(shapes)
 
             def add(sums: PyTree, micro: Batch) -> tuple[PyTree, None]:
-                return jax.tree.map(jnp.add, sums, small_batch(values, micro)), None
+                return sharded.merge(sums, small_batch(values, micro)), None
 
             ((terms, aux), grads, small), _ = jax.lax.scan(add, zeros, micros)
             if compared:
                 terms, grads = terms | compared.terms, jax.tree.map(jnp.add, grads, compared.grads)
             grads = ctx.sync_grads(trained_spec, grads)
-        terms, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (terms, aux))
+        terms, aux = sharded.reduce((terms, aux), ctx.token_axes)
         if cfg.model.moe.num_experts:
             aux |= losses.routing_totals(cfg.model, totals)
         sums = {"tokens": tokens, **losses.term_metrics(cfg.model, terms), **aux, **noise_scale.total(ctx, small)}

@@ -13,7 +13,7 @@ from jaxstack import moe
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.config.objective import Term
-from jaxstack.models import decoder, family
+from jaxstack.models import decoder, family, watch
 from jaxstack.models.blocks import merge_microbatches, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
@@ -245,6 +245,7 @@ def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals, stack: str | None
       totals: of the global batch, from `batch_totals`.
       stack: the stack that `aux` is of. `None` means all.
     """
+    aux = watch.without(aux)
     if not aux:
         return 0.0
     depths = _depths(cfg)

@@ -265,7 +265,7 @@ class Run:
         self._host_reads.forbid()
         return batch
 
-    def log_step(self, loop: LoopState, metrics: dict[str, jax.Array]) -> int | None:
+    def log_step(self, loop: LoopState, metrics: dict[str, PyTree]) -> int | None:
         """Takes the metrics of a step that was started, and logs the step before it, see `StepLogger`."""
         self._host_reads.allow()
         self._report_recompiles(loop.step)

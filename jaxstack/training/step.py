@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jaxstack.training import losses, noise_scale
 from jaxstack.training import optimizer as optim
 from jaxstack.training.gradients import Metrics, make_gradients
 from jaxstack.training.state import TrainState, make_optimizer
+from jaxstack.training.watch import Watched
 
 
 def is_spike(cfg: SpikeConfig, recent: jax.Array, updates: jax.Array, loss: jax.Array) -> jax.Array:
@@ -37,19 +39,20 @@ def is_spike(cfg: SpikeConfig, recent: jax.Array, updates: jax.Array, loss: jax.
     return (updates >= cfg.window) & (loss > limit)
 
 
-def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(
+    cfg: Config, ctx: Context, watched: Watched | None = None
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the pure `train_step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
     A step whose loss or gradient norm is not finite changes neither parameters nor optimizer. Nor does a spike of the
     loss, unless `train.spike.action` is `report`.
 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
-    `skipped_in_a_row`, `spike` (0 or 1), with several losses those of `losses.term_metrics`, with a mixture of experts
-    those of `losses.routing_metrics`, and with `train.noise_scale` those of `noise_scale.estimate`.
+    `skipped_in_a_row`, `spike` (0 or 1), with several losses those of `losses.term_metrics`, with experts those of
+    `losses.routing_metrics`, with `train.noise_scale` those of `noise_scale.estimate`. `watch` is what is `watched`.
     """
     optimizer, spec = make_optimizer(cfg, ctx), family.spec(cfg.model)
-    schedule = optim.schedule(cfg.optim, cfg.train.steps)
-    gradients = make_gradients(cfg, ctx)
+    gradients = make_gradients(cfg, ctx if watched is None else replace(ctx, watch=watched.taps))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = None
@@ -64,18 +67,22 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
         if cfg.train.spike.action != "report":
             good &= ~spike
 
-        def update(values: Params, opt_state: PyTree) -> tuple[Params, PyTree]:
+        def update(values: Params, opt_state: PyTree) -> tuple[Params, PyTree, PyTree]:
             changes, opt_state = optimizer.update(grads, opt_state, values)
-            values = optax.apply_updates(values, changes)
-            return family.of(cfg.model).update_router_bias(cfg.model, values, sums, ctx), opt_state
+            new = optax.apply_updates(values, changes)
+            moved = family.of(cfg.model).update_router_bias(cfg.model, new, sums, ctx)
+            return moved, opt_state, watched and watched.updates(ctx, values, changes, (new, moved))
+
+        def keep(values: Params, opt_state: PyTree) -> tuple[Params, PyTree, PyTree]:
+            return values, opt_state, watched and watched.updates(ctx, values)
 
         trained, frozen = params.partition(spec, state.params)
         with jax.named_scope("optimizer"):
             old = trained, state.opt_state
             if ctx.update == "select":
-                trained, opt_state = jax.tree.map(functools.partial(jnp.where, good), update(*old), old)
+                trained, opt_state, updated = jax.tree.map(functools.partial(jnp.where, good), update(*old), keep(*old))
             else:
-                trained, opt_state = jax.lax.cond(good, update, lambda *old: old, *old)
+                trained, opt_state, updated = jax.lax.cond(good, update, keep, *old)
         bad = 1 - good.astype(jnp.int32)
         new = TrainState(
             step=state.step + 1,
@@ -85,36 +92,42 @@ def make_train_step(cfg: Config, ctx: Context) -> Callable[[TrainState, Batch], 
             params=params.combine(trained, frozen),
             opt_state=opt_state,
         )
-        routed = losses.routing_metrics(sums) if cfg.model.moe.num_experts else {}
-        metrics = {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": schedule(updates),  # the optimizer does not count skipped steps
-            "tokens": sums["tokens"],
-            **{name: value for name, value in sums.items() if name.startswith("loss_")},
-            **routed,
-            **(noise_scale.estimate(sums, grad_norm) if cfg.train.noise_scale else {}),
-            "skipped": new.skipped,
-            "skipped_in_a_row": new.skipped_in_a_row,
-            "spike": spike.astype(jnp.int32),
-        }
+        metrics = {"loss": loss, "grad_norm": grad_norm, **_metrics(cfg, new, sums, grad_norm, updates)}
+        metrics["spike"] = spike.astype(jnp.int32)
+        if watched is not None:
+            metrics["watch"] = watched.activations(sums) | watched.gradients(ctx, grads) | updated
         return new, metrics
 
     return train_step
 
 
+def _metrics(cfg: Config, new: TrainState, sums: Metrics, grad_norm: jax.Array, updates: jax.Array) -> Metrics:
+    """Returns those metrics of a step that follow from sums over its batch, and from the updates before it."""
+    routed = losses.routing_metrics(sums) if cfg.model.moe.num_experts else {}
+    return {
+        "lr": optim.schedule(cfg.optim, cfg.train.steps)(updates),  # the optimizer does not count skipped steps
+        "tokens": sums["tokens"],
+        **{name: value for name, value in sums.items() if name.startswith("loss_")},
+        **routed,
+        **(noise_scale.estimate(sums, grad_norm) if cfg.train.noise_scale else {}),
+        "skipped": new.skipped,
+        "skipped_in_a_row": new.skipped_in_a_row,
+    }
+
+
 def jit_train_step(
-    cfg: Config, ctx: Context, abstract: TrainState
+    cfg: Config, ctx: Context, abstract: TrainState, watched: Watched | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the jitted train step. The state is donated; the new state has the same shardings.
 
-    XLA compiles it with the options of `jaxstack.runtime.xla_options`.
+    XLA compiles it with the options of `jaxstack.runtime.xla_options`. With `watched`, it measures these values.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(
-        make_train_step(cfg, ctx),
+        make_train_step(cfg, ctx, watched),
         donate_argnums=0,
-        out_shardings=(shardings, None),
+        # Process 0 reads all statistics, which XLA might otherwise leave on the stages of their layers.
+        out_shardings=(shardings, None if watched is None else ctx.sharding(PartitionSpec())),
         compiler_options=select_options(ctx.platform, ctx.mesh).used or None,
     )
 

@@ -1,0 +1,160 @@
+"""Measures named activations, gradients and updates, for `debug.watch`.
+
+A layer returns the statistics of the activations that `Context.watch` names among its auxiliary values. They are sums
+and maxima (`sharding.totals`), so that they are exact whatever splits the batch. Nothing is measured where no name is
+watched: the program is then the same.
+"""
+
+from collections.abc import Mapping
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstack.models.context import Context
+from jaxstack.models.layer_inputs import Aux
+from jaxstack.sharding import collectives
+from jaxstack.sharding.totals import Measured
+
+PREFIX = "watch/"
+"""Begins the names of such auxiliary values."""
+
+TAPS = {
+    "attention_norm/out": "what attention reads",
+    "attention/query": "queries of all heads, with norm and positions",
+    "attention/key": "keys of all heads, with norm and positions",
+    "attention/value": "values of all heads",
+    "attention/mixed": "values mixed by each head, before the output matrix",
+    "attention/out": "output of attention",
+    "attention/max_logit": "largest logit of a visible key, with scale, bias and cap",
+    "cross/out": "output of the attention to an encoder",
+    "cross/max_logit": "largest logit of this attention",
+    "residual/attention": "residual stream after attention, and after that to an encoder",
+    "mlp_norm/out": "what MLP, or experts, read",
+    "mlp/up": "product with `w_up`",
+    "mlp/gate": "product with `w_gate`",
+    "mlp/hidden": "what the product with `w_down` reads",
+    "mlp/out": "output of the MLP",
+    "moe/out": "output of the experts",
+    "moe/router_entropy": "entropy of the router's scores, in nats per counted token",
+    "residual/out": "residual stream after the layer",
+}
+"""What can be watched in a layer, in the order of a block. Not every model has all of them."""
+
+EXPONENTS = range(-40, 17)
+"""The bins of a histogram are at these powers of two."""
+
+
+def measure(ctx: Context, arrays: Mapping[str, jax.Array], *axes: str) -> Aux:
+    """Returns the statistics of those activations that are watched, as auxiliary values.
+
+    Args:
+      ctx: execution context.
+      arrays: this device's parts of the activations, by their names, see `TAPS`.
+      axes: logical axes of their dimensions that are split, such as `batch` and `residual`.
+    """
+    found: Aux = {}
+    for name, x in arrays.items():
+        if name in ctx.watch:
+            found |= _aux(ctx, name, *moments(jax.lax.stop_gradient(x)), *axes)
+    return found
+
+
+def measure_mean(ctx: Context, name: str, total: jax.Array, counts: jax.Array | int, *axes: str) -> Aux:
+    """Returns a mean over tokens as auxiliary values, if it is watched; see `measure`.
+
+    Args:
+      ctx: execution context.
+      name: one of `TAPS`.
+      total: sum over the tokens of this device.
+      counts: which of these tokens count, or how many.
+      axes: logical axes that split the tokens.
+    """
+    if name not in ctx.watch:
+        return {}
+    count = jnp.float32(counts) if isinstance(counts, int) else counts.sum(dtype=jnp.float32)
+    return _aux(ctx, name, {"total": total, "count": count}, None, *axes)
+
+
+def measure_largest(ctx: Context, name: str, largest: jax.Array, *axes: str) -> Aux:
+    """Returns a maximum as auxiliary values, from that of this device; see `measure`."""
+    return _aux(ctx, name, {}, largest, *axes) if name in ctx.watch else {}
+
+
+def _aux(ctx: Context, name: str, sums: dict[str, jax.Array], largest: jax.Array | None, *axes: str) -> Aux:
+    assert name in TAPS, name
+    split = ctx.axes(*axes)
+    sums, largest = jax.tree.map(lambda a: collectives.varying(jax.lax.stop_gradient(a), split), (sums, largest))
+    return {PREFIX + name: Measured(sums, largest, tuple(axis for axis in split if axis not in ctx.token_axes))}
+
+
+def within(group: str, aux: Aux) -> Aux:
+    """Returns auxiliary values in which the names of watched ones begin with a group, such as the stack's."""
+    return {
+        f"{PREFIX}{group}/{name.removeprefix(PREFIX)}" if name.startswith(PREFIX) else name: value
+        for name, value in aux.items()
+    }
+
+
+def without(aux: Aux) -> Aux:
+    """Returns the auxiliary values that are not those of watched activations."""
+    return {name: value for name, value in aux.items() if not name.startswith(PREFIX)}
+
+
+def only(aux: Aux) -> Aux:
+    """Returns the auxiliary values of watched activations, by their names without the prefix."""
+    return {name.removeprefix(PREFIX): value for name, value in aux.items() if name.startswith(PREFIX)}
+
+
+def moments(x: jax.Array, keep: int = 0) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Returns statistics of an array, in float32: sums, and the largest absolute value.
+
+    The sums are `count`, `squares`, `zeros`, and `histogram`, see `histogram`.
+
+    Args:
+      x: array of any float dtype.
+      keep: number of leading dimensions whose entries are measured apart.
+    """
+    size = jnp.abs(_in_float32(x))
+    size = size[..., None] if size.ndim == keep else size
+    axes, last = tuple(range(keep, size.ndim - 1)), size.ndim - 1
+    # A row is counted by integers: a long sum of ones in float32 would stop at 2^24.
+    zeros = (size == 0).sum(last, dtype=jnp.int32).astype(jnp.float32).sum(axes)
+    count = jnp.full(size.shape[:keep], prod(size.shape[keep:]), jnp.float32)
+    squares = jnp.square(size).sum(last).sum(axes)
+    return {"count": count, "squares": squares, "zeros": zeros, "histogram": histogram(size, keep)}, size.max(
+        tuple(range(keep, size.ndim))
+    )
+
+
+def _in_float32(x: jax.Array) -> jax.Array:
+    """Returns an array in float32. Without an operation for it, XLA may leave out the rounding to bfloat16 before."""
+    if x.dtype == jnp.bfloat16:
+        return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+    return x.astype(jnp.float32)
+
+
+def histogram(size: jax.Array, keep: int = 0) -> jax.Array:
+    """Counts absolute values near each power of two of `EXPONENTS`, float32 [..., bins].
+
+    A value between two powers of two counts for both, in proportion to its distance from the other one (linear binning,
+    Jones and Lotwick 1984). So the last digits of a value, which depend on the mesh, do not move it from bin to bin.
+    Zeros count for none; values beyond the ends count for the last bin of their side.
+
+    Args:
+      size: absolute values, float32.
+      keep: number of leading dimensions whose entries are counted apart.
+    """
+    inner, last = tuple(range(keep, size.ndim - 1)), size.ndim - 1
+
+    def count(bin: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:  # one at a time: all need as many arrays
+        scale, is_first, is_last = bin
+        relative = size * scale
+        above = jnp.where(is_first, 1.0, 2 * relative - 1)
+        below = jnp.where(is_last, 1.0, 2 - relative)
+        shares = jnp.where(size > 0, jnp.clip(jnp.minimum(above, below), 0, 1), 0)
+        return shares.sum(last).sum(inner)
+
+    place, scales = np.arange(len(EXPONENTS)), np.float32(2.0) ** -np.asarray(EXPONENTS, np.float32)
+    return jnp.moveaxis(jax.lax.map(count, (scales, place == 0, place == place[-1])), 0, -1)
