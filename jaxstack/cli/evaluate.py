@@ -209,8 +209,10 @@ def versions(harness: bool) -> dict[str, str]:
 def table(results: Sequence[dict[str, Any]]) -> Table:
     """Returns the results as a table for the terminal."""
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("task", "metric", "value", "stderr"):
-        grid.add_column(heading, justify="right" if heading in ("value", "stderr") else "left", no_wrap=True)
+    grid.add_column("task", overflow="fold")
+    grid.add_column("metric", no_wrap=True)
+    grid.add_column("value", justify="right", no_wrap=True)
+    grid.add_column("stderr", justify="right", no_wrap=True)
     for each in results:
         metric = each["metric"] if each["filter"] == "none" else f"{each['metric']} ({each['filter']})"
         stderr = "" if each["stderr"] is None else f"± {each['stderr']:.4f}"

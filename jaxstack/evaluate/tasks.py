@@ -51,8 +51,11 @@ def load_tasks(names: Sequence[str], include: Path | None, fewshot: int | None) 
     datasets.disable_progress_bars()
     if include is not None and not include.is_dir():
         raise ConfigError(f"--include={include} is not a directory. Name a folder with the YAML files of tasks.")
+    where = None if include is None else str(include)
     try:
-        manager = TaskManager(include_path=None if include is None else str(include))
+        manager = TaskManager(include_path=where, include_defaults=where is None)
+        if not {*names} <= {*manager.all_tasks}:  # its own tasks are thousands of files, which take seconds to read
+            manager = TaskManager(include_path=where)
     except Exception as error:  # it reads every file of the folder, which may have anything
         raise ConfigError(f"--include={include} cannot be read: {_reason(error)}. Check its YAML files.") from None
     known = manager.all_tasks

@@ -1,0 +1,29 @@
+"""Mutants of evaluation."""
+
+from mutants.rows import mistakes
+
+mistakes(
+    "evaluate", "evaluate/text.py", "evaluate/test_evaluate.py -k 'windows or by_hand'",
+    ("ids[max(end - context - 1, 0) : end]", "ids[max(end - context, 0) : end]"),
+    ("scored + context - overlap, len(ids)", "scored + context, len(ids)"),
+    ("size -= tokenizer.num_bytes(ids[:1])", "size -= 1"),
+    ("nats / math.log(2) / size", "nats / math.log(2) / sum(part.scored for part in parts)"),
+)  # fmt: skip
+
+mistakes(
+    "evaluate", "generate/score.py", "generate/test_score.py",
+    ("-(-rows // self.ctx.replicas) * self.ctx.replicas", "rows"),
+    ("yield i, Scores(log_probs[: len(texts[i]) - 1], greedy[: len(texts[i]) - 1])", "yield i, Scores(log_probs[: len(texts[i])], greedy[: len(texts[i])])"),
+    ("lambda i: self.slots(len(texts[i]) - 1)", "lambda i: self.slots(len(texts[i]))"),
+)  # fmt: skip
+
+mistakes(
+    "evaluate", "checkpoint/evaluations.py", "evaluate/test_evaluate.py -k overwritten",
+    ("            number += 1\n            continue\n", "            path.unlink()\n            continue\n"),
+    ('key=lambda record: str(record["made"])', 'key=lambda record: record["step"]'),
+)  # fmt: skip
+
+mistakes(
+    "evaluate", "kernels/cross_entropy.py", "generate/test_score.py -k gradients",
+    ("better = (logits > chosen) | ((logits == chosen) & (here < own))", "better = logits > chosen"),
+)  # fmt: skip
