@@ -27,6 +27,7 @@ PARTS = (
     "contrastive",
     "serve",
     "compress",
+    "watch",
 )
 """Files of this folder in the order of their mutants, which is that of the committed results."""
 
