@@ -48,9 +48,9 @@ right = layers.mlp
 
 def mistaken(cfg, p, x, ctx):
     """The MLP, with outputs of length one."""
-    y = right(cfg, p, x, ctx)
+    y, watched = right(cfg, p, x, ctx)
     length = jnp.sqrt(jnp.square(y).sum(axis=-1, keepdims=True))
-    return jnp.where(length > 0, y / length, 0.0)
+    return jnp.where(length > 0, y / length, 0.0), watched
 
 
 layers.mlp = mistaken
@@ -100,10 +100,10 @@ print("again:", statistics(again[0]))
 # %%
 def repaired(cfg, p, x, ctx):
     """The MLP, with outputs of length one, or zero."""
-    y = right(cfg, p, x, ctx)
+    y, watched = right(cfg, p, x, ctx)
     squares = jnp.square(y).sum(axis=-1, keepdims=True)
     length = jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
-    return jnp.where(squares > 0, y / length, 0.0)
+    return jnp.where(squares > 0, y / length, 0.0), watched
 
 
 layers.mlp = repaired

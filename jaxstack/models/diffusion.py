@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError, ModelConfig, MoEConfig
-from jaxstack.models import decoder, layers, moe_layer
+from jaxstack.models import decoder, layers, moe_layer, watch
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack, block
 from jaxstack.models.context import Context
@@ -295,7 +295,9 @@ def scan_block(
         h, more = moe_layer.moe(cfg, values["moe"], h, ctx, layer_inputs)
     else:
         h, more = layers.mlp(cfg, values["mlp"], h, ctx)
-    return x + made[5] * h, jax.tree.map(lambda leaf: leaf[None], aux | more)
+    x = x + made[5] * h
+    aux |= more | watch.measure(ctx, {"residual/out": x}, "batch", "residual")
+    return x, jax.tree.map(lambda leaf: leaf[None], aux)
 
 
 def hidden_states(

@@ -115,7 +115,9 @@ def _moe(
         "load": experts.load(routing, mask),
     }
     counts = x.shape[0] * x.shape[1] if mask is None else mask
-    watched = watch.measure_mean(ctx, "moe/router_entropy", aux["entropy"], counts, "batch", "residual")
+    watched: Aux = {}
+    if routing.logits is not None:  # gates do not choose by scores
+        watched = watch.measure_mean(ctx, "moe/router_entropy", aux["entropy"], counts, "batch", "residual")
     aux = {name: collectives.all_reduce(value, between) for name, value in aux.items()} | watched
     h = ctx.gather_activations(x, "mlp")
     tokens = h.shape[0] * h.shape[1]

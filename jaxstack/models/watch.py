@@ -118,14 +118,20 @@ def moments(x: jax.Array, keep: int = 0) -> tuple[dict[str, jax.Array], jax.Arra
     """
     size = jnp.abs(_in_float32(x))
     size = size[..., None] if size.ndim == keep else size
-    axes, last = tuple(range(keep, size.ndim - 1)), size.ndim - 1
-    # A row is counted by integers: a long sum of ones in float32 would stop at 2^24.
-    zeros = (size == 0).sum(last, dtype=jnp.int32).astype(jnp.float32).sum(axes)
-    count = jnp.full(size.shape[:keep], prod(size.shape[keep:]), jnp.float32)
-    squares = jnp.square(size).sum(last).sum(axes)
-    return {"count": count, "squares": squares, "zeros": zeros, "histogram": histogram(size, keep)}, size.max(
-        tuple(range(keep, size.ndim))
-    )
+    axes = tuple(range(keep, size.ndim))
+    sums = {
+        "count": jnp.full(size.shape[:keep], prod(size.shape[keep:]), jnp.float32),
+        "squares": jnp.square(size).sum(axes[-1]).sum(axes[:-1]),
+        "zeros": count_zeros(size, keep),
+        "histogram": histogram(size, keep),
+    }
+    return sums, size.max(axes)
+
+
+def count_zeros(x: jax.Array, keep: int = 0) -> jax.Array:
+    """Returns the number of zeros, float32. Those of a row are integers: a sum of ones in float32 stops at 2^24."""
+    axes = tuple(range(keep, x.ndim))
+    return (x == 0).sum(axes[-1], dtype=jnp.int32).astype(jnp.float32).sum(axes[:-1])
 
 
 def _in_float32(x: jax.Array) -> jax.Array:
@@ -146,7 +152,7 @@ def histogram(size: jax.Array, keep: int = 0) -> jax.Array:
       size: absolute values, float32.
       keep: number of leading dimensions whose entries are counted apart.
     """
-    inner, last = tuple(range(keep, size.ndim - 1)), size.ndim - 1
+    axes = tuple(range(keep, size.ndim))
 
     def count(bin: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:  # one at a time: all need as many arrays
         scale, is_first, is_last = bin
@@ -154,7 +160,7 @@ def histogram(size: jax.Array, keep: int = 0) -> jax.Array:
         above = jnp.where(is_first, 1.0, 2 * relative - 1)
         below = jnp.where(is_last, 1.0, 2 - relative)
         shares = jnp.where(size > 0, jnp.clip(jnp.minimum(above, below), 0, 1), 0)
-        return shares.sum(last).sum(inner)
+        return shares.sum(axes[-1]).sum(axes[:-1])
 
     place, scales = np.arange(len(EXPONENTS)), np.float32(2.0) ** -np.asarray(EXPONENTS, np.float32)
     return jnp.moveaxis(jax.lax.map(count, (scales, place == 0, place == place[-1])), 0, -1)

@@ -56,7 +56,7 @@ def heat_maps(run: LoggedRun) -> list[HeatMap]:
         for name, statistics in values.items():
             parts = WITH_LAYER.fullmatch(name)
             whole, layer = (f"{parts[1]}/*/{parts[3]}", int(parts[2])) if parts else (name, -1)
-            for statistic in WORDS.keys() & statistics.keys():
+            for statistic in (one for one in WORDS if one in statistics):
                 number = statistics[statistic]
                 found.setdefault((whole, statistic), {})[layer, step] = np.nan if number is None else number
     maps = []

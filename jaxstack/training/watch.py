@@ -27,7 +27,7 @@ KINDS = ("gradient", "update", "update_ratio")
 """What can be watched of a trained parameter."""
 
 NEAREST = 5
-"""Names that the message about a pattern without a match lists."""
+"""Number of names that the message about a pattern without a match lists."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,12 @@ def all_names(cfg: Config) -> dict[str, str]:
     return found
 
 
+def _by_distance(pattern: str, names: Iterable[str]) -> list[str]:
+    """Returns names, the one most similar to a pattern first."""
+    every = [*names]
+    return difflib.get_close_matches(pattern, every, n=len(every), cutoff=0)
+
+
 def watched_of(cfg: Config) -> Watched | None:
     """Returns what a run measures; `None` if `debug.watch` is empty.
 
@@ -144,10 +150,11 @@ def watched_of(cfg: Config) -> Watched | None:
     for pattern in cfg.debug.patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            near = difflib.get_close_matches(pattern, names, n=NEAREST, cutoff=0)
+            near = {names[name]: name for name in _by_distance(pattern, names)[::-1]}  # one of each, not of each layer
+            nearest = ", ".join([*near.values()][: -NEAREST - 1 : -1])
             raise ConfigError(
-                f"debug.watch={pattern} matches no name. The nearest names are {', '.join(near)}. Use one of them, or "
-                f"* for any text."
+                f"debug.watch={pattern} matches no name. The nearest names are {nearest}. Use one of them, or * for "
+                f"any text."
             )
         found |= {names[name] for name in matches}
     return Watched(cfg, frozenset(found))

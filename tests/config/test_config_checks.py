@@ -300,6 +300,8 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"sample.min_p": 1.1}, {"sample.min_p": 1.0}),
     ({"sample.repetition_penalty": 0.0}, {"sample.repetition_penalty": 0.1}),
     ({"sample.beams": 2}, {"sample.beams": 2, "sample.temperature": 0.0}),
+    ({"debug.watch": ("a", "")}, {"debug.watch": ("a", "b")}),
+    ({"debug.watch": ""}, {"debug.watch": "a"}),
     (BEAMS | {"sample.repetition_penalty": 1.1}, BEAMS),
     (BEAMS | {"sample.rows": 2}, BEAMS),
     ({"sample.rows": 0}, {"sample.rows": 1}),

@@ -28,6 +28,7 @@ PARTS = (
     "serve",
     "compress",
     "evaluate",
+    "watch",
 )
 """Files of this folder in the order of their mutants, which is that of the committed results."""
 

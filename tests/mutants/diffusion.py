@@ -7,11 +7,11 @@ DIT, IMAGES = "models/test_diffusion.py -k 'second or path or sampler'", "data/t
 mistakes(
     "diffusion", "models/diffusion.py", DIT,
     ("layers.norm(cfg, {\"scale\": ones}, x, ctx) * (1 + scale) + shift", "layers.norm(cfg, {\"scale\": ones}, x, ctx) * scale + shift"),
-    ("return x + made[5] * h", "return x + h"),
+    ("x = x + made[5] * h", "x = x + h"),
     ("{\"condition\": jax.nn.silu(h)}", "{\"condition\": h}"),
     ("(weights * squares).sum()", "squares.sum()"),
     ("6.0 * modulation + 2 * (4 * time + 6 * out)", "6.0 * modulation + 4 * time + 6 * out", "planner/test_aot.py -k matmuls"),
-    ("x + layers.cross_attention(", "made[2] * layers.cross_attention("),
+    ("checkpoint_name(x + h, \"residual\"), aux", "checkpoint_name(made[2] * h, \"residual\"), aux"),
     ("layers.norm(cfg, values[\"cross_norm\"], x, ctx)", "modulated(cfg, x, made[0], made[1], ctx)"),
     ("layers.norm(cfg, params[\"text_norm\"], x, ctx), \"heads\"", "x, \"heads\""),
     ("words * (text_len / seq_len - 1)", "words * (text_len / seq_len)", "planner/test_aot.py -k 'texts and dit_text'"),

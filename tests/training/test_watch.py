@@ -1,0 +1,318 @@
+"""Watched values: their statistics in NumPy and float64, on every mesh, their names, and what they cost when off."""
+
+import dataclasses
+import fnmatch
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_by_hand as definition
+import test_meshes as meshes
+from jax.sharding import PartitionSpec
+
+from jaxstack import train
+from jaxstack.common.tree import flatten
+from jaxstack.config import ConfigError, DebugConfig, MeshConfig, OptimConfig, PipelineConfig
+from jaxstack.models import family
+from jaxstack.models import watch as taps
+from jaxstack.models.context import Context
+from jaxstack.sharding import make_mesh, totals, transformer
+from jaxstack.tracking import watched
+from jaxstack.training import watch
+from jaxstack.training.gradients import make_gradients
+from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.step import jit_train_step
+
+EXPONENTS = range(-40, 17)
+
+
+def statistics(x):
+    """Returns the statistics of an array in float64. `frexp` gives a mantissa of 0.5 to 1, and a power of two."""
+    x = np.abs(np.asarray(x, np.float64)).ravel()
+    bins = dict.fromkeys(EXPONENTS, 0.0)
+    for size in x[x > 0]:
+        mantissa, power = math.frexp(size)
+        for exponent, share in ((power, 2 * mantissa - 1), (power - 1, 2 - 2 * mantissa)):
+            bins[min(max(exponent, EXPONENTS[0]), EXPONENTS[-1])] += share / x.size
+    return {
+        "norm": math.sqrt((x**2).sum()), "rms": math.sqrt((x**2).mean()), "max": x.max(), "zeros": (x == 0).mean(),
+        "histogram": {str(exponent): share for exponent, share in bins.items() if share},
+    }  # fmt: skip
+
+
+def assert_equal(found, expected, rtol, shares):
+    """Compares statistics of values by name: relative errors, but of shares in a histogram the absolute ones."""
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert found[name].keys() == one.keys(), name
+        for key, value in one.items():
+            if key == "histogram":
+                for exponent in value | found[name][key]:
+                    pair = (each.get(exponent, 0.0) for each in (found[name][key], value))
+                    assert next(pair) == pytest.approx(next(pair), abs=shares), (name, exponent)
+            else:
+                assert found[name][key] == pytest.approx(value, rel=rtol, abs=1e-30), (name, key)
+
+
+def draw(rng, shape):
+    """Returns numbers of very different sizes, some of them zero, exact powers of two, or beyond the bins."""
+    x = rng.normal(size=shape) * 10.0 ** rng.integers(-6, 4, shape)
+    special = [0.0, 0.0, 0.25, -8.0, 3e-20, 7e9]
+    return np.where(rng.random(shape) < 0.2, rng.choice(special, shape), x).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_statistics_are_those_of_numpy(rng, dtype):
+    """Of what a program rounds to the dtype: 8 significant digits in float32, from float64 on the same values."""
+    a, b = draw(rng, (3, 5, 40)), rng.normal(size=(3, 5, 40)).astype(np.float32)
+
+    @jax.jit
+    def run(a, b):
+        x = (a * b).astype(dtype)
+        sums, largest = taps.moments(x, keep=1)
+        return x, totals.Measured(sums, largest)
+
+    x, measured = jax.device_get(run(a, b))
+    found = watched.statistics(["*"], {"layers/x": measured})
+    expected = {f"layers/{i}/x": statistics(x[i].astype(np.float64)) for i in range(3)}
+    assert_equal(found, expected, 1e-6, 1e-6)
+    some = watched.statistics(["layers/[12]/x"], {"layers/x": measured})
+    assert some.keys() == {"layers/1/x", "layers/2/x"}
+
+
+def test_many_zeros_are_counted():
+    """A sum of ones in float32 would stop at 2^24."""
+    assert int(jax.jit(taps.count_zeros)(jnp.zeros((2, 3 << 23), jnp.bfloat16))) == 3 << 24
+
+
+def by_hand(cfg, values, batch):
+    """Returns the activations of the decoder by name, written again in NumPy; see test_by_hand.py."""
+    D = definition
+    heads, groups = cfg.num_heads, cfg.num_kv_heads or cfg.num_heads
+    x = values["embedding"]["tokens"][batch["tokens"]] * (math.sqrt(cfg.d_model) if cfg.embedding_scale else 1)
+    if cfg.positions == "learned":
+        x = x + values["embedding"]["positions"][batch["positions"]]
+    found, scalars = {}, {}
+    for i in range(cfg.num_layers):
+        p = jax.tree.map(lambda a, i=i: a[i], values["layers"])
+        window, a = cfg.windows[i % len(cfg.windows)], p["attention"]
+        h = D.norm(cfg, p["attention_norm"], x)
+        q, k, v = (np.einsum("bsd,dhk->bshk", h, a[f"w_{n}"]) + a.get(f"b_{n}", 0) for n in "qkv")
+        if cfg.qk_norm:
+            q, k = D.norm(cfg, a["q_norm"], q, "rms"), D.norm(cfg, a["k_norm"], k, "rms")
+        if cfg.positions == "rope":
+            q, k = (
+                np.array([
+                    [[D.rotated(cfg, head, t) for head in token] for token, t in zip(row, ts, strict=True)]
+                    for row, ts in zip(each, batch["positions"], strict=True)
+                ])
+                for each in (q, k)
+            )  # fmt: skip
+        logits = np.einsum("bshk,bthk->bhst", q, np.repeat(k, heads // groups, 2))
+        logits = logits * (cfg.attention_scale or q.shape[-1] ** -0.5)
+        if cfg.attention_softcap:
+            logits = cfg.attention_softcap * np.tanh(logits / cfg.attention_softcap)
+        t, segments = np.arange(q.shape[1]), batch["segment_ids"]
+        seen = (t[:, None] >= t) & ((t[:, None] - t < window) | (window == 0))
+        logits = np.where((seen & (segments[:, :, None] == segments[:, None]))[:, None], logits, -np.inf)
+        mixed = np.einsum("bhst,bthk->bshk", D.softmax(logits), np.repeat(v, heads // groups, 2))
+        out = np.einsum("bshk,hkd->bsd", mixed, a["w_o"]) + a.get("b_o", 0)
+        y = D.norm(cfg, p["attention_post_norm"], out) if cfg.post_norm else out
+        seen_here = {"attention_norm/out": h, "attention/query": q, "attention/key": k, "attention/value": v}
+        x = x + y
+        h = D.norm(cfg, p["mlp_norm"], x)
+        seen_here |= {"attention/mixed": mixed, "attention/out": out, "residual/attention": x, "mlp_norm/out": h}
+        scalars[f"layers/{i}/attention/max_logit"] = logits.max()
+        if cfg.moe.num_experts:
+            counts = batch["loss_weights"] != 0
+            sums = {"balance": 0.0, "z": 0.0, "entropy": 0.0, "dropped": 0, "load": np.zeros(cfg.moe.num_experts)}
+            rows = zip(h, batch["gate_ids"], counts, strict=True)
+            out = np.array([D.experts(cfg, p["moe"], row, gates, count, sums) for row, gates, count in rows])
+            seen_here["moe/out"] = out
+            scalars[f"layers/{i}/moe/router_entropy"] = sums["entropy"] / counts.sum()
+        else:
+            up = h @ p["mlp"]["w_up"] + p["mlp"].get("b_up", 0)
+            gate = h @ p["mlp"]["w_gate"] + p["mlp"].get("b_gate", 0) if cfg.gated else None
+            hidden = D.activate(cfg.activation, up) if gate is None else D.activate(cfg.activation, gate) * up
+            out = hidden @ p["mlp"]["w_down"] + p["mlp"].get("b_down", 0)
+            seen_here |= {"mlp/up": up, "mlp/hidden": hidden, "mlp/out": out}
+            seen_here |= {} if gate is None else {"mlp/gate": gate}
+        x = x + (D.norm(cfg, p["mlp_post_norm"], out) if cfg.post_norm else out)
+        found |= {f"layers/{i}/{name}": array for name, array in (seen_here | {"residual/out": x}).items()}
+    return {name: statistics(a) for name, a in found.items()} | {n: {"value": v} for n, v in scalars.items()}
+
+
+SLOW = pytest.mark.slow
+HAND = ["gemma2", "mixtral", *(pytest.param(name, marks=SLOW) for name in ("llama3", "gated_bias", "sigmoid", "gpt2"))]
+
+
+@pytest.mark.parametrize("name", HAND)
+def test_activations_are_those_of_the_definition(name, rng):
+    """All that can be watched in a decoder's layers, on one device, with packed documents and padding.
+
+    All models have SiLU: far from zero, values of GELU in float32 have no right digits.
+    """
+    cfg = dataclasses.replace(definition.MODELS[name], activation="silu")
+    values, batch = definition.drawn(cfg, rng)
+    ctx = Context(watch=frozenset(taps.TAPS))
+    _, aux = jax.jit(lambda values, batch: family.of(cfg).hidden_states(cfg, values, batch, ctx))(values, batch)
+    found = watched.statistics(["*"], jax.device_get(taps.only(aux)))
+    expected = by_hand(cfg, jax.tree.map(lambda leaf: leaf.astype(np.float64), values), batch)
+    # A dozen float32 operations in a row: some 1e-6, ten times that. Of 832 numbers or more, one that is 1e-5 of the
+    # largest may be wrong by a tenth, which moves a tenth of it to another bin.
+    assert_equal(found, expected, 2e-5, 2e-4)
+
+
+def run_step(cfg, batch, names="*"):
+    """Returns the statistics of the first step of a run, and its gradients and initial parameters."""
+    cfg = dataclasses.replace(cfg, debug=DebugConfig(watch=names))
+    mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
+    ctx = Context.create(cfg, mesh)
+    abstract = abstract_state(cfg, ctx)
+    state = make_state(cfg, ctx, abstract)
+    placed = jax.device_put(batch, ctx.sharding(ctx.batch))
+    step = jit_train_step(cfg, ctx, abstract, watch.watched_of(cfg))
+    _, metrics = step(state, placed)
+    return watched.statistics(cfg.debug.patterns, jax.device_get(metrics["watch"]))
+
+
+def test_gradients_and_updates_are_those_of_numpy(seed):
+    """On one device. An update of SGD without momentum is the clipped gradient with decay, times the learning rate."""
+    cfg = meshes.config("gpt2", {})
+    model = dataclasses.replace(cfg.model, num_layers=2, vocab_size=61, pad_vocab_to=64)
+    optim = OptimConfig(name="sgd", b1=0.0, lr=0.3, warmup_steps=0, schedule="constant", clip_norm=0.2)
+    cfg = dataclasses.replace(cfg, model=model, optim=optim)
+    batch = meshes.random_batch(seed, False, cfg.model)
+    batch["loss_weights"][:] = batch["tokens"] % 2  # and some rows of the table have no gradient
+    found = run_step(cfg, batch, ["embedding/tokens/*", "layers/*/mlp/w_up/*", "final_norm/*"])
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:1]))
+    values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
+    _, grads, _ = jax.jit(make_gradients(cfg, ctx))(values, batch)
+    grads, values = ({path: np.asarray(a, np.float64) for path, a in flatten(tree).items()} for tree in (grads, values))
+    clip = min(1, 0.2 / math.sqrt(sum((g**2).sum() for g in grads.values())))
+    expected = {}
+    for path in ("embedding/tokens", "layers/mlp/w_up", "final_norm/scale", "final_norm/bias"):
+        g, w = grads[path], values[path]
+        update = -0.3 * (clip * g + 0.1 * w * path.endswith(("tokens", "w_up")))
+        if path == "embedding/tokens":
+            assert not g[61:].any()
+            g, w, update = g[:61], w[:61], update[:61]  # padding is not counted
+        for i in range(2) if path.startswith("layers") else (None,):
+            name = path if i is None else path.replace("layers", f"layers/{i}")
+            of_layer = [a if i is None else a[i] for a in (g, update, w)]
+            ratio = np.linalg.norm(of_layer[1]) / np.linalg.norm(of_layer[2]) if of_layer[2].any() else None
+            expected[f"{name}/gradient"], expected[f"{name}/update"] = map(statistics, of_layer[:2])
+            expected[f"{name}/update_ratio"] = {"value": ratio if ratio is not None else math.inf}
+    # The gradients are of another program, in float32: some 1e-6 of the largest, and ten times that.
+    assert_equal(found, expected, 1e-5, 2e-5)
+
+
+def test_parts_of_arrays_add_up(rng):
+    """On a mesh that splits rows, tokens and heads: an array in the layout of heads, and one of the residual stream."""
+    mesh = make_mesh(MeshConfig(data=2, context=2, tensor=2), 8, jax.devices())
+    ctx = Context(mesh=mesh, rules=transformer(MeshConfig(tensor=2)), watch=frozenset(taps.TAPS))
+    x, y = draw(rng, (4, 8, 4, 6)), draw(rng, (4, 8, 6))
+
+    def work(x, y):
+        aux = taps.measure(ctx, {"attention/mixed": x}, "batch", "sequence", "heads")
+        aux |= taps.measure(ctx, {"mlp/out": y}, "batch", "residual")
+        aux |= taps.measure_mean(ctx, "moe/router_entropy", y.sum(), (y > 0).astype(jnp.float32), "batch", "residual")
+        aux |= taps.measure_largest(ctx, "cross/max_logit", -jnp.abs(x).min(), "batch", "sequence", "heads")
+        twice = totals.merge(totals.merge(totals.empty(aux), aux), aux)
+        return totals.reduce((aux, twice), ctx.token_axes)
+
+    P = PartitionSpec
+    specs = P("data", "context", "tensor"), P("data", ("context", "tensor"))
+    run = jax.jit(jax.shard_map(work, mesh=mesh, in_specs=specs, out_specs=P()))
+    once, twice = (taps.only(aux) for aux in jax.device_get(run(x, y)))
+    expected = {"attention/mixed": statistics(x), "mlp/out": statistics(y)}
+    expected["moe/router_entropy"] = {"value": y.astype(np.float64).sum() / (y > 0).sum()}
+    expected["cross/max_logit"] = {"value": -np.abs(x).min().astype(np.float64)}
+    assert_equal(watched.statistics(["*"], once), expected, 1e-6, 1e-6)
+    expected = {n: s | ({"norm": s["norm"] * math.sqrt(2)} if "norm" in s else {}) for n, s in expected.items()}
+    assert_equal(watched.statistics(["*"], twice), expected, 1e-6, 1e-6)
+
+
+MATRIX = [
+    ("llama3", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2}, {}),
+    ("llama3", {"tensor": 2, "sequence_parallel": False}, {}, {}),
+    ("llama3", {"fsdp": 2, "context": 4}, {"packing": True}, {}),
+    ("llama3", {"pipe": 2, "data": 2, "tensor": 2}, {"accum": 2}, {}),
+    ("llama3", {"data": 2, "fsdp": 2, "tensor": 2, "partitioner": "auto"}, {"accum": 2}, {}),
+    ("softmax", {"data": 2, "expert": 2, "tensor": 2}, {"accum": 2}, {}),
+    ("softmax", {"pipe": 2, "expert": 2}, {}, {"schedule": "zb_h1"}),
+    ("gemma2", {"pipe": 2, "context": 2, "context_method": "all_gather"}, {}, {"schedule": "gpipe"}),
+    ("t5", {"pipe": 2, "data": 2}, {}, {}),
+]
+NAMES = ["*/max_logit", "*/mixed", "*/mlp/hidden", "*/out", "*/router_entropy", "*/w_o/*", "*/w_down/update_ratio"]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize(("model", "mesh", "how", "pipe"), MATRIX, ids=str)
+def test_every_mesh_gives_the_statistics_of_one_device(model, mesh, how, pipe, seed):
+    packing = how.get("packing", False)
+    batch = meshes.random_batch(seed, packing, meshes.MODELS[model])
+    names = [p for p in NAMES if fnmatch.filter(watch.all_names(meshes.config(model, {})), p)]
+    cfg = meshes.config(model, mesh, **how)
+    one = run_step(meshes.config(model, {}, packing=packing), batch, names)
+    other = run_step(dataclasses.replace(cfg, pipeline=PipelineConfig(**pipe)), batch, names)
+    assert any("max_logit" in name for name in one)
+    # Sums of other parts, in float32. A gradient itself differs by some 1e-6 of its norm, and numbers much smaller than
+    # that by more, which then change bins: the histograms are of thousands of numbers, of which few do.
+    assert_equal(other, one, 1e-6, 5e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "some"),
+    [
+        ("llama3", "layers/1/mlp/out layers/1/mlp/w_up/gradient embedding/tokens/update final_norm/scale/update_ratio"),
+        ("lora_moe", "layers/0/moe/router_entropy layers/0/attention/lora_a_q/gradient"),
+        ("t5", "encoder/0/attention/key decoder/1/cross/max_logit decoder/1/cross/w_q/update"),
+        ("switch_2", "encoder/1/layer_0/mlp/hidden encoder/1/layer_1/moe/out encoder/1/layer_1/moe/router/gradient"),
+        ("branches", "trunk/0/understanding/residual/out branches/0/generation/mlp/w_up/update"),
+        ("coca", "image/0/attention/max_logit text/1/mlp/out caption/0/cross/out"),
+        ("dit_text", "text/0/residual/out layers/0/cross/max_logit layers/1/moe/out layers/1/residual/out"),
+    ],
+)
+def test_every_family_has_names(model, some):
+    """Of activations in each layer of each stack, and of trained parameters."""
+    names = watch.all_names(meshes.config(model, {}))
+    assert {*some.split()} <= {*names}
+    assert all(("lora" in name) == (model == "lora_moe") for name in names if name.endswith("gradient"))
+    assert any("router_entropy" in name for name in names) == (model in ("lora_moe", "switch_2"))
+
+
+def test_a_pattern_without_a_match_names_the_nearest():
+    cfg = meshes.config("llama3", {})
+    wrong = dataclasses.replace(cfg, debug=DebugConfig(watch=("layers/*/mlp/out", "layers/1/mpl/up")))
+    with pytest.raises(
+        ConfigError, match=r"watch=layers/1/mpl/up matches no name\. The nearest names are layers/1/mlp/up, "
+    ):
+        watch.watched_of(wrong)
+    right = watch.watched_of(dataclasses.replace(cfg, debug=DebugConfig(watch="layers/1/mlp/*")))
+    assert right.taps == {"mlp/up", "mlp/gate", "mlp/hidden", "mlp/out"}
+    assert {name for name in right.names if "w_up" in name} == {
+        f"layers/mlp/w_up/{kind}" for kind in ("gradient", "update", "update_ratio")
+    }
+
+
+def test_nothing_is_measured_between_the_steps():
+    """The program of the other steps, and that of a run without `debug.watch`, is the same text."""
+    cfg = meshes.config("llama3", {})
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:1]))
+    abstract, where = abstract_state(cfg, ctx), ctx.sharding(ctx.batch)
+    batch = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        for name, x in meshes.random_batch(0, False, cfg.model).items()
+    }
+    plain = train.make_step(cfg, ctx, abstract).lower(abstract, batch).as_text()
+    on = dataclasses.replace(cfg, debug=DebugConfig(watch="*/mlp/out", watch_every=3))
+    usual = train.make_step(on, ctx, abstract)
+    chosen = [train.make_choice(on, ctx, abstract)(number, usual) for number in range(1, 8)]
+    assert [step is usual for step in chosen] == [True, True, False, True, True, False, True]
+    assert usual.lower(abstract, batch).as_text() == plain
+    assert chosen[2].lower(abstract, batch).as_text() != plain
+    assert train.make_choice(cfg, ctx, abstract)(3, usual) is usual
