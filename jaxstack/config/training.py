@@ -108,7 +108,8 @@ class TrainConfig:
     """How spikes of the loss are detected and handled."""
     debug: bool = False
     """Read the metrics of each step before the next one begins, and find the operation that made the first step not
-    finite, as `jaxstack debug` does. Steps take longer, because the host and the devices wait for each other."""
+    finite, as `jaxstack debug` does. Reading an array in the middle of a step is an error. Steps take longer, because
+    the host and the devices wait for each other."""
     noise_scale: bool = False
     """Measure the gradient noise scale, an estimate of the batch size above which training needs few steps less. It
     needs two or more gradients a step: `train.grad_accum` or `mesh.data` above 1. See docs/planning.md."""

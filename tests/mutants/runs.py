@@ -148,6 +148,27 @@ mistakes(
     "models", "models/shape_errors.py", "models/test_shape_errors.py",
     ("return not last.raises and any(", "return any("),
     ("elif size * count == whole:", "elif size == whole * count:"),
-    ("next((name for name, stack in stacks.items() if stack == self.stack)", "next((name for name, stack in stacks.items() if stack is self)"),
+    ("if stack == self.stack)", "if stack != self.stack)"),
     ("found.append((calls, text, value))", "found.append((-calls, text, value))"),
+)  # fmt: skip
+
+mistakes(
+    "tracking", "tracking/recompiles.py", "tracking/test_recompiles.py",
+    ("or self._expected or", "or"),
+    ("threading.current_thread() is not threading.main_thread()", "False"),
+    ("reasons = min((changes(old, signature) for old in known), key=len)", "reasons = changes(known[0], signature)"),
+    ("    if code is None or code.co_filename.startswith(_JAX):", "    if code is None:"),
+)  # fmt: skip
+
+mistakes(
+    "runtime", "runtime/host_reads.py", "runtime/test_host_reads.py",
+    ("if threading.current_thread() is threading.main_thread() else None", "if True else None"),
+    ("if file.startswith(_COMPILES) and not compiling:", "if False:"),
+    ("            setattr(*self._before.pop())", "            self._before.pop()"),
+)  # fmt: skip
+
+mistakes(
+    "training", "training/init_from.py", "training/test_keep_zeros.py",
+    ("(p.unpadded or p.shape)[p.stacked :]\n        return jnp.any", "p.shape[p.stacked :]\n        return jnp.any"),
+    ("if spec[path].kind == \"matrix\"}", "if spec[path].kind}"),
 )  # fmt: skip
