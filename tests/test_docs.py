@@ -92,7 +92,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^debug ": "a run with a bad step; tests/debug/test_search.py",
     r"^plan fit": "runs of several sizes; tests/planner/test_scaling_law.py",
     r"^plan run": "files and pictures; tests/planner/test_plan_run.py",
-    r"^plan (?!roofline|fit|run|memory|flops|time)": "a compiler of an extra; tests/aot",
+    r"^plan (?!roofline|fit|run|memory|flops|time|experts)": "a compiler of an extra; tests/aot",
     r"^python benchmarks/": "measured on its own; tests/test_benchmarks.py runs the ones for accelerators, small",
     r"^python docs/examples/own_family": "eight devices; tests/pipeline/test_pipeline_examples.py",
     r"^plan roofline(?!.*llama3_8b)": "tests/planner/test_roofline.py",
@@ -130,7 +130,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),
     (r"^(generate|chat)", ["--sample.tokens=8"]),
-    (r"^(report|data|import|export|schedule|completion|help) |^--help$", []),
+    (r"^(report|data|import|export|schedule|completion|help|plan experts) |^--help$", []),
 ]
 
 

@@ -94,7 +94,7 @@ class ContinuousBatch:
 
         Args:
           engine: the model.
-          rows: number of texts at the same time; rounded up to a multiple of the replicas.
+          rows: number of texts at the same time; rounded up, see `decode.rows_of_replica`.
           slots: largest number of tokens of a text with its prompt; rounded up to whole buckets.
           stop: tokens that end a text.
           repetition_penalty: of all texts.
@@ -103,7 +103,7 @@ class ContinuousBatch:
         """
         replicas = engine.ctx.replicas
         assert cache is None or replicas == 1
-        each = -(-rows // replicas)
+        each = decode.rows_of_replica(rows, engine.ctx)
         self.waiting: deque[Prompt] = deque()
         self._most, self._cache, self._slot = _whole_buckets(slots), cache, 0
         self._texts, self._lengths = np.full((replicas, each), -1), np.zeros((replicas, each), np.int64)

@@ -146,13 +146,18 @@ def pad_rows(prompts: Rows, replicas: int) -> Rows:
 
 
 def fill_rows(prompts: Rows, ctx: Context) -> Rows:
-    """Returns the prompts and as many empty ones as give every device equal groups of rows.
+    """Returns the prompts and as many empty ones as give every replica the rows of `rows_of_replica`."""
+    return [*prompts, *([[]] * (rows_of_replica(len(prompts), ctx) * ctx.replicas - len(prompts)))]
 
-    On a pipeline a device has as many groups as stages, see `in_turn`, or a group for each of fewer rows.
+
+def rows_of_replica(rows: int, ctx: Context) -> int:
+    """Returns how many rows each replica has if there are `rows`: on a pipeline, equal groups of them, see `in_turn`.
+
+    There are as many groups as stages, or a group for each of fewer rows.
     """
-    each = -(-len(prompts) // ctx.replicas)
+    each = -(-rows // ctx.replicas)
     groups = 1 if ctx.pipeline is None else min(ctx.pipeline.stages.stages, each)
-    return [*prompts, *([[]] * (-len(prompts) % (ctx.replicas * groups)))]
+    return -(-each // groups) * groups
 
 
 def align_rows(prompts: Rows) -> tuple[np.ndarray, np.ndarray]:

@@ -96,7 +96,10 @@ class _Turns:
         model = self.model
         group = jnp.minimum(visit.group, self.rotation.groups - 1)
         first, last, done = rows_of((model.first, state["last"], state["done"]), group, self.rotation.groups)
-        batch = model.with_first(first).next_batch(last[:, None], self.slot + visit.turn, ~done)
+        slot = self.slot + visit.turn
+        # A row without a text reads only its newest token: it has neither positions beyond a table nor an end.
+        first = jnp.where(done, slot, first)
+        batch = model.with_first(first).next_batch(last[:, None], slot, ~done)
         return decoder.make_layer_inputs(model.cfg, batch, model.ctx)
 
     def enter(self, state: PyTree, visit: Visit) -> jax.Array:

@@ -15,11 +15,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import PyTree
-from jaxstack.generate import decode, row_sampler, sampling
+from jaxstack.generate import decode, in_turn, row_sampler, sampling
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.sampling import Logprobs, RowSample
 from jaxstack.generate.stream import CARRIED, Engine, compile_program
 from jaxstack.models.params import Params
+from jaxstack.pipeline import Visit
 from jaxstack.sharding import collectives
 
 CALL = 64
@@ -195,14 +196,9 @@ class RowPrograms:
             count, wait, scored = how
             state = state | {"done": state["done"] | ~alive}
             model = self._model(params, copies, state["first"])
-            axes = self.engine.ctx.axes("batch")
-            begun = state["index"]
-
-            def empty(a: jax.Array) -> jax.Array:
-                return collectives.zeros((a.shape[0], CALL, *a.shape[1:]), a.dtype, a)
-
-            def rows_that(condition: jax.Array) -> jax.Array:
-                return collectives.all_reduce(condition.sum(), axes)
+            if self.engine.ctx.pipeline is not None:
+                return self._extend_in_turn(model, state, how)
+            begun, rows_that = state["index"], self._rows_that
 
             def step(carry: PyTree) -> PyTree:
                 i, added, state, _ = carry
@@ -222,13 +218,62 @@ class RowPrograms:
                 )
                 return collectives.match_varying_tree((i + 1, added, next_state, more), carry)
 
-            added = jax.tree.map(empty, (state["last"], self._no_scores(state["last"])))
+            added = self._nothing_added(state)
             start = jnp.int32(0), added, state, rows_that(~state["done"]) > 0
             _, (tokens, scores), state, _ = jax.lax.while_loop(lambda carry: (carry[0] < count) & carry[3], step, start)
             return state, Added(tokens, state["index"] - begun, state["done"], scores)
 
         own, one = self.engine.specs.rows, PartitionSpec()
         return self._call("extend", work, (CARRIED, own, one), own, state, alive, how)
+
+    def _extend_in_turn(self, model: CachedDecoder, state: PyTree, how: PyTree) -> tuple[PyTree, Added]:
+        """Returns what the work of `extend` does on a pipeline, where other groups may have begun another token.
+
+        When a text ends and another one waits, all groups get the token that any of them has begun.
+        """
+        count, wait, scored = how
+        begun, axes = state["index"], self.engine.ctx.axes("batch")
+        names = ("index", "limit", "last", "done", "used", "seed", "marks", "sample", "added")
+
+        def add(state: PyTree, logits: jax.Array, visit: Visit, passes: jax.Array) -> tuple[PyTree, jax.Array]:
+            groups = begun.size // logits.shape[0]
+            rows = in_turn.rows_of({name: state[name] for name in names}, visit.group, groups)
+            done = rows["done"]
+            new, used = self._choose(logits, rows, rows["index"])
+            index = rows["index"] + ~done
+            after = done | row_sampler.is_stop(new, self.stop) | (index >= rows["limit"])
+            found = new, self._scores(logits, new, scored)
+            added = jax.tree.map(
+                lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b[:, None], visit.turn, 1), rows["added"], found
+            )
+            changed = {"index": index, "last": new, "done": after, "used": used, "added": added}
+            old = {name: state[name] for name in changed}
+            state = state | in_turn.put_rows(old, changed, visit.group)
+            begins = visit.turn + 1 + (visit.group > 0)
+            ends = wait & (self._rows_that(after & ~done) > 0)
+            passes = jnp.where(ends, jnp.minimum(passes, begins), passes)
+            return state, jnp.where(self._rows_that(~state["done"]) > 0, passes, 0)
+
+        passes = jnp.where(self._rows_that(~state["done"]) > 0, count, 0)
+        start = state | {"added": self._nothing_added(state), "load": model.no_load()}
+        end = in_turn.decode_in_turn(model, start, state["slot"], passes, add)
+        tokens, scores = end["added"]
+        lengths = end["index"] - begun
+        most = lengths.max()
+        end["slot"] = state["slot"] + (jax.lax.pmax(most, axes) if axes else most)
+        return {name: end[name] for name in state}, Added(tokens, lengths, end["done"], scores)
+
+    def _rows_that(self, condition: jax.Array) -> jax.Array:
+        """Returns the number of rows of all devices for which a condition holds."""
+        return collectives.all_reduce(condition.sum(), self.engine.ctx.axes("batch"))
+
+    def _nothing_added(self, state: PyTree) -> PyTree:
+        """Returns room for the tokens of a call and their log-probabilities."""
+
+        def empty(a: jax.Array) -> jax.Array:
+            return collectives.zeros((a.shape[0], CALL, *a.shape[1:]), a.dtype, a)
+
+        return jax.tree.map(empty, (state["last"], self._no_scores(state["last"])))
 
     def _choose(self, logits: jax.Array, rows: dict[str, PyTree], index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the next token of each row, its `index`-th [B], and the tokens that occur in the row with it."""

@@ -145,3 +145,19 @@ mistakes(
     "generate", "generate/kv_cache.py", "generate/test_speculative.py -k 'greedy and gemma2'",
     ("+ self.spare if window", "if window"),
 )  # fmt: skip
+
+mistakes(
+    "generate",
+    "generate/in_turn.py",
+    "generate/test_mesh_texts.py -k greedy",
+    ("self.inputs_of(state, visit), self.slot + visit.turn", "self.inputs_of(state, visit), self.slot"),
+    ("jax.lax.dynamic_slice_in_dim(a, group * size, size, 0)", "jax.lax.dynamic_slice_in_dim(a, 0, size, 0)"),
+)
+
+mistakes(
+    "generate",
+    "generate/kv_cache.py",
+    "generate/test_replicas.py -k uncached",
+    ('            "loss_weights": there,\n', ""),
+    ("broadcast_to(counted[:, None], tokens.shape)", "broadcast_to(counted[:, None] | True, tokens.shape)"),
+)

@@ -56,3 +56,17 @@ mistakes(
     ('w[..., None, :, :], (*w.shape[:-2], num_experts, *w.shape[-2:])', 'w[..., None, :, :] / num_experts, (*w.shape[:-2], num_experts, *w.shape[-2:])',
      MOE + " moe/test_experts.py -k 'upcycled or up_cycled'"),
 )  # fmt: skip
+
+mistakes(
+    "moe", "moe/placement.py", "moe/test_placement.py",
+    ("share = load / (self.replicas >= 0).sum(-1)", "share = load / 1"),
+    ("np.where(counts < devices, load / counts, -1.0)", "np.where(counts < devices, load, -1.0)"),
+    ("key=lambda e: -share[e]", "key=lambda e: share[e]"),
+    ("if missing := sorted(set(range(num_experts)) - held):", "if missing := sorted(held - held):"),
+)  # fmt: skip
+
+mistakes(
+    "moe", "moe/pairs.py", "moe/test_placement.py",
+    ("len(replicas))[pairs] + device", "len(replicas))[pairs]"),
+    ("turn = back - starts_of(pairs[order], len(replicas))[pairs]", "turn = back"),
+)  # fmt: skip

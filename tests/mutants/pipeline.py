@@ -98,3 +98,10 @@ mistakes(
     "pipeline", "pipeline/stages.py", "pipeline/test_pipeline.py -k hold_every",
     ("tuple(-(-n // self.period) for n in self.layers)", "tuple(n // self.period for n in self.layers)"),
 )  # fmt: skip
+
+mistakes(
+    "pipeline", "pipeline/rotation.py", "pipeline/test_rotation.py",
+    ("(tick >= stage) & (group < self.groups) & (turn < passes)", "(tick >= stage) & (turn < passes)"),
+    ("last.active & (last.chunk == self.chunks - 1)", "last.active & (last.chunk == 0)"),
+    ("passes * self.chunks * self.stages + self.groups - 1", "passes * self.chunks * self.stages + self.stages"),
+)  # fmt: skip
