@@ -4,12 +4,17 @@ The pictures are scikit-learn's digits; 360 of 1,797 are held out. For each seed
 trained with its experts, and with one MLP. Both have equal active parameters, steps and batches. Pixels are scaled
 to 0..1 and clipped. The Frechet distance is that of pixels between drawn and held-out pictures. Its baselines are the
 training pictures, one normal distribution, and one for each class. Distances to the nearest training picture show
-whether pictures are copies.
+whether pictures are copies. `frechet_deviation` is the standard deviation of the distance over bootstrap samples of the
+drawn pictures, so it is that of drawing with other noise.
 
-Results go to `benchmarks/results/diffusion.json`.
+The held-out loss of each twentieth of the time shows where experts are better than one MLP, and where they are not.
+
+Results go to `benchmarks/results/diffusion.json`, or with `--name` to a file of that name. Flags after `--` are for
+`jaxstack train`, on both sides.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -40,6 +45,42 @@ def train(folder: Path, *flags: str) -> dict[str, float]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     loss = [r["eval_loss"] for r in records if "eval_loss" in r][-1]
     return {"seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(used, 1), "held_out_loss": loss}
+
+
+def loss_by_time(run: Any, pictures: Any, parts: int = 20) -> list[float]:
+    """Returns the held-out loss in equal parts of the time, the picture's first. All runs get the same noise."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxstack.models import diffusion
+    from jaxstack.models.context import Context
+    from jaxstack.models.noise_path import Path as NoisePath
+    from jaxstack.models.noise_path import time_of
+
+    cfg, rng = run.model, np.random.default_rng(0)
+    clean = images.to_patches(pictures.pixels, cfg.diffusion.patch_size)
+    classes = np.repeat(pictures.classes[:, None], clean.shape[1], 1)
+
+    @jax.jit
+    def loss(params: Any, noise: Any, timesteps: Any) -> Any:
+        path = NoisePath.at(cfg.diffusion.path, time_of(cfg, timesteps)[..., None])
+        batch = {"noisy": path.mix(clean, noise), "classes": classes, "gate_ids": timesteps}
+        hidden, _ = diffusion.hidden_states(cfg, params, batch, Context())
+        velocity = diffusion.predict(cfg, params, hidden, batch, Context())
+        return jnp.square(velocity - path.velocity(clean, noise)).mean()
+
+    found = []
+    for start, end in itertools.pairwise(np.linspace(0, cfg.moe.max_timestep, parts + 1).astype(int)):
+        timesteps = np.broadcast_to(rng.integers(start, end, (len(clean), 1)), classes.shape).astype(np.int32)
+        found.append(float(loss(run.params, rng.standard_normal(clean.shape, np.float32), timesteps)))
+    return [round(one, 4) for one in found]
+
+
+def deviation(drawn: np.ndarray, held_out: np.ndarray, samples: int = 50) -> float:
+    """Returns the standard deviation of the Frechet distance over bootstrap samples of the drawn pictures [N, D]."""
+    rng, count = np.random.default_rng(0), len(drawn)
+    found = [images.frechet_distance(drawn[rng.integers(count, size=count)], held_out) for _ in range(samples)]
+    return round(float(np.std(found)), 4)
 
 
 def judge(drawn: np.ndarray, train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
@@ -78,6 +119,8 @@ def main() -> None:
     arguments.add_argument("--kinds", nargs="+", default=["experts", "dense"], choices=["experts", "dense"])
     arguments.add_argument("--steps", type=int, default=1000)
     arguments.add_argument("--pictures", type=int, default=5000)
+    arguments.add_argument("--name", default="diffusion")
+    arguments.add_argument("flags", nargs="*")
     given = arguments.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -90,6 +133,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "steps": given.steps,
         "pictures": given.pictures,
+        "flags": given.flags,
         "load_average": os.getloadavg()[0],
         "baselines": baselines(known, dataset.train.classes, held_out, 10_000),
         "cases": [],
@@ -101,14 +145,18 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as name:
                 flags = [f"--run.seed={seed}", "--mesh.data=1", "--sample.pictures=0", f"--train.steps={given.steps}"]
                 flags += [f"--train.eval_every={given.steps}", f"--checkpoint.every={given.steps}"]
+                flags += [flag for flag in given.flags if kind == "experts" or not flag.startswith("--model.moe")]
                 flags += ["--model.moe.num_experts=0"] if kind == "dense" else []
                 spent = train(Path(name) / kind, *flags)
                 run = jaxstack.load(Path(name) / kind)
-                drawn = run.draw([str(i) for i in ids], seed=0)
-            case = {"seed": seed, "kind": kind, **spent, **judge(images.to_unit(drawn), known, held_out)}
+                drawn = images.to_unit(run.draw([str(i) for i in ids], seed=0))
+                by_time = loss_by_time(run, dataset.eval)
+            case = {"seed": seed, "kind": kind, **spent, **judge(drawn, known, held_out)}
+            case["frechet_deviation"] = deviation(drawn, held_out)
+            case["loss_by_time"] = by_time
             print(json.dumps(case), flush=True)
             result["cases"].append(case)
-            record.record("diffusion", result)
+            record.record(given.name, result)
 
 
 if __name__ == "__main__":

@@ -227,6 +227,10 @@ BRANCH_CASES: list[Case] = [
     ("branches", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2, "remat": "selective"}),
 ]
 """Meshes of a trunk with two branches, in docs/branches.md. The first one is quick."""
+EVERY_CASE = [*CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES, *CONTRASTIVE_CASES, *BRANCH_CASES]
+VARIED = {"accum", "dropout", "packing", "remat"}
+UNUSED = {"encoder_decoder": {"packing"}, "diffusion": {"packing", "dropout"}, "contrastive": {"packing"}}
+"""What a family does not have; rows of encoder-decoders always have several pairs."""
 QUICK_CASES = (*QUICK, ENCODER_CASES[0], PAIR_CASES[0], DIFFUSION_CASES[0], CONTRASTIVE_CASES[0], BRANCH_CASES[0])
 
 
@@ -446,16 +450,25 @@ def errors(family: str, one: Any, other: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(c, id=name_of(c), marks=() if c in QUICK_CASES else MATRIX)
-        for c in [*CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES, *CONTRASTIVE_CASES, *BRANCH_CASES]
-    ],
+    [pytest.param(c, id=name_of(c), marks=() if c in QUICK_CASES else MATRIX) for c in EVERY_CASE],
 )
 def test_every_mesh_gives_the_loss_and_gradients_of_one_device(case, seed):
     loss, gradient = compare(case, seed)
     # float32 sums in another order; sharding mistakes are of the order of one.
     assert loss < 1e-5
     assert gradient < 1e-5
+
+
+def varied(cases: list[Case]) -> set[str]:
+    return {key for _, _, how in cases for key in how}
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_a_family_has_twelve_meshes_that_vary_what_it_can(family):
+    cases = [*{name_of(c): c for c in EVERY_CASE if MODELS[c[0]].family == family}.values()]
+    assert len(cases) >= 12
+    assert {axis for _, mesh, _ in cases for axis in mesh} >= {"data", "fsdp", "context", "tensor", "partitioner"}
+    assert varied(cases) >= VARIED - UNUSED.get(family, set())
 
 
 def test_a_mesh_of_ones_is_no_mesh_at_all():

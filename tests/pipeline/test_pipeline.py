@@ -203,6 +203,7 @@ CONTRASTIVE: list[Case] = [
     case("clip", ALL, 4, 4, layers=4, tensor=2, sequence_parallel=False),
 ]
 """Pipelines of contrastive models, in docs/contrastive.md. None is quick: a mesh of theirs with accumulation is."""
+APART = [*STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS, *DIFFUSION, *PAIRS, *BRANCHES, *CONTRASTIVE]
 OTHER = os.environ.get("JAXSTACK_TEST_SCHEDULE", "")
 
 
@@ -262,16 +263,24 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else meshes.MATRIX)
-        for c in [*CASES, *STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS, *DIFFUSION, *PAIRS, *BRANCHES, *CONTRASTIVE]
-    ],
+    [pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else meshes.MATRIX) for c in [*CASES, *APART]],
 )
 def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(case, seed):
     loss, gradient = compare(case, seed)
     # float32 sums in another order; a unit that is missing, doubled or misplaced is of the order of one.
     assert loss < 1e-5
     assert gradient < 1e-5
+
+
+@pytest.mark.skipif(OTHER != "", reason="cases do not keep their own schedules")
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_family_has_six_pipelines_that_vary_what_it_can(family):
+    cases = [*{name_of(c): c for c in [*CASES, *APART] if meshes.MODELS[c[0]].family == family}.values()]
+    assert len(cases) >= 6
+    one_stack = family in ("decoder", "encoder", "diffusion")  # zero-bubble schedules are for these
+    assert {how["schedule"] for _, _, how in cases} >= {ALL, ONE, TWO} | ({ZERO} if one_stack else set())
+    assert {mesh["pipe"] for _, mesh, _ in cases} >= {2, 4}
+    assert meshes.varied(cases) >= meshes.VARIED - meshes.UNUSED.get(family, set())
 
 
 def by_autodiff(cfg: Config, ctx: Context) -> Any:
