@@ -11,11 +11,10 @@ from typing import Any, TypeAlias
 from jaxstack.common import files
 
 Record: TypeAlias = dict[str, Any]
-"""An evaluation: the `step` of the checkpoint, when it was `made`, how, the `versions` of the libraries, and `results`.
+"""An evaluation: the `step` of the checkpoint, when it was `made`, how, the `versions` of the libraries, and `results`."""
 
-A result has the name of the `task`, the `metric`, the `filter` of answers, the `value` and its `stderr`, which is null
-where none is known.
-"""
+Result: TypeAlias = dict[str, Any]
+"""The name of the `task`, the `metric`, the `filter` of answers, the `value`, and its `stderr` or null."""
 
 
 def folder(run: Path) -> Path:

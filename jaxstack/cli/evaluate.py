@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxstack.checkpoint import evaluations, manifest, run_dir
+from jaxstack.checkpoint.evaluations import Result
 from jaxstack.cli.chat import context_of
 from jaxstack.cli.generate import DTYPE
 from jaxstack.config import ConfigError, MeshConfig
@@ -153,7 +154,7 @@ def shown(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, whole: bar.update(task, completed=done, total=whole)
 
 
-def text_result(run: "TrainedRun", name: str, content: str, *, context: int, overlap: int, rows: int) -> dict[str, Any]:
+def text_result(run: "TrainedRun", name: str, content: str, *, context: int, overlap: int, rows: int) -> Result:
     """Returns the result of a text file."""
     from jaxstack.evaluate.text import score_text
 
@@ -176,7 +177,7 @@ def text_result(run: "TrainedRun", name: str, content: str, *, context: int, ove
 
 def task_results(
     run: "TrainedRun", tasks: "Tasks", template: "chat.ChatTemplate | None", context: int, args: Namespace
-) -> list[dict[str, Any]]:
+) -> list[Result]:
     """Returns the results of tasks."""
     from jaxstack.evaluate.harness import RunModel
     from jaxstack.evaluate.tasks import run_tasks
@@ -206,7 +207,7 @@ def versions(harness: bool) -> dict[str, str]:
     return found
 
 
-def table(results: Sequence[dict[str, Any]]) -> Table:
+def table(results: Sequence[Result]) -> Table:
     """Returns the results as a table for the terminal."""
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     grid.add_column("task", overflow="fold")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxstack.checkpoint.evaluations import Result
 from jaxstack.config import ConfigError
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _needs_network(error: BaseException | None) -> bool:
     return False
 
 
-def run_tasks(lm: "LM", tasks: Tasks, *, limit: int | None, chat: bool) -> list[dict[str, Any]]:
+def run_tasks(lm: "LM", tasks: Tasks, *, limit: int | None, chat: bool) -> list[Result]:
     """Runs tasks, and returns a result for each metric of each task and group; see `checkpoint.evaluations`.
 
     Args:
@@ -142,7 +143,7 @@ def run_tasks(lm: "LM", tasks: Tasks, *, limit: int | None, chat: bool) -> list[
     return to_results(found)
 
 
-def to_results(found: Any) -> list[dict[str, Any]]:
+def to_results(found: Any) -> list[Result]:
     """Returns a result for each metric of what `lm-eval` has found."""
     results = []
     for task, values in found["results"].items():

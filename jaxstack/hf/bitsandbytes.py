@@ -66,7 +66,7 @@ def to_tensors(name: str, codes: np.ndarray, scales: np.ndarray, dtype: str) -> 
     """
     numbers = np.asarray(NF4, np.float32)
     found = np.searchsorted(numbers, codes).astype(np.uint8)
-    assert (numbers[found] == codes).all(), "a code is no number of nf4"
+    assert (numbers[found] == codes).all(), "a code is not in nf4"
     high, low = found.reshape(-1, 2).T
     return _small(name, codes, scales, dtype) | {name: (high << 4 | low)[:, None]}
 

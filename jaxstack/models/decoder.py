@@ -177,14 +177,14 @@ def scan_block(
     whole, rest = divmod(cfg.num_layers, len(cfg.windows))
     every: list[Aux] = []
     for i, one in enumerate(params):
-        window, before = cfg.windows[i], x
+        window, before, layer = cfg.windows[i], x, index * len(cfg.windows) + i
         key, own = dropout_keys(layer_inputs)[0], layer_inputs
         if window and own.rope_local is not None:
             own = replace(own, rope=own.rope_local)
         if i == 0 and not cfg.first_attention_norm:
             own = replace(own, first=index == 0)
         if ctx.placement is not None:
-            own = replace(own, replicas=jnp.asarray(ctx.placement.replicas)[index * len(cfg.windows) + i])
+            own = replace(own, replicas=jnp.asarray(ctx.placement.replicas)[layer])
         with layer_scope(i, len(cfg.windows)):
             x, aux = block(
                 cfg,
@@ -193,7 +193,7 @@ def scan_block(
                 ctx,
                 own,
                 mask=kernels.AttentionMask(window, "full" if cfg.family == "encoder" else "causal"),
-                dropout_key=None if key is None else jax.random.fold_in(key, index * len(cfg.windows) + i),
+                dropout_key=None if key is None else jax.random.fold_in(key, layer),
                 cache={**cache[i], "distance": layer_inputs.distance[i]} if cache else cache,
             )
         if ctx.pipeline is not None and 0 < rest <= i:
@@ -344,11 +344,8 @@ def log_probs(
     They are minus the losses of `loss`, token by token, with gradients.
     """
     ctx = ctx or Context()
-    axes = ctx.axes("vocab")
-    return kernels.token_log_probs(
-        hidden, head(cfg, params, ctx), targets, softcap=cfg.logit_softcap, vocab_axes=axes, vocab_size=cfg.vocab,
-        chunk=ctx.loss_chunk,
-    )  # fmt: skip
+    options = {"softcap": cfg.logit_softcap, "vocab_axes": ctx.axes("vocab"), "vocab_size": cfg.vocab}
+    return kernels.token_log_probs(hidden, head(cfg, params, ctx), targets, chunk=ctx.loss_chunk, **options)
 
 
 def _check_tokens(cfg: ModelConfig, tokens: jax.Array) -> None:

@@ -9,7 +9,7 @@ Suffixes: P stages, V chunks, G groups.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from jax import lax
 from jaxstack.common.tree import PyTree
 from jaxstack.pipeline.operations import broadcast, send, where
 from jaxstack.sharding.collectives import match_varying_tree, varying
+
+Numbers: TypeAlias = int | np.ndarray | jax.Array
+"""Integers, of Python, NumPy or JAX."""
 
 
 class Visit(NamedTuple):
@@ -31,10 +34,10 @@ class Visit(NamedTuple):
       active: whether there is any work.
     """
 
-    group: Any
-    chunk: Any
-    turn: Any
-    active: Any
+    group: Numbers
+    chunk: Numbers
+    turn: Numbers
+    active: Numbers
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,18 @@ class Rotation:
     chunks: int
     groups: int
 
-    def visit(self, tick: Any, stage: Any, passes: Any) -> Visit:
+    def visit(self, tick: Numbers, stage: Numbers, passes: Numbers) -> Visit:
         """Returns what a stage works on in a tick, if all groups pass the layers `passes` times."""
         lap, group = divmod(tick - stage, self.stages)
         turn, chunk = divmod(lap, self.chunks)
         return Visit(group, chunk, turn, (tick >= stage) & (group < self.groups) & (turn < passes))
 
-    def leaves(self, tick: Any, passes: Any) -> Visit:
+    def leaves(self, tick: Numbers, passes: Numbers) -> Visit:
         """Returns what the last stage works on in a tick; it is active if a pass ends with it."""
         last = self.visit(tick, self.stages - 1, passes)
         return last._replace(active=last.active & (last.chunk == self.chunks - 1))
 
-    def ticks(self, passes: Any) -> Any:
+    def ticks(self, passes: Numbers) -> Numbers:
         """Returns the number of ticks of some passes."""
         return passes * self.chunks * self.stages + self.groups - 1
 
