@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from jaxstack.common import files
 
 Record: TypeAlias = dict[str, Any]
-"""An evaluation: the `step` of the checkpoint, when it was `made`, how, the `versions` of the libraries, and `results`."""
+"""An evaluation: the `step` of the checkpoint, when it was `made`, how, the `versions` of libraries, and `results`."""
 
 Result: TypeAlias = dict[str, Any]
 """The name of the `task`, the `metric`, the `filter` of answers, the `value`, and its `stderr` or null."""

@@ -339,13 +339,12 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
 def log_probs(
     cfg: ModelConfig, params: Params, hidden: jax.Array, targets: jax.Array, ctx: Context | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probability of every target (nats, float32 [B, S]), and whether no id has a larger one [B, S].
-
-    They are minus the losses of `loss`, token by token, with gradients.
-    """
+    """Returns the log-probability of every target (nats, float32 [B, S]), and whether no id has a larger one [B, S]."""
     ctx = ctx or Context()
-    options = {"softcap": cfg.logit_softcap, "vocab_axes": ctx.axes("vocab"), "vocab_size": cfg.vocab}
-    return kernels.token_log_probs(hidden, head(cfg, params, ctx), targets, chunk=ctx.loss_chunk, **options)
+    w, axes, cap = head(cfg, params, ctx), ctx.axes("vocab"), cfg.logit_softcap
+    return kernels.token_log_probs(
+        hidden, w, targets, softcap=cap, vocab_axes=axes, vocab_size=cfg.vocab, chunk=ctx.loss_chunk
+    )
 
 
 def _check_tokens(cfg: ModelConfig, tokens: jax.Array) -> None:

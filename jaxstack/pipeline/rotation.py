@@ -9,7 +9,7 @@ Suffixes: P stages, V chunks, G groups.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,10 @@ class Visit(NamedTuple):
       active: whether there is any work.
     """
 
-    group: Numbers
-    chunk: Numbers
-    turn: Numbers
-    active: Numbers
+    group: Any
+    chunk: Any
+    turn: Any
+    active: Any
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Rotation:
         last = self.visit(tick, self.stages - 1, passes)
         return last._replace(active=last.active & (last.chunk == self.chunks - 1))
 
-    def ticks(self, passes: Numbers) -> Numbers:
+    def ticks(self, passes: Numbers) -> Any:
         """Returns the number of ticks of some passes."""
         return passes * self.chunks * self.stages + self.groups - 1
 
