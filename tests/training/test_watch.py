@@ -82,11 +82,6 @@ def test_statistics_are_those_of_numpy(rng, dtype):
     assert some.keys() == {"layers/1/x", "layers/2/x"}
 
 
-def test_many_zeros_are_counted():
-    """A sum of ones in float32 would stop at 2^24."""
-    assert int(jax.jit(taps.count_zeros)(jnp.zeros((2, 3 << 23), jnp.bfloat16))) == 3 << 24
-
-
 def by_hand(cfg, values, batch):
     """Returns the activations of the decoder by name, written again in NumPy; see test_by_hand.py."""
     D = definition
@@ -145,7 +140,7 @@ def by_hand(cfg, values, batch):
 
 
 SLOW = pytest.mark.slow
-HAND = ["gemma2", "mixtral", *(pytest.param(name, marks=SLOW) for name in ("llama3", "gated_bias", "sigmoid", "gpt2"))]
+HAND = ["mixtral", *(pytest.param(name, marks=SLOW) for name in ("gemma2", "llama3", "gated_bias", "sigmoid", "gpt2"))]
 
 
 @pytest.mark.parametrize("name", HAND)
