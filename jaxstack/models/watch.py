@@ -129,7 +129,7 @@ def moments(x: jax.Array, keep: int = 0) -> tuple[dict[str, jax.Array], jax.Arra
 
 
 def count_zeros(x: jax.Array, keep: int = 0) -> jax.Array:
-    """Returns the number of zeros, float32. Those of a row are integers: a sum of ones in float32 stops at 2^24."""
+    """Returns the number of zeros, float32. Those of a row are integers: a sum of ones in float32 may stop at 2^24."""
     axes = tuple(range(keep, x.ndim))
     return (x == 0).sum(axes[-1], dtype=jnp.int32).astype(jnp.float32).sum(axes[:-1])
 

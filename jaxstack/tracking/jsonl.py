@@ -57,10 +57,10 @@ class JsonLines:
 def _finite(record: Record) -> Record:
     """Returns a record, and the records within it, with null for numbers that are not finite."""
 
-    def one(value: object) -> object:
-        if isinstance(value, dict):
-            return _finite(value)
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+    def one(v: object) -> object:
+        if isinstance(v, dict):
+            return _finite(v)
+        return None if isinstance(v, float) and not math.isfinite(v) else v
 
     return {key: one(value) for key, value in record.items()}
 

@@ -101,17 +101,21 @@ def make_train_step(
     return train_step
 
 
-def _metrics(cfg: Config, new: TrainState, sums: Metrics, grad_norm: jax.Array, updates: jax.Array) -> Metrics:
-    """Returns those metrics of a step that follow from sums over its batch, and from the updates before it."""
+def _metrics(cfg: Config, state: TrainState, sums: Metrics, grad_norm: jax.Array, updates: jax.Array) -> Metrics:
+    """Returns those metrics of a step that follow from sums over its batch, and from the updates before it.
+
+    `state` is that after the step.
+    """
     routed = losses.routing_metrics(sums) if cfg.model.moe.num_experts else {}
+    schedule = optim.schedule(cfg.optim, cfg.train.steps)
     return {
-        "lr": optim.schedule(cfg.optim, cfg.train.steps)(updates),  # the optimizer does not count skipped steps
+        "lr": schedule(updates),  # the optimizer does not count skipped steps
         "tokens": sums["tokens"],
         **{name: value for name, value in sums.items() if name.startswith("loss_")},
         **routed,
         **(noise_scale.estimate(sums, grad_norm) if cfg.train.noise_scale else {}),
-        "skipped": new.skipped,
-        "skipped_in_a_row": new.skipped_in_a_row,
+        "skipped": state.skipped,
+        "skipped_in_a_row": state.skipped_in_a_row,
     }
 
 

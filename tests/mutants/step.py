@@ -18,7 +18,7 @@ mistakes(
     ('cfg.train.spike.action != "report"', 'cfg.train.spike.action == "rollback"', STEP + " -k spike"),
     ("(state.skipped_in_a_row + 1) * bad", "state.skipped_in_a_row + bad", STEP + " -k finite"),
     ("skipped=state.skipped + bad,", "skipped=state.skipped_in_a_row + bad,", STEP + " -k finite"),
-    ('cfg.train.steps)(updates)', 'cfg.train.steps)(new.step - 1)', STEP + " -k finite"),
+    ('"lr": schedule(updates)', '"lr": schedule(state.step)', STEP + " -k finite"),
     ("updates = state.step - state.skipped", "updates = state.step", STEP + " -k 'finite or spike'"),
     ("jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)", "jax.random.key(cfg.run.seed)", STEP + " -k dropout"),
     ("middle + cfg.threshold * jnp.maximum", "cfg.threshold * jnp.maximum", "checkpoint/test_reliability.py -k spike"),

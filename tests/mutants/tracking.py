@@ -49,5 +49,5 @@ mistakes(
 mistakes(
     "report", "tracking/jsonl.py", "tracking/test_metrics.py",
     ('[record for record in self.records if record["step"] <= after]', '[record for record in self.records if record["step"] < after]'),
-    ("isinstance(value, float) and not math.isfinite(value)", "isinstance(value, float) and math.isnan(value)"),
+    ("isinstance(v, float) and not math.isfinite(v)", "isinstance(v, float) and math.isnan(v)"),
 )  # fmt: skip

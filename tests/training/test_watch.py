@@ -23,7 +23,7 @@ from jaxstack.tracking import watched
 from jaxstack.training import watch
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, make_state
-from jaxstack.training.step import jit_train_step
+from jaxstack.training.step import make_train_step
 
 EXPONENTS = range(-40, 17)
 
@@ -42,18 +42,25 @@ def statistics(x):
     }  # fmt: skip
 
 
-def assert_equal(found, expected, rtol, shares):
-    """Compares statistics of values by name: relative errors, but of shares in a histogram the absolute ones."""
+def assert_equal(found, expected, tolerance, of_same_values=True):
+    """Compares statistics of values by name: relative errors, but of shares in a histogram the absolute ones.
+
+    If the values themselves differ by rounding, bins below a thousandth of the RMS are taken together: the rounding
+    error of numbers that small is a large part of them.
+    """
     assert found.keys() == expected.keys()
     for name, one in expected.items():
         assert found[name].keys() == one.keys(), name
         for key, value in one.items():
-            if key == "histogram":
-                for exponent in value | found[name][key]:
-                    pair = (each.get(exponent, 0.0) for each in (found[name][key], value))
-                    assert next(pair) == pytest.approx(next(pair), abs=shares), (name, exponent)
-            else:
-                assert found[name][key] == pytest.approx(value, rel=rtol, abs=1e-30), (name, key)
+            if key != "histogram":
+                assert found[name][key] == pytest.approx(value, rel=tolerance, abs=1e-30), (name, key)
+                continue
+            least = EXPONENTS[0] if of_same_values else math.floor(math.log2(one["rms"])) - 10
+            pair = [dict.fromkeys(EXPONENTS, 0.0), dict.fromkeys(EXPONENTS, 0.0)]
+            for bins, shares in zip(pair, (found[name][key], value), strict=True):
+                for exponent, share in shares.items():
+                    bins[min(max(int(exponent), least), EXPONENTS[-1])] += share
+            assert pair[0] == pytest.approx(pair[1], abs=tolerance), name
 
 
 def draw(rng, shape):
@@ -77,14 +84,9 @@ def test_statistics_are_those_of_numpy(rng, dtype):
     x, measured = jax.device_get(run(a, b))
     found = watched.statistics(["*"], {"layers/x": measured})
     expected = {f"layers/{i}/x": statistics(x[i].astype(np.float64)) for i in range(3)}
-    assert_equal(found, expected, 1e-6, 1e-6)
+    assert_equal(found, expected, 1e-6)
     some = watched.statistics(["layers/[12]/x"], {"layers/x": measured})
     assert some.keys() == {"layers/1/x", "layers/2/x"}
-
-
-def test_many_zeros_are_counted():
-    """A sum of ones in float32 would stop at 2^24."""
-    assert int(jax.jit(taps.count_zeros)(jnp.zeros((2, 3 << 23), jnp.bfloat16))) == 3 << 24
 
 
 def by_hand(cfg, values, batch):
@@ -145,7 +147,7 @@ def by_hand(cfg, values, batch):
 
 
 SLOW = pytest.mark.slow
-HAND = ["gemma2", "mixtral", *(pytest.param(name, marks=SLOW) for name in ("llama3", "gated_bias", "sigmoid", "gpt2"))]
+HAND = ["mixtral", *(pytest.param(name, marks=SLOW) for name in ("gemma2", "llama3", "gated_bias", "sigmoid", "gpt2"))]
 
 
 @pytest.mark.parametrize("name", HAND)
@@ -160,22 +162,25 @@ def test_activations_are_those_of_the_definition(name, rng):
     _, aux = jax.jit(lambda values, batch: family.of(cfg).hidden_states(cfg, values, batch, ctx))(values, batch)
     found = watched.statistics(["*"], jax.device_get(taps.only(aux)))
     expected = by_hand(cfg, jax.tree.map(lambda leaf: leaf.astype(np.float64), values), batch)
-    # A dozen float32 operations in a row: some 1e-6, ten times that. Of 832 numbers or more, one that is 1e-5 of the
-    # largest may be wrong by a tenth, which moves a tenth of it to another bin.
-    assert_equal(found, expected, 2e-5, 2e-4)
+    # A dozen float32 operations in a row: some 1e-6, ten times that.
+    assert_equal(found, expected, 2e-5, of_same_values=False)
 
 
-def run_step(cfg, batch, names="*"):
-    """Returns the statistics of the first step of a run, and its gradients and initial parameters."""
+def run_step(cfg, batch, names, with_gradients=False):
+    """Returns the statistics of the first step of a run, its initial parameters, and its gradients or `None`."""
     cfg = dataclasses.replace(cfg, debug=DebugConfig(watch=names))
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
     ctx = Context.create(cfg, mesh)
-    abstract = abstract_state(cfg, ctx)
-    state = make_state(cfg, ctx, abstract)
-    placed = jax.device_put(batch, ctx.sharding(ctx.batch))
-    step = jit_train_step(cfg, ctx, abstract, watch.watched_of(cfg))
-    _, metrics = step(state, placed)
-    return watched.statistics(cfg.debug.patterns, jax.device_get(metrics["watch"]))
+    state = make_state(cfg, ctx, abstract_state(cfg, ctx))
+    step, gradients = make_train_step(cfg, ctx, watch.watched_of(cfg)), make_gradients(cfg, ctx)
+
+    @jax.jit
+    def run(state, batch):
+        measured = step(state, batch)[1]["watch"]
+        return measured, gradients(state.params, batch)[1] if with_gradients else None
+
+    measured, grads = jax.device_get(run(state, jax.device_put(batch, ctx.sharding(ctx.batch))))
+    return watched.statistics(cfg.debug.patterns, measured), state.params, grads
 
 
 def test_gradients_and_updates_are_those_of_numpy(seed):
@@ -186,10 +191,8 @@ def test_gradients_and_updates_are_those_of_numpy(seed):
     cfg = dataclasses.replace(cfg, model=model, optim=optim)
     batch = meshes.random_batch(seed, False, cfg.model)
     batch["loss_weights"][:] = batch["tokens"] % 2  # and some rows of the table have no gradient
-    found = run_step(cfg, batch, ["embedding/tokens/*", "layers/*/mlp/w_up/*", "final_norm/*"])
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:1]))
-    values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
-    _, grads, _ = jax.jit(make_gradients(cfg, ctx))(values, batch)
+    names = ["embedding/tokens/*", "layers/*/mlp/w_up/*", "final_norm/*"]
+    found, values, grads = run_step(cfg, batch, names, with_gradients=True)
     grads, values = ({path: np.asarray(a, np.float64) for path, a in flatten(tree).items()} for tree in (grads, values))
     clip = min(1, 0.2 / math.sqrt(sum((g**2).sum() for g in grads.values())))
     expected = {}
@@ -205,8 +208,8 @@ def test_gradients_and_updates_are_those_of_numpy(seed):
             ratio = np.linalg.norm(of_layer[1]) / np.linalg.norm(of_layer[2]) if of_layer[2].any() else None
             expected[f"{name}/gradient"], expected[f"{name}/update"] = map(statistics, of_layer[:2])
             expected[f"{name}/update_ratio"] = {"value": ratio if ratio is not None else math.inf}
-    # The gradients are of another program, in float32: some 1e-6 of the largest, and ten times that.
-    assert_equal(found, expected, 1e-5, 2e-5)
+    # Numbers in a thousandth of the RMS differ more from the closed form, whose gradients are rounded to float32.
+    assert_equal(found, expected, 2e-6, of_same_values=False)
 
 
 def test_parts_of_arrays_add_up(rng):
@@ -230,9 +233,9 @@ def test_parts_of_arrays_add_up(rng):
     expected = {"attention/mixed": statistics(x), "mlp/out": statistics(y)}
     expected["moe/router_entropy"] = {"value": y.astype(np.float64).sum() / (y > 0).sum()}
     expected["cross/max_logit"] = {"value": -np.abs(x).min().astype(np.float64)}
-    assert_equal(watched.statistics(["*"], once), expected, 1e-6, 1e-6)
+    assert_equal(watched.statistics(["*"], once), expected, 1e-6)
     expected = {n: s | ({"norm": s["norm"] * math.sqrt(2)} if "norm" in s else {}) for n, s in expected.items()}
-    assert_equal(watched.statistics(["*"], twice), expected, 1e-6, 1e-6)
+    assert_equal(watched.statistics(["*"], twice), expected, 1e-6)
 
 
 MATRIX = [
@@ -242,8 +245,9 @@ MATRIX = [
     ("llama3", {"pipe": 2, "data": 2, "tensor": 2}, {"accum": 2}, {}),
     ("llama3", {"data": 2, "fsdp": 2, "tensor": 2, "partitioner": "auto"}, {"accum": 2}, {}),
     ("softmax", {"data": 2, "expert": 2, "tensor": 2}, {"accum": 2}, {}),
-    ("softmax", {"pipe": 2, "expert": 2}, {}, {"schedule": "zb_h1"}),
-    ("gemma2", {"pipe": 2, "context": 2, "context_method": "all_gather"}, {}, {"schedule": "gpipe"}),
+    ("softmax", {"pipe": 2, "expert": 2}, {}, {"schedule": "zb_h1", "split": (".*",)}),
+    ("llama3", {"pipe": 2, "context": 2}, {}, {"schedule": "gpipe"}),
+    ("gemma2", {"fsdp": 2, "tensor": 2}, {}, {}),
     ("t5", {"pipe": 2, "data": 2}, {}, {}),
 ]
 NAMES = ["*/max_logit", "*/mixed", "*/mlp/hidden", "*/out", "*/router_entropy", "*/w_o/*", "*/w_down/update_ratio"]
@@ -257,12 +261,11 @@ def test_every_mesh_gives_the_statistics_of_one_device(model, mesh, how, pipe, s
     batch = meshes.random_batch(seed, packing, meshes.MODELS[model])
     names = [p for p in NAMES if fnmatch.filter(watch.all_names(meshes.config(model, {})), p)]
     cfg = meshes.config(model, mesh, **how)
-    one = run_step(meshes.config(model, {}, packing=packing), batch, names)
-    other = run_step(dataclasses.replace(cfg, pipeline=PipelineConfig(**pipe)), batch, names)
+    one, *_ = run_step(meshes.config(model, {}, packing=packing), batch, names)
+    other, *_ = run_step(dataclasses.replace(cfg, pipeline=PipelineConfig(**pipe)), batch, names)
     assert any("max_logit" in name for name in one)
-    # Sums of other parts, in float32. A gradient itself differs by some 1e-6 of its norm, and numbers much smaller than
-    # that by more, which then change bins: the histograms are of thousands of numbers, of which few do.
-    assert_equal(other, one, 1e-6, 5e-6)
+    # The sums are of other parts, in float32: some 1e-7.
+    assert_equal(other, one, 1e-6, of_same_values=False)
 
 
 @pytest.mark.parametrize(
@@ -314,5 +317,4 @@ def test_nothing_is_measured_between_the_steps():
     chosen = [train.make_choice(on, ctx, abstract)(number, usual) for number in range(1, 8)]
     assert [step is usual for step in chosen] == [True, True, False, True, True, False, True]
     assert usual.lower(abstract, batch).as_text() == plain
-    assert chosen[2].lower(abstract, batch).as_text() != plain
     assert train.make_choice(cfg, ctx, abstract)(3, usual) is usual
