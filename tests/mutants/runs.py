@@ -146,7 +146,7 @@ mistakes(
 
 mistakes(
     "models", "models/shape_errors.py", "models/test_shape_errors.py",
-    ("return not last.raises and any(", "return any("),
+    ("if last.is_own and last.raises:", "if not last.is_own and last.raises:"),
     ("elif size * count == whole:", "elif size == whole * count:"),
     ("if stack == self.stack)", "if stack != self.stack)"),
     ("found.append((calls, text, value))", "found.append((-calls, text, value))"),
