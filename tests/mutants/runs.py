@@ -157,7 +157,7 @@ mistakes(
     ("or self._expected or", "or"),
     ("threading.current_thread() is not threading.main_thread()", "False"),
     ("reasons = min((changes(old, signature) for old in known), key=len)", "reasons = changes(known[0], signature)"),
-    ("    if code is None or code.co_filename.startswith(_JAX):", "    if code is None:"),
+    ("    if function is None or code is None or code.co_filename.startswith(_JAX):", "    if code is None:"),
 )  # fmt: skip
 
 mistakes(
