@@ -10,7 +10,7 @@ class Exit(IntEnum):
     """Exit codes, which scripts and `jaxstack supervise` act on. 0 means that the run is complete."""
 
     USER_ERROR = 2
-    """The configuration or the data is wrong. Starting the run again would not help."""
+    """The configuration, the data or a model's code is wrong. Starting the run again would not help."""
     NOT_JOINED = 3
     """Some processes did not join the run in time."""
     DIVERGED = 4

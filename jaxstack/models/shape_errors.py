@@ -111,7 +111,7 @@ def _lines(error: BaseException, steps: list[Step]) -> list[str]:
     lines += [found.describe(name, value) for name, value in [*operands.items()][:MOST_OPERANDS]]
     if (more := len(operands) - MOST_OPERANDS) > 0:
         lines[-1] += f"; and {more} more"
-    return [*lines, f"fix      {_advice(error)} {VARIABLE}=off shows all frames."]
+    return [*lines, f"fix      {_advice(error, found.ctx)} {VARIABLE}=off shows all frames."]
 
 
 @contextmanager
@@ -145,7 +145,9 @@ def _is_about_shapes(error: BaseException, steps: list[Step]) -> bool:
     last = steps[-1]
     if last.file.startswith((_JAX, *_HELPERS)):
         return True
-    return not last.raises and any(_FILTERED in note for note in getattr(error, "__notes__", ()))
+    if last.is_own and last.raises:  # the code's own error, which says what it is about
+        return False
+    return any(_FILTERED in note for note in getattr(error, "__notes__", ()))
 
 
 def _what(error: BaseException) -> str:
@@ -154,12 +156,13 @@ def _what(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def _advice(error: BaseException) -> str:
+def _advice(error: BaseException, ctx: Context) -> str:
     if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
         return "A value is not there while the step is compiled; use jnp.where or jax.lax.cond."
     if "carry" in str(error):
         return "A layer must return the residual stream with the shape and dtype that it reads."
-    return "Make sizes equal where arrays are contracted, added or joined; those above are of one device."
+    of = "the whole mesh" if ctx.partitioner == "auto" else "one device"
+    return f"Make sizes equal where arrays are contracted, added or joined; those above are of {of}."
 
 
 def _expression(step: Step) -> ast.AST | None:
@@ -288,10 +291,20 @@ class _Found:
                     path = "/".join(part for part in path.split("/") if not part.isdigit())
                 if name in ("batch", "micro"):
                     return f"batch/{path}"
-                top = {path.partition("/")[0] for path in self.declared}
-                inside = self.name and path.partition("/")[0] not in top
-                return f"{self.name}/{path}" if inside else path
+                return self._declared_path(path)
         return ""
+
+    def _declared_path(self, path: str) -> str:
+        """Returns the path in the model of a path that may begin within a stack, or within a group of a layer."""
+        if not self.name or any(f"{one}/".startswith(f"{path}/") for one in self.declared):
+            return path
+        ends = [one for one in self.declared if one.startswith(f"{self.name}/") and one.endswith(f"/{path}")]
+        return ends[0] if len(ends) == 1 else f"{self.name}/{path}"
+
+    def _group(self, tree: dict[str, Any]) -> str:
+        """Returns the path of a group of parameters, or "" for another dict."""
+        leaf = next((value for value in tree.values() if _is_array(value)), None)
+        return self.path(tree) or ("" if leaf is None else self.path(leaf).rpartition("/")[0])
 
     def layer(self, step: Step) -> str:
         """Returns in words the layer in which a frame is."""
@@ -302,7 +315,7 @@ class _Found:
             if _is_module(owner):
                 return f"{self.path(owner) or 'the model'}, {type(owner).__name__}"
         groups = (value for value in step.frame.f_locals.values() if isinstance(value, dict))
-        path = next((path for group in groups if (path := self.path(group))), "")
+        path = next((path for group in groups if (path := self._group(group))), "")
         if self.stack is None or not self.name:
             return path
         kind = f"in each of {self.stack.depth} layers of the {self.cfg.family if self.cfg else ''}"

@@ -6,6 +6,7 @@ those of earlier calls. A step that does not compile costs nothing.
 
 import inspect
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,9 +106,9 @@ def _call() -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]
     if frame is None or not frame.f_code.co_filename.startswith(_JAX):
         return None
     found = frame.f_locals
-    function = found["fun"]
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None or code.co_filename.startswith(_JAX):
+    function = found.get("fun")
+    code = None if function is None else getattr(inspect.unwrap(function), "__code__", None)
+    if function is None or code is None or code.co_filename.startswith(_JAX):
         return None
     return function, (found["args"], found["kwargs"])
 
@@ -128,7 +129,7 @@ def signature_of(function: Callable[..., Any], arguments: tuple[Any, ...], named
 def type_of(value: Any) -> str:
     """Returns dtype and shape of an array, and where it is, as text; other values are Python's."""
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        return f"{type(value).__name__} {value!r}"
+        return f"{type(value).__name__} {textwrap.shorten(repr(value), 60)}"
     kind = f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if getattr(value, "weak_type", False):
         kind += " of a Python number"

@@ -14,7 +14,7 @@ from flax import linen, nnx
 
 from jaxstack.cli import parser
 from jaxstack.common.errors import ConfigError
-from jaxstack.models import decoder, layers, params, shape_errors
+from jaxstack.models import decoder, layers, moe_layer, params, shape_errors
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.training.gradients import make_gradients
@@ -33,7 +33,8 @@ def explained(f, *arguments):
 def traced(sizes, change=None, model="llama3", **options):
     """Returns the lines about the error of a step on a mesh, whose parameters' shapes may be changed."""
     cfg = meshes.config(model, sizes, **options)
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[: math.prod(sizes.values())]))
+    count = math.prod(size for size in sizes.values() if isinstance(size, int))
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:count]))
     spec = params.pad_to_slots(decoder.spec(cfg.model), ctx.stages)
     values = params.abstract(spec)
     if change:
@@ -102,6 +103,26 @@ def test_a_layer_that_returns_another_dtype_is_told_so(monkeypatch):
     lines, _ = traced({})
     assert "must have equal types, but they differ: The input carry x has type float32[8,32,64]" in lines[0]
     assert "A layer must return the residual stream with the shape and dtype that it reads." in lines[-1]
+
+
+def test_what_a_function_of_a_layer_gathers_again_has_its_path(monkeypatch):
+    """The experts gather their parameters, so their arrays are others than those that the block has."""
+    real = moe_layer.moe
+    monkeypatch.setattr(moe_layer, "moe", lambda cfg, own, h, ctx, inputs: real(cfg, own, h[:, :, :-1], ctx, inputs))
+    lines, _ = traced({"expert": 2}, model="softmax")
+    assert lines[2] == LAYER.replace("layers/mlp", "layers/moe")
+    assert "params['router'] float32[64,8]  layers/moe/router: embed 64, router 8" in lines
+
+
+def test_whole_arrays_and_an_error_of_einsum(monkeypatch):
+    def product(cfg, params, x, ctx):
+        return jnp.einsum("bsd,de->bse", x, params["w_down"][0])
+
+    monkeypatch.setattr(layers, "mlp", product)
+    lines, _ = traced({"fsdp": 2, "partitioner": "auto"})
+    assert "does not contain the correct number of indices" in lines[0]
+    assert lines[2] == LAYER
+    assert "those above are of the whole mesh" in lines[-1]
 
 
 def test_a_branch_on_a_value_and_one_index_too_many(monkeypatch):

@@ -111,12 +111,12 @@ def test_a_donated_state_and_the_nearest_earlier_call():
 
 def test_what_is_expected_is_not_reported():
     """JAX's own functions, another thread, what is compiled ahead, and what is declared as expected."""
-    f, g = jax.jit(lambda x: x * 2), jax.jit(lambda x: x * 3)
+    f, g, h = jax.jit(lambda x: x * 2), jax.jit(lambda x: x * 3), jax.jit(lambda x: x * 4)
     with Recompiles() as recompiles:
         for size in (2, 3):
             x = jnp.ones(size) + jnp.arange(size)
             f.lower(x).compile()
-            thread = threading.Thread(target=f, args=(x,))
+            thread = threading.Thread(target=h, args=(x,))
             thread.start()
             thread.join()
             with recompiles.expected():
