@@ -318,6 +318,21 @@ def test_the_results_of_lm_eval_become_records():
 
 
 @pytest.mark.slow
+def test_messages_are_rendered_in_the_template_of_the_run():
+    """With a prompt for the answer, or up to the end of an answer that has begun."""
+    pytest.importorskip("lm_eval", minversion="0.4.13")
+    from jaxstack.data.chat import PlainTemplate
+    from jaxstack.evaluate.harness import RunModel
+
+    run: Any = SimpleNamespace(tokenizer=ByteTokenizer())
+    model = RunModel(run, context=64, rows=4, template=PlainTemplate())
+    asked = [{"role": "user", "content": "Why?"}]
+    assert model.apply_chat_template(asked) == "<|user|>\nWhy?\n<|assistant|>\n"
+    begun = [*asked, {"role": "assistant", "content": "Because"}]
+    assert model.apply_chat_template(begun, add_generation_prompt=False) == ("<|user|>\nWhy?\n<|assistant|>\nBecause")
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_answers_are_those_of_lm_evals_own_class_for_transformers(tmp_path):
     """Log-likelihoods with and without context, of texts that exceed it, of whole texts, and greedy answers."""
