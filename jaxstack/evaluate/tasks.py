@@ -48,7 +48,8 @@ def load_tasks(names: Sequence[str], include: Path | None, fewshot: int | None) 
         import lm_eval.tasks  # noqa: F401
     except ImportError:
         raise ConfigError("--tasks needs lm-eval. Install jaxstack[eval].") from None
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # what it warns of is an error or a note here
+    for library in ("lm_eval", "huggingface_hub"):  # what they warn of is an error or a note here
+        logging.getLogger(library).setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     if include is not None and not include.is_dir():
         raise ConfigError(f"--include={include} is not a directory. Name a folder with the YAML files of tasks.")

@@ -82,9 +82,9 @@ def test_bits_per_byte_by_hand():
     nats = 1 + 2 + 3 + 4 + 3 * (3 + 4) + 4  # the last window has room for one more byte before it: 4 tokens
     assert found == text.TextScore(nats / math.log(2) / 11, nats, 11, 11, 5)
     chars = CharTokenizer("äbc")
-    found = text.score_text(Counting(), chars, "äbc", context=4, overlap=2)  # type: ignore[arg-type]
+    found = text.score_text(Counting(), chars, "äbcä", context=4, overlap=2)  # type: ignore[arg-type]
     # No token precedes the first character, which is left out with its two bytes.
-    assert found == text.TextScore(3 / math.log(2) / 2, 3.0, 2, 2, 1)
+    assert found == text.TextScore(6 / math.log(2) / 4, 6.0, 3, 4, 1)
     for tokenizer, content, message in (
         (chars, "b", "there is no token to score"),
         (IdTokenizer(5), "1 2", "does not keep the whole text"),
