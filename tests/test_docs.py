@@ -89,6 +89,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"--preflight": "several processes; tests/runtime/test_processes.py",
     r"^serve |^curl ": "a server, which does not end; tests/serve/test_serve_command.py",
     r"^compress|^generate runs/small|init_from=runs/pruned": "half a minute; tests/compress/test_command.py",
+    r"^eval .*--tasks": "an extra; tests/evaluate/test_evaluate.py",
     r"^debug ": "a run with a bad step; tests/debug/test_search.py",
     r"^plan fit": "runs of several sizes; tests/planner/test_scaling_law.py",
     r"^plan run": "files and pictures; tests/planner/test_plan_run.py",
@@ -130,7 +131,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),
     (r"^(generate|chat)", ["--sample.tokens=8"]),
-    (r"^(report|data|import|export|schedule|completion|help|plan experts) |^--help$", []),
+    (r"^(report|eval|data|import|export|schedule|completion|help|plan experts) |^--help$", []),
 ]
 
 

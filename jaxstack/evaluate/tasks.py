@@ -1,6 +1,7 @@
 """Loads tasks of `lm-eval`, and turns its results into records. JAX is not imported here."""
 
 import difflib
+import functools
 import importlib.metadata
 import logging
 import random
@@ -45,18 +46,19 @@ def load_tasks(names: Sequence[str], include: Path | None, fewshot: int | None) 
     """
     try:
         import datasets
-        from lm_eval.tasks import TaskManager
+        import lm_eval.tasks  # noqa: F401
     except ImportError:
         raise ConfigError("--tasks needs lm-eval. Install jaxstack[eval].") from None
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # what it warns of is an error or a note here
+    for library in ("lm_eval", "huggingface_hub"):  # what they warn of is an error or a note here
+        logging.getLogger(library).setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     if include is not None and not include.is_dir():
         raise ConfigError(f"--include={include} is not a directory. Name a folder with the YAML files of tasks.")
     where = None if include is None else str(include)
     try:
-        manager = TaskManager(include_path=where, include_defaults=where is None)
+        manager = _manager(where, where is None)
         if not {*names} <= {*manager.all_tasks}:  # its own tasks are thousands of files, which take seconds to read
-            manager = TaskManager(include_path=where)
+            manager = _manager(where, True)
     except Exception as error:  # it reads every file of the folder, which may have anything
         raise ConfigError(f"--include={include} cannot be read: {_reason(error)}. Check its YAML files.") from None
     known = manager.all_tasks
@@ -77,6 +79,14 @@ def load_tasks(names: Sequence[str], include: Path | None, fewshot: int | None) 
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"--tasks={task.task_name} has pictures or sounds. Choose tasks of text.")
     return Tasks(loaded, any(getattr(task, "UNSAFE_CODE", False) for task in loaded["tasks"].values()))
+
+
+@functools.cache
+def _manager(include: str | None, defaults: bool) -> Any:
+    """Returns the index of the tasks in a folder, with or without those of `lm-eval`."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include, include_defaults=defaults)
 
 
 def _load(manager: Any, *names: str) -> Any:

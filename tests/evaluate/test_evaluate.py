@@ -82,9 +82,9 @@ def test_bits_per_byte_by_hand():
     nats = 1 + 2 + 3 + 4 + 3 * (3 + 4) + 4  # the last window has room for one more byte before it: 4 tokens
     assert found == text.TextScore(nats / math.log(2) / 11, nats, 11, 11, 5)
     chars = CharTokenizer("äbc")
-    found = text.score_text(Counting(), chars, "äbc", context=4, overlap=2)  # type: ignore[arg-type]
+    found = text.score_text(Counting(), chars, "äbcä", context=4, overlap=2)  # type: ignore[arg-type]
     # No token precedes the first character, which is left out with its two bytes.
-    assert found == text.TextScore(3 / math.log(2) / 2, 3.0, 2, 2, 1)
+    assert found == text.TextScore(6 / math.log(2) / 4, 6.0, 3, 4, 1)
     for tokenizer, content, message in (
         (chars, "b", "there is no token to score"),
         (IdTokenizer(5), "1 2", "does not keep the whole text"),
@@ -315,6 +315,21 @@ def test_the_results_of_lm_eval_become_records():
     ]
     assert (results[0]["task_version"], results[0]["fewshot"], results[0]["samples"]) == (3, 5, 4)
     assert (results[0]["higher_is_better"], results[1]["higher_is_better"]) == (True, None)
+
+
+@pytest.mark.slow
+def test_messages_are_rendered_in_the_template_of_the_run():
+    """With a prompt for the answer, or up to the end of an answer that has begun."""
+    pytest.importorskip("lm_eval", minversion="0.4.13")
+    from jaxstack.data.chat import PlainTemplate
+    from jaxstack.evaluate.harness import RunModel
+
+    run: Any = SimpleNamespace(tokenizer=ByteTokenizer())
+    model = RunModel(run, context=64, rows=4, template=PlainTemplate())
+    asked = [{"role": "user", "content": "Why?"}]
+    assert model.apply_chat_template(asked) == "<|user|>\nWhy?\n<|assistant|>\n"
+    begun = [*asked, {"role": "assistant", "content": "Because"}]
+    assert model.apply_chat_template(begun, add_generation_prompt=False) == ("<|user|>\nWhy?\n<|assistant|>\nBecause")
 
 
 @pytest.mark.slow
