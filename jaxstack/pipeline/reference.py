@@ -1,6 +1,7 @@
 """The reference of pipelines: a forward pass through all stages, which autodiff turns into GPipe."""
 
 from collections.abc import Callable, Collection
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -68,9 +69,6 @@ def _through(
 ) -> tuple[PyTree, jax.Array, PyTree]:
     """Returns what `forward` does, of one stack of layers, from the inputs of its first layer [M, ...]."""
 
-    def name_of(path: KeyPath) -> str | None:
-        return path[0].key if path and isinstance(path[0], DictKey) else None
-
     P, V, max_groups = stages.stages, stages.chunks, stages.max_groups
     M = jax.tree.leaves(entered)[0].shape[0]
     stage = lax.axis_index(axis)
@@ -93,13 +91,7 @@ def _through(
             is_layer = group_of_slot[slot] >= 0
             y, share, extra = layer(index_leading(stacked, slot), x, group_of_slot[slot], inputs)
             counts = is_layer & active
-
-            def record(path: KeyPath, s: jax.Array, e: jax.Array) -> jax.Array:
-                if name_of(path) in kept:
-                    return write_at(s, jnp.where(counts, e, read_at(s, slot, m)), slot, m)
-                return add_at(s, jnp.where(counts, e, 0), slot)
-
-            sums = jax.tree.map_with_path(record, sums, extra)
+            sums = jax.tree.map_with_path(partial(_record, kept, counts, (slot, m)), sums, extra)
             return (where(is_layer, y, x), penalty + jnp.where(counts, share, 0), sums), None
 
         (x, penalty, sums), _ = lax.scan(one_group, (x, penalty, sums), jnp.arange(max_groups))
@@ -115,9 +107,24 @@ def _through(
     _, penalty0, aux0 = jax.eval_shape(first_group)
     slots = len(group_of_slot)
     sums = jax.tree.map_with_path(
-        lambda path, a: zeros(a, (axis,), (slots, M) if name_of(path) in kept else (slots,)), aux0
+        lambda path, a: zeros(a, (axis,), (slots, M) if _name_of(path) in kept else (slots,)), aux0
     )
     # The tick at which each microbatch leaves the last layer.
     end_ticks = np.asarray([P - 1 + m // P * V * P + (V - 1) * P + m % P for m in range(M)])
     (_, penalty, sums), outputs = lax.scan(tick, (x0, zeros(penalty0, (axis,)), sums), jnp.arange(end_ticks.max() + 1))
     return broadcast(jax.tree.map(lambda a: a[end_ticks], outputs), stage, P - 1, axis), penalty, sums
+
+
+def _name_of(path: KeyPath) -> str | None:
+    """Returns the name of an auxiliary value."""
+    return path[0].key if path and isinstance(path[0], DictKey) else None
+
+
+def _record(
+    kept: Collection[str], counts: jax.Array, at: tuple[jax.Array, jax.Array], path: KeyPath, s: jax.Array, e: jax.Array
+) -> jax.Array:
+    """Returns the sums of an auxiliary value with that of a layer, or what is kept of every microbatch."""
+    slot, m = at
+    if _name_of(path) in kept:
+        return write_at(s, jnp.where(counts, e, read_at(s, slot, m)), slot, m)
+    return add_at(s, jnp.where(counts, e, 0), slot)

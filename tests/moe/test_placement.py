@@ -32,6 +32,18 @@ def test_the_hot_expert_gets_the_free_slots_and_the_devices_equal_loads():
     assert imbalance(even(2, 4, 2).device_load(np.asarray([[60, 20, 10, 10], [0, 0, 0, 0]]))).tolist() == [1.6, 1.0]
 
 
+def test_the_expert_with_the_most_tokens_for_each_replica_gets_one_more():
+    """With 50, 40, 6 and 4 tokens, 50 is divided first, and then 40 is more than 25."""
+    (layer,) = place(np.asarray([[50, 40, 6, 4]]), devices=3, slots=2).stored
+    assert np.bincount(layer).tolist() == [2, 2, 1, 1]
+
+
+def test_a_swap_makes_devices_equal():
+    """From the heaviest down, 3, 3, 2, 2, 2 and 0 are packed as 7 and 5. After a swap of 3 and 2, both have 6."""
+    load = np.asarray([[3, 3, 2, 2, 2, 0]])
+    assert place(load, devices=2, slots=3).device_load(load).tolist() == [[6, 6]]
+
+
 def test_replicas_of_an_expert_divide_its_tokens():
     placement = Placement(3, np.asarray([[[2, 0], [0, 1], [0, 2]]]))
     assert placement.stored.tolist() == [[2, 0, 0, 1, 0, 2]]
@@ -68,9 +80,9 @@ def test_swaps_only_lower_the_largest_load_and_no_device_stores_an_expert_twice(
 def test_the_pairs_of_an_expert_take_turns_on_its_replicas():
     """Device 1 begins with the second replica. Expert 1 has one replica, in slot 3."""
     replicas = jnp.asarray([[1, 2, 4], [3, -1, -1], [0, 5, -1]])
-    chosen = jnp.asarray([[0, 1], [2, 0], [0, 2], [0, 1]])
-    assert choose_replicas(chosen, replicas, 0).tolist() == [[1, 3], [0, 2], [4, 5], [1, 3]]
-    assert choose_replicas(chosen, replicas, 1).tolist() == [[2, 3], [5, 4], [1, 0], [2, 3]]
+    chosen = jnp.asarray([[0, 1], [2, 0], [0, 2], [2, 1]])
+    assert choose_replicas(chosen, replicas, 0).tolist() == [[1, 3], [0, 2], [4, 5], [0, 3]]
+    assert choose_replicas(chosen, replicas, 1).tolist() == [[2, 3], [5, 4], [1, 0], [5, 3]]
 
 
 GOOD = {"experts": 3, "devices": 2, "slots": 2, "layers": [[[0, 1], [0, 2]], [[2, 1], [0, 2]]]}

@@ -61,7 +61,7 @@ mistakes(
     "moe", "moe/placement.py", "moe/test_placement.py",
     ("share = load / (self.replicas >= 0).sum(-1)", "share = load / 1"),
     ("np.where(counts < devices, load / counts, -1.0)", "np.where(counts < devices, load, -1.0)"),
-    ("key=lambda e: -share[e]", "key=lambda e: share[e]"),
+    ("(after < total[busy] * (1 - 1e-9))", "(after < 0)"),
     ("if missing := sorted(set(range(num_experts)) - held):", "if missing := sorted(held - held):"),
 )  # fmt: skip
 
