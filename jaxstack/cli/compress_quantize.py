@@ -97,16 +97,8 @@ def main(args: Namespace) -> None:
     hf.family_of(opened.model)  # before anything is computed: the result must be a family's
     how = settings(args)
     quant = cfg.train.quant if how.scheme.inputs == "none" else how.scheme.inputs
-    if how.scheme.inputs != "none" and opened.model.moe.num_experts:
-        raise ConfigError(
-            f"--activations={args.activations} does not round the inputs of experts, and {run} has "
-            f"model.moe.num_experts={opened.model.moe.num_experts}. Use --activations=none."
-        )
-    if how.scheme.kind == "normal" and opened.model.moe.num_experts:
-        raise ConfigError(
-            f"--weights=nf4 has no layout for experts that transformers loads, and {run} has "
-            f"model.moe.num_experts={opened.model.moe.num_experts}. Use --weights=int4."
-        )
+    if opened.model.moe.num_experts:
+        check_experts(how.scheme, f"{run} has model.moe.num_experts={opened.model.moe.num_experts}")
     rounding = replace(opened.context, quant=quant)  # the layers after a layer read what its rounded inputs make
     walk = quantize.Walk.of(opened.model, rounding)
     if args.method == "awq":
@@ -137,6 +129,26 @@ def settings(args: Namespace) -> "Settings":
     from jaxstack.compress.quantize import Settings
 
     return Settings(Scheme.of(args.weights, args.group, args.activations), args.method, args.dtype)
+
+
+def check_experts(scheme: Scheme, given: str) -> None:
+    """Checks that experts can have a format.
+
+    Args:
+      scheme: the format.
+      given: says which run has experts.
+
+    Raises:
+      ConfigError: they cannot.
+    """
+    if scheme.inputs != "none":
+        raise ConfigError(
+            f"--activations={scheme.inputs} does not round the inputs of experts, and {given}. Use --activations=none."
+        )
+    if scheme.kind == "normal":
+        raise ConfigError(
+            f"--weights=nf4 has no layout for experts that transformers loads, and {given}. Use --weights=int4."
+        )
 
 
 def describe(walk: "Walk", scheme: Scheme) -> str:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import jaxstack as js
+from jaxstack.cli.compress_quantize import check_experts
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.compress import quantize, sparsify
 from jaxstack.config import ConfigError
+from jaxstack.config.scheme import Scheme
 from jaxstack.models import params
 
 FLAGS = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.num_kv_heads=2 --model.d_ff=40
@@ -91,6 +93,7 @@ def test_activations_of_8_bits_are_rounded_wherever_the_result_is_used(run, caps
     ("flags", "text"),
     [(["--mesh.pipe=2"], "mesh.pipe=2 cannot be used"), (["--mesh.expert=2"], "mesh.expert=2 cannot be used"),
      (["--weights=int2"], "weights"), (["--group=0"], "group=0"),
+     (["--weights=nf4", "--group=32"], "nf4 with group=32 cannot be stored. Use one of 64, 128"),
      (["--activations=int8"], "not with int4 with a scale for 64 inputs. Use weights=int8 and group null"),
      (["--activations=int8", "--weights=int8"], "not with int8 with a scale for 64 inputs")],
 )  # fmt: skip
@@ -174,6 +177,16 @@ def test_zeros_stay_in_further_training_on_a_mesh(run, monkeypatch):
         for path, mask in zero.items():
             if spec[path].kind == "matrix":
                 np.testing.assert_array_equal(np.asarray(trained[path]) == 0, mask, err_msg=f"{name} {path}")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "text"),
+    [(Scheme(8, inputs="int8"), "activations=int8 does not round"), (Scheme(4, 64, "normal"), "Use --weights=int4")],
+)
+def test_formats_that_experts_cannot_have_are_refused(scheme, text):
+    check_experts(Scheme(4, 64), "RUN has experts")
+    with pytest.raises(ConfigError, match=text):
+        check_experts(scheme, "RUN has experts")
 
 
 @pytest.mark.parametrize(
