@@ -242,9 +242,13 @@ parser.run("jaxstack", sys.argv[1:])
         --data.batch_size=4 --mesh.data=1 --mesh.pipe=2 --model.num_layers=2 --model.d_model=16 --model.num_heads=2
         --train.steps=2 --train.eval_steps=1"""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", patch, *flags.split()], capture_output=True, text=True, env=env)
+    (tmp_path / "broken.py").write_text(patch)
+    words = [sys.executable, str(tmp_path / "broken.py"), *flags.split()]
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
     assert done.returncode == 2, done.stderr
     lines = done.stderr.splitlines()
     assert lines[0].startswith("jaxstack train: error: dot_general requires")
+    assert lines[1].endswith("broken.py:8 in <lambda>")
     assert lines[2] == f"{LAYER}, on 2 stages"
+    assert lines[4] == "params['w_down'] float32[344,16]  layers/mlp/w_down: mlp 344, embed 16"
     assert len(lines) == 6
