@@ -110,6 +110,27 @@ def test_a_row_that_is_free_takes_the_next_prompt_at_once():
     assert int(batch._state["slot"]) == 8
 
 
+@pytest.mark.slow
+def test_a_text_that_was_begun_before_continues_with_its_own_random_numbers():
+    """Its first tokens are given again, and count as added."""
+    _, batch = batch_of(2)
+    sample, mark = replace(SAMPLED, tokens=12, repetition_penalty=1.0), np.asarray([3, 1], np.uint32)
+
+    def text(begun: list[int]) -> list[int]:
+        batch.add(Prompt(0, [1, 2, 3, *begun], sample, mark, seed=5, begun=len(begun)))
+        parts = []
+        while batch.busy:
+            parts += batch.advance()
+        assert [part.ended for part in parts] == [False] * (len(parts) - 1) + [True]
+        return [token for part in parts for token in part.tokens]
+
+    whole = text([])
+    assert len(whole) == 12
+    assert len(set(whole)) > 3
+    for count in (1, 6, 11):
+        assert text(whole[:count]) == whole[count:]
+
+
 def test_the_cache_has_room_for_the_longest_text_and_no_more(monkeypatch):
     """It grows and shrinks while texts are written, and they stay as they are."""
     engine, batch = batch_of(2)

@@ -27,3 +27,9 @@ mistakes(
     "evaluate", "kernels/cross_entropy.py", "generate/test_score.py -k gradients",
     ("better = (logits > chosen) | ((logits == chosen) & (here < own))", "better = logits > chosen"),
 )  # fmt: skip
+
+mistakes(
+    "evaluate", "generate/exact.py", "generate/test_exact.py -m slow -k 'gradients and float32'",
+    ("added[i] = [*added[i][:wrong], chosen[wrong]]", "added[i] = added[i][: wrong + 1]"),
+    ("jnp.arange(S) + 1 - ends[:, None]", "jnp.arange(S) - ends[:, None]"),
+)  # fmt: skip
