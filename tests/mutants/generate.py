@@ -157,7 +157,7 @@ mistakes(
 mistakes(
     "generate",
     "generate/kv_cache.py",
-    "generate/test_replicas.py -k uncached",
+    "generate/test_replicas.py -k texts_of_one_device",
     ('            "loss_weights": there,\n', ""),
     ("broadcast_to(counted[:, None], tokens.shape)", "broadcast_to(counted[:, None] | True, tokens.shape)"),
 )
