@@ -113,12 +113,14 @@ def test_bad_steps_with_lines_of_their_own_are_told_once(tmp_path):
     """Between two training lines, or beside one; the losses that they name are no points of the curve."""
     own = [
         {"step": 12, "event": "skipped", "loss": None, "grad_norm": None, "skipped": 1, "batch": "step 11: a"},
+        {"step": 15, "event": "compiled again", "function": "train_step", "changed": ["a: x -> y", "b: new"]},
         {"step": 20, "event": "spike", "loss": 9.0, "grad_norm": 1.0, "skipped": 2, "batch": "step 19: b"},
     ]
     lines = [training(10), *own, training(20, spike=1, skipped=2), training(30, skipped=3)]
     (run,) = runs.read_runs([write(tmp_path / "run", lines)])
     assert runs.list_events(run) == [
         (12, "skipped", "loss -; batch of step 11: a"),
+        (15, "compiled again", "train_step: a: x -> y; b: new"),
         (20, "spike", "loss 9.0000; batch of step 19: b"),
         (30, "skipped", "1 of the steps since the line before"),  # as lines of earlier versions say it
     ]
