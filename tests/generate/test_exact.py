@@ -59,6 +59,8 @@ def test_log_probabilities_are_those_of_the_program_with_gradients(dtype, rng):
     (_, trained), _ = trainer(CFG, ctx.whole_sequences())(values, {"tokens": rows[:, :-1], "targets": rows[:, 1:]})
     for own, prompt, one in zip(np.asarray(trained), prompts, found, strict=True):
         np.testing.assert_array_equal(one.log_probs, own[len(prompt) - 1 : len(prompt) - 1 + len(one.tokens)])
+    if dtype == "float32":  # drafts differ in the last bits, which choose another token once in a million
+        assert sum(one.redrafted for one in found) <= 1
     alone = [exact.texts([prompt], 4)[0] for prompt in prompts[:4]]
     assert_equal(alone, found[:4])  # none of the first four is a prompt that occurred before
     noise = jax.tree.map(lambda a: a + rng.normal(0, 0.05, a.shape).astype(np.float32), values)
