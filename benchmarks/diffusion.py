@@ -9,8 +9,8 @@ drawn pictures, so it is that of drawing with other noise.
 
 The held-out loss of each twentieth of the time shows where experts are better than one MLP, and where they are not.
 
-Results go to `benchmarks/results/diffusion.json`, or with `--name` to a file of that name. Flags after `--` are for
-`jaxstack train`, on both sides.
+Results go to `benchmarks/results/diffusion_patches.json`, or with `--name` to a file of that name; `diffusion.json` has
+those of a former configuration. Flags after `--` are for `jaxstack train`, on both sides.
 """
 
 import argparse
@@ -117,9 +117,9 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--kinds", nargs="+", default=["experts", "dense"], choices=["experts", "dense"])
-    arguments.add_argument("--steps", type=int, default=1000)
+    arguments.add_argument("--steps", type=int, default=2000)
     arguments.add_argument("--pictures", type=int, default=5000)
-    arguments.add_argument("--name", default="diffusion")
+    arguments.add_argument("--name", default="diffusion_patches")
     arguments.add_argument("flags", nargs="*")
     given = arguments.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
