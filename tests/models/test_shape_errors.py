@@ -53,17 +53,22 @@ LAYER = "layer    layers/mlp, in each of 2 layers of the decoder"
 @pytest.mark.parametrize(
     ("sizes", "layer", "x", "w"),
     [
-        ({}, LAYER, "float32[8,32,64]  batch 8, sequence 32, embed 64", "float32[96,64]  {}: mlp 96, embed 64"),
+        (
+            {},
+            LAYER,
+            "float32[8,32,64]  layers/mlp_norm/out: batch 8, sequence 32, embed 64",
+            "float32[96,64]  {}: mlp 96, embed 64",
+        ),
         (
             {"fsdp": 2, "tensor": 2},
             LAYER,
-            "float32[4,16,64]  batch 4 (over fsdp=2), sequence 16 (over tensor=2), embed 64",
+            "float32[4,16,64]  layers/mlp_norm/out: batch 4 (over fsdp=2), sequence 16 (over tensor=2), embed 64",
             "float32[48,64]  {}: mlp 48 (96 over tensor=2), embed 64",
         ),
         (
             {"pipe": 2},
             f"{LAYER}, on 2 stages",
-            "float32[1,32,64]  batch 1, sequence 32, embed 64",
+            "float32[1,32,64]  layers/mlp_norm/out: batch 1, sequence 32, embed 64",
             "float32[96,64]  {}: mlp 96, embed 64",
         ),
     ],
@@ -99,7 +104,7 @@ def test_a_weight_of_another_shape_is_named_with_the_declared_size():
 
 
 def test_a_layer_that_returns_another_dtype_is_told_so(monkeypatch):
-    monkeypatch.setattr(layers, "mlp", lambda cfg, params, x, ctx: x.astype(jnp.complex64))
+    monkeypatch.setattr(layers, "mlp", lambda cfg, params, x, ctx: (x.astype(jnp.complex64), {}))
     lines, _ = traced({})
     assert "must have equal types, but they differ: The input carry x has type float32[8,32,64]" in lines[0]
     assert "A layer must return the residual stream with the shape and dtype that it reads." in lines[-1]
