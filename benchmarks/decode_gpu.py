@@ -68,11 +68,7 @@ class Decoding:
 
     def start(self, weights: Any, tokens: Any) -> Any:
         """Reads prompts [B, S] and returns the state after the first new token."""
-        from jaxstack.generate import decode
-
-        sampler = self._sampler(*weights)
-        logits, cache = sampler.model.prefill(tokens)
-        return sampler.start(logits, cache, decode.used_at_first(tokens, sampler.model.first, logits, sampler.sample))
+        return self._sampler(*weights).read(tokens)
 
     def extend(self, weights: Any, state: Any, until: Any) -> Any:
         """Returns the state with tokens added until there are `until`."""

@@ -90,7 +90,7 @@ class Conversation:
         return common
 
     def _used(self, tokens: list[int], replicas: int) -> np.ndarray:
-        """Returns which tokens a text contains, as `decode.used_at_first` does."""
+        """Returns which tokens a text contains, as `row_sampler.used_at_first` does."""
         used = np.zeros((replicas, self._engine.cfg.vocab), bool)
         if self._work.sample.repetition_penalty == 1:
             return used[:, :0]

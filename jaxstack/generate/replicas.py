@@ -56,9 +56,10 @@ def place(run: TrainedRun, path: Path, found: Placement) -> TrainedRun:
     """
     ctx = run.context
     placement.require_devices(path, found, 1 if ctx.mesh is None else ctx.mesh.shape["expert"])
-    layers = run.params["layers"]
+    stack, _ = family.only_stack(run.model)
+    layers = run.params[stack]
     moe = layers["moe"] | _stored(run, found, ctx)
-    params = {**run.params, "layers": {**layers, "moe": moe}}
+    params = {**run.params, stack: {**layers, "moe": moe}}
     return replace(run, params=params, context=replace(ctx, placement=found))
 
 
@@ -67,7 +68,9 @@ def _stored(run: TrainedRun, found: Placement, ctx: Context) -> Params:
 
     The devices gather one layer at a time.
     """
-    held = {name: run.params["layers"]["moe"][name] for name in NAMES if name in run.params["layers"]["moe"]}
+    stack, _ = family.only_stack(run.model)
+    experts = run.params[stack]["moe"]
+    held = {name: experts[name] for name in NAMES if name in experts}
     order = found.stored if ctx.stages is None else found.stored[np.maximum(ctx.stages.layer_of_slot, 0)]
     expert = ctx.axes("experts")
 
@@ -80,7 +83,7 @@ def _stored(run: TrainedRun, found: Placement, ctx: Context) -> Params:
 
     if ctx.mesh is None or ctx.mesh.size == 1:
         return jax.jit(work)(held, jnp.asarray(order))
-    declared = ctx.parameters(family.spec(run.model))["layers"]["moe"]
+    declared = ctx.parameters(family.spec(run.model))[stack]["moe"]
     where = {name: declared[name] for name in held}
     first = next(iter(where.values()))
     return jax.jit(ctx.local(work, (where, PartitionSpec(*first[:2])), where))(held, order)

@@ -138,8 +138,9 @@ def read(path: Path, num_layers: int, num_experts: int) -> Placement:
     advice = "Make it with `jaxstack plan experts`."
     given = _read_json(path, advice)
     try:
-        found, devices, slots = int(given["experts"]), int(given["devices"]), int(given["slots"])
-        layers = [[[int(expert) for expert in device] for device in layer] for layer in given["layers"]]
+        *sizes, lists = (given[key] for key in ("experts", "devices", "slots", "layers"))
+        found, devices, slots = map(int, sizes)
+        layers = [[[int(expert) for expert in device] for device in layer] for layer in lists]
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
             f"{path} is not a placement: it needs experts, devices, slots and layers, lists of experts. {advice}"
