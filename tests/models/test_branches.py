@@ -65,7 +65,11 @@ def one_window(family, model, values, batch):
 
 @pytest.mark.random
 @pytest.mark.parametrize(
-    ("kind", "packing"), [pytest.param("branches", True, marks=pytest.mark.slow), ("deep_branches", False)]
+    ("kind", "packing"),
+    [
+        pytest.param("branches", True, marks=pytest.mark.slow),
+        pytest.param("deep_branches", False, marks=pytest.mark.slow),
+    ],
 )
 def test_losses_and_gradients_are_those_of_an_encoder_and_a_decoder(kind, packing, seed):
     """Each window has a call of its own, on arrays without the dimension of windows."""

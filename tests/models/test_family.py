@@ -203,11 +203,14 @@ PIPELINES = ("pipeline", "interleaved")
 @pytest.mark.parametrize(
     ("split", "stacks"),
     [
-        ("fsdp_tensor", 2),
         ("pipeline", 2),
         *(
             pytest.param(*both, marks=pytest.mark.slow)
-            for both in (*(("accumulation", n) for n in (1, 2)), *((s, 1) for s in ("fsdp_tensor", *PIPELINES)))
+            for both in (
+                *(("accumulation", n) for n in (1, 2)),
+                *((s, 1) for s in ("fsdp_tensor", *PIPELINES)),
+                ("fsdp_tensor", 2),
+            )
         ),
     ],
 )
