@@ -107,8 +107,9 @@ def main(args: Namespace) -> None:
     # The newest step may be another one when the command continues.
     newest = max(manifest.complete_steps(run_dir.checkpoints(Path(opened.config.run.dir))), default=None)
     chosen |= {"run": str(run.resolve()), "step": newest if args.step is None else args.step}
+    scales = describe(walk, how.scheme)  # raises an error, where it does, before there is a folder
     kept = unfinished.open_folder(out, chosen | {"group": how.scheme.group})
-    print(describe(walk, how.scheme))
+    print(scales)
     layers = []
     batches = calibration(opened, 0 if args.method == "rtn" else args.sequences)
     for index, layer in enumerate(quantize.quantize(walk, opened.params, batches, how, kept.read)):
@@ -152,9 +153,17 @@ def check_experts(scheme: Scheme, given: str) -> None:
 
 
 def describe(walk: "Walk", scheme: Scheme) -> str:
-    """Returns one line about the scales of the matrices."""
+    """Returns one line about the scales of the matrices.
+
+    Raises:
+      ConfigError: nf4 whose group does not divide the inputs of a matrix.
+    """
     inputs = {path: prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes]) for path, p in walk.matrices.items()}
-    whole = [f"{path} ({size})" for path, size in inputs.items() if scheme.groups(size) == 1]
+    whole = [
+        f"{path} ({size})"
+        for path, size in inputs.items()
+        if scheme.groups(size) == 1 and size != scheme.group  # a group may be all inputs
+    ]
     if not whole or len(whole) == len(inputs):
         return f"{scheme.bits} bits, " + ("one scale an output" if whole else f"a scale for {scheme.group} inputs")
     return (

@@ -94,6 +94,7 @@ def test_activations_of_8_bits_are_rounded_wherever_the_result_is_used(run, caps
     [(["--mesh.pipe=2"], "mesh.pipe=2 cannot be used"), (["--mesh.expert=2"], "mesh.expert=2 cannot be used"),
      (["--weights=int2"], "weights"), (["--group=0"], "group=0"),
      (["--weights=nf4", "--group=32"], "nf4 with group=32 cannot be stored. Use one of 64, 128"),
+     (["--weights=nf4"], "nf4 with group=64 cannot be used for a matrix with"),
      (["--activations=int8"], "not with int4 with a scale for 64 inputs. Use weights=int8 and group null"),
      (["--activations=int8", "--weights=int8"], "not with int8 with a scale for 64 inputs")],
 )  # fmt: skip
