@@ -107,7 +107,8 @@ def moe_in_rounds(
     plan = Plan(experts, order, starts, back - starts[shard])
     rounds = (jnp.diff(starts).max() + room - 1) // room
     # Without `pipe`: the stages of a pipeline need not run a layer at the same time, or equally often.
-    rounds = lax.pmax(rounds, tuple(axis for axis in collectives.varies_along(rounds) if axis != "pipe"))
+    if axes := tuple(axis for axis in collectives.varies_along(rounds) if axis != "pipe"):
+        rounds = lax.pmax(rounds, axes)
     one_round = partial(_one_round, exchange)
 
     def forward(rounds: jax.Array, plan: Plan, *values: Any) -> tuple[jax.Array, Any]:

@@ -271,7 +271,7 @@ def test_faults_outside_of_layers_and_in_bfloat16(monkeypatch):
     cfg, ctx, values, batch = setting("llama3", accum=2)
     found = replay.explain(cfg, ctx, values, batch | {"loss_weights": np.zeros_like(batch["loss_weights"])})
     assert found.frames[0][0].endswith("training/losses.py")
-    assert found.frames[0][2] == "shares"
+    assert found.frames[0][2] == "share"
     assert found.equation.primitive.name == "div"
 
     wrap_block(monkeypatch, 0, exponential)
