@@ -32,7 +32,8 @@ def losses(directory):
 def test_a_run_is_resumed_bit_for_bit_and_its_loss_is_named(tmp_path, rng, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(c) for c in rng.integers(97, 122, 9000)))
-    flags = [*FLAGS, f"--data.path={text}"]
+    # The other schedules have train.steps as a constant, and XLA may fuse and round another program otherwise.
+    flags = [*FLAGS, f"--data.path={text}", "--optim.schedule=constant"]
     for name, steps in (("straight", 4), ("resumed", 2), ("resumed", 4)):
         main(parse_config([*flags, f"--train.steps={steps}", f"--run.dir={tmp_path / name}"]))
     assert losses(tmp_path / "straight") == losses(tmp_path / "resumed")
