@@ -253,7 +253,9 @@ def test_side_inputs_and_losses_with_tokens_of_their_own(monkeypatch, rng, seed,
     ):
         order = ctx.stages.of(path).slot_of_layer if p.stacked and ctx.stages else slice(None)
         one = np.asarray(one)[order]
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max(), err_msg=path)
+        # Where terms of gradients cancel, two of 16,384 numbers are off by 1.1e-5 of the largest. A wrong denominator
+        # changes all of them, by a percent or more.
+        np.testing.assert_allclose(one, other, rtol=0, atol=3e-5 * np.abs(other).max(), err_msg=path)
 
 
 def sizes(cfg: Config) -> int:
