@@ -64,6 +64,7 @@ def test_operations_on_a_mesh_are_compiled_once(rng):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch, devices):
     """Each of two layers has a breakpoint, which stops once, under recomputation too."""

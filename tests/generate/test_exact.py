@@ -43,6 +43,7 @@ def trainer(cfg: ModelConfig, ctx: Context) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.random
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
 def test_log_probabilities_are_those_of_the_program_with_gradients(dtype, rng):

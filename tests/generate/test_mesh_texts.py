@@ -126,6 +126,7 @@ def test_any_number_of_prompts_passes_the_stages_in_turn(mesh, rows):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_stages_run_their_layers_on_the_rows_of_a_group_and_never_for_nothing(monkeypatch):
     """Four rows on two stages of one layer: 11 tokens after the first, of two groups of two rows, in each layer."""
     ran, step = [], decoder.scan_block

@@ -95,6 +95,7 @@ def test_replicas_on_other_meshes(run_path, tmp_path, mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "mesh", "tokens"),
     [

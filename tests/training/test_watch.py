@@ -146,7 +146,7 @@ def by_hand(cfg, values, batch):
     return {name: statistics(a) for name, a in found.items()} | {n: {"value": v} for n, v in scalars.items()}
 
 
-SLOW = pytest.mark.slow
+SLOW = (pytest.mark.slow, pytest.mark.matrix)
 HAND = ["mixtral", *(pytest.param(name, marks=SLOW) for name in ("gemma2", "llama3", "gated_bias", "sigmoid", "gpt2"))]
 
 
