@@ -18,7 +18,7 @@ from jaxstack.cli.export_model import write_tokenizer
 from jaxstack.config import ConfigError, LoraConfig, MeshConfig, parse
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.parse import Parser, user_path
-from jaxstack.config.scheme import Scheme
+from jaxstack.config.scheme import Name, Scheme
 from jaxstack.generate import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
@@ -32,9 +32,7 @@ def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
     parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
     parser.add_argument("out", metavar="OUT", type=user_path, help="run directory to make")
-    parser.add_argument(
-        "--weights", type=Literal["int4", "int8", "fp8", "nf4"], default="int4", help="format of the matrices"
-    )
+    parser.add_argument("--weights", type=Name, default="int4", help="format of the matrices")
     parser.add_argument(
         "--group",
         type=PositiveInt | None,

@@ -1,9 +1,17 @@
 """The format of quantised matrices: bits of a code, and inputs that share a scale."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from jaxstack.config.bounds import require
+
+Name: TypeAlias = Literal["int4", "int8", "fp8", "nf4"]
+"""A format on the command line and in `train.qat`."""
+
+FORMATS: dict[Name, tuple[Literal[4, 8], Literal["int", "float", "normal"]]] = {
+    "int4": (4, "int"), "int8": (8, "int"), "fp8": (8, "float"), "nf4": (4, "normal"),
+}  # fmt: skip
+"""Bits and kind of each format."""
 
 NF4_GROUPS = (64, 128, 256, 512, 1024, 2048, 4096)
 """Sizes of groups that the layout of nf4 has."""
@@ -48,12 +56,10 @@ class Scheme:
         )
 
     @classmethod
-    def of(
-        cls, name: Literal["int4", "int8", "fp8", "nf4"], group: int | None, inputs: Literal["none", "int8"] = "none"
-    ) -> "Scheme":
+    def of(cls, name: Name, group: int | None, inputs: Literal["none", "int8"] = "none") -> "Scheme":
         """Returns the format with the name that the command line gives to it."""
-        kind: Literal["int", "float", "normal"] = {"fp8": "float", "nf4": "normal"}.get(name, "int")  # type: ignore[assignment]
-        return cls(4 if name.endswith("4") else 8, group, kind, inputs)
+        bits, kind = FORMATS[name]
+        return cls(bits, group, kind, inputs)
 
     def __str__(self) -> str:
         return self.weights + (f", and inputs of {self.inputs}" if self.inputs != "none" else "")
@@ -62,7 +68,8 @@ class Scheme:
     def weights(self) -> str:
         """The format of the matrices in words."""
         scales = "one scale for each output" if self.group is None else f"a scale for {self.group} inputs"
-        return f"{ {'float': 'fp8', 'normal': 'nf4'}.get(self.kind, f'int{self.bits}') } with {scales}"
+        name = next(name for name, known in FORMATS.items() if known == (self.bits, self.kind))
+        return f"{name} with {scales}"
 
     @property
     def is_packed(self) -> bool:

@@ -60,7 +60,8 @@ def load_tasks(names: Sequence[str], include: Path | None, fewshot: int | None) 
         if not {*names} <= {*manager.all_tasks}:  # its own tasks are thousands of files, which take seconds to read
             manager = _manager(where, True)
     except Exception as error:  # it reads every file of the folder, which may have anything
-        raise ConfigError(f"--include={include} cannot be read: {_reason(error)}. Check its YAML files.") from None
+        of = "the tasks of lm-eval" if include is None else f"--include={include}"
+        raise ConfigError(f"{of} cannot be read: {_reason(error)}. Check the YAML files.") from None
     known = manager.all_tasks
     for name in names:
         if name not in known:
@@ -68,7 +69,7 @@ def load_tasks(names: Sequence[str], include: Path | None, fewshot: int | None) 
             advice = f"Did you mean {' or '.join(close)}?" if close else "Name a folder with it by --include."
             raise ConfigError(f"--tasks={name} is not a task, group or tag. {advice}")
     for name in names:
-        _load(manager, name)
+        _load(manager, name)  # alone, so that an error names the task
     loaded = _load(manager, *names)
     for task in loaded["tasks"].values():
         if fewshot is not None and task.get_config("num_fewshot") != 0:

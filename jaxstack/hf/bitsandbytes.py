@@ -7,7 +7,9 @@ dtype and size of a block as JSON. Scales may be of 8 bits themselves ("double q
 """
 
 import json
+import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +109,28 @@ def check(where: str, values: Any) -> None:
     keys.require_empty()
 
 
+def _read_state(name: str, file: Path, text: bytes) -> JsonObject:
+    """Returns the state of a matrix.
+
+    Raises:
+      ConfigError: it is damaged, or of another format.
+    """
+    try:
+        state = json.loads(text)
+        known = state["quant_type"] == "nf4" and state["blocksize"] in NF4_GROUPS and state["dtype"] in _DTYPES
+        known &= len([int(size) for size in state["shape"]]) == 2
+        if "nested_blocksize" in state:
+            known &= int(state["nested_blocksize"]) > 0 and math.isfinite(state["nested_offset"])
+    except (ValueError, TypeError, KeyError):
+        known = False
+    if not known:
+        raise ConfigError(
+            f"{file}: the state of {name} is {text[:200].decode(errors='replace')}, which is not supported. Use nf4 "
+            f"for matrices of float32, bfloat16 or float16, or fetch the folder again."
+        )
+    return state
+
+
 class Nf4Files:
     """The tensors of a folder as if they were not quantised: a part that is read is dequantised.
 
@@ -126,7 +150,7 @@ class Nf4Files:
             if part.endswith(_STATE):
                 name = part.removesuffix(_STATE)
                 self.infos[name] = self._info(name)
-        self.schemes = {self._scheme(state): False for state in self._states.values()}
+        self.schemes = {self._scheme(state) for state in self._states.values()}
 
     def __exit__(self, *_: object) -> None:
         self._files.__exit__()
@@ -144,19 +168,14 @@ class Nf4Files:
         """Returns shape and dtype of a quantised matrix, and keeps its state."""
         held = self._files.infos
         stored = held[name + _STATE].file
-        state = json.loads(self._whole(name + _STATE).tobytes())
+        state = _read_state(name, stored, self._whole(name + _STATE).tobytes())
         nested = (".nested_absmax", ".nested_quant_map") if "nested_blocksize" in state else ()
         for part in (name, f"{name}.absmax", f"{name}.quant_map", *(name + end for end in nested)):
             if part not in held:
                 raise ConfigError(
                     f"{stored} has parts of the quantised matrix {name}, but not {part}. Fetch or save it again."
                 )
-        shape, block, dtype = state.get("shape"), state.get("blocksize"), state.get("dtype")
-        if state.get("quant_type") != "nf4" or block not in NF4_GROUPS or dtype not in _DTYPES or len(shape) != 2:
-            raise ConfigError(
-                f"{stored}: {name} has the format {json.dumps(state)}, which is not supported. Use nf4 for matrices of "
-                f"float32 or bfloat16."
-            )
+        shape, block = state["shape"], state["blocksize"]
         if shape[1] % block:
             raise ConfigError(
                 f"{stored}: {name} of shape {shape} has blocks of {block} numbers, which go over rows. Use a blocksize "
@@ -171,7 +190,7 @@ class Nf4Files:
         if not np.array_equal(self._whole(f"{name}.quant_map"), np.asarray(NF4, np.float32)):
             raise ConfigError(f"{stored}: {name}.quant_map has other numbers than nf4. Fetch or save it again.")
         self._states[name] = state
-        return TensorInfo(stored, tuple(shape), _DTYPES[dtype])
+        return TensorInfo(stored, tuple(shape), _DTYPES[state["dtype"]])
 
     def _whole(self, name: str) -> np.ndarray:
         return self._files.read(name, (slice(None),) * len(self._files.infos[name].shape))

@@ -11,39 +11,22 @@ import jax
 import numpy as np
 import pytest
 from families import ENCODERS, FAMILIES
+from random_runs import write_run
 
 import jaxstack
 from jaxstack.checkpoint import evaluations
 from jaxstack.checkpoint import run_dir as rundir
-from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, RunConfig
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, IdTokenizer
 from jaxstack.evaluate import text
 from jaxstack.generate.score import Scores
-from jaxstack.models.context import Context
 from jaxstack.report import evaluations as reported
-from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state, make_state
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of bytes with random weights that differ, so that texts do."""
-    path = tmp_path_factory.mktemp("run")
-    cfg = Config(
-        model=replace(FAMILIES["llama3"], num_layers=1, vocab_size=256),
-        run=RunConfig(dir=str(path)),
-        data=DataConfig(seq_len=48),
-    )
-    ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
-    rundir.write(cfg, ByteTokenizer().to_json())
-    rng = np.random.default_rng(1)
-    with Checkpoints(cfg.checkpoint, rundir.checkpoints(path)) as checkpoints:
-        state = make_state(cfg, ctx, abstract_state(cfg, ctx))
-        varied = jax.tree.map(lambda a: a + rng.normal(0, 0.1, a.shape).astype(np.float32), state.params)
-        checkpoints.save(7, replace(state, params=varied), {})
-    return path
+    return write_run(tmp_path_factory.mktemp("run"), replace(FAMILIES["llama3"], num_layers=1), seq_len=48, step=7)
 
 
 def test_windows_score_every_token_once_with_the_context_that_they_promise():
@@ -73,7 +56,7 @@ class Counting:
 
 
 def test_bits_per_byte_by_hand():
-    """Ten bytes and the end of the document before them, in windows of 4 tokens that share 2.
+    """Eleven bytes and the end of the document before them, in windows of 4 tokens that share 2.
 
     The first window scores 4 bytes after 1 to 4 tokens, the others 2 each after 3 and 4.
     """

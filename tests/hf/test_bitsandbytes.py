@@ -35,21 +35,24 @@ def write_folder(path, tensors, **changes):
     return path
 
 
-def random_matrix(rng, shape=(6, 192)):
+def random_matrix(rng, shape=(6, 192), dtype="float32"):
     """Returns positions in the table, scales, and the tensors that hold them."""
     positions, scales = rng.integers(0, 16, shape), rng.normal(size=(shape[0], shape[1] // 64)).astype(np.float32)
-    tensors = bitsandbytes.to_tensors(NAME, np.float32(NF4)[positions], scales, "float32")
+    tensors = bitsandbytes.to_tensors(NAME, np.float32(NF4)[positions], scales, dtype)
     return positions, scales, tensors
 
 
-def test_every_part_of_a_matrix_is_what_the_bytes_say(tmp_path, rng):
-    positions, scales, tensors = random_matrix(rng)
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", "F32"), ("bfloat16", "BF16")])
+def test_every_part_of_a_matrix_is_what_the_bytes_say(tmp_path, rng, dtype, stored):
+    """Values are products in float32, whatever the matrix was before."""
+    positions, scales, tensors = random_matrix(rng, dtype=dtype)
     digits = tensors[NAME].tobytes().hex()  # a hexadecimal digit is a position, the first in the high bits
     assert [int(digit, 16) for digit in digits] == positions.ravel().tolist()
     expected = np.float32(NF4)[positions] * np.repeat(scales, 64, axis=1)
     files = quantized_folders.open_tensors(write_folder(tmp_path / "in", tensors | {"b.weight": np.ones(3)}))
     assert {key: info.shape for key, info in files.infos.items()} == {NAME: (6, 192), "b.weight": (3,)}
-    assert (files.scheme_of(NAME), files.scheme_of("b.weight"), [*files.schemes]) == (SCHEME, None, [SCHEME])
+    assert (files.scheme_of(NAME), files.scheme_of("b.weight"), files.schemes) == (SCHEME, None, {SCHEME})
+    assert files.infos[NAME].dtype == stored
     for _ in range(20):
         top, left = rng.integers(0, 6), rng.integers(0, 192)
         index = slice(top, rng.integers(top, 7)), slice(left, rng.integers(left, 193))
@@ -68,10 +71,12 @@ def test_a_folder_is_imported_as_it_was_written(tmp_path, rng, capsys):
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
+STATE = NAME + ".quant_state.bitsandbytes__nf4"
+
+
 def changed_state(tensors, **changes):
-    key = NAME + ".quant_state.bitsandbytes__nf4"
-    state = json.loads(tensors[key].tobytes()) | changes
-    return tensors | {key: np.frombuffer(json.dumps(state).encode(), np.uint8)}
+    state = json.loads(tensors[STATE].tobytes()) | changes
+    return tensors | {STATE: np.frombuffer(json.dumps(state).encode(), np.uint8)}
 
 
 REFUSED = {
@@ -79,6 +84,9 @@ REFUSED = {
     "other numbers": (lambda t: t | {NAME + ".quant_map": np.zeros(16, np.float32)}, {}, "other numbers than nf4"),
     "another size": (lambda t: t | {NAME: t[NAME][1:]}, {}, "has codes [575, 1]"),
     "blocks over rows": (lambda t: changed_state(t, shape=[12, 96]), {}, "blocks of 64 numbers, which go over rows"),
+    "no shape": (lambda t: changed_state(t, shape=None), {}, "which is not supported"),
+    "no JSON": (lambda t: t | {STATE: np.frombuffer(b"{", np.uint8)}, {}, "the state of a.weight is {, which"),
+    "no offset": (lambda t: changed_state(t, nested_blocksize=256), {}, "which is not supported"),
     "another dtype": (lambda t: changed_state(t, dtype="float64"), {}, "which is not supported"),
     "fp4": (lambda t: t, {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
     "8 bits": (lambda t: t, {"load_in_8bit": True}, "load_in_8bit"),

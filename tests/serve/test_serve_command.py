@@ -6,24 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 import serve
 from families import FAMILIES
+from random_runs import write_run
 
 import jaxstack
-from jaxstack.checkpoint import run_dir as rundir
-from jaxstack.checkpoint.store import Checkpoints
-from jaxstack.config import Config, DataConfig, RunConfig
-from jaxstack.data.tokenizers import ByteTokenizer
-from jaxstack.models.context import Context
-from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state, make_state
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("uvicorn")
@@ -31,18 +22,7 @@ pytest.importorskip("uvicorn")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with random weights that differ, so that texts do."""
-    path = tmp_path_factory.mktemp("run")
-    shape = replace(FAMILIES["gpt2"], vocab_size=256)
-    cfg = Config(model=shape, run=RunConfig(dir=str(path)), data=DataConfig(seq_len=64))
-    ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
-    rundir.write(cfg, ByteTokenizer().to_json())
-    rng = np.random.default_rng(1)
-    with Checkpoints(cfg.checkpoint, rundir.checkpoints(path)) as checkpoints:
-        state = make_state(cfg, ctx, abstract_state(cfg, ctx))
-        varied = jax.tree.map(lambda a: a + rng.normal(0, 0.1, a.shape).astype(np.float32), state.params)
-        checkpoints.save(1, replace(state, params=varied), {})
-    return path
+    return write_run(tmp_path_factory.mktemp("run"), FAMILIES["gpt2"], seq_len=64, step=1)
 
 
 def stream(port: int, **body: Any) -> http.client.HTTPResponse:
