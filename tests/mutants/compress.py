@@ -71,3 +71,18 @@ mistakes(
     "compress", "hf/compressed.py", "hf/test_compressed.py -k 'inputs'",
     ('"symmetric": True, "strategy": "token", "dynamic": True}', '"symmetric": True, "strategy": "tensor", "dynamic": True}'),
 )  # fmt: skip
+
+mistakes(
+    "compress", "kernels/rounding.py", "compress/test_rounding.py -k 'nf4'",
+    ("scales = jnp.abs(parts).max(-1)\n    elif", "scales = parts.max(-1)\n    elif"),
+    ("(numbers[1:] + numbers[:-1]) / 2", "numbers[1:]"),
+    ("-0.09105003625154495, 0.0, 0.07958029955625534", "-0.09105003625154495, 0.01, 0.07958029955625534"),
+)  # fmt: skip
+
+mistakes(
+    "compress", "hf/bitsandbytes.py", "hf/test_bitsandbytes.py",
+    ("(high << 4 | low)", "(low << 4 | high)"),
+    ("codes = np.stack([held >> 4, held & 15], axis=-1)", "codes = np.stack([held & 15, held >> 4], axis=-1)"),
+    ("scales = self._scales(name).reshape(shape[0], -1)[rows]", "scales = self._scales(name).reshape(shape[0], -1)[: rows.stop - rows.start]"),
+    ('f"{name}.absmax": scales.astype(np.float32).ravel()', 'f"{name}.absmax": scales.astype(np.float32).T.ravel()'),
+)  # fmt: skip
