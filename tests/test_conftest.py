@@ -28,6 +28,12 @@ def test_goes_on(): pass
 @pytest.mark.slow
 def test_slow(request): assert request.node.get_closest_marker("timeout").args[0] > 600
 """
+LEAVES = """
+import os
+
+def test_changes(): os.environ["ADDED"] = "1"; os.environ["GIVEN"] = "changed"
+def test_reads(): assert "ADDED" not in os.environ and os.environ["GIVEN"] == "1"
+"""
 DEAF = """
 import signal, threading
 
@@ -101,3 +107,8 @@ def test_so_does_one_that_no_signal_reaches(tmp_path):
     assert "1 failed, 1 passed" in done.stdout
     assert "crashed while running 'test_inner.py::test_deaf'" in done.stdout
     assert "in test_deaf" in done.stderr, "the stack says where it hung"
+
+
+def test_what_a_test_changes_in_the_environment_is_undone(tmp_path):
+    done = outcome(tmp_path, LEAVES, "-n", "0", GIVEN="1")
+    assert "2 passed" in done.stdout, done.stdout
