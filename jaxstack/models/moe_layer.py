@@ -116,7 +116,7 @@ def _moe(
     }
     counts = x.shape[0] * x.shape[1] if mask is None else mask
     watched: Aux = {}
-    if routing.logits is not None:  # gates do not choose by scores
+    if routing.logits is not None:  # a hard gate has no scores
         watched = watch.measure_mean(ctx, "moe/router_entropy", aux["entropy"], counts, "batch", "residual")
     aux = {name: collectives.all_reduce(value, between) for name, value in aux.items()} | watched
     h = ctx.gather_activations(x, "mlp")

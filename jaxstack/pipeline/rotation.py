@@ -88,8 +88,8 @@ def groups_of(rows: int, most: int) -> int:
 class RotationFns:
     """What the stages of a rotation run.
 
-    `enter` and `leave` run on all stages at once with equal arguments. Their results must be equal on all stages, but
-    for the type of what enters, of which only stage 0 uses the value.
+    `enter` and `leave` run on all stages at once with equal arguments, and must return equal values on all stages. Only
+    stage 0 uses what `enter` returns, so its type may vary along the stages.
 
     Attributes:
       enter: (state, visit) -> x, the input of the first layer.

@@ -1,4 +1,4 @@
-"""Heat maps of what `debug.watch` has measured: layers over time, each with a sentence about it."""
+"""Draws what `debug.watch` has measured as heat maps of layers over steps, each with a sentence about what it shows."""
 
 import re
 from collections.abc import Sequence
