@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--minutes",
         type=float,
-        help="run tests in an order that depends on the commit, and begin none of `matrix` after this time",
+        help="run tests of `matrix` last, in an order that depends on the commit, and begin none after this time",
     )
 
 
@@ -58,8 +58,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"The tests took their random inputs from --seed={config.option.seed}.")
 
 
+def one_of_many(item: pytest.Item) -> bool:
+    """Returns whether a test is one of a matrix, and none that `matrix(quick=...)` names by words of its parameters."""
+    marker = item.get_closest_marker("matrix")
+    if marker is None:
+        return item.path.parent.name == "aot"
+    return not any(word in item.name for word in marker.kwargs.get("quick", ()))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if one_of_many(item) and item.path.parent.name != "aot":
+            item.add_marker("slow")
         slow = item.get_closest_marker("slow") or item.path.parent.name == "aot"
         if slow and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
@@ -67,6 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("random")
     if items and items[0].config.option.minutes:
         random.Random(seed_of_commit()).shuffle(items)
+        items.sort(key=one_of_many)
 
 
 BEGAN = time.monotonic()
@@ -74,7 +86,7 @@ BEGAN = time.monotonic()
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.option.minutes
-    if minutes and item.get_closest_marker("matrix") and time.monotonic() - BEGAN > 60 * minutes:
+    if minutes and one_of_many(item) and time.monotonic() - BEGAN > 60 * minutes:
         pytest.skip("the time of --minutes is over; the order depends on the commit")
 
 

@@ -1,4 +1,4 @@
-"""Runs tests with other random inputs and reports failures: `python tests/other_seeds.py [--seconds 90]`
+"""Runs tests with other random inputs and reports failures: `python tests/other_seeds.py [--seconds 60]`
 
 The seed depends on the commit, so every commit explores another one. A failure says something about the code or a
 tolerance, not about the commit. It is printed with the command that reproduces it, and the exit code stays 0. Only a
@@ -41,7 +41,7 @@ def findings(log: str, seed: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--seconds", type=float, default=90, help="stop after this time, even if tests remain")
+    parser.add_argument("--seconds", type=float, default=60, help="stop after this time, even if tests remain")
     parser.add_argument("--seed", type=int, default=seed_of_commit())
     given = parser.parse_args()
     command = [sys.executable, "-m", "pytest", "-m", "random and not slow", f"--seed={given.seed}", *FILES]

@@ -50,6 +50,10 @@ import pytest, time
 @pytest.mark.matrix
 @pytest.mark.parametrize("n", range(20))
 def test_one_of_many(n): print("ran", n); time.sleep(0.1)
+def test_of_no_matrix(): print("ran first")
+@pytest.mark.matrix(quick=["one"])
+@pytest.mark.parametrize("name", ["one", "other"])
+def test_quick_at_once(name): print("quick", name)
 """
 
 
@@ -72,12 +76,14 @@ def draws(folder: Path, *flags: str, **env: str) -> dict[str, str]:
 
 
 def test_of_a_matrix_other_tests_run_for_each_commit(tmp_path):
-    done = outcome(tmp_path, MATRIX, "-n", "0", "-s", "-rs", "--minutes", "0.008")
-    ran = [int(n) for n in re.findall(r"ran (\d+)", done.stdout)]
-    assert 1 <= len(ran) <= 6, done.stdout
+    done = outcome(tmp_path, MATRIX, "-n", "0", "-s", "-rs", "-m", "", "--minutes", "0.008")
+    ran = re.findall(r"ran (\w+)", done.stdout)
+    assert ran[0] == "first", done.stdout
+    assert 2 <= len(ran) <= 7, done.stdout
     assert "the time of --minutes is over" in done.stdout
     assert done.returncode == 0
-    assert len(re.findall(r"ran (\d+)", outcome(tmp_path, MATRIX, "-n", "0", "-s").stdout)) == 20
+    assert len(re.findall(r"ran (\w+)", outcome(tmp_path, MATRIX, "-n", "0", "-s", "-m", "").stdout)) == 21
+    assert re.findall(r"(?:ran|quick) (\w+)", outcome(tmp_path, MATRIX, "-n", "0", "-s").stdout) == ["first", "one"]
 
 
 def test_inputs_depend_on_the_seed_and_on_the_name_of_the_test_alone(tmp_path):

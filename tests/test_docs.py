@@ -265,39 +265,53 @@ def start(line: str, path: Path, flags: list[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pages", "files"),
-    [
-        ("README|docs/[a-e]", ("my_texts.bin",)),
-        ("docs/[fgh]", ("runs/quickstart/report.html", "both.html", "OUT/config.json")),
-        ("docs/[i-z]|CONTRIBUTING", ("costs.json",)),
-    ],
-    ids=["a to e", "f to h", "i to z"],
-)
-def test_the_commands_run(tmp_path, pages, files):
-    """Runs them in order; each one sees the files of those before it, as for a reader. Shown output must be right.
-
-    No page of these three parts needs a file that one of another part makes.
-    """
-    assert all(re.match("README|docs/[a-z]|CONTRIBUTING", command.page) for command in COMMANDS)
-    path = in_sandbox(tmp_path)
+@pytest.fixture(scope="module")
+def after_the_readme(tmp_path_factory) -> Path:
+    """What a reader of any page has: the quickstart's run, its export, and texts as tokens."""
+    path = in_sandbox(tmp_path_factory.mktemp("read"))
     start("python train.py", path, SHORT)
     start("jaxstack export runs/quickstart DIR", path, [])
-    start("jaxstack data build --data.source=path --data.path=my_texts tokens.bin", path, [])
+    for tokens in ("tokens.bin", "my_texts.bin"):
+        start(f"jaxstack data build --data.source=path --data.path=my_texts {tokens}", path, [])
+    return path
+
+
+AFTER = dict.fromkeys(("docs/generation.md", "docs/huggingface.md"), ["docs/finetuning.md"])
+"""Pages whose files a page needs. Other pages need only those of the README."""
+MADE = {  # files that must be there after a page
+    "docs/first_run.md": ["runs/quickstart/report.html", "both.html"],
+    "docs/huggingface.md": ["OUT/config.json"],
+    "docs/pipelines.md": ["costs.json"],
+}
+
+
+def run_of(page: str) -> list[tuple[Command, list[str]]]:
+    """Returns the commands of a page that run here, each with the flags that make it short."""
+    found = [c for c in COMMANDS if c.page == page and not c.mistake and not reason(c) and c.text != "train"]
+    return [(c, next(flags for pattern, flags in RUN if re.search(pattern, c.text))) for c in found]
+
+
+RUN_PAGES = [page for page in dict.fromkeys(c.page for c in COMMANDS) if run_of(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [p if p == "README.md" else pytest.param(p, marks=pytest.mark.matrix) for p in RUN_PAGES]
+)
+def test_the_commands_run(page, after_the_readme, tmp_path):
+    """Runs those of a page in order; each one sees the files of those before it. Shown output must be right."""
+    path = tmp_path / "reader"
+    shutil.copytree(after_the_readme, path)
+    if page == "README.md":  # which makes them
+        (path / "my_texts.bin").unlink()
     shutil.copytree(path / "runs" / "quickstart", path / "runs" / "deeper")
-    done = {"train"}
-    for command in COMMANDS:
-        if command.mistake or reason(command) or command.text in done or not re.match(pages, command.page):
-            continue
-        if command.words[0] in ("import", "export"):  # another page's; nothing is overwritten
+    for command, flags in [each for before in [*AFTER.get(page, []), page] for each in run_of(before)]:
+        if command.words[0] in ("import", "export"):  # nothing is overwritten, and some pages show two ways
             shutil.rmtree(path / command.words[2], ignore_errors=True)
-        flags = next(flags for pattern, flags in RUN if re.search(pattern, command.text))
         printed = [line.rstrip() for line in start(command.line, path, flags).splitlines()]
         missing = [line for line in command.output if line not in ("...", *printed)]
         assert not missing, f"{command.page}: {command.line} does not print {missing}"
-        done.add(command.text)
-    for file in files:
+    for file in MADE.get(page, []):
         assert (path / file).is_file(), file
 
 

@@ -75,7 +75,7 @@ MODELS |= {name: dataclasses.replace(MODELS[of], lora=LoraConfig(rank=4, alpha=8
 PLAIN = {"sequence_parallel": False}
 AUTO = {"partitioner": "auto"}
 SLOW = pytest.mark.slow
-MATRIX = (pytest.mark.slow, pytest.mark.matrix)
+MATRIX = pytest.mark.matrix
 Arrays = dict[str, np.ndarray]
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 # Every axis and every family of models, in few cases.
@@ -452,7 +452,7 @@ def errors(family: str, one: Any, other: Any) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=name_of(c), marks=() if c in QUICK_CASES else MATRIX[: 1 if c in ALWAYS else 2])
+        pytest.param(c, id=name_of(c), marks=() if c in QUICK_CASES else SLOW if c in ALWAYS else MATRIX)
         for c in EVERY_CASE
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxstack
-from jaxstack.cli import supervise
+from jaxstack.cli import parser, supervise
 from jaxstack.cli.parser import COMMANDS
 from jaxstack.common import errors
 from jaxstack.config import ConfigError, parse
@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def jaxstack_(*argv: str, code: int = 0) -> tuple[str, str]:
+    """Starts a process, which costs seconds; `parser.run` in this one is the same but for the start."""
     done = subprocess.run([sys.executable, "-m", "jaxstack", *argv], capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
@@ -93,8 +94,11 @@ def test_every_command_exists():
         (["supervise", "--", "ls"], ["the command `ls` does not train"]),
     ],
 )
-def test_a_mistake_is_one_line_by_the_name_of_the_command(argv, words, tmp_path):
-    _, err = jaxstack_(*argv, code=errors.Exit.USER_ERROR)
+def test_a_mistake_is_one_line_by_the_name_of_the_command(argv, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        parser.run("jaxstack", argv)
+    assert end.value.code == errors.Exit.USER_ERROR
+    err = capsys.readouterr().err
     assert err.count("\n") == 1, err
     command = " ".join(argv[:2]) if argv[:1] == ["data"] else argv[0] if argv[0] in COMMANDS else ""
     assert err.startswith(f"jaxstack {command}: error: " if command else "jaxstack: error: ")
@@ -134,9 +138,11 @@ def test_the_supervisor_knows_every_way_to_train(command):
     assert supervise.training_config([*command, "--run.dir=x"]).run.dir == "x"
 
 
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
+def test_bash_completes(tmp_path, capsys):
+    """Words are as bash splits them: `=` is a word."""
+    parser.run("jaxstack", ["completion", "bash"])
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+    for words, found in (
         (["tr"], "train"),
         (["train", "--model.num_l"], "--model.num_layers"),
         (["train", "--model.norm", "=", "r"], "rms"),
@@ -146,25 +152,21 @@ def test_the_supervisor_knows_every_way_to_train(command):
         (["plan", "roofline", "--traffic", ""], "fused unfused"),
         (["data", ""], "build verify show"),
         (["generate", "RUN", "--sample.rep"], "--sample.repetition_penalty"),
-    ],
-    ids=" ".join,
-)
-def test_bash_completes(words, found, tmp_path):
-    """Words are as bash splits them: `=` is a word."""
-    (tmp_path / "completion").write_text(jaxstack_("completion", "bash")[0])
-    code = (
-        f"source {tmp_path / 'completion'}\n"
-        "complete -p jaxstack >/dev/null || exit 1\n"
-        f"COMP_WORDS=({shlex.join(['jaxstack', *words])})\nCOMP_CWORD={len(words)}\n"
-        '_jaxstack\necho "${COMPREPLY[*]}"'
-    )
-    done = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == (f"{found}\n", "")
+    ):
+        code = (
+            f"source {tmp_path / 'completion'}\n"
+            "complete -p jaxstack >/dev/null || exit 1\n"
+            f"COMP_WORDS=({shlex.join(['jaxstack', *words])})\nCOMP_CWORD={len(words)}\n"
+            '_jaxstack\necho "${COMPREPLY[*]}"'
+        )
+        done = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, check=False)
+        assert (done.stdout, done.stderr) == (f"{found}\n", ""), words
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_have_every_command_and_key(shell):
-    script = jaxstack_("completion", shell)[0]
+def test_other_shells_have_every_command_and_key(shell, capsys):
+    parser.run("jaxstack", ["completion", shell])
+    script = capsys.readouterr().out
     for word in ("supervise", "roofline", "model.moe.num_experts", "sample.beams", "quickstart"):
         assert word in script
     if program := shutil.which(shell):

@@ -56,6 +56,7 @@ def measured(name: str, sizes: dict[str, int], dtype: Any = jnp.float32) -> list
     return found
 
 
+@pytest.mark.matrix(quick=['llama3'])
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "gemma2", "softmax"])
 def test_statistics_are_those_of_the_inputs(name: str) -> None:
     """Checked for the first layer's queries and keys, whose input is the norm of the embedding."""
@@ -91,6 +92,7 @@ def test_statistics_are_those_of_the_inputs(name: str) -> None:
         assert first["moe/w_up/tokens"].sum() == first["moe/w_down/tokens"].sum() == 2 * 2 * 8 * 24
 
 
+@pytest.mark.matrix(quick=['llama3'])
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [("llama3", {"data": 2, "tensor": 2}), ("gpt2", {"fsdp": 2, "tensor": 2}), ("grouped", {"tensor": 2}),
@@ -171,7 +173,7 @@ def test_factors_of_inputs_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("gemma2", "awq"), pytest.param("softmax", "gptq", marks=(pytest.mark.slow, pytest.mark.matrix))],
+    [("gemma2", "awq"), pytest.param("softmax", "gptq", marks=pytest.mark.matrix)],
 )
 def test_quantised_layers_make_fewer_errors_than_rounded_ones(name: str, method: Any) -> None:
     """In outputs on other batches: the walk has given each layer the inputs that it has after quantisation."""
@@ -189,7 +191,6 @@ def test_quantised_layers_make_fewer_errors_than_rounded_ones(name: str, method:
     assert found[method] < 0.9 * found["rtn"], found
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 def test_the_same_weights_become_zero_on_two_meshes(method: Any) -> None:

@@ -136,7 +136,6 @@ def test_a_pruned_run_is_a_run_like_any_other(run, capsys):
         execute(["compress", "prune", str(run), str(out), "--d_ff=24"])
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 def test_zeros_stay_in_further_training_on_a_mesh(run, monkeypatch):
     """An interrupted command continues. AdamW and Muon with weight decay, and a run that resumes, keep every zero."""

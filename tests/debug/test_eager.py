@@ -63,7 +63,6 @@ def test_operations_on_a_mesh_are_compiled_once(rng):
     assert not compiled
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch, devices):

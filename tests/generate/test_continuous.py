@@ -62,6 +62,7 @@ def test_texts_are_those_of_one_batch(name, form, dtype, rng):
         assert_same_texts(cfg, values_of(cfg), prompts, sample, rows, **options)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -131,6 +132,7 @@ def test_a_text_that_was_begun_before_continues_with_its_own_random_numbers():
         assert text(whole[:count]) == whole[count:]
 
 
+@pytest.mark.matrix
 def test_the_cache_has_room_for_the_longest_text_and_no_more(monkeypatch):
     """It grows and shrinks while texts are written, and they stay as they are."""
     engine, batch = batch_of(2)
@@ -213,6 +215,7 @@ def test_rows_are_sampled_as_each_would_be_alone(penalty, rng):
     assert compiled._cache_size() == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.random
 def test_each_prompt_has_its_own_sampling_and_log_probabilities(rng):
     cfg = MODELS["llama3"]

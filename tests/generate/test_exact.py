@@ -42,7 +42,6 @@ def trainer(cfg: ModelConfig, ctx: Context) -> Any:
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.random
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
@@ -70,7 +69,6 @@ def test_log_probabilities_are_those_of_the_program_with_gradients(dtype, rng):
     assert sum(one.redrafted for one in wrong) > 3
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "mesh"),

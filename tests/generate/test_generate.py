@@ -58,7 +58,7 @@ SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("do
 """One form for each model. The streams below have the other one."""
 
 
-MATRIX = (pytest.mark.slow, pytest.mark.matrix)
+MATRIX = pytest.mark.matrix
 
 
 def slow(cases: list[Any]) -> list[Any]:
@@ -109,6 +109,7 @@ def assert_greedy(cfg: ModelConfig, prompts: list[list[int]], tokens: int, form:
         assert text[len(prompt) :] == scores[len(prompt) - 1 : len(text) - 1].argmax(-1).tolist()
 
 
+@pytest.mark.matrix(quick=['gemma2'])
 @pytest.mark.parametrize(("name", "form"), [*QUICK, *slow(SLOW)])
 def test_every_greedy_token_is_the_likeliest_of_the_uncached_forward(name, form):
     assert_greedy(MODELS[name], PROMPTS, GREEDY.tokens, form)
@@ -154,6 +155,7 @@ def test_a_token_on_a_cpu_reads_head_and_cache_in_place(monkeypatch):
     assert not re.findall(r" f32\[[0-9,]*\b76\b[0-9,]*\]\S* (?:copy|transpose)\(.*", text)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gemma2", *slow([[name] for name in MODELS if name != "gemma2"])])
 def test_a_sampled_text_follows_from_its_prompt_and_seed_alone(name):
     cfg = MODELS[name]

@@ -60,7 +60,6 @@ def test_the_loss_is_that_of_the_log_bit_for_bit(run_dir):
     assert f"on 4 x {jax.devices()[0].device_kind}" in repr(run)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 def test_one_device_computes_what_a_mesh_computes(run_dir, rng):
     one, many = js.load(run_dir), js.load(str(run_dir), mesh={"fsdp": 2, "context": 2, "tensor": 2})
@@ -80,6 +79,7 @@ def test_one_device_computes_what_a_mesh_computes(run_dir, rng):
     assert one.generate("word1 ", temperature=0) == many.generate("word1 ", temperature=0)
 
 
+@pytest.mark.matrix
 def test_a_loaded_run_writes_what_the_command_writes(run_dir, capsys):
     run = js.load(run_dir)
     prompts = ["word1 word", "w", "Grüße"]
@@ -97,6 +97,7 @@ def test_a_loaded_run_writes_what_the_command_writes(run_dir, capsys):
     assert "w" not in run.generate("o", stop=[ord("w")])[:-1]
 
 
+@pytest.mark.matrix
 def test_adapters_that_were_not_trained_yet_change_nothing(run_dir, tmp_path):
     """A run with adapters that has no checkpoint has the parameters of `run.init_from`, which has no adapters."""
     flags = ["--model.lora.rank=2", f"--run.init_from={run_dir}", f"--run.dir={tmp_path}"]
@@ -106,6 +107,7 @@ def test_adapters_that_were_not_trained_yet_change_nothing(run_dir, tmp_path):
     assert js.load(tmp_path).generate("word1 ") == js.load(run_dir).generate("word1 ")
 
 
+@pytest.mark.matrix
 def test_an_imported_folder_is_loaded(run_dir, tmp_path, rng):
     """The export of a run, with a tokenizer of bytes and a chat template, is imported again."""
     tokenizers = pytest.importorskip("tokenizers")
@@ -184,6 +186,7 @@ def talk(capsys, monkeypatch, run: Path, said: str, *flags: str) -> tuple[list[s
     return out.splitlines(), err
 
 
+@pytest.mark.matrix
 def test_a_run_without_a_template_continues_what_is_typed(run_dir, capsys, monkeypatch):
     run = js.load(run_dir)
     notes = talk(capsys, monkeypatch, run_dir, "/help\n/what\n\n")[1]
@@ -205,6 +208,7 @@ def test_a_run_without_a_template_continues_what_is_typed(run_dir, capsys, monke
     assert "This line was not read: the text would have" in notes
 
 
+@pytest.mark.matrix
 def test_a_run_with_a_template_answers(run_dir, capsys, monkeypatch, tmp_path):
     """The history is rendered as in training, and each answer is that of `generate` for all messages so far."""
     lines = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(20)]

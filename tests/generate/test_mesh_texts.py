@@ -72,7 +72,7 @@ def marked(cases: list[Case], *marks: Any) -> list[Any]:
     return [pytest.param(*case, marks=marks, id=f"{case[0]} {case[1]}") for case in cases]
 
 
-@pytest.mark.parametrize(("name", "mesh"), marked(QUICK) + marked(MATRIX, pytest.mark.slow, pytest.mark.matrix))
+@pytest.mark.parametrize(("name", "mesh"), marked(QUICK) + marked(MATRIX, pytest.mark.matrix))
 def test_greedy_texts_are_those_of_one_device(name, mesh):
     cfg, placed, options = on_mesh(name, mesh)
     run = decode.make_generate(cfg, GREEDY, stop=(9,), **options)
@@ -98,7 +98,6 @@ SAMPLES: list[tuple[str, dict[str, int], SampleConfig]] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "mesh", "sample"), SAMPLES)
 def test_sampled_texts_and_beams_are_those_of_one_device(name, mesh, sample):
@@ -112,7 +111,6 @@ def test_sampled_texts_and_beams_are_those_of_one_device(name, mesh, sample):
 MANY = [[i, *range(i)] for i in range(1, 8)]
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("mesh", "rows"), [({"pipe": 4}, 7), ({"pipe": 2}, 1), ({"pipe": 4, "data": 2}, 3)], ids=str)
 def test_any_number_of_prompts_passes_the_stages_in_turn(mesh, rows):
@@ -125,7 +123,6 @@ def test_any_number_of_prompts_passes_the_stages_in_turn(mesh, rows):
     assert decode.generate(cfg, run, MANY[:rows], sample, seed=1, stop=(9,), **options) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 def test_stages_run_their_layers_on_the_rows_of_a_group_and_never_for_nothing(monkeypatch):
     """Four rows on two stages of one layer: 11 tokens after the first, of two groups of two rows, in each layer."""

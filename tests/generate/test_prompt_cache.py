@@ -51,6 +51,7 @@ def assert_same_texts(cfg: Any, values: Any, prompts: Any, sample: SampleConfig,
     return cached
 
 
+@pytest.mark.matrix
 @pytest.mark.random
 @pytest.mark.parametrize(
     ("name", "form", "dtype"),
@@ -81,7 +82,6 @@ def test_a_window_needs_a_prompt_as_a_whole(rng):
     assert cached == [0, 0, 0, 0, 130, 0, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "mesh"), [("llama3", {"tensor": 2}), ("deep", {"pipe": 2})])
 def test_a_mesh_caches_prompts_too(name, mesh, rng):

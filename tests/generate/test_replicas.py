@@ -56,6 +56,7 @@ def placement_file(path: Path, experts: list[list[list[int]]]) -> Path:
     return path
 
 
+@pytest.mark.matrix
 def test_replicas_write_the_texts_of_one_device(run_path, tmp_path, capsys):
     """By the commands. Each token but the last of a text chooses two experts, and no byte ends a text here."""
 
@@ -76,7 +77,6 @@ def test_replicas_write_the_texts_of_one_device(run_path, tmp_path, capsys):
 MESHES = [{"expert": 2, "tensor": 2}, {"expert": 2, "fsdp": 2}, {"expert": 2, "pipe": 2}, {"expert": 2, "data": 2}]
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_replicas_on_other_meshes(run_path, tmp_path, mesh):
@@ -94,7 +94,6 @@ def test_replicas_on_other_meshes(run_path, tmp_path, mesh):
     np.testing.assert_allclose(run.logits("abcdef"), alone.logits("abcdef"), atol=1e-4)  # logits up to 30
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "mesh", "tokens"),

@@ -53,7 +53,7 @@ SLOW = [
     ("name", "mesh"),
     [
         ("llama3", {"data": 2, "tensor": 2}),
-        *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.matrix]) for case in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in SLOW),
     ],
 )
 def test_scores_are_those_of_the_definition(name, mesh, rng):

@@ -77,6 +77,7 @@ def test_greedy_tokens_are_those_of_the_model_alone(name, form, dtype, rng):
     assert 0 < accepted < 4 * rounds, "a draft that is always right, or never, tests half of it"
 
 
+@pytest.mark.matrix
 @pytest.mark.random
 def test_in_bfloat16_every_token_is_likeliest_up_to_rounding(rng):
     """A block of five tokens rounds in another way than one. So a token may have the second largest logit, by as much
@@ -108,6 +109,7 @@ def test_a_mesh_writes_what_one_device_writes(name, mesh, rng):
     assert_greedy_tokens(cfg, values, rng, 0.01, **options)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_perfect_draft_is_always_accepted(tokens):
     """Each round adds all drafted tokens and one more; the first token comes with the prompt."""
@@ -118,6 +120,7 @@ def test_a_perfect_draft_is_always_accepted(tokens):
     assert (found.rounds, found.accepted, found.count[0]) == (4, 4 * tokens, sample.tokens)
 
 
+@pytest.mark.matrix
 def test_a_text_ends_with_its_first_stop_token():
     """Also where a round has accepted tokens behind it."""
     cfg, ctx = MODELS["llama3"], Context(decode="unrolled")

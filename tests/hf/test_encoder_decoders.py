@@ -32,7 +32,7 @@ safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [
 
 S, T, V = 45, 22, 61
 CPU = Context(**implementations("cpu"))
-SLOW = (pytest.mark.slow, pytest.mark.matrix)
+SLOW = pytest.mark.matrix
 KINDS = {
     "t5": {"feed_forward_proj": "relu"},
     "1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},

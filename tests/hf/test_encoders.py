@@ -31,7 +31,7 @@ B, S, V, PAD = 3, 19, 67, {"bert": 0, "roberta": 1, "modernbert": 0}
 COMMON = {"vocab_size": V, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 40}
 CPU = Context(**implementations("cpu"))
 LABELS = ("down", "level", "up")
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.matrix
 HEADS = [
     *((family, "") for family in PAD),
     ("bert", "sequence"),
@@ -161,6 +161,7 @@ def assert_near(got, expected, tolerance, family):
     assert {path: value for path, value in off.items() if not value <= tolerance} == {}
 
 
+@pytest.mark.matrix(quick=['bert-pretraining'])
 @pytest.mark.parametrize(("family", "each"), HEADS)
 def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, tmp_path, rng):
     theirs, cfg, values = saved(family, rng, tmp_path / "saved", each)

@@ -57,7 +57,6 @@ def test_a_run_is_resumed_bit_for_bit_and_its_loss_is_named(tmp_path, rng, capsy
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 def test_layers_behind_the_last_whole_period_are_those_of_a_list_of_all_windows(seed):
     """A list of all windows is one period, whose layers no loop runs. Three windows make a loop and two layers more."""

@@ -133,7 +133,7 @@ def test_mistakes(make, message):
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.matrix
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from jaxstack.training import optimizer, step
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import abstract_state, make_state
 
-SLOW = (pytest.mark.slow, pytest.mark.matrix)
+SLOW = pytest.mark.matrix
 CASES = [  # family, mesh, implementation of the cross-entropy, dtype, optimizer
     pytest.param("gemma2", {"tensor": 4}, "chunked", "float32", "adamw", marks=SLOW),  # tied, with a softcap
     ("llama3", {}, "xla", "bfloat16", "adafactor"),  # a head of its own

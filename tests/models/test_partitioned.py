@@ -19,7 +19,7 @@ from jaxstack.training import step
 from jaxstack.training.state import abstract_state, make_state
 
 ROOT = Path(__file__).parents[2]
-MATRIX = (pytest.mark.slow, pytest.mark.matrix)
+MATRIX = pytest.mark.matrix
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 

@@ -101,7 +101,7 @@ def losses_by_hand(cfg, values, batch):
 
 @pytest.fixture(
     scope="module",
-    params=[p if p == "clip" else pytest.param(p, marks=(pytest.mark.slow, pytest.mark.matrix)) for p in CONTRASTIVE],
+    params=[p if p == "clip" else pytest.param(p, marks=pytest.mark.matrix) for p in CONTRASTIVE],
 )
 def model(request, seed):
     """A small model with random parameters, none of which is zero."""

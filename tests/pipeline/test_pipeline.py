@@ -264,7 +264,7 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else meshes.MATRIX[: 1 if c == PAIRS[0] else 2])
+        pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else meshes.SLOW if c == PAIRS[0] else meshes.MATRIX)
         for c in [*CASES, *APART]
     ],
 )

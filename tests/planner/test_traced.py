@@ -215,7 +215,6 @@ def test_committed_programs_are_within_the_bounds():
     assert all(low <= ratio <= high for ratios in found.values() for ratio in ratios), found
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "case", ["t5, pipe 2, fsdp 4, remat full", "dit experts, fsdp 2, expert 4, remat selective", "coca, remat none"]
@@ -228,7 +227,6 @@ def test_the_trace_of_today_is_within_the_bounds_of_committed_programs(case):
     assert found["argument_ratio"] == pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -140,7 +140,6 @@ def test_a_batch_has_the_loss_and_gradients_of_each_document_alone(case, length,
     assert gradient < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 def test_in_bfloat16_a_batch_is_near_each_document_alone_in_float32(rng):
     (_, exact, _), (_, short, _) = compare(("llama3", {"data": 2, "tensor": 2}, {}), 8, rng, "bfloat16")

@@ -68,7 +68,7 @@ def small_batches(mesh: dict, accum: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh", "how"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+    ("family", "mesh", "how"), [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in SLOW)], ids=str
 )
 def test_norms_are_those_of_the_rows_of_each_small_batch(family, mesh, how, seed):
     """Against sums of the gradients of single rows on one device, in float64."""

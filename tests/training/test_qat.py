@@ -34,7 +34,7 @@ MESHES = [
     ("lora", {"fsdp": 4, "tensor": 2}, {}),
     ("qwen3", {"fsdp": 2, "tensor": 2, "partitioner": "auto"}, {}),
 ]
-SLOW = [pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.matrix]) for case in MESHES[1:]]
+SLOW = [pytest.param(*case, marks=pytest.mark.matrix) for case in MESHES[1:]]
 
 MORE = [("llama3", "fp8"), ("lora", "int4"), ("llama3", "int8")]
 
@@ -137,7 +137,6 @@ def test_scales_are_those_of_one_device(name, mesh, how, seed):
 
 
 @pytest.mark.random
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "mesh", "how"), MESHES)
 def test_gradients_on_a_mesh_are_those_of_one_device(name, mesh, how, seed):

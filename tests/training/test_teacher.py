@@ -31,7 +31,7 @@ MESHES = [
     ("softmax", {"expert": 2, "data": 2}, {}),
     ("qwen3", {"fsdp": 4, "partitioner": "auto"}, {}),
 ]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in MESHES[1:]]
+SLOW = [pytest.param(*case, marks=pytest.mark.matrix) for case in MESHES[1:]]
 
 
 def config(name, mesh, **how) -> Config:

@@ -146,7 +146,7 @@ def by_hand(cfg, values, batch):
     return {name: statistics(a) for name, a in found.items()} | {n: {"value": v} for n, v in scalars.items()}
 
 
-SLOW = (pytest.mark.slow, pytest.mark.matrix)
+SLOW = pytest.mark.matrix
 HAND = ["mixtral", *(pytest.param(name, marks=SLOW) for name in ("gemma2", "llama3", "gated_bias", "gpt2"))]
 
 
@@ -253,7 +253,6 @@ MATRIX = [
 NAMES = ["*/max_logit", "*/mixed", "*/mlp/hidden", "*/out", "*/router_entropy", "*/w_o/*", "*/w_down/update_ratio"]
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("model", "mesh", "how", "pipe"), MATRIX, ids=str)
 def test_every_mesh_gives_the_statistics_of_one_device(model, mesh, how, pipe, seed):
