@@ -276,7 +276,7 @@ def after_the_readme(tmp_path_factory) -> Path:
     return path
 
 
-AFTER = dict.fromkeys(("docs/generation.md", "docs/huggingface.md"), ["docs/finetuning.md"])
+AFTER = {page: ["docs/finetuning.md"] for page in ("docs/generation.md", "docs/huggingface.md")}
 """Pages whose files a page needs. Other pages need only those of the README."""
 MADE = {  # files that must be there after a page
     "docs/first_run.md": ["runs/quickstart/report.html", "both.html"],

@@ -176,7 +176,7 @@ GOOD = {
 FLAGS = {"plan": {"target": "v5e:2x2"}, "profile": {"out": "new"}, "launch": {"on": "slurm"}}
 
 
-@pytest.mark.matrix(quick=['[train]', '[optim]'])
+@pytest.mark.matrix(quick=["[train]", "[optim]"])
 @pytest.mark.parametrize("group", parse.GROUPS)
 def test_no_value_of_a_key_prints_a_traceback(group, say, monkeypatch):
     """The message names the key. Each key gets two values in turn; keys of one type get all of them together."""

@@ -56,7 +56,7 @@ def measured(name: str, sizes: dict[str, int], dtype: Any = jnp.float32) -> list
     return found
 
 
-@pytest.mark.matrix(quick=['llama3'])
+@pytest.mark.matrix(quick=["llama3"])
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "gemma2", "softmax"])
 def test_statistics_are_those_of_the_inputs(name: str) -> None:
     """Checked for the first layer's queries and keys, whose input is the norm of the embedding."""
@@ -92,7 +92,7 @@ def test_statistics_are_those_of_the_inputs(name: str) -> None:
         assert first["moe/w_up/tokens"].sum() == first["moe/w_down/tokens"].sum() == 2 * 2 * 8 * 24
 
 
-@pytest.mark.matrix(quick=['llama3'])
+@pytest.mark.matrix(quick=["llama3"])
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [("llama3", {"data": 2, "tensor": 2}), ("gpt2", {"fsdp": 2, "tensor": 2}), ("grouped", {"tensor": 2}),

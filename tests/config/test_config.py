@@ -47,7 +47,7 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     return err
 
 
-@pytest.mark.matrix(quick=['[quickstart]', 'moe_quickstart', 'encoder_quickstart'])
+@pytest.mark.matrix(quick=["[quickstart]", "moe_quickstart", "encoder_quickstart"])
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_builds_abstractly(path):
     cfg = resolve(parse.parse_config([f"--config={path}"], QUICKSTART), 256, (8, 8, 1))

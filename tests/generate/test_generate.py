@@ -109,7 +109,7 @@ def assert_greedy(cfg: ModelConfig, prompts: list[list[int]], tokens: int, form:
         assert text[len(prompt) :] == scores[len(prompt) - 1 : len(text) - 1].argmax(-1).tolist()
 
 
-@pytest.mark.matrix(quick=['gemma2'])
+@pytest.mark.matrix(quick=["gemma2"])
 @pytest.mark.parametrize(("name", "form"), [*QUICK, *slow(SLOW)])
 def test_every_greedy_token_is_the_likeliest_of_the_uncached_forward(name, form):
     assert_greedy(MODELS[name], PROMPTS, GREEDY.tokens, form)

@@ -161,7 +161,7 @@ def assert_near(got, expected, tolerance, family):
     assert {path: value for path, value in off.items() if not value <= tolerance} == {}
 
 
-@pytest.mark.matrix(quick=['bert-pretraining'])
+@pytest.mark.matrix(quick=["bert-pretraining"])
 @pytest.mark.parametrize(("family", "each"), HEADS)
 def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, tmp_path, rng):
     theirs, cfg, values = saved(family, rng, tmp_path / "saved", each)

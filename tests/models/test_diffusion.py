@@ -132,9 +132,7 @@ def loss_by_hand(cfg, values, batch):
     return total / batch["loss_weights"].sum()
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "dit" else pytest.param(n, marks=pytest.mark.matrix) for n in DIFFUSION]
-)
+@pytest.mark.parametrize("name", [n if n == "dit" else pytest.param(n, marks=pytest.mark.matrix) for n in DIFFUSION])
 def test_loss_and_gradients_are_those_of_a_second_implementation(name, rng, seed):
     """It has one head, one expert and one picture at a time, in float64. No parameter is zero, as many are at first."""
     cfg = dataclasses.replace(DIFFUSION[name], **ODD)
