@@ -1,4 +1,4 @@
-"""Makes small mistakes in the code, one at a time, and checks whether the quick tests fail.
+"""Makes small mistakes in the code, one at a time, and checks whether the tests fail, quick ones first.
 
     python tests/mutations.py [--only ROOM] [--missing] [--sample N --seed S] [--list]
 
@@ -37,6 +37,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
 AT_A_TIME = 2
 SAMPLED_S = 30
 """A sample is drawn from the mutants that were killed within this many seconds."""
+NOTHING_SELECTED = 5
+"""The exit code of pytest if the arguments select no test."""
 BAD = ("not explained", "pytest failed no test, but ended with code")
 """The beginnings of those reasons in records that make the exit code 1."""
 
@@ -49,9 +51,9 @@ class Mutant:
       room: the part of the package, for `--only` and for the table.
       file: path of the changed file.
       old, new: the text, which must occur exactly once in the file, and its replacement.
-      tests: arguments of pytest that select the quick tests to run.
+      tests: arguments of pytest that select the tests to run; slow ones only if the quick ones pass.
       equivalent: why no test could fail; empty if one could.
-      survives: why the quick tests may pass; empty if they must fail.
+      survives: why the tests may pass; empty if they must fail.
     """
 
     room: str
@@ -124,6 +126,9 @@ def judge(mutant: Mutant, tree: Path, limit_s: float) -> dict[str, Any]:
     path.write_text(mutant.applied(tree), encoding="utf-8")
     try:
         code, output = run_tests(tree, selected(mutant.tests), limit_s)
+        if code in (0, NOTHING_SELECTED):
+            quick, (code, output) = code, run_tests(tree, [*selected(mutant.tests), "-m", "slow"], limit_s)
+            code = quick if code == NOTHING_SELECTED else code
     finally:
         path.write_text(before, encoding="utf-8")
     record: dict[str, Any] = {"name": mutant.name, "room": mutant.room, "file": mutant.file, "tests": mutant.tests}
@@ -150,7 +155,7 @@ def clean(tree: Path, records: list[dict[str, Any]], limit_s: float) -> None:
     """
     nodes = {record["by"] for record in records if "::" in record.get("by", "")}
     if nodes:
-        code, output = run_tests(tree, sorted(nodes), limit_s)
+        code, output = run_tests(tree, [*sorted(nodes), "-m", ""], limit_s)
         if code:
             raise RuntimeError(f"tests fail without a mutant, so the results prove nothing:\n{output[-3000:]}")
 

@@ -101,7 +101,7 @@ def test_block_sizes_are_timed_only_where_values_are_right(tmp_path, monkeypatch
     assert tiles.find_tile("cross_entropy", "float32", "gpu") == before
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_block_sizes_of_attention(tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "TABLE", dict(tiles.TABLE))
     tune.main(["--small", "--kernels", "attention_forward", "--rounds", "2", "--out", str(tmp_path)])
@@ -204,7 +204,7 @@ def test_each_candidate_is_reported_and_the_fastest_one_served(monkeypatch, caps
     assert turn["step_s"] == 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["moe_2_of_8", "nanochat_d24"])
 def test_our_side_of_the_whole_step(name, capsys):
     train_gpu.ours(order(name), ["2"])
@@ -240,7 +240,7 @@ def test_decoding(tmp_path, capsys):
     assert [row[64:] for row in rows] == added.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_whole_step(tmp_path):
     """Runs our side alone; if the extra `[parity]` is installed, that of torch alone, and both beside each other."""
     words = ("--small", "--jobs", "dense_2048", "--rounds", "2", "--steps", "2", "--remats", "selective")
@@ -264,7 +264,7 @@ def test_the_whole_step(tmp_path):
             assert abs(side["last_loss"] - math.log(256)) < 1
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_check_of_a_device(tmp_path):
     """Values and gradients of every kernel and of a whole step."""
     gpu_check.main(["--small", "--out", str(tmp_path)])

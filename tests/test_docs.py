@@ -294,9 +294,8 @@ def run_of(page: str) -> list[tuple[Command, list[str]]]:
 RUN_PAGES = [page for page in dict.fromkeys(c.page for c in COMMANDS) if run_of(page)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [p if p == "README.md" else pytest.param(p, marks=pytest.mark.matrix) for p in RUN_PAGES]
+    "page", [pytest.param(p, marks=pytest.mark.slow if p == "README.md" else pytest.mark.matrix) for p in RUN_PAGES]
 )
 def test_the_commands_run(page, after_the_readme, tmp_path):
     """Runs those of a page in order; each one sees the files of those before it. Shown output must be right."""

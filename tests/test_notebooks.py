@@ -32,7 +32,7 @@ def test_notebooks_are_what_their_sources_give():
         assert path.read_text(encoding="utf-8") == made, f"{path.name} is out of date; run python colab/build.py"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @each
 def test_runs_from_start_to_end(path, tmp_path):
     import nbclient

@@ -122,6 +122,7 @@ def test_a_run_directory_holds_what_it_should(straight, text):
     assert "to 0.00168 of optim.lr=0.007" in warning
 
 
+@pytest.mark.slow
 def test_interrupted_equals_straight_bit_for_bit(straight, text, tmp_path):
     """A run that is killed after a checkpoint and started again has equal losses, parameters and optimizer state."""
     run_dir = tmp_path / "run"
@@ -157,6 +158,7 @@ def test_a_finished_run_is_not_trained_again(straight, text):
     assert values(run_dir) == before
 
 
+@pytest.mark.matrix
 def test_a_run_can_be_prolonged_and_says_what_changed(straight, text, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(straight[0], run_dir)
@@ -267,7 +269,7 @@ def test_the_environment_of_the_user_wins(text, tmp_path):
     assert "device   1 x" in out
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_dense_run_is_up_cycled_on_another_mesh(straight, text, tmp_path):
     """With a learning rate of zero, the held-out loss with experts is that of the dense run, since every expert is its
     MLP."""
@@ -300,6 +302,7 @@ def test_shardings_are_printed_and_nothing_is_written(text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.matrix
 def test_some_steps_are_traced(text, tmp_path):
     """The trace is in the run's directory, and a line names it. No step includes the profiler's own seconds."""
     run_dir = tmp_path / "run"

@@ -103,7 +103,7 @@ def test_mistakes(run, flags, text):
         execute(["compress", "quantize", str(run), str(run.with_name("no")), *flags])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_pruned_run_is_a_run_like_any_other(run, capsys):
     """The same parts stay on a mesh. The run is distilled from the original, in its own folder and in another one."""
     out, other = run.with_name("pruned"), run.with_name("pruned_on_mesh")

@@ -66,7 +66,7 @@ def without_outputs(cfg: ModelConfig, layers: Any, kept: Kept) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "gemma2" else []) for name in PRUNED]
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] if name != "gemma2" else []) for name in PRUNED]
 )
 def test_parts_that_add_nothing_leave_without_a_trace(name: str, rng: np.random.Generator) -> None:
     """The output weights of the parts that leave are zero in the large model, as are their channels everywhere."""

@@ -57,7 +57,7 @@ def sparsegpt_by_hand(w: np.ndarray, gram: np.ndarray, pattern: Pattern) -> np.n
     return w
 
 
-@pytest.mark.parametrize("name", ["third", "2:4", pytest.param("1:5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["third", "2:4", pytest.param("1:5", marks=pytest.mark.matrix)])
 def test_every_method_equals_a_program_in_float64(name: str, rng: np.random.Generator) -> None:
     pattern, (w, gram) = PATTERNS[name], problem(rng)
     expected = {

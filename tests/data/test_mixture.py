@@ -232,7 +232,7 @@ SMALL = ["--model.num_layers=2", "--model.d_model=32", "--model.d_ff=64", "--mod
          "--checkpoint.every=4", "--sample.prompts=[]", "--optim.name=sgd", "--optim.lr=0.1"]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_is_the_same_on_every_mesh_and_resumed_on_another(sources, tmp_path, capsys):
     """Losses of training and of each source agree within the rounding of sums in float32, about 1e-6 of each."""
     mixture = ", ".join(

@@ -131,7 +131,7 @@ def setting(kind, **how):
     return cfg, ctx, values, meshes.random_batch(0, cfg.data.packing, cfg.model, cfg.data.batch_size)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_a_layer_is_found(fault, monkeypatch):
     kind, f, text, backward = FAULTS[fault]
@@ -265,7 +265,7 @@ def test_masks_and_padding_are_no_faults():
     assert replay.explain(cfg, ctx, values, batch) is None
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_faults_outside_of_layers_and_in_bfloat16(monkeypatch):
     """A batch without learned tokens, and an overflow in bfloat16 in the rows of the second microbatch alone."""
     cfg, ctx, values, batch = setting("llama3", accum=2)
@@ -330,7 +330,7 @@ def test_parameters_and_batches_that_are_not_finite_are_named():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_command_explains_the_first_skipped_step_and_its_operation_can_be_repeated(tmp_path, capsys):
     """Plain gradient descent with a huge rate overflows after a few steps; the state is computed from the beginning."""
     text = tmp_path / "text.txt"

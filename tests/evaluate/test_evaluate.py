@@ -208,7 +208,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("flags", [[], ["--mesh.data=2", "--mesh.tensor=2"]])
 def test_local_tasks_on_a_mesh(run, tasks, tmp_path, flags, capsys):
     """Accuracies by hand from the log-likelihoods that the definition of the model gives."""
@@ -243,7 +243,7 @@ def test_local_tasks_on_a_mesh(run, tasks, tmp_path, flags, capsys):
     assert "local_choice" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

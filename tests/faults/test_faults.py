@@ -342,6 +342,7 @@ def test_one_of_two_is_asked_to_stop(argv, straight, tmp_path):
         assert loss == pytest.approx(losses(straight)[number], rel=3e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_of_two_dies_or_hangs(number, index, argv, tmp_path):
@@ -391,6 +392,7 @@ def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
 # 12, 13, 24: another mesh.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "flags",
     [
@@ -477,6 +479,7 @@ def test_a_state_that_is_not_finite_is_never_saved(argv, tmp_path):
     assert not manifest.steps(tmp_path / "run" / "checkpoints")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("action", ["report", "skip", "rollback"])
 def test_a_spike_of_the_loss(action, argv, tmp_path):
     flags = [*argv, "--train.steps=40", f"--train.spike.action={action}", "--train.spike.window=8", "--optim.lr=0.02"]
@@ -549,6 +552,7 @@ def test_every_array_that_differs_is_named(argv, straight, tmp_path):
         assert f"params/layers/{name}" in err
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("content", "word"),
     [
@@ -591,6 +595,7 @@ def flip_file(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("harm", "word"),
     [
@@ -609,6 +614,7 @@ def test_a_damaged_token_file(harm, word, tokens, tmp_path):
     assert err.count("\n") == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("harm", [flip_file, lambda f: os.truncate(f, 1000), Path.unlink])
 def test_a_token_file_that_changes_under_the_run(harm, tokens, tmp_path):
     """The file is named. Once it is restored, the run resumes from the newest checkpoint."""
@@ -645,6 +651,7 @@ def test_text_that_changed_between_two_starts(text, straight, tmp_path):
 # 21: clocks.
 
 
+@pytest.mark.matrix
 def test_clock_jumps(argv, straight, tmp_path):
     """The clock jumps back a day and forward a month between saves: all durations are right, and nothing else changes.
 
@@ -736,6 +743,7 @@ def test_four_local_processes_go_on_after_the_death_of_one(argv, straight, tmp_p
         assert loss == pytest.approx(expected[number], rel=3e-6)
 
 
+@pytest.mark.matrix
 def test_the_supervisor_gives_up_with_the_reason(argv, tmp_path):
     """After tries without a new checkpoint; at once after a user's mistake, and when it is asked to stop itself."""
     process = supervised("--wait_s=0.1", "--tries=2", argv=[*argv, "--optim.lr=1e38", "--optim.name=sgd",
@@ -753,6 +761,7 @@ def test_the_supervisor_gives_up_with_the_reason(argv, tmp_path):
     finish(process, code=Exit.STOPPED)
 
 
+@pytest.mark.matrix
 def test_the_supervisor_goes_on_with_the_devices_that_are_left(argv, tmp_path):
     mesh = [*argv, "--mesh.data=2", "--mesh.fsdp=4"]
     finish(supervised("--shrink", argv=[*mesh, "--train.steps=8"], env={"JAX_NUM_CPU_DEVICES": "8"}))
@@ -790,6 +799,7 @@ def test_no_file_unpickles():
                 assert called != "np.load" or keywords.get("allow_pickle") == "False", path
 
 
+@pytest.mark.matrix
 def test_policies_keep_the_best_and_every_so_many(argv, tmp_path):
     run(*argv, "--checkpoint.keep=1", "--checkpoint.keep_every=12", "--checkpoint.keep_best=1", "--train.eval_every=4")
     recorded = {line["step"]: line["eval_loss"] for line in lines(tmp_path / "run") if "eval_loss" in line}

@@ -51,6 +51,7 @@ def logged(run: Path) -> dict[str, float]:
     return next(line for line in lines if "eval_loss" in line)
 
 
+@pytest.mark.matrix
 def test_the_loss_is_that_of_the_log_bit_for_bit(run_dir):
     run = js.load(run_dir, mesh={"data": 2, "tensor": 2})
     found = run.evaluate()
@@ -128,6 +129,7 @@ def test_an_imported_folder_is_loaded(run_dir, tmp_path, rng):
         js.load(folder)
 
 
+@pytest.mark.matrix
 def test_the_first_page_shows_what_works(run_dir, tmp_path, monkeypatch, capsys):
     """Runs the Python block of docs/first_run.md."""
     page = (Path(__file__).parents[2] / "docs" / "first_run.md").read_text()

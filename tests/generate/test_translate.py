@@ -53,8 +53,8 @@ def inputs_of(rng, cfg):
     return [rng.integers(2, cfg.vocab, length).tolist() for length in LENGTHS]
 
 
+@pytest.mark.matrix
 @pytest.mark.random
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_tokens_are_those_of_the_whole_model(kind, rng, seed):
     cfg, gate = MODELS[kind], 1
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_the_whole_model(kind, rng, seed):
     assert write(values, inputs, 0) == [whole_model(cfg, values, row, gate) for row in inputs]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.random
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}, {"tensor": 4}], ids=str)

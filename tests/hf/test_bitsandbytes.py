@@ -118,7 +118,7 @@ def library():
     return pytest.importorskip("bitsandbytes.functional", reason="needs the extra [parity]"), torch
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("double", [False, True])
 def test_the_library_stores_the_same_bits_and_reads_the_same_values(double, library, tmp_path, rng):
     """Scales of 8 bits give the library's float32 values up to the order of two operations."""

@@ -270,7 +270,7 @@ def library():
     return test_parity
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(8, kind="float")], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -288,7 +288,7 @@ def test_transformers_computes_the_same_logits(name, scheme, dtype, library, tmp
     assert np.abs(got - expected).max() <= 2e-4 * np.abs(expected).max()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("preset", ["int4", "int4 asymmetric", "int8", "fp8"])
 def test_what_the_library_compresses_is_read_bit_for_bit(preset, dtype, library, tmp_path, rng):
@@ -341,7 +341,7 @@ def test_the_library_packs_the_same_bits(library, rng):
             np.testing.assert_array_equal(pack_to_int32(torch.tensor(codes), bits, packed_dim=dim).numpy(), ours)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "bits", "group"), [("llama3", 4, 16), ("qwen3", 8, None), ("gemma2", 4, 24)])
 def test_transformers_computes_the_same_logits_after_rounding(library, tmp_path, rng, name, bits, group):
     """From a folder whose groups do not divide the inputs of every matrix; and so do we, when we read it."""
@@ -388,7 +388,7 @@ def test_a_folder_with_quantised_inputs_is_imported_as_a_run_that_rounds_them(tm
         hf.PretrainedFolder(tmp_path / "experts")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llama3", "gemma2"])
 def test_transformers_rounds_the_same_inputs(library, tmp_path, rng, name, monkeypatch):
     """The library divides the largest number of a token by 127.5 and clips it; we, and vLLM, divide it by 127.

@@ -157,7 +157,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(kind, tmp_path
     assert np.array_equal(their_logits(again.eval(), batch).numpy(force=True)[real], expected[real])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["t5", "1.1", "switch"])
 def test_five_steps_of_adamw(kind, tmp_path, rng):
     """See test_parity.py: clipping, weight decay of matrices only, and AdamW with a large epsilon."""
@@ -193,7 +193,7 @@ def test_five_steps_of_adamw(kind, tmp_path, rng):
     assert_near(moved, they_moved, 1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("kind", ["t5", "1.1", "switch"])
 def test_written_tokens(kind, beams, tmp_path, rng):

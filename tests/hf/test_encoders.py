@@ -202,7 +202,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, 
     assert again.config.id2label == theirs.config.id2label
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "each"), HEADS)
 def test_five_steps_of_adamw(family, each, tmp_path, rng):
     """See test_parity.py: clipping, weight decay of matrices only, and AdamW with a large epsilon."""

@@ -754,7 +754,7 @@ def parity():
     return test_parity
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "mistral", "qwen3", "gemma2", "mixtral", "qwen3_moe"])
 def test_what_transformers_saves_is_the_same_model_here_and_back(name, parity, tmp_path, rng):
     """The parameters equal those of tests/hf/test_parity.py, which compares losses, gradients and training steps."""
@@ -787,7 +787,7 @@ def test_what_transformers_saves_is_the_same_model_here_and_back(name, parity, t
     assert {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)} <= beside | training
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe"])
 def test_a_model_that_transformers_saved_in_bfloat16(name, parity, tmp_path, rng):
     theirs = parity.build(name, rng).to(parity.torch.bfloat16)

@@ -177,6 +177,7 @@ def test_the_tables_use_every_weight_once(family, rng):
     assert sorted(np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(ours)])) == list(range(count))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logits(family, context, rng):
@@ -187,6 +188,7 @@ def test_logits(family, context, rng):
     assert np.abs(got - expected).max() <= 5e-5 * np.abs(expected).max()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_loss_and_every_gradient(family, context, rng):
@@ -203,6 +205,7 @@ def test_loss_and_every_gradient(family, context, rng):
     assert_near(grads, to_ours(family, ((name, weight.grad) for name, weight in theirs.named_parameters())), 1e-4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", CONFIGS)
 def test_five_steps_of_adamw(family, rng):
     """Compares clipping, weight decay of matrices only and the arithmetic of AdamW: losses and every final weight."""

@@ -251,8 +251,8 @@ TARGETS = {
 OLD_NAME = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
+@pytest.mark.matrix
 @OLD_NAME
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_pefts_own_model_has_our_logits_in_both_directions(name, parity, tmp_path, rng):
     """What PEFT saves is read here, and what is written here is read by PEFT."""

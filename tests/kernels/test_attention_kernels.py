@@ -89,7 +89,7 @@ def test_a_negative_scale(rng, options, implementation):
     check(rng, implementation, (1, 20, 2, 1, 16), options, None, scale=-0.4)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("case", [*ATTENTION_CASES, "width_80", "width_256"])
 def test_the_cases_of_the_definition(rng, implementation, case):
@@ -102,7 +102,7 @@ def test_the_cases_of_the_definition(rng, implementation, case):
     check(rng, implementation, (b, s, h, g, width), options, ids, scale=0.4 if width < 80 else 0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("turn", range(4))
 def test_any_case_at_all(rng, implementation, turn):

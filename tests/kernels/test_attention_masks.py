@@ -26,7 +26,9 @@ def ways(cases, bfloat16):
     every = [(c, name, dtype) for c in cases for name in ("chunked", "xla") for dtype in (jnp.float32, jnp.bfloat16)]
     quick = [way for way in every if way[1] == "chunked" and (way[2] == jnp.float32 or way[0] in bfloat16)]
     return [
-        pytest.param(*way, marks=[] if way in quick else [pytest.mark.slow], id=f"{way[0]}-{way[1]}-{way[2].__name__}")
+        pytest.param(
+            *way, marks=[] if way in quick else [pytest.mark.matrix], id=f"{way[0]}-{way[1]}-{way[2].__name__}"
+        )
         for way in every
     ]
 
@@ -82,7 +84,7 @@ def test_a_few_buckets_by_hand():
     assert (causal[0], causal[16], causal[31]) == ((0, 2**31 - 1), (-18, -16), (1 - 2**31, -113))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("count", "max_distance", "bidirectional"), BUCKETS)
 def test_buckets_are_those_of_transformers(count, max_distance, bidirectional):
     torch, t5 = pytest.importorskip("torch"), pytest.importorskip("transformers.models.t5.modeling_t5")

@@ -120,6 +120,7 @@ CASES = {  # shards, length, heads, kv heads, options, segments, methods and imp
 }
 
 
+@pytest.mark.matrix(quick=["[two_shards", "[window_in", "[segments-ring-c", "[full_w"])
 @pytest.mark.parametrize(
     ("case", "method", "implementation"), [(name, *way.split()) for name, case in CASES.items() for way in case[6:]]
 )
@@ -202,7 +203,7 @@ MASK_CASES = {  # shards, tensor shards, kind of mask, tokens of keys, whether t
     ("case", "implementation", "dtype"),
     [(case, "chunked", jnp.float32) for case in ("cross", "encoder", "decoder")]
     + [
-        pytest.param(*way, marks=pytest.mark.slow)
+        pytest.param(*way, marks=pytest.mark.matrix)
         for way in (
             ("cross_by_ring", "chunked", jnp.float32),
             ("prefix", "chunked", jnp.float32),

@@ -59,7 +59,9 @@ def crossed(module, cases, quick):
             *case,
             way,
             id=f"{name}-{way}",
-            marks=[pytest.mark.slow] if way.startswith("pallas_") and (name not in quick or "_checked" in way) else [],
+            marks=[pytest.mark.matrix]
+            if way.startswith("pallas_") and (name not in quick or "_checked" in way)
+            else [],
         )
         for way in ways(module)
         for name, case in cases.items()

@@ -115,7 +115,7 @@ CASES = {
 }
 QUICK = ("llama3", "lora_moe")
 every_case = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.matrix) for name in CASES]
 )
 
 
@@ -136,7 +136,7 @@ def test_two_halves_give_the_gradients_of_one_vjp(name, seed):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name == "llama3" else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "llama3" else pytest.mark.matrix)
         for name in ("llama3", "gpt2", "int8", "lora")
     ],
 )
@@ -154,7 +154,7 @@ def test_both_halves_together_cost_one_vjp(name, seed):
 
 
 @pytest.mark.parametrize(
-    "name", ["lora_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "capacity"))]
+    "name", ["lora_moe", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("int8", "capacity"))]
 )
 def test_without_taps_the_program_has_no_trace_of_them(name, monkeypatch):
     """The lowered text of a step's gradients is that of layers that call their products themselves."""

@@ -67,8 +67,8 @@ def one_window(family, model, values, batch):
 @pytest.mark.parametrize(
     ("kind", "packing"),
     [
-        pytest.param("branches", True, marks=pytest.mark.slow),
-        pytest.param("deep_branches", False, marks=pytest.mark.slow),
+        pytest.param("branches", True, marks=pytest.mark.matrix),
+        pytest.param("deep_branches", False, marks=pytest.mark.matrix),
     ],
 )
 def test_losses_and_gradients_are_those_of_an_encoder_and_a_decoder(kind, packing, seed):
@@ -150,7 +150,7 @@ def losses(folder):
     return {(line["step"], key): line[key] for line in lines for key in line if "loss" in key}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_is_resumed_bit_for_bit_and_its_branches_are_runs_of_their_own(tmp_path, rng, capsys):
     file = tmp_path / "text.txt"
     file.write_text("".join(chr(c) for c in rng.integers(97, 122, 9000)))

@@ -132,7 +132,8 @@ def loss_by_hand(cfg, values, batch):
     return total / batch["loss_weights"].sum()
 
 
-@pytest.mark.parametrize("name", [n if n == "dit" else pytest.param(n, marks=pytest.mark.matrix) for n in DIFFUSION])
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", DIFFUSION)
 def test_loss_and_gradients_are_those_of_a_second_implementation(name, rng, seed):
     """It has one head, one expert and one picture at a time, in float64. No parameter is zero, as many are at first."""
     cfg = dataclasses.replace(DIFFUSION[name], **ODD)
@@ -296,7 +297,7 @@ def test_a_run_is_resumed_bit_for_bit_and_draws_pictures(tmp_path, rng, capsys):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_with_texts_is_resumed_bit_for_bit_and_draws_from_any_text(tmp_path, rng, capsys):
     file = tmp_path / "pictures.npz"
     np.savez(file, images=rng.random((40, 8, 8)), labels=np.arange(40) % 3)

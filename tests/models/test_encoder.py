@@ -28,7 +28,7 @@ def losses(directory):
     return {(line["step"], key): line[key] for line in lines for key in ("loss", "eval_loss") if key in line}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_is_resumed_bit_for_bit_and_its_loss_is_named(tmp_path, rng, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(c) for c in rng.integers(97, 122, 9000)))

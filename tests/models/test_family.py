@@ -94,9 +94,10 @@ def random_batch(cfg: ModelConfig, rng) -> dict[str, np.ndarray]:
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((8, 8), np.float32)}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "mesh",
-    [pytest.param({}, id="one_device"), pytest.param({"pipe": 2, "fsdp": 2}, id="pipeline", marks=pytest.mark.slow)],
+    [pytest.param({}, id="one_device"), pytest.param({"pipe": 2, "fsdp": 2}, id="pipeline", marks=pytest.mark.matrix)],
 )
 def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
     """Its steps and evaluations are those of the decoder that it renames, on a mesh with a pipeline, too."""
@@ -199,24 +200,9 @@ MESHES = {
 }
 
 
-PIPELINES = ("pipeline", "interleaved")
-
-
 @pytest.mark.random
-@pytest.mark.parametrize(
-    ("split", "stacks"),
-    [
-        ("pipeline", 2),
-        *(
-            pytest.param(*both, marks=pytest.mark.slow)
-            for both in (
-                *(("accumulation", n) for n in (1, 2)),
-                *((s, 1) for s in ("fsdp_tensor", *PIPELINES)),
-                ("fsdp_tensor", 2),
-            )
-        ),
-    ],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("split", "stacks"), [(s, 1) for s in MESHES] + [(s, 2) for s in MESHES if s != "interleaved"])
 def test_side_inputs_and_losses_with_tokens_of_their_own(monkeypatch, rng, seed, stacks, split):
     """Each loss is a mean over its own tokens, whatever splits the batch, and side inputs get gradients.
 

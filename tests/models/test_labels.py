@@ -41,6 +41,7 @@ def moved(values, rng):
     return jax.tree.map(lambda v: v + rng.normal(0, 0.05, v.shape).astype(np.float32), values)
 
 
+@pytest.mark.matrix(quick=["bert_words"])
 @pytest.mark.parametrize("family", ["bert", "bert_words"])
 def test_right_predictions_are_those_with_the_largest_logit(family, rng, seed):
     """Summed over weights, in float64 from the logits of one device; each split of the classes gives the same."""
@@ -103,6 +104,7 @@ def test_the_mean_of_a_text_is_that_of_its_tokens_beside_others_and_on_other_dev
         np.testing.assert_allclose(packed[0, start : start + length], alone[0], atol=1e-5 * np.abs(alone).max())
 
 
+@pytest.mark.matrix(quick=["modernbert_labels"])
 @pytest.mark.parametrize("family", ["bert_labels", "modernbert_labels"])
 def test_gradients_in_bfloat16_are_near_those_in_float32(family, rng, seed):
     """A sequence counts once, so that fewer terms average their rounding than in a language model."""
@@ -134,7 +136,7 @@ def spoken(rng, count):
     return [(t[:3] + "aaa" + t[3:], "loud") if i % 2 else (t, "quiet") for i, t in enumerate(texts)]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_becomes_a_classifier_which_is_exported_and_read_again(tmp_path, rng, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(c) for c in rng.integers(97, 122, 9000)))

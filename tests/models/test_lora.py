@@ -136,7 +136,7 @@ def test_mistakes(make, message):
 SLOW = pytest.mark.matrix
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "deepseek", "capacity"])
 def test_fresh_adapters_change_nothing_and_merged_ones_compute_the_same(family, rng):
     cfg = replace(ALL[family], lora=LORA)
@@ -201,7 +201,7 @@ def test_gradients_are_those_of_the_merged_model_by_the_chain_rule_and_by_differ
     assert (ahead - behind) / 2e-3 == pytest.approx(steepness, rel=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "optim"), [("llama3", "lion"), ("deepseek", "muon"), ("gpt2", "adafactor")])
 def test_only_adapters_move_and_have_moments(family, optim, rng):
     """`deepseek` has a bias that balances its experts without a gradient; it does not change, either."""
@@ -249,7 +249,7 @@ def test_the_gradient_of_a_frozen_matrix_is_not_computed():
     assert ours["adapters"] / ours["all"] == pytest.approx(flops["adapters"] / flops["all"], abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["lora_t5", "lora_switch"])
 def test_adapters_of_an_encoder_decoder_are_those_of_the_merged_model(name, rng):
     """Both stacks have them, and every layer of a unit; gradients are those through the merged matrices."""
@@ -296,6 +296,7 @@ def conversations(path):
     return str(path)
 
 
+@pytest.mark.matrix
 def test_adapters_learn_answers_by_heart(tmp_path):
     """The random base has a large enough init_std for adapters to fit every answer."""
     found = data.load(DataConfig(source="chat", path=conversations(tmp_path / "colours.jsonl"), seq_len=96))
@@ -313,7 +314,7 @@ def run(*argv):
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_from_a_folder_to_a_chat_and_back(tmp_path):
     """Runs each command: import, LoRA on instructions, stop and resume, export, and answers."""
     pytest.importorskip("safetensors")

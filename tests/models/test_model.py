@@ -162,6 +162,7 @@ def test_sliding_window_by_gradients(rng):
     assert moved.tolist() == [7 <= i <= 10 for i in range(16)]
 
 
+@pytest.mark.matrix(quick=["llama3"])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_equal_separate_ones(family, context, rng):
@@ -180,6 +181,7 @@ def test_packed_documents_equal_separate_ones(family, context, rng):
     np.testing.assert_allclose(packed, alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.matrix(quick=["llama3"])
 @pytest.mark.parametrize(
     ("context", "policies"), [("cpu", ["selective", "dots", "full"]), ("xla", ["selective"])], ids=["cpu", "xla"]
 )

@@ -169,8 +169,8 @@ def test_right_pictures_are_those_whose_most_similar_text_shows_the_same(model, 
     ("mesh", "how"),
     [
         ({}, {"accum": 4}),  # microbatches of two rows, with one of which right and wrong texts can be confused
-        pytest.param({"pipe": 2, "fsdp": 2}, {"schedule": pipelines.ONE, "microbatches": 2}, marks=pytest.mark.slow),
-        pytest.param({"pipe": 2, "tensor": 2}, {"schedule": pipelines.TWO, "accum": 2}, marks=pytest.mark.slow),
+        pytest.param({"pipe": 2, "fsdp": 2}, {"schedule": pipelines.ONE, "microbatches": 2}, marks=pytest.mark.matrix),
+        pytest.param({"pipe": 2, "tensor": 2}, {"schedule": pipelines.TWO, "accum": 2}, marks=pytest.mark.matrix),
     ],
     ids=str,
 )
@@ -206,7 +206,7 @@ def values_of(directory):
     return {(line["step"], key): line[key] for line in lines for key in keys if key in line}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_is_resumed_bit_for_bit_and_reports_its_losses(tmp_path, rng, capsys):
     file = tmp_path / "pictures.npz"
     np.savez(file, images=rng.random((40, 8, 8)), labels=np.arange(40) % 3)

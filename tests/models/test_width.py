@@ -54,7 +54,7 @@ def test_updates_are_divided_and_decay_is_not(name, divisor, rng):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "tied"), [("adamw", True), ("muon", False)])
 def test_changes_do_not_grow_with_the_width(name, tied, rng):
     """The coordinate check: the powers of the width by which a few steps change hidden states and logits."""

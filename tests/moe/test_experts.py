@@ -49,6 +49,7 @@ def run_config(name, **train) -> Config:
     )
 
 
+@pytest.mark.matrix(quick=["mixtral"])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_every_implementation_is_the_reference(name, rng):
     cfg = EXPERTS[name]
@@ -126,6 +127,7 @@ def test_logits_of_tokens_in_bfloat16_are_a_product_in_float32(name, rng):
     assert (dx.dtype, d_router.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.matrix(quick=["deepseek"])
 @pytest.mark.parametrize("name", ["mixtral", "capacity", "deepseek"])
 def test_sums_do_not_depend_on_accumulation(name, rng):
     """MaxText's auxiliary loss does: it fell from 457 to 2.0 with two microbatches."""
@@ -141,6 +143,7 @@ def test_sums_do_not_depend_on_accumulation(name, rng):
         assert jnp.linalg.norm(flatten(parts)[path] - g) <= 1e-5 * jnp.linalg.norm(g), path
 
 
+@pytest.mark.matrix(quick=["mixtral-bfloat16"])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("mixtral", "float32"), ("mixtral", "bfloat16"), ("capacity", "float32"), ("deepseek", "bfloat16")],
@@ -190,6 +193,7 @@ def test_means_of_what_counts_are_those_of_even_scores(rng):
     np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("every", [1, 3])
 def test_each_stack_counts_its_own_tokens(every, rng):
     """With routers of zeros every mean is known, however many tokens an encoder and a decoder have, and however many

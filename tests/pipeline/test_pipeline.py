@@ -218,7 +218,8 @@ def under(case: Case, schedule: str) -> Case:
 if OTHER:
     CASES = [under(c, OTHER) for c in CASES]
     QUICK = CASES[: len(QUICK)]
-ALWAYS = [*QUICK, STATIC[0], ZERO_BUBBLE[0], SHARDED[0], ENCODERS[0]]
+FAST = [*QUICK[:2], ZERO_BUBBLE[0]]
+ALWAYS = [*FAST, *QUICK, STATIC[0], SHARDED[0], ENCODERS[0], PAIRS[0]]
 
 
 def name_of(case: Case) -> str:
@@ -264,7 +265,7 @@ def compare(case: Case, seed: int) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=name_of(c), marks=() if c in ALWAYS else meshes.SLOW if c == PAIRS[0] else meshes.MATRIX)
+        pytest.param(c, id=name_of(c), marks=() if c in FAST else meshes.SLOW if c in ALWAYS else meshes.MATRIX)
         for c in [*CASES, *APART]
     ],
 )
@@ -308,15 +309,16 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
     return lambda values, batch, key: mapped(values, batch)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "case",
     [
         case("gpt2", ALL, 2, 4, layers=7, tensor=2),
-        pytest.param(case("gemma2", ALL, 4, 4, data=2, remat="selective"), marks=pytest.mark.slow),
-        pytest.param(case("llama3", TWO, 2, 4, 2, layers=6, fsdp=2), marks=pytest.mark.slow),
-        pytest.param(case("sigmoid", ALL, 2, 4, expert=2, packing=True), marks=pytest.mark.slow),
-        pytest.param(case("t5", TWO, 2, 4, 2, layers=4, fsdp=2), marks=pytest.mark.slow),
-        pytest.param(case("branches", ALL, 2, 4, layers=5, data=2), marks=pytest.mark.slow),
+        case("gemma2", ALL, 4, 4, data=2, remat="selective"),
+        case("llama3", TWO, 2, 4, 2, layers=6, fsdp=2),
+        case("sigmoid", ALL, 2, 4, expert=2, packing=True),
+        case("t5", TWO, 2, 4, 2, layers=4, fsdp=2),
+        case("branches", ALL, 2, 4, layers=5, data=2),
     ],
     ids=name_of,
 )
@@ -348,9 +350,8 @@ SPLITS = [(2, 1, 2), (1, 2, 8), (1, 4, 4), (2, 2, 4), (2, 4, 2)]
 """Accumulation, stages and microbatches."""
 
 
-@pytest.mark.parametrize(
-    "split", [pytest.param(s, marks=() if s == (2, 4, 2) else pytest.mark.slow) for s in SPLITS], ids=str
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_auxiliary_loss_and_gradient_norm_know_no_microbatches(split, seed):
     """Statistics that were means over a microbatch, or that included bubbles, would differ in the second digit."""
     np.testing.assert_allclose(objective_of(*split, seed), objective_of(1, 1, 1, seed), rtol=1e-6)
@@ -377,7 +378,7 @@ TRAFFIC: list[Case] = [
 
 
 def traffic_cases(*quick: int) -> Any:
-    marks = [() if i in quick else pytest.mark.slow for i in range(len(TRAFFIC))]
+    marks = [() if i in quick else pytest.mark.matrix for i in range(len(TRAFFIC))]
     return pytest.mark.parametrize(
         "case", [pytest.param(c, id=name_of(c), marks=m) for c, m in zip(TRAFFIC, marks, strict=True)]
     )
@@ -399,6 +400,7 @@ def moved(name: str) -> tuple[Config, Context, list[hlo.Collective]]:
     return cfg, ctx, hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.mesh.shape, ctx.trip_counts)
 
 
+@pytest.mark.matrix(quick=["remat=selective", "-sp", "gpt2"])
 @traffic_cases(0, 1, 2, 5)
 def test_everything_that_stages_exchange_in_the_loop(case):
     """Each tick makes two permutes. For each microbatch the head's input and its gradient are all-reduced, the
@@ -632,13 +634,14 @@ def test_without_a_number_microbatches_are_four_a_stage_at_most():
     assert numbers == {(2, 32): 8, (4, 8): 8, (2, 6): 6}
 
 
+@pytest.mark.matrix(quick=["'1f1b'}-adafactor"])
 @pytest.mark.parametrize(
     ("how", "optim"),
     [
         ({"schedule": TWO, "chunks": 2}, "muon"),  # its state has Adam's moments too, for arrays that are not matrices
-        pytest.param({"schedule": TWO, "chunks": 2}, "adamw", marks=pytest.mark.slow),
-        pytest.param({"schedule": ONE}, "muon", marks=pytest.mark.slow),
-        pytest.param({"schedule": ONE}, "adamw", marks=pytest.mark.slow),
+        ({"schedule": TWO, "chunks": 2}, "adamw"),
+        ({"schedule": ONE}, "muon"),
+        ({"schedule": ONE}, "adamw"),
         ({"schedule": ONE}, "adafactor"),
     ],
     ids=str,
@@ -769,7 +772,7 @@ def on_one(layer: Any, first: Any, last: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "schedule", [zb1(2, 4), pytest.param(zb_h1(2, 4), marks=pytest.mark.slow)], ids=lambda schedule: schedule.name
+    "schedule", [zb1(2, 4), pytest.param(zb_h1(2, 4), marks=pytest.mark.matrix)], ids=lambda schedule: schedule.name
 )
 def test_anyones_gradients_in_bfloat16_are_near_those_in_float32(schedule, rng):
     """Each product rounds to 8 bits (0.4%). The pipeline rounds as often as one device, and sums in float32."""

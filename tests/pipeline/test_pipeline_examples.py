@@ -18,7 +18,7 @@ PIPELINES = ["pipeline_nnx", "pipeline_linen", "pipeline_zero_bubble"]
 each = pytest.mark.parametrize("name", PIPELINES)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [*PIPELINES, "own_family"])
 def test_the_examples_learn(name):
     ours = {"JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}  # as for a user who has set nothing
@@ -32,6 +32,7 @@ def test_the_examples_learn(name):
     assert not run.stderr, run.stderr  # XLA complains there of layouts that it has to copy
 
 
+@pytest.mark.matrix(quick=["zero_bubble"])
 @each
 def test_their_gradients_are_those_of_plain_autodiff(name, rng):
     example = importlib.import_module(name)

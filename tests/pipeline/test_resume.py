@@ -49,7 +49,7 @@ def pair_flags(folder, rng):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_experts_in_some_layers_resume_bit_for_bit(tmp_path, rng, monkeypatch):
     """A dense run is up-cycled to one layer of two with experts, which a pipeline cannot do."""
     flags = [*pair_flags(tmp_path, rng), "--model.num_layers=4", "--model.encoder_layers=4"]
@@ -75,7 +75,7 @@ def test_experts_in_some_layers_resume_bit_for_bit(tmp_path, rng, monkeypatch):
     assert [name for name in whole if not np.array_equal(whole[name], parts[name])] == []
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_encoder_decoders_resume_in_and_out_of_a_pipeline(tmp_path, rng, monkeypatch):
     """Uneven stages of both stacks, another schedule in each leg, and evaluation: the losses of one device."""
     flags = [*pair_flags(tmp_path, rng), "--model.num_layers=3", "--model.encoder_layers=5"]

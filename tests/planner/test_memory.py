@@ -57,11 +57,12 @@ def test_the_results_of_all_compilers_are_within_the_bounds():
         assert high < 1.35 * max(found), platform
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
     [
         "adamw, few tokens",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2, remat none", "mixtral", "fsdp 8, remat full")),
+        *(pytest.param(n, marks=pytest.mark.matrix) for n in ("gpt2, remat none", "mixtral", "fsdp 8, remat full")),
     ],
 )
 def test_a_fresh_program_is_within_the_bounds(name):

@@ -105,6 +105,7 @@ def test_given_keys_are_kept_and_remat_is_searched():
     assert {one.mesh.data for one in mesh_search.candidates(open_axis, 4, "cpu", {"mesh.data"})} == {1, 2, 4}
 
 
+@pytest.mark.matrix(quick=["cfg1-"])
 @pytest.mark.parametrize(
     ("cfg", "clock", "fraction"), [(DENSE, H100, math.inf), (DENSE, H100, 0.6), (EXPERTS, CpuClock(2), 0.6)]
 )
@@ -142,7 +143,7 @@ def test_less_work_is_faster():
     assert best(train__grad_accum=1) < best(train__grad_accum=2) < best(train__grad_accum=4)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(200)  # ten times the promised 20 seconds: CI's machines are shared
 def test_64_gpus_on_8_hosts():
     """Tensor parallelism sends most, so that it stays in a host; the answer needs no compiler."""

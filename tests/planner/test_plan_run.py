@@ -132,6 +132,7 @@ def test_rules_by_hand():
     assert BESIROGLU.optimum(recipe.smallest_budget(7e9))[0] == pytest.approx(7e9)
 
 
+@pytest.mark.matrix
 def test_time_and_money_give_a_configuration_that_reads_back(tmp_path, capsys):
     """A week of 2 H100, and the money that the week costs."""
     found = []

@@ -48,7 +48,7 @@ def test_arguments_are_exact():
         assert math.isclose(row["compiled"]["arguments"], exact, rel_tol=1e-3), key
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("chip", "name"), [("h100", "deep, fsdp 8, full"), ("v5p", "dense, tensor 8")])
 def test_a_fresh_program_needs_as_much(chip, name):
     """Another version of the compiler may schedule differently; it is held to the bar, not to equal bytes."""

@@ -42,6 +42,7 @@ def config(**train: Any) -> Config:
     return replace(cfg, train=replace(cfg.train, **train))
 
 
+@pytest.mark.matrix
 def test_the_command_writes_costs_that_a_run_can_take(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(timing, "LONG_ENOUGH_S", 0.01)
     out = tmp_path / "costs.json"
@@ -71,7 +72,7 @@ def expected_pair_bytes(cfg: Config) -> int:
     return 4 * cfg.data.batch_size // 2 * cfg.data.seq_len * sum(widths)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("family", "mesh", "how"),
     [
@@ -159,6 +160,7 @@ def cut_by(path: Path, costs: Costs, cfg: Config) -> Config:
     return replace(cfg, pipeline=replace(cfg.pipeline, partition=str(path)))
 
 
+@pytest.mark.matrix(quick=["1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_cut_by_costs_gives_the_loss_and_gradients_of_one_device(tmp_path, schedule):
     cfg = pipelines.config("llama3", {"pipe": 2}, layers=5, microbatches=4)

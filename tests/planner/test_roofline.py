@@ -78,7 +78,7 @@ def in_program(cfg: Config) -> float:
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
-        pytest.param(name, remat, marks=pytest.mark.slow if remat in ("dots", "full") and name not in USUAL else ())
+        pytest.param(name, remat, marks=pytest.mark.matrix if remat in ("dots", "full") and name not in USUAL else ())
         for name, remat in itertools.product(MODELS, ("none", "selective", "dots", "full"))
     ],
 )

@@ -146,7 +146,7 @@ def plan(name: str, **options) -> tuple[Config, Context]:
 
 
 @pytest.mark.parametrize(
-    "name", ["t5", "experts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("branches", "dit", "coca"))]
+    "name", ["t5", "experts", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("branches", "dit", "coca"))]
 )
 def test_traced_flops_are_those_of_the_formula(name):
     """All matmuls that `train.remat` does not repeat, on one device, with attention that computes all pairs."""

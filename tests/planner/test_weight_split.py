@@ -39,15 +39,16 @@ def traced(cfg):
     return make_gradients(cfg, ctx), state.params, batch
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("family", "split", "mesh"),
     [
         ("llama3", ("mlp/w_up", "attention/w_[qo]"), {"fsdp": 2}),
         ("softmax", ALL, {"tensor": 2}),
-        pytest.param("llama3", ALL, {"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("capacity", ALL, {"expert": 2}, marks=pytest.mark.slow),
-        pytest.param("softmax", ALL, {"expert": 2}, marks=pytest.mark.slow),
-        pytest.param("lora", ALL, {}, marks=pytest.mark.slow),
+        pytest.param("llama3", ALL, {"tensor": 2}, marks=pytest.mark.matrix),
+        pytest.param("capacity", ALL, {"expert": 2}, marks=pytest.mark.matrix),
+        pytest.param("softmax", ALL, {"expert": 2}, marks=pytest.mark.matrix),
+        pytest.param("lora", ALL, {}, marks=pytest.mark.matrix),
     ],
 )
 def test_bytes_are_those_of_what_the_executor_stores(monkeypatch, family, split, mesh):

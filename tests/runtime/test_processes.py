@@ -177,7 +177,7 @@ parser.run('train.py', ['train', *sys.argv[1:]])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("patch", "code", "words"),
     [
@@ -238,7 +238,7 @@ def test_a_taken_port_is_named_before_jax_would_crash(host):
     distributed._require_free_port(processes)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", ["raises", "killed"])
 def test_the_failure_of_one_process_ends_the_others(how, text, tmp_path):
     """The other process ends within a bounded time and reports the reason; it does not hang."""

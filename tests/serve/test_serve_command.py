@@ -56,6 +56,7 @@ def test_32_clients_and_the_end_by_a_signal(run):
         server.kill()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -532,7 +532,7 @@ def test_the_models_import_nothing_of_ours(path):
     assert {name.split(".")[0] for name in modules} <= {"jax", "flax"}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["train_nnx.py", "train_linen.py"])
 def test_the_examples_learn(name):
     ours = {"JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}  # as for a user who has set nothing

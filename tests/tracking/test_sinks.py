@@ -155,7 +155,7 @@ def test_none_is_the_default_and_nothing_else_passes():
         parse.parse_config(["--run.sinks=[mlflow]"])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
     """With the real package, a resumed run continues the same W&B run."""
     pytest.importorskip("wandb")

@@ -214,7 +214,7 @@ def test_plans_are_for_the_longest_rows_which_need_the_most_memory():
     assert mesh_search.smaller_batches(dataclasses.replace(cfg, data=odd)) == [6, 3], "the tokens fill rows of 24"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_compiles_each_length_once_and_resumes_bit_for_bit(tmp_path):
     """Conversations in three buckets, on two devices: one run to the end, and one that is killed and resumed."""
     turn = '{{"prompt": "{}", "completion": "{}"}}\n'

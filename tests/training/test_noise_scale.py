@@ -192,7 +192,7 @@ def test_averages_forget_and_continue():
     assert math.isnan(lost.record(64.0)["noise_scale_tokens"])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_logs_and_draws_it(tmp_path):
     (tmp_path / "text.txt").write_text("the noise of gradients " * 200)
     words = f"""--data.source=path --data.path={tmp_path}/text.txt --data.seq_len=16 --data.batch_size=16

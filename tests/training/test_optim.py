@@ -214,7 +214,7 @@ def with_zeros(rng, tree):
     return jax.tree.map(lambda p: (rng.normal(size=p.shape) * (rng.random(p.shape) > 1 / 3)).astype(np.float32), tree)
 
 
-@pytest.mark.parametrize("name", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["muon", pytest.param("adamw", marks=pytest.mark.matrix)])
 def test_zeros_of_matrices_stay_and_count_for_nothing(rng, name):
     """Other weights change as if the gradients of the zeros were zero. Weight decay and averages keep zeros, too."""
     rule = dataclasses.replace(RULE, name=name, ema=0.4)

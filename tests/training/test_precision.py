@@ -140,7 +140,11 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=name_of(c), marks=() if c in QUICK else meshes.MATRIX) for c in CASES]
+    "case",
+    [
+        pytest.param(c, id=name_of(c), marks=() if c in QUICK[:2] else meshes.SLOW if c in QUICK else meshes.MATRIX)
+        for c in CASES
+    ],
 )
 def test_every_gradient_in_bfloat16_is_near_that_in_float32(case):
     family, mesh, how = case
@@ -189,6 +193,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.matrix(quick=["gpt2 data=2 fsdp=2 tensor=2-"])
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [pytest.param(c, id=name_of(c)) for c in MESHES])
 def test_devices_sum_gradients_in_the_dtype_that_is_asked_for(case, reduce_dtype):

@@ -69,10 +69,11 @@ def stored(cfg: Config, values):
     return values | {"layers": jax.tree.map(lambda *each: np.stack(each), *found)}
 
 
+@pytest.mark.matrix
 @pytest.mark.random
 @pytest.mark.parametrize(
     ("name", "weights"),
-    [("softmax", "int4"), ("gemma2", "int8"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    [("softmax", "int4"), ("gemma2", "int8"), *(pytest.param(*case, marks=pytest.mark.matrix) for case in MORE)],
 )
 def test_the_forward_pass_reads_what_compression_stores(name, weights, seed):
     """Bit for bit. Embedding, norms, routers and adapters are the same arrays as before."""
@@ -91,7 +92,7 @@ def test_the_forward_pass_reads_what_compression_stores(name, weights, seed):
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("name", [pytest.param("llama3", marks=pytest.mark.slow), "lora"])
+@pytest.mark.parametrize("name", [pytest.param("llama3", marks=pytest.mark.matrix), "lora"])
 def test_gradients_are_those_at_the_rounded_matrices(name, seed):
     cfg = config(name, {})
     ctx, values = placed(cfg, seed)
@@ -180,7 +181,7 @@ FLAGS = """--model.num_layers=2 --model.d_model=64 --model.num_heads=4 --model.n
     --train.ngram_baseline=false --sample.prompts=[] --optim.warmup_steps=1 --optim.lr=0.01"""
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("weights", "more"),
     [("int4", ["--optim.ema=0.9"]), ("int8", ["--train.dtype=bfloat16"]), ("fp8", [])],

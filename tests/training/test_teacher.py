@@ -62,9 +62,9 @@ def test_gradients_on_a_mesh_are_those_of_one_device(name, mesh, how, seed):
     ("name", "mesh", "dtype"),
     [
         ("llama3", {"data": 2, "tensor": 2}, "bfloat16"),
-        pytest.param("llama3", {"data": 2, "tensor": 2}, "float32", marks=pytest.mark.slow),
-        pytest.param("gemma2", {"context": 2, "fsdp": 2}, "float32", marks=pytest.mark.slow),
-        pytest.param("softmax", {"expert": 2, "tensor": 2}, "float32", marks=pytest.mark.slow),
+        pytest.param("llama3", {"data": 2, "tensor": 2}, "float32", marks=pytest.mark.matrix),
+        pytest.param("gemma2", {"context": 2, "fsdp": 2}, "float32", marks=pytest.mark.matrix),
+        pytest.param("softmax", {"expert": 2, "tensor": 2}, "float32", marks=pytest.mark.matrix),
     ],
 )
 def test_a_teacher_says_its_likeliest_tokens(name, mesh, dtype, seed):
@@ -140,7 +140,7 @@ def run(folder, name, steps, *more):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_distilled_run_resumes_bit_for_bit_and_saves_no_teacher(teacher_run):
     learns = [
         "--model.num_layers=1",
