@@ -80,6 +80,7 @@ def test_cases_that_did_not_run_keep_their_rows(tmp_path):
         record.record("x", {"cases": cases}, tmp_path)
 
 
+@pytest.mark.matrix
 def test_block_sizes_are_timed_only_where_values_are_right(tmp_path, monkeypatch):
     """The smallest size of the cross-entropy is made wrong here; the present one stays."""
     loss = jaxstack.kernels.cross_entropy

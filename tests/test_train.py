@@ -211,6 +211,7 @@ def test_a_folder_of_texts_is_not_a_run(text):
     assert {p: p.read_bytes() for p in text.parent.rglob("*")} == before
 
 
+@pytest.mark.matrix
 def test_a_tokenizer_of_other_text_is_refused(tmp_path):
     """A tokenizer with as many characters, but different ones, fits the shapes but not their meaning."""
     small = [flag for flag in SMALL if not flag.startswith("--train.steps")]
@@ -255,6 +256,7 @@ def test_accumulation_on_the_command_line(text, straight, tmp_path):
     np.testing.assert_allclose(a, b, rtol=5e-3)
 
 
+@pytest.mark.matrix
 def test_hundreds_of_held_out_batches(text, tmp_path):
     """If evaluations ran concurrently, their collectives would deadlock on two CPU devices."""
     flags = ["--train.eval_steps=400", "--train.steps=2", "--data.eval_fraction=0.5", "--data.seq_len=16", *PLAIN]
@@ -262,6 +264,7 @@ def test_hundreds_of_held_out_batches(text, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "run") if "eval_loss" in line] == [2]
 
 
+@pytest.mark.matrix
 def test_the_environment_of_the_user_wins(text, tmp_path):
     """If the user asks for one device, one is used, although `train.py` would create one per core."""
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--train.steps=1", *PLAIN]
@@ -327,6 +330,7 @@ def test_some_steps_are_traced(text, tmp_path):
     assert "profile  steps 1 to 2 were done before" in out
 
 
+@pytest.mark.matrix
 def test_bits_per_byte_of_a_token_file_are_those_of_its_bytes(text, tmp_path):
     """The file's own tokenizer counts, while `data.tokenizer` keeps its default. The n-grams are of bytes."""
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra [hf]")
@@ -369,6 +373,7 @@ def complete(batch: data.Batch) -> list[list[int]]:
     return np.concatenate([batch["tokens"], batch["targets"][:, -1:]], axis=1).tolist()
 
 
+@pytest.mark.matrix
 def test_batches_of_one(tmp_path):
     """The run trains a tiny text in batches of one sequence."""
     (tmp_path / "text").write_text("abc def ghi\n" * 40)

@@ -32,7 +32,6 @@ safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [
 
 S, T, V = 45, 22, 61
 CPU = Context(**implementations("cpu"))
-SLOW = pytest.mark.matrix
 KINDS = {
     "t5": {"feed_forward_proj": "relu"},
     "1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
@@ -121,7 +120,8 @@ def assert_near(got, expected, tolerance):
     assert {path: value for path, value in off.items() if not value <= tolerance} == {}
 
 
-@pytest.mark.parametrize("kind", ["t5", *(pytest.param(kind, marks=SLOW) for kind in KINDS if kind != "t5")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_gradients_of_an_imported_model_and_its_export(kind, tmp_path, rng):
     theirs, cfg, values = saved(kind, rng, tmp_path / "saved")
     pairs = random_pairs(rng)

@@ -138,6 +138,7 @@ def test_equals_one_device(rng, monkeypatch, case, method, implementation):
     assert_close(actual, whole(*arrays, ids, **options))
 
 
+@pytest.mark.matrix(quick=["chunked", "cudnn"])
 @pytest.mark.parametrize(
     ("method", "implementation", "segments"),
     [

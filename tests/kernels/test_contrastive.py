@@ -54,6 +54,7 @@ def on_mesh(f, shape):
     )
 
 
+@pytest.mark.matrix(quick=["shape2", "shape4"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("shape", "block"), [((1,), 32), ((1,), 5), ((8,), 8), ((2, 4), 32), ((4,), 1)])
 def test_loss_and_gradients_are_those_of_the_full_matrix(rng, kind, shape, block):

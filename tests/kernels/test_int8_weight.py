@@ -47,6 +47,7 @@ def test_with_rounded_inputs_it_is_the_product_of_training(rng):
     np.testing.assert_allclose(found, expected, rtol=1e-6)  # the same integers; scales are multiplied in another order
 
 
+@pytest.mark.matrix(quick=["llama3"])
 @pytest.mark.random
 @pytest.mark.parametrize(("name", "dtype"), [("gemma2", jnp.float32), ("llama3", jnp.bfloat16)])
 def test_decoding_reads_codes(rng, name, dtype):

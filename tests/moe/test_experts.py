@@ -327,6 +327,7 @@ def test_an_up_cycled_model_starts_as_the_dense_one(rng):
     np.testing.assert_allclose(sparse, dense, atol=1e-5 * float(jnp.abs(dense).max()))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("every", [1, 3])
 def test_both_stacks_of_an_encoder_decoder_are_converted(every, rng):
     """Up-cycled, it computes what the dense model does. One expert of the result has the dense weights, in order."""

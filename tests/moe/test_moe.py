@@ -312,6 +312,7 @@ def test_reference_is_the_definition(rng, gated):
     assert_close((y, dropped), (truth, 0))
 
 
+@pytest.mark.matrix(quick=["idle_experts", "one_choice-g"])
 @pytest.mark.parametrize("implementation", ["grouped", "ragged", "pallas_gpu", "pallas_tpu"])
 @pytest.mark.parametrize(
     ("T", "E", "k", "gated"),
@@ -455,6 +456,7 @@ def one_device(seed):
     }
 
 
+@pytest.mark.matrix(quick=["0.8", "None-expert4"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("capacity_factor", [None, 0.8])
 def test_expert_axis_equals_one_device(one_device, mesh, capacity_factor):

@@ -105,6 +105,7 @@ def test_memory_is_at_most_a_tenth_above_1f1b():
     assert estimate.resolve_split(other, roofline.context(other)) == (other, "")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("remat", ["full", "selective"])
 def test_a_split_step_has_no_more_flops_than_a_fused_one(remat):
     """In the compiled programs. With static loops the fused one has more: its masked turns compute weight gradients."""

@@ -137,6 +137,7 @@ def test_the_ring_passes_keys_and_values_on_and_gathers_nothing():
     assert per_layer(found, "collective-permute", "context") == {(B, H, S // 4, D // H): 24}
 
 
+@pytest.mark.matrix(quick=["'tensor': 4}", "'remat': 'selective'}]", "'full'"])
 @pytest.mark.parametrize(
     "how",
     [

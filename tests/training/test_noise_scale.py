@@ -25,8 +25,6 @@ CASES = [
     ("llama3", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2}),
     ("llama3", {"data": 2, "context": 2, "pipe": 2}, {}),
     ("gpt2", {}, {"accum": 4}),
-]
-SLOW = [
     ("llama3", {"data": 8}, {}),  # one replica has padding alone
     ("gpt2", {"fsdp": 2, "tensor": 2, "sequence_parallel": False}, {"accum": 2}),
     ("llama3", {"context": 2, "tensor": 2}, {"accum": 2, "packing": True}),
@@ -67,9 +65,8 @@ def small_batches(mesh: dict, accum: int) -> list[list[int]]:
     return [rows[r, :, :, i].ravel().tolist() for r in range(replicas) for i in range(accum)]
 
 
-@pytest.mark.parametrize(
-    ("family", "mesh", "how"), [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in SLOW)], ids=str
-)
+@pytest.mark.matrix(quick=["gpt2-{}"])
+@pytest.mark.parametrize(("family", "mesh", "how"), CASES, ids=str)
 def test_norms_are_those_of_the_rows_of_each_small_batch(family, mesh, how, seed):
     """Against sums of the gradients of single rows on one device, in float64."""
     packing = how.get("packing", False)
@@ -105,6 +102,7 @@ def known_problem(rng: np.random.Generator) -> tuple[np.ndarray, float]:
     return q, float((1 - q @ q) / np.square(1 / VOCABULARY - q).sum())
 
 
+@pytest.mark.matrix(quick=["'data': 1"])
 @pytest.mark.parametrize("mesh", [{"data": 1, "accum": 4}, {"data": 2, "fsdp": 2, "accum": 2}], ids=str)
 def test_the_known_noise_scale_of_independent_targets(mesh, rng):
     """Through the real training step and the averages of the log. Rows have very different numbers of learned tokens.

@@ -276,6 +276,7 @@ EXPERTS_MODEL = dataclasses.replace(
 )
 
 
+@pytest.mark.matrix(quick=["[{'data': 2"])
 @pytest.mark.parametrize(
     "mesh",
     [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "expert": 4}, {"pipe": 2, "tensor": 2}],

@@ -106,6 +106,7 @@ def test_the_data_mesh_changes_nothing(rng):
         assert relative(b[path] - before[path], a[path] - before[path]) < 1e-5, path
 
 
+@pytest.mark.matrix(quick=["[selective"])
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_unrolled_layers_have_the_gradients_of_a_loop(remat, rng):
     """In float32 they differ by the order of sums. In bfloat16 they are as near to float32 as those of the loop are."""
@@ -123,6 +124,7 @@ def test_unrolled_layers_have_the_gradients_of_a_loop(remat, rng):
         assert error["unrolled"] < 1.25 * error["scan"] + 1e-3, (path, error)
 
 
+@pytest.mark.matrix(quick=["nan-branch", "inf-select"])
 @pytest.mark.parametrize("update", ["branch", "select"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(poison, update, rng):
@@ -179,6 +181,7 @@ def test_it_learns_a_markov_chain_down_to_its_entropy():
     assert -0.03 < excess < 0.05, (np.mean(tail), entropy)
 
 
+@pytest.mark.matrix(quick=["[muon"])
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "lion", "sgd"])
 def test_every_optimizer_learns_one_batch_by_heart(name, rng):
     lr = {"adamw": 1e-2, "muon": 1e-2, "adafactor": 1e-2, "lion": 2e-3, "sgd": 0.3}[name]
@@ -201,6 +204,7 @@ def test_master_weights_and_optimizer_stay_float32(dtype, rng):
     assert metrics["loss"].dtype == jnp.float32
 
 
+@pytest.mark.matrix
 def test_dropout_follows_from_seed_and_step_alone(rng):
     cfg = config(model=dataclasses.replace(TINY, dropout=0.5), optim=SGD)
     batch = random_batch(cfg, rng)
@@ -258,6 +262,7 @@ def test_recent_losses_are_those_of_the_last_good_steps_oldest_first(rng):
             assert same(state.recent, np.array([0.0] * 3 + good, np.float32)[-3:])
 
 
+@pytest.mark.matrix(quick=["[skip"])
 @pytest.mark.parametrize("action", ["report", "skip", "rollback"])
 def test_a_spike_is_skipped_unless_it_is_only_reported(action, rng):
     """The last losses were 1, so a loss of about 3 is a spike after enough good steps."""

@@ -31,7 +31,6 @@ MESHES = [
     ("softmax", {"expert": 2, "data": 2}, {}),
     ("qwen3", {"fsdp": 4, "partitioner": "auto"}, {}),
 ]
-SLOW = [pytest.param(*case, marks=pytest.mark.matrix) for case in MESHES[1:]]
 
 
 def config(name, mesh, **how) -> Config:
@@ -46,8 +45,9 @@ def taught(cfg: Config, seed: int) -> dict[str, np.ndarray]:
     return batch | {"teacher_ids": np.asarray(ids), "teacher_log_probs": np.asarray(log_probs)}
 
 
+@pytest.mark.matrix
 @pytest.mark.random
-@pytest.mark.parametrize(("name", "mesh", "how"), [MESHES[0], *SLOW])
+@pytest.mark.parametrize(("name", "mesh", "how"), MESHES)
 def test_gradients_on_a_mesh_are_those_of_one_device(name, mesh, how, seed):
     kept = {"packing": how.get("packing", False)}
     one, other = config(name, {}, **kept), config(name, mesh, **how)
