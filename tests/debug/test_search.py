@@ -260,6 +260,7 @@ def test_equations_of_rules_have_their_own_lines():
     assert jax.custom_vjp.__call__.__module__.startswith("jax.")
 
 
+@pytest.mark.matrix
 def test_masks_and_padding_are_no_faults():
     cfg, ctx, values, batch = setting("gemma2", packing=True)
     assert replay.explain(cfg, ctx, values, batch) is None

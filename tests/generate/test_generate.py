@@ -115,6 +115,7 @@ def test_every_greedy_token_is_the_likeliest_of_the_uncached_forward(name, form)
     assert_greedy(MODELS[name], PROMPTS, GREEDY.tokens, form)
 
 
+@pytest.mark.matrix(quick=["windows1-tokens1-scan"])
 @pytest.mark.parametrize("form", ["scan", "unrolled"])
 @pytest.mark.parametrize(
     ("windows", "tokens"),

@@ -35,6 +35,7 @@ def tokens_for(cfg: ModelConfig, rng: np.random.Generator, batch: int = 2, lengt
     return jnp.asarray(rng.integers(0, cfg.vocab, (batch, length)), jnp.int32)
 
 
+@pytest.mark.matrix(quick=["llama3", "gemma2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_of_every_layer_is_read(family, rng):
     cfg = FAMILIES[family]
@@ -124,6 +125,7 @@ def test_key_bias_cannot_matter_without_positions_in_the_scores(rng):
     np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(a).max()))
 
 
+@pytest.mark.matrix(quick=["llama3", "gpt2-cpu"])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_causality_by_gradients(family, context, rng):

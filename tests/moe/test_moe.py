@@ -478,6 +478,7 @@ def test_everybody_to_one_expert(rng):
     assert_close(on_mesh(*MESHES["expert4"], inputs, 8), grads_and_value(*inputs))
 
 
+@pytest.mark.matrix
 def test_rounds_in_bfloat16_are_near_float32(rng):
     """Values and gradients over several rounds are summed in float32."""
     x, router, weights, cotangent = draw(rng, 256, 16, 24, 8)

@@ -113,6 +113,7 @@ def test_fsdp_holds_the_whole_weights_of_one_layer_at_a_time(remat):
     assert not {("f32", (L, D, F)), ("f32", (L, 1, D, F)), ("f32", (L, F, D)), ("f32", (L, D, H, D // H))} & arrays
 
 
+@pytest.mark.matrix
 def test_experts_exchange_tokens_and_never_weights():
     found = moved(moe=True, expert=4)
     pairs = rounds.room_of_shard(B // 4 * S * 2, 4)
