@@ -128,7 +128,7 @@ def open_run(args: Namespace) -> "TrainedRun":
     if (family := cfg.model.family) != "decoder":
         raise ConfigError(f"{run} has model.family={family}, and calibration reads decoders. Name a run of a decoder.")
 
-    def check(on_mesh: Config) -> None:
+    def check(on_mesh: Config, placement: object) -> None:
         from jaxstack.compress import prune, sparsify
 
         sizes = prune.smaller_sizes(cfg.model, _given(args))

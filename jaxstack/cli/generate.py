@@ -24,6 +24,7 @@ from jaxstack.tracking.console import printable
 
 if TYPE_CHECKING:  # JAX must start after the devices were chosen
     from jaxstack.generate.trained_run import Draft
+    from jaxstack.moe.placement import Placement
 
 DTYPE = get_type_hints(TrainConfig)["dtype"]
 
@@ -118,9 +119,10 @@ def main(args: Namespace) -> None:
     texts = [TextStream(tokenizer, "", end=stop) if args.chat else TextStream(tokenizer, text) for text in prompts]
     live = args.stream or sys.stdout.isatty()
 
-    from jaxstack.planner import memory
+    from jaxstack.planner import generation_memory, memory
 
-    with memory.explained(lambda: memory.generation_error(run.config, longest)):
+    placement = run.context.placement
+    with memory.explained(lambda: generation_memory.generation_error(run.config, longest, placement)):
         for piece in in_turn(texts, run.stream_tokens(ids, stop=stop, draft=draft, at_once=not live)):
             write(piece, flush=live)
     write("\n")
@@ -230,20 +232,21 @@ def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
     print(f"{out} has {count} pictures of each of {', '.join(names)}")
 
 
-def check_memory(longest: int, cfg: Config) -> None:
+def check_memory(longest: int, cfg: Config, placement: "Placement | None") -> None:
     """Checks that parameters and KV cache fit into memory, before they are read.
 
     Args:
       longest: tokens of the longest prompt with its continuation.
       cfg: the run, on the mesh to use.
+      placement: where the experts will be stored. `None` means each of them once.
 
     Raises:
       ConfigError: they do not fit, or the model does not continue texts.
     """
-    from jaxstack.planner import memory
+    from jaxstack.planner import generation_memory
 
     load_run.require_decoder(cfg.model)
-    memory.check_generation(cfg, longest)
+    generation_memory.check_generation(cfg, longest, placement)
 
 
 def with_arguments(cfg: Config, args: Namespace) -> Config:

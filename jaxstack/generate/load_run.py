@@ -16,6 +16,7 @@ from jaxstack.runtime import compile_cache, platform
 
 if TYPE_CHECKING:  # JAX must start after `platform.configure`
     from jaxstack.generate.trained_run import TrainedRun
+    from jaxstack.moe.placement import Placement
 
 
 def load(
@@ -77,7 +78,7 @@ def open_run(
     mesh: MeshConfig,
     step: int | None,
     rows: int | None = None,
-    check: Callable[[Config], None] = lambda cfg: None,
+    check: Callable[[Config, "Placement | None"], None] = lambda cfg, placement: None,
     placement: str | Path | None = None,
 ) -> "TrainedRun":
     """Starts JAX with the devices of a mesh, and reads the parameters of a run.
@@ -90,7 +91,8 @@ def open_run(
       step: step of the checkpoint. `None` means the newest valid one.
       rows: number of texts that are processed at once, by which an open axis is chosen. `None` means those of a
         microbatch of the run.
-      check: receives the configuration on the mesh once JAX has its devices, before anything is read.
+      check: receives the configuration on the mesh and the placement once JAX has its devices, before anything is
+        read.
       placement: file that says where the experts are stored. `None` means equal parts.
 
     Raises:
@@ -107,7 +109,7 @@ def open_run(
     from jaxstack.generate.trained_run import TrainedRun
 
     found = None if placement is None else replicas.read(Path(placement), cfg)
-    check(cfg)
+    check(cfg, found)
     run = TrainedRun.open(path, cfg, tokenizer, step)
     return run if found is None else replicas.place(run, Path(str(placement)), found)
 

@@ -17,9 +17,6 @@ from jaxstack.moe import placement
 from jaxstack.moe.placement import Placement
 from jaxstack.sharding import collectives
 
-NAMES = ("w_up", "w_gate", "w_down")
-"""The weights of experts in the group `moe` of a layer."""
-
 
 def read(path: Path, cfg: Config) -> Placement:
     """Reads the placement of a run's experts.
@@ -70,7 +67,7 @@ def _stored(run: TrainedRun, found: Placement, ctx: Context) -> Params:
     """
     stack, _ = family.only_stack(run.model)
     experts = run.params[stack]["moe"]
-    held = {name: experts[name] for name in NAMES if name in experts}
+    held = {name: experts[name] for name in placement.EXPERT_WEIGHTS if name in experts}
     order = found.stored if ctx.stages is None else found.stored[np.maximum(ctx.stages.layer_of_slot, 0)]
     expert = ctx.axes("experts")
 

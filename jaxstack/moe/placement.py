@@ -18,6 +18,9 @@ import numpy as np
 from jaxstack.common import files
 from jaxstack.config import ConfigError
 
+EXPERT_WEIGHTS = ("w_up", "w_gate", "w_down")
+"""The parameters of experts in the group `moe` of a layer, which replicas have copies of."""
+
 
 @dataclass(frozen=True, eq=False)
 class Placement:

@@ -13,7 +13,7 @@ from jaxstack.common.hardware import CHIPS
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
 from jaxstack.models.context import Context
-from jaxstack.planner import aot, estimate, megatron, memory, shards, trace, traced
+from jaxstack.planner import aot, estimate, generation_memory, megatron, shards, trace, traced
 from jaxstack.planner.explain import Figure, Recorded, Recorder, recorded
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
@@ -171,7 +171,7 @@ def generation_figures(cfg: Config, ctx: Context) -> list[Figure]:
         tokens += cfg.data.target_length
     if m.family not in (*FORMULAS, "encoder_decoder"):
         return []
-    params, cache = memory.generation_need(cfg, ctx, tokens)
+    params, cache = generation_memory.generation_need(cfg, ctx, tokens)
     keys = m.kv_heads * m.head_width / shards.mesh_sizes(ctx)["tensor"]
     rows = cfg.data.batch_size // ctx.replicas * cfg.sample.beams
     terms = {"rows": rows, "keys": keys, "each": 2 if cfg.train.dtype == "bfloat16" else 4}

@@ -19,9 +19,9 @@ from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import Config, ConfigError, with_values
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.models.context import Context
-from jaxstack.planner import aot, estimate, hlo, shards
+from jaxstack.planner import aot, estimate, hlo
 from jaxstack.planner.sizes import has_formulas
-from jaxstack.sharding import ShardingError, abstract_mesh, find_devices
+from jaxstack.sharding import ShardingError, abstract_mesh
 from jaxstack.training.state import TrainState, abstract_state
 
 GIB = 2**30
@@ -212,12 +212,12 @@ def check(cfg: Config, ctx: Context, state: TrainState) -> str | None:
     low, high = (bound * room.sharing for bound in found.bounds)
     if low > room.bytes:
         subject = _subject(cfg, found, room)
-        reason = f"{subject} needs at least {_gib(low)} of memory, and {room.name} has {_gib(room.bytes)}."
+        reason = f"{subject} needs at least {gib(low)} of memory, and {room.name} has {gib(room.bytes)}."
         raise ConfigError(reason, advice(cfg, len(devices), found.platform, room))
     if high <= room.free:
         return None
     return (
-        f"memory   the step needs {low / GIB:.1f} to {_gib(high)} by formula, and {room.name} has {_gib(room.free)} "
+        f"memory   the step needs {low / GIB:.1f} to {gib(high)} by formula, and {room.name} has {gib(room.free)} "
         f"free: it may not fit"
     )
 
@@ -247,8 +247,8 @@ def step_error(cfg: Config) -> ConfigError:
     found = need(cfg, len(devices), platform)
     low, high = (bound * room.sharing for bound in found.bounds)
     reason = (
-        f"out of memory: {_subject(cfg, found, room)} needs {_gib(low)} to {_gib(high)} by formula, and {room.name} "
-        f"has {_gib(room.free)} free."
+        f"out of memory: {_subject(cfg, found, room)} needs {gib(low)} to {gib(high)} by formula, and {room.name} "
+        f"has {gib(room.free)} free."
     )
     return ConfigError(reason, advice(cfg, len(devices), platform, room))
 
@@ -279,16 +279,14 @@ def advice(cfg: Config, devices: int, platform: str, room: Room) -> str:
         words = " ".join(f"--{key}={value}" for key, value in flags.items())
         low, size, high = (value * room.sharing for value in (after.bounds[0], after.formula, after.bounds[1]))
         fits = "fits" if high <= room.bytes else "may fit" if low <= room.bytes else "still too much"
-        parts.append(f"{words} {_gib(size)} ({size / before - 1:+.0%}, {fits})")
+        parts.append(f"{words} {gib(size)} ({size / before - 1:+.0%}, {fits})")
     if room.larger * 0.99 > room.bytes:
-        parts.append(
-            f"XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives JAX {_gib(room.larger)} in place of {_gib(room.bytes)}"
-        )
+        parts.append(f"XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives JAX {gib(room.larger)} in place of {gib(room.bytes)}")
     larger = "Use more devices with mesh.fsdp, or a smaller model."
     if not parts:
         return larger
     end = f" None is enough. {larger}" if all(part.endswith("still too much)") for part in parts) else ""
-    return f"What would help, by the same formula (now {_gib(before)}): {'; '.join(parts)}.{end}"
+    return f"What would help, by the same formula (now {gib(before)}): {'; '.join(parts)}.{end}"
 
 
 def savings(cfg: Config, devices: int, platform: str, room: Room) -> list[tuple[Flags, Need]]:
@@ -342,58 +340,6 @@ def _need_with(cfg: Config, flags: Flags, devices: int, platform: str) -> Need |
         return None
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
     """Returns a size in GiB, or in MiB if it is small."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
-
-
-def generation_need(cfg: Config, ctx: Context, slots: int) -> tuple[float, float]:
-    """Returns the least bytes of generation on a device: of float32 parameters, and of keys and values of all layers.
-
-    Args:
-      cfg: the run, with as many prompts as `data.batch_size`.
-      ctx: its context.
-      slots: tokens of the longest prompt with its continuation.
-    """
-    m, sizes = cfg.model.base, shards.mesh_sizes(ctx)
-    stored = shards.flat_params(replace(cfg, model=m), ctx).values()
-    params = sum(4 * math.prod(shards.stored_shape(p, ctx)) for p in stored)
-    kept = sum(min(window or slots, slots) for window in m.windows) * m.num_layers // len(m.windows)
-    itemsize = 2 if cfg.train.dtype == "bfloat16" else 4
-    rows = cfg.data.batch_size // ctx.replicas * cfg.sample.beams
-    return params, 2 * itemsize * rows * kept * m.kv_heads * m.head_width // sizes["tensor"]
-
-
-def check_generation(cfg: Config, slots: int) -> None:
-    """Compares the least memory of generation with that of the devices, before anything is read.
-
-    Raises:
-      ConfigError: it does not fit.
-    """
-    need, room = _generation(cfg, slots)
-    if sum(need) > room.bytes:
-        raise generation_error(cfg, slots)
-
-
-def generation_error(cfg: Config, slots: int) -> ConfigError:
-    """Returns an error: what generation needs at least, what there is, and what would need less."""
-    (params, cache), room = _generation(cfg, slots)
-    prompts = cfg.data.batch_size
-    reason = (
-        f"out of memory: {prompts} prompts of up to {slots} tokens with sample.tokens={cfg.sample.tokens} need at "
-        f"least {_gib(params + cache)} ({_gib(params)} for the parameters, {_gib(cache)} for keys and values), and "
-        f"{room.name} has {_gib(room.free)} free."
-    )
-    fewer = f"half of the prompts {_gib(params + cache / 2)}; " if prompts > 1 else ""
-    shorter = f"half of the tokens {_gib(params + cache / 2)}; "
-    split = f"--mesh.tensor=2 on two accelerators {_gib((params + cache) / 2)} on each"
-    return ConfigError(reason, f"What would help, by the same formula: {fewer}{shorter}{split}.")
-
-
-def _generation(cfg: Config, slots: int) -> tuple[tuple[float, float], Room]:
-    """Returns what generation needs on all devices that share a memory, and that memory."""
-    devices, closed = find_devices(), cfg.mesh.open_axis is None
-    devices = devices[: math.prod(cfg.mesh.sizes.values())] if closed else devices
-    room = room_of([d for d in devices if d.process_index == jax.process_index()])
-    params, cache = generation_need(cfg, context(cfg, len(devices), platform_of(devices[0])), slots)
-    return (params * room.sharing, cache * room.sharing), room

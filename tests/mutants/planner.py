@@ -88,3 +88,13 @@ mistakes(
     "planner/test_traced.py -m '' -k pipeline_of_two",
     ("ticks_TP.max(1).sum()", "ticks_TP.min(1).sum()"),
 )
+
+mistakes(
+    "plan",
+    "planner/generation_memory.py",
+    "planner/test_memory.py -k generation",
+    ("ctx.placement.stored.shape[1] / ctx.placement.num_experts", "ctx.placement.experts.shape[2] / ctx.placement.num_experts"),
+    ('group == "moe" and name in EXPERT_WEIGHTS', 'group == "moe"'),
+    ("min(window or slots, slots)", "slots"),
+    ("* copies\n", "\n"),
+)  # fmt: skip

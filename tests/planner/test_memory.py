@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import predicted_memory
 import psutil
 import pytest
@@ -14,9 +15,19 @@ import train_gpu
 
 from jaxstack.cli import parser
 from jaxstack.common.hardware import CHIPS, find_chip
-from jaxstack.config import Config, ConfigError, DataConfig, KernelsConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxstack.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    KernelsConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    TrainConfig,
+)
 from jaxstack.models.context import Context
-from jaxstack.planner import aot, estimate, memory
+from jaxstack.moe.placement import Placement
+from jaxstack.planner import aot, estimate, generation_memory, memory
 from jaxstack.planner.memory import GIB, RATIOS, Room
 from jaxstack.sharding import make_mesh
 from jaxstack.training.state import abstract_state
@@ -216,7 +227,19 @@ def test_generation_counts_parameters_and_cache(beams):
     ctx = memory.context(cfg, 1, "cpu")
     parameters = memory.need(cfg, 1, "cpu").parts["parameters, float32"]
     # 2 texts x 2 layers x (16 + 64 tokens) x 2 heads of 64, keys and values, in float32
-    assert memory.generation_need(cfg, ctx, 64) == (parameters, beams * 2 * 2 * (16 + 64) * 2 * 64 * 2 * 4)
+    assert generation_memory.generation_need(cfg, ctx, 64) == (parameters, beams * 2 * 2 * (16 + 64) * 2 * 64 * 2 * 4)
+
+
+def test_generation_counts_replicas_of_experts():
+    """A device stores three slots in place of its two of four experts."""
+    moe = dataclasses.replace(MODEL, moe=MoEConfig(num_experts=4, top_k=2))
+    cfg = dataclasses.replace(config(2), model=moe, mesh=MeshConfig(data=1, expert=2))
+    ctx = memory.context(cfg, 2, "cpu")
+    slots = np.tile([[0, 2, 1], [3, 0, 0]], (moe.num_layers, 1, 1))
+    replicated = dataclasses.replace(ctx, placement=Placement(4, slots))
+    once, more = (generation_memory.generation_need(cfg, each, 64) for each in (ctx, replicated))
+    own = 4 * moe.num_layers * 3 * moe.d_model * moe.expert_width  # of one expert: up, gate and down, in float32
+    assert more == (once[0] + own, once[1])
 
 
 @pytest.mark.parametrize("chip", CHIPS)
