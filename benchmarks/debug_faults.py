@@ -15,6 +15,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -146,31 +147,57 @@ def timed(name: str, cores: int) -> tuple[dict[str, Any], dict[str, float]]:
     return found, {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "load": load}
 
 
+def measured() -> list[dict[str, Any]]:
+    """Returns the cases of the result on disk."""
+    path = record.RESULTS / "debug_faults.json"
+    return json.loads(path.read_text())["cases"] if path.exists() else []
+
+
+def rows(cases: list[dict[str, Any]]) -> str:
+    """Returns the table of docs/debugging.md."""
+    lines = [
+        "| fault | devices | found | line | runs of the step | quickstart |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        layout = {name: value for name, value in {**case["mesh"], **case["how"]}.items() if value not in (1, "float32")}
+        found = ", ".join(filter(None, [case["first"].replace(", in the ", ", "), case["where"]]))
+        line = re.sub(r" in \w+$", "", case["code"]).removeprefix("tests/debug/").removeprefix("jaxstack/")
+        times = case.get("quickstart")
+        shown = f"{times['cpu_seconds']:.0f} s" if times else ""
+        devices = ", ".join(f"{name} {value}" for name, value in layout.items())
+        lines.append(f"| {case['fault']} | {devices} | {found} | `{line}` | {case['runs']:.1f} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="*", default=[], help="faults; by default all")
+    parser.add_argument("--part", choices=("table", "quickstart"), help="only the search in small models, or its times")
     parser.add_argument("--cores", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="folder for the result instead of benchmarks/results")
+    parser.add_argument("--print", action="store_true", help="print the table of docs/debugging.md")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)  # how the benchmark calls itself
     parser.add_argument("--in_quickstart", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         return work(options.only, options.in_quickstart)
+    if options.print:
+        return print(rows(measured()), end="")
 
     def write(case: dict[str, Any]) -> None:
         print(case, flush=True)
-        cases = record.replace_cases("debug_faults", [case], ("fault",), options.out)
-        record.record("debug_faults", {"cores": options.cores, "cases": cases}, options.out)
+        cases = record.replace_cases("debug_faults", [case], ("fault",))
+        record.record("debug_faults", {"cores": options.cores, "cases": cases})
 
-    found = []
-    for case in child(options.only, options.cores, in_quickstart=False):
-        found.append(case)
-        write(case)
-    for case in found:
-        if case["family"] == "llama3":
-            again, times = timed(case["fault"], options.cores)
-            assert again["code"] == case["code"], (again, case)
-            write({**case, "quickstart": times})
+    if options.part != "quickstart":
+        for case in child(options.only, options.cores, in_quickstart=False):
+            write(case)
+    if options.part != "table":
+        for case in measured():
+            if case["family"] == "llama3" and case["fault"] in (options.only or [case["fault"]]):
+                again, times = timed(case["fault"], options.cores)
+                assert again["code"] == case["code"], (again, case)
+                write({**case, "quickstart": times})
 
 
 if __name__ == "__main__":
