@@ -7,7 +7,8 @@ skipped. In the backward pass of a `jax.custom_vjp` rule there are arrays again.
 
 On a mesh, JAX compiles every operation within `jax.shard_map` as a program of its own. It looks for the program of an
 earlier operation by an object that it does not keep, so it would compile each operation of each step again.
-`keep_programs` keeps these objects.
+`keep_programs` keeps these objects. The ticks of a pipeline, and the layers of a stage, are Python loops too, with the
+trip counts of `pipeline.loops=static`: all stages run an operation at the same time, as on a mesh.
 """
 
 import bdb
@@ -16,6 +17,7 @@ import pdb
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ from jax._src import shard_map as _shard_map  # no public function keeps its pro
 
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import Batch, flatten
-from jaxstack.config import Config
+from jaxstack.config import Config, ConfigError
 from jaxstack.debug.statistics import statistics
 from jaxstack.models.context import Context
 from jaxstack.training.gradients import Metrics
@@ -46,7 +48,11 @@ def make_eager_step(
       ctx: its execution context.
       abstract: shapes, dtypes and shardings of the state.
       watched: what the step measures. `None` means nothing.
+
+    Raises:
+      ConfigError: the pipeline has several stacks or weight units, so that loops of stages have other trip counts.
     """
+    ctx = _with_static_loops(cfg, ctx)
     forward, train_step = make_eval_step(cfg, ctx), make_train_step(cfg, ctx, watched)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
@@ -60,6 +66,20 @@ def make_eager_step(
         return jax.device_put(state, shardings), metrics
 
     return step
+
+
+def _with_static_loops(cfg: Config, ctx: Context) -> Context:
+    """Returns a context whose pipeline, if there is one, has static trip counts, which Python loops need."""
+    program = ctx.pipeline
+    if program is None:
+        return ctx
+    if program.stages.stacks or program.weight is not None:
+        raise ConfigError(
+            f"debug.eager=true runs pipelines of one stack of layers without weight units, but mesh.pipe="
+            f"{cfg.mesh.pipe} has model.family={cfg.model.family} and pipeline.schedule={program.schedule.name}. Use "
+            f"pipeline.schedule=1f1b, or set mesh.pipe=1."
+        )
+    return replace(ctx, pipeline=replace(program, static=True))
 
 
 _kept: dict[Any, Any] = {}

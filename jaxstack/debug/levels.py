@@ -162,8 +162,13 @@ class Scan(_Steps):
 
     def at(self, step: int) -> Loop:
         """Returns a step of this loop."""
-        p = self._equation.params
-        return self.loop(step, p["length"], p["reverse"])
+        return replace(self.loop_of(self._equation, self._way), step=step)
+
+    @staticmethod
+    def loop_of(equation: Any, way: Way) -> Loop:
+        """Returns the first step of the loop of an equation."""
+        p = equation.params
+        return Loop(way.frames_of(equation), 0, p["length"], p["reverse"], way.scopes_of(equation))
 
     def _run(self) -> tuple[Loop, Values, Values]:
         i, devices = self._left.pop(0), self._way.devices

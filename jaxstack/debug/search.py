@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxstack.debug.devices import Devices, Values, alone
+from jaxstack.debug.inline import inline_single_steps
 from jaxstack.debug.levels import Program, Scan, While, flags_of
 from jaxstack.debug.rules import Frame
 from jaxstack.debug.statistics import is_bad
@@ -74,8 +75,12 @@ def find(closed: Any, arguments: Sequence[Any], guide: Guide | None = None) -> F
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
         inputs = [v.val if isinstance(v, core.Literal) else known[v] for v in equation.invars]
         inner, consts, values, way = _enter_mesh(equation, inputs, way)
+        inner = inline_single_steps(inner, way)
         places = {v: inner.outvars[i] for i, v in enumerate(equation.outvars)}
         jaxpr, results = inner, [places[v] for v in results if v in places]
+    else:
+        jaxpr = inline_single_steps(jaxpr, way)
+        results = jaxpr.outvars
     level = _Level(jaxpr, consts, values, way)
     for number, variable in enumerate(results):
         if level.is_bad(variable):
@@ -213,6 +218,7 @@ class _Level:
 
 def _explain(jaxpr: Any, consts: Values, inputs: Values, way: Way, bad: Sequence[int]) -> Finding | None:
     """Explains those of the results `bad` of a program that are not finite."""
+    jaxpr = inline_single_steps(jaxpr, way)
     level = _Level(jaxpr, consts, inputs, way)
     return level.explain([v for v in (jaxpr.outvars[i] for i in bad) if level.is_bad(v)])
 

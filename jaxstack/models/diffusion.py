@@ -281,7 +281,7 @@ def scan_block(
     assert cache is None
     one_layer = {name: p for name, p in unstack(spec(cfg)["layers"]).items() if name != "moe"}
     values = {**params[0], **ctx.gather_params(one_layer, {name: params[0][name] for name in one_layer})}
-    made = modulations(values["modulation"], layer_inputs.side, ctx)
+    made, seen = modulations(values["modulation"], layer_inputs.side, ctx), {"residual/in": x}
     h = modulated(cfg, x, made[0], made[1], ctx)
     own = replace(layer_inputs, segment_ids=None)  # all patches are of one picture
     h, aux = layers.attention(cfg, values["attention"], h, ctx, own, mask=kernels.AttentionMask(0, "full"))
@@ -296,7 +296,7 @@ def scan_block(
     else:
         h, more = layers.mlp(cfg, values["mlp"], h, ctx)
     x = x + made[5] * h
-    aux |= more | watch.measure(ctx, {"residual/out": x}, "batch", "residual")
+    aux |= more | watch.measure(ctx, seen | {"residual/out": x}, "batch", "residual")
     return x, jax.tree.map(lambda leaf: leaf[None], aux)
 
 

@@ -21,6 +21,7 @@ PREFIX = "watch/"
 """Begins the names of such auxiliary values."""
 
 TAPS = {
+    "residual/in": "residual stream that the layer reads; of the first layer, the output of the embedding",
     "attention_norm/out": "what attention reads",
     "attention/query": "queries of all heads, with norm and positions",
     "attention/key": "keys of all heads, with norm and positions",

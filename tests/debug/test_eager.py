@@ -13,7 +13,7 @@ import pytest
 import test_meshes as meshes
 
 from jaxstack import train
-from jaxstack.config import ConfigError, DebugConfig
+from jaxstack.config import ConfigError, DebugConfig, PipelineConfig
 from jaxstack.debug import eager
 from jaxstack.models import layers
 from jaxstack.models.context import Context
@@ -64,10 +64,12 @@ def test_operations_on_a_mesh_are_compiled_once(rng):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("devices", [1, 2])
-def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch, devices):
-    """Each of two layers has a breakpoint, which stops once, under recomputation too."""
-    cfg = meshes.config("gpt2", {"fsdp": devices}, remat="selective")
+@pytest.mark.parametrize("axis", ["", "fsdp", "pipe"])
+def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch, axis):
+    """Each of two layers has a breakpoint, which stops once, under recomputation too; on stages once in each tick."""
+    cfg = meshes.config("gpt2", {axis: 2} if axis else {}, remat="selective")
+    cfg = dataclasses.replace(cfg, pipeline=PipelineConfig(microbatches=2))
+    devices = 2 if axis else 1
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:devices])
     ctx = Context.create(cfg, mesh)
     abstract = abstract_state(cfg, ctx)
@@ -83,17 +85,20 @@ def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch, devices):
     monkeypatch.setattr(layers, "mlp", mlp)
     found = eager.make_eager_step(cfg, ctx, abstract)(make_state(cfg, ctx, abstract), batch)
     rows = cfg.data.batch_size // devices
-    assert stops == [(rows, cfg.data.seq_len, cfg.model.d_model)] * cfg.model.num_layers
+    # Two microbatches run through two stages in three ticks; a stage has one of the layers.
+    assert stops == [(rows, cfg.data.seq_len, cfg.model.d_model)] * (3 if axis == "pipe" else cfg.model.num_layers)
     # float32: XLA fuses operations, which rounds otherwise.
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=2e-6)
 
 
-def test_a_pipeline_is_refused():
-    cfg = meshes.config("gpt2", {"pipe": 2})
-    cfg = dataclasses.replace(cfg, debug=DebugConfig(eager=True))
+@pytest.mark.parametrize(("family", "schedule"), [("gpt2", "zb1"), ("t5", "gpipe")])
+def test_a_pipeline_whose_stages_have_other_trip_counts_is_refused(family, schedule):
+    cfg = meshes.config(family, {"pipe": 2})
+    pipeline = PipelineConfig(schedule=schedule, microbatches=2, split=(".*",))
+    cfg = dataclasses.replace(cfg, debug=DebugConfig(eager=True), pipeline=pipeline)
     ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:2]))
-    with pytest.raises(ConfigError, match=r"no pipeline, but mesh\.pipe=2\. Set mesh\.pipe=1"):
+    with pytest.raises(ConfigError, match=rf"mesh\.pipe=2 has .*pipeline\.schedule={schedule}\. Use"):
         train.make_step(cfg, ctx, abstract_state(cfg, ctx))
 
 

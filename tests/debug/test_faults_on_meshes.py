@@ -225,7 +225,7 @@ def pipe(schedule="1f1b", microbatches=4, chunks=1, layers=4, **how):
 
 
 NORM = "kernels/norm.py", "wide.mean(-1, keepdims"
-SHARES = "training/losses.py", "mean = sums[term.name]"
+SHARES = "training/losses.py", "mean = value / (total"
 ATTENTION = "kernels/attention/reference.py", "scores = o.scale * jnp.einsum"
 FAULTS = {
     # Operations of one layer, beside every axis of the mesh.

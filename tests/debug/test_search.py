@@ -21,6 +21,7 @@ from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.debug import describe, replay, rules, search
 from jaxstack.debug.statistics import Statistics, is_bad, statistics
+from jaxstack.debug.way import Guide
 from jaxstack.models import blocks, decoder, encoder_decoder, family, params
 from jaxstack.models.context import Context, implementations
 from jaxstack.sharding import make_mesh
@@ -222,6 +223,37 @@ def test_small_programs_on_a_mesh():
     )
     scanned = lambda x: jax.lax.scan(lambda c, f: (c * f, None), x, jnp.array([1e20, 1.5e18, 1.0]))[0]  # noqa: E731
     assert explain(scanned, x) == ("mul", {"a": 1, "b": 0}, [[0, 0], [1, 0]], [1])
+
+
+def test_the_work_of_a_loop_of_one_step_is_among_the_equations_around_it():
+    """So it is not run again. A loop that the guide follows is kept, and so is one with a result for each step."""
+
+    def explain(f, guide=None):
+        rows = jnp.array([[1.0, 2.0, 0.0]])
+        found = search.find(jax.make_jaxpr(f)(rows), (rows,), guide)
+        return found.equation.primitive.name, [loop.step for loop in found.loops], found.scopes, found.inputs
+
+    class Followed(Guide):
+        def is_followed(self, loop):
+            return loop.length == 1
+
+    def add(sums, row):
+        with jax.named_scope("inner"):
+            return sums + jnp.log(row - 1), None
+
+    def total(rows):
+        with jax.named_scope("outer"):
+            return jax.lax.scan(add, jnp.zeros(3), rows)[0] * 2
+
+    name, steps, scopes, (read,) = explain(total)
+    assert (name, steps, scopes) == ("log", [], "/outer/inner")
+    assert read.tolist() == [0, 1, -1]
+    assert explain(total, Followed())[:2] == ("log", [0])
+    assert explain(lambda rows: total(jnp.concatenate([rows, rows])))[:2] == ("log", [0])
+    each = lambda rows: jax.lax.scan(lambda c, row: (c, jnp.log(row - 1)), 0.0, rows)[1]  # noqa: E731
+    assert explain(each)[:2] == ("log", [0])
+    name, steps, _, (read,) = explain(lambda rows: total(total(rows + 1)[None]))  # both loops have the same body
+    assert (name, steps, read.tolist()) == ("log", [], [1, 2, 0])
 
 
 def test_operations_are_repeated_on_their_devices(tmp_path):

@@ -110,6 +110,14 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "debug", "debug/inline.py", "debug/test_search.py -k one_step",
+    ("name_stack=outer + inner.source_info.name_stack", "name_stack=inner.source_info.name_stack"),
+    ("return not way.guide.is_followed(Scan.loop_of(equation, way))", "return True"),
+    ("if len(equation.outvars) != scan_sizes(equation.params)[1]:", "if not equation.outvars:"),
+    (' and made.isdisjoint(_variables(equation.params["jaxpr"].jaxpr)):', ":"),
+)  # fmt: skip
+
+mistakes(
     "debug", "debug/levels.py", "debug/test_search.py",
     ('*(reversed(order) if p["reverse"] else order)', "*order"),
     ("[devices.choose(runs, v, new, old) for v, new, old in arrays]", "results"),
@@ -137,6 +145,7 @@ mistakes(
     ("if any(map(_is_tracer", "if not any(map(_is_tracer"),
     ("return _kept.setdefault(function, function)", "return function"),
     ("and not isinstance(value, _shard_map.ShardMapTracer)", ""),
+    ("if program.stages.stacks or program.weight is not None:", "if program.stages.stacks:"),
 )  # fmt: skip
 
 mistakes(

@@ -156,6 +156,28 @@ def test_the_stages_of_a_pipeline_lie_on_two_processes(text, tmp_path):
     assert_equal_lines(values(plain), values(two))
 
 
+@pytest.mark.slow
+def test_two_processes_learn_from_a_teacher_in_rows_of_several_lengths(tmp_path, rng):
+    """2 x 2 devices give the same lines as 1 x 4: each bucket's rows are shared out, and the teacher reads them."""
+    (tmp_path / "texts").mkdir()  # each file is a document
+    for i, size in enumerate(rng.integers(3, 33, 200)):
+        (tmp_path / "texts" / f"{i}.txt").write_text("".join(rng.choice([*"abcdef "], size)))
+    argv = [each for each in SMALL if not each.startswith(("--mesh", "--data.seq_len", "--train.eval", "--checkpoint"))]
+    argv += [f"--data.path={tmp_path / 'texts'}", "--data.seq_len=32", "--sample.prompts=[]"]
+    argv += ["--train.ngram_baseline=false", "--train.steps=6", "--train.eval_every=6", "--train.eval_steps=4"]
+    teacher, one, two = (tmp_path / name for name in ("teacher", "one", "two"))
+    finish(start(*argv, "--model.d_model=64", "--train.steps=1", f"--run.dir={teacher}", devices=1))
+    argv += [f"--distill.teacher={teacher}", "--data.buckets=[16, 32]", "--mesh.data=2", "--mesh.fsdp=2"]
+    port = free_port()
+    (out, _), _ = finish(*(start(*argv, f"--run.dir={two}", *flags_of(i, 2, port), devices=2) for i in range(2)))
+    finish(start(*argv, f"--run.dir={one}", devices=4))
+    assert "device   4 x cpu in 2 processes" in out
+    lines = values(one)
+    assert {line["bucket"] for line in lines if "loss" in line} == {16, 32}
+    assert any("eval_loss" in line for line in lines)
+    assert_equal_lines(values(two), lines)
+
+
 def test_processes_that_differ_are_refused(text, tmp_path):
     """Each prints one line and exits with code 2, instead of training on what no single process would."""
     port = free_port()

@@ -122,7 +122,13 @@ def by_hand(cfg, values, batch):
         mixed = np.einsum("bhst,bthk->bshk", D.softmax(logits), np.repeat(v, heads // groups, 2))
         out = np.einsum("bshk,hkd->bsd", mixed, a["w_o"]) + a.get("b_o", 0)
         y = D.norm(cfg, p["attention_post_norm"], out) if cfg.post_norm else out
-        seen_here = {"attention_norm/out": h, "attention/query": q, "attention/key": k, "attention/value": v}
+        seen_here = {
+            "residual/in": x,
+            "attention_norm/out": h,
+            "attention/query": q,
+            "attention/key": k,
+            "attention/value": v,
+        }
         x = x + y
         h = D.norm(cfg, p["mlp_norm"], x)
         seen_here |= {"attention/mixed": mixed, "attention/out": out, "residual/attention": x, "mlp_norm/out": h}
@@ -250,7 +256,16 @@ MATRIX = [
     ("gemma2", {"fsdp": 2, "tensor": 2}, {}, {}),
     ("t5", {"pipe": 2, "data": 2}, {}, {}),
 ]
-NAMES = ["*/max_logit", "*/mixed", "*/mlp/hidden", "*/out", "*/router_entropy", "*/w_o/*", "*/w_down/update_ratio"]
+NAMES = [
+    "*/0/residual/in",
+    "*/max_logit",
+    "*/mixed",
+    "*/mlp/hidden",
+    "*/out",
+    "*/router_entropy",
+    "*/w_o/*",
+    "*/w_down/update_ratio",
+]
 
 
 @pytest.mark.matrix
