@@ -4,7 +4,7 @@ The runs are those of `configs/branches_quickstart.yaml`, smaller: one model wit
 Each objective has equal windows a step, equal steps and equal layers for a text. Each branch is exported as a run of
 its own, so that all four held-out losses are of the same windows, in nats per hidden or next byte.
 
-Results go to `benchmarks/results/branches.json`, after each seed.
+Results go to `benchmarks/results/branches.json` after each seed, or with `--name` to a file of that name.
 """
 
 import argparse
@@ -64,6 +64,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
     arguments.add_argument("--steps", type=int, default=400)
+    arguments.add_argument("--name", default="branches")
     given = arguments.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     result: dict[str, Any] = {"steps": given.steps, "cases": []}
@@ -74,7 +75,7 @@ def main() -> None:
             case = {"seed": seed, **compare(Path(name), flags)}
         print(json.dumps(case), flush=True)
         result["cases"].append(case)
-        record.record("branches", result)
+        record.record(given.name, result)
 
 
 if __name__ == "__main__":

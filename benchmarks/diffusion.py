@@ -5,12 +5,15 @@ trained with its experts, and with one MLP. Both have equal active parameters, s
 to 0..1 and clipped. The Frechet distance is that of pixels between drawn and held-out pictures. Its baselines are the
 training pictures, one normal distribution, and one for each class. Distances to the nearest training picture show
 whether pictures are copies. `frechet_deviation` is the standard deviation of the distance over bootstrap samples of the
-drawn pictures, so it is that of drawing with other noise.
+drawn pictures, so it is that of drawing with other noise. Both kinds of model draw from the same noise. So
+`differences` has the distance with experts minus the one without, and its deviation over the same bootstrap samples of
+both, which is less than that of either distance.
 
 The held-out loss of each twentieth of the time shows where experts are better than one MLP, and where they are not.
 
 Results go to `benchmarks/results/diffusion_patches.json`, or with `--name` to a file of that name; `diffusion.json` has
-those of a former configuration. Flags after `--` are for `jaxstack train`, on both sides.
+those of a former configuration. Flags after `--` are for `jaxstack train`, on both sides. With `--runs FOLDER` a run
+is kept there as KIND-SEED; one that is there already is judged again, and not trained.
 """
 
 import argparse
@@ -76,11 +79,11 @@ def loss_by_time(run: Any, pictures: Any, parts: int = 20) -> list[float]:
     return [round(one, 4) for one in found]
 
 
-def deviation(drawn: np.ndarray, held_out: np.ndarray, samples: int = 50) -> float:
-    """Returns the standard deviation of the Frechet distance over bootstrap samples of the drawn pictures [N, D]."""
+def bootstrap(drawn: np.ndarray, held_out: np.ndarray, samples: int = 50) -> np.ndarray:
+    """Returns the Frechet distance of bootstrap samples of the drawn pictures [N, D], the same ones for equal N."""
     rng, count = np.random.default_rng(0), len(drawn)
     found = [images.frechet_distance(drawn[rng.integers(count, size=count)], held_out) for _ in range(samples)]
-    return round(float(np.std(found)), 4)
+    return np.array(found)
 
 
 def judge(drawn: np.ndarray, train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
@@ -120,6 +123,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=2000)
     arguments.add_argument("--pictures", type=int, default=5000)
     arguments.add_argument("--name", default="diffusion_patches")
+    arguments.add_argument("--runs", type=Path, help="folder that keeps the runs")
     arguments.add_argument("flags", nargs="*")
     given = arguments.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -137,25 +141,34 @@ def main() -> None:
         "load_average": os.getloadavg()[0],
         "baselines": baselines(known, dataset.train.classes, held_out, 10_000),
         "cases": [],
+        "differences": [],
     }
     print(json.dumps(result["baselines"]), flush=True)
     ids = np.random.default_rng(0).choice(dataset.train.classes, given.pictures)
     for seed in given.seeds:
+        distances = {}
         for kind in given.kinds:
-            with tempfile.TemporaryDirectory() as name:
+            with tempfile.TemporaryDirectory() as scratch:
+                folder = (given.runs or Path(scratch)) / f"{kind}-{seed}"
                 flags = [f"--run.seed={seed}", "--mesh.data=1", "--sample.pictures=0", f"--train.steps={given.steps}"]
                 flags += [f"--train.eval_every={given.steps}", f"--checkpoint.every={given.steps}"]
                 flags += [flag for flag in given.flags if kind == "experts" or not flag.startswith("--model.moe")]
                 flags += ["--model.moe.num_experts=0"] if kind == "dense" else []
-                spent = train(Path(name) / kind, *flags)
-                run = jaxstack.load(Path(name) / kind)
+                spent = {} if folder.exists() else train(folder, *flags)
+                run = jaxstack.load(folder)
                 drawn = images.to_unit(run.draw([str(i) for i in ids], seed=0))
                 by_time = loss_by_time(run, dataset.eval)
+            distances[kind] = bootstrap(drawn, held_out)
             case = {"seed": seed, "kind": kind, **spent, **judge(drawn, known, held_out)}
-            case["frechet_deviation"] = deviation(drawn, held_out)
+            case["frechet_deviation"] = round(float(distances[kind].std()), 4)
             case["loss_by_time"] = by_time
             print(json.dumps(case), flush=True)
             result["cases"].append(case)
+            record.record(given.name, result)
+        if len(distances) == 2:
+            apart = distances["experts"] - distances["dense"]
+            difference, spread = (round(float(a), 4) for a in (apart.mean(), apart.std()))
+            result["differences"].append({"seed": seed, "experts_minus_dense": difference, "deviation": spread})
             record.record(given.name, result)
 
 

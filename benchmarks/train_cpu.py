@@ -5,12 +5,18 @@ steps. Turns alternate in rounds, so that other work on the machine slows all of
 round: the time of the better torch mode over ours. Medians are printed, and written to
 `benchmarks/results/train_cpu.json` after each job. The jobs are GPTs (J1, J2), a Llama (J3), a BERT (E1) and a T5 (T1).
 
+Other work on the machine delays the threads of a process that wait for each other, and one side more than the other. So
+on a busy machine run `taskset -c 0 python benchmarks/train_cpu.py ...`: all processes then have one thread on one core.
+`processor_ms` and `processor_ratios` have the processor's time, which does not count waiting. With several threads they
+mean little, because threads of PyTorch use the processor while they wait.
+
 Our side runs as `train.py` does: with its device count and flags, `step.jit_train_step`, and metrics that are read one
 step late.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -125,8 +131,6 @@ def ours(name: str) -> None:
 def torch_peer(name: str, mode: str) -> None:
     """Trains one job in PyTorch, in a process of its own."""
     sys.stdin.readline()
-    import os
-
     import peers_torch
 
     peer = peers_torch.Peer(name, mode, threads=len(os.sched_getaffinity(0)))
@@ -140,14 +144,15 @@ def torch_peer(name: str, mode: str) -> None:
 
 
 def serve(run: Any) -> None:
-    """Answers each line `n` with the seconds per step over n steps, and the last loss."""
+    """Answers each line `n` with the seconds and processor seconds per step over n steps, and the last loss."""
     begin = time.perf_counter()
     run(1)
     print(json.dumps({"first_step_s": time.perf_counter() - begin}), flush=True)
     for line in sys.stdin:
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         loss = run(int(line))
-        print(json.dumps({"step_s": (time.perf_counter() - begin) / int(line), "loss": loss}), flush=True)
+        spent = {"step_s": time.perf_counter() - begin, "processor_s": time.process_time() - used}
+        print(json.dumps({name: s / int(line) for name, s in spent.items()} | {"loss": loss}), flush=True)
 
 
 class Worker:
@@ -198,24 +203,31 @@ def compare(name: str, rounds: int, accum: int) -> dict[str, Any]:
     for worker in workers.values():
         worker.turn(2)
     steps, losses = {key: [] for key in workers}, {}
+    used: dict[str, list[float]] = {key: [] for key in workers}
     for turn in range(rounds):
         # The order changes from round to round, so that no process always runs after the same one.
         names = list(workers)
         for key in names[turn % 3 :] + names[: turn % 3]:
             answer = workers[key].turn(STEPS[name])
             steps[key].append(answer["step_s"])
+            used[key].append(answer["processor_s"])
             losses[key] = answer["loss"]
     for worker in workers.values():
         worker.close()
-    ratios = [min(e, c) / o for o, e, c in zip(*steps.values(), strict=True)]
+    ratios, processor = ([min(e, c) / o for o, e, c in zip(*times.values(), strict=True)] for times in (steps, used))
     return {
         "job": job,
         "rounds": rounds,
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
         "step_ms": {key: round(1e3 * median(values), 2) for key, values in steps.items()},
+        "processor_ms": {key: round(1e3 * median(values), 2) for key, values in used.items()},
         "first_step_s": {key: round(worker.first_step_s, 1) for key, worker in workers.items()},
         "last_loss": losses,
         "ratios": [round(r, 3) for r in ratios],
         "speed_against_better_torch": round(median(ratios), 3),
+        "processor_ratios": [round(r, 3) for r in processor],
+        "processor_time_against_better_torch": round(median(processor), 3),
     }
 
 

@@ -113,8 +113,12 @@ def _backward(options, residuals, dy):
         dw = jnp.tensordot(x, dy, (batch, batch), preferred_element_type=jnp.float32).astype(w.dtype)
     elif x.size <= dy.size:
         dw = jnp.tensordot(x, dy, (batch, batch))
-    else:  # XLA:CPU transposes the first operand, so the smaller one comes first
-        dw = jnp.tensordot(dy, x, (batch, batch))
+    else:
+        # XLA:CPU transposes the first operand, so the smaller one comes first. Without these barriers, it merges both
+        # transposes into the matmul, which then does not use the fast matmul library.
+        last = tuple(range(-len(batch), 0))
+        turned = lax.optimization_barrier(jnp.moveaxis(dy, batch, last))
+        dw = lax.optimization_barrier(jnp.tensordot(turned, x, (last, batch)))
         dw = jnp.moveaxis(dw, range(-in_axes, 0), range(in_axes))
     return dx, dw
 

@@ -21,6 +21,12 @@ mistakes(
     "kernels/linear.py",
     PRECISION,
     ("(x.astype(jnp.float32) + b.astype(jnp.float32)).astype(x.dtype)", "x + b.astype(x.dtype)"),
+    ("jnp.moveaxis(dy, batch, last)", "jnp.moveaxis(dy, batch[::-1], last)", KERNELS + " -k 'linear and barrier'"),
+    (
+        "dw = jnp.moveaxis(dw, range(-in_axes, 0), range(in_axes))",
+        "dw = dw.reshape(w.shape)",
+        KERNELS + " -k 'linear and barrier'",
+    ),
 )
 
 mistakes(
