@@ -163,7 +163,7 @@ def wrong_loss(real):
 
 def wrong_norm(real):
     """A final norm whose gradient is not finite."""
-    return lambda cfg, p, x, ctx: bad_rule(real(cfg, p, x, ctx))
+    return lambda *arguments: bad_rule(real(*arguments))
 
 
 def large_queries(values, batch, number):
