@@ -6,7 +6,6 @@ their values. Only the module of the command in use is imported, and neither it 
 
 import difflib
 import errno
-import functools
 import importlib
 import os
 import sys
@@ -191,7 +190,6 @@ def read_arguments(words: Sequence[str]) -> "Namespace":
     return parser_of(name).read(list(words[len(name.split()) :]))
 
 
-@functools.cache  # reading every docstring takes long
 def parser_of(name: str, program: str | None = None) -> "Parser":
     """Returns the parser of a command's arguments.
 

@@ -5,6 +5,7 @@ run in this process, up to the point where a command would start JAX.
 """
 
 import contextlib
+import functools
 import io
 import os
 import pty
@@ -101,6 +102,7 @@ def say(folder, monkeypatch):
     monkeypatch.setattr(platform, "configure", start)
     monkeypatch.setattr(mesh, "find_devices", start)
     monkeypatch.setattr(supervise.Supervisor, "run", start)
+    monkeypatch.setattr(parser, "parser_of", functools.cache(parser.parser_of))  # reading every docstring takes long
 
     def said(*words, named=()):
         out, err = io.StringIO(), io.StringIO()
