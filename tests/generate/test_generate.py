@@ -43,7 +43,7 @@ from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.trained_run import TrainedRun
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
-from jaxstack.planner import memory
+from jaxstack.planner import generation_memory, memory
 from jaxstack.sharding import make_mesh
 from jaxstack.training import init_from
 from jaxstack.training.state import abstract_state, make_state
@@ -532,7 +532,9 @@ def test_memory_that_runs_out_is_explained(run_dir, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17592186044416 bytes.")
 
     for size, early in ((1e4, True), (1e12, False)):
-        monkeypatch.setattr(memory, "room_of", lambda devices, size=size: memory.Room("this machine", size, size))
+        monkeypatch.setattr(
+            generation_memory, "room_of", lambda devices, size=size: memory.Room("this machine", size, size)
+        )
         monkeypatch.setattr(TrainedRun, "open" if early else "stream_tokens", fail)
         with pytest.raises(ConfigError, match=r"1 prompts of up to 10 tokens with sample.tokens=8 need") as raised:
             execute(["generate", str(run_dir), "ab", "--sample.tokens=8"])
