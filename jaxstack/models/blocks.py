@@ -126,11 +126,10 @@ def block(
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     dropout_ids = layer_inputs.dropout_ids
 
-    seen = {"residual/in": x}
     h = layers.norm(cfg, params["attention_norm"], x, ctx) if not cfg.norm_after else x
     if not cfg.first_attention_norm:
         h = jnp.where(layer_inputs.first, x, h)
-    seen |= {"attention_norm/out": h}
+    seen = {"residual/in": x, "attention_norm/out": h}
     h, aux = layers.attention(cfg, params["attention"], h, ctx, layer_inputs, mask=mask, cache=cache)
     if cfg.post_norm:
         h = layers.norm(cfg, params["attention_post_norm"], h, ctx)

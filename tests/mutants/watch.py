@@ -25,7 +25,7 @@ mistakes(
     "watched", "kernels/largest_logit.py", WATCH + " -k mixtral", ("Mask(of_queries, of_keys), table", "Mask(), table")
 )
 mistakes(
-    "watched", "models/blocks.py", WATCH + " -k mixtral", ('seen = {"residual/in": x}', 'seen = {"residual/in": x + 1}')
+    "watched", "models/blocks.py", WATCH + " -k mixtral", ('seen = {"residual/in": x,', 'seen = {"residual/in": x + 1,')
 )
 mistakes("watched", "models/moe_layer.py", WATCH + " -k mixtral", ("is None else mask\n", "is None else x[..., 0]\n"))
 mistakes("watched", "report/heat_maps.py", "report/test_heat_maps.py", ("finite.min() >= 10", "finite.min() >= 1000"))
