@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import debug_faults
 import decode_gpu
 import gpu_check
 import jax
@@ -134,6 +135,17 @@ def test_a_wrong_kernel_is_an_error(tmp_path, monkeypatch):
 def test_without_a_gpu(script):
     with pytest.raises(SystemExit, match=r"needs a GPU or a TPU, and JAX finds none\. Use --small"):
         script.main([])
+
+
+def test_the_page_shows_the_faults_of_the_result():
+    """`python benchmarks/debug_faults.py --print` prints the table."""
+    page = (Path(debug_faults.__file__).parent.parent / "docs" / "debugging.md").read_text()
+    cases = debug_faults.measured()
+    assert debug_faults.rows(cases) in page
+    times = {case["fault"]: case["quickstart"]["cpu_seconds"] for case in cases if "quickstart" in case}
+    assert f"{len(cases)} faults on their meshes, and {len(times)} of them in the quickstart" in page
+    deeper = times.pop(debug_faults.DEEPER)
+    assert f"{min(times.values()):.0f} to {max(times.values()):.0f} s, and {deeper:.0f} s" in page
 
 
 @pytest.mark.slow
