@@ -59,7 +59,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(("name", "mesh"), MESHES, ids=str)
