@@ -232,7 +232,7 @@ def names_its_directory(cfg: Config, quickstart: Config, flags: list[str]) -> No
         assert cfg.run.dir != quickstart.run.dir, "add --run.dir=..."
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_runs_in_one_directory_train_one_model(sandbox, monkeypatch):
     """Who follows two pages must not find another model's checkpoints where the second one begins a run."""
     monkeypatch.chdir(sandbox[0])

@@ -112,6 +112,7 @@ def test_killed_at_twenty_random_moments(argv, straight, tmp_path, rng):
     assert_equal(run_dir, tmp_path / "other", 400)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("step", [4, 12])
 def test_killed_between_commit_and_seal(step, argv, straight, tmp_path):
     """The step was not finished: the step before is used, or the run starts from the beginning if there is none."""
@@ -226,6 +227,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
 def test_a_damaged_checkpoint_is_passed_over(damage, argv, straight, tmp_path):
     """The newest valid step is used, and the run then equals an undisturbed one."""
@@ -366,6 +368,7 @@ def test_one_of_two_dies_or_hangs(number, index, argv, tmp_path):
     assert f"resumed from step {step}" in finish(*again)[0][0]
 
 
+@pytest.mark.matrix
 def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
     """Without its digests there is no manifest, so both use the step before. If that is damaged, both skip it, although
     only one of them reads the file."""

@@ -297,8 +297,8 @@ def test_pefts_own_model_has_our_logits_in_both_directions(name, parity, tmp_pat
             assert np.linalg.norm(one - exact) <= 1.2 * np.linalg.norm(expected - exact)
 
 
+@pytest.mark.matrix
 @OLD_NAME
-@pytest.mark.slow
 def test_adapters_are_trained_on_and_peft_loads_what_they_become(parity, tmp_path, rng):
     import peft as library
 

@@ -255,7 +255,7 @@ def values_of(directory):
     return {(line["step"], key): line[key] for line in lines for key in ("loss", "eval_loss") if key in line}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_is_resumed_bit_for_bit_and_draws_pictures(tmp_path, rng, capsys):
     file = tmp_path / "pictures.npz"
     np.savez(file, images=rng.random((40, 8, 8)), labels=np.arange(40) % 3)

@@ -237,7 +237,7 @@ def test_one_device_has_nothing_to_choose(monkeypatch, capsys):
     assert capsys.readouterr().out == "mesh     one device, so that --mesh=auto has nothing to choose\n"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_chosen_meshes_train(rng):
     """The best mesh and the best pipeline have the loss of one device, in float32: sums of 64 tokens, some 1e-6."""
     ids = rng.integers(0, 64, (4, 17)).astype(np.int32)

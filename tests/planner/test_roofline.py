@@ -301,7 +301,7 @@ def test_the_command_prints_tables_and_writes_files(tmp_path):
     assert (tmp_path / "r.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_device_at_hand_is_measured():
     out = command("roofline", *TINY, "--chip", "here", "--train.dtype=float32")
     assert out.returncode == 0, out.stderr
