@@ -148,7 +148,7 @@ def test_the_page_shows_the_faults_of_the_result():
     assert f"{min(times.values()):.0f} to {max(times.values()):.0f} s, and {deeper:.0f} s" in page
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_every_operation_has_a_case(capsys):
     kernels.main(["--small", "--rounds", "1"])
     assert "no cases for layers, update, decode\n" in capsys.readouterr().out

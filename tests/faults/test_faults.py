@@ -148,6 +148,7 @@ def test_a_full_disk(text, straight, small_disk):
     assert_equal(run_dir, straight)
 
 
+@pytest.mark.matrix
 def test_a_read_only_disk(text, small_disk):
     """At the start it is the user's mistake. During the run, the last saved step stays intact."""
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
@@ -265,6 +266,7 @@ def test_nothing_whole_is_an_error_and_no_new_beginning(argv, straight, tmp_path
 # 8 to 11: others, signals.
 
 
+@pytest.mark.matrix
 def test_two_trainers(argv, tmp_path):
     """The second is refused and changes nothing. The lock of a dead process is free."""
     argv = (*argv, "--train.steps=4000", "--train.eval_every=4000")
@@ -292,6 +294,7 @@ def stop_after(steps: int) -> str:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop(number, argv, straight, tmp_path):
     """The current step is finished and saved, the exit code says so, and the same command resumes."""
@@ -722,6 +725,7 @@ def test_the_supervisor_starts_a_killed_run_again(argv, straight, tmp_path):
     assert losses(tmp_path / "run").keys() == losses(straight).keys()
 
 
+@pytest.mark.matrix
 def test_four_local_processes_go_on_after_the_death_of_one(argv, straight, tmp_path):
     """`jaxstack launch` starts them. The other three end by themselves, and the supervisor starts all four again."""
     command = [sys.executable, "-m", "jaxstack", "launch", "--on=local", "--nodes=4", "--submit"]

@@ -74,7 +74,7 @@ def test_texts_with_a_shared_beginning_are_those_of_one_batch(name, form, dtype,
     assert cached == [0, 70, 100, 0, 130, 128, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_window_needs_a_prompt_as_a_whole(rng):
     """Gemma 2's windows here have 6 tokens: of the first prompt they hold the end, which only its continuation has."""
     cfg = MODELS["gemma2"]

@@ -160,7 +160,7 @@ def test_chosen_tokens_have_the_distribution_of_the_model(rng):
     assert abs(float((n > 0).mean()) - shared) < 5 * np.sqrt(shared * (1 - shared) / count)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.random
 def test_sampled_texts_have_the_distribution_of_the_model(rng):
     """Of whole texts: the second and third tokens after a prompt, against those of `decode.generate`, with top-k."""

@@ -115,7 +115,7 @@ def test_a_run_translates_to_the_language_that_is_named(trained, capsys):
         run.generate("a")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_an_exported_run_writes_the_same_with_transformers(trained, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     parser.execute(["export", trained, str(tmp_path / "out")])

@@ -582,7 +582,7 @@ BPE = {
 """A tokenizer.json of four tokens."""
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_an_imported_model_is_not_trained_on_the_ids_of_another_tokenizer(tmp_path, rng):
     """The error names the flag that helps, for text and for token files, at `import` and at the start of a run."""
     pytest.importorskip("tokenizers", reason="needs the extra [hf]")

@@ -253,7 +253,7 @@ def measured_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[s
     return run_dir, argv, run(*argv)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_auto_measures_explains_and_trains(measured_run):
     run_dir, _, out = measured_run
     costs = Costs.load(run_dir / "profile.json")

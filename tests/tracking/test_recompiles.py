@@ -145,7 +145,7 @@ def test_a_python_number_and_many_arguments():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_reports_a_batch_of_another_shape_and_a_read(tmp_path):
     """The loader of a real run makes a shorter batch; with `train.debug`, the loop then reads the loss."""
     (tmp_path / "text.txt").write_text("all the words of this text are here, one after the other. " * 60)

@@ -316,7 +316,7 @@ def test_muon_shares_out_whole_matrices_and_gathers_no_stack(mesh, rng, monkeypa
         assert np.linalg.norm(update - whole) <= 1e-5 * np.linalg.norm(whole), path
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_memory_of_muon_is_no_more_than_thrice_that_of_adamw():
     """With 34e6 parameters over fsdp=8, and with twice as many layers, temporary memory grows with layers / devices."""
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "muon_memory.py"))
