@@ -143,7 +143,7 @@ def test_the_page_shows_the_faults_of_the_result():
     cases = debug_faults.measured()
     assert debug_faults.rows(cases) in page
     times = {case["fault"]: case["quickstart"]["cpu_seconds"] for case in cases if "quickstart" in case}
-    assert f"{len(cases)} faults on their meshes, and {len(times)} of them in the quickstart" in page
+    assert f"{len(cases)} of them on their meshes, and {len(times)} in the quickstart" in page
     deeper = times.pop(debug_faults.DEEPER)
     assert f"{min(times.values()):.0f} to {max(times.values()):.0f} s, and {deeper:.0f} s" in page
 
