@@ -276,7 +276,11 @@ def after_the_readme(tmp_path_factory) -> Path:
     return path
 
 
-AFTER = {page: ["docs/finetuning.md"] for page in ("docs/generation.md", "docs/huggingface.md")}
+AFTER = {
+    "docs/encoder_decoders.md": ["docs/data.md"],
+    "docs/generation.md": ["docs/finetuning.md"],
+    "docs/huggingface.md": ["docs/finetuning.md"],
+}
 """Pages whose files a page needs. Other pages need only those of the README."""
 MADE = {  # files that must be there after a page
     "docs/first_run.md": ["runs/quickstart/report.html", "both.html"],
