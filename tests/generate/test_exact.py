@@ -44,7 +44,7 @@ def trainer(cfg: ModelConfig, ctx: Context) -> Any:
 
 @pytest.mark.matrix
 @pytest.mark.random
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probabilities_are_those_of_the_program_with_gradients(dtype, rng):
     """Whatever the drafts are, and whatever is in the other rows; on a CPU, with the implementations of a run."""
     values = jax.tree.map(lambda a: a[:1] if a.ndim > 2 else a, values_of(CFG))

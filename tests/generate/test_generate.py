@@ -157,7 +157,7 @@ def test_a_token_on_a_cpu_reads_head_and_cache_in_place(monkeypatch):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ["gemma2", *slow([[name] for name in MODELS if name != "gemma2"])])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_sampled_text_follows_from_its_prompt_and_seed_alone(name):
     cfg = MODELS[name]
     how: dict[str, Any] = {"seed": 3, "gate": gate_of(cfg)}

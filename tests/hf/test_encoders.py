@@ -31,14 +31,13 @@ B, S, V, PAD = 3, 19, 67, {"bert": 0, "roberta": 1, "modernbert": 0}
 COMMON = {"vocab_size": V, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 40}
 CPU = Context(**implementations("cpu"))
 LABELS = ("down", "level", "up")
-SLOW = pytest.mark.matrix
 HEADS = [
     *((family, "") for family in PAD),
     ("bert", "sequence"),
     ("bert", "pairs"),
-    pytest.param("bert", "token", marks=SLOW),
-    *(pytest.param(family, each, marks=SLOW) for family in ("roberta", "modernbert") for each in ("sequence", "token")),
-    pytest.param("modernbert", "mean", marks=SLOW),
+    ("bert", "token"),
+    *((family, each) for family in ("roberta", "modernbert") for each in ("sequence", "token")),
+    ("modernbert", "mean"),
 ]
 """Families, and what their labels are of; empty for masked language models, `pairs` if these learn pairs, too, and
 `mean` if a sequence is classified by the mean of its tokens."""
@@ -161,7 +160,7 @@ def assert_near(got, expected, tolerance, family):
     assert {path: value for path, value in off.items() if not value <= tolerance} == {}
 
 
-@pytest.mark.matrix(quick=["bert-pretraining"])
+@pytest.mark.matrix(quick=["[bert-]"])
 @pytest.mark.parametrize(("family", "each"), HEADS)
 def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, tmp_path, rng):
     theirs, cfg, values = saved(family, rng, tmp_path / "saved", each)

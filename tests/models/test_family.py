@@ -95,10 +95,7 @@ def random_batch(cfg: ModelConfig, rng) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "mesh",
-    [pytest.param({}, id="one_device"), pytest.param({"pipe": 2, "fsdp": 2}, id="pipeline", marks=pytest.mark.matrix)],
-)
+@pytest.mark.parametrize("mesh", [{}, {"pipe": 2, "fsdp": 2}], ids=["one_device", "pipeline"])
 def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
     """Its steps and evaluations are those of the decoder that it renames, on a mesh with a pipeline, too."""
     assert set(family.spec(tower)) == {"embedding", "tower", "final_norm", "head"}

@@ -45,10 +45,10 @@ def traced(cfg):
     [
         ("llama3", ("mlp/w_up", "attention/w_[qo]"), {"fsdp": 2}),
         ("softmax", ALL, {"tensor": 2}),
-        pytest.param("llama3", ALL, {"tensor": 2}, marks=pytest.mark.matrix),
-        pytest.param("capacity", ALL, {"expert": 2}, marks=pytest.mark.matrix),
-        pytest.param("softmax", ALL, {"expert": 2}, marks=pytest.mark.matrix),
-        pytest.param("lora", ALL, {}, marks=pytest.mark.matrix),
+        ("llama3", ALL, {"tensor": 2}),
+        ("capacity", ALL, {"expert": 2}),
+        ("softmax", ALL, {"expert": 2}),
+        ("lora", ALL, {}),
     ],
 )
 def test_bytes_are_those_of_what_the_executor_stores(monkeypatch, family, split, mesh):
