@@ -7,6 +7,7 @@ What they make is discarded later. Here it is discarded at once, so that the sea
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 import jax
@@ -96,6 +97,59 @@ class Program:
                 wrong &= jnp.isfinite(x).all() if is_float(x) else True
         return jnp.where(wrong, 0, made).astype(made.dtype)
 
+    def discard_idle(self, loops: Sequence[Loop], inputs: Values, results: Values) -> Values:
+        """Returns the results of the program's only equation without what idle devices made, see `_discard`."""
+        (equation,), devices = self._jaxpr.eqns, self._devices
+        if not self._names:
+            return results
+
+        def discard(mask: jax.Array, *values: Any) -> Values:
+            given, made = [*values[: len(inputs)]], values[len(inputs) :]
+            return [self._discard(mask, equation, given, i, y) for i, y in enumerate(made)]
+
+        given = [PartitionSpec(self._guide.axis), *devices.specs([*equation.invars, *equation.outvars])]
+        compiled = devices.compile(discard, given, devices.specs(equation.outvars))
+        return [*compiled(jnp.asarray(self._guide.idle(self._names[0], loops)), *inputs, *results)]
+
+
+def evaluate(jaxpr: Any, way: Way, values: Values) -> tuple[dict[Any, Any], dict[int, "Scan"]]:
+    """Computes every value of a program, and runs its scans step by step, so that the search need not run them again.
+
+    Args:
+      jaxpr: the program.
+      way: to it.
+      values: of its constants and inputs.
+
+    Returns:
+      The values of its variables, and its scans by the numbers of their equations.
+    """
+    known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+    scans = {}
+
+    def read(variable: Any) -> Any:
+        return way.devices.constant(variable.val) if isinstance(variable, core.Literal) else known[variable]
+
+    for are_scans, group in groupby(enumerate(jaxpr.eqns), lambda pair: _has_steps(pair[1])):
+        numbers, equations = zip(*group, strict=True)
+        if not are_scans:
+            made = {v for equation in equations for v in equation.outvars}
+            read_by_them = [v for equation in equations for v in equation.invars if not isinstance(v, core.Literal)]
+            given = [v for v in dict.fromkeys(read_by_them) if v not in made]
+            program = Program(core.Jaxpr((), given, (), [*equations], jaxpr.effects), way)
+            known |= zip(program.made, program(way.loops, [known[v] for v in given]), strict=True)
+            continue
+        for number, equation in zip(numbers, equations, strict=True):
+            inputs = [read(v) for v in equation.invars]
+            scans[number] = Scan(equation, inputs, way.of_work(equation))
+            program = Program(core.Jaxpr((), (), (), [equation], equation.effects), way)
+            results = program.discard_idle(way.loops, inputs, scans[number].run())
+            known |= zip(equation.outvars, results, strict=True)
+    return known, scans
+
+
+def _has_steps(equation: Any) -> bool:
+    return equation.primitive.name == "scan" and equation.params["length"] > 0
+
 
 def _updated(equation: Any, index: int) -> int | None:
     """Returns the index of the input of which a result is a later state, or `None`."""
@@ -137,12 +191,15 @@ class _Steps:
             entries = devices.spread(self.body.jaxpr.outvars[k], np.arange(len(value)))
             self.seen += (Seen(loop.step, k, Statistics.of(value), entries),)
 
-    def _bad(self, variables: Sequence[Any], values: Values, devices: Devices) -> list[bool]:
-        found = flags_of(devices, dict(enumerate(values))).values()
-        return [bool((bad[0] & devices.counted(v)).any()) for v, bad in zip(variables, found, strict=True)]
+    def _flags(self, variables: Sequence[Any], values: Values) -> np.ndarray:
+        """Returns for each variable whether it is not finite, and whether it is NaN, on devices that count [n, 2]."""
+        devices = self._way.devices
+        found = zip(variables, flags_of(devices, dict(enumerate(values))).values(), strict=True)
+        flags = [(bad & devices.counted(v)).any(1) for v, bad in found]
+        return np.array(flags).reshape(-1, 2)
 
     def _into(self, loop: Loop, devices: Devices | None = None) -> Way:
-        return self._way.into(self._equation, replace(loop, seen=self.seen), devices)
+        return self._way.into(self._equation, loop, devices)
 
 
 class Scan(_Steps):
@@ -156,9 +213,9 @@ class Scan(_Steps):
         constant, self._carried = scan_sizes(p)
         self._consts, self._carry = inputs[:constant], inputs[constant : constant + self._carried]
         self._arrays = inputs[constant + self._carried :]
-        order = range(p["length"])
-        self._left = [*(reversed(order) if p["reverse"] else order)]
+        self._steps = range(p["length"])[:: -1 if p["reverse"] else 1]
         self._step = self._program(self.body.jaxpr)
+        self._first: list[tuple[Loop, Values, list[int]]] = []  # steps, with what they carry, and what is bad
 
     def at(self, step: int) -> Loop:
         """Returns a step of this loop."""
@@ -170,38 +227,64 @@ class Scan(_Steps):
         p = equation.params
         return Loop(way.frames_of(equation), 0, p["length"], p["reverse"], way.scopes_of(equation))
 
-    def _run(self) -> tuple[Loop, Values, Values]:
-        i, devices = self._left.pop(0), self._way.devices
-        loop = self.at(i)
-        self._watch(loop, self._carry)
-        given = [*self._consts, *self._carry, *_entry_of(self._arrays, i, axis=0 if devices.mesh is None else 1)]
-        values = [*map(devices.constant, self.body.consts), *given]
-        return loop, given, self._step((*self._way.loops, loop), values)
+    def _run(self, step: int, carry: Values) -> Values:
+        values = [*map(self._way.devices.constant, self.body.consts), *self._given(step, carry)]
+        return self._step((*self._way.loops, self.at(step)), values)
+
+    def _given(self, step: int, carry: Values) -> Values:
+        return [*self._consts, *carry, *_entry_of(self._arrays, step, axis=self._axis)]
+
+    @property
+    def _axis(self) -> int:
+        return 0 if self._way.devices.mesh is None else 1
+
+    def run(self) -> Values:
+        """Runs all steps and returns what the loop computes. The steps in which a value became bad are kept."""
+        variables, carry, made = self.body.jaxpr.outvars, self._carry, {}
+        seen = np.zeros((len(variables), 2), bool)
+        seen[: self._carried] = self._flags(variables[: self._carried], carry)
+        for i in self._steps:
+            self._watch(self.at(i), carry)
+            results = self._run(i, carry)
+            now = self._flags(variables, results)
+            if (new := (now & ~seen).any(1)).any():
+                self._first.append((replace(self.at(i), seen=self.seen), carry, [*map(int, np.flatnonzero(new))]))
+            seen |= now
+            carry, made[i] = results[: self._carried], results[self._carried :]
+        return [*carry, *_stack([made[i] for i in sorted(made)], axis=self._axis)]
 
     def steps(self, bad: Sequence[int]) -> Iterator[Step]:
-        """Runs the steps; yields those in which a carried value, or a bad result, is not finite any more."""
-        devices, variables = self._way.devices, self.body.jaxpr.outvars
-        before = self._bad(variables[: self._carried], self._carry, devices)
-        while self._left:
-            loop, given, results = self._run()
-            now = self._bad(variables, results, devices)
-            new = [k for k in range(self._carried) if now[k] and not before[k]]
-            new += [k for k in bad if k >= self._carried and now[k]]
-            self._carry, before = results[: self._carried], now[: self._carried]
-            if new:
-                yield self._into(loop), given, new
+        """Yields the steps in which a carried value, or one of the bad results, is not finite for the first time.
 
-    def finish(self) -> tuple[Seen, ...]:
-        """Runs the steps that are left, and returns what all of them have read."""
-        while self._left:
-            self._carry = self._run()[2][: self._carried]
-        return self.seen
+        After them come other steps in which one is not finite. They are needed only if the first bad values are meant.
+        """
+        for loop, carry, new in self._first:
+            if chosen := [k for k in new if k < self._carried or k in bad]:
+                yield self._into(loop), self._given(loop.step, carry), chosen
+        tried = {loop.step for loop, _, _ in self._first}
+        variables, carry = self.body.jaxpr.outvars, self._carry
+        for i in self._steps:
+            results = self._run(i, carry)
+            if i not in tried:
+                now = self._flags(variables, results)[:, 0]
+                before = self._flags(variables[: self._carried], carry)[:, 0]
+                new = [k for k in range(self._carried) if now[k] and not before[k]]
+                new += [k for k in bad if k >= self._carried and now[k]]
+                if new:
+                    yield self._into(self.at(i)), self._given(i, carry), new
+            carry = results[: self._carried]
 
 
 @partial(jax.jit, static_argnames="axis")
 def _entry_of(arrays: Values, index: int, axis: int) -> Values:
     """Returns what a step reads of arrays."""
     return [jax.lax.dynamic_index_in_dim(a, index, axis, keepdims=False) for a in arrays]
+
+
+@partial(jax.jit, static_argnames="axis")
+def _stack(parts: Sequence[Values], axis: int) -> Values:
+    """Returns the arrays of results, from the results of each step."""
+    return [jnp.stack(entries, axis) for entries in zip(*parts, strict=True)]
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -229,7 +312,7 @@ class While(_Steps):
         devices, variables = self._way.devices, self.body.jaxpr.outvars
         test, body = self._program(self._test.jaxpr), self._program(self.body.jaxpr)
         consts = [*map(devices.constant, self.body.consts)]
-        before, turn = self._bad(variables, self._carry, devices), 0
+        before, turn = self._flags(variables, self._carry)[:, 0], 0
         while True:
             loop = self.loop(turn)
             loops = (*self._way.loops, loop)
@@ -242,8 +325,9 @@ class While(_Steps):
             results = body(loops, [*consts, *given])
             arrays = zip(variables, results, self._carry, strict=True)
             self._carry = [devices.choose(runs, v, new, old) for v, new, old in arrays]
-            now = self._bad(variables, self._carry, devices)
+            now = self._flags(variables, self._carry)[:, 0]
             new = [k for k in bad if now[k] and not before[k]]
             before, turn = now, turn + 1
             if new:
-                yield self._into(loop, None if runs.all() else devices.only(runs)), given, new
+                way = self._into(replace(loop, seen=self.seen), None if runs.all() else devices.only(runs))
+                yield way, given, new

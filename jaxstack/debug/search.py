@@ -20,7 +20,7 @@ from jax.extend import core
 
 from jaxstack.debug.devices import Devices, Values, alone
 from jaxstack.debug.inline import inline_single_steps
-from jaxstack.debug.levels import Program, Scan, While, flags_of
+from jaxstack.debug.levels import Scan, While, evaluate, flags_of
 from jaxstack.debug.rules import Frame
 from jaxstack.debug.statistics import is_bad
 from jaxstack.debug.way import Guide, Loop, Way
@@ -101,9 +101,7 @@ class _Level:
     def __init__(self, jaxpr: Any, consts: Values, arguments: Values, way: Way) -> None:
         self._jaxpr, self._way, self._devices = jaxpr, way, way.devices
         inputs = [*map(self._devices.constant, consts), *arguments]
-        program = Program(jaxpr, way)
-        self._values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-        self._values |= zip(program.made, program(way.loops, inputs), strict=True)
+        self._values, self._scans = evaluate(jaxpr, way, inputs)
         self._producer = {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
         self._flags = flags_of(self._devices, self._values)
 
@@ -119,7 +117,7 @@ class _Level:
     def explain(self, bad: Sequence[Any]) -> Finding | None:
         """Returns the operation that made the bad values of these variables; `None` if they come from outside."""
         for index in self._candidates(bad):
-            if (found := self._go_into(self._jaxpr.eqns[index])) is not None:
+            if (found := self._go_into(index)) is not None:
                 return found
         return None
 
@@ -146,13 +144,16 @@ class _Level:
             waiting += nans or inputs
         return [*sorted(origins), *sorted(makers)]
 
-    def _go_into(self, equation: Any) -> Finding | None:
+    def _go_into(self, index: int) -> Finding | None:
         """Returns the operation in an equation that made its bad results; `None` if they come from a constant of it."""
+        equation = self._jaxpr.eqns[index]
         way, name, params = self._way.of_work(equation), equation.primitive.name, equation.params
         inputs = [self.value(v) for v in equation.invars]
         bad = [i for i, v in enumerate(equation.outvars) if self.is_bad(v)]
-        if name in ("scan", "while"):
-            return self._go_into_loop(equation, inputs, bad, way)
+        if index in self._scans:
+            return self._go_into_loop(self._scans[index], bad)
+        if name == "while":
+            return self._go_into_loop(While(equation, inputs, way), bad)
         if name == "cond":
             return self._go_into_branches(equation, inputs, bad, way)
         if name == "shard_map" and way.devices.mesh is None:
@@ -163,25 +164,21 @@ class _Level:
             return self._finding(equation, inputs, way)
         return _explain(_jaxpr_of(inner), [*getattr(inner, "consts", ())], inputs, way.into(equation), bad)
 
-    def _go_into_loop(self, equation: Any, inputs: Values, bad: list[int], way: Way) -> Finding | None:
+    def _go_into_loop(self, loop: Scan | While, bad: list[int]) -> Finding | None:
         """Goes into the first step of a loop in which a value is not finite any more."""
-        loop = (Scan if equation.primitive.name == "scan" else While)(equation, inputs, way)
         for inner, given, new in loop.steps(bad):
             if found := _explain(loop.body.jaxpr, [*loop.body.consts], given, inner, new):
-                return found if isinstance(loop, While) else self._with_others(equation, loop, found)
+                return found if isinstance(loop, While) else self._with_others(loop, found)
         return None
 
-    def _with_others(self, equation: Any, loop: Scan, found: Finding) -> Finding:
+    def _with_others(self, loop: Scan, found: Finding) -> Finding:
         """Adds what the loop reads after the bad step, and what other loops over the same layers read."""
-        depth, here, others = len(self._way.loops), loop.at(0), []
+        depth, here = len(self._way.loops), loop.at(0)
         if not self._way.guide.is_followed(here):
             return found
-        for other in self._jaxpr.eqns:
-            if other.primitive.name == "scan" and other is not equation:
-                scan = Scan(other, [self.value(v) for v in other.invars], self._way.of_work(other))
-                if scan.at(0).frames == here.frames:
-                    others.append(replace(scan.at(0), seen=scan.finish()))
-        full = replace(found.loops[depth], seen=loop.finish(), others=tuple(others))
+        others = [scan for scan in self._scans.values() if scan is not loop and scan.at(0).frames == here.frames]
+        seen = tuple(replace(other.at(0), seen=other.seen) for other in others)
+        full = replace(found.loops[depth], seen=loop.seen, others=seen)
         return replace(found, loops=(*found.loops[:depth], full, *found.loops[depth + 1 :]))
 
     def _go_into_branches(self, equation: Any, inputs: Values, bad: list[int], way: Way) -> Finding | None:
