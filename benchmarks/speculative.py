@@ -32,7 +32,7 @@ PROMPT, TOKENS = 64, 128
 def train(folder: Path, name: str, flags: list[str]) -> Path:
     """Trains the quickstart with flags, unless that was done, and returns the run."""
     path = folder / name
-    if not (path / "report.html").is_file():
+    if not (path / "samples.txt").is_file():  # written at the end
         command = [sys.executable, str(record.RESULTS.parent.parent / "train.py"), f"--run.dir={path}", *flags]
         subprocess.run([*command, "--train.eval_every=110", "--checkpoint.every=110"], check=True)
     return path

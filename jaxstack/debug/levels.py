@@ -112,7 +112,7 @@ class Program:
         return [*compiled(jnp.asarray(self._guide.idle(self._names[0], loops)), *inputs, *results)]
 
 
-def evaluate(jaxpr: Any, way: Way, values: Values) -> tuple[dict[Any, Any], dict[int, "Scan"]]:
+def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var, jax.Array], dict[int, "Scan"]]:
     """Computes every value of a program, and runs its scans step by step, so that the search need not run them again.
 
     Args:
@@ -123,7 +123,7 @@ def evaluate(jaxpr: Any, way: Way, values: Values) -> tuple[dict[Any, Any], dict
     Returns:
       The values of its variables, and its scans by the numbers of their equations.
     """
-    known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
     scans = {}
 
     def read(variable: Any) -> Any:
@@ -196,7 +196,7 @@ class _Steps:
         devices = self._way.devices
         found = zip(variables, flags_of(devices, dict(enumerate(values))).values(), strict=True)
         flags = [(bad & devices.counted(v)).any(1) for v, bad in found]
-        return np.array(flags).reshape(-1, 2)
+        return np.array(flags, bool).reshape(-1, 2)
 
     def _into(self, loop: Loop, devices: Devices | None = None) -> Way:
         return self._way.into(self._equation, loop, devices)

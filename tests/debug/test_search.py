@@ -256,6 +256,34 @@ def test_the_work_of_a_loop_of_one_step_is_among_the_equations_around_it():
     assert (name, steps, read.tolist()) == ("log", [], [1, 2, 0])
 
 
+def test_a_loop_runs_once_and_its_bad_step_once_more():
+    """So the search takes less than two runs of a step. It goes into later steps if the first bad values are meant."""
+    ran = []
+
+    def explain(step, *x, reverse=False):
+        def counted(carry, x):
+            jax.debug.callback(lambda: ran.append(1))
+            return step(carry, x)
+
+        ran.clear()
+        found = search.find(jax.make_jaxpr(lambda *x: jax.lax.scan(counted, *x, reverse=reverse))(*x), x)
+        jax.effects_barrier()
+        return found and (found.equation.primitive.name, [loop.step for loop in found.loops], len(ran))
+
+    x = jnp.array([3.0, 2.0, 1.0, 4.0, 5.0, 1.0])
+    assert explain(lambda c, x: (c + jnp.log(x - 1), c), 0.0, x) == ("log", [2], 7)
+    assert explain(lambda c, x: (c + jnp.log(x - 1), c), 0.0, x, reverse=True) == ("log", [5], 7)
+    assert explain(lambda c, x: (c, jnp.log(x - 1)), 0.0, x) == ("log", [2], 7)
+    assert explain(lambda c, x: (c, x), 0.0, x) is None
+    assert len(ran) == 6
+    # The first entry of each result is a mask; an operation makes NaN of finite values in the fourth step.
+    masked = lambda c, x: (c, jnp.array([-jnp.inf, 0]) + jnp.sqrt(3.5 - x))  # noqa: E731
+    assert explain(masked, 0.0, x)[:2] == ("sqrt", [3])
+    # A result is infinite in each step, and not by a constant alone in the fifth: nothing is bad for the first time.
+    grows = lambda c, x: (c + 1, jnp.stack([jnp.where(c > 3.5, jnp.exp(c * 50), 0), -jnp.inf]))  # noqa: E731
+    assert explain(grows, 0.0, x)[:2] == ("exp", [4])
+
+
 def test_operations_are_repeated_on_their_devices(tmp_path):
     """A sum over devices is saved with the inputs of all devices, and another operation with those of one."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)

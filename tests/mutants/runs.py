@@ -119,7 +119,11 @@ mistakes(
 
 mistakes(
     "debug", "debug/levels.py", "debug/test_search.py",
-    ('*(reversed(order) if p["reverse"] else order)', "*order"),
+    ('range(p["length"])[:: -1 if p["reverse"] else 1]', 'range(p["length"])'),
+    ("new := (now & ~seen).any(1)", "new := (now & ~seen)[:, 0]"),
+    ("if k < self._carried or k in bad]", "if k < self._carried]"),
+    ("if i not in tried:", "if False:"),
+    ("        carry = results[: self._carried]\n", "        pass\n"),
     ("[devices.choose(runs, v, new, old) for v, new, old in arrays]", "results"),
     ("if kind:", "if not kind:", "debug/test_faults_on_meshes.py -m '' -k idle"),
 )  # fmt: skip
