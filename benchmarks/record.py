@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+CODE = ":(top)", ":(top,exclude)benchmarks/results"  # a benchmark may write other results before
 sys.path.insert(0, str(RESULTS.parent.parent))  # the package need not be installed
 
 
@@ -50,7 +51,7 @@ def record(name: str, result: dict[str, Any], folder: Path | None = None) -> Pat
         "device": _processor(),
         "versions": versions,
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "-uno", *CODE)),
         **result,
     }
     folder = folder or RESULTS
