@@ -25,7 +25,7 @@ from typing import Any
 import record
 
 TARGET = ["--model.num_layers=8", "--model.d_model=256", "--model.num_heads=8", "--model.d_ff=768", "--train.steps=330"]
-DRAFT = ["--model.num_layers=2", "--model.d_model=192", "--model.num_heads=4", "--model.d_ff=400", "--train.steps=440"]
+DRAFT = ["--model.num_layers=2", "--model.d_model=192", "--model.num_heads=4", "--model.d_ff=400", "--train.steps=880"]
 PROMPT, TOKENS = 64, 128
 
 
