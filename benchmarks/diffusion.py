@@ -11,6 +11,9 @@ both, which is less than that of either distance.
 
 The held-out loss of each twentieth of the time shows where experts are better than one MLP, and where they are not.
 
+With `--dense_steps N` the model with experts is dense for its first N steps, with a constant learning rate. Then each
+expert starts as a copy of its MLP (up-cycling), and the rest of the steps has the schedule of the configuration.
+
 Results go to `benchmarks/results/diffusion_patches.json`, or with `--name` to a file of that name; `diffusion.json` has
 those of a former configuration. Flags after `--` are for `jaxstack train`, on both sides. With `--runs FOLDER` a run
 is kept there as KIND-SEED; one that is there already is judged again, and not trained.
@@ -115,6 +118,11 @@ def baselines(train: np.ndarray, classes: np.ndarray, held_out: np.ndarray, coun
     }
 
 
+def lasting(steps: int) -> list[str]:
+    """Returns the flags of a run with so many steps, evaluated and saved at its end."""
+    return [f"--train.steps={steps}", f"--train.eval_every={steps}", f"--checkpoint.every={steps}"]
+
+
 def main() -> None:
     """Trains, draws, measures and records; results are written after each seed."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -123,6 +131,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=2000)
     arguments.add_argument("--pictures", type=int, default=5000)
     arguments.add_argument("--name", default="diffusion_patches")
+    arguments.add_argument("--dense_steps", type=int, default=0)
     arguments.add_argument("--runs", type=Path, help="folder that keeps the runs")
     arguments.add_argument("flags", nargs="*")
     given = arguments.parse_args()
@@ -137,6 +146,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "steps": given.steps,
         "pictures": given.pictures,
+        "dense_steps": given.dense_steps,
         "flags": given.flags,
         "load_average": os.getloadavg()[0],
         "baselines": baselines(known, dataset.train.classes, held_out, 10_000),
@@ -150,11 +160,17 @@ def main() -> None:
         for kind in given.kinds:
             with tempfile.TemporaryDirectory() as scratch:
                 folder = (given.runs or Path(scratch)) / f"{kind}-{seed}"
-                flags = [f"--run.seed={seed}", "--mesh.data=1", "--sample.pictures=0", f"--train.steps={given.steps}"]
-                flags += [f"--train.eval_every={given.steps}", f"--checkpoint.every={given.steps}"]
+                flags = [f"--run.seed={seed}", "--mesh.data=1", "--sample.pictures=0"]
                 flags += [flag for flag in given.flags if kind == "experts" or not flag.startswith("--model.moe")]
-                flags += ["--model.moe.num_experts=0"] if kind == "dense" else []
-                spent = {} if folder.exists() else train(folder, *flags)
+                dense, steps, first = "--model.moe.num_experts=0", given.steps, folder.with_name(f"first-{seed}")
+                if kind == "dense":
+                    flags += [dense]
+                elif given.dense_steps:
+                    steps -= given.dense_steps
+                    if not first.exists():
+                        train(first, *flags, *lasting(given.dense_steps), dense, "--optim.schedule=constant")
+                    flags += [f"--run.init_from={first}", f"--run.seed={seed + 100}"]  # other batches
+                spent = {} if folder.exists() else train(folder, *flags, *lasting(steps))
                 run = jaxstack.load(folder)
                 drawn = images.to_unit(run.draw([str(i) for i in ids], seed=0))
                 by_time = loss_by_time(run, dataset.eval)
