@@ -119,7 +119,7 @@ def baselines(train: np.ndarray, classes: np.ndarray, held_out: np.ndarray, coun
 
 
 def lasting(steps: int) -> list[str]:
-    """Returns the flags of a run with so many steps, evaluated and saved at its end."""
+    """Returns the flags of a run that is evaluated and saved after its last step."""
     return [f"--train.steps={steps}", f"--train.eval_every={steps}", f"--checkpoint.every={steps}"]
 
 

@@ -279,6 +279,8 @@ def test_a_loop_runs_once_and_its_bad_step_once_more():
     # The first entry of each result is a mask; an operation makes NaN of finite values in the fourth step.
     masked = lambda c, x: (c, jnp.array([-jnp.inf, 0]) + jnp.sqrt(3.5 - x))  # noqa: E731
     assert explain(masked, 0.0, x)[:2] == ("sqrt", [3])
+    # What is carried is infinite from the beginning, and NaN after the fourth step.
+    assert explain(lambda c, x: (c + jnp.exp(25 * jnp.maximum(x, 2)), c), -jnp.inf, x)[:2] == ("exp", [3])
     # A result is infinite in each step, and not by a constant alone in the fifth: nothing is bad for the first time.
     grows = lambda c, x: (c + 1, jnp.stack([jnp.where(c > 3.5, jnp.exp(c * 50), 0), -jnp.inf]))  # noqa: E731
     assert explain(grows, 0.0, x)[:2] == ("exp", [4])
