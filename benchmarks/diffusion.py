@@ -16,7 +16,7 @@ expert starts as a copy of its MLP (up-cycling), and the rest of the steps has t
 
 Results go to `benchmarks/results/diffusion_patches.json`, or with `--name` to a file of that name; `diffusion.json` has
 those of a former configuration. Flags after `--` are for `jaxstack train`, on both sides. With `--runs FOLDER` a run
-is kept there as KIND-SEED; one that is there already is judged again, and not trained.
+is kept there as KIND-SEED, and its dense steps as first-SEED; one that is there already is not trained again.
 """
 
 import argparse

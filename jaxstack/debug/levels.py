@@ -97,23 +97,9 @@ class Program:
                 wrong &= jnp.isfinite(x).all() if is_float(x) else True
         return jnp.where(wrong, 0, made).astype(made.dtype)
 
-    def discard_idle(self, loops: Sequence[Loop], inputs: Values, results: Values) -> Values:
-        """Returns the results of the program's only equation without what idle devices made, see `_discard`."""
-        (equation,), devices = self._jaxpr.eqns, self._devices
-        if not self._names:
-            return results
-
-        def discard(mask: jax.Array, *values: Any) -> Values:
-            given, made = [*values[: len(inputs)]], values[len(inputs) :]
-            return [self._discard(mask, equation, given, i, y) for i, y in enumerate(made)]
-
-        given = [PartitionSpec(self._guide.axis), *devices.specs([*equation.invars, *equation.outvars])]
-        compiled = devices.compile(discard, given, devices.specs(equation.outvars))
-        return [*compiled(jnp.asarray(self._guide.idle(self._names[0], loops)), *inputs, *results)]
-
 
 def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var, jax.Array], dict[int, "Scan"]]:
-    """Computes every value of a program, and runs its scans step by step, so that the search need not run them again.
+    """Computes every value of a program. Its scans run step by step, so that the search need not run them again.
 
     Args:
       jaxpr: the program.
@@ -129,7 +115,7 @@ def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var
     def read(variable: Any) -> Any:
         return way.devices.constant(variable.val) if isinstance(variable, core.Literal) else known[variable]
 
-    for are_scans, group in groupby(enumerate(jaxpr.eqns), lambda pair: _has_steps(pair[1])):
+    for are_scans, group in groupby(enumerate(jaxpr.eqns), lambda pair: _runs_stepwise(pair[1], way)):
         numbers, equations = zip(*group, strict=True)
         if not are_scans:
             made = {v for equation in equations for v in equation.outvars}
@@ -140,15 +126,14 @@ def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var
             continue
         for number, equation in zip(numbers, equations, strict=True):
             inputs = [read(v) for v in equation.invars]
-            scans[number] = Scan(equation, inputs, way.of_work(equation))
-            program = Program(core.Jaxpr((), (), (), [equation], equation.effects), way)
-            results = program.discard_idle(way.loops, inputs, scans[number].run())
-            known |= zip(equation.outvars, results, strict=True)
+            scans[number] = Scan(equation, inputs, way)
+            known |= zip(equation.outvars, scans[number].run(), strict=True)
     return known, scans
 
 
-def _has_steps(equation: Any) -> bool:
-    return equation.primitive.name == "scan" and equation.params["length"] > 0
+def _runs_stepwise(equation: Any, way: Way) -> bool:
+    """Returns whether an equation is a scan with steps, and no device computes it for nothing, see `Program`."""
+    return equation.primitive.name == "scan" and equation.params["length"] > 0 and way.of_work(equation) is way
 
 
 def _updated(equation: Any, index: int) -> int | None:

@@ -150,7 +150,10 @@ class _Level:
         way, name, params = self._way.of_work(equation), equation.primitive.name, equation.params
         inputs = [self.value(v) for v in equation.invars]
         bad = [i for i, v in enumerate(equation.outvars) if self.is_bad(v)]
-        if index in self._scans:
+        if name == "scan":
+            if index not in self._scans:
+                self._scans[index] = Scan(equation, inputs, way)
+                self._scans[index].run()
             return self._go_into_loop(self._scans[index], bad)
         if name == "while":
             return self._go_into_loop(While(equation, inputs, way), bad)

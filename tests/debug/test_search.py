@@ -168,6 +168,7 @@ def test_small_programs():
         return largest, jnp.sqrt(2.5 - x)
 
     assert explain(lambda x: jax.lax.scan(running, -jnp.inf, x), x) == ("sqrt", [2], 1)
+    assert explain(lambda x: jax.lax.scan(running, -jnp.inf, x[:0]), x) is None  # no step
     # From the end, products are 3, 6e20 and infinite; from the beginning the last one would be.
     factors = jnp.array([1e30, 2e20, 3.0, 1.0])
     assert explain(lambda x: jax.lax.scan(lambda c, f: (c * f, c), 1.0, x, reverse=True), factors) == ("mul", [0], 0)
