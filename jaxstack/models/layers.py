@@ -301,10 +301,8 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
     match name:
         case "silu":
             return jax.nn.silu(x)
-        case "gelu_tanh":
-            return jax.nn.gelu(x, approximate=True)
-        case "gelu":
-            return kernels.gelu(x, implementation=ctx.gelu)
+        case "gelu" | "gelu_tanh":
+            return kernels.gelu(x, approximate=name == "gelu_tanh", implementation=ctx.gelu)
         case "relu":
             return jax.nn.relu(x)
         case "relu2":

@@ -420,17 +420,36 @@ def test_norm_of_a_sum(rng, monkeypatch, implementation):
 
 # GELU
 
+ROOT = math.sqrt(2 / math.pi)
+normal_cdf = (lambda t: 0.5 * math.erfc(-t / math.sqrt(2))), (lambda t: math.exp(-(t**2) / 2) / math.sqrt(2 * math.pi))
+tanh_cdf = (
+    lambda t: 1 / (1 + math.exp(-2 * ROOT * (t + 0.044715 * t**3))),
+    lambda t: 0.5 * ROOT * (1 + 3 * 0.044715 * t**2) / math.cosh(ROOT * (t + 0.044715 * t**3)) ** 2,
+)
+"""Each a distribution function and its derivative."""
+
 
 @pytest.mark.parametrize("implementation", activation_module.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_gelu(rng, dtype, implementation):
+@pytest.mark.parametrize("approximate", [False, True], ids=["exact", "tanh"])
+def test_gelu(rng, dtype, implementation, approximate):
     (x, x64), (dy, dy64) = (draw(rng, (3, 41), dtype, scale=3.0) for _ in range(2))
-    y, (dx,) = value_and_vjp(lambda x: kernels.gelu(x, implementation=implementation), dy, x)
+    gelu = functools.partial(kernels.gelu, approximate=approximate, implementation=implementation)
+    y, (dx,) = value_and_vjp(gelu, dy, x)
     assert y.dtype == dtype
-    below = np.vectorize(lambda t: 0.5 * math.erfc(-t / math.sqrt(2)))(x64)
-    density = np.exp(-(x64**2) / 2) / math.sqrt(2 * math.pi)
+    below, density = (np.vectorize(f)(x64) for f in (tanh_cdf if approximate else normal_cdf))
     assert_close(y, x64 * below, dtype)
     assert_close(dx, dy64 * (below + x64 * density), dtype)
+
+
+@pytest.mark.parametrize("implementation", activation_module.IMPLEMENTATIONS)
+def test_gelu_below_zero_has_right_digits(implementation):
+    """A sum of 1 and a tanh near -1 loses them: at -5 in float32 all but one, at -3 in bfloat16 all."""
+    for dtype, lowest, tolerance in ((jnp.float32, -6.0, 1e-5), (jnp.bfloat16, -3.0, 0.1)):
+        x = jnp.linspace(lowest, -1, 301, dtype=dtype)
+        y = kernels.gelu(x, approximate=True, implementation=implementation)
+        expected = np.array([t * tanh_cdf[0](t) for t in np.asarray(x, np.float64)])
+        np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=tolerance)
 
 
 # Cross-entropy

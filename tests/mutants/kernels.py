@@ -18,6 +18,12 @@ mistakes(
     KERNELS + " -k gelu",
     ("(below + wide * density)", "below"),
     ("lax.erf(wide * 0.5**0.5)", "lax.erf(wide)"),
+    ("* (1 + 3 * _CUBIC * square)", "* (1 + _CUBIC * square)"),
+    ("* below * (1 - below)", "* below"),
+    (
+        "return x * jax.nn.sigmoid(_SLOPE * x * (1 + _CUBIC * jnp.square(x)))",
+        "return jax.nn.gelu(x, approximate=True)",
+    ),
 )
 
 mistakes(

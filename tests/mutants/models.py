@@ -18,7 +18,7 @@ mistakes(
     ('"softcap": cfg.attention_softcap', '"softcap": cfg.logit_softcap'),
     ('norm(cfg, params["k_norm"], k, ctx, "rms")', 'norm(cfg, params["q_norm"], k, ctx, "rms")'),
     ("activate(cfg.activation, gate, ctx) * up", "activate(cfg.activation, up, ctx) * gate"),
-    ("jax.nn.gelu(x, approximate=True)", "jax.nn.gelu(x, approximate=False)"),
+    ('approximate=name == "gelu_tanh"', "approximate=False"),
     ("cfg.d_model**0.5, x.dtype", "cfg.vocab**0.5, x.dtype"),
 )  # fmt: skip
 
