@@ -16,6 +16,7 @@ compiled program of a token moves, without a GPU, and writes them to `results/de
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -95,7 +96,7 @@ class Decoding:
         return decode.RowSampler(self._model(params, copies), sample, (), keys)
 
 
-def context(cfg: Any, dtype: str, kernels: dict[str, str], device: Any) -> Any:
+def context(cfg: Any, dtype: str, kernels: dict[str, Any], device: Any) -> Any:
     """Returns how a model is computed on a device."""
     from jaxstack import sharding
     from jaxstack.config import Config, DataConfig, KernelsConfig, MeshConfig, TrainConfig
@@ -128,6 +129,18 @@ def bytes_of_token(cfg: Any, batch: int, seen: float, size: int) -> dict[str, fl
         "parameters": flops.matmul_params(cfg) * size + norms + batch * cfg.d_model * size,
         "cache": cache * (seen + 1),  # with the keys and values that it writes
     }
+
+
+def bytes_saved(weights: Any, size: int) -> float:
+    """Returns the bytes that the codes of `kernels.decode_weights` have less than their matrices, with scales."""
+    import jax
+
+    from jaxstack.kernels.coded_weight import CodedWeight
+
+    leaves = jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, CodedWeight))
+    codes = [leaf for leaf in leaves if isinstance(leaf, CodedWeight)]
+    held = sum(a.size * a.dtype.itemsize for leaf in codes for a in (leaf.codes, leaf.scales))
+    return float(sum(leaf.inputs * math.prod(leaf.out) for leaf in codes) * size - held)
 
 
 def measure(work: Decoding, weights: Any, tokens: Any, rounds: int) -> Iterator[list[float]]:
@@ -185,6 +198,7 @@ def run(name: str, sizes: dict[str, int], given: argparse.Namespace, device: Any
     for batch in given.batches:
         tokens = jax.random.randint(jax.random.key(1), (batch, length.prompt), 0, cfg.vocab)
         need = bytes_of_token(cfg, batch, length.prompt + (length.short + length.long) / 2, jnp.dtype(dtype).itemsize)
+        need["parameters"] -= bytes_saved(weights, jnp.dtype(dtype).itemsize)
         row: dict[str, Any] = {"batch": batch, "bytes_of_token": need, "bar": BAR if batch == 1 else None}
         result["cases"].append(row)
         try:
@@ -214,7 +228,10 @@ def ahead_of_time(target: str, given: argparse.Namespace) -> None:
         cfg = ModelConfig(**MODELS[name])  # type: ignore[arg-type]
         for batch in given.batches:
             ctx = context(cfg, "bfloat16", given.kernels, aot.devices(f"{target}:1x1x1")[0])
+            scheme = ctx.decode_weights
+            weights, codes = ("bfloat16", None) if scheme is None else (str(scheme), ctx.codes)
             row = {"model": name, "batch": batch, "target": target, "decode": ctx.decode}
+            row |= {"weights": weights, "codes": codes}
             measured.append(row | program_of_token(Decoding(cfg, ctx, batch, Length())))
             print(json.dumps(measured[-1]), flush=True)
             cases = record.replace_cases("decode_gpu_aot", measured, tuple(row), given.out)
@@ -253,7 +270,8 @@ def program_of_token(work: Decoding) -> dict[str, Any]:
     ]
     parts = step_bytes.by_part(twice._replace(operations=[o for o in more if o.times]))
     mean = work.length.prompt + (work.length.short + work.length.long) / 2
-    need = sum(bytes_of_token(work.cfg, work.batch, mean, jnp.dtype(work.ctx.dtype).itemsize).values())
+    size = jnp.dtype(work.ctx.dtype).itemsize
+    need = sum(bytes_of_token(work.cfg, work.batch, mean, size).values()) - bytes_saved(weights, size)
     moved = {part: read + written for part, (read, written, _) in parts.items()}
     return {
         "compile_s": round(seconds, 1),
@@ -276,7 +294,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.add_argument("--aot", metavar="CHIP", help="h100 or h200: only compile, for a chip that is not here")
     arguments.add_argument("--out", type=Path, help="folder of the result (default: results/; --small: no file)")
     given = arguments.parse_args(argv)
-    given.kernels = dict(word.split("=") for word in given.kernels)
+    pairs = (word.split("=") for word in given.kernels)
+    given.kernels = {key: int(value) if value.isdecimal() else value for key, value in pairs}
     if given.aot:
         ahead_of_time(given.aot, given)
         return

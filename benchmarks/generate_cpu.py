@@ -40,6 +40,7 @@ def ours(batch: int, shape: dict[str, int], weights: str) -> Any:
     import numpy as np
 
     from jaxstack.config import ModelConfig, SampleConfig
+    from jaxstack.config.scheme import Scheme
     from jaxstack.generate import decode
     from jaxstack.models import decoder, params
     from jaxstack.models.context import Context, implementations
@@ -54,7 +55,7 @@ def ours(batch: int, shape: dict[str, int], weights: str) -> Any:
     )
     values = jax.jit(lambda: params.init(jax.random.key(0), decoder.spec(cfg)))()
     prompts = np.random.default_rng(0).integers(0, shape["vocab"], (batch, PROMPT)).tolist()
-    ctx = replace(Context(**implementations("cpu")), decode_weights=weights)
+    ctx = replace(Context(**implementations("cpu")), decode_weights=Scheme(8) if weights == "int8" else None)
     runs = {n: decode.make_generate(cfg, SampleConfig(tokens=n, temperature=0), ctx=ctx) for n in (1, NEW, LONG)}
     return lambda new: runs[new](values, prompts, 0)
 

@@ -71,8 +71,8 @@ def replace_cases(
     """
     path = (folder or RESULTS) / f"{name}.json"
     earlier = json.loads(path.read_text()) if path.exists() else {"commit": None, "cases": []}
-    measured = [[case[key] for key in keys] for case in cases]
-    kept = [case for case in earlier["cases"] if [case[key] for key in keys] not in measured]
+    measured = [[case.get(key) for key in keys] for case in cases]
+    kept = [case for case in earlier["cases"] if [case.get(key) for key in keys] not in measured]
     return [{"commit": earlier["commit"]} | case for case in kept] + cases
 
 

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
 
 from jsonargparse import Namespace
 
 from jaxstack.common import files
-from jaxstack.config import Config, ConfigError, MeshConfig, SampleConfig, TrainConfig
+from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig, SampleConfig, TrainConfig
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # JAX must start after the devices were chosen
     from jaxstack.moe.placement import Placement
 
 DTYPE = get_type_hints(TrainConfig)["dtype"]
+DECODE_WEIGHTS = get_type_hints(KernelsConfig)["decode_weights"]
 
 
 def add_arguments(parser: Parser) -> None:
@@ -63,6 +65,12 @@ def add_model_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--dtype", type=DTYPE | None, help="dtype of the computation; null means train.dtype of the run"
     )
+    parser.add_argument(
+        "--decode_weights",
+        type=DECODE_WEIGHTS | None,
+        help="format of the matrices that new tokens read",
+    )
+    parser.add_argument("--decode_group", type=PositiveInt | None, help="inputs that share a scale in --decode_weights")
     parser.add_argument(
         "--stop",
         metavar="TOKEN",
@@ -250,12 +258,25 @@ def check_memory(longest: int, cfg: Config, placement: "Placement | None") -> No
 
 
 def with_arguments(cfg: Config, args: Namespace) -> Config:
-    """Returns the configuration of a run with the values that were given."""
+    """Returns the configuration of a run with the values that were given.
+
+    Raises:
+      ConfigError: codes for several devices, or for a family that does not read them.
+    """
     given = {name: value for name, value in vars(args.sample).items() if value is not None}
     sample = replace(cfg.sample, **given | {"prompts": ()})
     train = replace(cfg.train, dtype=args.dtype or cfg.train.dtype)
     seed = cfg.run.seed if args.seed is None else args.seed
-    return replace(cfg, run=replace(cfg.run, seed=seed), sample=sample, train=train)
+    kernels = cfg.kernels
+    if args.decode_weights is not None:
+        kernels = replace(kernels, decode_weights=args.decode_weights, decode_group=args.decode_group)
+        flag, devices = f"--decode_weights={args.decode_weights}", prod(args.mesh.sizes.values())
+        if args.decode_weights != "float" and (cfg.model.family != "decoder" or devices != 1):
+            what = f"mesh has {devices} devices" if devices != 1 else f"run is of the family {cfg.model.family}"
+            raise ConfigError(f"{flag} is for decoders on one device, and this {what}. Leave {flag} away.")
+    elif args.decode_group is not None:
+        raise ConfigError(f"--decode_group={args.decode_group} needs --decode_weights. Add --decode_weights=int4.")
+    return replace(cfg, run=replace(cfg.run, seed=seed), sample=sample, train=train, kernels=kernels)
 
 
 def in_turn(texts: Sequence[TextStream], parts: Iterator[list[list[int]]]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxstack.config.bounds import (
     Interval,
@@ -13,6 +13,10 @@ from jaxstack.config.bounds import (
     pattern_error,
     require,
 )
+from jaxstack.config.scheme import Scheme
+
+if TYPE_CHECKING:
+    from jaxstack.config.run import Config
 
 
 @dataclass(frozen=True)
@@ -192,9 +196,22 @@ class KernelsConfig:
     selects the old or the new values."""
     decode: Literal["auto", "scan", "unrolled"] = "auto"
     """Layers of one decoding step. `scan` loops over stacked weights; `unrolled` copies each layer's weights once."""
-    decode_weights: Literal["float", "int8"] = "float"
-    """Copies of weights that `decode=unrolled` reads for each new token on one device. `int8` has the matrices of
-    layers as codes with a scale for each output, a quarter of the bytes. Experts keep their values."""
+    decode_weights: Literal["float", "int8", "int4"] = "float"
+    """Copies of weights that `decode=unrolled` reads for each new token on one device. `int8` and `int4` have the
+    matrices of layers as codes. Experts keep their values."""
+    decode_group: PositiveInt | None = None
+    """Inputs that share a scale in `decode_weights`; null for all inputs of an output."""
+    codes: Literal["auto", "xla", "int8", "pallas"] = "auto"
+    """Products with `decode_weights`. `int8` rounds inputs to 15 bits and multiplies integers, for CPUs. `pallas` makes
+    the values of codes within its kernel."""
+
+    def __post_init__(self) -> None:
+        check_bounds("kernels", self)
+
+    @property
+    def decode_scheme(self) -> Scheme | None:
+        """The format of `decode_weights`; `None` means floats."""
+        return None if self.decode_weights == "float" else Scheme.of(self.decode_weights, self.decode_group)
 
 
 def sequence_parts(mesh: MeshConfig) -> int:
@@ -204,3 +221,22 @@ def sequence_parts(mesh: MeshConfig) -> int:
     """
     split = max(mesh.tensor, 1) if mesh.sequence_parallel else 1
     return split if mesh.context in (1, -1) else mesh.context * math.lcm(split, 2)
+
+
+def check_products(cfg: "Config") -> None:
+    """Checks that products in few bits fit the mesh, and inputs the codes of weights.
+
+    Raises:
+      ConfigError: they do not.
+    """
+    kernels = cfg.kernels
+    require(
+        cfg.train.quant != "int8" or kernels.decode_scheme in (None, Scheme(8)),
+        f"kernels.decode_weights={kernels.decode_weights} with kernels.decode_group={kernels.decode_group} cannot be "
+        f"multiplied with inputs of train.quant=int8. Use int8 and null, or decode_weights=float.",
+    )
+    require(
+        cfg.mesh.partitioner == "manual" or cfg.train.quant == "none",
+        f"train.quant={cfg.train.quant} would sum gradients over devices in train.dtype with mesh.partitioner=auto. "
+        f"Use mesh.partitioner=manual, or train.quant=none.",
+    )

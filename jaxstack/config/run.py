@@ -13,7 +13,14 @@ from jaxstack.config.data import DataConfig
 from jaxstack.config.diffusion import check_diffusion
 from jaxstack.config.distill import DistillConfig, check_distill
 from jaxstack.config.model import ModelConfig
-from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig, sequence_parts
+from jaxstack.config.parallel import (
+    DistributedConfig,
+    KernelsConfig,
+    MeshConfig,
+    PipelineConfig,
+    check_products,
+    sequence_parts,
+)
 from jaxstack.config.pictures import with_image
 from jaxstack.config.sentences import check_sentences
 from jaxstack.config.seq2seq import check_seq2seq
@@ -62,7 +69,7 @@ class Config:
         _check_steps(self)
         _check_mesh_batch(self)
         _check_mesh_model(self)
-        _check_partitioner(self)
+        check_products(self)
         _check_schedule(self)
         _check_mesh_sequence(self)
         _check_domains(self)
@@ -141,14 +148,6 @@ def _check_mesh_model(cfg: Config) -> None:
         mesh.context == 1 or model.moe.num_experts == 0 or model.moe.capacity_factor is None,
         f"model.moe.capacity_factor={model.moe.capacity_factor} counts tokens of whole sequences, but "
         f"mesh.context={mesh.context} splits sequences. Use capacity_factor=null (dropless), or mesh.context=1.",
-    )
-
-
-def _check_partitioner(cfg: Config) -> None:
-    require(
-        cfg.mesh.partitioner == "manual" or cfg.train.quant == "none",
-        f"train.quant={cfg.train.quant} would sum gradients over devices in train.dtype with mesh.partitioner=auto. "
-        f"Use mesh.partitioner=manual, or train.quant=none.",
     )
 
 

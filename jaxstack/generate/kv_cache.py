@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.kernels.int8_weight import Int8Weight
+from jaxstack.kernels.coded_weight import CodedWeight
 from jaxstack.models import decoder, family
 from jaxstack.models.blocks import group_layers
 from jaxstack.models.context import Context
@@ -90,8 +90,8 @@ class CachedDecoder:
             name, stack = family.only_stack(cfg)
             stacked = group_layers(stack.period, params[name])
             groups = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.depth // stack.period)]
-            if ctx.decode_weights == "int8" and (ctx.mesh is None or ctx.mesh.size == 1):
-                groups = _to_int8(cfg, groups, group_layers(stack.period, given[name]))
+            if ctx.decode_weights is not None and (ctx.mesh is None or ctx.mesh.size == 1):
+                groups = _to_codes(cfg, ctx, groups, group_layers(stack.period, given[name]))
             copied = cfg.tied_embeddings and (ctx.platform or jax.default_backend()) == "cpu"
             token_weights = TokenWeights(groups, params["embedding"]["tokens"].T if copied else None)
         return cls(cfg, params, ctx, gate, vocabulary, first, num_slots, token_weights)
@@ -282,18 +282,20 @@ class CachedDecoder:
         return known_logits(self.cfg, collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 2), self.vocabulary)
 
 
-def _to_int8(cfg: ModelConfig, groups: list[PyTree], stacked: list[PyTree]) -> list[PyTree]:
+def _to_codes(cfg: ModelConfig, ctx: Context, groups: list[PyTree], stacked: list[PyTree]) -> list[PyTree]:
     """Returns the weights of each group of layers with codes in place of matrices, except those of experts.
 
     Args:
       cfg: the model.
+      ctx: the execution context, with the format of the codes.
       groups: in the dtype of the computation.
       stacked: the same as they were given, before a cast, with all groups on a leading axis.
     """
-    layer = unstack(family.spec(cfg)[family.only_stack(cfg)[0]])
+    layer, scheme = unstack(family.spec(cfg)[family.only_stack(cfg)[0]]), ctx.decode_weights
+    assert scheme is not None
 
-    def code(p: Param, value: jax.Array, exact: jax.Array) -> jax.Array | Int8Weight:
-        return Int8Weight.of(exact, p.in_axes) if is_compressed(p) and not p.batch_axes else value
+    def code(p: Param, value: jax.Array, exact: jax.Array) -> jax.Array | CodedWeight:
+        return CodedWeight.of(exact, p.in_axes, scheme, ctx.codes) if is_compressed(p) and not p.batch_axes else value
 
     def one(i: int, block: PyTree, whole: PyTree) -> PyTree:
         return map_spec(code, layer, block, jax.tree.map(lambda a: a[i], whole))

@@ -13,6 +13,7 @@ from jaxstack.kernels.attention import (
     cached_attention,
     cached_cross_attention,
 )
+from jaxstack.kernels.coded_weight import IMPLEMENTATIONS as _CODES
 from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
 from jaxstack.kernels.cross_entropy import IMPLEMENTATIONS as _CROSS_ENTROPY
@@ -37,6 +38,7 @@ OP_IMPLEMENTATIONS: dict[str, Implementations] = {
     "gelu": _GELU,
     "cross_entropy": _CROSS_ENTROPY,
     "moe": _GROUPED_MATMUL,
+    "codes": _CODES,
 }
 """The implementations of every op, by the op's key in `kernels` of the configuration."""
 

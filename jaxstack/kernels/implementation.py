@@ -67,12 +67,14 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
         "moe": ("grouped",),
         "decode": ("unrolled",),
         "gelu": ("saved",),
+        "codes": ("int8",),
         "cross_entropy": ("chunked",),
     },
     # Nothing has been measured on an accelerator yet. These choices follow from the compilers' output
     # (docs/kernels.md). `auto` does not select our Pallas kernels until a device has confirmed values and speed, except
-    # for experts on GPU: "grouped" has the host read a predicate before every tile, in 13,824 loops of a step of 64
-    # experts, and "ragged" multiplies all rows with all experts. On TPU ragged_dot is a kernel of XLA.
+    # for experts and codes on GPU: "grouped" has the host read a predicate before every tile, in 13,824 loops of a step
+    # of 64 experts, and "ragged" multiplies all rows with all experts. On TPU ragged_dot is a kernel of XLA. XLA:GPU
+    # keeps the values of codes in memory, which moves eight times the bytes of codes of 4 bits.
     # Attention: all but "xla" need memory linear in the sequence. cuDNN's kernel is NVIDIA's own and comes first where
     # it computes the definition. "chunked" needs a thousand times its memory, and 23 s to compile for an H100.
     # Norms on TPU use XLA, which fuses them with neighbouring operations. On GPU the compiled step decides on norms,
@@ -86,6 +88,7 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
         "layers": ("unrolled",),
         "update": ("select",),
         "decode": ("unrolled",),
+        "codes": ("pallas_gpu",),
     },
     "tpu": {"attention": ("chunked",), "cross_entropy": ("chunked",)},
 }

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxstack.kernels.coded_weight import CodedWeight, coded_product
 from jaxstack.kernels.implementation import Implementation, OpCase, resolve_implementation
-from jaxstack.kernels.int8_weight import Int8Weight, int8_weight_product
 from jaxstack.kernels.quantized_matmul import quantized_matmul
 from jaxstack.kernels.taps import Product, Tapped, product
 from jaxstack.sharding import collectives
@@ -31,7 +31,7 @@ IMPLEMENTATIONS = {
 
 def linear(
     x: jax.Array,
-    w: jax.Array | Tapped | Int8Weight,
+    w: jax.Array | Tapped | CodedWeight,
     b: jax.Array | None = None,
     *,
     in_axes: int = 1,
@@ -55,7 +55,7 @@ def linear(
 
     Args:
       x: [..., *in].
-      w: [*in, *out]; with a tap, its gradient is computed later, see `kernels.taps`. Decoding may have it in 8 bits.
+      w: [*in, *out]; with a tap, its gradient is computed later, see `kernels.taps`. Decoding may have it as codes.
       b: [*out], added in float32, or None for no bias.
       in_axes: number of contracted axes.
       quant: "none" or the kind of a `quantized_matmul`.
@@ -65,8 +65,8 @@ def linear(
     Raises:
       ValueError: the implementation is unknown.
     """
-    if isinstance(w, Int8Weight):
-        y = int8_weight_product(x, w, in_axes, rounds_inputs=quant == "int8")
+    if isinstance(w, CodedWeight):
+        y = coded_product(x, w, in_axes, rounds_inputs=quant == "int8")
         return y if b is None else add_in_float32(y, b)
     name = resolve_implementation("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
     f: Product

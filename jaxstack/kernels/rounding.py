@@ -47,8 +47,16 @@ SHRINK = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
 """Factors of scales among which `find_scales` chooses by importance: smaller steps, and a few clipped numbers."""
 
 
+HELD = (1.0, 8 / 7, 8 / 6, 8 / 5, 2.0, 8 / 3, 4.0, 8.0)
+"""Factors of scales for which the largest number of a group becomes -8, 7, 6 ... 1 in place of -8."""
+
+
 def find_scales(
-    w: jax.Array, scheme: Scheme, dtype: jax.typing.DTypeLike = jnp.float32, importance: jax.Array | None = None
+    w: jax.Array,
+    scheme: Scheme,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    importance: jax.Array | None = None,
+    factors: tuple[float, ...] = SHRINK,
 ) -> jax.Array:
     """Returns the scales [O, G] with which the number of each group that is largest by size is an end of the format.
 
@@ -60,8 +68,9 @@ def find_scales(
       w: [O, I].
       scheme: the format.
       dtype: dtype in which scales are stored, to which they are rounded.
-      importance: weight of the squared error of each input [I], by which one of `SHRINK` is chosen for each group.
-        `None` means that nothing is clipped.
+      importance: weight of the squared error of each input [I], by which one of the factors is chosen for each group.
+        `None` means that they are not tried.
+      factors: factors of the scales. `SHRINK` makes some numbers clipped.
     """
     parts = w.reshape(w.shape[0], scheme.groups(w.shape[1]), -1)
     if scheme.kind == "normal":
@@ -75,7 +84,7 @@ def find_scales(
     scales = jnp.where(scales == 0, 1, scales)  # a group of zeros
     if importance is None:
         return scales.astype(dtype).astype(w.dtype)
-    several = (scales * jnp.asarray(SHRINK, w.dtype)[:, None, None]).astype(dtype).astype(w.dtype)
+    several = (scales * jnp.asarray(factors, w.dtype)[:, None, None]).astype(dtype).astype(w.dtype)
 
     def error(scales: jax.Array) -> jax.Array:
         off = (Quantized(to_codes(w / repeat(scales, w.shape[1]), scheme), scales).values - w) ** 2
@@ -104,6 +113,17 @@ def to_codes(x: jax.Array, scheme: Scheme) -> jax.Array:
 def round_to_nearest(w: jax.Array, scheme: Scheme, dtype: jax.typing.DTypeLike = jnp.float32) -> Quantized:
     """Rounds every number of a matrix [O, I] to the nearest one that its group can have."""
     scales = find_scales(w, scheme, dtype)
+    return Quantized(to_codes(w / repeat(scales, w.shape[1]), scheme), scales)
+
+
+def nearest_held(w: jax.Array, scheme: Scheme) -> Quantized:
+    """Rounds a matrix [O, I] that may have been rounded to the scheme before; then its values stay as they are.
+
+    GPTQ and AWQ may leave a group of 4 bits without the code -8, so all codes of its largest number are tried.
+    """
+    if (scheme.bits, scheme.kind) != (4, "int"):
+        return round_to_nearest(w, scheme)
+    scales = find_scales(w, scheme, importance=jnp.ones(w.shape[1], w.dtype), factors=HELD)
     return Quantized(to_codes(w / repeat(scales, w.shape[1]), scheme), scales)
 
 

@@ -101,6 +101,9 @@ _SMALLEST_GPU = Tiles(
         # Products of float32 do not run on tensor cores, and need more registers.
         "grouped_rows": {"16 bits": GroupedTile(128, 128, 64, 8, 3), "float32": GroupedTile(128, 128, 32, 8, 3)},
         "grouped_weights": {"16 bits": GroupedTile(128, 128, 64, 8, 3), "float32": GroupedTile(128, 128, 32, 8, 3)},
+        # A step has 64 inputs. A new token has few rows, and its time is that of loads, of which several steps are
+        # under way.
+        "coded_product": {"16 bits": GroupedTile(64, 64, 64, 4, 4), "float32": GroupedTile(64, 32, 64, 4, 3)},
     },
 )
 _HOPPER = Tiles(

@@ -19,9 +19,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, MeshConfig
 from jaxstack.config.buckets import require_lengths
+from jaxstack.config.scheme import Scheme
 from jaxstack.kernels import context_order, implementation
+from jaxstack.kernels.coded_weight import CodedWeight
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
-from jaxstack.kernels.int8_weight import Int8Weight
 from jaxstack.kernels.taps import Tapped
 from jaxstack.models.implementations import OPS, implementations, op_cases
 from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec, pad_to_slots
@@ -68,7 +69,8 @@ class Context:
       update: how a bad step is skipped: `branch`, or `select` after an update that always runs.
       loss_chunk: tokens whose logits are in memory at a time, if `cross_entropy` is `chunked`.
       decode: how a new token runs through the layers: `scan`, or `unrolled` with a copy of each layer's weights.
-      decode_weights: what these copies contain on one device, see `jaxstack.config.KernelsConfig`.
+      decode_weights: format of these copies on one device, see `jaxstack.config.KernelsConfig`; `None` means floats.
+      codes: how matrices that are kept as codes are multiplied.
       placement: the experts that each device stores, some of them several times. `None` means equal parts.
     """
 
@@ -92,7 +94,8 @@ class Context:
     update: Literal["branch", "select"] = "branch"
     loss_chunk: int = CHUNK_TOKENS["cpu"]
     decode: Literal["scan", "unrolled"] = "scan"
-    decode_weights: Literal["float", "int8"] = "float"
+    decode_weights: Scheme | None = None
+    codes: str = "xla"
     gelu: str = "xla"
     cross_entropy: str = "xla"
     placement: Placement | None = None
@@ -127,7 +130,7 @@ class Context:
             reduce_dtype=jnp.dtype(cfg.train.reduce_dtype),
             quant=cfg.train.quant,
             remat=cfg.train.remat,
-            decode_weights=cfg.kernels.decode_weights,
+            decode_weights=cfg.kernels.decode_scheme,
         )
         microbatches = 1 if context.pipeline is None else context.pipeline.schedule.microbatches
         require_lengths(cfg, replace(cfg.mesh, **mesh.shape), microbatches)
@@ -155,7 +158,7 @@ class Context:
     @property
     def kernels(self) -> dict[str, str]:
         """The implementation of each op."""
-        return {op: getattr(self, op) for op in OPS}
+        return {op: getattr(self, op) for op in OPS if op != "codes" or self.decode_weights is not None}
 
     # Outside of `local`: how arrays are sharded on the mesh.
 
@@ -272,8 +275,8 @@ class Context:
         """
         stored, gathers = self.axes("batch"), self.gathers_params
 
-        def gather(p: Param, value: jax.Array | Tapped | Int8Weight) -> jax.Array | Tapped | Int8Weight:
-            if isinstance(value, Int8Weight):  # on one device, where nothing is gathered
+        def gather(p: Param, value: jax.Array | Tapped | CodedWeight) -> jax.Array | Tapped | CodedWeight:
+            if isinstance(value, CodedWeight):  # on one device, where nothing is gathered
                 return value
             if isinstance(value, Tapped):
                 return value.map(partial(gather_array, p))

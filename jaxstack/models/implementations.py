@@ -65,6 +65,7 @@ def op_cases(
             "bias": model.positions == "relative",
         },
         "norm": {"d_model": model.d_model, "partitioner": partitioner},
+        "codes": {"scheme": cfg.kernels.decode_scheme},
         "linear": {"summed_by_xla": reduce_dtype} if partitioner == "auto" else {},
     }
 

@@ -96,6 +96,10 @@ def mixed(*sources, **changes):
 
 EDGES = [  # what is refused, and beside it the nearest that is not, or is not by this check
     ({"run.dir": ""}, {"run.dir": "r"}),
+    ({"train.quant": "int8", "kernels.decode_weights": "int4"},
+     {"train.quant": "int8", "kernels.decode_weights": "int8"}),
+    ({"train.quant": "int8", "kernels.decode_weights": "int8", "kernels.decode_group": 64},
+     {"train.quant": "fp8", "kernels.decode_weights": "int8", "kernels.decode_group": 64}),
     ({"model.rope_scaling.low_freq_factor": 4.0}, {"model.rope_scaling.low_freq_factor": 3.9}),
     ({"model.rope_scaling.low_freq_factor": 0.0}, {"model.rope_scaling.low_freq_factor": 0.1}),
     (MOE | {"model.moe.top_k": 9}, MOE | {"model.moe.top_k": 8}),

@@ -61,10 +61,31 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "compress", "kernels/int8_weight.py", "kernels/test_int8_weight.py -k 'rounded or training'",
+    "compress", "kernels/coded_weight.py", "kernels/test_coded_weight.py -k 'rounded or training'",
     ("low = jnp.zeros_like(high) if rounds_inputs else", "low = jnp.zeros_like(high) if not rounds_inputs else"),
     ("coarse += fine * (1 / 254)", "coarse += fine * (1 / 127)"),
     ("if not rounds_inputs:\n        coarse", "if rounds_inputs:\n        coarse"),
+)  # fmt: skip
+
+mistakes(
+    "compress", "kernels/coded_weight.py", "kernels/test_coded_weight.py -k 'rounded or two_codes'",
+    ("low, high = blocks[:, 0], blocks[:, 1]", "low, high = blocks[:, 1], blocks[:, 0]"),
+    ("(packed << 4) >> 4, packed >> 4", "packed & 15, packed >> 4"),
+    ("unpack(self.codes)[: self.inputs]", "unpack(self.codes)[-self.inputs :]"),
+)  # fmt: skip
+
+mistakes(
+    "compress", "kernels/coded_weight_pallas.py", "kernels/test_coded_weight.py -k 'only_the_weights'",
+    ("group = jnp.minimum(first // inputs_of_scale, G - 1)", "group = 0"),
+    ("add(add(total, first, low), first + half, high)", "add(add(total, first, high), first + half, low)"),
+    ("(both << 28) >> 28, both >> 4", "both & 15, both >> 4"),
+    ("first = (part * share + i) * PACKED", "first = i * PACKED"),
+    ("return parts.sum(0)", "return parts[0]"),
+)  # fmt: skip
+
+mistakes(
+    "compress", "kernels/rounding.py", "kernels/test_coded_weight.py -k 'stay_as_they_are'",
+    ("HELD = (1.0, 8 / 7, 8 / 6,", "HELD = (1.0, 8 / 6,"),
 )  # fmt: skip
 
 mistakes(
