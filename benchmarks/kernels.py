@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import record
 
@@ -47,7 +47,7 @@ class Case:
       flops, bytes: FLOPs and bytes that the operation needs, by pass.
       choice: properties of the case by which implementations are selected.
       others: other functions to measure, by name.
-      differentiated: how many arguments have a gradient, counted from the first.
+      differentiated: how many arguments have a gradient, counted from the first. With 0 both passes are the value.
       reference: the function to compare with. `None` means the first implementation of the operation's table.
     """
 
@@ -116,6 +116,8 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
     import numpy as np
 
     from jaxstack import kernels
+    from jaxstack.config.scheme import Scheme
+    from jaxstack.kernels.coded_weight import CodedWeight, coded_product
 
     e = jnp.dtype(dtype).itemsize
     seeds = count()
@@ -242,7 +244,32 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
             )
         )
 
+    def codes(N: int, D: int, F: int, bits: Literal[4, 8], group: int | None) -> None:
+        scheme = Scheme(bits, group)
+
+        def call(name: str) -> Callable[..., Any]:
+            return lambda x, codes, scales: coded_product(x, CodedWeight(codes, scales, bits, D, (F,), name), 1)
+
+        def args() -> tuple[jax.Array, ...]:
+            made = CodedWeight.of(random(D, F, scale=D**-0.5), 1, scheme)
+            return random(N, D), made.codes, made.scales
+
+        scales = 4.0 * F * (D // group if group else 1)
+        found.append(
+            Case(
+                "codes",
+                f"{N} rows of {D} to {F}, {scheme.weights}",
+                args,
+                call,
+                (2.0 * N * D * F, 2.0 * N * D * F),
+                (D * F * bits / 8 + scales + e * N * (D + F),) * 2,
+                {"dtype": jnp.dtype(dtype), "scheme": scheme},
+                differentiated=0,
+            )
+        )
+
     if small:
+        codes(3, 128, 32, 4, 64)
         attention(1, 128, 4, 2, 16)
         norm(64, 128)
         cross_entropy(2, 32, 32, 64)
@@ -251,6 +278,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
         gelu(64, 64)
         return found
     if platform == "cpu":  # shapes of train_cpu.py's jobs
+        codes(1, 512, 1408, 8, None)
         attention(4, 512, 8, 4, 64)
         attention(16, 256, 6, 6, 64)
         norm(4096, 512)
@@ -259,6 +287,9 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
         linear(2048, 512, 1408)
         gelu(4096, 1536)
         return found
+    codes(1, 4096, 14336, 4, 64)
+    codes(16, 4096, 14336, 4, 64)
+    codes(1, 4096, 14336, 8, None)
     attention(8, 2048, 16, 16, 128)
     attention(4, 4096, 32, 8, 128)
     attention(2, 8192, 16, 16, 128)
