@@ -144,6 +144,21 @@ def test_a_new_token_moves_little_more_than_it_needs():
     assert "slices" not in found["bytes_by_part"]
 
 
+@pytest.mark.parametrize(("weights", "group", "part"), [("int8", None, 0.58), ("int4", 64, 0.38)])
+def test_a_token_reads_codes_and_never_their_values(weights, group, part):
+    """`part` is that of the bytes in bfloat16; embedding, head and cache stay as they are."""
+    cfg = ModelConfig(num_layers=4, d_model=4096, num_heads=32, num_kv_heads=8, d_ff=14336, vocab_size=16384)
+    moved = {}
+    for name, kernels in {"float": {}, weights: {"decode_weights": weights, "decode_group": group}}.items():
+        ctx = decode_gpu.context(cfg, "bfloat16", kernels, aot.devices("h100:1")[0])
+        found = decode_gpu.program_of_token(decode_gpu.Decoding(cfg, ctx, 1, decode_gpu.Length()))
+        assert 1 <= found["bytes_moved"] / found["bytes_needed"] < 1.05, found
+        moved[name] = found["bytes_moved"]
+    assert ctx.kernels["codes"] == "pallas_gpu"
+    print(f"{weights}: {moved[weights] / moved['float']:.3f} of the bytes")
+    assert moved[weights] <= part * moved["float"]
+
+
 @pytest.mark.parametrize("layers", [8, 11])
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("zb1", 1), ("interleaved_1f1b", 2)])
 def test_loops_of_a_pipeline_never_ask_the_host(schedule, chunks, layers):
