@@ -11,8 +11,9 @@ both, which is less than that of either distance.
 
 The held-out loss of each twentieth of the time shows where experts are better than one MLP, and where they are not.
 
-With `--dense_steps N` the model with experts is dense for its first N steps, with a constant learning rate. Then each
-expert starts as a copy of its MLP (up-cycling), and the rest of the steps has the schedule of the configuration.
+With `--dense_steps N` both models of a seed begin with one dense run of N steps, with a constant learning rate. Then
+each expert starts as a copy of its MLP (up-cycling), and the rest of the steps has the schedule of the configuration.
+Both get the same batches, so that the experts are their only difference.
 
 Results go to `benchmarks/results/diffusion_patches.json`, or with `--name` to a file of that name; `diffusion.json` has
 those of a former configuration. Flags after `--` are for `jaxstack train`, on both sides. With `--runs FOLDER` a run
@@ -163,9 +164,8 @@ def main() -> None:
                 flags = [f"--run.seed={seed}", "--mesh.data=1", "--sample.pictures=0"]
                 flags += [flag for flag in given.flags if kind == "experts" or not flag.startswith("--model.moe")]
                 dense, steps, first = "--model.moe.num_experts=0", given.steps, folder.with_name(f"first-{seed}")
-                if kind == "dense":
-                    flags += [dense]
-                elif given.dense_steps:
+                flags += [dense] if kind == "dense" else []
+                if given.dense_steps:
                     steps -= given.dense_steps
                     if not first.exists():
                         train(first, *flags, *lasting(given.dense_steps), dense, "--optim.schedule=constant")

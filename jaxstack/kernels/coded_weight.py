@@ -139,6 +139,7 @@ def coded_product(x: jax.Array, w: CodedWeight, in_axes: int, *, rounds_inputs: 
 
 
 def _int8(x: jax.Array, w: CodedWeight, rounds_inputs: bool) -> jax.Array:
+    assert (w.bits, len(w.scales)) == (8, 1), "codes of 8 bits with one scale for each output"
     wide = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.abs(wide).max(-1, keepdims=True), 1e-30) / 127
     high = jnp.round(wide / scale)
