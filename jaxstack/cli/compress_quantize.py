@@ -88,11 +88,13 @@ def main(args: Namespace) -> None:
 
     from jaxstack import hf
     from jaxstack.compress import quantize, unfinished
+    from jaxstack.hf import safetensors
     from jaxstack.models import folding
 
     if (family := opened.model.family) != "decoder":
         raise ConfigError(f"{run} has model.family={family}, and calibration reads decoders. Name a run of a decoder.")
     hf.family_of(opened.model)  # before anything is computed: the result must be a family's
+    safetensors.import_safetensors()  # and it is written with this library
     how = settings(args)
     quant = cfg.train.quant if how.scheme.inputs == "none" else how.scheme.inputs
     if opened.model.moe.num_experts:

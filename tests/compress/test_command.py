@@ -1,6 +1,7 @@
 """`jaxstack compress quantize` and `prune`: what they write, how they end, and that they continue."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,6 +102,14 @@ def test_activations_of_8_bits_are_rounded_wherever_the_result_is_used(run, caps
 def test_mistakes(run, flags, text):
     with pytest.raises(ConfigError, match=text):
         execute(["compress", "quantize", str(run), str(run.with_name("no")), *flags])
+
+
+def test_a_missing_library_is_known_before_a_layer_is_quantised(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    monkeypatch.setattr(quantize, "quantize_layer", lambda *args: pytest.fail("a layer was quantised"))
+    with pytest.raises(ConfigError, match=r"need the safetensors library. Install jaxstack\[hf\]"):
+        execute(["compress", "quantize", str(run), str(run.with_name("none")), "--group=16", "--method=rtn"])
 
 
 @pytest.mark.matrix
