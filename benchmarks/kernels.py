@@ -248,11 +248,11 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
         scheme = Scheme(bits, group)
 
         def call(name: str) -> Callable[..., Any]:
-            return lambda x, codes, scales: coded_product(x, CodedWeight(codes, scales, bits, D, (F,), name), 1)
+            return lambda x, codes, scales, w: coded_product(x, CodedWeight(codes, scales, bits, D, (F,), name), 1)
 
         def args() -> tuple[jax.Array, ...]:
             made = CodedWeight.of(random(D, F, scale=D**-0.5), 1, scheme)
-            return random(N, D), made.codes, made.scales
+            return random(N, D), made.codes, made.scales, made.values(dtype)
 
         scales = 4.0 * F * (D // group if group else 1)
         found.append(
@@ -264,6 +264,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 (2.0 * N * D * F, 2.0 * N * D * F),
                 (D * F * bits / 8 + scales + e * N * (D + F),) * 2,
                 {"dtype": jnp.dtype(dtype), "scheme": scheme},
+                {"float weights": lambda x, codes, scales, w: x @ w},
                 differentiated=0,
             )
         )
@@ -279,6 +280,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
         return found
     if platform == "cpu":  # shapes of train_cpu.py's jobs
         codes(1, 512, 1408, 8, None)
+        codes(1, 512, 1408, 4, 64)
         attention(4, 512, 8, 4, 64)
         attention(16, 256, 6, 6, 64)
         norm(4096, 512)

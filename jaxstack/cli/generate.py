@@ -267,10 +267,13 @@ def with_arguments(cfg: Config, args: Namespace) -> Config:
     sample = replace(cfg.sample, **given | {"prompts": ()})
     train = replace(cfg.train, dtype=args.dtype or cfg.train.dtype)
     seed = cfg.run.seed if args.seed is None else args.seed
-    kernels = cfg.kernels
+    kernels, devices = cfg.kernels, prod(args.mesh.sizes.values())
+    if args.decode_weights is None and kernels.decode_weights != "float" and devices != 1:
+        print(f"note: the codes of kernels.decode_weights={kernels.decode_weights} are for one device, and the mesh has "
+              f"{devices}; new tokens read float weights", file=sys.stderr)  # fmt: skip
     if args.decode_weights is not None:
         kernels = replace(kernels, decode_weights=args.decode_weights, decode_group=args.decode_group)
-        flag, devices = f"--decode_weights={args.decode_weights}", prod(args.mesh.sizes.values())
+        flag = f"--decode_weights={args.decode_weights}"
         if args.decode_weights != "float" and (cfg.model.family != "decoder" or devices != 1):
             what = f"mesh has {devices} devices" if devices != 1 else f"run is of the family {cfg.model.family}"
             raise ConfigError(f"{flag} is for decoders on one device, and this {what}. Leave {flag} away.")

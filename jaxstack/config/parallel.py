@@ -231,6 +231,11 @@ def check_products(cfg: "Config") -> None:
     """
     kernels = cfg.kernels
     require(
+        kernels.decode_group is None or kernels.decode_weights != "float",
+        f"kernels.decode_group={kernels.decode_group} is for codes, and kernels.decode_weights is float. Use "
+        f"decode_weights=int4, or decode_group=null.",
+    )
+    require(
         cfg.train.quant != "int8" or kernels.decode_scheme in (None, Scheme(8)),
         f"kernels.decode_weights={kernels.decode_weights} with kernels.decode_group={kernels.decode_group} cannot be "
         f"multiplied with inputs of train.quant=int8. Use int8 and null, or decode_weights=float.",

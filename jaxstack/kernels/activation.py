@@ -1,7 +1,7 @@
 """GELU. The implementation "saved" computes one `erf` or `exp` per training step instead of two."""
 
-import functools
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,15 @@ def gelu(x: jax.Array, *, approximate: bool = False, implementation: str = "xla"
     """Returns x * Phi(x) for x of any shape, in x's dtype (Hendrycks and Gimpel 2016).
 
     Phi is the distribution function of the standard normal. `approximate` takes their approximation for it, which GPT-2
-    uses, (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3). It is computed as the equal sigmoid(2 u): in
-    float32, 1 + tanh(u) has one right digit at x = -5, and none in bfloat16 at x = -3.
+    uses, (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3). It is computed as the equal sigmoid(2 u), since
+    1 + tanh(u) loses its digits below zero. Value and derivative are computed in float32 and rounded once.
 
     "saved" computes the derivative in the forward pass, where it shares its `erf` or `exp` with the value, and saves
     it. Raises ValueError for an unknown implementation.
     """
     if resolve_implementation("gelu", IMPLEMENTATIONS, implementation, {"dtype": x.dtype}) == "saved":
         return _gelu_saved(x, approximate)
-    if approximate:
-        return x * jax.nn.sigmoid(_SLOPE * x * (1 + _CUBIC * jnp.square(x)))
-    return jax.nn.gelu(x, approximate=False)
+    return _tanh_gelu(x) if approximate else jax.nn.gelu(x, approximate=False)
 
 
 def _forward(x, approximate):
@@ -42,9 +40,13 @@ def _forward(x, approximate):
     return (wide * below).astype(x.dtype), (below + wide * density).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gelu_saved(x, approximate):
     return _forward(x, approximate)[0]
 
 
 _gelu_saved.defvjp(_forward, lambda _, derivative, dy: (dy * derivative,))
+
+# Autodiff would keep intermediate values in float32, or round each of them to x's dtype.
+_tanh_gelu = jax.custom_vjp(lambda x: _forward(x, True)[0])
+_tanh_gelu.defvjp(lambda x: (_forward(x, True)[0], x), lambda x, dy: (dy * _forward(x, True)[1],))

@@ -144,7 +144,9 @@ class Context:
         tile_loops = cfg.model.moe.num_experts and chosen["moe"] == "grouped"
         loops_save = context.gathers_params or tile_loops or cfg.model.num_layers > MAX_UNROLLED_LAYERS
         if platform == "gpu" and loops_save:
-            chosen |= {op: "scan" for op in ("layers", "decode") if getattr(cfg.kernels, op) == "auto"}
+            codes = context.decode_weights is not None and mesh.size == 1
+            looped = ("layers",) if codes else ("layers", "decode")
+            chosen |= {op: "scan" for op in looped if getattr(cfg.kernels, op) == "auto"}
         return replace(context, platform=platform, loss_chunk=CHUNK_TOKENS[platform], **chosen)
 
     @property

@@ -10,11 +10,20 @@ from jaxstack.config import Config, ConfigError, KernelsConfig, ModelConfig
 from jaxstack.kernels import OP_IMPLEMENTATIONS, AttentionMask, implementation
 from jaxstack.moe import dispatch
 
+
+def _reads_no_codes(case: implementation.OpCase) -> str:
+    scheme = case.get("scheme")
+    return "" if scheme is None else f"reads float weights, and kernels.decode_weights asks for {scheme.weights}"
+
+
 OPS = OP_IMPLEMENTATIONS | {
     "moe": dispatch.IMPLEMENTATIONS,
     "layers": {"scan": implementation.Implementation(), "unrolled": implementation.Implementation()},
     "update": {"branch": implementation.Implementation(), "select": implementation.Implementation()},
-    "decode": {"scan": implementation.Implementation(), "unrolled": implementation.Implementation()},
+    "decode": {
+        "scan": implementation.Implementation(unsupported_reason=_reads_no_codes),
+        "unrolled": implementation.Implementation(),
+    },
 }
 """The implementations of each op, by the keys of `KernelsConfig`."""
 
@@ -66,6 +75,7 @@ def op_cases(
         },
         "norm": {"d_model": model.d_model, "partitioner": partitioner},
         "codes": {"scheme": cfg.kernels.decode_scheme},
+        "decode": {"scheme": cfg.kernels.decode_scheme},
         "linear": {"summed_by_xla": reduce_dtype} if partitioner == "auto" else {},
     }
 

@@ -96,6 +96,7 @@ def mixed(*sources, **changes):
 
 EDGES = [  # what is refused, and beside it the nearest that is not, or is not by this check
     ({"run.dir": ""}, {"run.dir": "r"}),
+    ({"kernels.decode_group": 64}, {"kernels.decode_group": 64, "kernels.decode_weights": "int4"}),
     ({"train.quant": "int8", "kernels.decode_weights": "int4"},
      {"train.quant": "int8", "kernels.decode_weights": "int8"}),
     ({"train.quant": "int8", "kernels.decode_weights": "int8", "kernels.decode_group": 64},

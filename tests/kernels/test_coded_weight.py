@@ -65,7 +65,7 @@ def test_only_the_weights_are_rounded(rng, shape, in_axes, bits, group, implemen
     x64 = np.asarray(x, np.float64)
     sizes = np.abs(x64) @ np.abs(values)
     # int8 rounds inputs to 1/64,000 of a token's largest number. XLA rounds values to the dtype, the others do not;
-    # the result is rounded to the dtype. Sums in float32 of up to 320 products.
+    # the result is rounded to the dtype. Sums in float32 of up to 832 products.
     off = 2e-6 + (2**-8 if dtype == jnp.bfloat16 and implementation == "xla" else 0)
     bound = off * sizes + (2**-8 if dtype == jnp.bfloat16 else 2**-22) * np.abs(x64 @ values)
     if implementation == "int8":

@@ -20,10 +20,8 @@ mistakes(
     ("lax.erf(wide * 0.5**0.5)", "lax.erf(wide)"),
     ("* (1 + 3 * _CUBIC * square)", "* (1 + _CUBIC * square)"),
     ("* below * (1 - below)", "* below"),
-    (
-        "return x * jax.nn.sigmoid(_SLOPE * x * (1 + _CUBIC * jnp.square(x)))",
-        "return jax.nn.gelu(x, approximate=True)",
-    ),
+    ("return _tanh_gelu(x) if approximate", "return jax.nn.gelu(x) if approximate"),
+    ("lambda x, dy: (dy * _forward(x, True)[1],)", "lambda x, dy: (dy * _forward(x, False)[1],)"),
 )
 
 mistakes(
