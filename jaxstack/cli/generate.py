@@ -269,8 +269,8 @@ def with_arguments(cfg: Config, args: Namespace) -> Config:
     seed = cfg.run.seed if args.seed is None else args.seed
     kernels, devices = cfg.kernels, prod(args.mesh.sizes.values())
     if args.decode_weights is None and kernels.decode_weights != "float" and devices != 1:
-        print(f"note: the codes of kernels.decode_weights={kernels.decode_weights} are for one device, and the mesh has "
-              f"{devices}; new tokens read float weights", file=sys.stderr)  # fmt: skip
+        held = f"kernels.decode_weights={kernels.decode_weights}"
+        print(f"note: {held} is for one device; new tokens read float weights on {devices}", file=sys.stderr)
     if args.decode_weights is not None:
         kernels = replace(kernels, decode_weights=args.decode_weights, decode_group=args.decode_group)
         flag = f"--decode_weights={args.decode_weights}"

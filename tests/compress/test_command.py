@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 import jaxstack as js
+from jaxstack.cli import generate
 from jaxstack.cli.compress_quantize import check_experts
-from jaxstack.cli.parser import execute
+from jaxstack.cli.parser import execute, read_arguments
 from jaxstack.common.tree import flatten
 from jaxstack.compress import quantize, sparsify
-from jaxstack.config import ConfigError
+from jaxstack.config import ConfigError, KernelsConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.models import params
+from jaxstack.models.context import implementations
 
 FLAGS = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.num_kv_heads=2 --model.d_ff=40
     --data.seq_len=32 --data.batch_size=4 --train.steps=2 --train.eval_every=2 --train.eval_steps=2 --optim.name=sgd
@@ -110,6 +112,29 @@ def test_a_missing_library_is_known_before_a_layer_is_quantised(run, monkeypatch
     monkeypatch.setattr(quantize, "quantize_layer", lambda *args: pytest.fail("a layer was quantised"))
     with pytest.raises(ConfigError, match=r"need the safetensors library. Install jaxstack\[hf\]"):
         execute(["compress", "quantize", str(run), str(run.with_name("none")), "--group=16", "--method=rtn"])
+
+
+def test_codes_are_never_left_out_without_a_word(run, capsys):
+    for flags, said in (
+        (["--decode_weights=int4", "--mesh.data=2"], "is for decoders on one device, and this mesh has 2 devices"),
+        (["--decode_group=3"], "--decode_group=3 needs --decode_weights"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            execute(["generate", str(run), "a", *flags])
+    args = read_arguments(["generate", str(run), "a", "--mesh.data=2"])
+    cfg = js.load(run).config
+    generate.with_arguments(cfg, args)
+    assert not capsys.readouterr().err
+    generate.with_arguments(replace(cfg, kernels=KernelsConfig(decode_weights="int8")), args)
+    assert "decode_weights=int8 is for one device; new tokens read float weights on 2" in capsys.readouterr().err
+
+
+def test_a_loop_over_layers_is_not_selected_with_codes():
+    """Of the platforms, TPUs have a loop otherwise."""
+    for scheme, selected in ((None, "scan"), (Scheme(8), "unrolled")):
+        assert implementations("tpu", KernelsConfig(), {"decode": {"scheme": scheme}})["decode"] == selected
+    with pytest.raises(ConfigError, match=r"kernels\.decode=scan reads float weights"):
+        implementations("cpu", KernelsConfig(decode="scan"), {"decode": {"scheme": Scheme(8)}})
 
 
 @pytest.mark.matrix
