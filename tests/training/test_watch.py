@@ -49,8 +49,8 @@ def assert_equal(found, expected, tolerance, of_same_values=True):
 
     If the values themselves differ by rounding, bins below a thousandth of the RMS are taken together: the rounding
     error of numbers that small is a large part of them. In the bins above, an error of `ROUNDING` times the RMS in each
-    element moves that much of its share over the width of the narrower bin. This is clearly more than the tolerance only
-    where many elements are small and equal, as in rows of padding, which all have the same values.
+    element moves that much of its share over the width of the narrower bin. This is far more than the tolerance only
+    where many elements are small and equal, as in rows of padding.
     """
     assert found.keys() == expected.keys()
     for name, one in expected.items():
