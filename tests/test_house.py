@@ -1,4 +1,4 @@
-"""Holds the shape of the package: rooms, small files and functions, types that say something, full sentences."""
+"""Holds the shape of the package: rooms, short functions, types that say something, full sentences."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxstack"
 FILES = sorted(ROOT.rglob("*.py"))
 LOOSE = {"__init__.py", "__main__.py", "train.py"}
-LINES, LONG_FUNCTIONS, PARAMETERS, ANY = 400, 8, 8, 86
+LONG_FUNCTIONS, PARAMETERS, ANY = 8, 8, 86
 VERB = re.compile(r"[A-Z][a-z]+s\b")
 """How a function's docstring begins: "Returns", "Builds", "Writes"."""
 
@@ -38,8 +38,7 @@ def test_every_module_has_a_room():
     assert {path.name for path in ROOT.glob("*.py")} == LOOSE
 
 
-def test_files_and_functions_are_short():
-    assert {name(path): lines for path in FILES if (lines := path.read_text().count("\n")) > LINES} == {}
+def test_functions_are_short():
     long = [f"{name(p)}:{f.name}" for p in FILES for f, _ in functions(p) if f.end_lineno - f.lineno >= 60]
     assert len(long) <= LONG_FUNCTIONS, long
 
