@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         help="run tests of `matrix` last, in an order that depends on the commit, and begin none after this time",
     )
+    parser.addoption("--record-failed", type=Path, help="write the name of each failed test to this file, a line each")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -56,6 +57,24 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         terminalreporter.write_line(f"The tests took their random inputs from --seed={config.option.seed}.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist report to this process, which also reports a test whose worker died.
+    if config.option.record_failed and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailedTests(config.option.record_failed))
+
+
+class FailedTests:
+    """Writes the names of failed tests to a file, for `tests/again.py`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self.path.open("a") as file:
+                file.write(f"{report.nodeid}\n")
 
 
 def one_of_many(item: pytest.Item) -> bool:

@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import pytest
 from other_seeds import findings
 
 TESTS = Path(__file__).parent
@@ -118,3 +120,69 @@ def test_so_does_one_that_no_signal_reaches(tmp_path):
 def test_what_a_test_changes_in_the_environment_is_undone(tmp_path):
     done = outcome(tmp_path, LEAVES, "-n", "0", GIVEN="1")
     assert "2 passed" in done.stdout, done.stdout
+
+
+CHANCE = """
+from pathlib import Path
+
+def test_passes(): pass
+def test_fails_once():
+    mark = Path(__file__).with_name("ran")
+    first = not mark.exists()
+    mark.touch()
+    assert not first
+"""
+BROKEN = (
+    CHANCE
+    + """
+def test_fails_always(): assert False
+"""
+)
+DIES_ONCE = """
+import os
+from pathlib import Path
+
+def test_dies_once():
+    mark = Path(__file__).with_name("ran")
+    if not mark.exists():
+        mark.touch()
+        os._exit(1)
+def test_passes(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "unstable"),
+    [
+        ("def test_passes(): pass", 0, []),
+        (CHANCE, 0, ["test_fails_once"]),
+        (DIES_ONCE, 0, ["test_dies_once"]),
+        (BROKEN, 1, ["test_fails_once"]),
+        ("def test_none_is_collected(: pass", 1, []),
+        ("", 5, []),
+        ("import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_all_fail(n): assert False", 1, []),
+    ],
+    ids=["passes", "once", "dies", "twice", "not collected", "no test", "too many"],
+)
+def test_a_failed_test_runs_again_alone(tmp_path, content, code, unstable):
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    for name in ("conftest.py", "other_seeds.py", "again.py", "unstable.toml"):
+        shutil.copy(TESTS / name, tests)
+    shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
+    (tests / "test_inner.py").write_text(content)
+    done = subprocess.run([sys.executable, "tests/again.py", "-n", "1"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == code, done.stdout + done.stderr
+    listed = done.stdout.partition("=== unstable")[2]
+    assert re.findall(r"^tests/test_inner.py::(\w+)$", listed, re.M) == unstable
+    assert done.stdout.count("=== again") == len(unstable) + (content == BROKEN)
+
+
+def test_every_unstable_test_has_its_cause_and_repair():
+    rows = tomllib.loads((TESTS / "unstable.toml").read_text())["unstable"]
+    for row in rows:
+        assert {"test", "seen", "cause", "repair"} == set(row)
+        assert all(row.values()), row
+        file, _, function = row["test"].partition("::")
+        if "removed" not in row["repair"]:
+            assert f"def {function}(" in (TESTS.parent / file).read_text(), row["test"]
