@@ -89,7 +89,7 @@ def work(what: str, folder: Path, devices: int) -> None:
         if what == "write":
             begin = time.perf_counter()
             (folder / "out").mkdir()
-            hf.save_pretrained(folder / "out", source.model, values, "float32", 4096, None)
+            hf.save_pretrained(folder / "out", source.model, values, "float32", 4096)
         seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sizes = [x.nbytes for x in jax.tree.leaves(values)]

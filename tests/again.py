@@ -2,8 +2,8 @@
 
 One test that chance decides should not reject the work of days. So a test that fails runs again, alone and in a new
 process with an empty compilation cache. If it fails twice, the run has failed. If it fails once, it is printed under
-"unstable", and the run continues. `tests/unstable.toml` lists every unstable test with its cause. Whoever sees a new one
-there or in the output repairs it with the next change.
+"unstable", and the run continues. `tests/unstable.toml` lists every unstable test with its cause. Whoever sees a new
+one in the output adds it there and repairs it with the next change.
 """
 
 import os

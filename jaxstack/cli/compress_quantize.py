@@ -204,10 +204,10 @@ def write(run: "TrainedRun", codes: "Codes", how: "Settings", out: Path) -> None
     with safetensors.new_folder(out) as made:
         folder = made / "model"
         folder.mkdir()
-        _, end = write_tokenizer(saved, folder, cfg)
+        ids = write_tokenizer(saved, folder, cfg)
         plain = replace(run.model, pad_vocab_to=None)
         quantized = how.scheme, codes
-        hf.save_pretrained(folder, plain, jax.device_get(run.params), how.dtype, cfg.data.seq_len, end, quantized)
+        hf.save_pretrained(folder, plain, jax.device_get(run.params), how.dtype, cfg.data.seq_len, ids, quantized)
         (made / "tokenizer.json").write_text(json.dumps(saved))
         begin = replace(cfg.run, dir=str(out), init_from=str((out / "model").resolve()), init_adapter=None)
         model = replace(cfg.model, lora=LoraConfig(), pad_vocab_to=None)

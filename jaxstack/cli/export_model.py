@@ -14,6 +14,7 @@ from jaxstack.config.sentences import SentencesConfig
 
 if TYPE_CHECKING:  # the package imports JAX, for which help must not wait
     from jaxstack.data.tokenizers import JsonObject
+    from jaxstack.hf.configs import SpecialIds
     from jaxstack.models.params import Params
 
 
@@ -58,12 +59,14 @@ def main(args: Namespace) -> None:
     with safetensors.new_folder(folder) as made:
         cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
         tokenizer = json.loads(path.read_text()) if (path := run / "tokenizer.json").is_file() else None
-        start, end = (None, None) if tokenizer is None else write_tokenizer(tokenizer, made, cfg)
+        ids = hf.SpecialIds() if tokenizer is None else write_tokenizer(tokenizer, made, cfg)
         model = replace(cfg.model.base, pad_vocab_to=None)
         model, values, left_out = _without_other_heads(model, _read_params(run))
-        family = hf.save_pretrained(made, model, values, args.dtype, cfg.data.seq_len, end, start=start)
-        if found := originals.find(run):
-            originals.restore(found, tokenizer, made)
+        original = originals.find(run)
+        preferred = None if original is None else originals.family(original)
+        family = hf.save_pretrained(made, model, values, args.dtype, cfg.data.seq_len, ids, preferred=preferred)
+        if original is not None:
+            originals.restore(original, tokenizer, made)
     print(f"wrote {folder}: a {family} model in {args.dtype}")
     if left_out:
         print(f"The heads of model.sentences.tasks={left_out} are left out: no Hugging Face model has them.")
@@ -87,13 +90,9 @@ def _without_other_heads(model: ModelConfig, values: "Params") -> tuple[ModelCon
     return model, values, []
 
 
-def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> tuple[int | None, int | None]:
-    """Writes a run's tokenizer and chat template to the folder if there are any.
-
-    Returns:
-      The id that the decoder of an encoder-decoder reads first, and the id of the end, each `None` if there is none.
-    """
-    from jaxstack import data
+def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> "SpecialIds":
+    """Writes a run's tokenizer and chat template to the folder if there are any, and returns its special ids."""
+    from jaxstack import data, hf
     from jaxstack.data.seq2seq import ids_of
 
     if saved["kind"] == "hf":
@@ -102,7 +101,7 @@ def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> tuple[int
             (folder / "chat_template.jinja").write_text(saved["chat"]["source"], "utf-8")
     tokenizer = data.tokenizer_from_json(saved)
     special = ids_of(cfg.data, tokenizer) if cfg.model.family == "encoder_decoder" else None
-    return (None, tokenizer.eos_id) if special is None else (special.start, special.eos)
+    return hf.SpecialIds(tokenizer.eos_id) if special is None else hf.SpecialIds(special.eos, special.start)
 
 
 def _read_params(run: Path) -> "Params":

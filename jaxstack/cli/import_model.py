@@ -15,7 +15,7 @@ import yaml
 from jsonargparse import Namespace
 
 from jaxstack.common import files
-from jaxstack.config import Config, ConfigError, DataConfig, RunConfig, parse, resolve
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig, parse, resolve
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.parse import Parser, user_path
 
@@ -83,6 +83,9 @@ def main(args: Namespace) -> None:
     if found.ignored_values:
         shown = ", ".join(f"{key}={value}" for key, value in found.ignored_values.items())
         print(f"ignored, because they affect only training: {shown}")
+    if found.unknown_values:
+        shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in found.unknown_values.items())
+        print(f"warning: config.json has keys that jaxstack does not know, and ignores for their values: {shown}")
     if name in ("bytes", "chars"):
         print(f"data.tokenizer={name}, because {folder} has no tokenizer.json. Name the model's own with "
               f"--data.tokenizer=...")  # fmt: skip
@@ -104,8 +107,7 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
 
     folder = found.folder.resolve()
     begin = RunConfig(dir=str(run), init_from=str(folder))
-    longest = found.model.max_positions or DataConfig.seq_len
-    usual: dict[str, Any] = {"data": {"seq_len": min(longest, DataConfig.seq_len)}}
+    usual: dict[str, Any] = {"data": _usual_data(found.model)}
     if found.inputs != "none":
         usual["train"] = {"quant": found.inputs}
     complete = json.loads(json.dumps(asdict(found.model)))  # with lists for tuples, as in YAML
@@ -131,3 +133,14 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
     if (cfg.run.dir, cfg.run.init_from) != (begin.dir, begin.init_from):
         raise ConfigError(f"run.dir and run.init_from are {run} and {folder} here. Remove these flags.")
     return cfg
+
+
+def _usual_data(model: ModelConfig) -> dict[str, Any]:
+    """Returns keys of the data with which every check of a configuration passes: an import needs no training data."""
+    longest = (model.max_positions or DataConfig.seq_len) - model.first_position
+    usual: dict[str, Any] = {"seq_len": min(longest, DataConfig.seq_len)}
+    if model.family == "encoder_decoder":
+        usual["denoisers"] = [{"rate": 0.15, "span": 3}]
+    if model.labels:
+        usual |= {"source": "labels", "path": "labels.jsonl"}
+    return usual

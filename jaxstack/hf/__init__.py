@@ -5,7 +5,7 @@ and `jaxstack export` do both for runs.
 """
 
 from jaxstack.config.scheme import Scheme
-from jaxstack.hf.configs import family_of, from_json, model_differences, to_json
+from jaxstack.hf.configs import SpecialIds, family_of, from_json, model_differences, to_json
 from jaxstack.hf.families import FAMILIES
 from jaxstack.hf.pretrained import PretrainedFolder, save_pretrained
 from jaxstack.hf.weights import WEIGHT_MAPS, read_param, weight_map
@@ -15,6 +15,7 @@ __all__ = [
     "WEIGHT_MAPS",
     "PretrainedFolder",
     "Scheme",
+    "SpecialIds",
     "family_of",
     "from_json",
     "model_differences",

@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
@@ -19,10 +19,13 @@ from jaxstack.config.sentences import SentencesConfig
 from jaxstack.hf.families import (
     ACTIVATIONS,
     FAMILIES,
+    FOREIGN,
     FULL,
+    GENERATION,
     SLIDING,
     TRAINING,
     UNRELATED,
+    USUAL,
     Family,
     gated_name,
     read_activation,
@@ -36,15 +39,43 @@ JsonObject: TypeAlias = dict[str, Any]
 _MOST_LAYERS = 10_000  # a file with more is damaged
 
 
-def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]:
+class Description(NamedTuple):
+    """What a `config.json` describes.
+
+    Attributes:
+      family: the name of the family.
+      model: the model.
+      training: keys and values that were ignored because they affect training alone.
+      unknown: keys that jaxstack does not know, whose values are null, false or empty.
+    """
+
+    family: str
+    model: ModelConfig
+    training: JsonObject
+    unknown: JsonObject
+
+
+class SpecialIds(NamedTuple):
+    """Ids of tokens with a meaning.
+
+    Attributes:
+      end: the token at the end of a document. `None` means that there is none.
+      start: the token that the decoder of an encoder-decoder reads first. `None` means 0, as in T5.
+    """
+
+    end: int | None = None
+    start: int | None = None
+
+
+NO_IDS = SpecialIds()
+
+
+def from_json(where: str, values: object) -> Description:
     """Returns the model that a `config.json` describes.
 
     Args:
       where: the name of the file, for errors.
       values: its content.
-
-    Returns:
-      The name of the family, the model, and the keys and values that were ignored because they affect training alone.
 
     Raises:
       ConfigError: an unknown family, or a key or value that jaxstack's model does not support.
@@ -57,17 +88,16 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
     keys.rename(family.aliases)
     labels = _labels(keys, family)
     ignored = {key: value for key in sorted(TRAINING) if (value := keys.take(key, None))}
-    keys.drop((UNRELATED | family.ignored) - family.required.keys())
+    _drop_without_effect(keys, family)
     keys.take("quantization_config", None)  # about tensors, not about the model: `jaxstack.hf.compressed` reads it
 
+    if "num_decoder_layers" in family.fields:  # an older file of T5 has a decoder as deep as the encoder
+        keys.set_default("num_decoder_layers", keys.value_of("num_layers"))
     ours: JsonObject = dict(family.fixed) | labels
     for key, path in family.fields.items():
-        default = (family.defaults[key],) if key in family.defaults else ()
-        ours[path] = _typed(keys, key, keys.take(key, *default), path)
+        ours[path] = _typed(keys, key, keys.take(key, *family.default_of(key)), path)
     if ours["num_layers"] > _MOST_LAYERS:
         raise keys.error(family.key_of("num_layers"), ours["num_layers"], f"Use at most {_MOST_LAYERS}")
-    if ours["num_layers"] is None:  # an older file of T5, with a decoder as deep as the encoder
-        ours["num_layers"] = ours["encoder_layers"]
     ours |= read_activation(keys, family)
     if family.scales_head and keys.take("scale_decoder_outputs", ours["tied_embeddings"]):
         ours["head_scale"] = ours["d_model"] ** -0.5
@@ -76,7 +106,9 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
         ignored["expert_capacity"] = keys.take("expert_capacity", None)  # no token is dropped
     if family.query_scalar:
         keys.expect("hidden_act", *ACTIVATIONS)  # these models do not read it
-        ours["attention_scale"] = _number(keys, "query_pre_attn_scalar") ** -0.5
+        ours["attention_scale"] = (
+            _number(keys, "query_pre_attn_scalar", *family.default_of("query_pre_attn_scalar")) ** -0.5
+        )
     if family.rope:
         ours |= _rope(keys, family)
     for key, value in family.required.items():
@@ -85,13 +117,28 @@ def from_json(where: str, values: object) -> tuple[str, ModelConfig, JsonObject]
         ours |= _local_attention(keys, ours["num_layers"])
     if family.layer_types is not None:
         ours["windows"] = _windows(keys, family, ours["num_layers"])
+    unknown = keys.take_empty()
     keys.require_empty()
     moe = {path.removeprefix("moe."): ours.pop(path) for path in list(ours) if path.startswith("moe.")}
     scaling = ours.pop("rope_scaling", {})
     try:
-        return name, ModelConfig(**ours, moe=MoEConfig(**moe), rope_scaling=RopeScaling(**scaling)), ignored
+        model = ModelConfig(**ours, moe=MoEConfig(**moe), rope_scaling=RopeScaling(**scaling))
     except ConfigError as error:
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
+    return Description(name, model, ignored, unknown)
+
+
+def _drop_without_effect(keys: Keys, family: Family) -> None:
+    """Removes the keys whose values change nothing."""
+    for key, other in family.repeats.items():
+        same = family.sliding_window if other == "sliding_window" and other not in keys else keys.value_of(other)
+        keys.drop_usual(key, same)
+    for key, usual in family.harmless.items():
+        keys.drop_usual(key, *usual)
+    keys.drop((UNRELATED | GENERATION | family.ignored) - family.required.keys(), FOREIGN)
+    for key, value in USUAL.items():
+        if key not in family.required:
+            keys.drop_usual(key, value)
 
 
 _POOLING = {"cls": "first", "mean": "mean"}
@@ -178,7 +225,8 @@ def _rope(keys: Keys, family: Family) -> dict[str, Any]:
 def _windows(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
     """Returns `ModelConfig.windows`: the window of each layer in the shortest period, 0 for full attention."""
     assert family.layer_types is not None
-    size, types = keys.take("sliding_window", None), None
+    size = keys.take("sliding_window", family.sliding_window)
+    types = None
     if family.lists_layer_types:
         types = keys.take("layer_types", None)
     if family.layer_types[0] == FULL:  # in Qwen 3, windows apply only if `use_sliding_window` is set
@@ -246,18 +294,17 @@ def _period(windows: tuple[int, ...], cut: bool) -> tuple[int, ...]:
     return next(windows[:p] for p in range(1, n + 1) if n % p == 0 and windows == windows[:p] * (n // p))
 
 
-def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None, start: int | None = None) -> JsonObject:
+def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_IDS) -> JsonObject:
     """Returns the `config.json` of a model as one of a family. Fields without a key are lost (see `family_of`).
 
     Args:
       name: the name of the family.
       model: the model.
-      seq_len: the sequence length of training, for a model without `max_positions`.
-      end: the token at the end of a document, if there is one.
-      start: the token that the decoder of an encoder-decoder reads first. `None` means 0, as in T5.
+      seq_len: the sequence length of training, for a model without `max_positions`. 0 means that there is none.
+      ids: tokens with a meaning.
     """
     family, dense_width = FAMILIES[name], model.ff_width
-    model = replace(_plain(model), max_positions=model.max_positions or seq_len)
+    model = replace(_plain(model), max_positions=model.max_positions or seq_len or None)
     ours = flat(model)
     if "moe.d_ff" in family.fields.values():  # `d_ff` is then the width of dense layers, although there are none
         ours["d_ff"] = dense_width
@@ -292,11 +339,11 @@ def to_json(name: str, model: ModelConfig, seq_len: int, end: int | None, start:
     return values | {
         "initializer_range": model.init_std,
         "bos_token_id": None,
-        "eos_token_id": end,
+        "eos_token_id": ids.end,
         "pad_token_id": family.required.get("pad_token_id"),
         "use_cache": True,
         **family.exported,
-        **({} if start is None else {"decoder_start_token_id": start}),
+        **({} if ids.start is None else {"decoder_start_token_id": ids.start}),
     }
 
 
@@ -325,16 +372,20 @@ def _rope_keys(model: ModelConfig) -> JsonObject:
     return values
 
 
-def family_of(model: ModelConfig) -> str:
+def family_of(model: ModelConfig, preferred: str | None = None) -> str:
     """Returns the family that can express all of a model: its `config.json`, read back, gives the model again.
+
+    Args:
+      model: the model.
+      preferred: the family to take if several can express the model, such as that of the file it was imported from.
 
     Raises:
       ConfigError: there is no such family. The message names the nearest one and the differences.
     """
     nearest: tuple[str, list[str]] | None = None
-    for name in FAMILIES:
+    for name in sorted(FAMILIES, key=lambda name: name != preferred):
         try:
-            found = model_differences(from_json(name, to_json(name, model, 1, None))[1], model)
+            found = model_differences(from_json(name, to_json(name, model, 1))[1], model)
         except ConfigError as error:
             found = [str(error)] * 99
         if not found:
@@ -388,7 +439,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
     )
 
 
-def read_config(folder: Path) -> tuple[str, ModelConfig, JsonObject]:
+def read_config(folder: Path) -> Description:
     """Returns `from_json` of a folder's `config.json`."""
     path = folder / "config.json"
     try:

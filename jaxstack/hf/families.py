@@ -34,7 +34,9 @@ class Family:
       tanh_gelu: their name for GELU's tanh approximation.
       fixed: fields, and the values that define the family.
       required: keys without a field, each with the only value that jaxstack computes.
-      defaults: the value of a key if an older file lacks it. All other keys of `fields` are mandatory.
+      defaults: the value of a key that the file lacks: the default of the family's class in `transformers`. Other keys
+        of `fields`, which are sizes, are mandatory.
+      sliding_window: the default of the class for the key `sliding_window`.
       layer_types: the attention type of each layer in one period, if the file does not list them. `None` means that
         the family has no sliding windows.
       lists_layer_types: whether `layer_types` is a key of the family.
@@ -46,7 +48,9 @@ class Family:
       head_activation: the activation of the head, which must be that of the MLP. `None` means that there is none, or
         that it has no key of its own.
       local_attention: whether layers with a window have a base of RoPE of their own, in the keys of ModernBERT.
-      ignored: more keys that do not affect the logits.
+      ignored: more keys that do not affect the logits, whatever their values.
+      harmless: keys that the class does not read, each with the values that files of the family have.
+      repeats: keys that repeat another key of the file, by the name of the other key.
       aliases: other names of keys.
       classifiers: for an encoder, their classes by `ModelConfig.label_each`.
       pairs: for an encoder, their class with a head for the task `next` on sentences beside that of hidden tokens.
@@ -64,6 +68,7 @@ class Family:
     required: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     layer_types: tuple[str, ...] | None = None
+    sliding_window: int | None = None
     lists_layer_types: bool = False
     rope: bool = True
     query_scalar: bool = False
@@ -72,6 +77,8 @@ class Family:
     head_activation: str | None = None
     local_attention: bool = False
     ignored: frozenset[str] = frozenset()
+    harmless: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    repeats: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     classifiers: dict[str, str] = field(default_factory=dict)
     pairs: str = ""
@@ -79,6 +86,10 @@ class Family:
     scales_head: bool = False
     exported: dict[str, Any] = field(default_factory=dict)
     sparse: bool = False
+
+    def default_of(self, key: str) -> tuple[object, ...]:
+        """Returns the default of a key as a tuple, which is empty for a mandatory key."""
+        return (self.defaults[key],) if key in self.defaults else ()
 
     def key_of(self, path: str) -> str:
         """Returns the key of a field."""
@@ -126,7 +137,12 @@ _T5_FAMILY: dict[str, Any] = {
     "gated_names": True,
     "fixed": {"family": "encoder_decoder", "positions": "relative", "attention_scale": 1.0},
     "required": {"is_encoder_decoder": True, "is_decoder": False},
-    "defaults": {"tie_word_embeddings": True, "relative_attention_max_distance": 128, "num_decoder_layers": None},
+    "defaults": {
+        "tie_word_embeddings": True,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+        "layer_norm_epsilon": 1e-6,
+    },
     "rope": False,
     "dropout_keys": ("dropout_rate",),
     "ignored": frozenset({"dense_act_fn", "decoder_start_token_id", "initializer_factor", "is_gated_act", "n_positions",
@@ -153,7 +169,17 @@ def _classifiers(name: str) -> dict[str, str]:
     return {"sequence": f"{name}ForSequenceClassification", "token": f"{name}ForTokenClassification"}
 
 
-_OLD_LLAMA = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rope_theta": 10000.0}
+_LLAMA_DEFAULTS = {
+    "hidden_act": "silu",
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+_MIXTRAL_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+_QWEN3_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128}
+_BERT_DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 
 FAMILIES = {
     "gpt2": Family(
@@ -177,25 +203,48 @@ FAMILIES = {
             "reorder_and_upcast_attn": False,
             "add_cross_attention": False,
         },
-        defaults={"n_inner": None, "tie_word_embeddings": True},
+        defaults={
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "n_inner": None,
+            "tie_word_embeddings": True,
+        },
         rope=False,
         dropout_keys=("embd_pdrop", "resid_pdrop"),
         zero_keys=("attn_pdrop",),
+        harmless={"afn": ("gelu_new",), "n_special": (0,), "predict_special_tokens": (True,)},
+        # Names that all configurations have in `transformers`: there the later of two values counts.
+        repeats={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
     ),
     "llama": Family(
         "LlamaForCausalLM",
         _LLAMA,
-        required={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
-        defaults=_OLD_LLAMA,
+        required={"attention_bias": False, "mlp_bias": False},
+        defaults=_LLAMA_DEFAULTS,
+        # Slices of one product, which `transformers` 5 no longer reads. They never changed more than rounding.
+        ignored=frozenset({"pretraining_tp"}),
+        harmless={"is_llama_config": (True,)},
     ),
-    "mistral": Family("MistralForCausalLM", _LLAMA, defaults=_OLD_LLAMA, layer_types=(SLIDING,)),
+    "mistral": Family(
+        "MistralForCausalLM",
+        _LLAMA,
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 8},
+        layer_types=(SLIDING,),
+        sliding_window=4096,
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _LLAMA,
         fixed={"qk_norm": True},
         required={"attention_bias": False},
-        defaults={"tie_word_embeddings": False},
+        defaults=_QWEN3_DEFAULTS,
         layer_types=(FULL,),
+        sliding_window=4096,
         lists_layer_types=True,
     ),
     "gemma2": Family(
@@ -204,7 +253,19 @@ FAMILIES = {
         activation="hidden_activation",
         fixed={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True},
         required={"attention_bias": False, "use_bidirectional_attention": None},
-        defaults={"tie_word_embeddings": True},
+        defaults={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "rope_theta": 10000.0,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "query_pre_attn_scalar": 256,
+        },
+        sliding_window=4096,
+        repeats={"sliding_window_size": "sliding_window"},
         layer_types=(SLIDING, FULL),
         lists_layer_types=True,
         query_scalar=True,
@@ -212,7 +273,7 @@ FAMILIES = {
     "mixtral": Family(
         "MixtralForCausalLM",
         _LLAMA | {"num_local_experts": "moe.num_experts", "num_experts_per_tok": "moe.top_k"},
-        defaults={"head_dim": None, "tie_word_embeddings": False},
+        defaults=_MIXTRAL_DEFAULTS | {"num_experts_per_tok": 2},
         layer_types=(SLIDING,),
     ),
     "qwen3_moe": Family(
@@ -226,12 +287,22 @@ FAMILIES = {
         },
         fixed={"qk_norm": True},
         required={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        defaults={"tie_word_embeddings": False},
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False},
         layer_types=(FULL,),
+        harmless={"use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
         aliases={"num_local_experts": "num_experts"},  # as transformers 5 writes it
     ),
-    "t5": Family("T5ForConditionalGeneration", _T5, scales_head=True, **_T5_FAMILY),
-    "mt5": Family("MT5ForConditionalGeneration", _T5, **_T5_FAMILY),
+    "t5": Family(
+        "T5ForConditionalGeneration",
+        _T5,
+        scales_head=True,
+        **_T5_FAMILY | {"defaults": _T5_FAMILY["defaults"] | {"feed_forward_proj": "relu"}},
+    ),
+    "mt5": Family(
+        "MT5ForConditionalGeneration",
+        _T5,
+        **_T5_FAMILY | {"defaults": _T5_FAMILY["defaults"] | {"feed_forward_proj": "gated-gelu"}},
+    ),
     "switch_transformers": Family(
         "SwitchTransformersForConditionalGeneration",
         _T5 | {"num_experts": "moe.num_experts"},
@@ -241,6 +312,7 @@ FAMILIES = {
         | {
             "activation": "dense_act_fn",
             "gated_names": False,
+            "defaults": _T5_FAMILY["defaults"] | {"dense_act_fn": "relu"},
             "fixed": _T5_FAMILY["fixed"] | {"gated": False, "moe.top_k": 1, "moe.normalize": False},
             "required": _T5_FAMILY["required"]
             | {"add_cross_attention": False, "router_bias": False, "router_dtype": "float32"},
@@ -254,6 +326,7 @@ FAMILIES = {
         _BERT,
         fixed=_ENCODER | _POST_NORM,
         required=_ABSOLUTE,
+        defaults=_BERT_DEFAULTS,
         rope=False,
         tanh_gelu="gelu_new",
         classifiers=_classifiers("Bert"),
@@ -265,6 +338,7 @@ FAMILIES = {
         _BERT,
         fixed=_ENCODER | _POST_NORM | {"first_position": 2},
         required=_ABSOLUTE | {"pad_token_id": 1},  # positions are counted from the id behind that of padding
+        defaults=_BERT_DEFAULTS,
         head_activation="gelu",
         rope=False,
         classifiers=_classifiers("Roberta"),
@@ -282,6 +356,7 @@ FAMILIES = {
             "classifier_activation": "gelu",
             "tie_word_embeddings": True,
         },
+        defaults={"hidden_activation": "gelu", "norm_eps": 1e-5},
         head_activation="gelu",
         rope=False,
         local_attention=True,
@@ -310,12 +385,41 @@ FAMILIES = {
 
 UNRELATED = {
     "architectures", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id",
-    "finetuning_task", "id2label", "initializer_range", "label2id", "model_type", "n_ctx", "output_attentions",
-    "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "return_dict",
+    "finetuning_task", "id2label", "initializer_range", "label2id", "max_seq_length", "max_sequence_length",
+    "model_type", "n_ctx", "num_labels", "output_attentions", "output_hidden_states", "output_past",
+    "output_router_logits", "pad_token_id", "prefix", "problem_type", "return_dict", "sep_token_id",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
+    "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "use_bfloat16", "use_cache",
+    # of BERT in other languages, for a pooler that `transformers` does not have
+    "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
+    "pooler_type",
 }  # fmt: skip
 """Keys that do not affect the logits: about files, generation, classifier heads and additional outputs."""
+
+GENERATION = {
+    "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values",
+    "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+}  # fmt: skip
+"""Keys of generation, which older files have in `config.json`."""
+
+USUAL: dict[str, Any] = {
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tf_legacy_loss": False,
+    "tie_encoder_decoder": False,
+}
+"""Keys that any file may have, and the values with which they change nothing. Another value is an error."""
+
+FOREIGN = ("unsloth_", "_")
+"""How keys begin that other programs leave in files. Keys with an underscore do not change the model, by custom."""
 
 TRAINING = {
     "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop",
@@ -354,7 +458,7 @@ def sparse_layers(keys: Keys, encoder_layers: int | None, num_layers: int) -> in
 def read_activation(keys: Keys, family: Family) -> dict[str, Any]:
     """Returns the activation of the MLP, and where its name says so, whether the MLP is gated."""
     ours: dict[str, Any] = {}
-    activation = keys.take(family.activation)
+    activation = keys.take(family.activation, *family.default_of(family.activation))
     if family.gated_names:
         activation, ours["gated"] = gated_activation(activation)
     if not isinstance(activation, str) or activation not in ACTIVATIONS:

@@ -47,6 +47,11 @@ def find(run: Path) -> Path | None:
     return None
 
 
+def family(originals: Path) -> str | None:
+    """Returns the family that the kept `config.json` names."""
+    return _read(originals / "config.json").get("model_type")
+
+
 def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
     """Adds files to an exported folder, and writes the imported `config.json` with the values that have changed.
 
@@ -96,10 +101,11 @@ def _changed_keys(before: JsonObject, now: JsonObject) -> JsonObject | None:
     Returns:
       `None` if the model is another one, such as one with experts that were copied from dense layers.
     """
-    (family, model, _), (family_now, model_now, _) = (configs.from_json("config.json", v) for v in (before, now))
-    if family != family_now or configs.model_differences(model, model_now):
+    original = configs.from_json("config.json", before)
+    exported = configs.from_json("config.json", now)
+    if original.family != exported.family or configs.model_differences(original.model, exported.model):
         return None
-    rendered = configs.to_json(family, model, 0, None)
+    rendered = configs.to_json(original.family, original.model, 0)
     changed = {key: now[key] for key, value in rendered.items() if key not in SPECIAL_IDS and now[key] != value}
     if now["architectures"][0] not in before.get("architectures", []):
         changed["architectures"] = now["architectures"]  # such as that of a model without a head

@@ -17,6 +17,7 @@ from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.hf import configs, peft, quantized_folders, safetensors, weights
 from jaxstack.hf.compressed import KEY, Codes
+from jaxstack.hf.configs import NO_IDS, SpecialIds
 from jaxstack.models import family as families
 from jaxstack.models import lora, params
 from jaxstack.models.context import Context
@@ -41,6 +42,7 @@ class PretrainedFolder:
       family: the `model_type` of the model.
       model: the model that its `config.json` describes.
       ignored_values: keys and values of `config.json` that affect training alone and are not imported.
+      unknown_values: keys of `config.json` that jaxstack does not know, whose values are null, false or empty.
       dtypes: the dtypes of its tensors, as safetensors spells them; of a quantised matrix that of its scales.
       formats: the formats of its quantised matrices, which are read as dense float32 parameters.
       inputs: `int8` if the matrices of layers are for inputs of 8 bits, which `train.quant=int8` computes with.
@@ -53,7 +55,7 @@ class PretrainedFolder:
 
     def __init__(self, folder: Path, adapter: Path | None = None) -> None:
         self.folder = folder
-        self.family, self.model, self.ignored_values = configs.read_config(folder)
+        self.family, self.model, self.ignored_values, self.unknown_values = configs.read_config(folder)
         self.adapters = None if adapter is None else peft.read_adapters(adapter, self.family, self.model)
         self._spec = families.spec(self.model)
         self._tensors = quantized_folders.open_tensors(folder)
@@ -108,9 +110,13 @@ class PretrainedFolder:
         names = {name: name.removeprefix(prefix) if bare else name for name in expected}
         for copy, path in weights.COPIES.get(self.family, {"lm_head.weight": "embedding/tokens"}).items():
             if copy in held and (self.model.tied_embeddings or copy != "lm_head.weight"):
-                table = weights.WEIGHT_MAPS[self.family][path][0]
-                self._require_equal(copy, table.removeprefix(prefix) if bare else table)
-                del held[copy]
+                table = names[weights.WEIGHT_MAPS[self.family][path][0]]
+                if table in held:
+                    self._require_equal(in_file[copy], in_file[table])
+                    del held[copy]
+                else:  # of tensors that share memory, `safetensors.save_model` writes one
+                    held[table] = held.pop(copy)
+                    in_file[table] = in_file[copy]
         for what, found in (
             ("lacks", sorted(set(names.values()) - held.keys())),
             ("has unexpected tensors", sorted(held.keys() - set(names.values()))),
@@ -189,9 +195,9 @@ def save_pretrained(
     values: PyTree,
     dtype: str,
     seq_len: int,
-    end: int | None,
+    ids: SpecialIds = NO_IDS,
     quantized: tuple[Scheme, Codes] | None = None,
-    start: int | None = None,
+    preferred: str | None = None,
 ) -> str:
     """Writes `config.json` and tensors that `transformers` can load into an empty folder, and returns the family.
 
@@ -201,19 +207,19 @@ def save_pretrained(
       values: its parameters on the CPU, not sharded.
       dtype: dtype of the tensors and of the scales, `float32` or `bfloat16`.
       seq_len: the sequence length of training, for a model without `max_positions`.
-      end: the token at the end of a document, if there is one.
+      ids: tokens with a meaning.
       quantized: a format, and the codes and scales of matrices by the name of their tensor. They are stored in place
         of the matrices' values. `None` stores values only.
-      start: the token that the decoder of an encoder-decoder reads first. `None` means 0, as in T5.
+      preferred: the family to take if several can express the model.
 
     Raises:
       ConfigError: no family has this model, or a quantised tensor is not the weight of a linear layer.
     """
-    family, spec = configs.family_of(cfg), families.spec(cfg)
+    family, spec = configs.family_of(cfg, preferred), families.spec(cfg)
     declared, leaves, kind = flat_spec(spec), flatten(values), jnp.dtype(dtype)
     assert {path: leaf.shape for path, leaf in leaves.items()} == {path: p.shape for path, p in declared.items()}
     tensors = weights.hf_tensors(family, spec)
-    config = configs.to_json(family, cfg, seq_len, end, start) | {"torch_dtype": dtype}
+    config = configs.to_json(family, cfg, seq_len, ids) | {"torch_dtype": dtype}
     codes: Codes = {}
     if quantized is not None:
         scheme, codes = quantized

@@ -64,7 +64,7 @@ def save_quantized(folder, name, cfg, scheme, rng, dtype="float32"):
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     codes = {key: (code, scale.astype(kind).astype(F32)) for key, (code, scale) in codes.items()}
     folder.mkdir()
-    hf.save_pretrained(folder, cfg, values, dtype, 64, None, (scheme, codes))
+    hf.save_pretrained(folder, cfg, values, dtype, 64, quantized=(scheme, codes))
     declared, leaves = decoder.spec(cfg), flatten(values)
     dense = {
         key: weights.build_tensor(tensor, weights.flat_spec(declared), leaves, kind).astype(F32)
@@ -184,7 +184,7 @@ def test_a_family_without_linear_layers_is_refused(tmp_path, rng):
     cfg = MODELS["gpt2"]
     codes = {"transformer.h.0.mlp.c_fc.weight": random_codes(rng, (cfg.d_model, cfg.ff_width), Scheme(4))}
     with pytest.raises(ConfigError, match="of the family gpt2 is not the weight of one linear layer"):
-        hf.save_pretrained(tmp_path, cfg, random_values(cfg, rng), "float32", 64, None, (Scheme(4), codes))
+        hf.save_pretrained(tmp_path, cfg, random_values(cfg, rng), "float32", 64, quantized=(Scheme(4), codes))
     with pytest.raises(ConfigError, match="fp8 with bits=8 and group=64 cannot be stored"):
         Scheme(8, 64, "float")
 
@@ -355,7 +355,7 @@ def test_transformers_computes_the_same_logits_after_rounding(library, tmp_path,
     assert len(codes) == 7 * cfg.num_layers
     assert len({scale.shape[1] for _, scale in codes.values()}) > 1 or group is None
     new = jax.device_get(quantize.join(cfg, values, layers))
-    hf.save_pretrained(tmp_path, cfg, new, "float32", 64, None, (Scheme(bits, group), codes))
+    hf.save_pretrained(tmp_path, cfg, new, "float32", 64, quantized=(Scheme(bits, group), codes))
     found = read(tmp_path)
     for path, value in flatten(new).items():
         np.testing.assert_array_equal(np.asarray(flatten(found)[path]), value, err_msg=path)
@@ -404,7 +404,7 @@ def test_transformers_rounds_the_same_inputs(library, tmp_path, rng, name, monke
     scheme = INPUTS
     layers = list(quantize.quantize(Walk.of(cfg, Context()), values, [], quantize.Settings(scheme, "rtn")))
     new = jax.device_get(quantize.join(cfg, values, layers))
-    hf.save_pretrained(tmp_path, cfg, new, "float32", 64, None, (scheme, quantize.hf_codes(cfg, layers)))
+    hf.save_pretrained(tmp_path, cfg, new, "float32", 64, quantized=(scheme, quantize.hf_codes(cfg, layers)))
     found = read(tmp_path)
     tokens = rng.integers(0, cfg.vocab, (2, 40))
     plain, ours = (np.asarray(decoder.forward(cfg, found, tokens, Context(quant=q))[0]) for q in ("none", "int8"))

@@ -149,7 +149,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(kind, tmp_path
         assert np.abs(one - expected[row, : len(one)]).max() <= 5e-5 * np.abs(expected[real]).max()
 
     (tmp_path / "out").mkdir()
-    assert hf.save_pretrained(tmp_path / "out", cfg, values, "float32", S, None) == NAMES[kind]
+    assert hf.save_pretrained(tmp_path / "out", cfg, values, "float32", S) == NAMES[kind]
     before, after = (safetensors.load_file(tmp_path / f / tensor_files.SINGLE) for f in ("saved", "out"))
     assert before.keys() == after.keys()
     assert [name for name in before if before[name].tobytes() != after[name].tobytes()] == []

@@ -192,7 +192,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, 
     assert_near(grads, wanted, 1e-4, family)
 
     (tmp_path / "out").mkdir()
-    assert hf.save_pretrained(tmp_path / "out", cfg, values, "float32", S, None) == family
+    assert hf.save_pretrained(tmp_path / "out", cfg, values, "float32", S) == family
     before, after = (safetensors.load_file(tmp_path / f / tensor_files.SINGLE) for f in ("saved", "out"))
     assert before.keys() == after.keys()
     assert [name for name in before if before[name].tobytes() != after[name].tobytes()] == []

@@ -322,7 +322,7 @@ def test_from_a_folder_to_a_chat_and_back(tmp_path):
     folder, tuned, out = (tmp_path / name for name in ("folder", "tuned", "out"))
     folder.mkdir()
     base = params.init(jax.random.key(1), decoder.spec(base_cfg))
-    hf.save_pretrained(folder, base_cfg, base, "float32", 64, None)
+    hf.save_pretrained(folder, base_cfg, base, "float32", 64)
     flags = [
         "--model.lora.rank=8", "--data.tokenizer=bytes", "--data.source=chat", "--data.packing=true",
         f"--data.path={conversations(tmp_path / 'colours.jsonl')}", "--data.seq_len=64", "--data.batch_size=4",

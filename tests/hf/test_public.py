@@ -1,0 +1,214 @@
+"""Public checkpoints: their files are read with the values that `transformers` computes, or refused for a reason.
+
+`public/checkpoints.json` has the keys and values of `config.json` of public checkpoints as they were published, by
+their names on the hub, some with those of `generation_config.json` and `tokenizer_config.json`. It has no weights.
+A slow test scales each model down, lets `transformers` draw its weights, and compares the import and the export.
+"""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import numpy as np
+import pytest
+
+from jaxstack import hf
+from jaxstack.cli.parser import execute
+from jaxstack.config import ConfigError
+from jaxstack.hf.configs import from_json
+from jaxstack.hf.families import FAMILIES
+from jaxstack.models import family as families
+from jaxstack.models import params
+
+CHECKPOINTS = {
+    name: files["config.json"]
+    for name, files in json.loads((Path(__file__).parent / "public/checkpoints.json").read_text()).items()
+}
+READ = sorted(name for name, config in CHECKPOINTS.items() if config["model_type"] in FAMILIES)
+OTHERS = sorted(CHECKPOINTS.keys() - set(READ))
+PARAMETERS = {  # in millions, as their authors publish them, or by the names of the checkpoints in billions
+    "openai-community/gpt2": 124,
+    "openai-community/gpt2-medium": 355,
+    "google-bert/bert-base-uncased": 110,
+    "google-bert/bert-large-uncased": 335,
+    "FacebookAI/roberta-base": 125,
+    "google-t5/t5-small": 60,
+    "google-t5/t5-base": 223,
+    "google-t5/t5-large": 738,
+    "meta-llama/Llama-2-7b-hf": 6_740,
+    "meta-llama/Llama-2-70b-hf": 69_000,
+    "meta-llama/Meta-Llama-3-8B": 8_030,
+    "meta-llama/Llama-3.1-405B": 406_000,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_240,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_250,
+    "mistralai/Mixtral-8x7B-v0.1": 46_700,
+    "mistralai/Mixtral-8x22B-v0.1": 141_000,
+    "google/gemma-2-9b-it": 9_240,
+    "google/gemma-2-27b-it": 27_200,
+    "Qwen/Qwen3-0.6B": 596,
+    "Qwen/Qwen3-32B": 32_800,
+    "Qwen/Qwen3-30B-A3B-Base": 30_500,
+    "Qwen/Qwen3-235B-A22B-Thinking-2507": 235_000,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 135,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": 362,
+}
+
+
+def test_the_corpus_has_eighty_checkpoints():
+    assert len(CHECKPOINTS) >= 80
+    assert {CHECKPOINTS[name]["model_type"] for name in READ} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_public_config_is_read(name):
+    read = from_json("config.json", CHECKPOINTS[name])
+    assert read.unknown.keys() <= {"qkv_bias"}
+    if name in PARAMETERS:  # poolers of BERT are not read, and T5's paper rounds
+        counted = params.count(families.spec(read.model)) / 1e6
+        assert counted == pytest.approx(PARAMETERS[name], rel=0.03)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_of_another_family_is_refused_in_one_line(name):
+    kind = CHECKPOINTS[name]["model_type"]
+    with pytest.raises(ConfigError, match=rf"model_type=\"{kind}\" is not supported\. Use a model of one of") as caught:
+        from_json("config.json", CHECKPOINTS[name])
+    assert "\n" not in str(caught.value)
+
+
+SIZES = {
+    "vocab_size", "hidden_size", "n_embd", "d_model", "d_kv", "d_ff", "intermediate_size", "moe_intermediate_size",
+    "num_hidden_layers", "n_layer", "num_layers", "num_attention_heads", "n_head", "num_heads",
+    "max_position_embeddings", "n_positions", "num_experts", "num_local_experts", "num_sparse_encoder_layers",
+    "num_sparse_decoder_layers", "tie_word_embeddings", "rope_theta", "model_type",
+}  # fmt: skip
+"""Keys without which a file may be refused, because it is damaged rather than old."""
+
+
+@pytest.fixture(scope="module")
+def transformers() -> ModuleType:
+    return pytest.importorskip("transformers", reason="needs the extra [parity]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_absent_key_has_the_default_of_the_class(kind, transformers):
+    """What `transformers` makes of a file without a key, written in full, describes the model that we read from it."""
+    of_class = transformers.CONFIG_MAPPING[kind]
+    complete = next(config for config in CHECKPOINTS.values() if config["model_type"] == kind)
+    complete = {key: value for key, value in of_class(**deepcopy(complete)).to_dict().items() if value is not None}
+    refused = set()
+    for key in complete.keys() - {"model_type"}:
+        without = {other: value for other, value in deepcopy(complete).items() if other != key}
+        try:
+            ours = from_json("ours", without).model
+        except ConfigError as error:
+            if "does not describe a valid model" not in str(error):  # the default contradicts another key
+                refused.add((key, str(error)))
+            continue
+        theirs = from_json("theirs", of_class.from_dict(deepcopy(without)).to_dict()).model
+        assert hf.model_differences(theirs, ours) == [], key
+    named = {f"ours has no {FAMILIES[kind].aliases.get(key, key)}." in error for key, error in refused}
+    assert named <= {True}
+    assert {key for key, _ in refused} <= SIZES
+
+
+def scaled_down(config: dict) -> dict:
+    """Returns a `config.json` with the same keys and small sizes, whose ratios and special cases are kept."""
+    small = deepcopy(config)
+    heads = next(config[key] for key in ("num_attention_heads", "n_head", "num_heads") if key in config)
+    few = min(heads, 6)
+    layers = {"modernbert": 7, "gemma2": 4, "switch_transformers": 4}.get(config["model_type"], 2)
+    width = 8 * few
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": width, "n_embd": width, "d_model": width,
+        "d_kv": 8, "head_dim": 12,
+        "intermediate_size": 44, "d_ff": 44, "n_inner": 44, "moe_intermediate_size": 20,
+        "num_hidden_layers": layers, "n_layer": layers, "num_layers": layers, "num_decoder_layers": layers,
+        "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2,
+        "num_attention_heads": few, "n_head": few, "num_heads": few,
+        "num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "max_position_embeddings": 66, "n_positions": 66, "n_ctx": 66,
+        "sliding_window": 7, "sliding_window_size": 7, "local_attention": 6, "max_window_layers": layers,
+    }  # fmt: skip
+    for key, value in sizes.items():
+        if small.get(key) is not None:
+            small[key] = value
+    if "num_key_value_heads" in small:
+        groups = heads // config["num_key_value_heads"]
+        small["num_key_value_heads"] = max(g for g in range(1, few + 1) if few % g == 0 and few // g <= groups)
+    if "layer_types" in small:
+        small["layer_types"] = small["layer_types"][:layers]
+    if small.get("rope_scaling"):
+        small["rope_scaling"]["original_max_position_embeddings"] = 16
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id"):
+        if isinstance(small.get(key), int) and small[key] >= 97:
+            small[key] = 96
+    if config["model_type"] == "modernbert":
+        small.setdefault("pad_token_id", 96)  # the default of the class is beyond the small vocabulary
+    return small
+
+
+def their_class(transformers: ModuleType, config: dict) -> type:
+    """Returns the class with the head that we read."""
+    family = FAMILIES[config["model_type"]]
+    listed = config.get("architectures", [""])[0]
+    return getattr(transformers, listed if listed in family.classifiers.values() else family.architecture)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", READ)
+def test_import_and_export_of_a_scaled_down_checkpoint(name, transformers, tmp_path, rng):
+    torch, safetensors = pytest.importorskip("torch"), pytest.importorskip("safetensors.numpy")
+    config, saved = scaled_down(CHECKPOINTS[name]), tmp_path / "saved"
+    kind = their_class(transformers, config)
+    read = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
+    read._attn_implementation = "eager"  # the only implementation that applies the softcap of Gemma 2
+    theirs = kind(read).eval()
+    if read.is_encoder_decoder and not config.get("tie_word_embeddings", True):
+        # Files say this of a head of their own, which version 5 reads but never makes.
+        theirs.lm_head.weight = torch.nn.Parameter(torch.empty(97, read.d_model))
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.copy_(torch.from_numpy(rng.normal(0, 1.0 if weight.ndim == 1 else 0.2, weight.shape)))
+    theirs.save_pretrained(saved)
+    (saved / "config.json").write_text(json.dumps(config, indent=1))  # as published, not as this version writes it
+
+    tokens = rng.integers(3, 96, (3, 23))
+    batch = {"tokens": tokens.astype(np.int32), "segment_ids": np.ones((3, 23), np.int32)}
+    given = {"input_ids": torch.from_numpy(tokens)}
+    if theirs.config.is_encoder_decoder:
+        batch |= {f"encoder_{key}": value for key, value in batch.items()} | {"tokens": batch["tokens"][:, :11]}
+        batch |= {"segment_ids": np.ones((3, 11), np.int32)}
+        given["decoder_input_ids"] = torch.from_numpy(tokens[:, :11])
+    expected = theirs(**given).logits.numpy(force=True)
+
+    with hf.PretrainedFolder(saved) as source:
+        model, values = source.model, source.read_params()
+    family = families.of(model)
+
+    @jax.jit
+    def logits(values):
+        hidden, _ = family.hidden_states(model, values, batch)
+        return family.logits(model, values, hidden)
+
+    got = np.asarray(logits(values))
+    got = got[..., : expected.shape[-1]]  # what follows is padding
+    got = got[:, 0] if expected.ndim == 2 else got  # a classifier reads the first token
+    # Twenty times the rounding of float32, which sums in another order add up to.
+    assert np.abs(got - expected).max() <= 2e-5 * np.abs(expected).max()
+
+    execute(["import", str(saved), str(tmp_path / "run")])
+    execute(["export", str(tmp_path / "run"), str(tmp_path / "out")])
+    before, after = (safetensors.load_file(tmp_path / at / "model.safetensors") for at in ("saved", "out"))
+    assert before.keys() - after.keys() <= {key for key in before if "pooler" in key}
+    assert [key for key in after if before[key].tobytes() != after[key].tobytes()] == []
+    again = kind.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert np.array_equal(again(**given).logits.numpy(force=True), expected)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    changed = {key for key in config.keys() | written.keys() if config.get(key) != written.get(key)}
+    headless = config.get("architectures", [""])[0].endswith("Model")  # the export has the head of a language model
+    assert changed <= {"torch_dtype", "dtype"} | ({"architectures"} if headless else set())
