@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
@@ -32,6 +33,7 @@ from jaxstack.hf.families import (
     sparse_layers,
 )
 from jaxstack.hf.json_keys import Keys
+from jaxstack.hf.safetensors import refuse_pointer
 
 JsonObject: TypeAlias = dict[str, Any]
 """The content of a `config.json`, or a part of it."""
@@ -442,8 +444,45 @@ def _plain(model: ModelConfig) -> ModelConfig:
 def read_config(folder: Path) -> Description:
     """Returns `from_json` of a folder's `config.json`."""
     path = folder / "config.json"
+    _require_model_folder(folder)
+    refuse_pointer(path)
     try:
         values = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Give the model's own config.json.") from None
     return from_json(str(path), values)
+
+
+def _require_model_folder(folder: Path) -> None:
+    """Checks that a path is a folder with a `config.json`, and advises by what is there instead."""
+    if (folder / "config.json").exists():
+        return
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file. Name the folder with the model's config.json.")
+    if not folder.exists():
+        if _HUB_NAME.fullmatch(str(folder)):
+            local = str(folder).rpartition("/")[2]
+            raise ConfigError(
+                f"there is no folder {folder} here. If it is a model of the Hugging Face hub, fetch it with "
+                f"`hf download {folder} --local-dir {local}`, and name {local}."
+            )
+        raise ConfigError(f"{folder} does not exist. Check the path.")
+    if (folder / "config.yaml").exists():
+        raise ConfigError(
+            f"{folder} is a run of jaxstack, not a Hugging Face folder. Train it with `jaxstack train "
+            f"--config={folder / 'config.yaml'}`, or write a Hugging Face folder with `jaxstack export {folder} DIR`."
+        )
+    if not any(folder.iterdir()):
+        raise ConfigError(
+            f"{folder} is empty. Fetch the model's config.json, *.safetensors and tokenizer.json into it."
+        )
+    gguf = next((path.name for path in sorted(folder.iterdir()) if path.suffix == ".gguf"), None)
+    if gguf is not None:
+        raise ConfigError(
+            f"{folder} has {gguf} and no config.json. Fetch the model's files in the format of safetensors."
+        )
+    raise ConfigError(f"{folder} has no config.json. Copy the model's own config.json into it.")
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+"""A name on the hub: one or two words, where a path would begin with a dot or a slash or have more parts."""

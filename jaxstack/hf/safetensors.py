@@ -47,6 +47,22 @@ class TensorInfo:
     dtype: str
 
 
+def refuse_pointer(path: Path) -> None:
+    """Checks that a file is not a pointer, which a clone without Git LFS has in place of large files.
+
+    Raises:
+      ConfigError: it is a pointer.
+    """
+    begin = b"version https://git-lfs"
+    try:
+        with open(path, "rb") as file:
+            pointer = file.read(len(begin)) == begin
+    except OSError:
+        return  # whoever reads the file says why
+    if pointer:
+        raise ConfigError(f"{path} is a pointer of Git LFS, not the file. Run `git lfs pull` in {path.parent}.")
+
+
 class TensorFiles:
     """The tensors of a folder. Use it as a context manager, which closes the files.
 
@@ -76,6 +92,7 @@ class TensorFiles:
 
     def _add(self, path: Path, names: set[str] | None) -> None:
         """Opens a file, which must hold exactly the tensors `names`; `None` allows any tensors."""
+        refuse_pointer(path)
         try:
             # `pread` reads only the parts that are asked for, and the file's pages do not count as our memory.
             file = self._stack.enter_context(self._safetensors.safe_open(path, "numpy", backend="pread"))

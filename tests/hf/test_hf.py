@@ -450,6 +450,8 @@ def pickled(folder):
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
 SOUND = {"weight_map": {NORM: "model-00001-of-00001.safetensors"}}
 INCOMPLETE = "is not a complete safetensors file"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
 FAULTS = {
     "length": (raw(lambda b: struct.pack("<Q", 1 << 62) + b[8:]), INCOMPLETE + ": .*header too large"),
     "length2": (raw(lambda b: struct.pack("<Q", len(b)) + b[8:]), INCOMPLETE),
@@ -477,7 +479,11 @@ FAULTS = {
     "index out": (index({"weight_map": {NORM: "../x.safetensors"}}), "'../x.safetensors', which is not"),
     "index away": (index({"weight_map": {NORM: "/etc/x.safetensors"}}), "which is not a safetensors file"),
     "index to pickle": (index({"weight_map": {NORM: "x.bin"}}), "which is not a safetensors file"),
-    "config gone": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
+    "config gone": (lambda folder: (folder / "config.json").unlink(), "has no config.json. Copy"),
+    "config pointer": (
+        lambda folder: (folder / "config.json").write_text(POINTER), "json is a pointer of Git LFS, not the file. Run"),
+    "tensors pointer": (
+        lambda folder: (folder / tensor_files.SINGLE).write_text(POINTER), "safetensors is a pointer of Git LFS"),
     "config text": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
     "gptq": (lambda folder: change_json(folder / "config.json", quantization_config={"quant_method": "gptq"}),
              'quantization_config: quant_method="gptq" is not supported. Use the model before'),
@@ -549,7 +555,19 @@ def test_import_and_export_of_a_run_that_has_not_begun(folder, tmp_path, capsys)
         (["import", "{folder}", "{new}", "--model.num_layers=3"], "model.num_layers=2, not 3). Remove these flags"),
         (["import", "{folder}", "{new}", "--run.dir=x"], "run.dir and run.init_from are"),
         (["import", "{folder}", "{new}", "--optim.lrr=1"], "unknown key optim.lrr"),
-        (["import", "{full}", "{new}"], "config.json cannot be read"),
+        (
+            ["import", "{full}", "{new}"],
+            "is a run of jaxstack, not a Hugging Face folder. Train it with `jaxstack train",
+        ),
+        (["import", "{broken}/quarantine/4", "{new}"], "4 is empty. Fetch the model's config.json"),
+        (["import", "{broken}/quarantine", "{new}"], "quarantine has no config.json. Copy the model's own"),
+        (["import", "{full}/config.yaml", "{new}"], "config.yaml is a file. Name the folder"),
+        (["import", "{new}", "{new}"], "new does not exist. Check the path."),
+        (
+            ["import", "openai/gpt-none", "{new}"],
+            "`hf download openai/gpt-none --local-dir gpt-none`, and name gpt-none.",
+        ),
+        (["import", "gpt-none", "{new}"], "`hf download gpt-none --local-dir gpt-none`"),
         (["export", "{folder}", "{new}"], "is not a run directory"),
         (["export", "{full}", "{new}", "--dtype=int8"], "--dtype=int8 is not valid. Use one of float32, bfloat16"),
         (["export", "{full}", "{new}", "--fast"], "unknown key fast"),
