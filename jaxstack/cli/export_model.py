@@ -95,11 +95,16 @@ def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> "SpecialI
     from jaxstack import data, hf
     from jaxstack.data.seq2seq import ids_of
 
-    if saved["kind"] == "hf":
-        (folder / "tokenizer.json").write_text(json.dumps(saved["tokenizer"], ensure_ascii=False), "utf-8")
-        if "chat" in saved:
-            (folder / "chat_template.jinja").write_text(saved["chat"]["source"], "utf-8")
     tokenizer = data.tokenizer_from_json(saved)
+    content = data.to_tokenizer_json(saved)
+    if content is not None:
+        (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), "utf-8")
+    if content is not None and saved["kind"] != "hf":
+        names = {} if tokenizer.eos_id is None else {"eos_token": content["added_tokens"][0]["content"]}
+        names["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (folder / "tokenizer_config.json").write_text(json.dumps(names) + "\n")
+    if "chat" in saved:
+        (folder / "chat_template.jinja").write_text(saved["chat"]["source"], "utf-8")
     special = ids_of(cfg.data, tokenizer) if cfg.model.family == "encoder_decoder" else None
     return hf.SpecialIds(tokenizer.eos_id) if special is None else hf.SpecialIds(special.eos, special.start)
 

@@ -10,7 +10,7 @@ from jaxstack.data.images import Images
 from jaxstack.data.mixture import MixtureReader, describe_batch
 from jaxstack.data.prefetch import prefetch
 from jaxstack.data.sources import Document, documents
-from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary, tokenizer_from_json
+from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary, to_tokenizer_json, tokenizer_from_json
 from jaxstack.data.tokens import Tokens, assign_domains, encode, read_token_file, split, write_token_file
 from jaxstack.data.windows import Batch, batches, eval_batches
 
@@ -38,6 +38,7 @@ __all__ = [
     "resolve_from_data",
     "same_vocabulary",
     "split",
+    "to_tokenizer_json",
     "tokenizer_from_json",
     "write_token_file",
 ]

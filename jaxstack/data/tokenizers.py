@@ -377,6 +377,35 @@ def tokenizer_from_json(saved: JsonObject) -> Tokenizer:
     raise ConfigError(f"tokenizer {str(saved)[:60]!r} is not of a known kind. Use a tokenizer.json of a run directory.")
 
 
+def to_tokenizer_json(saved: JsonObject) -> JsonObject | None:
+    """Returns the tokenizer.json that gives the ids of a tokenizer, or `None` if there is no such file.
+
+    Bytes and characters become the vocabulary of a byte pair encoding without merges. Byte 0, which does not occur in
+    text, becomes the token `<|endoftext|>`.
+
+    Args:
+      saved: the tokenizer, as `to_json` returns it.
+    """
+    if saved["kind"] == "hf":
+        return dict(saved["tokenizer"])
+    if saved["kind"] == "bytes":
+        vocabulary = {_END_OF_TEXT[0] if byte == 0 else character: byte for character, byte in _BYTE_LEVEL.items()}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        return {
+            "version": "1.0",
+            "added_tokens": [{"id": 0, "content": _END_OF_TEXT[0], "special": True, **flags}],
+            "pre_tokenizer": level,
+            "decoder": level,
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        }
+    if saved["kind"] == "chars":
+        vocabulary = {character: i for i, character in enumerate(saved["alphabet"])}
+        model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+        return {"version": "1.0", "added_tokens": [], "decoder": {"type": "Fuse"}, "model": model}
+    return None
+
+
 def same_vocabulary(one: JsonObject, other: JsonObject) -> bool:
     """Returns whether two tokenizers, as JSON of `to_json`, give the same ids to the same tokens.
 

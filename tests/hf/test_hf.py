@@ -15,13 +15,24 @@ import ml_dtypes
 import numpy as np
 import pytest
 from families import EXPERTS, FAMILIES
+from random_runs import write_run
 from test_train import ROOT, SMALL, environment, run
 
 from jaxstack import data, hf, sharding
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, PipelineConfig, RunConfig, parse
-from jaxstack.data.tokenizers import CharTokenizer
+from jaxstack.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    PipelineConfig,
+    RunConfig,
+    parse,
+)
+from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, HFTokenizer, to_tokenizer_json
 from jaxstack.hf import originals, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import decoder
@@ -722,6 +733,43 @@ def test_the_tokenizer_of_a_run_is_that_of_the_next(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer.json is not JSON"):
         init_from.require_same_tokenizer(cfg, "run.init_from=r", text, chars("abd"))
+
+
+TEXTS = [
+    "",
+    "a",
+    "Grüße, 世界! \U0001f600\n\t  two  spaces\r\n",
+    "don't <|end|> x" * 9,
+    "".join(map(chr, range(1, 600))),
+]
+
+
+@pytest.mark.parametrize("ours", [ByteTokenizer(), CharTokenizer("".join(TEXTS))], ids=["bytes", "chars"])
+def test_bytes_and_characters_have_a_tokenizer_json(ours):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra [hf]")
+    content = to_tokenizer_json(ours.to_json())
+    theirs, read = tokenizers.Tokenizer.from_str(json.dumps(content)), HFTokenizer("x", content)
+    assert (read.vocab_size, read.eos_id, read.keeps_text) == (ours.vocab_size, ours.eos_id, True)
+    for text in TEXTS:
+        ids = ours.encode(text).tolist()
+        assert theirs.encode(text).ids == read.encode(text).tolist() == ids
+        assert theirs.decode(ids) == text
+        assert read.num_bytes(ids) == len(text.encode())
+
+
+def test_a_run_of_bytes_is_exported_and_imported_again(tmp_path, capsys):
+    pytest.importorskip("tokenizers", reason="needs the extra [hf]")
+    (tmp_path / "bytes").mkdir()
+    begin = write_run(tmp_path / "bytes", ModelConfig(num_layers=2, d_model=16, num_heads=2), 32, 1)
+    execute(["export", str(begin), str(tmp_path / "out")])
+    execute(["import", str(tmp_path / "out"), str(tmp_path / "run")])
+    assert "has no tokenizer.json" not in capsys.readouterr().out
+    cfg = parse.parse_config([f"--config={tmp_path / 'run' / 'config.yaml'}"], tmp_path / "run")
+    assert cfg.data.tokenizer == str(tmp_path / "out" / "tokenizer.json")
+    execute(["export", str(tmp_path / "run"), str(tmp_path / "again")])
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
 @pytest.mark.slow
