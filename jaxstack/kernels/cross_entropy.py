@@ -1,6 +1,7 @@
 """Softmax cross-entropy through the output head, with or without the logits in memory."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,8 @@ def cross_entropy(
         vocab_size = None
     options = (softcap, vocab_axes, vocab_size)
     if name == "chunked":
-        return _chunked((*options, chunk), *collectives.match_varying(x, head), targets, weights)
+        dtypes = x.dtype, head.dtype
+        return _chunked((*options, chunk, dtypes), *collectives.match_varying(x, head), targets, weights)
     if name.startswith("pallas_"):
         x, head = collectives.match_varying(x.reshape(-1, x.shape[-1]), head)
         return _pallas((name.removeprefix("pallas_"), *options), x, head, targets.reshape(-1), weights.reshape(-1))
@@ -136,11 +138,40 @@ def exists(V: int, vocab_size: int, vocab_axes: Axes) -> jax.Array:
     return collectives.index(vocab_axes) * V + jnp.arange(V) < vocab_size
 
 
-def _two_passes(logits):
-    return jax.nn.logsumexp(logits, axis=-1)
+class LogSumExp(NamedTuple):
+    """A log-sum-exp in two parts, whose sum it is: float32 [...] each.
+
+    At logits of 10,000, float32 numbers are 0.001 apart. The sum would round the logarithm to that. A difference of
+    two logits is exact if they are of the same size, so `log_probs` subtracts the maximum first and the logarithm then.
+
+    Attributes:
+      top: the largest logit; it has no gradient.
+      log_total: logarithm of the sum of exp(logit - top).
+    """
+
+    top: jax.Array
+    log_total: jax.Array
+
+    def log_probs(self, logits: jax.Array) -> jax.Array:
+        """Returns the log-probabilities of logits [..., N], in nats."""
+        return (logits - self.top[..., None]) - self.log_total[..., None]
+
+    def over_shards(self, axes: Axes) -> "LogSumExp":
+        """Returns the log-sum-exps over the whole vocabulary, from those of each device's part."""
+        if not axes:
+            return self
+        top = lax.pmax(lax.stop_gradient(self.top), axes)
+        total = collectives.all_reduce(jnp.exp((self.top - top) + self.log_total), axes)
+        return LogSumExp(top, jnp.log(total))
 
 
-def _one_pass(logits):
+def log_sum_exp(logits: jax.Array, vocab_axes: Axes = ()) -> LogSumExp:
+    """Returns the log-sum-exps of logits [..., V/n] over the vocabulary, which `vocab_axes` split."""
+    top = lax.stop_gradient(logits.max(-1))
+    return LogSumExp(top, jnp.log(jnp.exp(logits - top[..., None]).sum(-1))).over_shards(vocab_axes)
+
+
+def _in_one_pass(logits: jax.Array) -> LogSumExp:
     """Returns the log-sum-exps with one read of the logits [..., V] (Milakov and Gimelshein 2018, arXiv:1805.02867).
 
     XLA:GPU writes this reduction of pairs as one kernel. It has no gradient.
@@ -154,14 +185,15 @@ def _one_pass(logits):
 
     none = (jnp.float32(-jnp.inf), jnp.float32(0))
     top, total = lax.reduce((logits, jnp.ones_like(logits)), none, merge, (logits.ndim - 1,))
-    return top + jnp.log(total)
+    return LogSumExp(top, jnp.log(total))
 
 
-def _by_platform(logits):
-    return lax.platform_dependent(logits, cuda=_one_pass, rocm=_one_pass, default=_two_passes)
+def _by_platform(logits: jax.Array, vocab_axes: Axes) -> LogSumExp:
+    local: LogSumExp = lax.platform_dependent(logits, cuda=_in_one_pass, rocm=_in_one_pass, default=log_sum_exp)
+    return local.over_shards(vocab_axes)
 
 
-def negative_log_likelihood(options, x, head, targets, logsumexp=_two_passes):
+def negative_log_likelihood(options, x, head, targets, normalizer=log_sum_exp):
     """Returns the negative log-likelihoods, the (capped) logits, their log-sum-exps, and the targets' local indices."""
     softcap, vocab_axes, vocab_size, *_ = options
     logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)
@@ -170,20 +202,33 @@ def negative_log_likelihood(options, x, head, targets, logsumexp=_two_passes):
     if vocab_size is not None:
         logits = mask_vocab_padding(logits, vocab_size, vocab_axes)
     local = targets - collectives.index(vocab_axes) * head.shape[1]
-    lse = logsumexp(logits)
-    if not vocab_axes:
-        chosen = jnp.take_along_axis(logits, local[..., None], axis=-1)[..., 0]
-        return lse - chosen, logits, lse, local
-    lse = over_shards(lse, vocab_axes)
+    lse = normalizer(logits, vocab_axes)
     is_local = (local >= 0) & (local < head.shape[1])
-    chosen = jnp.take_along_axis(logits, jnp.where(is_local, local, 0)[..., None], axis=-1)[..., 0]
-    return lse - collectives.all_reduce(jnp.where(is_local, chosen, 0.0), vocab_axes), logits, lse, local
+    index = jnp.where(is_local, local, 0) if vocab_axes else local
+    chosen = jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
+    if vocab_axes:
+        chosen = collectives.all_reduce(jnp.where(is_local, chosen, 0.0), vocab_axes)
+    return (lse.top - chosen) + lse.log_total, logits, lse, local
 
 
-def over_shards(lse, vocab_axes):
-    """Returns the log-sum-exps over the whole vocabulary, from those of each device's part."""
-    top = lax.pmax(lax.stop_gradient(lse), vocab_axes)
-    return top + jnp.log(collectives.all_reduce(jnp.exp(lse - top), vocab_axes))
+class SavedGradients(NamedTuple):
+    """The gradients of a sum over tokens, which a forward pass computes and saves: float32 arrays.
+
+    A backward pass multiplies them by a scalar, such as one over the number of tokens, and rounds the products. Of
+    gradients that were rounded to bfloat16 before, products with one scalar are all rounded alike: those with 1/255
+    would be 0.2% too large on average. With the scalar rounded as well, they would be up to 0.4% too large or small.
+
+    Attributes:
+      dx: of the hidden states [B, S, D].
+      d_head: of the head [D, V/n].
+    """
+
+    dx: jax.Array
+    d_head: jax.Array
+
+    def times(self, factor: jax.Array, dtypes: tuple[jnp.dtype, jnp.dtype]) -> tuple[jax.Array, jax.Array]:
+        """Returns factor * dx and factor * d_head in these dtypes, for a float32 scalar."""
+        return (factor * self.dx).astype(dtypes[0]), (factor * self.d_head).astype(dtypes[1])
 
 
 def scan_chunks(limit, chunk, total, *tokens):
@@ -217,29 +262,28 @@ def _chunked(options, x, head, targets, weights):
 
 
 def _chunked_forward(options, x, head, targets, weights):
-    softcap, vocab_axes, vocab_size, size = options
+    softcap, vocab_axes, vocab_size, size, _ = options
 
     def chunk(x, targets, weights):
         nll, logits, lse, local = negative_log_likelihood(options, x, head, targets, _by_platform)
         at_target = local[..., None] == jnp.arange(head.shape[1])
-        d_logits = weights[..., None] * (jnp.exp(logits - lse[..., None]) - at_target)
+        d_logits = weights[..., None] * (jnp.exp(lse.log_probs(logits)) - at_target)
         if softcap is not None:
             d_logits *= 1 - jnp.square(logits / softcap)
         if vocab_size is not None:  # with a softcap, the gradient of padding is 0 times infinity here
             d_logits = jnp.where(exists(head.shape[1], vocab_size, vocab_axes), d_logits, 0)
         d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
-        dx = jnp.matmul(d_logits, head.T)
+        dx = jnp.matmul(d_logits, head.T, preferred_element_type=jnp.float32)
         d_head = jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)
         return ((weights * nll).sum(), d_head), dx
 
     zero = collectives.zeros((), jnp.float32, weights), collectives.zeros(head.shape, jnp.float32, head)
     (total, d_head), dx = scan_chunks(size, chunk, zero, x, targets, weights)
-    return total, (dx, d_head.astype(head.dtype))
+    return total, SavedGradients(dx, d_head)
 
 
-def _chunked_backward(options, residuals, d_total):
-    dx, d_head = residuals
-    return d_total.astype(dx.dtype) * dx, d_total.astype(d_head.dtype) * d_head, None, None
+def _chunked_backward(options, saved, d_total):
+    return *saved.times(d_total, options[4]), None, None
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
@@ -256,11 +300,12 @@ def _pallas_forward(options, x, head, targets, weights):
     local = targets - first
     # The number of this device's ids that exist, for each token; one number would need a way of its own into a kernel.
     ids = None if vocab_size is None else jnp.full_like(local, vocab_size) - first
-    lse, chosen = cross_entropy_pallas.statistics(platform, softcap, x, head, local, ids)
-    if vocab_axes:
-        lse = over_shards(lse, vocab_axes)
-        chosen = collectives.all_reduce(chosen, vocab_axes)
-    return (weights * (lse - chosen)).sum(), (x, head, local, ids, lse, weights)
+    top, total, chosen = cross_entropy_pallas.statistics(platform, softcap, x, head, local, ids)
+    lse = LogSumExp(top, jnp.log(total))
+    lse = lse.over_shards(vocab_axes)
+    chosen = collectives.all_reduce(chosen, vocab_axes)
+    nll = (lse.top - chosen) + lse.log_total
+    return (weights * nll).sum(), (x, head, local, ids, lse, weights)
 
 
 def _pallas_backward(options, residuals, d_total):

@@ -5,7 +5,8 @@ J vocabulary entries and K elements of the width.
 
 Both kernels compute blocks of logits = x @ head and reduce each block before it leaves the chip:
 
-- `_statistics` returns two numbers per token: the log-sum-exp of its logits and the logit of its target.
+- `_statistics` returns three numbers per token: its largest logit, the sum of exp(logit - largest), and the logit of
+  its target.
 - `_d_logits` returns the gradient of the logits for VOCAB_BLOCK vocabulary entries, in x's dtype. XLA's matmuls then
   compute the gradients of x and of this part of the head.
 
@@ -39,21 +40,23 @@ _VMEM = 64 << 20  # bytes: a float32 block of logits is 2 MiB, and its intermedi
 
 
 def statistics(platform, softcap, x, head, targets, ids):
-    """Returns the log-sum-exp of the logits, and the target's logit or 0 if `head` lacks it: float32 [T] each.
+    """Returns the largest logit, the sum of exp(logit - largest), and the target's logit: float32 [T] each.
 
-    `ids` [T] is the number of ids of `head` that exist, the same for each token; `None` means all.
+    The target's logit is 0 if `head` lacks it. `ids` [T] is the number of ids of `head` that exist, the same for each
+    token; `None` means all.
     """
     per_token = [targets] if ids is None else [targets, ids]
     results = _blocks(platform, partial(_statistics, softcap), x, head, per_token, full=False)
-    lse, chosen = (a[..., 0] for a in results)
-    top = lse.max(0)
-    return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.sum(0)
+    tops, totals, chosen = (a[..., 0] for a in results)
+    top = tops.max(0)
+    return top, (totals * jnp.exp(tops - top)).sum(0), chosen.sum(0)
 
 
 def gradients(platform, softcap, x, head, targets, ids, lse, weights):
-    """Returns the gradients of the sum of weights * (lse - target's logit) with respect to x [T, D] and head [D, V].
+    """Returns the gradients of a sum over tokens with respect to x [T, D] and head [D, V].
 
-    `ids` is that of `statistics`.
+    The sum is of weights * (log-sum-exp - target's logit). `lse` are the two parts of a `LogSumExp`, [T] each. `ids` is
+    that of `statistics`.
     """
     V = head.shape[1]
     block = min(V, VOCAB_BLOCK)
@@ -61,7 +64,7 @@ def gradients(platform, softcap, x, head, targets, ids, lse, weights):
     def one_block(carry, start, size=block):
         dx, d_head = carry
         part = lax.dynamic_slice_in_dim(head, start, size, axis=1)
-        per_token = [targets - start, lse, weights]
+        per_token = [targets - start, *lse, weights]
         if ids is not None:
             per_token.append(ids - start)
         (d_logits,) = _blocks(platform, partial(_d_logits, softcap), x, part, per_token, full=True)
@@ -81,27 +84,32 @@ def _capped(softcap, logits):
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _exp_difference(a, b):
-    """Returns exp(a - b) for a block a and one b for each row, with one multiply-add and one power of two each."""
-    return jnp.exp2(_LOG2E * a - _LOG2E * b)
+def _exp(x):
+    """Returns exp(x) as a power of two, which chips compute.
+
+    x is a difference of logits. Two logits times log2(e) would be rounded before they are subtracted: at logits of
+    10,000 that is an error of 0.1%.
+    """
+    return jnp.exp2(_LOG2E * x)
 
 
 def _statistics(softcap, logits, entries, inside, targets, ids=None):
-    """Reduces a block of logits [R, J] to two numbers per token, [R, 1] each."""
+    """Reduces a block of logits [R, J] to three numbers per token, [R, 1] each; see `statistics`.
+
+    A block of padding alone has a sum of 0. Its largest logit is finite, so that differences are not NaN.
+    """
     if ids is not None:
         inside = inside & (entries < ids)
     logits = jnp.where(inside, _capped(softcap, logits), _LOWEST)
     top = logits.max(-1, keepdims=True)
-    lse = top + jnp.log(jnp.where(inside, _exp_difference(logits, top), 0.0).sum(-1, keepdims=True))
-    if ids is not None:  # a block of padding alone has log(0); its number stays finite, so that differences are not NaN
-        lse = jnp.maximum(lse, _LOWEST)
-    return [lse, jnp.where(inside & (entries == targets), logits, 0.0).sum(-1, keepdims=True)]
+    total = jnp.where(inside, _exp(logits - top), 0.0).sum(-1, keepdims=True)
+    return [top, total, jnp.where(inside & (entries == targets), logits, 0.0).sum(-1, keepdims=True)]
 
 
-def _d_logits(softcap, logits, entries, inside, targets, lse, weights, ids=None):
+def _d_logits(softcap, logits, entries, inside, targets, top, log_total, weights, ids=None):
     """Returns the gradient of a block of logits, [R, J]."""
     capped = _capped(softcap, logits)
-    d = weights * (_exp_difference(capped, lse) - jnp.where(entries == targets, 1.0, 0.0))
+    d = weights * (_exp((capped - top) - log_total) - jnp.where(entries == targets, 1.0, 0.0))
     d = d if ids is None else jnp.where(entries < ids, d, 0.0)
     return [d if softcap is None else d * (1 - jnp.square(capped / softcap))]
 
@@ -111,7 +119,7 @@ class _Static(NamedTuple):
 
     Attributes:
       finish: (logits [R, J], vocabulary entries [1, J], whether they exist [1, J], *values [R, 1]) -> results.
-      full: whether the result is a block [R, J] in `dtype`; otherwise it is two numbers per token.
+      full: whether the result is a block [R, J] in `dtype`; otherwise it is three numbers per token.
       dtype: dtype of x and of a full result.
       T, D, V: sizes of the arrays.
       R, J, K: sizes of a block.
@@ -148,7 +156,7 @@ class _Static(NamedTuple):
     def outs(self, vocab_blocks: int) -> list[pallas_call.Out]:
         if self.full:
             return [((self.T, self.V), self.dtype)]
-        return [((vocab_blocks, self.T, 1), jnp.dtype(jnp.float32))] * 2
+        return [((vocab_blocks, self.T, 1), jnp.dtype(jnp.float32))] * 3
 
     def dot(self, x, head, k):
         """Multiplies a block of x [R, K] and of head [K, J], block k of the width, in float32."""
@@ -167,7 +175,7 @@ class _Static(NamedTuple):
 def _blocks(platform, finish, x, head, per_token, *, full):
     """Computes x [T, D] @ head [D, V] in blocks and applies `finish` to each, with the arrays `per_token` [T].
 
-    Returns the blocks [T, V] in x's dtype if `full`; otherwise two numbers per token, float32 [N, T, 1]. On GPU, N is
+    Returns the blocks [T, V] in x's dtype if `full`; otherwise three numbers per token, float32 [N, T, 1]. On GPU, N is
     the number of vocabulary blocks. On TPU the vocabulary blocks run in sequence and are combined, so N is 1.
     """
     (T, D), V = x.shape, head.shape[1]
@@ -198,7 +206,7 @@ def _blocks_gpu(s: _Static, x, head, per_token):
     if s.full:
         out_specs = [pl.BlockSpec((s.R, s.J), in_order(lambda i, j: (i, j)))]
     else:
-        out_specs = [pl.BlockSpec((1, s.R, 1), in_order(lambda i, j: (j, i, 0)))] * 2
+        out_specs = [pl.BlockSpec((1, s.R, 1), in_order(lambda i, j: (j, i, 0)))] * 3
     return pallas_call.gpu(
         partial(_kernel_gpu, s, count),
         x,
@@ -254,8 +262,8 @@ def _blocks_tpu(s: _Static, x, head, per_token):
     if s.full:
         out_specs = [pl.BlockSpec((s.R, s.J), lambda i, j, k: (i, j))]
     else:
-        out_specs = [pl.BlockSpec((None, s.R, 1), lambda i, j, k: (0, i, 0))] * 2
-    sums = [] if s.full else [pltpu.VMEM((s.R, 1), jnp.float32)] * 2
+        out_specs = [pl.BlockSpec((None, s.R, 1), lambda i, j, k: (0, i, 0))] * 3
+    sums = [] if s.full else [pltpu.VMEM((s.R, 1), jnp.float32)] * 3
     return pallas_call.tpu(
         partial(_kernel_tpu, s),
         x,
@@ -299,15 +307,20 @@ def _kernel_tpu(s: _Static, x_ref, head_ref, *refs):
         if s.full:
             results[0][...] = values[0].astype(s.dtype)
             return
-        for ref, value, combine in zip(sums, values, (jnp.logaddexp, jnp.add), strict=True):
 
-            @pl.when(j == 0)
-            def _(ref=ref, value=value):
+        @pl.when(j == 0)
+        def _():
+            for ref, value in zip(sums, values, strict=True):
                 ref[...] = value
 
-            @pl.when(j > 0)
-            def _(ref=ref, value=value, combine=combine):
-                ref[...] = combine(ref[...], value)
+        @pl.when(j > 0)
+        def _():
+            top, total, chosen = (ref[...] for ref in sums)
+            block_top, block_total, block_chosen = values
+            higher = jnp.maximum(top, block_top)
+            sums[0][...] = higher
+            sums[1][...] = total * _exp(top - higher) + block_total * _exp(block_top - higher)
+            sums[2][...] = chosen + block_chosen
 
     if not s.full:
 

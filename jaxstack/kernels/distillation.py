@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack.kernels.cross_entropy import CHUNK_TOKENS, exists, negative_log_likelihood, over_shards, scan_chunks
+from jaxstack.kernels.cross_entropy import (
+    CHUNK_TOKENS,
+    SavedGradients,
+    exists,
+    log_sum_exp,
+    negative_log_likelihood,
+    scan_chunks,
+)
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import Axes
 
@@ -63,36 +70,37 @@ def distillation_loss(
     if vocab_size == head.shape[1] * collectives.count(vocab_axes):
         vocab_size = None
     ids, log_p = teacher
-    options = (mix, softcap, vocab_axes, vocab_size, chunk)
+    options = (mix, softcap, vocab_axes, vocab_size, chunk, (x.dtype, head.dtype))
     x, head = collectives.match_varying(x, head)
     return _loss(options, x, head, targets, weights, ids, lax.stop_gradient(log_p))
 
 
 def _chunk(options, head, x, targets, weights, ids, log_p):
     """Returns the weighted loss of each token of a chunk [B, C], and the gradients of its logits [B, C, V/n]."""
-    mix, softcap, axes, vocab_size, _ = options
+    mix, softcap, axes, vocab_size, *_ = options
     V, t, w = head.shape[1], mix.temperature, mix.weight
     nll, logits, lse, local = negative_log_likelihood((softcap, axes, vocab_size), x, head, targets)
-    d_hard = jnp.exp(logits - lse[..., None]) - (local[..., None] == jnp.arange(V))
+    d_hard = jnp.exp(lse.log_probs(logits)) - (local[..., None] == jnp.arange(V))
 
-    scaled = logits / t
+    logits_t = logits / t
     lowest = jnp.finfo(jnp.float32).min
-    total = _logsumexp(scaled, axes)
+    lse_t = log_sum_exp(logits_t, axes)
     own = ids - collectives.index(axes) * V
     is_local = (own >= 0) & (own < V)
     at = jnp.where(is_local, own, V)  # V is outside, and dropped
     rows = jnp.indices(ids.shape, sparse=True)[:2]
     known = jnp.zeros(logits.shape, bool).at[(*rows, at)].set(True, mode="drop")
-    chosen = jnp.take_along_axis(scaled, jnp.where(is_local, own, 0), axis=-1)
-    log_q = collectives.all_reduce(jnp.where(is_local, chosen, 0.0), axes) - total[..., None]
+    chosen = jnp.take_along_axis(logits_t, jnp.where(is_local, own, 0), axis=-1)
+    log_q = lse_t.log_probs(collectives.all_reduce(jnp.where(is_local, chosen, 0.0), axes))
     p = jnp.exp(log_p)
     kl = (p * (log_p - log_q)).sum(-1)
     taught = jnp.zeros_like(logits).at[(*rows, at)].set(p, mode="drop")
-    q = jnp.exp(scaled - total[..., None])
+    q = jnp.exp(lse_t.log_probs(logits_t))
     every = V * collectives.count(axes) if vocab_size is None else vocab_size
     if ids.shape[-1] < every:  # the probability of all others
         p_rest = jnp.maximum(1 - p.sum(-1), 0.0)
-        log_q_rest = _logsumexp(jnp.where(known, lowest, scaled), axes) - total
+        others = log_sum_exp(jnp.where(known, lowest, logits_t), axes)
+        log_q_rest = (others.top - lse_t.top) + (others.log_total - lse_t.log_total)
         kl += jnp.where(p_rest > 0, p_rest * (jnp.log(jnp.where(p_rest > 0, p_rest, 1.0)) - log_q_rest), 0.0)
         # The teacher's probability of all others has the shares that the model gives them.
         taught = jnp.where(known, taught, q * (p_rest * jnp.exp(-log_q_rest))[..., None])
@@ -104,36 +112,30 @@ def _chunk(options, head, x, targets, weights, ids, log_p):
     return weights * ((1 - w) * nll + w * t * t * kl), weights[..., None] * d_logits
 
 
-def _logsumexp(logits, axes):
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    return over_shards(lse, axes) if axes else lse
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(options, x, head, *tokens):
     def chunk(x, *tokens):
         loss, _ = _chunk(options, head, x, *tokens)
         return loss.sum(), loss
 
-    return scan_chunks(options[-1], chunk, collectives.zeros((), jnp.float32, tokens[1]), x, *tokens)[0]
+    return scan_chunks(options[4], chunk, collectives.zeros((), jnp.float32, tokens[1]), x, *tokens)[0]
 
 
 def _forward(options, x, head, *tokens):
     def chunk(x, *tokens):
         loss, d_logits = _chunk(options, head, x, *tokens)
         d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
-        dx = jnp.matmul(d_logits, head.T)
+        dx = jnp.matmul(d_logits, head.T, preferred_element_type=jnp.float32)
         d_head = jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)
         return (loss.sum(), d_head), dx
 
     zero = collectives.zeros((), jnp.float32, tokens[1]), collectives.zeros(head.shape, jnp.float32, head)
-    (total, d_head), dx = scan_chunks(options[-1], chunk, zero, x, *tokens)
-    return total, (dx, d_head.astype(head.dtype))
+    (total, d_head), dx = scan_chunks(options[4], chunk, zero, x, *tokens)
+    return total, SavedGradients(dx, d_head)
 
 
-def _backward(options, residuals, d_total):
-    dx, d_head = residuals
-    return d_total.astype(dx.dtype) * dx, d_total.astype(d_head.dtype) * d_head, None, None, None, None
+def _backward(options, saved, d_total):
+    return *saved.times(d_total, options[5]), None, None, None, None
 
 
 _loss.defvjp(_forward, _backward)

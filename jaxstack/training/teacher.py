@@ -11,6 +11,7 @@ from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.data import Tokenizer
 from jaxstack.hf.pretrained import PretrainedFolder
+from jaxstack.kernels.cross_entropy import log_sum_exp
 from jaxstack.models import decoder, family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params, cast_matrices
@@ -83,15 +84,12 @@ def make_teach(cfg: Config, values: Params, ctx: Context) -> Teach:
         """Returns ids and log-probabilities [B, C, K] after hidden states [B, C, D]."""
         logits = decoder.logits(model, values, hidden, ctx) / cfg.distill.temperature
         axes, V = ctx.axes("vocab"), logits.shape[-1]
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        if axes:
-            top = jax.lax.pmax(lse, axes)
-            lse = top + jnp.log(collectives.all_reduce(jnp.exp(lse - top), axes))
+        lse = log_sum_exp(logits, axes)
         found, ids = jax.lax.top_k(logits, min(count, V))
         ids += collectives.index(axes) * V
         found, ids = (collectives.all_gather_invariant(a, axes, 2) for a in (found, ids))
         found, at = jax.lax.top_k(found, count)
-        return jnp.take_along_axis(ids, at, axis=-1), found - lse[..., None]
+        return jnp.take_along_axis(ids, at, axis=-1), lse.log_probs(found)
 
     def work(values: Params, batch: Batch) -> dict[str, jax.Array]:
         hidden, _ = decoder.hidden_states(model, values, batch, ctx)

@@ -84,6 +84,33 @@ def test_loss_and_gradients_are_those_of_all_logits(dtype, vocab, K, mix, softca
 
 
 @pytest.mark.random
+@pytest.mark.parametrize("tokens", [255, 100_003, 128])
+def test_bfloat16_does_not_change_the_scale_of_the_gradient(rng, tokens):
+    """The loss is a mean over `tokens`; see the test of the same name in test_kernels.py.
+
+    The truth is the gradient in float32 of the same bfloat16 numbers, which the tests above compare with float64.
+    Rounding n numbers to bfloat16 moves the projection by 2^-9 / sqrt(3 n): 2e-5 for the 6144 of the head.
+    """
+    shape, width, vocab = (4, 1024), 64, 96
+    x, head = (jnp.asarray(rng.normal(size=n), jnp.bfloat16) for n in ((*shape, width), (width, vocab)))
+    targets = rng.integers(0, vocab, shape).astype(np.int32)
+    weights = rng.uniform(0.5, 1, shape).astype(np.float32)
+    ids = np.argsort(rng.random((*shape, vocab)), -1)[..., :4].astype(np.int32)
+    log_p = log_softmax(rng.normal(size=ids.shape)).astype(np.float32) - np.float32(0.5)  # the rest has 39%
+
+    def mean(x, head):
+        loss = distillation_loss(x, head / 4, targets, weights, (ids, log_p), Mix(0.4, 2.0))
+        return loss / tokens
+
+    short, exact = (jax.jit(jax.grad(mean, (0, 1)))(x.astype(t), head.astype(t)) for t in (jnp.bfloat16, jnp.float32))
+    for gradient, truth in zip(short, exact, strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        truth = np.asarray(truth, np.float64)
+        scale = (np.asarray(gradient, np.float64) * truth).sum() / np.square(truth).sum()
+        assert abs(scale - 1) <= 1e-4, scale
+
+
+@pytest.mark.random
 @pytest.mark.parametrize("K", [5, 16])
 def test_a_split_vocabulary_gives_the_same(K, rng):
     vocab, mix = 16, Mix(0.6, 2.0)

@@ -479,14 +479,17 @@ def numpy_cross_entropy(x, head, targets, weights, softcap):
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_the_log_sum_exp_in_one_pass(rng, scale):
-    """GPUs run it; its reduction is checked here. Float32 rounds 1e4 logits to 1e-3, and sums of 1000 terms to 1e-6."""
+    """GPUs run it; its reduction is checked here. Float32 rounds sums of 1000 terms to 1e-6."""
     logits = (scale * rng.standard_normal((3, 5, 1000))).astype(np.float32)
     logits[0, 0, :-1], logits[0, 1, ::2] = -np.inf, -np.inf
-    top = logits.max(-1).astype(float)
-    expected = top + np.log(np.exp(logits.astype(float) - top[..., None]).sum(-1))
-    found = jax.jit(cross_entropy_module._one_pass)(logits)
-    np.testing.assert_allclose(found, expected, rtol=3e-7, atol=1e-6)
-    assert "platform_index" not in jax.jit(cross_entropy_module._by_platform).lower(logits).as_text()
+    top = logits.max(-1)
+    expected = np.log(np.exp(logits.astype(float) - top[..., None]).sum(-1))
+    for way in (cross_entropy_module._in_one_pass, cross_entropy_module.log_sum_exp):
+        found = jax.jit(way)(logits)
+        assert (np.asarray(found.top) == top).all()
+        np.testing.assert_allclose(found.log_total, expected, rtol=3e-7, atol=1e-6)
+    by_platform = functools.partial(cross_entropy_module._by_platform, vocab_axes=())
+    assert "platform_index" not in jax.jit(by_platform).lower(logits).as_text()
 
 
 CROSS_ENTROPY_CASES = {  # batch, length, width, vocabulary, padding, parts, softcap, dtype
@@ -549,6 +552,67 @@ def test_cross_entropy(rng, monkeypatch, batch, length, width, vocab, padding, p
     assert_close(dx, 3 * dx_truth, dtype)
     assert_close(d_head[:, :vocab], 3 * d_head_truth, dtype)
     assert not np.asarray(d_head[:, vocab:], np.float32).any()
+
+
+LOSS_WAYS = [way for way in ways(cross_entropy_module) if "_checked" not in way]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "tokens"),
+    [(way, n) for way in LOSS_WAYS for n in (255, 100_003, 16_576, 128) if n == 255 or not way.startswith("pallas_")],
+)
+def test_bfloat16_does_not_change_the_scale_of_the_gradient(rng, implementation, tokens):
+    """The loss is a mean over `tokens`. One over it, rounded to bfloat16, would be wrong by up to 0.4%.
+
+    The scale is that of the projection on the gradient in float64. The head has 6144 numbers, and each of 4096 tokens
+    has one large gradient of a logit. Rounding one moves it by 2^-9 / sqrt(3), and the projection of n by
+    2^-9 / sqrt(3 n): less than 2e-5.
+    """
+    name, how = ways(cross_entropy_module)[implementation]
+    shape = (4, 1024)
+    (x, x64), (head, head64) = draw(rng, (*shape, 64), jnp.bfloat16), draw(rng, (64, 96), jnp.bfloat16, 0.2)
+    targets = rng.integers(0, 96, shape).astype(np.int32)
+    weights = rng.uniform(0.5, 1, shape).astype(np.float32)  # the roundings of tokens are independent
+
+    def mean(x, head):
+        return kernels.cross_entropy(x, head, targets, weights, implementation=name) / tokens
+
+    with choice.interpret_mode(how):
+        gradients = jax.jit(jax.grad(mean, (0, 1)))(x, head)
+    _, *truths = numpy_cross_entropy(x64, head64, targets, weights / tokens, None)
+    for gradient, truth in zip(gradients, truths, strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        scale = (np.asarray(gradient, np.float64) * truth).sum() / np.square(truth).sum()
+        assert abs(scale - 1) <= 1e-4, scale
+
+
+@pytest.mark.parametrize(
+    ("implementation", "size"),
+    [(way, n) for way in LOSS_WAYS for n in (30, 1000, 10_000) if n == 10_000 or not way.startswith("pallas_")],
+)
+def test_cross_entropy_keeps_its_digits_at_large_logits(rng, implementation, size):
+    """All logits are near `size`, and their softmax is not: they are sums of numbers that float32 adds exactly.
+
+    What rounds are differences of logits up to 8, and their exponentials: 1e-6. A log-sum-exp as one float32 number
+    would be wrong by 5e-4 at logits of 10,000.
+    """
+    name, how = ways(cross_entropy_module)[implementation]
+    x64 = rng.integers(-8, 9, (2, 9, 6)) / 8
+    x64[..., 0] = size
+    head64 = rng.integers(-8, 9, (6, 40)) / 8
+    head64[0] = 1
+    targets = rng.integers(0, 40, (2, 9)).astype(np.int32)
+    weights = rng.uniform(0.5, 1, (2, 9)).astype(np.float32)
+
+    def total(x, head):
+        return kernels.cross_entropy(x, head, targets, weights, implementation=name)
+
+    with choice.interpret_mode(how):
+        value, (dx, d_head) = jax.jit(jax.value_and_grad(total, (0, 1)))(*(jnp.float32(a) for a in (x64, head64)))
+    truth, dx_truth, d_head_truth = numpy_cross_entropy(x64, head64, targets, weights, None)
+    np.testing.assert_allclose(value, truth, rtol=1e-6)
+    np.testing.assert_allclose(dx, dx_truth, atol=2e-6)  # numbers of the head are up to 1
+    np.testing.assert_allclose(d_head, d_head_truth, atol=2e-6 * size)  # 18 hidden states are up to `size`
 
 
 # Grouped matmul

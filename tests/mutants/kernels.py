@@ -28,11 +28,16 @@ mistakes(
     "kernels", "kernels/cross_entropy.py", KERNELS + " -k 'cross_entropy and not pallas'",
     ("logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)", "logits = jnp.matmul(x, head)"),
     ("d_logits *= 1 - jnp.square(logits / softcap)", "d_logits *= 1 - jnp.abs(logits / softcap)"),
-    ("top = lax.pmax(lax.stop_gradient(lse), vocab_axes)", "top = lax.stop_gradient(lse)"),
+    ("top = lax.pmax(lax.stop_gradient(self.top), axes)", "top = lax.stop_gradient(self.top)"),
     ("is_local = (local >= 0) & (local < head.shape[1])", "is_local = (local >= 0) & (local <= head.shape[1])"),
-    ("return d_total.astype(dx.dtype) * dx, d_total", "return dx, d_total"),
+    ("return (factor * self.dx).astype(dtypes[0])", "return self.dx.astype(dtypes[0])"),
+    ("return (factor * self.dx).astype(dtypes[0])", "return factor.astype(dtypes[0]) * self.dx.astype(dtypes[0])",
+     KERNELS + " -k 'scale_of and chunked'"),
+    ("SavedGradients(dx, d_head)", "SavedGradients(dx.astype(x.dtype), d_head)", KERNELS + " -k 'scale_of and chunked'"),
+    ("return (logits - self.top[..., None]) - self.log_total[..., None]",
+     "return logits - (self.top + self.log_total)[..., None]", KERNELS + " -k 'digits and chunked'"),
     ("in_full_chunks = s - s % size\n", "in_full_chunks = s - size\n"),
-    ("weights[..., None] * (jnp.exp(logits - lse[..., None]) - at_target)", "jnp.exp(logits - lse[..., None]) - at_target"),
+    ("weights[..., None] * (jnp.exp(lse.log_probs(logits)) - at_target)", "jnp.exp(lse.log_probs(logits)) - at_target"),
 )  # fmt: skip
 
 mistakes(
@@ -165,12 +170,22 @@ mistakes(
 )
 
 mistakes(
+    "pallas",
+    "kernels/attention/pallas_tpu.py",
+    "kernels/test_borders.py -k 'sees_no_key and tpu'",
+    ("jnp.where(total_ref[...] == 0, -MASKED, top_ref[...] + jnp.log2(total))", "top_ref[...] + jnp.log2(total)"),
+    ("visible = keys < static.length - j * static.block", "visible = keys <= static.length - j * static.block"),
+)
+
+mistakes(
     "pallas", "kernels/cross_entropy_pallas.py", KERNELS + " -k 'cross_entropy and pallas'",
-    ("d = weights * (_exp_difference(capped, lse)", "d = (_exp_difference(capped, lse)"),
-    ("[targets - start, lse, weights]", "[targets, lse, weights]"),
-    ("return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.sum(0)", "return top + jnp.log(jnp.exp(lse - top).sum(0)), chosen.max(0)"),
+    ("d = weights * (_exp((capped - top) - log_total)", "d = (_exp((capped - top) - log_total)"),
+    ("_exp((capped - top) - log_total)", "_exp(capped - (top + log_total))", KERNELS + " -k 'digits and pallas_tpu'"),
+    ("[targets - start, *lse, weights]", "[targets, *lse, weights]"),
+    ("(totals * jnp.exp(tops - top)).sum(0), chosen.sum(0)", "(totals * jnp.exp(tops - top)).sum(0), chosen.max(0)"),
     ("in_full_blocks = V - V % block", "in_full_blocks = V - block"),
-    ("(jnp.logaddexp, jnp.add)", "(jnp.logaddexp, jnp.maximum)"),
+    ("sums[2][...] = chosen + block_chosen", "sums[2][...] = jnp.maximum(chosen, block_chosen)"),
+    ("total * _exp(top - higher)", "total"),
 )  # fmt: skip
 
 mistakes(
