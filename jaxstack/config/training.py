@@ -141,7 +141,8 @@ class OptimConfig:
     final_lr_fraction: Probability = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
     decay_fraction: PositiveFraction = 0.2
-    """With schedule `wsd`: fraction of the steps that the final linear decay takes."""
+    """With schedule `wsd`: fraction of the steps that the final linear decay takes. The decay begins after the warm-up,
+    so a long warm-up shortens it."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, on matrices only."""
     clip_norm: PositiveFloat | None = 1.0

@@ -30,7 +30,7 @@ from jaxstack.training import init_from, teacher
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import TrainState, abstract_state, make_state
-from jaxstack.training.step import jit_train_step
+from jaxstack.training.step import dropout_key, jit_train_step
 
 
 def mesh_of(cfg: Config) -> Mesh:
@@ -91,8 +91,7 @@ class Replay:
 
     def explain(self, state: TrainState, batch: Batch) -> search.Finding | None:
         """Returns the operation of a step that made the first value that is not finite, or `None` if all are finite."""
-        key = jax.random.fold_in(jax.random.key(self.cfg.run.seed), state.step) if self.cfg.model.dropout else None
-        return explain(self.cfg, self.context, state.params, batch, key)
+        return explain(self.cfg, self.context, state.params, batch, dropout_key(self.cfg, state.step))
 
     def describe_batch(self, index: int) -> str:
         """Returns one line that lists where a batch was read."""

@@ -18,7 +18,7 @@ from jaxstack.config import ModelConfig
 from jaxstack.models import layers, moe_layer, watch
 from jaxstack.models.context import Context
 from jaxstack.models.layers import AttentionMask, Aux, LayerInputs
-from jaxstack.models.params import Params
+from jaxstack.models.params import Params, random_key
 from jaxstack.sharding import BATCH_AXES
 
 Tree = TypeVar("Tree")
@@ -123,8 +123,10 @@ def block(
       The residual stream and auxiliary values: with experts those of `moe_layer.moe`, with a cache those of
       `layers.attention`; and what is watched.
     """
-    keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    dropout_ids = layer_inputs.dropout_ids
+
+    def drop(site: str, h: jax.Array) -> jax.Array:
+        key = None if dropout_key is None else random_key(dropout_key, site)
+        return layers.dropout(key, cfg.dropout, h, layer_inputs.dropout_ids)
 
     h = layers.norm(cfg, params["attention_norm"], x, ctx) if not cfg.norm_after else x
     if not cfg.first_attention_norm:
@@ -133,12 +135,14 @@ def block(
     h, aux = layers.attention(cfg, params["attention"], h, ctx, layer_inputs, mask=mask, cache=cache)
     if cfg.post_norm:
         h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
-    x = checkpoint_name(x + layers.dropout(keys[0], cfg.dropout, h, dropout_ids), "residual")
+    x = checkpoint_name(x + drop("attention", h), "residual")
     if cfg.norm_after:
         x = layers.norm(cfg, params["attention_norm"], x, ctx)
 
     if "cross" in params:
-        x, crossed = _attend_to_encoder(cfg, params, x, ctx, layer_inputs, keys[0], cache)
+        h = layers.norm(cfg, params["cross_norm"], x, ctx)
+        h, crossed = layers.cross_attention(cfg, params["cross"], h, ctx, layer_inputs, cache)
+        x = checkpoint_name(x + drop("cross", h), "residual")
         aux |= crossed
     h = layers.norm(cfg, params["mlp_norm"], x, ctx) if not cfg.norm_after else x
     seen |= {"residual/attention": x, "mlp_norm/out": h}
@@ -148,7 +152,7 @@ def block(
         h, more = layers.mlp(cfg, params["mlp"], h, ctx)
     if cfg.post_norm:
         h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)
-    x = x + layers.dropout(keys[1], cfg.dropout, h, dropout_ids)
+    x = x + drop("mlp", h)
     if cfg.norm_after:
         x = layers.norm(cfg, params["mlp_norm"], checkpoint_name(x, "residual"), ctx)
     return x, aux | more | watch.measure(ctx, seen | {"residual/out": x}, "batch", "residual")
@@ -157,22 +161,6 @@ def block(
 def layer_scope(index: int, count: int) -> AbstractContextManager[Any]:
     """Returns a scope that names a layer among the several of one step, for profiles and `jaxstack debug`."""
     return jax.named_scope(f"layer_{index}_of_{count}") if count > 1 else nullcontext()
-
-
-def _attend_to_encoder(
-    cfg: ModelConfig,
-    params: Params,
-    x: jax.Array,
-    ctx: Context,
-    layer_inputs: LayerInputs,
-    key: jax.Array | None,
-    cache: PyTree,
-) -> tuple[jax.Array, Aux]:
-    """Adds the attention to an encoder's output to the residual stream; `key` is that of the layer's attention."""
-    h = layers.norm(cfg, params["cross_norm"], x, ctx)
-    h, aux = layers.cross_attention(cfg, params["cross"], h, ctx, layer_inputs, cache)
-    own = None if key is None else jax.random.fold_in(key, 1)
-    return checkpoint_name(x + layers.dropout(own, cfg.dropout, h, layer_inputs.dropout_ids), "residual"), aux
 
 
 def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -116,8 +116,7 @@ def of_branch(batch: Batch, branch: Branch) -> Batch:
     kept = {back.get(n, n): a for n, a in batch.items() if n in back or (not back and n not in others)}
     found = {n: a.swapaxes(1, 2).reshape(-1, a.shape[1]) for n, a in kept.items() if n not in ("key", "rows")}
     if "key" in batch:
-        key = jax.random.wrap_key_data(batch["key"])
-        found["key"] = jax.random.key_data(jax.random.fold_in(key, BRANCHES.index(branch)))
+        found["key"] = decoder.with_stream_key(batch, branch)["key"]
         rate = kept["tokens"].shape[2]
         found["rows"] = (batch["rows"][:, None] * rate + jnp.arange(rate, dtype=jnp.int32)).reshape(-1)
     return found

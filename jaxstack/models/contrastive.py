@@ -99,8 +99,9 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     """
     shared = {name: array for name, array in batch.items() if name in ("key", "rows")}
     patches = batch["patches"]
-    image = decoder.make_layer_inputs(cfg, {"tokens": patches, **shared}, ctx)
-    text = decoder.make_layer_inputs(cfg, {"tokens": batch["tokens"], **shared}, ctx)
+    image = decoder.make_layer_inputs(cfg, decoder.with_stream_key({"tokens": patches, **shared}, "image"), ctx)
+    ours = decoder.with_stream_key({"tokens": batch["tokens"], **shared}, "text")
+    text = decoder.make_layer_inputs(cfg, ours, ctx)
     own = collectives.local_slice(patches, ctx.sequence_parallel_axes, 1)
     return replace(text, encoder=replace(image, tokens=None, patches=own))
 
@@ -112,7 +113,7 @@ def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Cont
     assert image.patches is not None
     assert image.positions is not None
     x = embed_patches(cfg, spec(cfg)["picture"], params["picture"], image.patches, image.positions, ctx)
-    return layers.dropout(decoder.dropout_keys(image)[1], cfg.dropout, x, image.dropout_ids), None
+    return layers.dropout(image.dropout_key("embedding"), cfg.dropout, x, image.dropout_ids), None
 
 
 def enter_text(
@@ -161,7 +162,7 @@ def text_step(
 ) -> tuple[PyTree, Aux]:
     """Runs one layer of the text's tower; arguments and results are those of `StackStep`."""
     own = replace(layer_inputs, side=None)
-    text, aux = _step(cfg, ctx, "text", params, x["text"], cfg.encoder_depth + index, own)
+    text, aux = _step(cfg, ctx, "text", params, x["text"], index, own)
     return x | {"text": text}, aux
 
 
@@ -175,7 +176,6 @@ def caption_step(
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
     """Runs one layer that reads text and picture; arguments and results are those of `StackStep`."""
-    index = cfg.encoder_depth + cfg.num_layers + index
     caption, aux = _step(cfg, ctx, "caption", params, x["caption"], index, layer_inputs)
     return x | {"caption": caption}, aux
 
@@ -189,10 +189,10 @@ def _step(
     index: jax.Array | int,
     layer_inputs: LayerInputs,
 ) -> tuple[jax.Array, Aux]:
-    """Runs a layer of a stack; `index` counts the layers of all, so that each has a dropout key of its own."""
-    (one,), key = params, decoder.dropout_keys(layer_inputs)[0]
+    """Runs a layer of a stack."""
+    (one,) = params
     weights = decoder.gather_dense(ctx, unstack(spec(cfg)[name]), one)
-    key = None if key is None else jax.random.fold_in(key, index)
+    key = layer_inputs.dropout_key(index)
     mask = kernels.AttentionMask(kind="full" if name == "image" else "causal")
     x, aux = block(cfg, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key)
     return x, jax.tree.map(lambda leaf: leaf[None], aux)

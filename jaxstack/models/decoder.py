@@ -27,7 +27,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.forward import CACHED, Parts
 from jaxstack.models.forward import hidden_states as run_parts
 from jaxstack.models.layer_inputs import Aux, LayerInputs
-from jaxstack.models.params import Param, Params, Role, Spec, pad, unstack
+from jaxstack.models.params import Param, Params, Role, Spec, pad, random_key, unstack
 from jaxstack.models.params import stack as stack_layers
 from jaxstack.models.width import scale_to_width
 from jaxstack.moe import update_bias
@@ -132,12 +132,12 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     )
 
 
-def dropout_keys(layer_inputs: LayerInputs) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
-    """Returns the dropout keys of the layers and of the embedding."""
-    if layer_inputs.key is None:
-        return None, None
-    keys = jax.random.split(jax.random.wrap_key_data(layer_inputs.key))
-    return keys[0], keys[1]
+def with_stream_key(batch: Batch, stream: str) -> Batch:
+    """Returns the arrays of one of several streams of a model, whose dropout is independent of the other streams."""
+    if "key" not in batch:
+        return batch
+    key = random_key(jax.random.wrap_key_data(batch["key"]), stream)
+    return {**batch, "key": jax.random.key_data(key)}
 
 
 def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
@@ -156,7 +156,7 @@ def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Cont
     residual = ("batch", "residual")
     where = residual[-layer_inputs.positions.ndim :]
     x, _ = ctx.region(work, arguments, (declared, ("batch", "sequence"), where), residual)
-    return layers.dropout(dropout_keys(layer_inputs)[1], cfg.dropout, x, layer_inputs.dropout_ids), None
+    return layers.dropout(layer_inputs.dropout_key("embedding"), cfg.dropout, x, layer_inputs.dropout_ids), None
 
 
 def scan_block(
@@ -178,7 +178,7 @@ def scan_block(
     every: list[Aux] = []
     for i, one in enumerate(params):
         window, before, layer = cfg.windows[i], x, index * len(cfg.windows) + i
-        key, own = dropout_keys(layer_inputs)[0], layer_inputs
+        own = layer_inputs
         if window and own.rope_local is not None:
             own = replace(own, rope=own.rope_local)
         if i == 0 and not cfg.first_attention_norm:
@@ -193,7 +193,7 @@ def scan_block(
                 ctx,
                 own,
                 mask=kernels.AttentionMask(window, "full" if cfg.family == "encoder" else "causal"),
-                dropout_key=None if key is None else jax.random.fold_in(key, layer),
+                dropout_key=layer_inputs.dropout_key(layer),
                 cache={**cache[i], "distance": layer_inputs.distance[i]} if cache else cache,
             )
         if ctx.pipeline is not None and 0 < rest <= i:

@@ -136,7 +136,7 @@ def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Cont
         table = ctx.gather_params(spec(cfg)["embedding"]["types"], params["embedding"]["types"])
         x = kernels.add_in_float32(x, kernels.embedding_lookup(table, layer_inputs.token_types))
     x = layers.norm(cfg, params["embedding"]["norm"], x, ctx)
-    return layers.dropout(decoder.dropout_keys(layer_inputs)[1], cfg.dropout, x, layer_inputs.dropout_ids), None
+    return layers.dropout(layer_inputs.dropout_key("embedding"), cfg.dropout, x, layer_inputs.dropout_ids), None
 
 
 def hidden_states(

@@ -115,8 +115,8 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     if cfg.moe.num_experts and "segment_ids" in theirs:
         theirs["loss_weights"] = (theirs["segment_ids"] != 0).astype(jnp.float32)
     ours = {name: array for name, array in batch.items() if not name.startswith("encoder_")}
-    made = decoder.make_layer_inputs(cfg, theirs, ctx)
-    return replace(decoder.make_layer_inputs(cfg, ours, ctx), encoder=made)
+    made = decoder.make_layer_inputs(cfg, decoder.with_stream_key(theirs, "encoder"), ctx)
+    return replace(decoder.make_layer_inputs(cfg, decoder.with_stream_key(ours, "decoder"), ctx), encoder=made)
 
 
 def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, PyTree]:
@@ -158,7 +158,7 @@ def encoder_step(
     """Runs one unit of the encoder; arguments and results are those of `StackStep`."""
     assert layer_inputs.encoder is not None
     own = replace(layer_inputs.encoder, side=layer_inputs.side)
-    return _step(cfg, ctx, "encoder", params, x, index * _unit_size(cfg), own)
+    return _step(cfg, ctx, "encoder", params, x, index, own)
 
 
 def decoder_step(
@@ -171,8 +171,7 @@ def decoder_step(
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
     """Runs one unit of the decoder; arguments and results are those of `StackStep`."""
-    first = cfg.encoder_depth + index * _unit_size(cfg)
-    return _step(cfg, ctx, "decoder", params, x, first, layer_inputs, cache)
+    return _step(cfg, ctx, "decoder", params, x, index, layer_inputs, cache)
 
 
 def _step(
@@ -181,17 +180,17 @@ def _step(
     name: Literal["encoder", "decoder"],
     params: list[Params],
     x: jax.Array,
-    first: jax.Array | int,
+    index: jax.Array | int,
     layer_inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
-    """Runs a unit of a stack; `first` counts the layers of both, so that each has a dropout key of its own."""
-    (unit,), keys = params, decoder.dropout_keys(layer_inputs)[0]
+    """Runs a unit of a stack."""
+    (unit,) = params
     mask = kernels.AttentionMask(kind="full" if name == "encoder" else "causal")
     declared, every = _layers_of(cfg, unstack(spec(cfg)[name])), []
     for i, (model, one) in enumerate(zip(_models(cfg), _layers_of(cfg, unit), strict=True)):
         weights = decoder.gather_dense(ctx, declared[i], one)
-        key = None if keys is None else jax.random.fold_in(keys, first + i)
+        key = layer_inputs.dropout_key(index * len(declared) + i)
         held = {**cache[i], "distance": layer_inputs.distance[0]} if cache else cache
         with layer_scope(i, len(declared)):
             x, aux = block(model, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key, cache=held)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -75,7 +74,7 @@ def hidden_states(
     for name, stack in stacks.items():
         if stack.enter is not None:
             x, side = stack.enter(cfg, params, x, side, layer_inputs, ctx)
-        own = replace(layer_inputs, side=side)
+        own = layer_inputs.of_stack(name, side)
         with jax.named_scope(f"stack_{name}"):
             x, aux = scan_stack(cfg, ctx, stack, steps[name], x, own, cache)
         every[name] = aux
@@ -105,12 +104,12 @@ def _through_stages(
         microbatches = 1 if cache else pipeline.groups_of(rows, 4 * ctx.pipeline.stages.stages)
     stacks, inner, spec = parts.stacks(cfg), ctx.within_stage, parts.spec(cfg)
 
-    def layer(stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
+    def layer(name: str, stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
         def scan_body(
             layer: tuple[list[Params], PyTree], stream: Stream, index: jax.Array, layer_inputs: LayerInputs
         ) -> tuple[Stream, jax.Array, Aux]:
             (weights, cache), (x, side) = layer, stream
-            x, aux = stack.step(cfg, inner, weights, x, index, replace(layer_inputs, side=side), cache)
+            x, aux = stack.step(cfg, inner, weights, x, index, layer_inputs.of_stack(name, side), cache)
             return (x, side), jnp.zeros(()), aux
 
         return remat(inner, scan_body)
@@ -119,12 +118,12 @@ def _through_stages(
         own = params[name] if ctx.gather == "layer" else ctx.gather_params(spec[name], params[name])
         return group_layers(stack.period, own), cache
 
-    first, *later = stacks.values()
+    first, *later = stacks.items()
     work = PipelineFns(
         prepare=lambda micro: parts.make_layer_inputs(cfg, micro, ctx),
         embed=lambda shared, layer_inputs: parts.embed(cfg, shared, layer_inputs, ctx),
-        layer=layer(first),
-        later=tuple(StackFns(enter(cfg, stack, ctx), layer(stack)) for stack in later),
+        layer=layer(*first),
+        later=tuple(StackFns(enter(cfg, stack, ctx), layer(name, stack)) for name, stack in later),
         kept=CACHED,
     )
     layers_and_cache = tuple(stacked(name, stack) for name, stack in stacks.items())

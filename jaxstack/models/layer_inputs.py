@@ -1,11 +1,12 @@
 """What the layers of a model read in addition to the residual stream, and what they return in addition to it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import jax
 
 from jaxstack.common.tree import PyTree
+from jaxstack.models.params import random_key
 
 Aux: TypeAlias = dict[str, PyTree]
 """Auxiliary values of layers by name: sums of routing, keys and values for a cache, or what `models.watch` measures."""
@@ -25,7 +26,7 @@ class LayerInputs:
         of the branch `understanding`, for two branches; of the text's layers, for a diffusion model that reads texts.
       first: whether this is the first layer, for models with `first_attention_norm=false`.
       gate_ids: domain or timestep of each token of the residual stream, for hard gates [B, S/n].
-      key: data of the PRNG key for dropout.
+      key: data of the PRNG key for dropout, of a stream and of a stack, see `dropout_key`.
       patches: of pictures, in the residual stream; those of a diffusion model have noise [B, S/n, P].
       positions: position of each token of the residual stream, [S/n] or [B, S/n].
       replicas: where the experts of this layer are stored, if some are stored several times: the indices of each
@@ -56,3 +57,17 @@ class LayerInputs:
     side: PyTree = None
     token_types: jax.Array | None = None
     tokens: jax.Array | None = None
+
+    def of_stack(self, name: str, side: PyTree) -> "LayerInputs":
+        """Returns what the layers of one stack read: its side inputs, and dropout keys that no other stack has."""
+        encoder = None if self.encoder is None else self.encoder.of_stack(name, self.encoder.side)
+        key = None if self.key is None else jax.random.key_data(random_key(jax.random.wrap_key_data(self.key), name))
+        return replace(self, side=side, encoder=encoder, key=key)
+
+    def dropout_key(self, *path: str | int | jax.Array) -> jax.Array | None:
+        """Returns the dropout key of a site, or of a layer that has several sites; `None` without dropout.
+
+        Args:
+          path: name of the site within the model, such as `embedding`, or index of the layer in its stack.
+        """
+        return None if self.key is None else random_key(jax.random.wrap_key_data(self.key), *path)

@@ -188,6 +188,21 @@ def pad_to_slots(spec: Spec, stages: Stages | None) -> Spec:
     return jax.tree_util.tree_map_with_path(pad, spec, is_leaf=lambda x: isinstance(x, Param))
 
 
+def random_key(key: jax.Array, *path: str | int | jax.Array) -> jax.Array:
+    """Returns the PRNG key of one draw, which its path below `key` determines.
+
+    Two draws are independent if neither path begins with the other one. Never draw from a key that is also folded or
+    split: its children are bits of the draw.
+
+    Args:
+      key: that all draws derive from.
+      path: names, such as those of parameters, and indices, such as that of a layer.
+    """
+    for part in path:
+        key = jax.random.fold_in(key, zlib.crc32(part.encode()) if isinstance(part, str) else part)
+    return key
+
+
 def init(key: jax.Array, spec: Spec, stages: Stages | None = None) -> Params:
     """Draws initial values, float32.
 
@@ -202,7 +217,7 @@ def init(key: jax.Array, spec: Spec, stages: Stages | None = None) -> Params:
     """
 
     def one(keys: tuple[Any, ...], p: Param) -> jax.Array:
-        own = jax.random.fold_in(key, zlib.crc32(path_of(keys).encode()))
+        own = random_key(key, path_of(keys))
         shape = (p.unpadded or p.shape)[p.stacked :]
 
         def draw(key: jax.Array) -> jax.Array:
@@ -216,7 +231,7 @@ def init(key: jax.Array, spec: Spec, stages: Stages | None = None) -> Params:
             return draw(own)
         layers = np.arange(p.shape[0]) if stages is None else stages.of(path_of(keys)).layer_of_slot
         numbers = jnp.arange(p.shape[0]) if stages is None else jnp.asarray(layers)
-        values = jax.vmap(lambda i: draw(jax.random.fold_in(own, i)))(numbers)
+        values = jax.vmap(lambda i: draw(random_key(own, i)))(numbers)
         if (layers >= 0).all():
             return values
         return jnp.where((numbers >= 0).reshape(-1, *(1,) * len(shape)), values, 0.0)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from optax.contrib import MuonState, scale_by_muon
 
 from jaxstack.common.tree import PyTree
@@ -21,38 +22,78 @@ from jaxstack.sharding import collectives
 from jaxstack.sharding.rules import names_of
 
 
+def _last_peak_step(cfg: OptimConfig, steps: int) -> int:
+    """Returns the number of the update after which the learning rate decays, counted from 1.
+
+    A decay begins after the warm-up: with `wsd`, it takes fewer steps than `decay_fraction` says if fewer remain.
+    """
+    if cfg.schedule != "wsd":
+        return cfg.warmup_steps
+    return max(cfg.warmup_steps, steps - _wsd_decay_steps(cfg, steps))
+
+
+def _wsd_decay_steps(cfg: OptimConfig, steps: int) -> int:
+    return max(round(steps * cfg.decay_fraction), 1)
+
+
 def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     """Returns the learning rate of each update, as a function of the number of updates before it.
 
-    The first update of a warm-up of W steps has `lr / W`, the last of the run has `lr * final_lr_fraction`. `wsd` is
-    warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395, section 4).
+    Update n of N, counted from 1, has the following rate, where W is the number of warm-up steps, B the last step
+    before the decay, and f is `final_lr_fraction`:
+
+    - n <= W: lr n / W
+    - n <= B: lr
+    - n > B: lr (f + (1 - f) s), with r = (N - n) / (N - B), and s = r (`linear`, `wsd`) or s = sin^2(pi r / 2)
+      (`cosine`, which is (1 + cos(pi (1 - r))) / 2)
+
+    B is W. With `wsd`, which is warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395, section 4), B is the larger
+    one of W and N - `decay_fraction` N. So the last update of a run has lr f, unless the rate is constant or the
+    warm-up takes the whole run.
 
     Args:
       cfg: peak and shape.
       steps: number of updates of the run.
     """
-    peak, final, warmup = cfg.lr, cfg.lr * cfg.final_lr_fraction, cfg.warmup_steps
-    after = max(steps - warmup, 1)
-    decay = max(round(steps * cfg.decay_fraction), 1) if cfg.schedule == "wsd" else after
-    tail: optax.Schedule = {
-        "cosine": optax.cosine_decay_schedule(peak, after, cfg.final_lr_fraction),
-        "linear": optax.linear_schedule(peak, final, after),
-        "wsd": optax.linear_schedule(peak, final, decay, transition_begin=max(after - decay, 0)),
-        "constant": optax.constant_schedule(peak),
-    }[cfg.schedule]
-    joined = optax.join_schedules([optax.linear_schedule(0.0, peak, max(warmup, 1)), tail], [warmup])
-    return lambda count: joined(count + 1)
+    peak, final, warmup = cfg.lr, cfg.final_lr_fraction, cfg.warmup_steps
+    last_peak = _last_peak_step(cfg, steps)
+    decay = max(steps - last_peak, 1)
+
+    def rate(count: ArrayLike) -> jax.Array:
+        n = jnp.asarray(count) + 1
+        rising = n / max(warmup, 1)
+        left = jnp.clip((last_peak + decay - n) / decay, 0, 1)
+        shape = {
+            "cosine": lambda: jnp.sin(jnp.pi / 2 * left) ** 2,
+            "linear": lambda: left,
+            "wsd": lambda: left,
+            "constant": lambda: jnp.ones_like(left),
+        }[cfg.schedule]()
+        return peak * jnp.where(n < warmup, rising, final + (1 - final) * shape)
+
+    return rate
 
 
-def warmup_warning(cfg: OptimConfig, steps: int) -> str | None:
-    """Returns a line for the user if the warm-up takes the whole run, else `None`; short trials may want this."""
-    if cfg.warmup_steps < steps:
-        return None
-    return (
-        f"optim.warmup_steps={cfg.warmup_steps} takes all of train.steps={steps}: the learning rate rises until the "
-        f"last step, to {cfg.lr * steps / cfg.warmup_steps:.3g} of optim.lr={cfg.lr:g}. Lower optim.warmup_steps to "
-        f"train at optim.lr."
-    )
+def schedule_warning(cfg: OptimConfig, steps: int) -> str | None:
+    """Returns a line for the user if the warm-up leaves fewer steps than the schedule needs, else `None`.
+
+    Nothing is refused, because short trials of a long run may want this.
+    """
+    warmup = cfg.warmup_steps
+    if warmup >= steps:
+        return (
+            f"optim.warmup_steps={warmup} takes all of train.steps={steps}: the learning rate rises until the last "
+            f"step, to {cfg.lr * steps / warmup:.3g} of optim.lr={cfg.lr:g}. Lower optim.warmup_steps to train at "
+            f"optim.lr."
+        )
+    remaining = steps - warmup
+    if cfg.schedule == "wsd" and _wsd_decay_steps(cfg, steps) > remaining:
+        return (
+            f"optim.decay_fraction={cfg.decay_fraction:g} of train.steps={steps} is {_wsd_decay_steps(cfg, steps)} "
+            f"steps, but optim.warmup_steps={warmup} leaves {remaining}: the decay takes these {remaining} steps. "
+            f"Lower one of the two to decay as slowly as optim.decay_fraction says."
+        )
+    return None
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

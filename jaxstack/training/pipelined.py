@@ -45,7 +45,7 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
             weights: list[Params], stream: Stream, index: jax.Array, inputs: tuple[LayerInputs, Batch]
         ) -> tuple[Stream, jax.Array, Aux]:
             x, side = stream
-            x, aux = stack.step(cfg.model, ctx, weights, x, index, replace(inputs[0], side=side))
+            x, aux = stack.step(cfg.model, ctx, weights, x, index, inputs[0].of_stack(name, side))
             return (x, side), jnp.asarray(losses.auxiliary(cfg.model, aux, totals, name)), aux
 
         return remat(ctx, step)

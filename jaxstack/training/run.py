@@ -42,7 +42,7 @@ from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.compile_ahead import CompileAhead
 from jaxstack.training.losses import EvalSums
 from jaxstack.training.ngram_comparison import compare_with_ngrams
-from jaxstack.training.optimizer import warmup_warning
+from jaxstack.training.optimizer import schedule_warning
 from jaxstack.training.state import TrainState, evaluated_params, make_state
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ class Run:
         console.print(f"run      {self._directory}/")
         for change in changes:
             console.print(f"changed  {change}", style="yellow")
-        if warning := warmup_warning(cfg.optim, cfg.train.steps):
+        if warning := schedule_warning(cfg.optim, cfg.train.steps):
             console.print(warning, style="yellow")
         if memory:
             console.print(memory, style="yellow")

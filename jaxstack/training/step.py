@@ -39,6 +39,16 @@ def is_spike(cfg: SpikeConfig, recent: jax.Array, updates: jax.Array, loss: jax.
     return (updates >= cfg.window) & (loss > limit)
 
 
+def dropout_key(cfg: Config, step: jax.Array | int) -> jax.Array | None:
+    """Returns the key that all dropout masks of a step derive from; `None` without dropout.
+
+    Args:
+      cfg: the run.
+      step: number of steps before it, `TrainState.step`.
+    """
+    return params.random_key(jax.random.key(cfg.run.seed), "dropout", step) if cfg.model.dropout else None
+
+
 def make_train_step(
     cfg: Config, ctx: Context, watched: Watched | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -55,10 +65,7 @@ def make_train_step(
     gradients = make_gradients(cfg, ctx if watched is None else replace(ctx, watch=watched.taps))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        key = None
-        if cfg.model.dropout:
-            key = jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)
-        loss, grads, sums = gradients(state.params, batch, key)
+        loss, grads, sums = gradients(state.params, batch, dropout_key(cfg, state.step))
         with jax.named_scope("optimizer"):
             grad_norm = optax.global_norm(grads)
         updates = state.step - state.skipped

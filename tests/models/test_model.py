@@ -361,23 +361,6 @@ def test_dropout_is_off_without_a_key_and_unbiased_with_one(rng):
     assert (decoder.forward(cfg, values, tokens)[0] == plain).all()
 
 
-def test_every_mask_of_dropout_has_a_key_of_its_own(rng, monkeypatch):
-    """The embedding has one mask and each layer two, over two scan steps of two layers each."""
-    cfg = dataclasses.replace(FAMILIES["llama3"], num_layers=4, windows=(4, 0), dropout=0.5)
-    keys = []
-
-    def dropout(key, rate, x, dropout_ids):
-        keys.append(bytes(np.asarray(jax.random.key_data(key))))
-        assert rate == 0.5
-        return x
-
-    monkeypatch.setattr(layers, "dropout", dropout)
-    with jax.disable_jit():
-        values, batch = randomised(cfg, rng), {"tokens": tokens_for(cfg, rng, length=3)}
-        decoder.hidden_states(cfg, values, batch, dropout_key=jax.random.key(0))
-    assert len(keys) == len(set(keys)) == 1 + 2 * cfg.num_layers
-
-
 def test_the_model_names_no_mesh_and_no_kernel():
     source = inspect.getsource(ModelConfig)
     assert "mesh" not in source

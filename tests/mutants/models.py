@@ -70,12 +70,12 @@ mistakes(
 
 mistakes(
     "model", "models/blocks.py", BY_HAND,
-    ("layers.dropout(keys[1], cfg.dropout, h", "layers.dropout(keys[0], cfg.dropout, h", "models/test_model.py -k mask"),
+    ('x = x + drop("mlp", h)', 'x = x + drop("attention", h)', "models/test_dropout.py -k masks"),
 )  # fmt: skip
 
 mistakes(
     "model", "models/decoder.py", BY_HAND,
-    ("index * len(cfg.windows) + i", "index + i", "models/test_model.py -k mask"),
+    ("index * len(cfg.windows) + i", "index + i", "models/test_dropout.py -k masks"),
     ("rope = layers.rope_tables(cfg, positions)", "rope = layers.rope_tables(cfg, ctx.token_index(length))",
      GENERATE + " -k 'greedy and gemma2'"),
 )  # fmt: skip
@@ -130,8 +130,8 @@ mistakes(
 
 mistakes(
     "params", "models/params.py", "models/test_model.py -k 'spread or initial'",
-    ("draw(jax.random.fold_in(own, i))", "draw(own)"),
-    ("zlib.crc32(path_of(keys).encode())", 'zlib.crc32(path_of(keys).split("/")[-1].encode())'),
+    ("draw(random_key(own, i))", "draw(own)"),
+    ("random_key(key, path_of(keys))", 'random_key(key, path_of(keys).split("/")[-1])'),
     ("p.std * jax.random.normal", "p.std**2 * jax.random.normal"),
     ('return self.kind in ("matrix", "table")', 'return self.kind == "matrix"',
      "models/test_model.py -k cast"),
@@ -139,4 +139,21 @@ mistakes(
     ('self.kind == "matrix" and "vocab" not in self.axes', 'self.kind == "matrix"', "training/test_optim.py"),
     ("return frozen if trained is None else trained", "return trained if frozen is None else frozen",
      "models/test_lora.py -k split", {"equivalent": "each leaf is in one of the two trees alone"}),
+)  # fmt: skip
+
+DROPOUT = "models/test_dropout.py -k masks"
+
+mistakes(
+    "model", "models/layer_inputs.py", DROPOUT,
+    ("jax.random.key_data(random_key(jax.random.wrap_key_data(self.key), name))", "self.key"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/encoder_decoder.py", DROPOUT,
+    ('decoder.with_stream_key(ours, "decoder")', 'decoder.with_stream_key(ours, "encoder")'),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/contrastive.py", DROPOUT,
+    ('"tokens": batch["tokens"], **shared}, "text")', '"tokens": batch["tokens"], **shared}, "image")'),
 )  # fmt: skip

@@ -60,15 +60,15 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "optim", "training/optimizer.py", "training/test_optim.py -k 'warm or formulas or decay or closed or clipped'",
-    ("return lambda count: joined(count + 1)", "return lambda count: joined(count)"),
-    ("decay = max(round(steps * cfg.decay_fraction), 1)", "decay = max(round(after * cfg.decay_fraction), 1)"),
+    "optim", "training/optimizer.py", "training/test_optim.py -k 'warm or schedule or formulas or decay or closed or clipped'",
+    ("n = jnp.asarray(count) + 1", "n = jnp.asarray(count)"),
+    ("max(round(steps * cfg.decay_fraction), 1)", "max(round((steps - cfg.warmup_steps) * cfg.decay_fraction), 1)"),
+    ("max(cfg.warmup_steps, steps - _wsd_decay_steps(cfg, steps))", "steps - _wsd_decay_steps(cfg, steps)"),
     ('mask=map_spec(lambda p: p.is_decayed, spec)', 'mask=map_spec(lambda p: p.kind == "matrix", spec)'),
     ('"adamw": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)', '"adamw": lambda: optax.scale_by_adam(cfg.b2, cfg.b1, cfg.eps)'),
     ('"lion": lambda: optax.scale_by_lion(cfg.b1, cfg.b2)', '"lion": lambda: optax.scale_by_lion(cfg.b2, cfg.b1)'),
     ('"sgd": lambda: optax.trace(cfg.b1) if cfg.b1', '"sgd": lambda: optax.trace(cfg.b1, nesterov=True) if cfg.b1'),
-    ("peak, final, warmup = cfg.lr, cfg.lr * cfg.final_lr_fraction, cfg.warmup_steps",
-     "peak, final, warmup = cfg.lr, cfg.final_lr_fraction, cfg.warmup_steps"),
+    ("final + (1 - final) * shape", "final + shape"),
 )  # fmt: skip
 
 mistakes(

@@ -20,7 +20,7 @@ mistakes(
     ("skipped=state.skipped + bad,", "skipped=state.skipped_in_a_row + bad,", STEP + " -k finite"),
     ('"lr": schedule(updates)', '"lr": schedule(state.step)', STEP + " -k finite"),
     ("updates = state.step - state.skipped", "updates = state.step", STEP + " -k 'finite or spike'"),
-    ("jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)", "jax.random.key(cfg.run.seed)", STEP + " -k dropout"),
+    ('random_key(jax.random.key(cfg.run.seed), "dropout", step)', 'random_key(jax.random.key(cfg.run.seed), "dropout")', STEP + " -k dropout"),
     ("middle + cfg.threshold * jnp.maximum", "cfg.threshold * jnp.maximum", "checkpoint/test_reliability.py -k spike"),
     ("1.4826 * jnp.median", "jnp.median", "checkpoint/test_reliability.py -k spike"),
     ("(updates >= cfg.window)", "(updates > cfg.window)", "checkpoint/test_reliability.py -k spike"),
@@ -53,7 +53,7 @@ mistakes(
     "step", "training/pipelined.py", STEP,
     ("_, scatter = jax.vjp(partial(gather, trained_spec), trained)", "_, scatter = jax.vjp(partial(gather, spec), trained)",
      PIPELINE, {"equivalent": "the tests of pipelines freeze nothing, and then both specs are one"}),
-    ("replace(inputs[0], side=side)", "replace(inputs[0], side=jax.lax.stop_gradient(side))",
+    ("inputs[0].of_stack(name, side)", "replace(inputs[0], side=jax.lax.stop_gradient(side))",
      "models/test_family.py -k side"),
 )  # fmt: skip
 

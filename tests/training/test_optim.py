@@ -51,6 +51,58 @@ def test_schedules_by_their_formulas():
     assert (rates(schedule="constant")[after] == PEAK).all()
 
 
+def expected_rates(steps, warmup, name, fraction, final):
+    """Returns the rates of a run in float64, as parts of the peak: lines between corners, and half of a cosine."""
+    n = np.arange(1, steps + 1)
+    decay = max(round(steps * fraction), 1) if name == "wsd" else steps
+    begin = max(warmup, steps - decay)
+    part = np.clip((n - begin) / max(steps - begin, 1), 0, 1)
+    fall = {"constant": 1.0, "cosine": final + (1 - final) * (1 + np.cos(np.pi * part)) / 2}.get(
+        name, np.interp(part, [0, 1], [1, final])
+    )
+    return np.where(n < warmup, n / max(warmup, 1), fall)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
+def test_every_length_begins_and_ends_where_the_schedule_says(name):
+    """Runs of 1 to 300 steps have the formula's rates, with the default keys and with overlaps of warm-up and decay.
+
+    The last rate is `final_lr_fraction` of the peak wherever the rate decays, and no rate exceeds the peak.
+    """
+    for steps in range(1, 301):
+        warmups = (0, 1, steps // 3, steps // 2, steps - 1, steps, steps + 50)
+        for warmup, fraction, final in (
+            (100, 0.2, 0.1),  # the defaults
+            (warmups[steps % 7], (1e-3, 0.2, 0.6, 0.8, 1.0)[steps % 5], (0.1, 0.0, 1.0)[steps % 3]),
+        ):
+            cfg = OptimConfig(
+                lr=PEAK, warmup_steps=warmup, schedule=name, decay_fraction=fraction, final_lr_fraction=final
+            )
+            got = np.asarray(optimizer.schedule(cfg, steps)(np.arange(300)))[:steps] / PEAK
+            case = f"{steps} steps, {cfg}"
+            # A few roundings of float32, each of 6e-8.
+            np.testing.assert_allclose(
+                got, expected_rates(steps, warmup, name, fraction, final), rtol=4e-7, atol=1e-7, err_msg=case
+            )
+            assert got.max() <= 1, case
+            assert got[0] > 0 or (steps, final) == (1, 0), case
+            if name != "constant" and warmup < steps:
+                assert got[-1] == np.float32(final), case
+
+
+@pytest.mark.parametrize(("warmup", "counts"), [(60, None), (61, (40, 39)), (99, (40, 1))])
+def test_a_decay_that_the_warm_up_shortens_is_told(warmup, counts):
+    cfg = OptimConfig(schedule="wsd", warmup_steps=warmup, decay_fraction=0.4)
+    told = optimizer.schedule_warning(cfg, 100)
+    if counts is None:
+        assert told is None
+        return
+    wanted, remaining = counts
+    assert f"optim.decay_fraction=0.4 of train.steps=100 is {wanted} steps" in told
+    assert f"optim.warmup_steps={warmup} leaves {remaining}: the decay takes these {remaining} steps" in told
+    assert optimizer.schedule_warning(dataclasses.replace(cfg, schedule="cosine"), 100) is None
+
+
 def test_a_warm_up_longer_than_the_run_only_warms_up():
     schedule = optimizer.schedule(OptimConfig(lr=1.0, warmup_steps=50), 20)
     np.testing.assert_allclose([schedule(i) for i in range(20)], np.arange(1, 21) / 50, rtol=1e-6)
@@ -60,7 +112,7 @@ def test_a_warm_up_longer_than_the_run_only_warms_up():
 def test_a_warm_up_that_takes_the_whole_run_is_told(warmup, reached):
     """The line names the highest rate, which is that of the last step."""
     cfg = OptimConfig(lr=2.0, warmup_steps=warmup)
-    told = optimizer.warmup_warning(cfg, 20)
+    told = optimizer.schedule_warning(cfg, 20)
     if reached is None:
         assert told is None
         return
