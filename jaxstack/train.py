@@ -192,7 +192,7 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     resolved, split = estimate.resolve_split(cfg, ctx)
     choose = make_choice(resolved, ctx, abstract)  # some steps measure what `debug.watch` names
     steps = make_step(resolved, ctx, abstract), jax.jit(make_eval_step(cfg, ctx))  # of (state or params, batch)
-    loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so there is nothing to save
+    loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so no reader has a state
     teach = teacher.open_teacher(cfg, dataset.tokenizer, mesh)
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints

@@ -32,7 +32,8 @@ _FREE = (
 _LOCK = ".lock"
 
 Metadata: TypeAlias = dict[str, Any]
-"""JSON that a checkpoint stores beside its arrays: `config`, `versions`, `data` (a fingerprint) and `next_batch`."""
+"""JSON that a checkpoint stores beside its arrays: `config`, `versions`, `data` (a fingerprint), and where it reads on:
+`next_batch`, the index of a batch, and `position`, see `jaxstack.data.position`."""
 
 LAUNCH = ("run.dir", "distributed.")
 """Keys that say where a run is stored and how it was started. A run may resume with other values of them."""

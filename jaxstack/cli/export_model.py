@@ -163,6 +163,7 @@ def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "gen
     ctx = Context.create(cfg, mesh)
     state = start_from(cfg, make_state(cfg, ctx, abstract_state(cfg, ctx)), values)
     metadata = store.metadata(saved, max(manifest.complete_steps(saved))) | {"config": asdict(cfg), "next_batch": 0}
+    metadata.pop("position", None)  # of the data of the other run
     with safetensors.new_folder(folder) as made:
         (made / "config.yaml").write_text(parse.to_yaml(cfg))
         (made / "tokenizer.json").write_bytes((Path(source.run.dir) / "tokenizer.json").read_bytes())

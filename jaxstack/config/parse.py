@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -386,6 +387,18 @@ def _check_vocabulary(cfg: Config) -> None:
     bytes_only = cfg.data.tokenizer == "bytes" and not own and pictures is None
     if bytes_only or (cfg.model.vocab_size is not None and (pictures is None or pictures.image)):
         resolve(cfg, 256 if bytes_only else None)
+
+
+def from_values(values: dict[str, object]) -> Config:
+    """Returns the configuration with the values of `dataclasses.asdict`, which may have been JSON in between.
+
+    Raises:
+      ConfigError: a key or a value that this version does not have.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(yaml.safe_dump(values))
+        return parse_config([f"--config={file}"])
 
 
 def to_yaml(config: Config) -> str:

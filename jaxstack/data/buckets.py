@@ -8,6 +8,7 @@ Suffixes: D documents, J buckets, B batch.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -16,10 +17,11 @@ import numpy as np
 
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.interleave import Interleaving
-from jaxstack.data.mixture import MixtureReader, WindowSizes
+from jaxstack.data.mixture import MixtureReader, WindowSizes, phases_from
 from jaxstack.data.pairs import PairTokens
+from jaxstack.data.position import Counts, Start
 from jaxstack.data.tokens import Tokens
-from jaxstack.data.windows import Batch, document_windows
+from jaxstack.data.windows import Batch, Order, document_windows
 
 if TYPE_CHECKING:
     import grain
@@ -143,6 +145,8 @@ def split_by_length(tokens: Tokens, lengths: Sequence[int]) -> list[Tokens]:
 class BucketReader:
     """Reads the training batches of a run by their index, each with rows of one length.
 
+    A batch depends on the seed, its index, and where reading has started.
+
     After any number of batches, the count of each bucket differs from its share by less than one. Its share is such
     that each document is read equally often. Where sources have weights, they hold within each bucket.
 
@@ -191,19 +195,49 @@ class BucketReader:
         rows = zip(phases[0][1], self.lengths, strict=True)
         self.padding = 1 - used / float(sum(sum(each) * length for each, length in rows))
         self.shares = [float(each / sum(batches[0][1])) for each in batches[0][1]]
-        self._order = Interleaving(batches)
+        self._batches, self._sequences = batches, phases
+        read = [[(step, rows[j]) for step, rows in phases if any(rows[j])] for j in range(len(sizes))]
+        self._all_readers = [
+            MixtureReader([part[j] for part in parts], names, read[j], size, seed) if read[j] else None
+            for j, size in enumerate(sizes)
+        ]
+        self._begin(Start())
+
+    def _begin(self, start: Start) -> None:
+        """Sets where reading starts, see `with_start`."""
+        self._first = start.batch
+        self._read_before = start.read or [[0] * len(self._documents)] * len(self._rows)
+        self._order = Interleaving(phases_from(self._batches, start.batch))
+        phases = phases_from(self._sequences, start.batch)
         self._readers: list[MixtureReader | None] = []
-        for j, size in enumerate(sizes):
+        for j, reader in enumerate(self._all_readers):
             begins = {int(self._order.counts(step)[j]): rows[j] for step, rows in phases if any(rows[j])}
-            if not begins:
-                self._readers.append(None)
-                continue
-            own = [part[j] for part in parts]
-            self._readers.append(MixtureReader(own, names, [*begins.items()], size, seed))
+            started = None
+            if reader is not None and begins:
+                started = reader.with_start(Start(0, [self._read_before[j]]), [*begins.items()])
+            self._readers.append(started)
+
+    def with_start(self, start: Start) -> "BucketReader":
+        """Returns a reader of the same texts that starts elsewhere."""
+        other = copy(self)
+        other._begin(start)
+        return other
+
+    def orders(self) -> list[list[Order | None]]:
+        """Returns what determines the sequences of each source in each bucket, see `Position.orders`."""
+        none: list[Order | None] = [None] * len(self._documents)
+        return [reader.orders()[0] if reader else none for reader in self._all_readers]
+
+    def read_before(self, index: int) -> Counts:
+        """Returns how many sequences of each source are read before a batch, [buckets][sources]."""
+        numbers = self._order.counts(max(index - self._first, 0)).tolist()
+        each = zip(self._readers, numbers, self._read_before, strict=True)
+        return [reader.counts(number).tolist() if reader else [*before] for reader, number, before in each]
 
     def _locate(self, index: int) -> tuple[int, MixtureReader, int]:
         """Returns the bucket of a batch, its reader, and the number of the batch within it."""
-        bucket, number = (int(each[0]) for each in self._order.locate(np.array([index])))
+        assert index >= self._first, "batches before the start had another size"
+        bucket, number = (int(each[0]) for each in self._order.locate(np.array([index - self._first])))
         reader = self._readers[bucket]
         assert reader is not None
         return bucket, reader, number
@@ -227,8 +261,8 @@ class BucketReader:
 
         Of a longer run, the first 100,000 batches are looked at.
         """
-        end = min(end, first + _LOOKED_AT)
-        found, at = np.unique(self._order.locate(np.arange(first, end))[0], return_index=True)
+        numbers = np.arange(first, min(end, first + _LOOKED_AT)) - self._first
+        found, at = np.unique(self._order.locate(numbers)[0], return_index=True)
         return [self.lengths[bucket] for bucket in found[np.argsort(at)].tolist()]
 
     def row_figures(self, index: int) -> dict[str, float]:
@@ -246,11 +280,7 @@ class BucketReader:
 
     def passes(self, steps: int) -> list[float]:
         """Returns how often `steps` steps read the text of each source."""
-        counts = np.zeros(len(self._documents))
-        for reader, number in zip(self._readers, self._order.counts(steps).tolist(), strict=True):
-            if reader is not None:
-                counts += reader.counts(number)
-        return (counts / self._documents).tolist()
+        return (np.sum(self.read_before(steps), axis=0) / self._documents).tolist()
 
     def describe(self, index: int) -> str:
         """Returns one line for error messages that lists where the first rows of a batch were read."""

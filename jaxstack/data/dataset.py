@@ -118,7 +118,7 @@ def load(cfg: DataConfig, labels: Labels | None = None, captions: bool = False) 
     if cfg.source in PICTURES:
         return _load_captions(cfg) if captions else _load_images(cfg)
     parts = [*cfg.single_sources()]
-    names = [one.label for one in cfg.mixture] or [sources.describe(cfg)]
+    names = source_names(cfg)
     opened = {i: _open(part) for i, part in enumerate(parts) if part.source == "tokens"}
     texts = [part for i, part in enumerate(parts) if i not in opened]
     tokenizer = _make_tokenizer(texts, cfg.tokenizer, labels) if texts else opened[0].tokenizer
@@ -147,6 +147,11 @@ def load(cfg: DataConfig, labels: Labels | None = None, captions: bool = False) 
     if cfg.buckets == "auto":
         buckets = choose_lengths(cfg, [one.train for one in found if isinstance(one.train, Tokens)])
     return Dataset(tokenizer, tuple(found), tuple(cfg.weights()), special, buckets)
+
+
+def source_names(cfg: DataConfig) -> list[str]:
+    """Returns the names of the sources of a configuration."""
+    return [one.label for one in cfg.mixture] or [sources.describe(cfg)]
 
 
 def load_for(cfg: Config) -> Dataset:

@@ -19,6 +19,8 @@ import numpy as np
 
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.class_names import ClassNames
+from jaxstack.data.position import Counts, Start
+from jaxstack.data.windows import Order
 
 if TYPE_CHECKING:
     import grain
@@ -197,6 +199,7 @@ class PictureReader:
       batch_size: rows of a batch over all devices.
       patch_size: height and width of a patch.
       shuffle: whether each epoch has another order.
+      start: where reading starts.
     """
 
     images: Images
@@ -204,6 +207,7 @@ class PictureReader:
     batch_size: int
     patch_size: int
     shuffle: bool = field(default=True, kw_only=True)
+    start: Start = field(default=Start(), kw_only=True)
 
     def read(self, numbers_B: np.ndarray) -> Batch:
         """Returns the rows with these numbers, counted over all batches."""
@@ -218,10 +222,29 @@ class PictureReader:
         """
         import grain
 
-        def read(samples: Sequence[int]) -> Batch:
-            return self.read(np.asarray(samples)[slice(None) if rows is None else rows])
+        def read(index: int) -> Batch:
+            numbers_B = self.numbers(index)
+            return self.read(numbers_B if rows is None else numbers_B[rows])
 
-        return grain.MapDataset.range(min(count * self.batch_size, 2**62)).batch(self.batch_size, batch_fn=read)
+        return grain.MapDataset.range(count).map(read)
+
+    def numbers(self, index: int) -> np.ndarray:
+        """Returns the numbers of the rows of a batch, counted over all batches."""
+        assert index >= self.start.batch, "batches before the start had another size"
+        return self.read_before(index)[0][0] + np.arange(self.batch_size)
+
+    def with_start(self, start: Start) -> "PictureReader":
+        """Returns a reader of the same pictures that starts elsewhere."""
+        return replace(self, start=start)
+
+    def orders(self) -> list[list[Order | None]]:
+        """Returns what determines the order of the pictures, see `Position.orders`."""
+        return [[{"run.seed": self.seed, "pictures": len(self.images), "sequences of a pass": len(self.images)}]]
+
+    def read_before(self, index: int) -> Counts:
+        """Returns how many pictures are read before a batch, [1][1]."""
+        before = sum(sum(counts) for counts in self.start.read)
+        return [[before + max(index - self.start.batch, 0) * self.batch_size]]
 
     def locate(self, numbers_B: np.ndarray) -> np.ndarray:
         """Returns the index of the picture of each row. Every epoch has each picture once."""
@@ -234,7 +257,7 @@ class PictureReader:
 
     def passes(self, steps: int) -> list[float]:
         """Returns how often `steps` steps read the pictures, in a list with one entry for the only source."""
-        return [steps * self.batch_size / len(self.images)]
+        return [self.read_before(steps)[0][0] / len(self.images)]
 
     def row_figures(self, index: int) -> dict[str, float]:
         """Returns nothing: rows have one length and no padding."""
@@ -242,7 +265,7 @@ class PictureReader:
 
     def describe(self, index: int) -> str:
         """Returns one line for error messages with the first pictures of a batch."""
-        numbers = index * self.batch_size + np.arange(min(_DESCRIBED, self.batch_size))
+        numbers = self.numbers(index)[:_DESCRIBED]
         more = f"; and {self.batch_size - numbers.size} more rows" if self.batch_size > numbers.size else ""
         return f"step {index}: {'; '.join(self.describe_rows(numbers))}{more}"
 

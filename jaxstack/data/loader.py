@@ -3,21 +3,27 @@
 import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import TypeAlias
 
 import jax
 import numpy as np
 
 from jaxstack import data
+from jaxstack.checkpoint.run_dir import Metadata
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
+from jaxstack.config.parse import from_values
 from jaxstack.data.buckets import BucketReader, held_out_batches, whole_documents
 from jaxstack.data.captions import CaptionedImageReader, CaptionReader
+from jaxstack.data.dataset import source_names
 from jaxstack.data.images import ImageReader, Images, PictureReader
 from jaxstack.data.masking import BranchWindows, Masking, Words
 from jaxstack.data.mixture import WindowSizes
+from jaxstack.data.position import Position, SourceRecord, Start, continue_source
 from jaxstack.data.sentences import SentenceTasks
 from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokenizers import Tokenizer
+from jaxstack.data.windows import full_windows
 from jaxstack.runtime import distributed
 
 
@@ -134,10 +140,66 @@ def picture_reader(cfg: Config, images: Images, shuffle: bool = True) -> Picture
     return reader(*shared, model.moe.max_timestep, model.vocab, dropped, shuffle=shuffle)
 
 
+def position_without_record(index: int, metadata: Metadata, dataset: data.Dataset, eval_fraction: float) -> Position:
+    """Returns the position of a checkpoint of a version that saved the index of the next batch alone.
+
+    That version read all sources of a mixture in the order of the first one. An epoch of a text that is cut had only
+    the windows that are permuted.
+
+    Args:
+      index: of the next batch.
+      metadata: of the checkpoint.
+      dataset: what is read now.
+      eval_fraction: the fraction that is held out now.
+    """
+    cfg = from_values(metadata["config"])
+    names, now = source_names(cfg.data), [one.name for one in dataset.sources]
+    if len(names) != len(now) or (len(names) > 1 and names != now):
+        return Position(start_batch=0, start_read=[], read=[[]], sources=[], orders=[[]])
+    same = metadata["data"] == dataset.fingerprint
+    if cfg.data.eval_fraction != eval_fraction:
+        dataset = data.load_for(cfg)
+    records = [
+        SourceRecord(name=name, text=one.fingerprint if same else "")
+        for name, one in zip(names, dataset.sources, strict=True)
+    ]
+    reader = make_reader(cfg, dataset)
+    read, orders = reader.read_before(index), reader.orders()
+    texts = [] if isinstance(dataset.train, Images) else [_documents(cfg, text) for text in dataset.training_texts]
+    for counts, bucket in zip(read, orders, strict=True):
+        for k, text in enumerate(texts):
+            order = bucket[k]
+            if order is None:
+                continue
+            order["place in the mixture"] = 0
+            if text.loss_mask is None:
+                length, windows = order["tokens of a row"], order["sequences of a pass"]
+                assert length is not None
+                assert windows is not None
+                passes, rest = divmod(counts[k], full_windows(len(text), length, bool(order["data.packing"])))
+                counts[k] = passes * windows + rest
+    return Position(start_batch=0, start_read=[], read=read, sources=records, orders=orders)
+
+
+Reader: TypeAlias = "data.MixtureReader | PictureReader | BucketReader"
+
+
+def make_reader(cfg: Config, dataset: data.Dataset) -> Reader:
+    """Returns the reader of the training batches of a configuration, from the first one on."""
+    if isinstance(dataset.train, Images):
+        return picture_reader(cfg, dataset.train)
+    texts, names = [_documents(cfg, text) for text in dataset.training_texts], [one.name for one in dataset.sources]
+    weights = cfg.data.weights()
+    if cfg.data.buckets:
+        return BucketReader(texts, names, weights, bucket_sizes(cfg), cfg.run.seed)
+    return data.MixtureReader(texts, names, weights, window_sizes(cfg, dataset.tokenizer), cfg.run.seed)
+
+
 class DataLoader:
     """Reads training batches by their index, and the held-out batches.
 
-    A training batch depends only on the seed and its index, so a checkpoint stores nothing but the index.
+    A training batch depends only on the seed and its index, as long as batches have the size that they had at the
+    beginning of the run. A checkpoint stores the index, and the `Position` for when they do not.
 
     Attributes:
       held_out: the held-out batches of each source.
@@ -155,22 +217,57 @@ class DataLoader:
         local = rows_by_length(cfg, sharding)
         counts = [cfg.data.with_length(length).batch_size for length in cfg.data.lengths]
         self._local_rows = {rows.size: (rows, count) for rows, count in zip(local, counts, strict=True)}
-        self._reader: data.MixtureReader | PictureReader | BucketReader
-        texts, names = [_documents(cfg, text) for text in dataset.training_texts], [one.name for one in dataset.sources]
-        if isinstance(dataset.train, Images):
-            self._reader = picture_reader(cfg, dataset.train)
-            self._batches = self._reader.batches(local[0])
-        elif cfg.data.buckets:
-            self._reader = BucketReader(texts, names, dataset.weights, bucket_sizes(cfg), cfg.run.seed)
-            self._batches = self._reader.batches(local)
-        else:
-            sizes = window_sizes(cfg, dataset.tokenizer)
-            self._reader = data.MixtureReader(texts, names, dataset.weights, sizes, cfg.run.seed)
-            self._batches = self._reader.batches(local[0])
+        self._records = [SourceRecord(name=one.name, text=one.fingerprint) for one in dataset.sources]
+        self._set_reader(make_reader(cfg, dataset), Start())
         self.held_out = [
             HeldOut(source, share, dataset.tokenizer, cfg, sharding)
             for source, share in zip(dataset.sources, dataset.shares, strict=True)
         ]
+
+    def _set_reader(self, reader: Reader, start: Start) -> None:
+        """Reads training batches with a reader that has this start."""
+        self._reader, self._start = reader, start
+        rows = rows_by_length(self._cfg, self._sharding)
+        self._batches = reader.batches(rows) if isinstance(reader, BucketReader) else reader.batches(rows[0])
+
+    def position(self, index: int) -> Position:
+        """Returns what a checkpoint saves of the data before the batch with this index."""
+        return Position(
+            start_batch=self._start.batch,
+            start_read=[[*counts] for counts in self._start.read],
+            read=self._reader.read_before(index),
+            sources=self._records,
+            orders=self._reader.orders(),
+        )
+
+    def resume(self, index: int, metadata: Metadata) -> list[str]:
+        """Continues a run at a batch, behind the sequences that were read before a checkpoint.
+
+        If batches are as they were, nothing changes. Call it before batches are read.
+
+        Args:
+          index: of the next batch.
+          metadata: of the checkpoint.
+
+        Returns:
+          Lines for users: what is left out of a source that cannot continue where it was.
+        """
+        saved: Position = metadata.get("position") or position_without_record(
+            index, metadata, self._dataset, self._cfg.data.eval_fraction
+        )
+        orders = self._reader.orders()
+        if saved["sources"] == self._records and saved["orders"] == orders:
+            start = Start(saved["start_batch"], saved["start_read"])
+            reader = self._reader.with_start(start)
+            if reader.read_before(index) == saved["read"]:
+                self._set_reader(reader, start)
+                return []
+        each = [
+            continue_source(record, [bucket[k] for bucket in orders], saved) for k, record in enumerate(self._records)
+        ]
+        start = Start(index, [[one.read[j] for one in each] for j in range(len(orders))])
+        self._set_reader(self._reader.with_start(start), start)
+        return [one.note for one in each if one.note]
 
     @cached_property
     def held_out_bytes_per_token(self) -> float:
@@ -207,9 +304,16 @@ class DataLoader:
             yield batch
 
     def first_batches(self, count: int) -> Iterator[data.Batch]:
-        """Returns an iterator over all rows of the first `count` batches."""
-        batches = self._reader.batches()
-        return (batches[i] for i in range(count))
+        """Returns an iterator over all rows of the first `count` batches.
+
+        If the run had batches of other sizes before, these are as many batches of the present size as have the same
+        number of sequences, from the beginning of the text.
+        """
+        sizes = [self._cfg.data.with_length(length).batch_size for length in self._cfg.data.lengths]
+        read = self._reader.read_before(count)
+        same = round(sum(sum(counts) / size for counts, size in zip(read, sizes, strict=True)))
+        batches = self._reader.with_start(Start()).batches()
+        return (batches[i] for i in range(same if self._start.batch else count))
 
     def to_devices(self, batch: data.Batch) -> Batch:
         """Returns the global batch on the devices, from the rows that each process has read."""

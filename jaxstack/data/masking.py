@@ -1,7 +1,8 @@
 """Masked language modelling: some tokens of a window are hidden, and they are the targets of the loss.
 
-Which tokens, and what replaces them, depends on the seed and the number of the sequence alone. So it depends neither on
-the mesh, nor on gradient accumulation, nor on the sequences that were read before.
+Which tokens, and what replaces them, depends on the seed and the number of the row in the run alone. So it depends
+neither on the mesh, nor on gradient accumulation, nor on the sequences that were read before. Two sources of a mixture
+never share a mask.
 """
 
 from dataclasses import dataclass
@@ -32,16 +33,17 @@ class Masking:
     words: "Words | None" = None
     never: tuple[int, ...] = ()
 
-    def apply(self, batch: Batch, sequences_B: np.ndarray, seed: int) -> Batch:
+    def apply(self, batch: Batch, rows_B: np.ndarray, seed: int, first_read_BS: np.ndarray | None = None) -> Batch:
         """Returns a batch of windows with masked `tokens`, the original ones as `targets`, and their `loss_weights`.
 
         Args:
           batch: from `windows.batches`; arrays other than these three stay as they are.
-          sequences_B: number of the sequence of each row.
+          rows_B: number of each row in the run.
           seed: 0 or more.
+          first_read_BS: which tokens may be chosen, see `SequenceReader.first_read`. `None` means all.
         """
         targets = batch["tokens"]
-        generators = [np.random.default_rng([seed, number, _STREAM]) for number in sequences_B.tolist()]
+        generators = [np.random.default_rng([seed, number, _STREAM]) for number in rows_B.tolist()]
         draw_BS = np.stack([rng.random(targets.shape[1]) for rng in generators])
         random_BS = np.stack(
             [rng.integers(self.vocab_size, size=targets.shape[1], dtype=np.int32) for rng in generators]
@@ -53,6 +55,8 @@ class Masking:
             draw_BS = np.where(chosen_BS, own_BS * self.share, 1.0)
         if self.never:
             draw_BS = np.where(np.isin(targets, self.never), 1.0, draw_BS)
+        if first_read_BS is not None:
+            draw_BS = np.where(first_read_BS, draw_BS, 1.0)
         tokens = np.where(draw_BS < 0.9 * self.share, random_BS, targets)
         tokens[draw_BS < 0.8 * self.share] = self.mask_id
         return batch | {
@@ -73,21 +77,22 @@ class BranchWindows:
     rates: tuple[int, int]
     tasks: tuple[str, ...] = ()
 
-    def apply(self, batch: Batch, sequences_B: np.ndarray, seed: int) -> Batch:
+    def apply(self, batch: Batch, rows_B: np.ndarray, seed: int, first_read_BS: np.ndarray | None = None) -> Batch:
         """Returns a batch whose arrays have a third dimension, the window of a branch: [B, S, windows].
 
         The arrays with the prefix `masked_` are those of the branch that learns hidden tokens.
 
         Args:
           batch: from `windows.batches`; a row has all windows of both branches, one after the other.
-          sequences_B: number of the sequence of each row.
+          rows_B: number of each row in the run.
           seed: 0 or more.
+          first_read_BS: which tokens may be chosen, see `Masking.apply`.
         """
         count = sum(self.rates)
         cut = {name: np.stack(np.split(array, count, axis=1), 2) for name, array in batch.items()}
         if "positions" in cut:  # a document may begin in the window before
             cut["positions"] -= cut["positions"][:, :1] * (cut["segment_ids"] == cut["segment_ids"][:, :1])
-        masked = self.masking.apply(batch, sequences_B, seed)
+        masked = self.masking.apply(batch, rows_B, seed, first_read_BS)
         learned = ("tokens", "targets", "loss_weights")
         hidden = cut | {name: np.stack(np.split(masked[name], count, axis=1), 2) for name in learned}
         first = self.rates[0]

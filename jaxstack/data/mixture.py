@@ -4,18 +4,20 @@ A run with one source is a mixture of one.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from fractions import Fraction
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
 from jaxstack.data.interleave import Interleaving
 from jaxstack.data.masking import BranchWindows, Masking
 from jaxstack.data.pairs import PairTokens
+from jaxstack.data.position import Counts, Start
 from jaxstack.data.sentences import SentenceTasks
 from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokens import Tokens
-from jaxstack.data.windows import Batch, SequenceReader
+from jaxstack.data.windows import Batch, Order, SequenceReader
 
 if TYPE_CHECKING:
     import grain
@@ -33,10 +35,27 @@ class WindowSizes(TypedDict):
     sentences: NotRequired[SentenceTasks | None]
 
 
+T = TypeVar("T")
+Weights: TypeAlias = Sequence[tuple[int, Sequence[float | Fraction]]]
+"""Steps from which weights of the sources hold, with the weights."""
+
+
+def phases_from(phases: Sequence[tuple[int, T]], first: int) -> list[tuple[int, T]]:
+    """Returns what holds from a batch on, with steps that count from there.
+
+    Args:
+      phases: steps, and what holds from each on. The first step is 0.
+      first: index of the batch.
+    """
+    before = [each for step, each in phases if step <= first]
+    return [(0, before[-1]), *((step - first, each) for step, each in phases if step > first)]
+
+
 class MixtureReader:
     """Reads the training batches of a run by their index.
 
-    A batch depends on the seed and its index alone. A source of weight 0 in all phases is not read.
+    A batch depends on the seed, its index, and where reading has started. A source of weight 0 in all phases is not
+    read.
 
     Args:
       texts: the training text of each source.
@@ -53,23 +72,62 @@ class MixtureReader:
         self,
         texts: Sequence[Tokens],
         names: Sequence[str],
-        weights: Sequence[tuple[int, Sequence[float | Fraction]]],
+        weights: Weights,
         sizes: WindowSizes,
         seed: int,
     ) -> None:
-        size = self._batch_size = sizes["batch_size"]
+        self._batch_size = sizes["batch_size"]
         read = [any(weight > 0 for weight in each) for each in zip(*(w for _, w in weights), strict=True)]
         masking = sizes.get("masking")
         seq_len, packing, sentences = sizes["seq_len"], sizes["packing"], sizes.get("sentences")
         for text, used in zip(texts, read, strict=True):
             if used and isinstance(masking, SpanCorruption) and not isinstance(text, PairTokens):
                 masking.require_text(len(text), "to train on")
-        self._readers = [
-            SequenceReader(text, seq_len=seq_len, seed=seed, packing=packing, sentences=sentences) if used else None
-            for text, used in zip(texts, read, strict=True)
-        ]
+        self._readers: list[SequenceReader | None] = []
+        for text, used in zip(texts, read, strict=True):
+            reader = None
+            if used:
+                reader = SequenceReader(
+                    text,
+                    seq_len=seq_len,
+                    seed=seed,
+                    packing=packing,
+                    sentences=sentences,
+                    hides=masking is not None,
+                    source=sum(one is not None for one in self._readers),
+                )
+            self._readers.append(reader)
         self._names, self._seed, self._masking = names, seed, masking
-        self._order = Interleaving([(step * size, each) for step, each in weights])
+        self._weights = weights
+        self._begin(Start())
+
+    def _begin(self, start: Start) -> None:
+        """Sets where reading starts, see `with_start`."""
+        self._first, self._read_before = start.batch, np.zeros(len(self._readers), np.int64)
+        for counts in start.read:
+            self._read_before += counts
+        phases = phases_from(self._weights, start.batch)
+        self._order = Interleaving([(step * self._batch_size, each) for step, each in phases])
+
+    def with_start(self, start: Start, weights: Weights | None = None) -> "MixtureReader":
+        """Returns a reader of the same texts that starts elsewhere.
+
+        Args:
+          start: where.
+          weights: of the sources. `None` means that they stay.
+        """
+        other = copy(self)
+        other._weights = self._weights if weights is None else weights
+        other._begin(start)
+        return other
+
+    def orders(self) -> list[list[Order | None]]:
+        """Returns what determines the sequences of each source, see `Position.orders`."""
+        return [[reader.order if reader else None for reader in self._readers]]
+
+    def read_before(self, index: int) -> Counts:
+        """Returns how many sequences of each source are read before a batch, [1][sources]."""
+        return [self.counts(index).tolist()]
 
     def batches(self, rows: np.ndarray | None = None) -> "grain.MapDataset[Batch]":
         """Returns an endless dataset of batches, whose arrays are those of `windows.batches`.
@@ -79,10 +137,7 @@ class MixtureReader:
         """
         import grain
 
-        def read(samples: Sequence[int]) -> Batch:
-            return self._read(np.asarray(samples)[slice(None) if rows is None else rows])
-
-        return grain.MapDataset.range(2**62).batch(self._batch_size, batch_fn=read)
+        return grain.MapDataset.range(2**62).map(lambda index: self.read(index, rows))
 
     def read(self, index: int, rows: np.ndarray | None = None) -> Batch:
         """Returns some rows of the batch with this index; `None` means all."""
@@ -90,18 +145,28 @@ class MixtureReader:
         return self._read(sequences if rows is None else sequences[rows])
 
     def _sequences(self, index: int) -> np.ndarray:
-        return np.arange(index * self._batch_size, (index + 1) * self._batch_size)
+        """Returns the numbers of the sequences of a batch since the start."""
+        assert index >= self._first, "batches before the start had another size"
+        first = (index - self._first) * self._batch_size
+        return np.arange(first, first + self._batch_size)
+
+    def _locate(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the source of each sequence since the start, and its number within the source."""
+        source_B, index_B = self._order.locate(sequences)
+        return source_B, index_B + self._read_before[source_B]
 
     def _read(self, sequences: np.ndarray) -> Batch:
-        """Returns the rows of these sequences of the mixture, whose numbers ascend."""
-        source_B, index_B = self._order.locate(sequences)
+        """Returns the rows of these sequences since the start, whose numbers ascend."""
+        source_B, index_B = self._locate(sequences)
+        # What is drawn for a row is seeded with its number in the run: sources must not share it.
+        row_B = sequences + self._read_before.sum()
         batch: Batch = {}
         for source in np.unique(source_B).tolist():
             here, reader = source_B == source, self._readers[source]
             assert reader is not None
-            part = reader.read(index_B[here])
+            part = reader.read(index_B[here], row_B[here])
             if self._masking and not reader.is_complete:
-                part = self._masking.apply(part, sequences[here], self._seed)
+                part = self._masking.apply(part, row_B[here], self._seed, reader.first_read(index_B[here]))
             for key, values in part.items():
                 rows = batch.setdefault(key, np.empty((sequences.size, *values.shape[1:]), values.dtype))
                 rows[here] = values
@@ -109,13 +174,13 @@ class MixtureReader:
 
     def counts(self, steps: int) -> np.ndarray:
         """Returns how many sequences of each source `steps` steps read, int64 [sources]."""
-        return self._order.counts(steps * self._batch_size)
+        return self._read_before + self._order.counts(max(steps - self._first, 0) * self._batch_size)
 
     def row_figures(self, index: int) -> dict[str, float]:
         """Returns what a user wants to see of a batch: the share of padding, if a source has rows that are not full."""
         if not any(reader and reader.is_padded for reader in self._readers):
             return {}
-        source_B, index_B = self._order.locate(self._sequences(index))
+        source_B, index_B = self._locate(self._sequences(index))
         used = total = 0
         for source in np.unique(source_B).tolist():
             reader, here = self._readers[source], source_B == source
@@ -135,9 +200,9 @@ class MixtureReader:
 
     def describe_rows(self, index: int) -> str:
         """Returns where the first rows of a batch were read."""
-        first, shown = index * self._batch_size, min(_DESCRIBED, self._batch_size)
+        shown = min(_DESCRIBED, self._batch_size)
         texts = []
-        for source, number in zip(*self._order.locate(np.arange(first, first + shown)), strict=True):
+        for source, number in zip(*self._locate(self._sequences(index)[:shown]), strict=True):
             reader = self._readers[source]
             assert reader is not None
             name = f"{self._names[source]}: " if len(self._names) > 1 else ""

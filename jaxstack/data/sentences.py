@@ -2,7 +2,10 @@
 
 A window is cut into parts of equal length, which stand for sentences. The tasks are those of Devlin et al. 2018
 (arXiv:1810.04805, section 3.1) and of Sun et al. 2019 (ERNIE 2.0, arXiv:1907.12412, section 4.2.2). Which task a window
-has, and what it reads, depends on the seed and the number of its sequence alone.
+has, and what it reads, depends on the seed and the number of its row in the run alone.
+
+A window with a task has other text than what it was cut from: special tokens take the place of some, and the second
+half of a pair may come from anywhere. So an epoch need not have each token exactly once.
 """
 
 import math
@@ -87,9 +90,7 @@ class SentenceTasks:
                 f"more documents, or --model.sentences.tasks=[next,reordering]."
             )
 
-    def apply(
-        self, batch: Batch, stream: TokenStream, first_B: np.ndarray, sequences_B: np.ndarray, seed: int
-    ) -> Batch:
+    def apply(self, batch: Batch, stream: TokenStream, first_B: np.ndarray, rows_B: np.ndarray, seed: int) -> Batch:
         """Returns a batch whose windows are rearranged, with the answers of each task.
 
         New arrays are, for each task, `<task>_targets`, int32, and `<task>_weights`, float32, which is 1 at the first
@@ -100,21 +101,22 @@ class SentenceTasks:
           batch: from `windows.batches`.
           stream: the text; each of its pieces is a document.
           first_B: offset in the stream of the first token of each row.
-          sequences_B: number of the sequence of each row.
+          rows_B: number of each row in the run.
           seed: 0 or more.
         """
         tokens, S = batch["tokens"].copy(), self.seq_len
         targets = {task: np.zeros(tokens.shape, np.int32) for task in self.cfg.tasks}
         weights = {task: np.zeros(tokens.shape, np.float32) for task in self.cfg.tasks}
         types = np.zeros(tokens.shape, np.int32)
-        for row, (first, number) in enumerate(zip(first_B.tolist(), sequences_B.tolist(), strict=True)):
+        for row, (first, number) in enumerate(zip(first_B.tolist(), rows_B.tolist(), strict=True)):
             rng = np.random.default_rng([seed, number, _STREAM])
             for start in range(0, self.windows * S, S):
                 task = self.cfg.tasks[rng.integers(len(self.cfg.tasks))]
+                begin = min((first + start) % len(stream), len(stream) - S)  # the last rows of an epoch continue there
                 if task == "reordering":
-                    at, answer = self._reorder(first + start, rng)
+                    at, answer = self._reorder(begin, rng)
                 else:
-                    at, answer, second = self._pair(task, stream, first + start, rng)
+                    at, answer, second = self._pair(task, stream, begin, rng)
                     types[row, start + second : start + S] = 1
                 tokens[row, start : start + S] = self._ids(stream, at)
                 targets[task][row, start], weights[task][row, start] = answer, 1

@@ -1,7 +1,10 @@
 """Span corruption: spans of a text are hidden from the encoder, and the decoder generates them (T5, UL2).
 
-What is hidden depends on the seed and the number of the sequence alone. So it depends neither on the mesh, nor on
+What is hidden depends on the seed and the number of the row in the run alone. So it depends neither on the mesh, nor on
 gradient accumulation, nor on the sequences that were read before.
+
+An epoch reads each token for at least one row, and less than two rows of text twice. A denoiser with a shorter text
+than another one takes a random part of it, and leaves out the rest.
 """
 
 from dataclasses import dataclass
@@ -74,17 +77,19 @@ class SpanCorruption:
                 f"window, but there are {count:,} {what}. Lower data.seq_len or use more text."
             )
 
-    def apply(self, batch: Batch, sequences_B: np.ndarray, seed: int) -> Batch:
+    def apply(self, batch: Batch, rows_B: np.ndarray, seed: int, first_read_BS: np.ndarray | None = None) -> Batch:
         """Returns the batch of an encoder-decoder, see `seq2seq.make_batch`.
 
         Args:
           batch: its `tokens` are windows of `text_len` tokens.
-          sequences_B: number of the sequence of each row.
+          rows_B: number of each row in the run.
           seed: 0 or more.
+          first_read_BS: not used. A denoiser fills its row, so the last rows of an epoch have some text a second time.
         """
+        del first_read_BS
         share = np.cumsum([each.weight for each in self.denoisers])
         rows = []
-        for window, number in zip(batch["tokens"], sequences_B.tolist(), strict=True):
+        for window, number in zip(batch["tokens"], rows_B.tolist(), strict=True):
             rng = np.random.default_rng([seed, number, _STREAM])
             which = int(np.searchsorted(share[:-1], rng.random() * share[-1], side="right"))
             length = self.text_lengths[which]

@@ -47,17 +47,28 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self.bounds_P[-1])
 
-    def locate(self, first_B: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Locates `length` tokens from each offset of the stream. Past the end, the last token is repeated.
+    def locate(self, first_B: np.ndarray, length: int, wrap: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Locates `length` tokens from each offset of the stream.
+
+        Args:
+          first_B: offset of the first token of each row.
+          length: T.
+          wrap: whether the first token of the stream follows the last one, where a new piece begins. Otherwise the last
+            token is repeated.
 
         Returns:
-          For each token [B, T]: its index in `ids`, its piece, and its position within the part of that piece that is
-          in the row.
+          For each token [B, T]: its index in `ids`; its piece, where those of the second time around count on; and its
+          position within the part of that piece that is in the row.
         """
-        at_BT = np.minimum(first_B[:, None] + np.arange(length), len(self) - 1)
-        piece_BT = self.pieces(at_BT)
-        begins_BT = self.bounds_P[piece_BT]
-        return self.starts_P[piece_BT] + at_BT - begins_BT, piece_BT, at_BT - np.maximum(begins_BT, first_B[:, None])
+        at_BT = first_B[:, None] + np.arange(length)
+        if not wrap:
+            at_BT = np.minimum(at_BT, len(self) - 1)
+        turns_BT, place_BT = np.divmod(at_BT, len(self))
+        piece_BT = self.pieces(place_BT)
+        begins_BT = self.bounds_P[piece_BT] + turns_BT * len(self)
+        index_BT = self.starts_P[piece_BT] + at_BT - begins_BT
+        position_BT = at_BT - np.maximum(begins_BT, first_B[:, None])
+        return index_BT, piece_BT + turns_BT * self.starts_P.size, position_BT
 
     def pieces(self, at: np.ndarray) -> np.ndarray:
         """Returns the piece of each offset of the stream."""

@@ -1,5 +1,7 @@
 """Cuts text into windows and batches. A batch depends only on seed and step, so resuming needs no saved reader state.
 
+Every epoch has each token with a predecessor as a target exactly once, see `_cut` and `buckets.whole_documents`.
+
 Suffixes: B batch, S sequence, T = S + 1 tokens read, P pieces of a stream, W windows, D documents.
 """
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 Batch: TypeAlias = dict[str, np.ndarray]
 """The arrays of a batch by name, see `batches`."""
 
+Order: TypeAlias = dict[str, int | None]
+"""What determines the order of sequences, by names for users; see `SequenceReader.order`."""
+
 
 @dataclass(frozen=True)
 class _Windows:
@@ -34,7 +39,7 @@ class _Windows:
     first_W: np.ndarray
     """Start of each window in the stream."""
     length_W: np.ndarray
-    """Number of tokens of each window. The rest of its row is filled with the tokens that follow."""
+    """Number of tokens of each window. The rest of its row is filled with the tokens that follow, of loss weight 0."""
 
     @classmethod
     def full_length(cls, stream: TokenStream, first_W: np.ndarray, seq_len: int) -> "_Windows":
@@ -106,49 +111,113 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
 
 
 def _epochs(
-    tokens: Tokens, seq_len: int, seed: int, packing: bool, sentences: SentenceTasks | None = None
+    tokens: Tokens,
+    seq_len: int,
+    seed: int,
+    packing: bool,
+    sentences: SentenceTasks | None = None,
+    hides: bool = False,
+    source: int = 0,
 ) -> tuple[int, Callable[[int], _AnyWindows]]:
     """Returns the number of windows in an epoch, and a function that returns the windows of epoch `e`.
 
-    The function caches the last two epochs. Each epoch cuts the text at other offsets. Otherwise a token just after a
-    cut would only ever be predicted from a few tokens.
-
-    - Without packing, the documents are one stream, cut at a random offset in [0, seq_len).
-    - With packing, each epoch permutes the documents, which moves the cuts.
-    - Conversations and texts with labels are never cut, see `document_windows`.
-
-    The windows are then permuted, so that a batch mixes documents. Less than two windows of tokens remain at the ends.
-    They are dropped, but other epochs read them.
+    The function caches the last two epochs. Conversations, texts with labels and other complete documents are never
+    cut, see `document_windows`; other texts are, see `_cut`. The windows are permuted, so that a batch mixes documents.
 
     NumPy permutes the windows. The shuffle of grain takes milliseconds per index if there are few windows. Its
     epoch `e` of seed `s` also equals epoch `e - 1` of seed `s + 1`. A permutation needs 8 bytes per window: 0.2 GB for
     100 GB of uint16 tokens in windows of 2048.
+
+    Args:
+      tokens: the text.
+      seq_len: S.
+      seed: 0 or more.
+      packing: whether rows keep documents apart.
+      sentences: tasks that need to know the documents of a stream.
+      hides: whether tokens of the rows are learned, and not the next ones. Then the last token is learned, too.
+      source: index of the text among those that a mixture reads. Texts of equal length must not have one order.
     """
-    if tokens.loss_mask is not None:
-        all_windows = document_windows(tokens, seq_len, packing)
 
-        def shuffled(index: int) -> _AnyWindows:
-            return all_windows.reorder(np.random.default_rng([seed, index]).permutation(all_windows.first_W.size))
+    def random(index: int) -> np.random.Generator:
+        # NumPy pads seeds with zeros: the first source has the order of [seed, index]. The draws of rows, such as
+        # masks, are seeded with three numbers, of which the last is not 0.
+        return np.random.default_rng([seed, index, 0, source])
 
-        return all_windows.first_W.size, lru_cache(maxsize=2)(shuffled)
-    total = len(tokens)
+    if tokens.loss_mask is None:
+        plain = None if packing else _whole_stream(tokens, sentences, "to train on")
+        windows, cut = _cut(tokens, plain, seq_len, hides)
+        return windows, lru_cache(maxsize=2)(lambda index: cut(random(index)))
+    documents = document_windows(tokens, seq_len, packing)
+
+    def shuffled(index: int) -> _AnyWindows:
+        return documents.reorder(random(index).permutation(documents.first_W.size))
+
+    return documents.first_W.size, lru_cache(maxsize=2)(shuffled)
+
+
+def _cut(
+    tokens: Tokens, plain: TokenStream | None, seq_len: int, hides: bool
+) -> tuple[int, Callable[[np.random.Generator], _Windows]]:
+    """Returns the number of windows of a text that is cut, and a function that draws the windows of an epoch.
+
+    Each epoch cuts the text at other offsets. Otherwise a token just after a cut would only ever be predicted from a
+    few tokens.
+
+    - Without packing, the documents are one stream, cut at a random offset in [0, seq_len).
+    - With packing, each epoch permutes the documents, which moves the cuts.
+
+    What is left at the ends of the stream, less than two windows, fills one or two more rows. They come last in the
+    epoch, behind the windows that are permuted. Their text continues at the beginning of the stream, and positions
+    behind their own tokens have loss weight 0. So each token of the stream with a predecessor is the target of exactly
+    one row. With `hides`, each token is in exactly one row.
+
+    Args:
+      tokens: the text.
+      plain: its stream without packing. `None` means packing.
+      seq_len: S.
+      hides: see `_epochs`.
+
+    Raises:
+      ConfigError: the text is shorter than one window.
+    """
+    total, packing = len(tokens), plain is None
     if total < seq_len + 1:
         raise ConfigError(
             f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of text for one window, but there are {total:,} to "
             f"train on. Lower data.seq_len or use more text."
         )
-    plain = None if packing else _whole_stream(tokens, sentences, "to train on")
-    windows = (total - 1) // seq_len if packing else max(1, (total - seq_len) // seq_len)
-    slack = min(seq_len - 1, total - 1 - windows * seq_len)
+    full = full_windows(total, seq_len, packing)
+    slack = 0 if packing else min(seq_len - 1, total - 1 - full * seq_len)
+    last = _last_rows(total - full * seq_len, seq_len, hides)
+    length_W = np.append(np.full(full, seq_len), last) + 1
 
-    @lru_cache(maxsize=2)
-    def epoch(index: int) -> _AnyWindows:
-        rng = np.random.default_rng([seed, index])
+    def draw(rng: np.random.Generator) -> _Windows:
         offset = 0 if packing else rng.integers(slack + 1)
         stream = plain or TokenStream.from_documents(tokens, rng.permutation(tokens.starts.size))
-        return _Windows.full_length(stream, offset + rng.permutation(windows) * seq_len, seq_len)
+        first_W = offset + rng.permutation(full) * seq_len
+        last_first = (offset + full * seq_len + np.cumsum(last) - last) % total
+        return _Windows(stream, np.append(first_W, last_first), length_W)
 
-    return windows, epoch
+    return full + last.size, draw
+
+
+def full_windows(total: int, seq_len: int, packing: bool) -> int:
+    """Returns the number of windows of `seq_len` targets that an epoch permutes, of a stream of `total` tokens."""
+    return (total - 1) // seq_len if packing else max(1, (total - seq_len) // seq_len)
+
+
+def _last_rows(left: int, seq_len: int, hides: bool) -> np.ndarray:
+    """Returns how many positions of a stream each of the last rows of an epoch has, as evenly as possible.
+
+    Args:
+      left: positions of the stream that are in no other row. One of them is the last token, which predicts nothing.
+      seq_len: S.
+      hides: whether the last token is learned, too.
+    """
+    if left == 1 and not hides:
+        return np.zeros(0, np.int64)
+    rows = -(-left // seq_len)
+    return np.diff(np.arange(rows + 1) * left // rows)
 
 
 def _whole_stream(tokens: Tokens, sentences: SentenceTasks | None, where: str) -> TokenStream:
@@ -164,24 +233,26 @@ def _make_batch(
     stream: TokenStream, first_B: np.ndarray, length_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int
 ) -> Batch:
     """Returns the batch of the windows that begin at `first_B` and have `length_B` tokens."""
-    index_BT, piece_BT, position_BT = stream.locate(first_B, seq_len + 1)
+    uncut = stream.loss_mask is None
+    index_BT, piece_BT, position_BT = stream.locate(first_B, seq_len + 1, wrap=uncut)
     ids_BT = _checked_ids(stream, index_BT, vocab_size)
+    learned_BS = np.arange(1, seq_len + 1) < length_B[:, None]
     batch = {
         "tokens": np.ascontiguousarray(ids_BT[:, :-1]),
         "targets": np.ascontiguousarray(ids_BT[:, 1:]),
-        "loss_weights": np.ones((first_B.size, seq_len), np.float32),
     }
     if stream.domains_P is not None:
-        batch["gate_ids"] = np.ascontiguousarray(stream.domains_P[piece_BT[:, :-1]])
+        batch["gate_ids"] = np.ascontiguousarray(stream.domains_P[piece_BT[:, :-1] % stream.domains_P.size])
     if packing:
         piece_BS = piece_BT[:, :-1]
-        batch["loss_weights"] = (piece_BS == piece_BT[:, 1:]).astype(np.float32)
+        learned_BS = learned_BS & (piece_BS == piece_BT[:, 1:])
         batch["segment_ids"] = (piece_BS - piece_BT[:, :1] + 1).astype(np.int32)
         batch["positions"] = np.ascontiguousarray(position_BT[:, :-1], dtype=np.int32)
+    elif uncut:
+        learned_BS &= (first_B[:, None] + np.arange(1, seq_len + 1)) % len(stream) != 0  # it has no predecessor
     if stream.loss_mask is not None:
-        # After the window, the row contains tokens that follow in the stream. They are masked and have weight 0.
-        inside_BS = np.arange(1, seq_len + 1) < length_B[:, None]
-        batch["loss_weights"] *= stream.loss_mask[index_BT[:, 1:]] & inside_BS
+        learned_BS &= stream.loss_mask[index_BT[:, 1:]]
+    batch["loss_weights"] = learned_BS.astype(np.float32)
     return batch
 
 
@@ -198,8 +269,8 @@ def _checked_ids(stream: TokenStream, index: np.ndarray, vocab_size: int) -> np.
 class SequenceReader:
     """Reads the sequences of a text by their number, in the order of training.
 
-    Sequence `i` is window `i % windows` of epoch `i // windows`, and `np.random.default_rng([seed, epoch])` determines
-    the order of an epoch. It does not depend on the sequences that were read before.
+    Sequence `i` is window `i % windows` of epoch `i // windows`. The seed, the epoch and the index of the source
+    determine the order of an epoch. It does not depend on the sequences that were read before.
 
     Args:
       tokens: the text.
@@ -207,6 +278,8 @@ class SequenceReader:
       seed: 0 or more.
       packing: whether rows have segment ids and positions, see `batches`.
       sentences: rearranges windows for tasks on sentences. `None`: they stay as they are.
+      hides: whether tokens of the rows will be hidden and learned, and not the next ones.
+      source: index of the text among those that a mixture reads.
 
     Raises:
       ConfigError: the text is shorter than one window.
@@ -216,16 +289,35 @@ class SequenceReader:
       is_complete: whether the batches are those of an encoder-decoder, so that nothing is masked.
       is_padded: whether documents are never cut, so that rows may have padding.
       row_tokens: positions of a row: those of the inputs and of the targets, for an encoder-decoder.
+      order: what determines the windows of a pass and their order, beside the text. A number of sequences says what was
+        read only to a reader that has the same.
     """
 
     def __init__(
-        self, tokens: Tokens, *, seq_len: int, seed: int, packing: bool, sentences: SentenceTasks | None = None
+        self,
+        tokens: Tokens,
+        *,
+        seq_len: int,
+        seed: int,
+        packing: bool,
+        sentences: SentenceTasks | None = None,
+        hides: bool = False,
+        source: int = 0,
     ) -> None:
-        self.windows, self._epoch = _epochs(tokens, seq_len, seed, packing, sentences)
+        self.windows, self._epoch = _epochs(tokens, seq_len, seed, packing, sentences, hides, source)
         self._tokens, self._seq_len, self._packing = tokens, seq_len, packing
-        self._sentences, self._seed = sentences, seed
+        self._sentences, self._seed, self._hides = sentences, seed, hides
         self.is_complete, self.is_padded = isinstance(tokens, PairTokens), tokens.loss_mask is not None
         self.row_tokens = sum(tokens.lengths) if isinstance(tokens, PairTokens) else seq_len
+        one_document = self.is_padded and not packing  # a longer row has the same document
+        self.order: Order = {
+            "run.seed": seed,
+            "place in the mixture": source,
+            "data.packing": packing,
+            "tokens of a row": None if one_document else self.row_tokens,
+            "tokens of the text": len(tokens),
+            "sequences of a pass": self.windows,
+        }
 
     def used_tokens(self, sequences: np.ndarray) -> np.ndarray:
         """Returns for each sequence how many positions of its row are not padding, see `_Windows.used_tokens`."""
@@ -233,26 +325,40 @@ class SequenceReader:
             return np.full(sequences.size, self.row_tokens)
         return np.concatenate([windows.used_tokens(window_B) for windows, _, window_B in self._by_epoch(sequences)])
 
+    def first_read(self, sequences: np.ndarray) -> np.ndarray | None:
+        """Returns which tokens of rows no other row of their pass has, bool [B, S]; `None` means all that are there.
+
+        Rows that are rearranged for tasks on sentences count as a whole.
+        """
+        if self.is_padded or self._sentences:
+            return None
+        parts = [windows.length_W[window_B] for windows, _, window_B in self._by_epoch(sequences)]
+        return np.arange(1, self._seq_len + 1) < np.concatenate(parts)[:, None]
+
     def _by_epoch(self, sequences: np.ndarray) -> Iterator[tuple[_AnyWindows, np.ndarray, np.ndarray]]:
         """Yields the windows of each epoch of these sequences, which ascend; which are of it; and their windows."""
         index_B, window_B = np.divmod(sequences, self.windows)
         for index in np.unique(index_B).tolist():
             yield self._epoch(index), index_B == index, window_B[index_B == index]
 
-    def read(self, sequences: np.ndarray) -> Batch:
+    def read(self, sequences: np.ndarray, rows: np.ndarray | None = None) -> Batch:
         """Returns the rows of these sequences, whose numbers ascend.
+
+        Args:
+          sequences: numbers of the sequences.
+          rows: numbers of the rows in the run, which seed what is drawn for each. `None` means those of the sequences.
 
         Raises:
           ConfigError: an id is past the vocabulary, or the file has changed.
         """
         if self._tokens.file_state:
             self._tokens.file_state.require_unchanged()
-        parts = []
+        parts, seeds_B = [], sequences if rows is None else rows
         for windows, here, window_B in self._by_epoch(sequences):
             part = windows.make_batch(window_B, self._seq_len, self._packing, self._tokens.vocab_size)
             if self._sentences and isinstance(windows, _Windows):
                 first_B = windows.first_W[window_B]
-                part = self._sentences.apply(part, windows.stream, first_B, sequences[here], self._seed)
+                part = self._sentences.apply(part, windows.stream, first_B, seeds_B[here], self._seed)
             parts.append(part)
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts[1:] else parts[0]
 
@@ -286,8 +392,8 @@ def batches(
       Batches of [B, S] arrays:
       - `tokens`, int32.
       - `targets`, int32: the tokens one position later.
-      - `loss_weights`, float32: 0 for a target in another document than its token, or outside the answers of a
-        conversation; otherwise 1.
+      - `loss_weights`, float32: 0 for a target in another document than its token (with packing), outside the answers
+        of a conversation, or that another row of the epoch has; otherwise 1.
       - `segment_ids`, int32, with packing: 1, 2, ... along the row.
       - `positions`, int32, with packing: they count from 0 at the first token of each document in the row.
       - `gate_ids`, int32, with domains: the domain of each token.
@@ -319,6 +425,8 @@ def eval_batches(
     rows: np.ndarray | None = None,
 ) -> "grain.MapDataset[Batch]":
     """Returns a dataset of held-out batches, always the same: disjoint windows, spread evenly over the whole text.
+
+    Windows are complete, so the last tokens of the text, less than a window, are not evaluated.
 
     A batch is read when it is requested. If the text does not fill `steps` batches, there are fewer, and the last one
     is padded with copies of its last window. The `loss_weights` of these copies are 0.
@@ -382,12 +490,17 @@ def _held_out_windows(stream: TokenStream, seq_len: int) -> _Windows:
 
 
 def _source_ranges(tokens: Tokens, stream: TokenStream, first: int, length: int) -> Iterator[str]:
-    """Yields the documents, or the ranges of the token file, from which a window of a stream was read."""
-    place = first
-    while place < first + length:
+    """Yields the documents, or the ranges of the token file, from which a window of a stream was read.
+
+    Behind the end of a text that may be cut, a window continues at the beginning.
+    """
+    place, end = first, first + length
+    while place < end:
+        if place >= len(stream):
+            place, end = place - len(stream), end - len(stream)
         piece = int(np.searchsorted(stream.bounds_P, place, side="right")) - 1
         start = int(stream.starts_P[piece] + place - stream.bounds_P[piece])
-        size = int(min(stream.bounds_P[piece + 1], first + length)) - place
+        size = int(min(stream.bounds_P[piece + 1], end)) - place
         if tokens.names is None:
             yield f"tokens {start:,}-{start + size - 1:,}"
         else:

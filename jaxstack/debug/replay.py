@@ -4,7 +4,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class Replay:
         """Returns the state before a step, the batch of the step, and from which saved step the state was computed.
 
         Raises:
-          ConfigError: the newest checkpoint before the step is damaged.
+          ConfigError: the newest checkpoint before the step is damaged, or batches were other ones at the step.
         """
         cfg, ctx = self.cfg, self.context
         saved = run_dir.checkpoints(Path(cfg.run.dir))
@@ -76,18 +76,36 @@ class Replay:
             if why := verify.corruption(saved, start, layout.abstract):
                 raise ConfigError(f"step {start} in {saved} is damaged: {why}. Remove it, or restore a copy.")
             state = layout.unpack(store.restore(saved, start, layout.abstract))
-            next_batch = store.metadata(saved, start)["next_batch"]
+            metadata = store.metadata(saved, start)
+            next_batch = metadata["next_batch"]
+            self._loader.resume(next_batch, metadata)
         elif cfg.run.init_from:
             state = init_from.init_state_from(cfg, ctx, abstract, self._dataset.tokenizer)
         else:
             state = make_state(cfg, ctx, abstract)
         count = step - 1 - start
+        self._require_same_batches(saved, step, next_batch + count)
         batches = self._loader.iterate(next_batch, count + 1)
         if count:
             train_step = jit_train_step(cfg, ctx, abstract)
             for _ in range(count):
                 state, _ = train_step(state, self._teach(self._loader.to_devices(next(batches))))
         return state, self._teach(self._loader.to_devices(next(batches))), start
+
+    def _require_same_batches(self, saved: Path, step: int, index: int) -> None:
+        """Makes sure that the configuration of the run has the batches of a step.
+
+        Raises:
+          ConfigError: the run has read other batches since.
+        """
+        newest = max(manifest.complete_steps(saved), default=0)
+        metadata = store.metadata(saved, newest) if newest else {}
+        begin = (metadata.get("position") or {}).get("start_batch", 0)
+        if index < begin and metadata["config"]["data"] == json.loads(json.dumps(asdict(self.cfg.data))):
+            raise ConfigError(
+                f"step {step} of {self.cfg.run.dir} had other batches than its config.yaml has: its sizes, weights or "
+                f"texts changed at batch {begin}. Set these keys of the group data in config.yaml as they were then."
+            )
 
     def explain(self, state: TrainState, batch: Batch) -> search.Finding | None:
         """Returns the operation of a step that made the first value that is not finite, or `None` if all are finite."""

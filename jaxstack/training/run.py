@@ -195,6 +195,8 @@ class Run:
         state, next_batch = self._restore(start)
         if start:
             self.console.print(f"resumed from step {start}")
+            for line in self._loader.resume(next_batch, store.metadata(self._saved, start)):
+                self.console.print(line, style="yellow")
         axes = ("pipe", "fsdp", "expert", "tensor")
         sharding.assert_sharded(*sharding.shardings_of(state.params), self._mesh, axes=axes, limit=0.1)
         return state, LoopState(step=start, batch=next_batch, saved=start)
@@ -314,7 +316,7 @@ class Run:
     def save(self, loop: LoopState, state: TrainState) -> LoopState:
         """Starts to write a checkpoint in the background, and returns the position after it."""
         self.goodput.enter("checkpoint")
-        metadata = self._metadata | {"next_batch": loop.batch}
+        metadata = self._metadata | {"next_batch": loop.batch, "position": self._loader.position(loop.batch)}
         self._checkpoints.save(loop.step, self._layout.pack(state), metadata)
         self.throughput.restart()
         return loop.after_save()

@@ -11,12 +11,16 @@ from test_windows import assert_equal, make_tokens
 
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
-from jaxstack.config import Config, ConfigError, DataConfig, SourceConfig, TrainConfig, WeightChange
+from jaxstack.config import Config, ConfigError, DataConfig, DenoiserConfig, SourceConfig, TrainConfig, WeightChange
 from jaxstack.config.parse import parse_config
-from jaxstack.data import interleave
+from jaxstack.config.sentences import SentencesConfig
+from jaxstack.data import interleave, make_tokenizer
 from jaxstack.data.interleave import Interleaving
 from jaxstack.data.loader import DataLoader
+from jaxstack.data.masking import BranchWindows, Masking
+from jaxstack.data.sentences import SentenceTasks
 from jaxstack.data.sources import Document
+from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer
 from jaxstack.tracking.jsonl import read_lines
 from jaxstack.train import main
@@ -111,9 +115,9 @@ def test_a_mixture_is_its_sources_in_turn(texts, packing, rng):
     """Every row is the next sequence of its source; another split of the batch over processes reads the same rows."""
     weights = [(0, tuple(rng.random(3))), (11, tuple(rng.random(3)))]
     mixed = reader(texts, weights, packing=packing).batches()
-    alone = [data.batches(t, seq_len=8, batch_size=1, seed=3, packing=packing) for t in texts]
+    alone = [data.windows.SequenceReader(t, seq_len=8, seed=3, packing=packing, source=i) for i, t in enumerate(texts)]
     source, index = Interleaving([(step * 5, each) for step, each in weights]).locate(np.arange(40 * 5))
-    want = [alone[s][i] for s, i in zip(source.tolist(), index.tolist(), strict=True)]
+    want = [alone[s].read(np.array([i])) for s, i in zip(source.tolist(), index.tolist(), strict=True)]
     again = reader(texts, weights, packing=packing)
     part = again.batches(np.array([1, 4]))
     for step in rng.permutation(40).tolist():
@@ -208,8 +212,8 @@ def test_what_a_run_says_of_its_sources(tmp_path):
     assert loader.held_out_bytes_per_token == 1.75
     first, second = loader.describe_sources()  # 25 of 40 sequences are of the first, with 1800 and 900 tokens of text
     assert first.startswith("one: share 0.25 then 1 from step 5 on then 0 from step 10 on (after the last step), read ")
-    assert f"read {25 / 224:.2f} times; " in first
-    assert f"read {15 / 111:.2f} times; " in second
+    assert f"read {25 / 225:.2f} times; " in first
+    assert f"read {15 / 113:.2f} times; " in second
 
 
 def test_texts_that_changed_since_a_checkpoint():
@@ -262,3 +266,43 @@ def named(record):
     """The losses of a record, by step and name."""
     if "event" not in record:
         yield from (((record["step"], key), record[key]) for key in record if key == "loss" or key.startswith("eval_"))
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+TEXT = make_tokens([700], seed=9, vocab_size=900)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_sources_of_equal_length_have_other_orders(packing):
+    """Otherwise a text and its translation, line by line, would always be in the same batch."""
+    mixed = reader([TEXT, TEXT, TEXT], [1, 1, 1], packing=packing, batch_size=30)
+    source, _ = Interleaving([(0, [1, 1, 1])]).locate(np.arange(30))
+    firsts = mixed.batches()[0]["tokens"][:, 0]
+    orders = {tuple(firsts[source == k].tolist()) for k in range(3)}
+    assert len(orders) == 3
+
+
+@pytest.mark.parametrize("kind", ["masked", "sentences", "spans", "branches"])
+def test_rows_of_a_mixture_never_share_what_is_drawn_for_them(kind):
+    """All windows of both sources are alike, so rows that are equal have the same draws."""
+    bert, seq_len = Masking(0.5, 900, 900), 32
+    spans = SpanCorruption.of(DataConfig(denoisers=(DenoiserConfig(0.5, 2),), seq_len=24), make_tokenizer("bytes", ()))
+    more = {
+        "masked": {"masking": bert},
+        "sentences": {"masking": bert, "sentences": SentenceTasks(SentencesConfig(("next", "reordering")), seq_len)},
+        "spans": {"masking": spans, "seq_len": spans.text_len},
+        "branches": {"masking": BranchWindows(bert, (1, 1)), "seq_len": 2 * seq_len},
+    }[kind]
+    ids = np.zeros(4000, np.uint16)
+    tokens = data.Tokens(ids, np.array([0, 2000]), np.array([2000, 4000]), 900)
+    mixed = reader([tokens, tokens], [1, 1], **{"seq_len": seq_len, "batch_size": 60, **more})
+    batch = mixed.batches()[0]
+    source, _ = Interleaving([(0, [1, 1])]).locate(np.arange(60))
+    masks = batch["masked_weights" if kind == "branches" else "loss_weights"].reshape(60, -1)
+    if kind == "spans":
+        masks = batch["encoder_tokens"]
+    assert len(np.unique(masks, axis=0)) == 60
+    if kind == "sentences":  # which task the rows of each source have
+        tasks = batch["next_weights"][:, 0]
+        assert (tasks[source == 0] != tasks[source == 1]).any()

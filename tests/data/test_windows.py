@@ -7,7 +7,10 @@ import pytest
 
 from jaxstack import data
 from jaxstack.config import ConfigError
-from jaxstack.data.windows import _epochs
+from jaxstack.data.buckets import whole_documents
+from jaxstack.data.masking import Masking
+from jaxstack.data.mixture import MixtureReader
+from jaxstack.data.windows import SequenceReader, _epochs
 
 S, B = 8, 4
 
@@ -59,13 +62,18 @@ def test_shapes_dtypes_and_shift(tokens, packing):
 
 
 def test_windows_of_a_text(tokens):
-    """Each epoch contains every window once. The windows are consecutive from a random offset."""
+    """Each epoch contains every window once. The windows are consecutive from a random offset.
+
+    The last rows have the rest: they continue where the windows end, and then at the beginning of the text.
+    """
     place = np.argsort(tokens.ids)
     windows = (len(tokens) - S) // S
     ds = make(tokens, batch_size=1)
     offsets, orders = set(), set()
+    rest = len(tokens) - windows * S
+    pass_rows = windows + -(-rest // S)
     for epoch in range(12):
-        batches = [ds[epoch * windows + i] for i in range(windows)]
+        batches = [ds[epoch * pass_rows + i] for i in range(windows)]
         first = np.array([place[b["tokens"][0, 0]] for b in batches])
         offset = first.min()
         assert sorted(first) == [offset + S * w for w in range(windows)]
@@ -74,11 +82,17 @@ def test_windows_of_a_text(tokens):
             np.testing.assert_array_equal(b["tokens"][0], tokens.ids[start : start + S])
             np.testing.assert_array_equal(b["targets"][0], tokens.ids[start + 1 : start + S + 1])
             assert (b["loss_weights"] == 1).all()
+        last = [ds[epoch * pass_rows + i] for i in range(windows, pass_rows)]
+        learned = np.concatenate([b["targets"][b["loss_weights"] > 0] for b in last])
+        expected = (offset + windows * S + 1 + np.arange(rest)) % len(tokens)
+        np.testing.assert_array_equal(place[learned], expected[expected != 0])
+        for b in last:
+            np.testing.assert_array_equal(np.diff(place[b["tokens"][0]]) % len(tokens), 1)
         offsets.add(offset)
         orders.add(tuple((first - offset).tolist()))
     assert len(offsets) > 3
     assert len(orders) == 12
-    assert len(tokens) - windows * S < 2 * S
+    assert rest < 2 * S
 
 
 def test_batches_span_epochs(tokens):
@@ -91,9 +105,10 @@ def test_batches_span_epochs(tokens):
 def slow_packing(tokens, order, window):
     """Computes segment ids, positions and weights of one window, a token at a time."""
     stream = [(d, i) for d in order for i in range(tokens.starts[d], tokens.ends[d])]
+    stream.append((-1, stream[0][1]))  # behind the last token comes the first one, without attention between them
     row = {k: [] for k in ("tokens", "targets", "loss_weights", "segment_ids", "positions")}
     segment, position = 1, 0
-    for at in range(window * S, (window + 1) * S):
+    for at in range(window * S, min((window + 1) * S, len(stream) - 1)):
         (document, i), (next_document, j) = stream[at], stream[at + 1]
         row["tokens"].append(tokens.ids[i])
         row["targets"].append(tokens.ids[j])
@@ -108,20 +123,95 @@ def slow_packing(tokens, order, window):
 def test_packing_against_slow_implementation(tokens, epoch):
     windows = (len(tokens) - 1) // S
     rng = np.random.default_rng([0, epoch])
-    order, shuffled = rng.permutation(tokens.starts.size), rng.permutation(windows)
+    order, shuffled = rng.permutation(tokens.starts.size), [*rng.permutation(windows), windows]
+    assert len(tokens) % S != 1, "there is a last row"
     ds = make(tokens, packing=True, batch_size=1)
-    for i in range(windows):
-        got, want = ds[epoch * windows + i], slow_packing(tokens, order, int(shuffled[i]))
+    for i in range(windows + 1):
+        got, want = ds[epoch * (windows + 1) + i], slow_packing(tokens, order, int(shuffled[i]))
         for key, value in want.items():
-            np.testing.assert_array_equal(got[key][0], value)
+            np.testing.assert_array_equal(got[key][0, : len(value)], value)
+            assert key != "loss_weights" or not got[key][0, len(value) :].any()
 
 
-def test_packing_reads_each_token_once_an_epoch(tokens):
-    windows = (len(tokens) - 1) // S
-    ds = make(tokens, packing=True, batch_size=1)
-    seen = np.concatenate([ds[i]["tokens"][0] for i in range(windows)])
-    assert len(set(seen)) == seen.size == windows * S
-    assert len(tokens) - seen.size <= S
+def ways(length):
+    """Some ways to divide a text into documents: one, two, documents of a token each, and random ones."""
+    random = np.random.default_rng(length).integers(1, 7, length)
+    random = random[: int(np.searchsorted(np.cumsum(random), length))]
+    yield from ([length], [1, length - 1], [length - 1, 1], [1] * length, [*random, length - random.sum()])
+
+
+@pytest.mark.parametrize("kind", ["next", "packed", "hidden", "hidden_packed"])
+def test_each_token_is_learned_once_an_epoch(kind):
+    """For all lengths up to 4 rows, all rows up to 5 tokens, and several divisions into documents.
+
+    Next tokens: each token but the first of the text, or with packing of its document. Hidden tokens: each token, where
+    the share of hidden ones is 1.
+    """
+    packing, hides = "packed" in kind, "hidden" in kind
+    masking = Masking(1.0, 65_535, 1 << 16) if hides else None
+    wrong = total = 0
+    for seq_len in range(1, 6):
+        for length in range(seq_len + 1, 4 * seq_len + 3):
+            for sizes in ways(length):
+                tokens = make_tokens(np.array(sizes))
+                reader = MixtureReader(
+                    [tokens], ["text"], [(0, (1.0,))],
+                    {"seq_len": seq_len, "batch_size": 1, "packing": packing, "masking": masking}, 3,
+                )  # fmt: skip
+                firsts = tokens.ids[tokens.starts] if packing else tokens.ids[:1]
+                want = np.sort(tokens.ids if hides else np.setdiff1d(tokens.ids, firsts))
+                rows = reader._readers[0].windows
+                for epoch in range(2):
+                    batches = [reader.read(epoch * rows + i) for i in range(rows)]
+                    learned = np.concatenate([b["targets"][b["loss_weights"] > 0] for b in batches])
+                    wrong += not np.array_equal(np.sort(learned), want)
+                    total += 1
+                    if packing or hides:
+                        continue
+                    assert all(b["loss_weights"].any() for b in batches), "a row without a target"
+    assert total > 450
+    assert not wrong, f"{wrong} of {total} epochs"
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_what_is_behind_the_end_of_a_text_is_not_seen(hides):
+    """With packing, a row that continues at the beginning of the text has another segment there."""
+    tokens = make_tokens([3 * S + 3])
+    reader = SequenceReader(tokens, seq_len=S, seed=0, packing=True, hides=hides)
+    row = {name: array[0] for name, array in reader.read(np.array([3])).items()}
+    assert row["tokens"].tolist() == [*tokens.ids[-3:], *tokens.ids[: S - 3]]
+    assert row["segment_ids"].tolist() == [1] * 3 + [2] * (S - 3)
+    assert row["positions"].tolist() == [0, 1, 2, *range(S - 3)]
+    assert row["loss_weights"].tolist() == [1, 1] + [0] * (S - 2)
+    assert reader.first_read(np.array([3])).tolist() == [[True] * 3 + [False] * (S - 3)]
+
+
+def test_text_of_hidden_spans_is_read_at_least_once_an_epoch():
+    """Less than two rows are read twice."""
+    for length in range(S + 1, 5 * S):
+        tokens = make_tokens([length])
+        reader = SequenceReader(tokens, seq_len=S, seed=0, packing=False, hides=True)
+        for epoch in range(3):
+            rows = reader.read(epoch * reader.windows + np.arange(reader.windows))["tokens"]
+            assert set(rows.ravel().tolist()) == set(tokens.ids.tolist())
+            assert rows.size - length < 2 * S
+
+
+def test_complete_documents_have_each_token_as_a_target_once_an_epoch():
+    """Of best-fit packing and of buckets, whose pieces share a token. A document of one token has no target."""
+    for seq_len in range(1, 6):
+        for length in range(2, 4 * seq_len):
+            for sizes in ways(length):
+                if max(sizes) < 2:
+                    continue
+                tokens = make_tokens(np.array(sizes))
+                want = np.sort(np.setdiff1d(tokens.ids, tokens.ids[tokens.starts]))
+                whole = whole_documents(tokens, seq_len)
+                for packing in (False, True):
+                    reader = SequenceReader(whole, seq_len=seq_len, seed=0, packing=packing)
+                    batch = reader.read(2 * reader.windows + np.arange(reader.windows))
+                    learned = batch["targets"][batch["loss_weights"] > 0]
+                    np.testing.assert_array_equal(np.sort(learned), want)
 
 
 def test_empty_documents_leave_no_segment():
@@ -147,7 +237,7 @@ def test_shortest_texts(length, packing):
     for step in range(20):
         batch = make(tokens, packing)[step]
         place = np.argsort(tokens.ids)[batch["tokens"]]
-        np.testing.assert_array_equal(np.diff(place), 1)
+        np.testing.assert_array_equal(np.diff(place) % length, 1)
 
 
 def test_text_shorter_than_a_window():
@@ -259,8 +349,8 @@ def test_batch_identity_names_what_the_batch_holds(tokens, packing):
             name, _, span = part.split(" ")
             start, end = (tokens.starts[int(name[3:])] + int(n) for n in span.split("-"))
             ids += tokens.ids[start : end + 1].tolist()
-        assert len(ids) == S + 1
-        assert ids[:S] == row.tolist()
+        assert 1 < len(ids) <= S + 1
+        assert ids[:S] == row.tolist()[: len(ids)]
 
 
 def test_batch_identity_without_names(tokens):
