@@ -23,6 +23,7 @@ from orbax.checkpoint import v1 as ocp
 import jaxstack
 from jaxstack.checkpoint import manifest
 from jaxstack.checkpoint.run_dir import Metadata
+from jaxstack.common import files
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import PyTree, flatten
 from jaxstack.config import CheckpointConfig, ConfigError
@@ -209,7 +210,7 @@ class Checkpoints:
         kept = set(steps[: self._cfg.keep])
         if self._cfg.keep_every:
             kept |= {step for step in steps if step % self._cfg.keep_every == 0}
-        scored = sorted((self.scores[step], step) for step in steps if step in self.scores)
+        scored = sorted((self.scores[step], step) for step in steps if math.isfinite(self.scores.get(step, math.nan)))
         kept |= {step for _, step in scored[: self._cfg.keep_best]}
         return [step for step in steps if step not in kept]
 
@@ -229,7 +230,8 @@ class Checkpoints:
         """Writes 1 MB to the directory of the checkpoints, which raises an error if the disk has failed."""
         probe = self._directory / ".probe"
         try:
-            probe.write_bytes(bytes(1 << 20))
+            with files.atomic_file(probe) as file:
+                file.write(bytes(1 << 20))
         finally:
             with contextlib.suppress(OSError):
                 probe.unlink()

@@ -214,7 +214,7 @@ def read_template(tokenizer: str, *, required: bool = True) -> SavedTemplate | N
         source = settings.get("chat_template")
         if (folder / "chat_template.jinja").is_file():
             source = (folder / "chat_template.jinja").read_text("utf-8")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{folder}: tokenizer_config.json or chat_template.jinja cannot be read: {error}. Use the model's own."
         ) from None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxstack.common import files
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.class_names import ClassNames
 from jaxstack.data.position import Counts, Start
@@ -108,19 +109,19 @@ def _digits() -> tuple[Images, ClassNames]:
 def _folder(path: Path) -> tuple[Images, ClassNames]:
     from PIL import Image, UnidentifiedImageError
 
-    classes = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
-    files = [
+    classes = sorted(each.name for each in path.iterdir() if each.is_dir() and not files.is_foreign(each.name))
+    pictures = [
         (i, file)
         for i, name in enumerate(classes)
         for file in sorted((path / name).iterdir())
-        if file.suffix.lower() in _SUFFIXES
+        if file.suffix.lower() in _SUFFIXES and not files.is_foreign(file.name)
     ]
-    if not files:
+    if not pictures:
         raise ConfigError(
             f"data.path={path} has no pictures in folders. Make a folder for each class with PNG or JPEG files in it."
         )
     pixels: list[np.ndarray] = []
-    for _, file in files:
+    for _, file in pictures:
         try:
             with Image.open(file) as opened:
                 values = np.asarray(opened.convert("L" if opened.mode in ("1", "L") else "RGB"))
@@ -129,13 +130,13 @@ def _folder(path: Path) -> tuple[Images, ClassNames]:
         values = values.reshape(*values.shape[:2], -1)
         if pixels and values.shape != pixels[0].shape:
             raise ConfigError(
-                f"data.path={path} has pictures of several sizes: {files[0][1].name} is {_size(pixels[0].shape)}, "
+                f"data.path={path} has pictures of several sizes: {pictures[0][1].name} is {_size(pixels[0].shape)}, "
                 f"{file.name} is {_size(values.shape)}. Resize them all to one size."
             )
         pixels.append(values)
-    names = tuple(file.relative_to(path).as_posix() for _, file in files)
+    names = tuple(file.relative_to(path).as_posix() for _, file in pictures)
     stacked = (np.stack(pixels) / 127.5 - 1).astype(np.float32)
-    return Images(stacked, np.array([i for i, _ in files], np.int32), names), _named(classes, stacked)
+    return Images(stacked, np.array([i for i, _ in pictures], np.int32), names), _named(classes, stacked)
 
 
 def _npz(path: Path) -> tuple[Images, ClassNames]:

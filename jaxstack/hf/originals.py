@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from jaxstack.common import files
 from jaxstack.config import ConfigError
 from jaxstack.data import chat
 from jaxstack.data.tokenizers import JsonObject
@@ -40,7 +41,7 @@ def find(run: Path) -> Path | None:
             return run / FOLDER
         if not (run / "config.yaml").is_file():
             return run if (run / "config.json").is_file() else None
-        source = (yaml.safe_load((run / "config.yaml").read_text("utf-8")) or {}).get("run", {}).get("init_from")
+        source = _init_from(run / "config.yaml")
         if source is None:
             return None
         run = Path(source)
@@ -50,6 +51,17 @@ def find(run: Path) -> Path | None:
 def family(originals: Path) -> str | None:
     """Returns the family that the kept `config.json` names."""
     return _read(originals / "config.json").get("model_type")
+
+
+def _init_from(config: Path) -> str | None:
+    """Returns `run.init_from` in the configuration of a run, or `None` if it has none or is damaged."""
+    try:
+        match yaml.safe_load(config.read_text("utf-8")):
+            case {"run": {"init_from": str(source)}}:
+                return source
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        pass  # of a run that this one began with; only its other files matter here
+    return None
 
 
 def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
@@ -149,10 +161,7 @@ def _template(originals: Path) -> str | None:
 
 
 def _read(path: Path) -> JsonObject:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}). Restore it.") from None
+    return files.read_json(path, "Restore it.")
 
 
 def _copy(names: tuple[str, ...], source: Path, to: Path) -> None:

@@ -163,7 +163,7 @@ def first_reason(reason: str | None) -> str | None:
     from jax.experimental import multihost_utils
 
     buffer = np.zeros(400, np.uint8)
-    text = np.frombuffer((reason or "").encode()[: buffer.size], np.uint8)
+    text = np.frombuffer((reason or "").encode(errors="backslashreplace")[: buffer.size], np.uint8)
     buffer[: text.size] = text
     gathered = np.reshape(multihost_utils.process_allgather(buffer), (-1, buffer.size))
     reasons = (row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in gathered)

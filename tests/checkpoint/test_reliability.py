@@ -268,14 +268,15 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_a_lock_is_exclusive_and_says_who(tmp_path):
-    (tmp_path / ".lock").touch()
-    with run_dir.lock(tmp_path) as left:
-        assert left is None
-        with pytest.raises(ConfigError, match=r"in use by process \d+ on "), run_dir.lock(tmp_path):
+    with run_dir.DirectoryLock(tmp_path) as lock:
+        assert lock.last_holder is None
+        with pytest.raises(ConfigError, match=r"in use by process \d+ on "), run_dir.DirectoryLock(tmp_path):
             pass
+        assert lock.is_intact()
     (tmp_path / ".lock").write_text("process 9 on a")
-    with run_dir.lock(tmp_path) as left:
-        assert left == "the previous run here did not shut down cleanly (process 9 on a)"
+    with run_dir.DirectoryLock(tmp_path) as lock:
+        assert lock.last_holder == "the previous run here did not shut down cleanly (process 9 on a)"
+    assert (tmp_path / ".lock").read_text() == ""
 
 
 def test_a_folder_of_other_files_does_not_become_a_run(tmp_path):
