@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxstack.common import inputs
 from jaxstack.config import ConfigError
 from jaxstack.data.class_names import ClassNames
 
@@ -238,6 +239,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _BYTE_LEVEL = _byte_level_alphabet()
+_MOST_GAPS = 1 << 16  # ids without a token, beside as many as there are tokens; a table has an entry for each id
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # GPT-2, Llama 3, Llama 2, Gemma, BERT
 
@@ -270,7 +272,15 @@ class HFTokenizer:
                 f"data.tokenizer={name} is not a tokenizer.json: {error}. Save it with `tokenizer.save(...)`."
             ) from None
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise ConfigError(f"data.tokenizer={name} has no tokens. Save the tokenizer of a model.")
         self.vocab_size = max(vocab.values()) + 1
+        if self.vocab_size > _MOST_GAPS + 2 * len(vocab):
+            token = max(vocab, key=lambda text: vocab[text])
+            raise ConfigError(
+                f"data.tokenizer={name} has {len(vocab):,} tokens, but gives {token!r} the id {vocab[token]:,}. Number "
+                f"the tokens from 0 without large gaps."
+            )
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         self.eos_id = next((special[t] for t in _END_OF_TEXT if t in special), None)
@@ -351,9 +361,11 @@ def make_tokenizer(name: str, texts: Iterable[str], chat: SavedTemplate | None =
     if not path.is_file():
         raise ConfigError(f"data.tokenizer={name} is not a file. Use bytes, chars, or the path of a tokenizer.json.")
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        content = inputs.read_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"data.tokenizer={name} is not JSON ({error}). Give the path of a tokenizer.json.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"data.tokenizer={name} is not a JSON object. Give the path of a tokenizer.json.")
     return HFTokenizer(name, content, chat)
 
 
@@ -366,7 +378,7 @@ def tokenizer_from_json(saved: JsonObject) -> Tokenizer:
     match saved:
         case {"kind": "bytes"}:
             return ByteTokenizer()
-        case {"kind": "ids", "vocab_size": int(vocab_size)} if vocab_size > 0:
+        case {"kind": "ids", "vocab_size": int(vocab_size)} if 0 < vocab_size <= 1 << 32:  # token files have uint32
             return IdTokenizer(vocab_size)
         case {"kind": "chars", "alphabet": str(alphabet)} if alphabet:
             return CharTokenizer(alphabet)

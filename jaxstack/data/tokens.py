@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from jaxstack.common import files
+from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import JsonObject, Tokenizer, tokenizer_from_json
@@ -276,7 +276,7 @@ def read_header(path: str | Path) -> TokenFileHeader:
     """
     file = _part(path, ".json")
     try:
-        header = TokenFileHeader(**json.loads(file.read_text()))
+        header = TokenFileHeader(**inputs.read_json(file))
     except FileNotFoundError:
         raise ConfigError(
             f"{file} does not exist. Make a token file with `jaxstack data build` (after an interrupted build, remove "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from jaxstack.common import inputs
 from jaxstack.config import ConfigError
 from jaxstack.data import chat
 from jaxstack.data.tokenizers import JsonObject
@@ -144,8 +145,8 @@ def _template(originals: Path) -> str | None:
 
 def _read(path: Path) -> JsonObject:
     try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        return inputs.read_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not JSON ({error}). Restore it.") from None
 
 

@@ -1,12 +1,13 @@
 """Reads and writes folders with quantised matrices: nf4 in the layout of bitsandbytes, others in compressed-tensors."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
+from jaxstack.common import inputs
+from jaxstack.config import ConfigError
 from jaxstack.config.scheme import Scheme
 from jaxstack.hf import bitsandbytes, compressed
 from jaxstack.hf.compressed import KEY, Codes
@@ -23,7 +24,10 @@ def open_tensors(folder: Path) -> TensorFiles | QuantizedFiles:
       ConfigError: another method or format, or damaged files.
     """
     path = folder / "config.json"
-    values = json.loads(path.read_text("utf-8")).get(KEY)
+    try:
+        values = inputs.read_json(path).get(KEY)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Give the model's own config.json.") from None
     if values is None:
         return TensorFiles(folder)
     nf4 = isinstance(values, dict) and values.get("quant_method") == bitsandbytes.METHOD

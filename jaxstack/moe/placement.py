@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxstack.common import files
+from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
 
 EXPERT_WEIGHTS = ("w_up", "w_gate", "w_down")
@@ -210,7 +210,7 @@ def read_load(path: Path) -> np.ndarray:
 
 def _read_json(path: Path, advice: str) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return inputs.read_json(path)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise ConfigError(f"{path} cannot be read: {why}. {advice}") from None

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxstack.common import inputs
 from jaxstack.config import ConfigError
 
 
@@ -93,7 +94,7 @@ class Costs:
           ConfigError: the file does not hold costs; the message names file, key and fix.
         """
         try:
-            found = json.loads(path.read_text())
+            found = inputs.read_json(path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}; name a file of Costs.save") from error
         except ValueError as error:

@@ -1,6 +1,5 @@
 """Initial parameters from another run, or from a Hugging Face folder."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxstack import hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
+from jaxstack.common import inputs
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, parse
 from jaxstack.data import Tokenizer, same_vocabulary
@@ -122,8 +122,8 @@ def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: Da
     if not path.is_file():
         return
     try:
-        saved = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        saved = inputs.read_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not JSON ({error}). Restore it.") from None
     if isinstance(source, PretrainedFolder):
         saved = {"kind": "hf", "name": str(path), "tokenizer": saved}
