@@ -31,6 +31,8 @@ _FIELDS = {
     "setup": "shell command to run first on every machine, such as 'source env/bin/activate'",
 }
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_WORD = re.compile(r"[^\s-]\S*")  # neither an option of the program that takes it, nor several words
+_HOST = re.compile(r"([\w.][\w.+-]*@)?([\w.][\w.-]*|[\da-fA-F:]*:[\da-fA-F:.]*(%[\w.-]+)?)", re.ASCII)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -67,7 +69,8 @@ def main(args: Namespace) -> None:
     job = _job(args, target, cfg)
     _check_machines(args, target, job, cfg)
     path = Path(args.out or f"{job.name}.{target.suffix}")
-    submit = target.submit.format(file=shlex.quote(str(path)))
+    file = f"./{path}" if str(path).startswith("-") else str(path)  # the tool would take it for an option
+    submit = target.submit.format(file=shlex.quote(file))
     if args.submit and shutil.which(target.tool) is None:
         raise ConfigError(
             f"--submit needs {target.tool}, which is not on the PATH. Leave --submit out, and run `{submit}` where "
@@ -108,6 +111,11 @@ def _job(args: Namespace, target: Target, cfg: Config) -> Job:
             raise ConfigError(f"--{name}={value} is not used on {args.on}. {advice}")
         if not str(value).isprintable():
             raise ConfigError(f"--{name}={value!r} has a line break or a control character. Write it in one line.")
+        if name in _FIELDS and name != "setup" and not _WORD.fullmatch(str(value)):
+            raise ConfigError(
+                f"--{name}={value} has a space or begins with a hyphen, so {target.tool} could take it for an option. "
+                f"Write one word."
+            )
     name = args.name or re.sub(r"[^a-z0-9]+", "-", Path(cfg.run.dir).name.lower()).strip("-")[:30].strip("-")
     if not args.name and not _NAME.fullmatch(name):
         name = f"run-{name}".strip("-")
@@ -116,6 +124,8 @@ def _job(args: Namespace, target: Target, cfg: Config) -> Job:
     hosts = tuple(host for host in (args.hosts or "").split(",") if host)
     if args.hosts and not hosts:
         raise ConfigError(f"--hosts={args.hosts} names no host. Write the addresses as node1,me@node2.")
+    if wrong := [host for host in hosts if not _HOST.fullmatch(host)]:
+        raise ConfigError(f"--hosts: {wrong[0]} is not the address of a host. Write the addresses as node1,me@node2.")
     values: dict[str, Any] = target.takes | given | {"hosts": hosts}
     return Job(name=name, command=tuple(args.training), nodes=args.nodes or len(hosts) or 1, **values)
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from jaxstack.common import inputs
 from jaxstack.common.errors import ConfigError
 
 Json: TypeAlias = Any
@@ -56,17 +57,13 @@ def read_json(path: Path, fix: str) -> Json:
       ConfigError: the file cannot be read, or is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return inputs.read_json(path)
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
-    except UnicodeDecodeError as error:
-        reason = f"is not UTF-8 text (byte {error.start:,})"
     except json.JSONDecodeError as error:
         reason = f"is not JSON ({error})" if path.stat().st_size else "is empty"
-    except ValueError:  # Python reads at most 4,300 digits
-        reason = "has a number with too many digits"
-    except RecursionError:
-        reason = "is nested too deeply"
+    except ValueError as error:  # the limits of `inputs`
+        reason = f"cannot be read: {error}"
     raise ConfigError(f"{path} {reason}. {fix}")
 
 

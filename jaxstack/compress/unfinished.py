@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxstack.common import files
+from jaxstack.common import files, inputs
 from jaxstack.compress.quantize import QuantizedLayer
 from jaxstack.config import ConfigError
 
@@ -35,8 +35,10 @@ class Unfinished:
         path = self.path(index)
         if not path.is_file():
             return None
-        with np.load(path, allow_pickle=False) as held:
-            arrays = {name: held[name] for name in held.files}
+        try:
+            arrays = inputs.read_npz(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}. Remove it, and repeat the command.") from None
         layer: dict[str, Any] = {}
         codes: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for name, value in arrays.items():
@@ -49,7 +51,7 @@ class Unfinished:
                 group[last] = value
             elif kind == "codes":
                 codes[rest] = value.view(str(arrays[f"dtype:{rest}"])), arrays[f"scales:{rest}"]
-        return QuantizedLayer(layer, codes, json.loads(str(arrays["errors"])))
+        return QuantizedLayer(layer, codes, inputs.parse_json(str(arrays["errors"])))
 
     def write(self, index: int, layer: QuantizedLayer) -> None:
         """Stores a layer; a crash leaves no part of a file."""

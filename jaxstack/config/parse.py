@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_loader, set_parsing_settings
 
+from jaxstack.common import inputs
 from jaxstack.config import Config, ConfigError, flat, key_help, resolve, suggestions, yaml_check
 from jaxstack.config.bounds import check_value, type_in_words
 from jaxstack.config.shipped import config_file, shipped
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+set_loader("yaml", yaml_check.load, (yaml.YAMLError,))  # for files and for values of flags
 
 GROUPS = tuple(f.name for f in dataclasses.fields(Config))
 """Groups of keys: `run`, `model`, `data`, ..."""
@@ -95,6 +97,7 @@ class Parser(ArgumentParser):
         Raises:
           ConfigError: an unknown key, a wrong type, an impossible value or a missing file.
         """
+        _check_digits(argv)
         given, argv = list(argv), without_auto_mesh(argv) if self._auto_mesh else list(argv)
         self._words = argv
         kinds = {a.dest: getattr(a, "_typehint", None) for a in self._keys()}
@@ -273,6 +276,20 @@ class Parser(ArgumentParser):
         return f"{name}={value} is not valid. Use {type_in_words(kind)}{such}."
 
 
+_INTEGER = re.compile(r"[-+]?(0[xX][\da-fA-F_]+|(0[bo])?[\d_]+)")
+
+
+def _check_digits(words: Sequence[str]) -> None:
+    """Refuses integers that are so long that Python does not convert them."""
+    for word in words:
+        flag, _, value = word.rpartition("=")
+        if len(value) > inputs.MOST_DIGITS and _INTEGER.fullmatch(value):
+            named = f"{flag}=" if flag else ""
+            raise ConfigError(
+                f"{named}{value[:12]}... is an integer of {len(value):,} digits. Use at most {inputs.MOST_DIGITS}."
+            )
+
+
 _HELP_TEXTS = {  # by the first sentence of the parser's own text
     "Path to a configuration file": "keys of this group as YAML, or a YAML file of them",
 }
@@ -335,7 +352,7 @@ def given_keys(words: Sequence[str], keys: Collection[str]) -> set[str]:
         if word.startswith("--") and key in keys:
             found.add(key)
         elif word.startswith("--") and value.lstrip().startswith("{"):
-            found |= {f"{key}.{name}" for name in yaml.safe_load(value)} & {*keys}
+            found |= {f"{key}.{name}" for name in yaml_check.load(value)} & {*keys}
     return found
 
 

@@ -7,13 +7,99 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
+from jsonargparse import get_loader
 
+from jaxstack.common import inputs
 from jaxstack.common.errors import ConfigError
 from jaxstack.config.bounds import type_in_words
 
 _TAG = "tag:yaml.org,2002:"
 _TRUE = ("yes", "true", "on", "y", "1")
 _FALSE = ("no", "false", "off", "n", "0")
+
+MOST_BYTES = 1 << 20
+"""Largest file of a configuration. Those that come with jaxstack have less than 4 kB."""
+
+MOST_VALUES = 100_000
+"""Most values of a text, with every alias in the place of which a copy is read."""
+
+
+class LimitError(yaml.YAMLError):
+    """YAML that is nested too deeply, or expands to too many values or digits."""
+
+
+def compose(text: str) -> yaml.nodes.Node | None:
+    """Returns the nodes of YAML after checking that its values fit into memory. None means that it is empty.
+
+    Anchors and aliases of 600 bytes can stand for more values than any machine has memory for.
+
+    Raises:
+      yaml.YAMLError: it is not YAML.
+      LimitError: it is nested too deeply, or expands to too many values or digits.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise LimitError(_TOO_DEEP) from None
+    if root is not None:
+        _measure(root, {}, 1)
+    return root
+
+
+def load(text: str) -> Any:
+    """Returns the value of YAML as the parser of the command line reads it.
+
+    Raises:
+      yaml.YAMLError: it is not YAML, or a value does not fit its tag.
+      LimitError: see `compose`.
+    """
+    compose(text)
+    try:
+        return _library_load(text)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # a tag such as !!int or !!timestamp raises whatever its text leads to
+        raise yaml.YAMLError(f"a value does not fit its tag ({error})") from None
+
+
+_library_load = get_loader("yaml")
+
+_TOO_DEEP = f"it is nested more than {inputs.MOST_DEPTH} levels deep"
+
+
+def _measure(node: yaml.nodes.Node, known: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
+    """Returns the number of values below a node, itself included, and the levels of their nesting.
+
+    Args:
+      node: to measure. An alias is the same node as its anchor, so a node may even contain itself.
+      known: results of nodes by their identity.
+      depth: levels from the root to this node.
+    """
+    if id(node) in known:
+        return known[id(node)]
+    if depth > inputs.MOST_DEPTH:
+        raise LimitError(_TOO_DEEP)
+    values = 1
+    levels = 0
+    children: list[yaml.nodes.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        children = [child for pair in node.value for child in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        children = node.value
+    elif node.tag == f"{_TAG}int" and len(node.value) > inputs.MOST_DIGITS:
+        raise LimitError(
+            f"the integer {node.value[:12]}... has {len(node.value):,} digits, and {inputs.MOST_DIGITS} are allowed"
+        )
+    for child in children:
+        more, deeper = _measure(child, known, depth + 1)
+        values += more
+        levels = max(levels, deeper)
+    if values > MOST_VALUES:
+        raise LimitError(f"its aliases expand it to more than {MOST_VALUES:,} values")
+    if depth + levels > inputs.MOST_DEPTH:
+        raise LimitError(_TOO_DEEP)
+    known[id(node)] = values, levels + 1
+    return known[id(node)]
 
 
 def check_file(path: Path, kinds: Mapping[str, object], prefix: str = "") -> None:
@@ -23,11 +109,13 @@ def check_file(path: Path, kinds: Mapping[str, object], prefix: str = "") -> Non
       ConfigError: the file cannot be read, or `check_text` refuses its text.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        content = inputs.read_bytes(path, MOST_BYTES)
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}). Name another file.") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be read ({reason}). Name another file.") from None
     check_text(text, str(path), kinds, prefix)
 
 
@@ -45,7 +133,9 @@ def check_text(text: str, source: str, kinds: Mapping[str, object], prefix: str 
         a boolean is in quotes, or YAML would read a value as something else than it looks like.
     """
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = compose(text)
+    except LimitError as error:
+        raise ConfigError(f"{source} is not the YAML of a configuration: {error}. Write each value once.") from None
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_error(error, source)) from None
     except yaml.YAMLError as error:
@@ -133,14 +223,13 @@ def _check_scalar(where: str, key: str, node: yaml.ScalarNode, kind: object) -> 
             f"quotes, such as {name}: {plain}."
         )
     if node.style is None and found in ("int", "float", "bool") and wanted == {str}:
-        read = str(yaml.safe_load(value)).lower() if found == "bool" else f"the number {yaml.safe_load(value)}"
+        read = str(load(value)).lower() if found == "bool" else f"the number {load(value)}"
         raise ConfigError(
             f'{where}: YAML reads {key}={value} as {read}, but the key takes text. Put it in quotes: "{value}".'
         )
     if node.style is None and found == "int" and re.match(r"[-+]?0\d|.*:", value) and not wanted & {str, Any}:
         raise ConfigError(
-            f"{where}: YAML reads {key}={value} as {yaml.safe_load(value)}. Write the number without leading zeros and "
-            f"colons."
+            f"{where}: YAML reads {key}={value} as {load(value)}. Write the number without leading zeros and colons."
         )
 
 

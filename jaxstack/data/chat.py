@@ -1,10 +1,10 @@
 """Renders conversations with a chat template, and encodes them with a mask of the answers.
 
 Templates are programs that come with a model. They run in jinja2's sandbox, which gives them access to the
-conversation only.
+conversation only, and in a process with limits of time and memory.
 """
 
-import json
+import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,10 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from jaxstack.common import inputs
 from jaxstack.config import ConfigError
 from jaxstack.data.conversations import Conversation, Message
+from jaxstack.data.template_process import CLOSE, OPEN, TemplateError, TemplateProcess
 from jaxstack.data.tokenizers import HFTokenizer, SavedTemplate, Tokenizer, id_dtype
 from jaxstack.data.tokens import Tokens
 
@@ -67,7 +69,7 @@ class PlainTemplate:
         return f"{self.render(messages)[0]}<|assistant|>\n"
 
 
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which do not occur in text
+_PROCESS = TemplateProcess()
 
 
 class JinjaTemplate:
@@ -85,97 +87,76 @@ class JinjaTemplate:
     """
 
     def __init__(self, name: str, saved: SavedTemplate) -> None:
-        try:
-            import jinja2
-            from jinja2 import ext, nodes, sandbox
-        except ImportError:
-            raise ConfigError(f"{name} needs the jinja2 library. Install jaxstack[hf].") from None
-
-        class Marks(ext.Extension):
-            """Surrounds the content of `{% generation %}...{% endgeneration %}` with marks."""
-
-            tags = {"generation"}  # noqa: RUF012
-
-            def parse(self, parser: Any) -> Any:
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-            def mark(self, caller: Any) -> str:
-                return f"{_OPEN}{caller()}{_CLOSE}"
-
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        def to_json(value: Any, **options: Any) -> str:
-            return json.dumps(value, **{"ensure_ascii": False} | options)
-
-        # The same environment as in transformers, except for `strftime_now`, which would make the data depend on the
-        # date. Templates that check whether it is defined, such as those of Llama 3, then use a fixed date.
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Marks, ext.loopcontrols]
-        )
-        environment.filters["tojson"] = to_json
-        environment.globals["raise_exception"] = refuse
-        self._name, self._tokens = name, saved["tokens"]
+        if importlib.util.find_spec("jinja2") is None:
+            raise ConfigError(f"{name} needs the jinja2 library. Install jaxstack[hf].")
+        self._name, self._source, self._tokens = name, saved["source"], saved["tokens"]
         self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", saved["source"]) is not None
         try:
-            self._template = environment.from_string(saved["source"])
-        except jinja2.TemplateError as error:
+            _PROCESS.run(self._source, [])
+        except TemplateError as error:
             raise ConfigError(f"{name} is not a template: {error}. Use the template of the model.") from None
 
-    def _text(self, messages: Sequence[Message], prompt: bool) -> str:
-        """Runs the template on messages, with or without the prompt for an answer."""
-        try:
-            return self._template.render(
-                messages=[dict(m) for m in messages],
-                add_generation_prompt=prompt,
-                tools=None,
-                documents=None,
+    def _texts(self, messages: Sequence[Message], calls: Sequence[tuple[int, bool]]) -> list[str]:
+        """Runs the template on the first messages of a conversation.
+
+        Args:
+          messages: the conversation.
+          calls: for each text, the number of messages, and whether the prompt for an answer follows.
+        """
+        variables = [
+            {
+                "messages": [*messages[:count]],
+                "add_generation_prompt": prompt,
+                "tools": None,
+                "documents": None,
                 **self._tokens,
-            )
-        except Exception as error:  # a template is a program, which may raise anything
-            shown = " ".join(str(error).split()) or type(error).__name__
+            }
+            for count, prompt in calls
+        ]
+        try:
+            return _PROCESS.run(self._source, variables)
+        except TemplateError as error:
             roles = ", ".join(m["role"] for m in messages) or "none"
             raise ConfigError(
-                f"{self._name} cannot render these messages ({roles}): {shown}. Change them or the template."
+                f"{self._name} cannot render these messages ({roles}): {error}. Change them or the template."
             ) from None
 
     def render(self, messages: Sequence[Message]) -> tuple[str, Spans]:
         """Returns the text, and the spans of the answers, see `ChatTemplate.render`."""
-        if any(mark in message["content"] for mark in (_OPEN, _CLOSE) for message in messages):
+        if any(mark in message["content"] for mark in (OPEN, CLOSE) for message in messages):
             raise ConfigError("a message contains U+FDD0 or U+FDD1, which are not characters. Remove it.")
-        text = self._text(messages, prompt=False)
+        whole = (len(messages), False)
         if self._marks:
-            return _remove_marks(text, self._name)
+            return _remove_marks(self._texts(messages, [whole])[0], self._name)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        text, *around = self._texts(messages, [whole, *(call for i in answers for call in ((i, True), (i + 1, False)))])
         spans = []
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before, after = self._text(messages[:i], prompt=True), self._text(messages[: i + 1], prompt=False)
-                if not after.startswith(before) or not text.startswith(after) or not after[len(before) :].strip():
-                    raise ConfigError(
-                        f"{self._name} renders the messages before the answer in message {i + 1} differently with and "
-                        f"without that answer, so its position is not known. Mark answers in the template by "
-                        f"{{% generation %}} and {{% endgeneration %}}."
-                    )
-                spans.append((len(before), len(before) + _answer_length(after[len(before) :], message["content"])))
+        for i, before, after in zip(answers, around[::2], around[1::2], strict=True):
+            message = messages[i]
+            if not after.startswith(before) or not text.startswith(after) or not after[len(before) :].strip():
+                raise ConfigError(
+                    f"{self._name} renders the messages before the answer in message {i + 1} differently with and "
+                    f"without that answer, so its position is not known. Mark answers in the template by "
+                    f"{{% generation %}} and {{% endgeneration %}}."
+                )
+            spans.append((len(before), len(before) + _answer_length(after[len(before) :], message["content"])))
         return text, spans
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Returns the text that precedes an answer."""
-        return self._text(messages, prompt=True).replace(_OPEN, "").replace(_CLOSE, "")
+        return self._texts(messages, [(len(messages), True)])[0].replace(OPEN, "").replace(CLOSE, "")
 
 
 def _remove_marks(text: str, name: str) -> tuple[str, Spans]:
     """Returns the text without marks, and the spans between them."""
     plain, spans, start = "", [], None
-    for piece in re.split(f"([{_OPEN}{_CLOSE}])", text):
-        if piece == _OPEN and start is None:
+    for piece in re.split(f"([{OPEN}{CLOSE}])", text):
+        if piece == OPEN and start is None:
             start = len(plain)
-        elif piece == _CLOSE and start is not None:
+        elif piece == CLOSE and start is not None:
             spans.append((start, len(plain)))
             start = None
-        elif piece in (_OPEN, _CLOSE):
+        elif piece in (OPEN, CLOSE):
             raise ConfigError(f"{name} has {{% generation %}} within {{% generation %}}. Mark each answer once.")
         else:
             plain += piece
@@ -208,13 +189,13 @@ def read_template(tokenizer: str, *, required: bool = True) -> SavedTemplate | N
     settings: Any = {}
     try:
         if (folder / "tokenizer_config.json").is_file():
-            settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+            settings = inputs.read_json(folder / "tokenizer_config.json")
             if not isinstance(settings, dict):
                 raise ValueError("it is not a JSON object")
         source = settings.get("chat_template")
         if (folder / "chat_template.jinja").is_file():
-            source = (folder / "chat_template.jinja").read_text("utf-8")
-    except (OSError, ValueError, RecursionError) as error:
+            source = inputs.read_text(folder / "chat_template.jinja")
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{folder}: tokenizer_config.json or chat_template.jinja cannot be read: {error}. Use the model's own."
         ) from None

@@ -11,17 +11,19 @@ Each shape may have `system`, the text of a system message. Other keys, such as 
 they would change the conversation.
 """
 
-import json
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
+from jaxstack.common import inputs
 from jaxstack.config import ConfigError
 
 Message: TypeAlias = dict[str, str]
 """A message with its `role` and `content`."""
 
+_MOST_LINE = 64 << 20
 ROLES = ("system", "user", "assistant")
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
@@ -75,23 +77,34 @@ def json_objects(path: str, what: str) -> Iterator[tuple[str, Any]]:
     if not Path(path).is_file():
         raise ConfigError(f"data.path={path} is not a file. Give a file with one {what} in JSON per line.")
     with Path(path).open("rb") as lines:
-        first = next((line for line in lines if line.strip()), b"")
+        first = next((line for line in _lines(path, lines) if line.strip()), b"")
         lines.seek(0)
         if first.lstrip().startswith(b"["):
             try:
-                values = json.loads(lines.read().decode())
-            except (ValueError, RecursionError) as error:
+                values = inputs.parse_json(lines.read())
+            except ValueError as error:
                 raise ConfigError(f"{path} is not JSON ({error}). Write a list of objects, in UTF-8.") from None
             yield from ((f"{path}, item {number:,}", value) for number, value in enumerate(values, start=1))
             return
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_lines(path, lines), start=1):
             if line.strip():
                 name = f"{path}, line {number:,}"
                 try:
-                    value = json.loads(line.decode())
-                except (ValueError, RecursionError) as error:
+                    value = inputs.parse_json(line)
+                except ValueError as error:
                     raise ConfigError(f"{name} is not JSON ({error}). Write one object per line, in UTF-8.") from None
                 yield name, value
+
+
+def _lines(path: str, file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines of a file. A file of another kind may have no line end in gigabytes."""
+    for number in itertools.count(1):
+        line = file.readline(_MOST_LINE + 1)
+        if len(line) > _MOST_LINE:
+            raise ConfigError(f"{path}, line {number:,} has more than {_MOST_LINE:,} bytes. Give a file of JSON lines.")
+        if not line:
+            return
+        yield line
 
 
 def _shape(value: Any) -> str:

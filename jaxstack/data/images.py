@@ -10,6 +10,9 @@ of a picture, P values of a patch.
 """
 
 import hashlib
+import io
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxstack.common import files
+from jaxstack.common import files, host_memory, inputs
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.class_names import ClassNames
 from jaxstack.data.position import Counts, Start
@@ -31,6 +34,9 @@ Batch = dict[str, np.ndarray]
 _STREAM = 2  # keeps these draws apart from those of an epoch's order and of masks, which are seeded with other lists
 _GOLDEN = 11400714819323198485  # 2**64 divided by the golden ratio
 _SUFFIXES = (".png", ".jpg", ".jpeg")
+_FORMATS = ("PNG", "JPEG")  # by the content: the library runs other programs for some formats
+MOST_PIXELS = 1 << 24
+"""Largest picture: 4,096 x 4,096. A file of a few kilobytes can declare any size."""
 _DESCRIBED = 4  # rows of a batch in an error message
 
 
@@ -107,8 +113,6 @@ def _digits() -> tuple[Images, ClassNames]:
 
 
 def _folder(path: Path) -> tuple[Images, ClassNames]:
-    from PIL import Image, UnidentifiedImageError
-
     classes = sorted(each.name for each in path.iterdir() if each.is_dir() and not files.is_foreign(each.name))
     pictures = [
         (i, file)
@@ -120,37 +124,69 @@ def _folder(path: Path) -> tuple[Images, ClassNames]:
         raise ConfigError(
             f"data.path={path} has no pictures in folders. Make a folder for each class with PNG or JPEG files in it."
         )
-    pixels: list[np.ndarray] = []
-    for _, file in pictures:
-        try:
-            with Image.open(file) as opened:
-                values = np.asarray(opened.convert("L" if opened.mode in ("1", "L") else "RGB"))
-        except (OSError, UnidentifiedImageError) as error:
-            raise ConfigError(f"{file} cannot be read ({error}). Repair or remove it.") from None
-        values = values.reshape(*values.shape[:2], -1)
-        if pixels and values.shape != pixels[0].shape:
+    pixels = np.zeros(0, np.float32)
+    for number, (_, file) in enumerate(pictures):
+        values = read_picture(file)
+        if number == 0:
+            pixels = _room(path, (len(pictures), *values.shape))
+        if values.shape != pixels.shape[1:]:
             raise ConfigError(
-                f"data.path={path} has pictures of several sizes: {pictures[0][1].name} is {_size(pixels[0].shape)}, "
+                f"data.path={path} has pictures of several sizes: {pictures[0][1].name} is {_size(pixels.shape[1:])}, "
                 f"{file.name} is {_size(values.shape)}. Resize them all to one size."
             )
-        pixels.append(values)
+        pixels[number] = values / 127.5 - 1
     names = tuple(file.relative_to(path).as_posix() for _, file in pictures)
-    stacked = (np.stack(pixels) / 127.5 - 1).astype(np.float32)
-    return Images(stacked, np.array([i for i, _ in pictures], np.int32), names), _named(classes, stacked)
+    return Images(pixels, np.array([i for i, _ in pictures], np.int32), names), _named(classes, pixels)
+
+
+def read_picture(file: Path) -> np.ndarray:
+    """Returns the levels of a PNG or JPEG file, uint8 [H, W, C]: one channel, or three if it has colours.
+
+    Raises:
+      ConfigError: it cannot be read, or has more than `MOST_PIXELS` pixels.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        content = io.BytesIO(inputs.read_bytes(file))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a size that is refused below, and of damaged metadata
+            with Image.open(content, formats=_FORMATS) as opened:
+                width, height = opened.size
+                if width * height > MOST_PIXELS:
+                    raise ValueError(f"its {width:,} x {height:,} pixels are more than {MOST_PIXELS:,}")
+                values = np.asarray(opened.convert("L" if opened.mode in ("1", "L") else "RGB"))
+    except UnidentifiedImageError:
+        raise ConfigError(f"{file} cannot be read: it is neither PNG nor JPEG. Repair or remove it.") from None
+    except Exception as error:  # a damaged file leads the library to errors of any kind
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{file} cannot be read: {reason}. Repair, shrink or remove it.") from None
+    return values.reshape(height, width, -1)
+
+
+def _room(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns an array for the pictures of a file or folder, float32, after checking that it fits into memory."""
+    try:
+        host_memory.require(math.prod(shape) * 4)
+    except ValueError as error:
+        raise ConfigError(
+            f"data.path={path} has {shape[0]:,} pictures of {_size(shape[1:])}: {error}. Use fewer or smaller pictures."
+        ) from None
+    return np.empty(shape, np.float32)
 
 
 def _npz(path: Path) -> tuple[Images, ClassNames]:
     if not path.is_file():
         raise ConfigError(f"data.path={path} does not exist. Name a folder of pictures, or an .npz file.")
     try:
-        with np.load(path, allow_pickle=False) as file:
-            pixels, labels = file["images"], file["labels"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        arrays = inputs.read_npz(path, ("images", "labels"))
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.path={path} is not an .npz file with `images` and `labels` ({error}). Save it with np.savez."
         ) from None
+    pixels, labels = arrays["images"], arrays["labels"]
     whole = np.issubdtype(labels.dtype, np.integer) and labels.ndim == 1 and len(labels) == len(pixels) > 0
-    if pixels.ndim not in (3, 4) or not whole or labels.min() < 0:
+    if pixels.ndim not in (3, 4) or not pixels.size or not whole or labels.min() < 0:
         raise ConfigError(
             f"data.path={path} has images {pixels.shape} and labels {labels.shape} {labels.dtype}. Use images [N, H, "
             f"W] or [N, H, W, C], and labels [N] that count from 0."
@@ -160,7 +196,10 @@ def _npz(path: Path) -> tuple[Images, ClassNames]:
         raise ConfigError(
             f"data.path={path} has pixels from {pixels.min()} to {pixels.max()}. Use uint8, or floats from 0 to 1."
         )
-    scaled = (pixels.reshape(*pixels.shape[:3], -1) * (2 / limit) - 1).astype(np.float32)
+    channels = pixels.reshape(*pixels.shape[:3], -1)
+    scaled = _room(path, channels.shape)
+    for number, picture in enumerate(channels):  # one at a time: a product with a float has 8 bytes a pixel
+        scaled[number] = picture * (2 / limit) - 1
     names = tuple(f"picture {i}" for i in range(len(scaled)))
     return Images(scaled, labels.astype(np.int32), names), _named([str(i) for i in range(labels.max() + 1)], scaled)
 

@@ -242,6 +242,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _BYTE_LEVEL = _byte_level_alphabet()
+_MOST_GAPS = 1 << 16  # ids without a token, beside as many as there are tokens; a table has an entry for each id
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # GPT-2, Llama 3, Llama 2, Gemma, BERT
 
@@ -279,6 +280,12 @@ class HFTokenizer:
                 f"data.tokenizer={name} has an empty vocabulary. Train it on text, or copy the model's own file."
             )
         self.vocab_size = max(vocab.values()) + 1
+        if self.vocab_size > _MOST_GAPS + 2 * len(vocab):
+            token = max(vocab, key=lambda text: vocab[text])
+            raise ConfigError(
+                f"data.tokenizer={name} has {len(vocab):,} tokens, but gives {token!r} the id {vocab[token]:,}. Number "
+                f"the tokens from 0 without large gaps."
+            )
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         self.special_ids = frozenset(special.values())
@@ -360,6 +367,8 @@ def make_tokenizer(name: str, texts: Iterable[str], chat: SavedTemplate | None =
     if not path.is_file():
         raise ConfigError(f"data.tokenizer={name} is not a file. Use bytes, chars, or the path of a tokenizer.json.")
     content = files.read_json(path, f"Let data.tokenizer={name} be a complete tokenizer.json.")
+    if not isinstance(content, dict):
+        raise ConfigError(f"data.tokenizer={name} is not a JSON object. Give the path of a tokenizer.json.")
     return HFTokenizer(name, content, chat)
 
 
@@ -384,7 +393,7 @@ def tokenizer_from_json(saved: files.Json) -> Tokenizer:
     raise ConfigError(f"tokenizer {str(saved)[:60]!r} is not of a known kind. Use a tokenizer.json of a run directory.")
 
 
-def to_tokenizer_json(saved: files.JsonObject) -> files.JsonObject | None:
+def to_tokenizer_json(saved: JsonObject) -> JsonObject | None:
     """Returns the tokenizer.json that gives the ids of a tokenizer, or `None` if there is no such file.
 
     Bytes and characters become the vocabulary of a byte pair encoding without merges. Byte 0, which does not occur in
@@ -428,7 +437,7 @@ def read_saved_tokenizer(run: Path) -> Tokenizer:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 < value < 1 << 31
+    return type(value) is int and 0 < value <= 1 << 32  # token files have uint32
 
 
 def _is_text(value: Any) -> bool:

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxstack import data, sharding
 from jaxstack.checkpoint import manifest, run_dir, store, verify
+from jaxstack.common import inputs as input_files
 from jaxstack.common.tree import Batch, flatten
 from jaxstack.config import Config, ConfigError
 from jaxstack.data.loader import DataLoader
@@ -239,10 +240,13 @@ def repeat(folder: str | Path) -> tuple[list[jax.Array], list[jax.Array]]:
       ConfigError: there are fewer devices than the operation needs.
     """
     folder = Path(folder)
-    written = json.loads((folder / "operation.json").read_text())
-    names, mesh = written["dtypes"], written["mesh"]
-    with np.load(folder / "inputs.npz", allow_pickle=False) as arrays:
+    try:
+        written = input_files.read_json(folder / "operation.json")
+        names, mesh = written["dtypes"], written["mesh"]
+        arrays = input_files.read_npz(folder / "inputs.npz", [f"input_{i}" for i in range(len(names))])
         inputs = [jnp.asarray(arrays[f"input_{i}"].view(jnp.dtype(name))) for i, name in enumerate(names)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder} does not hold an operation: {error}. Run `jaxstack debug` again.") from None
     exported = jax.export.deserialize(bytearray((folder / "operation.bin").read_bytes()))
     if mesh:
         if (count := len(jax.devices())) < (needed := math.prod(mesh.values())):

@@ -6,7 +6,6 @@ not support is an error.
 
 import dataclasses
 import itertools
-import json
 import math
 import re
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from jaxstack.checkpoint import run_dir
+from jaxstack.common import inputs
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.sentences import SentencesConfig
@@ -447,8 +447,8 @@ def read_config(folder: Path) -> Description:
     _require_model_folder(folder)
     refuse_pointer(path)
     try:
-        values = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values = inputs.read_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Give the model's own config.json.") from None
     return from_json(str(path), values)
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxstack.common import inputs
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig
 from jaxstack.hf import safetensors, weights
@@ -157,9 +158,9 @@ def _stack(
 def _read_config(path: Path) -> dict[str, Any]:
     """Returns the content of an `adapter_config.json` after checking that it describes plain LoRA."""
     try:
-        config = json.loads(path.read_text("utf-8"))
+        config = inputs.read_json(path)
         config = {"r": 8, "lora_alpha": 8, "peft_type": None} | config
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Name a folder that PEFT's save_pretrained wrote.") from None
     for key, value in config.items():
         allowed = _ALLOWED.get(key, () if key in _WITHOUT_EFFECT else (None, False, "", [], {}))

@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxstack.common import files
+from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -94,6 +94,8 @@ class TensorFiles:
     def _add(self, path: Path, names: set[str] | None) -> None:
         """Opens a file, which must hold exactly the tensors `names`; `None` allows any tensors."""
         refuse_pointer(path)
+        if not path.is_file():
+            raise ConfigError(f"{path} is not a regular file. Fetch or save it again.")
         try:
             # `pread` reads only the parts that are asked for, and the file's pages do not count as our memory.
             file = self._stack.enter_context(self._safetensors.safe_open(path, "numpy", backend="pread"))
@@ -132,7 +134,7 @@ def _read_fp8(info: TensorInfo, name: str, index: tuple[slice, ...]) -> np.ndarr
     try:
         with open(info.file, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            begin = json.loads(file.read(length))[name]["data_offsets"][0]
+            begin = inputs.parse_json(file.read(length))[name]["data_offsets"][0]
             file.seek(8 + length + begin + rows.start * width)
             held = np.frombuffer(file.read(count * width), ml_dtypes.float8_e4m3fn)
         return held.reshape(count, *info.shape[1:])[:, *parts[1:]] if parts else held.reshape(())
@@ -157,9 +159,9 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
             )
         raise ConfigError(f"{folder} holds neither {SINGLE} nor {INDEX}. Give the folder of a complete model.")
     try:
-        names = json.loads(index.read_text("utf-8"))["weight_map"]
+        names = inputs.read_json(index)["weight_map"]
         entries = [(str(name), Path(file)) for name, file in names.items()]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is not an index of tensors ({error!r}). Fetch or save it again.") from None
     found: dict[Path, set[str] | None] = {}
     for name, file in entries:

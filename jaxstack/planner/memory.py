@@ -8,12 +8,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
-import psutil
 
+from jaxstack.common import host_memory
 from jaxstack.common.errors import is_out_of_memory
 from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import Config, ConfigError, with_values
@@ -96,7 +95,7 @@ def room_of(devices: Sequence[jax.Device]) -> Room:
     The bytes are infinite if neither the runtime nor a data sheet has them.
     """
     if devices[0].platform == "cpu":
-        total, free = _host_bytes()
+        total, free = host_memory.total_and_free()
         return Room("this machine", total, free, sharing=len(devices))
     kind = devices[0].device_kind
     name = chip_name(kind)
@@ -105,25 +104,6 @@ def room_of(devices: Sequence[jax.Device]) -> Room:
     # JAX reserves three quarters of a GPU; about a twelfth is needed by the driver and by libraries.
     larger = 0.92 * sheet if platform_of(devices[0]) == "gpu" and limit < 0.85 * sheet < float("inf") else 0
     return Room(f"a device ({kind})", limit, limit, larger=larger)
-
-
-def _host_bytes() -> tuple[float, float]:
-    """Returns the bytes of memory and swap that this process may use at all, and those that are free now.
-
-    A container's limit counts (cgroup, version 2 or 1).
-    """
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    total, free = memory.total + swap.total, memory.available + swap.free
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            most, now = (int(Path("/sys/fs/cgroup", name).read_text()) for name in (limit, used))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        total, free = min(total, most), min(free, max(most - now, 0))
-    return total, free
 
 
 def context(cfg: Config, devices: int, platform: str) -> Context:

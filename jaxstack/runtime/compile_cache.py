@@ -16,6 +16,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from jaxstack.common import inputs
+
 LIMIT_BYTES = 2 * 2**30
 """Size of the cache above which the entries that were not used for longest are deleted, when a command starts."""
 
@@ -139,7 +141,7 @@ def _estimates_file() -> Path | None:
 def _read_estimates() -> dict[str, list[float]]:
     path = _estimates_file()
     try:
-        read = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+        read = {} if path is None else inputs.read_json(path)
         return {str(key): [float(first), float(last)] for key, (first, last) in read.items()}
     except (OSError, ValueError, TypeError, AttributeError):  # it is a cache: what cannot be read is not there
         return {}

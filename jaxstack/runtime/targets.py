@@ -287,10 +287,11 @@ def _ssh(job: Job) -> str:
     steps = [f"cd {shlex.quote(str(Path.cwd()))}", *([job.setup] if job.setup else [])]
     steps.append(f"export JAX_COORDINATOR_ADDRESS={shlex.quote(first)}:{PORT} JAX_NUM_PROCESSES={job.nodes}")
     steps.append(f"exec {shlex.join(_train(job))}")
+    command = shlex.quote(" && ".join(steps))
     start = f"""\
 hosts=({shlex.join(job.hosts)})
 for i in "${{!hosts[@]}}"; do
-  ssh -tt -o BatchMode=yes "${{hosts[$i]}}" "export JAX_PROCESS_ID=$i; "{shlex.quote(" && ".join(steps))} </dev/null &
+  ssh -tt -o BatchMode=yes -- "${{hosts[$i]}}" "export JAX_PROCESS_ID=$i; "{command} </dev/null &
   pids+=($!)
 done"""
     comment = (

@@ -45,7 +45,8 @@ mistakes(
     ("numbers_B.astype(np.uint64) * np.uint64(_GOLDEN)", "numbers_B.astype(np.uint64)"),
     ("np.random.default_rng([self.seed, number, _STREAM])", "np.random.default_rng([self.seed, _STREAM])"),
     ("- 2 * np.sqrt(product.clip(0)).sum()", "- np.sqrt(product.clip(0)).sum()"),
-    ("(pixels.reshape(*pixels.shape[:3], -1) * (2 / limit) - 1)", "(pixels.reshape(*pixels.shape[:3], -1) * (1 / limit))"),
+    ("picture * (2 / limit) - 1", "picture * (1 / limit)"),
+    ("if width * height > MOST_PIXELS", "if width > MOST_PIXELS"),
 )  # fmt: skip
 
 mistakes(

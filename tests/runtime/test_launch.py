@@ -305,7 +305,7 @@ def test_the_local_file_passes_a_signal_on(tmp_path, monkeypatch):
 
 def test_the_ssh_file_runs_a_process_on_each_host(tmp_path, monkeypatch):
     """A remote shell reads the last word, in the same folder."""
-    program(tmp_path / "ssh", 'echo "${*:1:4}" >&2; cd /; exec bash -c "${@: -1}"')
+    program(tmp_path / "ssh", 'echo "${*:1:5}" >&2; cd /; exec bash -c "${@: -1}"')
     program(tmp_path / "jaxstack", f"{SHOWS} pwd; exit $((3 * JAX_PROCESS_ID))")
     (tmp_path / "env" / "bin").mkdir(parents=True)
     (tmp_path / "env" / "bin" / "activate").write_text("")
@@ -314,7 +314,7 @@ def test_the_ssh_file_runs_a_process_on_each_host(tmp_path, monkeypatch):
     written("ssh", tmp_path)
     done = subprocess.run(["bash", "file"], cwd="/", capture_output=True, text=True, check=False)
     assert done.returncode == 3, done.stderr
-    assert sorted(done.stderr.splitlines()) == ["-tt -o BatchMode=yes me@node1", "-tt -o BatchMode=yes node2"]
+    assert sorted(done.stderr.splitlines()) == ["-tt -o BatchMode=yes -- me@node1", "-tt -o BatchMode=yes -- node2"]
     shown = sorted(done.stdout.splitlines())
     assert shown[2:] == [str(tmp_path)] * 2 or shown[:2] == [str(tmp_path)] * 2
     for index in range(2):
@@ -375,6 +375,12 @@ def test_submit_runs_the_tool_of_the_target(on, tmp_path, monkeypatch):
     assert not file.exists()
 
 
+def test_no_file_is_taken_for_an_option(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch.os, "execvp", lambda name, words: print(shlex.join(words)))
+    assert run("local", "--out=-x.sh", "--submit").splitlines()[-1] == "bash ./-x.sh"
+
+
 @pytest.mark.parametrize(
     ("on", "flags", "command", "words"),
     [
@@ -399,6 +405,11 @@ def test_submit_runs_the_tool_of_the_target(on, tmp_path, monkeypatch):
         ("sagemaker", [POD, ROLE, "--storage=x", "--machine=x"], None, ["--storage=x is not in S3"]),
         ("ssh", ["--hosts=a,b", "--nodes=3"], None, ["--nodes=3 is not the number of --hosts, which are 2"]),
         ("ssh", ["--hosts=,"], None, ["--hosts=, names no host"]),
+        ("ssh", ["--hosts=a,-oProxyCommand=id"], None, ["--hosts: -oProxyCommand=id is not the address of a host"]),
+        ("ssh", ["--hosts=-lroot@a"], None, ["--hosts: -lroot@a is not the address of a host"]),
+        ("ssh", ["--hosts=a b"], None, ["--hosts: a b is not the address of a host"]),
+        ("slurm", ["--machine=gpu --wrap=id"], None, ["--machine=gpu --wrap=id has a space", "Write one word"]),
+        ("slurm", ["--machine=-x"], None, ["--machine=-x has a space or begins with a hyphen"]),
         ("sagemaker", [POD, ROLE, S3, "--machine=x"], ["train", f"--run.dir={'x' * 250}"], ["256 characters"]),
         ("ssh", [], None, ["--hosts is missing"]),
     ],

@@ -1,0 +1,154 @@
+"""Reads files that others wrote, within limits of size, depth and digits that no intended file exceeds.
+
+Such a file may be damaged, or made to do harm: a pipe that never ends, a small archive that expands to gigabytes, a
+number of thousands of digits. Every function here raises `OSError` or `ValueError` with the reason in a few words. The
+caller catches both, names the key, and says what to do.
+"""
+
+import json
+import os
+import stat
+import zipfile
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxstack.common import host_memory
+
+MOST_BYTES = 256 << 20
+"""Largest file that is read at once. The largest tokenizer.json of a known model has 35 MB."""
+
+MOST_DEPTH = 100
+"""Deepest nesting of JSON and YAML. Python's own functions fail at about 1,000."""
+
+MOST_DIGITS = 100
+"""Longest integer, in digits. Some tokenizers write 10**30 for no limit; a float ends at 10**308."""
+
+_EXPANSION = 100
+_EXPANDED_BYTES = 256 << 20
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Returns the content of a regular file.
+
+    Args:
+      path: of the file. It is opened without waiting, so a pipe without a writer cannot stop the process.
+      most: largest number of bytes.
+
+    Raises:
+      OSError, ValueError: it cannot be opened, is not a regular file, or is too large.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is not a regular file")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """Returns the text of a regular file in UTF-8. Raises what `read_bytes` raises."""
+    return decode(read_bytes(path, most))
+
+
+def decode(content: bytes) -> str:
+    """Returns UTF-8 as text, without a byte order mark.
+
+    Raises:
+      ValueError: it is not UTF-8; the message has the place and not the content.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text (byte {error.start:,})") from None
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """Returns the value of a JSON file. Raises what `read_bytes` and `parse_json` raise."""
+    return parse_json(read_bytes(path, most))
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Returns the value of JSON.
+
+    Raises:
+      ValueError: it is not JSON, is nested more than `MOST_DEPTH` levels deep, or has an integer of more than
+        `MOST_DIGITS` digits.
+    """
+    text = decode(content) if isinstance(content, bytes) else content
+    try:
+        value = json.loads(text, parse_int=parse_integer)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if _is_deeper(value, MOST_DEPTH):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+_TOO_DEEP = f"it is nested more than {MOST_DEPTH} levels deep"
+
+
+def parse_integer(digits: str) -> int:
+    """Returns an integer in decimal digits.
+
+    Raises:
+      ValueError: it is not one, or has more than `MOST_DIGITS` digits.
+    """
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"the integer {digits[:12]}... has {len(digits):,} digits, and {MOST_DIGITS} are allowed")
+    return int(digits)
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Returns whether lists and mappings are nested deeper than a number of levels."""
+    layer = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        layer = [
+            child
+            for parent in layer
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+        if not layer:
+            return False
+    return True
+
+
+def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """Returns arrays of an .npz file, never unpickled.
+
+    Args:
+      path: of the file.
+      names: arrays to read. None means all.
+
+    Raises:
+      OSError, ValueError: it is not a complete .npz file, lacks an array, expands more than a hundredfold to more than
+        256 MB, or does not fit into memory.
+    """
+    if not path.is_file():
+        raise ValueError("it is not a regular file")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename.removesuffix(".npy"): info.file_size for info in archive.infolist()}
+        wanted = [*members] if names is None else [*names]
+        if absent := [name for name in wanted if name not in members]:
+            raise ValueError(f"it has no array {absent[0]}")
+        expanded = sum(members[name] for name in wanted)
+        packed = path.stat().st_size
+        if expanded > max(_EXPANDED_BYTES, _EXPANSION * packed):
+            raise ValueError(f"its {packed:,} bytes expand to {expanded:,}")
+        host_memory.require(expanded)
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in wanted}
+    except MemoryError:  # NumPy makes room for the shape that an array declares before it reads the array
+        raise ValueError("it declares an array that does not fit into memory") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+    if strange := [name for name, value in arrays.items() if not isinstance(value, np.ndarray)]:
+        raise ValueError(f"{strange[0]} is not an array")
+    return arrays
