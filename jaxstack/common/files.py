@@ -8,13 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import BinaryIO
 
 from jaxstack.common import inputs
 from jaxstack.common.errors import ConfigError
-
-Json: TypeAlias = Any
-"""A value of JSON, before anybody has checked its form."""
 
 _SCRATCH: set[Path] = set()
 
@@ -46,7 +43,7 @@ def is_within(path: Path, directory: Path) -> bool:
     return path.resolve().is_relative_to(directory.resolve())
 
 
-def read_json(path: Path, fix: str) -> Json:
+def read_json(path: Path, fix: str) -> inputs.Json:
     """Returns the content of a JSON file that a user, a crash or a failing disk may have damaged.
 
     Args:

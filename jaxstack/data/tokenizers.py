@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxstack.common import files
+from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
 from jaxstack.data.class_names import ClassNames
 
@@ -372,7 +372,7 @@ def make_tokenizer(name: str, texts: Iterable[str], chat: SavedTemplate | None =
     return HFTokenizer(name, content, chat)
 
 
-def tokenizer_from_json(saved: files.Json) -> Tokenizer:
+def tokenizer_from_json(saved: inputs.Json) -> Tokenizer:
     """Rebuilds a tokenizer from its `to_json()`.
 
     Raises:

@@ -29,7 +29,7 @@ mistakes(
 
 mistakes(
     "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
-    ('_number(keys, "query_pre_attn_scalar") ** -0.5', '1 / _number(keys, "query_pre_attn_scalar")'),
+    ('family.default_of("query_pre_attn_scalar")) ** -0.5', 'family.default_of("query_pre_attn_scalar")) ** -1'),
 )  # fmt: skip
 
 mistakes(
@@ -60,4 +60,16 @@ mistakes(
     ("if n % p == 0 and windows == windows[:p] * (n // p))", "if windows == windows[:p] * (n // p))", HF,
      {"equivalent": "where p does not divide n the two tuples differ in length, and so are never equal"}),
     ("if windows == (windows[:p] * n)[:n])", "if windows[:1] == (windows[:p] * n)[:1])", "hf/test_encoders.py -k 'modernbert and export'"),
+)  # fmt: skip
+
+mistakes(
+    "hf", "hf/families.py", "hf/test_public.py -m '' -k 'absent or v0.2'",
+    ("        layer_types=(SLIDING,),\n        sliding_window=4096,", "        layer_types=(SLIDING,),"),
+    ('"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6', '"rms_norm_eps": 1e-5, "rope_theta": 1e6'),
+)  # fmt: skip
+
+mistakes(
+    "hf", "hf/configs.py", "hf/test_public.py -m '' -k 'read or v0.2'",
+    ("sorted(FAMILIES, key=lambda name: name != preferred)", "FAMILIES"),
+    ("    unknown = keys.take_empty()", "    unknown: JsonObject = {}"),
 )  # fmt: skip
