@@ -101,8 +101,9 @@ def get_adapter(cfg: LoraConfig, params: Params, name: str) -> tuple[jax.Array, 
         return None
     b = params[f"{B}{name}"]
     scale = partial(kernels.multiply_in_float32, factor=cfg.alpha / cfg.rank)
-    b = b.map(scale) if isinstance(b, Tapped) else scale(b)  # one with a tap stands for its array
-    return params[f"{A}{name}"], b
+    if isinstance(b, Tapped):
+        return params[f"{A}{name}"], b.map(scale)  # type: ignore[return-value]  # it stands for its array
+    return params[f"{A}{name}"], scale(b)
 
 
 def merge_adapters(cfg: LoraConfig, params: Params) -> Params:
