@@ -82,12 +82,42 @@ def linear(
 
 
 def add_in_float32(x: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns x + b in x's dtype, for x [..., *rest] and b [*rest] of any float dtype.
+    """Returns x + b in x's dtype, for x [..., *rest] and b [*rest] of any float dtype; b may also broadcast otherwise.
 
     The sum is computed in float32 and rounded once, and so is the gradient of b. This gradient is a sum over all
     tokens, which in bfloat16 would lose half of its digits or more, depending on XLA's order of summation.
     """
     return (x.astype(jnp.float32) + b.astype(jnp.float32)).astype(x.dtype)
+
+
+def multiply_in_float32(x: jax.Array, factor: jax.Array | float) -> jax.Array:
+    """Returns x * factor in x's dtype, computed in float32 and rounded once; `factor` broadcasts to x.
+
+    `x * 0.9` would round 0.9 to x's dtype first: in bfloat16 that changes the scale of all of x by 0.2%. The gradient
+    of a factor that broadcasts is a sum, in float32, rounded once. Both arrays are saved for it as they are.
+    """
+    if isinstance(factor, int | float):
+        return (x.astype(jnp.float32) * factor).astype(x.dtype)
+    x, factor = collectives.match_varying(x, factor)
+    return _multiply(x, factor)
+
+
+@jax.custom_vjp
+def _multiply(x, factor):
+    return (x.astype(jnp.float32) * factor.astype(jnp.float32)).astype(x.dtype)
+
+
+def _multiply_backward(saved, dy):
+    x, factor = saved
+    dy = dy.astype(jnp.float32)
+    products = dy * x.astype(jnp.float32)
+    lead = x.ndim - factor.ndim
+    broadcast = [i for i in range(x.ndim) if i < lead or factor.shape[i - lead] != x.shape[i]]
+    d_factor = products.sum(broadcast, keepdims=True).reshape(factor.shape)
+    return (dy * factor.astype(jnp.float32)).astype(x.dtype), d_factor.astype(factor.dtype)
+
+
+_multiply.defvjp(lambda x, factor: (_multiply(x, factor), (x, factor)), _multiply_backward)
 
 
 def _matmul_of_any(options, x, w):

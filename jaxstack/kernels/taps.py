@@ -87,7 +87,7 @@ class Tapped:
         """Returns the weight times a Python number. An array would lose its own gradient."""
         if not isinstance(factor, int | float):
             raise TypeError(f"it is multiplied by a {type(factor).__name__}, which is not a Python number")
-        return self.map(lambda w: w * factor)
+        return self.map(lambda w: (w.astype(jnp.float32) * factor).astype(w.dtype))
 
     __rmul__ = __mul__
 

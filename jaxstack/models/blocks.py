@@ -6,7 +6,7 @@ within attention, S/n tokens of a row in the residual stream (n > 1 with sequenc
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -266,13 +266,20 @@ def scan_stack(
       The residual stream, and auxiliary values, each [L, ...].
     """
 
+    # The gradient of a side input is a sum over layers, which autodiff adds up in the dtype that the loop reads.
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), layer_inputs.side)
+
+    def of_layer() -> LayerInputs:
+        side = jax.tree.map(lambda a, like: a.astype(like.dtype), wide, layer_inputs.side)
+        return replace(layer_inputs, side=side)
+
     def scan_body(x: jax.Array, scanned: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, Aux]:
         stacked, cache, index = scanned
         weights = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.period)]
-        return stack.step(cfg, ctx, weights, x, index, layer_inputs, cache)
+        return stack.step(cfg, ctx, weights, x, index, of_layer(), cache)
 
     def last_step(x: jax.Array, weights: list[Params]) -> tuple[jax.Array, Aux]:
-        return stack.step(cfg, ctx, weights, x, count, layer_inputs)
+        return stack.step(cfg, ctx, weights, x, count, of_layer())
 
     count = stack.depth // stack.period
     in_loop = ctx.layers == "scan"

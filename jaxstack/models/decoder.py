@@ -259,7 +259,7 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: Lay
     """Returns what the head reads [B, S, D], from the residual stream after the last layer [B, S/n, D]."""
     x = layers.norm(cfg, params["final_norm"], x, ctx)
     if cfg.base_width and cfg.tied_embeddings:  # see `models.width`
-        x = x / cfg.width_ratio
+        x = kernels.multiply_in_float32(x, 1 / cfg.width_ratio)
     return ctx.gather_activations(x, "vocab")
 
 

@@ -246,9 +246,14 @@ def modulations(params: Params, side: dict[str, jax.Array], ctx: Context) -> lis
 
 
 def modulated(cfg: ModelConfig, x: jax.Array, shift: jax.Array, scale: jax.Array, ctx: Context) -> jax.Array:
-    """Returns the norm of x, which has no parameters, multiplied with 1 + scale, and shifted."""
+    """Returns the norm of x, which has no parameters, multiplied with 1 + scale, and shifted.
+
+    The gradients of shift and scale [B, 1, D] are sums over all patches, which lose digits in bfloat16. So does
+    1 + scale where the scale is small.
+    """
     ones = jnp.ones(x.shape[-1], jnp.float32)
-    return layers.norm(cfg, {"scale": ones}, x, ctx) * (1 + scale) + shift
+    normal = layers.norm(cfg, {"scale": ones}, x, ctx)
+    return kernels.add_in_float32(kernels.multiply_in_float32(normal, 1 + scale.astype(jnp.float32)), shift)
 
 
 def text_step(
@@ -285,7 +290,7 @@ def scan_block(
     h = modulated(cfg, x, made[0], made[1], ctx)
     own = replace(layer_inputs, segment_ids=None)  # all patches are of one picture
     h, aux = layers.attention(cfg, values["attention"], h, ctx, own, mask=kernels.AttentionMask(0, "full"))
-    x = checkpoint_name(x + made[2] * h, "residual")
+    x = checkpoint_name(x + kernels.multiply_in_float32(h, made[2]), "residual")
     if layer_inputs.encoder is not None:
         h = layers.norm(cfg, values["cross_norm"], x, ctx)
         h, crossed = layers.cross_attention(cfg, values["cross"], h, ctx, layer_inputs)
@@ -295,7 +300,7 @@ def scan_block(
         h, more = moe_layer.moe(cfg, values["moe"], h, ctx, layer_inputs)
     else:
         h, more = layers.mlp(cfg, values["mlp"], h, ctx)
-    x = x + made[5] * h
+    x = x + kernels.multiply_in_float32(h, made[5])
     aux |= more | watch.measure(ctx, seen | {"residual/out": x}, "batch", "residual")
     return x, jax.tree.map(lambda leaf: leaf[None], aux)
 

@@ -277,7 +277,7 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: Lay
     """Returns what the head reads [B, T, D], from the residual stream after the decoder's last layer [B, T/n, D]."""
     x = layers.norm(cfg, params["final_norm"], x, ctx)
     if cfg.head_scale != 1:
-        x = (x * cfg.head_scale).astype(x.dtype)
+        x = kernels.multiply_in_float32(x, cfg.head_scale)
     return ctx.gather_activations(x, "vocab")
 
 

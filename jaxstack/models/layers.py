@@ -393,4 +393,5 @@ def dropout(key: jax.Array | None, rate: float, x: jax.Array, dropout_ids: jax.A
     assert dropout_ids is not None
     keys = jax.vmap(jax.vmap(lambda i: jax.random.fold_in(key, i)))(dropout_ids)
     kept = jax.vmap(jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - rate, x.shape[2:])))(keys)
-    return jnp.where(kept, x / (1.0 - rate), 0.0).astype(x.dtype)
+    wide = x.astype(jnp.float32)  # 1 - rate would otherwise be rounded to x's dtype
+    return jnp.where(kept, wide / (1.0 - rate), 0.0).astype(x.dtype)

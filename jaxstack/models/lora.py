@@ -11,12 +11,15 @@ leaves two of the three products of tokens and matrix. Computing x (w + a b) ins
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import jax
 import jax.numpy as jnp
 
+from jaxstack import kernels
 from jaxstack.config import ConfigError, LoraConfig
+from jaxstack.kernels.taps import Tapped
 from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec
 
 A, B = "lora_a_", "lora_b_"
@@ -96,7 +99,11 @@ def get_adapter(cfg: LoraConfig, params: Params, name: str) -> tuple[jax.Array, 
     """Returns the adapter (a, b alpha / rank) of the matrix `w_<name>` in a group of parameters, or None."""
     if f"{A}{name}" not in params:
         return None
-    return params[f"{A}{name}"], params[f"{B}{name}"] * (cfg.alpha / cfg.rank)
+    b = params[f"{B}{name}"]
+    scale = partial(kernels.multiply_in_float32, factor=cfg.alpha / cfg.rank)
+    if isinstance(b, Tapped):
+        return params[f"{A}{name}"], b.map(scale)  # type: ignore[return-value]  # it stands for its array
+    return params[f"{A}{name}"], scale(b)
 
 
 def merge_adapters(cfg: LoraConfig, params: Params) -> Params:

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack.kernels import OP_IMPLEMENTATIONS, taps
 from jaxstack.kernels.implementation import Implementation
 from jaxstack.moe.expert_mlp import Activation, Adapters, Weights, apply_by_expert, expert_mlp
-from jaxstack.moe.pairs import assign_slots, move_rows, sort_by, spread_tokens, sum_choices
+from jaxstack.moe.pairs import assign_slots, move_rows, repeat_tokens, sort_by, spread_tokens, sum_choices
 from jaxstack.moe.rounds import Exchange, moe_in_rounds
 from jaxstack.moe.routers import Routing
 
@@ -133,7 +133,7 @@ def _with_capacity(
     if options.implementation == "reference":
         gates = jnp.where(slot < slots, gates, 0.0)
         return _reference(x, routing, gates, num_experts, mlp), dropped.astype(jnp.float32)
-    pairs = jnp.repeat(x, k, axis=0)  # [N, D]
+    pairs = repeat_tokens(x, k)  # [N, D]
     buffer = move_rows(pairs, source, slot).reshape(num_experts, -1, D)  # [E, rows * C, D]
     if options.expert_axis is not None:
         buffer = lax.all_to_all(buffer, options.expert_axis, 0, 1, tiled=True)  # [E_local, n * rows * C, D]

@@ -114,6 +114,14 @@ def spread_tokens(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
     return _spread(order.size // x.shape[0], *collectives.match_varying(x, order, back))
 
 
+def repeat_tokens(x: jax.Array, choices: int) -> jax.Array:
+    """Returns the token of each pair, in the order of the tokens: [T, D] becomes [N, D].
+
+    The gradient of a token is the sum over its pairs, in float32, in x's dtype.
+    """
+    return _repeat(choices, x)
+
+
 def sum_choices(x: jax.Array, order: jax.Array, back: jax.Array, choices: int) -> jax.Array:
     """Returns the sum of the rows of each token's pairs, in float32: the transpose of `spread_tokens`.
 
@@ -136,10 +144,24 @@ def _spread(choices: int, x: jax.Array, order: jax.Array, back: jax.Array) -> ja
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_choices(choices: int, x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
-    rows = x.at[back].get(mode="promise_in_bounds").reshape(-1, choices, x.shape[1])
-    return rows.astype(jnp.promote_types(x.dtype, jnp.float32)).sum(1).astype(x.dtype)
+    return _sum_of_token(choices, x.at[back].get(mode="promise_in_bounds"))
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _repeat(choices: int, x: jax.Array) -> jax.Array:
+    return jnp.repeat(x, choices, axis=0)
+
+
+def _sum_of_token(choices: int, dy: jax.Array) -> jax.Array:
+    """Returns the sums [T, D] of each token's pairs [N, D], in float32 and rounded once."""
+    rows = dy.reshape(-1, choices, dy.shape[1])
+    return rows.astype(jnp.promote_types(dy.dtype, jnp.float32)).sum(1).astype(dy.dtype)
+
+
+_repeat.defvjp(
+    lambda choices, x: (_repeat(choices, x), None),
+    lambda choices, _, dy: (_sum_of_token(choices, dy),),
+)
 _spread.defvjp(
     lambda choices, x, order, back: (_spread(choices, x, order, back), (order, back)),
     lambda choices, saved, dy: (_sum_choices(choices, dy, *saved), None, None),

@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxstack.common.tree import PyTree
 from jaxstack.moe.expert_mlp import Activation, Adapters, Weights, apply_by_expert, expert_mlp
-from jaxstack.moe.pairs import move_rows, sort_by, starts_of
+from jaxstack.moe.pairs import move_rows, repeat_tokens, sort_by, starts_of
 from jaxstack.sharding import collectives
 
 ROOM = 1.25
@@ -147,7 +147,7 @@ def _one_round(
     slot = jnp.where(sent, plan.experts // local * room + plan.rank - first, shards * room)
     # Each row is sent with its expert's number; an empty slot has a number that no expert has.
     numbers = send(jnp.take(plan.experts % local, source, mode="fill", fill_value=local))
-    received = send(move_rows(jnp.repeat(x, k, axis=0), source, slot))  # [n * room, D]
+    received = send(move_rows(repeat_tokens(x, k), source, slot))  # [n * room, D]
     scale = send(move_rows(gates.reshape(N, 1), source, slot))
     order, back = sort_by(numbers)
     mlp = partial(

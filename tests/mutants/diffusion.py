@@ -6,8 +6,8 @@ DIT, IMAGES = "models/test_diffusion.py -k 'second or path or sampler'", "data/t
 
 mistakes(
     "diffusion", "models/diffusion.py", DIT,
-    ("layers.norm(cfg, {\"scale\": ones}, x, ctx) * (1 + scale) + shift", "layers.norm(cfg, {\"scale\": ones}, x, ctx) * scale + shift"),
-    ("x = x + made[5] * h", "x = x + h"),
+    ("(normal, 1 + scale.astype(jnp.float32))", "(normal, scale.astype(jnp.float32))"),
+    ("x = x + kernels.multiply_in_float32(h, made[5])", "x = x + h"),
     ("{\"condition\": jax.nn.silu(h)}", "{\"condition\": h}"),
     ("(weights * squares).sum()", "squares.sum()"),
     ("6.0 * modulation + 2 * (4 * time + 6 * out)", "6.0 * modulation + 4 * time + 6 * out", "planner/test_aot.py -k matmuls"),
@@ -55,3 +55,11 @@ mistakes(
     ("average = jax.tree.map(lambda old, value: old + (1 - kept) * (value - old), state.average, new)",
      "average = jax.tree.map(lambda old, value: old + (1 - kept) * (value - old), state.average, values)"),
 )  # fmt: skip
+
+mistakes(
+    "diffusion",
+    "models/diffusion.py",
+    "training/test_arithmetic.py -k '(step and dit) or modulations'",
+    ("x + kernels.multiply_in_float32(h, made[2])", "x + made[2] * h"),
+    ("kernels.multiply_in_float32(normal, 1 + scale.astype(jnp.float32))", "normal * (1 + scale)"),
+)

@@ -56,7 +56,7 @@ mistakes(
 
 mistakes(
     "lora", "models/lora.py", "models/test_lora.py models/test_by_hand.py -k 'lora or stand or default or mistakes'",
-    ("(cfg.alpha / cfg.rank)", "(cfg.rank / cfg.alpha)"),
+    ("factor=cfg.alpha / cfg.rank)", "factor=cfg.rank / cfg.alpha)"),
     ("std=prod(p.shape[lead:inputs]) ** -0.5", "std=prod(p.shape[lead:inputs]) ** 0.5"),
     ('a, b, precision=jax.lax.Precision.HIGHEST)', "a, b) * 2"),
     ("any(re.fullmatch(pattern, path) for pattern in cfg.targets)}", "any(re.match(pattern, path) for pattern in cfg.targets)}", "models/test_lora.py -k whole_names"),

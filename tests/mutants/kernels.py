@@ -24,9 +24,32 @@ mistakes(
     ("lambda x, dy: (dy * _forward(x, True)[1],)", "lambda x, dy: (dy * _forward(x, False)[1],)"),
 )
 
+ARITHMETIC = "training/test_arithmetic.py"
+
+mistakes(
+    "kernels",
+    "kernels/linear.py",
+    ARITHMETIC + " -k factor",
+    ("return (x.astype(jnp.float32) * factor).astype(x.dtype)", "return x * factor"),
+    ("    products = dy * x.astype(jnp.float32)\n", "    products = (dy * x.astype(jnp.float32)).astype(x.dtype)\n"),
+    ("if i < lead or factor.shape[i - lead] != x.shape[i]]", "if i < lead]"),
+)
+
+mistakes(
+    "kernels",
+    "kernels/taps.py",
+    ARITHMETIC + " -k adapters",
+    ("(w.astype(jnp.float32) * factor).astype(w.dtype)", "w * factor"),
+)
+
 mistakes(
     "kernels", "kernels/cross_entropy.py", KERNELS + " -k 'cross_entropy and not pallas'",
     ("logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)", "logits = jnp.matmul(x, head)"),
+    ("logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)",
+     "logits = jnp.matmul(x, head, preferred_element_type=jnp.float32).astype(x.dtype).astype(jnp.float32)",
+     ARITHMETIC + " -k 'logits and (decoder or labels)'"),
+    ("dx = jnp.matmul(d_logits, head.T, preferred_element_type=jnp.float32)", "dx = jnp.matmul(d_logits, head.T)",
+     ARITHMETIC + " -k 'kernels_sum and cross'"),
     ("d_logits *= 1 - jnp.square(logits / softcap)", "d_logits *= 1 - jnp.abs(logits / softcap)"),
     ("top = lax.pmax(lax.stop_gradient(self.top), axes)", "top = lax.stop_gradient(self.top)"),
     ("is_local = (local >= 0) & (local < head.shape[1])", "is_local = (local >= 0) & (local <= head.shape[1])"),

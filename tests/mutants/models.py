@@ -2,6 +2,8 @@
 
 from mutants.rows import BY_HAND, GENERATE, STEP, mistakes
 
+ARITHMETIC = "training/test_arithmetic.py"
+
 mistakes(
     "layers", "models/layers.py", BY_HAND,
     ('params.get("bias"), eps=cfg.norm_eps', 'params.get("bias"), eps=1e-6'),
@@ -30,7 +32,8 @@ mistakes(
 
 mistakes(
     "layers", "models/layers.py", BY_HAND,
-    ("x / (1.0 - rate), 0.0", "x / rate, 0.0", "models/test_model.py -k dropout"),
+    ("wide / (1.0 - rate), 0.0", "wide / rate, 0.0", "models/test_model.py -k dropout"),
+    ("wide = x.astype(jnp.float32)  # 1 - rate", "wide = x  # 1 - rate", ARITHMETIC + " -k 'dropout and scale'"),
     ("jax.random.bernoulli(k, 1.0 - rate,", "jax.random.bernoulli(k, rate,", "models/test_model.py -k dropout"),
     ("lambda i: jax.random.fold_in(key, i)", "lambda i: jax.random.fold_in(key, 0 * i)", "models/test_model.py -k dropout"),
     ("in_axes=2,\n            std=std / (2 * cfg.num_layers) ** 0.5,", "in_axes=2,\n            std=std,", "models/test_model.py -k spread"),
@@ -100,7 +103,7 @@ mistakes(
 
 mistakes(
     "model", "models/blocks.py", "models/test_encoder.py -k behind",
-    ("stack.step(cfg, ctx, weights, x, count, layer_inputs)", "stack.step(cfg, ctx, weights, x, 0, layer_inputs)"),
+    ("stack.step(cfg, ctx, weights, x, count, of_layer())", "stack.step(cfg, ctx, weights, x, 0, of_layer())"),
     ("for i in range(looped, stack.depth)]", "for i in range(looped - 1, stack.depth - 1)]"),
 )  # fmt: skip
 
@@ -157,3 +160,43 @@ mistakes(
     "model", "models/contrastive.py", DROPOUT,
     ('"tokens": batch["tokens"], **shared}, "text")', '"tokens": batch["tokens"], **shared}, "image")'),
 )  # fmt: skip
+
+
+mistakes(
+    "model",
+    "models/decoder.py",
+    ARITHMETIC + " -k logits",
+    (
+        'scores = jnp.einsum("bsd,dv->bsv", hidden, w, preferred_element_type=jnp.float32)',
+        'scores = jnp.einsum("bsd,dv->bsv", hidden, w).astype(jnp.float32)',
+    ),
+    (
+        "x = kernels.multiply_in_float32(x, 1 / cfg.width_ratio)",
+        "x = x / cfg.width_ratio",
+        ARITHMETIC + " -k 'step and gpt2'",
+    ),
+)
+
+mistakes(
+    "model",
+    "models/encoder.py",
+    ARITHMETIC + " -k logits",
+    (
+        "head(cfg, params, ctx), preferred_element_type=jnp.float32)",
+        "head(cfg, params, ctx), preferred_element_type=jnp.float32).astype(ctx.dtype).astype(jnp.float32)",
+    ),
+)
+
+mistakes(
+    "model",
+    "models/encoder_decoder.py",
+    ARITHMETIC + " -k 'step and t5'",
+    ("x = kernels.multiply_in_float32(x, cfg.head_scale)", "x = (x * cfg.head_scale).astype(x.dtype)"),
+)
+
+mistakes(
+    "model",
+    "models/blocks.py",
+    ARITHMETIC + " -k 'step and (t5 or dit)'",
+    ("wide = jax.tree.map(lambda a: a.astype(jnp.float32), layer_inputs.side)", "wide = layer_inputs.side"),
+)

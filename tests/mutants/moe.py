@@ -46,6 +46,40 @@ mistakes(
     ("gates.reshape(T, k, 1), axis=1)", "1.0, axis=1)", BY_HAND),
 )  # fmt: skip
 
+ARITHMETIC = "training/test_arithmetic.py -k experts_are_added"
+
+mistakes(
+    "moe",
+    "moe/pairs.py",
+    ARITHMETIC,
+    (
+        "rows.astype(jnp.promote_types(dy.dtype, jnp.float32)).sum(1).astype(dy.dtype)",
+        "sum(rows[:, i] for i in range(choices))",
+    ),
+)
+
+mistakes(
+    "moe",
+    "moe/dispatch.py",
+    ARITHMETIC,
+    (
+        "y = jnp.sum(out.reshape(T, k, D) * gates.reshape(T, k, 1), axis=1)  # float32: the gates are",
+        "y = sum((out.reshape(T, k, D) * gates.reshape(T, k, 1).astype(x.dtype))[:, i] for i in range(k))",
+    ),
+    ("pairs = repeat_tokens(x, k)", "pairs = jnp.repeat(x, k, axis=0)", "training/test_arithmetic.py -k 'capacity'"),
+)
+
+mistakes(
+    "moe",
+    "moe/rounds.py",
+    "training/test_arithmetic.py -k 'step and sigmoid'",
+    (
+        "jnp.sum(move_rows(out, slot, source).reshape(T, k, D).astype(jnp.float32), axis=1)",
+        "sum(move_rows(out, slot, source).reshape(T, k, D)[:, i] for i in range(k)).astype(jnp.float32)",
+    ),
+    ("repeat_tokens(x, k)", "jnp.repeat(x, k, axis=0)"),
+)
+
 mistakes(
     "moe", "moe/expert_mlp.py", MOE,
     ("y = y + matmul(matmul(x, a), b)", "y = matmul(matmul(x, a), b)", BY_HAND + " -k lora"),

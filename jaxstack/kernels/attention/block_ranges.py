@@ -54,8 +54,8 @@ def key_blocks(o: Options, length: int, block_q: int, block_kv: int) -> BlockRan
 def query_blocks(o: Options, length: int, block_q: int, block_kv: int) -> BlockRanges:
     """Returns the blocks of `block_q` queries that attend to each block of `block_kv` keys, of `length` tokens.
 
-    Queries beyond the end of the sequence need no mask: kernels have zeros for them and for the gradients of their
-    outputs. Their log-sum-exps must be such that their weights are finite.
+    Queries beyond the end of the sequence need no mask, because these queries and the gradients of their outputs are
+    zeros. A kernel must see to it that their weights are finite.
     """
     blocks = -(-length // block_q)
     first = np.arange(-(-length // block_kv)) * block_kv

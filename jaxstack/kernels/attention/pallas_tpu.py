@@ -321,8 +321,8 @@ def _forward_kernel(
         total = total_ref[...]
         total = jnp.where(total == 0, 1.0, total)  # the output is 0 for a query without visible keys
         out_ref[...] = (acc_ref[...] / total).astype(out_ref.dtype)
-        # The padding behind the last query may see no key. The backward kernels need no mask where all existing pairs
-        # are visible, so the weights of these queries must come out as zeros there: exp2(score - largest number).
+        # The padding behind the last query may see no key. The backward kernels use no mask where all existing pairs
+        # are visible, so the weights of this padding must be zeros without one: exp2(score - largest number).
         lse_ref[...] = jnp.where(total_ref[...] == 0, -MASKED, top_ref[...] + jnp.log2(total))
 
 
