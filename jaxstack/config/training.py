@@ -102,8 +102,8 @@ class TrainConfig:
     """At the end, fit a byte n-gram model to the bytes of the training text and print its held-out loss as a baseline.
     A line says why where it cannot be compared: with source `chat`, and with a tokenizer that drops spaces."""
     max_bad_steps: PositiveInt = 10
-    """Limit of bad steps. The run stops after this many steps in a row that changed nothing (a loss or gradient norm
-    that is not finite, or a skipped spike), or after this many returns to one checkpoint."""
+    """Limit of bad steps. The run stops after this many steps in a row that changed nothing (a loss, gradient norm
+    or update that is not finite, or a skipped spike), or after this many returns to one checkpoint."""
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     """How spikes of the loss are detected and handled."""
     debug: bool = False

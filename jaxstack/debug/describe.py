@@ -30,13 +30,20 @@ def describe(cfg: Config, found: Finding, guide: RunGuide | None = None) -> list
         lines.append(f"where    {where}")
     if on := device(found):
         lines.append(f"device   {on}")
-    own = [frame for frame in found.frames if "/jaxstack/debug/" not in frame[0]]
-    for i, (file, line, function) in enumerate(own[:3]):
-        lines.append(f"{'code' if i == 0 else 'called':<9}{short_path(file)}:{line} in {function}")
+    lines += code_lines(found)
     lines += around(cfg, found, guide)
     lines += [f"input    {statistics(value)}" for value in found.inputs]
     lines += [f"output   {statistics(value)}" for value in found.outputs]
     return lines
+
+
+def code_lines(found: Finding) -> list[str]:
+    """Returns a line for each place in the code that leads to the operation, innermost first, three at most."""
+    own = [frame for frame in found.frames if "/jaxstack/debug/" not in frame[0]]
+    return [
+        f"{'called' if i else 'code':<9}{short_path(file)}:{line} in {function}"
+        for i, (file, line, function) in enumerate(own[:3])
+    ]
 
 
 def device(found: Finding) -> str:

@@ -24,6 +24,7 @@ from jaxstack.debug.describe import describe
 from jaxstack.debug.devices import alone, communicates
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import is_bad, statistics
+from jaxstack.debug.update import explain_update
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.planner import estimate, pipeline_costs
@@ -140,7 +141,8 @@ def explain_step(cfg: Config, step: int, out: Path) -> Iterator[str]:
         return
     found = again.explain(state, batch)
     if found is None:
-        yield "result   loss and gradients are finite here"
+        lines = [*explain_update(again.cfg, again.context, state, batch)]
+        yield from lines or ["result   loss and gradients are finite here, and so is the update"]
         return
     yield from describe(again.cfg, found, RunGuide(again.cfg, again.context.pipeline))
     simulated = again.mesh.devices.flat[0].platform == "cpu" and needs_mesh(found)

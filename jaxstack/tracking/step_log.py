@@ -159,6 +159,10 @@ class StepLogger:
         skipped = values["skipped_in_a_row"]
         name = f"was a spike and was {'' if skipped else 'not '}skipped" if values["spike"] else "was skipped"
         reason = f"loss {values['loss']}, gradient norm {values['grad_norm']}, batch of {self._bad['batch']}"
+        advice = "Lower optim.lr, or check the data of these steps."
+        if not values["spike"] and math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
+            reason = f"the update of optim.name={self._cfg.optim.name} is not finite, {reason}"
+            advice = "Lower optim.lr, or use the defaults of optim.eps, optim.b1, optim.b2 and optim.clip_norm."
         self._console.print(f"step {step} {name}: {reason}", style="yellow")
         if not values["spike"] and self.not_finite is None:
             self.not_finite = step
@@ -168,8 +172,7 @@ class StepLogger:
         if skipped >= self._cfg.train.max_bad_steps:
             raise RunError(
                 Exit.DIVERGED,
-                f"stopped at step {step} after {skipped} skipped steps in a row: {reason}. Lower optim.lr, or check "
-                f"the data of these steps.",
+                f"stopped at step {step} after {skipped} skipped steps in a row: {reason}. {advice}",
             )
         return step if values["spike"] and self._cfg.train.spike.action == "rollback" else None
 

@@ -4,6 +4,7 @@ Most parts are optax's. The directions of Muon and Adafactor are written here, b
 of an array count its matrices, and on how it is sharded.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -94,6 +95,43 @@ def schedule_warning(cfg: OptimConfig, steps: int) -> str | None:
             f"Lower one of the two to decay as slowly as optim.decay_fraction says."
         )
     return None
+
+
+LARGEST_GRADIENT = 2e19
+"""No element of gradients is larger if their norm is finite in float32, since its square is below 3.5e38."""
+
+
+def updates_are_bounded(cfg: OptimConfig, steps: int) -> bool:
+    """Returns whether the settings alone exclude an update that is not finite, if all gradients are finite.
+
+    Moments are means of gradients or of their squares, and SGD's momentum is at most g / (1 - b1), where g is the
+    largest element of a gradient. So the optimizer's state stays finite. The elements of a direction have these bounds:
+
+    - `adamw`: g / eps, since the root of the second moment is not negative.
+    - `muon`: 1e4, since singular values end below 1.2 and matrices have fewer than 1e9 inputs; for the rest `adamw`.
+    - `adafactor`: 1e6, the root of a matrix's size, since each is clipped to a root mean square of 1. Its means divide
+      without underflow only if gradients are clipped to 1000 or less.
+    - `lion`: 1, which is a sign.
+
+    What all steps add to a parameter is then far below float32's largest number, 3.4e38. Weight decay brings a
+    parameter nearer to zero. For other settings a step checks its update, see `step.make_train_step`.
+
+    Args:
+      cfg: the optimizer.
+      steps: number of updates of the run.
+    """
+    gradient = min(cfg.clip_norm or LARGEST_GRADIENT, LARGEST_GRADIENT)
+    adam = gradient / cfg.eps if cfg.eps >= 1e-30 else math.inf  # float32 has no smaller normal numbers than 1.2e-38
+    direction = {
+        "adamw": adam,
+        "muon": max(adam, 1e4),
+        "adafactor": 1e6 if gradient <= 1000 else math.inf,
+        "lion": 1.0,
+        "sgd": gradient / (1 - cfg.b1),
+    }[cfg.name]
+    # Nearer to 1, `1 - b` and `1 - b**n` lose their digits in float32, and either may be zero.
+    has_digits = max(cfg.b1, cfg.b2) <= 1 - 1e-6
+    return has_digits and cfg.lr * cfg.weight_decay <= 1 and steps * cfg.lr * direction <= 1e36
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

@@ -27,8 +27,8 @@ class TrainState:
 
     Attributes:
       step: number of steps done, including skipped ones.
-      skipped: number of steps that changed nothing, because loss or gradient norm was not finite or the loss was a
-        spike.
+      skipped: number of steps that changed nothing, because loss, gradient norm or update was not finite, or the loss
+        was a spike.
       skipped_in_a_row: number of skipped steps since the last good one.
       recent: losses of the last steps that were not skipped [train.spike.window], oldest first, padded with zeros.
       params: float32 master weights.

@@ -477,10 +477,21 @@ def test_batches_that_are_not_finite_in_a_row_stop_the_run(argv, tmp_path):
     assert manifest.complete_steps(tmp_path / "run" / "checkpoints")[0] == 8
 
 
+OVERFLOW = ["--optim.name=sgd", "--optim.lr=1e39", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
+"""Flags with which every gradient is finite and every update overflows."""
+
+
+@pytest.mark.matrix
+def test_updates_that_are_not_finite_in_a_row_stop_the_run(argv, tmp_path):
+    out, err = run(*argv, *OVERFLOW, "--train.max_bad_steps=3", code=Exit.DIVERGED)
+    assert "step 1 was skipped: the update of optim.name=sgd is not finite, loss " in out
+    assert "stopped at step 3 after 3 skipped steps in a row: the update of optim.name=sgd is not finite" in err
+
+
 def test_a_state_that_is_not_finite_is_never_saved(argv, tmp_path):
-    """The gradient is finite and the update overflows, which the step itself does not detect."""
-    flags = ["--optim.name=sgd", "--optim.lr=1e39", "--optim.clip_norm=null", "--optim.warmup_steps=0"]
-    _, err = run(*argv, *flags, "--checkpoint.every=1", code=Exit.DIVERGED)
+    """Here the step does not check its update, as if the settings excluded that it overflows."""
+    patch = "import jaxstack.training.optimizer as o\no.updates_are_bounded = lambda *_: True"
+    _, err = run(*argv, *OVERFLOW, "--checkpoint.every=1", code=Exit.DIVERGED, patch=patch)
     assert "the state after step 1 is not finite, so it was not saved" in err
     assert not manifest.steps(tmp_path / "run" / "checkpoints")
 

@@ -83,3 +83,10 @@ mistakes(
     ("keepdims=True) + epsilon))\n", "keepdims=True) + epsilon)) ** 2\n"),
     ("u**2).mean(tuple(range(p.batch_axes, g.ndim)), keepdims=True)", "u**2).mean(keepdims=True)"),
 )  # fmt: skip
+
+mistakes(
+    "optim", "training/optimizer.py", "training/test_finite_updates.py -k settings",
+    ("if cfg.eps >= 1e-30 else math.inf", "if cfg.eps >= 0 else math.inf"),
+    ("cfg.lr * cfg.weight_decay <= 1", "cfg.lr * cfg.weight_decay >= 0"),
+    ("steps * cfg.lr * direction <= 1e36", "steps * cfg.lr <= 1e36"),
+)  # fmt: skip

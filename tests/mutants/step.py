@@ -15,6 +15,12 @@ mistakes(
      STEP + " -k 'recent or spike'"),
     ("jnp.isfinite(loss) & jnp.isfinite(grad_norm)", "jnp.isfinite(loss)", STEP + " -k finite"),
     ("jnp.isfinite(loss) & jnp.isfinite(grad_norm)", "~jnp.isnan(loss) & ~jnp.isnan(grad_norm)", STEP + " -k finite"),
+    ("checked = not optim.updates_are_bounded(cfg.optim, cfg.train.steps)", "checked = False",
+     "training/test_finite_updates.py -k counted"),
+    ("return all_finite((optax.apply_updates(values, changes), opt_state))",
+     "return all_finite(optax.apply_updates(values, changes))", "training/test_finite_updates.py -k overflows"),
+    ("return all_finite((optax.apply_updates(values, changes), opt_state))",
+     "return all_finite(opt_state)", "training/test_finite_updates.py -k counted"),
     ('cfg.train.spike.action != "report"', 'cfg.train.spike.action == "rollback"', STEP + " -k spike"),
     ("(state.skipped_in_a_row + 1) * bad", "state.skipped_in_a_row + bad", STEP + " -k finite"),
     ("skipped=state.skipped + bad,", "skipped=state.skipped_in_a_row + bad,", STEP + " -k finite"),
@@ -53,7 +59,7 @@ mistakes(
     "step", "training/pipelined.py", STEP,
     ("_, scatter = jax.vjp(partial(gather, trained_spec), trained)", "_, scatter = jax.vjp(partial(gather, spec), trained)",
      PIPELINE, {"equivalent": "the tests of pipelines freeze nothing, and then both specs are one"}),
-    ("inputs[0].of_stack(name, side)", "replace(inputs[0], side=jax.lax.stop_gradient(side))",
+    ("inputs[0].of_stack(name, side)", "inputs[0].of_stack(name, jax.lax.stop_gradient(side))",
      "models/test_family.py -k side"),
 )  # fmt: skip
 

@@ -1,0 +1,90 @@
+"""Says which parameter an update of the optimizer makes not finite, by which operation, and why."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxstack.common.tree import Batch, flatten
+from jaxstack.config import Config, OptimConfig
+from jaxstack.debug import rules, search
+from jaxstack.debug.describe import code_lines
+from jaxstack.debug.guide import RunGuide
+from jaxstack.debug.statistics import is_bad, statistics
+from jaxstack.models import family, params
+from jaxstack.models.context import Context
+from jaxstack.training.gradients import make_gradients
+from jaxstack.training.state import TrainState, make_optimizer
+from jaxstack.training.step import dropout_key
+
+NAMED = 5
+"""Number of parameters, and arrays of the optimizer's state, that are named."""
+
+
+def explain_update(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> Iterator[str]:
+    """Yields lines about an update that is not finite; nothing if it is finite.
+
+    Args:
+      cfg: the run.
+      ctx: its execution context.
+      state: before the step, whose loss and gradients are finite.
+      batch: of the step.
+    """
+    optimizer, gradients = make_optimizer(cfg, ctx), make_gradients(cfg, ctx)
+    _, grads, _ = jax.jit(gradients)(state.params, batch, dropout_key(cfg, state.step))
+    trained, _ = params.partition(family.spec(cfg.model), state.params)
+    flat, tree = jax.tree.flatten((trained, state.opt_state, grads))
+
+    def program(*flat: jax.Array) -> Any:
+        values, opt_state, grads = jax.tree.unflatten(tree, flat)
+        changes, opt_state = optimizer.update(grads, opt_state, values)
+        return {"the parameter": optax.apply_updates(values, changes), "the optimizer's state": opt_state}
+
+    results = {name.replace("/", " ", 1): array for name, array in flatten(jax.jit(program)(*flat)).items()}
+    bad = {name: array for name, array in results.items() if is_bad(array)}
+    if not bad:
+        return
+    counts = f"{len(bad)} of {len(results)} arrays"
+    yield f"update   optim.name={cfg.optim.name} makes {counts} not finite; loss and gradients are finite"
+    for name, array in [*bad.items()][:NAMED]:
+        yield f"where    {name}, first at {_first_bad(array)}: {statistics(array)}"
+    with rules.own_lines():
+        traced = jax.make_jaxpr(program)(*flat)
+    found = search.find(traced, flat, RunGuide(cfg))
+    if found is not None:
+        yield f"reason   {_reason(found)}"
+        yield from code_lines(found)
+        yield from (f"input    {statistics(value)}" for value in found.inputs)
+        yield from (f"output   {statistics(value)}" for value in found.outputs)
+    yield f"fix      {_advice(cfg.optim)}"
+
+
+def _first_bad(array: Any) -> list[int]:
+    first: list[int] = np.argwhere(~np.isfinite(np.asarray(array, np.float32)))[0].tolist()
+    return first
+
+
+def _reason(found: search.Finding) -> str:
+    """Returns the operation with the numbers that it reads and writes at its first bad element."""
+    output = np.asarray(next(value for value in found.outputs if is_bad(value)), np.float32)
+    place = tuple(_first_bad(output))
+    inputs = [np.asarray(value) for value in found.inputs]
+    read = [a[place] if a.shape == output.shape else a for a in inputs if a.shape in ((), output.shape)]
+    numbers = " and ".join(f"{float(number):.4g}" for number in read)
+    return f"{found.equation.primitive.name} of {numbers or 'arrays'} gives {output[place]:.4g}"
+
+
+def _advice(cfg: OptimConfig) -> str:
+    """Returns what to change in the settings of the optimizer."""
+    if cfg.name in ("adamw", "muon") and cfg.eps < OptimConfig.eps:
+        return (
+            f"optim.eps={cfg.eps:g} does not keep the division by the root of the second moment finite. Use "
+            f"optim.eps={OptimConfig.eps:g}."
+        )
+    if max(cfg.b1, cfg.b2) > 1 - 1e-6:
+        return f"optim.b1={cfg.b1} or optim.b2={cfg.b2} is 1 in float32. Use {1 - 1e-6} or less."
+    if cfg.clip_norm is None:
+        return f"Clip the gradients, for example with optim.clip_norm=1, or lower optim.lr={cfg.lr:g}."
+    return f"Lower optim.lr={cfg.lr:g}."
