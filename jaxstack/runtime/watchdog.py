@@ -155,7 +155,8 @@ class Watchdog:
             import jax
 
             self._failed.set()
-            reason = str(error) if isinstance(error, errors.ConfigError | errors.RunError) else repr(error)
+            known = isinstance(error, errors.ConfigError | errors.RunError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
             distributed.announce_end(self._index, errors.exit_code(error), reason)
             if isinstance(error, jax.errors.JaxRuntimeError):
                 # A collective may have failed because another process died; then that is the error to report.

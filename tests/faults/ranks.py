@@ -1,6 +1,6 @@
 """Runs of two processes that start at once: one process imports everything, and forks the ranks of every run.
 
-`python tests/faults/ranks.py [--times 20] [--only WORD]` runs each fault of `FAULTS` so many times, and writes the exit
+`python tests/faults/ranks.py [--times 20] [--only WORD]` runs each fault of `FAULTS` that often, and writes the exit
 codes to `benchmarks/results/exit_codes.json`.
 """
 
