@@ -216,6 +216,8 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> RunError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
         try:
             self._probe()
         except OSError as disk:  # this names the cause; the store's error may be a consequence

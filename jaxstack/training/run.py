@@ -136,6 +136,8 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            distributed.ending.set()
         self._stack.__exit__(kind, error, traceback)
 
     def print_header(self, changes: list[str], memory: str | None = None, split: str = "") -> None:

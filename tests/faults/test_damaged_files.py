@@ -321,7 +321,7 @@ def test_the_log_is_written_without_its_damage_and_a_copy_is_kept(run):
 
 
 def test_any_flipped_bit_of_any_file_is_survived(run, rng):
-    """Random bits of every file: the start is refused in one line or continues, and keeps records of other lines."""
+    """Random bits of every file: the start is refused in one line, or it keeps all records of other lines."""
     names = ["tokenizer.json", "metrics.jsonl", "checkpoints/8/seal.json", "evaluations/step_4_1.json"]
     refused = 0
     for name in names:

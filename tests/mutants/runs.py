@@ -10,6 +10,8 @@ mistakes(
     ("failed = 1 if step > reached else failed + 1", "failed = failed + 1"),
     ("self._wait_s * 2 ** (failed - 1)", "self._wait_s * 2**failed"),
     ("if failed >= self._tries:", "if failed > self._tries:"),
+    ("if fault is not None and fault == before:", "if fault is not None and before is not None:"),
+    ("fault = self._logged_step() if code == _FAULT else None", "fault = self._logged_step()"),
 )  # fmt: skip
 
 mistakes(
