@@ -273,7 +273,9 @@ class HFTokenizer:
             ) from None
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocab:
-            raise ConfigError(f"data.tokenizer={name} has no tokens. Save the tokenizer of a model.")
+            raise ConfigError(
+                f"data.tokenizer={name} has an empty vocabulary. Train it on text, or copy the model's own file."
+            )
         self.vocab_size = max(vocab.values()) + 1
         if self.vocab_size > _MOST_GAPS + 2 * len(vocab):
             token = max(vocab, key=lambda text: vocab[text])
@@ -378,7 +380,7 @@ def tokenizer_from_json(saved: JsonObject) -> Tokenizer:
     match saved:
         case {"kind": "bytes"}:
             return ByteTokenizer()
-        case {"kind": "ids", "vocab_size": int(vocab_size)} if 0 < vocab_size <= 1 << 32:  # token files have uint32
+        case {"kind": "ids", "vocab_size": int(vocab_size)} if vocab_size > 0:
             return IdTokenizer(vocab_size)
         case {"kind": "chars", "alphabet": str(alphabet)} if alphabet:
             return CharTokenizer(alphabet)

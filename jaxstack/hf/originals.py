@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from jaxstack.common import inputs
-from jaxstack.config import ConfigError
+from jaxstack.config import ConfigError, yaml_check
 from jaxstack.data import chat
 from jaxstack.data.tokenizers import JsonObject
 from jaxstack.hf import compressed, configs
@@ -41,7 +41,7 @@ def find(run: Path) -> Path | None:
             return run / FOLDER
         if not (run / "config.yaml").is_file():
             return run if (run / "config.json").is_file() else None
-        source = (yaml.safe_load((run / "config.yaml").read_text("utf-8")) or {}).get("run", {}).get("init_from")
+        source = _init_from(run / "config.yaml")
         if source is None:
             return None
         run = Path(source)
@@ -141,6 +141,16 @@ def _template(originals: Path) -> str | None:
     except ConfigError:
         return None
     return found["source"] if found else None
+
+
+def _init_from(saved: Path) -> str | None:
+    """Returns what a run was initialised from, by its config.yaml."""
+    try:
+        values = yaml_check.load(inputs.read_text(saved, yaml_check.MOST_BYTES)) or {}
+        source = values.get("run", {}).get("init_from")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{saved} cannot be read ({' '.join(str(error).split())}). Restore the run's file.") from None
+    return None if source is None else str(source)
 
 
 def _read(path: Path) -> JsonObject:

@@ -16,7 +16,8 @@ import yaml
 
 from jaxstack.checkpoint import evaluations
 from jaxstack.checkpoint.run_dir import LAUNCH
-from jaxstack.config import ConfigError
+from jaxstack.common import inputs
+from jaxstack.config import ConfigError, yaml_check
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
 from jaxstack.config.sentences import SentencesConfig
@@ -199,8 +200,8 @@ def _is_valid(record: object) -> bool:
 
 def _read_config(saved: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(saved.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, PermissionError, yaml.YAMLError) as error:
+        values = yaml_check.load(inputs.read_text(saved, yaml_check.MOST_BYTES))
+    except (ValueError, OSError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{saved} is not YAML ({' '.join(str(error).split())}). Restore the run's own file."
         ) from error
