@@ -27,7 +27,8 @@ MOST_DIGITS = 100
 """Longest integer, in digits. Some tokenizers write 10**30 for no limit; a float ends at 10**308."""
 
 _EXPANSION = 100
-_EXPANDED_BYTES = 256 << 20
+_EXPANDED_BYTES = 64 << 20
+"""An archive may have this many bytes, and else so many times its own size. Pictures shrink to a tenth at best."""
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
@@ -127,7 +128,7 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
 
     Raises:
       OSError, ValueError: it is not a complete .npz file, lacks an array, expands more than a hundredfold to more than
-        256 MB, or does not fit into memory.
+        64 MB, or does not fit into memory.
     """
     if not path.is_file():
         raise ValueError("it is not a regular file")

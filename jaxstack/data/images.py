@@ -156,13 +156,15 @@ def read_picture(file: Path) -> np.ndarray:
             with Image.open(content, formats=_FORMATS) as opened:
                 width, height = opened.size
                 if width * height > MOST_PIXELS:
-                    raise ValueError(f"its {width:,} x {height:,} pixels are more than {MOST_PIXELS:,}")
+                    raise Image.DecompressionBombError
                 values = np.asarray(opened.convert("L" if opened.mode in ("1", "L") else "RGB"))
+    except Image.DecompressionBombError:  # the library has a limit of its own, which is larger
+        raise ConfigError(f"{file} has more than {MOST_PIXELS:,} pixels. Shrink or remove it.") from None
     except UnidentifiedImageError:
         raise ConfigError(f"{file} cannot be read: it is neither PNG nor JPEG. Repair or remove it.") from None
     except Exception as error:  # a damaged file leads the library to errors of any kind
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{file} cannot be read: {reason}. Repair, shrink or remove it.") from None
+        raise ConfigError(f"{file} cannot be read: {reason}. Repair or remove it.") from None
     return values.reshape(height, width, -1)
 
 
