@@ -59,10 +59,10 @@ def _measure(events: Iterable[yaml.Event]) -> None:
     sizes = [(0, 0)]  # values so far and levels below, of the document and of each parent
     for event in events:
         values = levels = 0
-        anchor = getattr(event, "anchor", None)
+        anchor: str | None = getattr(event, "anchor", None)
         match event:
             case yaml.AliasEvent():
-                known = anchors.get(anchor, (0, 0))  # an unknown anchor is an error of the next reader
+                known = anchors.get(str(anchor), (0, 0))  # an unknown anchor is an error of the next reader
                 if known is None:
                     raise LimitError(f"the alias {anchor} contains itself")
                 values, levels = known

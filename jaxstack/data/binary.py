@@ -239,7 +239,7 @@ class _Plain(pickle.Unpickler):
 def _check_sizes(pickled: bytes) -> None:
     """Refuses a pickle that declares more than it has, for which Python would make room before it reads on."""
     for code, value, _ in pickletools.genops(pickled):  # fails where a text or a number is cut off
-        if code.name.endswith("PUT") and int(value) > len(pickled):
+        if code.name.endswith("PUT") and isinstance(value, int) and value > len(pickled):
             raise ValueError(f"it numbers a value {value:,}")
 
 
