@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 QUICK = 60
 """Tries of each reader in the quick tests."""
 
-SLOW = 2500
+SLOW = 1000
 """Tries of each reader in the slow stage of CI."""
 
 
