@@ -44,22 +44,25 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
     platform.configure((kept or cfg).mesh, batch, count)  # before JAX is imported
     compile_cache.configure(processes.count if processes else 1)
     distributed.join(processes, cfg.distributed)
-    if processes or preflight:
-        from jaxstack.training import health
+    from jaxstack.runtime.watchdog import EndListener
 
-        health.check(cfg, preflight)
-        if preflight:
-            return
-    if searched is not None:
-        from jaxstack.planner import auto_mesh
+    with EndListener():
+        if processes or preflight:
+            from jaxstack.training import health
 
-        cfg = auto_mesh.choose(cfg, searched, kept)
-        changes = run_dir.prepare(cfg, dataset.tokenizer.to_json())
+            health.check(cfg, preflight)
+            if preflight:
+                return
+        if searched is not None:
+            from jaxstack.planner import auto_mesh
 
-    from jaxstack.planner import memory
+            cfg = auto_mesh.choose(cfg, searched, kept)
+            changes = run_dir.prepare(cfg, dataset.tokenizer.to_json())
 
-    with memory.explained(lambda: memory.step_error(cfg)):
-        train(cfg, dataset, changes)
+        from jaxstack.planner import memory
+
+        with memory.explained(lambda: memory.step_error(cfg)):
+            train(cfg, dataset, changes)
 
 
 def open_mesh(cfg: Config, searched: Collection[str]) -> Config:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxstack.common import files
+from jaxstack.common.errors import one_line
 
 Record: TypeAlias = dict[str, Any]
 """An evaluation: the `step` of the checkpoint, when it was `made`, how, the `versions` of libraries, and `results`."""
@@ -36,7 +37,7 @@ def write(run: Path, record: Record) -> Path:
     while True:
         path = where / f"step_{record['step']}_{number}.json"
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        scratch.write_text(text, encoding="utf-8")
+        files.write_atomic(scratch, text)
         try:
             os.link(scratch, path)  # fails if the name is taken, also by another process at this moment
         except FileExistsError:
@@ -57,11 +58,15 @@ def read(run: Path) -> tuple[list[Record], list[str]]:
     found, gaps = [], []
     for path in sorted(folder(run).glob("step_*.json")):
         try:
+            if not path.is_file():
+                raise ValueError("it is not a file")
+            if not files.is_within(path, run):
+                raise ValueError("it is a link to a file outside of the run")
             record = json.loads(path.read_text(encoding="utf-8"))
             if not _is_valid(record):
                 raise ValueError("it was not written by `jaxstack eval`")
-        except (OSError, ValueError) as error:
-            gaps.append(f"evaluations/{path.name} is ignored: {' '.join(str(error).split())}.")
+        except (OSError, ValueError, RecursionError) as error:
+            gaps.append(one_line(f"evaluations/{path.name} is ignored: {' '.join(str(error).split())}."))
             continue
         found.append(record)
     return sorted(found, key=lambda record: str(record["made"])), gaps
@@ -73,10 +78,11 @@ def _is_valid(record: object) -> bool:
         return False
 
     def number(value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 63
 
     return (
-        isinstance(record.get("step"), int)
+        number(record.get("step"))
+        and isinstance(record["step"], int)
         and isinstance(record.get("made"), str)
         and all(
             isinstance(each, dict)

@@ -8,11 +8,13 @@ Several processes share the work. After a save, each hashes the files that it wr
 the manifest. Before a load, each hashes its `share`.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from jaxstack.common import files
+from jaxstack.common.errors import one_line
 
 NAME = "seal.json"
 """File name of a manifest. It dates from when manifests were called seals, and is kept so that old checkpoints load."""
@@ -39,10 +42,34 @@ _VISIBLE_S = 60
 """Seconds that a file of another process may take to appear. NFS clients cache a directory for that long."""
 
 
+_STEP = re.compile("0|[1-9][0-9]{0,9}")
+_MAX_STEP = (1 << 31) - 1
+"""Largest step that processes can tell each other: without `jax_enable_x64`, JAX has integers of 32 bits."""
+
+
 def steps(directory: Path) -> list[int]:
     """Returns the steps in a run's `checkpoints/`, complete or not, newest first."""
-    found = [int(p.name) for p in directory.glob("*") if p.name.isdecimal() and p.is_dir()]
+    found = [int(p.name) for p in directory.glob("*") if _is_step(p.name) and p.is_dir()]
     return sorted(found, reverse=True)
+
+
+def misnamed_steps(directory: Path) -> dict[str, str]:
+    """Returns directories in `checkpoints/` whose names are numbers but not those of a step, each with the reason.
+
+    A run writes step 900 as `900`. `0900` or `900` in the digits of another script come from a copy or a script.
+    """
+    names = (path.name for path in directory.glob("*") if path.is_dir())
+    return {name: _why_no_step(name) for name in sorted(names) if name.isdecimal() and not _is_step(name)}
+
+
+def _is_step(name: str) -> bool:
+    return _STEP.fullmatch(name) is not None and int(name) <= _MAX_STEP
+
+
+def _why_no_step(name: str) -> str:
+    if int(name) > _MAX_STEP:
+        return "its name is a larger number than any step"
+    return f"its name is not written as that of a step; if it is step {int(name)}, rename it to {int(name)}"
 
 
 def complete_steps(directory: Path) -> list[int]:
@@ -51,14 +78,15 @@ def complete_steps(directory: Path) -> list[int]:
 
 
 def written_by(checkpoint: Path, process: int) -> list[str]:
-    """Returns the files of a checkpoint that a process has written.
+    """Returns the files of a checkpoint that a process has written, without those that `files.is_foreign`.
 
     Files without a process in their path, such as the index over all arrays, were written by process 0.
     """
     found = []
     for folder, folders, names in os.walk(checkpoint):
-        folders[:] = [name for name in folders if _writer(name) in (None, process)]  # skip those of other processes
-        found += [(Path(folder) / name).relative_to(checkpoint) for name in names]
+        # Skip those of other processes, and those that no process has written.
+        folders[:] = [name for name in folders if _writer(name) in (None, process) and not files.is_foreign(name)]
+        found += [(Path(folder) / name).relative_to(checkpoint) for name in names if not files.is_foreign(name)]
     by = {path.as_posix(): next((w for part in path.parts if (w := _writer(part)) is not None), 0) for path in found}
     return sorted(name for name, writer in by.items() if writer == process and name != NAME)
 
@@ -92,7 +120,7 @@ def write(checkpoint: Path, digests: Mapping[str, tuple[int, str]]) -> None:
         if time.monotonic() > deadline:
             raise OSError(f"{absent[0]} was written by another process and is not visible here; use a shared disk")
         time.sleep(0.2)
-    if unknown := sorted(_files(checkpoint) - digests.keys()):
+    if unknown := _unknown(_files(checkpoint), digests):
         raise OSError(f"no process has written {unknown[0]}")
     files.write_atomic(checkpoint / NAME, json.dumps({"files": dict(sorted(digests.items()))}, indent=1))
     files.sync_directory(checkpoint.parent)
@@ -104,32 +132,42 @@ def read(checkpoint: Path) -> Digests:
     Raises:
       OSError, ValueError: the manifest cannot be read.
     """
-    text = (checkpoint / NAME).read_text()
+    text = (checkpoint / NAME).read_text(encoding="utf-8")
     try:
-        return {str(name): (int(size), str(digest)) for name, (size, digest) in json.loads(text)["files"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
+        digests = {str(name): (int(size), str(digest)) for name, (size, digest) in json.loads(text)["files"].items()}
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(repr(error)) from error
+    if not digests:
+        raise ValueError("it lists no files")
+    return digests
 
 
 def listing_corruption(checkpoint: Path) -> str | None:
     """Returns why the list of files and their sizes do not match the manifest, or `None` if they do.
 
-    This takes almost no time. `content_corruption` compares the contents.
+    Files that `files.is_foreign` may be there. This takes almost no time. `content_corruption` compares the contents.
     """
+    if not checkpoint.is_dir():
+        return "it does not exist"
     try:
         wanted = read(checkpoint)
     except FileNotFoundError:
-        return "it was not finished: it has no manifest" if any(checkpoint.iterdir()) else "it is an empty directory"
+        return "it is an empty directory" if files.is_empty(checkpoint) else "it was not finished: it has no manifest"
     except (OSError, ValueError) as error:
-        return f"its manifest cannot be read ({error})"
-    found = _files(checkpoint)
-    if lost := sorted(wanted.keys() - found):
-        return f"{lost[0]} is missing"
-    if strange := sorted(found - wanted.keys()):
-        return f"{strange[0]} is not in its manifest"
+        return one_line(f"its manifest cannot be read ({error})")
+    present = _files(checkpoint)
+    if lost := sorted(wanted.keys() - present):
+        return one_line(f"{lost[0]} is missing")
+    if unknown := _unknown(present, wanted):
+        return one_line(f"{unknown[0]} is not in its manifest")
     for name, (size, _) in wanted.items():
-        if (now := _size(checkpoint / name) or 0) != size:
-            return f"{name} has {now:,} bytes, not {size:,}"
+        now = _size(checkpoint / name)
+        if now is None:
+            return one_line(f"{name} is not a file")
+        if now != size:
+            return one_line(f"{name} has {now:,} bytes, not {size:,}")
     return None
 
 
@@ -145,8 +183,8 @@ def content_corruption(checkpoint: Path, wanted: Mapping[str, tuple[int, str]]) 
         try:
             same = _sha256(checkpoint / name) == wanted[name]
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        return None if same else f"{name} has changed since it was written (SHA-256)"
+            return one_line(f"{name} cannot be read ({error.strerror})")
+        return None if same else one_line(f"{name} has changed since it was written (SHA-256)")
 
     with ThreadPoolExecutor(_threads()) as pool:
         return next((why for why in pool.map(reason, sorted(wanted)) if why), None)
@@ -173,29 +211,55 @@ def share(wanted: Mapping[str, tuple[int, str]], process: int, count: int) -> Di
 
 def remove(checkpoint: Path) -> None:
     """Deletes a checkpoint. If this is interrupted, what remains does not look like a checkpoint."""
-    renamed = checkpoint.with_name(f"{_REMOVED}{checkpoint.name}")
+    renamed = _free_name(checkpoint.with_name(f"{_REMOVED}{checkpoint.name}"))
     checkpoint.rename(renamed)
     files.sync_directory(checkpoint.parent)  # else a power failure could undo the rename alone
-    shutil.rmtree(renamed)
+    _delete(renamed)
 
 
 def remove_partial(directory: Path) -> None:
     """Removes the remains of interrupted saves and deletions. Only the holder of the run's lock may call this."""
     for path in directory.glob("*"):
         if path.name.startswith(_REMOVED) or re.match(r"\d+\.orbax-checkpoint-tmp", path.name):
-            shutil.rmtree(path)
+            _delete(path)
 
 
 def quarantine(checkpoint: Path, to: Path) -> Path:
     """Moves an invalid checkpoint into the directory `to`, which makes room for its step; returns the new path."""
     to.mkdir(exist_ok=True)
-    target = next(p for i in range(10**6) if not (p := to / f"{checkpoint.name}{f'.{i}' * bool(i)}").exists())
-    return checkpoint.rename(target)
+    return checkpoint.rename(_free_name(to / checkpoint.name))
+
+
+def _free_name(path: Path) -> Path:
+    """Returns a path if it does not exist, or else the first of PATH.1, PATH.2 and so on that does not."""
+    free = path
+    number = 0
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
+
+
+def _delete(directory: Path) -> None:
+    """Deletes a directory with all files, or leaves to the next start what is still in use.
+
+    A file that another process reads over NFS stays as `.nfs...` until that process closes it, and its directory too.
+    """
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+            raise
 
 
 def _files(checkpoint: Path) -> set[str]:
     paths = (p for p in checkpoint.rglob("*") if not p.is_dir() and p != checkpoint / NAME)
     return {path.relative_to(checkpoint).as_posix() for path in paths}
+
+
+def _unknown(present: set[str], digests: Mapping[str, tuple[int, str]]) -> list[str]:
+    """Returns the files that no process has written, except those that `files.is_foreign`."""
+    return sorted(name for name in present - digests.keys() if not any(map(files.is_foreign, Path(name).parts)))
 
 
 def _writer(part: str) -> int | None:
@@ -204,10 +268,12 @@ def _writer(part: str) -> int | None:
 
 
 def _size(path: Path) -> int | None:
+    """Returns the number of bytes of a file. `None`: there is no file of that name, or it is a pipe or a device."""
     try:
-        return path.stat().st_size
-    except FileNotFoundError:
+        found = path.stat()
+    except OSError:
         return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _sha256(path: Path) -> tuple[int, str]:

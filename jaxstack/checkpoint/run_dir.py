@@ -1,10 +1,10 @@
 """The directory of a run: its lock, its configuration, and what may change in it. JAX is not imported here."""
 
+import errno
 import json
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
@@ -30,6 +30,11 @@ _FREE = (
 )
 
 _LOCK = ".lock"
+_MAX_HOLDER = 200
+"""Characters of the lock file that are read. A longer file is damaged."""
+
+_WRITTEN = ("config.yaml", "tokenizer.json", "metrics.jsonl")
+"""Files that a run writes beside its checkpoints."""
 
 Metadata: TypeAlias = dict[str, Any]
 """JSON that a checkpoint stores beside its arrays: `config`, `versions`, `data` (a fingerprint) and `next_batch`."""
@@ -58,6 +63,9 @@ def prepare(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
         cannot resume from. With `run.resume=false`, it must not hold any.
     """
     run = Path(cfg.run.dir)
+    for name in _WRITTEN:
+        if (run / name).exists() and not (run / name).is_file():
+            raise ConfigError(f"{run / name} is not a file. Move it away, or set another run.dir.")
     saved_steps = manifest.complete_steps(checkpoints(run))
     if not saved_steps and _holds_other_files(run):
         raise ConfigError(
@@ -77,14 +85,16 @@ def prepare(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
             )
         if (run / "config.yaml").is_file():
             changes = _changes(run / "config.yaml", cfg)
-        if (run / "tokenizer.json").is_file() and json.loads((run / "tokenizer.json").read_text()) != tokenizer:
+        saved = run / "tokenizer.json"
+        advice = "Restore it from a copy, or remove it if this data has the tokenizer of the checkpoints."
+        if saved.is_file() and files.read_json(saved, advice) != tokenizer:
             raise ConfigError(
                 f"the tokenizer of this data differs from {run / 'tokenizer.json'}, with which the checkpoints were "
                 f"trained. Use the data of the run, or set another run.dir."
             )
     try:
         run.mkdir(parents=True, exist_ok=True)
-        (run / _LOCK).touch()  # not by permissions: the file system may be read-only
+        _open_lock(run).close()  # not by permissions: the file system may be read-only
     except OSError as error:
         raise ConfigError(f"run.dir={cfg.run.dir} cannot be written ({error}). Set another run.dir.") from error
     return changes
@@ -131,50 +141,122 @@ def require_same_data(metadata: Metadata, cfg: Config, fingerprint: str) -> None
         )
 
 
-@contextmanager
-def lock(run: Path) -> Iterator[str | None]:
-    """Locks a run's directory, so that no other process can train there.
+class DirectoryLock:
+    """Locks a run's directory inside a context, so that no other process can train there.
 
     The operating system releases the lock when the process ends, however it ends. The file names the holder.
 
-    Yields:
-      A line about the last holder if it did not shut down cleanly, else `None`.
-
-    Raises:
-      ConfigError: another process holds the lock, or the file system has no locks.
+    Attributes:
+      last_holder: a line about the last holder if it did not shut down cleanly, else `None`.
     """
-    import fcntl  # not available on Windows, where everything except training works
 
-    with (run / _LOCK).open("r+", encoding="utf-8") as file:
+    def __init__(self, run: Path) -> None:
+        """Prepares the lock of a run's directory."""
+        self._run = run
+        self._file: TextIO | None = None
+        self.last_holder: str | None = None
+
+    def __enter__(self) -> "DirectoryLock":
+        """Takes the lock.
+
+        Raises:
+          ConfigError: another process holds the lock, or the file system has no locks.
+        """
+        self._file = _locked(self._run)
+        last = self._file.read(_MAX_HOLDER)
+        _overwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}")
+        self.last_holder = f"the previous run here did not shut down cleanly ({last})" if last else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._file is not None
+        _overwrite(self._file, "")
+        self._file.close()
+
+    def is_intact(self) -> bool:
+        """Returns whether the directory still has the file that is locked. This takes a few microseconds."""
+        assert self._file is not None
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"run.dir={run} is in use by {file.read() or 'another process'}. Wait for it, stop it, or set "
-                f"another run.dir."
-            ) from None
+            present = os.stat(self._run / _LOCK, follow_symlinks=False)
+        except OSError as error:
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # others: writing will tell
+        return os.path.samestat(present, os.fstat(self._file.fileno()))
+
+    def take_again(self) -> None:
+        """Makes the directory and its lock again after somebody has deleted or replaced them.
+
+        Raises:
+          ConfigError: another process has taken the lock meanwhile, or the directory cannot be made.
+        """
+        assert self._file is not None
+        before = self._file
+        try:
+            self._run.mkdir(parents=True, exist_ok=True)
+            self.__enter__()
         except OSError as error:
             raise ConfigError(
-                f"run.dir={run} cannot be locked ({error.strerror}), so two processes could overwrite each other's "
-                f"checkpoints. Use a file system with locks (on Lustre: the mount option flock)."
+                f"run.dir={self._run} was deleted during the run and cannot be made again ({error.strerror}). Start "
+                f"the run again in another run.dir."
             ) from error
-        last = file.read()
-        _overwrite(file, f"process {os.getpid()} on {socket.gethostname()}")
-        try:
-            yield f"the previous run here did not shut down cleanly ({last})" if last else None
-        finally:
-            _overwrite(file, "")
+        before.close()
+        self.last_holder = None
+
+
+def _locked(run: Path) -> TextIO:
+    """Returns the lock file of a run's directory, opened and locked."""
+    import fcntl  # not available on Windows, where everything except training works
+
+    file = _open_lock(run)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = file.read(_MAX_HOLDER) or "another process"
+        file.close()
+        raise ConfigError(
+            f"run.dir={run} is in use by {holder}. Wait for it, stop it, or set another run.dir."
+        ) from None
+    except OSError as error:
+        file.close()
+        raise ConfigError(
+            f"run.dir={run} cannot be locked ({error.strerror}), so two processes could overwrite each other's "
+            f"checkpoints. Use a file system with locks (on Lustre: the mount option flock)."
+        ) from error
+    return file
+
+
+def _open_lock(run: Path) -> TextIO:
+    """Opens the lock file of a run's directory, and makes it if there is none. Its content may be damaged.
+
+    The holder overwrites the file, so it must not be another file under a second name.
+
+    Raises:
+      ConfigError: the name belongs to a link, or to something else than a file.
+    """
+    path = run / _LOCK
+    fix = "Remove it; the run makes a new one."
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"{path} is a link, and the run would overwrite what it points to. {fix}") from None
+        raise
+    state = os.fstat(descriptor)
+    if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1:
+        os.close(descriptor)
+        what = "is another file too (a hard link)" if stat.S_ISREG(state.st_mode) else "is not a file"
+        raise ConfigError(f"{path} {what}. {fix}")
+    return open(descriptor, "r+", encoding="utf-8", errors="replace")
 
 
 def _holds_other_files(run: Path) -> bool:
-    """Returns whether a folder holds files, but none of those that mark a run; hidden files do not count.
+    """Returns whether a folder holds files, but none of those that mark a run. Those that `is_foreign` do not count.
 
     `prepare` makes the lock, so a run that ended before it wrote its configuration can start again.
     """
     try:
         if not run.is_dir() or (run / "config.yaml").is_file() or (run / _LOCK).is_file():
             return False
-        return any(not path.name.startswith(".") for path in run.iterdir())
+        return not files.is_empty(run)
     except OSError as error:
         raise ConfigError(f"run.dir={run} cannot be read ({error.strerror}). Set another run.dir.") from error
 

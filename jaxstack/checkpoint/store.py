@@ -213,12 +213,14 @@ class Checkpoints:
         kept = set(steps[: self._cfg.keep])
         if self._cfg.keep_every:
             kept |= {step for step in steps if step % self._cfg.keep_every == 0}
-        scored = sorted((self.scores[step], step) for step in steps if step in self.scores)
+        scored = sorted((self.scores[step], step) for step in steps if math.isfinite(self.scores.get(step, math.nan)))
         kept |= {step for _, step in scored[: self._cfg.keep_best]}
         return [step for step in steps if step not in kept]
 
     def _failed(self, error: Exception) -> RunError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
         try:
             self._probe()
         except OSError as disk:  # this names the cause; the store's error may be a consequence
@@ -233,7 +235,8 @@ class Checkpoints:
         """Writes 1 MB to the directory of the checkpoints, which raises an error if the disk has failed."""
         probe = self._directory / ".probe"
         try:
-            probe.write_bytes(bytes(1 << 20))
+            with files.atomic_file(probe) as file:
+                file.write(bytes(1 << 20))
         finally:
             with contextlib.suppress(OSError):
                 probe.unlink()

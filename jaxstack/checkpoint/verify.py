@@ -4,13 +4,14 @@ All processes of a run share the work: each hashes its share of the files that w
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 import tensorstore
 
 from jaxstack.checkpoint import manifest
+from jaxstack.common import files
 from jaxstack.common.tree import PyTree, flatten
 from jaxstack.config import ConfigError
 from jaxstack.runtime import distributed
@@ -25,11 +26,18 @@ class CheckpointScan:
       skipped: newer steps, and why each is not valid.
       lost: whether there were complete checkpoints, but none is valid. A first checkpoint that a crash interrupted does
         not count.
+      misnamed: directories that are skipped because their names are not those of steps, and why; on process 0 only.
     """
 
     step: int | None
     skipped: Mapping[int, str]
     lost: bool = False
+    misnamed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """The directories that are skipped, by their names, each with the reason."""
+        return {str(step): reason for step, reason in self.skipped.items()} | dict(self.misnamed)
 
     def error(self, directory: Path, fix: str) -> ConfigError:
         """Returns the error to raise if a valid step is needed and there is none.
@@ -38,7 +46,7 @@ class CheckpointScan:
           directory: that was searched.
           fix: what the user can do.
         """
-        why = "; ".join(f"step {step}: {reason}" for step, reason in self.skipped.items())
+        why = "; ".join(f"step {name}: {reason}" for name, reason in self.reasons.items())
         return ConfigError(f"{directory} does not hold a valid checkpoint{f' ({why})' * bool(why)}. {fix}")
 
 
@@ -59,18 +67,19 @@ def scan(directory: Path, abstract_state: PyTree = None) -> CheckpointScan:
       ConfigError: the processes do not see the same directory.
     """
     skipped: dict[int, str] = {}
+    misnamed = manifest.misnamed_steps(directory) if jax.process_index() == 0 else {}
     while True:
         step = distributed.broadcast_from_process_0(
             _newest_candidate(directory, skipped) if jax.process_index() == 0 else 0
         )
         if step < 0:
-            return CheckpointScan(None, skipped, lost=step == _LOST)
+            return CheckpointScan(None, skipped, lost=step == _LOST, misnamed=misnamed)
         distributed.assert_equal_across_processes(
             {f"checkpoint {directory / str(step)}": (directory / str(step)).is_dir()}
         )
         why = _content_corruption(directory / str(step), abstract_state)
         if why is None:
-            return CheckpointScan(step, skipped)
+            return CheckpointScan(step, skipped, misnamed=misnamed)
         skipped[step] = why
 
 
@@ -88,8 +97,9 @@ def _newest_candidate(directory: Path, skipped: dict[int, str]) -> int:
             if why is None:
                 return step
             skipped[step] = why
-    started = [step for step in skipped if any((directory / str(step)).iterdir())]
-    return _LOST if manifest.complete_steps(directory) or len(started) > 1 else _NONE
+    started = [step for step in skipped if not files.is_empty(directory / str(step))]
+    misnamed = any((directory / name / manifest.NAME).is_file() for name in manifest.misnamed_steps(directory))
+    return _LOST if misnamed or manifest.complete_steps(directory) or len(started) > 1 else _NONE
 
 
 def corruption(directory: Path, step: int, abstract_state: PyTree = None) -> str | None:

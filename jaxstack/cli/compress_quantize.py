@@ -197,10 +197,11 @@ def write(run: "TrainedRun", codes: "Codes", how: "Settings", out: Path) -> None
     import jax
 
     from jaxstack import hf
+    from jaxstack.data.tokenizers import read_saved_tokenizer
     from jaxstack.hf import safetensors
 
     cfg = run.config
-    saved = json.loads((Path(cfg.run.dir) / "tokenizer.json").read_text())
+    saved = read_saved_tokenizer(Path(cfg.run.dir)).to_json()
     with safetensors.new_folder(out) as made:
         folder = made / "model"
         folder.mkdir()

@@ -47,6 +47,7 @@ def main(args: Namespace) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: an accelerator is not needed
 
     from jaxstack import hf
+    from jaxstack.data.tokenizers import read_saved_tokenizer
     from jaxstack.hf import originals, safetensors
 
     if args.branch is not None:
@@ -57,7 +58,7 @@ def main(args: Namespace) -> None:
         return
     with safetensors.new_folder(folder) as made:
         cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
-        tokenizer = json.loads(path.read_text()) if (path := run / "tokenizer.json").is_file() else None
+        tokenizer = read_saved_tokenizer(run).to_json() if (run / "tokenizer.json").is_file() else None
         start, end = (None, None) if tokenizer is None else write_tokenizer(tokenizer, made, cfg)
         model = replace(cfg.model.base, pad_vocab_to=None)
         model, values, left_out = _without_other_heads(model, _read_params(run))

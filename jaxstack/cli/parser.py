@@ -5,15 +5,15 @@ their values. Only the module of the command in use is imported, and neither it 
 """
 
 import difflib
-import errno
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jaxstack
-from jaxstack.common.errors import ConfigError, Exit, RunError, is_out_of_memory, one_line
+from jaxstack.common.errors import ConfigError, Exit, RunError, exit_code, is_out_of_memory, one_line
 from jaxstack.runtime import preemption
 
 if TYPE_CHECKING:
@@ -73,10 +73,25 @@ COMMANDS = {
 def run(program: str, words: Sequence[str]) -> None:
     """Executes a command line and exits with a code of `Exit` if that fails, after one line on stderr.
 
+    If this is one of several processes, the others are told code and reason, and end with the same code.
+
     Args:
       program: what the user called, `jaxstack` or `train.py`. Error lines begin with it and the command's name.
       words: name of the command and its arguments.
     """
+    try:
+        _run(program, words)
+    except Exception as error:  # a fault of the program, with a traceback
+        if "jax" in sys.modules:
+            from jaxstack.runtime import distributed
+
+            if distributed.has_others():
+                traceback.print_exc()
+                distributed.leave(1, f"{type(error).__name__}: {error}")
+        raise
+
+
+def _run(program: str, words: Sequence[str]) -> None:
     name = _command_of(words)
     program = f"{program} {name}" if name and program == "jaxstack" else program
     advice = " Run the same command to start or resume the run." * (name == "train")
@@ -92,7 +107,11 @@ def run(program: str, words: Sequence[str]) -> None:
         code, text = ending(error, words)
         for line in filter(None, (f"{program}: {text}", getattr(error, "advice", ""))):
             print(one_line(line), file=sys.stderr, flush=True)
-        if isinstance(error, RunError) and code is Exit.NOT_SAVED:
+        if "jax" in sys.modules:
+            from jaxstack.runtime import distributed
+
+            distributed.leave(code, text)
+        if isinstance(error, RunError) and code == Exit.NOT_SAVED:
             sys.stdout.flush()
             os._exit(code)  # the threads of a save that failed may wait for each other for ever
         sys.exit(code)
@@ -115,14 +134,7 @@ def explain_shapes(error: Exception) -> list[str]:
     return shape_errors.explain(error)
 
 
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
-_PATH = {
-    errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
-    errno.ENOTEMPTY, errno.ENXIO, errno.EPERM,
-}  # fmt: skip
-
-
-def ending(error: Exception, words: Sequence[str]) -> tuple[Exit, str]:
+def ending(error: Exception, words: Sequence[str]) -> tuple[int, str]:
     """Returns the exit code of an error, and its line for the user.
 
     Args:
@@ -132,25 +144,24 @@ def ending(error: Exception, words: Sequence[str]) -> tuple[Exit, str]:
     Raises:
       Exception: the error itself, if none of the user, the run, a disk, a path and the memory is the cause.
     """
+    code = exit_code(error)
     if isinstance(error, ConfigError):
-        return Exit.USER_ERROR, f"error: {error}"
+        return code, f"error: {error}"
     if isinstance(error, RunError):
-        return error.code, str(error)
+        return code, str(error)
     if isinstance(error, RecursionError):
-        return Exit.USER_ERROR, "error: a file or an argument is nested too deeply. Check that it is the right one."
+        return code, "error: a file or an argument is nested too deeply. Check that it is the right one."
     if is_out_of_memory(error):
         reason = next(iter(str(error).splitlines()), "the machine has none left.")
-        return Exit.USER_ERROR, f"error: out of memory: {reason} Use a smaller model or batch, or more devices."
-    if not isinstance(error, OSError):
+        return code, f"error: out of memory: {reason} Use a smaller model or batch, or more devices."
+    if code == 1 or not isinstance(error, OSError):
         raise error
     file = str(error.filename or "")
-    if error.errno in _DISK:
+    if code == Exit.NOT_SAVED:
         where = f": {file}" if file else ""
-        return Exit.NOT_SAVED, f"error: {error.strerror}{where}. Make room or repair the disk, and try again."
-    if error.errno in _PATH and file:
-        named = (word for word in words if (value := word.rpartition("=")[2]) and value in file)
-        return Exit.USER_ERROR, f"error: {next(named, file)} cannot be used: {error.strerror}: {file}. Check the path."
-    raise error
+        return code, f"error: {error.strerror}{where}. Make room or repair the disk, and try again."
+    named = (word for word in words if (value := word.rpartition("=")[2]) and value in file)
+    return code, f"error: {next(named, file)} cannot be used: {error.strerror}: {file}. Check the path."
 
 
 def execute(words: Sequence[str], program: str | None = None) -> None:

@@ -1,6 +1,7 @@
 """Runs a training command and restarts it when it fails, with a growing delay.
 
-It ends when the run is complete, the configuration is wrong, or several tries in a row saved no new checkpoint.
+It ends when the run is complete, the configuration is wrong, or several tries in a row saved no new checkpoint. It also
+ends when two tries in a row failed with an error of the program at the same step: a third one would fail too.
 """
 
 import math
@@ -20,11 +21,15 @@ from jaxstack.common.errors import Exit
 from jaxstack.config import Config, ConfigError, MeshConfig
 from jaxstack.config.bounds import NonNegativeFloat, PositiveInt
 from jaxstack.config.parse import Parser, parse_config
+from jaxstack.tracking.jsonl import is_step, read_lines
 
 MAX_WAIT_S = 300
 """Longest delay before a restart, in seconds."""
 
 _PROGRAM = "jaxstack supervise"
+
+_FAULT = 1
+"""Exit code of Python after a traceback: an error of the program, or of a device."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -57,8 +62,19 @@ def main(args: Namespace) -> None:
         raise ConfigError("the command is missing. Write it after --, such as -- jaxstack train --run.dir=runs/first.")
     cfg = training_config(command)
     saved = run_dir.checkpoints(Path(cfg.run.dir))
-    supervisor = Supervisor(lambda: next(iter(manifest.complete_steps(saved)), 0), args.tries, args.wait_s)
+    log = Path(cfg.run.dir, "metrics.jsonl")
+    supervisor = Supervisor(
+        lambda: next(iter(manifest.complete_steps(saved)), 0), lambda: last_step(log), args.tries, args.wait_s
+    )
     sys.exit(supervisor.run(lambda: start(command, cfg, args.shrink)))
+
+
+def last_step(log: Path) -> int:
+    """Returns the last training step in a metrics.jsonl, or 0 if there is none or the file cannot be read."""
+    try:
+        return max((record["step"] for record in read_lines(log) if is_step(record)), default=0)
+    except OSError:
+        return 0
 
 
 def training_config(command: Sequence[str]) -> Config:
@@ -161,15 +177,21 @@ def _hide_devices(platform: str, devices: int, used: int) -> dict[str, str]:
 class Supervisor:
     """Runs a command until it succeeds, or another try would not help."""
 
-    def __init__(self, latest_step: Callable[[], int], tries: int, wait_s: float) -> None:
+    def __init__(
+        self, latest_step: Callable[[], int], logged_step: Callable[[], int], tries: int, wait_s: float
+    ) -> None:
         """Makes a supervisor.
 
         Args:
           latest_step: returns the step of the newest complete checkpoint.
+          logged_step: returns the last step that the run has logged.
           tries: number of tries in a row without a new checkpoint after which it gives up.
           wait_s: seconds before the first restart; doubled each time, up to `MAX_WAIT_S`.
         """
-        self._latest_step, self._tries, self._wait_s = latest_step, tries, wait_s
+        self._latest_step = latest_step
+        self._logged_step = logged_step
+        self._tries = tries
+        self._wait_s = wait_s
         self._child: subprocess.Popen[bytes] | None = None
         self._stop = threading.Event()
 
@@ -178,6 +200,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._forward)
         reached, failed = self._latest_step(), 0
+        fault: int | None = None  # the step at which the last try failed with an error of the program
         while True:
             self._child = start()
             code = self._child.wait()
@@ -188,6 +211,15 @@ class Supervisor:
             failed = 1 if step > reached else failed + 1
             reached = max(step, reached)
             ended = f"the run ended with {_code_name(code)}; its newest checkpoint is of step {reached}"
+            before = fault
+            fault = self._logged_step() if code == _FAULT else None
+            if fault is not None and fault == before:
+                print(
+                    f"{_PROGRAM}: error: {ended}. Gave up, because it ended in the same way twice in a row, after step "
+                    f"{fault}. Correct what the lines above say, and start it again.",
+                    file=sys.stderr,
+                )
+                return code
             if failed >= self._tries:
                 print(
                     f"{_PROGRAM}: error: {ended}. Gave up after {failed} tries without a new checkpoint; see the "

@@ -1,5 +1,6 @@
 """The exit codes of a run, and the two errors that end one with a message for the user. See docs/reliability.md."""
 
+import errno
 import re
 import sys
 from enum import IntEnum
@@ -62,6 +63,29 @@ def is_out_of_memory(error: BaseException) -> bool:
         and ("resource exhausted" in text or "out of memory" in text)
         and not any(word in text for word in ("vmem", "smem", "shared memory", "message larger"))
     )
+
+
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+"""Errors of the operating system that mean that a disk is full or broken."""
+
+PATHS = {
+    errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
+    errno.ENOTEMPTY, errno.ENXIO, errno.EPERM,
+}  # fmt: skip
+"""Errors of the operating system that mean that a path is wrong, if they name one."""
+
+
+def exit_code(error: BaseException) -> int:
+    """Returns the exit code of a command that ends with an error; 1 if the error is a fault of the program."""
+    if isinstance(error, RunError):
+        return error.code
+    if isinstance(error, ConfigError | RecursionError) or is_out_of_memory(error):
+        return Exit.USER_ERROR
+    if isinstance(error, OSError) and error.errno in DISK:
+        return Exit.NOT_SAVED
+    if isinstance(error, OSError) and error.errno in PATHS and error.filename:
+        return Exit.USER_ERROR
+    return 1
 
 
 def program() -> str:

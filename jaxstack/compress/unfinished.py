@@ -82,10 +82,9 @@ def open_folder(out: Path, settings: Mapping[str, Any]) -> Unfinished:
     folder = out.with_name(f".{out.name}.unfinished")
     text = json.dumps(dict(settings), indent=1)
     if (folder / _SETTINGS).is_file():
-        try:
-            before = inputs.read_json(folder / _SETTINGS)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder / _SETTINGS} cannot be read: {error}. Remove the folder.") from None
+        before = files.read_json(folder / _SETTINGS, f"Remove the folder {folder}.")
+        if not isinstance(before, dict):
+            raise ConfigError(f"{folder / _SETTINGS} is not a JSON object. Remove the folder {folder}.")
         if different := [key for key, value in settings.items() if before.get(key) != value]:
             key = different[0]
             raise ConfigError(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxstack.common import host_memory, inputs
+from jaxstack.common import files, host_memory, inputs
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.class_names import ClassNames
 
@@ -113,30 +113,30 @@ def _digits() -> tuple[Images, ClassNames]:
 
 
 def _folder(path: Path) -> tuple[Images, ClassNames]:
-    classes = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
-    files = [
+    classes = sorted(each.name for each in path.iterdir() if each.is_dir() and not files.is_foreign(each.name))
+    pictures = [
         (i, file)
         for i, name in enumerate(classes)
         for file in sorted((path / name).iterdir())
-        if file.suffix.lower() in _SUFFIXES
+        if file.suffix.lower() in _SUFFIXES and not files.is_foreign(file.name)
     ]
-    if not files:
+    if not pictures:
         raise ConfigError(
             f"data.path={path} has no pictures in folders. Make a folder for each class with PNG or JPEG files in it."
         )
     pixels = np.zeros(0, np.float32)
-    for number, (_, file) in enumerate(files):
+    for number, (_, file) in enumerate(pictures):
         values = read_picture(file)
         if number == 0:
-            pixels = _room(path, (len(files), *values.shape))
+            pixels = _room(path, (len(pictures), *values.shape))
         if values.shape != pixels.shape[1:]:
             raise ConfigError(
-                f"data.path={path} has pictures of several sizes: {files[0][1].name} is {_size(pixels.shape[1:])}, "
+                f"data.path={path} has pictures of several sizes: {pictures[0][1].name} is {_size(pixels.shape[1:])}, "
                 f"{file.name} is {_size(values.shape)}. Resize them all to one size."
             )
         pixels[number] = values / 127.5 - 1
-    names = tuple(file.relative_to(path).as_posix() for _, file in files)
-    return Images(pixels, np.array([i for i, _ in files], np.int32), names), _named(classes, pixels)
+    names = tuple(file.relative_to(path).as_posix() for _, file in pictures)
+    return Images(pixels, np.array([i for i, _ in pictures], np.int32), names), _named(classes, pixels)
 
 
 def read_picture(file: Path) -> np.ndarray:

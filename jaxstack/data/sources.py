@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxstack.common.files import is_foreign
 from jaxstack.config import ConfigError, DataConfig
 
 
@@ -96,7 +97,9 @@ def _stdlib(cfg: DataConfig) -> Iterator[Document]:
 
 
 def _path(cfg: DataConfig, skipped: list[str]) -> Iterator[Document]:
-    """Yields a text file, or every file of a folder in sorted order, except hidden files and `__pycache__`.
+    """Yields a text file, or every file of a folder in sorted order, except `__pycache__` and what is foreign.
+
+    See `files.is_foreign`: hidden files, and those that operating systems and editors leave.
 
     `data.glob` selects some of these files. The names of files that `data.skip` skips are added to `skipped`.
     """
@@ -115,8 +118,8 @@ def _path(cfg: DataConfig, skipped: list[str]) -> Iterator[Document]:
         raise ConfigError(f"data.path={root} does not exist. Give a text file or a folder of text files.")
     names = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__"]
-        names += [Path(folder, f).relative_to(root).as_posix() for f in files if not f.startswith(".")]
+        folders[:] = [f for f in folders if not is_foreign(f) and f != "__pycache__"]
+        names += [Path(folder, f).relative_to(root).as_posix() for f in files if not is_foreign(f)]
     if not names:
         raise ConfigError(f"data.path={root} is a folder without files. Put text files into it.")
     for name in _matching(root, sorted(names), cfg.glob):

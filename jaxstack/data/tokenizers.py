@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxstack.common import inputs
+from jaxstack.common import files
 from jaxstack.config import ConfigError
 from jaxstack.data.class_names import ClassNames
 
@@ -362,16 +362,11 @@ def make_tokenizer(name: str, texts: Iterable[str], chat: SavedTemplate | None =
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"data.tokenizer={name} is not a file. Use bytes, chars, or the path of a tokenizer.json.")
-    try:
-        content = inputs.read_json(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data.tokenizer={name} is not JSON ({error}). Give the path of a tokenizer.json.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"data.tokenizer={name} is not a JSON object. Give the path of a tokenizer.json.")
+    content = files.read_json(path, f"Let data.tokenizer={name} be a complete tokenizer.json.")
     return HFTokenizer(name, content, chat)
 
 
-def tokenizer_from_json(saved: JsonObject) -> Tokenizer:
+def tokenizer_from_json(saved: files.Json) -> Tokenizer:
     """Rebuilds a tokenizer from its `to_json()`.
 
     Raises:
@@ -380,15 +375,50 @@ def tokenizer_from_json(saved: JsonObject) -> Tokenizer:
     match saved:
         case {"kind": "bytes"}:
             return ByteTokenizer()
-        case {"kind": "ids", "vocab_size": int(vocab_size)} if vocab_size > 0:
+        case {"kind": "ids", "vocab_size": vocab_size} if _is_size(vocab_size):
             return IdTokenizer(vocab_size)
-        case {"kind": "chars", "alphabet": str(alphabet)} if alphabet:
+        case {"kind": "chars", "alphabet": str(alphabet)} if alphabet and _is_text(alphabet):
             return CharTokenizer(alphabet)
-        case {"kind": "classes", "names": list(names), "image": list(image)} if names:
-            return ClassNames(tuple(names), tuple(image))
-        case {"kind": "hf", "name": str(name), "tokenizer": dict(tokenizer)}:
-            return HFTokenizer(name, tokenizer, saved.get("chat"))
+        case {"kind": "classes", "names": [*names], "image": [*image]} if names:
+            if all(map(_is_text, names)) and all(map(_is_size, image)):
+                return ClassNames(tuple(names), tuple(image))
+        case {"kind": "hf", "name": str(name), "tokenizer": dict(tokenizer)} if _is_text(name):
+            return HFTokenizer(name, tokenizer, _saved_template(saved.get("chat")))
     raise ConfigError(f"tokenizer {str(saved)[:60]!r} is not of a known kind. Use a tokenizer.json of a run directory.")
+
+
+def read_saved_tokenizer(run: Path) -> Tokenizer:
+    """Returns the tokenizer that a run has saved in its directory.
+
+    Raises:
+      ConfigError: there is none, or its file is damaged.
+    """
+    path = run / "tokenizer.json"
+    saved = files.read_json(path, "Restore it from a copy of the run.")
+    try:
+        return tokenizer_from_json(saved)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 1 << 31
+
+
+def _is_text(value: Any) -> bool:
+    """Returns whether a value of JSON is text that UTF-8 can spell. JSON may also have halves of surrogate pairs."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
+def _saved_template(chat: Any) -> SavedTemplate | None:
+    """Returns a saved chat template after a check of its form."""
+    match chat:
+        case None:
+            return None
+        case {"source": str(source), "tokens": dict(tokens)} if _is_text(source):
+            if all(map(_is_text, tokens.values())):
+                return {"source": source, "tokens": tokens}
+    raise ConfigError(f"the chat template {str(chat)[:60]!r} is damaged. Restore the file from a copy of the run.")
 
 
 def same_vocabulary(one: JsonObject, other: JsonObject) -> bool:
@@ -398,6 +428,12 @@ def same_vocabulary(one: JsonObject, other: JsonObject) -> bool:
     """
     if one["kind"] != "hf" or other["kind"] != "hf":
         return one == other
-    one, other = one["tokenizer"], other["tokenizer"]
-    vocabulary = (one.get("model") or {}).get("vocab")
-    return one == other or (vocabulary is not None and vocabulary == (other.get("model") or {}).get("vocab"))
+    vocabulary = _vocabulary(one["tokenizer"])
+    same = vocabulary is not None and vocabulary == _vocabulary(other["tokenizer"])
+    return same or one["tokenizer"] == other["tokenizer"]
+
+
+def _vocabulary(tokenizer: Any) -> object:
+    """Returns the vocabulary in a tokenizer.json, or `None` if it is not where the library writes it."""
+    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
+    return model.get("vocab") if isinstance(model, dict) else None

@@ -12,14 +12,14 @@ import os
 import re
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxstack.common import files, inputs
+from jaxstack.common import files
 from jaxstack.config import ConfigError
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import JsonObject, Tokenizer, tokenizer_from_json
@@ -275,23 +275,28 @@ def read_header(path: str | Path) -> TokenFileHeader:
       ConfigError: it is missing or invalid.
     """
     file = _part(path, ".json")
-    try:
-        header = TokenFileHeader(**inputs.read_json(file))
-    except FileNotFoundError:
+    if not file.exists():
         raise ConfigError(
             f"{file} does not exist. Make a token file with `jaxstack data build` (after an interrupted build, remove "
             f"its other files first). If another program wrote the ids, name their format with data.format."
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{file} is not a header of a token file ({error}). Build the file again.") from None
+        )
+    content = files.read_json(file, "Build the token file again.")
+    keys = [each.name for each in fields(TokenFileHeader)]
+    if not isinstance(content, dict) or {*content} != {*keys}:
+        raise ConfigError(f"{file} is not a header of a token file: its keys are not {keys}. Build the file again.")
+    header = TokenFileHeader(**content)
+    hashes = header.sha256.values() if isinstance(header.sha256, dict) else [None]
+    if not all(isinstance(digest, str) for digest in hashes):
+        raise ConfigError(f"{file} has sha256={str(header.sha256)[:60]}, which are not hashes. Build the file again.")
     if header.version != _VERSION or header.dtype not in ("uint16", "uint32"):
         raise ConfigError(
             f"{file} has format version {header.version} and dtype {header.dtype}, but version {_VERSION} with uint16 "
             f"or uint32 is required. Build the file again."
         )
     numbers = (header.count, header.documents, header.vocab_size)
-    if not all(isinstance(n, int) and n > 0 for n in numbers):
-        raise ConfigError(f"{file} declares count, documents, vocab_size = {numbers}. Build the file again.")
+    if not all(type(n) is int and 0 < n < 1 << 63 for n in numbers):
+        shown = ", ".join(str(n)[:40] for n in numbers)
+        raise ConfigError(f"{file} declares count, documents, vocab_size = ({shown}). Build the file again.")
     return header
 
 
@@ -308,7 +313,10 @@ def read_token_file(path: str | Path) -> tuple[Tokens, Tokenizer]:
     tokens = _map(path, header)
     if tokens.ids.nbytes < _FULL_CHECK_BYTES:
         _check_ids(path, header)
-    tokenizer = tokenizer_from_json(header.tokenizer)
+    try:
+        tokenizer = tokenizer_from_json(header.tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"{_part(path, '.json')}: {error}") from None
     if tokenizer.vocab_size != header.vocab_size:
         raise ConfigError(
             f"{_part(path, '.json')} declares vocab_size={header.vocab_size}, but its tokenizer has "
@@ -344,6 +352,8 @@ def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
         )
     try:
         starts = np.load(starts_file, mmap_mode="r", allow_pickle=False)
+        if not isinstance(starts, np.ndarray):
+            raise ValueError("it is an archive of arrays")
     except Exception as error:  # NumPy parses the header as Python, which fails in any way
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(f"{starts_file} cannot be read ({reason}). Build the file again.") from None

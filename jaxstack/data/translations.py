@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxstack.common.files import is_foreign
 from jaxstack.config import ConfigError
 from jaxstack.data.conversations import json_objects
 
@@ -85,7 +86,8 @@ def _files(path: str) -> list[Path]:
         root = Path(next(iter(spec.submodule_search_locations)))
     if root.is_file() and root.suffix in SUFFIXES:
         return [root]
-    files = sorted(file for file in root.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    present = (file for file in root.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    files = sorted(file for file in present if not any(map(is_foreign, file.relative_to(root).parts)))
     if not files:
         what = "has no translations" if root.exists() else "does not exist"
         raise ConfigError(f"data.path={path} {what}. {fix}")

@@ -1,6 +1,5 @@
 """Loads a run in Python: `jaxstack.load("runs/quickstart")`. JAX is imported after its devices were chosen."""
 
-import json
 import math
 import os
 import sys
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, parse
 from jaxstack.data import Tokenizer
-from jaxstack.data.tokenizers import tokenizer_from_json
+from jaxstack.data.tokenizers import read_saved_tokenizer
 from jaxstack.runtime import compile_cache, platform
 
 if TYPE_CHECKING:  # JAX must start after `platform.configure`
@@ -68,7 +67,7 @@ def read_run(path: Path) -> tuple[Config, Tokenizer]:
                 advice = f"It is a Hugging Face folder: make a run of it with `jaxstack import {path} RUN`."
             raise ConfigError(f"{path} is not a run directory: it has no {name}. {advice}")
     cfg = parse.parse_config([f"--config={path / 'config.yaml'}"])
-    return cfg, tokenizer_from_json(json.loads((path / "tokenizer.json").read_text()))
+    return cfg, read_saved_tokenizer(path)
 
 
 def open_run(

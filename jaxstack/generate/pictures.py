@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack.common import files
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig, SampleConfig
 from jaxstack.data import Dataset
@@ -137,4 +138,6 @@ def write_grid(path: FilePath, pictures: np.ndarray) -> None:
     page = framed.swapaxes(1, 2).reshape(rows * (height * times + 2), columns * (width * times + 2), channels)
     levels = np.round((page[:-2, :-2].clip(-1, 1) + 1) * 127.5).astype(np.uint8)
     path.parent.mkdir(exist_ok=True)
-    Image.fromarray(levels[..., 0] if channels == 1 else levels[..., :3]).save(path)
+    picture = Image.fromarray(levels[..., 0] if channels == 1 else levels[..., :3])
+    with files.atomic_file(path) as file:
+        picture.save(file, format="PNG")

@@ -121,7 +121,7 @@ def _read_state(name: str, file: Path, text: bytes) -> JsonObject:
         known &= len([int(size) for size in state["shape"]]) == 2
         if "nested_blocksize" in state:
             known &= int(state["nested_blocksize"]) > 0 and math.isfinite(state["nested_offset"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         known = False
     if not known:
         raise ConfigError(

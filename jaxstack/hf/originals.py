@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from jaxstack.common import inputs
+from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError, yaml_check
 from jaxstack.data import chat
 from jaxstack.data.tokenizers import JsonObject
@@ -45,6 +45,17 @@ def find(run: Path) -> Path | None:
         if source is None:
             return None
         run = Path(source)
+    return None
+
+
+def _init_from(config: Path) -> str | None:
+    """Returns `run.init_from` in the configuration of a run, or `None` if it has none or is damaged."""
+    try:
+        match yaml_check.load(inputs.read_text(config, yaml_check.MOST_BYTES)):
+            case {"run": {"init_from": str(source)}}:
+                return source
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        pass  # of a run that this one began with; only its other files matter here
     return None
 
 
@@ -143,21 +154,8 @@ def _template(originals: Path) -> str | None:
     return found["source"] if found else None
 
 
-def _init_from(saved: Path) -> str | None:
-    """Returns what a run was initialised from, by its config.yaml."""
-    try:
-        values = yaml_check.load(inputs.read_text(saved, yaml_check.MOST_BYTES)) or {}
-        source = values.get("run", {}).get("init_from")
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{saved} cannot be read ({' '.join(str(error).split())}). Restore the run's file.") from None
-    return None if source is None else str(source)
-
-
 def _read(path: Path) -> JsonObject:
-    try:
-        return inputs.read_json(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}). Restore it.") from None
+    return files.read_json(path, "Restore it.")
 
 
 def _copy(names: tuple[str, ...], source: Path, to: Path) -> None:

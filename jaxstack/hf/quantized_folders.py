@@ -6,8 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxstack.common import inputs
-from jaxstack.config import ConfigError
+from jaxstack.common import files
 from jaxstack.config.scheme import Scheme
 from jaxstack.hf import bitsandbytes, compressed
 from jaxstack.hf.compressed import KEY, Codes
@@ -24,21 +23,19 @@ def open_tensors(folder: Path) -> TensorFiles | QuantizedFiles:
       ConfigError: another method or format, or damaged files.
     """
     path = folder / "config.json"
-    try:
-        values = inputs.read_json(path).get(KEY)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}. Give the model's own config.json.") from None
+    config = files.read_json(path, "Give the model's own config.json.")
+    values = config.get(KEY) if isinstance(config, dict) else None
     if values is None:
         return TensorFiles(folder)
     nf4 = isinstance(values, dict) and values.get("quant_method") == bitsandbytes.METHOD
     schemes = {} if nf4 else compressed.read_schemes(str(path), values)
     if nf4:
         bitsandbytes.check(str(path), values)
-    files = TensorFiles(folder)
+    tensors = TensorFiles(folder)
     try:
-        return bitsandbytes.Nf4Files(files) if nf4 else compressed.QuantizedFiles(files, schemes)
+        return bitsandbytes.Nf4Files(tensors) if nf4 else compressed.QuantizedFiles(tensors, schemes)
     except BaseException:
-        files.__exit__()
+        tensors.__exit__()
         raise
 
 

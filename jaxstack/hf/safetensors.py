@@ -6,6 +6,7 @@ is trusted without a check.
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -105,19 +106,21 @@ class TensorFiles:
 
 
 def _read_fp8(info: TensorInfo, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a part of a float8 matrix, which the library cannot give to NumPy. Its rows are read completely.
+    """Returns a part of a float8 tensor, which the library cannot give to NumPy. Its rows are read completely.
 
     The library has checked the file's header, which begins with its own length in 8 bytes.
     """
-    rows, cols = (slice(*s.indices(n)[:2]) for s, n in zip(index, info.shape, strict=True))
-    count, width = max(rows.stop - rows.start, 0), info.shape[1]
+    parts = [slice(*s.indices(n)[:2]) for s, n in zip(index, info.shape, strict=True)]
+    rows = parts[0] if parts else slice(0, 1)
+    count = max(rows.stop - rows.start, 0)
+    width = math.prod(info.shape[1:])
     try:
         with open(info.file, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             begin = inputs.parse_json(file.read(length))[name]["data_offsets"][0]
             file.seek(8 + length + begin + rows.start * width)
             held = np.frombuffer(file.read(count * width), ml_dtypes.float8_e4m3fn)
-        return held.reshape(count, width)[:, cols]
+        return held.reshape(count, *info.shape[1:])[:, *parts[1:]] if parts else held.reshape(())
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{info.file} cannot be read: {error}. Fetch or save it again.") from None
 
@@ -130,7 +133,8 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     if single.exists():
         return {single: None}
     if not index.exists():
-        pickled = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        present = sorted(path.name for path in folder.glob("*") if not files.is_foreign(path.name))
+        pickled = [name for name in present if Path(name).suffix in (".bin", ".pt", ".pth", ".ckpt")]
         if pickled:
             raise ConfigError(
                 f"{folder} holds {pickled[0]} and no {SINGLE}. A pickled file can run any code and is not read. "

@@ -11,11 +11,10 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxstack.common import files, inputs
+from jaxstack.common import files
 from jaxstack.config import ConfigError
 
 EXPERT_WEIGHTS = ("w_up", "w_gate", "w_down")
@@ -139,7 +138,7 @@ def read(path: Path, num_layers: int, num_experts: int) -> Placement:
       ConfigError: it is not a placement of this model's experts.
     """
     advice = "Make it with `jaxstack plan experts`."
-    given = _read_json(path, advice)
+    given = files.read_json(path, advice)
     try:
         *sizes, lists = (given[key] for key in ("experts", "devices", "slots", "layers"))
         found, devices, slots = map(int, sizes)
@@ -197,7 +196,7 @@ def read_load(path: Path) -> np.ndarray:
       ConfigError: it is not such a file.
     """
     advice = "Write it with `jaxstack generate --expert_load`."
-    given = _read_json(path, advice)
+    given = files.read_json(path, advice)
     try:
         load = np.asarray(given["tokens"], np.float64)
         fits = load.ndim == 2 and load.size and load.shape[1] == given["experts"] and (load >= 0).all()
@@ -206,11 +205,3 @@ def read_load(path: Path) -> np.ndarray:
     if not fits:
         raise ConfigError(f"{path} does not have the tokens of each expert in each layer. {advice}")
     return load
-
-
-def _read_json(path: Path, advice: str) -> Any:
-    try:
-        return inputs.read_json(path)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not JSON"
-        raise ConfigError(f"{path} cannot be read: {why}. {advice}") from None

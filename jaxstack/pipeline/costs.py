@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxstack.common import inputs
+from jaxstack.common import files
 from jaxstack.config import ConfigError
 
 
@@ -84,7 +84,7 @@ class Costs:
 
     def save(self, path: Path) -> None:
         """Writes the costs as a JSON object with one key for each attribute."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        files.write_atomic(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Costs":
@@ -93,12 +93,7 @@ class Costs:
         Raises:
           ConfigError: the file does not hold costs; the message names file, key and fix.
         """
-        try:
-            found = inputs.read_json(path)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}; name a file of Costs.save") from error
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}; write it with Costs.save") from error
+        found = files.read_json(path, "Measure again, or name a file of Costs.save.")
         names = [field.name for field in fields(cls)]
         needed = [field.name for field in fields(cls) if field.default is MISSING]
         if not isinstance(found, dict):

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxstack.checkpoint import run_dir
+from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.common.tree import Batch, PyTree, flatten
 from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.models import family, params
@@ -71,7 +71,7 @@ def resolve_partition(cfg: Config, mesh: Mesh) -> Config:
         )
     run = Path(cfg.run.dir)
     path = run / "profile.json"
-    resumes = path.is_file() and any(run_dir.checkpoints(run).glob("[0-9]*"))
+    resumes = path.is_file() and bool(manifest.steps(run_dir.checkpoints(run)))
     if not resumes or (cfg.pipeline.schedule in WEIGHT_SCHEDULES and Costs.load(path).weight is None):
         measure(cfg, mesh.shape, list(mesh.devices.flat)).save(path)
     return replace(cfg, pipeline=replace(cfg.pipeline, partition=str(path)))

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -16,14 +15,15 @@ import yaml
 
 from jaxstack.checkpoint import evaluations
 from jaxstack.checkpoint.run_dir import LAUNCH
-from jaxstack.common import inputs
+from jaxstack.common import files, inputs
+from jaxstack.common.errors import one_line
 from jaxstack.config import ConfigError, yaml_check
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
 from jaxstack.config.sentences import SentencesConfig
 from jaxstack.report.evaluations import Result, by_name
 from jaxstack.tracking import goodput
-from jaxstack.tracking.jsonl import Record, is_step, read_lines
+from jaxstack.tracking.jsonl import Record, describe_damage, is_step, read_log
 
 MISSING = "-"
 """Shown for a value that is not known."""
@@ -41,6 +41,7 @@ class LoggedRun:
       gaps: sentences about data that the files lack.
       tokenizer: its tokenizer. `None` if it is not known.
       evaluations: what `jaxstack eval` has found, see `report.evaluations.by_name`.
+      pictures: the grids of pictures that evaluations drew, with their steps; empty for models of text.
     """
 
     name: str
@@ -50,6 +51,7 @@ class LoggedRun:
     gaps: tuple[str, ...]
     tokenizer: "SavedTokenizer | None" = None
     evaluations: dict[str, list[Result]] = field(default_factory=dict)
+    pictures: list[tuple[int, Path]] = field(default_factory=list)
 
     @property
     def objective(self) -> Objective:
@@ -99,12 +101,6 @@ class LoggedRun:
         return [key.removeprefix("eval_loss/") for key in self._columns if key.startswith("eval_loss/")]
 
     @cached_property
-    def pictures(self) -> list[tuple[int, Path]]:
-        """The grids of pictures that evaluations drew, with their steps. Empty for models of text."""
-        found = (self.path / "samples").glob("*.png")
-        return sorted((int(file.stem), file) for file in found if file.stem.isdecimal() and file.is_file())
-
-    @cached_property
     def _columns(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         for record in self.records:
@@ -151,11 +147,9 @@ def _read_run(path: Path, name: str) -> LoggedRun:
         raise ConfigError(f"{path} is not a directory. Name a run's directory, such as runs/quickstart.")
     if not log.is_file():
         raise ConfigError(f"{path} contains no metrics.jsonl. Name the directory of a run that has begun to train.")
+    _require_own(log, path)
+    _require_own(saved, path)
     records, gaps = _read_records(log)
-    if not any(map(is_step, records)):
-        raise ConfigError(
-            f"{log} has no training line yet. Wait until the run has written one, after run.log_every steps."
-        )
     if not saved.is_file():
         gaps.append("There is no config.yaml.")
     untimed = sum(is_step(record) and "seconds" not in record for record in records)
@@ -164,38 +158,68 @@ def _read_run(path: Path, name: str) -> LoggedRun:
     config = _read_config(saved) if saved.is_file() else {}
     found, more = evaluations.read(path)
     tokenizer = _read_tokenizer(path / "tokenizer.json", config)
-    return LoggedRun(name, path, records, config, (*gaps, *more), tokenizer, by_name(found))
+    pictures, ignored = _find_pictures(path)
+    return LoggedRun(name, path, records, config, (*gaps, *more, *ignored), tokenizer, by_name(found), pictures)
+
+
+def _require_own(file: Path, run: Path) -> None:
+    """Raises ConfigError if a file of a run is a link to a file elsewhere, whose content the page would show."""
+    if not files.is_within(file, run):
+        raise ConfigError(
+            f"{file} is a link to a file outside of the run, and the page would show its content. Copy the file into "
+            f"the run."
+        )
+
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def _find_pictures(run: Path) -> tuple[list[tuple[int, Path]], list[str]]:
+    """Returns the grids of pictures of a run with their steps, and sentences about files that are not shown."""
+    pictures: list[tuple[int, Path]] = []
+    ignored: list[str] = []
+    for file in sorted((run / "samples").glob("*.png")):
+        name = one_line(f"samples/{file.name}")
+        if files.is_foreign(file.name) or not file.is_file():
+            continue
+        if not files.is_within(file, run):
+            ignored.append(f"{name} is not shown: it is a link to a file outside of the run.")
+        elif not _begins_as_png(file):
+            ignored.append(f"{name} is not shown: it is not a PNG file that can be read.")
+        elif file.stem.isascii() and file.stem.isdigit():
+            pictures.append((int(file.stem), file))
+    return sorted(pictures), ignored
+
+
+def _begins_as_png(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(_PNG)) == _PNG
+    except OSError:
+        return False
 
 
 def _read_records(log: Path) -> tuple[list[Record], list[str]]:
+    """Returns the records of a log, and a sentence about its damaged lines if there are any.
+
+    Raises:
+      ConfigError: the file cannot be read, or has no training line.
+    """
     try:
-        written = sum(bool(line.strip()) for line in log.read_text(encoding="utf-8").splitlines())
-        records = read_lines(log)
-    except (UnicodeDecodeError, PermissionError) as error:
-        raise ConfigError(f"{log} cannot be read ({error}). Name another run.") from error
-    for i, record in enumerate(records, 1):
-        if not _is_valid(record):
-            raise ConfigError(f"line {i:,} of {log} was not written by a run. Name another run, or repair the file.")
-    unread = written - len(records)
-    if unread > 1:  # a crash leaves one
-        return records, [
-            f"Line {len(records) + 1:,} of metrics.jsonl is not valid JSON; it and all later lines are ignored."
-        ]
-    return records, []
-
-
-def _is_valid(record: object) -> bool:
-    """Returns whether a line has the form that a run writes, in all values that the report uses."""
-    if not isinstance(record, dict) or not isinstance(record.get("seconds", {}), dict):
-        return False
-    known = [record.get("step"), *(record[key] for key in ("time", "spike", "skipped") if key in record)]
-    spent = [*record.get("seconds", {}).values(), *(record[key] for key in ("lost_s", "down_s") if key in record)]
-    return (
-        all(map(_finite, known))
-        and all(_finite(seconds) and seconds >= 0 for seconds in spent)
-        and isinstance(record.get("loss"), (int, float, NoneType))  # None: it was not finite
-        and isinstance(record.get("event", ""), str)
-    )
+        records, damage = read_log(log)
+    except OSError as error:
+        raise ConfigError(f"{log} cannot be read ({error.strerror}). Name another run.") from error
+    if not any(map(is_step, records)):
+        if damage:
+            raise ConfigError(
+                f"{log} has no training line that can be read: {describe_damage(damage)}. Name another run, or restore "
+                f"the file."
+            )
+        raise ConfigError(
+            f"{log} has no training line yet. Wait until the run has written one, after run.log_every steps."
+        )
+    return records, [f"metrics.jsonl is damaged, and the figures lack what these lines recorded: "
+                     f"{describe_damage(damage)}."] if damage else []  # fmt: skip
 
 
 def _read_config(saved: Path) -> dict[str, Any]:
@@ -211,10 +235,12 @@ def _read_config(saved: Path) -> dict[str, Any]:
 def _read_tokenizer(saved: Path, config: dict[str, Any]) -> SavedTokenizer | None:
     """Returns the tokenizer that a run saved, or else that of its configuration. A token file determines its own."""
     try:
+        if not files.is_within(saved, saved.parent):
+            raise ValueError("it is a link to a file elsewhere")
         content = json.loads(saved.read_text(encoding="utf-8"))
         digest = hashlib.sha256(json.dumps({**content, "name": None}, sort_keys=True).encode()).hexdigest()[:8]
         kind = str(content["kind"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         name = config.get("data.tokenizer")
         return None if name is None else SavedTokenizer(str(name), str(name))
     return SavedTokenizer(Path(str(content.get("name", kind))).name, kind if kind == "bytes" else digest)

@@ -7,10 +7,12 @@ After `join`, a failure of one process ends all of them: `jaxstack.runtime.watch
 is a second line of defense.
 """
 
+import contextlib
 import os
 import socket
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,6 +33,11 @@ message."""
 
 SHUTDOWN_S = 30
 """Seconds that a process waits for the others when it ends, even after an error."""
+
+ending = threading.Event()
+"""Set once this process ends with an error of its own. It then gets more time, such as for its last uploads."""
+
+_ENDED = "jaxstack/ended/"
 
 
 def join(processes: Processes | None, cfg: DistributedConfig) -> None:
@@ -115,6 +122,87 @@ def _give_up(processes: Processes, action: str) -> NoReturn:
     os._exit(Exit.NOT_JOINED)
 
 
+def has_others() -> bool:
+    """Returns whether this is one of several processes that have joined."""
+    from jax._src.distributed import global_state  # it has no public name; orbax uses it too
+
+    return global_state.client is not None and (global_state.num_processes or 1) > 1
+
+
+def announce_end(index: int, code: int, reason: str) -> None:
+    """Tells the other processes that this one ends with an error. The first announcement counts.
+
+    Args:
+      index: of this process.
+      code: its exit code.
+      reason: why it ends, of which the first line is sent.
+    """
+    first = next(iter(reason.strip().splitlines()), "")
+    with contextlib.suppress(RuntimeError):  # it has been announced, or the coordinator is lost
+        _coordinator().key_value_set(f"{_ENDED}{index}", f"{int(code)} {first.encode(errors='replace').decode()}")
+
+
+def announced_ends() -> dict[int, tuple[int, str]]:
+    """Returns exit code and reason of the processes that have ended with an error, by their indices.
+
+    Raises:
+      RuntimeError: the coordinator is lost.
+    """
+    entries = _coordinator().key_value_dir_get(_ENDED)
+    parsed = ((key.rsplit("/", 1)[1], value.partition(" ")) for key, value in entries)
+    return {int(index): (int(code), reason) for index, (code, _, reason) in parsed}
+
+
+def cause(index: int) -> tuple[int, int, str] | None:
+    """Returns another process that has ended with an error of its own: index, exit code and reason; or `None`.
+
+    A process whose collective failed, or that waited for another one, is not the cause.
+
+    Args:
+      index: of this process.
+    """
+    with contextlib.suppress(RuntimeError):
+        for other, (code, reason) in sorted(announced_ends().items()):
+            if other != index and code in {*Exit} - {Exit.PEER_LOST}:
+                return other, code, reason
+    return None
+
+
+def leave(code: int, reason: str) -> None:
+    """Ends this process at once after telling the others why. Returns only if there are no others.
+
+    JAX's own shutdown would abort a process with a signal if another one has ended before it. Process 0 has the
+    coordinator, without which JAX aborts the others in the same way, so it waits until they have ended too.
+
+    Args:
+      code: exit code.
+      reason: what this process has printed.
+    """
+    if not has_others():
+        return
+    from jax._src.distributed import global_state
+
+    index, count = int(global_state.process_id), int(global_state.num_processes)
+    announce_end(index, code, reason)
+    deadline = time.monotonic() + SHUTDOWN_S
+    while index == 0 and time.monotonic() < deadline:
+        try:
+            if len(announced_ends()) >= count:
+                break
+        except RuntimeError:
+            break
+        time.sleep(0.1)
+    if index == 0:
+        time.sleep(_LAST_READ_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+_LAST_READ_S = 1
+"""Seconds between the last announcement and the end of the coordinator. Who announces its end exits right after."""
+
+
 def is_listening(address: str) -> bool:
     """Returns whether a server accepts connections at `host:port`."""
     host, port = address.rsplit(":", 1)
@@ -163,7 +251,7 @@ def first_reason(reason: str | None) -> str | None:
     from jax.experimental import multihost_utils
 
     buffer = np.zeros(400, np.uint8)
-    text = np.frombuffer((reason or "").encode()[: buffer.size], np.uint8)
+    text = np.frombuffer((reason or "").encode(errors="backslashreplace")[: buffer.size], np.uint8)
     buffer[: text.size] = text
     gathered = np.reshape(multihost_utils.process_allgather(buffer), (-1, buffer.size))
     reasons = (row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in gathered)

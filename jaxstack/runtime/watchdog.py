@@ -12,16 +12,111 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxstack.common import errors
 from jaxstack.common.errors import Exit
 from jaxstack.runtime import distributed
 
-_ALIVE, _ENDED = "jaxstack/alive/", "jaxstack/ended/"
+_ALIVE = "jaxstack/alive/"
+
+_POLL_S = 1.0
+_GRACE_S = 5.0
+"""Seconds between the end of another process and that of this one. Before, this process may report the error itself."""
 
 _LOST = "is lost: killed, stopped, or disconnected"
 _RESTART = "Committed checkpoints are intact. Start all processes again."
+
+
+class EndListener:
+    """Ends this process soon after another one has ended with an error, from the moment that all have joined.
+
+    Without it, this process would wait in a collective, or JAX would abort it with a signal. Exit code and reason are
+    those of the process that ended first, so that a script sees the cause whichever process it looks at.
+    """
+
+    def __init__(self) -> None:
+        """Prepares the listener; entering the context starts it."""
+        self._over = threading.Event()
+
+    def __enter__(self) -> "EndListener":
+        if distributed.has_others():
+            from jax._src.distributed import global_state
+
+            self._index, self._count = int(global_state.process_id), int(global_state.num_processes)
+            catch_abort(self._index, self._count, str(global_state.coordinator_address))
+            threading.Thread(target=self._listen, daemon=True, name="jaxstack-ends").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _listen(self) -> None:
+        heard: float | None = None
+        while not self._over.wait(_POLL_S):
+            try:
+                ends = distributed.announced_ends()
+            except RuntimeError:
+                continue  # the coordinator is lost; `catch_abort` and the watchdog see to that
+            others = {index: end for index, end in ends.items() if index != self._index}
+            if not others:
+                continue
+            now = time.monotonic()
+            heard = heard or now
+            grace_s = distributed.SHUTDOWN_S if distributed.ending.is_set() else _GRACE_S
+            if now - heard > grace_s and not self._over.is_set():
+                first = min(others)
+                index, code, reason = distributed.cause(self._index) or (first, *others[first])
+                end_with(self._index, self._count, *ending_of(index, self._count, code, reason))
+
+
+def ending_of(index: int, count: int, code: int, reason: str) -> tuple[Exit, str]:
+    """Returns exit code and message for a process after another one has ended with an error.
+
+    Args:
+      index: of the other process.
+      count: number of processes.
+      code: exit code of the other process. One that is not of `Exit` means that another try may help.
+      reason: the line that the other process has printed.
+    """
+    shared = Exit(code) if code in {*Exit} else Exit.PEER_LOST
+    return shared, f"process {index} of {count} ended: {reason.removeprefix('error: ')}"
+
+
+def end_with(index: int, count: int, code: Exit, message: str) -> NoReturn:
+    """Prints why this process ends, and ends it whatever its threads are doing."""
+    print(f"{errors.program()}: error: {message} [process {index} of {count}]", file=sys.stderr, flush=True)
+    distributed.leave(code, message)
+    os._exit(code)
+
+
+_handlers: list[Any] = []
+"""Handlers of signals that C calls. C holds no reference to them."""
+
+
+def catch_abort(index: int, count: int, coordinator: str) -> None:
+    """Catches the abort of JAX when the connection to the coordinator breaks.
+
+    JAX would print a C++ stack trace. This prints one line and ends with our exit code instead, if process 0 is lost.
+    Only a C handler is called at that point.
+
+    Args:
+      index: of this process.
+      count: number of processes.
+      coordinator: address of process 0.
+    """
+    libc = ctypes.CDLL(None)
+
+    def aborted(_: int) -> None:
+        if index and not distributed.is_listening(coordinator):
+            message = f"process 0 of {count} {_LOST}. {_RESTART}"
+            print(f"{errors.program()}: error: {message} [process {index} of {count}]", file=sys.stderr, flush=True)
+            os._exit(Exit.PEER_LOST)
+        libc.signal(signal.SIGABRT, 0)  # another cause: restore the default action, which follows
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
+    _handlers.append(handler)
+    libc.signal(signal.SIGABRT, handler)
 
 
 class Watchdog:
@@ -39,21 +134,18 @@ class Watchdog:
 
         self._index, self._count = jax.process_index(), jax.process_count()
         self._client: Any = global_state.client if self._count > 1 else None
-        self._coordinator = str(global_state.coordinator_address)
         self._lost_s, self._stalled_s = lost_s, stalled_s
         self._over, self._failed = threading.Event(), threading.Event()
         self._progress = time.monotonic()
         self._heard = dict.fromkeys(set(range(self._count)) - {self._index}, self._progress)
         self._beats: dict[int, str] = {}
-        self._ends: dict[int, str] = {}
+        self._ends: dict[int, tuple[int, str]] = {}
 
     def report_progress(self) -> None:
         """Restarts the time limit `stalled_s`, because something was finished."""
         self._progress = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
-        if self._client:
-            self._catch_abort()
         for work in (self._check_loop, self._heartbeat_loop) if self._client else (self._check_loop,):
             threading.Thread(target=work, daemon=True, name=f"jaxstack-watchdog{work.__name__}").start()
         return self
@@ -63,7 +155,9 @@ class Watchdog:
             import jax
 
             self._failed.set()
-            self._announce_end(str(error).strip().splitlines()[0] if str(error) else type(error).__name__)
+            known = isinstance(error, errors.ConfigError | errors.RunError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            distributed.announce_end(self._index, errors.exit_code(error), reason)
             if isinstance(error, jax.errors.JaxRuntimeError):
                 # A collective may have failed because another process died; then that is the error to report.
                 print(
@@ -72,36 +166,21 @@ class Watchdog:
                     file=sys.stderr,
                     flush=True,
                 )
-                time.sleep(self._lost_s + 2 * self._beat_s)
+                self._wait_for_cause()
         self._over.set()
 
-    def _catch_abort(self) -> None:
-        """Catches the abort of JAX when the connection to the coordinator breaks.
-
-        JAX would print a C++ stack trace. This prints one line and ends with our exit code instead, if process 0 is
-        lost. Only a C handler is called at that point.
-        """
-        libc = ctypes.CDLL(None)
-
-        def aborted(_: int) -> None:
-            if self._over.is_set():
-                os._exit(1)  # this process has already printed why it ends
-            if self._index and not distributed.is_listening(self._coordinator):
-                self._end(Exit.PEER_LOST, f"process 0 of {self._count} {_LOST}. {_RESTART}")
-            libc.signal(signal.SIGABRT, 0)  # another cause: restore the default action, which follows
-
-        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)  # C holds no reference, so we do
-        libc.signal(signal.SIGABRT, self._handler)
+    def _wait_for_cause(self) -> None:
+        """Waits whether another process is lost, and ends this one if another one has ended with an error."""
+        deadline = time.monotonic() + self._lost_s + 2 * self._beat_s
+        while time.monotonic() < deadline:
+            if found := distributed.cause(self._index):
+                index, code, reason = found
+                end_with(self._index, self._count, *ending_of(index, self._count, code, reason))
+            time.sleep(min(_POLL_S, self._beat_s))
 
     @property
     def _beat_s(self) -> float:
         return self._lost_s / 6
-
-    def _announce_end(self, reason: str) -> None:
-        try:
-            self._client.key_value_set(f"{_ENDED}{self._index}", reason, allow_overwrite=True)
-        except RuntimeError:
-            return  # the coordinator is lost, which the others will notice themselves
 
     def _heartbeat_loop(self) -> None:
         """Sends heartbeats, and records those of the other processes and why they ended."""
@@ -110,22 +189,18 @@ class Watchdog:
             beat += 1
             try:
                 self._client.key_value_set(f"{_ALIVE}{self._index}", str(beat), allow_overwrite=True)
-                entries = [*self._client.key_value_dir_get(_ALIVE), *self._client.key_value_dir_get(_ENDED)]
+                entries = self._client.key_value_dir_get(_ALIVE)
+                self._ends |= distributed.announced_ends()
             except RuntimeError:
                 continue  # nothing was received; the other thread decides what that means
             now = time.monotonic()
             for key, value in entries:
                 index = int(key.rsplit("/", 1)[1])
-                if index == self._index:
-                    continue
-                if key.startswith(_ENDED):
-                    self._ends.setdefault(index, value)
-                elif self._beats.get(index) != value:
+                if index != self._index and self._beats.get(index) != value:
                     self._beats[index], self._heard[index] = value, now
 
     def _check_loop(self) -> None:
-        """Ends this process if it makes no progress, or if another process is lost or has ended."""
-        ended_at: float | None = None
+        """Ends this process if it makes no progress, or if another process is lost. `EndListener` hears of errors."""
         while not self._over.wait(min(self._beat_s, 5)):
             now = time.monotonic()
             if now - self._progress > self._stalled_s and not self._failed.is_set():
@@ -144,11 +219,6 @@ class Watchdog:
                     f"{who} of {self._count} {_LOST} (no heartbeat for distributed.lost_s={self._lost_s:g} s). "
                     f"{_RESTART}",
                 )
-            if self._ends and not self._failed.is_set():
-                ended_at = ended_at or now
-                if now - ended_at > 2 * self._beat_s:  # before that, this process may report the same error itself
-                    index, reason = next(iter(self._ends.items()))
-                    self._end(Exit.PEER_LOST, f"process {index} of {self._count} ended: {reason}")
 
     def _end(self, code: Exit, message: str) -> None:
         if not self._over.is_set():

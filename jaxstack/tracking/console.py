@@ -14,8 +14,10 @@ from rich.progress import (
 )
 from rich.text import Text
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-"""Control characters except tabs and newlines, line separators, and what changes the direction of text."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except tabs and newlines, line separators, what changes the direction of text, and surrogates.
+
+A name of a file that is not UTF-8 has surrogates, which cannot be printed."""
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from jaxstack.common import files
 from jaxstack.tracking.jsonl import Record, is_step
 
 
@@ -33,5 +34,6 @@ def plot_loss(
     axes.set(xlabel="optimizer step", ylabel=f"loss ({unit})")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    with files.atomic_file(path) as file:
+        figure.savefig(file, format="png")
     plt.close(figure)

@@ -6,8 +6,9 @@ Each package is imported only if `run.sinks` names it. JAX is not imported here.
 import importlib
 import importlib.util
 import os
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,6 +60,9 @@ class Sink(Protocol):
     def rewind(self, after: int) -> None:
         """Prepares for steps later than `after` to be run again."""
 
+    def write_again(self, cfg: Config, records: Sequence[Record]) -> None:
+        """Writes its files in the run directory again, given all records so far."""
+
     def close(self, failed: bool) -> None:
         """Ends the service's run, and tells it whether the run failed."""
 
@@ -88,6 +92,12 @@ class TensorBoard:
         if words := text(record):
             self._writer.add_text("event", words, record["step"])
 
+    def write_again(self, cfg: Config, records: Sequence[Record]) -> None:
+        """Starts a new event file with all records so far."""
+        self.rewind(0)
+        for record in records:
+            self.write(record)
+
     def close(self, failed: bool) -> None:
         """Closes the event file."""
         self._writer.close()
@@ -110,11 +120,14 @@ class WeightsAndBiases:
         known = Path(cfg.run.dir, "wandb_id")
         if not known.is_file():
             files.write_atomic(known, os.urandom(4).hex())
+        identity = known.read_bytes()[:100].strip()
+        if known.is_symlink() or not re.fullmatch(rb"[A-Za-z0-9_-]+", identity):
+            raise ConfigError(f"{known} is not an id of Weights & Biases. Remove it, to begin another run there.")
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "jaxstack"),
                 name=Path(cfg.run.dir).resolve().name,
-                id=known.read_text().strip(),
+                id=identity.decode(),
                 resume="allow",
                 dir=cfg.run.dir,
                 config=asdict(cfg),
@@ -137,6 +150,10 @@ class WeightsAndBiases:
         if "event" in record:
             numbers = {name if name == "step" else f"event/{name}": value for name, value in numbers.items()}
         self._run.log(numbers | ({"event": words} if (words := text(record)) else {}))
+
+    def write_again(self, cfg: Config, records: Sequence[Record]) -> None:
+        """Writes the id again. The service has the records; with `WANDB_MODE=offline` they are lost up to here."""
+        files.write_atomic(Path(cfg.run.dir, "wandb_id"), self._run.id)
 
     def close(self, failed: bool) -> None:
         """Ends the run there with an exit code."""
@@ -163,6 +180,16 @@ class Sinks:
         """Opens the sinks that `run.sinks` names, for records of steps later than `start`."""
         for name in cfg.run.sinks:
             self._sinks.append(_KINDS[name](cfg, start))
+
+    def write_again(self, cfg: Config, records: Sequence[Record]) -> None:
+        """Writes the files of every sink again, after somebody has deleted the run directory.
+
+        Args:
+          cfg: of the run.
+          records: all records so far.
+        """
+        for sink in self._sinks:
+            sink.write_again(cfg, records)
 
     def write(self, record: Record) -> None:
         """Sends one record to every sink."""

@@ -23,10 +23,14 @@ from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import Config, ConfigError
 from jaxstack.models import family, params
 from jaxstack.runtime import distributed
+from jaxstack.runtime.watchdog import ending_of
 from jaxstack.sharding import mesh as meshes
 
 SKEW_S = 5.0
 """Difference between clocks that is reported. Machines with a time service differ by milliseconds."""
+
+_ANNOUNCED_S = 2
+"""Seconds in which a process that ends with an error tells the others why."""
 
 SLOW = 0.25
 """Share of the data sheet's bandwidth below which an all-reduce is reported. Sound links reach 0.5 to 0.8; a link that
@@ -77,6 +81,11 @@ def check(cfg: Config, preflight: bool = False) -> None:
     try:
         _check(cfg, preflight)
     except jax.errors.JaxRuntimeError as error:
+        time.sleep(_ANNOUNCED_S)
+        if found := distributed.cause(jax.process_index()):
+            index, code, why = found
+            ended, message = ending_of(index, jax.process_count(), code, why)
+            raise RunError(ended, f"error: {message}") from None
         reason = str(error).strip().partition("\n")[0]
         raise RunError(
             Exit.PEER_LOST,

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 
 from jaxstack import hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
-from jaxstack.common import inputs
+from jaxstack.common import files
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, parse
 from jaxstack.data import Tokenizer, same_vocabulary
+from jaxstack.data.tokenizers import read_saved_tokenizer
 from jaxstack.hf import peft
 from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import encoder, family, lora, params, surgery
@@ -121,12 +122,11 @@ def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: Da
     path = folder.resolve() / "tokenizer.json"
     if not path.is_file():
         return
-    try:
-        saved = inputs.read_json(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}). Restore it.") from None
     if isinstance(source, PretrainedFolder):
-        saved = {"kind": "hf", "name": str(path), "tokenizer": saved}
+        content = files.read_json(path, "Restore it from a copy of the model.")
+        saved = {"kind": "hf", "name": str(path), "tokenizer": content}
+    else:
+        saved = read_saved_tokenizer(path.parent).to_json()
     if same_vocabulary(saved, tokenizer.to_json()):
         return
     flag = f"--data.tokenizer={saved.get('name', saved['kind'])}"

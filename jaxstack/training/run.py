@@ -17,6 +17,7 @@ from jaxstack import sharding
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.checkpoint.verify import CheckpointScan
+from jaxstack.common import files
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, DistributedConfig
@@ -30,7 +31,7 @@ from jaxstack.runtime.watchdog import Watchdog
 from jaxstack.tracking import goodput
 from jaxstack.tracking.console import Console
 from jaxstack.tracking.goodput import GoodputRecorder
-from jaxstack.tracking.jsonl import JsonLines
+from jaxstack.tracking.jsonl import JsonLines, describe_damage, keep_copy
 from jaxstack.tracking.plot import plot_loss
 from jaxstack.tracking.profiler import Profiler
 from jaxstack.tracking.recompiles import MOST_REASONS, Recompiles
@@ -95,6 +96,7 @@ class Run:
         self._layout = checkpoint_layout(cfg, ctx, abstract)
         self._directory = Path(cfg.run.dir)
         self._saved = run_dir.checkpoints(self._directory)
+        self._lock = run_dir.DirectoryLock(self._directory)
         self._metadata = {"config": asdict(cfg), "versions": store.versions(), "data": dataset.fingerprint}
         self._is_first = jax.process_index() == 0
         self._log = JsonLines(None)
@@ -116,7 +118,8 @@ class Run:
     def __enter__(self) -> "Run":
         with ExitStack() as stack:
             stack.enter_context(self._watchdog)
-            self._last_holder = stack.enter_context(run_dir.lock(self._directory)) if self._is_first else None
+            if self._is_first:
+                stack.enter_context(self._lock)
             # One of several processes passes an interrupt on as SIGTERM, which JAX makes known to the others.
             forward = _terminate_self if jax.process_count() > 1 else None
             self._stop_request = stack.enter_context(preemption.catch_stop_signals(forward))
@@ -133,6 +136,8 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            distributed.ending.set()
         self._stack.__exit__(kind, error, traceback)
 
     def print_header(self, changes: list[str], memory: str | None = None, split: str = "") -> None:
@@ -172,8 +177,8 @@ class Run:
             console.print(warning, style="yellow")
         if memory:
             console.print(memory, style="yellow")
-        if self._last_holder:
-            console.print(self._last_holder, style="yellow")
+        if self._lock.last_holder:
+            console.print(self._lock.last_holder, style="yellow")
         console.start_spinner(compile_cache.estimate(self._program))
         self._began_to_compile = time.perf_counter()
 
@@ -209,8 +214,8 @@ class Run:
             "pipeline.partition's file": str(self._ctx.pipeline),
         })  # fmt: skip
         found = verify.scan(self._saved)
-        for number, reason in found.skipped.items():
-            self.console.print(f"skipped the checkpoint of step {number}: {reason}", style="yellow")
+        for name, reason in found.reasons.items():
+            self.console.print(f"skipped the checkpoint of step {name}: {reason}", style="yellow")
         if found.lost:
             raise found.error(self._saved, "Restore a copy, or set another run.dir.")
         return found
@@ -232,7 +237,8 @@ class Run:
         """
         if self._is_first:
             self._log = self._open_log(loop.step)
-        self._checkpoints.scores |= {r["step"]: r["eval_loss"] for r in self._log.records if "eval_loss" in r}
+        evaluated = (record for record in self._log.records if record.get("eval_loss") is not None)
+        self._checkpoints.scores |= {record["step"]: record["eval_loss"] for record in evaluated}
         self.logger = StepLogger(
             self._cfg, self._loader, self._log, self.console, self.throughput, self._watchdog, self.goodput
         )
@@ -240,12 +246,20 @@ class Run:
 
     def _open_log(self, start: int) -> JsonLines:
         """Returns metrics.jsonl as it was after step `start`, and cleans up the run directory."""
-        log = JsonLines(self._directory / "metrics.jsonl", self._sinks)
+        path, quarantine = self._directory / "metrics.jsonl", self._directory / "quarantine"
+        log = JsonLines(path, self._sinks)
+        if log.damage:
+            copy = keep_copy(path, quarantine)
+            self.console.print(
+                f"{path} is damaged: {describe_damage(log.damage)}. All other lines are kept, and {copy} is a copy of "
+                f"the damaged file.",
+                style="yellow",
+            )
         run_dir.write(self._cfg, self._dataset.tokenizer.to_json())
         manifest.remove_partial(self._saved)
-        for number in self._found.skipped:
-            moved = manifest.quarantine(self._saved / str(number), self._directory / "quarantine")
-            self.console.print(f"moved the checkpoint of step {number} to {moved}/")
+        for name in self._found.reasons:
+            moved = manifest.quarantine(self._saved / name, quarantine)
+            self.console.print(f"moved the checkpoint of step {name} to {moved}/")
         dropped = log.rewind(start)
         self._sinks.open(self._cfg, start)
         if record := goodput.resumed_record(start, log.records, dropped):
@@ -268,6 +282,7 @@ class Run:
     def log_step(self, loop: LoopState, metrics: dict[str, PyTree]) -> int | None:
         """Takes the metrics of a step that was started, and logs the step before it, see `StepLogger`."""
         self._host_reads.allow()
+        self._restore_directory(loop.step)
         self._report_recompiles(loop.step)
         spike = self.logger.log_step(loop, metrics, self._waited)
         if self._began_to_compile is not None and self.throughput.started:
@@ -275,6 +290,29 @@ class Run:
                 compile_cache.remember(self._program, time.perf_counter() - self._began_to_compile)
             self._began_to_compile = None
         return spike
+
+    def _restore_directory(self, step: int) -> None:
+        """Writes the run directory again if somebody has deleted, moved or replaced it, and says so.
+
+        Every method that writes there calls this before. The checkpoints are lost; the next save writes a new one.
+
+        Raises:
+          ConfigError: another process trains there now.
+        """
+        if not self._is_first or self._lock.is_intact():
+            return
+        self._lock.take_again()
+        run_dir.write(self._cfg, self._dataset.tokenizer.to_json())
+        self._log.write_all()
+        self._sinks.write_again(self._cfg, self._log.records)
+        self._log.write({"step": step, "event": "directory written again"})
+        left = manifest.complete_steps(self._saved)
+        checkpoints = f"Its newest checkpoint is of step {left[0]}." if left else "Its checkpoints are lost."
+        self.console.print(
+            f"run.dir={self._directory} or its lock was deleted, moved or replaced during the run. Its configuration, "
+            f"tokenizer, lock and metrics are written again after step {step}. {checkpoints}",
+            style="yellow",
+        )
 
     def _report_recompiles(self, step: int) -> None:
         for found in self.recompiles.take():
@@ -299,6 +337,7 @@ class Run:
         if distributed.broadcast_from_process_0(self.logger.is_evaluated(loop.step)):
             return
         self.goodput.enter("evaluation")
+        self._restore_directory(loop.step)
         values = evaluated_params(self._cfg, state)
         sums = {
             one.name: (eval_step(values, self._loader.to_devices(batch)) for batch in one.local_batches)
@@ -306,6 +345,7 @@ class Run:
         }
         if self._draw is not None:  # before the record, so that an interruption between them draws again
             self._draw(values, self._directory / "samples" / f"{loop.step:06}.png" if self._is_first else None)
+        self._restore_directory(loop.step)
         self._checkpoints.scores[loop.step] = self.logger.log_evaluation(loop.step, sums)
         self._report_recompiles(loop.step)
         if self.throughput.started:
@@ -314,6 +354,7 @@ class Run:
     def save(self, loop: LoopState, state: TrainState) -> LoopState:
         """Starts to write a checkpoint in the background, and returns the position after it."""
         self.goodput.enter("checkpoint")
+        self._restore_directory(loop.step)
         metadata = self._metadata | {"next_batch": loop.batch}
         self._checkpoints.save(loop.step, self._layout.pack(state), metadata)
         self.throughput.restart()
@@ -327,6 +368,7 @@ class Run:
         """
         self._checkpoints.wait()
         distributed.barrier()
+        self._restore_directory(loop.step)
         self._log.write({"step": loop.step, "event": "stopped", "time": time.time(), "seconds": self.goodput.take()})
         raise RunError(
             Exit.STOPPED,
@@ -370,6 +412,7 @@ class Run:
           samples: prompts, and texts that begin with them.
         """
         self._checkpoints.wait()
+        self._restore_directory(self._cfg.train.steps)
         if self._is_first:
             self._write_report(samples)
         distributed.barrier()
@@ -381,7 +424,7 @@ class Run:
             known = self._log.records, self._log.write
             baseline = compare_with_ngrams(cfg, self._dataset, self._loader, *known, console)
         if samples:
-            (directory / "samples.txt").write_text("\n\n".join(text for _, text in samples) + "\n")
+            files.write_atomic(directory / "samples.txt", "\n\n".join(text for _, text in samples) + "\n")
         for i, (prompt, text) in enumerate(samples, start=1):
             console.print(f"--- sample {i} of {len(samples)}")
             console.print(text, bold=prompt)

@@ -268,14 +268,15 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_a_lock_is_exclusive_and_says_who(tmp_path):
-    (tmp_path / ".lock").touch()
-    with run_dir.lock(tmp_path) as left:
-        assert left is None
-        with pytest.raises(ConfigError, match=r"in use by process \d+ on "), run_dir.lock(tmp_path):
+    with run_dir.DirectoryLock(tmp_path) as lock:
+        assert lock.last_holder is None
+        with pytest.raises(ConfigError, match=r"in use by process \d+ on "), run_dir.DirectoryLock(tmp_path):
             pass
+        assert lock.is_intact()
     (tmp_path / ".lock").write_text("process 9 on a")
-    with run_dir.lock(tmp_path) as left:
-        assert left == "the previous run here did not shut down cleanly (process 9 on a)"
+    with run_dir.DirectoryLock(tmp_path) as lock:
+        assert lock.last_holder == "the previous run here did not shut down cleanly (process 9 on a)"
+    assert (tmp_path / ".lock").read_text() == ""
 
 
 def test_a_folder_of_other_files_does_not_become_a_run(tmp_path):
@@ -376,16 +377,18 @@ def test_a_seal_is_of_all_files_but_itself_and_of_their_sizes(tmp_path):
         assert manifest.listing_corruption(tmp_path) == f"a has {size} bytes, not 5"
 
 
-def supervised(codes, newest, monkeypatch, tries=3):
+def supervised(codes, newest, monkeypatch, tries=3, logged=None):
     """Returns the exit code of a supervised run, and the seconds before each restart.
 
     Args:
       codes: exit code of each try.
       newest: newest checkpoint before the first try and after each.
+      logged: last step in the log after each try. None: each try logs one more.
     """
+    log = iter(range(100) if logged is None else logged)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     steps, ends, waits = iter(newest), iter(codes), []
-    supervisor = supervise.Supervisor(lambda: next(steps), tries, wait_s=2.0)
+    supervisor = supervise.Supervisor(lambda: next(steps), lambda: next(log), tries, wait_s=2.0)
     monkeypatch.setattr(supervisor._stop, "wait", lambda seconds: waits.append(seconds))
     return supervisor.run(lambda: SimpleNamespace(wait=lambda: next(ends))), waits
 
@@ -407,6 +410,29 @@ def test_a_supervisor_tries_as_long_as_tries_commit_something(codes, newest, cod
     assert supervised(codes, newest, monkeypatch) == (code, waits)
 
 
+@pytest.mark.parametrize(
+    ("codes", "newest", "logged", "code", "waits"),
+    [
+        ([1, 1], [0, 0, 0], [0, 0], 1, [2]),  # before the first step, as with a damaged file
+        ([1, 1], [8, 8, 8], [11, 11], 1, [2]),
+        ([1, 1], [8, 8, 12], [12, 12], 1, [2]),  # the first try had not saved what it logged
+        ([1, 1, 1, 0], [8] * 5, [11, 14, 12], 0, [2, 4, 8]),  # elsewhere each time
+        ([1, -9, 1, 0], [0] * 5, [0, 0], 0, [2, 4, 8]),  # not in a row
+        ([6, 6, 6, 0], [0] * 5, [], 0, [2, 4, 8]),  # another process was lost: another try may help
+        ([139, 139, 0], [0] * 4, [], 0, [2, 4]),
+    ],
+)
+def test_a_supervisor_gives_up_when_the_same_error_comes_again(codes, newest, logged, code, waits, monkeypatch):
+    assert supervised(codes, newest, monkeypatch, tries=9, logged=logged) == (code, waits)
+
+
+def test_a_supervisor_reads_the_last_step_of_a_damaged_log(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    assert supervise.last_step(log) == 0
+    log.write_bytes(b'{"step": 7, "loss": 1.0}\n\xff\n{"step": 9, "event": "stopped"}\n{"step": 8, "loss": null}\n')
+    assert supervise.last_step(log) == 8
+
+
 def test_waits_between_tries_have_an_end(monkeypatch):
     _, waits = supervised([1] * 12, [0] * 13, monkeypatch, tries=12)
     assert waits == [2 * 2**i for i in range(8)] + [300] * 3
@@ -420,7 +446,7 @@ def test_waits_between_tries_have_an_end(monkeypatch):
         (101, {1: 0}, {}, "no progress for train.stalled_s=100 s"),
         (0, {1: 61, 2: 0}, {}, "process 1 of 3 is lost"),
         (0, {1: 61, 2: 61}, {}, "process 1 and process 2 of 3 is lost"),
-        (0, {1: 61, 2: 0}, {1: "done"}, None),  # it said that it ends, and nobody waits long for that yet
+        (0, {1: 61, 2: 0}, {1: (1, "done")}, None),  # it said that it ends, and nobody waits long for that yet
     ],
 )
 def test_a_watch_judges_by_what_it_heard(moved, heard, ends, said, monkeypatch):

@@ -140,7 +140,7 @@ mistakes(
     "data/sources.py",
     "data/test_data.py",
     ("if f not in _TEST_FOLDERS | _OTHER_PACKAGES", "if f not in _TEST_FOLDERS"),
-    ('if not f.startswith(".")]\n    if not names', "if f]\n    if not names"),
+    ("for f in files if not is_foreign(f)]", "for f in files]"),
 )
 
 mistakes(

@@ -10,6 +10,8 @@ mistakes(
     ("failed = 1 if step > reached else failed + 1", "failed = failed + 1"),
     ("self._wait_s * 2 ** (failed - 1)", "self._wait_s * 2**failed"),
     ("if failed >= self._tries:", "if failed > self._tries:"),
+    ("if fault is not None and fault == before:", "if fault is not None and before is not None:"),
+    ("fault = self._logged_step() if code == _FAULT else None", "fault = self._logged_step()"),
 )  # fmt: skip
 
 mistakes(
@@ -23,16 +25,38 @@ mistakes(
     "checkpoint/manifest.py",
     "checkpoint/test_reliability.py -k 'seal or whole or aside or share or written'",
     ("if writer == process and name != NAME)", "if writer == process)"),
-    ("sorted(found - wanted.keys())", "sorted(found - found)"),
-    ("_size(checkpoint / name) or 0) != size", "_size(checkpoint / name) or 0) < size"),
+    ("if unknown := _unknown(present, wanted)", "if unknown := _unknown(present, dict.fromkeys(present))"),
+    ("        if now != size:", "        if now < size:"),
     ("_sha256(checkpoint / name) == wanted[name]", "_sha256(checkpoint / name)[0] == wanted[name][0]"),
     (
-        "if unknown := sorted(_files(checkpoint) - digests.keys())",
+        "if unknown := _unknown(_files(checkpoint), digests)",
         "if unknown := sorted(digests.keys() - _files(checkpoint))",
     ),
     ("if (directory / str(step) / NAME).is_file()]", "if (directory / str(step)).is_dir()]"),
     ("bytes_of[least] += wanted[name][0]", "bytes_of[least] += 1"),
     ("return sorted(found, reverse=True)", "return sorted(found)"),
+)
+
+mistakes(
+    "damage",
+    "checkpoint/manifest.py",
+    "faults/test_damaged_files.py",
+    (
+        "in (None, process) and not files.is_foreign(name)]",
+        "in (None, process)]",
+        "faults/test_damaged_files.py -k foreign_file",
+    ),
+    ("_STEP.fullmatch(name) is not None and", "_STEP.match(name) is not None and"),
+    ("stat.S_ISREG(found.st_mode) else None", "found.st_mode else None"),
+)
+
+mistakes(
+    "damage",
+    "tracking/jsonl.py",
+    "faults/test_damaged_files.py -k line",
+    ("if not defect(record):", "if record:"),
+    ("        at = text.find(_START, end)", "        at = -1"),
+    ("    if last and reason and not cut_short:", "    if last and reason:"),
 )
 
 mistakes(

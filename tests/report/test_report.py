@@ -355,7 +355,9 @@ def test_a_log_that_was_cut(tmp_path):
     assert (len(run.records), run.gaps) == (len(LINES) - 1, ())
     lines = log.read_text().splitlines()
     log.write_text("\n".join([lines[0], "{", *lines[1:]]))
-    assert "Line 2 of metrics.jsonl is not valid JSON" in runs.read_runs([path])[0].gaps[0]
+    (run,) = runs.read_runs([path])
+    assert "metrics.jsonl is damaged, and the figures lack what these lines recorded: line 2 is not JSON." in run.gaps
+    assert len(run.records) == len(LINES) - 1, "all later lines are read"
 
 
 @pytest.mark.parametrize(
@@ -364,11 +366,11 @@ def test_a_log_that_was_cut(tmp_path):
         (None, "contains no metrics.jsonl"),
         ("", "no training line yet"),
         ('{"step": 1, "eval_loss": 2.0}\n', "no training line yet"),
-        ('{"loss": 1.0}\n', "line 1 of"),
-        ("7\n", "line 1 of"),
-        ('{"step": 1, "loss": 1.0}\n{"step": 1, "loss": 1.0, "seconds": 3}\n', "line 2 of"),
-        ('{"step": 1, "loss": 1.0, "seconds": {"step": -1.0}}\n', "line 1 of"),
-        ('{"step": 1, "loss": 1.0, "event": ["resumed"], "lost_s": null}\n', "line 1 of"),
+        ('{"loss": 1.0}\n', "line 1 has no step"),
+        ("7\n", "line 1 is not a JSON object"),
+        ('{"step": 1, "loss": 1.0, "seconds": 3}\n', "line 1 has seconds=3"),
+        ('{"step": 1, "loss": 1.0, "seconds": {"step": -1.0}}\n', r"line 1 has seconds=\{"),
+        ('{"step": 1, "loss": 1.0, "event": ["resumed"], "lost_s": null}\n', r"line 1 has event=\["),
     ],
 )
 def test_logs_that_are_none(log, words, tmp_path):
