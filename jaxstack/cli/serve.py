@@ -7,14 +7,14 @@ import socket
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from jsonargparse import Namespace
 
 from jaxstack.cli import generate
 from jaxstack.cli.chat import context_of, template_of
-from jaxstack.config import ConfigError
-from jaxstack.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+from jaxstack.config import ConfigError, SampleConfig
+from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveFloat, PositiveInt, check_value
 from jaxstack.config.parse import Parser, user_path
 from jaxstack.data.chat import end_of_turn_id
 from jaxstack.generate import load_run
@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # JAX must start after the devices were chosen
     from jaxstack.generate.continuous import ContinuousBatch
     from jaxstack.generate.trained_run import TrainedRun
 
+Port = Annotated[int, Interval(0, 65535)]
+"""A port of TCP, or 0."""
 PROMPT_CACHE_MIB = 256
 """Default of `--prompt_cache`."""
 
@@ -31,7 +33,21 @@ def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
     parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
     parser.add_argument("--host", type=str, default="127.0.0.1", help="address to listen at")
-    parser.add_argument("--port", type=NonNegativeInt, default=8000, help="port; 0 means any that is free")
+    parser.add_argument("--port", type=Port, default=8000, help="port; 0 means any that is free")
+    parser.add_argument(
+        "--allowed_hosts",
+        metavar="NAME",
+        type=str,
+        nargs="+",
+        default=[],
+        help="more names of this server in the header Host; * means any",
+    )
+    parser.add_argument(
+        "--api_key_file",
+        metavar="FILE",
+        type=user_path,
+        help="file with the key that requests must have; null means that of JAXSTACK_API_KEY, if it is set",
+    )
     parser.add_argument("--name", type=str, help="name of the model in requests; null means that of the directory")
     parser.add_argument("--rows", type=PositiveInt, default=8, help="number of texts that are written at once")
     parser.add_argument("--waiting", type=NonNegativeInt, default=64, help="number of texts that may wait for a row")
@@ -42,7 +58,14 @@ def add_arguments(parser: Parser) -> None:
         "--max_tokens", type=PositiveInt | None, help="maximum number of tokens of a text; null means any"
     )
     parser.add_argument("--max_body", type=PositiveInt, default=2**20, help="maximum number of bytes of a request")
-    parser.add_argument("--timeout", type=PositiveFloat, default=300.0, help="maximum seconds of a request")
+    parser.add_argument("--timeout", type=PositiveFloat, default=300.0, help="maximum seconds of an answer")
+    parser.add_argument(
+        "--receive_timeout",
+        type=PositiveFloat,
+        default=30.0,
+        help="maximum seconds in which a request arrives, and in which a client reads what was sent",
+    )
+    parser.add_argument("--connections", type=PositiveInt, default=256, help="maximum number of connections")
     parser.add_argument("--grace", type=PositiveFloat, default=30.0, help="seconds that texts have after a stop signal")
     parser.add_argument(
         "--prompt_cache",
@@ -66,15 +89,17 @@ def main(args: Namespace) -> None:
         import uvicorn  # noqa: F401
     except ImportError:
         raise ConfigError("jaxstack serve needs starlette and uvicorn. Install jaxstack[serve].") from None
+    from jaxstack.serve.access import read_access
+
+    access = read_access(args.host, args.allowed_hosts, args.api_key_file)
+    name = args.name or path.resolve().name
+    check_value("--name", name, str, None)
     stop = generate.stop_tokens(tokenizer, args.stop)
     template = template_of(cfg.data, tokenizer)
     if template is not None and (end := end_of_turn_id(template, tokenizer)) is not None:
         stop = (*stop, end)
     cfg = generate.with_arguments(cfg, args)
-    if cfg.sample.beams > 1:
-        raise ConfigError(f"sample.beams={cfg.sample.beams} cannot show tokens as they come. Use sample.beams=1.")
-    if cfg.sample.rows is not None and args.sample.rows is not None:
-        raise ConfigError(f"sample.rows={cfg.sample.rows} is for `jaxstack generate`. Use --rows.")
+    check_sample(cfg.sample, args)
     context = context_of(cfg, args.context)
     listener = bind(args.host, args.port)  # before the model is read, which takes longer
     check = partial(generate.check_memory, context)
@@ -89,7 +114,7 @@ def main(args: Namespace) -> None:
 
     batch = make_batch(run, args, context, stop)
     model = Model(
-        name=args.name or path.resolve().name,
+        name=name,
         tokenizer=tokenizer,
         template=template,
         sample=cfg.sample,
@@ -99,17 +124,35 @@ def main(args: Namespace) -> None:
         max_texts=args.rows + args.waiting,
         vocabulary=min(tokenizer.vocab_size, cfg.model.vocab),
     )
-    limits = Limits(args.rows + args.waiting, args.max_body, args.timeout)
-    server = Server(Worker(batch), model, limits, stop, log=partial(print, flush=True))
+    limits = Limits(model.max_texts, args.max_body, args.timeout, args.receive_timeout, args.connections)
+    worker = Worker(batch, run.scorer, rows=args.rows, vocabulary=model.vocabulary)
+    server = Server(worker, model, limits, stop, partial(print, flush=True), access)
     listener.listen(128)  # clients may connect as soon as the address is printed
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
     print(
-        f"{model.name} at http://{shown}:{port}/v1: {args.rows} texts at once, {args.waiting} may wait, "
-        f"{context} tokens each; {'with' if template else 'without'} a chat template",
+        f"{model.name} at {address_of(listener)}/v1: {args.rows} texts at once, {args.waiting} may wait, "
+        f"{context} tokens each; {'with' if template else 'without'} a chat template, "
+        f"{'with' if access.key else 'without'} a key",
         flush=True,
     )
     http.run(server, listener, args.grace)
+
+
+def check_sample(sample: SampleConfig, args: Namespace) -> None:
+    """Checks that a server can sample in this way.
+
+    Raises:
+      ConfigError: it cannot.
+    """
+    if sample.beams > 1:
+        raise ConfigError(f"sample.beams={sample.beams} cannot show tokens as they come. Use sample.beams=1.")
+    if sample.rows is not None and args.sample.rows is not None:
+        raise ConfigError(f"sample.rows={sample.rows} is for `jaxstack generate`. Use --rows.")
+
+
+def address_of(listener: socket.socket) -> str:
+    """Returns the URL of a socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def make_batch(run: "TrainedRun", args: Namespace, context: int, stop: tuple[int, ...]) -> "ContinuousBatch":

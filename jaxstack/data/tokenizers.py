@@ -196,13 +196,16 @@ class IdTokenizer:
         Raises:
           ConfigError: a word is not a number below `vocab_size`.
         """
+        longest = len(str(self.vocab_size))  # Python refuses to convert numbers of thousands of digits
         for word in text.split():
-            if not (word.isdecimal() and int(word) < self.vocab_size):
+            is_short = word.isdecimal() and len(word.lstrip("0")) <= longest
+            if not (is_short and int(word.lstrip("0") or "0") < self.vocab_size):
+                shown = repr(word) if len(word) <= 40 else f"{word[:40]!r}..."
                 raise ConfigError(
-                    f"{word!r} is not an id below {self.vocab_size:,}. The tokenizer of this data is not known, so "
+                    f"{shown} is not an id below {self.vocab_size:,}. The tokenizer of this data is not known, so "
                     f"write ids, such as 17 4 250."
                 )
-        return np.array([int(word) for word in text.split()], id_dtype(self.vocab_size))
+        return np.array([int(word.lstrip("0") or "0") for word in text.split()], id_dtype(self.vocab_size))
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the ids that a text lists, and the start and end of each number, all [tokens]."""
@@ -250,9 +253,9 @@ class HFTokenizer:
     The end-of-document id is the first of the usual end-of-text tokens that the file declares as special. No other
     special token is added. Special tokens represent no bytes. `num_bytes` is exact for byte-level BPE (GPT-2, Llama 3,
     Qwen). For SentencePiece it includes the space that the model puts before a text. `keeps_text` is false for other
-    tokenizers that split text at spaces and drop them, such as WordPiece. `byte_ids` are tokens of a single byte, with
-    which SentencePiece spells characters that it does not have. `chat` is the chat template that a run saves
-    with its tokenizer, see `jaxstack.data.chat`.
+    tokenizers that split text at spaces and drop them, such as WordPiece. `special_ids` are the tokens that the file
+    declares as special. `byte_ids` are tokens of a single byte, with which SentencePiece spells characters that it does
+    not have. `chat` is the chat template that a run saves with its tokenizer, see `jaxstack.data.chat`.
     """
 
     def __init__(self, name: str, tokenizer: JsonObject, chat: SavedTemplate | None = None) -> None:
@@ -285,6 +288,7 @@ class HFTokenizer:
             )
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
+        self.special_ids = frozenset(special.values())
         self.eos_id = next((special[t] for t in _END_OF_TEXT if t in special), None)
         # In a byte-level vocabulary one character represents one byte. Elsewhere a meta symbol represents a space.
         steps = json.dumps([tokenizer.get(step) for step in ("normalizer", "pre_tokenizer", "decoder")])

@@ -1,12 +1,12 @@
 """Scores texts: the log-probability of each token after those before it, and logits.
 
 Texts of similar length share a call, and a call has one of few lengths, so that few programs are compiled.
-Suffixes: B rows, S slots, V vocabulary.
+Suffixes: B rows, S slots, K alternatives to a token, V vocabulary.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,9 +19,12 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.generate import decode
 from jaxstack.generate.decode import Rows
+from jaxstack.generate.sampling import Logprobs
+from jaxstack.kernels.cross_entropy import negative_log_likelihood, scan_chunks
 from jaxstack.models import decoder, family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
+from jaxstack.sharding import collectives
 
 
 class Scores(NamedTuple):
@@ -45,12 +48,14 @@ class Scorer:
       params: its parameters.
       ctx: the execution context, for whole sequences.
       gate: domain of the texts, for a model with a hard gate.
+      programs_with_alternatives: the programs of `logprobs`, by number of alternatives and vocabulary.
     """
 
     cfg: ModelConfig
     params: Params
     ctx: Context
     gate: int | None = None
+    programs_with_alternatives: dict[tuple[int, int], Callable[..., PyTree]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def create(cls, cfg: ModelConfig, params: Params, ctx: Context, gate: int | None = None) -> "Scorer":
@@ -78,21 +83,47 @@ class Scorer:
           ConfigError: an id that does not exist, or more tokens than learned positions.
         """
         self.check(texts)
+        for tokens, indices in self._calls(texts, rows):
+            arrays = jax.device_get(self._score(self.params, tokens[:, :-1], tokens[:, 1:]))
+            for i, log_probs, greedy in zip(indices, *arrays, strict=False):
+                yield i, Scores(log_probs[: len(texts[i]) - 1], greedy[: len(texts[i]) - 1])
+
+    def logprobs(
+        self, texts: Rows, alternatives: int, *, vocabulary: int | None = None, rows: int = 8
+    ) -> Iterator[tuple[int, Logprobs]]:
+        """Yields the index of each text, and what `scores` says of its tokens with the likeliest tokens beside each.
+
+        The log-probabilities are those of `scores`. The arrays of a text of n tokens have n - 1 rows.
+
+        Args:
+          texts: see `scores`.
+          alternatives: number K of likeliest tokens, at most the number of ids.
+          vocabulary: number of ids that may be among them. `None` means all ids of the model.
+          rows: see `scores`.
+
+        Raises:
+          ConfigError: see `scores`.
+        """
+        self.check(texts)
+        program = self._program_with(alternatives, vocabulary or self.cfg.vocab)
+        for tokens, indices in self._calls(texts, rows):
+            packed = jax.device_get(program(self.params, tokens[:, :-1], tokens[:, 1:]))  # [B, S, 1 + 2K]
+            for i, row in zip(indices, packed, strict=False):
+                chosen, values, ids = np.split(row[: len(texts[i]) - 1], (1, 1 + alternatives), axis=1)
+                yield i, Logprobs(chosen[:, 0], ids.astype(np.int32), values)
+
+    def _calls(self, texts: Rows, rows: int) -> Iterator[tuple[np.ndarray, list[int]]]:
+        """Yields the tokens of each call with their padding [B, S + 1], and the indices of its texts."""
         size = -(-rows // self.ctx.replicas) * self.ctx.replicas
         order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
         for slots, group in itertools.groupby(order, lambda i: self.slots(len(texts[i]) - 1)):
             own = [*group]
             for at in range(0, len(own), size):
-                yield from self._call(texts, own[at : at + size], slots, size)
-
-    def _call(self, texts: Rows, some: list[int], slots: int, rows: int) -> Iterator[tuple[int, Scores]]:
-        """Yields the scores of at most `rows` texts."""
-        tokens = np.zeros((rows, slots + 1), np.int32)
-        for row, i in zip(tokens, some, strict=False):
-            row[: len(texts[i])] = texts[i]  # attention is causal, so padding at the end is not seen
-        found = jax.device_get(self._score(self.params, tokens[:, :-1], tokens[:, 1:]))
-        for i, log_probs, greedy in zip(some, *found, strict=False):
-            yield i, Scores(log_probs[: len(texts[i]) - 1], greedy[: len(texts[i]) - 1])
+                indices = own[at : at + size]
+                tokens = np.zeros((size, slots + 1), np.int32)
+                for row, i in zip(tokens, indices, strict=False):
+                    row[: len(texts[i])] = texts[i]  # attention is causal, so padding at the end is not seen
+                yield tokens, indices
 
     def slots(self, tokens: int) -> int:
         """Returns the length of the program that reads this number of tokens: 64, 128, 256 and so on."""
@@ -146,6 +177,47 @@ class Scorer:
             return decoder.log_probs(self.cfg, values, hidden, targets, self.ctx)
 
         return self._compiled(work, 2, self.ctx.batch if self.ctx.mesh else None)
+
+    def _program_with(self, alternatives: int, vocabulary: int) -> Callable[..., PyTree]:
+        """Returns the program of `logprobs`, whose result [B, S, 1 + 2K] is that of `_with_likeliest`."""
+        key = alternatives, vocabulary
+        if key not in self.programs_with_alternatives:
+
+            def work(values: Params, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+                return self._with_likeliest(values, self.hidden_states(values, tokens), targets, *key)
+
+            results = self.ctx.batch if self.ctx.mesh else None
+            self.programs_with_alternatives[key] = self._compiled(work, 2, results)
+        return self.programs_with_alternatives[key]
+
+    def _with_likeliest(
+        self, values: Params, hidden: jax.Array, targets: jax.Array, alternatives: int, vocabulary: int
+    ) -> jax.Array:
+        """Returns for every target its log-probability, then those of the K likeliest ids, then these ids.
+
+        All are float32 [B, S, 1 + 2K], which represents ids up to 2^24. Only the logits of one chunk of tokens are in
+        memory.
+        """
+        assert vocabulary <= 2**24
+        cfg, ctx = self.cfg, self.ctx
+        axes, head = ctx.axes("vocab"), decoder.head(cfg, values, ctx)  # [D, V/n]
+        hidden, head = collectives.match_varying(hidden, head)
+        V = head.shape[1]
+        options = cfg.logit_softcap, axes, None if V * collectives.count(axes) == cfg.vocab else cfg.vocab
+        ids = collectives.index(axes) * V + jnp.arange(V)
+
+        def one_chunk(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+            nll, logits, total, _ = negative_log_likelihood(options, x, head, targets)
+            shown = jnp.where(ids < vocabulary, logits, -jnp.inf)
+            values, places = jax.lax.top_k(shown, min(alternatives, V))
+            values = collectives.all_gather_invariant(values, axes, 2)
+            likeliest = collectives.all_gather_invariant(ids[places], axes, 2)
+            values, places = jax.lax.top_k(values, alternatives)
+            likeliest = jnp.take_along_axis(likeliest, places, 2)
+            log_probs = values - total[..., None]
+            return jnp.float32(0), jnp.concatenate([-nll[..., None], log_probs, likeliest.astype(jnp.float32)], 2)
+
+        return scan_chunks(ctx.loss_chunk, one_chunk, jnp.float32(0), hidden, targets)[1]
 
     @cached_property
     def _logits(self) -> Callable[..., PyTree]:

@@ -8,20 +8,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from jaxstack.generate import decode
 from jaxstack.generate.continuous import Part, Prompt
 from jaxstack.generate.sampling import Logprobs
+from jaxstack.serve.errors import ApiError, error_response, too_late
 from jaxstack.serve.replies import Piece, Reply, Usage
-from jaxstack.serve.requests import ApiError, JsonValue, Model, TextRequest
+from jaxstack.serve.requests import MAX_LOGPROBS, JsonValue, Model, TextRequest
 from jaxstack.serve.texts import AnswerText
-from jaxstack.serve.worker import Worker
+from jaxstack.serve.worker import PromptScores, Worker
 
 SHUTTING_DOWN = ApiError("the server is shutting down.", status=503, code="shutting_down", retry_after=10)
 FAILED = ApiError("the model has failed, and the server ends.", status=500, code="server_error")
+ABORT = "jaxstack.abort"
+"""Key of the ASGI scope: a function that closes the connection at once, without what was not sent."""
 _LATE_S = 5
 """Seconds beyond its time after which a client that does not read loses its connection."""
 
@@ -46,21 +48,38 @@ class Texts:
           end: tokens that end a text.
         """
         self._asked, self._worker, self._cached = asked, worker, 0
-        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Part | ApiError]]()
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Part | PromptScores | ApiError]] = asyncio.Queue()
         self.first: float | None = None
         self.began = time.monotonic()
         prompts = [prompt for prompt in asked.prompts for _ in range(asked.count)]
         limits = [limit for limit in asked.limits for _ in range(asked.count)]
         self.unfinished = len(prompts)
         self._texts = [
-            AnswerText(model.tokenizer, () if asked.chat else prompt, end=end, stop=asked.stop) for prompt in prompts
+            AnswerText(
+                model.tokenizer,
+                () if asked.chat else prompt,
+                end=end,
+                stop=asked.stop,
+                skip_special_tokens=asked.skip_special_tokens,
+            )
+            for prompt in prompts
         ]
         seed = seed if asked.seed is None else asked.seed
         wanted = [
             Prompt(-1, prompt, replace(asked.sample, tokens=limit), mark, seed, asked.logprobs is not None)
             for prompt, limit, mark in zip(prompts, limits, decode.row_seeds(prompts), strict=True)
         ]
-        self._names = worker.submit(wanted, [partial(self._receive, i) for i in range(len(prompts))])
+        receivers = [partial(self._receive, i) for i in range(len(prompts))]
+        self._names: list[int] = []
+        if asked.scored:  # one program serves most requests: lm-eval asks for one alternative
+            count = 1 if (asked.logprobs or 0) <= 1 else min(MAX_LOGPROBS, model.vocabulary)
+            self._names = worker.submit(wanted, receivers, alternatives=count)
+        elif asked.limits[0]:
+            self._names = worker.submit(wanted, receivers)
+        else:  # the prompts alone
+            for i in range(len(prompts)):
+                self._events.put_nowait((i, PromptScores(None, ended=True)))
 
     @property
     def usage(self) -> Usage:
@@ -76,7 +95,7 @@ class Texts:
         self.unfinished = 0
         self._worker.cancel(self._names)
 
-    def _receive(self, index: int, part: Part | None) -> None:
+    def _receive(self, index: int, part: Part | PromptScores | None) -> None:
         """Passes a part to the event loop; called by the worker's thread."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, part or FAILED))
@@ -97,6 +116,11 @@ class Texts:
                 self.first = time.monotonic() - self.began
             text = self._texts[index]
             if text.finish_reason:  # tokens after a stop string
+                continue
+            if isinstance(part, PromptScores):
+                self.unfinished -= part.ended
+                prompt = [] if part.logprobs is None else self._asked.prompts[index // self._asked.count]
+                yield Piece(index, "", prompt, part.logprobs, "length" if part.ended else "", of_prompt=True)
                 continue
             if not text.tokens and index % self._asked.count == 0:
                 self._cached += part.cached
@@ -135,6 +159,12 @@ class TextsResponse(Response):
         try:
             if not await _while_connected(receive, answer):
                 scope["jaxstack.note"] = "the client has gone"
+        except TimeoutError:
+            scope["jaxstack.note"] = "the client has not read its answer"
+            if ABORT not in scope:
+                raise
+            scope[ABORT]()
+            await _disconnected(receive)
         finally:
             self._texts.close()
             self._done()
@@ -146,10 +176,10 @@ class TextsResponse(Response):
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self._seconds):
-                found: list[list[Piece]] = [[] for _ in range(self._texts.unfinished)]
+                pieces: list[list[Piece]] = [[] for _ in range(self._texts.unfinished)]
                 async for piece in self._texts.pieces():
-                    found[piece.place].append(piece)
-            response = JSONResponse(self._reply.whole([_joined(pieces) for pieces in found], self._texts.usage))
+                    pieces[piece.place].append(piece)
+            response = JSONResponse(self._reply.whole(pieces, self._texts.usage))
         except TimeoutError:
             response = error_response(too_late(self._seconds))
         except ApiError as error:
@@ -178,40 +208,20 @@ class TextsResponse(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def too_late(seconds: float) -> ApiError:
-    """Returns the error of a request that takes too long."""
-    return ApiError(f"the request has taken more than {seconds:g} s. Ask for less.", status=504, code="timeout")
-
-
-def error_response(error: ApiError) -> JSONResponse:
-    """Returns the response that is an error."""
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    if error.status == 504:
-        headers["x-should-retry"] = "false"  # OpenAI's clients would send the same again
-    return JSONResponse(error.body, error.status, headers)
-
-
 def _dumped(value: JsonValue) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    """Returns all pieces of a text as one."""
-    scores = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-    joined = Logprobs(*map(np.concatenate, zip(*scores, strict=True))) if scores else None
-    tokens = [token for piece in pieces for token in piece.tokens]
-    text = "".join(piece.text for piece in pieces)
-    return Piece(pieces[0].place, text, tokens, joined, pieces[-1].finish_reason)
+async def _disconnected(receive: Receive) -> None:
+    """Waits until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
     """Does some work unless the client goes before it is complete, and returns whether it was."""
 
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    tasks = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():

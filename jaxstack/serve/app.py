@@ -16,8 +16,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxstack.common.errors import one_line
-from jaxstack.serve.answer import FAILED, SHUTTING_DOWN, Texts, TextsResponse, error_response, too_late
-from jaxstack.serve.requests import ApiError, Model, read_request, unknown_model
+from jaxstack.serve.access import Access, Guard
+from jaxstack.serve.answer import FAILED, SHUTTING_DOWN, Texts, TextsResponse
+from jaxstack.serve.errors import ApiError, error_response, too_slow
+from jaxstack.serve.requests import Model, read_request, unknown_model
 from jaxstack.serve.worker import Worker
 
 
@@ -28,19 +30,29 @@ class Limits:
     Attributes:
       texts: number of texts that are written or wait.
       body_bytes: size of the body of a request.
-      seconds: time of a request, once to arrive and once to be answered.
+      seconds: time in which a request is answered.
+      receive_s: time in which a request arrives, with its headers and its body.
+      connections: number of connections; others wait until one is closed.
     """
 
     texts: int
     body_bytes: int
     seconds: float
+    receive_s: float = 30.0
+    connections: int = 256
 
 
 class Server:
     """Answers requests; `app` is the ASGI application. All methods run in the event loop."""
 
     def __init__(
-        self, worker: Worker, model: Model, limits: Limits, end: tuple[int, ...], log: Callable[[str], None] = print
+        self,
+        worker: Worker,
+        model: Model,
+        limits: Limits,
+        end: tuple[int, ...],
+        log: Callable[[str], None] = print,
+        access: Access | None = None,
     ) -> None:
         """Makes the application.
 
@@ -50,6 +62,7 @@ class Server:
           limits: what is refused.
           end: tokens that end a text.
           log: prints a line for each request.
+          access: who may send requests. `None` means those that call this server by a name of the loopback address.
         """
         self.worker, self.model, self.limits, self.end, self.log = worker, model, limits, end, log
         self.open: set[Texts] = set()
@@ -64,7 +77,7 @@ class Server:
         ]
         self.app = Starlette(
             routes=routes,
-            middleware=[Middleware(_LogRequests, log=log)],
+            middleware=[Middleware(_LogRequests, log=log), Middleware(Guard, access=access or Access())],
             exception_handlers={ApiError: _send_error, HTTPException: _send_http_error, Exception: _send_failure},
         )
 
@@ -87,10 +100,10 @@ class Server:
     async def _answer(self, request: Request, chat: bool) -> Response:
         self._check_open()
         try:
-            async with asyncio.timeout(self.limits.seconds):
+            async with asyncio.timeout(self.limits.receive_s):
                 body = await self._body(request)
         except TimeoutError:
-            raise too_late(self.limits.seconds) from None
+            raise too_slow(self.limits.receive_s) from None
         asked = await run_in_threadpool(read_request, body, self.model, chat=chat)
         self._check_open(len(asked.prompts) * asked.count)
         seed = int(self._seeds.integers(2**32))

@@ -5,19 +5,61 @@ import contextlib
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import uvicorn
 
 from jaxstack.runtime import preemption
 from jaxstack.serve.app import Server
+from jaxstack.serve.connections import Connection, Listener
 
 
-class _Http(uvicorn.Server):
-    """The HTTP server, which leaves signals to `run`: uvicorn would raise them again at its end."""
+class Http(uvicorn.Server):
+    """The HTTP server. It leaves signals to `run`, since uvicorn would raise them again at its end."""
+
+    def __init__(self, server: Server, grace: float) -> None:
+        """Prepares the server.
+
+        Args:
+          server: answers the requests.
+          grace: seconds that running texts have after the end was asked for.
+        """
+        config = uvicorn.Config(
+            server.app,
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_graceful_shutdown=int(grace) + 10,  # `Server.close` ends the texts before
+        )
+        super().__init__(config)
+        self._server = server
+        self._accepting: list[asyncio.Task[None]] = []
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        """Leaves signals alone."""
         return contextlib.nullcontext()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept connections."""
+        await self.lifespan.startup()
+        self.servers = []
+        for one in sockets or []:
+            listener = Listener(one, self._server.limits.connections, partial(print, file=sys.stderr, flush=True))
+            self._accepting.append(asyncio.create_task(listener.accept(self._connect)))
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts no more connections, and waits for running texts."""
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    def _connect(self, closed: Callable[[], None]) -> Connection:
+        return Connection(self.config, self.server_state, seconds=self._server.limits.receive_s, closed=closed)
 
 
 def run(server: Server, listener: socket.socket, grace: float) -> None:
@@ -31,15 +73,7 @@ def run(server: Server, listener: socket.socket, grace: float) -> None:
     Raises:
       BaseException: what made the worker fail.
     """
-    config = uvicorn.Config(
-        server.app,
-        lifespan="off",
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(grace) + 10,  # `Server.close` ends the texts before
-    )
-    http = _Http(config)
+    http = Http(server, grace)
     signals = [one for one in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(one) is not signal.SIG_IGN]
     received: list[int] = []
 

@@ -19,6 +19,7 @@ class Piece(NamedTuple):
       tokens: ids of the new tokens.
       logprobs: of the new tokens, if they are wanted.
       finish_reason: why the text ends with this piece: `stop`, `length`, or empty if it does not end.
+      of_prompt: whether the tokens are those of the prompt. Its first token has no log-probability.
     """
 
     place: int
@@ -26,6 +27,7 @@ class Piece(NamedTuple):
     tokens: list[int]
     logprobs: Logprobs | None
     finish_reason: str
+    of_prompt: bool = False
 
 
 class Usage(NamedTuple):
@@ -71,21 +73,22 @@ class Reply:
         """Returns what precedes a text: its prompt, if that is wanted."""
         return self._asked.echoes[index // self._asked.count]
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> JsonValue:
-        """Returns all texts, each as one piece."""
+    def whole(self, texts: Sequence[Sequence[Piece]], usage: Usage) -> JsonValue:
+        """Returns all texts, given the pieces of each."""
         choices = []
-        for piece in pieces:
-            choice = self._choice(piece)
+        for pieces in texts:
+            choice = self._choice(pieces)
+            content = "".join(piece.text for piece in pieces)
             if self._asked.chat:
-                choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+                choice["message"] = {"role": "assistant", "content": content, "refusal": None}
             else:
-                choice["text"] = self.echo(piece.place) + piece.text
+                choice["text"] = self.echo(pieces[0].place) + content
             choices.append(choice)
         return self._head | {"choices": choices, "usage": usage.to_json()}
 
     def chunk(self, piece: Piece) -> JsonValue:
         """Returns what is new in a text of a stream."""
-        choice, first = self._choice(piece), piece.place not in self._begun
+        choice, first = self._choice([piece]), piece.place not in self._begun
         self._begun.add(piece.place)
         if self._asked.chat:
             role = {"role": "assistant"} if first else {}
@@ -98,34 +101,52 @@ class Reply:
         """Returns the last chunk of a stream, which has the numbers of tokens."""
         return self._head | {"choices": [], "usage": usage.to_json()}
 
-    def _choice(self, piece: Piece) -> dict[str, JsonValue]:
-        scores = None
+    def _choice(self, pieces: Sequence[Piece]) -> dict[str, JsonValue]:
+        scores: JsonValue = None
         if self._asked.logprobs is not None:
-            scores = self._chat_scores(piece) if self._asked.chat else self._scores(piece)
-        return {"index": piece.place, "logprobs": scores, "finish_reason": piece.finish_reason or None}
+            parts = [self._chat_scores(piece) if self._asked.chat else self._scores(piece) for piece in pieces]
+            scores = {name: [one for part in parts for one in part[name]] for name in parts[0]}
+            scores |= {"refusal": None} if self._asked.chat else {}
+        return {"index": pieces[0].place, "logprobs": scores, "finish_reason": pieces[-1].finish_reason or None}
 
-    def _scores(self, piece: Piece) -> JsonValue:
+    def _scores(self, piece: Piece) -> dict[str, list[JsonValue]]:
         names = [self._name(token) for token in piece.tokens]
+        offset = 0 if piece.of_prompt else self._offsets[piece.place]
         offsets = []
         for name in names:
-            offsets.append(self._offsets[piece.place])
-            self._offsets[piece.place] += len(name)
+            offsets.append(offset)
+            offset += len(name)
+        if not piece.of_prompt:
+            self._offsets[piece.place] = offset
         rows = self._rows(piece)
+        nothing = [None] * (len(names) - len(rows))  # for the first token of a prompt, which has nothing before it
+        scored = zip(names[len(nothing) :], rows, strict=True)
         return {
             "tokens": names,
-            "token_logprobs": [chosen for chosen, _ in rows],
-            "top_logprobs": [{self._name(token): value for token, value in top} for _, top in rows],
+            "token_logprobs": [*nothing, *(chosen for chosen, _ in rows)],
+            "top_logprobs": [*nothing, *(self._likeliest(name, *row) for name, row in scored)],
             "text_offset": offsets,
         }
 
-    def _chat_scores(self, piece: Piece) -> JsonValue:
+    def _likeliest(self, name: str, chosen: float, top: list[tuple[int, float]]) -> dict[str, float]:
+        """Returns the log-probabilities of the likeliest tokens and of the chosen one, as OpenAI's server does.
+
+        Of tokens with the same text, the likeliest counts.
+        """
+        values: dict[str, float] = {}
+        for token, value in top:
+            values.setdefault(self._name(token), value)
+        values.setdefault(name, chosen)
+        return values
+
+    def _chat_scores(self, piece: Piece) -> dict[str, list[JsonValue]]:
         def one(token: int, value: float) -> dict[str, JsonValue]:
             data = self._tokenizer.to_bytes([token])[0].tolist()
             return {"token": self._name(token), "logprob": value, "bytes": data or None}
 
         rows = zip(piece.tokens, self._rows(piece), strict=True)
         content = [one(token, chosen) | {"top_logprobs": [one(*t) for t in top]} for token, (chosen, top) in rows]
-        return {"content": content, "refusal": None}
+        return {"content": content}
 
     def _name(self, token: int) -> str:
         """Returns the text of a token. One that is a part of a character shows its bytes, as OpenAI's does."""

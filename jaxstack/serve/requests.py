@@ -1,6 +1,6 @@
 """Reads the bodies of requests: every parameter has an effect or is refused by name, never ignored.
 
-`user` and the values that OpenAI's servers have by default are accepted, since they ask for nothing.
+Values that ask for nothing are accepted: null, and those of `ASKS_NOTHING`.
 """
 
 import json
@@ -12,42 +12,11 @@ from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.data import Tokenizer
 from jaxstack.data.chat import ChatTemplate
 from jaxstack.data.conversations import ROLES, Message
+from jaxstack.data.tokenizers import HFTokenizer
+from jaxstack.serve.errors import ApiError
 
 JsonValue: TypeAlias = Any
 """A value of JSON."""
-
-
-class ApiError(Exception):
-    """An answer that is an error, in OpenAI's format.
-
-    Attributes:
-      status: code of HTTP.
-      body: what is sent.
-      retry_after: seconds after which another attempt may succeed; `None` means that it would fail again.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        *,
-        status: int = 400,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        """Describes an error.
-
-        Args:
-          message: what is wrong, and what to do.
-          param: the parameter of the request that is wrong.
-          status: code of HTTP.
-          code: OpenAI's name of the error, for programs.
-          retry_after: see the class.
-        """
-        super().__init__(message)
-        self.status, self.retry_after = status, retry_after
-        kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 @dataclass(frozen=True)
@@ -93,6 +62,8 @@ class TextRequest:
       logprobs: number of tokens whose log-probabilities are shown beside the chosen one's. `None` means none at all.
       stream: whether tokens are sent as they come.
       usage: whether a stream ends with the number of tokens.
+      scored: whether the tokens of the prompts have log-probabilities too, as `echo` with `logprobs` asks.
+      skip_special_tokens: whether texts leave out the special tokens of the tokenizer.
     """
 
     chat: bool
@@ -106,6 +77,8 @@ class TextRequest:
     logprobs: int | None
     stream: bool
     usage: bool
+    scored: bool = False
+    skip_special_tokens: bool = False
 
 
 def read_request(body: bytes, model: Model, *, chat: bool) -> TextRequest:
@@ -123,18 +96,16 @@ def read_request(body: bytes, model: Model, *, chat: bool) -> TextRequest:
     name = fields.take("model", model.name)
     if name != model.name:
         raise unknown_model(name, model)
-    prompts, echoes = _chat_prompt(fields, model) if chat else _prompts(fields, model)
+    prompts, texts = _chat_prompt(fields, model) if chat else _prompts(fields, model)
+    echo = fields.flag("echo", False) if not chat else False
     count = fields.integer("n", 1, 1, model.max_texts)
-    if not chat:
-        fields.allow("best_of", count)
-        fields.allow("suffix", "")
     if len(prompts) * count > model.max_texts:
         raise ApiError(
             f"{len(prompts)} prompts with n={count} are more than the {model.max_texts} texts that this server writes "
             f"and lets wait. Send fewer at a time.",
             "n",
         )
-    limit = fields.integer("max_tokens", None, 1, model.max_tokens)
+    limit = fields.integer("max_tokens", None, 0 if echo else 1, model.max_tokens)
     limit = fields.integer("max_completion_tokens", limit, 1, model.max_tokens) if chat else limit
     stream = fields.flag("stream", False)
     usage = fields.usage(stream)
@@ -146,23 +117,95 @@ def read_request(body: bytes, model: Model, *, chat: bool) -> TextRequest:
         top_k=fields.integer("top_k", own.top_k, 0, 2**31 - 1),
         min_p=fields.number("min_p", own.min_p, 0, 1),
     )
+    logprobs = _logprobs(fields, chat)
     asked = TextRequest(
         chat=chat,
         prompts=prompts,
-        echoes=echoes if not chat and fields.flag("echo", False) else ["" for _ in prompts],
+        echoes=texts if echo else ["" for _ in prompts],
         sample=sample,
         limits=[_limit(prompt, limit, model) for prompt in prompts],
         count=count,
         seed=fields.integer("seed", model.seed, 0, 2**32 - 1),
         stop=_stop(fields),
-        logprobs=_logprobs(fields, chat),
+        logprobs=logprobs,
         stream=stream,
         usage=usage,
+        scored=echo and logprobs is not None,
+        skip_special_tokens=fields.flag("skip_special_tokens", False),
     )
-    if any(asked.echoes) and asked.logprobs is not None:
-        raise ApiError("echo with logprobs is not supported: prompts have no log-probabilities here.", "logprobs")
-    fields.finish(chat)
+    fields.finish(_harmless(model, count, chat))
     return asked
+
+
+ASKS_NOTHING: dict[str, tuple[JsonValue, ...]] = {
+    # OpenAI's, in both kinds of requests: see its API reference.
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+    # Of chats. Without tools it does not matter how they are called.
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    # vLLM's: the values with which its classes CompletionRequest and ChatCompletionRequest begin.
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "ec_transfer_params": ({},),
+    "ignore_eos": (False,),
+    "include_reasoning": (True, False),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "return_mm_kwargs": (True,),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "stream_interval": (1,),
+    "thinking_token_budget": (-1,),
+    "truncation_side": ("left", "right"),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+"""Parameters that this server does not support, with the values of each that would change nothing."""
+
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "session_id")
+"""Parameters that name the client or its session, for the statistics of other servers. Any value asks for nothing."""
+
+
+def _harmless(model: Model, count: int, chat: bool) -> dict[str, tuple[JsonValue, ...]]:
+    """Returns `ASKS_NOTHING`, and the values that change nothing because they are what this server does anyway."""
+    tokenizer = model.tokenizer
+    framed = isinstance(tokenizer, HFTokenizer) and tokenizer.frame() != ([], [])
+    return ASKS_NOTHING | {
+        "best_of": (count,),
+        "suffix": ("",),
+        "repetition_penalty": (model.sample.repetition_penalty,),
+        "add_special_tokens": (False,) if framed else (True, False),  # prompts get none
+        **({"echo": (False,)} if chat else {}),
+    }
 
 
 def unknown_model(name: JsonValue, model: Model) -> ApiError:
@@ -180,15 +223,24 @@ class _Fields:
 
     def __init__(self, body: bytes) -> None:
         try:
-            found = json.loads(body, parse_constant=float)
+            found = json.loads(body, parse_constant=float, object_pairs_hook=_object)
+            wrong = [] if _is_unicode(found) else [name for name in found if not _is_unicode({name: found[name]})]
         except (ValueError, RecursionError) as error:
             raise ApiError(f"the body is not JSON: {error}.") from None
         if not isinstance(found, dict):
             raise ApiError("the body is not a JSON object.")
+        if wrong:
+            param = wrong[0] if _is_unicode(wrong[0]) else None
+            raise ApiError(f"{_shown(wrong[0])} has half of a surrogate pair, which is not a character.", param)
         self._left: dict[str, JsonValue] = {key: value for key, value in found.items() if value is not None}
 
     def take(self, name: str, default: JsonValue = None) -> JsonValue:
         return self._left.pop(name, default)
+
+    def discard(self, name: str, value: JsonValue) -> None:
+        """Drops a parameter if it has a value that asks for nothing."""
+        if name in self._left and _is_one_of(self._left[name], (value,)):
+            del self._left[name]
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
         found = self.take(name, default)
@@ -213,29 +265,56 @@ class _Fields:
     def usage(self, stream: bool) -> bool:
         """Returns whether a stream ends with the number of tokens."""
         options = self.take("stream_options", {})
-        if options not in ({}, {"include_usage": True}, {"include_usage": False}) or (options and not stream):
+        harmless = {"include_usage": (True, False), "include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+        valid = isinstance(options, dict) and all(
+            value is None or _is_one_of(value, harmless.get(name, ())) for name, value in options.items()
+        )
+        wanted = valid and bool(options.get("include_usage"))
+        if not valid or (wanted and not stream):
             raise ApiError('stream_options may be {"include_usage": true}, in a stream.', "stream_options")
-        return options == {"include_usage": True}
+        return wanted
 
-    def allow(self, name: str, *harmless: JsonValue) -> None:
-        """Takes a parameter that is not supported, if its value is one that changes nothing."""
-        found = self.take(name, harmless[0])
-        if found not in harmless:
-            shown = " or ".join(map(_shown, harmless))
-            raise ApiError(f"{name}={_shown(found)} is not supported. Leave it out, or use {shown}.", name)
+    def finish(self, harmless: dict[str, tuple[JsonValue, ...]]) -> None:
+        """Refuses what is left, unless it asks for nothing.
 
-    def finish(self, chat: bool) -> None:
-        """Refuses what is left."""
-        self.take("user")
-        for name in ("frequency_penalty", "presence_penalty"):
-            self.allow(name, 0)
-        self.allow("logit_bias", {})
-        if chat:
-            self.allow("tools", [])
-            self.allow("tool_choice", "none", "auto")
-            self.allow("response_format", {"type": "text"})
-        for name in self._left:
-            raise ApiError(f"{name[:100]} is not supported by this server. Leave it out.", name[:100])
+        Args:
+          harmless: parameters that are not supported, with the values that change nothing.
+        """
+        for name in LABELS:
+            self.take(name)
+        bias = self.take("logit_bias", {})
+        if not isinstance(bias, dict) or not all(_is_one_of(value, (0,)) for value in bias.values()):
+            raise ApiError(f"logit_bias={_shown(bias)} is not supported. Leave it out.", "logit_bias")
+        for name, value in self._left.items():
+            if name not in harmless:
+                raise ApiError(f"{name[:100]} is not supported by this server. Leave it out.", name[:100])
+            if not _is_one_of(value, harmless[name]):
+                shown = " or ".join(map(_shown, harmless[name]))
+                raise ApiError(f"{name}={_shown(value)} is not supported. Leave it out, or use {shown}.", name)
+
+
+def _object(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
+    """Returns an object of JSON. One with two values for a name is refused, since one of them would be ignored."""
+    found: dict[str, JsonValue] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{_shown(name)} occurs twice in an object")
+        found[name] = value
+    return found
+
+
+def _is_unicode(value: JsonValue) -> bool:
+    """Returns whether all text within a value consists of characters. JSON can spell half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_one_of(value: JsonValue, values: Sequence[JsonValue]) -> bool:
+    """Returns whether a value is among some others. Unlike in Python, true is not 1 here."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
 def _shown(value: JsonValue) -> str:
@@ -283,13 +362,13 @@ def _chat_prompt(fields: _Fields, model: Model) -> tuple[list[list[int]], list[s
 def _message(given: JsonValue, where: str) -> Message:
     if not isinstance(given, dict):
         raise ApiError(f"{where} is not an object with role and content.", where)
-    if extra := sorted(key for key in given if key not in ("role", "content") and given[key] is not None):
+    if extra := sorted(key for key in given if key not in ("role", "content") and not _is_empty(given[key])):
         raise ApiError(f"{where}.{extra[0]} is not supported. A message has role and content.", f"{where}.{extra[0]}")
     role, content = given.get("role"), given.get("content")
     if role not in ROLES:
         raise ApiError(f"{where}.role={_shown(role)} is not one of {', '.join(ROLES)}.", f"{where}.role")
     if isinstance(content, list):  # parts
-        if not all(isinstance(one, dict) and one.keys() == {"type", "text"} for one in content):
+        if not all(map(_is_text_part, content)):
             raise ApiError(f"{where}.content has a part that is not text.", f"{where}.content")
         texts = [one["text"] for one in content]
         content = "".join(texts) if all(isinstance(one, str) for one in texts) else None
@@ -298,12 +377,22 @@ def _message(given: JsonValue, where: str) -> Message:
     return {"role": role, "content": content}
 
 
+def _is_text_part(part: JsonValue) -> bool:
+    """Returns whether a part of a message is text, and nothing else."""
+    if not isinstance(part, dict) or part.get("type") != "text" or "text" not in part:
+        return False
+    return all(name in ("type", "text") or _is_empty(value) for name, value in part.items())
+
+
+def _is_empty(value: JsonValue) -> bool:
+    """Returns whether a value of a message says nothing: null, false, or an empty text, list or object."""
+    return value is None or value is False or value in ("", [], {})
+
+
 def _encode(text: str, model: Model, param: str) -> list[int]:
     """Returns the ids of a text, of which there must be at least one."""
     try:
         ids: list[int] = model.tokenizer.encode(text).tolist()
-    except UnicodeEncodeError:
-        raise ApiError(f"{param} has half of a surrogate pair, which is not a character.", param) from None
     except ConfigError as error:  # a character that the tokenizer does not have
         raise ApiError(str(error), param) from None
     if not ids:
@@ -314,14 +403,15 @@ def _encode(text: str, model: Model, param: str) -> list[int]:
 def _limit(prompt: Sequence[int], asked: int | None, model: Model) -> int:
     """Returns how many tokens may be added to a prompt."""
     room = model.context - len(prompt)
-    if room < (asked or 1):
+    least = 1 if asked is None else asked
+    if room < least:
         raise ApiError(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {asked or 1}, but the context of this server has "
+            f"the prompt has {len(prompt)} tokens and max_tokens is {least}, but the context of this server has "
             f"{model.context}. Shorten the prompt or max_tokens.",
             "prompt" if room < 1 else "max_tokens",
             code="context_length_exceeded",
         )
-    return asked or min(model.sample.tokens or model.max_tokens, model.max_tokens, room)
+    return min(model.sample.tokens or model.max_tokens, model.max_tokens, room) if asked is None else asked
 
 
 def _stop(fields: _Fields) -> tuple[str, ...]:
@@ -338,10 +428,11 @@ MAX_LOGPROBS = 20
 
 def _logprobs(fields: _Fields, chat: bool) -> int | None:
     if not chat:
+        fields.discard("logprobs", False)
         found: int | None = fields.integer("logprobs", None, 0, MAX_LOGPROBS)
         return found
     wanted = fields.flag("logprobs", False)
-    top: int | None = fields.integer("top_logprobs", None, 0, MAX_LOGPROBS)
-    if top is not None and not wanted:
+    top: int = fields.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
+    if top and not wanted:
         raise ApiError("top_logprobs needs logprobs=true.", "top_logprobs")
-    return (top or 0) if wanted else None
+    return top if wanted else None

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 
 from jaxstack.data import Tokenizer
 from jaxstack.data.text_stream import TextStream
+from jaxstack.data.tokenizers import HFTokenizer
 
 _SEEN = 16
 """Number of tokens of the prompt with which the first new ones are decoded: a space or a character may depend on it."""
@@ -21,7 +22,13 @@ class AnswerText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], *, end: Collection[int] = (), stop: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        *,
+        end: Collection[int] = (),
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = False,
     ) -> None:
         """Begins an answer.
 
@@ -30,9 +37,12 @@ class AnswerText:
           prompt: the ids before it, or none if it is decoded alone, as in a chat.
           end: tokens that end it.
           stop: strings that end it.
+          skip_special_tokens: whether to leave out special tokens of the tokenizer.
         """
         self.tokens, self.finish_reason = 0, ""
         self._stop, self._end = tuple(stop), {*end}
+        skipped = tokenizer.special_ids if skip_special_tokens and isinstance(tokenizer, HFTokenizer) else frozenset()
+        self._skipped_ids = skipped - self._end
         self._stream = TextStream(tokenizer, "", end=end)
         seen = [*prompt[-_SEEN:]]
         while any(token in self._end or token == tokenizer.eos_id for token in seen):
@@ -59,7 +69,7 @@ class AnswerText:
         return piece
 
     def _add(self, tokens: list[int], last: bool) -> None:
-        self._stream.add(tokens)
+        self._stream.add([token for token in tokens if token not in self._skipped_ids])
         self.tokens += len(tokens)
         ended = any(token in self._end for token in tokens)
         piece = self._stream.take(all=last or ended)

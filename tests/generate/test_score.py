@@ -19,7 +19,7 @@ from jaxstack.models.context import Context
 
 
 def by_definition(cfg: Any, values: Any, texts: list[list[int]], gate: int | None) -> list[tuple[Any, Any]]:
-    """Log-probabilities in float64 of all tokens but the first of each text, and whether each is the likeliest one."""
+    """Log-probabilities in float64 of every id [n - 1, V] for all tokens but the first of each text; these tokens."""
     rows = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text
@@ -32,8 +32,7 @@ def by_definition(cfg: Any, values: Any, texts: list[list[int]], gate: int | Non
     found = []
     for text, logits in zip(texts, np.asarray(jax.jit(work)(values, batch), np.float64), strict=True):
         own, chosen = logits[: len(text) - 1, : cfg.vocab], np.asarray(text)[1:]
-        log_probs = np.take_along_axis(own, chosen[:, None], 1)[:, 0] - scipy.special.logsumexp(own, axis=1)
-        found.append((log_probs, own.argmax(1) == chosen))
+        found.append((own - scipy.special.logsumexp(own, axis=1, keepdims=True), chosen))
     return found
 
 
@@ -57,7 +56,7 @@ SLOW = [
     ],
 )
 def test_scores_are_those_of_the_definition(name, mesh, rng):
-    """On a mesh, against one device; one of the tokens is the likeliest one."""
+    """On a mesh, against one device; one of the tokens is the likeliest one. The same with alternatives to tokens."""
     cfg, values, options = on_mesh(name, mesh)
     gate = options["gate"]
     one, exact, _ = on_mesh(name, {}) if mesh else (cfg, values, None)
@@ -66,10 +65,21 @@ def test_scores_are_those_of_the_definition(name, mesh, rng):
     scorer = Scorer.create(cfg, values, options["ctx"], gate)
     found = dict(scorer.scores(texts, rows=3))
     assert found.keys() == set(range(len(texts)))
-    for i, (expected, greedy) in enumerate(by_definition(one, exact, texts, gate)):
+    with_alternatives = dict(scorer.logprobs(texts, 3, vocabulary=cfg.vocab - 2, rows=3))
+    assert with_alternatives.keys() == found.keys()
+    for i, (expected, chosen) in enumerate(by_definition(one, exact, texts, gate)):
         # Log-probabilities of about -5 are sums of some hundred products, each rounded to 2**-24.
-        np.testing.assert_allclose(found[i].log_probs, expected, atol=5e-5)
-        np.testing.assert_array_equal(found[i].greedy, greedy)
+        at_chosen = np.take_along_axis(expected, chosen[:, None], 1)[:, 0]
+        np.testing.assert_allclose(found[i].log_probs, at_chosen, atol=5e-5)
+        np.testing.assert_array_equal(found[i].greedy, expected.argmax(1) == chosen)
+        best = np.sort(expected[:, :-2], axis=1)[:, :-4:-1]
+        more = with_alternatives[i]
+        np.testing.assert_allclose(more.chosen, found[i].log_probs, rtol=1e-6)  # two programs: a few units of 2**-24
+        np.testing.assert_allclose(more.values, best, atol=5e-5)
+        np.testing.assert_allclose(np.take_along_axis(expected, more.ids, 1), best, atol=5e-5)
+        assert more.ids.max() < cfg.vocab - 2
+        here = more.ids == chosen[:, None]
+        np.testing.assert_array_equal(more.values[here], more.chosen[here.any(1)])
     assert sum(found[i].greedy[-1] for i in range(5, len(texts))) == 1
     assert scorer.programs == 1
 

@@ -21,6 +21,7 @@ from jaxstack.config import SampleConfig
 from jaxstack.data.chat import PlainTemplate
 from jaxstack.generate import decode
 from jaxstack.generate.continuous import ContinuousBatch
+from jaxstack.generate.score import Scorer
 from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
@@ -38,17 +39,17 @@ class Running:
     """A server in threads of this process."""
 
     def __init__(self, engine: Engine) -> None:
-        import uvicorn
+        from jaxstack.serve.http import Http
 
         self.lines: list[str] = []
         batch = ContinuousBatch(engine, rows=ROWS, slots=CONTEXT, stop=(END,), alternatives=5)
+        worker = Worker(batch, Scorer.create(engine.cfg, engine.params, engine.ctx), rows=ROWS)
         model = replace(MODEL, context=CONTEXT, max_tokens=CONTEXT, template=PlainTemplate())
-        self.server = Server(Worker(batch), model, LIMITS, (END,), self.lines.append)
-        self._http = uvicorn.Server(
-            uvicorn.Config(self.server.app, lifespan="off", log_level="error", access_log=False)
-        )
+        self.server = Server(worker, model, LIMITS, (END,), self.lines.append)
+        self._http = Http(self.server, grace=1)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
+        listener.listen()
         self.port = listener.getsockname()[1]
         self._thread = threading.Thread(target=lambda: asyncio.run(self._http.serve([listener])), daemon=True)
         self._thread.start()
@@ -213,6 +214,60 @@ def test_log_probabilities(running):
     assert all(len(one["top_logprobs"]) == 3 for one in content)
 
 
+def test_echo_with_logprobs_scores_prompts(running, engine):
+    """Texts and ids, of one length and of several, with and without new tokens, whole and streamed."""
+    scorer = Scorer.create(engine.cfg, engine.params, engine.ctx)
+    given = ["Hi!", [72, 105, 33], [65], "a longer prompt", *prompts(2)]
+    ids = [[*one.encode()] if isinstance(one, str) else one for one in given]
+    scores = dict(scorer.scores([one for one in ids if len(one) > 1], rows=1))
+    expected = iter([scores[i] for i in range(len(scores))])
+    status, reply = running.ask(prompt=given, echo=True, logprobs=2, max_tokens=0)
+    assert status == 200
+    assert reply["usage"] | {"prompt_tokens_details": None} == {
+        "prompt_tokens": sum(map(len, ids)),
+        "completion_tokens": 0,
+        "total_tokens": sum(map(len, ids)),
+        "prompt_tokens_details": None,
+    }
+    for one, choice in zip(ids, reply["choices"], strict=True):
+        found = choice["logprobs"]
+        assert choice["text"] == "".join(found["tokens"]) == shown(one)
+        assert found["text_offset"] == [*range(len(one))]
+        assert choice["finish_reason"] == "length"
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        if len(one) > 1:
+            log_probs, greedy = next(expected)
+            # Another number of rows in a call: sums of some hundred products, each rounded to 2**-24.
+            np.testing.assert_allclose(found["token_logprobs"][1:], log_probs, atol=5e-6)
+            best = [max(top.values()) for top in found["top_logprobs"][1:]]
+            assert [a == b for a, b in zip(found["token_logprobs"][1:], best, strict=True)] == greedy.tolist()
+            assert all(name in top for name, top in zip(found["tokens"][1:], found["top_logprobs"][1:], strict=True))
+    body = {"prompt": given[3:], "echo": True, "logprobs": 1, "max_tokens": 3, "temperature": 0, "n": 2}
+    status, whole = running.ask(**body)
+    assert status == 200
+    _, plain = running.ask(**body | {"echo": False})
+    for one, choice, alone in zip([p for p in ids[3:] for _ in "ab"], whole["choices"], plain["choices"], strict=True):
+        assert choice["text"] == shown(one) + alone["text"]
+        assert choice["logprobs"]["tokens"] == [*map(chr, one), *alone["logprobs"]["tokens"]]
+        found = choice["logprobs"]["token_logprobs"][len(one) :]
+        assert found == pytest.approx(alone["logprobs"]["token_logprobs"], abs=5e-6)
+        offsets = choice["logprobs"]["text_offset"]
+        assert offsets[: len(one) + 1] == [*range(len(one) + 1)]
+    *chunks, done = events(running.send("/v1/completions", body | {"stream": True}))
+    assert done == "DONE"
+    for choice in whole["choices"]:
+        parts = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        joined = {name: [value for part in parts for value in part["logprobs"][name]] for name in choice["logprobs"]}
+        for name in ("tokens", "text_offset"):
+            assert joined[name] == choice["logprobs"][name]
+        assert joined["token_logprobs"] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=5e-6)
+        assert [*map(len, joined["top_logprobs"][1:])] == [*map(len, choice["logprobs"]["top_logprobs"][1:])]
+    _, reply = running.ask(prompt="Hi!", echo=True, max_tokens=0, n=2)  # the model has nothing to do
+    assert [(choice["text"], choice["logprobs"]) for choice in reply["choices"]] == [("Hi!", None)] * 2
+    wait_until(lambda: not running.server.open and not running.server.worker._texts)
+
+
 def test_a_client_that_goes_frees_its_row(running, monkeypatch):
     """It closes the connection in the middle of a stream, and before an answer that is not streamed."""
     batch = running.server.worker._batch
@@ -222,7 +277,7 @@ def test_a_client_that_goes_frees_its_row(running, monkeypatch):
     for stream in (True, False):
         body = json.dumps({"prompt": "ab", "max_tokens": 62, "temperature": 1, "stream": stream, "n": 8}).encode()
         with socket.create_connection(("127.0.0.1", running.port)) as client:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             if stream:
                 client.recv(300)
