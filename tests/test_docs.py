@@ -87,7 +87,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^(sbatch|kubectl|gcloud)": "a cluster; tests/runtime/test_processes.py reads docs/examples and starts processes",
     r"^supervise -- jaxstack launch": "several processes; tests/faults/test_faults.py",
     r"--preflight": "several processes; tests/runtime/test_processes.py",
-    r"^serve |^curl ": "a server, which does not end; tests/serve/test_serve_command.py",
+    r"^serve |^curl |^lm_eval ": "a server, which does not end; tests/serve/test_serve_command.py",
     r"^compress|^generate runs/small|init_from=runs/pruned": "half a minute; tests/compress/test_command.py",
     r"^eval .*--tasks": "an extra; tests/evaluate/test_evaluate.py",
     r"^debug ": "a run with a bad step; tests/debug/test_search.py",

@@ -92,7 +92,7 @@ def written_by(checkpoint: Path, process: int) -> list[str]:
 
 
 def hash_files(checkpoint: Path, names: Collection[str]) -> Digests:
-    """Returns the size and SHA-256 of some files, after forcing them to disk.
+    """Returns the size and SHA-256 of some files, after forcing them and their names to disk.
 
     Each process must do this for the files that it wrote, since no other machine can force its writes to disk.
     """
@@ -103,7 +103,10 @@ def hash_files(checkpoint: Path, names: Collection[str]) -> Digests:
         return _sha256(checkpoint / name)
 
     with ThreadPoolExecutor(_threads()) as pool:
-        return dict(zip(names, pool.map(sync_and_hash, names), strict=True))
+        digests = dict(zip(names, pool.map(sync_and_hash, names), strict=True))
+    for folder in {parent for name in names for parent in Path(name).parents}:
+        files.sync_directory(checkpoint / folder)  # otherwise, a power failure could take a synced file away
+    return digests
 
 
 def write(checkpoint: Path, digests: Mapping[str, tuple[int, str]]) -> None:
@@ -210,6 +213,7 @@ def remove(checkpoint: Path) -> None:
     """Deletes a checkpoint. If this is interrupted, what remains does not look like a checkpoint."""
     renamed = _free_name(checkpoint.with_name(f"{_REMOVED}{checkpoint.name}"))
     checkpoint.rename(renamed)
+    files.sync_directory(checkpoint.parent)  # else a power failure could undo the rename alone
     _delete(renamed)
 
 

@@ -158,6 +158,9 @@ class Checkpoints:
         self._step = step
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
+            for folder in (self._directory.parent, self._directory.parent.parent):
+                with contextlib.suppress(OSError):  # of a folder above the run, which may be another user's
+                    files.sync_directory(folder)  # a power failure could take the new directory away
             path = self._directory.absolute() / str(step)
             options = ocp.Context()
             options.asynchronous.timeout_secs = _TIMEOUT_S

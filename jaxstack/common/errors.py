@@ -94,6 +94,11 @@ def program() -> str:
     return f"jaxstack {sys.argv[1]}" if name in ("jaxstack", "__main__.py") and sys.argv[1:] else name
 
 
+def shortened(text: str, most: int = 200) -> str:
+    """Returns a text for a message, without its middle if it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most * 3 // 4]}...{text[-most // 4 :]}"
+
+
 def one_line(text: str) -> str:
     """Returns a message for users as one line: without control characters, and with very long words cut."""
     shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

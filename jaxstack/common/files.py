@@ -51,7 +51,7 @@ def read_json(path: Path, fix: str) -> inputs.Json:
       fix: what the user can do about a file that cannot be read, as a sentence.
 
     Raises:
-      ConfigError: the file cannot be read, or is not JSON.
+      ConfigError: the file cannot be read, is not JSON, or exceeds the limits of `inputs`.
     """
     try:
         return inputs.read_json(path)

@@ -20,6 +20,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_loader, set_parsing_settings
 
 from jaxstack.common import inputs
+from jaxstack.common.errors import shortened
 from jaxstack.config import Config, ConfigError, flat, key_help, resolve, suggestions, yaml_check
 from jaxstack.config.bounds import check_value, type_in_words
 from jaxstack.config.shipped import config_file, shipped
@@ -230,7 +231,7 @@ class Parser(ArgumentParser):
             )
         keys, value = re.findall(r'Parser key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text)
         if keys and value:
-            raise ConfigError(self._wrong_type(keys[-1], value[1]))
+            raise ConfigError(self._wrong_type(keys[-1], shortened(value[1])))
         if found := re.match(r'Parser key "([\w.]+)": (.*[.?])$', text):  # our own words about an entry of a list
             words = re.sub(r"`[^`]*` lists all arguments\.$", "Add it to the entry.", found[2])
             raise ConfigError(f"{found[1]}: {words}")

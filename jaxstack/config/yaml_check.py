@@ -1,7 +1,7 @@
 """Checks of YAML before the parser reads it: mistakes that YAML or the parser would accept, or explain badly."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -20,30 +20,79 @@ _FALSE = ("no", "false", "off", "n", "0")
 MOST_BYTES = 1 << 20
 """Largest file of a configuration. Those that come with jaxstack have less than 4 kB."""
 
-MOST_VALUES = 100_000
-"""Most values of a text, with every alias in the place of which a copy is read."""
+MOST_VALUES = 20_000
+"""Most values of a text, keys included, with every alias counted as what it repeats."""
+
+_INTEGER = re.compile(r"[-+]?(0[bx])?[\da-fA-F_:]+")
+_EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it is ten times as fast, and it does not recurse
 
 
 class LimitError(yaml.YAMLError):
     """YAML that is nested too deeply, or expands to too many values or digits."""
 
 
-def compose(text: str) -> yaml.nodes.Node | None:
-    """Returns the nodes of YAML after checking that its values fit into memory. None means that it is empty.
+def measure(text: str) -> None:
+    """Checks that the values of YAML fit into memory, without making any of them.
 
-    Anchors and aliases of 600 bytes can stand for more values than any machine has memory for.
+    Anchors and aliases of 600 bytes can stand for more values than any machine has memory for. A text that is not YAML
+    passes: the reader that comes next says where it is wrong.
 
     Raises:
-      yaml.YAMLError: it is not YAML.
       LimitError: it is nested too deeply, or expands to too many values or digits.
     """
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except RecursionError:
-        raise LimitError(_TOO_DEEP) from None
-    if root is not None:
-        _measure(root, {}, 1)
-    return root
+        _measure(yaml.parse(text, Loader=_EVENTS))
+    except LimitError:
+        raise
+    except yaml.YAMLError as error:
+        if any(words in str(error) for words in ("nesting depth", "increasing flow level")):  # the parser's own limit
+            raise LimitError(_TOO_DEEP) from None
+
+
+_TOO_DEEP = f"it is nested more than {inputs.MOST_DEPTH} levels deep"
+
+
+def _measure(events: Iterable[yaml.Event]) -> None:
+    """Checks the sizes of a document while it is read."""
+    anchors: dict[str, tuple[int, int] | None] = {}  # number of values and levels of each; None while it is read
+    parents: list[str | None] = []  # anchors of the lists and mappings around
+    sizes = [(0, 0)]  # values so far and levels below, of the document and of each parent
+    for event in events:
+        values = levels = 0
+        anchor: str | None = getattr(event, "anchor", None)
+        match event:
+            case yaml.AliasEvent():
+                known = anchors.get(str(anchor), (0, 0))  # an unknown anchor is an error of the next reader
+                if known is None:
+                    raise LimitError(f"the alias {anchor} contains itself")
+                values, levels = known
+            case yaml.CollectionStartEvent():
+                parents.append(anchor)
+                sizes.append((1, 0))
+                if anchor is not None:
+                    anchors[anchor] = None
+            case yaml.CollectionEndEvent():
+                values, deepest = sizes.pop()
+                levels = deepest + 1
+                anchor = parents.pop()
+            case yaml.ScalarEvent():
+                values = 1
+                _check_digits(event)
+        if anchor is not None and values:
+            anchors[anchor] = values, levels
+        total, below = sizes[-1]
+        sizes[-1] = total + values, max(below, levels)
+        if sum(count for count, _ in sizes[-2:]) > MOST_VALUES:
+            raise LimitError(f"it has, with its aliases, more than {MOST_VALUES:,} values")
+        if len(parents) + levels > inputs.MOST_DEPTH:
+            raise LimitError(_TOO_DEEP)
+
+
+def _check_digits(event: yaml.ScalarEvent) -> None:
+    """Refuses an integer that is too long for Python to convert."""
+    value = str(event.value)
+    if len(value) > inputs.MOST_DIGITS and (not event.style or event.tag) and _INTEGER.fullmatch(value):
+        raise LimitError(f"the integer {value[:12]}... has {len(value):,} digits, and {inputs.MOST_DIGITS} are allowed")
 
 
 def load(text: str) -> Any:
@@ -51,55 +100,18 @@ def load(text: str) -> Any:
 
     Raises:
       yaml.YAMLError: it is not YAML, or a value does not fit its tag.
-      LimitError: see `compose`.
+      LimitError: see `measure`.
     """
-    compose(text)
+    measure(text)
     try:
         return _library_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         raise
     except Exception as error:  # a tag such as !!int or !!timestamp raises whatever its text leads to
         raise yaml.YAMLError(f"a value does not fit its tag ({error})") from None
 
 
 _library_load = get_loader("yaml")
-
-_TOO_DEEP = f"it is nested more than {inputs.MOST_DEPTH} levels deep"
-
-
-def _measure(node: yaml.nodes.Node, known: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
-    """Returns the number of values below a node, itself included, and the levels of their nesting.
-
-    Args:
-      node: to measure. An alias is the same node as its anchor, so a node may even contain itself.
-      known: results of nodes by their identity.
-      depth: levels from the root to this node.
-    """
-    if id(node) in known:
-        return known[id(node)]
-    if depth > inputs.MOST_DEPTH:
-        raise LimitError(_TOO_DEEP)
-    values = 1
-    levels = 0
-    children: list[yaml.nodes.Node] = []
-    if isinstance(node, yaml.MappingNode):
-        children = [child for pair in node.value for child in pair]
-    elif isinstance(node, yaml.SequenceNode):
-        children = node.value
-    elif node.tag == f"{_TAG}int" and len(node.value) > inputs.MOST_DIGITS:
-        raise LimitError(
-            f"the integer {node.value[:12]}... has {len(node.value):,} digits, and {inputs.MOST_DIGITS} are allowed"
-        )
-    for child in children:
-        more, deeper = _measure(child, known, depth + 1)
-        values += more
-        levels = max(levels, deeper)
-    if values > MOST_VALUES:
-        raise LimitError(f"its aliases expand it to more than {MOST_VALUES:,} values")
-    if depth + levels > inputs.MOST_DEPTH:
-        raise LimitError(_TOO_DEEP)
-    known[id(node)] = values, levels + 1
-    return known[id(node)]
 
 
 def check_file(path: Path, kinds: Mapping[str, object], prefix: str = "") -> None:
@@ -133,9 +145,10 @@ def check_text(text: str, source: str, kinds: Mapping[str, object], prefix: str 
         a boolean is in quotes, or YAML would read a value as something else than it looks like.
     """
     try:
-        root = compose(text)
+        measure(text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except LimitError as error:
-        raise ConfigError(f"{source} is not the YAML of a configuration: {error}. Write each value once.") from None
+        raise ConfigError(f"{source} is not the YAML of a configuration: {error}. Write fewer values.") from None
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_error(error, source)) from None
     except yaml.YAMLError as error:

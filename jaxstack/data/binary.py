@@ -10,7 +10,9 @@ These files do not contain their tokenizer. All numbers are little-endian.
 """
 
 import hashlib
+import io
 import pickle
+import pickletools
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxstack.common import inputs
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.tokenizers import CharTokenizer, IdTokenizer, Tokenizer, make_tokenizer
 from jaxstack.data.tokens import FileState, Tokens, map_ids
@@ -233,11 +236,19 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
+def _check_sizes(pickled: bytes) -> None:
+    """Refuses a pickle that declares more than it has, for which Python would make room before it reads on."""
+    for code, value, _ in pickletools.genops(pickled):  # fails where a text or a number is cut off
+        if code.name.endswith("PUT") and isinstance(value, int) and value > len(pickled):
+            raise ValueError(f"it numbers a value {value:,}")
+
+
 def _characters(meta: Path) -> Tokenizer:
     """Returns the tokenizer of nanoGPT's `meta.pkl`: its characters in ascending order."""
     try:
-        with meta.open("rb") as file:
-            characters = _Plain(file).load()["itos"]
+        content = inputs.read_bytes(meta)
+        _check_sizes(content)
+        characters = _Plain(io.BytesIO(content)).load()["itos"]
         alphabet = "".join(characters[i] for i in range(len(characters)))
     except Exception as error:  # a damaged pickle may raise anything
         raise ConfigError(

@@ -37,6 +37,8 @@ _SUFFIXES = (".png", ".jpg", ".jpeg")
 _FORMATS = ("PNG", "JPEG")  # by the content: the library runs other programs for some formats
 MOST_PIXELS = 1 << 24
 """Largest picture: 4,096 x 4,096. A file of a few kilobytes can declare any size."""
+MOST_CLASSES = 100_000
+"""Bound of the labels in an .npz file; each class up to the largest label has an embedding."""
 _DESCRIBED = 4  # rows of a batch in an error message
 
 
@@ -145,8 +147,10 @@ def read_picture(file: Path) -> np.ndarray:
     Raises:
       ConfigError: it cannot be read, or has more than `MOST_PIXELS` pixels.
     """
-    from PIL import Image, UnidentifiedImageError
-
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise ConfigError("data.source=images needs the library Pillow. Install jaxstack[images].") from None
     try:
         content = io.BytesIO(inputs.read_bytes(file))
         with warnings.catch_warnings():
@@ -154,13 +158,15 @@ def read_picture(file: Path) -> np.ndarray:
             with Image.open(content, formats=_FORMATS) as opened:
                 width, height = opened.size
                 if width * height > MOST_PIXELS:
-                    raise ValueError(f"its {width:,} x {height:,} pixels are more than {MOST_PIXELS:,}")
+                    raise Image.DecompressionBombError
                 values = np.asarray(opened.convert("L" if opened.mode in ("1", "L") else "RGB"))
+    except Image.DecompressionBombError:  # the library has a limit of its own, which is larger
+        raise ConfigError(f"{file} has more than {MOST_PIXELS:,} pixels. Shrink or remove it.") from None
     except UnidentifiedImageError:
         raise ConfigError(f"{file} cannot be read: it is neither PNG nor JPEG. Repair or remove it.") from None
     except Exception as error:  # a damaged file leads the library to errors of any kind
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{file} cannot be read: {reason}. Repair, shrink or remove it.") from None
+        raise ConfigError(f"{file} cannot be read: {reason}. Repair or remove it.") from None
     return values.reshape(height, width, -1)
 
 
@@ -185,11 +191,12 @@ def _npz(path: Path) -> tuple[Images, ClassNames]:
             f"data.path={path} is not an .npz file with `images` and `labels` ({error}). Save it with np.savez."
         ) from None
     pixels, labels = arrays["images"], arrays["labels"]
-    whole = np.issubdtype(labels.dtype, np.integer) and labels.ndim == 1 and len(labels) == len(pixels) > 0
-    if pixels.ndim not in (3, 4) or not pixels.size or not whole or labels.min() < 0:
+    fits = pixels.dtype.kind in "biuf" and pixels.ndim in (3, 4) and pixels.size > 0
+    fits = fits and labels.dtype.kind in "iu" and labels.shape == pixels.shape[:1]
+    if not fits or labels.min() < 0 or labels.max() >= MOST_CLASSES:
         raise ConfigError(
-            f"data.path={path} has images {pixels.shape} and labels {labels.shape} {labels.dtype}. Use images [N, H, "
-            f"W] or [N, H, W, C], and labels [N] that count from 0."
+            f"data.path={path} has images {pixels.shape} {pixels.dtype} and labels {labels.shape} {labels.dtype}. Use "
+            f"images [N, H, W] or [N, H, W, C], and labels [N] below {MOST_CLASSES:,}."
         )
     limit = 255 if pixels.dtype == np.uint8 else 1
     if pixels.min() < 0 or not pixels.max() <= limit:

@@ -36,7 +36,13 @@ class TemplateError(Exception):
 class TemplateProcess:
     """The process that runs templates. It starts with the first request, and again after it had to be ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: int = SECONDS) -> None:
+        """Prepares the process.
+
+        Args:
+          seconds: CPU time that a request may take.
+        """
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._starter = 0
@@ -65,7 +71,7 @@ class TemplateProcess:
                 process.kill()
                 process.communicate()
                 if process.returncode == -_TIMER:
-                    raise TemplateError(f"it takes more than {SECONDS} s")
+                    raise TemplateError(f"it takes more than {self._seconds} s")
                 raise TemplateError(f"its process ended with code {process.returncode}")
         read = json.loads(answer)
         if "error" in read:
@@ -79,9 +85,16 @@ class TemplateProcess:
             self._starter = os.getpid()
             # -P keeps the folder of this file from the path of modules.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-P", __file__, str(self._seconds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         return self._process
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            if self._process is not None:
+                self._process.communicate()  # closes its input, at whose end it ends
+                self._process = None
 
 
 _TIMER = getattr(signal, "SIGPROF", 0)
@@ -135,7 +148,7 @@ def _answer(request: dict[str, Any], compiled: Any) -> dict[str, Any]:
     return {"texts": texts}
 
 
-def _main() -> None:
+def _main(seconds: int) -> None:
     """Answers requests until stdin ends, which it does when the process that started this one ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     with contextlib.suppress(ImportError):  # Windows has no such limits
@@ -145,7 +158,7 @@ def _main() -> None:
     compiled = functools.lru_cache(maxsize=8)(compile_template)
     for line in sys.stdin.buffer:
         if _TIMER:
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # nothing handles its signal, which ends the process
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # nothing handles its signal, which ends the process
         answer = json.dumps(_answer(json.loads(line), compiled))
         if _TIMER:
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -154,4 +167,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(int(sys.argv[1]))

@@ -354,8 +354,9 @@ def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
         starts = np.load(starts_file, mmap_mode="r", allow_pickle=False)
         if not isinstance(starts, np.ndarray):
             raise ValueError("it is an archive of arrays")
-    except Exception as error:  # a damaged header may raise anything, such as a SyntaxError
-        raise ConfigError(f"{starts_file} cannot be read ({error}). Build the file again.") from None
+    except Exception as error:  # NumPy parses the header as Python, which fails in any way
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(f"{starts_file} cannot be read ({reason}). Build the file again.") from None
     fits = starts.shape == (header.documents,) and starts.dtype == np.int64
     ends = np.append(starts[1:], header.count) if fits else starts
     if not fits or starts[0] != 0 or (starts > ends).any():

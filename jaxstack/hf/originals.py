@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from jaxstack.common import files
-from jaxstack.config import ConfigError
+from jaxstack.common import files, inputs
+from jaxstack.config import ConfigError, yaml_check
 from jaxstack.data import chat
 from jaxstack.data.tokenizers import JsonObject
 from jaxstack.hf import compressed, configs
@@ -56,7 +56,7 @@ def family(originals: Path) -> str | None:
 def _init_from(config: Path) -> str | None:
     """Returns `run.init_from` in the configuration of a run, or `None` if it has none or is damaged."""
     try:
-        match yaml.safe_load(config.read_text("utf-8")):
+        match yaml_check.load(inputs.read_text(config, yaml_check.MOST_BYTES)):
             case {"run": {"init_from": str(source)}}:
                 return source
     except (OSError, ValueError, RecursionError, yaml.YAMLError):

@@ -15,9 +15,9 @@ import yaml
 
 from jaxstack.checkpoint import evaluations
 from jaxstack.checkpoint.run_dir import LAUNCH
-from jaxstack.common import files
+from jaxstack.common import files, inputs
 from jaxstack.common.errors import one_line
-from jaxstack.config import ConfigError
+from jaxstack.config import ConfigError, yaml_check
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
 from jaxstack.config.sentences import SentencesConfig
@@ -224,8 +224,8 @@ def _read_records(log: Path) -> tuple[list[Record], list[str]]:
 
 def _read_config(saved: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(saved.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError, yaml.YAMLError) as error:
+        values = yaml_check.load(inputs.read_text(saved, yaml_check.MOST_BYTES))
+    except (ValueError, OSError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{saved} is not YAML ({' '.join(str(error).split())}). Restore the run's own file."
         ) from error

@@ -3,6 +3,7 @@
 from mutants.rows import mistakes
 
 REQUESTS, SERVER = "serve/test_serve_requests.py", "serve/test_serve.py"
+DOOR = "serve/test_connections.py"
 
 mistakes(
     "serve", "serve/texts.py", REQUESTS,
@@ -14,16 +15,20 @@ mistakes(
 
 mistakes(
     "serve", "serve/requests.py", REQUESTS,
-    ("        for name in self._left:\n", "        for name in ():\n"),
+    ("            if name not in harmless:\n", "            if False:\n"),
     ("type(found) is not int or not least <= found <= most", "not least <= found <= most"),
-    ("room < (asked or 1)", "room < 1"),
-    ("if found not in harmless:", "if False:"),
+    ("    if room < least:", "    if room < 1:"),
+    ("            if not _is_one_of(value, harmless[name]):", "            if False:"),
+    ("isinstance(value, bool) == isinstance(one, bool)", "True"),
+    ("(model.sample.repetition_penalty,)", "(1.0,)"),
+    ("        if wrong:\n", "        if False:\n"),
 )  # fmt: skip
 
 mistakes(
     "serve", "serve/answer.py", SERVER,
     ("        self._worker.cancel(self._names)\n", "", f"{SERVER} -k goes"),
     ("part or FAILED", "part", f"{SERVER} -k failure"),
+    ("                self.unfinished -= part.ended\n", "", f"{SERVER} -k echo"),
 )  # fmt: skip
 
 mistakes(
@@ -31,4 +36,36 @@ mistakes(
     ("busy + more > self.limits.texts", "busy > self.limits.texts", f"{SERVER} -k limits"),
     ("        if self.closing:\n            raise", "        if False:\n            raise", f"{SERVER} -k shutting"),
     ("if len(body) > self.limits.body_bytes:", "if False:", f"{SERVER} -k wire"),
+)  # fmt: skip
+
+mistakes(
+    "serve", "serve/worker.py", f"{SERVER} -k echo",
+    ("chosen.setdefault(tokens, []).append(one.prompt)", "chosen[tokens] = [one.prompt]"),
+    ("                if not ended:\n                    self._batch.add(prompt)\n", ""),
+)  # fmt: skip
+
+mistakes(
+    "serve", "serve/replies.py", f"{SERVER} -k echo",
+    ("offset = 0 if piece.of_prompt else", "offset ="),
+    ("        values.setdefault(name, chosen)\n", ""),
+)  # fmt: skip
+
+mistakes(
+    "serve", "serve/access.py", DOOR,
+    ("name in self._hosts or name == local", "name is not None"),
+    ("name in self._hosts or name == local", "name in self._hosts"),
+    ("scope[\"path\"] not in OPEN_PATHS", "not scope[\"path\"].startswith(OPEN_PATHS)"),
+    (', connection="close")', ")"),
+    ("hmac.compare_digest(sent.strip().encode(), self._key)", "self._key.startswith(sent.strip().encode())"),
+    ("    if not path.is_file():", "    if not path.exists():"),
+)  # fmt: skip
+
+mistakes(
+    "serve", "serve/connections.py", DOOR,
+    ("        elif self._deadline is None:\n", "        elif False:\n"),
+    ("        if begun:\n", "        if False:\n"),
+    ("self._unread = self.loop.call_later(self._seconds, self.transport.abort)", "pass"),
+    ("self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE)", "False"),
+    ("            await self._free.acquire()\n", ""),
+    ("time.monotonic() - self._said >= _QUIET_S", "True"),
 )  # fmt: skip

@@ -151,7 +151,7 @@ def test_more_names():
     with serving(access=Access(frozenset(["*"]))) as door:
         assert door.health("Host: b.example") == 200
     with serving(access=Access(frozenset())) as door:
-        assert door.health("Host: 127.0.0.1") == 200  # the address of the connection, which is no name
+        assert door.health("Host: 127.0.0.1") == 200  # the address of the connection itself
 
 
 KEY = "s3cret-key"

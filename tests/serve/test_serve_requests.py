@@ -142,6 +142,8 @@ def test_the_same_parameters_are_refused_if_they_ask_for_something(name):
     free = ("parallel_tool_calls", "include_reasoning", "skip_special_tokens", "add_special_tokens", "logprobs")
     wrong: list[Any] = [1.7, "x", {"a": 1}, ["a"], 7, {"include_usage": 1}]
     wrong += [not default] if isinstance(default, bool) and name not in free else []
+    if isinstance(default, int | float) and default in (0, 1):  # true is not 1 in JSON
+        wrong.append(int(default) if isinstance(default, bool) else bool(default))
     for value in wrong:
         with pytest.raises(ApiError) as caught:
             read({"messages": [USER], name: value}, chat=True)
