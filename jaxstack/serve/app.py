@@ -1,6 +1,7 @@
 """The server's routes: what arrives by HTTP, and what is sent back. The worker's thread has the model."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -182,7 +183,8 @@ class _LogRequests:
             client = (scope.get("client") or ("?",))[0]
             seconds = f"{time.monotonic() - began:.2f} s"
             path = scope["path"][:100]
-            self._log(one_line(f"{client} {scope['method']} {path} {status} {seconds}{': ' if note else ''}{note}"))
+            with contextlib.suppress(OSError):  # the reader of the lines has gone, or the disk is full
+                self._log(one_line(f"{client} {scope['method']} {path} {status} {seconds}{': ' if note else ''}{note}"))
 
 
 async def _send_error(_: Request, error: Exception) -> Response:

@@ -36,6 +36,7 @@ mistakes(
     ("busy + more > self.limits.texts", "busy > self.limits.texts", f"{SERVER} -k limits"),
     ("        if self.closing:\n            raise", "        if False:\n            raise", f"{SERVER} -k shutting"),
     ("if len(body) > self.limits.body_bytes:", "if False:", f"{SERVER} -k wire"),
+    ("contextlib.suppress(OSError)", "contextlib.suppress()", f"{DOOR} -k lines"),
 )  # fmt: skip
 
 mistakes(

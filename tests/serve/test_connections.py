@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,11 +35,11 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 class Door:
     """A server without a model, in a thread of this process."""
 
-    def __init__(self, limits: Limits, access: Access | None) -> None:
+    def __init__(self, limits: Limits, access: Access | None, log: Callable[[str], None]) -> None:
         from jaxstack.serve.http import Http
 
         model = replace(MODEL, context=2**20, max_tokens=2**20)
-        self.server = Server(WORKER, model, limits, (0,), lambda line: None, access)
+        self.server = Server(WORKER, model, limits, (0,), log, access)
         self.http = Http(self.server, grace=1)
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that little is on its way
@@ -94,8 +94,10 @@ def answer(client: socket.socket) -> tuple[bytes, bytes]:
 
 
 @contextlib.contextmanager
-def serving(limits: Limits = LIMITS, access: Access | None = None) -> Iterator[Door]:
-    door = Door(limits, access)
+def serving(
+    limits: Limits = LIMITS, access: Access | None = None, log: Callable[[str], None] = lambda line: None
+) -> Iterator[Door]:
+    door = Door(limits, access, log)
     try:
         yield door
     finally:
@@ -250,6 +252,17 @@ def test_nonsense_after_an_answer_is_no_error_of_the_server(door, caplog):
     assert not caplog.records
 
 
+def test_requests_are_answered_when_nobody_reads_their_lines(caplog):
+    """As after `jaxstack serve RUN | head`, or on a full disk."""
+
+    def fail(line: str) -> None:
+        raise BrokenPipeError
+
+    with serving(log=fail) as door, caplog.at_level(logging.ERROR):
+        assert door.exchange(HEALTH + LAST) == [200, 200]
+    assert not caplog.records
+
+
 def test_requests_that_never_arrive_are_closed(caplog):
     """Connections without a byte, half of the headers, half of a body, and the rest of a body that was refused."""
     body = POST + b"Content-Length: 9\r\n\r\n{"
@@ -303,7 +316,7 @@ SCARCE = """
 import resource, sys
 sys.path[:0] = {paths!r}
 from test_connections import LIMITS, Door
-door = Door(LIMITS, None)
+door = Door(LIMITS, None, lambda line: None)
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 print(door.port, flush=True)
 sys.stdin.read()
