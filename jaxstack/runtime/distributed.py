@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxstack.common import errors
 from jaxstack.common.errors import Exit, RunError
+from jaxstack.common.jax_private import private_module
 from jaxstack.config import ConfigError, DistributedConfig
 from jaxstack.runtime.launchers import Processes
 
@@ -225,9 +226,7 @@ def coordinator_barrier(key: str, timeout_s: float) -> None:
 
 
 def _coordinator() -> Any:
-    from jax._src.distributed import global_state  # it has no public name; orbax uses it too
-
-    return global_state.client
+    return private_module("distributed").global_state.client
 
 
 def should_stop(step: int, requested: bool) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxstack.common import errors
 from jaxstack.common.errors import Exit
+from jaxstack.common.jax_private import private_module
 from jaxstack.runtime import distributed
 
 _ALIVE, _ENDED = "jaxstack/alive/", "jaxstack/ended/"
@@ -35,11 +36,14 @@ class Watchdog:
           stalled_s: seconds without `report_progress` after which this process ends.
         """
         import jax
-        from jax._src.distributed import global_state  # the key-value store has no public name; orbax uses it too
 
         self._index, self._count = jax.process_index(), jax.process_count()
-        self._client: Any = global_state.client if self._count > 1 else None
-        self._coordinator = str(global_state.coordinator_address)
+        self._client: Any = None
+        self._coordinator = ""
+        if self._count > 1:
+            coordination = private_module("distributed").global_state
+            self._client = coordination.client
+            self._coordinator = str(coordination.coordinator_address)
         self._lost_s, self._stalled_s = lost_s, stalled_s
         self._over, self._failed = threading.Event(), threading.Event()
         self._progress = time.monotonic()
