@@ -8,6 +8,7 @@ from pathlib import Path
 
 import advisories
 import pytest
+import selected
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -149,3 +150,15 @@ def test_a_run_needs_no_private_name(monkeypatch):
         reads.forbid()
     with pytest.raises(AssertionError, match="callback"):
         HostReads(active=True)
+
+
+# What CI runs with other versions.
+
+
+def test_ci_runs_selections_that_exist():
+    script = (ROOT / ".ci" / "run").read_text()
+    for name, paths in selected.SELECTIONS.items():
+        assert f"tests/selected.py {name}" in script
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert "--resolution lowest-direct" in script
+    assert "tests/advisories.py" in script
