@@ -22,9 +22,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import shard_map as _shard_map  # no public function keeps its programs, or reads its arrays
 
 from jaxstack.common.errors import Exit, RunError
+from jaxstack.common.jax_private import private_module
 from jaxstack.common.tree import Batch, flatten
 from jaxstack.config import Config, ConfigError
 from jaxstack.debug.statistics import statistics
@@ -93,17 +93,18 @@ def keep_programs() -> Iterator[None]:
     The functions that it gives to `jax.jit` are equal for equal operations, but `jax.jit` forgets a function that
     nobody keeps.
     """
-    create = _shard_map.HashablePartial
+    shard_map = private_module("shard_map")
+    create = shard_map.HashablePartial
 
     def kept(*arguments: Any, **named: Any) -> Any:
         function = create(*arguments, **named)
         return _kept.setdefault(function, function)
 
-    _shard_map.HashablePartial = kept  # type: ignore[misc, assignment]
+    shard_map.HashablePartial = kept
     try:
         yield
     finally:
-        _shard_map.HashablePartial = create  # type: ignore[misc]
+        shard_map.HashablePartial = create
 
 
 @contextmanager
@@ -128,12 +129,17 @@ def breakpoints() -> Iterator[None]:
 
 def _is_tracer(value: Any) -> bool:
     """Returns whether a value is not there yet; an array of a device within `jax.shard_map` is."""
-    return isinstance(value, jax.core.Tracer) and not isinstance(value, _shard_map.ShardMapTracer)
+    return isinstance(value, jax.core.Tracer) and not _is_array_of_devices(value)
+
+
+def _is_array_of_devices(value: Any) -> bool:
+    """Returns whether a value is an array within `jax.shard_map`, which runs operation by operation."""
+    return isinstance(value, private_module("shard_map").ShardMapTracer)
 
 
 def _array(value: Any) -> Any:
     """Returns an array within `jax.shard_map` as one array, with the devices that differ in its first dimension."""
-    return np.asarray(value.val) if isinstance(value, _shard_map.ShardMapTracer) else value
+    return np.asarray(value.val) if _is_array_of_devices(value) else value
 
 
 class Debugger(pdb.Pdb):

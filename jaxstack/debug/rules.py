@@ -12,8 +12,9 @@ from functools import wraps
 from typing import Any, TypeAlias
 
 import jax
-from jax._src.source_info_util import _source_info_context as _context  # no public function clears the place
 from jax.extend import source_info_util
+
+from jaxstack.common.jax_private import private_module
 
 Frame: TypeAlias = tuple[str, int, str]
 """A place in the code: file, line, function."""
@@ -49,12 +50,13 @@ def _apply(rule: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Calls a rule such that its equations have their own places."""
     _calls.append(_own(source_info_util.current().traceback))
     names = source_info_util.current_name_stack().extend(f"rule_{len(_calls) - 1}")
-    before = _context.context
-    _context.context = source_info_util.new_source_info().replace(name_stack=names)
+    context = private_module("source_info_util")._source_info_context
+    before = context.context
+    context.context = source_info_util.new_source_info().replace(name_stack=names)
     try:
         return rule(*arguments, **named)
     finally:
-        _context.context = before
+        context.context = before
 
 
 @contextmanager

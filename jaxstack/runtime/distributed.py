@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxstack.common import errors
 from jaxstack.common.errors import Exit, RunError
+from jaxstack.common.jax_private import private_module
 from jaxstack.config import ConfigError, DistributedConfig
 from jaxstack.runtime.launchers import Processes
 
@@ -124,7 +125,7 @@ def _give_up(processes: Processes, action: str) -> NoReturn:
 
 def has_others() -> bool:
     """Returns whether this is one of several processes that have joined."""
-    from jax._src.distributed import global_state  # it has no public name; orbax uses it too
+    global_state = private_module("distributed").global_state
 
     return global_state.client is not None and (global_state.num_processes or 1) > 1
 
@@ -180,7 +181,7 @@ def leave(code: int, reason: str) -> None:
     """
     if not has_others():
         return
-    from jax._src.distributed import global_state
+    global_state = private_module("distributed").global_state
 
     index, count = int(global_state.process_id), int(global_state.num_processes)
     announce_end(index, code, reason)
@@ -313,9 +314,7 @@ def coordinator_barrier(key: str, timeout_s: float) -> None:
 
 
 def _coordinator() -> Any:
-    from jax._src.distributed import global_state  # it has no public name; orbax uses it too
-
-    return global_state.client
+    return private_module("distributed").global_state.client
 
 
 def should_stop(step: int, requested: bool) -> bool:

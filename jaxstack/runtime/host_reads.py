@@ -20,16 +20,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import callback  # no public name of these operations
 
 from jaxstack.common.errors import ConfigError
 from jaxstack.common.files import short_path
+from jaxstack.common.jax_private import private_module
 
 _JAX = str(Path(jax.__file__).parent)
 _COMPILES = tuple(f"{_JAX}/_src/{name}" for name in ("interpreters/", "pjit.py", "compiler.py", "dispatch.py"))
 """Files of JAX that read arrays to make them constants of a program, or to place them elsewhere."""
 _LIBRARIES = (_JAX, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-_CALLBACKS = (callback.pure_callback_p, callback.io_callback_p)
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -43,16 +42,20 @@ class HostReads:
     def __init__(self, active: bool) -> None:
         """Prepares to watch; without `active`, nothing happens."""
         self._active = active
+        self._callbacks: tuple[Any, ...] = ()
+        if active:
+            callback = private_module("callback")
+            self._callbacks = (callback.pure_callback_p, callback.io_callback_p)
         self._before: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> "HostReads":
-        for operation in _CALLBACKS if self._active else ():
+        for operation in self._callbacks:
             operation.bind = _refuse(operation.name)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         self.allow()
-        for operation in _CALLBACKS if self._active else ():
+        for operation in self._callbacks:
             del operation.bind
 
     def forbid(self) -> None:

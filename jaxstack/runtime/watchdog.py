@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from jaxstack.common import errors
 from jaxstack.common.errors import Exit
+from jaxstack.common.jax_private import private_module
 from jaxstack.runtime import distributed
 
 _ALIVE = "jaxstack/alive/"
@@ -41,7 +42,7 @@ class EndListener:
 
     def __enter__(self) -> "EndListener":
         if distributed.has_others():
-            from jax._src.distributed import global_state
+            global_state = private_module("distributed").global_state
 
             self._index, self._count = int(global_state.process_id), int(global_state.num_processes)
             catch_abort(self._index, self._count, str(global_state.coordinator_address))
@@ -130,10 +131,9 @@ class Watchdog:
           stalled_s: seconds without `report_progress` after which this process ends.
         """
         import jax
-        from jax._src.distributed import global_state  # the key-value store has no public name; orbax uses it too
 
         self._index, self._count = jax.process_index(), jax.process_count()
-        self._client: Any = global_state.client if self._count > 1 else None
+        self._client: Any = private_module("distributed").global_state.client if self._count > 1 else None
         self._lost_s, self._stalled_s = lost_s, stalled_s
         self._over, self._failed = threading.Event(), threading.Event()
         self._progress = time.monotonic()

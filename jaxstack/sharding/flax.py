@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxstack.common.tree import PyTree, path_of
 from jaxstack.sharding.mesh import check_mesh
+from jaxstack.sharding.partitioner import warn_of_wrong_gradients
 from jaxstack.sharding.rules import Leaf, MeshAxes, Rules, ShardingError, names_of
 
 
@@ -40,6 +41,8 @@ def shard(tree: PyTree, rules: Rules, mesh: Mesh, *, like: PyTree = None) -> PyT
       4. Arrays of one element (step counters, a learned scale) and the keys and counters of `nnx.Rngs` are replicated.
     Any other array is an error. This includes batch statistics: give them a rule.
 
+    A `PartitionerWarning` names the nnx modules whose gradients XLA can get wrong on this mesh, and what to do.
+
     Args:
       tree: the arrays to shard.
       rules: rules by names, by paths, or both.
@@ -59,7 +62,9 @@ def shard(tree: PyTree, rules: Rules, mesh: Mesh, *, like: PyTree = None) -> PyT
         )
     arrays, rebuild = _read(tree)
     specs = _resolve(arrays, None if like is None else _read(like)[0], rules, mesh)
-    return rebuild([_place(a.value, NamedSharding(mesh, _canonical(specs[a.path], mesh))) for a in arrays])
+    specs = {path: _canonical(spec, mesh) for path, spec in specs.items()}
+    warn_of_wrong_gradients(tree, specs, mesh)
+    return rebuild([_place(a.value, NamedSharding(mesh, specs[a.path])) for a in arrays])
 
 
 def shardings_of(tree: PyTree) -> tuple[dict[str, Leaf], dict[str, PartitionSpec]]:

@@ -172,7 +172,7 @@ mistakes(
     "debug", "debug/eager.py", "debug/test_eager.py",
     ("if any(map(_is_tracer", "if not any(map(_is_tracer"),
     ("return _kept.setdefault(function, function)", "return function"),
-    ("and not isinstance(value, _shard_map.ShardMapTracer)", ""),
+    ("and not _is_array_of_devices(value)", ""),
     ("if program.stages.stacks or program.weight is not None:", "if program.stages.stacks:"),
 )  # fmt: skip
 

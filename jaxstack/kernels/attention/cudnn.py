@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxstack.common.jax_private import private_module
 from jaxstack.kernels.attention.reference import Mask, Options
 
 
@@ -24,8 +25,7 @@ def forward_block(o: Options, q, k, v, mask: Mask):
 
     `jax.nn.dot_product_attention` would round the log-sum-exp to the dtype of q, so JAX's own function is called.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
+    fused = private_module("cudnn.fused_attention_stablehlo")
     kind = fused.MaskType.CAUSAL if o.causal else fused.MaskType.NO_MASK
     out, lse_BHS = fused.dot_product_attention(q, k, v, scale=o.scale, mask_type=kind, return_residual=True)
     return out.astype(jnp.float32), lse_BHS.swapaxes(1, 2)
@@ -36,8 +36,7 @@ def backward_block(o: Options, q, k, v, d_out, out, lse_BSH, delta_BSH, mask: Ma
 
     cuDNN computes `delta` from `out` itself. JAX has no public function for its backward kernel.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
+    fused = private_module("cudnn.fused_attention_stablehlo")
     kind = fused.MaskType.CAUSAL if o.causal else fused.MaskType.NO_MASK
     unused = jnp.zeros(0, q.dtype)
     residuals = (q, k, v, *(unused,) * 7, lse_BSH.swapaxes(1, 2), out)
