@@ -147,6 +147,35 @@ def test_scores_that_leave_one_key_alone(rng, implementation):
     np.testing.assert_allclose(out, f(q, k, v), rtol=1e-5)
 
 
+LARGE = [(name, 10_000, 1e-3) for name in ("xla", "chunked")] + [(name, 30, 3e-6) for name in ("xla", "chunked")]
+LARGE_KERNELS = [(name, *bound) for name in KERNELS for bound in ((10_000, 1e-3), (30, 3e-6))]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "size", "bound"), [*LARGE, *(pytest.param(*c, marks=pytest.mark.matrix) for c in LARGE_KERNELS)]
+)
+def test_what_large_scores_cost(rng, implementation, size, bound):
+    """All scores are near `size`, and their softmax is not: they are sums that float32 adds exactly.
+
+    A log-sum-exp in one float32 number is rounded by 5e-4 at 10,000. Gradients of queries are not compared, because
+    they are small differences of products with numbers of `size`.
+    """
+    q, k = (rng.integers(-8, 9, (1, 24, 1, 16)) / 8 for _ in range(2))
+    q[..., 0] = 1
+    k[..., 0] = size
+    (v, v64), (d_out, d_out64) = draw(rng, (1, 24, 1, 16)), draw(rng, (1, 24, 1, 16))
+    mask = AttentionMask(kind="full")
+
+    def f(q, k, v):
+        return kernels.attention(q, k, v, scale=1.0, mask=mask, implementation=implementation)
+
+    with choice.interpret_mode():
+        out, (_, dk, dv) = value_and_vjp(f, d_out, jnp.float32(q), jnp.float32(k), v)
+    truth, _, dk_truth, dv_truth = numpy_attention(q, k, v64, d_out64, 1.0, mask)
+    for actual, expected in ((out, truth), (dk, dk_truth), (dv, dv_truth)):
+        assert np.linalg.norm(actual - expected) <= bound * np.linalg.norm(expected)
+
+
 # Visited blocks
 
 
