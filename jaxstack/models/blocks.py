@@ -95,29 +95,25 @@ class Stack:
 def block(
     cfg: ModelConfig,
     params: Params,
-    x: jax.Array,
+    x: jax.Array,  # residual stream [B, S/n, D]
     ctx: Context,
     layer_inputs: LayerInputs,
     *,
     mask: AttentionMask,
-    dropout_key: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,  # of this layer; `None` disables dropout
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
     """Runs one block: attention and MLP, each normalised before (with `post_norm` also after) and added to the input.
 
-    A block with parameters `cross` attends to the output of an encoder between the two.
-
-    With `norm_after` the two sums are normalised instead of what attention and MLP read.
+    A block with parameters `cross` attends to the output of an encoder between the two. With `norm_after` the two sums
+    are normalised instead of what attention and MLP read.
 
     Args:
       cfg: the model.
       params: parameters of one layer, without the leading layer axis.
-      x: residual stream [B, S/n, D].
       ctx: execution context.
       layer_inputs: from `make_layer_inputs`.
-      mask: see `layers.attention`.
-      dropout_key: key of this layer. `None` disables dropout.
-      cache: see `layers.attention`.
+      mask, cache: see `layers.attention`.
 
     Returns:
       The residual stream and auxiliary values: with experts those of `moe_layer.moe`, with a cache those of

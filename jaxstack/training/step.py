@@ -1,8 +1,8 @@
 """The pure train step and the evaluation step."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,29 @@ def all_finite(tree: PyTree) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in floats]).all()
 
 
+def check_update(
+    cfg: Config,
+    optimizer: optax.GradientTransformation,
+    good: jax.Array,
+    grads: Params,
+    values: Params,
+    opt_state: PyTree,
+) -> jax.Array:
+    """Returns whether a step is good and its update leaves parameters and optimizer state finite.
+
+    Where the settings exclude another update (`optimizer.updates_are_bounded`), this is no operation. Otherwise it
+    computes the update without storing it, and reads parameters, state and gradients once more than the step does.
+    """
+    if optim.updates_are_bounded(cfg.optim, cfg.train.steps):
+        return good
+
+    def is_finite() -> jax.Array:
+        changes, new_state = optimizer.update(grads, opt_state, values)
+        return all_finite((optax.apply_updates(values, changes), new_state))
+
+    return jax.lax.cond(good, is_finite, lambda: jnp.array(False))
+
+
 def dropout_key(cfg: Config, step: jax.Array | int) -> jax.Array | None:
     """Returns the key that all dropout masks of a step derive from; `None` without dropout.
 
@@ -60,17 +83,14 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the pure `train_step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
-    A step whose loss or gradient norm is not finite changes neither parameters nor optimizer. Nor does one whose update
-    would make a parameter or the optimizer's state not finite, or a spike of the loss, unless `train.spike.action` is
-    `report`. Most settings exclude such an update (`optimizer.updates_are_bounded`). For the others, the step first
-    computes the update only to check it: that reads parameters, state and gradients once more and needs no memory.
+    A step changes neither parameters nor optimizer if its loss, gradient norm or update is not finite. Nor does a spike
+    of the loss, unless `train.spike.action` is `report`.
 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
     `skipped_in_a_row`, `spike` (0 or 1), with several losses those of `losses.term_metrics`, with experts those of
     `losses.routing_metrics`, with `train.noise_scale` those of `noise_scale.estimate`. `watch` is what is `watched`.
     """
     optimizer, spec = make_optimizer(cfg, ctx), family.spec(cfg.model)
-    checked = not optim.updates_are_bounded(cfg.optim, cfg.train.steps)
     gradients = make_gradients(cfg, ctx if watched is None else replace(ctx, watch=watched.taps))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -89,20 +109,15 @@ def make_train_step(
             moved = family.of(cfg.model).update_router_bias(cfg.model, new, sums, ctx)
             return moved, opt_state, watched and watched.updates(ctx, values, changes, (new, moved))
 
-        def is_finite(values: Params, opt_state: PyTree) -> jax.Array:
-            changes, opt_state = optimizer.update(grads, opt_state, values)
-            return all_finite((optax.apply_updates(values, changes), opt_state))
-
         def keep(values: Params, opt_state: PyTree) -> tuple[Params, PyTree, PyTree]:
             return values, opt_state, watched and watched.updates(ctx, values)
 
         trained, frozen = params.partition(spec, state.params)
         with jax.named_scope("optimizer"):
             old = trained, state.opt_state
-            if checked:
-                good = jax.lax.cond(good, is_finite, lambda *_: jnp.array(False), *old)
+            good = check_update(cfg, optimizer, good, grads, *old)
             if ctx.update == "select":
-                trained, opt_state, updated = jax.tree.map(functools.partial(jnp.where, good), update(*old), keep(*old))
+                trained, opt_state, updated = jax.tree.map(partial(jnp.where, good), update(*old), keep(*old))
             else:
                 trained, opt_state, updated = jax.lax.cond(good, update, keep, *old)
         bad = 1 - good.astype(jnp.int32)

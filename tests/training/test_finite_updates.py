@@ -12,12 +12,13 @@ from test_optim import SPEC, WIDE
 from test_step import TINY, build, config, random_batch, same
 
 from jaxstack.common.tree import flatten
-from jaxstack.config import DataConfig, OptimConfig, parse
+from jaxstack.config import DataConfig, LoraConfig, MeshConfig, OptimConfig, RunConfig, TrainConfig, parse
 from jaxstack.debug.update import explain_update
 from jaxstack.models.context import Context
 from jaxstack.models.params import flat_spec, map_spec
+from jaxstack.sharding import make_mesh
 from jaxstack.training import optimizer, step
-from jaxstack.training.state import init_state
+from jaxstack.training.state import abstract_state, init_state, make_state
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "sgd")
@@ -134,6 +135,27 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(update, dev
     assert np.isfinite(metrics["grad_norm"])
     assert same((after.params, after.opt_state, after.recent), (state.params, state.opt_state, state.recent))
     assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (1, 1, 1)
+
+
+@pytest.mark.matrix
+def test_stages_accumulation_and_adapters_go_the_same_way(rng):
+    """The first gradient of half of the adapters is zero, because the other half is."""
+    cfg = config(
+        run=RunConfig(init_from="base"),
+        model=dataclasses.replace(TINY, vocab_size=20, lora=LoraConfig(rank=2)),
+        optim=NO_EPS,
+        train=TrainConfig(steps=10, grad_accum=2),
+        mesh=MeshConfig(data=1, pipe=2, fsdp=2),
+    )
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, 4, jax.devices()[:4]))
+    abstract = abstract_state(cfg, ctx)
+    state = make_state(cfg, ctx, abstract)
+    before = jax.device_get(state)
+    batch = jax.device_put(unseen_tokens(cfg, rng), ctx.sharding(ctx.batch))
+    after, metrics = step.jit_train_step(cfg, ctx, abstract)(state, batch)
+    assert np.isfinite(metrics["grad_norm"])
+    assert int(after.skipped) == 1
+    assert same((after.params, after.opt_state), (before.params, before.opt_state))
 
 
 def test_a_state_that_overflows_is_skipped_though_the_update_is_finite(rng, monkeypatch):
