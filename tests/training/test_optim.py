@@ -19,7 +19,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec, map_spec
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
-from jaxstack.training import optimizer
+from jaxstack.training import optimizer, whole_matrices
 from jaxstack.training.state import abstract_state, make_optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -284,7 +284,7 @@ EXPERTS_MODEL = dataclasses.replace(
 )
 def test_muon_shares_out_whole_matrices_and_gathers_no_stack(mesh, rng, monkeypatch):
     """No mesh divides three layers. The sharding of the state does not change; the values are those of one device."""
-    monkeypatch.setattr(optimizer, "ELEMENTS_AT_ONCE", 64 * 64)  # some one after the other
+    monkeypatch.setattr(whole_matrices, "ELEMENTS_AT_ONCE", 64 * 64)  # some one after the other
     how = {"name": "muon", "lr": 1.0, "warmup_steps": 0, "weight_decay": 0.1}
     cfg = Config(model=EXPERTS_MODEL, optim=OptimConfig(**how), mesh=MeshConfig(**{"data": 1} | mesh))
     ctx = Context.create(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(cfg.mesh.sizes.values())]))
