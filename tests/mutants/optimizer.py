@@ -83,3 +83,10 @@ mistakes(
     ("keepdims=True) + epsilon))\n", "keepdims=True) + epsilon)) ** 2\n"),
     ("u**2).mean(tuple(range(p.batch_axes, g.ndim)), keepdims=True)", "u**2).mean(keepdims=True)"),
 )  # fmt: skip
+
+mistakes(
+    "optim", "training/whole_matrices.py", "training/test_whole_matrices.py",
+    ("gathers = rest * (1 - 1 / splits) < exchange", "gathers = False"),
+    ("if size % part == 0)", "if size >= part)"),
+    ("Turns(count, splits * replicas * matrices, matrices", "Turns(count, replicas * matrices, matrices"),
+)  # fmt: skip
