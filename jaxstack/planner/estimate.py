@@ -35,6 +35,10 @@ GROUPS = 16
 EXACT = ("parameters, float32", "optimizer state", "batch")
 """Purposes of `memory` whose bytes are exact: the arguments of the step. The others are estimates."""
 
+WORK = "work of one layer or the head"
+MUON_WORK = "work of Muon's update"
+"""Purposes of `memory` for temporary arrays. Only the larger of the two is counted: they are not alive together."""
+
 
 def abstract_inputs(cfg: Config, ctx: Context) -> tuple[TrainState, Batch]:
     """Returns the abstract state of a run and an abstract batch, whose mesh may be abstract too."""
@@ -60,7 +64,7 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: 
     The bytes of parameters, optimizer state and batch are exact. The rest counts what is alive in the backward pass:
     gradients, the residuals of all layers, and the larger of the temporary arrays of the head and of one layer. If the
     update of Muon needs more than that, it is counted instead. Its formula is fitted to the programs that XLA compiles
-    in benchmarks/muon_memory.py.
+    in benchmarks/muon_memory.py and benchmarks/muon_devices.py.
 
     Where the logits of `cross_entropy=xla` are the largest arrays, the formula is inexact. On v5e the compiler used two
     to four float32 arrays of logits, where the formula counts one and a half, or kept small ones on the chip. The sum
@@ -152,15 +156,17 @@ def _parts_without_pairs(
         in_head -= gradients
     work = max(in_layer, in_head)
     cast = e * weights.cast if e != 4 else 0
-    update = _muon_bytes(cfg, ctx, weights.trained)
-    if update:
-        work = max(work, update - gradients - layers * saved - cast)
+    work_of = WORK
+    in_update = _muon_bytes(cfg, ctx, weights.trained) - gradients - layers * saved - cast
+    if in_update > work:
+        work = in_update
+        work_of = MUON_WORK
     return _exact_parts(state, batch) | {
         f"parameters in {t.dtype}": cast,
         **({} if t.rounding is None else {"rounded matrices, float32": 4 * weights.rounded}),
         "gradients": gradients,
         f"saved by {layers:.0f} layers, remat {t.remat}": layers * saved,
-        f"work of one layer{', the head or Muon' if update else ' or the head'}": work,
+        work_of: work,
     }
 
 
@@ -182,7 +188,7 @@ def _traced_parts(cfg: Config, ctx: Context) -> dict[str, float]:
     trained = sum(math.prod(shards.stored_shape(p, ctx)) for p in shards.flat_params(cfg, ctx).values() if not p.frozen)
     update = _muon_bytes(cfg, ctx, trained)
     more = update - sum(parts.values())
-    return {**parts, "update of Muon beyond these": more} if more > 0 else parts
+    return {**parts, MUON_WORK: more} if more > 0 else parts
 
 
 def _gradient_bytes(cfg: Config, ctx: Context, weights: Weights) -> float:
@@ -368,19 +374,29 @@ def _head_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) 
 def _muon_bytes(cfg: Config, ctx: Context, trained: int) -> float:
     """Returns the bytes that the update of Muon needs after the backward pass, or 0 with another optimizer.
 
-    These are gradients, momentum and updates, and one more array as large as the largest stack of matrices.
+    Beside the gradients there are at the end the updates of all parameters and one more stack of a turn
+    (`training.whole_matrices`). While the first parameters are updated, the exchanges of the others already run, so
+    there may be the stacks of all. None of these grow with the number of devices.
     """
-    moved, spec = shards.muon_matrices(cfg, ctx), shards.flat_params(cfg, ctx)
-    if not moved:
+    spec = shards.flat_params(cfg, ctx)
+    updates: list[float] = []
+    stacks: list[float] = []  # whole matrices of the largest turn
+    iterations: list[float] = []
+    for path, (sharing, shard) in shards.muon_matrices(cfg, ctx).items():
+        short, long = shards.sides(spec[path])
+        rows = sum(turns.count * turns.rows for turns in sharing.turns)
+        at_once = max(turns.matrices for turns in sharing.turns)
+        updates.append(4 * rows * math.prod(shard))
+        stacks.append(4 * at_once * short * long)
+        iterations.append(4 * at_once * (2 * short * long + 2 * short**2))  # X, the next X, X X^T and its square
+    if not updates:
         return 0
-    own = [4 * shared.matrices * shared.devices * math.prod(one) for shared, one in moved.values()]
-    stacks = [
-        4 * shared.matrices * math.prod(spec[path].shape[spec[path].batch_axes :])
-        for path, (shared, _) in moved.items()
-    ]
     sums = 4 if cfg.train.grad_accum > 1 or ctx.pipeline is not None else itemsize(cfg)
-    several = shards.device_count(ctx) > 1
-    return sums * trained + (2 * sum(own) + max(stacks) if several else sum(own) + 3 * max(stacks))
+    if shards.device_count(ctx) == 1:
+        return sums * trained + sum(updates) + 3 * max(stacks)
+    # XLA:CPU starts what it can as early as possible: the momenta of all parameters are there beside the updates.
+    copies = 2 if ctx.platform == "cpu" else 1
+    return sums * trained + max(copies * sum(updates) + max(stacks), sum(stacks) + max(iterations))
 
 
 def divisors(number: int) -> list[int]:

@@ -172,9 +172,17 @@ def _axes(i: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int
     groups = _groups(i.rest, math.prod(sizes))
     places = np.unravel_index(groups, sizes)
     axes = tuple(a for a, axis in zip(mesh, places, strict=True) if (axis[:, :1] != axis).any())
-    if math.prod(mesh[a] for a in axes) != groups.shape[1]:
-        raise ValueError(f"{i.name}: groups {groups.tolist()} do not follow the axes {axes} of the mesh {dict(mesh)}")
-    return axes, groups.shape[1]
+    # A group has all devices along these axes, or a run of neighbours (`collectives.gather_within`).
+    along = [(axis, mesh[a]) for a, axis in zip(mesh, places, strict=True) if a in axes]
+    members = groups.shape[1]
+    if along:
+        order = np.sort(np.ravel_multi_index([axis for axis, _ in along], tuple(size for _, size in along)))
+        first = order[:, :1]
+        if (first % members).any() or (order != first + np.arange(members)).any():
+            raise ValueError(
+                f"{i.name}: groups {groups.tolist()} do not follow the axes {axes} of the mesh {dict(mesh)}"
+            )
+    return axes, members
 
 
 def _groups(rest: str, devices: int) -> np.ndarray:

@@ -193,6 +193,7 @@ def check(cfg: Config, ctx: Context, state: TrainState) -> str | None:
     if low > room.bytes:
         subject = _subject(cfg, found, room)
         reason = f"{subject} needs at least {gib(low)} of memory, and {room.name} has {gib(room.bytes)}."
+        reason = f"{reason} {_largest_part(found, room)}"
         raise ConfigError(reason, advice(cfg, len(devices), found.platform, room))
     if high <= room.free:
         return None
@@ -228,7 +229,7 @@ def step_error(cfg: Config) -> ConfigError:
     low, high = (bound * room.sharing for bound in found.bounds)
     reason = (
         f"out of memory: {_subject(cfg, found, room)} needs {gib(low)} to {gib(high)} by formula, and {room.name} "
-        f"has {gib(room.free)} free."
+        f"has {gib(room.free)} free. {_largest_part(found, room)}"
     )
     return ConfigError(reason, advice(cfg, len(devices), platform, room))
 
@@ -238,10 +239,18 @@ def _subject(cfg: Config, found: Need, room: Room) -> str:
     model, data, train = cfg.model, cfg.data, cfg.train
     if found.state * room.sharing > room.bytes:
         return f"the state of model.num_layers={model.num_layers}, model.d_model={model.d_model} alone"
+    if max(found.parts, key=lambda part: found.parts[part]) == estimate.MUON_WORK:
+        return f"optim.name={cfg.optim.name} with model.num_layers={model.num_layers}, model.d_model={model.d_model}"
     return (
         f"data.batch_size={data.batch_size}, data.seq_len={data.seq_len} with train.grad_accum={train.grad_accum}, "
         f"train.remat={train.remat}"
     )
+
+
+def _largest_part(found: Need, room: Room) -> str:
+    """Returns a sentence that names the purpose which takes most of the memory, and its bytes."""
+    purpose, size = max(found.parts.items(), key=lambda part: part[1])
+    return f"The largest part by formula is {purpose}: {gib(size * room.sharing)}."
 
 
 def advice(cfg: Config, devices: int, platform: str, room: Room) -> str:

@@ -253,8 +253,7 @@ def _update(cfg: Config, ctx: Context) -> list[Op]:
 
 def _orthogonalisation(p: Param, matrices: int) -> Op:
     """Returns the five Newton-Schulz iterations of Muon in float32: X X^T, its square, and their product with X."""
-    rest = p.shape[p.batch_axes :]
-    short, long = sorted((math.prod(rest[: p.in_axes]), math.prod(rest[p.in_axes :])))
+    short, long = shards.sides(p)
     flops = matrices * 5 * (4 * short * short * long + 2 * short**3)
     size = 4 * matrices * 5 * (4 * short * long + 4 * short * short)
     return Op("orthogonalisation", "optimizer", "contraction", flops, size, dtype="float32")

@@ -15,7 +15,7 @@ from jaxstack.models.params import Param, flat_spec, pad_to_slots
 from jaxstack.moe import rounds
 from jaxstack.pipeline import Stages
 from jaxstack.sharding.rules import names_of
-from jaxstack.training import optimizer
+from jaxstack.training import whole_matrices
 
 DimAxes = list[tuple[str, ...]]
 """For each dimension of an array, the mesh axes that shard it."""
@@ -102,7 +102,14 @@ def pair_capacity(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
     return moe.num_experts * rows * per_expert
 
 
-def muon_matrices(cfg: Config, ctx: Context) -> dict[str, tuple[optimizer.Sharing, tuple[int, ...]]]:
+def sides(p: Param) -> tuple[int, int]:
+    """Returns the shorter and the longer side of a matrix of a parameter."""
+    outputs = p.batch_axes + p.in_axes
+    short, long = sorted((math.prod(p.shape[p.batch_axes : outputs]), math.prod(p.shape[outputs:])))
+    return short, long
+
+
+def muon_matrices(cfg: Config, ctx: Context) -> dict[str, tuple[whole_matrices.Sharing, tuple[int, ...]]]:
     """Returns, for each parameter that Muon updates, how devices share its matrices and the shard of one matrix.
 
     The result is empty when the optimizer is not Muon.
@@ -114,6 +121,6 @@ def muon_matrices(cfg: Config, ctx: Context) -> dict[str, tuple[optimizer.Sharin
     for path, p in flat_params(cfg, ctx).items():
         if p.is_hidden_matrix and not p.frozen:
             axes = param_axes(p, ctx)
-            shared = optimizer.sharing(p, p.shape, PartitionSpec(*(names or None for names in axes)), sizes)
+            shared = whole_matrices.sharing(p, p.shape, PartitionSpec(*(names or None for names in axes)), sizes)
             found[path] = shared, shard_shape(p, axes, sizes)[p.batch_axes :]
     return found

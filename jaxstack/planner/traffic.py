@@ -62,14 +62,24 @@ class _Traffic:
         }
 
     def add(
-        self, kind: str, axes: tuple[str, ...], shape: tuple[int, ...], times: int, where: str, dtype: str = ""
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        shape: tuple[int, ...],
+        times: int,
+        where: str,
+        dtype: str = "",
+        devices: int = 0,
     ) -> None:
-        """Adds a collective over those axes that have several devices, by default in the compute dtype."""
+        """Adds a collective over those axes that have several devices, by default in the compute dtype.
+
+        It has all devices along these axes unless `devices` says how many.
+        """
         dtype = dtype or self.dtype
         axes = tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
         if axes and times:
             size = math.prod(shape) * (2 if dtype == "bf16" else 4)
-            devices = math.prod(self.sizes[a] for a in axes)
+            devices = devices or math.prod(self.sizes[a] for a in axes)
             if kind == "reduce-scatter" and self.replaced(axes):
                 kind = "all-reduce"
             self.collectives.append(Collective(kind, axes, devices, dtype, shape, size, times, where))
@@ -293,10 +303,18 @@ def _uses_in_units(t: _Traffic, p: Param) -> tuple[int, int]:
 
 
 def _muon_traffic(t: _Traffic) -> None:
-    """Adds the matrices that Muon exchanges, so that each device orthogonalises some whole ones in float32."""
-    for path, (shared, one) in shards.muon_matrices(t.cfg, t.ctx).items():
-        padded = shared.matrices * shared.devices
-        own = padded // math.prod(t.sizes[a] for a in shared.replicas)
-        for _, axes in shared.exchanged:
-            t.add("all-to-all", axes, (own, *one), 2, f"Muon, {path}", "f32")
-        t.add("all-gather", shared.replicas, (padded, *one), 1, f"Muon, {path}", "f32")
+    """Adds the matrices that Muon exchanges in float32, see `training.whole_matrices`."""
+    for path, (sharing, shard) in shards.muon_matrices(t.cfg, t.ctx).items():
+        where = f"Muon, {path}"
+        for turns in sharing.turns:
+            if turns.gathers:
+                whole = [turns.rows, *shard]
+                for dim, axes in sharing.split:
+                    whole[dim] *= math.prod(t.sizes[a] for a in axes)
+                    t.add("all-gather", axes, tuple(whole), turns.count, where, "f32")
+                continue
+            exchanged = (sharing.splits * turns.matrices, *shard)
+            for _, axes in sharing.split:
+                t.add("all-to-all", axes, exchanged, 2 * turns.count, where, "f32")
+            gathered = (turns.rows, *shard)
+            t.add("all-gather", turns.axes, gathered, turns.count, where, "f32", turns.replicas)

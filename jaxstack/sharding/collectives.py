@@ -22,6 +22,18 @@ def gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
+def gather_within(x: jax.Array, axes: Axes, members: int, dim: int) -> jax.Array:
+    """Returns the shards of `members` neighbours along `axes`, concatenated along `dim`.
+
+    The devices along `axes` form groups of neighbours, each of which gathers for itself.
+    """
+    devices = count(axes)
+    if members == devices:
+        return gather(x, axes, dim)
+    groups = [list(range(first, first + members)) for first in range(0, devices, members)]
+    return lax.all_gather(x, axes, axis=dim, tiled=True, axis_index_groups=groups)
+
+
 def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Returns this device's shard along `dim` of the sum over `axes`. Its gradient is `gather`."""
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x

@@ -5,22 +5,21 @@ of an array count its matrices, and on how it is sharded.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 from optax.contrib import MuonState, scale_by_muon
 
 from jaxstack.common.tree import PyTree
 from jaxstack.config import OptimConfig
 from jaxstack.models.params import Param, Spec, flat_spec, map_spec
-from jaxstack.sharding import collectives
-from jaxstack.sharding.rules import names_of
+from jaxstack.training import whole_matrices
 
 
 def _last_peak_step(cfg: OptimConfig, steps: int) -> int:
@@ -137,8 +136,6 @@ def updates_are_bounded(cfg: OptimConfig, steps: int) -> bool:
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration x, x x^T x, (x x^T)^2 x (Jordan et al. 2024)."""
 NEWTON_SCHULZ_STEPS = 5
-ELEMENTS_AT_ONCE = 2**24
-"""Matrices of up to this many elements in total are iterated together; larger ones follow one after the other."""
 
 
 def newton_schulz(x: jax.Array) -> jax.Array:
@@ -160,77 +157,27 @@ def newton_schulz(x: jax.Array) -> jax.Array:
     return x.mT if tall else x
 
 
-class Sharing(NamedTuple):
-    """How the devices of a mesh divide the matrices of a parameter among them.
-
-    Attributes:
-      exchanged: for an array [N, in, out], each dimension that is sharded and the mesh axes that it is sharded over.
-        Their devices exchange shards of many matrices for a few complete ones.
-      replicas: mesh axes over which the array is replicated; each device takes some of the matrices.
-      devices: number of devices that divide the matrices of a device's layers and experts.
-      matrices: largest number of matrices of a device; where the count does not divide, some devices take fewer.
-    """
-
-    exchanged: list[tuple[int, tuple[str, ...]]]
-    replicas: tuple[str, ...]
-    devices: int
-    matrices: int
-
-
-def sharing(p: Param, shape: Sequence[int], split: PartitionSpec | None, sizes: Mapping[str, int]) -> Sharing:
-    """Returns how devices divide the matrices of a parameter.
-
-    Args:
-      p: the parameter's declaration.
-      shape: of the array, which may have padding for the stages of a pipeline.
-      split: how it is sharded. `None` means not at all.
-      sizes: axes of the mesh.
-    """
-    entries = [*map(names_of, split or ()), *[()] * len(shape)][: len(shape)]
-    axes = [tuple(axis for axis in entry if sizes[axis] > 1) for entry in entries]
-    used = {axis for entry in axes for axis in entry}
-    lead = p.batch_axes
-    exchanged = [(dim - lead + 1, entry) for dim, entry in enumerate(axes) if dim >= lead and entry]
-    replicas = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in used)
-    devices = prod(sizes[axis] for axis in (*replicas, *(axis for _, entry in exchanged for axis in entry)))
-    held = prod(shape[:lead]) // prod(sizes[axis] for entry in axes[:lead] for axis in entry)
-    return Sharing(exchanged, replicas, devices, -(-held // devices))
-
-
 def orthogonalized(p: Param, x: jax.Array, sharding: NamedSharding | None = None) -> jax.Array:
     """Applies `newton_schulz` to every matrix of a parameter, and scales the result to the size of AdamW's update.
-
-    An iteration needs complete matrices, but a device has a shard of every matrix of its layers and experts. Devices
-    exchange shards (all-to-all) so that each has a few complete matrices, and exchange the results back. If the count
-    does not divide, it is padded with zeros.
 
     Args:
       p: the parameter's declaration.
       x: its momentum, sharded like the parameter.
       sharding: how it is sharded. `None` means one device.
     """
-    lead, outputs = p.batch_axes, p.batch_axes + p.in_axes
-    height, width = prod(p.shape[lead:outputs]), prod(p.shape[outputs:])
+    lead = p.batch_axes
+    outputs = lead + p.in_axes
+    height = prod(p.shape[lead:outputs])
+    width = prod(p.shape[outputs:])
     sizes = {} if sharding is None else sharding.mesh.shape
-    shared = sharing(p, x.shape, None if sharding is None else sharding.spec, sizes)
+    how = whole_matrices.sharing(p, x.shape, None if sharding is None else sharding.spec, sizes)
+
+    def scaled(matrices: jax.Array) -> jax.Array:
+        return 0.2 * max(height, width) ** 0.5 * newton_schulz(matrices)
 
     def local(x: jax.Array) -> jax.Array:
         stack = x.reshape(-1, *x.shape[lead:])
-        padding = shared.devices * shared.matrices - len(stack)
-        y = jnp.pad(stack, [(0, padding), *[(0, 0)] * (stack.ndim - 1)])
-        y = collectives.local_slice(y, shared.replicas, 0)
-        for dim, axes in shared.exchanged:
-            y = jax.lax.all_to_all(y, axes, 0, dim, tiled=True)
-        matrices = y.reshape(shared.matrices, height, width)
-        at_once = max(ELEMENTS_AT_ONCE // (height * width), 1)
-        if at_once < shared.matrices:
-            matrices = jax.lax.map(lambda one: newton_schulz(one[None])[0], matrices, batch_size=at_once)
-        else:
-            matrices = newton_schulz(matrices)
-        y = 0.2 * max(height, width) ** 0.5 * matrices.reshape(y.shape)
-        for dim, axes in reversed(shared.exchanged):
-            y = jax.lax.all_to_all(y, axes, dim, 0, tiled=True)
-        return collectives.gather(y, shared.replicas, 0)[: len(stack)].reshape(x.shape)
+        return whole_matrices.map_matrices(scaled, stack, how, (height, width)).reshape(x.shape)
 
     if sharding is None or sharding.mesh.size == 1:
         return local(x)

@@ -90,3 +90,10 @@ mistakes(
     ("cfg.lr * cfg.weight_decay <= 1", "cfg.lr * cfg.weight_decay >= 0"),
     ("steps * cfg.lr * direction <= 1e36", "steps * cfg.lr <= 1e36"),
 )  # fmt: skip
+
+mistakes(
+    "optim", "training/whole_matrices.py", "training/test_whole_matrices.py",
+    ("gathers = rest * (1 - 1 / splits) < exchange", "gathers = False"),
+    ("if size % part == 0)", "if size >= part)"),
+    ("Turns(count, splits * replicas * matrices, matrices", "Turns(count, replicas * matrices, matrices"),
+)  # fmt: skip

@@ -24,7 +24,9 @@ from jaxstack.config import (
     ModelConfig,
     MoEConfig,
     TrainConfig,
+    resolve,
 )
+from jaxstack.config.parse import parse_config
 from jaxstack.models.context import Context
 from jaxstack.moe.placement import Placement
 from jaxstack.planner import aot, estimate, generation_memory, memory
@@ -280,3 +282,32 @@ def test_divisors_of_an_absurd_batch_come_at_once():
     """The advice tries the divisors of the batch; counting up to it would take minutes."""
     assert estimate.divisors(2**31 - 1) == [1, 2**31 - 1]
     assert estimate.divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+
+
+def work_of(words: str, devices: int, optimizer: str) -> float:
+    """The bytes of temporary arrays on one of as many GPUs."""
+    cfg = parse_config([*words.split(), f"--optim.name={optimizer}", f"--data.batch_size={devices}"])
+    parts = memory.need(resolve(cfg, devices), devices, "gpu").parts
+    return sum(parts.get(purpose, 0) for purpose in (estimate.WORK, estimate.MUON_WORK))
+
+
+@pytest.mark.parametrize("words", ["--config=llama3_8b --mesh.fsdp=8", "--config=quickstart"])
+def test_work_of_muon_never_grows_with_the_devices(words):
+    """It is at most 1.3 times the work of AdamW; on 256 devices it was 6.5 and 300 times as much."""
+    for devices in (64, 256, 4096):
+        adamw, muon = (work_of(words, devices, name) for name in ("adamw", "muon"))
+        assert muon <= 1.3 * adamw, devices
+
+
+def test_a_refusal_names_the_largest_part(monkeypatch):
+    """The batch is not blamed for the update of Muon, whose matrices are large beside few tokens."""
+    flags = "--config=qwen3_0.6b --optim.name=muon --data.seq_len=16 --data.batch_size=2 --mesh.data=2"
+    cfg = resolve(parse_config(flags.split()), 2)
+    ctx = Context.create(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
+    found = memory.need(cfg, 2, "cpu")
+    size = found.parts[estimate.MUON_WORK]
+    assert size == max(found.parts.values())
+    monkeypatch.setattr(memory, "room_of", lambda devices: room(0.99 * found.bounds[0] / GIB))
+    with pytest.raises(ConfigError, match=r"optim.name=muon with .* needs at least") as error:
+        memory.check(cfg, ctx, abstract_state(cfg, ctx))
+    assert f"The largest part by formula is {estimate.MUON_WORK}: {memory.gib(size)}." in str(error.value)
