@@ -5,7 +5,6 @@ of an array count its matrices, and on how it is sharded.
 """
 
 import math
-from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
