@@ -55,7 +55,7 @@ def check_update(
 ) -> jax.Array:
     """Returns whether a step is good and its update leaves parameters and optimizer state finite.
 
-    Where the settings exclude another update (`optimizer.updates_are_bounded`), this is no operation. Otherwise it
+    Where the settings exclude another update (`optimizer.updates_are_bounded`), nothing is computed. Otherwise it
     computes the update without storing it, and reads parameters, state and gradients once more than the step does.
     """
     if optim.updates_are_bounded(cfg.optim, cfg.train.steps):
