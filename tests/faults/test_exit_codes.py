@@ -1,6 +1,6 @@
 """The exit codes of all ranks of a run, fault by fault: a script sees the cause whichever rank it looks at.
 
-`python tests/faults/ranks.py` runs each fault twenty times; `benchmarks/results/exit_codes.json` has its result.
+`python tests/faults/ranks.py` runs each fault many times; `benchmarks/results/exit_codes.json` has its result.
 """
 
 import json
