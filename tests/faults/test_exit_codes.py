@@ -1,6 +1,6 @@
 """The exit codes of all ranks of a run, fault by fault: a script sees the cause whichever rank it looks at.
 
-`python tests/faults/ranks.py` runs each fault twenty times; `benchmarks/results/exit_codes.json` has its result.
+`python tests/faults/ranks.py` runs each fault many times; `benchmarks/results/exit_codes.json` has its result.
 """
 
 import json
@@ -39,4 +39,4 @@ def test_every_fault_ended_as_expected_each_time():
     assert result.keys() == codes.keys()
     for name, expected in codes.items():
         assert [*result[name]] == [expected]
-        assert result[name][expected] >= 3
+        assert result[name][expected] >= 2
