@@ -1,8 +1,8 @@
 """Compares the memory of Muon with the memory of AdamW on 8 to 4,096 H100: `python benchmarks/muon_devices.py`
 
 XLA compiles the update of Llama 3 8B ahead of time for 8, 64 and 256 devices; nothing runs. It needs `jax[cuda13]`.
-`--steps 8 64 256` also compiles whole steps for these devices, with a loop over the layers. The formula goes on to
-4,096 devices alone. Writes results/muon_devices.json and prints the table of docs/parallelism/fsdp.md.
+`--steps 8 64 256` also compiles whole steps for these devices, with a loop over the layers. The formula alone covers up
+to 4,096 devices. Writes results/muon_devices.json and prints the table of docs/parallelism/fsdp.md.
 """
 
 import argparse
