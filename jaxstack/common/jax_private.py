@@ -5,7 +5,7 @@ Each name is read when its feature is used. tests/test_dependencies.py compares 
 
 import importlib
 from importlib.metadata import version
-from typing import Any
+from types import ModuleType
 
 from jaxstack.common.errors import ConfigError
 
@@ -29,7 +29,7 @@ FEATURES = {
 """What needs each private name of JAX, by the module below `jax._src` and the name."""
 
 
-def private_module(name: str) -> Any:
+def private_module(name: str) -> ModuleType:
     """Returns a module below `jax._src` in which every name of `FEATURES` exists.
 
     Raises:
@@ -40,7 +40,7 @@ def private_module(name: str) -> Any:
     try:
         module = importlib.import_module(f"jax._src.{name}")
     except ImportError:
-        module = None
+        module = ModuleType(name)  # without any name: the error below
     for attribute in names:
         if not hasattr(module, attribute):
             raise ConfigError(
