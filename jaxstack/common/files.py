@@ -8,13 +8,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import BinaryIO
 
 from jaxstack.common import inputs
 from jaxstack.common.errors import ConfigError
-
-Json: TypeAlias = Any
-"""A value of JSON, before anybody has checked its form."""
+from jaxstack.common.inputs import Json
 
 _SCRATCH: set[Path] = set()
 

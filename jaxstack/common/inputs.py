@@ -11,11 +11,14 @@ import stat
 import zipfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxstack.common import host_memory
+
+Json: TypeAlias = Any
+"""A value of JSON, before anybody has checked its form."""
 
 MOST_BYTES = 256 << 20
 """Largest file that is read at once. The largest tokenizer.json of a known model has 35 MB."""
@@ -28,7 +31,7 @@ MOST_DIGITS = 100
 
 _EXPANSION = 100
 _EXPANDED_BYTES = 64 << 20
-"""An archive may have this many bytes, and else so many times its own size. Pictures shrink to a tenth at best."""
+"""An archive may expand to this many bytes, or to `_EXPANSION` times its size. Pictures shrink to a tenth at best."""
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
@@ -68,12 +71,12 @@ def decode(content: bytes) -> str:
         raise ValueError(f"it is not UTF-8 text (byte {error.start:,})") from None
 
 
-def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+def read_json(path: Path, most: int = MOST_BYTES) -> Json:
     """Returns the value of a JSON file. Raises what `read_bytes` and `parse_json` raise."""
     return parse_json(read_bytes(path, most))
 
 
-def parse_json(content: str | bytes) -> Any:
+def parse_json(content: str | bytes) -> Json:
     """Returns the value of JSON.
 
     Raises:
