@@ -182,7 +182,7 @@ def test_bad_starts(file):
 
 def test_header_that_is_not_json(file):
     file.with_suffix(".json").write_text("{")
-    with pytest.raises(ConfigError, match="is not a header of a token file"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         read_header(file)
 
 

@@ -132,7 +132,7 @@ def test_the_load_counts_what_the_uncached_forward_counts(name, mesh, tokens):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--placement=nowhere.json"], "nowhere.json cannot be read: No such file"),
+        (["--placement=nowhere.json"], "nowhere.json cannot be read (No such file"),
         (["--placement=FILE"], "has devices=2, but mesh.expert=1. Use --mesh.expert=2"),
         (["--placement=FILE", "--mesh.expert=4", "--mesh.data=1"], "has devices=2, but mesh.expert=4"),
         (["--expert_load=load.txt"], "--expert_load=load.txt does not end in .json"),

@@ -418,3 +418,19 @@ def test_transformers_rounds_the_same_inputs(library, tmp_path, rng, name, monke
         )
         apart = np.linalg.norm(theirs(torch.tensor(tokens)).logits.numpy() - ours)
     assert apart < 0.1 * np.linalg.norm(ours - plain)
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (4, 6), (2, 4, 6)], ids=str)
+def test_fp8_tensors_of_any_rank_are_read(shape, rng, tmp_path):
+    """Biases and norms of some folders are float8 too. The file is written by the definition of its format."""
+    values = np.asarray(rng.integers(0, 0x7F, shape), np.uint8)  # all are finite
+    header = json.dumps({"x": {"dtype": "F8_E4M3", "shape": shape, "data_offsets": [0, values.nbytes]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + values.tobytes())
+    with tensor_files.TensorFiles(tmp_path) as opened:
+        whole = opened.read("x", (slice(None),) * len(shape))
+        np.testing.assert_array_equal(whole.view(np.uint8), values)
+        if shape:
+            part = opened.read("x", (slice(1, None), *[slice(0, 3)] * (len(shape) - 1)))
+            np.testing.assert_array_equal(
+                part.view(np.uint8), values[(slice(1, None), *[slice(0, 3)] * (len(shape) - 1))]
+            )

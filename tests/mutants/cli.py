@@ -72,7 +72,7 @@ mistakes(
 
 mistakes(
     "cli", "cli/parser.py", "config/test_config.py cli/test_package.py -k 'flag or help or config or mistake or resolved'",
-    ('return Exit.USER_ERROR, f"error: {error}"', 'return Exit.INTERRUPTED, f"error: {error}"'),
+    ('return code, f"error: {error}"', 'return Exit.INTERRUPTED, f"error: {error}"'),
 )  # fmt: skip
 
 mistakes(

@@ -221,7 +221,7 @@ def test_costs_that_do_not_fit_are_refused_in_one_line(layers, change, says, tmp
     ("partition", "says"),
     [
         ("auto", "pipeline.partition=auto is measured by train.py"),
-        ("evne", "evne cannot be read: .*; name a file of Costs.save"),
+        ("evne", "evne cannot be read .*name a file of Costs.save"),
     ],
 )
 def test_a_partition_that_cannot_be_had_here_is_refused_in_one_line(partition, says):
