@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from jaxstack.common.errors import shortened
 from jaxstack.config import ConfigError
 
 
@@ -36,7 +37,7 @@ class Keys:
 
     def error(self, key: str, value: Any, fix: str) -> ConfigError:
         """Returns the error for an unsupported value."""
-        return ConfigError(f"{self.where}: {key}={json.dumps(value)} is not supported. {fix}.")
+        return ConfigError(f"{self.where}: {key}={shortened(json.dumps(value))} is not supported. {fix}.")
 
     def require_empty(self) -> None:
         """Checks that every key was taken."""
