@@ -3,8 +3,8 @@
     python benchmarks/fuzz.py --tries=100000
 
 A failure is another exception than a reader promises, or a try beyond the limits of memory and time, which
-`tests/fuzz/fuzz_child.py` has. The run goes on after a failure, and lists each kind once, with an input that shows it.
-It takes hours of one core: start it with `nice`. With `--minutes`, it stops earlier and says how many tries it made.
+`tests/fuzz/fuzz_child.py` has. The run continues after a failure, and lists each kind once, with an input.
+It takes half an hour of one core: start it with `nice`. With `--minutes`, it stops earlier; the result has its tries.
 """
 
 import argparse

@@ -6,6 +6,7 @@ caller catches both, names the key, and says what to do.
 """
 
 import json
+import math
 import os
 import stat
 import zipfile
@@ -31,7 +32,7 @@ MOST_DIGITS = 100
 
 _EXPANSION = 100
 _EXPANDED_BYTES = 64 << 20
-"""An archive may have this many bytes, and else so many times its own size. Pictures shrink to a tenth at best."""
+"""An archive may expand to this many bytes, or to `_EXPANSION` times its size. Pictures shrink to a tenth at best."""
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
@@ -122,6 +123,17 @@ def _is_deeper(value: object, levels: int) -> bool:
     return True
 
 
+def _check_array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+    """Refuses an array that declares more bytes than it has, for which NumPy would make room before it reads."""
+    with archive.open(info) as file:
+        version = np.lib.format.read_magic(file)
+        older = version == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if older else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+    if math.prod(shape) * dtype.itemsize > info.file_size:
+        raise ValueError(f"{info.filename} declares the shape {shape}, but has {info.file_size:,} bytes")
+
+
 def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """Returns arrays of an .npz file, never unpickled.
 
@@ -137,7 +149,10 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
         raise ValueError("it is not a regular file")
     try:
         with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info.file_size for info in archive.infolist()}
+            infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            members = {name: info.file_size for name, info in infos.items()}
+            for name in members if names is None else members.keys() & {*names}:
+                _check_array(archive, infos[name])
         wanted = [*members] if names is None else [*names]
         if absent := [name for name in wanted if name not in members]:
             raise ValueError(f"it has no array {absent[0]}")

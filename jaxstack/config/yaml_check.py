@@ -95,7 +95,7 @@ def _check_digits(event: yaml.ScalarEvent) -> None:
         raise LimitError(f"the integer {value[:12]}... has {len(value):,} digits, and {inputs.MOST_DIGITS} are allowed")
 
 
-def load(text: str) -> Any:
+def load(text: str) -> inputs.Json:
     """Returns the value of YAML as the parser of the command line reads it.
 
     Raises:

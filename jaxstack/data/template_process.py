@@ -13,8 +13,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jinja2
 
 SECONDS = 10
 """CPU time that the texts of one conversation may take. They usually take less than a millisecond."""
@@ -47,7 +50,7 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._starter = 0
 
-    def run(self, source: str, calls: Sequence[dict[str, Any]]) -> list[str]:
+    def run(self, source: str, calls: Sequence[Mapping[str, object]]) -> list[str]:
         """Returns the texts of a template.
 
         Args:
@@ -100,7 +103,7 @@ class TemplateProcess:
 _TIMER = getattr(signal, "SIGPROF", 0)
 
 
-def compile_template(source: str) -> Any:
+def compile_template(source: str) -> "jinja2.Template":
     """Returns a template of jinja2 in a sandbox, with the filters and functions that chat templates use."""
     import jinja2
     from jinja2 import ext, nodes, sandbox

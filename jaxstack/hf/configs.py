@@ -155,6 +155,8 @@ def _labels(keys: Keys, family: Family) -> JsonObject:
     """
     classes, names = keys.take("architectures", None) or [], keys.take("id2label", None)
     kind, pooling = keys.take("problem_type", None), keys.take("classifier_pooling", "cls")
+    if not isinstance(classes, list):
+        raise keys.error("architectures", classes, "Give a list of names")
     each = next((each for each, name in family.classifiers.items() if name in classes), None)
     if each is None:
         return {"sentences": SentencesConfig(("next",))} if family.pairs in classes else {}

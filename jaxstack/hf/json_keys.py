@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from jaxstack.common.errors import shortened
 from jaxstack.config import ConfigError
 
 
@@ -54,7 +55,7 @@ class Keys:
 
     def error(self, key: str, value: Any, fix: str) -> ConfigError:
         """Returns the error for an unsupported value."""
-        return ConfigError(f"{self.where}: {key}={json.dumps(value)} is not supported. {fix}.")
+        return ConfigError(f"{self.where}: {key}={shortened(json.dumps(value))} is not supported. {fix}.")
 
     def take_empty(self) -> dict[str, object]:
         """Takes the keys whose values are null, false or empty: whatever such a key names, the file does not use it."""

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxstack.common import inputs
+from jaxstack.common.errors import shortened
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig
 from jaxstack.hf import safetensors, weights
@@ -166,8 +167,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         allowed = _ALLOWED.get(key, () if key in _WITHOUT_EFFECT else (None, False, "", [], {}))
         if allowed and not any(value == one and type(value) is type(one) for one in allowed):
             raise ConfigError(
-                f"{path}: {key}={json.dumps(value)} is not supported; adapters here are plain LoRA. Merge them with "
-                f"PEFT's merge_and_unload, and import the model."
+                f"{path}: {key}={shortened(json.dumps(value))} is not supported; adapters here are plain LoRA. Merge "
+                f"them with PEFT's merge_and_unload, and import the model."
             )
     return config
 

@@ -143,7 +143,7 @@ def read(path: Path, num_layers: int, num_experts: int) -> Placement:
         *sizes, lists = (given[key] for key in ("experts", "devices", "slots", "layers"))
         found, devices, slots = map(int, sizes)
         layers = [[[int(expert) for expert in device] for device in layer] for layer in lists]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(
             f"{path} is not a placement: it needs experts, devices, slots and layers, lists of experts. {advice}"
         ) from None
@@ -200,7 +200,7 @@ def read_load(path: Path) -> np.ndarray:
     try:
         load = np.asarray(given["tokens"], np.float64)
         fits = load.ndim == 2 and load.size and load.shape[1] == given["experts"] and (load >= 0).all()
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
         raise ConfigError(f"{path} does not have the tokens of each expert in each layer. {advice}")

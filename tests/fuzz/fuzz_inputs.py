@@ -230,7 +230,10 @@ _TRANSLATIONS = st.one_of(
 
 _HEADER = {
     "version": 1, "dtype": "uint16", "count": 21, "documents": 2, "vocab_size": 256, "bytes": 19,
-    "tokenizer": {"kind": "bytes"}, "sha256": {"bin": "0", "starts": "0"},
+    "tokenizer": {"kind": "bytes"}, "sha256": {
+        "bin": "e1ac3bd77971050fc4a9af430a0dec498cce2127d8825d4fd08ca9768873e157",
+        "starts": "4bbc7c57ef0fbb75b6982299e818e59bb4f8ee380752ec3cda9d31aaa597a35a",
+    },
 }  # fmt: skip
 
 

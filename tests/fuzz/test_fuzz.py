@@ -25,7 +25,7 @@ def room():
 
 
 def tries(count):
-    """Settings for so many tries, the same in every run: nothing is remembered, and nothing is drawn by chance."""
+    """Settings for a number of tries, the same in every run: nothing is remembered, and nothing is drawn by chance."""
     return settings(
         max_examples=count,
         derandomize=True,

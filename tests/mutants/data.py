@@ -210,6 +210,26 @@ mistakes(
 )
 
 mistakes(
+    "limits", "common/inputs.py", "fuzz/test_limits.py",
+    ("if _is_deeper(value, MOST_DEPTH):", "if _is_deeper(value, 10 * MOST_DEPTH):"),
+    ("json.loads(text, parse_int=parse_integer)", "json.loads(text)"),
+    ("if expanded > max(_EXPANDED_BYTES, _EXPANSION * packed):", "if expanded > 1 << 62:"),
+    ('getattr(os, "O_NONBLOCK", 0)', "0"),
+)  # fmt: skip
+
+mistakes(
+    "limits", "config/yaml_check.py", "fuzz/test_limits.py",
+    ("raise LimitError(f\"the alias {anchor} contains itself\")", "known = 0, 0"),
+    ("anchors[anchor] = values, levels", "anchors[anchor] = 1, levels"),
+)  # fmt: skip
+
+mistakes(
+    "limits", "data/template_process.py", "fuzz/test_limits.py",
+    ("signal.setitimer(signal.ITIMER_PROF, seconds)", "signal.setitimer(signal.ITIMER_PROF, 1e6)"),
+    ("resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))", "pass"),
+)  # fmt: skip
+
+mistakes(
     "tokenizers",
     "data/tokenizers.py",
     "data/test_data.py data/test_chat.py",

@@ -3,6 +3,20 @@
 from mutants.rows import mistakes
 
 mistakes(
+    "runs",
+    "checkpoint/manifest.py",
+    "fuzz/test_power_loss.py",
+    ("    for folder in {parent for name in names for parent in Path(name).parents}:\n", "    for folder in ():\n"),
+)
+
+mistakes(
+    "runs",
+    "checkpoint/store.py",
+    "fuzz/test_power_loss.py",
+    ("for folder in (self._directory.parent, self._directory.parent.parent):", "for folder in ():"),
+)
+
+mistakes(
     "supervise", "cli/supervise.py", "checkpoint/test_reliability.py -k 'left or supervisor or waits'",
     ("mesh.fsdp % fsdp == 0 and batch %", "batch %"),
     ("_, fsdp, data = max(choices)", "_, data, fsdp = max(choices)"),
