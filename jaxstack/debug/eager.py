@@ -100,11 +100,11 @@ def keep_programs() -> Iterator[None]:
         function = create(*arguments, **named)
         return _kept.setdefault(function, function)
 
-    shard_map.HashablePartial = kept
+    vars(shard_map)["HashablePartial"] = kept
     try:
         yield
     finally:
-        shard_map.HashablePartial = create
+        vars(shard_map)["HashablePartial"] = create
 
 
 @contextmanager

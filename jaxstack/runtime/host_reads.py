@@ -50,7 +50,7 @@ class HostReads:
 
     def __enter__(self) -> "HostReads":
         for operation in self._callbacks:
-            operation.bind = _refuse(operation.name)  # type: ignore[method-assign]
+            operation.bind = _refuse(operation.name)
         return self
 
     def __exit__(self, *_: object) -> None:
