@@ -384,7 +384,7 @@ def _muon_bytes(cfg: Config, ctx: Context, trained: int) -> float:
     iterations: list[float] = []
     for path, (sharing, shard) in shards.muon_matrices(cfg, ctx).items():
         short, long = shards.sides(spec[path])
-        rows = sum(turns.count * turns.rows for turns in sharing.turns)
+        rows = sum(turns.repeats * turns.rows for turns in sharing.turns)
         at_once = max(turns.matrices for turns in sharing.turns)
         updates.append(4 * rows * math.prod(shard))
         stacks.append(4 * at_once * short * long)

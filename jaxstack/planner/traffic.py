@@ -311,10 +311,10 @@ def _muon_traffic(t: _Traffic) -> None:
                 whole = [turns.rows, *shard]
                 for dim, axes in sharing.split:
                     whole[dim] *= math.prod(t.sizes[a] for a in axes)
-                    t.add("all-gather", axes, tuple(whole), turns.count, where, "f32")
+                    t.add("all-gather", axes, tuple(whole), turns.repeats, where, "f32")
                 continue
             exchanged = (sharing.splits * turns.matrices, *shard)
             for _, axes in sharing.split:
-                t.add("all-to-all", axes, exchanged, 2 * turns.count, where, "f32")
+                t.add("all-to-all", axes, exchanged, 2 * turns.repeats, where, "f32")
             gathered = (turns.rows, *shard)
-            t.add("all-gather", turns.axes, gathered, turns.count, where, "f32", turns.replicas)
+            t.add("all-gather", turns.axes, gathered, turns.repeats, where, "f32", turns.replicas)

@@ -30,7 +30,7 @@ class Turns(NamedTuple):
     """Equal turns, one after another.
 
     Attributes:
-      count: number of turns.
+      repeats: number of turns.
       rows: matrices of the stack that a turn reads and writes on all devices together.
       matrices: whole matrices that a device computes with in a turn.
       gathers: whether each device gathers the whole matrix, and keeps its shard of the result. Otherwise devices
@@ -39,7 +39,7 @@ class Turns(NamedTuple):
       replicas: number of these replicas; it may be a part of the first axis.
     """
 
-    count: int
+    repeats: int
     rows: int
     matrices: int
     gathers: bool = False
@@ -63,7 +63,7 @@ class Sharing(NamedTuple):
     @property
     def matrices(self) -> int:
         """Number of whole matrices that a device computes with in a step, one after another or together."""
-        return sum(turns.count * turns.matrices for turns in self.turns)
+        return sum(turns.repeats * turns.matrices for turns in self.turns)
 
 
 def sharing(p: Param, shape: Sequence[int], split: PartitionSpec | None, sizes: Mapping[str, int]) -> Sharing:
@@ -109,7 +109,7 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[tuple[tuple[str, ...], int]]:
     yield (), 1
     axes: tuple[str, ...] = ()
     members = 1
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed(list(sizes.items())):
         if size == 1:
             continue
         axes = (axis, *axes)
@@ -134,8 +134,8 @@ def map_matrices(f: Callable[[jax.Array], jax.Array], x: jax.Array, how: Sharing
             rows = lax.dynamic_slice_in_dim(x, at, turns.rows)
             return lax.dynamic_update_slice_in_dim(x, _turn(f, rows, how, turns, matrix), at, 0)
 
-        x = turn(0, x) if turns.count == 1 else lax.fori_loop(0, turns.count, turn, x)
-        start += turns.count * turns.rows
+        x = turn(0, x) if turns.repeats == 1 else lax.fori_loop(0, turns.repeats, turn, x)
+        start += turns.repeats * turns.rows
     return x
 
 

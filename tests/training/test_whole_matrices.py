@@ -32,11 +32,11 @@ def sent(how: whole_matrices.Sharing, mesh: dict[str, int]) -> float:
     sizes = [math.prod(mesh[axis] for axis in axes) for _, axes in how.split]
     for turns in how.turns:
         if turns.gathers:
-            total += turns.count * turns.rows * (1 - 1 / math.prod(sizes))
+            total += turns.repeats * turns.rows * (1 - 1 / math.prod(sizes))
             continue
         exchanged = turns.matrices  # a shard of splits x matrices rows has as many elements
-        total += turns.count * 2 * sum(1 - 1 / n for n in sizes) * exchanged
-        total += turns.count * (1 - 1 / turns.replicas) * turns.rows / math.prod(sizes)
+        total += turns.repeats * 2 * sum(1 - 1 / n for n in sizes) * exchanged
+        total += turns.repeats * (1 - 1 / turns.replicas) * turns.rows / math.prod(sizes)
     return total
 
 
@@ -51,7 +51,7 @@ def test_turns_cover_the_stack_and_send_no_more_than_a_gather(rng):
         mesh = mesh_of(data=data, fsdp=fsdp, context=context, tensor=tensor)
         how = divide(count, mesh)
         case = f"{count} matrices on {mesh}: {how}"
-        assert sum(turns.count * turns.rows for turns in how.turns) == count, case
+        assert sum(turns.repeats * turns.rows for turns in how.turns) == count, case
         for turns in how.turns:
             workers = how.splits * turns.replicas * turns.matrices
             # Padding only where the devices of one replica outnumber the matrices.
