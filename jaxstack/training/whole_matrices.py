@@ -109,7 +109,7 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[tuple[tuple[str, ...], int]]:
     yield (), 1
     axes: tuple[str, ...] = ()
     members = 1
-    for axis, size in reversed([*sizes.items()]):
+    for axis, size in reversed(list(sizes.items())):
         if size == 1:
             continue
         axes = (axis, *axes)

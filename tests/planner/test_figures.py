@@ -76,7 +76,7 @@ MESHES = {
     "dropped": (4, "gpu", "--config=mixtral_8x7b --mesh.expert=4 --model.moe.capacity_factor=1.25 --data.batch_size=8"),
     "stages": (4, "gpu", "--config=gpt2 --mesh.pipe=2 --mesh.fsdp=2 --mesh.data=1 --pipeline.schedule=zb1"),
     "muon": (4, "gpu", "--config=qwen3_0.6b --optim.name=muon --mesh.fsdp=4 --data.batch_size=8"),
-    "muon, few tokens": (8, "gpu", "--config=qwen3_0.6b --optim.name=muon --data.seq_len=64 --data.batch_size=8"),
+    "muon, few tokens": (2, "gpu", "--config=qwen3_0.6b --optim.name=muon --mesh.data=2 --data.seq_len=64"),
 }
 
 
