@@ -61,7 +61,7 @@ def test_the_floors_of_two_extras_agree():
         ("starlette", "0.41.0", "1.3.1"),
         ("Jinja2", "3.1.10", None),  # versions, not texts
         ("pillow", "12.3.0", None),
-        ("nobody-knows-it", "0.1", None),
+        ("no-such-package", "0.1", None),
     ],
 )
 def test_a_version_is_compared_with_the_repaired_one(name, version, repaired):

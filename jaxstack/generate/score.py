@@ -207,14 +207,14 @@ class Scorer:
         ids = collectives.index(axes) * V + jnp.arange(V)
 
         def one_chunk(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-            nll, logits, total, _ = negative_log_likelihood(options, x, head, targets)
+            nll, logits, lse, _ = negative_log_likelihood(options, x, head, targets)
             shown = jnp.where(ids < vocabulary, logits, -jnp.inf)
             values, places = jax.lax.top_k(shown, min(alternatives, V))
             values = collectives.all_gather_invariant(values, axes, 2)
             likeliest = collectives.all_gather_invariant(ids[places], axes, 2)
             values, places = jax.lax.top_k(values, alternatives)
             likeliest = jnp.take_along_axis(likeliest, places, 2)
-            log_probs = values - total[..., None]
+            log_probs = lse.log_probs(values)
             return jnp.float32(0), jnp.concatenate([-nll[..., None], log_probs, likeliest.astype(jnp.float32)], 2)
 
         return scan_chunks(ctx.loss_chunk, one_chunk, jnp.float32(0), hidden, targets)[1]

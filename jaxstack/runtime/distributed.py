@@ -162,6 +162,8 @@ def cause(index: int) -> tuple[int, int, str] | None:
     Args:
       index: of this process.
     """
+    if not has_others():
+        return None
     with contextlib.suppress(RuntimeError):
         for other, (code, reason) in sorted(announced_ends().items()):
             if other != index and code in {*Exit} - {Exit.PEER_LOST}:

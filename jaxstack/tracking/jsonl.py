@@ -179,14 +179,21 @@ def _is_expected(key: str, value: object) -> bool:
     if key == "changed":
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
     if key == "watch":
-        return isinstance(value, dict) and all(map(_are_numbers, value.values()))
+        return isinstance(value, dict) and all(map(_are_statistics, value.values()))
     if key.startswith(_NUMBERS):
         return value is None or _is_number(value)  # null: it was not finite
     return _has_readable_numbers(value)
 
 
-def _are_numbers(values: object) -> bool:
-    return isinstance(values, dict) and all(each is None or _is_number(each) for each in values.values())
+def _are_statistics(values: object) -> bool:
+    """Returns whether values are those of an array that is watched: numbers, and a histogram of numbers."""
+    if not isinstance(values, dict):
+        return False
+    return all(_are_numbers(each if isinstance(each, dict) else {"": each}) for each in values.values())
+
+
+def _are_numbers(values: dict[str, object]) -> bool:
+    return all(each is None or _is_number(each) for each in values.values())
 
 
 def _is_number(value: object) -> TypeGuard[float]:

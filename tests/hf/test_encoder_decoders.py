@@ -230,14 +230,17 @@ def test_a_config_that_we_cannot_have_is_refused(key, value, tmp_path):
 
 @pytest.mark.parametrize("kind", ["t5", "switch"])
 def test_a_folder_becomes_a_run_with_the_data_that_flags_name(kind, tmp_path, rng, capsys):
+    """Without flags it learns hidden spans, so that an import needs no data."""
     build(kind, rng).save_pretrained(tmp_path / "saved")
-    words = ["import", str(tmp_path / "saved"), str(tmp_path / "run")]
-    with pytest.raises(ConfigError, match=r"data.denoisers is empty. Use"):
-        execute(words)
-    execute([*words, "--data.denoisers=[{rate: 0.15, span: 3}]"])
+    execute(["import", str(tmp_path / "saved"), str(tmp_path / "run")])
     assert ("expert_capacity=1000, because jaxstack drops no token" in capsys.readouterr().out) == (kind == "switch")
-    cfg = parse_config([f"--config={tmp_path / 'run' / 'config.yaml'}"])
-    assert cfg.model.moe.every == (2 if kind == "switch" else 1)
+    execute(["import", str(tmp_path / "saved"), str(tmp_path / "other"), "--data.denoisers=[{rate: 0.5, span: 4}]"])
+    rates = []
+    for name in ("run", "other"):
+        cfg = parse_config([f"--config={tmp_path / name / 'config.yaml'}"])
+        assert cfg.model.moe.every == (2 if kind == "switch" else 1)
+        rates.append([denoiser.rate for denoiser in cfg.data.denoisers])
+    assert rates == [[0.15], [0.5]]
 
 
 @pytest.mark.slow

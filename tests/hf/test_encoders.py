@@ -236,11 +236,12 @@ def test_five_steps_of_adamw(family, each, tmp_path, rng):
 
 def test_a_classifier_becomes_a_run_with_the_labels_that_flags_name(tmp_path, rng):
     build("bert", rng, "sequence").save_pretrained(tmp_path / "saved")
-    words = ["import", str(tmp_path / "saved"), str(tmp_path / "run")]
-    with pytest.raises(ConfigError, match=r"Use --data.source=labels"):
-        execute(words)
-    execute([*words, "--data.source=labels", "--data.path=texts.jsonl", "--data.seq_len=16"])
-    assert parse_config([f"--config={tmp_path / 'run' / 'config.yaml'}"]).model.labels == LABELS
+    execute(["import", str(tmp_path / "saved"), str(tmp_path / "run")])
+    flags = ["--data.path=texts.jsonl", "--data.seq_len=16"]
+    execute(["import", str(tmp_path / "saved"), str(tmp_path / "other"), *flags])
+    for name, path in (("run", "labels.jsonl"), ("other", "texts.jsonl")):
+        cfg = parse_config([f"--config={tmp_path / name / 'config.yaml'}"])
+        assert (cfg.model.labels, cfg.data.source, cfg.data.path) == (LABELS, "labels", path)
 
 
 def test_names_and_tensors_that_older_files_have(tmp_path, rng):

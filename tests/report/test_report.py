@@ -263,8 +263,8 @@ def test_runs_of_one_name_go_by_their_paths(tmp_path):
 def test_differences_leave_out_where_a_run_stands(tmp_path):
     others = CONFIG.replace("0.001", "3e-4").replace("somewhere", "elsewhere") + "data:\n  packing: true\n"
     found = runs.read_runs([write(tmp_path / "a", LINES), write(tmp_path / "b", LINES, others)])
-    # 3e-4 without a dot is a word to YAML 1.1, and shown unchanged
-    assert runs.config_differences(found) == {"optim.lr": ["0.001", "3e-4"], "data.packing": ["-", "true"]}
+    # 3e-4 without a dot is a word to YAML 1.1; it is read as the flags are
+    assert runs.config_differences(found) == {"optim.lr": ["0.001", "0.0003"], "data.packing": ["-", "true"]}
 
 
 def test_one_page_of_several_runs(tmp_path):
