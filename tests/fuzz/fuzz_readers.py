@@ -32,6 +32,8 @@ from jaxstack.tracking import jsonl
 
 Read = Callable[[bytes, Path], object]
 READERS: dict[str, Read] = {}
+NEEDS = {"tokenizer_file": "tokenizers", "chat_template": "jinja2"}
+"""Packages of the extra `[hf]`, without which these readers refuse every input."""
 """Every reader by name: a function of the bytes and of an empty folder."""
 
 ERRORS: dict[str, tuple[type[Exception], ...]] = {}

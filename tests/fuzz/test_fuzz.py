@@ -6,7 +6,7 @@ same strategies for as many tries as one likes.
 
 import pytest
 from fuzz_inputs import INPUTS
-from fuzz_readers import READERS
+from fuzz_readers import NEEDS, READERS
 from fuzz_room import Room
 from hypothesis import HealthCheck, Phase, given, settings
 
@@ -41,6 +41,9 @@ def test_every_reader_has_inputs():
 
 
 def fuzz(room, name, count):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason="needs the extra [hf]")
+
     @tries(count)
     @given(INPUTS[name])
     def check(content):
