@@ -35,10 +35,11 @@ SELECTIONS = {
 
 
 def main() -> None:
-    """Runs a selection and exits as pytest does."""
+    """Runs a selection and exits as tests/again.py does, which runs a failed test once more."""
     (selection,) = sys.argv[1:]
     print(f"Python {sys.version.split()[0]}, jax {version('jax')}, flax {version('flax')}", flush=True)
-    sys.exit(subprocess.run([sys.executable, "-m", "pytest", *SELECTIONS[selection]], cwd=ROOT, check=False).returncode)
+    command = [sys.executable, "tests/again.py", *SELECTIONS[selection]]
+    sys.exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
 
 
 if __name__ == "__main__":
