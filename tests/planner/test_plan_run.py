@@ -207,8 +207,8 @@ def test_what_no_plan_fits_is_one_line(flags, says, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_plan_trains(tmp_path):
-    """Two steps of a small plan, by the written file."""
-    (tmp_path / "text.txt").write_text("a plan is trained as it is written " * 400)
+    """Two steps of a small plan, by the written file. The text is longer than both batches."""
+    (tmp_path / "text.txt").write_text("a plan is trained as it is written " * 4000)
     words = f"""--budget=3e11 --config=quickstart --model.vocab_size=257 --train.steps=2 --data.source=path
         --data.path={tmp_path}/text.txt --data.seq_len=32 --run.dir={tmp_path}/run --out={tmp_path}/small.yaml"""
     parser.execute(["plan", "run", *words.split()])
